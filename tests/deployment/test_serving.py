@@ -18,6 +18,10 @@ SERVICE = ServerOptions(certs=Path("certs/server"))
     ("values", "message"),
     [
         ({"strategy": "local"}, "--strategy local sends nothing"),
+        (
+            {"strategy": "feddyn", "ranks": "8"},
+            "--strategy feddyn has a second set of tensors beside the model, which no message across machines",
+        ),
         ({"split": "2", "precision": "fp16"}, "--precision fp16 scales losses by what overflows"),
         ({"split": "2", "leakage": True}, "--leakage reads the clients' texts, and across machines these stay"),
         ({"arrive": ("movie-1=2",)}, "--arrive says who is late in a simulation"),
