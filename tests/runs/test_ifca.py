@@ -91,6 +91,16 @@ def test_an_audit_finds_what_was_altered(config: MakeConfig, file: str, part: st
     assert check in {row.check for row in audit_run(folder).failures}
 
 
+def test_an_audit_finds_a_round_in_which_nobody_measured(config: MakeConfig) -> None:
+    folder = run_config(config(**IFCA)).folder
+    path, before = (folder / f"audit/round-000{round}/server.safetensors" for round in (3, 2))
+    old = {key: value for key, value in load_file(before).items() if key.startswith("clusters/")}
+    save_file(old, path)
+    assert {(3, "", "chosen")} <= {(row.round, row.client, row.check) for row in audit_run(folder).failures}
+    (folder / "audit/round-0003/begun.safetensors").unlink()
+    assert "begun.safetensors is missing" in " ".join(row.detail for row in audit_run(folder).failures)
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

@@ -220,7 +220,7 @@ def check_run(run: Run, *, on_event: OnEvent = ignore) -> Iterator[AuditRow]:
             initial, before = before, read_models(run, round, "begun")
             server_models = before
             yield from check_ranks(run, read_plan(run, record.plan), round, initial, before)
-        if kind_of(run.mixing.strategy) == "ifca" and (round_folder(run, round) / "begun.safetensors").is_file():
+        if _is_chosen(run, round, state):
             initial, before = before, read_models(run, round, "begun")
             server_models = before
             yield from _check_choice(run, round, read_plan(run, record.plan), initial, before, state=state)
@@ -328,6 +328,12 @@ def _check_state(
         )
 
 
+def _is_chosen(run: Run, round: int, state: Flat) -> bool:
+    """Whether clients chose or drew clusters before this round: once there are any, before every aggregated round."""
+    is_kept = (round_folder(run, round) / "begun.safetensors").is_file()
+    return kind_of(run.mixing.strategy) == "ifca" and (is_kept or (bool(state) and is_aggregated(run, round)))
+
+
 def _check_choice(
     run: Run, round: int, plan: AuditPlan, before: Models, begun: Models, *, state: Flat
 ) -> Iterator[AuditRow]:
@@ -335,6 +341,8 @@ def _check_choice(
     now = latest_state(run, round)
     new = labels_in(now, plan, head=False, layer=None)
     old = labels_in(flat_arrays(state), plan, head=False, layer=None) if state else new
+    if state and not any(path.startswith("losses/") for path in now):
+        yield _row(run, round, "chosen", "", "nobody has told a loss, and every client that takes part has to")
     for k, client in enumerate(plan.clients):
         yield _row(run, round, "chosen", client, begun_fault(plan, k, before, begun, old, new))
 
