@@ -43,7 +43,7 @@ HONEST = {
 }
 
 
-STATEFUL = (*SERVER_OPTIMIZERS, "pfedgraph", "cfl", "fedtreelora", "fedavg_dynamic")
+STATEFUL = (*SERVER_OPTIMIZERS, "pfedgraph", "cfl", "fedtreelora", "fedavg_dynamic", "classifier_collaboration")
 ROBUST = ("median", "trimmed_mean", "krum", "multi_krum", "geometric_median")
 
 
@@ -52,8 +52,9 @@ ROBUST = ("median", "trimmed_mean", "krum", "multi_krum", "geometric_median")
     [
         (words, strategy)
         for words, strategy in product(HONEST, [*STRATEGIES, *ALIASES])
-        # clients that take each other's models share all of them
-        if strategy != "ifca" or len(HONEST[words].share) == 3
+        # clients that take each other's models share all of them, those that combine heads their heads
+        if (strategy != "ifca" or len(HONEST[words].share) == 3)
+        and (strategy != "classifier_collaboration" or "head" in HONEST[words].share)
     ],
 )
 def test_an_honest_run_passes(tmp_path, strategy, words):

@@ -81,6 +81,21 @@ def federation(graph=None):
     )
 
 
+def class_features(clients, *, round):
+    """What these clients report of their training examples, drawn; the counts add up to their examples."""
+    draw = np.random.default_rng(round)
+    reports = {}
+    for name, task, examples in zip(CLIENTS, TASKS, EXAMPLES):
+        counts = draw.multinomial(examples, draw.dirichlet(np.ones(LABELS[task])))
+        arrays = {
+            "counts": counts,
+            "means": draw.normal(size=(len(counts), D_IN)),
+            "variances": draw.random(len(counts)),
+        }
+        reports[name] = {key: torch.tensor(array, dtype=torch.float32) for key, array in arrays.items()}
+    return {client: reports[client] for client in clients}
+
+
 def write_models(folder, name, models):
     folder.mkdir(parents=True, exist_ok=True)
     flat = {key: tensor.clone().contiguous() for key, tensor in flatten_by_client(models).items()}
@@ -144,6 +159,8 @@ def write_run(
         good = {client: params for client, params in updates.items() if client not in refused}
         loaded = {client: {"digest": digest(start[client]), "keys": len(start[client])} for client in good}
         corrections = dynamic_corrections(state, asked, alpha=ALPHA)
+        if strategy.record_features is not None:
+            state = strategy.record_features(state, class_features(good, round=round))
         server = strategy.aggregate(state, start, good, without_edges(federation(), refused), round=round)
         state, start = server.server_state, server.client_models
         if served is not None:

@@ -8,7 +8,6 @@ from atlas_fl.config.presets import PRESETS, find_preset
 from atlas_fl.config.schema import ADAPTER_SETTINGS, ALL_CLASSES, FULL_MODEL_SETTINGS, NONE, OF_IMAGES, OF_SGD, Config
 from atlas_fl.config.settings import Setting, settings, value_of
 from atlas_fl.config.values import invalid_value, parse_integer
-from atlas_fl.data.task import Task
 from atlas_fl.errors import ConfigError
 
 
@@ -313,10 +312,12 @@ def _check_one_process(config: Config, name: str) -> None:
         )
 
 
-def check_class_features(config: Config, tasks: Sequence[Task]) -> None:
+def check_class_features(config: Config) -> None:
     """Nothing where each client can report what its head reads by class; raises `ConfigError` else."""
+    from atlas_fl.data.registry import find_tasks
+
     strategy, run = config.mixing.strategy, config.run
-    for task in tasks:
+    for task in find_tasks(config.data.tasks, config.data.task):
         if task.images or not task.has_classes:
             kind = "of images" if task.images else "a regression" if task.is_regression else "text to write"
             raise ConfigError(

@@ -290,7 +290,7 @@ def _check_tasks(config: Config) -> None:
 
     data, tasks = config.data, find_tasks(config.data.tasks, config.data.task)
     if reads_features(config):
-        check_class_features(config, tasks)
+        check_class_features(config)
     check_heterogeneity(
         tasks,
         rating_cuts=data.rating_cuts,

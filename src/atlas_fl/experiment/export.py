@@ -52,9 +52,10 @@ def export_client(run: str | Path, *, client: str, to: str | Path, round: str | 
     Raises `CheckpointError` without a good checkpoint of that round and `ConfigError` for an unknown client.
     """
     folder = find_run(run)
+    check_files(folder, folder.config)
     config = load_config(folder.config)
     saved = _load_checkpoint(folder, round)
-    check_files(folder, folder.config, folder.path / saved.state["plan"])
+    check_files(folder, folder.path / saved.state["plan"])
     plan = Plan.from_json(read_json(folder.path / saved.state["plan"]))
     server_models, client_models = checkpoint_models(saved, [client.name for client in plan.clients])
     second = checkpoint_second_models(saved)
