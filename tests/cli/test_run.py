@@ -151,7 +151,14 @@ def test_a_sweep_over_local_steps_scales_the_rounds_and_says_so(
     assert "gradient steps" not in said.out
 
 
-@pytest.mark.parametrize("words", [["sweep", "--lambda-sweep"], ["run", "--lambda-sweep", "--seed", "42"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["sweep", "--lambda-sweep"],
+        ["run", "--lambda-sweep", "--seed", "42"],
+        ["compare", "--ablation", "atlas", "--lambda-sweep", "--seeds", "1"],
+    ],
+)
 def test_the_lambda_sweep_is_a_sweep_over_eta(
     words: list[str], atlas: Atlas, ran: list[Config], tmp_path: Path
 ) -> None:
@@ -161,7 +168,7 @@ def test_the_lambda_sweep_is_a_sweep_over_eta(
 
 
 def test_compare_knows_old_names_and_the_gain_over_local(atlas: Atlas, ran: list[Config], tmp_path: Path) -> None:
-    words = ["--strategies", "local_only", "atlas", "--seeds", "1", "--runs-dir", str(tmp_path), "--eta", "0"]
+    words = ["--ablation", "local_only", "atlas", "--seeds", "1", "--runs-dir", str(tmp_path), "--eta", "0"]
     said = atlas("compare", *words)
     assert (said.code, said.err) == (0, "")
     assert [config.mixing.strategy for config in ran] == ["local", "atlas"]
@@ -188,6 +195,25 @@ def test_compare_over_a_setting_compares_for_each_value_and_ranks_over_all(
     assert (content["over"], set(content["average_ranks"])) == (["dial=1", "dial=3"], {"local", "fedavg"})
 
 
+def test_compare_over_presets_takes_the_settings_of_each_and_the_flags(
+    atlas: Atlas, ran: list[Config], tmp_path: Path
+) -> None:
+    words = ["--strategies", "local", "fedavg", "--over", "preset=null,label-skew", "dial=1,3", "--seeds", "1"]
+    said = atlas("compare", *words, "--rounds", "3", "--runs-dir", str(tmp_path))
+    assert (said.code, said.err) == (0, "")
+    seen = {(config.run.preset, config.run.dial, config.data.tasks, config.data.samples) for config in ran}
+    null, skew = ("movie", "trec", "pairs"), ("trec",)
+    assert seen == {
+        ("null", 1, null, 50),
+        ("null", 3, null, 200),
+        ("label-skew", 1, skew, 120),
+        ("label-skew", 3, skew, 120),
+    }
+    assert (len(ran), {config.training.rounds for config in ran}) == (8, {3})
+    assert "Ranks over 4 comparisons" in said.out
+    assert said.out.index("preset=null dial=1") < said.out.index("preset=label-skew dial=3")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -200,6 +226,10 @@ def test_compare_over_a_setting_compares_for_each_value_and_ranks_over_all(
             ["compare", "--control", "median"],
             "--control is median; allowed: one of --strategies, local, fedavg_cluster,",
         ),
+        (["compare", "--trials", "-1"], "--trials is -1; allowed: at least 1, or 0 for none"),
+        (["compare", "--over", "preset=nul"], "unknown preset 'nul'; did you mean 'null'?"),
+        (["compare", "--preset", "null", "--over", "preset=null"], "--preset is given beside --over preset=...;"),
+        (["sweep", "--over", "preset=null"], "--over sweeps preset, which changes no number of a run;"),
         (["compare", "--jobs", "0"], "--jobs is 0; allowed: at least 1"),
         (["compare", "--strategies"], "--strategies is empty; name at least one;"),
         (["compare", "--strategies", "atals"], "unknown strategy 'atals'; did you mean 'atlas'?"),

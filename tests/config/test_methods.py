@@ -159,6 +159,13 @@ def test_what_class_features_do_not_go_with(values: dict[str, Any], message: str
         validate(with_values(Config(), {"strategy": "fedpac", **values}))
 
 
+def test_ratings_that_clients_cut_into_classes_have_class_features() -> None:
+    config = with_values(find_preset("concept-shift"), {"strategy": "fedpac"})
+    assert validate(config).mixing.strategy == "fedpac"
+    with pytest.raises(ConfigError, match="task 'movie_ratings' is a regression"):
+        validate(with_values(config, {"rating_cuts": "none"}))
+
+
 def test_classes_of_images_have_no_class_features_so_far() -> None:
     with pytest.raises(ConfigError, match="task 'digits' is of images; leave the task out, or take fedavg"):
         validate(with_values(find_preset("vision-lora"), {"tasks": "digits", "strategy": "fedpac"}))

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,8 +50,8 @@ class Words:
     """Whether it was written as `--flag=value`."""
 
 
-def split(args: Sequence[str]) -> tuple[Words, ...]:
-    """The command line flag by flag; hyphens for underscores, and today's names for those of `ALIASES`.
+def split(args: Sequence[str], *, aliases: Mapping[str, str] = ALIASES) -> tuple[Words, ...]:
+    """The command line flag by flag; hyphens for underscores, and today's names for those of `aliases`.
 
     Raises:
         ConfigError: a word is longer than any value may be.
@@ -68,7 +68,7 @@ def split(args: Sequence[str]) -> tuple[Words, ...]:
             continue
         name, sign, value = word.partition("=")
         flag = name.replace("_", "-")
-        groups.append(Words(ALIASES.get(flag, flag), (value,) if sign else (), bool(sign)))
+        groups.append(Words(aliases.get(flag, flag), (value,) if sign else (), bool(sign)))
     return tuple(groups)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from atlas_fl.cli.arguments import Words, base_config, parse, split
+from atlas_fl.cli.arguments import ALIASES, Words, base_config, parse, split
 from atlas_fl.cli.display import going_on, show, show_progress
 from atlas_fl.config import Config, validate, with_values
 from atlas_fl.errors import MAX_REPR_CHARACTERS, ConfigError
@@ -57,10 +57,12 @@ class CompareOptions:
     CSV and LaTeX files, and a figure."""
 
     strategies: tuple[str, ...] = STRATEGIES
-    """The strategies (`atlas list strategies`)."""
+    """The strategies (`atlas list strategies`); `--ablation` is the same flag."""
     over: tuple[str, ...] = ()
-    """A setting and its values beside the strategies, `dial=1,3` or `eta=0,0.5`; may be repeated. Strategies are
-    compared for each value, and ranked over all of them."""
+    """A setting and its values beside the strategies, `dial=1,3`, `eta=0,0.5` or `preset=null,label-skew`; may be
+    repeated. Strategies are compared for each value, and ranked over all of them."""
+    lambda_sweep: bool = False
+    """The same as `--over eta=0,0.01,0.1,0.5,1`."""
     seeds: int = 3
     """Seeds for each strategy: 42, 123, 456, 789, 1024, then 2001 and on."""
     control: str | None = None
@@ -91,54 +93,73 @@ def sweep(words: Sequence[str]) -> int:
 
 def compare(words: Sequence[str]) -> int:
     """Run the comparison that these words say; 0."""
-    groups = split(words)
+    groups = split(words, aliases={**ALIASES, "--ablation": "--strategies"})
     _refuse(groups, "--seed", "how many seeds there are is --seeds, and which they are `atlas compare --help` says")
     _refuse(groups, "--strategy", "name all that are compared with --strategies")
-    options = parse(CompareOptions(settings=base_config(groups)), groups, command="atlas compare")
-    if not options.strategies:
-        raise ConfigError("--strategies is empty; name at least one; see `atlas list strategies`")
-
-    from atlas_fl.aggregation.registry import ALIASES
-
-    names = [ALIASES.get(name, name) for name in options.strategies]
-    options = replace(options, control=ALIASES.get(options.control or "", options.control))
-    if options.control is not None and options.control not in names:
-        raise ConfigError(f"--control is {options.control}; allowed: one of --strategies, {', '.join(names)}")
-    if options.jobs < 1:
-        raise ConfigError(f"--jobs is {options.jobs}; allowed: at least 1")
-    if options.trials < 0:
-        raise ConfigError(f"--trials is {options.trials}; allowed: at least 1, or 0 for none")
-    base = options.settings
-    values = _parse_beside_strategies(options.over)
-    tuned = _tune(base, names, options) if options.trials else ()
-    chosen = {method.strategy: method.best.settings for method in tuned}
-    points = [
-        point
-        for name in names
-        for point in grid(
-            with_values(base, chosen.get(name, {})), over={"strategy": (name,), **values}, seeds=seeds(options.seeds)
-        )
-    ]
+    options = _parse_comparison(groups)
+    values = _parse_beside_strategies(options)
+    points: list[Point] = []
+    tuned: dict[str, tuple[TunedMethod, ...]] = {}
+    for preset, base in _federations(groups, options, values).items():
+        tuned[preset] = _tune(base, options) if options.trials else ()
+        chosen = {method.strategy: method.best.settings for method in tuned[preset]}
+        for name in options.strategies:
+            over = {"strategy": (name,), **values} | ({"preset": (preset,)} if "preset" in values else {})
+            points += grid(with_values(base, chosen.get(name, {})), over=over, seeds=seeds(options.seeds))
     folders = _run(points, jobs=options.jobs)
-    path = Path(base.run.runs_dir) / comparison_name(points, preset=base.run.preset)
+    path = Path(options.settings.run.runs_dir) / comparison_name(points, preset="-".join(tuned))
     _show_comparison(points, folders, path=path, note="")
     _show_all_statistics(points, folders, options, tuned, path=path)
     return 0
 
 
-def _parse_beside_strategies(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
+def _parse_comparison(groups: Sequence[Words]) -> CompareOptions:
+    """The options of these words, strategies by their names of today; raises `ConfigError` for one that is wrong."""
+    from atlas_fl.aggregation.registry import ALIASES as OLD_NAMES
+
+    options = parse(CompareOptions(settings=base_config(groups)), groups, command="atlas compare")
+    if not options.strategies:
+        raise ConfigError("--strategies is empty; name at least one; see `atlas list strategies`")
+    names = tuple(OLD_NAMES.get(name, name) for name in options.strategies)
+    control = OLD_NAMES.get(options.control or "", options.control)
+    if control is not None and control not in names:
+        raise ConfigError(f"--control is {control}; allowed: one of --strategies, {', '.join(names)}")
+    if options.jobs < 1:
+        raise ConfigError(f"--jobs is {options.jobs}; allowed: at least 1")
+    if options.trials < 0:
+        raise ConfigError(f"--trials is {options.trials}; allowed: at least 1, or 0 for none")
+    return replace(options, strategies=names, control=control)
+
+
+def _parse_beside_strategies(options: CompareOptions) -> dict[str, tuple[str, ...]]:
     """The values of what is swept beside the strategies."""
-    values = parse_over(texts)
+    values = parse_over([*options.over, *([LAMBDA_SWEEP] if options.lambda_sweep else [])], presets=True)
     if "strategy" in values:
         raise ConfigError("--over sweeps strategy; name the strategies with --strategies, and sweep another setting")
     return values
+
+
+def _federations(
+    groups: Sequence[Words], options: CompareOptions, values: Mapping[str, Sequence[str]]
+) -> dict[str, Config]:
+    """The settings of every preset that is compared in, by its name: the flags on top of what the preset says."""
+    if "preset" not in values:
+        return {options.settings.run.preset: options.settings}
+    for group in groups:
+        if group.flag in ("--preset", "--config"):
+            raise ConfigError(f"{group.flag} is given beside --over preset=...; leave one of them out")
+    each = {preset: [*groups, Words("--preset", (preset,))] for preset in values["preset"]}
+    return {
+        preset: parse(CompareOptions(settings=base_config(words)), words, command="atlas compare").settings
+        for preset, words in each.items()
+    }
 
 
 def _show_all_statistics(
     points: Sequence[Point],
     folders: Sequence[Path],
     options: CompareOptions,
-    tuned: "Sequence[TunedMethod]",
+    tuned: "Mapping[str, Sequence[TunedMethod]]",
     *,
     path: Path,
 ) -> None:
@@ -150,10 +171,10 @@ def _show_all_statistics(
     comparisons = {}
     for beside, runs in groups.items():
         own_points, own_folders = zip(*runs)
-        name = comparison_name(own_points, preset=options.settings.run.preset)
-        own_path = path if len(groups) == 1 else path.with_name(name)
+        preset = own_points[0].config.run.preset
+        own_path = path if len(groups) == 1 else path.with_name(comparison_name(own_points, preset=preset))
         show([f"\n{beside}"] if beside else [])
-        comparisons[beside] = _show_statistics(own_points, own_folders, options, tuned, path=own_path)
+        comparisons[beside] = _show_statistics(own_points, own_folders, options, tuned[preset], path=own_path)
     if len(groups) > 1 and len(options.strategies) > 1:
         _show_ranks(comparisons, path=path)
 
@@ -168,7 +189,7 @@ def _show_ranks(comparisons: "Mapping[str, MethodComparison]", *, path: Path) ->
     show([ranks_table(ranks, control=control), f"the ranks: {path.with_suffix('.json')}"])
 
 
-def _tune(base: Config, names: Sequence[str], options: CompareOptions) -> "tuple[TunedMethod, ...]":
+def _tune(base: Config, options: CompareOptions) -> "tuple[TunedMethod, ...]":
     """Try settings of every strategy, and print what was tried."""
     from atlas_fl.data.registry import find_tasks
     from atlas_fl.experiment.tuning import tune_methods
@@ -177,7 +198,7 @@ def _tune(base: Config, names: Sequence[str], options: CompareOptions) -> "tuple
     images = any(task.images for task in find_tasks(base.data.tasks, base.data.task))
     tuned = tune_methods(
         base,
-        names,
+        options.strategies,
         number=options.trials,
         lr=learning_rate_of(base, with_images=images),
         run_points=lambda points: _run(points, jobs=options.jobs),

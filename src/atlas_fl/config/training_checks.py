@@ -318,7 +318,8 @@ def check_class_features(config: Config) -> None:
 
     strategy, run = config.mixing.strategy, config.run
     for task in find_tasks(config.data.tasks, config.data.task):
-        if task.images or not task.has_classes:
+        is_cut = task.is_regression and bool(config.data.rating_cuts)  # each client calls some ratings positive
+        if task.images or not (task.has_classes or is_cut):
             kind = "of images" if task.images else "a regression" if task.is_regression else "text to write"
             raise ConfigError(
                 f"--strategy {strategy} compares features by classes of texts, and task {task.name!r} is {kind}; leave"

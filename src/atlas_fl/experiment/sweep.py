@@ -111,8 +111,10 @@ def seeds(count: int) -> tuple[int, ...]:
     return (SEEDS + tuple(2001 + extra for extra in range(count - len(SEEDS))))[:count]
 
 
-def parse_over(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
+def parse_over(texts: Sequence[str], *, presets: bool = False) -> dict[str, tuple[str, ...]]:
     """The values of every swept setting from texts such as `eta=0,0.1,0.5`; the parts of a list are joined by `+`.
+
+    With `presets` the preset may be one of them, for callers that make the settings of each.
 
     Raises:
         ConfigError: a text has another form, or names an unknown setting, the seed, or one setting twice.
@@ -125,7 +127,7 @@ def parse_over(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
             raise ConfigError(
                 f"--over is {text!r}; allowed: a setting and its values; write {setting.name}=VALUE,VALUE"
             )
-        if setting.name in UNSWEPT:
+        if setting.name in UNSWEPT - ({"preset"} if presets else set()):
             raise ConfigError(
                 f"--over sweeps {setting.name}, which changes no number of a run; sweep a setting that does"
             )
