@@ -87,7 +87,8 @@ def test_a_comparison_that_begins_from_a_run_of_a_method_does_not_carry_its_sett
 
 
 @pytest.mark.parametrize(
-    ("method", "bytes"), [("fedit", 1), ("ffa", 0.5), ("fedsa", 0.5), ("linear_probe", 0), ("centralized", 0)]
+    ("method", "bytes"),
+    [("fedit", 1), ("ffa", 0.5), ("fedsa", 0.5), ("linear_probe", 0), ("centralized", 0), ("multitask", 0)],
 )
 def test_bytes_relative_to_fedavg(method: str, bytes: float) -> None:
     assert METHODS[method].relative_bytes == bytes
@@ -110,6 +111,34 @@ def test_bytes_relative_to_fedavg(method: str, bytes: float) -> None:
 def test_what_trains_when_contradicts_nothing(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         validate(with_values(Config(), values))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"strategy": "local", "multitask": True},
+            "one adapter on the examples of all clients in one place; take --str",
+        ),
+        ({"strategy": "fedavg", "multitask": True, "centralized": True}, "in one place; take --strategy multitask, or"),
+        ({"ranks": "budget"}, "--multitask trains one adapter, and --ranks budget may give tasks different ranks; set"),
+        ({"trained_parts": "head_then_rest"}, "--multitask and --trained-parts head_then_rest do not go together"),
+        (
+            {"trainable": "full", "fingerprint": "fisher", "ranks": "8"},
+            "--multitask and --trainable full do not go together",
+        ),
+        ({"split": "2"}, "--multitask and --split 2 do not go together; leave one of them out"),
+        ({"arrive": ("movie-0=2",)}, "--arrive movie-0=2 comes later, and --centralized has no clients"),
+    ],
+)
+def test_what_one_adapter_for_all_tasks_does_not_go_with(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validate(with_values(Config(), {"strategy": "multitask", "ranks": "8", **values}))
+
+
+def test_whole_image_models_are_not_trained_for_several_tasks() -> None:
+    with pytest.raises(ConfigError, match="--multitask and --tune whole do not go together; leave one of them out"):
+        validate(with_values(find_preset("vision-quick"), {"strategy": "multitask", "ranks": "8"}))
 
 
 PERSONAL = {"strategy": "mr_mtl", "ranks": "8"}

@@ -117,3 +117,17 @@ def test_what_is_not_there_is_one_line(
     assert (tmp_path / "page.md").read_text() == "mine"
     assert main(["results"]) == 2
     assert "no folder is named" in capsys.readouterr().err
+
+
+def test_references_in_one_place_have_lines_of_their_own_by_hand(
+    make_federation: Callable[..., None], tmp_path: Path
+) -> None:
+    make_federation(2)
+    before = results_page([tmp_path], control="fedavg")
+    make_federation(2, gains={"centralized": 0.0}, seeds=(1, 2))
+    make_federation(2, gains={"multitask": 0.0}, seeds=(3,), ranks="8")
+    page = results_page([tmp_path], control="fedavg")
+    assert "All examples of a task in one place (`centralized`): " in page and "over 2 seeds." in page
+    assert "All examples in one place, one adapter (`multitask`): " in page and "over 1 seed." in page
+    assert "(`multitask`)" not in before
+    assert "| `multitask` |" not in page

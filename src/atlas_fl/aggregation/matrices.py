@@ -31,7 +31,7 @@ class Federation:
     layer_of: Mapping[str, int] = field(default_factory=dict)
     """Layer of every adapted module, needed when eta is weighted by layer."""
     cuts: tuple[int | None, ...] = ()
-    """Of the clients that share the adapters above their cuts with their cluster the first block above; else None."""
+    """Of the clients that share adapters with their cluster the first block that they share; else None."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError where the arrays contradict each other."""

@@ -150,7 +150,7 @@ def _columns(
 
 
 RULES = {
-    **dict.fromkeys(("local", "local_only", "centralized", "linear_probe"), "own"),
+    **dict.fromkeys(("local", "local_only", "centralized", "multitask", "linear_probe"), "own"),
     **dict.fromkeys(("fedavg", "standard_fl", "fedit", "flexlora", "ffa", "rolora", "fedsa", "fedper"), "mean"),
     **dict.fromkeys(
         ("mr_mtl", "fedrep", "fedbabu", "fedavg_ft", "fedavg_prior", "fedprox", "hsplitlora", "scaffold"), "mean"

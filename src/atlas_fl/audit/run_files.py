@@ -165,7 +165,7 @@ class AuditPlan:
     rslora: bool
     """Whether alpha is divided by the root of the rank."""
     shared: tuple[int | None, ...] = ()
-    """First block above the cut of each client that shares what is above it with its cluster, else None."""
+    """First block that a client shares with its cluster, that above its cut or 0; None for who shares none."""
 
     def owners(self, k: int, layer: int) -> tuple[int, ...]:
         """Everyone with whom client k has the adapters of this layer in common, itself with them; else nobody."""
@@ -338,7 +338,7 @@ def _count(value: Any) -> int:
 
 
 def _shared_from(client: Mapping[str, Any]) -> int | None:
-    return _count(client["cut"]) if client.get("split", {}).get("shared") is not None else None
+    return _count(client["cut"] or 0) if client.get("split", {}).get("shared") is not None else None
 
 
 def _finite_array(value: Any) -> np.ndarray:

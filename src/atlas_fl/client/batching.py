@@ -29,7 +29,7 @@ def packs(jobs: Sequence[Job], site: Site) -> Iterator[list[Job]]:
     """The jobs in groups whose mini-batches hold on average at most `site.max_tokens` tokens together.
 
     A job that is larger than that alone makes a pack of one, and so does one that trains a whole model. Clients that
-    share adapters above their cuts step at once, so they are in one pack however large it is; its rows are then formed
+    share adapters step at once, so they are in one pack however large it is; its rows are then formed
     by `rows`.
     """
     if site.trainable == "full":
@@ -37,11 +37,18 @@ def packs(jobs: Sequence[Job], site: Site) -> Iterator[list[Job]]:
         return
     units: dict[Hashable, list[Job]] = {}
     for index, job in enumerate(jobs):
-        together = job.cut is not None and job.cut.shared is not None
-        units.setdefault(("shared", job.cut.shared) if together and job.cut else index, []).append(job)
+        cluster = shared_cluster(job)
+        units.setdefault(index if cluster is None else ("shared", cluster), []).append(job)
     sized = [(unit, sum(tokens_of(job, site) for job in unit)) for unit in units.values()]
     for pack in _greedy(sized, site.max_tokens):
         yield [job for unit in pack for job in unit]
+
+
+def shared_cluster(job: Job) -> int | None:
+    """The cluster whose clients train one set of adapters with this one; None where it trains its own."""
+    if getattr(job.options, "multitask", False):
+        return 0
+    return None if job.cut is None else job.cut.shared
 
 
 def _full_packs(jobs: Sequence[Job], site: Site) -> Iterator[list[Job]]:

@@ -13,6 +13,10 @@ moves the set by G. Lin et al. 2024, "SplitLoRA" (arXiv 2407.00952).
 
 A tensor is shared by the clients whose cut is below its block. Each client has a head of its own. The set trains as
 long as one of its clients does, and its schedule is that of the client with the most steps.
+
+With `--multitask` the clients are tasks, nothing is cut, and all adapters are one set: every step takes a batch of each
+task that has one left in the round, and b_k = 1, so that G is the mean gradient of the tasks (Caruana 1997, "Multitask
+learning", doi 10.1023/A:1007379606734). Each head is moved by its own gradient.
 """
 
 import math
@@ -168,6 +172,11 @@ def server_side_names(backbone: Backbone, params: Params, cut: Cut | None) -> tu
     return tuple(sorted(name for name in params if name not in client_side and not name.startswith(HEAD)))
 
 
+def adapter_names(params: Params) -> tuple[str, ...]:
+    """The names of all adapters, sorted."""
+    return tuple(sorted(name for name in params if not name.startswith(HEAD)))
+
+
 class LocalTrainer:
     """One client of a pack while it trains: its leaves, its batches and its optimizer."""
 
@@ -192,8 +201,10 @@ class LocalTrainer:
         self._scale_of_rank = site.scale
         self.leaves = {key: leaf for key, leaf in self.params.items() if leaf.requires_grad}
         cut = job.cut or above
-        self.cluster = None if cut is None else cut.shared
-        self.shared = server_side_names(site.backbone, self.params, cut)
+        self.cluster = 0 if options.multitask else None if cut is None else cut.shared
+        self.shared = (
+            adapter_names(self.params) if options.multitask else server_side_names(site.backbone, self.params, cut)
+        )
         self.scale = LossScale(enabled=site.fp16, grows=site.trainable == "full")
         self._tells_skipped = site.fp16 and site.trainable == "full"
         own_leaves = {key: leaf for key, leaf in self.leaves.items() if key not in self.shared}
@@ -289,7 +300,7 @@ class LocalTrainer:
 
 
 class SharedAdapters:
-    """Adapters that the same clients of one cluster share, while they train."""
+    """Adapters that the same clients of one cluster share, or all tasks, while they train."""
 
     def __init__(self, owners: Sequence[LocalTrainer], keys: Sequence[str]) -> None:
         self.owners, self.keys = sorted(owners, key=lambda member: member.job.client), tuple(keys)
@@ -312,14 +323,15 @@ class SharedAdapters:
         sound = [one for one in present if self._is_finite(one)] or present
         if not sound or not self._leaves:
             return
-        total = sum(moving[one] for one in sound)
+        weights = dict.fromkeys(sound, 1) if self.owners[0].options.multitask else moving
+        total = sum(weights[one] for one in sound)
         for key, leaf in self._leaves.items():
             leaf.grad = torch.zeros_like(leaf) if len(sound) > 1 else None
             for one in sound:
                 gradient = one.params[key].grad
-                assert gradient is not None, "what is above a cut has a gradient in every step"
+                assert gradient is not None, "what is shared has a gradient in every step"
                 leaf.grad = (
-                    gradient.clone() if leaf.grad is None else leaf.grad.add_(gradient, alpha=moving[one] / total)
+                    gradient.clone() if leaf.grad is None else leaf.grad.add_(gradient, alpha=weights[one] / total)
                 )
         first = self.owners[0]
         optimizer_step(self._optimizer, first.options, round=first.job.round, done=done, steps=self._steps)
@@ -338,7 +350,7 @@ def shared_adapters_of(members: Sequence[LocalTrainer]) -> list[SharedAdapters]:
     owners: dict[tuple[int, str], list[LocalTrainer]] = {}
     for member in members:
         for key in member.shared:
-            assert member.cluster is not None, "only a client with a cut and a cluster shares"
+            assert member.cluster is not None, "only a client of a cluster shares"
             owners.setdefault((member.cluster, key), []).append(member)
     sets: dict[tuple[int, ...], tuple[list[LocalTrainer], list[str]]] = {}
     for (_, key), trainers in owners.items():

@@ -56,6 +56,8 @@ class TrainOptions:
     """Follow the schedule round by round, not step by step."""
     prior_correction: bool = False
     """Add the log frequencies of the client's classes to its logits (`client.prior_correction`)."""
+    multitask: bool = False
+    """All clients train one set of adapters, each with a head of its own (`client.local_training`)."""
     second_model: SecondModel = "none"
     """What the job's model is to its `companion` (`client.second_model`)."""
     second_weight: float = 0.5

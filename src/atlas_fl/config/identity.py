@@ -45,6 +45,7 @@ ADDED_LATER = frozenset(
         "adapted_blocks",
         "prior_correction",
         *("client_sizes", "test_mix", "rating_cuts", "flipped_clients", "one_task", "own_share", "dial", "centralized"),
+        "multitask",
     }
 )
 GROUPS_ADDED_LATER = frozenset({"images", "sparse", "robust", "server", "attack"})

@@ -128,6 +128,12 @@ METHODS: Mapping[str, PublishedMethod] = {
         rule="local",
         settings={"centralized": True},
     ),
+    "multitask": PublishedMethod(
+        summary="One adapter for all tasks and a head for each, trained in one place (Caruana 1997): a reference.",
+        rule="local",
+        settings={"centralized": True, "multitask": True},
+        equal_ranks=True,
+    ),
     "linear_probe": PublishedMethod(
         summary="Each client trains its head alone on the frozen model, and sends nothing: a reference.",
         rule="local",

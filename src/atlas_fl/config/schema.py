@@ -122,6 +122,8 @@ class TrainingConfig:
     """Which of its parameters a client trains: all; of adapters B alone, A stays as drawn (FFA-LoRA); B in odd rounds
     and A in even ones (RoLoRA); in each round first the head alone, then the rest alone, half of the steps each
     (FedRep); or all but the head, which trains in the rounds of `--personal-rounds` (FedBABU)."""
+    multitask: bool = False
+    """With `--centralized`: one set of adapters for all tasks, a head for each; a step takes a batch of every task."""
     prior_correction: bool = False
     """Add the log frequencies of a client's own classes to its logits, in training and in evaluation: the shared model
     learns what classes look like, and every client brings how frequent they are with it."""

@@ -5,7 +5,16 @@ from dataclasses import fields
 
 from atlas_fl.config.methods import rule_of
 from atlas_fl.config.presets import PRESETS, find_preset
-from atlas_fl.config.schema import ADAPTER_SETTINGS, ALL_CLASSES, FULL_MODEL_SETTINGS, NONE, OF_IMAGES, OF_SGD, Config
+from atlas_fl.config.schema import (
+    ADAPTER_SETTINGS,
+    ALL_CLASSES,
+    FULL_MODEL_SETTINGS,
+    NONE,
+    OF_IMAGES,
+    OF_SGD,
+    WHOLE,
+    Config,
+)
 from atlas_fl.config.settings import Setting, settings, value_of
 from atlas_fl.config.values import invalid_value, parse_integer
 from atlas_fl.errors import ConfigError
@@ -291,6 +300,37 @@ def check_cluster_choice(config: Config) -> None:
     }.items():
         if value:
             raise ConfigError(f"--strategy ifca and {flag} do not go together so far; leave one of them out")
+
+
+def check_multitask(config: Config) -> None:
+    """Nothing where the tasks may train one set of adapters."""
+    from atlas_fl.data.registry import find_tasks
+
+    if not config.training.multitask:
+        return
+    if not config.data.centralized or rule_of(config) != "local":
+        raise ConfigError(
+            "--multitask trains one adapter on the examples of all clients in one place; take --strategy multitask, or"
+            " leave --multitask out"
+        )
+    if not config.ranks.ranks.isdecimal():
+        raise ConfigError(
+            f"--multitask trains one adapter, and --ranks {config.ranks.ranks} may give tasks different ranks; set"
+            f" --ranks to one of {', '.join(map(str, config.ranks.candidates))}"
+        )
+    training = config.training
+    has_images = any(task.images for task in find_tasks(config.data.tasks, config.data.task))
+    for flag, value in {
+        f"--tune {config.images.tune}": has_images and training.trainable == "auto" and config.images.tune == WHOLE,
+        "--trainable full": training.trainable == "full",
+        f"--trained-parts {training.trained_parts}": training.trained_parts != "all",
+        f"--split {config.split.split}": config.split.split != NONE,
+        "--rerank": config.ranks.rerank,
+        "--carry-momentum": config.images.carry_momentum,
+        "--personal-models": config.mixing.personal_models,
+    }.items():
+        if value:
+            raise ConfigError(f"--multitask and {flag} do not go together; leave one of them out")
 
 
 def _check_one_process(config: Config, name: str) -> None:

@@ -34,6 +34,7 @@ from atlas_fl.config.training_checks import (
     check_dynamic_regularization,
     check_image_settings,
     check_kind,
+    check_multitask,
     check_personal_models,
     check_precision,
     check_second_model,
@@ -343,6 +344,7 @@ def validate(config: Config, *, at_sites: bool = False) -> Config:
     check_dynamic_regularization(config)
     check_second_model(config)
     check_cluster_choice(config)
+    check_multitask(config)
     _check_shared_adapters(config)
     check_image_settings(config)
     _check_attack(config)

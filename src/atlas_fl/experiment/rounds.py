@@ -535,7 +535,7 @@ def _diversity(assembly: Assembly, planned: PlanResult, before: ByClient, outcom
 def _restore_unusable(server: ServerStep, state: FederationState, trained: ByClient, assembly: Assembly) -> ServerStep:
     """The server's step with unusable mixed models replaced by the initial ones, and the reason by client.
 
-    A model with values that are NaN, infinite or very large is unusable. Clients that share adapters above their cuts
+    A model with values that are NaN, infinite or very large is unusable. Clients that share adapters
     all keep their models where one is unusable, and so do all clients where the server state is.
     """
     mixed = {name: params for name, params in server.client_models.items() if params is not state.client_models[name]}
@@ -543,7 +543,7 @@ def _restore_unusable(server: ServerStep, state: FederationState, trained: ByCli
     unusable = set(unusable_models(mixed)) if is_finite else set(mixed)
     if not unusable:
         return server
-    if assembly.config.split.server_adapters != "per_client":
+    if assembly.config.split.server_adapters != "per_client" or assembly.config.training.multitask:
         unusable = set(mixed)
     norms = {
         name: change_norms(state.client_models[name], params, space_of(assembly.config))

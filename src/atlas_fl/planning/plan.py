@@ -38,14 +38,14 @@ class ClientPlan:
     """Per round: `up_bytes`, `down_bytes`, `memory_bytes`, `seconds`."""
     split: Mapping[str, Any] = field(default_factory=dict)
     """Why there is a cut or none (`reason`), and where there is one what it costs by part on both sides; `shared` is
-    the cluster with which the client shares the server's adapters."""
+    the cluster with which the client shares the server's adapters, or without a cut all of them (`--multitask`)."""
     planning: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """What planning took by phase, predicted: `client_seconds`, `server_seconds` and `link_seconds`, `memory_bytes` of
     the device and `server_memory_bytes` of the server beside its frozen weights."""
 
     @property
     def sharing_cluster(self) -> int | None:
-        """The cluster with which this client shares the adapters above its cut; None: they are its own."""
+        """The cluster with which this client shares the adapters above its cut, or all; None: they are its own."""
         return self.split.get("shared")
 
 
@@ -83,7 +83,7 @@ class Plan:
             head_groups=tuple(client.task for client in self.clients),
             importance=self.importance,
             layer_of=dict(self.layer_of),
-            cuts=tuple(None if client.sharing_cluster is None else client.cut for client in self.clients),
+            cuts=tuple(None if client.sharing_cluster is None else client.cut or 0 for client in self.clients),
         )
 
     def to_json(self) -> dict[str, Any]:

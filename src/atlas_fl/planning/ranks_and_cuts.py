@@ -383,6 +383,8 @@ def _client_entry(
     split: dict[str, Any] = {"reason": fit.reason} if fit.reason else {}
     if cut is not None and cut.shared is not None:
         split["shared"] = cut.shared
+    if assembly.config.training.multitask:
+        split["shared"] = 0  # `local` forms no clusters, so all are in cluster 0
     if cut is not None:
         split |= {
             "crossing_bytes": crossing_bytes(assembly, client, cut),

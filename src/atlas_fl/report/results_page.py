@@ -69,8 +69,8 @@ class FederationResults:
     """None where fewer than two methods have the same seeds."""
     incomplete: Mapping[str, tuple[int, ...]]
     """By method, the seeds of others that it lacks; it is in no table."""
-    in_one_place: tuple[float, ...]
-    """Mean test scores of centralized runs, which have one client a task, by seed."""
+    in_one_place: Mapping[str, tuple[float, ...]]
+    """Of `centralized` and `multitask`, which have one client a task, the mean test scores by seed."""
 
 
 def find_finished_runs(folders: Sequence[Path | str]) -> tuple[FinishedRun, ...]:
@@ -148,8 +148,18 @@ def _compare_federation(runs: Sequence[FinishedRun], *, control: str) -> Federat
         },
         comparison=compare_methods(_in_order(complete, control), control=control) if len(complete) > 1 else None,
         incomplete=incomplete,
-        in_one_place=tuple(read_summary(run.folder)["overall"]["final"]["test"]["primary"] for run in central),
+        in_one_place=_scores_in_one_place(central),
     )
+
+
+def _scores_in_one_place(runs: Sequence[FinishedRun]) -> dict[str, tuple[float, ...]]:
+    """Mean test scores by seed, by the method."""
+    scores: dict[str, tuple[float, ...]] = {}
+    for run in runs:
+        name = "multitask" if run.config.training.multitask else "centralized"
+        score = read_summary(run.folder)["overall"]["final"]["test"]["primary"]
+        scores[name] = (*scores.get(name, ()), score)
+    return scores
 
 
 def _in_order(methods: Mapping[str, list[Path]], control: str) -> dict[str, list[Path]]:
@@ -239,11 +249,13 @@ def _federation_lines(result: FederationResults) -> Iterator[str]:
     if comparison is not None:
         yield from ("", *_method_rows(comparison))
         yield from ("", *_pair_rows(comparison)) if comparison.pairs else ()
-    if result.in_one_place:
-        mean = float(np.mean(result.in_one_place))
+    for name, scores in sorted(result.in_one_place.items()):
+        what = (
+            "All examples in one place, one adapter" if name == "multitask" else "All examples of a task in one place"
+        )
         yield from (
             "",
-            f"All examples of a task in one place (`centralized`): {mean:.3f} over {len(result.in_one_place)} seeds.",
+            f"{what} (`{name}`): {float(np.mean(scores)):.3f} over {len(scores)} seed{'s' * (len(scores) > 1)}.",
         )
     for name, missing in result.incomplete.items():
         yield from ("", f"`{name}` lacks the seeds {', '.join(map(str, missing))} and is in no table.")

@@ -21,7 +21,8 @@ KINDS = {"activations": ("activation",), "gradients": ("gradient",), "labels, no
 def cut_tables(plan: Mapping[str, Any]) -> list[Table]:
     """Nothing where splitting was not asked for; the reasons alone where no model is cut."""
     clients = plan["clients"]
-    tables = [reason_table(plan)] if any(client.get("split") for client in clients) else []
+    asked = any((client.get("split") or {}).keys() - {"shared"} for client in clients)
+    tables = [reason_table(plan)] if asked else []
     if any(client.get("cut") is not None for client in clients):
         tables += [crossing_table(plan), sides_table(plan)]
     if any("host" in (client.get("split") or {}) for client in clients):

@@ -121,6 +121,7 @@ def train_options(config: Config, *, with_images: bool) -> TrainOptions:
         proximal_mu=training.proximal_mu,
         trained_parts=training.trained_parts,
         prior_correction=training.prior_correction,
+        multitask=training.multitask,
         control_variates=training.control_variates,
         second_model=config.mixing.second_model if config.mixing.personal_models else "none",
         second_weight=config.mixing.second_weight if config.mixing.personal_models else 0.5,
