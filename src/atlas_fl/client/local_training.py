@@ -172,9 +172,11 @@ def server_side_names(backbone: Backbone, params: Params, cut: Cut | None) -> tu
     return tuple(sorted(name for name in params if name not in client_side and not name.startswith(HEAD)))
 
 
-def adapter_names(params: Params) -> tuple[str, ...]:
-    """The names of all adapters, sorted."""
-    return tuple(sorted(name for name in params if not name.startswith(HEAD)))
+def shared_names(backbone: Backbone, params: Params, cut: Cut | None, *, multitask: bool) -> tuple[str, ...]:
+    """The names, sorted, of the adapters that a client trains together with others: all of them, or those of its cut."""
+    if multitask:
+        return tuple(sorted(name for name in params if not name.startswith(HEAD)))
+    return server_side_names(backbone, params, cut)
 
 
 class LocalTrainer:
@@ -202,9 +204,7 @@ class LocalTrainer:
         self.leaves = {key: leaf for key, leaf in self.params.items() if leaf.requires_grad}
         cut = job.cut or above
         self.cluster = 0 if options.multitask else None if cut is None else cut.shared
-        self.shared = (
-            adapter_names(self.params) if options.multitask else server_side_names(site.backbone, self.params, cut)
-        )
+        self.shared = shared_names(site.backbone, self.params, cut, multitask=options.multitask)
         self.scale = LossScale(enabled=site.fp16, grows=site.trainable == "full")
         self._tells_skipped = site.fp16 and site.trainable == "full"
         own_leaves = {key: leaf for key, leaf in self.leaves.items() if key not in self.shared}
