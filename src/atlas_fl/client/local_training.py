@@ -173,7 +173,7 @@ def server_side_names(backbone: Backbone, params: Params, cut: Cut | None) -> tu
 
 
 def shared_names(backbone: Backbone, params: Params, cut: Cut | None, *, multitask: bool) -> tuple[str, ...]:
-    """The names, sorted, of the adapters that a client trains together with others: all of them, or those of its cut."""
+    """The names, sorted, of the adapters that a client trains together with others: all, or those above its cut."""
     if multitask:
         return tuple(sorted(name for name in params if not name.startswith(HEAD)))
     return server_side_names(backbone, params, cut)
