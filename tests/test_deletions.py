@@ -49,6 +49,7 @@ ALLOWED: Mapping[str, tuple[dict[str, int], str]] = {
         "files of a run's names in a folder that was empty when the run began; the log is appended to",
     ),
     "storage/jsonl.py": ({"open": 2, "truncate": 1}, "rows of a run are appended, and cut back to its checkpoint"),
+    "models/gated_adapter.py": ({"write_text": 2}, "into a folder of drafts"),
     "models/peft_io.py": ({"save_pretrained": 1, "write_text": 1}, "into a folder of drafts"),
     "models/loading.py": ({"save_pretrained": 2}, "into a folder of drafts"),
     "experiment/export.py": ({"save_model": 2}, "our own, into a folder of drafts"),

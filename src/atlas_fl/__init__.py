@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from atlas_fl.experiment.sweep import grid as grid
     from atlas_fl.experiment.sweep import run_all as run_all
     from atlas_fl.experiment.sweep import seeds as seeds
+    from atlas_fl.models.gated_adapter import load_gated_adapter as load_gated_adapter
     from atlas_fl.planning.leakage import CutLeakage as CutLeakage
     from atlas_fl.planning.place_client import ClientPlacement as ClientPlacement
     from atlas_fl.planning.place_client import place_client as place_client
@@ -89,6 +90,7 @@ _HOMES = {
     "experiment.export": "export_client",
     "experiment.run": "RunResult resume_run run_config",
     "experiment.sweep": "grid run_all seeds",
+    "models.gated_adapter": "load_gated_adapter",
     "planning.leakage": "CutLeakage",
     "planning.place_client": "ClientPlacement place_client",
     "planning.plan": "Plan",

@@ -15,7 +15,8 @@ import torch
 Params: TypeAlias = Mapping[str, torch.Tensor]
 """A client's trainable tensors by name, read-only: `<module>.lora_A`, `<module>.lora_B`, `head.<name>`.
 
-`lora_A` is (rank, d_in), `lora_B` is (d_out, rank); the update of the module is `scale * lora_B @ lora_A`.
+`lora_A` is (rank, d_in), `lora_B` is (d_out, rank); the update of the module is `scale * lora_B @ lora_A`. Where two
+adapters are stacked, `<module>.lora_gate` may weigh them by the input (`models.lora`).
 """
 
 ByClient: TypeAlias = Mapping[str, Params]
@@ -31,6 +32,7 @@ Split: TypeAlias = Literal["train", "validation", "test"]
 
 
 LORA_A, LORA_B, HEAD = ".lora_A", ".lora_B", "head."
+LORA_GATE = ".lora_gate"
 PRIVATE = "private"
 """The name under which a server's model says what of it is at its client alone (`private`)."""
 
@@ -52,7 +54,8 @@ def ranks(params: Params) -> dict[str, int]:
 
 def is_full_model(params: Params) -> bool:
     """Whether these are whole weights: some are neither of an adapter nor of a head."""
-    return any(not key.startswith(HEAD) and not key.endswith((LORA_A, LORA_B)) and key != PRIVATE for key in params)
+    parts = (LORA_A, LORA_B, LORA_GATE)
+    return any(not key.startswith(HEAD) and not key.endswith(parts) and key != PRIVATE for key in params)
 
 
 def select(params: Params, keys: Iterable[str]) -> dict[str, torch.Tensor]:

@@ -1,9 +1,16 @@
 """What a client computes with from its own model and the shared one: against dense products and gradients by hand."""
 
+import copy
+import dataclasses
+
 import pytest
 import torch
 
-from atlas_fl.client.second_model import WEIGHT, combine, initial_second, keep_in_range
+from atlas_fl.client.job import Job
+from atlas_fl.client.local_training import train
+from atlas_fl.client.options import TrainOptions
+from atlas_fl.client.second_model import WEIGHT, combine, initial_gate, initial_second, keep_in_range
+from atlas_fl.models.lora import Segment, packed_linear
 
 
 def twice(_rank: int) -> float:
@@ -70,3 +77,98 @@ def test_only_an_interpolated_model_holds_a_weight() -> None:
     start = model(2, 0)
     assert WEIGHT in initial_second(start, "interpolated", 0.4)
     assert initial_second(start, "stacked", 0.4) is start
+
+
+def test_a_gate_of_zeros_is_the_fixed_weight() -> None:
+    own, shared = model(2, 0), model(2, 1)
+    gated = combine(own, shared, "stacked", weight=0.3, scale=twice, gate=initial_gate(own))
+    fixed = combine(own, shared, "stacked", weight=0.3, scale=twice)
+    x = torch.randn(7, 6, generator=torch.Generator().manual_seed(2))
+    outputs = [
+        packed_linear(
+            x,
+            weight=torch.zeros(6, 5),
+            bias=None,
+            segments=(Segment(start=0, stop=7),),
+            scales=(2.0,),
+            factors=(params["q.lora_A"], params["q.lora_B"]),
+            gates=(params.get("q.lora_gate"),),
+        )
+        for params in (gated, fixed)
+    ]
+    torch.testing.assert_close(*outputs)
+
+
+OPTIONS = TrainOptions(
+    seed=4, rounds=2, epochs=2, batch_size=4, lr=1e-2, clip=0.5, dropout=0.25, second_model="stacked", second_weight=0.4
+)
+
+
+def gated_job(tiny, spec, *, seed: int, options: TrainOptions = OPTIONS) -> Job:
+    own, rest = tiny.params(spec, seed=seed), tiny.params(spec, seed=seed + 10)
+    gate = {key: tensor + 0.1 * seed for key, tensor in initial_gate(own).items()}
+    return Job(client=spec.name, params=own, round=1, options=options, companion=rest, gate=gate)
+
+
+def in_float64(job: Job) -> Job:
+    parts = {
+        name: {key: value.double() for key, value in getattr(job, name).items()}
+        for name in ("params", "companion", "gate")
+    }
+    return dataclasses.replace(job, **parts)
+
+
+def test_a_gate_trains_in_a_pack_as_alone(tiny_of, site_of, spec_of) -> None:
+    """Beside a client of another rank with a gate, one with a fixed weight and one with one adapter."""
+    tiny = tiny_of("bert")
+    exact = dataclasses.replace(tiny.backbone, model=copy.deepcopy(tiny.backbone.model).double())
+    specs = [spec_of(name=f"{name}-0", examples=7 + 2 * k) for k, name in enumerate("abcd")]
+    specs[1] = dataclasses.replace(specs[1], ranks=(1, 1, 2))
+    site = site_of(tiny, *specs, backbone=exact)
+    jobs = [gated_job(tiny, spec, seed=k) for k, spec in enumerate(specs)]
+    jobs[2] = dataclasses.replace(jobs[2], gate={})
+    jobs[3] = dataclasses.replace(jobs[3], gate={}, companion={}, options=dataclasses.replace(OPTIONS, dropout=0.0))
+    jobs = [in_float64(job) for job in jobs]
+    for job, update in zip(jobs, train(jobs, site), strict=True):
+        (alone,) = train([job], site)
+        assert update.gate.keys() == job.gate.keys()
+        for mine, other, start in ((update.params, alone.params, job.params), (update.gate, alone.gate, job.gate)):
+            for key, value in other.items():
+                torch.testing.assert_close(mine[key], value, atol=1e-10, rtol=1e-9)
+                assert not torch.equal(value, start[key]), f"{key} did not train"
+
+
+def test_a_step_is_that_of_the_stock_model_with_the_gate_written_out(tiny_of, site_of, spec_of) -> None:
+    """One step of SGD against hooks on the stock classifier, from the formula of FedALT."""
+    tiny, spec = tiny_of("bert"), spec_of(name="a-0", examples=5)
+    options = dataclasses.replace(
+        OPTIONS, optimizer="sgd", lr=0.1, epochs=1, batch_size=5, clip=0.0, dropout=0.0, second_weight=0.5
+    )
+    site, job = site_of(tiny, spec), gated_job(tiny, spec, seed=1, options=options)
+    (update,) = train([job], site)
+
+    leaves = {key: value.clone().requires_grad_() for key, value in {**job.params, **job.gate}.items()}
+    stock = tiny.stock(2)
+    inner = getattr(stock, stock.base_model_prefix)
+    for name in (key.removesuffix(".lora_A") for key in job.params if key.endswith(".lora_A")):
+
+        def add(_module, inputs, output, name=name):
+            (x,), scale = inputs, site.scale(len(leaves[name + ".lora_A"]))
+            share = (x @ leaves[name + ".lora_gate"].T).softmax(-1)
+            own = scale * x @ leaves[name + ".lora_A"].T @ leaves[name + ".lora_B"].T
+            rest = scale * x @ job.companion[name + ".lora_A"].T @ job.companion[name + ".lora_B"].T
+            return output + share[..., :1] * own + share[..., 1:] * rest
+
+        inner.get_submodule(name).register_forward_hook(add)
+    heads = {key.removeprefix("head."): leaf for key, leaf in leaves.items() if key.startswith("head.")}
+    data = site.data["a-0"].splits["train"]
+    logits = [
+        torch.func.functional_call(stock, heads, kwargs={"input_ids": torch.from_numpy(data.ids[start:stop])[None]})
+        for start, stop in zip(data.offsets[:-1], data.offsets[1:], strict=True)
+    ]
+    loss = torch.nn.functional.cross_entropy(torch.cat([row.logits for row in logits]), torch.from_numpy(data.labels))
+    loss.backward()
+    for key, leaf in leaves.items():
+        trained = {**update.params, **update.gate}[key]
+        torch.testing.assert_close(trained, leaf.detach() - 0.1 * leaf.grad, atol=1e-5, rtol=1e-4, msg=key)
+        assert leaf.grad.abs().max() > 0, f"{key} gets no gradient"

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSequenceClassification
 
 from atlas_fl.audit.check import audit_run
 from atlas_fl.client.second_model import WEIGHT
@@ -16,6 +17,8 @@ from atlas_fl.config import Config, to_toml, validate
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.export import export_client
 from atlas_fl.experiment.run import resume_run, run_config
+from atlas_fl.models.gated_adapter import WEIGHTS, load_gated_adapter
+from atlas_fl.setup.assembly import assemble
 from tests.runs.processes import Programs
 from tests.runs.reading import rows, same_tensors, state
 
@@ -29,6 +32,29 @@ PLAIN: Mapping[str, Any] = {"space": "factors", "ranks": "4", "tasks": "movie"}
 
 def adapters(folder: Path) -> list[dict[str, torch.Tensor]]:
     return [load_file(path) for path in sorted((folder / "adapters").rglob("adapter_model.safetensors"))]
+
+
+def gated_file(folder: Path, client: str) -> Path:
+    return next(path for path in sorted((folder / "adapters").rglob(WEIGHTS)) if client in path.parts)
+
+
+def gated(folder: Path, client: str) -> dict[str, torch.Tensor]:
+    return load_file(gated_file(folder, client))
+
+
+def loss_of(config: Config, folder: Path, *, client: str) -> float:
+    """The mean test loss of the stock classifier with this gated adapter on a client's rows."""
+    site = assemble(validate(config)).site
+    rows = site.data[client].splits["test"]
+    classes = site.data[client].task.num_labels
+    stock = AutoModelForSequenceClassification.from_pretrained(site.backbone.source.path, num_labels=classes)
+    model = load_gated_adapter(stock.eval(), folder)
+    losses = []
+    for start, stop, label in zip(rows.offsets[:-1], rows.offsets[1:], rows.labels, strict=True):
+        with torch.no_grad():
+            logits = model(input_ids=torch.from_numpy(rows.ids[start:stop])[None]).logits
+        losses.append(float(torch.nn.functional.cross_entropy(logits, torch.tensor([int(label)]))))
+    return sum(losses) / len(losses)
 
 
 @pytest.mark.parametrize("strategy", METHODS)
@@ -94,17 +120,55 @@ def test_fedalt_sends_everyone_the_mean_of_the_others_and_keeps_its_own(config: 
             torch.testing.assert_close(anchor[f"movie-{k}/{key}"].double(), sum(others) / 2, atol=1e-6, rtol=1e-5)
     last, rest = (load_file(folder / f"audit/round-0003/{name}.safetensors") for name in ("start", "anchor"))
     key = next(key for key in last if key.startswith("movie-0/") and key.endswith("lora_A"))
-    exported = next(value for value in adapters(folder)[0].values() if value.shape[0] == 8)
+    exported = next(value for key, value in gated(folder, "movie-0").items() if key.endswith("lora_A"))
     assert exported.shape[0] == 2 * last[key].shape[0], "both adapters, one on the other"
     assert rest.keys() == last.keys()
 
 
-def test_fedalt_with_all_weight_on_its_own_adapter_is_local_training(config: MakeConfig) -> None:
-    own = config(**PLAIN, strategy="fedalt", second_weight=1.0, dropout=0.0)
+@pytest.mark.parametrize("strategy", ["fedalt", "fedalt_fixed"])
+def test_fedalt_with_all_weight_on_its_own_adapter_is_local_training(config: MakeConfig, strategy: str) -> None:
+    """The gate is closed to the rest of the world, and stays so."""
+    own = config(**PLAIN, strategy=strategy, second_weight=1.0, dropout=0.0)
     local = config(**PLAIN, strategy="local", dropout=0.0, name="local")
-    mine, alone = (load_file(run_config(one).folder / "audit/round-0003/trained.safetensors") for one in (own, local))
+    folders = [run_config(one).folder for one in (own, local)]
+    mine, alone = (load_file(folder / "audit/round-0003/trained.safetensors") for folder in folders)
     for key in mine:
         torch.testing.assert_close(mine[key], alone[key], rtol=1e-3, atol=1e-5)
+    scores = [[row["primary"] for row in rows(folder) if row.get("split") == "test"] for folder in folders]
+    assert scores[0] == scores[1]
+
+
+def test_a_gate_trains_at_its_client_and_costs_no_byte(config: MakeConfig) -> None:
+    folder = run_config(config(**PLAIN, strategy="fedalt")).folder
+    fixed = run_config(config(**PLAIN, strategy="fedalt_fixed", name="fixed")).folder
+    assert audit_run(folder).ok and audit_run(fixed).ok
+    assert "gate" in {row.check for row in audit_run(folder).rows}
+    assert rows(folder, "ledger") == rows(fixed, "ledger")
+    assert not (fixed / "audit/round-0003/gate.safetensors").exists()
+    gates, before = (load_file(folder / f"audit/round-000{number}/gate.safetensors") for number in (3, 2))
+    trained = load_file(folder / "audit/round-0003/trained.safetensors")
+    assert gates.keys() == {key.removesuffix("A") + "gate" for key in trained if key.endswith("lora_A")}
+    assert all(gate.shape == (2, trained[key.removesuffix("gate") + "A"].shape[1]) for key, gate in gates.items())
+    assert not any(torch.equal(gate, before[key]) for key, gate in gates.items()), "it goes on from round to round"
+    last = next(key for key in gates if key.startswith("movie-0/"))
+    assert not torch.equal(gates[last], gates[last.replace("movie-0/", "movie-1/")]), "each client has its own"
+
+
+def test_final_scores_are_those_of_the_exported_gate(config: MakeConfig, tmp_path: Path) -> None:
+    """The stock classifier with the exported folder, on the client's test rows."""
+    one = config(**PLAIN, strategy="fedalt", lr=0.05)
+    notes: list[str] = []
+    folder = run_config(one, on_event=lambda event: notes.append(str(event))).folder
+    assert sum("which plain PEFT cannot load" in note for note in notes) == 1
+    assert not (folder / "adapters/movie/movie-0/adapter_config.json").exists()
+    scores = [row["loss"] for row in rows(folder) if row.get("split") == "test" and row["client"] == "movie-0"]
+    exported = export_client(folder, client="movie-0", to=tmp_path / "exported")
+    written, kept = (load_file(path) for path in (exported / WEIGHTS, gated_file(folder, "movie-0")))
+    assert all(torch.equal(written[key], value) for key, value in kept.items())
+    assert loss_of(one, exported, client="movie-0") == pytest.approx(scores[-1], rel=1e-4)
+    ungated = {key: torch.zeros_like(value) if key.endswith("gate") else value for key, value in written.items()}
+    save_file(ungated, exported / WEIGHTS)
+    assert loss_of(one, exported, client="movie-0") != pytest.approx(scores[-1], rel=1e-4)
 
 
 def test_an_interpolated_model_learns_its_weight(config: MakeConfig) -> None:
@@ -113,6 +177,32 @@ def test_an_interpolated_model_learns_its_weight(config: MakeConfig) -> None:
     weights = [float(value) for key, value in own.items() if key.endswith(WEIGHT)]
     assert len(weights) == 2 and all(0 <= weight <= 1 and weight != 0.5 for weight in weights)
     assert not any(WEIGHT in key for one in adapters(folder) for key in one)
+
+
+def test_a_second_adapter_beside_fedavg_may_have_a_gate_too(config: MakeConfig) -> None:
+    folder = run_config(config(**PLAIN, strategy="feddpa", second_gate="input")).folder
+    fedavg = run_config(config(**PLAIN, strategy="fedavg", name="fedavg")).folder
+    assert audit_run(folder).ok
+    assert {"gate", "second"} <= {row.check for row in audit_run(folder).rows}
+    assert rows(folder, "ledger") == rows(fedavg, "ledger"), "no byte more"
+    assert any(key.endswith("lora_gate") and value[:, :-1].any() for key, value in gated(folder, "movie-1").items())
+
+
+def test_a_gate_goes_on_after_a_kill_to_the_same_bits(config: MakeConfig, programs: Programs, tmp_path: Path) -> None:
+    partly = {**PLAIN, "strategy": "fedalt", "participation": 0.5, "clients_per_task": 3}
+    whole = run_config(config(**partly)).folder
+    assert audit_run(whole).ok
+    (tmp_path / "config.toml").write_text(to_toml(config(**partly, name="killed")))
+    fault = "dies before the checkpoint of round two"
+    programs.start("run", "--config", "config.toml", folder=tmp_path, fault=fault).end(-signal.SIGKILL)
+    killed = tmp_path / "runs/killed"
+    assert resume_run(killed).complete
+    assert same_tensors(state(whole), state(killed))
+    assert rows(whole) == rows(killed)
+    assert any(key.startswith("gate/") for key in state(killed))
+    for client in ("movie-0", "movie-1", "movie-2"):
+        mine, other = gated(whole, client), gated(killed, client)
+        assert all(torch.equal(other[key], value) for key, value in mine.items())
 
 
 @pytest.mark.parametrize("strategy", ["apfl", "feddpa"])
@@ -145,9 +235,29 @@ def test_an_audit_finds_an_own_model_that_moved_while_its_client_rested(config: 
     assert "second" in {row.check for row in audit_run(folder).failures}
 
 
+def test_an_audit_finds_a_gate_that_moved_while_its_client_rested_or_is_gone(config: MakeConfig) -> None:
+    folder = run_config(config(**PLAIN, strategy="fedalt", participation=0.5, clients_per_task=3)).folder
+    path = folder / "audit/round-0002/gate.safetensors"
+    with safe_open(path, "pt") as handle:
+        metadata = handle.metadata()
+    tensors = load_file(path)
+    save_file({key: tensor + 0.01 for key, tensor in tensors.items()}, path, metadata)
+    found = {row.detail for row in audit_run(folder).failures if row.check == "gate"}
+    assert "its own gate changed while it took no part" in found
+    path.unlink()
+    found = {row.detail for row in audit_run(folder).failures if row.check == "gate"}
+    assert "it trained, and has no gate of its own" in found
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        ({"strategy": "fedavg", "second_gate": "input"}, r"^--second-gate input weighs two .*; set it to stacked"),
+        ({"strategy": "fedalt", "workers": 2}, r"^--personal-models has a second set of tensors beside the model"),
+        (
+            {"strategy": "fedalt_fixed", "second_gate": "input"},
+            r"^--second-gate is input, and --strategy fedalt_fixed is .* none",
+        ),
         ({"strategy": "ditto", "ranks": "greedy"}, r"^--second-model proximal compares A and B .* one rank for all"),
         ({"strategy": "apfl", "second_weight": 1.5}, r"^--second-weight is 1.5; allowed: at most 1"),
         ({"strategy": "local", "second_model": "stacked"}, r"^--second-model stands beside a shared model"),

@@ -3,7 +3,7 @@
 What was sent is computed again from the controls or changes of the round before, value by value in float64.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import numpy as np
 import torch
@@ -42,18 +42,28 @@ def check_corrections(run: Run, round: int, plan: AuditPlan, record: AuditRecord
 
 
 def check_second_models(run: Run, round: int, plan: AuditPlan, record: AuditRecord) -> Iterator[AuditRow]:
-    """A row for each client: whether its own model is there, and stayed as it was while it took no part."""
+    """Rows on the clients' second models and gates, of runs that have them."""
     mixing = run.config.get("mixing", {})
-    if mixing.get("second_model", "none") == "none" or mixing.get("personal_models"):
-        return
-    before, now = _models(run, round - 1, "second"), _models(run, round, "second")
+    is_personal = bool(mixing.get("personal_models"))
+    if mixing.get("second_model", "none") != "none" and not is_personal:
+        yield from _check_kept(run, round, plan, set(record.participants), check="second", noun="model")
+    if mixing.get("second_gate", "none") != "none":
+        trained = record.accepted_clients if is_personal else record.participants
+        yield from _check_kept(run, round, plan, set(trained), check="gate", noun="gate")
+
+
+def _check_kept(
+    run: Run, round: int, plan: AuditPlan, trained: Collection[str], *, check: str, noun: str
+) -> Iterator[AuditRow]:
+    """A row for each client: whether what it alone keeps is there, and stayed as it was where it did not train."""
+    before, now = _models(run, round - 1, check), _models(run, round, check)
     for client in plan.clients:
         fault = ""
-        if client not in record.participants and not _same(before.get(client, {}), now.get(client, {})):
-            fault = "its own model changed while it took no part"
-        elif client in record.participants and not now.get(client):
-            fault = "it trained, and has no model of its own"
-        yield AuditRow(run=run.path.name, round=round, client=client, check="second", ok=not fault, detail=fault)
+        if client not in trained and not _same(before.get(client, {}), now.get(client, {})):
+            fault = f"its own {noun} changed while it took no part"
+        elif client in trained and not now.get(client):
+            fault = f"it trained, and has no {noun} of its own"
+        yield AuditRow(run=run.path.name, round=round, client=client, check=check, ok=not fault, detail=fault)
 
 
 def _is_personal(run: Run, round: int) -> bool:

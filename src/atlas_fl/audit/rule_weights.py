@@ -171,7 +171,7 @@ RULES = {
     "fedadam": "fedadam",
     "pfedgraph": "pfedgraph",
     **dict.fromkeys(("fedavg_by_distance", "fedamp"), "mean by distance"),
-    **dict.fromkeys(("fedavg_of_others", "fedalt"), "mean of others"),
+    **dict.fromkeys(("fedavg_of_others", "fedalt", "fedalt_fixed"), "mean of others"),
     **dict.fromkeys(("fedavg_dynamic", "feddyn"), "feddyn"),
     "cfl": "cfl",
     "ifca": "ifca",

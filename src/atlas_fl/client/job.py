@@ -112,6 +112,8 @@ class Job:
     """The point that the proximal term pulls to, in the place of `params`; it stays in one process."""
     companion: Params = field(default_factory=dict)
     """The shared model that a client's second one is combined with; it stays in one process."""
+    gate: Params = field(default_factory=dict)
+    """What weighs the job's model against its companion by the input; it stays in one process."""
     correction: Params = field(default_factory=dict)
     """What is added to every gradient, by parameter; it stays in one process."""
 
@@ -145,6 +147,8 @@ class Update:
     """Of scored test images, examples by class and how many of them were recognised (`data.metrics.by_class`)."""
     momentum: Params = field(default_factory=dict)
     """What the client keeps of its optimizer for its next round, where it was asked to."""
+    gate: Params = field(default_factory=dict)
+    """What the client keeps of the job's gate for its next round."""
     control: Params = field(default_factory=dict)
     """The mean gradient of the round's steps, float32, where it was asked for."""
     class_features: Params = field(default_factory=dict)

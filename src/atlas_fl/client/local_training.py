@@ -187,12 +187,7 @@ class LocalTrainer:
         options: TrainOptions = job.options
         self.job, self.options = job, options
         # Sorted, because the clipped norm is a sum and its last bits follow the order.
-        self.params = {
-            key: tensor.detach()
-            .to(site.backbone.device, copy=True)
-            .requires_grad_(options.trains(key, round=job.round))
-            for key, tensor in sorted(job.params.items())
-        }
+        self.params, self.gate = (self._leaves_of(tensors, site) for tensors in (job.params, job.gate))
         # Read back from the leaves themselves: what is hashed is what computes.
         self.loaded = digest(self.params) if options.hash_loaded else None
         data = site.data[job.client].splits["train"]
@@ -201,7 +196,7 @@ class LocalTrainer:
         self.batches = batches(data, job)
         self._companion = {key: tensor.to(site.backbone.device) for key, tensor in job.companion.items()}
         self._scale_of_rank = site.scale
-        self.leaves = {key: leaf for key, leaf in self.params.items() if leaf.requires_grad}
+        self.leaves = {key: leaf for key, leaf in (*self.params.items(), *self.gate.items()) if leaf.requires_grad}
         cut = job.cut or above
         self.cluster = 0 if options.multitask else None if cut is None else cut.shared
         self.shared = shared_names(site.backbone, self.params, cut, multitask=options.multitask)
@@ -225,13 +220,21 @@ class LocalTrainer:
             mean=self._mean,
         )
 
+    def _leaves_of(self, tensors: Params, site: Site) -> dict[str, Tensor]:
+        return {
+            key: tensor.detach()
+            .to(site.backbone.device, copy=True)
+            .requires_grad_(self.options.trains(key, round=self.job.round))
+            for key, tensor in sorted(tensors.items())
+        }
+
     @property
     def model(self) -> Params:
         """What this client computes with: its parameters, beside the shared model where they are those of a second."""
         if not self._companion:
             return self.params
         kind, weight = self.options.second_model, self.options.second_weight
-        return combine(self.params, self._companion, kind, weight=weight, scale=self._scale_of_rank)
+        return combine(self.params, self._companion, kind, weight=weight, scale=self._scale_of_rank, gate=self.gate)
 
     def dropout(self, done: int) -> Dropout:
         """Where the masks of this step come from."""
@@ -292,6 +295,7 @@ class LocalTrainer:
             keys=len(self.params),
             crossed={} if self.line is None else dict(self.line.traffic),
             momentum=self._momentum() if self.options.carry_momentum else {},
+            gate={key: leaf.detach().cpu() for key, leaf in self.gate.items()},
             control={} if self._mean is None else self._mean.mean(),
         )
 

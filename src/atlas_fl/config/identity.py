@@ -42,6 +42,7 @@ ADDED_LATER = frozenset(
         "control_variates",
         "second_model",
         "second_weight",
+        "second_gate",
         "adapted_blocks",
         "prior_correction",
         *("client_sizes", "test_mix", "rating_cuts", "flipped_clients", "one_task", "own_share", "dial", "centralized"),

@@ -162,11 +162,24 @@ METHODS: Mapping[str, PublishedMethod] = {
         settings={"second_model": "stacked"},
     ),
     "fedalt": PublishedMethod(
-        summary="FedALT: an own adapter on the frozen mean of the others (arXiv:2503.11880); no gate.",
+        summary="FedALT: an own adapter on the frozen mean of the others, weighed by a gate (arXiv:2503.11880).",
         rule="fedavg_of_others",
         settings={
             "personal_models": True,
             "second_model": "stacked",
+            "second_gate": "input",
+            "space": "factors",
+            "share": ("A", "B", "head"),
+        },
+        equal_ranks=True,
+    ),
+    "fedalt_fixed": PublishedMethod(
+        summary="FedALT without its gate: --second-weight is the weight of every token.",
+        rule="fedavg_of_others",
+        settings={
+            "personal_models": True,
+            "second_model": "stacked",
+            "second_gate": "none",
             "space": "factors",
             "share": ("A", "B", "head"),
         },

@@ -509,7 +509,10 @@ class MixingConfig:
     the client's own model, instead of pulling to it (FedALT)."""
     second_weight: float = 0.5
     """Weight of the pull of a proximal second model; share of the others' own model to begin with, or throughout where
-    it is stacked."""
+    it is stacked without a gate."""
+    second_gate: Literal["none", "input"] = "none"
+    """`input`: in every adapted layer a gate weighs a stacked own adapter against the frozen one token by token. It
+    trains with the own adapter and is never sent (FedALT)."""
     personal_rounds: int = 0
     """Last rounds in which nothing is mixed: every client fine-tunes its model of the last aggregation for itself. A
     simulation counts no bytes for them; a site across machines reports its shared part to the server as ever."""

@@ -258,6 +258,11 @@ def check_dynamic_regularization(config: Config) -> None:
 def check_second_model(config: Config) -> None:
     """Nothing where each client may train a model of its own beside the shared one."""
     mixing, kind = config.mixing, config.mixing.second_model
+    if mixing.second_gate != "none" and kind != "stacked":
+        raise ConfigError(
+            f"--second-gate {mixing.second_gate} weighs two adapters in one layer, and --second-model is {kind}; set it"
+            " to stacked, or leave --second-gate out"
+        )
     if kind == "none":
         return
     if kind != "stacked" and (mixing.space != "factors" or not config.ranks.ranks.isdecimal()):

@@ -1,17 +1,24 @@
-"""Export of client models: an adapter as a PEFT folder, a whole model as a transformers folder."""
+"""Export of client models: an adapter as a PEFT folder, a gated one as ours, a whole model as a transformers folder."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from atlas_fl.config import Config, load_config
 from atlas_fl.config.values import invalid_value, parse_integer
 from atlas_fl.errors import CheckpointError, unknown_name
 from atlas_fl.experiment.early_stopping import best_rounds
-from atlas_fl.experiment.recorder import checkpoint_models, checkpoint_second_models, deduplicate_models
+from atlas_fl.experiment.recorder import (
+    checkpoint_gates,
+    checkpoint_models,
+    checkpoint_second_models,
+    deduplicate_models,
+)
 from atlas_fl.experiment.second_models import predicting_models
 from atlas_fl.models.backbone import Backbone
+from atlas_fl.models.gated_adapter import export_gated_adapter, is_gated
 from atlas_fl.models.loading import find_family, load_backbone, save_classifier
 from atlas_fl.models.peft_io import export_adapter
+from atlas_fl.models.registry import Family
 from atlas_fl.models.vision_loading import as_whole, load_vision, save_vision
 from atlas_fl.params import HEAD, PRIVATE, ByClient, Params
 from atlas_fl.planning.plan import Plan
@@ -34,7 +41,7 @@ def export_clients(assembly: Assembly, models: ByClient, folder: RunFolder) -> N
     for client, params in models.items():
         if PRIVATE in params:
             continue  # the rest of it is at the client, which writes the whole
-        export_adapter(
+        _export_adapter(
             params,
             folder.adapter(client),
             family=backbone.family,
@@ -47,6 +54,7 @@ def export_clients(assembly: Assembly, models: ByClient, folder: RunFolder) -> N
 def export_client(run: str | Path, *, client: str, to: str | Path, round: str | None = None) -> Path:
     """Write the model that a client has after a round: an adapter as a PEFT folder, a whole model as transformers' own.
 
+    What `--second-gate` weighs is written for `models.gated_adapter`, which PEFT does not load.
     `client` is a name such as `movie-0`, or the client's number in the run's order. `round` is a number, or `best` for
     the best mean validation score; the last complete round without it.
     Raises `CheckpointError` without a good checkpoint of that round and `ConfigError` for an unknown client.
@@ -58,8 +66,8 @@ def export_client(run: str | Path, *, client: str, to: str | Path, round: str | 
     check_files(folder, folder.path / saved.state["plan"])
     plan = Plan.from_json(read_json(folder.path / saved.state["plan"]))
     server_models, client_models = checkpoint_models(saved, [client.name for client in plan.clients])
-    second = checkpoint_second_models(saved)
-    models = predicting_models(config, second, client_models=client_models, server_models=server_models)
+    second, gates = checkpoint_second_models(saved), checkpoint_gates(saved)
+    models = predicting_models(config, second, gates, client_models=client_models, server_models=server_models)
     index = _client_index(list(models), client)
     client_plan, params = plan.clients[index], models[plan.clients[index].name]
     if PRIVATE in params:
@@ -73,8 +81,16 @@ def export_client(run: str | Path, *, client: str, to: str | Path, round: str | 
         save_model(_full_model_backbone(config, params), params, Path(to), labels=labels)
         return Path(to)
     source, family = find_family(config.model.model)
-    export_adapter(params, Path(to), family=family, base=source.path, scale=scale_of(config), labels=labels)
+    _export_adapter(params, Path(to), family=family, base=source.path, scale=scale_of(config), labels=labels)
     return Path(to)
+
+
+def _export_adapter(
+    params: Params, to: Path, *, family: Family, base: str, scale: Callable[[int], float], labels: Sequence[str]
+) -> None:
+    """Write an adapter as a PEFT folder, or one with a gate as a folder of ours."""
+    write = export_gated_adapter if is_gated(params) else export_adapter
+    write(params, to, family=family, base=base, scale=scale, labels=labels)
 
 
 def save_model(backbone: Backbone, params: Params, to: Path, *, labels: Sequence[str]) -> None:

@@ -284,6 +284,8 @@ class Recorder:
             self._write_audit_models("anchor", record.anchors, round=record.round)
         if state.second_models:
             self._write_audit_models("second", state.second_models, round=record.round)
+        if state.gates:
+            self._write_audit_models("gate", state.gates, round=record.round)
         if state.controls:
             self._write_audit_models("control", state.controls, round=record.round)
         if record.corrections:
@@ -339,6 +341,7 @@ class Recorder:
         tensors |= {f"momentum/{name}": tensor for name, tensor in flatten_by_client(state.momentum).items()}
         tensors |= {f"control/{name}": tensor for name, tensor in flatten_by_client(state.controls).items()}
         tensors |= {f"second/{name}": tensor for name, tensor in flatten_by_client(state.second_models).items()}
+        tensors |= {f"gate/{name}": tensor for name, tensor in flatten_by_client(state.gates).items()}
         distinct, same = distinct_tensors(state.server_state)
         tensors |= {f"server/{path}": tensor for path, tensor in distinct.items()}
         content = {
@@ -445,6 +448,11 @@ def checkpoint_controls(saved: checkpoint.Checkpoint) -> ByClient:
 def checkpoint_second_models(saved: checkpoint.Checkpoint) -> ByClient:
     """The clients' own models beside the shared one, of a checkpoint."""
     return unflatten_by_client(unflatten_by_client(saved.tensors).get("second", {}))
+
+
+def checkpoint_gates(saved: checkpoint.Checkpoint) -> ByClient:
+    """What weighs each client's own adapter against the shared one, of a checkpoint."""
+    return unflatten_by_client(unflatten_by_client(saved.tensors).get("gate", {}))
 
 
 def checkpoint_momentum(saved: checkpoint.Checkpoint) -> ByClient:

@@ -29,7 +29,7 @@ from atlas_fl.experiment.control_variates import round_corrections
 from atlas_fl.experiment.early_stopping import best_rounds, should_stop
 from atlas_fl.experiment.late_join import add_late_clients
 from atlas_fl.experiment.recorder import Recorder
-from atlas_fl.experiment.second_models import predicting_models, train_second_models
+from atlas_fl.experiment.second_models import gate_of, newest_gates, predicting_models, train_second_models
 from atlas_fl.experiment.state import FederationState, RoundRecord, mean_validation_score, sum_cut_traffic
 from atlas_fl.params import ByClient, Params, ServerState, Split, flatten_state
 from atlas_fl.partial_sharing import expected_update, has_hidden_factors
@@ -182,11 +182,12 @@ def make_jobs(
     mask: Mask | None = None,
     anchors: ByClient = MappingProxyType({}),
     companions: ByClient = MappingProxyType({}),
+    gates: ByClient = MappingProxyType({}),
     corrections: ByClient = MappingProxyType({}),
 ) -> list[Job]:
     """A job for every model; `momentum` is that of the clients' optimizers, `anchors` what they are pulled to.
 
-    `companions` are what their models stand on, and `corrections` are added to their gradients.
+    `companions` are what their models stand on, weighed by `gates`, and `corrections` are added to their gradients.
     """
     return [
         Job(
@@ -199,6 +200,7 @@ def make_jobs(
             mask=mask,
             anchor=anchors.get(name, {}),
             companion=companions.get(name, {}),
+            gate=gates.get(name, {}),
             correction=corrections.get(name, {}),
         )
         for name, params in models.items()
@@ -398,10 +400,12 @@ def one_round(
     strategy, sampled = strategy_of(config), round_participants(config, assembly.names, round=number)
     cuts, engine = cuts_of(assembly, planned.plan), attach_hosts(assembly, planned.plan.clients, engine)
     updates = engine.run("train", jobs := _train_jobs(assembly, planned, state, sampled, cuts))
-    second_models = train_second_models(config, engine, jobs, state.second_models)
+    second = train_second_models(config, engine, jobs, state.second_models, state.gates)
     received, aggregated = screen_updates(assembly, state, updates), is_aggregation_round(config, number)
     trained, server_step = received.models, _aggregate(assembly, state, received, planned, apply=aggregated)
-    models = server_step.predicting_models(config, second_models)
+    second_models = {**state.second_models, **{update.client: update.params for update in second}}
+    gates = newest_gates(state.gates, [*second, *received.updates.values()])
+    models = server_step.predicting_models(config, second_models, gates)
     outcome = finish_round(assembly, engine, state, models, trained, cuts=cuts, is_mixed=aggregated)
     record = RoundRecord(
         round=number,
@@ -414,6 +418,7 @@ def one_round(
         initial_models=state.client_models,
         client_models=outcome.client_models if config.mixing.second_model == "none" else server_step.client_models,
         second_models=second_models,
+        gates=gates,
         scores=outcome.scores,
         eta=strategy.eta(number) if aggregated else 0.0,
         kept_local=outcome.kept_local,
@@ -453,9 +458,10 @@ class ServerStep:
     restored: Mapping[str, str] = field(default_factory=dict)
     """By client whose mixed model was unusable, the reason why it keeps its initial one."""
 
-    def predicting_models(self, config: Config, second: ByClient) -> dict[str, Params]:
-        """What every client predicts with from here on, with these second models."""
-        return predicting_models(config, second, client_models=self.client_models, server_models=self.server_models)
+    def predicting_models(self, config: Config, second: ByClient, gates: ByClient) -> dict[str, Params]:
+        """What every client predicts with from here on, with these second models and gates."""
+        models = {"client_models": self.client_models, "server_models": self.server_models}
+        return predicting_models(config, second, gates, **models)
 
 
 def _train_jobs(
@@ -466,9 +472,9 @@ def _train_jobs(
     number = state.round + 1
     reports = strategy_of(config).record_features is not None and is_aggregation_round(config, number)
     anchors = state.server_models if config.mixing.personal_models else {}
-    is_stacked = config.mixing.second_model == "stacked"
+    is_stacked, models = config.mixing.second_model == "stacked", {name: state.client_models[name] for name in sampled}
     return make_jobs(
-        {name: state.client_models[name] for name in sampled},
+        models,
         replace(train_options(config, with_images=assembly.has_images), class_features=reports),
         round=number,
         cuts=cuts,
@@ -476,6 +482,7 @@ def _train_jobs(
         mask=planned.mask,
         anchors={} if is_stacked else anchors,
         companions=anchors if is_stacked else {},
+        gates={name: gate_of(config, state.gates, name, model) for name, model in models.items() if anchors},
         corrections=round_corrections(config, state, tasks, sampled),
     )
 
@@ -522,8 +529,10 @@ def _warnings(config: Config, federation: Federation) -> list[str]:
 def _diversity(assembly: Assembly, planned: PlanResult, before: ByClient, outcome: RoundOutcome) -> Diversity | None:
     """How the server's step changed the distances between clients; None without evaluation or finite figures."""
     # distances between all pairs of a hundred whole models would cost more than the round, and where factors are at
-    # the clients alone nobody has the updates of all
-    if not outcome.scores or assembly.is_full or any(has_hidden_factors(params) for params in before.values()):
+    # the clients alone nobody has the updates of all; a gate has another update for every token
+    is_gated = assembly.config.mixing.second_gate != "none"
+    hidden = is_gated or any(has_hidden_factors(params) for params in before.values())
+    if not outcome.scores or assembly.is_full or hidden:
         return None
     adjacency = planned.plan.adjacency
     result = diversity(

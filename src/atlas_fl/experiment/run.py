@@ -27,6 +27,7 @@ from atlas_fl.experiment.recorder import (
     check_run_files,
     check_same_settings,
     checkpoint_controls,
+    checkpoint_gates,
     checkpoint_models,
     checkpoint_momentum,
     checkpoint_second_models,
@@ -38,6 +39,8 @@ from atlas_fl.experiment.rounds import run_rounds
 from atlas_fl.experiment.second_models import predicting_models
 from atlas_fl.experiment.state import FederationState
 from atlas_fl.experiment.summary import attack_note, summarise, versions
+from atlas_fl.models.gated_adapter import NOTE as GATED_NOTE
+from atlas_fl.models.gated_adapter import is_gated
 from atlas_fl.planning.plan import Plan, PlanResult
 from atlas_fl.planning.planner import check_clients, plan_run
 from atlas_fl.runtime.engine import Engine, MissingAnswersError
@@ -152,9 +155,15 @@ def _train_remaining(
     if state.is_over:
         emit(PhaseStarted("export"))
         models = predicting_models(
-            config, state.second_models, client_models=state.client_models, server_models=state.server_models
+            config,
+            state.second_models,
+            state.gates,
+            client_models=state.client_models,
+            server_models=state.server_models,
         )
         export_clients(assembly, models, folder)
+        if any(map(is_gated, models.values())):
+            emit(Note(GATED_NOTE))
         summary = _summarise_run(config, folder, assembly, recorder)
         recorder.write_summary(summary)
         if line := attack_note(summary):
@@ -253,6 +262,7 @@ def _restore_checkpoint(
         is_over=saved.state.get("over", saved.round == assembly.config.training.rounds),
         momentum=checkpoint_momentum(saved),
         second_models=checkpoint_second_models(saved),
+        gates=checkpoint_gates(saved),
         controls=checkpoint_controls(saved),
     )
     mask = read_tensors(folder.mask) if plan.sparse else None

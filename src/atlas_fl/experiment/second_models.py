@@ -1,24 +1,27 @@
-"""The round of the clients' second models: who trains what, and what is scored and exported in the end."""
+"""The round of the clients' second models and gates: who trains what, and what is scored and exported in the end."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
-from atlas_fl.client.job import Job
-from atlas_fl.client.second_model import combine, initial_second
+from atlas_fl.client.job import Job, Update
+from atlas_fl.client.second_model import combine, initial_gate, initial_second
 from atlas_fl.config import Config
 from atlas_fl.params import ByClient, Params
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.setup.assembly import scale_of
 
 
-def train_second_models(config: Config, engine: Engine, jobs: list[Job], kept: ByClient) -> dict[str, Params]:
-    """The second models of all clients after a round whose shared models train by these jobs; empty without any.
+def train_second_models(
+    config: Config, engine: Engine, jobs: list[Job], kept: ByClient, gates: ByClient
+) -> list[Update]:
+    """The second models that train in a round whose shared models train by these jobs; none where there are none.
 
-    `kept` are those of the round before. They are trained on the same examples in the same order, beside the shared
-    model as it was sent.
+    `kept` and `gates` are those of the round before. They are trained on the same examples in the same order, beside
+    the shared model as it was sent.
     """
     kind, weight = config.mixing.second_model, config.mixing.second_weight
     if kind == "none" or config.mixing.personal_models:
-        return {}
+        return []
     is_proximal = kind == "proximal"
     second_jobs = [
         replace(
@@ -26,6 +29,7 @@ def train_second_models(config: Config, engine: Engine, jobs: list[Job], kept: B
             params=kept.get(job.client) or initial_second(job.params, kind, weight),
             anchor=job.params if is_proximal else {},
             companion={} if is_proximal else job.params,
+            gate=gate_of(config, gates, job.client, job.params),
             correction={},
             options=replace(
                 job.options,
@@ -37,19 +41,44 @@ def train_second_models(config: Config, engine: Engine, jobs: list[Job], kept: B
         )
         for job in jobs
     ]
-    return {**kept, **{update.client: update.params for update in engine.run("train", second_jobs)}}
+    return engine.run("train", second_jobs)
+
+
+def gate_of(config: Config, gates: ByClient, client: str, model: Params) -> Params:
+    """The client's gate, that before its first round where it has none yet; empty without `--second-gate`.
+
+    `model` says which layers are adapted.
+    """
+    if config.mixing.second_gate == "none":
+        return {}
+    return gates.get(client) or initial_gate(model)
+
+
+def newest_gates(gates: ByClient, updates: Iterable[Update]) -> ByClient:
+    """The gates with those that these updates trained."""
+    return {**gates, **{update.client: update.gate for update in updates if update.gate}}
 
 
 def predicting_models(
-    config: Config, second: ByClient, *, client_models: ByClient, server_models: ByClient
+    config: Config, second: ByClient, gates: ByClient, *, client_models: ByClient, server_models: ByClient
 ) -> dict[str, Params]:
     """What each client predicts with: its second model beside the newest shared one, or the latter without a second.
 
-    With `--personal-models` its own model may stand on what the server mixed.
+    With `--personal-models` its own model may stand on what the server mixed. What a gate weighs has it among its
+    tensors.
     """
     kind, weight, scale = config.mixing.second_model, config.mixing.second_weight, scale_of(config)
     own, shared = (client_models, server_models) if config.mixing.personal_models else (second, client_models)
     return {
-        name: combine(own[name], shared[name], kind, weight=weight, scale=scale) if name in own else params
+        name: combine(
+            own[name],
+            shared[name],
+            kind,
+            weight=weight,
+            scale=scale,
+            gate=gate_of(config, gates, name, own[name]),
+        )
+        if name in own
+        else params
         for name, params in client_models.items()
     }

@@ -83,6 +83,8 @@ class RoundRecord:
     """What the clients are pulled to from here on, with `--personal-models` after an aggregation."""
     second_models: ByClient = field(default_factory=dict)
     """The clients' own models after the round, with `--second-model`."""
+    gates: ByClient = field(default_factory=dict)
+    """The clients' gates after the round, with `--second-gate`."""
     corrections: ByClient = field(default_factory=dict)
     """What was sent to be added to the gradients, with `--control-variates`."""
     state_changed: bool = False
@@ -235,6 +237,8 @@ class FederationState:
     """The optimizer momentum of each client, with `--carry-momentum`; it is never sent to the server."""
     second_models: ByClient = field(default_factory=dict)
     """The clients' own models beside the shared one, with `--second-model`; they never leave them."""
+    gates: ByClient = field(default_factory=dict)
+    """What weighs each client's own adapter against the shared one, with `--second-gate`; it never leaves it."""
     controls: ByClient = field(default_factory=dict)
     """The mean gradient of each client's last round, with `--control-variates`."""
 
@@ -256,6 +260,7 @@ class FederationState:
                 **{name: update.momentum for name, update in record.updates.items() if update.momentum},
             },
             second_models=record.second_models,
+            gates=record.gates,
             controls={
                 **self.controls,
                 **{name: update.control for name, update in record.updates.items() if update.control},

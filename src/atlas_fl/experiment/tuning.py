@@ -31,7 +31,7 @@ KNOBS: Mapping[str, tuple[str, tuple[float, ...]]] = {
     "fedavgm": ("server_lr", (1.0, 0.5, 0.25, 2.0)),
     "pfedgraph": ("gram_alpha", (0.8, 0.4, 1.6, 0.2)),
     "ditto": ("second_weight", (0.5, 0.1, 1.0, 0.03)),
-    **dict.fromkeys(("apfl", "feddpa", "fedalt"), ("second_weight", (0.5, 0.25, 0.75, 0.9))),
+    **dict.fromkeys(("apfl", "feddpa", "fedalt", "fedalt_fixed"), ("second_weight", (0.5, 0.25, 0.75, 0.9))),
     **dict.fromkeys(("fedamp", "feddyn"), ("proximal_mu", (0.1, 0.01, 1.0, 0.03))),
     "ifca": ("ifca_clusters", (3, 2, 4, 5)),
     "cfl": ("bipartition_ratio", (0.4, 0.25, 0.6, 0.8)),

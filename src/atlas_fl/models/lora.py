@@ -7,6 +7,13 @@ output, so that no second activation of full width is made. Clients may differ i
 All clients start from the same adapters and heads, whatever their ranks.
 
 Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", equation 3: `y = W x + s B A x`.
+
+A client's factors may be two adapters of equal rank, stacked, which a gate weighs for every token by itself (a mixture
+of two experts; Bian et al. 2025, "FedALT", arXiv:2503.11880):
+
+    (w_1, w_2) = softmax(G x + c)        y = W x + s (w_1 B_1 A_1 x + w_2 B_2 A_2 x)
+
+The gate is one tensor (2, d_in + 1), G with c as its last column; it reads x without dropout.
 """
 
 import math
@@ -17,9 +24,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 
-from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE, Params
+from atlas_fl.params import HEAD, LORA_A, LORA_B, LORA_GATE, PRIVATE, Params
 from atlas_fl.rng import torch_generator
 
 
@@ -31,55 +37,88 @@ class Segment:
     stop: int
 
 
-class _PackedLinear(torch.autograd.Function):
-    """`x W^T + b + s_k (x A_k^T) B_k^T` for the tokens x of every client k.
+def gate_weights(x: Tensor, gate: Tensor) -> Tensor:
+    """The weights of the two stacked adapters for every token, (..., 2) in the gate's dtype; they sum to 1.
 
-    `weight` is (d_in, d_out); it and `bias` are frozen and get no gradient.
+    `x` is (..., d_in); `gate` (2, d_in + 1), whose last column is added to the logits.
+    """
+    logits = x @ gate[:, :-1].to(x.dtype).T
+    return torch.softmax(logits.to(gate.dtype) + gate[:, -1], dim=-1)
+
+
+def _spread(weights: Tensor, low: Tensor) -> Tensor:
+    """The weights (tokens, 2) at every column of `low` (tokens, rank), of its first half and of its second."""
+    return weights.to(low.dtype).repeat_interleave(low.shape[1] // 2, dim=1)
+
+
+def _logit_gradients(weights: Tensor, low: Tensor, lower: Tensor) -> Tensor:
+    """The gradient at the gate's logits, (tokens, 2), from that at the weighed `low`, (tokens, rank)."""
+    upper = torch.stack([half.sum(dim=1) for half in (lower * low).chunk(2, dim=1)], dim=1).to(weights.dtype)
+    gradient: Tensor = weights * (upper - (weights * upper).sum(dim=1, keepdim=True))
+    return gradient
+
+
+class _PackedLinear(torch.autograd.Function):
+    """`x W^T + b + s_k (x A_k^T) B_k^T` for the tokens x of every client k; gated where the client has a gate.
+
+    `weight` is (d_in, d_out); it and `bias` are frozen and get no gradient. The `tensors` are A, B and gate or None of
+    client after client.
     """
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         x: Tensor,
         dropout_masks: Sequence[Tensor | None],
         weight: Tensor,
         bias: Tensor | None,
         segments: Sequence[Segment],
         scales: Sequence[float],
-        *factors: Tensor,
+        *tensors: Tensor | None,
     ) -> Tensor:
         out = x @ weight if bias is None else torch.addmm(bias, x, weight)
-        hidden = []
-        for segment, scale, mask, a, b in zip(
-            segments, scales, dropout_masks, factors[::2], factors[1::2], strict=True
-        ):
+        hidden: list[Tensor | None] = []
+        parts = zip(*(tensors[start::3] for start in range(3)), strict=True)
+        for segment, scale, mask, (a, b, gate) in zip(segments, scales, dropout_masks, parts, strict=True):
+            assert a is not None and b is not None, "every client has both factors"
             rows = x[segment.start : segment.stop]
             low = (rows if mask is None else rows * mask) @ a.T  # (tokens of k, rank)
-            out[segment.start : segment.stop].addmm_(low, b.T, alpha=scale)
-            hidden.append(low)
-        ctx.save_for_backward(x, weight, *factors, *hidden)
-        ctx.segments, ctx.scales, ctx.dropped = segments, scales, dropout_masks  # type: ignore[attr-defined]
+            weights = None if gate is None else gate_weights(rows, gate)
+            weighed = low if weights is None else low * _spread(weights, low)
+            out[segment.start : segment.stop].addmm_(weighed, b.T, alpha=scale)
+            hidden += [low, weights]
+        ctx.save_for_backward(x, weight, *tensors, *hidden)
+        ctx.segments, ctx.scales, ctx.dropped = segments, scales, dropout_masks
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, *saved = ctx.saved_tensors
-        count = len(ctx.segments)
-        factors, hidden = saved[: 2 * count], saved[2 * count :]
+        count = 3 * len(ctx.segments)
+        tensors, hidden = saved[:count], saved[count:]
         grad_x = grad @ weight.T if ctx.needs_input_grad[0] else None
         grads: list[Tensor | None] = []
         for k, (segment, scale, mask) in enumerate(zip(ctx.segments, ctx.scales, ctx.dropped, strict=True)):
-            a, b = factors[2 * k], factors[2 * k + 1]
+            (a, b, gate), (low, weights) = tensors[3 * k : 3 * k + 3], hidden[2 * k : 2 * k + 2]
             rows, upper = x[segment.start : segment.stop], grad[segment.start : segment.stop]
             lower = (upper @ b).mul_(scale)  # (tokens of k, rank)
-            needs_a, needs_b = ctx.needs_input_grad[6 + 2 * k : 8 + 2 * k]
+            needs_a, needs_b, needs_gate = ctx.needs_input_grad[6 + 3 * k : 9 + 3 * k]
+            if gate is not None:
+                logits = _logit_gradients(weights, low, lower)
+                spread = _spread(weights, low)
+                lower, low = lower * spread, low * spread
             grads.append(lower.T @ (rows if mask is None else rows * mask) if needs_a else None)
-            grads.append((upper.T @ hidden[k]).mul_(scale) if needs_b else None)
+            grads.append((upper.T @ low).mul_(scale) if needs_b else None)
+            grads.append(
+                torch.cat([logits.T @ rows.to(logits.dtype), logits.sum(0)[:, None]], 1) if needs_gate else None
+            )
             if grad_x is not None:
                 if mask is None:
                     grad_x[segment.start : segment.stop].addmm_(lower, a)
                 else:
                     grad_x[segment.start : segment.stop].addcmul_(lower @ a, mask)
+                if gate is not None:
+                    grad_x[segment.start : segment.stop].addmm_(logits.to(x.dtype), gate[:, :-1].to(x.dtype))
         return grad_x, None, None, None, None, None, *grads
 
 
@@ -92,14 +131,18 @@ def packed_linear(
     scales: Sequence[float],
     factors: Sequence[Tensor],
     dropout_masks: Sequence[Tensor | None] | None = None,
+    gates: Sequence[Tensor | None] | None = None,
 ) -> Tensor:
     """The adapted layer's output, (tokens, d_out).
 
     `x` is (tokens, d_in); `weight` (d_in, d_out); `factors` alternates A (rank, d_in) and B (d_out, rank) of the
     clients in the order of their `segments`, which cover all tokens; `dropout_masks` are inverted-dropout masks on x.
+    `gates` (2, d_in + 1) weigh the first half of a client's rank against the second; None for a client without one.
     """
     masks = dropout_masks if dropout_masks is not None else [None] * len(segments)
-    out: Tensor = _PackedLinear.apply(x, masks, weight, bias, segments, scales, *factors)  # type: ignore[no-untyped-call]
+    gates = gates if gates is not None else [None] * len(segments)
+    tensors = [tensor for client in zip(factors[::2], factors[1::2], gates, strict=True) for tensor in client]
+    out: Tensor = _PackedLinear.apply(x, masks, weight, bias, segments, scales, *tensors)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -123,6 +166,7 @@ class Adapters:
 def _forward(module: nn.Module, name: str, adapters: Adapters) -> Callable[[Tensor], Tensor]:
     """The forward function of one frozen layer that adds every client's low-rank product."""
     factors = [client[name + part] for client in adapters.clients for part in (LORA_A, LORA_B)]
+    gates = [client.get(name + LORA_GATE) for client in adapters.clients]
     scales = [adapters.scale(a.shape[0]) for a in factors[::2]]
     stored_weight = module.get_parameter("weight")
     # nn.Linear holds (d_out, d_in), GPT-2's Conv1D its transpose.
@@ -141,6 +185,7 @@ def _forward(module: nn.Module, name: str, adapters: Adapters) -> Callable[[Tens
             scales=scales,
             factors=[factor.to(dtype) for factor in factors],
             dropout_masks=_dropout_masks(adapters.dropout_mask, name, segments, like=rows.to(dtype)),
+            gates=gates,
         )
         return out.view(*x.shape[:-1], -1)
 

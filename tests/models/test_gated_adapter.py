@@ -1,0 +1,76 @@
+"""Gated adapters in files: the stock model computes with one what a pack computes, and PEFT refuses the folder."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+
+from atlas_fl.client.batching import collate_packed, forward
+from atlas_fl.client.second_model import combine
+from atlas_fl.errors import ModelError
+from atlas_fl.models.gated_adapter import SETTINGS, WEIGHTS, export_gated_adapter, is_gated, load_gated_adapter
+from atlas_fl.models.peft_io import import_adapter
+
+
+def scale(rank: int) -> float:
+    return 16 / rank
+
+
+def gated_model(tiny, spec, *, weight: float = 0.3) -> dict[str, torch.Tensor]:
+    """An own adapter on a frozen one, with a gate that is not zero."""
+    own, rest = tiny.params(spec, seed=1), tiny.params(spec, seed=2)
+    draw = torch.Generator().manual_seed(3)
+    widths = {key.removesuffix("A") + "gate": value.shape[1] for key, value in own.items() if key.endswith("lora_A")}
+    gate = {key: torch.randn(2, width, generator=draw) for key, width in widths.items()}
+    return dict(combine(own, rest, "stacked", weight=weight, scale=scale, gate=gate))
+
+
+@pytest.mark.parametrize("architecture", ["bert", "gpt2"])
+def test_the_stock_model_computes_with_an_exported_gate_what_a_pack_computes(
+    tiny_of, site_of, spec_of, tmp_path: Path, architecture: str
+) -> None:
+    tiny, spec = tiny_of(architecture), spec_of(name="a-0", labels=3, examples=4)
+    site, params = site_of(tiny, spec, scale=scale), gated_model(tiny, spec)
+    assert is_gated(params) and not is_gated(tiny.params(spec))
+    export_gated_adapter(
+        params,
+        tmp_path / "gated",
+        family=tiny.backbone.family,
+        base=str(tiny.path),
+        scale=scale,
+        labels=("a", "b", "c"),
+    )
+    data = site.data["a-0"].splits["test"]
+    with torch.no_grad(), forward(collate_packed([data], device=torch.device("cpu")), [params], site) as logits:
+        (ours,) = logits
+    model, plain = load_gated_adapter(tiny.stock(3), tmp_path / "gated"), tiny.stock(3)
+    for row, (start, stop) in enumerate(zip(data.offsets[:-1], data.offsets[1:], strict=True)):
+        ids = torch.from_numpy(data.ids[start:stop])[None]
+        with torch.no_grad():
+            torch.testing.assert_close(model(input_ids=ids).logits[0], ours[row], atol=1e-4, rtol=1e-4)
+            assert (plain(input_ids=ids).logits[0] - ours[row]).abs().max() > 0.01
+    assert json.loads((tmp_path / "gated/labels.json").read_text()) == ["a", "b", "c"]
+
+
+def test_peft_and_a_start_from_an_adapter_refuse_the_folder(tiny_of, spec_of, tmp_path: Path) -> None:
+    tiny, spec = tiny_of("bert"), spec_of(name="a-0", labels=3)
+    folder = tmp_path / "gated"
+    export_gated_adapter(gated_model(tiny, spec), folder, family=tiny.backbone.family, base=str(tiny.path), scale=scale)
+    with pytest.raises(ValueError, match=r"Can't find 'adapter_config.json'"):
+        PeftModel.from_pretrained(tiny.stock(3), str(folder))
+    with pytest.raises(ModelError, match="no PEFT adapter in"):
+        import_adapter(folder, family=tiny.backbone.family)
+
+
+def test_what_cannot_be_loaded_is_refused_in_one_line(tiny_of, spec_of, tmp_path: Path) -> None:
+    tiny, other, spec = tiny_of("bert"), tiny_of("gpt2"), spec_of(name="a-0", labels=3)
+    with pytest.raises(ModelError, match=rf"^no gated adapter in .*give a folder that holds {SETTINGS} and {WEIGHTS}$"):
+        load_gated_adapter(tiny.stock(3), tmp_path)
+    folder = tmp_path / "gated"
+    export_gated_adapter(gated_model(tiny, spec), folder, family=tiny.backbone.family, base=str(tiny.path), scale=scale)
+    with pytest.raises(ModelError, match=r"^the gated adapter in .* is not for this model.*; load its base"):
+        load_gated_adapter(other.stock(3), folder)
+    with pytest.raises(ModelError, match=r"is not for this model"):
+        load_gated_adapter(tiny.stock(2), folder)
