@@ -76,6 +76,7 @@ WRITERS: Mapping[str, str] = {
     "storage/tensors.py": "in a run's folder; in a run's folder; where the caller says",
     "storage/onnx_vit.py": "into the folder of a fetch",
     "storage/jsonl.py": "where the caller says",
+    "models/gated_adapter.py": "into a folder of drafts",
     "models/peft_io.py": "into a folder of drafts",
     "experiment/recorder.py": "in a run's folder",
     "report/style.py": "figures, in a run's folder or where another one was set aside",
