@@ -29,7 +29,7 @@ from atlas_fl.experiment.control_variates import round_corrections
 from atlas_fl.experiment.early_stopping import best_rounds, should_stop
 from atlas_fl.experiment.late_join import add_late_clients
 from atlas_fl.experiment.recorder import Recorder
-from atlas_fl.experiment.second_models import gate_of, newest_gates, predicting_models, train_second_models
+from atlas_fl.experiment.second_models import gate_of, predicting_models, train_second_models
 from atlas_fl.experiment.state import FederationState, RoundRecord, mean_validation_score, sum_cut_traffic
 from atlas_fl.params import ByClient, Params, ServerState, Split, flatten_state
 from atlas_fl.partial_sharing import expected_update, has_hidden_factors
@@ -400,12 +400,10 @@ def one_round(
     strategy, sampled = strategy_of(config), round_participants(config, assembly.names, round=number)
     cuts, engine = cuts_of(assembly, planned.plan), attach_hosts(assembly, planned.plan.clients, engine)
     updates = engine.run("train", jobs := _train_jobs(assembly, planned, state, sampled, cuts))
-    second = train_second_models(config, engine, jobs, state.second_models, state.gates)
+    state = train_second_models(config, engine, jobs, state)
     received, aggregated = screen_updates(assembly, state, updates), is_aggregation_round(config, number)
     trained, server_step = received.models, _aggregate(assembly, state, received, planned, apply=aggregated)
-    second_models = {**state.second_models, **{update.client: update.params for update in second}}
-    gates = newest_gates(state.gates, [*second, *received.updates.values()])
-    models = server_step.predicting_models(config, second_models, gates)
+    models = server_step.predicting_models(config, state, received)
     outcome = finish_round(assembly, engine, state, models, trained, cuts=cuts, is_mixed=aggregated)
     record = RoundRecord(
         round=number,
@@ -417,8 +415,6 @@ def one_round(
         restored=server_step.restored,
         initial_models=state.client_models,
         client_models=outcome.client_models if config.mixing.second_model == "none" else server_step.client_models,
-        second_models=second_models,
-        gates=gates,
         scores=outcome.scores,
         eta=strategy.eta(number) if aggregated else 0.0,
         kept_local=outcome.kept_local,
@@ -458,10 +454,10 @@ class ServerStep:
     restored: Mapping[str, str] = field(default_factory=dict)
     """By client whose mixed model was unusable, the reason why it keeps its initial one."""
 
-    def predicting_models(self, config: Config, second: ByClient, gates: ByClient) -> dict[str, Params]:
-        """What every client predicts with from here on, with these second models and gates."""
+    def predicting_models(self, config: Config, state: FederationState, received: ReceivedUpdates) -> dict[str, Params]:
+        """What every client predicts with from here on: with its second model of this state, and its newest gate."""
         models = {"client_models": self.client_models, "server_models": self.server_models}
-        return predicting_models(config, second, gates, **models)
+        return predicting_models(config, state.second_models, state.newest_gates(received.updates), **models)
 
 
 def _train_jobs(

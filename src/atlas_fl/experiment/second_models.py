@@ -1,35 +1,32 @@
 """The round of the clients' second models and gates: who trains what, and what is scored and exported in the end."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 
-from atlas_fl.client.job import Job, Update
+from atlas_fl.client.job import Job
 from atlas_fl.client.second_model import combine, initial_gate, initial_second
 from atlas_fl.config import Config
+from atlas_fl.experiment.state import FederationState
 from atlas_fl.params import ByClient, Params
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.setup.assembly import scale_of
 
 
-def train_second_models(
-    config: Config, engine: Engine, jobs: list[Job], kept: ByClient, gates: ByClient
-) -> list[Update]:
-    """The second models that train in a round whose shared models train by these jobs; none where there are none.
+def train_second_models(config: Config, engine: Engine, jobs: list[Job], state: FederationState) -> FederationState:
+    """The state with the second models and their gates after a round whose shared models train by these jobs.
 
-    `kept` and `gates` are those of the round before. They are trained on the same examples in the same order, beside
-    the shared model as it was sent.
+    They are trained on the same examples in the same order, beside the shared model as it was sent.
     """
     kind, weight = config.mixing.second_model, config.mixing.second_weight
     if kind == "none" or config.mixing.personal_models:
-        return []
+        return state
     is_proximal = kind == "proximal"
     second_jobs = [
         replace(
             job,
-            params=kept.get(job.client) or initial_second(job.params, kind, weight),
+            params=state.second_models.get(job.client) or initial_second(job.params, kind, weight),
             anchor=job.params if is_proximal else {},
             companion={} if is_proximal else job.params,
-            gate=gate_of(config, gates, job.client, job.params),
+            gate=gate_of(config, state.gates, job.client, job.params),
             correction={},
             options=replace(
                 job.options,
@@ -41,7 +38,9 @@ def train_second_models(
         )
         for job in jobs
     ]
-    return engine.run("train", second_jobs)
+    updates = {update.client: update for update in engine.run("train", second_jobs)}
+    models = {**state.second_models, **{name: update.params for name, update in updates.items()}}
+    return replace(state, second_models=models, gates=state.newest_gates(updates))
 
 
 def gate_of(config: Config, gates: ByClient, client: str, model: Params) -> Params:
@@ -52,11 +51,6 @@ def gate_of(config: Config, gates: ByClient, client: str, model: Params) -> Para
     if config.mixing.second_gate == "none":
         return {}
     return gates.get(client) or initial_gate(model)
-
-
-def newest_gates(gates: ByClient, updates: Iterable[Update]) -> ByClient:
-    """The gates with those that these updates trained."""
-    return {**gates, **{update.client: update.gate for update in updates if update.gate}}
 
 
 def predicting_models(

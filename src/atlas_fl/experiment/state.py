@@ -81,10 +81,6 @@ class RoundRecord:
     """By client that keeps its initial model because the mixed one was unusable, the reason."""
     anchors: ByClient = field(default_factory=dict)
     """What the clients are pulled to from here on, with `--personal-models` after an aggregation."""
-    second_models: ByClient = field(default_factory=dict)
-    """The clients' own models after the round, with `--second-model`."""
-    gates: ByClient = field(default_factory=dict)
-    """The clients' gates after the round, with `--second-gate`."""
     corrections: ByClient = field(default_factory=dict)
     """What was sent to be added to the gradients, with `--control-variates`."""
     state_changed: bool = False
@@ -242,6 +238,10 @@ class FederationState:
     controls: ByClient = field(default_factory=dict)
     """The mean gradient of each client's last round, with `--control-variates`."""
 
+    def newest_gates(self, updates: Mapping[str, Update]) -> ByClient:
+        """The clients' gates with those that these updates trained."""
+        return {**self.gates, **{name: update.gate for name, update in updates.items() if update.gate}}
+
     def after(self, record: RoundRecord, *, server_models: ByClient, server_state: ServerState) -> "FederationState":
         """The state after this round, with the server's models and state."""
         scores, mean = record.scores.get("validation", {}), mean_validation_score(record.scores)
@@ -259,8 +259,8 @@ class FederationState:
                 **self.momentum,
                 **{name: update.momentum for name, update in record.updates.items() if update.momentum},
             },
-            second_models=record.second_models,
-            gates=record.gates,
+            second_models=self.second_models,
+            gates=self.newest_gates(record.updates),
             controls={
                 **self.controls,
                 **{name: update.control for name, update in record.updates.items() if update.control},
