@@ -36,6 +36,7 @@ from atlas_fl.audit.rule_weights import (
     weights,
 )
 from atlas_fl.audit.run_files import (
+    NO_ANSWER,
     AuditPlan,
     AuditRecord,
     Models,
@@ -48,6 +49,7 @@ from atlas_fl.audit.run_files import (
     read_plan,
     round_folder,
 )
+from atlas_fl.audit.sent_bytes import check_sent_bytes
 from atlas_fl.audit.server_state import (
     Directions,
     Flat,
@@ -147,8 +149,6 @@ def compare_runs(runs: Sequence[Run]) -> Iterator[AuditRow]:
 
 SHIFT = 1e-6
 """A recomputed move above this is more than rounding, so the tensor cannot have stayed as it was."""
-NO_ANSWER = "it did not answer"
-"""The reason that is recorded of who sent no update."""
 
 
 def audit_run(run_dir: Path | str, others: Sequence[Path | str] = (), *, on_event: OnEvent = ignore) -> AuditReport:
@@ -166,7 +166,8 @@ def audit_run(run_dir: Path | str, others: Sequence[Path | str] = (), *, on_even
         rows += damaged
         try:
             run = open_run(path)
-            checked, hidden = list(check_run(run, on_event=on_event)), list(_unseen(run))
+            checked = [*check_run(run, on_event=on_event), *check_sent_bytes(run)]
+            hidden = list(_unseen(run))
         except CheckpointError as error:
             if not damaged:
                 raise

@@ -102,7 +102,7 @@ def last_round(path: Path, config: Mapping[str, Any]) -> int:
     if not training.get("patience"):
         return int(training["rounds"])
     try:
-        return _last_round(_rows(path / "metrics.jsonl"), training, mixing)
+        return _last_round(read_rows(path / "metrics.jsonl"), training, mixing)
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{path / 'metrics.jsonl'} holds a row without its scores ({error!r}); restore it from a copy, or run again"
@@ -126,7 +126,8 @@ def _last_round(rows: list[dict[str, Any]], training: Mapping[str, Any], mixing:
     return int(training["rounds"])
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of lines of JSON; raises CheckpointError if it is missing or damaged."""
     try:
         lines: Iterable[str] = path.read_text(encoding="utf-8").splitlines()
         return [json.loads(line) for line in lines]
@@ -136,6 +137,8 @@ def _rows(path: Path) -> list[dict[str, Any]]:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
+NO_ANSWER = "it did not answer"
+"""The reason that is recorded of who sent no update."""
 PLAN_FILE = re.compile(r"plan(-\d{4,})?\.json")
 """The names that a record may give for the plan in force: of a file in the run's own folder."""
 

@@ -33,11 +33,16 @@ class PublishedMethod:
 
     @property
     def relative_bytes(self) -> float:
-        """Bytes of a round relative to FedAvg of the same adapters: half for each factor; corrections are as large."""
+        """Bytes of a round relative to FedAvg of the same adapters: half for each factor; corrections are as large.
+
+        What does not train in a round is not sent.
+        """
         if self.rule == "local":
             return 0.0
         share = self.settings.get("share", ("A", "B"))
         is_dynamic = self.rule == "fedavg_dynamic"  # one correction down, and no control up
+        if self.settings.get("trained_parts") == "alternate":
+            return 0.5
         copies = 1.5 if is_dynamic else 2 if self.settings.get("control_variates") else 1
         return copies * 0.5 * (("A" in share) + ("B" in share))
 

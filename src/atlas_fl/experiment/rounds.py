@@ -31,6 +31,7 @@ from atlas_fl.experiment.late_join import add_late_clients
 from atlas_fl.experiment.recorder import Recorder
 from atlas_fl.experiment.second_models import gate_of, predicting_models, train_second_models
 from atlas_fl.experiment.state import FederationState, RoundRecord, mean_validation_score, sum_cut_traffic
+from atlas_fl.experiment.untrained import keep_untrained, unsent_names
 from atlas_fl.params import ByClient, Params, ServerState, Split, flatten_state
 from atlas_fl.partial_sharing import expected_update, has_hidden_factors
 from atlas_fl.planning.host_assignment import attach_hosts, match_round_hosts
@@ -396,10 +397,9 @@ def one_round(
     assembly: Assembly, planned: PlanResult, engine: Engine, state: FederationState
 ) -> tuple[FederationState, RoundRecord]:
     """Train, screen, aggregate and evaluate once: the state after the round, and its record."""
-    config, number = assembly.config, state.round + 1
-    strategy, sampled = strategy_of(config), round_participants(config, assembly.names, round=number)
+    config, number, strategy = assembly.config, state.round + 1, strategy_of(assembly.config)
     cuts, engine = cuts_of(assembly, planned.plan), attach_hosts(assembly, planned.plan.clients, engine)
-    updates = engine.run("train", jobs := _train_jobs(assembly, planned, state, sampled, cuts))
+    updates = engine.run("train", jobs := _train_jobs(assembly, planned, state, cuts))
     state = train_second_models(config, engine, jobs, state)
     received, aggregated = screen_updates(assembly, state, updates), is_aggregation_round(config, number)
     trained, server_step = received.models, _aggregate(assembly, state, received, planned, apply=aggregated)
@@ -407,7 +407,7 @@ def one_round(
     outcome = finish_round(assembly, engine, state, models, trained, cuts=cuts, is_mixed=aggregated)
     record = RoundRecord(
         round=number,
-        sampled=sampled,
+        sampled=tuple(job.client for job in jobs),
         updates=received.updates,
         refused=received.refused,
         clipped=received.clipped,
@@ -429,6 +429,7 @@ def one_round(
         anchors=server_step.anchors if aggregated else {},
         corrections={job.client: job.correction for job in jobs if job.correction},
         state_changed=server_step.server_state is not state.server_state,
+        unsent=unsent_names(config, jobs[0], state.client_models, server_step.client_models, cuts=cuts),
         cut_traffic=sum_cut_traffic(updates),
         evaluation_cut_traffic=sum_cut_traffic(outcome.evaluations),
         hosting=match_round_hosts(assembly, planned.plan.clients, training=updates, evaluation=outcome.evaluations),
@@ -460,12 +461,11 @@ class ServerStep:
         return predicting_models(config, state.second_models, state.newest_gates(received.updates), **models)
 
 
-def _train_jobs(
-    assembly: Assembly, planned: PlanResult, state: FederationState, sampled: Sequence[str], cuts: Mapping[str, Cut]
-) -> list[Job]:
-    """The training jobs of these clients in the round after this state."""
+def _train_jobs(assembly: Assembly, planned: PlanResult, state: FederationState, cuts: Mapping[str, Cut]) -> list[Job]:
+    """The training jobs of the clients that take part in the round after this state."""
     config, tasks = assembly.config, {client.name: client.task.name for client in assembly.clients}
     number = state.round + 1
+    sampled = round_participants(config, assembly.names, round=number)
     reports = strategy_of(config).record_features is not None and is_aggregation_round(config, number)
     anchors = state.server_models if config.mixing.personal_models else {}
     is_stacked, models = config.mixing.second_model == "stacked", {name: state.client_models[name] for name in sampled}
@@ -506,6 +506,8 @@ def _aggregate(
         server_state = strategy.record_features(server_state, features)
     result = strategy.aggregate(server_state, state.server_models, trained, federation, round=state.round + 1)
     models = result.client_models if mask is None else restore_frozen(result.client_models, state.client_models, mask)
+    options = train_options(config, with_images=assembly.has_images)
+    models = keep_untrained(config, options, state.client_models, models, round=state.round + 1)
     mixed = ServerStep(
         server_state=result.server_state,
         server_models=models,

@@ -85,6 +85,8 @@ class RoundRecord:
     """What was sent to be added to the gradients, with `--control-variates`."""
     state_changed: bool = False
     """Whether the server state changed in the round."""
+    unsent: frozenset[str] = frozenset()
+    """The names of what neither trained nor changed in the round; it goes to nobody but those who were outdated."""
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -139,20 +141,23 @@ class RoundRecord:
                     )
 
     def _model_messages(self, share: tuple[str, ...]) -> list[LedgerRow]:
-        present = [name for name in self.sampled if name not in self.missing]
-        messages = [
-            self._model_rows(name, "down", self.initial_models[name], share)
-            for name in present
-            if name in self.outdated
-        ]
+        updated = [name for name in self.sampled if name in self.outdated and name not in self.missing]
+        messages = [self._model_rows(name, "down", self.initial_models[name], share) for name in updated]
         up = {name: update for name, update in self.updates.items() if self.aggregated or update.travelled}
         messages += [
-            [*self._model_rows(name, "up", update.params, share), *self._features_row(update)]
+            [*self._model_rows(name, "up", self._sent(update.params), share), *self._features_row(update)]
             for name, update in up.items()
         ]
         if self.aggregated:
-            messages += [self._model_rows(name, "down", self.client_models[name], share) for name in self._receivers()]
+            outdated = self.outdated - set(updated)
+            models = {name: self.client_models[name] for name in self._receivers()}
+            models = {name: params if name in outdated else self._sent(params) for name, params in models.items()}
+            messages += [self._model_rows(name, "down", params, share) for name, params in models.items()]
         return [row for rows in messages for row in rows]
+
+    def _sent(self, params: Params) -> Params:
+        """What of a model is sent to or from who held its client's model when the round began."""
+        return {key: tensor for key, tensor in params.items() if key not in self.unsent}
 
     def _features_row(self, update: Update) -> list[LedgerRow]:
         if not update.class_features:

@@ -1,6 +1,8 @@
 """Delta sync of models between server and client: adapters or whole models; only what the other end lacks is sent.
 
-Each end knows by digest what the other holds. Of a whole model, body and head travel apart. The body is every weight
+Each end knows by digest what the other holds. Of adapters, a model that differs from one that is held in some tensors
+alone is sent as these tensors, with the digest of the one that has the others; what does not train in a round (such as
+one factor of RoLoRA) does not come back. Of a whole model, body and head travel apart. The body is every weight
 but the head's; both ends have that of the backbone's files from the start (`home`). Once there is a mask,
 
     body = home where the mask is 0, the sent values where it is 1
@@ -21,7 +23,7 @@ import torch
 
 from atlas_fl.client.job import Job, Update
 from atlas_fl.errors import ConfigError, ProtocolError
-from atlas_fl.params import HEAD, Params, digest
+from atlas_fl.params import HEAD, PRIVATE, Params, digest
 from atlas_fl.partial_sharing import transmitted_params
 from atlas_fl.runtime.protocol.messages import (
     CutInfo,
@@ -87,23 +89,39 @@ NewSender: TypeAlias = Callable[[], Sender]
 
 @dataclass(kw_only=True, eq=False)
 class AdapterSender:
-    """Sends a model unless it is the last one that was sent, or the last one trained there."""
+    """Sends of a model what neither the last one that was sent nor the last one trained there has."""
 
     held: dict[str, str] = field(default_factory=dict)
     """Digests of these two."""
+    tensors: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Digests of their tensors."""
 
     def job(self, action: str, job: Job, *, number: int, cut_info: CutInfo | None = None) -> tuple[Head, Params]:
         """What asks for this job."""
         head, params = job_message(action, job, number=number, sent_digests=self.held, cut_info=cut_info)
-        if params:
-            self.held["got"] = head["model"]
-        return head, params
+        if not params:
+            return head, params
+        digests = _digests(params)
+        base = self._base(digests)
+        self.held["got"], self.tensors["got"] = head["model"], digests
+        if base is None:
+            return head, params
+        name, there = base
+        return {**head, "base": name}, {key: params[key] for key in params if digests[key] != there[key]}
+
+    def _base(self, digests: Mapping[str, str]) -> tuple[str, dict[str, str]] | None:
+        """(digest, digests of its tensors) of the model there that has the most of these tensors; None without any."""
+        known = [(self.held[name], there) for name, there in self.tensors.items() if there.keys() == digests.keys()]
+        common = [sum(there[key] == value for key, value in digests.items()) for _, there in known]
+        return known[common.index(max(common))] if any(common) else None
 
     def update(self, action: str, head: Mapping[str, Any], tensors: Params, *, job: Job) -> Update:
         """The update that an answer holds."""
         received = read_update(head, tensors, job=job)
         if action == "train" and received.params is not job.params:
-            self.held["trained"] = digest(transmitted_params(received.params))
+            received = replace(received, params=_with_untrained(received.params, job, head))
+            sent = transmitted_params(received.params)
+            self.held["trained"], self.tensors["trained"] = digest(sent), _digests(sent)
         return received
 
     def final_model_message(self, model: Params) -> tuple[Head, Params]:
@@ -114,10 +132,38 @@ class AdapterSender:
     def forget_trained(self) -> None:
         """What the other end trained last is unknown here."""
         self.held.pop("trained", None)
+        self.tensors.pop("trained", None)
 
     def forget(self) -> None:
         """The other end holds nothing."""
         self.held.clear()
+        self.tensors.clear()
+
+
+def _digests(params: Params) -> dict[str, str]:
+    """The digest of each tensor."""
+    return {key: digest({key: tensor}) for key, tensor in params.items()}
+
+
+def _untrained_keys(job: Job) -> set[str]:
+    """The names of what does not train in the round of this training job, of a client with the whole model."""
+    names = set() if job.cut is not None or PRIVATE in job.params else job.params.keys()
+    return {key for key in names if not job.options.trains(key, round=job.round)}
+
+
+def _with_untrained(params: Params, job: Job, head: Mapping[str, Any]) -> Params:
+    """The trained model with what did not come back because it does not train; raises `ProtocolError` where it came."""
+    untrained = set() if head.get("private") is not None else _untrained_keys(job)
+    if came := sorted(untrained & params.keys()):
+        raise ProtocolError(f"{came[0]} came back and does not train in round {job.round}; install the same atlas-fl")
+    if not untrained:
+        return params
+    known = {
+        key: job.params[key] if key in untrained else params[key]
+        for key in job.params
+        if key in untrained | params.keys()
+    }
+    return {**known, **{key: tensor for key, tensor in params.items() if key not in known}}
 
 
 @dataclass(kw_only=True, eq=False)
@@ -133,8 +179,11 @@ class AdapterReceiver:
 
     def update(self, action: str, update: Update, job: Job, *, number: int) -> tuple[Head, Params]:
         """What goes back."""
-        if action == "train":
+        if action == "train" and update.params is not job.params:
             self.held["trained"] = digest(update.params), update.params
+            untrained = _untrained_keys(job) if update.params.keys() == job.params.keys() else set()
+            params = {key: tensor for key, tensor in update.params.items() if key not in untrained}
+            update = replace(update, params=params)
         return update_message(update, job, number=number)
 
     def read_final_model(self, head: Mapping[str, Any], tensors: Params) -> Params:
@@ -149,14 +198,20 @@ class AdapterReceiver:
         """The job's model: what came with it, or one that is here."""
         expected = str(head.get("model"))
         if not params and expected != digest({}):
-            model = next((params_of_digest for key, params_of_digest in self.held.values() if key == expected), None)
-            if model is None:
-                raise ProtocolError("the server names a model that is not here; install its version of atlas-fl")
-            return model
+            return self._held_model(expected)
+        if (base := head.get("base")) is not None:
+            params = {**self._held_model(str(base)), **params}
         if digest(params) != expected:
             raise ProtocolError("a model came with another digest than the server named; the message was altered")
         self.held["got"] = expected, params
         return params
+
+    def _held_model(self, expected: str) -> Params:
+        """The model of this digest that is here."""
+        model = next((params_of_digest for key, params_of_digest in self.held.values() if key == expected), None)
+        if model is None:
+            raise ProtocolError("the server names a model that is not here; install its version of atlas-fl")
+        return model
 
 
 MARGIN = 2**20
