@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
 from atlas_fl.client.batching import collate_packed, forward
+from atlas_fl.client.evaluation import write
 from atlas_fl.client.second_model import combine
 from atlas_fl.errors import ModelError
 from atlas_fl.models.gated_adapter import SETTINGS, WEIGHTS, export_gated_adapter, is_gated, load_gated_adapter
@@ -52,6 +54,33 @@ def test_the_stock_model_computes_with_an_exported_gate_what_a_pack_computes(
             torch.testing.assert_close(model(input_ids=ids).logits[0], ours[row], atol=1e-4, rtol=1e-4)
             assert (plain(input_ids=ids).logits[0] - ours[row]).abs().max() > 0.01
     assert json.loads((tmp_path / "gated/labels.json").read_text()) == ["a", "b", "c"]
+
+
+def test_what_a_gated_model_writes_is_what_the_stock_model_generates(
+    writer_of, site_of, spec_of, tmp_path: Path
+) -> None:
+    writer, spec = writer_of("gpt2"), spec_of(name="a-0")
+    site = site_of(writer, spec, scale=scale)
+    params = {key: value for key, value in gated_model(writer, spec).items() if not key.startswith("head.")}
+    export_gated_adapter(params, tmp_path / "gated", family=writer.backbone.family, base=str(writer.path), scale=scale)
+    prompts = site.data["a-0"].splits["test"]
+    written = write(prompts, params, site, new_tokens=6)
+    stock = AutoModelForCausalLM.from_pretrained(writer.path).eval()
+    model, tokenizer = load_gated_adapter(stock, tmp_path / "gated"), writer.backbone.tokenizer
+    generated = []
+    for start, stop in zip(prompts.offsets[:-1], prompts.offsets[1:], strict=True):
+        ids = torch.from_numpy(prompts.ids[start:stop])[None]
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=6,
+            do_sample=False,
+            pad_token_id=tokenizer.eos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+        generated.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True).strip())
+    assert written == generated
+    assert len(set(written)) > 1
 
 
 def test_peft_and_a_start_from_an_adapter_refuse_the_folder(tiny_of, spec_of, tmp_path: Path) -> None:

@@ -18,8 +18,10 @@ from atlas_fl.client.job import ClientTokens, Job, Site, Update
 from atlas_fl.client.local_training import train
 from atlas_fl.client.options import EvaluateOptions, FingerprintOptions, ImportanceOptions, TrainOptions
 from atlas_fl.client.registry import ACTIONS
+from atlas_fl.client.second_model import combine, initial_gate
 from atlas_fl.data.task import Task
 from atlas_fl.models.backbone import Backbone, block_index, module_dims
+from atlas_fl.models.gated_adapter import export_gated_adapter, load_gated_adapter
 from atlas_fl.models.lora import init_head
 from atlas_fl.models.peft_io import default_targets, export_adapter, import_adapter
 from atlas_fl.models.prefix_cache import PrefixCache
@@ -158,6 +160,24 @@ def test_at_another_image_size_peft_gives_the_same_logits_by_interpolating_posit
     assert backbone.vision is not None
     with torch.no_grad(), forward(row, [params], site) as logits:
         wanted = theirs(preprocess(backbone.vision, data.pixels), **how).logits
+    torch.testing.assert_close(logits[0], wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_a_gate_on_images_is_that_of_the_stock_classifier(load: Load, tmp_path: Path) -> None:
+    path, backbone = load("vit")
+    site = site_of(backbone, ("all-linear",))
+    own = params_of(site, "b-0")
+    rest = {key: -value if key.endswith("lora_A") else value for key, value in own.items()}
+    rows = torch.tensor([[0.3], [-0.3]])
+    gate = {key: rows + value for key, value in initial_gate(own).items()}
+    params = combine(own, rest, "stacked", weight=0.6, scale=site.scale, gate=gate)
+    export_gated_adapter(params, tmp_path / "gated", family=backbone.family, base=str(path), scale=site.scale)
+    stock = AutoModelForImageClassification.from_pretrained(path, num_labels=5, ignore_mismatched_sizes=True)
+    theirs, data = load_gated_adapter(stock.eval(), tmp_path / "gated"), site.data["b-0"].splits["test"]
+    row = collate_packed([data], device=torch.device("cpu"))
+    assert backbone.vision is not None
+    with torch.no_grad(), forward(row, [params], site) as logits:
+        wanted = theirs(preprocess(backbone.vision, data.pixels)).logits
     torch.testing.assert_close(logits[0], wanted, atol=1e-5, rtol=1e-5)
 
 

@@ -205,6 +205,17 @@ def test_a_gate_goes_on_after_a_kill_to_the_same_bits(config: MakeConfig, progra
         assert all(torch.equal(other[key], value) for key, value in mine.items())
 
 
+def test_a_client_whose_update_is_refused_goes_on_with_the_gate_that_it_had(config: MakeConfig) -> None:
+    values = {**PLAIN, "strategy": "fedalt", "clients_per_task": 4, "attack": "scale", "attackers": "movie-1"}
+    folder = run_config(config(**values)).folder
+    assert audit_run(folder).ok
+    refused = {row["client"] for row in rows(folder) if row.get("event") == "refused" and row["round"] == 3}
+    assert refused == {"movie-1"}
+    gates = load_file(folder / "audit/round-0003/gate.safetensors")
+    assert {key.split("/", 1)[0] for key in gates} == {"movie-0", "movie-2", "movie-3"}
+    assert not gated(folder, "movie-1")[next(key for key in gated(folder, "movie-1") if "gate" in key)][:, :-1].any()
+
+
 @pytest.mark.parametrize("strategy", ["apfl", "feddpa"])
 def test_a_run_that_is_killed_goes_on_to_the_same_bits(
     config: MakeConfig, programs: Programs, tmp_path: Path, strategy: str
