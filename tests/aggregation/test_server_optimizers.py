@@ -125,6 +125,22 @@ def test_momentum_of_nothing_at_rate_one_is_fedavg(space, ranks, within):
         torch.testing.assert_close(models[client]["head.weight"], average[client]["head.weight"])
 
 
+@pytest.mark.parametrize(
+    ("name", "rate"),
+    # the second moment begins at tau^2, which Adam's share of what stays takes to .99 tau^2
+    [("fedadam", 1 + 0.99**0.5), ("fedyogi", 2.0), ("fedadagrad", 2.0)],
+)
+def test_adaptive_rules_of_large_tau_are_fedavg(name, rate):
+    """Reddi et al. 2021: the larger tau, the less a step adapts; at a rate in proportion it is the average."""
+    before, updates = adapters(0, (3, 3)), adapters(1, (3, 3))
+    words = {"server_lr": rate * 1e4, "server_tau": 1e4, "space": "factors"}
+    beta = {} if name == "fedadagrad" else {"server_beta1": 0.0}
+    _, models = steps(name, before, updates, **words, **beta)
+    _, average = steps("fedavg", before, updates, space="factors")
+    for key, tensor in average["a"].items():
+        torch.testing.assert_close(models["a"][key], tensor, rtol=1e-4, atol=1e-5)
+
+
 def test_in_product_space_moments_are_those_of_the_dense_update_and_each_rank_gets_its_best_part():
     before, updates = adapters(0, (2, 5)), adapters(1, (2, 5))
     state, models = steps("fedadam", before, updates, server_lr=0.5, server_tau=1.0)
