@@ -82,6 +82,25 @@ def test_the_gradients_pass_gradcheck_in_float64(causal: bool) -> None:
     )
 
 
+def test_where_only_first_tokens_are_read_their_rows_and_all_gradients_are_those_of_full_attention() -> None:
+    layout = make_layout([5, 3, 9, 8, 1, 30])
+    draw = torch.Generator().manual_seed(0)
+    leaves = [
+        torch.randn(1, 4, 56, 8, generator=draw, dtype=torch.float64, requires_grad=True) for _ in ("q", "k", "v")
+    ]
+    above = torch.randn(6, 4, 8, generator=draw, dtype=torch.float64)
+    module, rows, gradients = torch.nn.Module(), [], []
+    for only_first in (False, True):
+        out, _ = packed_attention(module, *leaves, None, layout=layout, only_first=only_first)
+        rows.append(out[0, layout.starts])
+        gradients.append(torch.autograd.grad((rows[-1] * above).sum(), leaves))
+        others = torch.ones(56, dtype=torch.bool).index_fill_(0, layout.starts, value=False)
+        assert bool((out[0, others] == 0).all()) == only_first
+    torch.testing.assert_close(*rows)
+    for full, first in zip(*gradients, strict=True):
+        torch.testing.assert_close(first, full)
+
+
 def test_values_in_bfloat16_beside_float32_queries_give_bfloat16() -> None:
     """What rotary embeddings leave behind under autocast."""
     states = [rows(LENGTHS, heads=2, dtype=torch.float32, seed=seed) for seed in range(3)]

@@ -174,6 +174,62 @@ class _PackedAttention(torch.autograd.Function):
         return *(states.index_select(0, rows.slot).view(ctx.shape) for states in grads), None, None, None
 
 
+class _FirstTokenAttention(torch.autograd.Function):
+    """What every sequence's first token attends to, softmax(q k^T scale) v; the rows of all other tokens are zero."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, scale: float, layout: PackedLayout) -> Tensor:
+        rows, first, heads = _head_rows(layout, q.shape[1]), _first_tokens(layout), q.shape[1]
+        queries = q.index_select(0, first).flatten(0, 1)[:, None]  # (sequences * heads, 1, dim), in buckets' order
+        keys, values = (states.flatten(0, 1).index_select(0, rows.gather) for states in (k, v))
+        out = torch.empty_like(queries)
+        weights = []
+        for bucket, own in zip(layout.buckets, _rows_of_firsts(layout, heads), strict=True):
+            scores = _scaled_product(queries[own], _bucket_rows(keys, bucket, q).transpose(1, 2), scale)
+            if bucket.bias is not None:
+                by_sequence = scores.view(bucket.count, -1, 1, bucket.length)
+                by_sequence += bucket.bias.to(scores.dtype)
+            wide = torch.promote_types(scores.dtype, torch.float32)
+            weight = scores.softmax(-1, dtype=wide).to(scores.dtype)  # (count * heads, 1, length)
+            torch.bmm(weight, _bucket_rows(values, bucket, q), out=out[own])
+            weights.append(weight)
+        ctx.save_for_backward(queries, keys, values, *weights)
+        ctx.scale, ctx.layout, ctx.shape = scale, layout, q.shape  # type: ignore[attr-defined]
+        return torch.zeros_like(q).index_copy_(0, first, out.view(-1, *q.shape[1:]))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        queries, keys, values, *weights = ctx.saved_tensors
+        layout, heads = ctx.layout, ctx.shape[1]
+        rows, first = _head_rows(layout, heads), _first_tokens(layout)
+        upper = grad.index_select(0, first).flatten(0, 1)[:, None]
+        dqueries, dkeys, dvalues = (torch.empty_like(states) for states in (queries, keys, values))
+        for bucket, own, weight in zip(layout.buckets, _rows_of_firsts(layout, heads), weights, strict=True):
+            key, value, dk, dv = (_bucket_rows(states, bucket, grad) for states in (keys, values, dkeys, dvalues))
+            inner = torch.bmm(upper[own], value.transpose(1, 2))
+            inner = inner.sub_((inner * weight).sum(-1, keepdim=True)).mul_(weight).mul_(ctx.scale)
+            torch.bmm(inner, key, out=dqueries[own])
+            torch.bmm(inner.transpose(1, 2), queries[own], out=dk)
+            torch.bmm(weight.transpose(1, 2), upper[own], out=dv)
+        dq = grad.new_zeros(ctx.shape).index_copy_(0, first, dqueries.view(-1, *ctx.shape[1:]))
+        return dq, *(states.index_select(0, rows.slot).view(ctx.shape) for states in (dkeys, dvalues)), None, None
+
+
+@lru_cache(maxsize=4)
+def _first_tokens(layout: PackedLayout) -> Tensor:
+    """(sequences,) the first token of every sequence, in the order of the buckets."""
+    starts = [torch.arange(b.count, device=layout.gather.device) * b.length + b.start for b in layout.buckets]
+    return layout.gather[torch.cat(starts)]
+
+
+def _rows_of_firsts(layout: PackedLayout, heads: int) -> Iterator[slice]:
+    """Where each bucket's sequences lie among `_first_tokens`, a row a head."""
+    start = 0
+    for bucket in layout.buckets:
+        yield slice(start * heads, (start + bucket.count) * heads)
+        start += bucket.count
+
+
 def _bucket_rows(rows: Tensor, bucket: Bucket, like: Tensor) -> Tensor:
     """The rows of a bucket as (count * heads, length, dim), a view; `like` is (tokens, heads, dim)."""
     heads = like.shape[1]
@@ -199,12 +255,14 @@ def packed_attention(
     *,
     scaling: float | None = None,
     layout: PackedLayout,
+    only_first: bool = False,
     **kwargs: object,  # noqa: ARG001
 ) -> tuple[Tensor, None]:
     """Attention of every token to the tokens of its own sequence.
 
     `query` is (1, heads, tokens, dim), `key` and `value` may have fewer heads (grouped queries);
-    the result is (1, tokens, heads, dim). Causal where the module says so.
+    the result is (1, tokens, heads, dim). Causal where the module says so. With `only_first` nothing reads other rows
+    than those of the sequences' first tokens, and these are zero.
     """
     if key.shape[1] != query.shape[1]:
         groups = query.shape[1] // key.shape[1]
@@ -215,7 +273,11 @@ def packed_attention(
     causal = bool(getattr(module, "is_causal", False))
     # Inside autocast the softmax would hand float32 weights to a backward pass in bfloat16.
     with torch.autocast(query.device.type, enabled=False):
-        out: Tensor = _PackedAttention.apply(*rows, scale, causal, layout)  # type: ignore[no-untyped-call]
+        out: Tensor
+        if only_first and not causal:
+            out = _FirstTokenAttention.apply(*rows, scale, layout)  # type: ignore[no-untyped-call]
+        else:
+            out = _PackedAttention.apply(*rows, scale, causal, layout)  # type: ignore[no-untyped-call]
     return out[None], None
 
 

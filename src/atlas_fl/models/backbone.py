@@ -132,21 +132,32 @@ def head_logits(backbone: Backbone, params: Params, features: Tensor) -> Tensor:
 def last_block_reads_only(backbone: Backbone, positions: Tensor) -> Iterator[None]:
     """Inside this context the last block computes only the tokens at `positions` behind its attention.
 
-    Nothing else of the last block reaches the head, and it is three quarters of the block's work.
+    Nothing else of the last block reaches the head, and it is three quarters of the block's work. Where these are the
+    sequences' first tokens, only they attend.
     """
     if backbone.family.after_attention is None:
         yield
         return
-    module = backbone.blocks[-1].get_submodule(backbone.family.after_attention)
+    block = backbone.blocks[-1]
 
     def select_positions(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return tuple(states.index_select(1, positions) for states in args)
 
-    handle = module.register_forward_pre_hook(select_positions)
+    def say_who_attends(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        layout = kwargs.get("layout")
+        return args, {**kwargs, "only_first": layout is not None and positions is layout.starts}
+
+    handles = [
+        block.get_submodule(backbone.family.after_attention).register_forward_pre_hook(select_positions),
+        block.register_forward_pre_hook(say_who_attends, with_kwargs=True),
+    ]
     try:
         yield
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
 
 
 def block_index(backbone: Backbone, module: str) -> int:

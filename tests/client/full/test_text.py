@@ -67,9 +67,12 @@ def test_training_is_a_loop_of_torch_on_the_stock_classifier(tiny, site_of, spec
     moved = max(float((update.params[key] - own).abs().max()) for key, own in job.params.items())
     assert moved > 1e-3
     for key, own in update.params.items():
-        # a key's bias has no gradient but rounding, since a softmax does not see it; Adam takes that for a direction
-        if not (key.endswith("key.bias") and options.optimizer == "adamw"):
-            torch.testing.assert_close(own, named[stock_name(stock, key)].detach(), atol=3e-5, rtol=1e-3)
+        # a key's bias has no gradient but rounding, since a softmax does not see it; Adam takes that for a direction,
+        # and does so to a lesser degree with any value whose gradient is as small
+        is_adam = options.optimizer == "adamw"
+        if not (key.endswith("key.bias") and is_adam):
+            atol = 3e-4 if is_adam else 3e-5
+            torch.testing.assert_close(own, named[stock_name(stock, key)].detach(), atol=atol, rtol=1e-3)
 
 
 def test_sensitivities_are_the_squared_gradients_of_single_examples(tiny, site_of, spec_of) -> None:
