@@ -179,6 +179,19 @@ def test_compare_knows_old_names_and_the_gain_over_local(atlas: Atlas, ran: list
     assert len(list(tmp_path.glob("comparison-quick-strategy-????????.csv"))) == 1
 
 
+def test_compare_leaves_runs_in_one_place_out_of_statistics_by_client(
+    atlas: Atlas, ran: list[Config], tmp_path: Path
+) -> None:
+    words = ["--preset", "null", "--seeds", "1", "--ranks", "8", "--runs-dir", str(tmp_path), "--strategies"]
+    said = atlas("compare", *words, "local", "fedavg", "centralized", "multitask")
+    assert (said.code, said.err) == (0, "")
+    assert [config.mixing.strategy for config in ran] == ["local", "fedavg", "centralized", "multitask"]
+    table, _, statistics = said.out.partition("centralized, multitask: one client a task, and so not in the statistics")
+    assert "multitask" in table and "fedavg" in statistics and "multitask" not in statistics
+    said = atlas("compare", *words, "centralized", "multitask", "--control", "centralized")
+    assert said.code == 0 and "Against centralized" in said.out and "one client a task" not in said.out
+
+
 def test_compare_over_a_setting_compares_for_each_value_and_ranks_over_all(
     atlas: Atlas, ran: list[Config], tmp_path: Path
 ) -> None:

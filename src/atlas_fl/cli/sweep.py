@@ -266,8 +266,12 @@ def _show_statistics(
     from atlas_fl.storage.files import write_atomic
 
     groups: dict[str, list[Path]] = {}
+    central = _in_one_place(points)
     for point, folder in zip(points, folders, strict=True):
-        groups.setdefault(point.changes["strategy"], []).append(folder)
+        if point.changes["strategy"] not in central:
+            groups.setdefault(point.changes["strategy"], []).append(folder)
+    if central:
+        show([f"{', '.join(central)}: one client a task, and so not in the statistics by client"])
     comparison = compare_methods(groups, control=options.control, score=options.score)
     files = {
         ".json": methods_json(comparison, tuned),
@@ -279,6 +283,12 @@ def _show_statistics(
     show([methods_table(comparison), *([pairs_table(comparison)] if comparison.pairs else [])])
     show([f"the statistics: {', '.join(str(path.with_suffix(suffix)) for suffix in files)}"])
     return comparison
+
+
+def _in_one_place(points: Sequence[Point]) -> list[str]:
+    """The strategies without clients of their own; none where all are, which compare with each other."""
+    strategies = {point.changes["strategy"]: point.config.data.centralized for point in points}
+    return [] if all(strategies.values()) else [name for name, is_central in strategies.items() if is_central]
 
 
 def _show_comparison(points: Sequence[Point], folders: Sequence[Path], *, path: Path, note: str) -> None:
