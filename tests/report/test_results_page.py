@@ -75,6 +75,29 @@ def test_ranks_are_over_the_federations_by_hand(make_federation: Callable[..., N
     assert "Average rank over 2 federations" in results_page([tmp_path], control="fedavg")
 
 
+def test_at_a_glance_the_methods_stand_by_what_they_gain_on_average(
+    make_federation: Callable[..., None], tmp_path: Path
+) -> None:
+    make_federation(1, gains={"local": 0.0, "fedavg": 0.05, "fedper": 0.2, "fedsa": 0.1})
+    make_federation(3, gains={"local": 0.2, "fedavg": 0.1, "fedper": 0.0})
+    results = federation_results(find_finished_runs([tmp_path]), control="fedavg")
+    page = results_page([tmp_path], control="fedavg").splitlines()
+    start = page.index("## At a glance")
+    head, control, *rows = page[start + 4], page[start + 6], *page[start + 7 : start + 10]
+    assert head == "| method | contradiction, dial 1 | contradiction, dial 3 |"
+    means = [result.comparison.rows["fedavg"].statistics.mean for result in results if result.comparison is not None]
+    assert control == f"| `fedavg` | {means[0]:.3f} | {means[1]:.3f} |"
+    gains = {
+        name: np.mean(
+            [one.comparison.pairs[name].mean for one in results if one.comparison and name in one.comparison.pairs]
+        )
+        for name in ("fedsa", "local", "fedper")
+    }
+    assert [row.split("`")[1] for row in rows] == sorted(gains, key=lambda name: -gains[name])
+    (fedsa,) = (row for row in rows if row.startswith("| `fedsa` | +0.0"))
+    assert fedsa.endswith(" | - |"), "the other federation has no run of it"
+
+
 def test_a_method_that_lacks_seeds_is_named_and_in_no_table(
     make_federation: Callable[..., None], tmp_path: Path
 ) -> None:
@@ -87,12 +110,16 @@ def test_a_method_that_lacks_seeds_is_named_and_in_no_table(
 
 def test_what_was_tuned_stands_beside_the_name(make_federation: Callable[..., None], tmp_path: Path) -> None:
     make_federation(2)
-    make_federation(2, gains={"fedper": 0.1}, lr=0.01)
+    make_federation(2, gains={"fedper": 0.1}, lr=0.05)
     make_federation(2, gains={"fedper": 0.1}, seeds=(9001,), lr=0.02)
-    (result,) = federation_results(find_finished_runs([tmp_path]), control="fedavg lr=0.003")
+    (result,) = federation_results(find_finished_runs([tmp_path]), control="fedavg")
     assert result.comparison is not None
-    assert set(result.comparison.rows) == {"local lr=0.003", "fedavg lr=0.003", "fedper lr=0.003", "fedper lr=0.01"}
+    assert set(result.comparison.rows) == {"local", "fedavg", "fedper lr=0.01", "fedper lr=0.05"}
+    assert result.tuned == {"local": "lr=0.01", "fedavg": "lr=0.01"}
+    assert "settings of each method: `local` lr=0.01, `fedavg` lr=0.01; " in results_page([tmp_path], control="fedavg")
     assert result.comparison.seeds == (1, 2, 3), "development seeds are no results"
+    with pytest.raises(ConfigError, match=r"--control is fedper, and .* has fedavg, fedper lr=0\.01, .*; name one of"):
+        federation_results(find_finished_runs([tmp_path]), control="fedper")
 
 
 def test_other_settings_are_another_federation(make_federation: Callable[..., None], tmp_path: Path) -> None:

@@ -65,6 +65,8 @@ class FederationResults:
     """What its dial says."""
     changed: Mapping[str, Any]
     """Settings of tuning that all its runs share and that are not the default."""
+    tuned: Mapping[str, str]
+    """By method, its settings of tuning in which methods differ."""
     comparison: MethodComparison | None
     """None where fewer than two methods have the same seeds."""
     incomplete: Mapping[str, tuple[int, ...]]
@@ -121,9 +123,14 @@ def _compare_federation(runs: Sequence[FinishedRun], *, control: str) -> Federat
         [run for run in runs if not run.config.data.centralized],
     )
     varied = [name for name in sorted(OF_THE_TUNING) if len({value_of(run.config, name) for run in runs}) > 1]
+    variants: dict[str, set[str]] = {}
+    for run in runs:
+        variants.setdefault(run.method, set()).add(_tuned_words(run, varied))
     methods: dict[str, dict[int, FinishedRun]] = {}
     for run in runs:
-        methods.setdefault(_label(run, varied), {})[run.seed] = run
+        words = _tuned_words(run, varied)
+        label = run.method if len(variants[run.method]) == 1 else f"{run.method} {words}".rstrip()
+        methods.setdefault(label, {})[run.seed] = run
     every_seed = sorted({run.seed for run in runs})
     incomplete = {
         name: tuple(seed for seed in every_seed if seed not in by_seed)
@@ -145,6 +152,13 @@ def _compare_federation(runs: Sequence[FinishedRun], *, control: str) -> Federat
             name: value_of(config, name)
             for name in sorted(OF_THE_TUNING - set(varied))
             if value_of(config, name) != value_of(Config(), name)
+        },
+        tuned={
+            name: words
+            for name in _in_order(complete, control)
+            if name in variants
+            for words in variants[name]
+            if words
         },
         comparison=compare_methods(_in_order(complete, control), control=control) if len(complete) > 1 else None,
         incomplete=incomplete,
@@ -168,11 +182,10 @@ def _in_order(methods: Mapping[str, list[Path]], control: str) -> dict[str, list
     return {name: methods[name] for name in names}
 
 
-def _label(run: FinishedRun, varied: Sequence[str]) -> str:
-    values = [
+def _tuned_words(run: FinishedRun, varied: Sequence[str]) -> str:
+    return " ".join(
         f"{name}={to_words(value_of(run.config, name))[0]}" for name in varied if value_of(run.config, name) is not None
-    ]
-    return " ".join([run.method, *values])
+    )
 
 
 def _title(config: Config) -> str:
@@ -204,6 +217,7 @@ def results_page(folders: Sequence[Path | str], *, control: str) -> str:
         f"Written by `atlas results` from the files of {len(runs)} finished runs, and by nothing else. Scores are those"
         " on clients' own test examples of the models that they end with. Seeds are the units of every test.",
         *_reading(control),
+        *_glance_lines(results, control),
         *([] if ranks is None else ["", "## Over all federations", "", *_rank_lines(ranks, control)]),
     ]
     for result in results:
@@ -225,6 +239,39 @@ def _reading(control: str) -> list[str]:
     ]
 
 
+def _glance_lines(results: Sequence[FederationResults], control: str) -> Iterator[str]:
+    """One table of all federations, those methods first that gain most; nothing where only one is compared."""
+    titles = [result.title for result in results if result.comparison is not None]
+    compared = [result.comparison for result in results if result.comparison is not None]
+    if len(compared) < 2:
+        return
+    gains: dict[str, list[float]] = {}
+    for comparison in compared:
+        for name, pair in comparison.pairs.items():
+            gains.setdefault(name, []).append(pair.mean)
+    yield from (
+        "",
+        "## At a glance",
+        "",
+        f"The score of `{control}`, and of every other method the difference from it, with what is *shown*.",
+        "",
+    )
+    yield f"| method | {' | '.join(titles)} |"
+    yield f"|{'---|' * (len(titles) + 1)}"
+    scores = (f"{comparison.rows[control].statistics.mean:.3f}" for comparison in compared)
+    yield f"| `{control}` | {' | '.join(scores)} |"
+    for name in sorted(gains, key=lambda name: -float(np.mean(gains[name]))):
+        pairs = (comparison.pairs.get(name) for comparison in compared)
+        yield f"| `{name}` | {' | '.join(map(_glance_cell, pairs))} |"
+
+
+def _glance_cell(pair: PairedComparison | None) -> str:
+    if pair is None:
+        return EMPTY
+    shown = _shown(pair)
+    return f"{pair.mean:+.3f}" + ("" if shown == "-" else f" {shown}")
+
+
 def _rank_lines(ranks: MethodRanks, control: str) -> Iterator[str]:
     yield (
         f"Average rank over {ranks.federations} federations, 1 the best: Friedman p {ranks.friedman_p:.3f}; ranks that"
@@ -241,7 +288,9 @@ def _federation_lines(result: FederationResults) -> Iterator[str]:
     changed = ", ".join(
         f"{settings()[name].flag} {' '.join(to_words(value))}" for name, value in result.changed.items()
     )
-    about = [result.words, f"all methods with {changed}, nothing tuned" if changed else "defaults, nothing tuned"]
+    untuned = f"all methods with {changed}, nothing tuned" if changed else "defaults, nothing tuned"
+    own = ", ".join(f"`{name}` {words}" for name, words in result.tuned.items())
+    about = [result.words, f"settings of each method: {own}" if own else untuned]
     comparison = result.comparison
     if comparison is not None:
         about += [f"{len(comparison.clients)} clients", f"seeds {', '.join(map(str, comparison.seeds))}"]
