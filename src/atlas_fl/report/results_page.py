@@ -123,14 +123,7 @@ def _compare_federation(runs: Sequence[FinishedRun], *, control: str) -> Federat
         [run for run in runs if not run.config.data.centralized],
     )
     varied = [name for name in sorted(OF_THE_TUNING) if len({value_of(run.config, name) for run in runs}) > 1]
-    variants: dict[str, set[str]] = {}
-    for run in runs:
-        variants.setdefault(run.method, set()).add(_tuned_words(run, varied))
-    methods: dict[str, dict[int, FinishedRun]] = {}
-    for run in runs:
-        words = _tuned_words(run, varied)
-        label = run.method if len(variants[run.method]) == 1 else f"{run.method} {words}".rstrip()
-        methods.setdefault(label, {})[run.seed] = run
+    methods, tuned = _by_method(runs, varied)
     every_seed = sorted({run.seed for run in runs})
     incomplete = {
         name: tuple(seed for seed in every_seed if seed not in by_seed)
@@ -153,17 +146,29 @@ def _compare_federation(runs: Sequence[FinishedRun], *, control: str) -> Federat
             for name in sorted(OF_THE_TUNING - set(varied))
             if value_of(config, name) != value_of(Config(), name)
         },
-        tuned={
-            name: words
-            for name in _in_order(complete, control)
-            if name in variants
-            for words in variants[name]
-            if words
-        },
+        tuned={name: tuned[name] for name in _in_order(complete, control) if name in tuned},
         comparison=compare_methods(_in_order(complete, control), control=control) if len(complete) > 1 else None,
         incomplete=incomplete,
         in_one_place=_scores_in_one_place(central),
     )
+
+
+def _by_method(
+    runs: Sequence[FinishedRun], varied: Sequence[str]
+) -> tuple[dict[str, dict[int, FinishedRun]], dict[str, str]]:
+    """(the runs by method and seed, the settings of tuning of each method that has one set of them).
+
+    A method with several sets is one for each, with the settings in its name.
+    """
+    variants: dict[str, set[str]] = {}
+    for run in runs:
+        variants.setdefault(run.method, set()).add(_tuned_words(run, varied))
+    methods: dict[str, dict[int, FinishedRun]] = {}
+    for run in runs:
+        words = _tuned_words(run, varied)
+        label = run.method if len(variants[run.method]) == 1 else f"{run.method} {words}".rstrip()
+        methods.setdefault(label, {})[run.seed] = run
+    return methods, {name: words for name, (words, *more) in variants.items() if words and not more}
 
 
 def _scores_in_one_place(runs: Sequence[FinishedRun]) -> dict[str, tuple[float, ...]]:
