@@ -51,10 +51,11 @@ def check_update(start: Params, update: Params) -> None:
             raise ProtocolError(
                 f"{key} is {tuple(got.shape)} {got.dtype}, sent was {tuple(sent.shape)} {sent.dtype}; return it as sent"
             )
-    _check_finite(update)
+    check_finite(update)
 
 
-def _check_finite(update: Params) -> None:
+def check_finite(update: Params) -> None:
+    """Raise ProtocolError where a value is NaN, infinite or beyond `LARGEST`."""
     for key, bad in unusable_values(update):
         kind = f"beyond {LARGEST:g}" if bool(update[key].isfinite().all()) else "NaN or infinite"
         raise ProtocolError(f"{key} holds {bad} values that are {kind}; lower the learning rate or clip")

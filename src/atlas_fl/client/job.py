@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from atlas_fl.data.clients import ClientData
 from atlas_fl.data.task import Examples, Images, Task
@@ -153,6 +153,11 @@ class Update:
     """The mean gradient of the round's steps, float32, where it was asked for."""
     class_features: Params = field(default_factory=dict)
     """Counts, means and variances of what its head reads, by class (`client.class_features`), where they were asked."""
+
+    def beside_model(self) -> dict[str, Tensor]:
+        """What it carries beside the model and the server or the client goes on with, by what it is and its name."""
+        parts = {"gate": self.gate, "control": self.control, "class feature": self.class_features}
+        return {f"{kind} {key}": tensor for kind, params in parts.items() for key, tensor in params.items()}
 
 
 Action: TypeAlias = Callable[[Sequence[Job], Site], list[Update]]

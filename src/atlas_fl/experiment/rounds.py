@@ -17,7 +17,7 @@ from atlas_fl.aggregation.graph import Diversity, diversity
 from atlas_fl.aggregation.matrices import Federation, share_warnings, without_edges
 from atlas_fl.aggregation.mixing import sync_shared
 from atlas_fl.aggregation.robust import bound_updates, change_norms, small_groups
-from atlas_fl.aggregation.strategies import LARGEST, check_update, unusable_models
+from atlas_fl.aggregation.strategies import LARGEST, check_finite, check_update, unusable_models
 from atlas_fl.client.job import Job, Update
 from atlas_fl.client.options import EvaluateOptions
 from atlas_fl.config import Config
@@ -260,6 +260,7 @@ def check_updates(
     for update in updates:
         try:
             check_update(expected_update(initial_models[update.client], update.params, share), update.params)
+            check_finite(update.beside_model())
         except ProtocolError as error:
             refused[update.client] = str(error)
         else:
