@@ -45,8 +45,19 @@ STRATEGIES: dict[str, Callable[[StrategyOptions], Strategy]] = {
     "classifier_collaboration": classifier_collaboration,
 }
 
-RELATIVE_BYTES: dict[str, str] = {"local": "0", "ifca": "(1+k)/2"}
-"""Bytes of a round relative to FedAvg, of the rules where they are not 1."""
+RELATIVE_BYTES: dict[str, str] = {
+    "local": "0",
+    "ifca": "(1+k)/2",
+    "fedavg_dynamic": "1.5",
+    "classifier_collaboration": "1+",
+}
+"""Bytes of a round relative to FedAvg, of the rules where they are not 1; 1+ with class features on top."""
+
+EXTRA_PASSES: dict[str, str] = {
+    "ifca": "passes over the training examples: k more",
+    "classifier_collaboration": "passes over the training examples: one more",
+}
+"""What clients compute in every round beside training, of the rules that ask for it."""
 
 ALIASES: dict[str, str] = {"local_only": "local", "standard_fl": "fedavg"}
 """Names that earlier descriptions of these rules used."""

@@ -215,17 +215,19 @@ def _models() -> Lines:
 
 
 def _strategies() -> Lines:
-    from atlas_fl.aggregation.registry import ALIASES, RELATIVE_BYTES, STRATEGIES
+    from atlas_fl.aggregation.registry import ALIASES, EXTRA_PASSES, RELATIVE_BYTES, STRATEGIES
 
     yield "strategy", "bytes", "what it does"
     for name, rule in STRATEGIES.items():
         aliases = [alias for alias, target in ALIASES.items() if target == name]
         also = f" Also {', '.join(aliases)}." if aliases else ""
-        yield name, RELATIVE_BYTES.get(name, "1"), _first_line(rule) + also
+        passes = f"\n{EXTRA_PASSES[name]}" if name in EXTRA_PASSES else ""
+        yield name, RELATIVE_BYTES.get(name, "1"), _first_line(rule) + also + passes
     for name, method in METHODS.items():
         slots = {"rule": method.rule, **method.settings, **method.suggested}
         words = (f"{key}={'+'.join(value) if isinstance(value, tuple) else value}" for key, value in slots.items())
         needs = ["needs equal ranks"] * method.equal_ranks + ["trains twice"] * method.trains_twice
+        needs += [EXTRA_PASSES[method.rule]] if method.rule in EXTRA_PASSES else []
         yield name, f"{method.relative_bytes:g}", f"{method.summary}\n{'; '.join([' '.join(words), *needs])}"
 
 
