@@ -9,6 +9,7 @@ import torch
 
 from atlas_fl.aggregation.robust import Space
 from atlas_fl.client.job import Job, Update
+from atlas_fl.client.options import TrainOptions
 from atlas_fl.config import AttackConfig
 from atlas_fl.data.clients import ClientData
 from atlas_fl.data.registry import find_tasks
@@ -39,12 +40,12 @@ class Honest:
         return [Update(client=job.client, params=AFTER, examples=10, metrics={}) for job in jobs]
 
 
-def sent(kind, *, size=None, round=1, action="train"):
+def sent(kind, *, size=None, round=1, action="train", options=TrainOptions(seed=3)):
     engine = HostileEngine(
         engine=Honest(), attack=ATTACKS[kind], attackers=("b",), size=size, space=SPACE, seed=3,
         examples={"a": 10, "b": 20, "c": 30},
     )  # fmt: skip
-    jobs = [Job(client=name, params=BEFORE, round=round, options=None) for name in NAMES]
+    jobs = [Job(client=name, params=BEFORE, round=round, options=options) for name in NAMES]
     return {update.client: update.params for update in engine.run(action, jobs)}
 
 
@@ -61,6 +62,14 @@ def test_only_attackers_alter_only_what_they_trained_and_the_same_way_again(kind
     assert sent(kind, action="evaluate")["b"] is AFTER
     altered = any(not torch.equal(first["b"][key], AFTER[key]) for key in AFTER)
     assert altered == (kind != "label_flip")
+
+
+def test_what_does_not_train_is_not_sent_and_so_not_altered():
+    options = TrainOptions(seed=3, trained_parts="alternate")
+    for round, (still, moving) in ((1, ("q.lora_A", "q.lora_B")), (2, ("q.lora_B", "q.lora_A"))):
+        altered = sent("noise", round=round, options=options)["b"]
+        assert torch.equal(altered[still], AFTER[still])
+        assert not torch.equal(altered[moving], AFTER[moving])
 
 
 @pytest.mark.parametrize(
