@@ -17,7 +17,7 @@ from atlas_fl.data.task import Rows
 from atlas_fl.errors import ConfigError
 from atlas_fl.runtime.attacks import ATTACKS, HostileEngine, choose_attackers, with_flipped_labels
 
-NAMES = ("a", "b", "c")
+NAMES, OPTIONS = ("a", "b", "c"), TrainOptions(seed=3)
 SPACE = Space(space="product", share=("A", "B", "head"), scale=lambda _: 2.0)
 
 
@@ -40,7 +40,7 @@ class Honest:
         return [Update(client=job.client, params=AFTER, examples=10, metrics={}) for job in jobs]
 
 
-def sent(kind, *, size=None, round=1, action="train", options=TrainOptions(seed=3)):
+def sent(kind, *, size=None, round=1, action="train", options=OPTIONS):
     engine = HostileEngine(
         engine=Honest(), attack=ATTACKS[kind], attackers=("b",), size=size, space=SPACE, seed=3,
         examples={"a": 10, "b": 20, "c": 30},
