@@ -4,20 +4,32 @@ The same clients train adapters on the upper blocks of a model and score themsel
 by packs that run through all blocks in every step. They take turns; the largest difference of the adapters afterwards
 says whether they did the same work (states of a chunk differ from those of a pack in their last bits).
 
+With `--disk`, instead: does reading these states from a file beat computing them? Split by split they are computed,
+written and flushed, dropped from the system's page cache, read, and read again, each time with their SHA-256.
+
     OMP_NUM_THREADS=1 python benchmarks/prefix.py                     # two of six blocks, MiniLM
     python benchmarks/prefix.py --adapted-blocks 1 --rounds 10
+    OMP_NUM_THREADS=1 python benchmarks/prefix.py --disk              # in a temporary folder: TMPDIR says where
 """
 
 import argparse
 import dataclasses
+import os
 import statistics
+import tempfile
 import time
+from hashlib import sha256
+from pathlib import Path
 
+import numpy as np
+
+from atlas_fl.client.batching import make_row
 from atlas_fl.client.evaluation import evaluate
 from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.local_training import train
 from atlas_fl.client.options import EvaluateOptions, TrainOptions
 from atlas_fl.config import Config, DataConfig, ModelConfig, RunConfig
+from atlas_fl.models.prefix_cache import PrefixCache
 from atlas_fl.setup.assembly import assemble
 
 RANK = 8
@@ -42,6 +54,53 @@ def largest_difference(left: list[Update], right: list[Update]) -> float:
     )
 
 
+def write_flushed(path: Path, states: np.ndarray) -> None:
+    with path.open("wb") as file:
+        file.write(states.data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def drop_from_page_cache(path: Path) -> None:
+    """Of this system; what lies below a virtual machine may still hold the file."""
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def compare_with_disk(site: Site, *, passes: int = 3) -> None:
+    """Print seconds of computing, writing and reading the states of all splits, and the ratios by pass."""
+    splits = [split for tokens in site.data.values() for split in tokens.splits.values()]
+    examples = sum(len(split) for split in splits)
+    for number in range(passes):
+        seconds = dict.fromkeys(("computed", "written", "read from disk", "read from page cache"), 0.0)
+        size = 0
+        with tempfile.TemporaryDirectory() as folder:
+            for split in splits:
+                path = Path(folder) / "states"
+                own = dataclasses.replace(site, prefix_cache=PrefixCache(chunk_tokens=site.prefix_cache.chunk_tokens))
+                began = time.perf_counter()
+                row = make_row([split.take(np.arange(len(split)))], own)
+                seconds["computed"] += time.perf_counter() - began
+                assert row.prefix is not None
+                states = row.prefix.states.cpu().numpy()
+                size += states.nbytes
+                began = time.perf_counter()
+                digest = sha256(states.data).digest()
+                write_flushed(path, states)
+                seconds["written"] += time.perf_counter() - began
+                drop_from_page_cache(path)
+                for what in ("read from disk", "read from page cache"):
+                    began = time.perf_counter()
+                    found = np.fromfile(path, dtype=states.dtype)
+                    assert sha256(found.data).digest() == digest
+                    seconds[what] += time.perf_counter() - began
+        if not number:
+            print(f"{examples} examples, {size / 1e6:.1f} MB, {size / examples / 1e3:.1f} kB each")
+        told = ", ".join(f"{what} in {own:.3f} s" for what, own in seconds.items())
+        ratios = ", ".join(f"{seconds['computed'] / seconds[what]:.0f}" for what in list(seconds)[1:])
+        print(f"pass {number + 1}: {told}; computing takes {ratios} times as long")
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -49,6 +108,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--samples", type=int, default=120)
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--disk", action="store_true")
     return parser.parse_args()
 
 
@@ -62,6 +122,9 @@ def main() -> None:
     assembly = assemble(config)
     site = assembly.site
     assert site.first_adapted, "some blocks carry no adapters"
+    if args.disk:
+        compare_with_disk(site)
+        return
     ranks = (0,) * site.first_adapted + (RANK,) * (assembly.shape.num_layers - site.first_adapted)
     options = TrainOptions(seed=0, rounds=args.rounds, lr=1e-3)
     jobs = [
