@@ -74,11 +74,16 @@ def altered(value: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
 def in_model(action: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Lie:
     """The first job of this action that brings a model, with this other one and its digest."""
 
+    whole: dict[str, dict[str, Any]] = {}  # by digest, of those that came in part with what they stand on
+
     def lie(head: dict[str, Any], tensors: dict[str, Any]) -> Any:
-        if head.get("action") != action or not tensors:
+        if "model" not in head or not tensors:
             return None
-        model = change(tensors)
-        return {**head, "model": digest(model)}, model
+        whole[head["model"]] = {**whole.get(head.get("base"), {}), **tensors}
+        if head.get("action") != action:
+            return None
+        model = change(whole[head["model"]])
+        return {key: value for key, value in head.items() if key != "base"} | {"model": digest(model)}, model
 
     return lie
 
