@@ -19,6 +19,7 @@ CHANGED = {
     "engine": "ray",
     "workers": "2",
     "prefix_cache_gb": "0",
+    "prefix_disk_gb": "0",
 }
 
 

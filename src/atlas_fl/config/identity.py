@@ -20,7 +20,7 @@ from atlas_fl.storage.run_folder import RunFolder, run_name
 SESSION = frozenset(
     {
         *("runs_dir", "name", "max_rounds", "keep_checkpoints", "keep_best", "checkpoint_every"),
-        *("audit", "leakage", "engine", "workers", "prefix_cache_gb"),
+        *("audit", "leakage", "engine", "workers", "prefix_cache_gb", "prefix_disk_gb"),
     }
 )
 """Settings that change no number of a run: where it lies, how long it goes on today, what is kept and told of it,

@@ -95,6 +95,7 @@ RANGES: Mapping[str, AllowedRange] = {
     "pack_tokens": ONE_OR_MORE,
     "pack_memory_gb": AllowedRange("above 0, at most 1e+06", lambda value: 0 < value <= 1e6),
     "prefix_cache_gb": AllowedRange("0 to 1e+06", lambda value: 0 <= value <= 1e6),
+    "prefix_disk_gb": AllowedRange("0 to 1e+06", lambda value: 0 <= value <= 1e6),
     "fingerprint_batches": TWO_OR_MORE,
     "fingerprint_blocks": ONE_OR_MORE,
     "fingerprint_samples": TWO_OR_MORE,

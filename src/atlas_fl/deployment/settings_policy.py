@@ -65,7 +65,10 @@ def settings_here(
     # who has a whole task has no part of its classes
     images = config.images if part is not None else replace(config.images, nc=ALL_CLASSES)
     run = replace(config.run, runs_dir="runs", name=None)
-    settings = validate(replace(config, data=data, model=chosen, images=images, run=run), at_sites=True)
+    # a text can be guessed from its states, and no server decides what of them stays on a site's disk
+    training = replace(config.training, prefix_disk_gb=0.0)
+    here = replace(config, data=data, model=chosen, images=images, training=training, run=run)
+    settings = validate(here, at_sites=True)
     return replace(settings, sparse=replace(settings.sparse, mask_file=None))
 
 

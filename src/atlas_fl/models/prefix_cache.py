@@ -1,4 +1,4 @@
-"""Frozen prefix: what enters the first adapted block, computed once for each example within a memory budget.
+"""Frozen prefix: what enters the first adapted block, computed once for each example, kept in memory and on the disk.
 
 Where the lowest blocks carry no adapters, their output depends on the example alone, and rounds, epochs and evaluations
 repeat it. Nothing in it is random: the frozen model is in evaluation mode, and dropout is that of adapters and head.
@@ -13,21 +13,34 @@ Examples that stand in no split, such as augmented images, are a chunk by themse
 
 Runs of one process with the same frozen model share a cache (`shared_prefix_cache`): strategies of one seed, and seeds
 with the same rows. Splits are told apart by their content.
+
+What is computed on a CPU is also kept on the disk (`storage.state_files`), by the content of its chunk and by all else
+that decides its bits: workers, processes side by side and later runs read what one of them has computed.
 """
 
+import os
+import platform
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+import atlas_fl
 from atlas_fl.models.tokenization import EncodedExamples
+from atlas_fl.storage.state_files import StateFiles
 
 CPU_CHUNK_TOKENS, CUDA_CHUNK_TOKENS = 64, 1024
 """Tokens of a chunk. With more of them the products are hardly faster, and whoever needs one example that is not kept
 computes more of its neighbours."""
+
+_LIBRARIES = ("MKL_", "ONEDNN_", "DNNL_", "OPENBLAS_", "KMP_")
 
 Compute: TypeAlias = Callable[[EncodedExamples], Tensor]
 """(examples) -> their states (tokens, width), in their order, without a gradient."""
@@ -76,6 +89,10 @@ class PrefixCache:
     def __init__(self, *, budget_bytes: int = 0, chunk_tokens: int = CPU_CHUNK_TOKENS) -> None:
         """With `budget_bytes` 0 nothing is kept; `chunk_tokens` decides the last bits."""
         self.budget_bytes, self.chunk_tokens = budget_bytes, chunk_tokens
+        self.files: StateFiles | None = None
+        """Where states are kept on the disk, under `key`; None for nowhere."""
+        self.key = ""
+        """All that decides the bits of a state besides its chunk."""
         self.used_bytes = 0
         """Bytes of the states that are kept."""
         self._run = 0
@@ -85,6 +102,8 @@ class PrefixCache:
         """From here on what was kept before may be dropped for what comes; what is above the budget is dropped now."""
         self._run += 1
         self._make_room(0)
+        if self.files is not None:
+            self.files.begin_run()
 
     def states(self, examples: EncodedExamples, compute: Compute) -> Tensor:
         """The states (tokens, width) of these examples, in their order."""
@@ -113,11 +132,24 @@ class PrefixCache:
     def _chunk_states(self, split: EncodedExamples, chunks: Chunks, number: int, compute: Compute) -> Tensor:
         if number in chunks.kept:
             return chunks.kept[number]
-        states = compute(split.take(chunks.members[number]))
+        states = self._read_or_compute(split.take(chunks.members[number]), compute)
         self._make_room(states.nbytes)
         if self.used_bytes + states.nbytes <= self.budget_bytes:
             chunks.kept[number] = states
             self.used_bytes += states.nbytes
+        return states
+
+    def _read_or_compute(self, examples: EncodedExamples, compute: Compute) -> Tensor:
+        """The states of a whole chunk, from the disk where they are kept there."""
+        if self.files is None:
+            return compute(examples)
+        key = sha256(f"{self.key} {_input_digest(examples)}".encode()).hexdigest()
+        # in inference mode, as evaluations have it, what is read could not be kept for training
+        with torch.inference_mode(False):
+            states = self.files.read(key)
+        if states is None:
+            states = compute(examples)
+            self.files.write(key, states)
         return states
 
     def _make_room(self, size: int) -> None:
@@ -129,10 +161,44 @@ class PrefixCache:
             self.used_bytes -= sum(states.nbytes for states in self._splits.pop(digest).kept.values())
 
 
+def _input_digest(examples: EncodedExamples) -> str:
+    """SHA-256 of what blocks see of examples: no labels, so that tasks on the same texts share their states."""
+    state = sha256()
+    for array in (examples.ids, examples.types, examples.lengths, examples.pixels):
+        state.update(b"none" if array is None else f"{array.dtype}{array.shape}".encode())
+        state.update(b"" if array is None else np.ascontiguousarray(array).data)
+    return state.hexdigest()
+
+
+@cache
+def machine_key() -> str:
+    """What decides last bits besides a model, its input and its threads: this code, the libraries, the processor."""
+    code = sha256()
+    for path in sorted(Path(atlas_fl.__file__).parent.rglob("*.py")):
+        code.update(path.read_bytes())
+    return repr((code.hexdigest(), torch.__version__, version("transformers"), _processor(), _library_settings()))
+
+
+def _processor() -> tuple[str, ...]:
+    """The instructions that PyTorch takes, and the processor's name where the system tells it."""
+    told = Path("/proc/cpuinfo")
+    text = told.read_text(encoding="utf-8", errors="replace") if told.is_file() else platform.processor()
+    lines = text.splitlines()
+    names = {line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))} or lines[:1]
+    return (platform.machine(), torch.backends.cpu.get_cpu_capability(), *sorted(names))
+
+
+def _library_settings() -> tuple[str, ...]:
+    """Variables by which a library of matrix products is told which instructions to take."""
+    return tuple(sorted(f"{name}={own}" for name, own in os.environ.items() if name.startswith(_LIBRARIES)))
+
+
 _shared: dict[str, PrefixCache] = {}
 
 
-def shared_prefix_cache(key: str, *, budget_bytes: int, chunk_tokens: int) -> PrefixCache:
+def shared_prefix_cache(
+    key: str, *, budget_bytes: int, chunk_tokens: int, files: StateFiles | None = None
+) -> PrefixCache:
     """The cache of this process for a frozen model of this key, at the begin of a run; other models' are dropped.
 
     The key says all that decides the bits of a state besides the examples and the chunks.
@@ -141,7 +207,7 @@ def shared_prefix_cache(key: str, *, budget_bytes: int, chunk_tokens: int) -> Pr
     if key not in _shared:
         _shared.clear()
         _shared[key] = PrefixCache(chunk_tokens=chunk_tokens)
-    cache = _shared[key]
-    cache.budget_bytes = budget_bytes
-    cache.begin_run()
-    return cache
+    shared = _shared[key]
+    shared.budget_bytes, shared.files, shared.key = budget_bytes, files, f"{key} {machine_key()}" if files else ""
+    shared.begin_run()
+    return shared

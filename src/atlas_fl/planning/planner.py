@@ -238,13 +238,15 @@ def _plan_lora(assembly: Assembly, engine: Engine, *, on_event: OnEvent) -> Plan
 
 
 def _prefix_notes(assembly: Assembly) -> tuple[str, ...]:
-    """What is not computed again where the lowest blocks carry no adapters, and the memory that this takes."""
-    shape, budget_gb = assembly.shape, assembly.config.training.prefix_cache_gb
+    """What is not computed again where the lowest blocks carry no adapters, and the memory and disk that this takes."""
+    shape, training = assembly.shape, assembly.config.training
     if not shape.first_adapted:
         return ()
     share = sum(shape.block_params[: shape.first_adapted]) / sum(shape.block_params)
     start = f"{shape.first_adapted} of {shape.num_layers} blocks carry no adapters, {share:.0%} of a forward pass, and"
-    if not budget_gb:
+    memory_gb = training.prefix_cache_gb
+    disk_gb = 0.0 if assembly.site.prefix_cache.files is None else training.prefix_disk_gb
+    if not memory_gb and not disk_gb:
         return (f"{start} run in every pass, because --prefix-cache-gb is 0",)
     images = assembly.config.images
     is_augmented = assembly.has_images and bool(images.crop or images.flip)
@@ -254,12 +256,11 @@ def _prefix_notes(assembly: Assembly) -> tuple[str, ...]:
         for split, data in assembly.site.data[client.name].splits.items()
         if not (is_augmented and split == "train")
     )
-    size_gb = tokens * shape.hidden * VALUE_BYTES / 2**30
-    kept = (
-        "once for each example" if size_gb <= budget_gb else f"once for about {budget_gb / size_gb:.0%} of the examples"
-    )
+    size_gb, most_gb = tokens * shape.hidden * VALUE_BYTES / 2**30, max(memory_gb, disk_gb)
+    kept = "once for each example" if size_gb <= most_gb else f"once for about {most_gb / size_gb:.0%} of the examples"
+    on_disk = f", and on the disk, which later runs read, of --prefix-disk-gb {disk_gb:g}" if disk_gb else ""
     others = "; augmented training images always run through them" if is_augmented else ""
-    return (f"{start} run {kept}: {size_gb:.2g} GB in all, of --prefix-cache-gb {budget_gb:g}{others}",)
+    return (f"{start} run {kept}: {size_gb:.2g} GB in all, of --prefix-cache-gb {memory_gb:g}{on_disk}{others}",)
 
 
 def _shared_initial_models(assembly: Assembly, discovery: TaskDiscovery, plan: Plan) -> dict[str, Params]:

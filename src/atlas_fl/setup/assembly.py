@@ -40,6 +40,7 @@ from atlas_fl.split.channel import Cut
 from atlas_fl.split.codec import simulated_secret
 from atlas_fl.split.model import load_client_part, select_client_side
 from atlas_fl.storage.assets import embedded_dir
+from atlas_fl.storage.state_files import StateFiles, state_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +236,10 @@ def assemble(
 
 
 def _prefix_cache(config: Config, backbone: Backbone) -> PrefixCache:
-    """The cache that runs of this process with the same frozen model share; one of its own for a large model."""
+    """The cache that runs of this process with the same frozen model share; one of its own for a large model.
+
+    Files are for states that a CPU has computed; whether reading beats computing on a GPU is not measured.
+    """
     chunk_tokens = CUDA_CHUNK_TOKENS if backbone.device.type == "cuda" else CPU_CHUNK_TOKENS
     budget_bytes, first_adapted = int(config.training.prefix_cache_gb * 2**30), first_adapted_block(config, backbone)
     if not first_adapted or backbone.num_parameters > MOST_HASHED:
@@ -246,7 +250,9 @@ def _prefix_cache(config: Config, backbone: Backbone) -> PrefixCache:
             *(str(backbone.device), torch.get_num_threads()),
         )
     )
-    return shared_prefix_cache(key, budget_bytes=budget_bytes, chunk_tokens=chunk_tokens)
+    disk_bytes = int(config.training.prefix_disk_gb * 2**30) if backbone.device.type == "cpu" else 0
+    files = StateFiles(state_folder(), budget_bytes=disk_bytes) if disk_bytes else None
+    return shared_prefix_cache(key, budget_bytes=budget_bytes, chunk_tokens=chunk_tokens, files=files)
 
 
 def _with_limits(site: Site, config: Config, shape: ModelShape, *, images: bool, cuda: bool) -> Site:
