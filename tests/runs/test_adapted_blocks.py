@@ -4,11 +4,13 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import atlas_fl.setup.assembly
 from atlas_fl.audit.check import audit_run
 from atlas_fl.client.batching import collate_packed, forward
 from atlas_fl.client.job import Job
@@ -124,14 +126,57 @@ CACHED = {"adapted_blocks": 2, "dropout": 0.1, "pack_tokens": 200, "recluster_ev
 @pytest.fixture(scope="module")
 def uncached(shared_config: Make) -> RunResult:
     """A run that computes its lowest block in every pass."""
-    return run_config(shared_config(name="uncached", prefix_cache_gb=0, **CACHED))
+    return run_config(shared_config(name="uncached", prefix_cache_gb=0, prefix_disk_gb=0, **CACHED))
+
+
+@pytest.fixture
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of states of one test."""
+    folder = tmp_path / "states"
+    monkeypatch.setattr(atlas_fl.setup.assembly, "state_folder", lambda: folder)
+    return folder
 
 
 @pytest.mark.parametrize("budget_gb", [2e-4, 1.0])
 def test_the_cache_changes_no_bit_of_a_run(config: Make, uncached: RunResult, budget_gb: float) -> None:
     """With the smaller budget only a part is kept."""
-    found = run_config(config(name="cached", prefix_cache_gb=budget_gb, **CACHED))
+    found = run_config(config(name="cached", prefix_cache_gb=budget_gb, prefix_disk_gb=0, **CACHED))
     check_same(uncached.folder, found.folder)
+
+
+@pytest.mark.parametrize(("memory_gb", "disk_gb"), [(0.0, 2.0), (1e-4, 1e-4)])
+def test_states_on_the_disk_change_no_bit_of_the_run_that_writes_them_and_of_the_next(
+    config: Make, uncached: RunResult, disk: Path, memory_gb: float, disk_gb: float
+) -> None:
+    for name in ("first", "second"):
+        found = run_config(config(name=name, prefix_cache_gb=memory_gb, prefix_disk_gb=disk_gb, **CACHED))
+        check_same(uncached.folder, found.folder)
+        used = sum(path.stat().st_size for path in disk.iterdir())
+        assert 0 < used <= disk_gb * 2**30
+
+
+def test_damaged_states_are_told_once_and_computed_anew(config: Make, uncached: RunResult, disk: Path) -> None:
+    words = {"prefix_cache_gb": 0, **CACHED}
+    run_config(config(name="first", **words))
+    whole = {path.name: path.read_bytes() for path in disk.iterdir()}
+    for path in disk.iterdir():
+        content = bytearray(whole[path.name])
+        content[-1] ^= 1
+        path.write_bytes(content)
+    told = list[object]()
+    found = run_config(config(name="second", **words), on_event=told.append)
+    notes = [str(event) for event in told if "is damaged" in str(event)]
+    assert len(notes) == 1 and notes[0].endswith("its states are computed anew")
+    check_same(uncached.folder, found.folder)
+    assert {path.name: path.read_bytes() for path in disk.iterdir()} == whole
+
+
+def test_workers_read_what_a_run_in_one_process_has_computed(config: Make, uncached: RunResult, disk: Path) -> None:
+    run_config(config(name="first", **CACHED))
+    before = sorted(path.name for path in disk.iterdir())
+    found = run_config(config(name="workers", prefix_cache_gb=0, **CACHED), backend=in_threads(2))
+    check_same(uncached.folder, found.folder)
+    assert sorted(path.name for path in disk.iterdir()) == before, "they take the same names, and add none"
 
 
 def test_workers_with_caches_of_their_own_make_the_same_run(config: Make, uncached: RunResult) -> None:
@@ -139,11 +184,12 @@ def test_workers_with_caches_of_their_own_make_the_same_run(config: Make, uncach
     check_same(uncached.folder, found.folder)
 
 
-def test_a_run_that_goes_on_with_an_empty_cache_ends_in_the_same_bits(config: Make, uncached: RunResult) -> None:
-    first = run_config(config(name="first", max_rounds=1, **CACHED))
+def test_a_run_that_goes_on_from_the_disk_ends_in_the_same_bits(config: Make, uncached: RunResult, disk: Path) -> None:
+    first = run_config(config(name="first", max_rounds=1, prefix_cache_gb=0, **CACHED))
     assert not first.complete
     check_same(uncached.folder, resume_run(first.folder).folder)
-    assert config_hash(config(prefix_cache_gb=0, **CACHED)) == config_hash(config(**CACHED))
+    assert any(disk.iterdir())
+    assert config_hash(config(prefix_cache_gb=0, prefix_disk_gb=0, **CACHED)) == config_hash(config(**CACHED))
 
 
 def test_the_cached_states_are_used_in_every_round(config: Make) -> None:
@@ -167,17 +213,24 @@ def test_the_cached_states_are_used_in_every_round(config: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("budget_gb", "message"),
+    ("budget_gb", "disk_gb", "message"),
     [
         (
             1.0,
+            0.0,
             r"1 of 3 blocks carry no adapters, 33% of a forward pass, and run once for each example: 0.\d+ GB",
         ),
-        (1e-4, r"and run once for about \d+% of the examples: 0.\d+ GB in all, of --prefix-cache-gb 0.0001"),
-        (0.0, "1 of 3 blocks carry no adapters, 33% of a forward pass, and run in every pass, because --prefix-cac"),
+        (1e-4, 0.0, r"and run once for about \d+% of the examples: 0.\d+ GB in all, of --prefix-cache-gb 0.0001"),
+        (0.0, 0.0, "1 of 3 blocks carry no adapters, 33% of a forward pass, and run in every pass, because --prefix-"),
+        (
+            1e-4,
+            2.0,
+            r"and run once for each example: 0.\d+ GB in all, of --prefix-cache-gb 0.0001, and on the disk, which later"
+            r" runs read, of --prefix-disk-gb 2$",
+        ),
     ],
 )
-def test_the_plan_says_what_is_not_computed_again(config: Make, budget_gb: float, message: str) -> None:
-    notes = make_plan(config(prefix_cache_gb=budget_gb, **CACHED)).notes
+def test_the_plan_says_what_is_not_computed_again(config: Make, budget_gb: float, disk_gb: float, message: str) -> None:
+    notes = make_plan(config(prefix_cache_gb=budget_gb, prefix_disk_gb=disk_gb, **CACHED)).notes
     assert sum(bool(re.match(f".*{message}", note)) for note in notes) == 1, notes
     assert not any("prefix" in note for note in make_plan(config()).notes)

@@ -86,12 +86,19 @@ class PrefixCache:
     the next one needs. What earlier runs left makes room, the least recently used first.
     """
 
-    def __init__(self, *, budget_bytes: int = 0, chunk_tokens: int = CPU_CHUNK_TOKENS) -> None:
-        """With `budget_bytes` 0 nothing is kept; `chunk_tokens` decides the last bits."""
+    def __init__(
+        self,
+        *,
+        budget_bytes: int = 0,
+        chunk_tokens: int = CPU_CHUNK_TOKENS,
+        files: StateFiles | None = None,
+        key: str = "",
+    ) -> None:
+        """With `budget_bytes` 0 nothing is kept in memory; `chunk_tokens` decides the last bits."""
         self.budget_bytes, self.chunk_tokens = budget_bytes, chunk_tokens
-        self.files: StateFiles | None = None
-        """Where states are kept on the disk, under `key`; None for nowhere."""
-        self.key = ""
+        self.files = files
+        """Where states are kept on the disk; None for nowhere."""
+        self.key = key
         """All that decides the bits of a state besides its chunk."""
         self.used_bytes = 0
         """Bytes of the states that are kept."""

@@ -9,6 +9,7 @@ is that of its last use. Several processes may count at once, so the files may e
 sixteenth of it for each.
 """
 
+import errno
 import os
 import re
 import secrets
@@ -18,14 +19,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
+from stat import S_ISREG
 
 import platformdirs
 from torch import Tensor
 
-from atlas_fl.storage.files import check_regular
 from atlas_fl.storage.tensors import decode_tensors, encode_tensors
 
 SEAL_BYTES = 32
+ABANDONED_SECONDS = 3600
+"""A draft is written in milliseconds: one of this age is of a process that was killed."""
 _OWN_NAMES = re.compile(r"[0-9a-f]{64}\.(states|[0-9a-f]{16}\.draft)")
 
 
@@ -57,7 +60,8 @@ class StateFiles:
         """The states of a key of 64 hexadecimal digits; None where there are none, or none that can be used."""
         path = self._path(key)
         try:
-            check_regular(path)
+            if not S_ISREG(path.stat().st_mode):  # a device has no end
+                raise OSError(errno.EINVAL, "no regular file", str(path))
             content = path.read_bytes()
         except FileNotFoundError:
             return None
@@ -87,6 +91,8 @@ class StateFiles:
                 file.write(body)
             draft.replace(path)
             self._room -= size
+        except FileNotFoundError:  # somebody has cleared the folder at this moment
+            return
         except OSError as error:
             self._is_full = True
             self._tell(f"{self.folder}: {error.strerror}; no more states are kept on the disk (--prefix-disk-gb 0)")
@@ -102,8 +108,8 @@ class StateFiles:
 
     def _has_room(self, size: int) -> bool:
         """Whether so many bytes may be written; files are removed for them."""
-        if self._is_full or size <= self._room:
-            return not self._is_full
+        if self._is_full or size <= self._room or size > self.budget_bytes:
+            return not self._is_full and size <= self.budget_bytes
         files = sorted(self._files())
         used, spare = sum(own for _, own, _ in files), max(size, self.budget_bytes // 16)
         for changed_ns, own, path in files:
@@ -116,7 +122,7 @@ class StateFiles:
         return not self._is_full
 
     def _files(self) -> list[tuple[int, int, Path]]:
-        """Time of last use in ns, bytes and path of every file that is ours."""
+        """Time of last use in ns, bytes and path of every file that is ours, but for drafts that may be at work."""
         files = []
         for entry in os.scandir(self.folder) if self.folder.is_dir() else ():
             if _OWN_NAMES.fullmatch(entry.name):
@@ -124,7 +130,8 @@ class StateFiles:
                     stat = entry.stat(follow_symlinks=False)
                 except FileNotFoundError:  # another process has removed it
                     continue
-                files.append((stat.st_mtime_ns, stat.st_size, Path(entry.path)))
+                if not entry.name.endswith(".draft") or stat.st_mtime < time.time() - ABANDONED_SECONDS:
+                    files.append((stat.st_mtime_ns, stat.st_size, Path(entry.path)))
         return files
 
     def _tell(self, line: str) -> None:
