@@ -157,6 +157,7 @@ for turn in range(40):
 """Reads and writes 25 states of about 2 kB, of which 19 fit, so that processes remove what others have written."""
 
 
+@pytest.mark.slow
 def test_processes_that_write_read_and_remove_at_once_never_meet_a_damaged_file(tmp_path: Path) -> None:
     running = [subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stderr=subprocess.PIPE) for _ in "123"]
     told = [process.communicate(timeout=100)[1].decode() for process in running]
