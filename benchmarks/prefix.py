@@ -4,8 +4,9 @@ The same clients train adapters on the upper blocks of a model and score themsel
 by packs that run through all blocks in every step. They take turns; the largest difference of the adapters afterwards
 says whether they did the same work (states of a chunk differ from those of a pack in their last bits).
 
-With `--disk`, instead: does reading these states from a file beat computing them? Split by split they are computed,
-written and flushed, dropped from the system's page cache, read, and read again, each time with their SHA-256.
+With `--disk`, instead: does reading these states from their files beat computing them? Three caches without memory take
+turns with the same splits: one computes, one computes and writes, one reads what that wrote, from the disk and again
+from the page cache. The bits are compared.
 
     OMP_NUM_THREADS=1 python benchmarks/prefix.py                     # two of six blocks, MiniLM
     python benchmarks/prefix.py --adapted-blocks 1 --rounds 10
@@ -18,10 +19,11 @@ import os
 import statistics
 import tempfile
 import time
-from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from atlas_fl.client.batching import make_row
 from atlas_fl.client.evaluation import evaluate
@@ -30,7 +32,9 @@ from atlas_fl.client.local_training import train
 from atlas_fl.client.options import EvaluateOptions, TrainOptions
 from atlas_fl.config import Config, DataConfig, ModelConfig, RunConfig
 from atlas_fl.models.prefix_cache import PrefixCache
+from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.setup.assembly import assemble
+from atlas_fl.storage.state_files import StateFiles
 
 RANK = 8
 
@@ -54,17 +58,23 @@ def largest_difference(left: list[Update], right: list[Update]) -> float:
     )
 
 
-def write_flushed(path: Path, states: np.ndarray) -> None:
-    with path.open("wb") as file:
-        file.write(states.data)
-        file.flush()
-        os.fsync(file.fileno())
+def drop_from_page_cache(folder: Path) -> None:
+    """Of this system; what lies below a virtual machine may still hold the files."""
+    for path in folder.iterdir():
+        with path.open("rb+") as file:
+            os.fsync(file.fileno())  # what is not written yet is not dropped
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def drop_from_page_cache(path: Path) -> None:
-    """Of this system; what lies below a virtual machine may still hold the file."""
-    with path.open("rb") as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+def states_of(split: EncodedExamples, site: Site, folder: Path | None) -> tuple[float, Tensor]:
+    """Seconds for the states of a split, and these; files of a folder are used where one is given."""
+    files = None if folder is None else StateFiles(folder, budget_bytes=2 << 30)
+    cache = PrefixCache(chunk_tokens=site.prefix_cache.chunk_tokens, files=files, key="benchmark")
+    own = dataclasses.replace(site, prefix_cache=cache)
+    began = time.perf_counter()
+    row = make_row([split.take(np.arange(len(split)))], own)
+    assert row.prefix is not None
+    return time.perf_counter() - began, row.prefix.states
 
 
 def compare_with_disk(site: Site, *, passes: int = 3) -> None:
@@ -72,32 +82,23 @@ def compare_with_disk(site: Site, *, passes: int = 3) -> None:
     splits = [split for tokens in site.data.values() for split in tokens.splits.values()]
     examples = sum(len(split) for split in splits)
     for number in range(passes):
-        seconds = dict.fromkeys(("computed", "written", "read from disk", "read from page cache"), 0.0)
+        seconds = dict.fromkeys(("computed", "computed and written", "read from disk", "read from page cache"), 0.0)
         size = 0
-        with tempfile.TemporaryDirectory() as folder:
-            for split in splits:
-                path = Path(folder) / "states"
-                own = dataclasses.replace(site, prefix_cache=PrefixCache(chunk_tokens=site.prefix_cache.chunk_tokens))
-                began = time.perf_counter()
-                row = make_row([split.take(np.arange(len(split)))], own)
-                seconds["computed"] += time.perf_counter() - began
-                assert row.prefix is not None
-                states = row.prefix.states.cpu().numpy()
-                size += states.nbytes
-                began = time.perf_counter()
-                digest = sha256(states.data).digest()
-                write_flushed(path, states)
-                seconds["written"] += time.perf_counter() - began
-                drop_from_page_cache(path)
-                for what in ("read from disk", "read from page cache"):
-                    began = time.perf_counter()
-                    found = np.fromfile(path, dtype=states.dtype)
-                    assert sha256(found.data).digest() == digest
-                    seconds[what] += time.perf_counter() - began
+        for split in splits:
+            with tempfile.TemporaryDirectory() as name:
+                found = []
+                for what in seconds:
+                    if what == "read from disk":
+                        drop_from_page_cache(Path(name))
+                    taken, states = states_of(split, site, None if what == "computed" else Path(name))
+                    seconds[what] += taken
+                    found.append(states)
+                assert all(torch.equal(states, found[0]) for states in found)
+                size += found[0].nbytes
         if not number:
             print(f"{examples} examples, {size / 1e6:.1f} MB, {size / examples / 1e3:.1f} kB each")
-        told = ", ".join(f"{what} in {own:.3f} s" for what, own in seconds.items())
-        ratios = ", ".join(f"{seconds['computed'] / seconds[what]:.0f}" for what in list(seconds)[1:])
+        told = ", ".join(f"{what} in {own:.2f} s" for what, own in seconds.items())
+        ratios = ", ".join(f"{seconds['computed'] / seconds[what]:.3g}" for what in list(seconds)[1:])
         print(f"pass {number + 1}: {told}; computing takes {ratios} times as long")
 
 

@@ -15,6 +15,7 @@ from atlas_fl.deployment.service import (
     without_places,
     write_sites,
 )
+from atlas_fl.deployment.settings_policy import settings_here
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.runtime.coordinator.client_registry import ClientProxy
 from atlas_fl.runtime.protocol.client_metadata import read_device, read_metadata
@@ -90,3 +91,10 @@ def test_a_request_may_be_as_large_as_what_a_client_sends_and_not_much_larger() 
     assert 2 * largest + REST_BYTES == request_limit(config, model) < FRAME_LIMIT
     assert request_limit(with_values(config, {"split": "a=1"}), model) == FRAME_LIMIT
     assert request_limit(with_values(config, {"ranks": "128"}), model) == 4 * largest + REST_BYTES
+
+
+def test_no_server_has_a_site_keep_states_of_its_texts_on_the_disk() -> None:
+    asked = with_values(Config(), {"prefix_disk_gb": "9", "prefix_cache_gb": "3"})
+    here = settings_here(asked, task="movie", device="laptop", part=None, model=None, data_dir=None)
+    assert (here.training.prefix_disk_gb, here.training.prefix_cache_gb) == (0, 3)
+    assert config_hash(with_values(asked, {"prefix_disk_gb": "0"})) == config_hash(asked)
