@@ -95,6 +95,6 @@ def test_a_request_may_be_as_large_as_what_a_client_sends_and_not_much_larger() 
 
 def test_no_server_has_a_site_keep_states_of_its_texts_on_the_disk() -> None:
     asked = with_values(Config(), {"prefix_disk_gb": "9", "prefix_cache_gb": "3"})
-    here = settings_here(asked, task="movie", device="laptop", part=None, model=None, data_dir=None)
+    here = settings_here(asked, task="movie", device="laptop_gpu", part=None, model=None, data_dir=None)
     assert (here.training.prefix_disk_gb, here.training.prefix_cache_gb) == (0, 3)
     assert config_hash(with_values(asked, {"prefix_disk_gb": "0"})) == config_hash(asked)
