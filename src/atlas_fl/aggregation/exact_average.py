@@ -1,0 +1,66 @@
+"""The exact average of LoRA products as factors that stay frozen: FLoRA's stack and FedEx-LoRA's residual.
+
+    stack       sum_k w_k s_k B_k A_k                 = [w_k s_k B_k ...] [A_k ...]
+    residual    sum_k w_k s B_k A_k - s Bbar Abar     = sum_{k<n} [w_k s (B_k - B_n)] [A_k - Abar]
+
+with Bbar = sum_k w_k B_k and Abar = sum_k w_k A_k. The second form follows from sum_k w_k (A_k - Abar) = 0, so that the
+rank of the residual is at most (n - 1) r. FLoRA: Wang, Shen, He, Sun, Wang and Lyu 2024, arXiv:2409.05976. FedEx-LoRA:
+Singhal, Ponkshe and Vepakomma 2024, arXiv:2410.09432.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from atlas_fl.aggregation.lora_product import stack_factors
+from atlas_fl.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Factors:
+    """An update `b @ a` of one module, its scale in b, float64."""
+
+    a: Tensor
+    """(rank, d_in); rank 0 where nothing is to be added."""
+    b: Tensor
+    """(d_out, rank)."""
+
+
+def stack_products(
+    a: Sequence[Tensor], b: Sequence[Tensor], scales: Sequence[float], weights: Sequence[float]
+) -> Factors:
+    """FLoRA's server step of one module: the weighted sum of all s B A; a_k is (r_k, d_in) and b_k (d_out, r_k)."""
+    wide, tall = stack_factors(a, b, [weight * scale for weight, scale in zip(weights, scales, strict=True)])
+    return shorten(Factors(a=wide, b=tall))
+
+
+def residual(a: Sequence[Tensor], b: Sequence[Tensor], scale: float, weights: Sequence[float]) -> Factors:
+    """What FedEx-LoRA adds to the averaged adapter of one module: a_k is (r, d_in), b_k (d_out, r), weights sum to 1.
+
+    Raises ConfigError where the ranks differ.
+    """
+    found = sorted({len(factor) for factor in a})
+    if len(found) > 1:
+        raise ConfigError(f"fedex averages factors of one rank, and these have {found}: set --ranks, or take flora")
+    wide = [factor.double() for factor in a]
+    mean = sum((weight * factor for weight, factor in zip(weights, wide, strict=True)), torch.zeros_like(wide[0]))
+    last = b[-1].double()
+    others = [scale * weight * (factor.double() - last) for weight, factor in zip(weights[:-1], b[:-1])]
+    rows = [wide[0][:0], *(factor - mean for factor in wide[:-1])]
+    return shorten(Factors(a=torch.cat(rows), b=torch.cat([last[:, :0], *others], dim=1)))
+
+
+def add_factors(frozen: Factors, new: Factors) -> Factors:
+    """What is frozen after another round: the sum of both updates."""
+    return shorten(Factors(a=torch.cat([frozen.a, new.a]), b=torch.cat([frozen.b, new.b], dim=1)))
+
+
+def shorten(factors: Factors) -> Factors:
+    """The same update with a rank of at most min(d_in, d_out): above it one factor is the identity."""
+    (rank, d_in), d_out = factors.a.shape, len(factors.b)
+    if rank <= min(d_in, d_out):
+        return factors
+    dense, identity = factors.b @ factors.a, torch.eye(min(d_in, d_out), dtype=torch.float64, device=factors.a.device)
+    return Factors(a=dense, b=identity) if d_out <= d_in else Factors(a=identity, b=dense)
