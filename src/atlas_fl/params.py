@@ -143,6 +143,11 @@ def unflatten_state(flat: Params) -> ServerState:
     return state | {name: unflatten_state(part) for name, part in nested.items()}
 
 
+def with_frozen(params: Params, frozen: Params) -> dict[str, torch.Tensor]:
+    """A model with what it stands on, under names of its own: what one digest is of."""
+    return {**params, **{f"frozen.{key}": tensor for key, tensor in frozen.items()}}
+
+
 def digest(params: Params) -> str:
     """SHA-256 over names, dtypes, shapes and bytes, in the order of the names."""
     state = sha256()

@@ -1,11 +1,17 @@
 """FLoRA's stack and FedEx's residual: by hand, held to dense sums of products, alone, over rounds, ranks."""
 
+from collections.abc import Mapping
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from atlas_fl.aggregation.exact_average import add_factors, residual, stack_products
+from atlas_fl.aggregation.exact_average import add_factors, frozen_part, newest_part, residual, stack_products
 from atlas_fl.aggregation.lora_product import stack_factors, truncated_svd
+from atlas_fl.aggregation.matrices import Federation
+from atlas_fl.aggregation.registry import STRATEGIES, find_strategy
+from atlas_fl.aggregation.strategies import StrategyOptions
 from atlas_fl.errors import ConfigError
 
 WEIGHTS = [0.5, 0.3, 0.2]
@@ -76,3 +82,103 @@ def test_a_residual_of_different_ranks_is_refused_in_one_line() -> None:
     a, b = clients([2, 3], 12, 20)
     with pytest.raises(ConfigError, match=r"these have \[2, 3\]: set --ranks, or take flora"):
         residual(a, b, 1.0, [0.5, 0.5])
+
+
+NAMES = ("one", "two", "three")
+MODULES = {"layer.0.q": (12, 20), "layer.1.q": (20, 12)}
+
+
+def federation() -> Federation:
+    return Federation(
+        clients=NAMES,
+        weights=np.array([50.0, 30, 20]),
+        clusters=np.zeros(3, int),
+        adjacency=np.ones((3, 3)) - np.eye(3),
+        head_groups=("movie",) * 3,
+        importance=np.full((3, 2), 0.5),
+        layer_of={"layer.0.q": 0, "layer.1.q": 1},
+    )
+
+
+def drawn_models(seed: int, ranks: tuple[int, int, int] = (3, 3, 3)) -> dict[str, dict[str, Tensor]]:
+    chance = torch.Generator().manual_seed(seed)
+    return {
+        name: {
+            **{f"{m}.lora_A": torch.randn(rank, d_in, generator=chance) for m, (_, d_in) in MODULES.items()},
+            **{f"{m}.lora_B": torch.randn(d_out, rank, generator=chance) for m, (d_out, _) in MODULES.items()},
+            "head.weight": torch.randn(2, 5, generator=chance),
+        }
+        for name, rank in zip(NAMES, ranks)
+    }
+
+
+def update_of(params: Mapping[str, Tensor], module: str) -> Tensor:
+    """s B A with s = 2; zeros where nothing is."""
+    if f"{module}.lora_A" not in params:
+        return torch.zeros(MODULES[module], dtype=torch.float64)
+    return 2 * params[f"{module}.lora_B"].double() @ params[f"{module}.lora_A"].double()
+
+
+@pytest.mark.parametrize("name", ["fedavg_stacked", "fedavg_with_residual"])
+def test_over_rounds_with_absent_clients_everyone_computes_with_the_sum_of_all_products(name: str) -> None:
+    """By the papers' own bookkeeping, dense: W += the exact average in each round, with what adapters hold on top."""
+    strategy, fed = find_strategy(name, StrategyOptions(space="factors")), federation()
+    models = {client: {**params, **{key: 0 * params[key] for key in params if key.endswith("lora_B")}}
+              for client, params in drawn_models(0).items()}  # fmt: skip
+    state, base = (
+        strategy.init(models),
+        {module: torch.zeros(sides, dtype=torch.float64) for module, sides in MODULES.items()},
+    )
+    for round, there in enumerate((NAMES, ("one", "three"), ("two",)), start=1):
+        updates = {client: drawn_models(round)[client] for client in there}
+        done = strategy.aggregate(state, models, updates, fed, round=round)
+        shares = np.array([fed.weights[NAMES.index(client)] for client in there])
+        for module in MODULES:
+            terms = [p * update_of(updates[client], module) for p, client in zip(shares / shares.sum(), there)]
+            mean = torch.stack(terms).sum(0)
+            for client, params in done.client_models.items():
+                got = update_of(frozen_part(done.server_state), module) + update_of(params, module)
+                torch.testing.assert_close(got, base[module] + mean, rtol=1e-5, atol=1e-5)
+                if name == "fedavg_stacked":
+                    assert params[f"{module}.lora_A"] is models[client][f"{module}.lora_A"]
+                    assert not params[f"{module}.lora_B"].any()
+            base[module] += update_of(newest_part(done.server_state), module)
+        state, models = done.server_state, dict(done.client_models)
+
+
+def test_stack_fedex_and_flexlora_of_any_rank_are_one_update() -> None:
+    """Three clients of rank 3: rank 9 holds all of their sum."""
+    fed, updates = federation(), drawn_models(1)
+    padded = {
+        client: {
+            key: torch.nn.functional.pad(t, (0, 0, 0, 6) if key.endswith("A") else (0, 6)) if "lora" in key else t
+            for key, t in params.items()
+        }
+        for client, params in updates.items()
+    }
+    flexlora = find_strategy("fedavg", StrategyOptions(space="product"))
+    whole = flexlora.aggregate({}, padded, padded, fed, round=1).client_models["one"]
+    for name in ("fedavg_stacked", "fedavg_with_residual"):
+        done = find_strategy(name, StrategyOptions(space="factors")).aggregate({}, updates, updates, fed, round=1)
+        for module in MODULES:
+            got = update_of(frozen_part(done.server_state), module) + update_of(done.client_models["one"], module)
+            torch.testing.assert_close(got, update_of(whole, module), rtol=1e-4, atol=1e-4)
+
+
+def test_stacks_take_clients_of_different_ranks_and_one_without_an_adapter_and_fedex_refuses_them() -> None:
+    fed, updates = federation(), drawn_models(1, ranks=(2, 0, 4))
+    done = STRATEGIES["fedavg_stacked"](StrategyOptions()).aggregate({}, updates, updates, fed, round=1)
+    for module in MODULES:
+        mean = 0.5 * update_of(updates["one"], module) + 0.2 * update_of(updates["three"], module)
+        torch.testing.assert_close(update_of(frozen_part(done.server_state), module), mean, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ConfigError, match=r"these have \[0, 2, 4\]: set --ranks, or take flora"):
+        STRATEGIES["fedavg_with_residual"](StrategyOptions()).check(updates, fed)
+
+
+def test_what_a_round_sends_has_the_rank_of_all_and_of_all_but_one() -> None:
+    fed, updates = federation(), drawn_models(1)
+    ranks = {}
+    for name in ("fedavg_stacked", "fedavg_with_residual"):
+        done = STRATEGIES[name](StrategyOptions()).aggregate({}, updates, updates, fed, round=1)
+        ranks[name] = len(newest_part(done.server_state)["layer.0.q.lora_A"])
+    assert ranks == {"fedavg_stacked": 9, "fedavg_with_residual": 6}

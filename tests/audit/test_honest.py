@@ -43,7 +43,9 @@ HONEST = {
 }
 
 
-STATEFUL = (*SERVER_OPTIMIZERS, "pfedgraph", "cfl", "fedtreelora", "fedavg_dynamic", "classifier_collaboration")
+BY_FACTORS = ("fedavg_dynamic", "fedavg_stacked", "fedavg_with_residual")
+"""Rules of A and B, which validation says."""
+STATEFUL = (*SERVER_OPTIMIZERS, *BY_FACTORS, "pfedgraph", "cfl", "fedtreelora", "classifier_collaboration")
 ROBUST = ("median", "trimmed_mean", "krum", "multi_krum", "geometric_median")
 
 
@@ -55,12 +57,12 @@ ROBUST = ("median", "trimmed_mean", "krum", "multi_krum", "geometric_median")
         # clients that take each other's models share all of them, those that combine heads their heads
         if (strategy != "ifca" or len(HONEST[words].share) == 3)
         and (strategy != "classifier_collaboration" or "head" in HONEST[words].share)
+        and (strategy not in BY_FACTORS[1:] or {"A", "B"} <= set(HONEST[words].share))
     ],
 )
 def test_an_honest_run_passes(tmp_path, strategy, words):
-    # FedDyn's changes are of A and B, which validation says
     is_dynamic = strategy == "fedavg_dynamic"
-    space = "factors" if is_dynamic else HONEST[words].space
+    space = "factors" if strategy in BY_FACTORS else HONEST[words].space
     report = audit_run(write_run(tmp_path / "run", replace(HONEST[words], strategy=strategy, space=space)))
     assert report.ok, report.failures[:3]
     bounded = set() if strategy in ("local", "local_only") else {"bounded"}

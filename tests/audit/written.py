@@ -7,13 +7,14 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from atlas_fl.aggregation.exact_average import frozen_part
 from atlas_fl.aggregation.feddyn import dynamic_corrections
 from atlas_fl.aggregation.matrices import Federation, without_edges
 from atlas_fl.aggregation.registry import find_strategy
 from atlas_fl.aggregation.strategies import StrategyOptions
 from atlas_fl.config import Config, MixingConfig, RanksConfig, RobustConfig, ServerConfig, TrainingConfig, to_toml
 from atlas_fl.errors import ConfigError
-from atlas_fl.params import digest, flatten_by_client, flatten_state
+from atlas_fl.params import digest, flatten_by_client, flatten_state, with_frozen
 
 CLIENTS = ("movie-0", "movie-1", "movie-2", "trec-0", "trec-1", "pairs-0")
 TASKS = ("movie", "movie", "movie", "trec", "trec", "pairs")
@@ -26,6 +27,8 @@ D_IN, D_OUT = 14, 11
 ROUNDS = 3
 ALPHA = 0.1
 """Of FedDyn."""
+ONE_RANK = ("ifca", "fedavg_dynamic", "fedavg_with_residual")
+"""Strategies for which validation asks for one rank."""
 
 
 def adjacency():
@@ -142,7 +145,7 @@ def write_run(
     strategy = find_strategy(real.strategy, options)
     each = accepted_ranks(strategy)
     # of those in the plan only a strategy that takes no others asks for one rank in the settings
-    ranks = RanksConfig(ranks="8") if mixing.strategy in ("ifca", "fedavg_dynamic") else RanksConfig()
+    ranks = RanksConfig(ranks="8") if mixing.strategy in ONE_RANK else RanksConfig()
     training = TrainingConfig(proximal_mu=ALPHA if mixing.strategy == "fedavg_dynamic" else 0.0)
     config = Config(mixing=mixing, robust=robust, server=server, ranks=ranks, training=training)
     path.mkdir()
@@ -157,7 +160,8 @@ def write_run(
         asked, refused = who(round)
         updates = {client: params for client, params in trained(start, round=round).items() if client in asked}
         good = {client: params for client, params in updates.items() if client not in refused}
-        loaded = {client: {"digest": digest(start[client]), "keys": len(start[client])} for client in good}
+        held = {client: with_frozen(start[client], frozen_part(state)) for client in good}
+        loaded = {client: {"digest": digest(held[client]), "keys": len(held[client])} for client in good}
         corrections = dynamic_corrections(state, asked, alpha=ALPHA)
         if strategy.record_features is not None:
             state = strategy.record_features(state, class_features(good, round=round))

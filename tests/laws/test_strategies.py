@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from atlas_fl.aggregation.exact_average import frozen_part
 from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.aggregation.registry import ALIASES, STRATEGIES, find_strategy
-from atlas_fl.aggregation.strategies import RoundModels, StrategyOptions
+from atlas_fl.aggregation.strategies import RoundModels, StrategyOptions, twice_the_rank
+from atlas_fl.client.second_model import combine
 from atlas_fl.errors import ConfigError
 from atlas_fl.params import flatten_by_client, flatten_state, unflatten_by_client, unflatten_state
 
@@ -100,6 +102,15 @@ def function(params, module):
     return 2 * params[f"{module}.lora_B"].double() @ params[f"{module}.lora_A"].double()
 
 
+def computed(state, start):
+    """What clients compute with after a step: their models, stacked on what a strategy has them hold frozen."""
+    frozen = frozen_part(state)
+    return {
+        client: combine(params, frozen, "frozen", weight=1.0, scale=twice_the_rank) if frozen else params
+        for client, params in start.items()
+    }
+
+
 def parts(params):
     """What a client computes with: both updates and the head."""
     return [function(params, "layer.0.q"), function(params, "layer.1.q"), params["head.weight"].double()]
@@ -123,7 +134,7 @@ def test_a_communicating_rule_changes_every_participating_client(name, options, 
     moving = [client for client, still in zip(CLIENTS, is_still.get(name, np.zeros(5, bool))) if not still]
     assert moving
     for client in moving:
-        for part, before in zip(parts(start[client]), parts(updates[client])):
+        for part, before in zip(parts(computed(state, start)[client]), parts(updates[client])):
             assert float((part - before).norm() / before.norm()) > 1e-4, client
         assert {key: tensor.shape for key, tensor in start[client].items()} == {
             key: tensor.shape for key, tensor in updates[client].items()
@@ -142,7 +153,7 @@ def test_a_client_without_others_trains_locally(name, options):
         layer_of={"layer.0.q": 0, "layer.1.q": 1},
     )
     before, update = ({CLIENTS[0]: models(seed)[CLIENTS[0]]} for seed in (100, 0))
-    _, start = step(name, options, alone, update, before=before)
+    start = computed(*step(name, options, alone, update, before=before))
     assert distance(start[CLIENTS[0]], update[CLIENTS[0]]) < 1e-5
 
 
@@ -167,10 +178,11 @@ def test_permuting_clients_permutes_results(name, options, federation):
         importance=federation.importance[order],
     )
     updates = models(0, ranks)
-    _, straight = step(name, options, federation, updates)
+    straight = computed(*step(name, options, federation, updates))
     moved = {CLIENTS[k]: updates[CLIENTS[k]] for k in order}
     held = models(100, ranks)
-    _, other = step(name, options, shuffled, moved, before={CLIENTS[k]: held[CLIENTS[k]] for k in order})
+    before = {CLIENTS[k]: held[CLIENTS[k]] for k in order}
+    other = computed(*step(name, options, shuffled, moved, before=before))
     assert list(other) == [CLIENTS[k] for k in order]
     assert max(distance(other[client], straight[client]) for client in CLIENTS) < 1e-5
 
@@ -178,7 +190,7 @@ def test_permuting_clients_permutes_results(name, options, federation):
 @pytest.mark.parametrize(("name", "options"), CASES, ids=CASE_IDS)
 def test_identical_clients_are_a_fixed_point(name, options, federation):
     same = dict.fromkeys(CLIENTS, model(7, 4, 2))
-    _, start = step(name, options, federation, same, before=same)
+    start = computed(*step(name, options, federation, same, before=same))
     assert max(distance(start[client], same[client]) for client in CLIENTS) < 1e-6
 
 
@@ -248,9 +260,9 @@ def test_who_took_no_part_gives_nothing_to_an_average_and_its_held_model_to_a_gr
     ranks = accepted_ranks(name, options, federation)
     held, updates = models(100, ranks), models(0, ranks)
     absent = {client: params for client, params in updates.items() if client != "movie-2"}
-    _, start = step(name, options, federation, absent, before=held)
+    start = computed(*step(name, options, federation, absent, before=held))
     other = {**held, "movie-2": model(55, ranks[2], 2)}
-    _, changed = step(name, options, federation, absent, before=other)
+    changed = computed(*step(name, options, federation, absent, before=other))
     if name in ("local", "atlas", "pfedgraph", "fedavg_by_distance"):
         assert start["movie-2"] is held["movie-2"], "it keeps its model"
         assert (distance(start["movie-0"], changed["movie-0"]) > 1e-4) == (name == "atlas"), "still a neighbour"

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from atlas_fl.aggregation.cfl import cfl
+from atlas_fl.aggregation.exact_average import fedavg_stacked, fedavg_with_residual
 from atlas_fl.aggregation.fedalt import fedavg_of_others
 from atlas_fl.aggregation.fedamp import fedavg_by_distance
 from atlas_fl.aggregation.feddyn import fedavg_dynamic
@@ -39,6 +40,8 @@ STRATEGIES: dict[str, Callable[[StrategyOptions], Strategy]] = {
     "fedavg_by_distance": fedavg_by_distance,
     "fedavg_of_others": fedavg_of_others,
     "fedavg_dynamic": fedavg_dynamic,
+    "fedavg_stacked": fedavg_stacked,
+    "fedavg_with_residual": fedavg_with_residual,
     "cfl": cfl,
     "ifca": ifca,
     "fedtreelora": fedtreelora,
@@ -49,9 +52,10 @@ RELATIVE_BYTES: dict[str, str] = {
     "local": "0",
     "ifca": "(1+k)/2",
     "fedavg_dynamic": "1.5",
+    **dict.fromkeys(("fedavg_stacked", "fedavg_with_residual"), "(1+n)/2"),
     "classifier_collaboration": "1+",
 }
-"""Bytes of a round relative to FedAvg, of the rules where they are not 1; 1+ with class features on top."""
+"""Bytes of a round relative to FedAvg, of the rules where they are not 1; 1+ with class features on top, n clients."""
 
 EXTRA_PASSES: dict[str, str] = {
     "ifca": "passes over the training examples: k more",

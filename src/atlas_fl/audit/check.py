@@ -18,6 +18,7 @@ from torch import Tensor
 from atlas_fl.audit.bounds import check_bounds, read_bounds, restored_fault
 from atlas_fl.audit.class_features import head_row, read_reports, report_fault
 from atlas_fl.audit.companions import check_corrections, check_second_models
+from atlas_fl.audit.exact_average import ExactStep, frozen_tensors
 from atlas_fl.audit.feddyn import DynamicStep
 from atlas_fl.audit.plan_changes import check_joined, check_ranks, is_reranked, read_joined
 from atlas_fl.audit.recompute import TOLERANCE, Comparison, Recomputed, Round, common_faults, with_common_tensors
@@ -25,6 +26,8 @@ from atlas_fl.audit.report import AuditReport, AuditRow
 from atlas_fl.audit.rule_weights import (
     BY_UPDATES,
     HEADS_BY_FEATURES,
+    RESIDUAL,
+    STACKED,
     Rule,
     attention_of,
     has_state,
@@ -72,7 +75,7 @@ from atlas_fl.audit.update_clusters import (
 )
 from atlas_fl.errors import CheckpointError
 from atlas_fl.events import OnEvent, Progress, ignore
-from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE, digest
+from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE, digest, with_frozen
 from atlas_fl.storage.digests import find_faults, has_digests
 from atlas_fl.storage.run_folder import RunFolder
 
@@ -243,7 +246,15 @@ def _row(run: Run, round: int, check: str, client: str, detail: str, error: floa
 
 
 def _check_record(
-    run: Run, round: int, plan: AuditPlan, record: AuditRecord, *, initial: Models, trained: Models, after: Models
+    run: Run,
+    round: int,
+    plan: AuditPlan,
+    record: AuditRecord,
+    *,
+    initial: Models,
+    trained: Models,
+    after: Models,
+    state: Flat,
 ) -> Iterator[AuditRow]:
     """A row for the record of a round, and for what each client says that it loaded, and was sent beside it."""
     recorded = {*record.participants, *record.refused, *initial, *after}
@@ -251,9 +262,11 @@ def _check_record(
     faults = [_eta_fault(run, record, round), _edges_fault(run, record), *_trained_faults(record, trained)]
     faults += [f"{absent} are not in the plan"] if absent else []
     yield _row(run, round, "record", "", "; ".join(fault for fault in faults if fault))
+    frozen = frozen_tensors(state) if kind_of(run.mixing.strategy) in (STACKED, RESIDUAL) else {}
+    stood_on = {client: with_frozen(params, frozen) for client, params in initial.items()}
     for client in plan.clients:
         if client in record.loaded or client in record.accepted_clients:
-            yield _row(run, round, "loaded", client, _loaded_fault(record, client, initial))
+            yield _row(run, round, "loaded", client, _loaded_fault(record, client, stood_on))
     yield from check_corrections(run, round, plan, record)
     yield from check_second_models(run, round, plan, record)
 
@@ -265,7 +278,7 @@ def _check_round(
     record, trained = read_audit_record(run, round), read_models(run, round, "trained")
     plan, bounds = read_plan(run, record.plan), read_bounds(run, round)
     row = partial(_row, run, round)
-    yield from _check_record(run, round, plan, record, initial=initial, trained=trained, after=after)
+    yield from _check_record(run, round, plan, record, initial=initial, trained=trained, after=after, state=state)
     present = {client: trained[client] for client in record.accepted_clients if client in trained}
     wrong = {client: _names_fault(plan, client, initial, present.get(client), after) for client in plan.clients}
     for client, fault in wrong.items():
@@ -291,8 +304,12 @@ def _check_round(
     step = recompute_server_step(run, plan, kind, present=present, before=server_models, trained=shared, state=state)
     there = [client in present for client in plan.clients]
     updates = RoundUpdates(run=run, plan=plan, present=there, before=server_models, trained=before)
-    expected = _expected_state(run, round, updates, kind=kind, state=state) if step is None else step.moments()
-    yield from _check_state(run, round, expected, state, kind=kind, is_restored=bool(bounds.restored))
+    expected: Mapping[str, np.ndarray] = {}
+    if isinstance(step, ExactStep):
+        yield row("server", "", *step.frozen_fault(state_after(run, round, state), is_restored=bool(bounds.restored)))
+    else:
+        expected = _expected_state(run, round, updates, kind=kind, state=state) if step is None else step.moments()
+        yield from _check_state(run, round, expected, state, kind=kind, is_restored=bool(bounds.restored))
     rule = _rule_of(run, record, plan, shared, kind=kind, state=_seen_state(run, round, state, kind=kind))
     truth = _recompute(run, plan, shared, after, rule=replace(rule, clusters=_labels_of(expected, plan)), step=step)
     comparisons = _comparisons(truth)
@@ -493,7 +510,13 @@ def _cached_weights(plan: AuditPlan, rule: Rule) -> Callable[[str], np.ndarray]:
 
 
 def _recompute(
-    run: Run, plan: AuditPlan, before: Models, after: Models, *, rule: Rule, step: OptimizerStep | DynamicStep | None
+    run: Run,
+    plan: AuditPlan,
+    before: Models,
+    after: Models,
+    *,
+    rule: Rule,
+    step: OptimizerStep | DynamicStep | ExactStep | None,
 ) -> Recomputed:
     mixing = run.mixing
     return Recomputed(
@@ -502,7 +525,7 @@ def _recompute(
             before=before,
             after=after,
             weights=_cached_weights(plan, rule),
-            space="factors" if rule.kind == "feddyn" else mixing.space,
+            space="factors" if rule.kind in ("feddyn", STACKED, RESIDUAL) else mixing.space,
             share=mixing.share if rule.kind != "own" else (),
             align=mixing.align,
             reduce=reducer(rule.kind, rule.robust),

@@ -149,6 +149,9 @@ def _columns(
     return [np.pad(row, ((0, longest - len(row)), (0, 0))) for row in rows]
 
 
+STACKED, RESIDUAL = "mean of products", "mean, and what it lacks of products"
+"""The rules with a frozen part (`audit.exact_average`)."""
+
 RULES = {
     **dict.fromkeys(("local", "local_only", "centralized", "multitask", "linear_probe"), "own"),
     **dict.fromkeys(("fedavg", "standard_fl", "fedit", "flexlora", "ffa", "rolora", "fedsa", "fedper"), "mean"),
@@ -173,6 +176,8 @@ RULES = {
     **dict.fromkeys(("fedavg_by_distance", "fedamp"), "mean by distance"),
     **dict.fromkeys(("fedavg_of_others", "fedalt", "fedalt_fixed"), "mean of others"),
     **dict.fromkeys(("fedavg_dynamic", "feddyn"), "feddyn"),
+    **dict.fromkeys(("fedavg_stacked", "flora"), STACKED),
+    **dict.fromkeys(("fedavg_with_residual", "fedex"), RESIDUAL),
     "cfl": "cfl",
     "ifca": "ifca",
     "fedtreelora": "fedtreelora",
@@ -192,7 +197,17 @@ SERVER_OPTIMIZERS = {"fedavgm": (1.0, 0.9), "fedadagrad": (0.01, 0.0), "fedyogi"
 BY_UPDATES = ("cfl", "fedtreelora", "ifca")
 """Rules whose clusters follow from updates or losses, and are in the server state."""
 
-EVERYONE = ("mean", "mean by norm", "mean by distance", "mean of others", "feddyn", HEADS_BY_FEATURES, *BY_UPDATES)
+EVERYONE = (
+    "mean",
+    "mean by norm",
+    "mean by distance",
+    "mean of others",
+    "feddyn",
+    STACKED,
+    RESIDUAL,
+    HEADS_BY_FEATURES,
+    *BY_UPDATES,
+)
 """Rules over all clients; of those by updates, before anything told them apart."""
 
 WITHIN = (*ROBUST, *SERVER_OPTIMIZERS, "pfedgraph")
@@ -233,7 +248,14 @@ class Rule:
 
 def has_state(kind: str) -> bool:
     """Whether rows of this kind follow from more than the federation and who took part."""
-    return kind in SERVER_OPTIMIZERS or kind in ("pfedgraph", "mean by distance", "feddyn", HEADS_BY_FEATURES)
+    return kind in SERVER_OPTIMIZERS or kind in (
+        "pfedgraph",
+        "mean by distance",
+        "feddyn",
+        STACKED,
+        RESIDUAL,
+        HEADS_BY_FEATURES,
+    )
 
 
 def kind_of(strategy: str) -> str:

@@ -14,10 +14,11 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from atlas_fl.audit.exact_average import ExactStep
 from atlas_fl.audit.feddyn import DynamicStep
 from atlas_fl.audit.recompute import is_mixed
 from atlas_fl.audit.report import AuditRow
-from atlas_fl.audit.rule_weights import SERVER_OPTIMIZERS, Robust, bound_weights, kind_of, robust_of
+from atlas_fl.audit.rule_weights import RESIDUAL, SERVER_OPTIMIZERS, STACKED, Robust, bound_weights, kind_of, robust_of
 from atlas_fl.audit.run_files import AuditPlan, Models, Run, round_folder
 from atlas_fl.errors import CheckpointError
 from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE
@@ -217,11 +218,22 @@ class OptimizerStep:
 
 def recompute_server_step(
     run: Run, plan: AuditPlan, kind: str, *, present: Collection[str], before: Models, trained: Models, state: Flat
-) -> OptimizerStep | DynamicStep | None:
+) -> OptimizerStep | DynamicStep | ExactStep | None:
     """The step of this round; None under a rule whose step is a mixture of what was trained."""
     if kind == "feddyn":
         return DynamicStep(
             plan=plan,
+            present=[client in present for client in plan.clients],
+            share=run.mixing.share,
+            max_share=robust_of(run).max_share,
+            before=before,
+            trained=trained,
+            state=state,
+        )
+    if kind in (STACKED, RESIDUAL):
+        return ExactStep(
+            plan=plan,
+            kind=kind,
             present=[client in present for client in plan.clients],
             share=run.mixing.share,
             max_share=robust_of(run).max_share,

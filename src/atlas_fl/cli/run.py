@@ -228,7 +228,8 @@ def _strategies() -> Lines:
         words = (f"{key}={'+'.join(value) if isinstance(value, tuple) else value}" for key, value in slots.items())
         needs = ["needs equal ranks"] * method.equal_ranks + ["trains twice"] * method.trains_twice
         needs += [EXTRA_PASSES[method.rule]] if method.rule in EXTRA_PASSES else []
-        yield name, f"{method.relative_bytes:g}", f"{method.summary}\n{'; '.join([' '.join(words), *needs])}"
+        size = RELATIVE_BYTES.get(method.rule) or f"{method.relative_bytes:g}"
+        yield name, size, f"{method.summary}\n{'; '.join([' '.join(words), *needs])}"
 
 
 def _devices() -> Lines:

@@ -39,7 +39,7 @@ from atlas_fl.client.second_model import combine, keep_in_range
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.models.vision import augment
-from atlas_fl.params import HEAD, PRIVATE, Params, digest
+from atlas_fl.params import HEAD, PRIVATE, Params, digest, with_frozen
 from atlas_fl.rng import generator, torch_generator
 from atlas_fl.sparse.masked_sgd import extract_momentum, load_momentum
 from atlas_fl.split.channel import Cut
@@ -189,12 +189,12 @@ class LocalTrainer:
         # Sorted, because the clipped norm is a sum and its last bits follow the order.
         self.params, self.gate = (self._leaves_of(tensors, site) for tensors in (job.params, job.gate))
         # Read back from the leaves themselves: what is hashed is what computes.
-        self.loaded = digest(self.params) if options.hash_loaded else None
+        self._companion = {key: tensor.to(site.backbone.device) for key, tensor in job.companion.items()}
+        self.loaded = digest(with_frozen(self.params, self._frozen)) if options.hash_loaded else None
         data = site.data[job.client].splits["train"]
         self.examples = len(positions(len(data), job.client, options))
         self.steps = num_steps(self.examples, options)
         self.batches = batches(data, job)
-        self._companion = {key: tensor.to(site.backbone.device) for key, tensor in job.companion.items()}
         self._scale_of_rank = site.scale
         self.leaves = {key: leaf for key, leaf in (*self.params.items(), *self.gate.items()) if leaf.requires_grad}
         cut = job.cut or above
@@ -235,6 +235,11 @@ class LocalTrainer:
             return self.params
         kind, weight = self.options.second_model, self.options.second_weight
         return combine(self.params, self._companion, kind, weight=weight, scale=self._scale_of_rank, gate=self.gate)
+
+    @property
+    def _frozen(self) -> Params:
+        """What the server has sent to stand beside the adapter without being trained."""
+        return self._companion if self.options.second_model == "frozen" else {}
 
     def dropout(self, done: int) -> Dropout:
         """Where the masks of this step come from."""
@@ -292,7 +297,7 @@ class LocalTrainer:
             examples=self.examples,
             metrics={"loss": loss, "seconds": seconds, "steps": float(len(self.losses)), **self._skipped_steps},
             loaded=self.loaded,
-            keys=len(self.params),
+            keys=len(self.params) + len(self._frozen),
             crossed={} if self.line is None else dict(self.line.traffic),
             momentum=self._momentum() if self.options.carry_momentum else {},
             gate={key: leaf.detach().cpu() for key, leaf in self.gate.items()},

@@ -3,6 +3,7 @@
     proximal       v                                   trained with lambda / 2 || v - w ||^2      Ditto
     interpolated   a v + (1 - a) w                     a trained, too, kept in [0, 1]             APFL
     stacked        W0 x + a s B A x + (1 - a) s B_w A_w x    with (A, B) = v             FedDPA, FedALT
+    frozen         W0 x + s B A x + s_w B_w A_w x            with (A, B) = v             FLoRA, FedEx-LoRA
 
 w is the shared model that the server sent, and stays as it is while v trains. What is stacked is one adapter of the
 ranks of both, A on A_w and a B beside (1 - a) B_w, so that nothing else of the product knows of two; its head is v's.
@@ -26,8 +27,8 @@ from torch import Tensor
 
 from atlas_fl.params import HEAD, LORA_A, LORA_B, LORA_GATE, Params, lora_modules
 
-SecondModel: TypeAlias = Literal["none", "proximal", "interpolated", "stacked"]
-"""What a client's second model is to the shared one."""
+SecondModel: TypeAlias = Literal["none", "proximal", "interpolated", "stacked", "frozen"]
+"""What a client's second model is to the shared one; `frozen`: its only adapter, beside what all hold frozen."""
 
 WEIGHT = "second.weight"
 """The name under which an interpolated model holds its a, a number of float32."""
@@ -62,6 +63,8 @@ def combine(
     if kind == "interpolated":
         share = own[WEIGHT]
         return {key: value + (1 - share) * (shared[key] - value) for key, value in own.items() if key != WEIGHT}
+    if kind == "frozen":
+        return _stack(own, shared, weights=(1.0, 1.0), scale=scale)
     if kind != "stacked":
         return own
     if not gate:
@@ -78,10 +81,13 @@ def _with_offset(gate: Params, weight: float) -> dict[str, Tensor]:
 def _stack(own: Params, shared: Params, *, weights: tuple[float, float], scale: Callable[[int], float]) -> Params:
     stacked: dict[str, Tensor] = {key: value for key, value in own.items() if key.startswith(HEAD)}
     for module in lora_modules(own):
+        if module + LORA_A not in shared:  # nothing is frozen there
+            stacked |= {module + end: own[module + end] for end in (LORA_A, LORA_B)}
+            continue
         (a, b), (other_a, other_b) = ((params[module + LORA_A], params[module + LORA_B]) for params in (own, shared))
-        both = scale(len(a) + len(other_a))
-        stacked[module + LORA_A] = torch.cat([a, other_a])
-        parts = [weights[0] * scale(len(a)) / both * b, weights[1] * scale(len(other_a)) / both * other_b]
+        both, own_scale = scale(len(a) + len(other_a)), scale(len(a)) if len(a) else 0.0
+        stacked[module + LORA_A] = torch.cat([a, other_a.to(a)])
+        parts = [weights[0] * own_scale / both * b, weights[1] * scale(len(other_a)) / both * other_b.to(b)]
         stacked[module + LORA_B] = torch.cat(parts, dim=1)
     return stacked
 

@@ -86,6 +86,17 @@ METHODS: Mapping[str, PublishedMethod] = {
         settings={"space": "factors", "share": ("A", "B", "head"), "trained_parts": "alternate"},
         equal_ranks=True,
     ),
+    "flora": PublishedMethod(
+        summary="FLoRA: all products join a frozen part, adapters begin again (Wang et al. 2024, arXiv:2409.05976).",
+        rule="fedavg_stacked",
+        settings={"space": "factors", "share": ("A", "B", "head")},
+    ),
+    "fedex": PublishedMethod(
+        summary="FedEx-LoRA: averaged factors, and a frozen rest that makes it exact (arXiv:2410.09432).",
+        rule="fedavg_with_residual",
+        settings={"space": "factors", "share": ("A", "B", "head")},
+        equal_ranks=True,
+    ),
     "fedsa": PublishedMethod(
         summary="FedSA-LoRA: A averaged; B and head stay (Guo et al. 2025, arXiv:2410.01463).",
         rule="fedavg",
@@ -257,6 +268,11 @@ def rule_of(config: Config) -> str:
     """The server's rule of this config: that of its method, or what `--strategy` says."""
     name = config.mixing.strategy
     return METHODS[name].rule if name in METHODS else name
+
+
+def has_frozen_part(config: Config) -> bool:
+    """Whether everyone holds a frozen part beside its adapter (`aggregation.exact_average`)."""
+    return rule_of(config) in ("fedavg_stacked", "fedavg_with_residual")
 
 
 def reads_features(config: Config) -> bool:

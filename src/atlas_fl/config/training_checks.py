@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import fields
 
-from atlas_fl.config.methods import rule_of
+from atlas_fl.config.methods import has_frozen_part, rule_of
 from atlas_fl.config.presets import PRESETS, find_preset
 from atlas_fl.config.schema import (
     ADAPTER_SETTINGS,
@@ -249,6 +249,32 @@ def check_dynamic_regularization(config: Config) -> None:
         "--personal-models": mixing.personal_models,
         f"--aggregate-every {mixing.aggregate_every}": mixing.aggregate_every > 1,
         "--second-model": mixing.second_model != "none",
+    }.items():
+        if value:
+            raise ConfigError(f"--strategy {mixing.strategy} and {flag} do not go together; leave one of them out")
+    _check_one_process(config, f"--strategy {mixing.strategy}")
+
+
+def check_frozen_part(config: Config) -> None:
+    """Nothing where everyone may hold a frozen part beside its adapter, as with FLoRA and FedEx-LoRA."""
+    mixing = config.mixing
+    if not has_frozen_part(config):
+        return
+    if not {"A", "B"} <= set(mixing.share) or mixing.space != "factors":
+        raise ConfigError(
+            f"--strategy {mixing.strategy} takes products apart into factors, which needs --space factors and --share"
+            " with A and B; set both, or take flexlora"
+        )
+    if rule_of(config) == "fedavg_with_residual" and not config.ranks.ranks.isdecimal():
+        raise ConfigError(
+            f"--strategy {mixing.strategy} averages factors of one rank, and --ranks {config.ranks.ranks} may give"
+            f" clients different ones; set --ranks to one of {', '.join(map(str, config.ranks.candidates))}, or take"
+            " flora"
+        )
+    for flag, value in {
+        "--personal-models": mixing.personal_models,
+        "--second-model": mixing.second_model != "none",
+        "--trained-parts alternate": config.training.trained_parts == "alternate",
     }.items():
         if value:
             raise ConfigError(f"--strategy {mixing.strategy} and {flag} do not go together; leave one of them out")

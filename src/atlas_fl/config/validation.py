@@ -32,6 +32,7 @@ from atlas_fl.config.training_checks import (
     check_cluster_choice,
     check_control_variates,
     check_dynamic_regularization,
+    check_frozen_part,
     check_image_settings,
     check_kind,
     check_multitask,
@@ -344,6 +345,7 @@ def validate(config: Config, *, at_sites: bool = False) -> Config:
     check_control_variates(config)
     check_dynamic_regularization(config)
     check_second_model(config)
+    check_frozen_part(config)
     check_cluster_choice(config)
     check_multitask(config)
     _check_shared_adapters(config)

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from atlas_fl.client.job import ClientTokens
 from atlas_fl.config import Config, load_config, pin_mask_file, run_folder
-from atlas_fl.config.methods import reads_features, rule_of
+from atlas_fl.config.methods import has_frozen_part, reads_features, rule_of
 from atlas_fl.config.schema import NONE
 from atlas_fl.config.validation import check_cluster_counts, check_cut_names, unknown_cut_names
 from atlas_fl.data.registry import find_tasks
@@ -223,7 +223,7 @@ def _check_messages(config: Config) -> None:
         ("--personal-models", config.mixing.personal_models),
         ("--control-variates", config.training.control_variates),
         ("--second-model", config.mixing.second_model != "none"),
-        (f"--strategy {config.mixing.strategy}", rule_of(config) == "fedavg_dynamic"),
+        (f"--strategy {config.mixing.strategy}", rule_of(config) == "fedavg_dynamic" or has_frozen_part(config)),
     ):
         if is_set:
             raise ConfigError(

@@ -11,6 +11,7 @@ from atlas_fl.experiment.recorder import (
     checkpoint_gates,
     checkpoint_models,
     checkpoint_second_models,
+    checkpoint_server_state,
     deduplicate_models,
 )
 from atlas_fl.experiment.second_models import predicting_models
@@ -67,7 +68,8 @@ def export_client(run: str | Path, *, client: str, to: str | Path, round: str | 
     plan = Plan.from_json(read_json(folder.path / saved.state["plan"]))
     server_models, client_models = checkpoint_models(saved, [client.name for client in plan.clients])
     second, gates = checkpoint_second_models(saved), checkpoint_gates(saved)
-    models = predicting_models(config, second, gates, client_models=client_models, server_models=server_models)
+    state = checkpoint_server_state(saved)
+    models = predicting_models(config, second, gates, state, client_models=client_models, server_models=server_models)
     index = _client_index(list(models), client)
     client_plan, params = plan.clients[index], models[plan.clients[index].name]
     if PRIVATE in params:

@@ -21,15 +21,16 @@ from atlas_fl.aggregation.strategies import LARGEST, check_finite, check_update,
 from atlas_fl.client.job import Job, Update
 from atlas_fl.client.options import EvaluateOptions
 from atlas_fl.config import Config
-from atlas_fl.config.methods import rule_of
+from atlas_fl.config.methods import has_frozen_part, rule_of
 from atlas_fl.errors import ProtocolError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, RoundFinished
 from atlas_fl.experiment.cluster_choice import choose_clusters
 from atlas_fl.experiment.control_variates import round_corrections
 from atlas_fl.experiment.early_stopping import best_rounds, should_stop
+from atlas_fl.experiment.frozen_parts import frozen_companions, frozen_messages
 from atlas_fl.experiment.late_join import add_late_clients
 from atlas_fl.experiment.recorder import Recorder
-from atlas_fl.experiment.second_models import gate_of, predicting_models, train_second_models
+from atlas_fl.experiment.second_models import gate_of, predicting_models, predicts_as_sent, train_second_models
 from atlas_fl.experiment.state import FederationState, RoundRecord, mean_validation_score, sum_cut_traffic
 from atlas_fl.experiment.untrained import keep_untrained, unsent_names
 from atlas_fl.params import ByClient, Params, ServerState, Split, flatten_state
@@ -415,7 +416,7 @@ def one_round(
         out_of_bound=received.out_of_bound,
         restored=server_step.restored,
         initial_models=state.client_models,
-        client_models=outcome.client_models if config.mixing.second_model == "none" else server_step.client_models,
+        client_models=outcome.client_models if predicts_as_sent(config) else server_step.client_models,
         scores=outcome.scores,
         eta=strategy.eta(number) if aggregated else 0.0,
         kept_local=outcome.kept_local,
@@ -430,6 +431,7 @@ def one_round(
         anchors=server_step.anchors if aggregated else {},
         corrections={job.client: job.correction for job in jobs if job.correction},
         state_changed=server_step.server_state is not state.server_state,
+        frozen=frozen_messages(config, state.server_state, server_step.server_state),
         unsent=unsent_names(config, jobs[0], state.client_models, server_step.client_models, cuts=cuts),
         cut_traffic=sum_cut_traffic(updates),
         evaluation_cut_traffic=sum_cut_traffic(outcome.evaluations),
@@ -459,7 +461,8 @@ class ServerStep:
     def predicting_models(self, config: Config, state: FederationState, received: ReceivedUpdates) -> dict[str, Params]:
         """What every client predicts with from here on: with its second model of this state, and its newest gate."""
         models = {"client_models": self.client_models, "server_models": self.server_models}
-        return predicting_models(config, state.second_models, state.newest_gates(received.updates), **models)
+        gates = state.newest_gates(received.updates)
+        return predicting_models(config, state.second_models, gates, self.server_state, **models)
 
 
 def _train_jobs(assembly: Assembly, planned: PlanResult, state: FederationState, cuts: Mapping[str, Cut]) -> list[Job]:
@@ -478,7 +481,7 @@ def _train_jobs(assembly: Assembly, planned: PlanResult, state: FederationState,
         momentum=state.momentum,
         mask=planned.mask,
         anchors={} if is_stacked else anchors,
-        companions=anchors if is_stacked else {},
+        companions=anchors if is_stacked else frozen_companions(config, state.server_state, sampled),
         gates={name: gate_of(config, state.gates, name, model) for name, model in models.items() if anchors},
         corrections=round_corrections(config, state, tasks, sampled),
     )
@@ -530,7 +533,9 @@ def _diversity(assembly: Assembly, planned: PlanResult, before: ByClient, outcom
     # distances between all pairs of a hundred whole models would cost more than the round, and where factors are at
     # the clients alone nobody has the updates of all; a gate has another update for every token
     is_gated = assembly.config.mixing.second_gate != "none"
-    hidden = is_gated or any(has_hidden_factors(params) for params in before.values())
+    hidden = (
+        is_gated or has_frozen_part(assembly.config) or any(has_hidden_factors(params) for params in before.values())
+    )
     if not outcome.scores or assembly.is_full or hidden:
         return None
     adjacency = planned.plan.adjacency
@@ -551,7 +556,8 @@ def _restore_unusable(server: ServerStep, state: FederationState, trained: ByCli
     unusable = set(unusable_models(mixed)) if is_finite else set(mixed)
     if not unusable:
         return server
-    if assembly.config.split.server_adapters != "per_client" or assembly.config.training.multitask:
+    has_frozen = has_frozen_part(assembly.config)
+    if assembly.config.split.server_adapters != "per_client" or assembly.config.training.multitask or has_frozen:
         unusable = set(mixed)
     norms = {
         name: change_norms(state.client_models[name], params, space_of(assembly.config))
@@ -566,7 +572,7 @@ def _restore_unusable(server: ServerStep, state: FederationState, trained: ByCli
     restored = {name: state.client_models[name] for name in mixed if name in unusable}
     return replace(
         server,
-        server_state=server.server_state if is_finite else state.server_state,
+        server_state=server.server_state if is_finite and not has_frozen else state.server_state,
         server_models={**server.server_models, **restored},
         client_models={**server.client_models, **restored},
         restored=dict.fromkeys(restored, reason),

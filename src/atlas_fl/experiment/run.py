@@ -158,6 +158,7 @@ def _train_remaining(
             config,
             state.second_models,
             state.gates,
+            state.server_state,
             client_models=state.client_models,
             server_models=state.server_models,
         )

@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 
+from atlas_fl.aggregation.exact_average import frozen_part
 from atlas_fl.client.job import Job
 from atlas_fl.client.second_model import combine, initial_gate, initial_second
 from atlas_fl.config import Config
+from atlas_fl.config.methods import has_frozen_part
 from atlas_fl.experiment.state import FederationState
-from atlas_fl.params import ByClient, Params
+from atlas_fl.params import ByClient, Params, ServerState
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.setup.assembly import scale_of
 
@@ -43,6 +45,11 @@ def train_second_models(config: Config, engine: Engine, jobs: list[Job], state: 
     return replace(state, second_models=models, gates=state.newest_gates(updates))
 
 
+def predicts_as_sent(config: Config) -> bool:
+    """Whether clients predict with the very models that the server has sent, or that they keep in their place."""
+    return config.mixing.second_model == "none" and not has_frozen_part(config)
+
+
 def gate_of(config: Config, gates: ByClient, client: str, model: Params) -> Params:
     """The client's gate, that before its first round where it has none yet; empty without `--second-gate`.
 
@@ -54,14 +61,24 @@ def gate_of(config: Config, gates: ByClient, client: str, model: Params) -> Para
 
 
 def predicting_models(
-    config: Config, second: ByClient, gates: ByClient, *, client_models: ByClient, server_models: ByClient
+    config: Config,
+    second: ByClient,
+    gates: ByClient,
+    server_state: ServerState,
+    *,
+    client_models: ByClient,
+    server_models: ByClient,
 ) -> dict[str, Params]:
     """What each client predicts with: its second model beside the newest shared one, or the latter without a second.
 
     With `--personal-models` its own model may stand on what the server mixed. What a gate weighs has it among its
-    tensors.
+    tensors. Under a strategy with a frozen part, what everyone holds frozen is stacked on every model.
     """
     kind, weight, scale = config.mixing.second_model, config.mixing.second_weight, scale_of(config)
+    if has_frozen_part(config) and (frozen := frozen_part(server_state)):
+        return {
+            name: combine(params, frozen, "frozen", weight=1.0, scale=scale) for name, params in client_models.items()
+        }
     own, shared = (client_models, server_models) if config.mixing.personal_models else (second, client_models)
     return {
         name: combine(

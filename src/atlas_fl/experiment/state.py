@@ -13,6 +13,7 @@ from atlas_fl.aggregation.graph import Diversity
 from atlas_fl.client.importance import IMPORTANCE
 from atlas_fl.client.job import Update
 from atlas_fl.clustering.labels import UNDECIDED
+from atlas_fl.experiment.frozen_parts import NO_FROZEN, FrozenMessages
 from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, Params, ServerState, Split, shared_params
 from atlas_fl.planning.host_assignment import HostAssignment
 from atlas_fl.planning.plan import Plan, PlanResult
@@ -85,6 +86,8 @@ class RoundRecord:
     """What was sent to be added to the gradients, with `--control-variates`."""
     state_changed: bool = False
     """Whether the server state changed in the round."""
+    frozen: FrozenMessages = NO_FROZEN
+    """What was sent of the part that everyone holds frozen, under FLoRA and FedEx-LoRA."""
     unsent: frozenset[str] = frozenset()
     """The names of what neither trained nor changed in the round; it goes to nobody but those who were outdated."""
 
@@ -142,7 +145,13 @@ class RoundRecord:
 
     def _model_messages(self, share: tuple[str, ...]) -> list[LedgerRow]:
         updated = [name for name in self.sampled if name in self.outdated and name not in self.missing]
-        messages = [self._model_rows(name, "down", self.initial_models[name], share) for name in updated]
+        messages = [
+            [
+                *self._model_rows(name, "down", self._without_drawn(self.initial_models[name]), share),
+                *self._frozen_rows(name, self.frozen.before),
+            ]
+            for name in updated
+        ]
         up = {name: update for name, update in self.updates.items() if self.aggregated or update.travelled}
         messages += [
             [*self._model_rows(name, "up", self._sent(update.params), share), *self._features_row(update)]
@@ -152,12 +161,29 @@ class RoundRecord:
             outdated = self.outdated - set(updated)
             models = {name: self.client_models[name] for name in self._receivers()}
             models = {name: params if name in outdated else self._sent(params) for name, params in models.items()}
-            messages += [self._model_rows(name, "down", params, share) for name, params in models.items()]
+            messages += [
+                [
+                    *self._model_rows(name, "down", self._without_drawn(params), share),
+                    *self._frozen_rows(name, self.frozen.after if name in outdated else self.frozen.newest),
+                ]
+                for name, params in models.items()
+            ]
         return [row for rows in messages for row in rows]
 
     def _sent(self, params: Params) -> Params:
         """What of a model is sent to or from who held its client's model when the round began."""
         return {key: tensor for key, tensor in params.items() if key not in self.unsent}
+
+    def _without_drawn(self, params: Params) -> Params:
+        """What of a model goes down: no adapters that everybody draws alike."""
+        if not self.frozen.begins_again:
+            return params
+        return {key: tensor for key, tensor in params.items() if not key.endswith((LORA_A, LORA_B))}
+
+    def _frozen_rows(self, name: str, part: Params) -> list[LedgerRow]:
+        if not part:
+            return []
+        return [LedgerRow(round=self.round, client=name, direction="down", kind="frozen", bytes=payload_bytes(part))]
 
     def _features_row(self, update: Update) -> list[LedgerRow]:
         if not update.class_features:

@@ -48,6 +48,7 @@ KIND_COLOURS = {
     "control": "#888888",
     "correction": "#661100",
     "features": "#332288",
+    "frozen": "#44AA99",
 }
 
 

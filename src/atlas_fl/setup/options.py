@@ -7,8 +7,9 @@ from atlas_fl.aggregation.registry import find_strategy
 from atlas_fl.aggregation.robust import Space
 from atlas_fl.aggregation.strategies import Strategy, StrategyOptions
 from atlas_fl.client.options import FingerprintOptions, TrainOptions
+from atlas_fl.client.second_model import SecondModel
 from atlas_fl.config import Config
-from atlas_fl.config.methods import rule_of
+from atlas_fl.config.methods import has_frozen_part, rule_of
 from atlas_fl.data.clients import ClientData
 from atlas_fl.models.registry import suggested_lr
 from atlas_fl.runtime.attacks import ATTACKS, HostileEngine, choose_attackers
@@ -123,7 +124,7 @@ def train_options(config: Config, *, with_images: bool) -> TrainOptions:
         prior_correction=training.prior_correction,
         multitask=training.multitask,
         control_variates=training.control_variates,
-        second_model=config.mixing.second_model if config.mixing.personal_models else "none",
+        second_model=_second_model(config),
         second_weight=config.mixing.second_weight if config.mixing.personal_models else 0.5,
         personal_rounds=config.mixing.personal_rounds,
         dropout=config.model.dropout,
@@ -134,6 +135,13 @@ def train_options(config: Config, *, with_images: bool) -> TrainOptions:
         rate_by_round=with_images and config.trainable(images=True) == "full",
         carry_momentum=images.carry_momentum,
     )
+
+
+def _second_model(config: Config) -> SecondModel:
+    """What the shared model that clients train is to its companion; second models have options of their own."""
+    if has_frozen_part(config):
+        return "frozen"
+    return config.mixing.second_model if config.mixing.personal_models else "none"
 
 
 def optimizer_options(config: Config, name: str) -> dict[str, Any]:

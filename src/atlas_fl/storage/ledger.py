@@ -24,6 +24,7 @@ Kind: TypeAlias = Literal[
     "control",
     "correction",
     "features",
+    "frozen",
 ]
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -1,0 +1,158 @@
+"""Runs whose clients hold a frozen part beside their adapters: FLoRA and FedEx-LoRA."""
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save, save_file
+from torch import Tensor
+
+from atlas_fl.audit.check import audit_run
+from atlas_fl.config import Config, to_toml, validate
+from atlas_fl.errors import ConfigError
+from atlas_fl.experiment.run import resume_run, run_config
+from tests.runs.processes import Programs
+from tests.runs.reading import rows, same_tensors, state
+
+pytestmark = pytest.mark.core
+
+MakeConfig = Callable[..., Config]
+METHODS = {"flora": {"strategy": "flora", "ranks": "4"}, "fedex": {"strategy": "fedex", "ranks": "4"}}
+
+
+def server_part(folder: Path, round: int, part: str) -> dict[str, Tensor]:
+    """The tensors of one part of the server state after a round, by parameter."""
+    flat = load_file(folder / f"audit/round-{round:04d}/server.safetensors")
+    with safe_open(folder / f"audit/round-{round:04d}/server.safetensors", "pt") as file:
+        assert not (file.metadata() or {}).get("same"), "each tensor stands for itself"
+    return {path.removeprefix(f"{part}/"): tensor for path, tensor in flat.items() if path.startswith(f"{part}/")}
+
+
+def product(params: dict[str, Tensor], module: str) -> Tensor:
+    """s B A with s = 2, float64."""
+    return 2 * params[f"{module}.lora_B"].double() @ params[f"{module}.lora_A"].double()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_passes_its_audit_and_what_is_sent_is_in_the_ledger(config: MakeConfig, method: str) -> None:
+    folder = run_config(config(**METHODS[method])).folder
+    report = audit_run(folder)
+    assert report.ok, report.failures[:3]
+    assert {"server", "mixed", "loaded"} <= {row.check for row in report.rows}
+    ledger = rows(folder, "ledger")
+    for round in (1, 2, 3):
+        newest = server_part(folder, round, "newest")
+        sent = [row for row in ledger if row["kind"] == "frozen" and row["round"] == round]
+        assert {row["direction"] for row in sent} == {"down"} and len({row["client"] for row in sent}) == len(sent)
+        assert {row["bytes"] for row in sent} == {len(save(newest))}
+    down = [row for row in ledger if row["kind"] == "adapter" and row["direction"] == "down"]
+    assert bool(down) == (method == "fedex"), "FLoRA's adapters are drawn alike by everyone, and never sent down"
+    assert any(row["kind"] == "adapter" and row["direction"] == "up" for row in ledger)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_a_client_ends_with_and_exports_is_the_frozen_part_and_its_adapter(
+    config: MakeConfig, method: str
+) -> None:
+    folder = run_config(config(**METHODS[method])).folder
+    own, frozen = load_file(folder / "audit/round-0003/start.safetensors"), server_part(folder, 3, "residual")
+    client = next(key for key in own if key.endswith("lora_A")).partition("/")[0]
+    params = {key.removeprefix(f"{client}/"): tensor for key, tensor in own.items() if key.startswith(f"{client}/")}
+    exported = load_file(folder / f"adapters/{client}/adapter_model.safetensors")
+    for module in (key.removesuffix(".lora_A") for key in params if key.endswith(".lora_A")):
+        wanted = product(params, module) + product(frozen, module)
+        a, b = (
+            next(t for key, t in exported.items() if module in key and key.endswith(f"lora_{end}.weight"))
+            for end in "AB"
+        )
+        torch.testing.assert_close(2 * b.double() @ a.double(), wanted, rtol=1e-4, atol=1e-6)
+        assert wanted.norm() > 0
+        if method == "flora":
+            assert not product(params, module).any(), "its own adapter has begun again"
+
+
+def test_round_one_trains_as_fedavg_does_and_round_two_stands_on_the_frozen_part(config: MakeConfig) -> None:
+    plain = {"strategy": "fedit", "ranks": "4", "name": "fedit"}
+    folders = [
+        run_config(config(**one)).folder for one in (plain, *({**one, "name": name} for name, one in METHODS.items()))
+    ]
+    for round, is_same in ((1, True), (2, False)):
+        first, *others = (load_file(folder / f"audit/round-000{round}/trained.safetensors") for folder in folders)
+        for other in others:
+            assert all((first[key] == other[key]).all() for key in first) == is_same
+    starts = [load_file(folder / "audit/round-0001/start.safetensors") for folder in folders]
+    assert all((starts[0][key] == starts[2][key]).all() for key in starts[0]), "the averaged factors are those of FedIT"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_that_is_killed_goes_on_to_the_same_bits(
+    config: MakeConfig, programs: Programs, tmp_path: Path, method: str
+) -> None:
+    partly = {**METHODS[method], "participation": 0.5}
+    whole = run_config(config(**partly)).folder
+    assert audit_run(whole).ok
+    (tmp_path / "config.toml").write_text(to_toml(config(**partly, name="killed")))
+    fault = "dies before the checkpoint of round two"
+    programs.start("run", "--config", "config.toml", folder=tmp_path, fault=fault).end(-signal.SIGKILL)
+    killed = tmp_path / "runs/killed"
+    assert resume_run(killed).complete
+    assert same_tensors(state(whole), state(killed))
+    assert rows(whole) == rows(killed) and rows(whole, "ledger") == rows(killed, "ledger")
+
+
+def test_who_missed_rounds_is_sent_the_whole_frozen_part(config: MakeConfig) -> None:
+    folder = run_config(config(**METHODS["fedex"], participation=0.5)).folder
+    sizes = {
+        (round, part): len(save(server_part(folder, round, part)))
+        for round in (1, 2, 3)
+        for part in ("residual", "newest")
+    }
+    sent = [row for row in rows(folder, "ledger") if row["kind"] == "frozen"]
+    for row in sent:
+        allowed = {sizes[row["round"], "newest"], sizes[row["round"], "residual"]}
+        assert row["bytes"] in allowed | {sizes.get((row["round"] - 1, "residual"), 0)}
+    whole = [row for row in sent if row["round"] == 3 and row["bytes"] != sizes[3, "newest"]]
+    assert whole, "somebody had missed a round"
+    reached = {row["client"] for row in sent}
+    assert len(reached) == len({row["client"] for row in rows(folder, "ledger") if row["direction"] == "up"} | reached)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("file", "check"), [("server", "server"), ("start", "mixed")])
+def test_an_audit_finds_what_was_altered(config: MakeConfig, method: str, file: str, check: str) -> None:
+    folder = run_config(config(**METHODS[method])).folder
+    path = folder / f"audit/round-0002/{file}.safetensors"
+    with safe_open(path, "pt") as handle:
+        metadata = handle.metadata()
+    tensors = load_file(path)
+    key = next(key for key in tensors if key.endswith("lora_B") and not key.startswith("newest"))
+    tensors[key] += tensors[key].abs().max() + 0.1
+    save_file(tensors, path, metadata)
+    failures = audit_run(folder).failures
+    assert check in {row.check for row in failures}
+    # whoever trained in the next round says that it loaded something else
+    assert "loaded" in {row.check for row in failures if row.round == 3}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"strategy": "fedavg_stacked"}, r"^--strategy fedavg_stacked takes products apart .* --space factors"),
+        (
+            {"strategy": "fedavg_stacked", "space": "factors", "share": ("A", "head")},
+            r"^--strategy fedavg_stacked .* --share with A and B",
+        ),
+        ({"workers": 2}, r"^--strategy flora has a second set of tensors beside the model"),
+        ({"split": "movie-0=1"}, r"^--strategy flora and --split movie-0=1 do not go together"),
+        ({"personal_models": True}, r"^--strategy flora and --personal-models do not go together"),
+        ({"trained_parts": "alternate"}, r"^--strategy flora and --trained-parts alternate do not go together"),
+        ({"strategy": "fedex", "ranks": "greedy"}, r"^--strategy fedex averages factors of one rank"),
+    ],
+)
+def test_what_they_cannot_do_is_refused_in_one_line(config: MakeConfig, values: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        validate(config(**{**METHODS["flora"], **values}))
+    assert "\n" not in str(caught.value)
