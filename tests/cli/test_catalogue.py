@@ -60,7 +60,12 @@ def test_what_cannot_be_listed_is_one_line(words: tuple[str, ...], atlas: Atlas)
 
 @pytest.mark.parametrize(
     ("strategy", "words"),
-    [("feddyn", "feddyn 1.5 "), ("fedavg_dynamic", "fedavg_dynamic 1.5 "), ("ifca", "ifca (1+k)/2 "), ("flora", "flora (1+n)/2 ")],
+    [
+        ("feddyn", "feddyn 1.5 "),
+        ("fedavg_dynamic", "fedavg_dynamic 1.5 "),
+        ("ifca", "ifca (1+k)/2 "),
+        ("flora", "flora (1+n)/2 "),
+    ],
 )
 def test_bytes_are_said_relative_to_fedavg(atlas: Atlas, strategy: str, words: str) -> None:
     lines = [" ".join(line.split()) for line in atlas("list", "strategies").out.splitlines()]
