@@ -284,8 +284,7 @@ def _check_round(
     for client, fault in wrong.items():
         wrong[client] = fault or _number_fault(client, initial, present, after, server_models)
         yield row("names", client, wrong[client])
-    for client, fault in _frozen_faults(run, wrong, initial, present):
-        yield row("frozen", client, fault)
+    yield from (row("frozen", client, fault) for client, fault in _frozen_faults(run, wrong, initial, present))
     if any(wrong.values()):
         return  # what has other names or shapes, or no numbers, cannot be compared by value
     yield from check_bounds(run, round, bounds, plan=plan, record=record, initial=initial, trained=present)
@@ -293,22 +292,19 @@ def _check_round(
     if run.mixing.personal_models and kind != "own":
         yield from _check_own_models(run, round, plan, {**initial, **present}, after)
         after = _mixed_models(run, round, after)
-        faults = [_names_fault(plan, one, initial, None, after) for one in plan.clients]
-        if any(faults):
-            yield row("mixed", "", f"of an anchor: {max(faults)}")
+        if fault := max(_names_fault(plan, one, initial, None, after) for one in plan.clients):
+            yield row("mixed", "", f"of an anchor: {fault}")
             return
     before = {**(initial if kind == "own" else server_models), **present}
-    for client, fault in common_faults(plan, present, after, excluded=record.kept or ()):
-        yield row("common", client, fault)
+    yield from (row("common", *one) for one in common_faults(plan, present, after, excluded=record.kept or ()))
     shared = with_common_tensors(plan, before, present)
     step = recompute_server_step(run, plan, kind, present=present, before=server_models, trained=shared, state=state)
     there = [client in present for client in plan.clients]
     updates = RoundUpdates(run=run, plan=plan, present=there, before=server_models, trained=before)
-    expected: Mapping[str, np.ndarray] = {}
+    expected = _expected_state(run, round, updates, kind=kind, state=state) if step is None else step.moments()
     if isinstance(step, ExactStep):
         yield row("server", "", *step.frozen_fault(state_after(run, round, state), is_restored=bool(bounds.restored)))
     else:
-        expected = _expected_state(run, round, updates, kind=kind, state=state) if step is None else step.moments()
         yield from _check_state(run, round, expected, state, kind=kind, is_restored=bool(bounds.restored))
     rule = _rule_of(run, record, plan, shared, kind=kind, state=_seen_state(run, round, state, kind=kind))
     truth = _recompute(run, plan, shared, after, rule=replace(rule, clusters=_labels_of(expected, plan)), step=step)

@@ -54,6 +54,10 @@ class ExactStep:
         total = np.asarray(sum(share * value for share, value in parts))
         return total, sum(share * float(np.linalg.norm(value)) for share, value in parts)
 
+    def moments(self) -> dict[str, np.ndarray]:
+        """Nothing: a state of factors is compared as dense updates (`frozen_fault`)."""
+        return {}
+
     def frozen_fault(self, after: Mapping[str, Tensor], *, is_restored: bool) -> tuple[str, float]:
         """(the first module whose frozen part is not as computed again, the largest error of all).
 

@@ -461,8 +461,8 @@ class ServerStep:
     def predicting_models(self, config: Config, state: FederationState, received: ReceivedUpdates) -> dict[str, Params]:
         """What every client predicts with from here on: with its second model of this state, and its newest gate."""
         models = {"client_models": self.client_models, "server_models": self.server_models}
-        gates = state.newest_gates(received.updates)
-        return predicting_models(config, state.second_models, gates, self.server_state, **models)
+        beside = state.second_models, state.newest_gates(received.updates), self.server_state
+        return predicting_models(config, *beside, **models)
 
 
 def _train_jobs(assembly: Assembly, planned: PlanResult, state: FederationState, cuts: Mapping[str, Cut]) -> list[Job]:
@@ -532,10 +532,8 @@ def _diversity(assembly: Assembly, planned: PlanResult, before: ByClient, outcom
     """How the server's step changed the distances between clients; None without evaluation or finite figures."""
     # distances between all pairs of a hundred whole models would cost more than the round, and where factors are at
     # the clients alone nobody has the updates of all; a gate has another update for every token
-    is_gated = assembly.config.mixing.second_gate != "none"
-    hidden = (
-        is_gated or has_frozen_part(assembly.config) or any(has_hidden_factors(params) for params in before.values())
-    )
+    is_stacked = assembly.config.mixing.second_gate != "none" or has_frozen_part(assembly.config)
+    hidden = is_stacked or any(has_hidden_factors(params) for params in before.values())
     if not outcome.scores or assembly.is_full or hidden:
         return None
     adjacency = planned.plan.adjacency
