@@ -134,7 +134,10 @@ class Program:
 
     def end(self, code: int = 0) -> str:
         """What it said, once it has ended with this code."""
-        found = self._programs.wait(self.pid)
+        try:
+            found = self._programs.wait(self.pid)
+        except AssertionError as error:
+            raise AssertionError(f"{self.words[:2]} does not end:\n{self.text}") from error
         self._reader.join(timeout=SECONDS)
         assert found == code, f"{self.words[:2]} ended with {found}:\n{self.text}"
         assert "Traceback" not in self.text

@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -8,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import torch
 
@@ -27,6 +29,7 @@ class Echo:
     handled: list[tuple[str, Any]] = field(default_factory=list)
     presence: list[tuple[str, bool]] = field(default_factory=list)
     refused: list[tuple[str, str]] = field(default_factory=list)
+    allowed: list[str] = field(default_factory=lambda: ["site-1", "site-2"])
     hold: Callable[[], bool] = lambda: False
     begun: threading.Event = field(default_factory=threading.Event)
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -55,11 +58,10 @@ class Echo:
             assert self.changed.wait_for(lambda: self.presence == list(presence), timeout=60), self.presence
 
     def sessions(self) -> Sessions:
-        allowed = ("site-1", "site-2")
         return Sessions(
             answer=self.answer,
             admit=self.admit,
-            allowed=allowed,
+            allowed=self.allowed,
             on_presence=self.on_presence,
             on_refused=lambda name, reason: self.refused.append((name, reason.partition(";")[0])),
         )
@@ -165,6 +167,34 @@ def test_a_server_that_is_started_again_gets_the_request_again(certs_folder: Pat
         assert far.exchange({"n": 1})[0]["n"] == 1
         far.__exit__()
     assert (first.handled, second.handled) == ([("site-1", 0)], [("site-1", 1)])
+
+
+def test_who_is_taken_off_the_list_while_it_computes_is_told_why_and_does_not_try_again(certs_folder: Path) -> None:
+    echo, notes = Echo(), list[str]()
+    with (
+        serving(echo, certs_folder, limits=Limits(look_seconds=0.02)) as port,
+        link(port, open_certs(certs_folder / "site-1"), notes=notes) as far,
+    ):
+        assert far.exchange({"n": 0})[0]["n"] == 0
+        echo.allowed.remove("site-1")
+        assert far._threads.call(far._call.code()) is grpc.StatusCode.PERMISSION_DENIED
+        with pytest.raises(ProtocolError, match=r"^client 'site-1' is not listed here; ask who runs the server$"):
+            far.exchange({"n": 1})
+    assert notes == []
+    assert echo.handled == [("site-1", 0)]
+
+
+def test_a_link_goes_on_with_the_certificate_that_it_began_with(certs_folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(certs_folder / "site-1", tmp_path / "site-1")
+    first, second = Echo(), Echo()
+    with serving(first, certs_folder) as port:
+        far = link(port, open_certs(tmp_path / "site-1")).__enter__()
+        assert far.exchange({"n": 0})[0]["n"] == 0
+    shutil.rmtree(tmp_path / "site-1")
+    with serving(second, certs_folder, port=port):
+        assert far.exchange({"n": 1})[0]["n"] == 1
+        far.__exit__()
+    assert second.handled == [("site-1", 1)]
 
 
 def test_two_clients_with_one_name_are_refused_and_one_may_come_back(

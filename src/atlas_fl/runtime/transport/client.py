@@ -50,7 +50,7 @@ def split_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def probe(host: str, port: int, certs: Certs) -> str | None:
+def probe(host: str, port: int, certs: Certs, context: ssl.SSLContext) -> str | None:
     """None where the server is there and takes this certificate; else why it may be worth trying again.
 
     Raises `ProtocolError` for what no second try mends: a host that nobody knows, and a certificate that either end
@@ -58,16 +58,16 @@ def probe(host: str, port: int, certs: Certs) -> str | None:
     without another word, or is just ending; so this is looked at twice.
     """
     for _ in range(2):
-        if (reason := _handshake(host, port, certs)) != CLOSED:
+        if (reason := _handshake(host, port, certs, context)) != CLOSED:
             return reason
     raise ProtocolError(_refusal(host, port, certs, CLOSED))
 
 
-def _handshake(host: str, port: int, certs: Certs) -> str | None:
+def _handshake(host: str, port: int, certs: Certs, context: ssl.SSLContext) -> str | None:
     try:
         with (
             socket.create_connection((host, port), timeout=SECONDS) as plain,
-            _context(certs).wrap_socket(plain, server_hostname=host) as secure,
+            context.wrap_socket(plain, server_hostname=host) as secure,
         ):
             return None if secure.recv(1) else CLOSED
     except ssl.SSLCertVerificationError as error:
@@ -93,7 +93,12 @@ def _handshake(host: str, port: int, certs: Certs) -> str | None:
 def _context(certs: Certs) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.load_verify_locations(cadata=certs.ca.decode())
-    context.load_cert_chain(certs.folder / CERT, certs.folder / KEY)
+    try:
+        context.load_cert_chain(certs.folder / CERT, certs.folder / KEY)
+    except OSError as error:
+        raise ConfigError(
+            f"{certs.folder} cannot be read ({_words(error)}); give a folder of `atlas certs make`"
+        ) from None
     context.set_alpn_protocols(["h2"])
     return context
 
@@ -107,6 +112,14 @@ def _refusal(host: str, port: int, certs: Certs, reason: str) -> str:
         f"the server at {host}:{port} refuses the certificate {certs.folder / CERT} ({reason}); it must be made by the"
         " server's own authority and not be expired: ask for a new folder of `atlas certs make`"
     )
+
+
+async def _status(call: Any, error: Exception) -> tuple[grpc.StatusCode | None, str]:
+    """(code, details) with which a stream has ended; (None, "") where it has not."""
+    if isinstance(error, grpc.aio.AioRpcError):
+        return error.code(), error.details() or ""
+    # Who writes to a stream that the server has ended meanwhile is told that it has ended, and not why.
+    return (await call.code(), await call.details()) if call.done() else (None, "")
 
 
 READY_SECONDS = 30.0
@@ -137,6 +150,8 @@ class Link:
     ) -> None:
         self._host, self._port = split_address(address)
         self._address, self._certs, self._hello = address, certs, hello
+        # Read once: what is sent again goes under the same certificate, whatever lies in the folder by then.
+        self._context = _context(certs)
         self._patience, self._left = patience, first_patience
         self._session, self._number = secrets.token_hex(16), 0
         self._threads = LoopThread()
@@ -184,7 +199,7 @@ class Link:
                         await call.write(chunk)
                 payload = await join_chunks(call.read)
             except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
-                await self._handle_disconnect(error)
+                await self._handle_disconnect(*await _status(call, error))
                 continue
             if payload is not None:
                 return payload
@@ -201,16 +216,11 @@ class Link:
                     async with self._writing:
                         await call.write(BEAT)
 
-    async def _handle_disconnect(self, error: Exception | None) -> None:
-        code = error.code() if isinstance(error, grpc.aio.AioRpcError) else None
+    async def _handle_disconnect(self, code: grpc.StatusCode | None, details: str = "") -> None:
         if code is grpc.StatusCode.PERMISSION_DENIED:
-            assert isinstance(error, grpc.aio.AioRpcError)
-            raise ProtocolError(one_line(error.details()))
+            raise ProtocolError(one_line(details))
         if code in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNIMPLEMENTED):
-            assert isinstance(error, grpc.aio.AioRpcError)
-            raise ProtocolError(
-                f"the server at {self._address} failed ({code.name}: {one_line(error.details())}); see its log"
-            )
+            raise ProtocolError(f"the server at {self._address} failed ({code.name}: {one_line(details)}); see its log")
         self._bridge.note(f"the connection to {self._address} is lost; trying again")
         await self._drop()
 
@@ -227,7 +237,7 @@ class Link:
             return self._call
         until, pause, again = time.monotonic() + self._left, FIRST_PAUSE, self._number > 0
         while True:
-            reason = await asyncio.to_thread(probe, self._host, self._port, self._certs)
+            reason = await asyncio.to_thread(probe, self._host, self._port, self._certs, self._context)
             if reason is None:
                 reason = await self._begin()
             if reason is None:

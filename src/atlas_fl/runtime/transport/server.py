@@ -137,12 +137,15 @@ class Server:
         name, certificate = _shown_by(context)
         visit = Visit(context, self._limits, self._unfinished)
         self._streams[name] = self._streams.get(name, 0) + 1
-        self._visits.add(visit)
         try:
             if self._streams[name] > self._limits.streams:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, f"{name} has {self._limits.streams} streams already")
             async with visit.clock:
-                await self._serve_visit(name, certificate, visit)
+                self._visits.add(visit)  # and is looked at no longer than its clock can be set
+                try:
+                    await self._serve_visit(name, certificate, visit)
+                finally:
+                    self._visits.discard(visit)
         except NotListedError as error:
             self._sessions.refuse(name, str(error))
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
@@ -152,7 +155,6 @@ class Server:
             await context.abort(visit.code, visit.reason or "nothing came, or was taken, for too long")
         finally:
             visit.close()
-            self._visits.discard(visit)
             self._streams[name] -= 1
             if not self._streams[name]:
                 del self._streams[name]
