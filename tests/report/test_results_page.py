@@ -1,6 +1,7 @@
 """The page of results, from run folders of invented numbers."""
 
-from collections.abc import Callable, Mapping
+import csv
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ from atlas_fl.cli.main import main
 from atlas_fl.config import to_toml, validate, with_values
 from atlas_fl.config.presets import find_preset
 from atlas_fl.errors import ConfigError
-from atlas_fl.report.results_page import (
-    federation_results,
-    find_finished_runs,
-    rank_over_federations,
-    results_page,
-)
+from atlas_fl.report.finished_runs import COLUMNS, find_finished_runs, read_csv, to_csv
+from atlas_fl.report.results_page import federation_results, rank_over_federations, results_page
 from atlas_fl.report.statistics import compare_with_control
+
+
+def page_of(places: Sequence[Path], *, control: str) -> str:
+    return results_page(find_finished_runs(places), control=control)
+
 
 GAINS = {"local": 0.0, "fedavg": 0.05, "fedper": 0.08}
 MakeRun = Callable[..., Path]
@@ -47,7 +49,7 @@ def test_a_table_says_what_the_statistics_say(make_federation: Callable[..., Non
     assert result.comparison is not None and not result.incomplete
     scores = {name: np.array(values) for name, values in result.comparison.scores.items()}
     pair = compare_with_control(scores, control="fedavg", seed=0)["fedper"]
-    page = results_page([tmp_path], control="fedavg")
+    page = page_of([tmp_path], control="fedavg")
     row = next(line for line in page.splitlines() if line.startswith("| `fedper` | +"))
     assert row.startswith(f"| `fedper` | {pair.mean:+.3f} ±")
     assert "p (least 0.25)" in page
@@ -61,8 +63,8 @@ def test_a_table_says_what_the_statistics_say(make_federation: Callable[..., Non
 def test_the_same_folders_give_the_same_page(make_federation: Callable[..., None], tmp_path: Path) -> None:
     make_federation(1)
     make_federation(3)
-    assert results_page([tmp_path], control="fedavg") == results_page([tmp_path], control="fedavg")
-    assert results_page([tmp_path, tmp_path], control="fedavg") == results_page([tmp_path], control="fedavg")
+    assert page_of([tmp_path], control="fedavg") == page_of([tmp_path], control="fedavg")
+    assert page_of([tmp_path, tmp_path], control="fedavg") == page_of([tmp_path], control="fedavg")
 
 
 def test_ranks_are_over_the_federations_by_hand(make_federation: Callable[..., None], tmp_path: Path) -> None:
@@ -72,7 +74,7 @@ def test_ranks_are_over_the_federations_by_hand(make_federation: Callable[..., N
     assert [result.title for result in results] == ["contradiction, dial 1", "contradiction, dial 3"]
     ranks = rank_over_federations(results)
     assert ranks is not None and ranks.average_ranks == {"local": 2.0, "fedavg": 2.0, "fedper": 2.0}
-    assert "Average rank over 2 federations" in results_page([tmp_path], control="fedavg")
+    assert "Average rank over 2 federations" in page_of([tmp_path], control="fedavg")
 
 
 def test_at_a_glance_the_methods_stand_by_what_they_gain_on_average(
@@ -81,7 +83,7 @@ def test_at_a_glance_the_methods_stand_by_what_they_gain_on_average(
     make_federation(1, gains={"local": 0.0, "fedavg": 0.05, "fedper": 0.2, "fedsa": 0.1})
     make_federation(3, gains={"local": 0.2, "fedavg": 0.1, "fedper": 0.0})
     results = federation_results(find_finished_runs([tmp_path]), control="fedavg")
-    page = results_page([tmp_path], control="fedavg").splitlines()
+    page = page_of([tmp_path], control="fedavg").splitlines()
     start = page.index("## At a glance")
     head, control, *rows = page[start + 4], page[start + 6], *page[start + 7 : start + 10]
     assert head == "| method | contradiction, dial 1 | contradiction, dial 3 |"
@@ -103,7 +105,7 @@ def test_a_method_that_lacks_seeds_is_named_and_in_no_table(
 ) -> None:
     make_federation(2)
     make_federation(2, gains={"fedsa": 0.1}, seeds=(1,))
-    page = results_page([tmp_path], control="fedavg")
+    page = page_of([tmp_path], control="fedavg")
     assert "`fedsa` lacks the seeds 2, 3 and is in no table." in page
     assert "| `fedsa` |" not in page
 
@@ -116,7 +118,7 @@ def test_what_was_tuned_stands_beside_the_name(make_federation: Callable[..., No
     assert result.comparison is not None
     assert set(result.comparison.rows) == {"local", "fedavg", "fedper lr=0.01", "fedper lr=0.05"}
     assert result.tuned == {"local": "lr=0.01", "fedavg": "lr=0.01"}
-    assert "settings of each method: `local` lr=0.01, `fedavg` lr=0.01; " in results_page([tmp_path], control="fedavg")
+    assert "settings of each method: `local` lr=0.01, `fedavg` lr=0.01; " in page_of([tmp_path], control="fedavg")
     assert result.comparison.seeds == (1, 2, 3), "development seeds are no results"
     with pytest.raises(ConfigError, match=r"--control is fedper, and .* has fedavg, fedper lr=0\.01, .*; name one of"):
         federation_results(find_finished_runs([tmp_path]), control="fedper")
@@ -132,12 +134,12 @@ def test_what_is_not_there_is_one_line(
     make_federation: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ConfigError, match=r"no finished run below .*; run `atlas compare` first"):
-        results_page([tmp_path], control="fedavg")
+        page_of([tmp_path], control="fedavg")
     make_federation(2)
     with pytest.raises(ConfigError, match=r"--control is krum, and contradiction, dial 2 has fedavg, fedper, local"):
-        results_page([tmp_path], control="krum")
+        page_of([tmp_path], control="krum")
     assert main(["results", str(tmp_path), "--to", str(tmp_path / "page.md")]) == 0
-    assert (tmp_path / "page.md").read_text() == results_page([tmp_path], control="fedavg")
+    assert (tmp_path / "page.md").read_text() == page_of([tmp_path], control="fedavg")
     assert main(["results", str(tmp_path), "--to", str(tmp_path / "page.md")]) == 0, "its own page may be written anew"
     (tmp_path / "page.md").write_text("mine")
     assert main(["results", str(tmp_path), "--to", str(tmp_path / "page.md")]) == 2
@@ -150,11 +152,53 @@ def test_references_in_one_place_have_lines_of_their_own_by_hand(
     make_federation: Callable[..., None], tmp_path: Path
 ) -> None:
     make_federation(2)
-    before = results_page([tmp_path], control="fedavg")
+    before = page_of([tmp_path], control="fedavg")
     make_federation(2, gains={"centralized": 0.0}, seeds=(1, 2))
     make_federation(2, gains={"multitask": 0.0}, seeds=(3,), ranks="8")
-    page = results_page([tmp_path], control="fedavg")
+    page = page_of([tmp_path], control="fedavg")
     assert "All examples of a task in one place (`centralized`): " in page and "over 2 seeds." in page
     assert "All examples in one place, one adapter (`multitask`): " in page and "over 1 seed." in page
     assert "(`multitask`)" not in before
     assert "| `multitask` |" not in page
+
+
+def test_rows_give_the_page_of_the_folders_they_come_from(make_federation: Callable[..., None], tmp_path: Path) -> None:
+    make_federation(1)
+    make_federation(3, gains={"local": 0.0, "fedavg": 0.1, "ditto": 0.2}, lr=0.05)
+    make_federation(3, gains={"multitask": 0.0}, seeds=(3,), ranks="8")
+    page, file = page_of([tmp_path], control="fedavg"), tmp_path / "runs.csv"
+    assert main(["results", str(tmp_path), "--to", str(tmp_path / "page.md"), "--csv", str(file)]) == 0
+    assert page_of([file], control="fedavg") == page
+    runs = find_finished_runs([tmp_path])
+    assert tuple(read_csv(file)) == runs
+    # rows of some runs and folders of others, and a run that is in both counts once
+    file.write_text(to_csv(runs[: len(runs) // 2]))
+    assert page_of([file, tmp_path], control="fedavg") == page
+
+
+def test_a_row_says_how_its_run_is_made_by_hand(make_federation: Callable[..., None], tmp_path: Path) -> None:
+    make_federation(1, gains={"fedprox": 0.1}, seeds=(2,), proximal_mu=0.5)
+    (row,) = csv.DictReader(to_csv(find_finished_runs([tmp_path])).splitlines())
+    assert [row[name] for name in ("preset", "dial", "strategy", "seed")] == ["contradiction", "1", "fedprox", "2"]
+    assert row["flags"] == "--proximal-mu 0.5 --strategy fedprox --seed 2"
+    assert len(row["clients"].split()) == len(row["tasks"].split()) == len(row["scores"].split())
+    assert float(row["mean"]) == pytest.approx(np.mean([float(score) for score in row["scores"].split()]))
+
+
+def test_a_row_that_is_none_or_means_another_run_by_now_is_one_line(
+    make_federation: Callable[..., None], tmp_path: Path
+) -> None:
+    make_federation(2)
+    file = tmp_path / "runs.csv"
+    text = to_csv(find_finished_runs([tmp_path]))
+    for old, new, said in (
+        ("--seed 1,", "--seed 4,", r"line \d+ of .*runs\.csv is of a run .*, and its flags mean .* today: a preset or"),
+        ("--seed 1,", "--sed 1,", r"line \d+ of .* is no row of a run \('sed'\); restore the file"),
+        ("contradiction", "contradict", r"is no row of a run \(unknown preset"),
+        ("movie-1 ", "", r"is no row of a run \(zip\(\) argument"),
+        (COLUMNS[0], "other", r"runs\.csv is no file of runs; give folders of runs, or a CSV file"),
+    ):
+        assert old in text
+        file.write_text(text.replace(old, new))
+        with pytest.raises(ConfigError, match=said):
+            find_finished_runs([file])

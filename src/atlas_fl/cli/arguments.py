@@ -295,8 +295,8 @@ def new_folder(to: str) -> Path:
     return path
 
 
-def check_target(to: str | None, *, example: str, is_own: Callable[[Path], bool]) -> None:
-    """Nothing where `--to` is not given, or is a file in a folder that is there, and new or of the command itself.
+def check_target(to: str | None, *, example: str, is_own: Callable[[Path], bool], flag: str = "--to") -> None:
+    """Nothing where the flag is not given, or is a file in a folder that is there, and new or of the command itself.
 
     Raises:
         ConfigError: it is a folder, in no folder, or a file that the command has not written.
@@ -305,10 +305,10 @@ def check_target(to: str | None, *, example: str, is_own: Callable[[Path], bool]
         return
     path = Path(to)
     if path.is_dir() or not path.parent.is_dir():
-        raise ConfigError(f"--to is {to}; allowed: a file in a folder that exists; name one such as {example}")
+        raise ConfigError(f"{flag} is {to}; allowed: a file in a folder that exists; name one such as {example}")
     if os.path.lexists(path) and (path.is_symlink() or not path.is_file() or not is_own(path)):
         raise ConfigError(
-            f"--to is {to}, and what lies there was not written by this command; name a new file such as {example}"
+            f"{flag} is {to}, and what lies there was not written by this command; name a new file such as {example}"
         )
 
 

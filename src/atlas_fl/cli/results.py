@@ -48,9 +48,11 @@ class ResultsOptions:
     federation with tests against the control, and ranks over all of them."""
 
     folders: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER ...")]
-    """Folders in which runs lie, at any depth."""
+    """Folders in which runs lie, at any depth, and CSV files that --csv wrote."""
     to: str | None = None
     """The file to write; printed by default."""
+    csv: str | None = None
+    """A file for the runs themselves, one row each: scores, bytes, and the flags that make the run again."""
     control: str = "fedavg"
     """The strategy that the others are tested against."""
 
@@ -62,10 +64,16 @@ def page_of_results(words: Sequence[str]) -> int:
         raise ConfigError("no folder is named; give the folder in which runs lie, such as runs")
     check_target(options.to, example="results.md", is_own=_is_page_of_results)
 
+    from atlas_fl.report.finished_runs import find_finished_runs, is_csv, to_csv
     from atlas_fl.report.results_page import results_page
     from atlas_fl.storage.files import write_atomic
 
-    page = results_page(options.folders, control=options.control)
+    check_target(options.csv, example="results.csv", is_own=is_csv, flag="--csv")
+    runs = find_finished_runs(options.folders)
+    page = results_page(runs, control=options.control)
+    if options.csv is not None:
+        write_atomic(Path(options.csv), to_csv(runs).encode())
+        show([f"wrote {options.csv}"])
     if options.to is None:
         print(page, end="")
         return 0

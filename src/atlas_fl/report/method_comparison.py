@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from rich.markup import escape
@@ -66,6 +66,49 @@ class MethodComparison:
     """By method: its scores minus those of the control; empty for one seed."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunScores:
+    """What a comparison needs of one finished run."""
+
+    seed: int
+    tasks: Mapping[str, str]
+    """By client, the task."""
+    scores: Mapping[str, float]
+    """By client, the test score in the task's own metric."""
+    gain_over_majority: float | None
+    """Mean accuracy above the majority class."""
+    num_bytes: int
+    """Both directions."""
+    bytes_below_whole: float | None
+    """Share of the bytes that it does not send of those of whole models in every round."""
+    seconds: float | None
+    """Wall-clock time."""
+
+
+def read_scores(run: Path | str, *, score: Literal["final", "best"] = "final") -> RunScores:
+    """Those of a run folder; of the models that clients end with, or of the best round by validation.
+
+    Raises:
+        CheckpointError: the run is missing or not complete.
+        DataError: a client has no test score.
+    """
+    summary = read_summary(run)
+    clients = summary["clients"]
+    try:
+        scores = {name: float(entry[score]["test"]["primary"]) for name, entry in clients.items()}
+    except KeyError as error:
+        raise DataError(f"run {run} has no test score of every client ({error}); run it again") from None
+    return RunScores(
+        seed=int(summary["run"]["seed"]),
+        tasks={name: str(entry.get("task", "")) for name, entry in clients.items()},
+        scores=scores,
+        gain_over_majority=summary["overall"][score].get("test", {}).get("gain_over_majority"),
+        num_bytes=summary["bytes"]["up"] + summary["bytes"]["down"],
+        bytes_below_whole=summary["bytes"].get("full_model", {}).get("reduction"),
+        seconds=summary.get("seconds", {}).get("total"),
+    )
+
+
 def compare_methods(
     groups: Mapping[str, Sequence[Path | str]],
     *,
@@ -86,12 +129,23 @@ def compare_methods(
         CheckpointError: a run is missing or not complete.
         DataError: the runs of two methods differ in their seeds or clients, or a client has no test score.
     """
-    summaries = {name: {_seed(one): one for one in map(read_summary, runs)} for name, runs in groups.items()}
-    control = _control(control, list(summaries))
-    seeds, clients = _common(summaries)
-    scores = {name: _scores(by_seed, seeds, clients, score, name) for name, by_seed in summaries.items()}
-    first = next(iter(summaries.values()))[seeds[0]]
-    tasks = [str(first["clients"][client].get("task", "")) for client in clients]
+    read = {name: [read_scores(run, score=score) for run in runs] for name, runs in groups.items()}
+    return compare_scores(read, control=control, seed=seed)
+
+
+def compare_scores(
+    groups: Mapping[str, Sequence[RunScores]], *, control: str | None = None, seed: int = 0
+) -> MethodComparison:
+    """The comparison of runs of which these scores are known, by method; errors as of `compare_methods`."""
+    runs = {name: {run.seed: run for run in members} for name, members in groups.items()}
+    control = _control(control, list(runs))
+    seeds, clients = _common(runs)
+    scores = {
+        name: np.asarray([[by_seed[seed].scores[client] for client in clients] for seed in seeds], np.float64)
+        for name, by_seed in runs.items()
+    }
+    first = next(iter(runs.values()))[seeds[0]]
+    tasks = [first.tasks[client] for client in clients]
     local = BASELINE if BASELINE in scores else None
     described = describe_methods(scores, seed=seed, baseline=local, tasks=tasks, whole_seeds=True)
     return MethodComparison(
@@ -103,17 +157,13 @@ def compare_methods(
             name: MethodRow(
                 statistics=described[name],
                 hurt_by_control=None if name == control else hurt_share(values, scores[control]),
-                gain_over_majority=_mean(
-                    [one["overall"][score].get("test", {}).get("gain_over_majority") for one in by_seed.values()]
-                ),
+                gain_over_majority=_mean([run.gain_over_majority for run in by_seed.values()]),
                 variance_in_tasks=variance_in_tasks(values, tasks),
-                bytes_below_whole=_mean(
-                    [one["bytes"].get("full_model", {}).get("reduction") for one in by_seed.values()]
-                ),
-                num_bytes=float(np.mean([one["bytes"]["up"] + one["bytes"]["down"] for one in by_seed.values()])),
-                seconds=_mean([one.get("seconds", {}).get("total") for one in by_seed.values()]),
+                bytes_below_whole=_mean([run.bytes_below_whole for run in by_seed.values()]),
+                num_bytes=float(np.mean([run.num_bytes for run in by_seed.values()])),
+                seconds=_mean([run.seconds for run in by_seed.values()]),
             )
-            for (name, by_seed), values in zip(summaries.items(), scores.values(), strict=True)
+            for (name, by_seed), values in zip(runs.items(), scores.values(), strict=True)
         },
         pairs=compare_with_control(scores, control=control, seed=seed) if len(seeds) > 1 and len(scores) > 1 else {},
     )
@@ -127,37 +177,22 @@ def _control(control: str | None, names: Sequence[str]) -> str:
     return control
 
 
-def _seed(summary: Mapping[str, Any]) -> int:
-    return int(summary["run"]["seed"])
-
-
-def _common(summaries: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+def _common(runs: Mapping[str, Mapping[int, RunScores]]) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """The seeds and the clients that all methods have."""
-    names = list(summaries)
+    names = list(runs)
     for name in names[1:]:
-        if set(summaries[name]) != set(summaries[names[0]]):
+        if set(runs[name]) != set(runs[names[0]]):
             raise DataError(
-                f"{name} has the seeds {sorted(summaries[name])} and {names[0]} {sorted(summaries[names[0]])}; pairs"
+                f"{name} has the seeds {sorted(runs[name])} and {names[0]} {sorted(runs[names[0]])}; pairs"
                 " need the same: run the missing ones"
             )
-    seeds = tuple(sorted(summaries[names[0]]))
-    clients = tuple(summaries[names[0]][seeds[0]]["clients"])
-    for name, by_seed in summaries.items():
-        for seed, summary in by_seed.items():
-            if set(summary["clients"]) != set(clients):
+    seeds = tuple(sorted(runs[names[0]]))
+    clients = tuple(runs[names[0]][seeds[0]].scores)
+    for name, by_seed in runs.items():
+        for seed, run in by_seed.items():
+            if set(run.scores) != set(clients):
                 raise DataError(f"the run of {name} with seed {seed} has other clients than the others; compare alike")
     return seeds, clients
-
-
-def _scores(
-    by_seed: Mapping[int, Mapping[str, Any]], seeds: Sequence[int], clients: Sequence[str], score: str, name: str
-) -> np.ndarray:
-    """Test scores, float64 (seeds, clients)."""
-    try:
-        rows = [[by_seed[seed]["clients"][client][score]["test"]["primary"] for client in clients] for seed in seeds]
-    except KeyError as error:
-        raise DataError(f"a run of {name} has no test score of every client ({error}); run it again") from None
-    return np.asarray(rows, np.float64)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -7,24 +7,23 @@ them, and says which runs are missing. The same folders give the same bytes.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
-from atlas_fl.config import Config, identity_settings, load_config
+from atlas_fl.config import Config, identity_settings
 from atlas_fl.config.federations import DIALS
 from atlas_fl.config.methods import METHODS
 from atlas_fl.config.settings import settings, value_of
 from atlas_fl.config.values import to_words
 from atlas_fl.errors import ConfigError
-from atlas_fl.experiment.tuning import DEVELOPMENT_SEEDS, KNOBS
-from atlas_fl.report.comparison import read_summary
+from atlas_fl.experiment.tuning import KNOBS
 from atlas_fl.report.federation_ranks import MethodRanks, rank_comparisons
+from atlas_fl.report.finished_runs import FinishedRun
 from atlas_fl.report.format import EMPTY, human_bytes, number, seconds
-from atlas_fl.report.method_comparison import MethodComparison, MethodRow, compare_methods
+from atlas_fl.report.method_comparison import MethodComparison, MethodRow, RunScores, compare_scores
 from atlas_fl.report.statistics import ALPHA, ROPE, PairedComparison
-from atlas_fl.storage.run_folder import RunFolder
 
 OF_THE_METHOD = frozenset(
     {"strategy", "seed", *(name for method in METHODS.values() for name in (*method.settings, *method.suggested))}
@@ -36,24 +35,6 @@ ENOUGH = 10
 """Federations from which the approximations of the rank tests hold (Demsar 2006)."""
 SHOWN = 0.95
 """Posterior probability from which a page says that something is shown."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FinishedRun:
-    """A run with a summary."""
-
-    folder: Path
-    config: Config
-
-    @property
-    def seed(self) -> int:
-        """Its seed."""
-        return self.config.run.seed
-
-    @property
-    def method(self) -> str:
-        """Its strategy."""
-        return self.config.mixing.strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,21 +54,6 @@ class FederationResults:
     """By method, the seeds of others that it lacks; it is in no table."""
     in_one_place: Mapping[str, tuple[float, ...]]
     """Of `centralized` and `multitask`, which have one client a task, the mean test scores by seed."""
-
-
-def find_finished_runs(folders: Sequence[Path | str]) -> tuple[FinishedRun, ...]:
-    """All finished runs below these folders, in the order of their paths; those of development seeds aside.
-
-    Raises:
-        ConfigError: there is none.
-        CheckpointError: the settings of one cannot be read.
-    """
-    paths = sorted({path.parent for folder in folders for path in Path(folder).rglob("summary.json")})
-    runs = [FinishedRun(folder=path, config=load_config(RunFolder(path).config)) for path in paths]
-    chosen = tuple(run for run in runs if run.seed not in DEVELOPMENT_SEEDS)
-    if not chosen:
-        raise ConfigError(f"no finished run below {', '.join(map(str, folders))}; run `atlas compare` first")
-    return chosen
 
 
 def federation_results(runs: Sequence[FinishedRun], *, control: str) -> tuple[FederationResults, ...]:
@@ -131,7 +97,7 @@ def _compare_federation(runs: Sequence[FinishedRun], *, control: str) -> Federat
         if len(by_seed) < len(every_seed)
     }
     complete = {
-        name: [run.folder for run in by_seed.values()] for name, by_seed in methods.items() if name not in incomplete
+        name: [run.scores for run in by_seed.values()] for name, by_seed in methods.items() if name not in incomplete
     }
     config = runs[0].config
     if complete and control not in complete:
@@ -147,7 +113,7 @@ def _compare_federation(runs: Sequence[FinishedRun], *, control: str) -> Federat
             if value_of(config, name) != value_of(Config(), name)
         },
         tuned={name: tuned[name] for name in _in_order(complete, control) if name in tuned},
-        comparison=compare_methods(_in_order(complete, control), control=control) if len(complete) > 1 else None,
+        comparison=compare_scores(_in_order(complete, control), control=control) if len(complete) > 1 else None,
         incomplete=incomplete,
         in_one_place=_scores_in_one_place(central),
     )
@@ -176,12 +142,11 @@ def _scores_in_one_place(runs: Sequence[FinishedRun]) -> dict[str, tuple[float, 
     scores: dict[str, tuple[float, ...]] = {}
     for run in runs:
         name = "multitask" if run.config.training.multitask else "centralized"
-        score = read_summary(run.folder)["overall"]["final"]["test"]["primary"]
-        scores[name] = (*scores.get(name, ()), score)
+        scores[name] = (*scores.get(name, ()), fmean(run.scores.scores.values()))
     return scores
 
 
-def _in_order(methods: Mapping[str, list[Path]], control: str) -> dict[str, list[Path]]:
+def _in_order(methods: Mapping[str, list[RunScores]], control: str) -> dict[str, list[RunScores]]:
     """`local` and the control first, then the others by name."""
     names = sorted(methods, key=lambda name: (name != "local", name != control, name))
     return {name: methods[name] for name in names}
@@ -211,9 +176,8 @@ def rank_over_federations(results: Sequence[FederationResults]) -> MethodRanks |
     return rank_comparisons(compared)
 
 
-def results_page(folders: Sequence[Path | str], *, control: str) -> str:
-    """The page, as Markdown; errors as of `find_finished_runs` and `federation_results`."""
-    runs = find_finished_runs(folders)
+def results_page(runs: Sequence[FinishedRun], *, control: str) -> str:
+    """The page of these runs, as Markdown; errors as of `federation_results`."""
     results = federation_results(runs, control=control)
     ranks = rank_over_federations(results)
     lines = [

@@ -1,0 +1,171 @@
+"""Finished runs, from their folders or from the rows of a CSV file (`atlas results --csv`).
+
+A row says how to make its run again: a preset and the flags in which the run differs from it. The hash of the run's
+settings stands beside them, so that a row whose words mean something else by now is found. Folders of runs are large
+and stay where they were made; a file of rows can be kept beside the page that was written from it, added to, and read
+by whatever reads CSV.
+"""
+
+import csv
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from atlas_fl.config import Config, config_hash, differences, load_config
+from atlas_fl.config.presets import find_preset
+from atlas_fl.config.settings import replace_settings, settings
+from atlas_fl.config.values import from_words, to_words
+from atlas_fl.errors import ConfigError
+from atlas_fl.experiment.tuning import DEVELOPMENT_SEEDS
+from atlas_fl.report.method_comparison import RunScores, read_scores
+from atlas_fl.storage.run_folder import RunFolder
+
+COLUMNS = (
+    *("preset", "dial", "strategy", "seed", "mean", "gain_over_majority", "bytes", "bytes_below_whole", "seconds"),
+    *("clients", "tasks", "scores", "flags", "config_hash"),
+)
+"""Of the file. `clients`, `tasks` and `scores` have one word a client; what flags or scores say as well (strategy,
+seed, mean) is there for readers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedRun:
+    """A run with a summary."""
+
+    config: Config
+    scores: RunScores
+
+    @property
+    def seed(self) -> int:
+        """Its seed."""
+        return self.config.run.seed
+
+    @property
+    def method(self) -> str:
+        """Its strategy."""
+        return self.config.mixing.strategy
+
+
+def find_finished_runs(places: Sequence[Path | str]) -> tuple[FinishedRun, ...]:
+    """All finished runs below these folders and in these CSV files, each once; those of development seeds aside.
+
+    Raises:
+        ConfigError: there is none, or a row of a file is none of a run.
+        CheckpointError: the settings or the summary of one cannot be read.
+        DataError: one has no test score of every client.
+    """
+    files = [Path(place) for place in places if Path(place).is_file()]
+    folders = sorted({path.parent for place in places for path in Path(place).rglob("summary.json")})
+    runs = {config_hash(run.config): run for file in files for run in read_csv(file)}
+    for folder in folders:
+        config = load_config(RunFolder(folder).config)
+        if config.run.seed not in DEVELOPMENT_SEEDS:
+            runs[config_hash(config)] = FinishedRun(config=config, scores=read_scores(folder))
+    if not runs:
+        raise ConfigError(f"no finished run below {', '.join(map(str, places))}; run `atlas compare` first")
+    return tuple(sorted(runs.values(), key=_order))
+
+
+def _order(run: FinishedRun) -> tuple[str, int, str, int, str]:
+    settings_of_run = run.config.run
+    dial = -1 if settings_of_run.dial is None else settings_of_run.dial
+    return settings_of_run.preset, dial, run.method, run.seed, config_hash(run.config)
+
+
+def to_csv(runs: Iterable[FinishedRun]) -> str:
+    """The rows of these runs, with a header; numbers in full precision, unknown ones empty."""
+    text = StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for run in runs:
+        scores = run.scores
+        writer.writerow(
+            [
+                *(run.config.run.preset, run.config.run.dial, run.method, run.seed),
+                sum(scores.scores.values()) / len(scores.scores),
+                *(scores.gain_over_majority, scores.num_bytes, scores.bytes_below_whole, scores.seconds),
+                *(
+                    " ".join(map(str, words))
+                    for words in (scores.scores, scores.tasks.values(), scores.scores.values())
+                ),
+                shlex.join(_flags(run.config)),
+                config_hash(run.config),
+            ]
+        )
+    return text.getvalue()
+
+
+def _words(values: Iterable[object]) -> str:
+    return " ".join(map(str, values))
+
+
+def _flags(config: Config) -> list[str]:
+    changed = differences(find_preset(config.run.preset, dial=config.run.dial), config)
+    return [word for name, (_, value) in changed.items() for word in (settings()[name].flag, *to_words(value))]
+
+
+def is_csv(path: Path) -> bool:
+    """Whether a file begins as `to_csv` writes it."""
+    with path.open("rb") as file:
+        return file.readline(1000).rstrip(b"\r\n") == ",".join(COLUMNS).encode()
+
+
+def read_csv(path: Path) -> list[FinishedRun]:
+    """The runs of a file that `to_csv` has written, in its order.
+
+    Raises:
+        ConfigError: it is none, a row does not say what one says, or the flags of a row mean other settings than those
+            that its run had: a default or a preset has changed since.
+    """
+    if not is_csv(path):
+        raise ConfigError(f"{path} is no file of runs; give folders of runs, or a CSV file that `atlas results` wrote")
+    with path.open(newline="", encoding="utf-8", errors="replace") as file:
+        rows = list(enumerate(csv.DictReader(file), start=2))
+    return [_read_row(row, f"line {line} of {path}") for line, row in rows]
+
+
+def _read_row(row: Mapping[str, Any], where: str) -> FinishedRun:
+    try:
+        config = _config_of(row)
+        scores = _scores_of(row, config.run.seed)
+    except (ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
+        raise ConfigError(f"{where} is no row of a run ({error}); restore the file, or take the line out") from None
+    if config_hash(config) != row["config_hash"]:
+        raise ConfigError(
+            f"{where} is of a run {row['config_hash']:.16}, and its flags mean {config_hash(config)} today: a preset or"
+            " a default has changed since; take such lines out and run them again"
+        )
+    return FinishedRun(config=config, scores=scores)
+
+
+def _config_of(row: Mapping[str, Any]) -> Config:
+    base = find_preset(row["preset"], dial=int(row["dial"]) if row["dial"] else None)
+    words: dict[str, list[str]] = {}
+    for word in shlex.split(row["flags"]):
+        if word.startswith("--"):
+            name = word.removeprefix("--").replace("-", "_")
+            words[name] = []
+        else:
+            words[name].append(word)
+    values = {name: from_words(own, settings()[name].kind) for name, own in words.items()}
+    return replace_settings(values, base=base)
+
+
+def _scores_of(row: Mapping[str, Any], seed: int) -> RunScores:
+    clients, tasks, scores = (row[name].split(" ") for name in ("clients", "tasks", "scores"))
+    return RunScores(
+        seed=seed,
+        tasks=dict(zip(clients, tasks, strict=True)),
+        scores={name: float(score) for name, score in zip(clients, scores, strict=True)},
+        gain_over_majority=_number(row["gain_over_majority"]),
+        num_bytes=int(row["bytes"]),
+        bytes_below_whole=_number(row["bytes_below_whole"]),
+        seconds=_number(row["seconds"]),
+    )
+
+
+def _number(text: str) -> float | None:
+    return float(text) if text else None
