@@ -236,8 +236,9 @@ def images_nc(dial: int = MIDDLE) -> Config:
             test_samples=40,
             devices=("laptop_8gb",),
         ),
-        model=ModelConfig(model="dinov2-vits14"),
-        training=TrainingConfig(rounds=8, eval_every=2),
+        model=ModelConfig(model="dinov2-vits14", adapted_blocks=2),
+        # two of twelve blocks: below them everything is computed once
+        training=TrainingConfig(rounds=12, eval_every=4, lr=2e-3),
         clustering=ClusteringConfig(clusters="1"),
         ranks=RanksConfig(ranks="8"),
         mixing=MixingConfig(strategy="fedavg"),
