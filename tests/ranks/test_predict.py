@@ -16,6 +16,7 @@ from atlas_fl.ranks.cost_model import (
     message_bytes,
     predict_round,
     training_flops,
+    with_extra_bytes,
 )
 from atlas_fl.ranks.devices import parse_device
 
@@ -77,6 +78,13 @@ def test_a_client_that_shares_nothing_sends_nothing_and_waits_for_nothing() -> N
     )
     assert (found.up_bytes, found.down_bytes, found.transfer_seconds) == (0, 0, 0.0)
     assert found.seconds == found.compute_seconds > 0
+
+
+def test_bytes_beside_the_model_take_their_time_by_hand() -> None:
+    found = predict_round(SHAPE, DEVICE, ranks=[2, 3], step=TrainingStep(tokens=8), tokens=10, length=5.0)
+    more = with_extra_bytes(found, DEVICE, up=1000, down=-100)
+    assert (more.up_bytes, more.down_bytes) == (found.up_bytes + 1000, found.down_bytes - 100)
+    assert more.transfer_seconds == pytest.approx(found.transfer_seconds + 1000 / 1e6 - 100 / 2e6)
 
 
 def test_a_client_that_holds_one_block_pays_for_one() -> None:

@@ -41,7 +41,14 @@ from atlas_fl.planning.planner import client_side_names, cuts_of, recluster, res
 from atlas_fl.rng import generator
 from atlas_fl.runtime.engine import Engine, MissingAnswersError
 from atlas_fl.setup.assembly import Assembly
-from atlas_fl.setup.options import is_reclustered, space_of, strategy_of, strategy_options, train_options
+from atlas_fl.setup.options import (
+    is_reclustered,
+    num_participants,
+    space_of,
+    strategy_of,
+    strategy_options,
+    train_options,
+)
 from atlas_fl.sparse.masked_sgd import restore_frozen
 from atlas_fl.sparse.masks import Mask
 from atlas_fl.split.channel import Cut
@@ -242,14 +249,9 @@ def select_models(
 
 def sample(names: Sequence[str], *, participation: float, seed: int, round: int) -> tuple[str, ...]:
     """The clients that train in this round, at least one, in the clients' order: a function of seed and round."""
-    count = max(1, round_half_up(participation * len(names)))
+    count = num_participants(len(names), participation)
     chosen = generator(seed, "sample", round).choice(len(names), size=count, replace=False)
     return tuple(names[index] for index in sorted(chosen))
-
-
-def round_half_up(value: float) -> int:
-    """The nearest whole number; halves go up, where Python's own rounding goes to the even one."""
-    return int(value + 0.5)
 
 
 def check_updates(

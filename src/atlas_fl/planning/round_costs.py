@@ -10,6 +10,7 @@ from atlas_fl.client.local_training import num_steps
 from atlas_fl.data.clients import ClientData
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.params import Params, head_keys, num_values, select, shared_params
+from atlas_fl.planning.method_traffic import method_bytes
 from atlas_fl.ranks.allocation import RankAssignment, assign_ranks
 from atlas_fl.ranks.cost_model import (
     HEAP_COPIES,
@@ -23,10 +24,11 @@ from atlas_fl.ranks.cost_model import (
     message_bytes,
     predict_cut_round,
     predict_round,
+    with_extra_bytes,
 )
 from atlas_fl.ranks.devices import DEVICES, Device
 from atlas_fl.setup.assembly import Assembly
-from atlas_fl.setup.options import train_options
+from atlas_fl.setup.options import num_participants, train_options
 from atlas_fl.split.channel import NORMS, Cut
 from atlas_fl.split.codec import message_size
 from atlas_fl.split.model import select_client_side
@@ -125,7 +127,7 @@ def _predict_client_side(
     data = _train_examples(assembly, client)
     passes = _num_passes(assembly, data)
     lengths, step = data.lengths.astype(np.float64), heaviest_step(assembly, client, cut)
-    return predict_round(
+    prediction = predict_round(
         assembly.shape,
         device,
         ranks=ranks,
@@ -135,6 +137,21 @@ def _predict_client_side(
         share=share,
         overhead_bytes=_message_overhead(assembly, client, ranks, share, step, cut),
         logits=int(data.num_targets.sum() * assembly.shape.vocabulary * passes) if step.logits else 0,
+    )
+    if not share or cut is not None:
+        return prediction
+    up, down = _method_bytes(assembly, client, ranks)
+    return with_extra_bytes(prediction, device, up=up, down=down)
+
+
+def _method_bytes(assembly: Assembly, client: ClientData, ranks: Sequence[int]) -> tuple[int, int]:
+    training = assembly.config.training
+    return method_bytes(
+        assembly.config,
+        train_options(assembly.config, with_images=assembly.has_images),
+        assembly.initial_params(client, tuple(ranks)),
+        participants=num_participants(len(assembly.clients), training.participation),
+        labels=client.task.num_labels,
     )
 
 

@@ -403,6 +403,17 @@ def predict_round(
     )
 
 
+def with_extra_bytes(prediction: RoundPrediction, device: Device, *, up: int, down: int) -> RoundPrediction:
+    """The same round with so many bytes more beside the model, or fewer where these are below 0."""
+    extra_seconds = up / device.up_bytes_per_second + down / device.down_bytes_per_second
+    return replace(
+        prediction,
+        up_bytes=prediction.up_bytes + up,
+        down_bytes=prediction.down_bytes + down,
+        transfer_seconds=prediction.transfer_seconds + extra_seconds,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class RoundTraffic:
     """What crosses a client's cut in a round of training, all steps together."""

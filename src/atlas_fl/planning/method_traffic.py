@@ -1,0 +1,71 @@
+"""What a method sends in a round beside the model, or leaves out of it: corrections, models of other clusters, class
+features, a frozen part, factors in turn. In bytes of encoded tensors, as the ledger will have them.
+"""
+
+import numpy as np
+import torch
+
+from atlas_fl.client.class_features import summarize
+from atlas_fl.client.options import TrainOptions
+from atlas_fl.config import Config
+from atlas_fl.config.methods import has_frozen_part, reads_features, rule_of
+from atlas_fl.params import LORA_A, LORA_B, Params, head_keys, select, shared_params
+from atlas_fl.partial_sharing import is_fully_shared
+from atlas_fl.storage.ledger import payload_bytes
+
+
+def method_bytes(
+    config: Config, options: TrainOptions, model: Params, *, participants: int, labels: int
+) -> tuple[int, int]:
+    """(bytes up, bytes down) that a round of this client has beyond its shared model once each way; below 0 for less.
+
+    Where rounds differ, as RoLoRA's, it is the mean of two that follow each other. A frozen part is that of clients
+    with this client's ranks.
+
+    Args:
+        model: all that the client trains, whole.
+        participants: clients that take part in a round.
+        labels: classes of the client's task.
+    """
+    shared = shared_params(model, config.mixing.share)
+    size, rule = _size(shared), rule_of(config)
+    if config.training.control_variates:
+        return size, size
+    if rule == "fedavg_dynamic":
+        return 0, size
+    if rule == "ifca":
+        return 0, (config.server.ifca_clusters - 1) * size
+    if has_frozen_part(config):
+        adapters = {key: tensor for key, tensor in shared.items() if key.endswith((LORA_A, LORA_B))}
+        if rule == "fedavg_stacked":  # in the place of adapters
+            return 0, _size(_stacked(adapters, participants)) - _size(adapters)
+        return 0, _size(_stacked(adapters, participants - 1))
+    if reads_features(config):
+        (weight,) = (tensor for key, tensor in model.items() if key in head_keys(model) and tensor.dim() == 2)
+        nothing = summarize(torch.zeros(0, weight.shape[1]), np.zeros(0, np.int64), num_labels=labels)
+        return payload_bytes(nothing), 0
+    unsent = [_size({key: one for key, one in shared.items() if not options.trains(key, round=n)}) for n in (1, 2)]
+    return (-sum(unsent) // 2, -sum(unsent) // 2) if _leaves_out_untrained(config) else (0, 0)
+
+
+def _size(params: Params) -> int:
+    """Of adapters and head in a message each."""
+    head = head_keys(params)
+    parts = (select(params, head), {key: tensor for key, tensor in params.items() if key not in head})
+    return sum(payload_bytes(part) for part in parts if part)
+
+
+def _stacked(adapters: Params, count: int) -> Params:
+    """Factors of so many clients as one."""
+    return {
+        key: torch.cat([tensor] * count, dim=0 if key.endswith(LORA_A) else 1)
+        for key, tensor in adapters.items()
+        if count
+    }
+
+
+def _leaves_out_untrained(config: Config) -> bool:
+    """Whether what does not train in a round stays as it is everywhere, and is not sent (`experiment.untrained`)."""
+    mixing = config.mixing
+    is_mean = rule_of(config) == "fedavg" and mixing.space == "factors" and not mixing.personal_models
+    return is_mean and mixing.aggregate_every == 1 and is_fully_shared(mixing.share)
