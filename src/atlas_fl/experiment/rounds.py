@@ -38,17 +38,16 @@ from atlas_fl.partial_sharing import expected_update, has_hidden_factors
 from atlas_fl.planning.host_assignment import attach_hosts, match_round_hosts
 from atlas_fl.planning.plan import PlanResult
 from atlas_fl.planning.planner import client_side_names, cuts_of, recluster, resize_adapters
-from atlas_fl.rng import generator
 from atlas_fl.runtime.engine import Engine, MissingAnswersError
 from atlas_fl.setup.assembly import Assembly
 from atlas_fl.setup.options import (
     is_reclustered,
-    num_participants,
     space_of,
     strategy_of,
     strategy_options,
     train_options,
 )
+from atlas_fl.setup.participation import sample
 from atlas_fl.sparse.masked_sgd import restore_frozen
 from atlas_fl.sparse.masks import Mask
 from atlas_fl.split.channel import Cut
@@ -245,13 +244,6 @@ def select_models(
         name for name in scored if local_scores[name].metrics["loss"] < mixed_scores[name].metrics["loss"]
     )
     return {name: trained[name] if name in kept_local else params for name, params in mixed.items()}, kept_local
-
-
-def sample(names: Sequence[str], *, participation: float, seed: int, round: int) -> tuple[str, ...]:
-    """The clients that train in this round, at least one, in the clients' order: a function of seed and round."""
-    count = num_participants(len(names), participation)
-    chosen = generator(seed, "sample", round).choice(len(names), size=count, replace=False)
-    return tuple(names[index] for index in sorted(chosen))
 
 
 def check_updates(

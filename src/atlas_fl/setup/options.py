@@ -204,9 +204,3 @@ def fingerprint_options(config: Config, *, round: int = 0) -> FingerprintOptions
         samples=config.clustering.fingerprint_samples,
         steps=config.clustering.fingerprint_steps * factor,
     )
-
-
-def num_participants(clients: int, participation: float) -> int:
-    """Of so many clients those that train in a round: the nearest whole number, halves up, and at least one."""
-    # Python's own rounding goes to the even one
-    return max(1, int(participation * clients + 0.5))
