@@ -25,6 +25,7 @@ from atlas_fl.report.statistics import (
     compare_with_control,
     describe_methods,
     hurt_share,
+    least_sign_flip_p,
 )
 
 CONTROLS = ("fedavg_cluster", "fedavg", BASELINE)
@@ -252,7 +253,7 @@ def pairs_table(comparison: MethodComparison) -> Table:
             number(pair.bayesian.right, 2),
             EMPTY if pair.seeds_needed is None else str(pair.seeds_needed),
         )
-    least = max((pair.least_p for pair in comparison.pairs.values()), default=1.0)
+    least = least_sign_flip_p(len(comparison.seeds))
     table.caption = (
         f"paired by seed; p by sign flips, at least {least:.3g} with {len(comparison.seeds)} seeds, Holm over the rows;"
         f"\nP: Bayesian signed-rank, equal within {ROPE:g}; seeds needed: for a difference of that size, power .8"

@@ -23,7 +23,7 @@ from atlas_fl.report.federation_ranks import MethodRanks, rank_comparisons
 from atlas_fl.report.finished_runs import FinishedRun
 from atlas_fl.report.format import EMPTY, human_bytes, number, seconds
 from atlas_fl.report.method_comparison import MethodComparison, MethodRow, RunScores, compare_scores
-from atlas_fl.report.statistics import ALPHA, ROPE, PairedComparison
+from atlas_fl.report.statistics import ALPHA, ROPE, PairedComparison, least_sign_flip_p
 
 OF_THE_METHOD = frozenset(
     {"strategy", "seed", *(name for method in METHODS.values() for name in (*method.settings, *method.suggested))}
@@ -306,7 +306,7 @@ def _method_cells(row: MethodRow) -> list[str]:
 
 
 def _pair_rows(comparison: MethodComparison) -> Iterator[str]:
-    least = max(pair.least_p for pair in comparison.pairs.values())
+    least = least_sign_flip_p(len(comparison.seeds))
     headings = ["difference and 95%", "d_z", f"p (least {least:.3g})", "Holm", "equal, better", "shown", "seeds needed"]
     yield f"| minus `{comparison.control}` | {' | '.join(headings)} |"
     yield "|---|---|---|---|---|---|---|---|"
