@@ -62,9 +62,9 @@ if TYPE_CHECKING:
     from atlas_fl.planning.plan import Plan as Plan
     from atlas_fl.planning.planner import make_plan as make_plan
     from atlas_fl.planning.planner import measure_leakage as measure_leakage
-    from atlas_fl.report.comparison import ComparisonRow as ComparisonRow
-    from atlas_fl.report.comparison import comparison_rows as comparison_rows
     from atlas_fl.report.figures import draw_all as draw_all
+    from atlas_fl.report.score_table import ComparisonRow as ComparisonRow
+    from atlas_fl.report.score_table import comparison_rows as comparison_rows
     from atlas_fl.sparse.fisher import Fisher as Fisher
     from atlas_fl.sparse.fisher import fisher_scores as fisher_scores
     from atlas_fl.sparse.fisher import logits_of_module as logits_of_module
@@ -95,8 +95,8 @@ _HOMES = {
     "planning.place_client": "ClientPlacement place_client",
     "planning.plan": "Plan",
     "planning.planner": "make_plan measure_leakage",
-    "report.comparison": "ComparisonRow comparison_rows",
     "report.figures": "draw_all",
+    "report.score_table": "ComparisonRow comparison_rows",
     "sparse.fisher": "Fisher fisher_scores logits_of_module",
     "sparse.masks": "calibrate_mask make_mask",
     "sparse.masked_sgd": "SparseSGDM",

@@ -18,9 +18,9 @@ from atlas_fl.experiment.recorder import check_run_files
 from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.planning.place_client import place_client
 from atlas_fl.planning.plan import Plan
-from atlas_fl.report.comparison import comparison_rows
 from atlas_fl.report.figures import FIGURES
 from atlas_fl.report.record import read_record
+from atlas_fl.report.score_table import comparison_rows
 from atlas_fl.report.tables import closing_table
 from atlas_fl.storage import checkpoint
 from atlas_fl.storage.jsonl import read_json

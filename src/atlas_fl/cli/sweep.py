@@ -292,7 +292,7 @@ def _in_one_place(points: Sequence[Point]) -> list[str]:
 
 
 def _show_comparison(points: Sequence[Point], folders: Sequence[Path], *, path: Path, note: str) -> None:
-    from atlas_fl.report.comparison import comparison_rows, comparison_table, tasks_table, to_csv, to_latex
+    from atlas_fl.report.score_table import comparison_rows, comparison_table, tasks_table, to_csv, to_latex
     from atlas_fl.storage.files import write_atomic
 
     groups: dict[str, list[Path]] = {}

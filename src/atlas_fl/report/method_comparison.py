@@ -1,7 +1,7 @@
-"""Methods compared over seeds: intervals, paired tests against a control, hurt clients; table, JSON, Markdown, LaTeX.
+"""`atlas compare`: methods over the same seeds, with intervals, paired tests against a control and hurt clients.
 
-The scores are those of finished runs: a run of every method for every seed, with the same clients. Which statistic
-answers which question: docs/algorithms/statistics.md.
+The scores are those of finished runs: a run of every method for every seed, with the same clients. Written as tables,
+JSON, Markdown and LaTeX. Which statistic answers which question: docs/algorithms/statistics.md.
 """
 
 import json
@@ -16,8 +16,8 @@ from rich.table import Table
 
 from atlas_fl.errors import ConfigError, DataError
 from atlas_fl.experiment.tuning import TunedMethod
-from atlas_fl.report.comparison import BASELINE, escape_latex, read_summary
 from atlas_fl.report.format import EMPTY, add_columns, human_bytes, new_table, number
+from atlas_fl.report.score_table import BASELINE, escape_latex, read_summary
 from atlas_fl.report.statistics import (
     ROPE,
     MethodStatistics,

@@ -1,4 +1,8 @@
-"""atlas compare: runs side by side, mean and spread over seeds, worst client, gain over local; table, CSV, LaTeX."""
+"""A table of scores: groups of runs that differ only in their seed, one row each; for the terminal, CSV and LaTeX.
+
+`atlas sweep` and `atlas compare` write it. A row has mean and deviation over seeds, the worst client, the gain over
+local training, bytes and seconds; the statistics of a comparison are in `report.method_comparison`.
+"""
 
 import csv
 from collections.abc import Mapping, Sequence
