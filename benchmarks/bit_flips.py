@@ -35,8 +35,8 @@ from atlas_fl.errors import AtlasError
 from atlas_fl.experiment.export import export_client
 from atlas_fl.experiment.recorder import check_run_files
 from atlas_fl.experiment.run import resume_run, run_config
+from atlas_fl.report.finished_runs import read_summary
 from atlas_fl.report.record import read_record
-from atlas_fl.report.score_table import read_summary
 from atlas_fl.rng import generator
 from atlas_fl.storage import checkpoint
 from atlas_fl.storage.assets import embedded_dir, model_dir

@@ -155,7 +155,7 @@ def test_an_older_model_is_not_exported_in_place_of_a_damaged_one(
 
 
 def test_a_digit_of_the_summary_is_found_by_resume_and_compare(complete: Path) -> None:
-    from atlas_fl.report.score_table import read_summary
+    from atlas_fl.report.finished_runs import read_summary
 
     other_digit(complete / "summary.json", "total")
     for read in (resume_run, read_summary):

@@ -1,4 +1,4 @@
-"""Finished runs, from their folders or from the rows of a CSV file (`atlas results --csv`).
+"""Finished runs and their scores, read from run folders or from the rows of a CSV file (`atlas results --csv`).
 
 A row says how to make its run again: a preset and the flags in which the run differs from it. The hash of the run's
 settings stands beside them, so that a row whose words mean something else by now is found. Folders of runs are large
@@ -12,16 +12,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from atlas_fl.config import Config, config_hash, differences, load_config
 from atlas_fl.config.presets import find_preset
 from atlas_fl.config.settings import replace_settings, settings
 from atlas_fl.config.values import from_words, to_words
-from atlas_fl.errors import ConfigError
+from atlas_fl.errors import CheckpointError, ConfigError, DataError
 from atlas_fl.experiment.tuning import DEVELOPMENT_SEEDS
-from atlas_fl.report.method_comparison import RunScores, read_scores
-from atlas_fl.storage.run_folder import RunFolder
+from atlas_fl.storage.digests import check_files
+from atlas_fl.storage.json_shapes import SUMMARY, check_shape
+from atlas_fl.storage.jsonl import read_json
+from atlas_fl.storage.run_folder import RunFolder, find_run
 
 COLUMNS = (
     *("preset", "dial", "strategy", "seed", "mean", "gain_over_majority", "bytes", "bytes_below_whole", "seconds"),
@@ -29,6 +31,25 @@ COLUMNS = (
 )
 """Of the file. `clients`, `tasks` and `scores` have one word a client; what flags or scores say as well (strategy,
 seed, mean) is there for readers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunScores:
+    """What a comparison needs of one finished run."""
+
+    seed: int
+    tasks: Mapping[str, str]
+    """By client, the task."""
+    scores: Mapping[str, float]
+    """By client, the test score in the task's own metric."""
+    gain_over_majority: float | None
+    """Mean accuracy above the majority class."""
+    num_bytes: int
+    """Both directions."""
+    bytes_below_whole: float | None
+    """Share of the bytes that it does not send of those of whole models in every round."""
+    seconds: float | None
+    """Wall-clock time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +68,45 @@ class FinishedRun:
     def method(self) -> str:
         """Its strategy."""
         return self.config.mixing.strategy
+
+
+def read_summary(run: Path | str) -> Mapping[str, Any]:
+    """The content of `summary.json` of a complete run.
+
+    Raises:
+        CheckpointError: the run is missing or not complete.
+    """
+    folder = find_run(run)
+    if not folder.summary.exists():
+        raise CheckpointError(f"run {folder.path} is not complete: it has no summary.json; atlas resume {folder.path}")
+    check_files(folder, folder.summary)
+    content: Mapping[str, Any] = read_json(folder.summary)
+    check_shape(content, SUMMARY, file=folder.summary)
+    return content
+
+
+def read_scores(run: Path | str, *, score: Literal["final", "best"] = "final") -> RunScores:
+    """Those of a run folder; of the models that clients end with, or of the best round by validation.
+
+    Raises:
+        CheckpointError: the run is missing or not complete.
+        DataError: a client has no test score.
+    """
+    summary = read_summary(run)
+    clients = summary["clients"]
+    try:
+        scores = {name: float(entry[score]["test"]["primary"]) for name, entry in clients.items()}
+    except KeyError as error:
+        raise DataError(f"run {run} has no test score of every client ({error}); run it again") from None
+    return RunScores(
+        seed=int(summary["run"]["seed"]),
+        tasks={name: str(entry.get("task", "")) for name, entry in clients.items()},
+        scores=scores,
+        gain_over_majority=summary["overall"][score].get("test", {}).get("gain_over_majority"),
+        num_bytes=summary["bytes"]["up"] + summary["bytes"]["down"],
+        bytes_below_whole=summary["bytes"].get("full_model", {}).get("reduction"),
+        seconds=summary.get("seconds", {}).get("total"),
+    )
 
 
 def find_finished_runs(places: Sequence[Path | str]) -> tuple[FinishedRun, ...]:

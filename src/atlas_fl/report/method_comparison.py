@@ -16,8 +16,9 @@ from rich.table import Table
 
 from atlas_fl.errors import ConfigError, DataError
 from atlas_fl.experiment.tuning import TunedMethod
+from atlas_fl.report.finished_runs import RunScores, read_scores
 from atlas_fl.report.format import EMPTY, add_columns, human_bytes, new_table, number
-from atlas_fl.report.score_table import BASELINE, escape_latex, read_summary
+from atlas_fl.report.score_table import BASELINE, escape_latex
 from atlas_fl.report.statistics import (
     ROPE,
     MethodStatistics,
@@ -65,49 +66,6 @@ class MethodComparison:
     """By method."""
     pairs: Mapping[str, PairedComparison]
     """By method: its scores minus those of the control; empty for one seed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunScores:
-    """What a comparison needs of one finished run."""
-
-    seed: int
-    tasks: Mapping[str, str]
-    """By client, the task."""
-    scores: Mapping[str, float]
-    """By client, the test score in the task's own metric."""
-    gain_over_majority: float | None
-    """Mean accuracy above the majority class."""
-    num_bytes: int
-    """Both directions."""
-    bytes_below_whole: float | None
-    """Share of the bytes that it does not send of those of whole models in every round."""
-    seconds: float | None
-    """Wall-clock time."""
-
-
-def read_scores(run: Path | str, *, score: Literal["final", "best"] = "final") -> RunScores:
-    """Those of a run folder; of the models that clients end with, or of the best round by validation.
-
-    Raises:
-        CheckpointError: the run is missing or not complete.
-        DataError: a client has no test score.
-    """
-    summary = read_summary(run)
-    clients = summary["clients"]
-    try:
-        scores = {name: float(entry[score]["test"]["primary"]) for name, entry in clients.items()}
-    except KeyError as error:
-        raise DataError(f"run {run} has no test score of every client ({error}); run it again") from None
-    return RunScores(
-        seed=int(summary["run"]["seed"]),
-        tasks={name: str(entry.get("task", "")) for name, entry in clients.items()},
-        scores=scores,
-        gain_over_majority=summary["overall"][score].get("test", {}).get("gain_over_majority"),
-        num_bytes=summary["bytes"]["up"] + summary["bytes"]["down"],
-        bytes_below_whole=summary["bytes"].get("full_model", {}).get("reduction"),
-        seconds=summary.get("seconds", {}).get("total"),
-    )
 
 
 def compare_methods(

@@ -20,9 +20,9 @@ from atlas_fl.config.values import to_words
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.tuning import KNOBS
 from atlas_fl.report.federation_ranks import MethodRanks, rank_comparisons
-from atlas_fl.report.finished_runs import FinishedRun
+from atlas_fl.report.finished_runs import FinishedRun, RunScores
 from atlas_fl.report.format import EMPTY, human_bytes, number, seconds
-from atlas_fl.report.method_comparison import MethodComparison, MethodRow, RunScores, compare_scores
+from atlas_fl.report.method_comparison import MethodComparison, MethodRow, compare_scores
 from atlas_fl.report.statistics import ALPHA, ROPE, PairedComparison, least_sign_flip_p
 
 OF_THE_METHOD = frozenset(

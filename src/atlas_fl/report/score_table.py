@@ -15,11 +15,9 @@ from typing import Any, Literal
 from rich.markup import escape
 from rich.table import Table
 
-from atlas_fl.errors import CheckpointError
+from atlas_fl.report.finished_runs import read_summary
 from atlas_fl.report.format import EMPTY, add_columns, human_bytes, new_table, number, seconds
-from atlas_fl.storage.digests import check_files
-from atlas_fl.storage.json_shapes import SUMMARY, check_shape, require_fields
-from atlas_fl.storage.jsonl import read_json
+from atlas_fl.storage.json_shapes import require_fields
 from atlas_fl.storage.run_folder import find_run
 
 BASELINE = "local"
@@ -82,21 +80,6 @@ def _complete(run: Path | str) -> Mapping[str, Any]:
     require_fields(summary, "run", "overall", "tasks", "bytes", file=find_run(run).summary)
     require_fields(summary["overall"], "final", "best", file=find_run(run).summary)
     return summary
-
-
-def read_summary(run: Path | str) -> Mapping[str, Any]:
-    """The content of `summary.json` of a complete run.
-
-    Raises:
-        CheckpointError: the run is missing or not complete.
-    """
-    folder = find_run(run)
-    if not folder.summary.exists():
-        raise CheckpointError(f"run {folder.path} is not complete: it has no summary.json; atlas resume {folder.path}")
-    check_files(folder, folder.summary)
-    content: Mapping[str, Any] = read_json(folder.summary)
-    check_shape(content, SUMMARY, file=folder.summary)
-    return content
 
 
 def _seed(summary: Mapping[str, Any]) -> object:

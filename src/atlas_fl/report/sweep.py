@@ -16,8 +16,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from atlas_fl.experiment.search import SearchResult, Trial
+from atlas_fl.report.finished_runs import read_summary
 from atlas_fl.report.format import add_columns, new_table, number
-from atlas_fl.report.score_table import read_summary
 from atlas_fl.report.style import MARKERS, TASK_COLOURS, TICK_SIZE, annotate, new_figure, tidy
 
 EVENLY = "iid"
