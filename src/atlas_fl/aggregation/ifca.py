@@ -1,7 +1,7 @@
 """IFCA's averages: inside the clusters whose models the clients have chosen by their losses.
 
 Ghosh, Chung, Yin and Ramchandran, "An Efficient Framework for Clustered Federated Learning", NeurIPS 2020,
-arXiv:2006.04088, with model averaging. Who chooses what is the begin of a round (`experiment.cluster_choice`).
+arXiv:2006.04088, with model averaging. Who chooses what is the begin of a round (`experiment.ifca_choice`).
 """
 
 import numpy as np

@@ -24,10 +24,10 @@ from atlas_fl.config import Config
 from atlas_fl.config.methods import has_frozen_part, rule_of
 from atlas_fl.errors import ProtocolError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, RoundFinished
-from atlas_fl.experiment.cluster_choice import choose_clusters
 from atlas_fl.experiment.control_variates import round_corrections
 from atlas_fl.experiment.early_stopping import best_rounds, should_stop
 from atlas_fl.experiment.frozen_parts import frozen_companions, frozen_messages
+from atlas_fl.experiment.ifca_choice import choose_clusters
 from atlas_fl.experiment.late_join import add_late_clients
 from atlas_fl.experiment.recorder import Recorder
 from atlas_fl.experiment.second_models import gate_of, predicting_models, predicts_as_sent, train_second_models

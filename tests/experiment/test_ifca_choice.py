@@ -17,7 +17,7 @@ from atlas_fl.aggregation.strategies import StrategyOptions
 from atlas_fl.client.job import Job, Update
 from atlas_fl.config import with_values
 from atlas_fl.config.presets import find_preset
-from atlas_fl.experiment.cluster_choice import LOSSES, choose_clusters, draw_clusters
+from atlas_fl.experiment.ifca_choice import LOSSES, choose_clusters, draw_clusters
 from atlas_fl.experiment.state import FederationState
 
 TASKS = {"a": "movie", "b": "movie", "c": "movie", "d": "trec"}
