@@ -147,10 +147,7 @@ def to_csv(runs: Iterable[FinishedRun]) -> str:
                 *(run.config.run.preset, run.config.run.dial, run.method, run.seed),
                 sum(scores.scores.values()) / len(scores.scores),
                 *(scores.gain_over_majority, scores.num_bytes, scores.bytes_below_whole, scores.seconds),
-                *(
-                    " ".join(map(str, words))
-                    for words in (scores.scores, scores.tasks.values(), scores.scores.values())
-                ),
+                *(_words(values) for values in (scores.scores, scores.tasks.values(), scores.scores.values())),
                 shlex.join(_flags(run.config)),
                 config_hash(run.config),
             ]
