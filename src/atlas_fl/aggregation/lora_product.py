@@ -1,8 +1,9 @@
-"""LoRA averaging in product space: `sum_l m_kl s_l B_l A_l`, then the best factors of each client's rank.
+"""LoRA averaging in product space, as FlexLoRA: `sum_l m_kl s_l B_l A_l`, then a truncated SVD to each client's rank.
 
 The dense matrix is never formed while the ranks together stay below its sides: with A^T = Q R (QR of the stack),
 the update is `(B W R^T) Q^T`, and the small Gram matrix `H = R W B^T B W R^T` holds its squared singular values.
-All in float64, so that squaring costs nothing that float32 factors could hold. Eckart and Young, 1936.
+All in float64, so that squaring costs nothing that float32 factors could hold. Eckart and Young, 1936;
+FlexLoRA: Bai et al. 2024, arXiv:2402.11505.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

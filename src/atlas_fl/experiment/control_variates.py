@@ -1,4 +1,6 @@
-"""SCAFFOLD's corrections: what each client's gradient lacks of the mean gradient of all.
+"""Corrections that clients add to their gradients: SCAFFOLD's control variates; FedDyn's from the server state.
+
+SCAFFOLD's is what a client's gradient lacks of the mean gradient of all:
 
     c_k = mean over the steps of client k's last round of its gradients, clipped and not corrected
     c   = (1 / N) sum over all N clients of c_k
@@ -9,7 +11,8 @@ ICML 2020, arXiv:1910.06378. Under SGD c_k is their option II, `c_k - c + (x - y
 under any optimizer and schedule. Who has not trained yet has c_k = 0, so round one is FedAvg. A head's c is over the
 clients of its task, the only ones that it is averaged with. In personal rounds nobody is corrected.
 
-FedDyn's corrections (`aggregation.feddyn`) follow from the server state.
+A client measures c_k while it trains (`client.optimizer.GradientMean`) and adds c - c_k behind clipping
+(`client.optimizer.gradient_chain`). FedDyn's corrections are computed in `aggregation.feddyn`, and added there too.
 """
 
 from collections.abc import Collection, Mapping

@@ -1,5 +1,9 @@
-"""What a method sends in a round beside the model, or leaves out of it: corrections, models of other clusters, class
-features, a frozen part, factors in turn. In bytes of encoded tensors, as the ledger will have them.
+"""Predicted bytes of a round that a method sends beside the model (corrections, other clusters' models) or leaves out.
+
+In bytes of encoded tensors, as the ledger will have them: corrections, models of other clusters, class features, a
+frozen part, factors in turn. Two tables say the same for readers, relative to FedAvg:
+`config.methods.PublishedMethod.relative_bytes` by method and `aggregation.registry.RELATIVE_BYTES` by rule; what
+changes here changes there (`atlas list strategies`).
 """
 
 import numpy as np
