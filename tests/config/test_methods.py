@@ -183,6 +183,8 @@ def test_what_personal_models_do_not_go_with(values: dict[str, Any], message: st
             "classifier_collaboration and --split 2 do not go",
         ),
         ({"strategy": "classifier_collaboration", "share": "A+B"}, "combines heads, and --share A B keeps them at the"),
+        ({"strategy": "fedrep", "feature_alignment": 0.5}, "--feature-alignment pulls to class means that --strategy"),
+        ({"feature_alignment": -1.0}, "--feature-alignment is -1.0"),
         ({"share": "A+B"}, "--share is A B, and --strategy fedpac is --share A B head"),
         ({"workers": 2}, "--strategy fedpac sends class features beside the update, which no message of --workers"),
         (

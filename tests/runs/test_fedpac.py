@@ -11,6 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from atlas_fl.audit.check import audit_run
+from atlas_fl.audit.run_files import read_audited
 from atlas_fl.config import Config, to_toml
 from atlas_fl.deployment.server import check_served
 from atlas_fl.deployment.service import ServerOptions
@@ -59,8 +60,8 @@ def test_the_ledger_has_what_each_client_reported(config: MakeConfig) -> None:
 
 
 def test_a_run_that_is_killed_goes_on_to_the_same_bits(config: MakeConfig, programs: Programs, tmp_path: Path) -> None:
-    whole = run_config(config(strategy="fedpac")).folder
-    (tmp_path / "config.toml").write_text(to_toml(config(strategy="fedpac", name="killed")))
+    whole = run_config(config(strategy="fedpac", feature_alignment=1.0)).folder
+    (tmp_path / "config.toml").write_text(to_toml(config(strategy="fedpac", feature_alignment=1.0, name="killed")))
     fault = "dies before the checkpoint of round two"
     programs.start("run", "--config", "config.toml", folder=tmp_path, fault=fault).end(-signal.SIGKILL)
     killed = tmp_path / "runs/killed"
@@ -92,6 +93,63 @@ def test_an_audit_finds_reports_and_heads_that_were_altered(config: MakeConfig) 
     assert "mixed" in failed(reports, lambda tensors: tensors["class_features/movie-0/means"].mul_(3.0))
     assert "server" in failed(reports, lambda tensors: tensors["class_features/movie-0/counts"].add_(1))
     assert "server" in failed(reports, lambda tensors: tensors.update({"class_features/movie-1/means": torch.ones(2)}))
+    assert audit_run(folder).ok
+
+
+def test_features_are_pulled_to_the_means_of_the_round_before(config: MakeConfig) -> None:
+    plain = run_config(config(strategy="fedpac", feature_alignment=0.0, name="plain")).folder
+    pulled = run_config(config(strategy="fedpac", feature_alignment=1.0, participation=0.75, name="pulled")).folder
+    assert not (plain / "audit/round-0002/centroids.safetensors").exists()
+    assert not (pulled / "audit/round-0001/centroids.safetensors").exists(), "nobody has reported anything yet"
+    sent = read_audited(pulled / "audit/round-0002/centroids.safetensors")
+    reports = load_file(pulled / "audit/round-0001/server.safetensors")
+    reporters = {path.split("/")[1] for path in reports}
+    assert len(reporters) == 3
+    for client in {path.split("/")[0] for path in sent}:
+        mates = [name for name in reporters if name.split("-")[0] == client.split("-")[0]]
+        own = [{part: reports[f"class_features/{name}/{part}"] for part in ("counts", "means")} for name in mates]
+        for label, mean in enumerate(sent[f"{client}/means"]):
+            counts = [int(report["counts"][label]) for report in own]
+            assert bool(sent[f"{client}/seen"][label]) == (sum(counts) > 0)
+            for count, report in zip(counts, own, strict=True):
+                mean = mean - report["means"][label] * count / max(1, sum(counts))
+            torch.testing.assert_close(mean, torch.zeros_like(mean), atol=1e-6, rtol=0)
+    down = [row for row in rows(pulled, "ledger") if (row["kind"], row["direction"]) == ("features", "down")]
+    assert {row["round"] for row in down} == {2, 3}
+    for row in down:
+        if row["round"] == 2:
+            part = {name: sent[f"{row['client']}/{name}"] for name in ("means", "seen")}
+            assert row["bytes"] == encoded_size(part)
+    report = audit_run(pulled)
+    assert report.ok, report.failures
+    assert "aligned" in {row.check for row in report.rows}
+    assert not same_tensors(state(plain), state(pulled))
+
+
+def test_an_audit_finds_class_means_that_were_altered(config: MakeConfig) -> None:
+    folder = run_config(config(strategy="fedpac", feature_alignment=1.0, tasks="movie")).folder
+    path = folder / "audit/round-0002/centroids.safetensors"
+    kept = path.read_bytes()
+    for change in (
+        lambda tensors: tensors["movie-0/means"].mul_(1.01),
+        lambda tensors: tensors["movie-0/seen"].logical_not_(),
+        lambda tensors: tensors.pop("movie-0/seen"),
+        lambda tensors: tensors.update({"movie-0/means": tensors["movie-0/means"][:1].clone()}),
+        lambda tensors: [tensors.pop(f"movie-0/{name}") for name in ("means", "seen")],
+    ):
+        tensors = {key: tensor.clone() for key, tensor in read_audited(path).items()}  # movie-1 holds the same ones
+        change(tensors)
+        save_file(tensors, path)
+        failures = {(row.round, row.client, row.check) for row in audit_run(folder).failures}
+        assert (2, "movie-0", "aligned") in failures and (2, "movie-1", "aligned") not in failures
+        path.write_bytes(kept)
+    path.unlink()
+    assert {row.check for row in audit_run(folder).failures} >= {"aligned"}
+
+
+def test_in_personal_rounds_nobody_is_pulled(config: MakeConfig) -> None:
+    folder = run_config(config(strategy="fedpac", feature_alignment=1.0, rounds=3, personal_rounds=1)).folder
+    assert {path.parent.name for path in folder.glob("audit/round-*/centroids.safetensors")} == {"round-0002"}
     assert audit_run(folder).ok
 
 

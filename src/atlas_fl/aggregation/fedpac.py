@@ -6,9 +6,10 @@
 
 with mu_k^c the mean of the features that enter the head over client k's n_k^c training examples of class c
 (`client.class_features`), p_k(c) = n_k^c / n_k. D is a squared bias, v the variance of the estimate. All else is
-averaged over all clients by examples. Xu, Tong and Huang, "Personalized federated learning with feature alignment and
+averaged over all clients by examples. To the means of all reports of a task its clients' features are pulled in the
+next round (`client.feature_alignment`). Xu, Tong and Huang, "Personalized federated learning with feature alignment and
 classifier collaboration", ICLR 2023, arXiv:2306.11867, and the authors' code (`tools.get_head_agg_weight`). Its cut of
-weights below .001 is left out, and so is the feature alignment term of local training.
+weights below .001 is left out.
 
 The program is solved as non-negative least squares: u = argmin over u >= 0 of || R u ||^2 + (1 - sum u)^2, R^T R the
 matrix, has the direction of m, because for a fixed direction the best length depends on || R m ||^2 alone.
@@ -18,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
 from jaxtyping import Float64
 from scipy.optimize import nnls
 from torch import Tensor
@@ -25,7 +27,7 @@ from torch import Tensor
 from atlas_fl.aggregation.matrices import average
 from atlas_fl.aggregation.strategies import MixingContext, Strategy, StrategyOptions, mixing_strategy
 from atlas_fl.errors import ConfigError
-from atlas_fl.params import ByClient, ServerState
+from atlas_fl.params import ByClient, Params, ServerState
 
 FEATURES = "class_features"
 """The entry of the server state: what the clients of the last aggregation reported, by client."""
@@ -108,6 +110,23 @@ def reports_of(state: ServerState) -> dict[str, dict[str, Tensor]]:
         client: {name: tensor for name, tensor in report.items() if isinstance(tensor, Tensor)}
         for client, report in reports.items()
         if not isinstance(report, Tensor)
+    }
+
+
+def class_centroids(server_state: ServerState, tasks: Mapping[str, str]) -> dict[str, Params]:
+    """By task, the means of its classes over the clients that reported, each by its examples of the class.
+
+    `means` (classes, width) float32 with zeros for a class without examples, and `seen` (classes,) bool says which have
+    some. Empty before the first report. `tasks` are those of the clients, by name.
+    """
+    sums: dict[str, tuple[Tensor, Tensor]] = {}
+    for client, report in sorted(reports_of(server_state).items()):
+        counts, task = report["counts"].double(), tasks[client]
+        total, of_class = sums.get(task, (torch.zeros(()), torch.zeros(())))
+        sums[task] = total + counts[:, None] * report["means"].double(), of_class + counts
+    return {
+        task: {"means": (total / counts.clamp(min=1)[:, None]).float(), "seen": counts > 0}
+        for task, (total, counts) in sums.items()
     }
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from atlas_fl.audit.bounds import check_bounds, read_bounds, restored_fault
-from atlas_fl.audit.class_features import head_row, read_reports, report_fault
+from atlas_fl.audit.class_features import check_centroids, head_row, read_reports, report_fault
 from atlas_fl.audit.companions import check_corrections, check_second_models
 from atlas_fl.audit.exact_average import ExactStep, frozen_tensors
 from atlas_fl.audit.feddyn import DynamicStep
@@ -269,6 +269,7 @@ def _check_record(
             yield _row(run, round, "loaded", client, _loaded_fault(record, client, stood_on))
     yield from check_corrections(run, round, plan, record)
     yield from check_second_models(run, round, plan, record)
+    yield from check_centroids(run, round, plan, record, state)
 
 
 def _check_round(

@@ -1,21 +1,25 @@
-"""Audit of FedPAC's heads: the clients' class features as reported, and the weights of their heads computed again.
+"""Audit of FedPAC: class features as reported, the weights of heads and the class means sent down, computed again.
 
 D_k is added up client by client and class by class, and its program on the simplex is solved by an active set: weights
 of zero are given up and taken back until no weight would lower the objective. The server solves it otherwise.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
-from atlas_fl.audit.run_files import AuditPlan, AuditRecord
+from atlas_fl.audit.report import AuditRow
+from atlas_fl.audit.run_files import AuditPlan, AuditRecord, Models, Run, read_models, round_folder
 
 ENTRY = "class_features"
 NAMES = ("counts", "means", "variances")
 RIDGE = 1e-9
 """Share of the mean diagonal by which equally good weights are drawn to the shares of the examples."""
+
+TOLERANCE = 1e-5
+"""How far a value may be off, over the largest of its class."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,6 +76,43 @@ def report_fault(plan: AuditPlan, record: AuditRecord, state: Mapping[str, Tenso
             return f"the class features of {client} are no numbers, or a variance is below 0"
         if (examples := plan.examples[plan.clients.index(client)]) != report.counts.sum():
             return f"{client} counted {report.counts.sum():g} examples in its classes, the plan says {examples:g}"
+    return ""
+
+
+def check_centroids(
+    run: Run, round: int, plan: AuditPlan, record: AuditRecord, state: Mapping[str, Tensor]
+) -> Iterator[AuditRow]:
+    """A row for each client that trained: the class means that its features were pulled to; `state` is of before."""
+    if not run.config.get("training", {}).get("feature_alignment"):
+        return
+    is_personal = round > int(run.config["training"]["rounds"]) - run.mixing.personal_rounds
+    reports = {} if is_personal else read_reports(state)
+    is_there = (round_folder(run, round) / "centroids.safetensors").is_file()
+    sent: Models = read_models(run, round, "centroids") if is_there else {}
+    for client in record.participants:
+        task = plan.tasks[plan.clients.index(client)]
+        mates = [report for name, report in reports.items() if plan.tasks[plan.clients.index(name)] == task]
+        fault = _centroid_fault(mates, sent.get(client, {}))
+        yield AuditRow(run=run.path.name, round=round, client=client, check="aligned", ok=not fault, detail=fault)
+
+
+def _centroid_fault(mates: Sequence[Report], sent: Mapping[str, Tensor]) -> str:
+    if set(sent) != ({"means", "seen"} if mates else set()):
+        return f"it was sent {sorted(sent) or 'no class means'}, and {len(mates)} clients of its task had reported some"
+    labels = range(len(mates[0].counts) if mates else 0)
+    if mates and not len(sent["seen"]) == len(sent["means"]) == len(labels):
+        return f"it was sent means of {len(sent['means'])} classes, and its task has {len(labels)}"
+    for label in labels:
+        total = sum(float(report.counts[label]) for report in mates)
+        if bool(sent["seen"][label]) != (total > 0):
+            return f"class {label} has {total:g} examples, and it was told otherwise"
+        if not total:
+            continue
+        want = sum(float(report.counts[label]) / total * report.means[label] for report in mates)
+        got = sent["means"][label].double().numpy()
+        error = float(np.abs(got - want).max(initial=0.0)) if got.shape == np.shape(want) else float("inf")
+        if not error <= TOLERANCE * float(np.abs(want).max(initial=0.0)):
+            return f"the mean of class {label} is {error:.2g} away from the recomputation"
     return ""
 
 

@@ -193,6 +193,25 @@ def forward(
 ) -> Iterator[list[Tensor]]:
     """Every client's logits on its own examples, (examples, labels), or (tokens to be written, vocabulary); float32.
 
+    A context, and its arguments, as `forward_to_heads` is.
+    """
+    with forward_to_heads(row, clients, site, mask=mask, lines=lines) as features:
+        with site.autocast():
+            logits = read_logits(site.backbone, clients, features, mask=mask)
+        yield logits
+
+
+@contextmanager
+def forward_to_heads(
+    row: PackedBatch,
+    clients: Sequence[Params],
+    site: Site,
+    *,
+    mask: DropoutMaskFn | None = None,
+    lines: Sequence[CutChannel | None] = (),
+) -> Iterator[list[Tensor]]:
+    """What every client's head reads of its own examples, (examples, width), or (tokens to be written, hidden).
+
     `lines` are those of clients whose model is cut, in the clients' order with None for the others; or none at all.
     A client that trains the whole model is alone in its row. A context, because a checkpointed backward pass runs the
     layers again and must find the adapters in place.
@@ -203,8 +222,7 @@ def forward(
     with attach_adapters(site.modules, adapters):
         with site.autocast():
             pooled = features_across_cuts(row, site, lines, body=body_of(clients, site))
-            logits = read_logits(site.backbone, clients, torch.split(pooled, list(row.counts)), mask=mask)
-        yield logits
+        yield list(torch.split(pooled, list(row.counts)))
 
 
 @contextmanager

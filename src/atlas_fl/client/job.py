@@ -116,6 +116,8 @@ class Job:
     """What weighs the job's model against its companion by the input; it stays in one process."""
     correction: Params = field(default_factory=dict)
     """What is added to every gradient, by parameter; it stays in one process."""
+    centroids: Params = field(default_factory=dict)
+    """The classes' means over clients that features are pulled to; they stay in one process."""
 
 
 def cut_channel_of(job: Job, site: Site) -> CutChannel | None:

@@ -29,8 +29,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from atlas_fl.client.batching import Dropout, dropout_masks, forward, make_row, rows
+from atlas_fl.client.batching import Dropout, dropout_masks, forward_to_heads, make_row, read_logits, rows
 from atlas_fl.client.class_features import class_features
+from atlas_fl.client.feature_alignment import alignment_loss
 from atlas_fl.client.job import Job, Site, Update, cut_channel_of
 from atlas_fl.client.optimizer import GradientMean, LossScale, gradient_chain, gradient_norms, make_optimizer
 from atlas_fl.client.options import Schedule, TrainOptions
@@ -246,6 +247,12 @@ class LocalTrainer:
         path = (self.job.client, self.job.round, done)
         return Dropout(p=self.options.dropout, seed=self.options.seed, path=path)
 
+    def objective(self, loss: Tensor, features: Tensor, labels: Tensor) -> Tensor:
+        """What is minimised besides the terms of the gradient chain: the loss, and the pull of these features."""
+        if not self.job.centroids:
+            return loss
+        return loss + self.options.feature_alignment * alignment_loss(features, labels, self.job.centroids)
+
     def norms(self) -> Tensor:
         """The norm of every gradient, (leaves,) float32, in the order of the names."""
         return gradient_norms(self.leaves)
@@ -402,12 +409,19 @@ def _gradients(members: Sequence[LocalTrainer], done: int, site: Site) -> dict[L
     row = make_row([next(member.batches) for member in members], site)
     mask = dropout_masks([member.dropout(done) for member in members], device=site.backbone.device)
     lines = [member.line for member in members]
-    with forward(row, [member.model for member in members], site, mask=mask, lines=lines) as logits:
+    models = [member.model for member in members]
+    with forward_to_heads(row, models, site, mask=mask, lines=lines) as features:
+        with site.autocast():
+            logits = read_logits(site.backbone, models, features, mask=mask)
         losses = [
             example_loss(correct_logits(client_logits, member.prior), labels, smoothing=member.options.label_smoothing)
             for client_logits, labels, member in zip(logits, row.labels, members, strict=True)
         ]
-        scaled = [loss * member.scale.value for loss, member in zip(losses, members, strict=True)]
+        objectives = [
+            member.objective(loss, own, labels)
+            for member, loss, own, labels in zip(members, losses, features, row.labels, strict=True)
+        ]
+        scaled = [objective * member.scale.value for objective, member in zip(objectives, members, strict=True)]
         torch.stack(scaled).sum().backward()  # type: ignore[no-untyped-call]
     for member, loss in zip(members, losses, strict=True):
         member.losses.append(loss.detach())

@@ -66,6 +66,8 @@ class TrainOptions:
     """Hand back the mean gradient of the round's steps, but not in personal rounds (SCAFFOLD)."""
     carry_momentum: bool = False
     """Begin with the job's momentum, and hand back what there is at the end."""
+    feature_alignment: float = 0.0
+    """Weight of the pull to the job's centroids (`client.feature_alignment`); 0 for none."""
     class_features: bool = False
     """Report counts, means and variances of the head's input by class (`client.class_features`)."""
 

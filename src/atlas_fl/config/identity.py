@@ -36,6 +36,7 @@ ADDED_LATER = frozenset(
         "trainable",
         "optimizer",
         "proximal_mu",
+        "feature_alignment",
         "trained_parts",
         "personal_rounds",
         "personal_models",

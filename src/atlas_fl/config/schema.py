@@ -118,6 +118,8 @@ class TrainingConfig:
     start of the round; 0 for none."""
     control_variates: bool = False
     """SCAFFOLD: add to every gradient of a client what its last round's mean gradient lacks of the mean of all."""
+    feature_alignment: float = 0.0
+    """FedPAC: weight of the pull of features to the means of their class over clients; 0 for none."""
     trained_parts: Literal["all", "B", "head", "alternate", "head_then_rest", "without_head"] = "all"
     """Which of its parameters a client trains: all; of adapters B alone, A stays as drawn (FFA-LoRA); B in odd rounds
     and A in even ones (RoLoRA); in each round first the head alone, then the rest alone, half of the steps each

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import fields
 
-from atlas_fl.config.methods import has_frozen_part, rule_of
+from atlas_fl.config.methods import has_frozen_part, reads_features, rule_of
 from atlas_fl.config.presets import PRESETS, find_preset
 from atlas_fl.config.schema import (
     ADAPTER_SETTINGS,
@@ -384,10 +384,17 @@ def _check_one_process(config: Config, name: str) -> None:
 
 
 def check_class_features(config: Config) -> None:
-    """Nothing where each client can report what its head reads by class; raises `ConfigError` else."""
+    """Nothing where each client can report what its head reads by class, or need not; raises `ConfigError` else."""
     from atlas_fl.data.registry import find_tasks
 
     strategy, run = config.mixing.strategy, config.run
+    if not reads_features(config):
+        if config.training.feature_alignment:
+            raise ConfigError(
+                f"--feature-alignment pulls to class means that --strategy {strategy} does not gather; take fedpac or"
+                " classifier_collaboration, or leave it out"
+            )
+        return
     for task in find_tasks(config.data.tasks, config.data.task):
         is_cut = task.is_regression and bool(config.data.rating_cuts)  # each client calls some ratings positive
         if task.images or not (task.has_classes or is_cut):

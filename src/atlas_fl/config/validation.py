@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from atlas_fl.config.federations import check_turned
-from atlas_fl.config.methods import METHODS, check_equal_ranks, reads_features, rule_of, with_method_settings
+from atlas_fl.config.methods import METHODS, check_equal_ranks, rule_of, with_method_settings
 from atlas_fl.config.schema import (
     ALL_CLASSES,
     AUTO,
@@ -89,6 +89,7 @@ RANGES: Mapping[str, AllowedRange] = {
     "weight_decay": ZERO_OR_MORE,
     "clip": ZERO_OR_MORE,
     "proximal_mu": ZERO_OR_MORE,
+    "feature_alignment": ZERO_OR_MORE,
     "participation": FRACTION,
     "eval_every": ONE_OR_MORE,
     "patience": ZERO_OR_MORE,
@@ -292,8 +293,7 @@ def _check_tasks(config: Config) -> None:
     from atlas_fl.data.registry import find_tasks
 
     data, tasks = config.data, find_tasks(config.data.tasks, config.data.task)
-    if reads_features(config):
-        check_class_features(config)
+    check_class_features(config)
     check_heterogeneity(
         tasks,
         rating_cuts=data.rating_cuts,

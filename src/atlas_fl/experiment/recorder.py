@@ -290,6 +290,8 @@ class Recorder:
             self._write_audit_models("control", state.controls, round=record.round)
         if record.corrections:
             self._write_audit_models("correction", record.corrections, round=record.round)
+        if record.centroids:
+            self._write_audit_models("centroids", record.centroids, round=record.round)
         if record.state_changed:
             self._write_server_state(self.folder.audit_round(record.round), state.server_state)
         if record.out_of_bound:

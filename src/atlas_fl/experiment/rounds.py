@@ -24,6 +24,11 @@ from atlas_fl.config import Config
 from atlas_fl.config.methods import has_frozen_part, rule_of
 from atlas_fl.errors import ProtocolError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, RoundFinished
+<<<<<<< HEAD
+=======
+from atlas_fl.experiment.class_centroids import with_centroids
+from atlas_fl.experiment.cluster_choice import choose_clusters
+>>>>>>> 9ac74c6 (FedPAC's feature alignment: class means sent down, a term of the local loss)
 from atlas_fl.experiment.control_variates import round_corrections
 from atlas_fl.experiment.early_stopping import best_rounds, should_stop
 from atlas_fl.experiment.frozen_parts import frozen_companions, frozen_messages
@@ -424,6 +429,7 @@ def one_round(
         discarded=server_step.discarded,
         anchors=server_step.anchors if aggregated else {},
         corrections={job.client: job.correction for job in jobs if job.correction},
+        centroids={job.client: job.centroids for job in jobs if job.centroids},
         state_changed=server_step.server_state is not state.server_state,
         frozen=frozen_messages(config, state.server_state, server_step.server_state),
         unsent=unsent_names(config, jobs[0], state.client_models, server_step.client_models, cuts=cuts),
@@ -467,7 +473,7 @@ def _train_jobs(assembly: Assembly, planned: PlanResult, state: FederationState,
     reports = strategy_of(config).record_features is not None and is_aggregation_round(config, number)
     anchors = state.server_models if config.mixing.personal_models else {}
     is_stacked, models = config.mixing.second_model == "stacked", {name: state.client_models[name] for name in sampled}
-    return make_jobs(
+    jobs = make_jobs(
         models,
         replace(train_options(config, with_images=assembly.has_images), class_features=reports),
         round=number,
@@ -479,6 +485,7 @@ def _train_jobs(assembly: Assembly, planned: PlanResult, state: FederationState,
         gates={name: gate_of(config, state.gates, name, model) for name, model in models.items() if anchors},
         corrections=round_corrections(config, state, tasks, sampled),
     )
+    return with_centroids(jobs, config, state, tasks)
 
 
 def _aggregate(

@@ -84,6 +84,8 @@ class RoundRecord:
     """What the clients are pulled to from here on, with `--personal-models` after an aggregation."""
     corrections: ByClient = field(default_factory=dict)
     """What was sent to be added to the gradients, with `--control-variates`."""
+    centroids: ByClient = field(default_factory=dict)
+    """The class means that were sent for features to be pulled to, with `--feature-alignment`."""
     state_changed: bool = False
     """Whether the server state changed in the round."""
     frozen: FrozenMessages = NO_FROZEN
@@ -106,6 +108,7 @@ class RoundRecord:
             *self._hosting_messages(),
             *(self._model_messages(share) if self.communicates else ()),
             *self._control_messages(),
+            *self._centroid_messages(),
         ]
 
     def _control_messages(self) -> Iterator[LedgerRow]:
@@ -117,6 +120,12 @@ class RoundRecord:
             for name, params in by_client.items():
                 size = payload_bytes(params)
                 yield LedgerRow(round=self.round, client=name, direction=direction, kind="correction", bytes=size)
+
+    def _centroid_messages(self) -> Iterator[LedgerRow]:
+        for name, sent in self.centroids.items():
+            if name not in self.missing:
+                size = payload_bytes(sent)
+                yield LedgerRow(round=self.round, client=name, direction="down", kind="features", bytes=size)
 
     def _cut_messages(self) -> Iterator[LedgerRow]:
         sums: dict[str, Counter[tuple[Kind, Direction, str]]] = {}

@@ -47,7 +47,8 @@ def method_bytes(
     if reads_features(config):
         (weight,) = (tensor for key, tensor in model.items() if key in head_keys(model) and tensor.dim() == 2)
         nothing = summarize(torch.zeros(0, weight.shape[1]), np.zeros(0, np.int64), num_labels=labels)
-        return payload_bytes(nothing), 0
+        centroids = {"means": nothing["means"], "seen": nothing["counts"] > 0}
+        return payload_bytes(nothing), payload_bytes(centroids) if config.training.feature_alignment else 0
     unsent = [_size({key: one for key, one in shared.items() if not options.trains(key, round=n)}) for n in (1, 2)]
     return (-sum(unsent) // 2, -sum(unsent) // 2) if _leaves_out_untrained(config) else (0, 0)
 

@@ -45,6 +45,7 @@ _ADDED_LATER = (
     "second_model",
     "second_weight",
     "class_features",
+    "feature_alignment",
     "multitask",
 )
 """Options that older sketches lack: left out of the signature at their default, so that those still compare."""

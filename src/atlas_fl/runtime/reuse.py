@@ -99,7 +99,7 @@ class ReusingEngine:
 
 
 def _tensors_of(job: Job) -> tuple[Params, ...]:
-    return job.params, job.anchor, job.companion, job.gate
+    return job.params, job.anchor, job.companion, job.gate, job.centroids
 
 
 def _is_reusable(job: Job, site: Site) -> bool:

@@ -120,6 +120,7 @@ def train_options(config: Config, *, with_images: bool) -> TrainOptions:
         clip=training.clip,
         **optimizer_options(config, config.optimizer(images=with_images)),
         proximal_mu=training.proximal_mu,
+        feature_alignment=training.feature_alignment,
         trained_parts=training.trained_parts,
         prior_correction=training.prior_correction,
         multitask=training.multitask,

@@ -122,9 +122,8 @@ def job_message(
 
     To a client with a cut goes its own side of the job, with `cut_info` on the other side.
     """
-    assert not job.momentum and not (job.anchor or job.companion or job.gate or job.correction), (
-        "it is kept in one process, and configs with several are refused"
-    )
+    kept = job.momentum, job.anchor, job.companion, job.gate, job.correction, job.centroids
+    assert not any(kept), "it is kept in one process, and configs with several are refused"
     private, params = model_message(job.params)
     model = digest(params)
     head = {
