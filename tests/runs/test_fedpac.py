@@ -60,8 +60,8 @@ def test_the_ledger_has_what_each_client_reported(config: MakeConfig) -> None:
 
 
 def test_a_run_that_is_killed_goes_on_to_the_same_bits(config: MakeConfig, programs: Programs, tmp_path: Path) -> None:
-    whole = run_config(config(strategy="fedpac", feature_alignment=1.0)).folder
-    (tmp_path / "config.toml").write_text(to_toml(config(strategy="fedpac", feature_alignment=1.0, name="killed")))
+    whole = run_config(config(strategy="fedpac")).folder
+    (tmp_path / "config.toml").write_text(to_toml(config(strategy="fedpac", name="killed")))
     fault = "dies before the checkpoint of round two"
     programs.start("run", "--config", "config.toml", folder=tmp_path, fault=fault).end(-signal.SIGKILL)
     killed = tmp_path / "runs/killed"
@@ -97,8 +97,8 @@ def test_an_audit_finds_reports_and_heads_that_were_altered(config: MakeConfig) 
 
 
 def test_features_are_pulled_to_the_means_of_the_round_before(config: MakeConfig) -> None:
-    plain = run_config(config(strategy="fedpac", feature_alignment=0.0, name="plain")).folder
-    pulled = run_config(config(strategy="fedpac", feature_alignment=1.0, participation=0.75, name="pulled")).folder
+    plain = run_config(config(strategy="classifier_collaboration", trained_parts="head_then_rest", name="plain")).folder
+    pulled = run_config(config(strategy="fedpac", participation=0.75, name="pulled")).folder
     assert not (plain / "audit/round-0002/centroids.safetensors").exists()
     assert not (pulled / "audit/round-0001/centroids.safetensors").exists(), "nobody has reported anything yet"
     sent = read_audited(pulled / "audit/round-0002/centroids.safetensors")
@@ -127,7 +127,7 @@ def test_features_are_pulled_to_the_means_of_the_round_before(config: MakeConfig
 
 
 def test_an_audit_finds_class_means_that_were_altered(config: MakeConfig) -> None:
-    folder = run_config(config(strategy="fedpac", feature_alignment=1.0, tasks="movie")).folder
+    folder = run_config(config(strategy="fedpac", tasks="movie")).folder
     path = folder / "audit/round-0002/centroids.safetensors"
     kept = path.read_bytes()
     for change in (
@@ -148,7 +148,7 @@ def test_an_audit_finds_class_means_that_were_altered(config: MakeConfig) -> Non
 
 
 def test_in_personal_rounds_nobody_is_pulled(config: MakeConfig) -> None:
-    folder = run_config(config(strategy="fedpac", feature_alignment=1.0, rounds=3, personal_rounds=1)).folder
+    folder = run_config(config(strategy="fedpac", rounds=3, personal_rounds=1)).folder
     assert {path.parent.name for path in folder.glob("audit/round-*/centroids.safetensors")} == {"round-0002"}
     assert audit_run(folder).ok
 

@@ -70,9 +70,10 @@ METHODS: Mapping[str, PublishedMethod] = {
         settings={"space": "factors", "align": "pad", "share": ("A", "B", "head")},
     ),
     "fedpac": PublishedMethod(
-        summary="FedPAC: heads combined by class means of features; no alignment term (arXiv:2306.11867).",
+        summary="FedPAC: heads combined by class means of features, to which these are pulled (arXiv:2306.11867).",
         rule="classifier_collaboration",
         settings={"share": ("A", "B", "head"), "trained_parts": "head_then_rest"},
+        suggested={"feature_alignment": 1.0},
     ),
     "ffa": PublishedMethod(
         summary="FFA-LoRA: A frozen as drawn, B trained and averaged (Sun et al. 2024, arXiv:2403.12313).",

@@ -34,6 +34,7 @@ KNOBS: Mapping[str, tuple[str, tuple[float, ...]]] = {
     **dict.fromkeys(("apfl", "feddpa", "fedalt", "fedalt_fixed"), ("second_weight", (0.5, 0.25, 0.75, 0.9))),
     **dict.fromkeys(("fedamp", "feddyn"), ("proximal_mu", (0.1, 0.01, 1.0, 0.03))),
     "ifca": ("ifca_clusters", (3, 2, 4, 5)),
+    "fedpac": ("feature_alignment", (1.0, 0.1, 0.3, 3.0)),
     "cfl": ("bipartition_ratio", (0.4, 0.25, 0.6, 0.8)),
     "fedtreelora": ("tree_threshold", (0.1, 0.0, 0.2, 0.3)),
 }
