@@ -189,6 +189,16 @@ def test_a_row_says_how_its_run_is_made_by_hand(make_federation: Callable[..., N
     assert float(row["mean"]) == pytest.approx(np.mean([float(score) for score in row["scores"].split()]))
 
 
+def test_a_row_whose_method_has_got_another_setting_is_refused(
+    make_federation: Callable[..., None], tmp_path: Path
+) -> None:
+    make_federation(2, gains={"fedprox": 0.1}, seeds=(2,), proximal_mu=0.5)
+    file = tmp_path / "runs.csv"
+    file.write_text(to_csv(find_finished_runs([tmp_path])).replace("--strategy fedprox", "--strategy fedbabu"))
+    with pytest.raises(ConfigError, match=r"line \d+ of .*runs\.csv is of a run .*, and its flags mean"):
+        find_finished_runs([file])
+
+
 def test_a_row_that_is_none_or_means_another_run_by_now_is_one_line(
     make_federation: Callable[..., None], tmp_path: Path
 ) -> None:

@@ -24,11 +24,7 @@ from atlas_fl.config import Config
 from atlas_fl.config.methods import has_frozen_part, rule_of
 from atlas_fl.errors import ProtocolError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, RoundFinished
-<<<<<<< HEAD
-=======
 from atlas_fl.experiment.class_centroids import with_centroids
-from atlas_fl.experiment.cluster_choice import choose_clusters
->>>>>>> 9ac74c6 (FedPAC's feature alignment: class means sent down, a term of the local loss)
 from atlas_fl.experiment.control_variates import round_corrections
 from atlas_fl.experiment.early_stopping import best_rounds, should_stop
 from atlas_fl.experiment.frozen_parts import frozen_companions, frozen_messages

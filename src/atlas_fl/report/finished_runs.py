@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from atlas_fl.config import Config, config_hash, differences, load_config
+from atlas_fl.config.methods import with_method_settings
 from atlas_fl.config.presets import find_preset
 from atlas_fl.config.settings import replace_settings, settings
 from atlas_fl.config.values import from_words, to_words
@@ -208,7 +209,7 @@ def _config_of(row: Mapping[str, Any]) -> Config:
         else:
             words[name].append(word)
     values = {name: from_words(own, settings()[name].kind) for name, own in words.items()}
-    return replace_settings(values, base=base)
+    return with_method_settings(replace_settings(values, base=base))  # what its strategy means today
 
 
 def _scores_of(row: Mapping[str, Any], seed: int) -> RunScores:
