@@ -424,8 +424,7 @@ def one_round(
         mask=planned.mask,
         discarded=server_step.discarded,
         anchors=server_step.anchors if aggregated else {},
-        corrections={job.client: job.correction for job in jobs if job.correction},
-        centroids={job.client: job.centroids for job in jobs if job.centroids},
+        **_sent_beside_models(jobs),
         state_changed=server_step.server_state is not state.server_state,
         frozen=frozen_messages(config, state.server_state, server_step.server_state),
         unsent=unsent_names(config, jobs[0], state.client_models, server_step.client_models, cuts=cuts),
@@ -435,6 +434,11 @@ def one_round(
         client_side_names=client_side_names(assembly, cuts, state.client_models),
     )
     return state.after(record, server_models=server_step.server_models, server_state=server_step.server_state), record
+
+
+def _sent_beside_models(jobs: Sequence[Job]) -> dict[str, Any]:
+    corrections = {job.client: job.correction for job in jobs if job.correction}
+    return {"corrections": corrections, "centroids": {job.client: job.centroids for job in jobs if job.centroids}}
 
 
 @dataclass(frozen=True, kw_only=True)
