@@ -41,13 +41,7 @@ from atlas_fl.planning.plan import PlanResult
 from atlas_fl.planning.planner import client_side_names, cuts_of, recluster, resize_adapters
 from atlas_fl.runtime.engine import Engine, MissingAnswersError
 from atlas_fl.setup.assembly import Assembly
-from atlas_fl.setup.options import (
-    is_reclustered,
-    space_of,
-    strategy_of,
-    strategy_options,
-    train_options,
-)
+from atlas_fl.setup.options import is_reclustered, space_of, strategy_of, strategy_options, train_options
 from atlas_fl.setup.participation import sample
 from atlas_fl.sparse.masked_sgd import restore_frozen
 from atlas_fl.sparse.masks import Mask
