@@ -128,8 +128,7 @@ def test_adapters_are_averaged_over_all_and_heads_by_features_inside_a_task() ->
         name: {"q.lora_A": torch.tensor([[float(k)]]), "head.weight": torch.tensor([[10.0 * k]])}
         for k, name in enumerate("abcd")
     }
-    assert strategy.record_features is not None
-    state = strategy.record_features({}, {"a": A, "b": B, "d": A})
+    state = strategy.record_reports({}, {"a": A, "b": B, "d": A})
     updates = {name: models[name] for name in "abd"}
     done = strategy.aggregate(state, models, updates, federation(), round=1)
     assert done.server_state is state

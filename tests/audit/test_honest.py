@@ -45,7 +45,7 @@ HONEST = {
 
 BY_FACTORS = ("fedavg_dynamic", "fedavg_stacked", "fedavg_with_residual")
 """Rules of A and B, which validation says."""
-STATEFUL = (*SERVER_OPTIMIZERS, *BY_FACTORS, "pfedgraph", "cfl", "fedtreelora", "classifier_collaboration")
+STATEFUL = (*SERVER_OPTIMIZERS, *BY_FACTORS, "pfedgraph", "cfl", "fedtreelora", "classifier_collaboration", "kriging")
 ROBUST = ("median", "trimmed_mean", "krum", "multi_krum", "geometric_median")
 
 
@@ -54,8 +54,8 @@ ROBUST = ("median", "trimmed_mean", "krum", "multi_krum", "geometric_median")
     [
         (words, strategy)
         for words, strategy in product(HONEST, [*STRATEGIES, *ALIASES])
-        # clients that take each other's models share all of them, those that combine heads their heads
-        if (strategy != "ifca" or len(HONEST[words].share) == 3)
+        # clients that take each other's models, or compare them, share all of them, those that combine heads their heads
+        if (strategy not in ("ifca", "kriging") or len(HONEST[words].share) == 3)
         and (strategy != "classifier_collaboration" or "head" in HONEST[words].share)
         and (strategy not in BY_FACTORS[1:] or {"A", "B"} <= set(HONEST[words].share))
     ],

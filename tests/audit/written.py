@@ -99,6 +99,24 @@ def class_features(clients, *, round):
     return {client: reports[client] for client in clients}
 
 
+def halves(params, *, round):
+    """What a client reports of a model that it trained on each half of its examples, drawn."""
+    draw = torch.Generator().manual_seed(round)
+    return {
+        f"{half}/{key}": tensor + 0.2 * torch.randn(tensor.shape, generator=draw)
+        for half in ("first", "second")
+        for key, tensor in params.items()
+    }
+
+
+def reported(strategy, state, good, *, round):
+    """What a rule is told beside these updates; halves from round two on."""
+    if strategy.report == "class_features":
+        return class_features(good, round=round)
+    new = good.keys() - state.get("halves", {}).keys() if strategy.report == "halves" and round > 1 else ()
+    return {client: halves(good[client], round=round) for client in sorted(new)}
+
+
 def write_models(folder, name, models):
     folder.mkdir(parents=True, exist_ok=True)
     flat = {key: tensor.clone().contiguous() for key, tensor in flatten_by_client(models).items()}
@@ -133,7 +151,7 @@ def write_run(
     """A run folder as the round loop writes it. `real` are the words that the server really followed, `served(round,
     trained, start)` may replace what it delivers.
     """
-    mixing, robust, server = mixing or MixingConfig(), robust or RobustConfig(), server or ServerConfig()
+    mixing, robust, server = mixing or MixingConfig(), robust or RobustConfig(), server or ServerConfig(measure_round=2)
     real = real or mixing
     options = StrategyOptions(
         eta=real.eta, eta_decay=real.eta_decay, laplacian=real.laplacian, space=real.space, share=real.share,
@@ -163,10 +181,9 @@ def write_run(
         held = {client: with_frozen(start[client], frozen_part(state)) for client in good}
         loaded = {client: {"digest": digest(held[client]), "keys": len(held[client])} for client in good}
         corrections = dynamic_corrections(state, asked, alpha=ALPHA)
-        if strategy.record_features is not None:
-            state = strategy.record_features(state, class_features(good, round=round))
-        server = strategy.aggregate(state, start, good, without_edges(federation(), refused), round=round)
-        state, start = server.server_state, server.client_models
+        state = strategy.record_reports(state, reported(strategy, state, good, round=round))
+        stepped = strategy.aggregate(state, start, good, without_edges(federation(), refused), round=round)
+        state, start = stepped.server_state, stepped.client_models
         if served is not None:
             start = served(round, good, start)
         folder = path / "audit" / f"round-{round:04d}"

@@ -50,15 +50,15 @@ def test_features_are_what_enters_the_head(tiny_of, site_of, spec_of, max_tokens
 def test_they_are_of_the_model_before_training_and_change_nothing_in_it(tiny_of, site_of, spec_of) -> None:
     tiny, spec, other = tiny_of("bert"), spec_of(name="a-0", examples=10), spec_of(name="b-0", examples=7)
     site = site_of(tiny, spec, other)
-    asked = dataclasses.replace(OPTIONS, class_features=True)
+    asked = dataclasses.replace(OPTIONS, report="class_features")
     jobs = [
         [Job(client=one.name, params=tiny.params(one), round=1, options=options) for one in (spec, other)]
         for options in (OPTIONS, asked)
     ]
     plain, reporting = (train(one, site) for one in jobs)
     for without, update, job in zip(plain, reporting, jobs[1], strict=True):
-        assert without.class_features == {}
+        assert without.report == {}
         assert all(torch.equal(without.params[key], tensor) for key, tensor in update.params.items())
         alone = class_features(job, site)
-        assert all(torch.equal(alone[key], tensor) for key, tensor in update.class_features.items())
-        assert int(update.class_features["counts"].sum()) == update.examples
+        assert all(torch.equal(alone[key], tensor) for key, tensor in update.report.items())
+        assert int(update.report["counts"].sum()) == update.examples

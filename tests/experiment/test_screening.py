@@ -14,7 +14,7 @@ MODEL = {"q.lora_A": torch.zeros(2, 3)}
     [
         ("gate", "gate q.lora_A holds 2 values that are NaN or infinite"),
         ("control", "control q.lora_A holds 2 values that are NaN or infinite"),
-        ("class_features", "class feature q.lora_A holds 2 values that are NaN or infinite"),
+        ("report", "report q.lora_A holds 2 values that are NaN or infinite"),
     ],
 )
 def test_what_comes_beside_a_model_and_is_no_number_refuses_the_update(what: str, message: str) -> None:

@@ -99,7 +99,7 @@ def classifier_collaboration(options: StrategyOptions) -> Strategy:
         return matrix
 
     strategy = mixing_strategy("classifier_collaboration", rule, options, arrival=share)
-    return replace(strategy, record_features=_record)
+    return replace(strategy, report="class_features", record_reports=_record)
 
 
 def reports_of(state: ServerState) -> dict[str, dict[str, Tensor]]:

@@ -11,6 +11,7 @@ from atlas_fl.aggregation.fedpac import classifier_collaboration
 from atlas_fl.aggregation.fedtreelora import fedtreelora
 from atlas_fl.aggregation.hetlora import fedavg_by_norm
 from atlas_fl.aggregation.ifca import ifca
+from atlas_fl.aggregation.kriging import kriging
 from atlas_fl.aggregation.pfedgraph import pfedgraph
 from atlas_fl.aggregation.robust import geometric_median, krum, median, multi_krum, trimmed_mean
 from atlas_fl.aggregation.server_optimizers import fedadagrad, fedadam, fedavgm, fedyogi
@@ -46,6 +47,7 @@ STRATEGIES: dict[str, Callable[[StrategyOptions], Strategy]] = {
     "ifca": ifca,
     "fedtreelora": fedtreelora,
     "classifier_collaboration": classifier_collaboration,
+    "kriging": kriging,
 }
 
 RELATIVE_BYTES: dict[str, str] = {
@@ -60,8 +62,9 @@ RELATIVE_BYTES: dict[str, str] = {
 EXTRA_PASSES: dict[str, str] = {
     "ifca": "passes over the training examples: k more",
     "classifier_collaboration": "passes over the training examples: one more",
+    "kriging": "in one round each half of the examples, trained apart, and sent beside the model",
 }
-"""What clients compute in every round beside training, of the rules that ask for it."""
+"""What clients compute beside training, in every round if nothing else is said, of the rules that ask for it."""
 
 ALIASES: dict[str, str] = {"local_only": "local", "standard_fl": "fedavg"}
 """Names that earlier descriptions of these rules used."""

@@ -339,6 +339,11 @@ def any_models(_client_models: ByClient, _federation: Federation) -> None:
     """Nothing: a strategy that takes models of any ranks and layers."""
 
 
+def no_reports(server_state: ServerState, _reports: ByClient) -> ServerState:
+    """The state of a strategy that asks for no reports."""
+    return server_state
+
+
 def same_state(server_state: ServerState, _newcomers: ByClient) -> ServerState:
     """The state of a strategy that remembers nothing of single clients."""
     return server_state
@@ -372,8 +377,10 @@ class Strategy:
     """Raises ConfigError where it cannot aggregate models of these ranks and layers."""
     extend_state: Callable[[ServerState, ByClient], ServerState] = same_state
     """The server state with an entry for each of these newcomers, from the models that they begin with."""
-    record_features: Callable[[ServerState, ByClient], ServerState] | None = None
-    """The server state with the class features that clients sent with their updates; None where it asks for none."""
+    report: str = "none"
+    """What it asks clients for beside their updates: `class_features`, or `halves` once (`experiment.reports`)."""
+    record_reports: Callable[[ServerState, ByClient], ServerState] = no_reports
+    """The server state with what these clients have reported."""
 
 
 def check_options(options: StrategyOptions) -> None:

@@ -20,12 +20,14 @@ from atlas_fl.audit.class_features import check_centroids, head_row, read_report
 from atlas_fl.audit.companions import check_corrections, check_second_models
 from atlas_fl.audit.exact_average import ExactStep, frozen_tensors
 from atlas_fl.audit.feddyn import DynamicStep
+from atlas_fl.audit.kriging import Predictions, check_halves
 from atlas_fl.audit.plan_changes import check_joined, check_ranks, is_reranked, read_joined
 from atlas_fl.audit.recompute import TOLERANCE, Comparison, Recomputed, Round, common_faults, with_common_tensors
 from atlas_fl.audit.report import AuditReport, AuditRow
 from atlas_fl.audit.rule_weights import (
     BY_UPDATES,
     HEADS_BY_FEATURES,
+    KRIGING,
     RESIDUAL,
     STACKED,
     Rule,
@@ -306,7 +308,8 @@ def _check_round(
     if isinstance(step, ExactStep):
         yield row("server", "", *step.frozen_fault(state_after(run, round, state), is_restored=bool(bounds.restored)))
     else:
-        yield from _check_state(run, round, expected, state, kind=kind, is_restored=bool(bounds.restored))
+        reported = {} if bounds.restored else present
+        yield from _check_state(run, round, expected, state, kind=kind, plan=plan, reported=reported)
     rule = _rule_of(run, record, plan, shared, kind=kind, state=_seen_state(run, round, state, kind=kind))
     truth = _recompute(run, plan, shared, after, rule=replace(rule, clusters=_labels_of(expected, plan)), step=step)
     comparisons = _comparisons(truth)
@@ -327,20 +330,28 @@ def _expected_state(run: Run, round: int, updates: RoundUpdates, *, kind: str, s
 
 def _seen_state(run: Run, round: int, state: Flat, *, kind: str) -> Flat:
     """The server state that the weights of a round follow from: that of before, or with what clients reported in it."""
-    return state_after(run, round, state) if kind == HEADS_BY_FEATURES else state
+    return state_after(run, round, state) if kind in (HEADS_BY_FEATURES, KRIGING) else state
 
 
 def _check_state(
-    run: Run, round: int, expected: Mapping[str, np.ndarray], before: Flat, *, kind: str, is_restored: bool
+    run: Run,
+    round: int,
+    expected: Mapping[str, np.ndarray],
+    before: Flat,
+    *,
+    kind: str,
+    plan: AuditPlan,
+    reported: Models,
 ) -> Iterator[AuditRow]:
-    """A row for the server state after a round, or for what clients reported in it."""
-    if kind != HEADS_BY_FEATURES:
+    """A row for the server state after a round, or for what clients reported in it beside these models."""
+    if kind == KRIGING and reported:
+        after = state_after(run, round, before)
+        yield from check_halves(run, round, trained=reported, before=before, after=after)
+    elif kind == HEADS_BY_FEATURES and reported:
+        fault = report_fault(plan, read_audit_record(run, round), state_after(run, round, {}))
+        yield _row(run, round, "server", "", fault)
+    elif kind not in (HEADS_BY_FEATURES, KRIGING):
         yield from check_server_state(run, round, expected, before=before)
-    elif not is_restored:
-        record = read_audit_record(run, round)
-        yield _row(
-            run, round, "server", "", report_fault(read_plan(run, record.plan), record, state_after(run, round, {}))
-        )
 
 
 def _is_chosen(run: Run, round: int, state: Flat) -> bool:
@@ -466,6 +477,7 @@ def _rule_of(run: Run, record: AuditRecord, plan: AuditPlan, before: Models, *, 
         norms=lambda clients: norms_of(before, plan, clients),
         attention=attention_of(run),
         combine=_head_rows(plan, state) if kind == HEADS_BY_FEATURES else None,
+        predict=Predictions(run, plan, state).row if kind == KRIGING else None,
     )
 
 

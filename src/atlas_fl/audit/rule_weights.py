@@ -182,6 +182,7 @@ RULES = {
     "ifca": "ifca",
     "fedtreelora": "fedtreelora",
     **dict.fromkeys(("classifier_collaboration", "fedpac"), "mean, heads by features"),
+    "kriging": "kriging",
 }
 """What each strategy's name, and each older name for it, means."""
 
@@ -190,6 +191,9 @@ ROBUST = ("median", "trimmed mean", "krum", "multi-krum", "geometric median")
 
 HEADS_BY_FEATURES = "mean, heads by features"
 """The rule whose heads follow class features (`audit.class_features`), and all else the examples."""
+
+KRIGING = "kriging"
+"""The rule whose rows follow from split halves (`audit.kriging`)."""
 
 SERVER_OPTIMIZERS = {"fedavgm": (1.0, 0.9), "fedadagrad": (0.01, 0.0), "fedyogi": (0.01, 0.9), "fedadam": (0.01, 0.9)}
 """Default learning rate and first beta of each server optimizer."""
@@ -206,6 +210,7 @@ EVERYONE = (
     STACKED,
     RESIDUAL,
     HEADS_BY_FEATURES,
+    KRIGING,
     *BY_UPDATES,
 )
 """Rules over all clients; of those by updates, before anything told them apart."""
@@ -240,6 +245,8 @@ class Rule:
     """Of these clients: the norms of their updates; None where nobody asks."""
     combine: Callable[[int, Sequence[int]], list[float]] | None = None
     """Of a client and its members: the row of its head by class features; None where nobody asks."""
+    predict: Callable[[int, Sequence[int], bool], list[float] | None] | None = None
+    """Of a client, its members and whether of heads: its row by split halves, or none; None where nobody asks."""
     clusters: Callable[[bool, int | None], list[int]] | None = None
     """For heads or a layer: the clusters that followed from updates; None where nobody asks."""
     attention: tuple[float, float] = (1.0, 1.0)
@@ -255,6 +262,7 @@ def has_state(kind: str) -> bool:
         STACKED,
         RESIDUAL,
         HEADS_BY_FEATURES,
+        KRIGING,
     )
 
 
@@ -342,6 +350,12 @@ def _combined_row(plan: AuditPlan, rule: Rule, k: int) -> list[float]:
     return rule.combine(k, members)
 
 
+def _predicted_row(plan: AuditPlan, rule: Rule, k: int, *, head: bool) -> list[float]:
+    """The row of a prediction from split halves, or of the average where there are none."""
+    row = None if rule.predict is None else rule.predict(k, _members(plan, rule, k, head=head), head)
+    return _mean_row(plan, rule, k, head=head) if row is None else row
+
+
 def _edge(plan: AuditPlan, rule: Rule, k: int, other: int, *, head: bool) -> float:
     if plan.clients[k] in rule.without_edges or plan.clients[other] in rule.without_edges:
         return 0.0
@@ -409,6 +423,8 @@ def _each(plan: AuditPlan, rule: Rule, *, head: bool, layer: int | None, key: st
         return np.eye(n)
     if rule.kind == HEADS_BY_FEATURES and head:
         return np.array([_combined_row(plan, rule, k) for k in range(n)])
+    if rule.kind == KRIGING:
+        return np.array([_predicted_row(plan, rule, k, head=head) for k in range(n)])
     if rule.kind == "pfedgraph":
         return np.array([_projected_row(plan, rule, k, head=head, key=key) for k in range(n)])
     if rule.kind == "mean of others":

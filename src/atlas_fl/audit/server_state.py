@@ -18,7 +18,16 @@ from atlas_fl.audit.exact_average import ExactStep
 from atlas_fl.audit.feddyn import DynamicStep
 from atlas_fl.audit.recompute import is_mixed
 from atlas_fl.audit.report import AuditRow
-from atlas_fl.audit.rule_weights import RESIDUAL, SERVER_OPTIMIZERS, STACKED, Robust, bound_weights, kind_of, robust_of
+from atlas_fl.audit.rule_weights import (
+    KRIGING,
+    RESIDUAL,
+    SERVER_OPTIMIZERS,
+    STACKED,
+    Robust,
+    bound_weights,
+    kind_of,
+    robust_of,
+)
 from atlas_fl.audit.run_files import AuditPlan, Models, Run, round_folder
 from atlas_fl.errors import CheckpointError
 from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE
@@ -267,7 +276,7 @@ def flat_arrays(state: Flat) -> dict[str, np.ndarray]:
 def with_initial(run: Run, state: Flat, models: Models) -> dict[str, np.ndarray]:
     """What the strategy is to remember once these clients begin with these models, as float64 arrays by path."""
     arrays = flat_arrays(state)
-    if kind_of(run.mixing.strategy) == "pfedgraph":
+    if kind_of(run.mixing.strategy) in ("pfedgraph", KRIGING):
         for client, params in models.items():
             shared = {key: value for key, value in params.items() if is_mixed(key, run.mixing.share)}
             arrays |= {f"initial/{client}/{key}": value.double().numpy() for key, value in shared.items()}
@@ -307,7 +316,7 @@ class Directions:
         for one in dict.fromkeys(one for name in names for one in self._models[name]):
             if not _is_compared(run, plan, one, key, by=self._by):
                 continue
-            changes = [_change(run, plan, name, one, self._models, self._state) for name in names]
+            changes = [change_since_start(run, plan, name, one, self._models, self._state) for name in names]
             for i, left in enumerate(changes):
                 for j, right in enumerate(changes):
                     if not one.startswith(HEAD) or plan.tasks[clients[i]] == plan.tasks[clients[j]]:
@@ -333,7 +342,7 @@ def _is_compared(run: Run, plan: AuditPlan, one: str, key: str, *, by: str) -> b
     return (layers[0] == layers[1] or by == "kind") and (same_kind or by == "layer")
 
 
-def _change(run: Run, plan: AuditPlan, client: str, key: str, models: Models, state: Flat) -> np.ndarray:
+def change_since_start(run: Run, plan: AuditPlan, client: str, key: str, models: Models, state: Flat) -> np.ndarray:
     """How far this client's tensor is from what it began with, as a vector; without any values where it has none.
 
     Where the state lacks what it began with, that counts as zero: the row of the state itself has failed then.

@@ -153,12 +153,12 @@ class Update:
     """What the client keeps of the job's gate for its next round."""
     control: Params = field(default_factory=dict)
     """The mean gradient of the round's steps, float32, where it was asked for."""
-    class_features: Params = field(default_factory=dict)
-    """Counts, means and variances of what its head reads, by class (`client.class_features`), where they were asked."""
+    report: Params = field(default_factory=dict)
+    """What the rule asked for beside the update (`TrainOptions.report`)."""
 
     def beside_model(self) -> dict[str, Tensor]:
         """What it carries beside the model and the server or the client goes on with, by what it is and its name."""
-        parts = {"gate": self.gate, "control": self.control, "class feature": self.class_features}
+        parts = {"gate": self.gate, "control": self.control, "report": self.report}
         return {f"{kind} {key}": tensor for kind, params in parts.items() for key, tensor in params.items()}
 
 

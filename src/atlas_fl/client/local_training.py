@@ -37,6 +37,7 @@ from atlas_fl.client.optimizer import GradientMean, LossScale, gradient_chain, g
 from atlas_fl.client.options import Schedule, TrainOptions
 from atlas_fl.client.prior_correction import correct_logits, log_prior
 from atlas_fl.client.second_model import combine, keep_in_range
+from atlas_fl.client.split_halves import half_jobs, join_halves
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.models.vision import augment
@@ -428,6 +429,17 @@ def _gradients(members: Sequence[LocalTrainer], done: int, site: Site) -> dict[L
     return {member: len(labels) for member, labels in zip(members, row.labels, strict=True)}
 
 
+def _reports(jobs: Sequence[Job], site: Site) -> dict[str, Params]:
+    """What each client reports beside its update, by name, of those that are asked for something."""
+    features = {job.client: class_features(job, site) for job in jobs if job.options.report == "class_features"}
+    halves = [half_jobs(job) for job in jobs if job.options.report == "halves"]
+    # first halves together, then the second ones: a pack is no larger than that of the round
+    first, second = (train([pair[half] for pair in halves], site) if halves else [] for half in (0, 1))
+    return features | {
+        one.client: join_halves(one.params, other.params) for one, other in zip(first, second, strict=True)
+    }
+
+
 def train(jobs: Sequence[Job], site: Site, *, watch: Watch | None = None, step: Step | None = None) -> list[Update]:
     """Every client's trained model, in the order of the jobs.
 
@@ -436,7 +448,7 @@ def train(jobs: Sequence[Job], site: Site, *, watch: Watch | None = None, step: 
     when `watch`, which sees the pack after every step, says so.
     """
     began = time.perf_counter()
-    reports = [class_features(job, site) if job.options.class_features else {} for job in jobs]
+    reports = _reports(jobs, site)
     members = [LocalTrainer(job, site) for job in jobs]
     step = step or whole_step(shared_adapters_of(members))
     active = {index: member for index, member in enumerate(members) if member.steps > 0}
@@ -447,6 +459,4 @@ def train(jobs: Sequence[Job], site: Site, *, watch: Watch | None = None, step: 
         ended = () if watch is None else watch(done, {index: member.params for index, member in active.items()})
         active = {k: member for k, member in active.items() if member.steps > done and k not in ended}
     seconds = (time.perf_counter() - began) / max(1, len(members))
-    return [
-        replace(member.update(seconds), class_features=report) for member, report in zip(members, reports, strict=True)
-    ]
+    return [replace(member.update(seconds), report=reports.get(member.job.client, {})) for member in members]

@@ -11,6 +11,7 @@ from atlas_fl.params import HEAD, LORA_A, LORA_B, Split
 
 TrainedParts: TypeAlias = Literal["all", "B", "head", "alternate", "head_then_rest", "without_head"]
 OptimizerName: TypeAlias = Literal["adamw", "sgd"]
+Report: TypeAlias = Literal["none", "class_features", "halves"]
 Schedule: TypeAlias = Literal["constant", "linear", "cosine", "step"]
 
 
@@ -68,8 +69,8 @@ class TrainOptions:
     """Begin with the job's momentum, and hand back what there is at the end."""
     feature_alignment: float = 0.0
     """Weight of the pull to the job's centroids (`client.feature_alignment`); 0 for none."""
-    class_features: bool = False
-    """Report counts, means and variances of the head's input by class (`client.class_features`)."""
+    report: Report = "none"
+    """What is reported beside the update: `client.class_features` or `client.split_halves`."""
 
     def trains(self, name: str, *, round: int) -> bool:
         """Whether the parameter of this name trains in this round (from 1; 0 before round one).

@@ -37,6 +37,7 @@ ADDED_LATER = frozenset(
         "optimizer",
         "proximal_mu",
         "feature_alignment",
+        "measure_round",
         "trained_parts",
         "personal_rounds",
         "personal_models",

@@ -272,6 +272,8 @@ class ServerConfig:
     """By how many clusters a layer of `fedtreelora` may have more than the layer below it."""
     tree_threshold: float = 0.1
     """The silhouette above which `fedtreelora` cuts the clients of a layer at all."""
+    measure_round: int = 4
+    """The round in which `kriging` measures halves; in those before everyone is given averages."""
 
 
 @dataclass(frozen=True, kw_only=True)

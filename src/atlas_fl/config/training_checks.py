@@ -364,14 +364,14 @@ def check_multitask(config: Config) -> None:
             raise ConfigError(f"--multitask and {flag} do not go together; leave one of them out")
 
 
-def _check_one_process(config: Config, name: str) -> None:
+def _check_one_process(config: Config, name: str, *, takes_newcomers: bool = False) -> None:
     """Nothing where what this setting sends beside a model has a way to the clients."""
     for flag, value in {
         "--trainable full": config.training.trainable == "full",
         f"--split {config.split.split}": config.split.split != NONE,
         "--rerank": config.ranks.rerank,
         "--keep best": config.mixing.keep == "best",
-        "--arrive": bool(config.data.arrive),
+        "--arrive": bool(config.data.arrive) and not takes_newcomers,
         "--carry-momentum": config.images.carry_momentum,
     }.items():
         if value:
@@ -381,6 +381,25 @@ def _check_one_process(config: Config, name: str) -> None:
             f"{name} has a second set of tensors beside the model, which no message of --workers or --engine ray"
             " holds yet; leave one of them out"
         )
+
+
+def check_split_halves(config: Config) -> None:
+    """Nothing where halves of every client's training can be compared, as `kriging` does."""
+    mixing = config.mixing
+    if rule_of(config) != "kriging":
+        return
+    if set(mixing.share) != {"A", "B", "head"}:
+        raise ConfigError(
+            f"--strategy {mixing.strategy} compares all that clients train, and --share {' '.join(mixing.share)} leaves"
+            " a part of it out; take --share A B head"
+        )
+    for flag, value in {
+        "--personal-models": mixing.personal_models,
+        "--second-model": mixing.second_model != "none",
+    }.items():
+        if value:
+            raise ConfigError(f"--strategy {mixing.strategy} and {flag} do not go together; leave one of them out")
+    _check_one_process(config, f"--strategy {mixing.strategy}", takes_newcomers=True)
 
 
 def check_class_features(config: Config) -> None:

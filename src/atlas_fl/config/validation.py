@@ -39,6 +39,7 @@ from atlas_fl.config.training_checks import (
     check_personal_models,
     check_precision,
     check_second_model,
+    check_split_halves,
 )
 from atlas_fl.config.values import LARGEST, convert_value, invalid_value, parse_integer, wrong_kind
 from atlas_fl.errors import ConfigError, unknown_name
@@ -90,6 +91,7 @@ RANGES: Mapping[str, AllowedRange] = {
     "clip": ZERO_OR_MORE,
     "proximal_mu": ZERO_OR_MORE,
     "feature_alignment": ZERO_OR_MORE,
+    "measure_round": ONE_OR_MORE,
     "participation": FRACTION,
     "eval_every": ONE_OR_MORE,
     "patience": ZERO_OR_MORE,
@@ -346,6 +348,7 @@ def validate(config: Config, *, at_sites: bool = False) -> Config:
     check_dynamic_regularization(config)
     check_second_model(config)
     check_frozen_part(config)
+    check_split_halves(config)
     check_cluster_choice(config)
     check_multitask(config)
     _check_shared_adapters(config)

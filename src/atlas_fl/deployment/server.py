@@ -223,7 +223,10 @@ def _check_messages(config: Config) -> None:
         ("--personal-models", config.mixing.personal_models),
         ("--control-variates", config.training.control_variates),
         ("--second-model", config.mixing.second_model != "none"),
-        (f"--strategy {config.mixing.strategy}", rule_of(config) == "fedavg_dynamic" or has_frozen_part(config)),
+        (
+            f"--strategy {config.mixing.strategy}",
+            rule_of(config) in ("fedavg_dynamic", "kriging") or has_frozen_part(config),
+        ),
     ):
         if is_set:
             raise ConfigError(

@@ -31,6 +31,7 @@ from atlas_fl.experiment.frozen_parts import frozen_companions, frozen_messages
 from atlas_fl.experiment.ifca_choice import choose_clusters
 from atlas_fl.experiment.late_join import add_late_clients
 from atlas_fl.experiment.recorder import Recorder
+from atlas_fl.experiment.reports import with_reports
 from atlas_fl.experiment.second_models import gate_of, predicting_models, predicts_as_sent, train_second_models
 from atlas_fl.experiment.state import FederationState, RoundRecord, mean_validation_score, sum_cut_traffic
 from atlas_fl.experiment.untrained import keep_untrained, unsent_names
@@ -464,12 +465,11 @@ def _train_jobs(assembly: Assembly, planned: PlanResult, state: FederationState,
     config, tasks = assembly.config, {client.name: client.task.name for client in assembly.clients}
     number = state.round + 1
     sampled = round_participants(config, assembly.names, round=number)
-    reports = strategy_of(config).record_features is not None and is_aggregation_round(config, number)
     anchors = state.server_models if config.mixing.personal_models else {}
     is_stacked, models = config.mixing.second_model == "stacked", {name: state.client_models[name] for name in sampled}
     jobs = make_jobs(
         models,
-        replace(train_options(config, with_images=assembly.has_images), class_features=reports),
+        train_options(config, with_images=assembly.has_images),
         round=number,
         cuts=cuts,
         momentum=state.momentum,
@@ -479,6 +479,7 @@ def _train_jobs(assembly: Assembly, planned: PlanResult, state: FederationState,
         gates={name: gate_of(config, state.gates, name, model) for name, model in models.items() if anchors},
         corrections=round_corrections(config, state, tasks, sampled),
     )
+    jobs = with_reports(jobs, config, state) if is_aggregation_round(config, number) else jobs
     return with_centroids(jobs, config, state, tasks)
 
 
@@ -500,9 +501,8 @@ def _aggregate(
             discarded={},
         )
     strategy, personal, server_state = strategy_of(config), config.mixing.personal_models, state.server_state
-    if strategy.record_features is not None:
-        features = {name: update.class_features for name, update in received.updates.items()}
-        server_state = strategy.record_features(server_state, features)
+    reports = {name: update.report for name, update in received.updates.items() if update.report}
+    server_state = strategy.record_reports(server_state, reports) if reports else server_state
     result = strategy.aggregate(server_state, state.server_models, trained, federation, round=state.round + 1)
     models = result.client_models if mask is None else restore_frozen(result.client_models, state.client_models, mask)
     options = train_options(config, with_images=assembly.has_images)

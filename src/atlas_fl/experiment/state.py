@@ -12,6 +12,7 @@ from torch import Tensor
 from atlas_fl.aggregation.graph import Diversity
 from atlas_fl.client.importance import IMPORTANCE
 from atlas_fl.client.job import Update
+from atlas_fl.client.split_halves import is_halves
 from atlas_fl.clustering.labels import UNDECIDED
 from atlas_fl.experiment.frozen_parts import NO_FROZEN, FrozenMessages
 from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, Params, ServerState, Split, shared_params
@@ -163,7 +164,7 @@ class RoundRecord:
         ]
         up = {name: update for name, update in self.updates.items() if self.aggregated or update.travelled}
         messages += [
-            [*self._model_rows(name, "up", self._sent(update.params), share), *self._features_row(update)]
+            [*self._model_rows(name, "up", self._sent(update.params), share), *self._report_row(update)]
             for name, update in up.items()
         ]
         if self.aggregated:
@@ -194,11 +195,12 @@ class RoundRecord:
             return []
         return [LedgerRow(round=self.round, client=name, direction="down", kind="frozen", bytes=payload_bytes(part))]
 
-    def _features_row(self, update: Update) -> list[LedgerRow]:
-        if not update.class_features:
+    def _report_row(self, update: Update) -> list[LedgerRow]:
+        if not update.report:
             return []
-        size = payload_bytes(update.class_features)
-        return [LedgerRow(round=self.round, client=update.client, direction="up", kind="features", bytes=size)]
+        kind: Kind = "halves" if is_halves(update.report) else "features"
+        size = payload_bytes(update.report)
+        return [LedgerRow(round=self.round, client=update.client, direction="up", kind=kind, bytes=size)]
 
     def outdated_after(self) -> frozenset[str]:
         """Clients that have not received their newest model after the round, because they did not take part."""

@@ -44,7 +44,7 @@ _ADDED_LATER = (
     "control_variates",
     "second_model",
     "second_weight",
-    "class_features",
+    "report",
     "feature_alignment",
     "multitask",
 )

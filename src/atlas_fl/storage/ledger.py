@@ -24,6 +24,7 @@ Kind: TypeAlias = Literal[
     "control",
     "correction",
     "features",
+    "halves",
     "frozen",
 ]
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)

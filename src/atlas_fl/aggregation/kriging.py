@@ -1,0 +1,162 @@
+"""Kriging: each client's model as the best linear prediction from the models of all, by variances that are measured.
+
+    w_k = theta_k + e_k                                        what a client is after, and the noise of its estimate
+    N_k  = || h_k^1 - h_k^2 ||^2 / 4                           E || e_k ||^2, from the halves of client k
+    K_kl = (< h_k^1, h_l^2 > + < h_k^2, h_l^1 >) / 2           unbiased for < theta_k, theta_l >, also for k = l
+    m_k  = argmin over m >= 0 of  m^T (K+ + diag N) m - 2 m^T K+_k,      scaled to sum to 1
+
+h_k^1 and h_k^2 are what client k's model has become since the run began when it is trained on either half of its
+examples (`client.split_halves`), in product space of s B A; K+ is the positive part of K. The adapters have one matrix,
+heads one inside each task. There are no clusters and no strength to choose: clients whose halves agree as those of one
+do share a model, and who agrees with nobody keeps its own.
+
+Halves are taken once, in round `--measure-round`; before, everyone is given the average by examples, so that halves
+begin with what all have in common. The matrix then holds for the run. Who was not there is measured when it first takes
+part; until then it is given the average, and is in nobody's row. Who is measured and takes no part keeps its model.
+
+With weights of any sign and without the scaling this is simple kriging, the posterior mean of a Gaussian field
+(Rasmussen and Williams 2006, "Gaussian processes for machine learning", section 2.2).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+from jaxtyping import Float64
+from scipy.optimize import nnls
+from torch import Tensor
+
+from atlas_fl.aggregation.matrices import average
+from atlas_fl.aggregation.robust import change_gram
+from atlas_fl.aggregation.strategies import MixingContext, Strategy, StrategyOptions, mixing_strategy
+from atlas_fl.params import HEAD, LORA_B, ByClient, Params, ServerState, shared_params
+
+HALVES, INITIAL = "halves", "initial"
+"""The entries of the server state: what each client has reported, and the model that it began the run with."""
+RIDGE = 1e-9
+"""Share of the mean diagonal that is added to it, so that the program has one solution."""
+
+
+def measure(
+    gram: Float64[np.ndarray, "n2 n2"],
+) -> tuple[Float64[np.ndarray, "n n"], Float64[np.ndarray, " n"]]:
+    """(K, N) from the inner products of all first halves, then all second halves, with each other."""
+    n = len(gram) // 2
+    cross, lengths = gram[:n, n:], np.diag(gram)
+    noise = (lengths[:n] + lengths[n:] - 2 * np.diag(cross)) / 4
+    return (cross + cross.T) / 2, np.maximum(noise, 0.0)
+
+
+def positive_part(matrix: Float64[np.ndarray, "n n"]) -> Float64[np.ndarray, "n n"]:
+    """The nearest positive semidefinite matrix: without the negative eigenvalues, which only noise can make."""
+    values, vectors = np.linalg.eigh(matrix)
+    return np.asarray((vectors * np.maximum(values, 0.0)) @ vectors.T)
+
+
+def prediction_rows(
+    covariance: Float64[np.ndarray, "n n"], noise: Float64[np.ndarray, " n"], shares: Float64[np.ndarray, " n"]
+) -> Float64[np.ndarray, "n n"]:
+    """m_k of every client, a row each; `shares`, which sum to 1, where nothing is to be predicted from."""
+    known = positive_part(covariance)
+    scale = float(np.trace(known) + noise.sum()) / len(noise)
+    if scale <= 0:
+        return np.tile(shares, (len(noise), 1))
+    root = np.linalg.cholesky(known / scale + np.diag(noise / scale + RIDGE))
+    rows = []
+    for target in known / scale:
+        weights, _ = nnls(root.T, np.linalg.solve(root, target), maxiter=100 * len(noise))
+        rows.append(weights / weights.sum() if weights.sum() > 0 else shares)
+    return np.stack(rows)
+
+
+def bound_others(matrix: Float64[np.ndarray, "n n"], max_share: float) -> Float64[np.ndarray, "n n"]:
+    """The rows with no other client's share above `max_share`; what is taken off is the client's own."""
+    others = np.minimum(matrix * (1 - np.eye(len(matrix))), max_share)
+    return np.asarray(others + np.diag(1 - others.sum(axis=1)))
+
+
+def half_gram(
+    state: ServerState, names: Sequence[str], options: StrategyOptions, *, is_head: bool
+) -> Float64[np.ndarray, "n2 n2"]:
+    """The inner products of the changes in both halves of these clients: of heads, or of all else that is shared."""
+    initial, reports = _entry(state, INITIAL), _entry(state, HALVES)
+    places = [(half, name) for half in ("first", "second") for name in names]
+    after = {f"{half}/{name}": _params(_entry(_entry(reports, name), half)) for half, name in places}
+    before = {f"{half}/{name}": _params(initial[name]) for half, name in places}
+    total, each = np.zeros((len(places),) * 2), list(after)
+    keys = {key for params in after.values() for key in shared_params(params, options.share) if params[key].numel()}
+    for key in sorted(keys):  # sums follow the order
+        if key.startswith(HEAD) != is_head or (options.space == "product" and key.endswith(LORA_B)):
+            continue
+        members = [index for index, place in enumerate(each) if key in after[place]]
+        total[np.ix_(members, members)] += change_gram(
+            after,
+            before,
+            [each[index] for index in members],
+            key,
+            as_products=options.space == "product",
+            scale=options.scale,
+        )
+    return total
+
+
+def kriging(options: StrategyOptions) -> Strategy:
+    """Everyone gets the best linear prediction of its own model, by covariances and noise of split halves."""
+
+    def share(step: MixingContext) -> np.ndarray:
+        return np.asarray(average(step.federation.weights, step.groups, step.present, max_share=options.max_share))
+
+    def rule(step: MixingContext) -> np.ndarray:
+        matrix, state = share(step), {} if step.models is None else step.models.server_state
+        names, reports = step.federation.clients, _entry(state, HALVES)
+        for label in set(step.groups.tolist()):
+            inside = [k for k in np.flatnonzero((step.groups == label) & step.present).tolist() if names[k] in reports]
+            if inside:
+                chosen, weights = [names[k] for k in inside], step.federation.weights[inside]
+                gram = half_gram(state, chosen, options, is_head=step.parameters.is_head)
+                rows = prediction_rows(*measure(gram), np.asarray(weights / weights.sum(), np.float64))
+                matrix[inside] = 0.0
+                matrix[np.ix_(inside, inside)] = bound_others(rows, options.max_share)
+        keeps = ~step.present & np.array([name in reports for name in names], bool)
+        return np.asarray(np.where(keeps[:, None], np.eye(len(matrix)), matrix))
+
+    strategy = mixing_strategy("kriging", rule, options, arrival=share)
+    strategy = replace(strategy, init=_init(options), extend_state=_extend(options))
+    return replace(strategy, report="halves", record_reports=_record)
+
+
+def _entry(state: ServerState, name: str) -> ServerState:
+    entry = state.get(name, {})
+    assert not isinstance(entry, Tensor), "it is by client"
+    return entry
+
+
+def _params(value: Tensor | ServerState) -> Params:
+    assert not isinstance(value, Tensor), "a model is by parameter"
+    return {key: tensor for key, tensor in value.items() if isinstance(tensor, Tensor)}
+
+
+def _init(options: StrategyOptions) -> Callable[[ByClient], ServerState]:
+    def init(client_models: ByClient) -> ServerState:
+        return {INITIAL: {client: shared_params(params, options.share) for client, params in client_models.items()}}
+
+    return init
+
+
+def _extend(options: StrategyOptions) -> Callable[[ServerState, ByClient], ServerState]:
+    def extend(server_state: ServerState, newcomers: ByClient) -> ServerState:
+        models = {client: shared_params(params, options.share) for client, params in newcomers.items()}
+        return {**server_state, INITIAL: {**_entry(server_state, INITIAL), **models}}
+
+    return extend
+
+
+def _record(server_state: ServerState, reports: ByClient) -> ServerState:
+    halves = {client: {half: _half(report, half) for half in ("first", "second")} for client, report in reports.items()}
+    return {**server_state, HALVES: {**_entry(server_state, HALVES), **halves}}
+
+
+def _half(report: Params, half: str) -> Params:
+    """What a client has reported of one half, by parameter."""
+    start = f"{half}/"
+    return {key.removeprefix(start): tensor for key, tensor in report.items() if key.startswith(start)}

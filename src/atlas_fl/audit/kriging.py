@@ -1,0 +1,149 @@
+"""Audit of kriging: the halves as reported, and each client's row computed again from dense changes in float64.
+
+The program is solved one weight at a time, each set to where the objective is least, until none moves. The server
+solves it otherwise.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atlas_fl.audit.report import AuditRow
+from atlas_fl.audit.run_files import AuditPlan, Models, Run, is_aggregated
+from atlas_fl.audit.server_state import Flat, change_since_start
+from atlas_fl.params import HEAD, LORA_B
+
+HALVES = ("first", "second")
+RIDGE = 1e-9
+"""Share of the mean diagonal that the program has on top."""
+SWEEPS, STILL = 100_000, 1e-14
+"""Rounds over all weights, and how little of the largest they may move in the last one."""
+
+
+class Predictions:
+    """The rows of a round, from the halves in the server state."""
+
+    def __init__(self, run: Run, plan: AuditPlan, state: Flat) -> None:
+        self._run, self._plan, self._state = run, plan, state
+        whole = {client: _initial_names(state, client) for client in plan.clients}
+        # the row of the server state has failed for halves that lack something
+        self._reports = {
+            client: halves
+            for client, halves in read_halves(state).items()
+            if all(halves[half].keys() == whole.get(client) for half in HALVES)
+        }
+        self._rows: dict[tuple[tuple[int, ...], bool], np.ndarray] = {}
+
+    def row(self, k: int, members: Sequence[int], head: bool) -> list[float] | None:
+        """The weights of client k among these members who reported; its own model where it is none of them.
+
+        None where it has not reported, and is given the average.
+        """
+        names = self._plan.clients
+        known = tuple(one for one in members if names[one] in self._reports)
+        if names[k] not in self._reports:
+            return None
+        if k not in known:
+            return [float(one == k) for one in range(len(names))]
+        if (known, head) not in self._rows:
+            self._rows[known, head] = self._predict(known, head=head)
+        row = [0.0] * len(names)
+        for one, weight in zip(known, self._rows[known, head][known.index(k)], strict=True):
+            row[one] = float(weight)
+        others = {one: min(weight, self._max_share) for one, weight in enumerate(row) if one != k}
+        return [others.get(one, 1.0 - sum(others.values())) for one in range(len(row))]
+
+    @property
+    def _max_share(self) -> float:
+        return float(self._run.config.get("robust", {}).get("max_share", 1.0))
+
+    def _predict(self, members: Sequence[int], *, head: bool) -> np.ndarray:
+        first, second = (self._changes(members, half, head=head) for half in HALVES)
+        n = len(members)
+        covariance, noise = np.zeros((n, n)), np.zeros(n)
+        for i in range(n):
+            noise[i] = float(np.square(first[i] - second[i]).sum()) / 4
+            for j in range(n):
+                covariance[i, j] = float(first[i] @ second[j] + second[i] @ first[j]) / 2
+        values, vectors = np.linalg.eigh(covariance)
+        known = sum(max(value, 0.0) * np.outer(vector, vector) for value, vector in zip(values, vectors.T, strict=True))
+        shares = np.array([self._plan.examples[one] for one in members], np.float64)
+        scale = float(np.trace(known) + noise.sum()) / n
+        if scale <= 0:
+            return np.tile(shares / shares.sum(), (n, 1))
+        program = known / scale + np.diag(noise / scale + RIDGE)
+        rows = [smallest_without_signs(program, target / scale) for target in known]
+        return np.stack([row / row.sum() if row.sum() > 0 else shares / shares.sum() for row in rows])
+
+    def _changes(self, members: Sequence[int], half: str, *, head: bool) -> list[np.ndarray]:
+        names = [self._plan.clients[one] for one in members]
+        models = {name: self._reports[name][half] for name in names}
+        keys = sorted({key for params in models.values() for key in params if key.startswith(HEAD) == head})
+        is_product = self._run.mixing.space == "product"
+        vectors: dict[str, list[np.ndarray]] = {name: [] for name in names}
+        for key in keys:
+            if is_product and key.endswith(LORA_B):
+                continue
+            parts = {name: change_since_start(self._run, self._plan, name, key, models, self._state) for name in names}
+            longest = max(map(len, parts.values()))
+            for name, part in parts.items():
+                vectors[name].append(np.pad(part, (0, longest - len(part))))
+        return [np.concatenate(parts) if parts else np.zeros(0) for parts in vectors.values()]
+
+
+def _initial_names(state: Flat, client: str) -> set[str]:
+    start = f"initial/{client}/"
+    return {path.removeprefix(start) for path in state if path.startswith(start)}
+
+
+def smallest_without_signs(program: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """The m >= 0 with the smallest m^T program m - 2 m^T target, for a positive definite program."""
+    weights = np.zeros(len(target))
+    for _ in range(SWEEPS):
+        before = weights.copy()
+        for i in range(len(weights)):
+            rest = float(program[i] @ weights) - program[i, i] * weights[i]
+            weights[i] = max(0.0, (target[i] - rest) / program[i, i])
+        if np.abs(weights - before).max() <= STILL * weights.max(initial=0.0):
+            break
+    return weights
+
+
+def read_halves(state: Flat) -> dict[str, dict[str, dict[str, Tensor]]]:
+    """Both halves of every client that reported, from a server state by path."""
+    reports: dict[str, dict[str, dict[str, Tensor]]] = {}
+    for path, tensor in state.items():
+        entry, _, rest = path.partition("/")
+        client, _, rest = rest.partition("/")
+        half, _, key = rest.partition("/")
+        if entry == "halves" and half in HALVES:
+            reports.setdefault(client, {one: {} for one in HALVES})[half][key] = tensor
+    return reports
+
+
+def check_halves(run: Run, round: int, *, trained: Models, before: Flat, after: Flat) -> Iterator[AuditRow]:
+    """A row for the server state after a round: who was to report has, in the shapes of its model, and nobody else."""
+    first = int(run.config.get("server", {}).get("measure_round", 4))
+    is_due = round >= first and is_aggregated(run, round)
+    known, now = read_halves(before), read_halves(after)
+    wanted = known.keys() | (trained.keys() if is_due else set())
+    fault = "" if now.keys() == wanted else f"there are halves of {sorted(now)}, and asked were {sorted(wanted)}"
+    changed = [path for path, tensor in before.items() if path not in after or not torch.equal(after[path], tensor)]
+    fault = fault or (f"{changed[0]} of the server state has changed" if changed else "")
+    for client in sorted(now.keys() - known.keys()):
+        fault = fault or _report_fault(client, now[client], trained.get(client, {}))
+    strange = [path for path in after if path not in before and not path.startswith("halves/")]
+    fault = fault or (f"the server state has {strange[0]}, which the rule does not make" if strange else "")
+    yield AuditRow(run=run.path.name, round=round, client="", check="server", ok=not fault, detail=fault)
+
+
+def _report_fault(client: str, halves: Mapping[str, Mapping[str, Tensor]], model: Mapping[str, Tensor]) -> str:
+    for half in HALVES:
+        if halves[half].keys() != model.keys():
+            return f"the {half} half of {client} has {len(halves[half])} tensors, its model {len(model)}"
+        for key, tensor in halves[half].items():
+            if tensor.shape != model[key].shape or not bool(tensor.isfinite().all()):
+                return f"{key} of the {half} half of {client} has shape {tuple(tensor.shape)} or is no number"
+    return ""

@@ -1,0 +1,163 @@
+"""Kriging: rows by hand and against other solvers, what halves measure, and risks on planted federations."""
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import minimize
+
+from atlas_fl.aggregation.kriging import bound_others, kriging, measure, positive_part, prediction_rows
+from atlas_fl.aggregation.matrices import Federation
+from atlas_fl.aggregation.strategies import RoundModels, StrategyOptions
+from atlas_fl.audit.kriging import smallest_without_signs
+
+EQUAL = np.full(2, 0.5)
+
+
+def drawn(draw: np.random.Generator, theta: np.ndarray, noise: np.ndarray) -> np.ndarray:
+    """The Gram matrix of halves of these thetas, (n, d), whose mean has a noise of (n,) in all d values together."""
+    n, d = theta.shape
+    halves = [theta + draw.standard_normal((n, d)) * np.sqrt(2 * noise / d)[:, None] for _ in range(2)]
+    both = np.concatenate(halves)
+    return np.asarray(both @ both.T)
+
+
+def test_rows_by_hand() -> None:
+    """(K + N) m = K_k: [[3, 1], [1, 3]] m = (2, 1) has m = (5/8, 1/8), in sum 3/4: 5/6 and 1/6."""
+    covariance = np.array([[2.0, 1.0], [1.0, 2.0]])
+    np.testing.assert_allclose(
+        prediction_rows(covariance, np.ones(2), EQUAL), [[5 / 6, 1 / 6], [1 / 6, 5 / 6]], atol=1e-6
+    )
+
+
+def test_halves_by_hand() -> None:
+    """Halves 3 and 1 of one client, 2 and 4 of another: noise 4 / 4 each, K = ((3 * 1, (12 + 2) / 2), (., 2 * 4))."""
+    values = np.array([3.0, 2.0, 1.0, 4.0])
+    covariance, noise = measure(np.outer(values, values))
+    assert noise.tolist() == [1.0, 1.0]
+    assert covariance.tolist() == [[3.0, 7.0], [7.0, 8.0]]
+
+
+@pytest.mark.parametrize(
+    ("covariance", "noise", "row"),
+    [
+        ([[1.0, 1.0], [1.0, 1.0]], [1.0, 1.0], [0.5, 0.5]),  # the same client twice: the average
+        ([[1.0, 1.0], [1.0, 1.0]], [1.0, 3.0], [0.75, 0.25]),  # ... by how sure each is
+        ([[1.0, 0.0], [0.0, 1.0]], [5.0, 5.0], [1.0, 0.0]),  # nothing in common: one's own
+        ([[1.0, -0.9], [-0.9, 1.0]], [0.1, 0.1], [1.0, 0.0]),  # the contrary: nobody is subtracted
+        ([[0.0, 0.0], [0.0, 0.0]], [0.0, 0.0], [0.5, 0.5]),  # nothing has changed: the shares of the examples
+    ],
+)
+def test_who_shares_with_whom(covariance: list[list[float]], noise: list[float], row: list[float]) -> None:
+    rows = prediction_rows(np.array(covariance), np.array(noise), EQUAL)
+    np.testing.assert_allclose(rows[0], row, atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rows_are_those_of_a_general_optimizer_and_of_the_audit(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    points = draw.standard_normal((6, 4)) + 0.5
+    covariance, noise = positive_part(points @ points.T - 0.3), draw.random(6) * 3
+    rows = prediction_rows(covariance, noise, np.full(6, 1 / 6))
+    program = covariance + np.diag(noise)
+    for target, row in zip(covariance, rows, strict=True):
+        found = minimize(
+            lambda m, target=target: m @ program @ m - 2 * m @ target,
+            np.full(6, 0.2),
+            jac=lambda m, target=target: 2 * (program @ m - target),
+            bounds=[(0, None)] * 6,
+            options={"ftol": 1e-15, "gtol": 1e-12},
+        ).x
+        np.testing.assert_allclose(row, found / found.sum(), atol=1e-5)
+        other = smallest_without_signs(program, target)
+        np.testing.assert_allclose(row, other / other.sum(), atol=1e-6)
+
+
+def test_a_matrix_with_negative_eigenvalues_counts_as_its_positive_part() -> None:
+    matrix = np.array([[1.0, 2.0], [2.0, 1.0]])  # eigenvalues 3 and -1
+    np.testing.assert_allclose(positive_part(matrix), [[1.5, 1.5], [1.5, 1.5]], atol=1e-12)
+
+
+def test_measurements_are_unbiased() -> None:
+    draw = np.random.default_rng(0)
+    theta, noise = draw.standard_normal((4, 50)), np.array([5.0, 20.0, 50.0, 1.0])
+    results = [measure(drawn(draw, theta, noise)) for _ in range(1000)]
+    covariance, measured = (np.mean([one[part] for one in results], axis=0) for part in (0, 1))
+    errors = np.std([one[0] for one in results], axis=0) / np.sqrt(1000)
+    assert (np.abs(covariance - theta @ theta.T) < 4 * errors).all()
+    np.testing.assert_allclose(measured, noise, rtol=0.02)
+
+
+def risks(draw: np.random.Generator, theta: np.ndarray, noise: np.ndarray) -> dict[str, float]:
+    """Mean squared errors of kriging, of the models alone and of their average, summed over values, and of the oracle.
+
+    The oracle is the same rule with the true covariances.
+    """
+    n, d = theta.shape
+    halves = [theta + draw.standard_normal((n, d)) * np.sqrt(2 * noise / d)[:, None] for _ in range(2)]
+    models, both = sum(halves) / 2, np.concatenate(halves)
+    shares = np.full(n, 1 / n)
+    matrices = {
+        "kriging": prediction_rows(*measure(both @ both.T), shares),
+        "oracle": prediction_rows(theta @ theta.T, noise, shares),
+        "alone": np.eye(n),
+        "average": np.full((n, n), 1 / n),
+    }
+    return {name: float(np.square(matrix @ models - theta).sum()) / n for name, matrix in matrices.items()}
+
+
+@pytest.mark.parametrize(
+    ("common", "group", "own"), [(1, 0, 0), (1, 0, 1), (1, 2, 0), (0, 2, 0.2), (1, 1, 1), (0, 0, 3)]
+)
+def test_planted_federations_are_predicted_as_by_who_knows_the_covariances(
+    common: float, group: float, own: float
+) -> None:
+    """Three groups of three clients in 2,000 values, of a noise of 1 each; parts of these sizes are planted."""
+    draw, d = np.random.default_rng(1), 2000
+    found: dict[str, list[float]] = {}
+    for _ in range(20):
+        shared, groups, each = (draw.standard_normal((count, d)) / np.sqrt(d) for count in (1, 3, 9))
+        theta = np.sqrt(common) * shared + np.sqrt(group) * np.repeat(groups, 3, axis=0) + np.sqrt(own) * each
+        for name, risk in risks(draw, theta, np.ones(9)).items():
+            found.setdefault(name, []).append(risk)
+    mean = {name: float(np.mean(values)) for name, values in found.items()}
+    assert mean["kriging"] <= 1.05 * mean["oracle"]
+    assert mean["kriging"] <= 1.05 * min(mean["alone"], mean["average"])
+
+
+def test_no_other_client_has_more_than_the_largest_share() -> None:
+    matrix = np.array([[0.2, 0.8, 0.0], [0.1, 0.6, 0.3], [0.9, 0.05, 0.05]])
+    np.testing.assert_allclose(bound_others(matrix, 0.5), [[0.5, 0.5, 0.0], [0.1, 0.6, 0.3], [0.5, 0.05, 0.45]])
+    np.testing.assert_allclose(bound_others(matrix, 1.0), matrix, atol=1e-15)
+
+
+def federation(names: str, tasks: str) -> Federation:
+    n = len(names)
+    return Federation(
+        clients=tuple(names),
+        weights=np.arange(1.0, n + 1),
+        clusters=np.full(n, -1),
+        adjacency=np.zeros((n, n)),
+        head_groups=tuple(tasks),
+    )
+
+
+def test_adapters_meet_over_all_tasks_heads_inside_one_and_who_has_no_halves_is_averaged() -> None:
+    strategy = kriging(StrategyOptions(max_share=1.0))
+    start = {
+        name: {"q.lora_A": torch.ones(1, 2), "q.lora_B": torch.zeros(2, 1), "head.w": torch.zeros(1)} for name in "abc"
+    }
+
+    def report(b: float, head: float) -> dict[str, torch.Tensor]:
+        one = {"q.lora_A": torch.ones(1, 2), "q.lora_B": torch.full((2, 1), b), "head.w": torch.tensor([head])}
+        return {f"{half}/{key}": tensor for half in ("first", "second") for key, tensor in one.items()}
+
+    state = strategy.record_reports(strategy.init(start), {"a": report(1.0, 1.0), "b": report(1.0, -1.0)})
+    models = RoundModels(before=start, after=start, server_state=state)
+    matrices = strategy.matrices(federation("abc", "xxx"), [True] * 3, round=1, models=models)
+    np.testing.assert_allclose(matrices("q.lora_A")[:2], [[0.5, 0.5, 0.0]] * 2, atol=1e-4)
+    np.testing.assert_allclose(matrices("head.w")[:2], [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]], atol=1e-4)
+    np.testing.assert_allclose(matrices("q.lora_A")[2], [1 / 6, 2 / 6, 3 / 6])
+    apart = strategy.matrices(federation("abc", "xyx"), [True] * 3, round=1, models=models)
+    assert apart("head.w")[1].tolist() == [0.0, 1.0, 0.0]
+    absent = strategy.matrices(federation("abc", "xxx"), [False, True, False], round=1, models=models)
+    assert absent("q.lora_A").tolist() == [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 1.0, 0.0]]

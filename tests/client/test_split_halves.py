@@ -1,0 +1,57 @@
+"""Split halves: training on every second example alone, which changes nothing in the training of the round."""
+
+import dataclasses
+
+import torch
+
+from atlas_fl.client.job import Job
+from atlas_fl.client.local_training import num_steps, positions, train
+from atlas_fl.client.options import TrainOptions
+from atlas_fl.client.split_halves import half_jobs
+
+OPTIONS = TrainOptions(seed=3, rounds=4, batch_size=4, lr=1e-2, epochs=2, report="halves")
+
+
+def test_halves_are_of_disjoint_examples_with_as_many_steps_as_the_round() -> None:
+    job = Job(client="a-0", params={}, round=1, options=OPTIONS)
+    first, second = (one.options for one in half_jobs(job))
+    assert [positions(7, "a-0", one).tolist() for one in (first, second)] == [[0, 2, 4, 6], [1, 3, 5]]
+    assert num_steps(4, first) == num_steps(8, OPTIONS) == 4
+    assert {first.report, second.report} == {"none"}
+
+
+def test_what_is_reported_is_what_each_half_alone_would_have_trained(tiny_of, site_of, spec_of) -> None:
+    tiny, spec = tiny_of("bert"), spec_of(name="a-0", examples=10)
+    site, params = site_of(tiny, spec), tiny.params(spec)
+    job = Job(client="a-0", params=params, round=2, options=OPTIONS)
+    (update,) = train([job], site)
+    assert update.report.keys() == {f"{half}/{key}" for half in ("first", "second") for key in params}
+    for half, name in enumerate(("first", "second")):
+        options = dataclasses.replace(OPTIONS, report="none", half=half, epochs=4)
+        (alone,) = train([dataclasses.replace(job, options=options)], site)
+        assert alone.examples == 5
+        assert all(torch.equal(update.report[f"{name}/{key}"], tensor) for key, tensor in alone.params.items())
+    assert any(not torch.equal(update.report[f"first/{key}"], update.report[f"second/{key}"]) for key in params)
+
+
+def test_the_update_is_the_same_as_without_a_report(tiny_of, site_of, spec_of) -> None:
+    tiny, spec, other = tiny_of("bert"), spec_of(name="a-0", examples=10), spec_of(name="b-0", examples=7)
+    site = site_of(tiny, spec, other)
+
+    def updates(*reports: str):
+        return train(
+            [
+                Job(
+                    client=one.name,
+                    params=tiny.params(one),
+                    round=1,
+                    options=dataclasses.replace(OPTIONS, report=report),
+                )
+                for one, report in zip((spec, other), reports, strict=True)
+            ],
+            site,
+        )
+
+    for plain, reporting in zip(updates("none", "none"), updates("none", "halves"), strict=True):
+        assert all(torch.equal(plain.params[key], tensor) for key, tensor in reporting.params.items())
+        assert bool(reporting.report) == (reporting.client == "b-0")

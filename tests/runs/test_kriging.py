@@ -1,0 +1,131 @@
+"""Runs of kriging: averages until it has measured, then rows of its own; audited, resumed to the bit, in the ledger."""
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from atlas_fl.audit.check import audit_run
+from atlas_fl.config import Config, to_toml
+from atlas_fl.config.validation import validate
+from atlas_fl.deployment.server import check_served
+from atlas_fl.deployment.service import ServerOptions
+from atlas_fl.errors import ConfigError
+from atlas_fl.experiment.run import resume_run, run_config
+from atlas_fl.storage.tensors import encoded_size
+from tests.runs.processes import Programs
+from tests.runs.reading import rows, same_tensors, state
+
+pytestmark = pytest.mark.core
+
+MakeConfig = Callable[..., Config]
+KRIGING = {"strategy": "kriging", "measure_round": 2}
+
+
+def test_until_it_measures_it_is_fedavg_to_the_bit_and_then_models_differ(config: MakeConfig) -> None:
+    folder = run_config(config(**KRIGING)).folder
+    average = run_config(config(strategy="fedavg", name="average")).folder
+    for round, is_same in ((1, True), (2, False)):
+        ours, theirs = (load_file(path / f"audit/round-000{round}/start.safetensors") for path in (folder, average))
+        assert same_tensors(ours, theirs) == is_same
+    mixed = load_file(folder / "audit/round-0002/start.safetensors")
+    keys = {key.partition("/")[2] for key in mixed if not key.partition("/")[2].startswith("head.")}
+    assert any(not torch.equal(mixed[f"movie-0/{key}"], mixed[f"movie-1/{key}"]) for key in keys)
+    report = audit_run(folder)
+    assert report.ok, report.failures
+    assert {"server", "mixed"} <= {row.check for row in report.rows}
+
+
+def test_halves_are_sent_once_and_are_in_the_ledger(config: MakeConfig) -> None:
+    folder = run_config(config(**KRIGING, participation=0.75, seed=1)).folder
+    participants = {
+        round: set(json.loads((folder / f"audit/round-000{round}/record.json").read_text())["participants"])
+        for round in (2, 3)
+    }
+    sent = [row for row in rows(folder, "ledger") if row["kind"] == "halves"]
+    late = participants[3] - participants[2]
+    assert late, "someone is measured a round later"
+    assert sorted((row["round"], row["client"]) for row in sent) == sorted(
+        [(2, name) for name in participants[2]] + [(3, name) for name in late]
+    )
+    reports = load_file(folder / "audit/round-0003/server.safetensors")
+    for row in sent:
+        prefix = f"halves/{row['client']}/"
+        own = {key.removeprefix(prefix): tensor for key, tensor in reports.items() if key.startswith(prefix)}
+        assert row["direction"] == "up" and row["bytes"] == encoded_size(own)
+    assert audit_run(folder).ok
+
+
+def test_a_run_that_is_killed_goes_on_to_the_same_bits(config: MakeConfig, programs: Programs, tmp_path: Path) -> None:
+    whole = run_config(config(**KRIGING)).folder
+    (tmp_path / "config.toml").write_text(to_toml(config(**KRIGING, name="killed")))
+    fault = "dies before the checkpoint of round two"
+    programs.start("run", "--config", "config.toml", folder=tmp_path, fault=fault).end(-signal.SIGKILL)
+    killed = tmp_path / "runs/killed"
+    assert resume_run(killed).complete
+    assert same_tensors(state(whole), state(killed))
+    assert rows(whole) == rows(killed) and rows(whole, "ledger") == rows(killed, "ledger")
+    assert audit_run(killed).ok
+
+
+def test_who_joins_later_is_measured_in_its_first_round(config: MakeConfig) -> None:
+    folder = run_config(config(**KRIGING, arrive=("movie-1=3",), name="late")).folder
+    assert audit_run(folder).ok
+    sent = {(row["round"], row["client"]) for row in rows(folder, "ledger") if row["kind"] == "halves"}
+    assert (3, "movie-1") in sent and len(sent) == 4
+
+
+def test_an_audit_finds_halves_and_models_that_were_altered(config: MakeConfig) -> None:
+    folder = run_config(config(**KRIGING, tasks="movie")).folder
+    start, server = (folder / f"audit/round-0002/{name}.safetensors" for name in ("start", "server"))
+    kept = {path: path.read_bytes() for path in (start, server)}
+
+    def failed(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> set[str]:
+        with safe_open(path, "pt") as handle:
+            metadata = handle.metadata()
+        tensors = load_file(path)
+        change(tensors)
+        save_file(tensors, path, metadata)
+        checks = {row.check for row in audit_run(folder).failures if row.round == 2}
+        path.write_bytes(kept[path])
+        return checks
+
+    half = next(key for key in load_file(server) if key.startswith("halves/movie-0/first/") and key.endswith("lora_B"))
+    assert "mixed" in failed(server, lambda tensors: tensors[half].mul_(3.0))
+    assert "server" in failed(server, lambda tensors: tensors.pop(half))
+    assert "server" in failed(server, lambda tensors: tensors.update({"halves/movie-9/first/a": torch.ones(2)}))
+    assert "server" in failed(server, lambda tensors: tensors.update({"other": torch.ones(2)}))
+    head = next(key for key in load_file(start) if key.startswith("movie-0/head."))
+    assert "mixed" in failed(start, lambda tensors: tensors[head].add_(0.01))
+    assert audit_run(folder).ok
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"share": "A+B"},
+            "--strategy kriging compares all that clients train, and --share A B leaves a part of it out",
+        ),
+        ({"workers": 2}, "--strategy kriging has a second set of tensors beside the model, which no message"),
+        ({"split": "1"}, "--strategy kriging and --split 1 do not go together so far"),
+        (
+            {"control_variates": True, "ranks": "4", "space": "factors"},
+            "--strategy kriging and --control-variates do not go together",
+        ),
+        ({"measure_round": 0}, "--measure-round is 0"),
+    ],
+)
+def test_what_it_does_not_go_with_is_one_line(config: MakeConfig, values: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validate(config(**{**KRIGING, **values}))
+
+
+def test_it_is_refused_across_machines(config: MakeConfig) -> None:
+    with pytest.raises(ConfigError, match="--strategy kriging has a second set of tensors beside the model, which no"):
+        check_served(config(**KRIGING), ServerOptions(certs=Path("certs")))
