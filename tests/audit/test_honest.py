@@ -54,7 +54,7 @@ ROBUST = ("median", "trimmed_mean", "krum", "multi_krum", "geometric_median")
     [
         (words, strategy)
         for words, strategy in product(HONEST, [*STRATEGIES, *ALIASES])
-        # clients that take each other's models, or compare them, share all of them, those that combine heads their heads
+        # who takes or compares whole models shares all of them, who combines heads its heads
         if (strategy not in ("ifca", "kriging") or len(HONEST[words].share) == 3)
         and (strategy != "classifier_collaboration" or "head" in HONEST[words].share)
         and (strategy not in BY_FACTORS[1:] or {"A", "B"} <= set(HONEST[words].share))

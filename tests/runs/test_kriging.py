@@ -116,7 +116,7 @@ def test_an_audit_finds_halves_and_models_that_were_altered(config: MakeConfig) 
         ({"split": "1"}, "--strategy kriging and --split 1 do not go together so far"),
         (
             {"control_variates": True, "ranks": "4", "space": "factors"},
-            "--strategy kriging and --control-variates do not go together",
+            "--control-variates corrects by the gradients of all, and --strategy kriging mixes otherwise",
         ),
         ({"measure_round": 0}, "--measure-round is 0"),
     ],

@@ -305,20 +305,30 @@ def _check_round(
     there = [client in present for client in plan.clients]
     updates = RoundUpdates(run=run, plan=plan, present=there, before=server_models, trained=before)
     expected = _expected_state(run, round, updates, kind=kind, state=state) if step is None else step.moments()
+    is_restored = bool(bounds.restored)
     if isinstance(step, ExactStep):
-        yield row("server", "", *step.frozen_fault(state_after(run, round, state), is_restored=bool(bounds.restored)))
+        yield row("server", "", *step.frozen_fault(state_after(run, round, state), is_restored=is_restored))
+    elif kind in (HEADS_BY_FEATURES, KRIGING):
+        yield from _check_reports(run, round, plan, present, state, kind=kind, is_restored=is_restored)
     else:
-        reported = {} if bounds.restored else present
-        yield from _check_state(run, round, expected, state, kind=kind, plan=plan, reported=reported)
+        yield from check_server_state(run, round, expected, before=state)
     rule = _rule_of(run, record, plan, shared, kind=kind, state=_seen_state(run, round, state, kind=kind))
     truth = _recompute(run, plan, shared, after, rule=replace(rule, clusters=_labels_of(expected, plan)), step=step)
+    restored = {one: restored_fault(run, plan, initial[one], after[one], trained=present) for one in bounds.restored}
+    yield from _compare_models(run, round, plan, record, truth, restored)
+
+
+def _compare_models(
+    run: Run, round: int, plan: AuditPlan, record: AuditRecord, truth: Recomputed, restored: Mapping[str, str]
+) -> Iterator[AuditRow]:
+    """Two rows for each client: whether it starts with what was computed again, and moved; `restored` has faults."""
     comparisons = _comparisons(truth)
     for k, client in enumerate(plan.clients):
         mixed, moved, error = _compare(run, record, truth, k, comparisons[k])
-        if client in bounds.restored:
-            mixed, moved, error = restored_fault(run, plan, initial[client], after[client], trained=present), "", 0.0
-        yield row("mixed", client, mixed, error)
-        yield row("moved", client, moved)
+        if client in restored:
+            mixed, moved, error = restored[client], "", 0.0
+        yield _row(run, round, "mixed", client, mixed, error)
+        yield _row(run, round, "moved", client, moved)
 
 
 def _expected_state(run: Run, round: int, updates: RoundUpdates, *, kind: str, state: Flat) -> dict[str, np.ndarray]:
@@ -333,25 +343,17 @@ def _seen_state(run: Run, round: int, state: Flat, *, kind: str) -> Flat:
     return state_after(run, round, state) if kind in (HEADS_BY_FEATURES, KRIGING) else state
 
 
-def _check_state(
-    run: Run,
-    round: int,
-    expected: Mapping[str, np.ndarray],
-    before: Flat,
-    *,
-    kind: str,
-    plan: AuditPlan,
-    reported: Models,
+def _check_reports(
+    run: Run, round: int, plan: AuditPlan, trained: Models, before: Flat, *, kind: str, is_restored: bool
 ) -> Iterator[AuditRow]:
-    """A row for the server state after a round, or for what clients reported in it beside these models."""
-    if kind == KRIGING and reported:
-        after = state_after(run, round, before)
-        yield from check_halves(run, round, trained=reported, before=before, after=after)
-    elif kind == HEADS_BY_FEATURES and reported:
-        fault = report_fault(plan, read_audit_record(run, round), state_after(run, round, {}))
-        yield _row(run, round, "server", "", fault)
-    elif kind not in (HEADS_BY_FEATURES, KRIGING):
-        yield from check_server_state(run, round, expected, before=before)
+    """A row for what the clients that trained these models reported beside them."""
+    if is_restored:
+        return
+    if kind == KRIGING:
+        yield from check_halves(run, round, trained=trained, before=before, after=state_after(run, round, before))
+        return
+    fault = report_fault(plan, read_audit_record(run, round), state_after(run, round, {}))
+    yield _row(run, round, "server", "", fault)
 
 
 def _is_chosen(run: Run, round: int, state: Flat) -> bool:
