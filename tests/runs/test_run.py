@@ -183,6 +183,7 @@ NEEDED: Mapping[str, Mapping[str, object]] = {
     "fedavg_stacked": {"space": "factors"},
     "fedavg_with_residual": {"space": "factors", "ranks": "4"},
     "ifca": {"ranks": "4"},
+    "kriging": {"measure_round": 1},
 }
 """What validation asks of a strategy beside its name."""
 

@@ -393,6 +393,10 @@ def check_split_halves(config: Config) -> None:
             f"--strategy {mixing.strategy} compares all that clients train, and --share {' '.join(mixing.share)} leaves"
             " a part of it out; take --share A B head"
         )
+    last, measured = config.training.rounds - mixing.personal_rounds, config.server.measure_round
+    if measured > last:
+        needed = f"at most {last} with --strategy {mixing.strategy}, whose last aggregation ends that round"
+        raise invalid_value("--measure-round", measured, needed)
     for flag, value in {
         "--personal-models": mixing.personal_models,
         "--second-model": mixing.second_model != "none",
