@@ -79,7 +79,7 @@ METHODS_OF_THEIR_OWN: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "gradients corrected by one's own changes": ("", {**ONE_RANK, "strategy": "feddyn"}),
     "clusters by the least loss": ("", {**ONE_RANK, "strategy": "ifca", "ifca_clusters": 2}),
     "heads combined by class features": ("", {**TEXT, "strategy": "fedpac"}),
-    "models predicted from split halves": ("", {**TEXT, "strategy": "kriging", "measure_round": 2}),
+    "models predicted from split halves": ("", {**TEXT, "strategy": "kriging", "measure_round": 1}),
     "a model beside the shared one": ("", {**ONE_RANK, "strategy": "ditto"}),
     "an own adapter with a gate": ("", {**ONE_RANK, "strategy": "fedalt"}),
     "own models pulled to a mixture": ("", {**ONE_RANK, "strategy": "fedamp"}),

@@ -1,7 +1,6 @@
-"""Runs of kriging: averages until it has measured, then rows of its own; audited, resumed to the bit, in the ledger."""
+"""Runs of kriging: averages until it has measured, then rows of its own; audited, and in the ledger."""
 
 import json
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,15 +10,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from atlas_fl.audit.check import audit_run
-from atlas_fl.config import Config, to_toml
+from atlas_fl.config import Config
 from atlas_fl.config.validation import validate
 from atlas_fl.deployment.server import check_served
 from atlas_fl.deployment.service import ServerOptions
 from atlas_fl.errors import ConfigError
-from atlas_fl.experiment.run import resume_run, run_config
+from atlas_fl.experiment.run import run_config
 from atlas_fl.storage.tensors import encoded_size
-from tests.runs.processes import Programs
-from tests.runs.reading import rows, same_tensors, state
+from tests.runs.reading import rows, same_tensors
 
 pytestmark = pytest.mark.core
 
@@ -59,18 +57,6 @@ def test_halves_are_sent_once_and_are_in_the_ledger(config: MakeConfig) -> None:
         own = {key.removeprefix(prefix): tensor for key, tensor in reports.items() if key.startswith(prefix)}
         assert row["direction"] == "up" and row["bytes"] == encoded_size(own)
     assert audit_run(folder).ok
-
-
-def test_a_run_that_is_killed_goes_on_to_the_same_bits(config: MakeConfig, programs: Programs, tmp_path: Path) -> None:
-    whole = run_config(config(**KRIGING)).folder
-    (tmp_path / "config.toml").write_text(to_toml(config(**KRIGING, name="killed")))
-    fault = "dies before the checkpoint of round two"
-    programs.start("run", "--config", "config.toml", folder=tmp_path, fault=fault).end(-signal.SIGKILL)
-    killed = tmp_path / "runs/killed"
-    assert resume_run(killed).complete
-    assert same_tensors(state(whole), state(killed))
-    assert rows(whole) == rows(killed) and rows(whole, "ledger") == rows(killed, "ledger")
-    assert audit_run(killed).ok
 
 
 def test_who_joins_later_is_measured_in_its_first_round(config: MakeConfig) -> None:

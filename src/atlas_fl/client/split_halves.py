@@ -30,8 +30,3 @@ def join_halves(first: Params, second: Params) -> Params:
     """What is reported of two trained halves, each tensor under the name of its half."""
     named = ((FIRST, first), (SECOND, second))
     return {f"{half}{key}": tensor for half, params in named for key, tensor in params.items()}
-
-
-def is_halves(report: Params) -> bool:
-    """Whether what was reported are halves."""
-    return any(key.startswith((FIRST, SECOND)) for key in report)

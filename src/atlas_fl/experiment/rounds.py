@@ -419,7 +419,7 @@ def one_round(
         mask=planned.mask,
         discarded=server_step.discarded,
         anchors=server_step.anchors if aggregated else {},
-        **_sent_beside_models(jobs),
+        **_beside_models(jobs, strategy.report),
         state_changed=server_step.server_state is not state.server_state,
         frozen=frozen_messages(config, state.server_state, server_step.server_state),
         unsent=unsent_names(config, jobs[0], state.client_models, server_step.client_models, cuts=cuts),
@@ -431,9 +431,11 @@ def one_round(
     return state.after(record, server_models=server_step.server_models, server_state=server_step.server_state), record
 
 
-def _sent_beside_models(jobs: Sequence[Job]) -> dict[str, Any]:
+def _beside_models(jobs: Sequence[Job], report: str) -> dict[str, Any]:
+    """What a round's record says of what goes down and up beside models."""
     corrections = {job.client: job.correction for job in jobs if job.correction}
-    return {"corrections": corrections, "centroids": {job.client: job.centroids for job in jobs if job.centroids}}
+    centroids = {job.client: job.centroids for job in jobs if job.centroids}
+    return {"report": report, "corrections": corrections, "centroids": centroids}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,6 @@ from torch import Tensor
 from atlas_fl.aggregation.graph import Diversity
 from atlas_fl.client.importance import IMPORTANCE
 from atlas_fl.client.job import Update
-from atlas_fl.client.split_halves import is_halves
 from atlas_fl.clustering.labels import UNDECIDED
 from atlas_fl.experiment.frozen_parts import NO_FROZEN, FrozenMessages
 from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, Params, ServerState, Split, shared_params
@@ -83,6 +82,8 @@ class RoundRecord:
     """By client that keeps its initial model because the mixed one was unusable, the reason."""
     anchors: ByClient = field(default_factory=dict)
     """What the clients are pulled to from here on, with `--personal-models` after an aggregation."""
+    report: str = "none"
+    """What the rule asks clients for beside their updates."""
     corrections: ByClient = field(default_factory=dict)
     """What was sent to be added to the gradients, with `--control-variates`."""
     centroids: ByClient = field(default_factory=dict)
@@ -198,7 +199,7 @@ class RoundRecord:
     def _report_row(self, update: Update) -> list[LedgerRow]:
         if not update.report:
             return []
-        kind: Kind = "halves" if is_halves(update.report) else "features"
+        kind: Kind = "halves" if self.report == "halves" else "features"
         size = payload_bytes(update.report)
         return [LedgerRow(round=self.round, client=update.client, direction="up", kind=kind, bytes=size)]
 
