@@ -19,6 +19,7 @@ from atlas_fl.report.figures import FIGURES, draw_all
 from atlas_fl.report.graph_figures import principal_components
 from atlas_fl.report.record import Record, read_record
 from atlas_fl.report.style import KIND_COLOURS, TASK_COLOURS, readable_on, save_figure, task_colours
+from atlas_fl.storage.ledger import KINDS
 
 SCENES = {
     "quick": {"refused": True},
@@ -251,6 +252,7 @@ def test_two_clients_have_one_component() -> None:
 def test_a_task_has_one_colour_in_all_figures_and_colours_differ() -> None:
     assert len(set(TASK_COLOURS)) == len(TASK_COLOURS) == 10
     assert len(set(KIND_COLOURS.values())) == len(KIND_COLOURS)
+    assert KIND_COLOURS.keys() == set(KINDS), "every message that can be sent can be drawn"
     assert task_colours(["b", "a"]) == {"b": TASK_COLOURS[0], "a": TASK_COLOURS[1]}
 
 

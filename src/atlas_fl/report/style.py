@@ -48,6 +48,7 @@ KIND_COLOURS = {
     "control": "#888888",
     "correction": "#661100",
     "features": "#332288",
+    "halves": "#DDCC77",
     "frozen": "#44AA99",
 }
 
