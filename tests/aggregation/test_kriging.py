@@ -5,7 +5,15 @@ import pytest
 import torch
 from scipy.optimize import minimize
 
-from atlas_fl.aggregation.kriging import bound_others, kriging, measure, positive_part, prediction_rows
+from atlas_fl.aggregation.kriging import (
+    bound_others,
+    kriging,
+    measure,
+    measured_sharing,
+    positive_part,
+    prediction_rows,
+    variance_over_noise,
+)
 from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.aggregation.strategies import RoundModels, StrategyOptions
 from atlas_fl.audit.kriging import smallest_without_signs
@@ -161,3 +169,42 @@ def test_adapters_meet_over_all_tasks_heads_inside_one_and_who_has_no_halves_is_
     assert apart("head.w")[1].tolist() == [0.0, 1.0, 0.0]
     absent = strategy.matrices(federation("abc", "xxx"), [False, True, False], round=1, models=models)
     assert absent("q.lora_A").tolist() == [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 1.0, 0.0]]
+
+
+def test_what_is_told_of_sharing_by_hand() -> None:
+    """Heads 3 and 1 of a, 1 and 3 of b: each K_kk is 3 and N 1, and K_ab = (3 * 3 + 1 * 1) / 2 = 5, so tau^2 = 0."""
+    start = {
+        name: {"q.lora_A": torch.ones(1, 1), "q.lora_B": torch.zeros(1, 1), "head.w": torch.zeros(1)} for name in "ab"
+    }
+
+    def report(b: float, first: float, second: float) -> dict[str, torch.Tensor]:
+        halves = {"first": first, "second": second}
+        same = {"q.lora_A": torch.ones(1, 1), "q.lora_B": torch.full((1, 1), b)}
+        return {
+            f"{half}/{key}": tensor
+            for half, head in halves.items()
+            for key, tensor in {**same, "head.w": torch.tensor([head])}.items()
+        }
+
+    options = StrategyOptions(max_share=1.0)
+    strategy = kriging(options)
+    state = strategy.record_reports(strategy.init(start), {"a": report(1.0, 3.0, 1.0), "b": report(-1.0, 1.0, 3.0)})
+    models = RoundModels(before=start, after=start, server_state=state)
+    clients = federation("ab", "xx")
+    matrices = strategy.matrices(clients, [True, True], round=1, models=models)
+    told = {(row.client, row.parameters): row for row in measured_sharing(state, clients, matrices, options)}
+    assert set(told) == {(name, parameters) for name in "ab" for parameters in ("adapters", "head")}
+    # adapters: no noise at all, and each the contrary of the other
+    assert told["a", "adapters"].variance_over_noise is None
+    assert (told["a", "adapters"].own_share, told["a", "adapters"].effective_clients) == pytest.approx((1.0, 1.0))
+    assert told["a", "head"].variance_over_noise == 0.0
+    assert (told["a", "head"].own_share, told["a", "head"].effective_clients) == pytest.approx((0.5, 2.0), abs=1e-4)
+
+
+def test_variance_between_clients_is_measured_without_the_noise() -> None:
+    """Planted: tau^2 = 3 and N = 2 over all values, among eight clients with a common part."""
+    draw, ratios = np.random.default_rng(3), []
+    for _ in range(200):
+        theta = draw.standard_normal(400) / 5 + draw.standard_normal((8, 400)) * np.sqrt(3 / 400)
+        ratios.append(variance_over_noise(drawn(draw, theta, np.full(8, 2.0))))
+    assert float(np.mean(ratios)) == pytest.approx(1.5, rel=0.02)

@@ -2,10 +2,12 @@
 
 import json
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -15,7 +17,11 @@ from atlas_fl.config.validation import validate
 from atlas_fl.deployment.server import check_served
 from atlas_fl.deployment.service import ServerOptions
 from atlas_fl.errors import ConfigError
+from atlas_fl.events import Event, Note
 from atlas_fl.experiment.run import run_config
+from atlas_fl.report.figures import draw_all
+from atlas_fl.report.tables import sharing_table
+from atlas_fl.storage.jsonl import read_json
 from atlas_fl.storage.tensors import encoded_size
 from tests.runs.reading import rows, same_tensors
 
@@ -37,6 +43,51 @@ def test_until_it_measures_it_is_fedavg_to_the_bit_and_then_models_differ(config
     report = audit_run(folder)
     assert report.ok, report.failures
     assert {"server", "mixed"} <= {row.check for row in report.rows}
+
+
+def test_every_layer_may_have_a_matrix_of_its_own(config: MakeConfig) -> None:
+    whole, folder = (run_config(config(**KRIGING, gram_by=by, name=by)).folder for by in ("all", "layer_and_kind"))
+    ours, theirs = (load_file(path / "audit/round-0002/start.safetensors") for path in (folder, whole))
+    is_equal = {key.partition("/")[2]: torch.equal(ours[key], theirs[key]) for key in ours}
+    assert all(equal for key, equal in is_equal.items() if key.startswith("head."))
+    assert not any(equal for key, equal in is_equal.items() if key.endswith("lora_B"))
+    report = audit_run(folder)
+    assert report.ok, report.failures
+    config_file = folder / "config.toml"
+    config_file.write_text(config_file.read_text().replace('gram_by = "layer_and_kind"', 'gram_by = "all"'))
+    assert "mixed" in {row.check for row in audit_run(folder).failures}
+
+
+def test_a_run_tells_how_personal_its_models_are_and_why(config: MakeConfig) -> None:
+    events: list[Event] = []
+    result = run_config(config(**KRIGING, gram_by="layer"), on_event=events.append)
+    told = [row for row in rows(result.folder) if row.get("event") == "sharing measured"]
+    groups = {"layer 0", "layer 1", "layer 2", "head"}
+    assert {(row["round"], row["client"], row["parameters"]) for row in told} == {
+        (2, name, group) for name in ("movie-0", "movie-1", "trec-0", "trec-1") for group in groups
+    }
+    first = next(row for row in told if row["client"] == "movie-0" and row["parameters"] == "head")
+    assert result.summary["sharing"]["movie-0"]["head"] == {
+        name: first[name]
+        for name in ("own_share", "effective_clients", "variance_over_noise", "round")
+        if name in first
+    }
+    notes = [event.text for event in events if isinstance(event, Note)]
+    for group in groups:
+        assert sum(note.startswith(f"round 2: {group}: 4 clients keep ") for note in notes) == 1
+    assert any("trains twice more, on either half" in note for note in notes)
+    figures = {path.stem for path in draw_all(result.folder)}
+    assert "sharing" in figures
+    shown = StringIO()
+    Console(file=shown, width=80).print(sharing_table(result.summary))
+    assert "layer 1" in shown.getvalue() and "head" in shown.getvalue()
+
+
+def test_the_plan_says_the_bytes_of_the_halves(config: MakeConfig) -> None:
+    folder = run_config(config(**KRIGING)).folder
+    sent = sum(int(str(row["bytes"])) for row in rows(folder, "ledger") if row["kind"] == "halves")
+    (note,) = (note for note in read_json(folder / "plan.json")["notes"] if "either half" in note)
+    assert f"{sent / 1e6:.2g} MB in all, once" in note
 
 
 def test_halves_are_sent_once_and_are_in_the_ledger(config: MakeConfig) -> None:

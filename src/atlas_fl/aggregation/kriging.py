@@ -7,8 +7,9 @@
 
 h_k^1 and h_k^2 are what client k's model has become since the run began when it is trained on either half of its
 examples (`client.split_halves`), in product space of s B A; K+ is the positive part of K. The adapters have one matrix,
-heads one inside each task. There are no clusters and no strength to choose: clients whose halves agree as those of one
-do share a model, and who agrees with nobody keeps its own.
+or with `--gram-by` each layer or kind of parameter its own; heads have one inside each task. There are no clusters and
+no strength to choose: clients whose halves agree as those of one do share a model, and who agrees with nobody keeps its
+own.
 
 Halves are taken once, in round `--measure-round`; before, everyone is given the average by examples, so that halves
 begin with what all have in common. The matrix then holds for the run. Who was not there is measured when it first takes
@@ -19,17 +20,26 @@ With weights of any sign and without the scaling this is simple kriging, the pos
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Float64
 from scipy.optimize import nnls
 from torch import Tensor
 
-from atlas_fl.aggregation.matrices import average
+from atlas_fl.aggregation.matrices import Federation, average
+from atlas_fl.aggregation.pfedgraph import check_layers
 from atlas_fl.aggregation.robust import change_gram
-from atlas_fl.aggregation.strategies import MixingContext, Strategy, StrategyOptions, mixing_strategy
-from atlas_fl.params import HEAD, LORA_B, ByClient, Params, ServerState, shared_params
+from atlas_fl.aggregation.strategies import (
+    Matrices,
+    MixingContext,
+    ParameterGroup,
+    Strategy,
+    StrategyOptions,
+    mixing_strategy,
+    parameter_group,
+)
+from atlas_fl.params import LORA_B, ByClient, Params, ServerState, shared_params
 
 HALVES, INITIAL = "halves", "initial"
 """The entries of the server state: what each client has reported, and the model that it began the run with."""
@@ -76,9 +86,9 @@ def bound_others(matrix: Float64[np.ndarray, "n n"], max_share: float) -> Float6
 
 
 def half_gram(
-    state: ServerState, names: Sequence[str], options: StrategyOptions, *, is_head: bool
+    state: ServerState, names: Sequence[str], federation: Federation, group: ParameterGroup, options: StrategyOptions
 ) -> Float64[np.ndarray, "n2 n2"]:
-    """The inner products of the changes in both halves of these clients: of heads, or of all else that is shared."""
+    """The inner products of the changes in both halves of these clients, over the shared parameters of this group."""
     initial, reports = _entry(state, INITIAL), _entry(state, HALVES)
     places = [(half, name) for half in ("first", "second") for name in names]
     after = {f"{half}/{name}": _params(_entry(_entry(reports, name), half)) for half, name in places}
@@ -86,7 +96,8 @@ def half_gram(
     total, each = np.zeros((len(places),) * 2), list(after)
     keys = {key for params in after.values() for key in shared_params(params, options.share) if params[key].numel()}
     for key in sorted(keys):  # sums follow the order
-        if key.startswith(HEAD) != is_head or (options.space == "product" and key.endswith(LORA_B)):
+        own = parameter_group(key, federation, granularity=options.gram_by, space=options.space)
+        if own != group or (options.space == "product" and key.endswith(LORA_B)):
             continue
         members = [index for index, place in enumerate(each) if key in after[place]]
         total[np.ix_(members, members)] += change_gram(
@@ -113,16 +124,91 @@ def kriging(options: StrategyOptions) -> Strategy:
             inside = [k for k in np.flatnonzero((step.groups == label) & step.present).tolist() if names[k] in reports]
             if inside:
                 chosen, weights = [names[k] for k in inside], step.federation.weights[inside]
-                gram = half_gram(state, chosen, options, is_head=step.parameters.is_head)
+                gram = half_gram(state, chosen, step.federation, step.parameters, options)
                 rows = prediction_rows(*measure(gram), np.asarray(weights / weights.sum(), np.float64))
                 matrix[inside] = 0.0
                 matrix[np.ix_(inside, inside)] = bound_others(rows, options.max_share)
         keeps = ~step.present & np.array([name in reports for name in names], bool)
         return np.asarray(np.where(keeps[:, None], np.eye(len(matrix)), matrix))
 
-    strategy = mixing_strategy("kriging", rule, options, arrival=share)
-    strategy = replace(strategy, init=_init(options), extend_state=_extend(options))
+    strategy = mixing_strategy("kriging", rule, options, arrival=share, granularity=options.gram_by)
+    strategy = replace(strategy, init=_init(options), extend_state=_extend(options), check=check_layers(options))
     return replace(strategy, report="halves", record_reports=_record)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredSharing:
+    """How much of its own a client keeps of a group of parameters, and why."""
+
+    client: str
+    parameters: str
+    """`head`, `adapters`, or with `--gram-by` the layer and the kind."""
+    own_share: float
+    """Its own model's weight in its row."""
+    effective_clients: float
+    """The exponential of the row's entropy: 1 for its own model alone, n for the plain average of n."""
+    variance_over_noise: float | None
+    """tau^2 / N of the clients that may mix: what differs between them over the noise of one; None without noise."""
+
+
+def measured_sharing(
+    state: ServerState, federation: Federation, matrices: Matrices, options: StrategyOptions
+) -> tuple[MeasuredSharing, ...]:
+    """A row for each measured client and group of parameters, from the matrices of the round that measured them.
+
+    tau^2 = mean_k K_kk - mean_{k != l} K_kl is the variance between clients without bias; heads are compared inside
+    their task. It is of all of a group together, not of a single value.
+    """
+    reports, rows = _entry(state, HALVES), []
+    positions = {name: k for k, name in enumerate(federation.clients)}
+    models = {name: _params(_entry(_entry(reports, name), "first")) for name in reports}
+    groups: dict[tuple[ParameterGroup, str], tuple[str, list[str]]] = {}
+    for name, model in models.items():
+        for key in sorted(shared_params(model, options.share)):
+            group = parameter_group(key, federation, granularity=options.gram_by, space=options.space)
+            task = federation.head_groups[positions[name]] if group.is_head else ""
+            _, members = groups.setdefault((group, task), (key, []))
+            if name not in members:
+                members.append(name)
+    for (group, _), (key, members) in groups.items():
+        ratio = variance_over_noise(half_gram(state, members, federation, group, options))
+        for name in members:
+            row = matrices(key)[positions[name]]
+            weights = row[row > 0]
+            rows.append(
+                MeasuredSharing(
+                    client=name,
+                    parameters=group.words,
+                    own_share=float(row[positions[name]]),
+                    effective_clients=float(np.exp(-(weights * np.log(weights)).sum())),
+                    variance_over_noise=ratio,
+                )
+            )
+    return tuple(rows)
+
+
+def sharing_words(rows: Sequence[MeasuredSharing]) -> list[str]:
+    """A line for each group of parameters: from how much to how much of its own clients keep, and why."""
+    lines = []
+    for parameters in dict.fromkeys(row.parameters for row in rows):
+        members = [row for row in rows if row.parameters == parameters]
+        shares = [row.own_share for row in members]
+        ratios = [row.variance_over_noise for row in members if row.variance_over_noise is not None]
+        ends = " to ".join(dict.fromkeys(f"{ratio:.2g}" for ratio in (min(ratios), max(ratios)))) if ratios else ""
+        reason = f"variance between clients {ends} times the noise of one" if ends else "no noise"
+        who = f"{len(members)} clients keep {min(shares):.0%} to {max(shares):.0%} of their own"
+        lines.append(f"{parameters}: {who}, the rest is others'; {reason}")
+    return lines
+
+
+def variance_over_noise(gram: Float64[np.ndarray, "n2 n2"]) -> float | None:
+    """tau^2 / N from the inner products of halves, 0 at least; None of one client and without noise."""
+    covariance, noise = measure(gram)
+    n, own = len(noise), float(np.trace(covariance)) / len(noise)
+    if n < 2 or noise.mean() <= 0:
+        return None
+    others = (float(covariance.sum()) - own * n) / (n * (n - 1))
+    return max(0.0, own - others) / float(noise.mean())
 
 
 def _entry(state: ServerState, name: str) -> ServerState:

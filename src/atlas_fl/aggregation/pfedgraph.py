@@ -13,7 +13,6 @@ layer, kind of parameter or both a matrix of its own (`--gram-by`). Heads of dif
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 from jaxtyping import Float64
@@ -27,9 +26,8 @@ from atlas_fl.aggregation.strategies import (
     Strategy,
     StrategyOptions,
     groups_within,
-    layer_of,
     mixing_strategy,
-    parameter_kind,
+    parameter_group,
 )
 from atlas_fl.errors import ConfigError
 from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, Params, ServerState, shared_params
@@ -57,23 +55,17 @@ def _params(value: Tensor | ServerState) -> Params:
     return {key: tensor for key, tensor in value.items() if isinstance(tensor, Tensor)}
 
 
-def _selects(step: MixingContext, key: str, *, options: StrategyOptions) -> bool:
-    """Whether the matrix of this step follows from this parameter."""
-    if options.gram_by == "all":
-        return True
-    group = step.parameters
-    if group.is_head or key.startswith(HEAD):
-        return group.is_head and key.startswith(HEAD)
-    in_layer = group.layer is None or layer_of(step.federation, key) == group.layer
-    return in_layer and group.kind in (None, parameter_kind(key, options.space))
-
-
 def _similarities(step: MixingContext, clients: Sequence[int], options: StrategyOptions) -> Float64[np.ndarray, "n n"]:
     """The cosines between the changes of these clients, by index."""
     assert step.models is not None, "changes are of models"
     initial, after = _initial(step.models.server_state), step.models.after
-    select = partial(_selects, step, options=options)
-    return cosines(gram_of_changes(initial, after, clients, step.federation, options, selects=select))
+    federation, granularity = step.federation, options.gram_by
+
+    def is_in_group(key: str) -> bool:
+        return parameter_group(key, federation, granularity=granularity, space=options.space) == step.parameters
+
+    selects = None if granularity == "all" else is_in_group  # else heads and the rest are compared apart
+    return cosines(gram_of_changes(initial, after, clients, federation, options, selects=selects))
 
 
 def pfedgraph(options: StrategyOptions) -> Strategy:
@@ -97,7 +89,7 @@ def pfedgraph(options: StrategyOptions) -> Strategy:
     strategy = mixing_strategy(
         "pfedgraph", rule, options, arrival=share, clustered=options.within == CLUSTERS, granularity=options.gram_by
     )
-    return replace(strategy, init=_init(options), extend_state=_extend(options), check=_check_layers(options))
+    return replace(strategy, init=_init(options), extend_state=_extend(options), check=check_layers(options))
 
 
 def _init(options: StrategyOptions) -> Callable[[ByClient], ServerState]:
@@ -116,7 +108,9 @@ def _extend(options: StrategyOptions) -> Callable[[ServerState, ByClient], Serve
     return extend
 
 
-def _check_layers(options: StrategyOptions) -> Callable[[ByClient, Federation], None]:
+def check_layers(options: StrategyOptions) -> Callable[[ByClient, Federation], None]:
+    """Raises ConfigError where matrices are by layer and a parameter is in none."""
+
     def check(models: ByClient, federation: Federation) -> None:
         if options.gram_by not in ("layer", "layer_and_kind"):
             return

@@ -100,6 +100,12 @@ class ParameterGroup:
     kind: str | None = None
     """`A`, `B`, `product` (A and B together), `weights` or `head`; None where the kinds share a matrix."""
 
+    @property
+    def words(self) -> str:
+        """`head`, `adapters`, or the layer and the kind."""
+        layer = None if self.layer is None else f"layer {self.layer}"
+        return "head" if self.is_head else ", ".join(filter(None, (layer, self.kind))) or "adapters"
+
 
 def parameter_kind(key: str, space: str) -> str:
     """What kind of parameter this is: `head`, `A`, `B`, `weights`, or in product space `product` for A and B."""
@@ -163,6 +169,17 @@ def layer_of(federation: Federation, key: str) -> int:
     return federation.layer_of[module]
 
 
+def parameter_group(key: str, federation: Federation, *, granularity: str, space: str) -> ParameterGroup:
+    """The parameters that this one shares a matrix with."""
+    is_head = key.startswith(HEAD)
+    by_layer, by_kind = granularity in ("layer", "layer_and_kind"), granularity in ("kind", "layer_and_kind")
+    return ParameterGroup(
+        is_head=is_head,
+        layer=layer_of(federation, key) if by_layer and not is_head else None,
+        kind=parameter_kind(key, space) if by_kind else None,
+    )
+
+
 def mixing_matrices(
     rule: Rule,
     federation: Federation,
@@ -184,15 +201,12 @@ def mixing_matrices(
     anyone, by_task = np.zeros(len(there), np.int64), group_ids(federation.head_groups)
     factors = layer_factors(federation) if layer_weighting == "importance" else None
     is_pooled = any(cut is not None for cut in federation.cuts)
-    by_layer, by_kind = granularity in ("layer", "layer_and_kind"), granularity in ("kind", "layer_and_kind")
     made: dict[Hashable, Float64[np.ndarray, "n n"]] = {}
 
     def matrix(key: str) -> Float64[np.ndarray, "n n"]:
         is_head = key.startswith(HEAD)
-        layer = None if is_head or not (by_layer or is_pooled or factors is not None) else layer_of(federation, key)
-        group = ParameterGroup(
-            is_head=is_head, layer=layer if by_layer else None, kind=parameter_kind(key, space) if by_kind else None
-        )
+        layer = None if is_head or not (is_pooled or factors is not None) else layer_of(federation, key)
+        group = parameter_group(key, federation, granularity=granularity, space=space)
         size = eta if factors is None or layer is None else eta * float(factors[layer])
         if (group, size) not in made:
             groups = by_task if is_head else anyone
@@ -261,7 +275,7 @@ class StrategyOptions:
     server_tau: float = 1e-3
     """What is added to the root of the second moment; its square is the second moment to begin with."""
     gram_by: str = "all"
-    """Which parameters of `pfedgraph` have a mixing matrix of their own (`rule.GRANULARITIES`)."""
+    """Which parameters of `pfedgraph` and `kriging` have a mixing matrix of their own (`GRANULARITIES`)."""
     gram_alpha: float = 0.8
     """How much the rows of `pfedgraph` stay with the shares of the examples."""
     attention_alpha: float = 1.0
@@ -428,7 +442,7 @@ def mixing_strategy(
 ) -> Strategy:
     """The strategy that applies the rule's matrices to the models of all clients.
 
-    `granularity` tells which parameters have a matrix of their own (`rule.GRANULARITIES`). With `reduce` the rows only
+    `granularity` tells which parameters have a matrix of their own (`GRANULARITIES`). With `reduce` the rows only
     say who is aggregated with whom, and this is how.
     Who joins later begins with its row of `arrival`, in which it is not present and the others are: by default of the
     rule itself, which for an average is the average of the others.

@@ -512,7 +512,7 @@ def _cached_weights(plan: AuditPlan, rule: Rule) -> Callable[[str], np.ndarray]:
     def weights_of(key: str) -> np.ndarray:
         head = key.startswith(HEAD)
         layer = plan.layer_of.get(key.removesuffix(LORA_A).removesuffix(LORA_B))
-        end = key[-1] if key.endswith((LORA_A, LORA_B)) and rule.kind == "pfedgraph" else ""
+        end = key[-1] if key.endswith((LORA_A, LORA_B)) and rule.kind in ("pfedgraph", KRIGING) else ""
         if (head, layer, end) not in matrices:
             matrices[head, layer, end] = weights(plan, rule, head=head, layer=layer, key=key)
         return matrices[head, layer, end]

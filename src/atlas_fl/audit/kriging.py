@@ -12,8 +12,8 @@ from torch import Tensor
 
 from atlas_fl.audit.report import AuditRow
 from atlas_fl.audit.run_files import AuditPlan, Models, Run, is_aggregated
-from atlas_fl.audit.server_state import Flat, change_since_start
-from atlas_fl.params import HEAD, LORA_B
+from atlas_fl.audit.server_state import Flat, change_since_start, shares_matrix
+from atlas_fl.params import LORA_B
 
 HALVES = ("first", "second")
 RIDGE = 1e-9
@@ -34,10 +34,10 @@ class Predictions:
             for client, halves in read_halves(state).items()
             if all(halves[half].keys() == whole.get(client) for half in HALVES)
         }
-        self._rows: dict[tuple[tuple[int, ...], bool], np.ndarray] = {}
+        self._rows: dict[tuple[tuple[int, ...], tuple[str, ...]], np.ndarray] = {}
 
-    def row(self, k: int, members: Sequence[int], head: bool) -> list[float] | None:
-        """The weights of client k among these members who reported; its own model where it is none of them.
+    def row(self, k: int, members: Sequence[int], key: str) -> list[float] | None:
+        """The weights of client k for this parameter among these members who reported; its own where it is none.
 
         None where it has not reported, and is given the average.
         """
@@ -47,10 +47,11 @@ class Predictions:
             return None
         if k not in known:
             return [float(one == k) for one in range(len(names))]
-        if (known, head) not in self._rows:
-            self._rows[known, head] = self._predict(known, head=head)
+        keys = self._compared_with(key)
+        if (known, keys) not in self._rows:
+            self._rows[known, keys] = self._predict(known, keys)
         row = [0.0] * len(names)
-        for one, weight in zip(known, self._rows[known, head][known.index(k)], strict=True):
+        for one, weight in zip(known, self._rows[known, keys][known.index(k)], strict=True):
             row[one] = float(weight)
         others = {one: min(weight, self._max_share) for one, weight in enumerate(row) if one != k}
         return [others.get(one, 1.0 - sum(others.values())) for one in range(len(row))]
@@ -59,8 +60,16 @@ class Predictions:
     def _max_share(self) -> float:
         return float(self._run.config.get("robust", {}).get("max_share", 1.0))
 
-    def _predict(self, members: Sequence[int], *, head: bool) -> np.ndarray:
-        first, second = (self._changes(members, half, head=head) for half in HALVES)
+    def _compared_with(self, key: str) -> tuple[str, ...]:
+        """The parameters that the matrix of this one follows from; in product space a module stands at its A."""
+        run, by = self._run, str(self._run.config.get("server", {}).get("gram_by", "all"))
+        reported = {one for halves in self._reports.values() for one in halves[HALVES[0]]}
+        is_product = run.mixing.space == "product"
+        compared = {one for one in reported if shares_matrix(run, self._plan, one, key, by=by)}
+        return tuple(sorted(one for one in compared if not (is_product and one.endswith(LORA_B))))
+
+    def _predict(self, members: Sequence[int], keys: Sequence[str]) -> np.ndarray:
+        first, second = (self._changes(members, half, keys) for half in HALVES)
         n = len(members)
         covariance, noise = np.zeros((n, n)), np.zeros(n)
         for i in range(n):
@@ -77,18 +86,16 @@ class Predictions:
         rows = [smallest_without_signs(program, target / scale) for target in known]
         return np.stack([row / row.sum() if row.sum() > 0 else shares / shares.sum() for row in rows])
 
-    def _changes(self, members: Sequence[int], half: str, *, head: bool) -> list[np.ndarray]:
+    def _changes(self, members: Sequence[int], half: str, keys: Sequence[str]) -> list[np.ndarray]:
         names = [self._plan.clients[one] for one in members]
         models = {name: self._reports[name][half] for name in names}
-        keys = sorted({key for params in models.values() for key in params if key.startswith(HEAD) == head})
-        is_product = self._run.mixing.space == "product"
         vectors: dict[str, list[np.ndarray]] = {name: [] for name in names}
         for key in keys:
-            if is_product and key.endswith(LORA_B):
-                continue
-            parts = {name: change_since_start(self._run, self._plan, name, key, models, self._state) for name in names}
-            longest = max(map(len, parts.values()))
-            for name, part in parts.items():
+            holders = [name for name in names if key in models[name]]
+            parts = {n: change_since_start(self._run, self._plan, n, key, models, self._state) for n in holders}
+            longest = max(map(len, parts.values()), default=0)
+            for name in names:
+                part = parts.get(name, np.zeros(0))
                 vectors[name].append(np.pad(part, (0, longest - len(part))))
         return [np.concatenate(parts) if parts else np.zeros(0) for parts in vectors.values()]
 

@@ -245,8 +245,8 @@ class Rule:
     """Of these clients: the norms of their updates; None where nobody asks."""
     combine: Callable[[int, Sequence[int]], list[float]] | None = None
     """Of a client and its members: the row of its head by class features; None where nobody asks."""
-    predict: Callable[[int, Sequence[int], bool], list[float] | None] | None = None
-    """Of a client, its members and whether of heads: its row by split halves, or none; None where nobody asks."""
+    predict: Callable[[int, Sequence[int], str], list[float] | None] | None = None
+    """Of a client, its members and a parameter: its row by split halves, or none; None where nobody asks."""
     clusters: Callable[[bool, int | None], list[int]] | None = None
     """For heads or a layer: the clusters that followed from updates; None where nobody asks."""
     attention: tuple[float, float] = (1.0, 1.0)
@@ -350,9 +350,9 @@ def _combined_row(plan: AuditPlan, rule: Rule, k: int) -> list[float]:
     return rule.combine(k, members)
 
 
-def _predicted_row(plan: AuditPlan, rule: Rule, k: int, *, head: bool) -> list[float]:
+def _predicted_row(plan: AuditPlan, rule: Rule, k: int, *, head: bool, key: str) -> list[float]:
     """The row of a prediction from split halves, or of the average where there are none."""
-    row = None if rule.predict is None else rule.predict(k, _members(plan, rule, k, head=head), head)
+    row = None if rule.predict is None else rule.predict(k, _members(plan, rule, k, head=head), key)
     return _mean_row(plan, rule, k, head=head) if row is None else row
 
 
@@ -424,7 +424,7 @@ def _each(plan: AuditPlan, rule: Rule, *, head: bool, layer: int | None, key: st
     if rule.kind == HEADS_BY_FEATURES and head:
         return np.array([_combined_row(plan, rule, k) for k in range(n)])
     if rule.kind == KRIGING:
-        return np.array([_predicted_row(plan, rule, k, head=head) for k in range(n)])
+        return np.array([_predicted_row(plan, rule, k, head=head, key=key) for k in range(n)])
     if rule.kind == "pfedgraph":
         return np.array([_projected_row(plan, rule, k, head=head, key=key) for k in range(n)])
     if rule.kind == "mean of others":

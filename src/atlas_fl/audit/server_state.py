@@ -332,14 +332,17 @@ def _is_compared(run: Run, plan: AuditPlan, one: str, key: str, *, by: str) -> b
     """Whether the matrix of `key` follows from `one`, which in product space stands for its module at its A."""
     if not is_mixed(one, run.mixing.share) or (run.mixing.space == "product" and one.endswith(LORA_B)):
         return False
-    if by == "all":
-        return True
+    return by == "all" or shares_matrix(run, plan, one, key, by=by)
+
+
+def shares_matrix(run: Run, plan: AuditPlan, one: str, key: str, *, by: str) -> bool:
+    """Whether both are heads, or neither is and `--gram-by` gives them one matrix."""
     if one.startswith(HEAD) or key.startswith(HEAD):
         return one.startswith(HEAD) and key.startswith(HEAD)
     ends = [next((end for end in (LORA_A, LORA_B) if name.endswith(end)), "") for name in (one, key)]
     layers = [plan.layer_of.get(name.removesuffix(end)) for name, end in zip((one, key), ends, strict=True)]
     same_kind = ends[0] == ends[1] or (run.mixing.space == "product" and all(ends))
-    return (layers[0] == layers[1] or by == "kind") and (same_kind or by == "layer")
+    return (layers[0] == layers[1] or by in ("all", "kind")) and (same_kind or by in ("all", "layer"))
 
 
 def change_since_start(run: Run, plan: AuditPlan, client: str, key: str, models: Models, state: Flat) -> np.ndarray:

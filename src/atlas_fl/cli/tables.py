@@ -11,7 +11,7 @@ from rich.table import Table
 from atlas_fl.audit.report import AuditRow, RoundSummary
 from atlas_fl.planning.place_client import ClientPlacement
 from atlas_fl.report.format import EMPTY, add_columns, cluster_name, new_table, number
-from atlas_fl.report.tables import closing_table
+from atlas_fl.report.tables import closing_table, sharing_table
 
 SHOWN_FAILURES = 10
 
@@ -19,6 +19,8 @@ SHOWN_FAILURES = 10
 def outcome(folder: Path, summary: Mapping[str, Any], *, complete: bool) -> Iterator[RenderableType]:
     """What a run has come to, from the content of `summary.json`; for one that is not complete, how to go on."""
     yield closing_table(summary)
+    if summary.get("sharing"):
+        yield sharing_table(summary)
     for refused in (summary.get("events") or {}).get("refused", ()):
         yield f"refused: {refused['client']} in round {refused['round']}: {refused['reason']}"
     yield f"run folder: {folder}"

@@ -256,8 +256,8 @@ class ServerConfig:
     server_tau: float = 1e-3
     """What is added to the root of the second moment: the larger, the less adaptive the server's step."""
     gram_by: Literal["all", "layer", "kind", "layer_and_kind"] = "all"
-    """Which parameters of `pfedgraph` have a mixing matrix of their own, by the Gram matrix of their own changes: none,
-    each layer, each kind (A, B or their product, head), or both."""
+    """Which parameters of `pfedgraph` and `kriging` have a mixing matrix of their own, by the Gram matrix of their own
+    changes: none (under `kriging` heads do), each layer, each kind (A, B or their product, head), or both."""
     gram_alpha: float = 0.8
     """How much the rows of `pfedgraph` stay with the shares of the examples; if small, similarity counts more."""
     attention_alpha: float = 1.0

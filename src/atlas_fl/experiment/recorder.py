@@ -18,7 +18,7 @@ from atlas_fl.data.clients import ClientData, majority
 from atlas_fl.errors import CheckpointError
 from atlas_fl.experiment.early_stopping import best_rounds
 from atlas_fl.experiment.state import FederationState, JoinResult, RoundRecord, plan_messages
-from atlas_fl.experiment.summary import STOPPED, peak_memory
+from atlas_fl.experiment.summary import MEASURED, STOPPED, peak_memory
 from atlas_fl.params import (
     ByClient,
     ServerState,
@@ -261,6 +261,7 @@ class Recorder:
         if record.diversity is not None:
             discarded = {"discarded": dict(record.discarded)}
             rows.append({"round": record.round, "event": "mixed", **asdict(record.diversity), **discarded})
+        rows += [drop_undefined({"round": record.round, "event": MEASURED, **asdict(row)}) for row in record.sharing]
         by_split: dict[Split, Mapping[str, Update]] = {"train": record.updates, **record.scores}
         for split, updates in by_split.items():
             for client in self.clients:

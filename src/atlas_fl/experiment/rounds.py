@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from atlas_fl.aggregation.graph import Diversity, diversity
+from atlas_fl.aggregation.kriging import MeasuredSharing
 from atlas_fl.aggregation.matrices import Federation, share_warnings, without_edges
 from atlas_fl.aggregation.mixing import sync_shared
 from atlas_fl.aggregation.robust import bound_updates, change_norms, small_groups
@@ -31,7 +32,7 @@ from atlas_fl.experiment.frozen_parts import frozen_companions, frozen_messages
 from atlas_fl.experiment.ifca_choice import choose_clusters
 from atlas_fl.experiment.late_join import add_late_clients
 from atlas_fl.experiment.recorder import Recorder
-from atlas_fl.experiment.reports import with_reports
+from atlas_fl.experiment.reports import sharing_of_round, with_reports
 from atlas_fl.experiment.second_models import gate_of, predicting_models, predicts_as_sent, train_second_models
 from atlas_fl.experiment.state import FederationState, RoundRecord, mean_validation_score, sum_cut_traffic
 from atlas_fl.experiment.untrained import keep_untrained, unsent_names
@@ -329,7 +330,7 @@ def run_rounds(
             recorder.record_choice(choice.messages, state)
         state, record = one_round(assembly, planned, engine, state)
         rows = recorder.record_round(record, state, seconds=time.perf_counter() - start_time, is_last=number == last)
-        for line in _update_notes(record):
+        for line in record.notes():
             on_event(Note(line))
         on_event(replace(_finished_event(record, assembly, seconds=time.perf_counter() - start_time), rows=rows))
         if record.stopped:
@@ -419,7 +420,7 @@ def one_round(
         mask=planned.mask,
         discarded=server_step.discarded,
         anchors=server_step.anchors if aggregated else {},
-        **_beside_models(jobs, strategy.report),
+        **_beside_models(jobs, strategy.report, server_step.sharing),
         state_changed=server_step.server_state is not state.server_state,
         frozen=frozen_messages(config, state.server_state, server_step.server_state),
         unsent=unsent_names(config, jobs[0], state.client_models, server_step.client_models, cuts=cuts),
@@ -431,11 +432,11 @@ def one_round(
     return state.after(record, server_models=server_step.server_models, server_state=server_step.server_state), record
 
 
-def _beside_models(jobs: Sequence[Job], report: str) -> dict[str, Any]:
-    """What a round's record says of what goes down and up beside models."""
+def _beside_models(jobs: Sequence[Job], report: str, sharing: Sequence[MeasuredSharing]) -> dict[str, Any]:
+    """What a round's record says of what goes down and up beside models, and what followed from it."""
     corrections = {job.client: job.correction for job in jobs if job.correction}
     centroids = {job.client: job.centroids for job in jobs if job.centroids}
-    return {"report": report, "corrections": corrections, "centroids": centroids}
+    return {"report": report, "corrections": corrections, "centroids": centroids, "sharing": sharing}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -454,6 +455,8 @@ class ServerStep:
     """What clients are pulled to that keep models of their own."""
     restored: Mapping[str, str] = field(default_factory=dict)
     """By client whose mixed model was unusable, the reason why it keeps its initial one."""
+    sharing: tuple[MeasuredSharing, ...] = ()
+    """How much each client keeps of its own, in a round that measured it."""
 
     def predicting_models(self, config: Config, state: FederationState, received: ReceivedUpdates) -> dict[str, Params]:
         """What every client predicts with from here on: with its second model of this state, and its newest gate."""
@@ -515,6 +518,7 @@ def _aggregate(
         client_models={**state.client_models, **trained} if personal else models,
         discarded=result.discarded,
         anchors=models if personal else {},
+        sharing=sharing_of_round(config, federation, state, server_state, trained) if reports else (),
     )
     return _restore_unusable(mixed, state, trained, assembly)
 
@@ -572,17 +576,6 @@ def _restore_unusable(server: ServerStep, state: FederationState, trained: ByCli
         client_models={**server.client_models, **restored},
         restored=dict.fromkeys(restored, reason),
     )
-
-
-def _update_notes(record: RoundRecord) -> list[str]:
-    """Notes on refused and scaled updates, and on clients that keep the model they started the round with."""
-    prefix = f"round {record.round}: "
-    lines = [f"{prefix}the update of {name} was refused: {reason}" for name, reason in record.refused.items()]
-    lines += [f"{prefix}the update of {name} was scaled down: {reason}" for name, reason in record.clipped.items()]
-    for reason in dict.fromkeys(record.restored.values()):
-        names = ", ".join(name for name, client_reason in record.restored.items() if client_reason == reason)
-        lines.append(f"{prefix}{names} keep the models that they began with: {reason}")
-    return lines
 
 
 def _finished_event(record: RoundRecord, assembly: Assembly, *, seconds: float) -> RoundFinished:

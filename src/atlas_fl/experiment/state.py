@@ -1,7 +1,7 @@
 """The federation's state between rounds, the record of a round, and its messages in the ledger."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from atlas_fl.aggregation.graph import Diversity
+from atlas_fl.aggregation.kriging import MeasuredSharing, sharing_words
 from atlas_fl.client.importance import IMPORTANCE
 from atlas_fl.client.job import Update
 from atlas_fl.clustering.labels import UNDECIDED
@@ -84,6 +85,8 @@ class RoundRecord:
     """What the clients are pulled to from here on, with `--personal-models` after an aggregation."""
     report: str = "none"
     """What the rule asks clients for beside their updates."""
+    sharing: Sequence[MeasuredSharing] = ()
+    """How much each client keeps of its own, in a round that measured it (`aggregation.kriging`)."""
     corrections: ByClient = field(default_factory=dict)
     """What was sent to be added to the gradients, with `--control-variates`."""
     centroids: ByClient = field(default_factory=dict)
@@ -99,6 +102,16 @@ class RoundRecord:
     def missing(self) -> tuple[str, ...]:
         """Clients that did not answer in time; they keep their initial model."""
         return tuple(name for name in self.sampled if name not in {*self.updates, *self.refused})
+
+    def notes(self) -> list[str]:
+        """Notes on refused and scaled updates, on who keeps the model it started with, and on what was measured."""
+        prefix = f"round {self.round}: "
+        lines = [f"{prefix}the update of {name} was refused: {reason}" for name, reason in self.refused.items()]
+        lines += [f"{prefix}the update of {name} was scaled down: {reason}" for name, reason in self.clipped.items()]
+        for reason in dict.fromkeys(self.restored.values()):
+            names = ", ".join(name for name, client_reason in self.restored.items() if client_reason == reason)
+            lines.append(f"{prefix}{names} keep the models that they began with: {reason}")
+        return lines + [f"{prefix}{line}" for line in sharing_words(self.sharing)]
 
     def messages(self, share: tuple[str, ...]) -> list[LedgerRow]:
         """Every message of the round: outdated models down, updates up, mixed models down; of a cut the sums by kind.

@@ -13,6 +13,7 @@
     memory, versions, events (refused updates), clustering
     hosts      with `--topology paired`: by cut client, in how many rounds who computed its upper part
     leakage    with `--leakage`: what the cuts in use reveal, by task
+    sharing    with `kriging`: by client and group of parameters, how much of its own it keeps and why
 
 The best round is chosen on validation and reported on test; nothing is ever chosen on test. A value that the rows of
 `metrics.jsonl` do not hold is absent. "Spread within a task" measures personalisation; the spread over tasks measures
@@ -42,7 +43,7 @@ import numpy as np
 import torch
 
 from atlas_fl.experiment.early_stopping import best_rounds
-from atlas_fl.storage.json_shapes import METRICS
+from atlas_fl.storage.json_shapes import METRICS, SHARING
 from atlas_fl.storage.ledger import Totals, parse_ledger_row, totals
 
 LIBRARIES = ("torch", "transformers", "peft", "safetensors", "numpy", "scikit-learn")
@@ -81,6 +82,8 @@ TARGETS = {"90%": 0.90, "95%": 0.95}
 """Shares of the final validation score; rounds until they are reached measure the speed of convergence."""
 STOPPED = "stopped early"
 """The event of a run that ended before its last round."""
+MEASURED = "sharing measured"
+"""The event of a client in a round that measured how much of its own it keeps, with a group of parameters."""
 
 Row = Mapping[str, Any]
 
@@ -312,6 +315,7 @@ def summarise(
         "clustering": _clustering(plan),
         **_leakage(plan),
         **_hosts(metrics),
+        **_sharing(metrics),
         "bytes": _bytes(traffic) | _reduction(traffic, metrics, full_model_bytes),
         "seconds": _seconds(phase_seconds, round_seconds or {}),
         "memory": dict(memory),
@@ -391,6 +395,15 @@ def _hosts(metrics: Sequence[Row]) -> dict[str, Any]:
     for row in rows:
         by_client.setdefault(row["client"], Counter())[row["host"]] += 1
     return {"hosts": {client: dict(counts) for client, counts in by_client.items()}} if by_client else {}
+
+
+def _sharing(metrics: Sequence[Row]) -> dict[str, Any]:
+    """By client and group of parameters what was measured last."""
+    by_client: dict[str, dict[str, Any]] = {}
+    for row in (row for row in metrics if row.get("event") == MEASURED):
+        numbers = {name: row[name] for name in SHARING if name in row}
+        by_client.setdefault(row["client"], {})[row["parameters"]] = numbers | {"round": row["round"]}
+    return {"sharing": by_client} if by_client else {}
 
 
 def _bytes(traffic: Totals) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch
 
 from atlas_fl.client.class_features import summarize
 from atlas_fl.client.options import TrainOptions
+from atlas_fl.client.split_halves import join_halves
 from atlas_fl.config import Config
 from atlas_fl.config.methods import has_frozen_part, reads_features, rule_of
 from atlas_fl.params import LORA_A, LORA_B, Params, head_keys, select, shared_params
@@ -51,6 +52,12 @@ def method_bytes(
         return payload_bytes(nothing), payload_bytes(centroids) if config.training.feature_alignment else 0
     unsent = [_size({key: one for key, one in shared.items() if not options.trains(key, round=n)}) for n in (1, 2)]
     return (-sum(unsent) // 2, -sum(unsent) // 2) if _leaves_out_untrained(config) else (0, 0)
+
+
+def halves_bytes(config: Config, model: Params) -> int:
+    """Bytes that this client sends once, of both halves under `kriging`; 0 under other rules."""
+    shared = shared_params(model, config.mixing.share)
+    return payload_bytes(join_halves(shared, shared)) if rule_of(config) == "kriging" else 0
 
 
 def _size(params: Params) -> int:

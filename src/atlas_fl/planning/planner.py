@@ -36,6 +36,7 @@ from atlas_fl.planning.masks import (
     full_notes,
     sparse_report,
 )
+from atlas_fl.planning.method_traffic import halves_bytes
 from atlas_fl.planning.plan import ClientPlan, Plan, PlanResult
 from atlas_fl.planning.ranks_and_cuts import RankPlan, cuts_for_planning, fit_ranks, measure_importance
 from atlas_fl.planning.task_discovery import TaskDiscovery, discover_tasks, make_client_graph
@@ -223,7 +224,7 @@ def _plan_lora(assembly: Assembly, engine: Engine, *, on_event: OnEvent) -> Plan
             *heterogeneity_notes(assembly.clients),
             *discovery.notes,
             *rank_plan.notes,
-            *_prefix_notes(assembly),
+            *_training_notes(assembly, clients),
             *graph.warnings,
         ),
     )
@@ -234,6 +235,24 @@ def _plan_lora(assembly: Assembly, engine: Engine, *, on_event: OnEvent) -> Plan
         sketches=discovery.sketches,
         clustering=discovery.clustering,
         cut_traffic=tuple(meter.rows(round=0)),
+    )
+
+
+def _training_notes(assembly: Assembly, clients: Sequence[ClientPlan]) -> tuple[str, ...]:
+    """What rounds compute once, and what some of them compute beside the training."""
+    return (*_prefix_notes(assembly), *_halves_notes(assembly, clients))
+
+
+def _halves_notes(assembly: Assembly, clients: Sequence[ClientPlan]) -> tuple[str, ...]:
+    """What the halves of clients cost that `kriging` measures once, and what they say."""
+    config, planned = assembly.config, {client.name: tuple(client.ranks) for client in clients}
+    models = (assembly.initial_params(client, planned[client.name]) for client in assembly.clients)
+    if not (size := sum(halves_bytes(config, model) for model in models)):
+        return ()
+    return (
+        f"round {config.server.measure_round} measures how much each client is to keep of its own: it trains twice"
+        f" more, on either half of its examples, and sends both models, {size / 1e6:.2g} MB in all, once; the server"
+        " then knows two models of half the examples each",
     )
 
 

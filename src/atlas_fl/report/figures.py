@@ -26,6 +26,7 @@ OF_ADAPTERS = frozenset({"adjacency", "clusters", "ranks"})
 
 MEASURED: dict[str, tuple[Callable[[Record], bool], Callable[[Record], Figure]]] = {
     "leakage": (lambda record: bool(record.plan.get("leakage")), mask_figures.draw_leakage),
+    "sharing": (lambda record: bool(record.sharing), graph_figures.draw_sharing),
     "mask": (lambda record: bool((record.plan.get("sparse") or {}).get("layers")), mask_figures.draw_mask),
     "by-class": (lambda record: any("classes" in row for row in record.metrics), run_figures.draw_accuracy_by_class),
 }

@@ -1,5 +1,6 @@
-"""Figures of the client graph (whose model is pulled towards whose) and of the clusters, with the table over k."""
+"""Figures of the client graph, of the clusters with the table over k, and of how much of its own a client keeps."""
 
+import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -62,6 +63,45 @@ def draw_adjacency(record: Record) -> Figure:
     bar_of(figure, image, axes, "edge weight")
     task_legend(figure, record)
     return figure
+
+
+def draw_sharing(record: Record) -> Figure:
+    """Rows are clients, columns groups of parameters: the share of its own model that each client keeps."""
+    rows, groups = record.sharing, sorted({row["parameters"] for row in record.sharing}, key=_place_of)
+    order = record.sorted_clients
+    names = [record.clients[index] for index in order]
+    values = np.full((len(names), len(groups)), np.nan)
+    for row in rows:
+        if row["client"] in names:
+            values[names.index(row["client"]), groups.index(row["parameters"])] = row["own_share"]
+    figure = new_figure(
+        width=float(np.clip(0.9 * len(groups) + 4.0, 5.0, 14.0)),
+        height=float(np.clip(0.42 * len(names), 2.4, 10.0)) + 2.4,
+        title="How much of its own each client keeps",
+        subtitle="the rest is others'; below: variance between\nclients that may mix, over the noise of one",
+    )
+    axes = figure.add_subplot()
+    image = cells(axes, values, colours=mpl.colormaps["Blues"], norm=Normalize(0, 1))
+    axes.set_facecolor("#f4f4f4")
+    numbers(axes, image, values, lambda value: f"{value:.0%}")
+    name_rows(axes, record, order)
+    ratios = {group: [row.get("variance_over_noise") for row in rows if row["parameters"] == group] for group in groups}
+    labels = [f"{group}\n{_ratio_words(ratios[group])}" for group in groups]
+    axes.set_xticks(range(len(groups)), labels=labels, fontsize=TICK_SIZE)
+    bar_of(figure, image, axes, "share of its own model")
+    task_legend(figure, record)
+    return figure
+
+
+def _place_of(group: str) -> tuple[bool, list[int], str]:
+    """Sorts layers by their number, and heads after all of them."""
+    return group == "head", [int(number) for number in re.findall(r"\d+", group)], group
+
+
+def _ratio_words(ratios: Sequence[float | None]) -> str:
+    """The variance between clients over the noise of one, of every task if tasks differ."""
+    known = sorted({ratio for ratio in ratios if ratio is not None})
+    return "no noise" if not known else " to ".join(f"{ratio:.2g}" for ratio in dict.fromkeys((known[0], known[-1])))
 
 
 def _count(record: Record) -> tuple[int, str]:

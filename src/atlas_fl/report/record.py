@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from atlas_fl.errors import CheckpointError
-from atlas_fl.experiment.summary import History, histories
+from atlas_fl.experiment.summary import MEASURED, History, histories
 from atlas_fl.storage.digests import check_files, read_checked_rows
 from atlas_fl.storage.json_shapes import PLAN, check_shape
 from atlas_fl.storage.jsonl import read_json
@@ -54,6 +54,11 @@ class Record:
     def tasks(self) -> list[str]:
         """The tasks, in the order of their first client: the order of their colours."""
         return list(dict.fromkeys(self.task_of.values()))
+
+    @property
+    def sharing(self) -> list[Mapping[str, Any]]:
+        """The rows that say how much of its own a client keeps, older ones first."""
+        return [row for row in self.metrics if row.get("event") == MEASURED]
 
     @property
     def has_adapters(self) -> bool:

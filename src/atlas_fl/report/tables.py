@@ -6,6 +6,7 @@
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
+from statistics import fmean
 from typing import Any
 
 from rich.markup import escape
@@ -330,6 +331,28 @@ def closing_table(summary: Mapping[str, Any]) -> Table:
     table.add_section()
     table.add_row("all", *_closing_cells(summary.get("overall") or {}), style="bold")
     table.caption = _closing_caption(summary)
+    return table
+
+
+def sharing_table(summary: Mapping[str, Any]) -> Table:
+    """One row a group of parameters: how much of its own clients keep, and what was measured that says so."""
+    table = new_table("How personal the models are")
+    add_columns(table, ["parameters"], ["clients", "of their own", "as if averaged", "variance / noise"])
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for by_group in summary["sharing"].values():
+        for name, row in by_group.items():
+            groups.setdefault(name, []).append(row)
+    for name, rows in groups.items():
+        kept = _range([row["own_share"] for row in rows])
+        together = fmean(row["effective_clients"] for row in rows)
+        ratios = [row["variance_over_noise"] for row in rows if "variance_over_noise" in row]
+        table.add_row(
+            escape(name), str(len(rows)), kept, f"over {together:.1f}", f"{fmean(ratios):.2g}" if ratios else EMPTY
+        )
+    table.caption = (
+        "as if averaged: so many clients, each counting alike;\nvariance / noise: between clients that may mix, over"
+        " the noise of one"
+    )
     return table
 
 

@@ -19,6 +19,9 @@ METRICS = (
 )
 """Scores in rows of evaluations."""
 
+SHARING = ("own_share", "effective_clients", "variance_over_noise")
+"""What is measured of a client's row under `kriging` (`aggregation.kriging.MeasuredSharing`)."""
+
 Shape: TypeAlias = Callable[[Any, str], str]
 
 LARGEST = 1e18
@@ -249,6 +252,7 @@ _EVENT_ROW = fields(
 _BY_EVENT = {
     "refused": fields({"client": text, "reason": text}),
     "hosted": fields({"client": text, "host": text, "work": text}),
+    "sharing measured": fields({"client": text, "parameters": text}, **dict.fromkeys(SHARING, non_negative)),
 }
 
 
@@ -323,6 +327,7 @@ SUMMARY = fields(
     ),
     seconds=fields(total=number, phases=mapping_of(number)),
     memory=mapping_of(number),
+    sharing=mapping_of(mapping_of(mapping_of(non_negative))),
     events=fields(
         count=mapping_of(count), refused=list_of(fields({"round": count, "client": text, "reason": text}))
     ),
