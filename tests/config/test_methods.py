@@ -186,7 +186,6 @@ def test_what_personal_models_do_not_go_with(values: dict[str, Any], message: st
         ({"strategy": "fedrep", "feature_alignment": 0.5}, "--feature-alignment pulls to class means that --strategy"),
         ({"feature_alignment": -1.0}, "--feature-alignment is -1.0"),
         ({"share": "A+B"}, "--share is A B, and --strategy fedpac is --share A B head"),
-        ({"workers": 2}, "--strategy fedpac sends class features beside the update, which no message of --workers"),
         (
             {"personal_models": True, "space": "factors", "ranks": "8"},
             "--strategy fedpac and --personal-models do not go together so far",

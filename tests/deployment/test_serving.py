@@ -36,6 +36,13 @@ def test_what_would_mean_something_else_is_refused(values: dict[str, object], me
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("strategy", ["kriging", "fedpac", "classifier_collaboration"])
+def test_what_has_a_message_is_served_and_has_workers(strategy: str) -> None:
+    check_served(with_values(Config(), {"strategy": strategy}), SERVICE)
+    for values in ({"workers": 2}, {"engine": "ray"}):
+        validate(with_values(Config(), {"strategy": strategy, **values}))
+
+
 def test_a_gpu_that_is_not_there_is_told_before_anybody_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="accelerator 'cuda' is not available on this machine"):

@@ -90,6 +90,7 @@ def test_a_request_may_be_as_large_as_what_a_client_sends_and_not_much_larger() 
     largest = 4 * 64 * 2 * (384 + 1536)  # by hand: both factors of both layers at rank 64, in fp32
     assert 2 * largest + REST_BYTES == request_limit(config, model) < FRAME_LIMIT
     assert request_limit(with_values(config, {"split": "a=1"}), model) == FRAME_LIMIT
+    assert 3 * 2 * largest + REST_BYTES == request_limit(with_values(config, {"strategy": "kriging"}), model)
     assert request_limit(with_values(config, {"ranks": "128"}), model) == 4 * largest + REST_BYTES
 
 

@@ -22,6 +22,8 @@ RECORDED: Mapping[str, tuple[dict[str, object], dict[str, Any]]] = {
     "cut": ({"split": "movie-0=1"}, {"allow": ("cut", "labels")}),
     "cut, head here": ({"split": "movie-0=1", "head": "client", "fingerprint": "delta"}, {"allow": ("cut",)}),
     "kept": ({"share": ("A",), "space": "factors"}, {}),
+    "halves": ({"strategy": "kriging", "measure_round": 2, "rounds": 5}, {"least_examples": 12}),
+    "class features": ({"strategy": "fedpac", "rounds": 2}, {"least_examples": 8}),
     "paired": ({"split": "movie-0=1", "topology": "paired"}, {"allow": ("cut", "labels", "hosting")}),
 }
 """The settings of federations that are recorded, and what their sites agree to."""

@@ -302,6 +302,37 @@ def test_a_round_goes_on_without_who_answers_nonsense(federations: Federations, 
     assert models(ended.found) == models(without_them)
 
 
+REPORTING: Mapping[str, tuple[dict[str, object], Callable[[Head, Tensors], Any], str]] = {
+    "no halves": ({"strategy": "kriging"}, without("report/"), "its report (halves): it lacks 'first/"),
+    "halves of NaN": ({"strategy": "kriging"}, tensors_as(full(math.nan), "report/second"), "holds values from nan"),
+    "features nobody needs": (
+        {"strategy": "fedavg"},
+        extra("report/counts", torch.ones(2)),
+        "its report (none): it has unknown 'counts'",
+    ),
+    "counts of other data": (
+        {"strategy": "fedpac"},
+        tensors_as(lambda counts: counts + 1, "report/counts"),
+        "that were registered",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REPORTING)
+def test_a_round_goes_on_without_who_reports_nonsense(small: Callable[..., Config], name: str) -> None:
+    values, change, message = REPORTING[name]
+    values = {**values, **({"measure_round": 1} if values["strategy"] == "kriging" else {})}
+    fails = at("train", lambda head, _: ({"kind": "failed", "number": head["number"], "reason": "no"}, {}))
+    found, without_it = (
+        federate(small(**values, name=run), {SITES[2]: altered}, least=2)
+        for run, altered in (("reports", at("train", change)), ("without", fails))
+    )
+    ends_well(found)
+    (note,) = found.noted(f"no train of {SITES[2]} in round 1: {REFUSED}")
+    assert message in note
+    assert models(found) == models(without_it)
+
+
 @pytest.mark.parametrize("strategy", ["atlas", "fedavg"])
 @pytest.mark.parametrize("factor", [1e6, -30.0], ids=["x1e6", "x-30"])
 def test_an_update_far_beyond_the_others_is_refused_with_the_name_of_its_sender(

@@ -1,6 +1,7 @@
 """A server that asks for more than a site agreed to: the site ends with one line, and sends nothing of it."""
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from atlas_fl.config import to_toml, with_values
-from atlas_fl.deployment.job_policy import MOST_GUESTS
+from atlas_fl.deployment.job_policy import MOST_GUESTS, MOST_MEASURED
 from atlas_fl.errors import ConfigError
 from atlas_fl.params import digest
 from atlas_fl.runtime.coordinator.site_worker import MAX_REGISTRATIONS
@@ -253,6 +254,11 @@ SETTINGS: Mapping[str, tuple[dict[str, object], str]] = {
     "one step of one": (
         {"local_steps": 1, "batch_size": 1, "tune": "lora", "tasks": ("digits",)},
         "1 training examples .* an update",
+    ),
+    "halves of few examples": ({"strategy": "kriging", "measure_round": 1}, "12 training examples .* a model of half"),
+    "means of few examples": (
+        {"strategy": "fedpac"},
+        "12 training examples would be behind the mean features of a class",
     ),
     "few examples": ({"samples": 8}, "8 training examples would be behind the census"),
     "batches that fill the memory": ({"batch_size": 10**9}, "--batch-size is 1000000000; a site takes at most 4096"),
@@ -510,6 +516,120 @@ def test_a_host_computes_what_the_settings_ask_of_its_guests_and_nothing_else(
         found = lie_to(hosts, lie, tmp_path, "movie-1", **words)
         assert re.search(message, found.error), found.error
         assert found.said_after == []
+
+
+def with_report(report: str, *, since: int) -> Lie:
+    """The training jobs from this round on, each with this report."""
+    lie = in_job("train", options={"report": report})
+    return lambda head, tensors: lie(head, tensors) if head.get("round", 0) >= since else None
+
+
+def with_means(change: Callable[[dict[str, Any]], Any], *, action: str = "train", since: int = 2) -> Lie:
+    """The first jobs of this action from this round on with other class means to pull features to."""
+
+    def lie(head: dict[str, Any], tensors: dict[str, Any]) -> Any:
+        if head.get("action") != action or head["round"] < since:
+            return None
+        means = {"centroids/means": torch.zeros(2, 32), "centroids/seen": torch.ones(2, dtype=torch.bool)}
+        return head, {**tensors, **means, **change(means)}
+
+    return lie
+
+
+REPORTS: Mapping[str, tuple[str, Lie, str]] = {
+    "halves where nobody needs any": ("usual", with_report("halves", since=1), "train with report halves, and .* none"),
+    "halves before their round": ("halves", with_report("halves", since=1), "train with report halves, and .* none"),
+    "features in the place of halves": (
+        "halves",
+        with_report("class_features", since=2),
+        "train with report class_features, and .* halves",
+    ),
+    "halves in the place of features": (
+        "class features",
+        with_report("halves", since=1),
+        "train with report halves, and .* class_features",
+    ),
+    "an update without its features": (
+        "class features",
+        with_report("none", since=1),
+        "train with report none, and .* class_features",
+    ),
+    "a report that there is not": ("halves", with_report("texts", since=1), "server's train.report is 'texts'"),
+    "a pull where features are not aligned": (
+        "usual",
+        with_means(lambda _: {}),
+        "train in round 2 with class means to pull to, and .* none then",
+    ),
+    "a pull before anybody has reported": (
+        "class features",
+        with_means(lambda _: {}, since=1),
+        "train in round 1 with",
+    ),
+    "a pull of scores": (
+        "class features",
+        with_means(lambda _: {}, action="evaluate"),
+        "evaluate in round 2 with class",
+    ),
+    "means of more classes": (
+        "class features",
+        with_means(lambda _: {"centroids/means": torch.zeros(3, 32)}),
+        r"'means' is \(3, 32\) torch.float32; allowed: \(2, 32\)",
+    ),
+    "means of another width": (
+        "class features",
+        with_means(lambda _: {"centroids/means": torch.zeros(2, 31)}),
+        r"'means' is \(2, 31\)",
+    ),
+    "means of no numbers": (
+        "class features",
+        with_means(lambda own: {"centroids/means": own["centroids/means"] / 0}),
+        "'means' holds values from nan",
+    ),
+    "huge means": (
+        "class features",
+        with_means(lambda own: {"centroids/means": own["centroids/means"] + 1e7}),
+        "'means' holds values from 1e\\+07",
+    ),
+    "seen in numbers": (
+        "class features",
+        with_means(lambda _: {"centroids/seen": torch.ones(2)}),
+        "'seen' is .* torch.float32; allowed",
+    ),
+    "more than means": ("class features", with_means(lambda _: {"centroids/x": torch.ones(1)}), "asks for a pull to"),
+}
+
+
+@pytest.mark.parametrize("ask", list(REPORTS))
+def test_a_report_or_a_pull_that_the_settings_do_not_ask_for_gets_nothing(
+    recorded: Callable[[str], Recording], lied: Callable[..., Ended], ask: str
+) -> None:
+    name, lie, message = REPORTS[ask]
+    found = lied(recorded(name), lie)
+    assert re.search(message, found.error), found.error
+    assert found.said_after == []
+
+
+def test_who_was_late_is_measured_again_and_not_for_ever(
+    recorded: Callable[[str], Recording], lied: Callable[..., Ended]
+) -> None:
+    """Halves in rounds 2, 3 and 4, which a late answer explains; in round 5 they are refused."""
+    rounds = itertools.count(2)
+
+    def lie(head: dict[str, Any], tensors: dict[str, Any]) -> Any:
+        asks = head.get("action") == "train" and head["options"]["report"] == "halves"
+        return ({**head, "round": next(rounds)}, tensors) if asks else None
+
+    found = lied(recorded("halves"), lie)
+    assert "halves of its examples in a 4th round, and the settings that this site accepted say once" in found.error
+    sent = [tensors for _, tensors in found.said_after if any(key.startswith("report/") for key in tensors)]
+    assert len(sent) == MOST_MEASURED
+
+
+@pytest.mark.parametrize("name", ["halves", "class features"])
+def test_reports_are_worked_for_to_the_end(
+    recorded: Callable[[str], Recording], lied: Callable[..., Ended], name: str
+) -> None:
+    assert lied(recorded(name), lambda *_: None).error == ""
 
 
 IMAGES: Mapping[str, tuple[Lie, str]] = {

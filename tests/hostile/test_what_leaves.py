@@ -41,6 +41,7 @@ METRICS = frozenset(
 )
 ADAPTERS = r"param/.*\.lora_[AB]|param/head\..*"
 PLAN = r"param/sketch\.(first|second)|param/importance"
+HALVES = r"report/(first|second)/(.*\.lora_[AB]|head\..*)"
 CUT = r"cut/[01]/(activation|gradient|control|fingerprint)"
 
 TENSORS: Mapping[str, str] = {
@@ -49,6 +50,8 @@ TENSORS: Mapping[str, str] = {
     "cut": rf"metrics|{ADAPTERS}|{PLAN}|{CUT}|cut/0/label",
     "cut, head here": rf"metrics|{ADAPTERS}|{PLAN}|{CUT}",
     "paired": rf"metrics|{ADAPTERS}|{PLAN}|{CUT}|cut/0/label",
+    "halves": rf"metrics|{ADAPTERS}|{PLAN}|{HALVES}",
+    "class features": rf"metrics|{ADAPTERS}|{PLAN}|report/(counts|means|variances)",
     "images": r"metrics|param/(gram|cross|losses|values)|param/embeddings\..*|param/.*layer.*|param/.*norm.*",
 }
 """By federation, the names of all tensors that its sites send."""
@@ -120,7 +123,7 @@ def test_no_image_is_in_any_message(recorded: Callable[[str], Recording]) -> Non
             assert pixels.astype(np.float32).tobytes() not in frames
 
 
-@pytest.mark.parametrize("name", ["usual", "kept", "cut, head here"])
+@pytest.mark.parametrize("name", ["usual", "kept", "cut, head here", "halves", "class features"])
 def test_labels_leave_as_counts_alone(recorded: Callable[[str], Recording], name: str) -> None:
     """Where the head is here, no message has the label of an example: counts are in the census, once."""
     recording = recorded(name)
@@ -154,6 +157,20 @@ def test_a_whole_models_body_leaves_as_its_values_under_the_mask(recorded: Calla
             assert set(tensors) == {"metrics"}, head
 
 
+def test_halves_leave_once_and_class_features_with_every_update(recorded: Callable[[str], Recording]) -> None:
+    for name, rounds in (("halves", [2]), ("class features", [1, 2])):
+        recording = recorded(name)
+        for site in recording.spoken:
+            jobs = [answer[0] for _, answer in recording.spoken[site].turns]
+            answers = said(recording, site)[1:]
+            came = [
+                job["round"]
+                for job, (_, tensors) in zip(jobs, answers, strict=False)
+                if any(key.startswith("report/") for key in tensors)
+            ]
+            assert came == rounds, (name, site)
+
+
 SAYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "usual": (
         ("after each round the adapters and the head that", "two sketches of 64 numbers"),
@@ -163,6 +180,11 @@ SAYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "cut": (("activations of every example at block 1 of 3 and the label of each",), ("the files of its data",)),
     "cut, head here": (("at block 1 of 3 without their labels",), ("the files of its data, the label of an example",)),
     "paired": (("also by other sites",), ("the files of its data",)),
+    "halves": (("; once, two models trained on either half of its examples;",), ("texts, tokens, act",)),
+    "class features": (
+        ("; with each update class frequencies, means and variances of its features by class;",),
+        ("texts, tokens, activations but as these means, the label of an example",),
+    ),
     "images": (
         ("sums of its images' features", "a score of each weight", "weights under the mask"),
         ("images, activations",),

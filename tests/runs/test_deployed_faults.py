@@ -83,6 +83,33 @@ def test_no_fault_changes_a_bit_of_cut_models(federation: Callable[..., Federati
     fed.is_as_simulated()
 
 
+@pytest.mark.parametrize("values", [{"strategy": "kriging", "measure_round": 1}, {"strategy": "fedpac"}])
+def test_no_fault_changes_a_bit_of_what_a_rule_asks_for(
+    federation: Callable[..., Federation], values: dict[str, object]
+) -> None:
+    """A site killed while it reports, a link cut, and the server killed with the reports in its checkpoint."""
+    fed = federation(rounds=3, **values)
+    with killed_and_cut(fed, back_at="train, round 1") as (server, port, again, second):
+        server.wait_for("round 1/3")
+        server.kill()
+        last, _ = fed.serve(port=port)
+        again.end()
+        assert "is lost; trying again" in second.end()
+        assert "resumed after round" in last.end()
+    fed.is_as_simulated()
+    assert audit_run(fed.served.path).ok
+    sent, expected = (
+        sorted(
+            (row["client"], row["direction"], row["bytes"]) for row in read_rows(folder.ledger) if row["kind"] in KINDS
+        )
+        for folder in (fed.served, RunFolder(fed.simulated))
+    )
+    assert sent == expected and len(sent) >= len(fed.sites)
+
+
+KINDS = ("halves", "features")
+
+
 def test_a_round_goes_on_without_who_is_away(federation: Callable[..., Federation]) -> None:
     fed = federation(rounds=3)
     server, port = fed.serve("--min-clients", "1", "--deadline", "5")

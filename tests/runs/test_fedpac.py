@@ -13,9 +13,6 @@ from safetensors.torch import load_file, save_file
 from atlas_fl.audit.check import audit_run
 from atlas_fl.audit.run_files import read_audited
 from atlas_fl.config import Config, to_toml
-from atlas_fl.deployment.server import check_served
-from atlas_fl.deployment.service import ServerOptions
-from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.storage.tensors import encoded_size
 from tests.runs.processes import Programs
@@ -151,8 +148,3 @@ def test_in_personal_rounds_nobody_is_pulled(config: MakeConfig) -> None:
     folder = run_config(config(strategy="fedpac", rounds=3, personal_rounds=1)).folder
     assert {path.parent.name for path in folder.glob("audit/round-*/centroids.safetensors")} == {"round-0002"}
     assert audit_run(folder).ok
-
-
-def test_it_is_refused_across_machines(config: MakeConfig) -> None:
-    with pytest.raises(ConfigError, match="--strategy fedpac sends class features beside the update, which no message"):
-        check_served(config(strategy="fedpac"), ServerOptions(certs=Path("certs")))

@@ -93,8 +93,6 @@ NOT_SERVED = {
     "feddyn": "--strategy feddyn has a second set of tensors beside the model",
     "fedex": "--strategy fedex has a second set of tensors beside the model",
     "ifca": "--strategy ifca scores the models of all clusters at each client before a round, which no site does yet",
-    "fedpac": "--strategy fedpac sends class features beside the update, which no message across machines holds yet",
-    "kriging": "--strategy kriging has a second set of tensors beside the model",
     "ditto": "--second-model has a second set of tensors beside the model",
     "fedalt": "--personal-models has a second set of tensors beside the model",
     "fedamp": "--personal-models has a second set of tensors beside the model",

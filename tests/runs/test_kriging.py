@@ -14,8 +14,6 @@ from safetensors.torch import load_file, save_file
 from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config
 from atlas_fl.config.validation import validate
-from atlas_fl.deployment.server import check_served
-from atlas_fl.deployment.service import ServerOptions
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import Event, Note
 from atlas_fl.experiment.run import run_config
@@ -149,7 +147,6 @@ def test_an_audit_finds_halves_and_models_that_were_altered(config: MakeConfig) 
             {"share": "A+B"},
             "--strategy kriging compares all that clients train, and --share A B leaves a part of it out",
         ),
-        ({"workers": 2}, "--strategy kriging has a second set of tensors beside the model, which no message"),
         ({"split": "1"}, "--strategy kriging and --split 1 do not go together so far"),
         (
             {"control_variates": True, "ranks": "4", "space": "factors"},
@@ -163,8 +160,3 @@ def test_an_audit_finds_halves_and_models_that_were_altered(config: MakeConfig) 
 def test_what_it_does_not_go_with_is_one_line(config: MakeConfig, values: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         validate(config(**{**KRIGING, **values}))
-
-
-def test_it_is_refused_across_machines(config: MakeConfig) -> None:
-    with pytest.raises(ConfigError, match="--strategy kriging has a second set of tensors beside the model, which no"):
-        check_served(config(**KRIGING), ServerOptions(certs=Path("certs")))

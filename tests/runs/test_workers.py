@@ -6,13 +6,15 @@ Processes take seconds to import what they need, so one pair of them is real her
 import mmap
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import psutil
 import pytest
 import torch
 
+from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config
 from atlas_fl.errors import DataError, ProtocolError
 from atlas_fl.events import Event, Progress, RoundFinished
@@ -20,6 +22,7 @@ from atlas_fl.experiment.backends import init_worker, share_weights, worker_init
 from atlas_fl.experiment.run import RunResult, run_config
 from atlas_fl.runtime.worker_pool import WorkerLoop, init_workers
 from atlas_fl.setup.assembly import assemble
+from tests.runs.reading import rows, same_tensors, state
 from tests.runs.workers import SETTINGS, check_same, in_threads, into
 
 Make = Callable[..., Config]
@@ -38,6 +41,37 @@ def test_any_number_of_workers_makes_the_same_run(config: Make, whole: RunResult
     steps = [event for event in told if isinstance(event, Progress) and event.phase == "train"]
     assert len(steps) > found.rounds, "one pack a round does not need workers"
     assert [step.done for step in steps if step.done == step.total] == [3] * found.rounds
+
+
+REPORTS: Mapping[str, Mapping[str, Any]] = {
+    "halves": {"strategy": "kriging", "measure_round": 1},
+    "class features and means to pull to": {"strategy": "fedpac"},
+    "those of whole models": {
+        **{"strategy": "fedpac", "trainable": "full", "lr": 1e-3, "fingerprint": "fisher", "fingerprint_steps": 60},
+        **{"clusters": "auto", "sketch_dim": 1024, "fingerprint_batches": 12, "adapter_bytes": "none"},
+        **{"candidates": (4, 8, 16, 32, 64)},
+    },
+}
+"""What rules ask for beside updates: some clients a round, so that halves are asked for in two rounds."""
+
+
+@pytest.mark.parametrize("kind", REPORTS)
+def test_what_a_rule_asks_for_comes_back_from_workers(config: Make, kind: str) -> None:
+    settings = {**REPORTS[kind], "participation": 0.75, "dropout": 0.1, "pack_tokens": 200}
+    whole = run_config(config(name="alone", **settings))
+    found = run_config(config(name="workers", **settings), backend=in_threads(2))
+    assert rows(found.folder, "ledger") == rows(whole.folder, "ledger")
+    assert {row["kind"] for row in rows(found.folder, "ledger")} & {"halves", "features"}
+    assert same_tensors(state(whole.folder), state(found.folder))
+    assert rows(whole.folder) == rows(found.folder)
+    assert audit_run(found.folder).ok
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["halves", "class features and means to pull to"])
+def test_two_processes_make_the_run_whose_rule_asks_for_more_than_updates(config: Make, kind: str) -> None:
+    whole = run_config(config(name="alone", **REPORTS[kind]))
+    check_same(whole.folder, run_config(config(name="workers", workers=2, **REPORTS[kind])).folder)
 
 
 def children() -> list[psutil.Process]:

@@ -127,3 +127,15 @@ def test_nothing_is_remembered_outside_and_the_oldest_goes_first(site_and_job: t
         for number in (1, 2, 3, 3, 1):
             reusing.run("train", [dataclasses.replace(job, round=number)])
     assert len(engine.asked) == 2 + 4, "round 1 made room for round 3"
+
+
+def test_what_is_reported_beside_an_update_counts_in_the_size(site_and_job: tuple[Site, Job]) -> None:
+    site, job = site_and_job
+    asked = dataclasses.replace(job, options=dataclasses.replace(TRAIN, report="halves"))
+    size = sum(tensor.nbytes for tensor in job.params.values())
+    for max_bytes, times in ((3 * size, 1), (3 * size - 1, 2)):
+        engine, results = CountingEngine(site), ReusedResults()
+        with results.remember(max_bytes=max_bytes):
+            for _ in range(2):
+                ReusingEngine(engine=engine, site=site, results=results).run("train", [asked])
+        assert len(engine.asked) == times

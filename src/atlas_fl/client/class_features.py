@@ -13,7 +13,7 @@ from torch import Tensor
 from atlas_fl.client.batching import body_of, features_without_cut, make_row, split_by_tokens
 from atlas_fl.client.job import Job, Site
 from atlas_fl.models.lora import Adapters, attach_adapters
-from atlas_fl.params import Params
+from atlas_fl.params import HEAD, Params
 
 COUNTS, MEANS, VARIANCES = "counts", "means", "variances"
 
@@ -35,6 +35,11 @@ def class_features(job: Job, site: Site) -> Params:
         with attach_adapters(site.modules, adapters), site.autocast(scaled=False):
             parts.append(features_without_cut(row, site.backbone, body_of([params], site)).double().cpu())
     return summarize(torch.cat(parts), data.labels[order], num_labels=client.task.num_labels)
+
+
+def feature_width(params: Params) -> int:
+    """Width of what the head of this model reads: every layer of a head reads so many numbers."""
+    return next(tensor.shape[1] for key, tensor in params.items() if key.startswith(HEAD) and tensor.ndim == 2)
 
 
 def summarize(features: Tensor, labels: np.ndarray, *, num_labels: int) -> Params:

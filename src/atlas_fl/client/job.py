@@ -117,7 +117,7 @@ class Job:
     correction: Params = field(default_factory=dict)
     """What is added to every gradient, by parameter; it stays in one process."""
     centroids: Params = field(default_factory=dict)
-    """The classes' means over clients that features are pulled to; they stay in one process."""
+    """The classes' means over clients that features are pulled to."""
 
 
 def cut_channel_of(job: Job, site: Site) -> CutChannel | None:

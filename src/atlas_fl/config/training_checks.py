@@ -364,8 +364,8 @@ def check_multitask(config: Config) -> None:
             raise ConfigError(f"--multitask and {flag} do not go together; leave one of them out")
 
 
-def _check_one_process(config: Config, name: str, *, takes_newcomers: bool = False) -> None:
-    """Nothing where what this setting sends beside a model has a way to the clients."""
+def _check_plain_training(config: Config, name: str, *, takes_newcomers: bool = False) -> None:
+    """Nothing where all clients train adapters, whole and from the first round on, as this setting needs so far."""
     for flag, value in {
         "--trainable full": config.training.trainable == "full",
         f"--split {config.split.split}": config.split.split != NONE,
@@ -376,6 +376,11 @@ def _check_one_process(config: Config, name: str, *, takes_newcomers: bool = Fal
     }.items():
         if value:
             raise ConfigError(f"{name} and {flag} do not go together so far; leave one of them out")
+
+
+def _check_one_process(config: Config, name: str) -> None:
+    """Nothing where what this setting sends beside a model has a way to the clients."""
+    _check_plain_training(config, name)
     if config.run.engine != "local" or config.run.workers not in (None, 1):
         raise ConfigError(
             f"{name} has a second set of tensors beside the model, which no message of --workers or --engine ray"
@@ -403,14 +408,14 @@ def check_split_halves(config: Config) -> None:
     }.items():
         if value:
             raise ConfigError(f"--strategy {mixing.strategy} and {flag} do not go together; leave one of them out")
-    _check_one_process(config, f"--strategy {mixing.strategy}", takes_newcomers=True)
+    _check_plain_training(config, f"--strategy {mixing.strategy}", takes_newcomers=True)
 
 
 def check_class_features(config: Config) -> None:
     """Nothing where each client can report what its head reads by class, or need not; raises `ConfigError` else."""
     from atlas_fl.data.registry import find_tasks
 
-    strategy, run = config.mixing.strategy, config.run
+    strategy = config.mixing.strategy
     if not reads_features(config):
         if config.training.feature_alignment:
             raise ConfigError(
@@ -439,8 +444,3 @@ def check_class_features(config: Config) -> None:
     }.items():
         if value:
             raise ConfigError(f"--strategy {strategy} and {flag} do not go together so far; leave one of them out")
-    if run.engine != "local" or run.workers not in (None, 1):
-        raise ConfigError(
-            f"--strategy {strategy} sends class features beside the update, which no message of --workers or --engine"
-            " ray holds yet; leave one of them out"
-        )

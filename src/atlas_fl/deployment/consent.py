@@ -29,7 +29,7 @@ class Consent:
     allow: tuple[Allowance, ...] = ()
     """Words of `ALLOWANCES`."""
     least_examples: int = 16
-    """Fewest training examples behind an update or a fingerprint."""
+    """Fewest training examples behind an update, a fingerprint or what a rule asks for beside updates."""
     most_sketch: int = 4096
     """Most numbers of a sketch."""
 

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from atlas_fl.client.calibration import CROSS, GRAM, LOSSES, SCALED_BY
+from atlas_fl.client.class_features import COUNTS, MEANS, VARIANCES, feature_width
+from atlas_fl.client.feature_alignment import CENTROIDS, SEEN
 from atlas_fl.client.fingerprint import FIRST, SECOND, half_job
 from atlas_fl.client.importance import IMPORTANCE
 from atlas_fl.client.job import Job
@@ -22,19 +24,24 @@ from atlas_fl.client.options import (
     EvaluateOptions,
     FingerprintOptions,
     ImportanceOptions,
+    Report,
     RidgeOptions,
     ScaleOptions,
     SensitivityOptions,
     TrainOptions,
 )
+from atlas_fl.client.split_halves import join_halves
 from atlas_fl.client.split_planning import blocks_below
 from atlas_fl.config import Config
 from atlas_fl.config.schema import AUTO, NONE, cut_setting
 from atlas_fl.deployment.settings_policy import asks_sensitivity
 from atlas_fl.errors import ProtocolError, one_line, short_repr
+from atlas_fl.experiment.reports import report_of_round
+from atlas_fl.experiment.rounds import is_aggregation_round
 from atlas_fl.params import HEAD, LORA_A, LORA_B, Params, shared_params
 from atlas_fl.planning.planning_costs import IMPORTANCE_BATCHES
-from atlas_fl.runtime.protocol.messages import CutInfo, read_job, read_private
+from atlas_fl.runtime.protocol.answer_schema import LARGEST_FEATURE, TensorSchema
+from atlas_fl.runtime.protocol.messages import REPORT, CutInfo, read_job, read_private
 from atlas_fl.setup.options import (
     cut_of,
     fingerprint_options,
@@ -51,6 +58,8 @@ MOST_TOKENS = 2**20
 """Of one message of a cut client's evaluation."""
 MOST_VALUE = 1e3
 """Of a start model, in absolute value: larger ones can silence the gradients of all examples but a few."""
+MOST_MEASURED = 3
+"""In how many rounds a site reports halves: again where its answer was late or refused, which it is not told."""
 MOST_GUESTS = 64
 """Of one host at a time: each takes adapters, an optimizer and a census in its memory."""
 
@@ -94,6 +103,14 @@ def _fingerprint(config: Config, job: Job, outline: "Outline") -> FingerprintOpt
     return replace(options, blocks=blocks_below(options, job.cut, total=outline.blocks))
 
 
+def _training(config: Config, job: Job, outline: "Outline") -> TrainOptions:
+    options = train_options(config, with_images=outline.images)
+    report = report_of_round(config, job.round) if is_aggregation_round(config, job.round) else "none"
+    if report == "halves" and job.options.report == "none":
+        return options  # who has reported its halves is not asked again
+    return replace(options, report=report)
+
+
 def _evaluation(config: Config, job: Job, _: "Outline") -> EvaluateOptions:
     options: EvaluateOptions = job.options
     return EvaluateOptions(
@@ -130,9 +147,7 @@ ADAPTER_JOBS: Mapping[str, Expected] = {
         ),
         rounds=_is_ranking_round,
     ),
-    "train": Expected(
-        options=lambda config, _, outline: train_options(config, with_images=outline.images), rounds=_is_training_round
-    ),
+    "train": Expected(options=_training, rounds=_is_training_round),
     "evaluate": Expected(options=_evaluation, rounds=_is_scored_round),
 }
 """By action, of clients with adapters."""
@@ -194,7 +209,11 @@ class JobPolicy:
     task: str
     device: str
     outline: Outline
+    num_labels: int
+    """Classes of the task; 1 of numbers, 0 of text to be written."""
     _seen: Counter[tuple[Any, ...]] = field(default_factory=Counter)
+    _measured: set[int] = field(default_factory=set)
+    """The rounds in which halves were asked for."""
     _trained_cut: list[int] = field(default_factory=list)
     """Blocks below the cut that this site was first trained with, 0 of a whole model; `auto` moves no cut after it."""
 
@@ -216,16 +235,25 @@ class JobPolicy:
             self._check_whole(action, job, head)
         if action == "train" and not self._trained_cut:
             self._trained_cut.append(_blocks_of(job.cut))
+        if action == "train" and job.options.report == "halves":
+            self._measured.add(job.round)
+            if len(self._measured) > MOST_MEASURED:
+                raise _refusal(f"halves of its examples in a {len(self._measured)}th round", "once, and again if late")
         seen = (action, job.round, getattr(job.options, "split", ""))
         self._seen[seen] += 1
         if self._seen[seen] > MOST_REPEATS:
             raise _refusal(f"{action} of round {job.round} for the {MOST_REPEATS + 1}th time", "a few times at most")
 
-    def check_model(self, action: str, params: Params, cut: Cut | None) -> None:
-        """Nothing where a job's model has the tensors of this site, finite and of the settings' ranks and shapes."""
-        _check_params(params, self._expected_params(cut), most=self._most_rank, what=f"the model of {action}")
+    def check_model(self, action: str, job: Job) -> None:
+        """Nothing where a job's model has the tensors of this site, finite and of the settings' ranks and shapes.
 
-    def check_answer(self, action: str, tensors: Params) -> None:
+        Class means to pull features to come with it only where the settings align features.
+        """
+        _check_params(job.params, self._expected_params(job.cut), most=self._most_rank, what=f"the model of {action}")
+        if job.centroids:
+            self._check_centroids(action, job)
+
+    def check_answer(self, action: str, job: Job, tensors: Params) -> None:
         """Nothing where an answer holds what this action brings back; raises `ProtocolError` where it has more.
 
         A last look at what leaves: whatever a job was, nothing that is not shared goes out.
@@ -235,6 +263,8 @@ class JobPolicy:
         with_model = ("train", "sensitivity") if self.outline.whole else ("fingerprint", "train", "sensitivity")
         model = frozenset(shared) if action in with_model else frozenset()
         allowed = {f"param/{key}" for key in ANSWERS.get(action, frozenset()) | model} | {"metrics", "param/values"}
+        report: Report = job.options.report if action == "train" else "none"
+        allowed |= {REPORT + key for key in _report_names(report, {key: params[key] for key in model})}
         cut = self._word != NONE
         for key in tensors:
             if key not in allowed and not (cut and key.startswith("cut/")):
@@ -327,6 +357,21 @@ class JobPolicy:
             if not 1 <= rank <= self._most_rank:
                 raise _refusal(f"rank {rank}", f"1 to {self._most_rank}")
 
+    def _check_centroids(self, action: str, job: Job) -> None:
+        """Nothing where these are means that a round before has left; they cannot hide what the settings ask for."""
+        last = self.config.training.rounds - self.config.mixing.personal_rounds
+        if action != "train" or not self.config.training.feature_alignment or not 2 <= job.round <= last:
+            raise _refusal(f"{action} in round {job.round} with class means to pull to", "none then")
+        shape = self.num_labels, feature_width(self.outline.like)
+        schemas = {
+            CENTROIDS: TensorSchema(shape=shape, dtype=torch.float32, least=-LARGEST_FEATURE, most=LARGEST_FEATURE),
+            SEEN: TensorSchema(shape=shape[:1], dtype=torch.bool),
+        }
+        if job.centroids.keys() != schemas.keys():
+            raise _refusal(f"a pull to {short_repr(sorted(job.centroids))}", f"to {CENTROIDS} and {SEEN}")
+        for name, schema in schemas.items():
+            schema.check(name, job.centroids[name])
+
     def _check_whole(self, action: str, job: Job, head: Mapping[str, Any]) -> None:
         body = {key for key in self.outline.like if not key.startswith(HEAD)}
         if action == "sensitivity" and set(job.options.names) != body:
@@ -350,6 +395,15 @@ class JobPolicy:
 
 def _blocks_of(cut: Cut | None) -> int:
     return 0 if cut is None else cut.blocks
+
+
+def _report_names(report: Report, model: Params) -> set[str]:
+    """The names of the tensors that a client reports beside this model."""
+    names: dict[Report, set[str]] = {
+        "class_features": {COUNTS, MEANS, VARIANCES},
+        "halves": {*join_halves(model, model)},
+    }
+    return names.get(report, set())
 
 
 def _begins(item: Any) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from atlas_fl.client.job import ClientTokens
 from atlas_fl.config import Config, load_config, pin_mask_file, run_folder
-from atlas_fl.config.methods import has_frozen_part, reads_features, rule_of
+from atlas_fl.config.methods import has_frozen_part, rule_of
 from atlas_fl.config.schema import NONE
 from atlas_fl.config.validation import check_cluster_counts, check_cut_names, unknown_cut_names
 from atlas_fl.data.registry import find_tasks
@@ -225,7 +225,7 @@ def _check_messages(config: Config) -> None:
         ("--second-model", config.mixing.second_model != "none"),
         (
             f"--strategy {config.mixing.strategy}",
-            rule_of(config) in ("fedavg_dynamic", "kriging") or has_frozen_part(config),
+            rule_of(config) == "fedavg_dynamic" or has_frozen_part(config),
         ),
     ):
         if is_set:
@@ -237,11 +237,6 @@ def _check_messages(config: Config) -> None:
         raise ConfigError(
             "--strategy ifca scores the models of all clusters at each client before a round, which no site does yet;"
             " take another strategy, or use `atlas run`"
-        )
-    if reads_features(config):
-        raise ConfigError(
-            f"--strategy {config.mixing.strategy} sends class features beside the update, which no message across"
-            " machines holds yet; leave it out, or use `atlas run`"
         )
 
 

@@ -32,7 +32,7 @@ from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Head
 from atlas_fl.runtime.transport.server import Server, check_free
 from atlas_fl.runtime.transport.sessions import Admit, Sessions, Tokens
 from atlas_fl.setup.assembly import backbone_of, trainable_of, trained_body
-from atlas_fl.setup.options import warmup_rank
+from atlas_fl.setup.options import strategy_of, warmup_rank
 from atlas_fl.sparse.masks import BY_SENSITIVITY, Mask
 from atlas_fl.storage.jsonl import read_sealed, write_sealed
 from atlas_fl.storage.run_folder import RunFolder
@@ -120,6 +120,7 @@ def without_places(config: Config) -> Config:
 def request_limit(config: Config, model: nn.Module) -> int:
     """Most bytes that a client may send at once: twice its adapters at the highest rank, and some for all the rest.
 
+    With halves they are three models instead of one.
     What crosses a cut depends on batches and lengths, so there it is what a frame may have.
     """
     if config.split.split != NONE:
@@ -127,7 +128,8 @@ def request_limit(config: Config, model: nn.Module) -> int:
     ranks = [*config.ranks.candidates, warmup_rank(config)]
     ranks += [int(config.ranks.ranks)] if config.ranks.ranks.isdecimal() else []
     widths = sum(sum(weight.shape) for weight in model.parameters() if weight.ndim == 2)
-    return min(FRAME_LIMIT, REST_BYTES + 2 * 4 * max(ranks) * widths)
+    models = 3 if strategy_of(config).report == "halves" else 1
+    return min(FRAME_LIMIT, REST_BYTES + 2 * 4 * max(ranks) * widths * models)
 
 
 def identity_of(model: str, config: Config) -> Identity:

@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from atlas_fl.config import Config, validate
 from atlas_fl.config.schema import ALL_CLASSES, AUTO, NONE, cut_setting
 from atlas_fl.config.settings import settings, value_of
-from atlas_fl.data.task import Task
+from atlas_fl.data.task import Labels, Task
 from atlas_fl.deployment.consent import ALLOWANCES, Allowance, Consent
 from atlas_fl.errors import ConfigError, ModelError, one_line, short_repr
 from atlas_fl.models.registry import MODELS
@@ -124,9 +126,12 @@ def check_model_digest(here: str | None, there: str, *, name: str) -> None:
         )
 
 
-def check_examples(config: Config, consent: Consent, *, task: Task, examples: int) -> None:
-    """Nothing where enough training examples of this site are behind all that leaves it; raises `ConfigError` else."""
-    for what, count in _behind(config, task, examples).items():
+def check_examples(config: Config, consent: Consent, *, task: Task, labels: Labels) -> None:
+    """Nothing where enough training examples of this site are behind all that leaves it; raises `ConfigError` else.
+
+    `labels` are those of all its training examples.
+    """
+    for what, count in {**_behind(config, task, len(labels)), **_behind_report(config, labels)}.items():
         if count < consent.least_examples:
             raise ConfigError(
                 f"{count} training examples would be behind {what} of this site; allowed: at least"
@@ -148,6 +153,17 @@ def _behind(config: Config, task: Task, examples: int) -> dict[str, int]:
         taken = examples if phase.fingerprint_samples is None else min(examples, phase.fingerprint_samples)
         counts_by_use["a fingerprint"] = min(taken, 2 * passes * training.batch_size)
     return counts_by_use
+
+
+def _behind_report(config: Config, labels: Labels) -> dict[str, int]:
+    """The same of each thing that the rule asks for beside updates: a half, or the means of the smallest class."""
+    report, steps = strategy_of(config).report, config.images.local_steps
+    if report == "halves":
+        half = len(labels) // 2
+        return {"a model of half": half if steps is None else min(half, steps * config.training.batch_size)}
+    if report == "class_features":
+        return {"the mean features of a class": int(np.unique(labels, return_counts=True)[1].min())}
+    return {}
 
 
 def takes_fingerprints(config: Config, task: Task) -> bool:
@@ -191,18 +207,27 @@ def _check_sizes(config: Config, consent: Consent, task: Task) -> None:
         )
 
 
+REPORTED: Mapping[str, str] = {
+    "halves": "; once, two models trained on either half of its examples",
+    "class_features": "; with each update class frequencies, means and variances of its features by class",
+}
+"""What a rule asks for beside updates, in words."""
+
+
 def what_leaves(config: Config, *, client: str, task: Task, device: str, blocks: int) -> tuple[str, ...]:
     """What leaves this site under settings that it has accepted, and what never does, a line each."""
     words = allowances_needed(config, client=client, task=task.name, device=device)
-    sent = (_sent_whole if trainable_of(config, [task]) == "full" else _sent_adapters)(config, task)
+    report = REPORTED.get(strategy_of(config).report, "")
+    sent = (_sent_whole if trainable_of(config, [task]) == "full" else _sent_adapters)(config, task) + report
     counts = "" if task.images else "token lengths, "
     label_statistics = "labels' names and counts" if task.has_classes else "mean and spread of its labels"
     usual = f"how many examples each split has, test too, their {counts}{label_statistics}; scores, losses, seconds"
     private_data = "images" if task.images else "texts, tokens"
     if "cut" not in words:
+        besides = " but as these means" if "means" in report else ""
         return (
             f"leaves this site: {sent}; {usual}",
-            f"never leaves it: {private_data}, activations, the label of an example",
+            f"never leaves it: {private_data}, activations{besides}, the label of an example",
         )
     where = cut_setting(config.split.split, client=client, task=task.name, device=device)
     at = "one of the model's blocks, if this device cannot hold all," if where == AUTO else f"block {where} of {blocks}"

@@ -370,7 +370,14 @@ def join_federation(joining: SiteOptions, *, on_event: OnEvent = ignore) -> Site
             on_final_model=lambda model, sha256: write_model(
                 joining.to, Receipt(client=certs.name, config=run, model=sha256), partial(home.export, model)
             ),
-            policy=JobPolicy(config=settings, client=certs.name, task=task.name, device=device, outline=outline),
+            policy=JobPolicy(
+                config=settings,
+                client=certs.name,
+                task=task.name,
+                device=device,
+                outline=outline,
+                num_labels=task.num_labels,
+            ),
         )
         return _end_of(joining, worker, home, link, private=private)
 
@@ -392,7 +399,7 @@ def _client_and_home(
     )
     client = own_client(config, name, task=joining.task, part=joining.part)
     check_settings(settings, consent, client=name, task=client.task, device=device)
-    check_examples(settings, consent, task=client.task, examples=len(client.train))
+    check_examples(settings, consent, task=client.task, labels=client.train.label)
     home = home_of(
         config,
         client,

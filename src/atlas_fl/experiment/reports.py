@@ -7,15 +7,24 @@ given averages, so that its halves begin with what everyone has in common.
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import get_args
 
 from atlas_fl.aggregation.kriging import HALVES, MeasuredSharing, measured_sharing
 from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.aggregation.strategies import RoundModels
 from atlas_fl.client.job import Job
+from atlas_fl.client.options import Report
 from atlas_fl.config import Config
 from atlas_fl.experiment.state import FederationState
 from atlas_fl.params import ServerState
 from atlas_fl.setup.options import strategy_of, strategy_options
+
+
+def report_of_round(config: Config, round: int) -> Report:
+    """What the rule asks clients for in this round, which ends in an aggregation: halves of those without alone."""
+    known: dict[str, Report] = {report: report for report in get_args(Report)}
+    report = known[strategy_of(config).report]
+    return "none" if report == "halves" and round < config.server.measure_round else report
 
 
 def with_reports(jobs: Sequence[Job], config: Config, state: FederationState) -> list[Job]:
@@ -23,8 +32,8 @@ def with_reports(jobs: Sequence[Job], config: Config, state: FederationState) ->
 
     Nobody reports in rounds before `--measure-round` what is asked for once.
     """
-    report, known = strategy_of(config).report, state.server_state.get(HALVES, {})
-    if report == "none" or (report == "halves" and state.round + 1 < config.server.measure_round):
+    report, known = report_of_round(config, state.round + 1), state.server_state.get(HALVES, {})
+    if report == "none":
         return list(jobs)
     asked = {job.client for job in jobs if report != "halves" or job.client not in known}
     return [replace(job, options=replace(job.options, report=report)) if job.client in asked else job for job in jobs]

@@ -60,7 +60,7 @@ class ReusedResults:
         if result is None:
             start_time = time.perf_counter()
             updates = tuple(engine.run(action, jobs))
-            size = sum(num_bytes(update.params) for update in updates)
+            size = sum(num_bytes(update.params) + num_bytes(update.report) for update in updates)
             result = _Result(updates=updates, seconds=time.perf_counter() - start_time, num_bytes=size)
             self.computed_seconds += result.seconds
         else:

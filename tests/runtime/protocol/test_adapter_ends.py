@@ -62,6 +62,23 @@ def test_one_factor_goes_in_either_direction_and_both_to_who_missed_a_round() ->
     assert ends.given(later, round=5)[1] == {A, B, HEAD}
 
 
+def test_class_means_go_with_every_job_that_has_some_and_reports_come_back() -> None:
+    ends, means = Ends(), {"means": torch.ones(4, 3), "seen": torch.tensor([True, False, True, True])}
+    options = replace(TURNS, trained_parts="all")
+    for round, names in ((1, {A, B, HEAD}), (2, set[str]())):
+        job = Job(client="site", params=START, round=round, options=options, centroids=means)
+        head, tensors = decode_frame(encode_frame(*ends.sender.job("train", job, number=1)))
+        assert set(tensors) == names | {"centroids/means", "centroids/seen"}
+        _, came, _ = ends.receiver.job(head, tensors, client="site")
+        assert same(came.centroids, means) and same(came.params, START)
+    update = Update(client="site", params=plus(START, A), examples=5, metrics={}, report={"counts": torch.ones(4)})
+    head, tensors = decode_frame(encode_frame(*ends.receiver.update("train", update, came, number=1)))
+    found = ends.sender.update("train", head, tensors, job=came)
+    assert same(found.report, update.report) and same(found.params, update.params)
+    plain = Job(client="site", params=START, round=3, options=options)
+    assert ends.receiver.job(*ends.sender.job("train", plain, number=2), client="site")[1].centroids == {}
+
+
 def test_an_end_that_holds_nothing_is_sent_everything() -> None:
     ends = Ends()
     ends.given(START, round=1)

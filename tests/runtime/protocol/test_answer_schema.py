@@ -1,10 +1,30 @@
 import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 
+from atlas_fl.client.class_features import summarize
+from atlas_fl.client.job import Job, Update
+from atlas_fl.client.options import EvaluateOptions, Report, TrainOptions
+from atlas_fl.client.split_halves import join_halves
 from atlas_fl.errors import ProtocolError
-from atlas_fl.runtime.protocol.answer_schema import SCHEMAS, SCORES, SECONDS, Range, TensorSchema
+from atlas_fl.runtime.protocol.answer_schema import (
+    LARGEST_FEATURE,
+    LARGEST_WEIGHT,
+    REPORTS,
+    SCHEMAS,
+    SCORES,
+    SECONDS,
+    AnsweredRequest,
+    Range,
+    TensorSchema,
+    check_answer,
+)
+from atlas_fl.runtime.protocol.client_metadata import ClientMetadata
 from atlas_fl.runtime.protocol.messages import OPTIONS
 
 
@@ -49,3 +69,109 @@ def test_a_tensor_without_a_range_holds_any_finite_number() -> None:
     schema.check("t", torch.tensor([1e300], dtype=torch.float64))
     with pytest.raises(ProtocolError, match="allowed: finite numbers"):
         schema.check("t", torch.tensor([math.inf], dtype=torch.float64))
+
+
+LABELS = np.array([0, 0, 2, 0, 2])
+MODEL = {"q.lora_A": torch.ones(2, 5), "q.lora_B": torch.zeros(4, 2), "head.weight": torch.ones(3, 4)}
+METADATA = ClientMetadata(
+    task="mine",
+    num_labels=3,
+    metric="accuracy",
+    label_names=("a", "b", "c"),
+    max_length=9,
+    examples=dict.fromkeys(("train", "validation", "test"), 5),
+    labels={split: [3.0, 0.0, 2.0] for split in ("train", "validation", "test")},
+    lengths={},
+)
+TRAINED = Update(client="a", params=MODEL, examples=5, metrics={"loss": 0.5, "seconds": 1.0, "steps": 2.0})
+
+
+def asked_for(report: Report) -> AnsweredRequest:
+    job = Job(client="a", params=MODEL, round=4, options=TrainOptions(seed=0, report=report))
+    return AnsweredRequest(action="train", job=job, metadata=METADATA, num_layers=3)
+
+
+def reported(report: Report) -> dict[str, torch.Tensor]:
+    """What an honest client reports; its class of place 1 has no example."""
+    if report == "halves":
+        return join_halves(MODEL, MODEL)
+    features = torch.arange(20.0).reshape(5, 4)
+    return {} if report == "none" else dict(summarize(features, LABELS, num_labels=3))
+
+
+@pytest.mark.parametrize("report", get_args(Report))
+def test_an_answer_brings_the_report_that_its_job_asked_for_and_no_other(report: Report) -> None:
+    check_answer(asked_for(report), replace(TRAINED, report=reported(report)))
+    assert REPORTS.keys() == set(get_args(Report))
+    for other in set(get_args(Report)) - {report}:
+        with pytest.raises(ProtocolError, match=rf"its report \({report}\): it (lacks|has unknown) '"):
+            check_answer(asked_for(report), replace(TRAINED, report=reported(other)))
+
+
+def test_scores_bring_no_report() -> None:
+    job = Job(client="a", params=MODEL, round=4, options=EvaluateOptions(split="test"))
+    request = AnsweredRequest(action="evaluate", job=job, metadata=METADATA, num_layers=3)
+    scores = dict.fromkeys(("loss", "accuracy", "f1", "precision", "recall", "mcc", "primary", "seconds"), 0.5)
+    scored = replace(TRAINED, metrics=scores)
+    check_answer(request, scored)
+    with pytest.raises(ProtocolError, match=r"its report \(none\): it has unknown 'counts'"):
+        check_answer(request, replace(scored, report=reported("class_features")))
+
+
+def put(key: str, value: Any) -> Callable[[dict[str, torch.Tensor]], Any]:
+    """This tensor in the place of that of the name, or what a function makes of it."""
+    return lambda tensors: tensors.update({key: value(tensors[key]) if callable(value) else value})
+
+
+FAULTS: Mapping[str, tuple[Report, Callable[[dict[str, torch.Tensor]], Any], str]] = {
+    "one half": (
+        "halves",
+        lambda tensors: [tensors.pop(f"second/{key}") for key in MODEL],
+        "it lacks 'second/q.lora_A', 'second/q.lora_B', 'second/head.weight'; allowed: 6 tensors",
+    ),
+    "a half without its head": ("halves", lambda tensors: tensors.pop("first/head.weight"), "lacks 'first/head.weigh"),
+    "a third half": ("halves", put("third/q.lora_A", torch.ones(2, 5)), "it has unknown 'third/q.lora_A'"),
+    "another rank": ("halves", put("first/q.lora_B", torch.zeros(4, 3)), r"'first/q.lora_B' is \(4, 3\) .*: \(4, 2\)"),
+    "float64": ("halves", put("second/q.lora_A", torch.Tensor.double), "torch.float64; allowed"),
+    "NaN": ("halves", put("first/q.lora_A", lambda t: t * math.nan), "from nan to nan; allowed: -1e\\+06 to 1e\\+06"),
+    "infinity": ("halves", put("second/head.weight", lambda t: t * math.inf), "holds values from inf"),
+    "huge weights": ("halves", put("first/q.lora_A", lambda t: t * 2 * LARGEST_WEIGHT), "holds values from 2e\\+06"),
+    "no counts": ("class_features", lambda tensors: tensors.pop("counts"), "it lacks 'counts'; allowed: 3 tensors"),
+    "text beside it": ("class_features", put("texts", torch.zeros(9, dtype=torch.uint8)), "it has unknown 'texts'"),
+    "other counts": (
+        "class_features",
+        put("counts", torch.tensor([2, 1, 2])),
+        r"counts are \[2, 1, 2\]; allowed: the \[3, 0, 2\] that were registered",
+    ),
+    "negative counts": ("class_features", put("counts", torch.tensor([6, -3, 2])), r"counts are \[6, -3, 2\]"),
+    "counts in float32": ("class_features", put("counts", torch.Tensor.float), "'counts' is .* torch.float32; allowed"),
+    "a class more": ("class_features", put("means", torch.zeros(4, 4)), r"'means' is \(4, 4\) .*: \(3, 4\)"),
+    "another width": ("class_features", put("means", torch.zeros(3, 5)), r"'means' is \(3, 5\) .*: \(3, 4\)"),
+    "means that are none": ("class_features", put("means", lambda t: t / 0), "'means' holds values from nan"),
+    "huge means": ("class_features", put("means", lambda t: t + 2 * LARGEST_FEATURE), "'means' holds values from 2e"),
+    "negative variances": ("class_features", put("variances", lambda t: -t), "'variances' holds values from -"),
+    "infinite variances": ("class_features", put("variances", lambda t: t / 0), "'variances' holds values from nan"),
+    "a mean of nobody": ("class_features", put("means", lambda t: t + 1), "means of a class without examples are not"),
+    "a variance of nobody": (
+        "class_features",
+        put("variances", lambda t: t + 1),
+        "variances of a class without examples are not",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_report_that_does_not_fit_is_refused(fault: str) -> None:
+    report, change, message = FAULTS[fault]
+    tensors = reported(report)
+    check_answer(asked_for(report), replace(TRAINED, report=tensors))
+    change(tensors)
+    with pytest.raises(ProtocolError, match=message) as error:
+        check_answer(asked_for(report), replace(TRAINED, report=tensors))
+    assert "\n" not in str(error.value)
+
+
+def test_who_has_registered_no_classes_has_no_class_features() -> None:
+    request = replace(asked_for("class_features"), metadata=replace(METADATA, num_labels=1))
+    with pytest.raises(ProtocolError, match="task mine has no classes; join with a task that has some"):
+        check_answer(request, replace(TRAINED, report=reported("class_features")))

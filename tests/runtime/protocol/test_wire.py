@@ -101,6 +101,15 @@ def test_an_update_arrives_as_it_left() -> None:
     )
 
 
+def test_a_report_travels_beside_the_model_and_is_no_part_of_it() -> None:
+    job, report = job_of("train"), {"first/a.lora_A": torch.ones(2, 3), "second/a.lora_A": torch.zeros(2, 3)}
+    update = Update(client="site-1", params=PARAMS | {"head.b": torch.zeros(4)}, examples=5, metrics={}, report=report)
+    head, tensors = update_message(update, job, number=1)
+    found = read_update(json.loads(json.dumps(head)), tensors, job=job)
+    assert digest(found.report) == digest(report) and found.params.keys() == PARAMS.keys()
+    assert read_update(head, update_message(replace(update, report={}), job, number=1)[1], job=job).report == {}
+
+
 def test_a_model_that_has_not_changed_is_not_sent_back() -> None:
     job = job_of("evaluate")
     head, tensors = update_message(Update(client="site-1", params=PARAMS, examples=5, metrics={}), job, number=1)

@@ -138,11 +138,11 @@ class Policy(Protocol):
         """Check a job by its head, before anything is loaded."""
         ...
 
-    def check_model(self, action: str, params: Params, cut: Cut | None) -> None:
-        """Check the model of a job, before anything is computed."""
+    def check_model(self, action: str, job: Job) -> None:
+        """Check the model of a job and what came beside it, before anything is computed."""
         ...
 
-    def check_answer(self, action: str, tensors: Params) -> None:
+    def check_answer(self, action: str, job: Job, tensors: Params) -> None:
         """Check the tensors of an answer, before it is sent."""
         ...
 
@@ -161,10 +161,10 @@ class AcceptAll:
     def check_job(self, head: Mapping[str, Any]) -> None:
         """Accept any job."""
 
-    def check_model(self, action: str, params: Params, cut: Cut | None) -> None:
+    def check_model(self, action: str, job: Job) -> None:
         """Accept any model."""
 
-    def check_answer(self, action: str, tensors: Params) -> None:
+    def check_answer(self, action: str, job: Job, tensors: Params) -> None:
         """Accept any answer."""
 
     def check_host(self, head: Mapping[str, Any]) -> None:
@@ -286,7 +286,7 @@ class SiteClient:
                 raise ProtocolError("the server's job has no number, or half of a cut; install its version of atlas-fl")
             on = f" on {job.options.split}" if isinstance(job.options, EvaluateOptions) else ""
             self.on_event(PhaseStarted(f"{action}{on}, round {job.round}"))
-            self.policy.check_model(action, job.params, job.cut)
+            self.policy.check_model(action, job)
             site = self.load_site(job.cut, cut_info)
             if job.cut is None or cut_info is None:
                 (update,) = self.actions[action]([job], site)
@@ -306,5 +306,5 @@ class SiteClient:
             return {"kind": "failed", "number": number, "reason": str(error)}, NO_TENSORS
         head, sent = self.receiver.update(action, update, job, number=number)
         sent = {**sent, **write_payloads(closing_messages)}
-        self.policy.check_answer(action, sent)
+        self.policy.check_answer(action, job, sent)
         return head, sent

@@ -15,17 +15,19 @@ import torch
 from torch import Tensor
 
 from atlas_fl.client.calibration import CROSS, GRAM, LOSSES, SCALES, WEIGHT
+from atlas_fl.client.class_features import COUNTS, MEANS, VARIANCES, feature_width
 from atlas_fl.client.fingerprint import FIRST, SECOND
 from atlas_fl.client.importance import IMPORTANCE
 from atlas_fl.client.job import Job, Update
-from atlas_fl.client.options import TrainOptions
+from atlas_fl.client.options import Report, TrainOptions
+from atlas_fl.client.split_halves import join_halves
 from atlas_fl.errors import ProtocolError, short_repr
 from atlas_fl.params import PRIVATE, Params
 from atlas_fl.partial_sharing import is_placeholder, placeholder
 from atlas_fl.runtime.protocol.client_metadata import ClientMetadata
 
 LARGEST_WEIGHT = 1e6
-"""Of a model that a client has warmed up by itself; trained ones are below one."""
+"""Of a model that a client has warmed up by itself, or trained on half of its examples; trained ones are below one."""
 LARGEST_SUM = 1e30
 """Of a client's sums, so that those of all clients are finite in float32."""
 LARGEST_FEATURE = 1e6
@@ -150,6 +152,7 @@ def check_answer(request: AnsweredRequest, update: Update) -> None:
     if schema.tensors is not None:
         _check_tensors(update.params, schema.tensors(request))
     _check_classes(request, update)
+    _check_report(request, update)
     schema.also(request, update)
 
 
@@ -194,6 +197,57 @@ def _check_classes(request: AnsweredRequest, update: Update) -> None:
         raise ProtocolError(f"it {'lacks' if counted else 'has'} counts by class; allowed: those of test images alone")
     if counted and list(update.classes["examples"]) != [int(count) for count in metadata.labels["test"]]:
         raise ProtocolError("its examples by class are others than were registered; join with the data of the plan")
+
+
+def _check_report(request: AnsweredRequest, update: Update) -> None:
+    """What came beside the model is what the job asked for, and nothing where it asked for none."""
+    options = request.job.options
+    report: Report = options.report if isinstance(options, TrainOptions) else "none"
+    try:
+        _check_tensors(update.report, REPORTS[report](request))
+        if report == "class_features":
+            _check_class_counts(request, update)
+    except ProtocolError as error:
+        raise ProtocolError(f"its report ({report}): {error}") from None
+
+
+def _halves(request: AnsweredRequest) -> dict[str, TensorSchema]:
+    params = request.job.params
+    return {
+        name: TensorSchema(shape=tuple(tensor.shape), dtype=tensor.dtype, least=-LARGEST_WEIGHT, most=LARGEST_WEIGHT)
+        for name, tensor in join_halves(params, params).items()
+    }
+
+
+def _class_features(request: AnsweredRequest) -> dict[str, TensorSchema]:
+    classes = request.metadata.num_labels
+    if classes < 2:
+        raise ProtocolError(f"task {request.metadata.task} has no classes; join with a task that has some")
+    width, square = feature_width(request.job.params), LARGEST_FEATURE**2
+    return {
+        COUNTS: TensorSchema(shape=(classes,), dtype=torch.int64),
+        MEANS: TensorSchema(shape=(classes, width), dtype=torch.float32, least=-LARGEST_FEATURE, most=LARGEST_FEATURE),
+        VARIANCES: TensorSchema(shape=(classes,), dtype=torch.float32, least=0.0, most=width * square),
+    }
+
+
+def _check_class_counts(request: AnsweredRequest, update: Update) -> None:
+    """The examples of each class are those that were registered; a class without any has zeros."""
+    counts, registered = update.report[COUNTS], [int(count) for count in request.metadata.labels["train"]]
+    if counts.tolist() != registered:
+        shown = short_repr(counts.tolist())
+        raise ProtocolError(f"{COUNTS} are {shown}; allowed: the {short_repr(registered)} that were registered")
+    for name in (MEANS, VARIANCES):
+        if bool(update.report[name][counts == 0].any()):
+            raise ProtocolError(f"{name} of a class without examples are not 0; install the server's version")
+
+
+REPORTS: Mapping[Report, Callable[[AnsweredRequest], Mapping[str, TensorSchema]]] = {
+    "none": lambda _: {},
+    "class_features": _class_features,
+    "halves": _halves,
+}
+"""The tensors of an answer beside its model, by what its job asked for (`client.options.TrainOptions.report`)."""
 
 
 def _first(names: "Mapping[str, object] | list[str]") -> str:

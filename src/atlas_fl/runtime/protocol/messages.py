@@ -72,7 +72,9 @@ COUNTS = ("hits", "examples")
 """What is counted by class, as `data.metrics.by_class` names it."""
 
 _SHA256 = re.compile("[0-9a-f]{64}")
-_METRICS, _PARAM, _CUT = "metrics", "param/", "cut/"
+_METRICS, _PARAM, _CUT, _CENTROIDS = "metrics", "param/", "cut/", "centroids/"
+REPORT = "report/"
+"""What the names of the tensors begin with that an answer brings beside its model (`Update.report`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +124,7 @@ def job_message(
 
     To a client with a cut goes its own side of the job, with `cut_info` on the other side.
     """
-    kept = job.momentum, job.anchor, job.companion, job.gate, job.correction, job.centroids
+    kept = job.momentum, job.anchor, job.companion, job.gate, job.correction
     assert not any(kept), "it is kept in one process, and configs with several are refused"
     private, params = model_message(job.params)
     model = digest(params)
@@ -156,6 +158,17 @@ def read_job(head: Mapping[str, Any], params: Params, *, client: str) -> tuple[s
     return action, Job(client=client, params=params, round=head["round"], options=options, cut=cut), cut_info
 
 
+def write_centroids(job: Job) -> dict[str, torch.Tensor]:
+    """The class means of a job as they travel beside its model."""
+    return {_CENTROIDS + key: tensor for key, tensor in job.centroids.items()}
+
+
+def read_centroids(tensors: Params) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """(the tensors of the job's model, its class means) among those of a message."""
+    model = {key: tensor for key, tensor in tensors.items() if not key.startswith(_CENTROIDS)}
+    return model, {key.removeprefix(_CENTROIDS): tensor for key, tensor in tensors.items() if key not in model}
+
+
 def update_message(update: Update, job: Job, *, number: int) -> tuple[Head, Params]:
     """What goes back to the server; a model that is the job's own is not sent."""
     same = update.params is job.params
@@ -172,7 +185,8 @@ def update_message(update: Update, job: Job, *, number: int) -> tuple[Head, Para
     }
     values = torch.tensor(list(update.metrics.values()), dtype=torch.float64)
     sent = {} if same else {_PARAM + key: tensor for key, tensor in update.params.items()}
-    return head, {_METRICS: values, **sent}
+    report = {REPORT + key: tensor for key, tensor in update.report.items()}
+    return head, {_METRICS: values, **sent, **report}
 
 
 def read_update(head: Mapping[str, Any], tensors: Params, *, job: Job) -> Update:
@@ -192,6 +206,7 @@ def read_update(head: Mapping[str, Any], tensors: Params, *, job: Job) -> Update
     ):
         raise ProtocolError("the answer is no update; install the same atlas-fl on both ends")
     params: Params = {key.removeprefix(_PARAM): tensor for key, tensor in tensors.items() if key.startswith(_PARAM)}
+    report = {key.removeprefix(REPORT): tensor for key, tensor in tensors.items() if key.startswith(REPORT)}
     if (private := read_private(head)) is not None:
         left = {key: tensor for key, tensor in job.params.items() if key not in params and key != PRIVATE}
         params = with_placeholders({**params, **left}, left.keys(), sha256=private.sha256)
@@ -204,6 +219,7 @@ def read_update(head: Mapping[str, Any], tensors: Params, *, job: Job) -> Update
         keys=keys,
         crossed=_cut_traffic(head.get("crossed", [])),
         classes=_classes(head.get("classes", {}), examples=examples),
+        report=report,
     )
 
 

@@ -29,9 +29,11 @@ from atlas_fl.runtime.protocol.messages import (
     CutInfo,
     job_message,
     model_message,
+    read_centroids,
     read_job,
     read_update,
     update_message,
+    write_centroids,
 )
 from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Head
 from atlas_fl.sparse.codec import RandomMask, decode_mask, decode_values, encode_mask, encode_values
@@ -99,15 +101,20 @@ class AdapterSender:
     def job(self, action: str, job: Job, *, number: int, cut_info: CutInfo | None = None) -> tuple[Head, Params]:
         """What asks for this job."""
         head, params = job_message(action, job, number=number, sent_digests=self.held, cut_info=cut_info)
-        if not params:
-            return head, params
+        if params:
+            base, params = self._changed(head["model"], params)
+            head = {**head, **base}
+        return head, {**params, **write_centroids(job)} if job.centroids else params
+
+    def _changed(self, name: str, params: Params) -> tuple[dict[str, str], Params]:
+        """(the model that the rest of this one is taken from, what of it is sent); the other end holds it from then."""
         digests = _digests(params)
         base = self._base(digests)
-        self.held["got"], self.tensors["got"] = head["model"], digests
+        self.held["got"], self.tensors["got"] = name, digests
         if base is None:
-            return head, params
-        name, there = base
-        return {**head, "base": name}, {key: params[key] for key in params if digests[key] != there[key]}
+            return {}, params
+        base_name, there = base
+        return {"base": base_name}, {key: params[key] for key in params if digests[key] != there[key]}
 
     def _base(self, digests: Mapping[str, str]) -> tuple[str, dict[str, str]] | None:
         """(digest, digests of its tensors) of the model there that has the most of these tensors; None without any."""
@@ -175,7 +182,9 @@ class AdapterReceiver:
 
     def job(self, head: Mapping[str, Any], tensors: Params, *, client: str) -> tuple[str, Job, CutInfo | None]:
         """(action, job, what is told of its cut) of a message."""
-        return read_job(head, self._model(head, tensors), client=client)
+        model, centroids = read_centroids(tensors)
+        action, job, cut_info = read_job(head, self._model(head, model), client=client)
+        return action, replace(job, centroids=centroids), cut_info
 
     def update(self, action: str, update: Update, job: Job, *, number: int) -> tuple[Head, Params]:
         """What goes back."""
@@ -320,7 +329,7 @@ class FullModelSender:
             "told": cut_info,
             **model,
         }
-        return head, tensors
+        return head, {**tensors, **write_centroids(job)}
 
     def update(self, action: str, head: Mapping[str, Any], tensors: Params, *, job: Job) -> Update:
         """The update that an answer holds."""
@@ -397,8 +406,10 @@ class FullModelReceiver:
 
     def job(self, head: Mapping[str, Any], tensors: Params, *, client: str) -> tuple[str, Job, CutInfo | None]:
         """(action, job, nothing) of a message."""
-        params = self._model(head, tensors)
+        model, centroids = read_centroids(tensors)
+        params = self._model(head, model)
         action, job, cut_info = read_job(head, params, client=client)
+        job = replace(job, centroids=centroids)
         if action == "train" and self.mask is not None:
             heads = {key: tensor for key, tensor in params.items() if key not in self.mask}
             tops = {key: torch.full_like(tensor, self.trains_heads, dtype=torch.bool) for key, tensor in heads.items()}

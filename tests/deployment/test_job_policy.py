@@ -1,0 +1,62 @@
+"""What a site lets out beside a model: what the job asked for, and only then."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from atlas_fl.client.job import Job
+from atlas_fl.client.options import Report, TrainOptions
+from atlas_fl.client.split_halves import join_halves
+from atlas_fl.config import Config, validate, with_values
+from atlas_fl.deployment.job_policy import JobPolicy, Outline
+from atlas_fl.errors import ProtocolError
+
+MODEL = {"q.lora_A": torch.ones(2, 5), "q.lora_B": torch.zeros(4, 2), "head.weight": torch.ones(3, 4)}
+SENT = {"metrics": torch.zeros(3), **{f"param/{key}": tensor for key, tensor in MODEL.items()}}
+FEATURES = {f"report/{name}": torch.zeros(3) for name in ("counts", "means", "variances")}
+HALVES = {f"report/{key}": tensor for key, tensor in join_halves(MODEL, MODEL).items()}
+
+
+def policy(config: Config) -> JobPolicy:
+    outline = Outline(like=MODEL, names=lambda _: frozenset(MODEL), places=lambda *_: (), blocks=3)
+    return JobPolicy(config=config, client="a", task="movie", device="cpu_2gb", outline=outline, num_labels=3)
+
+
+@pytest.mark.parametrize(("report", "own"), [("none", {}), ("class_features", FEATURES), ("halves", HALVES)])
+def test_a_report_leaves_with_the_answer_to_the_job_that_asked_for_it(
+    report: Report, own: dict[str, torch.Tensor]
+) -> None:
+    job = Job(client="a", params=MODEL, round=1, options=TrainOptions(seed=0, report=report))
+    policy(Config()).check_answer("train", job, {**SENT, **own})
+    for others in (FEATURES, HALVES, {"report/texts": torch.zeros(9)}):
+        if others is not own:
+            with pytest.raises(ProtocolError, match=r"'report/.*' with its answer to train, and .* what the settings"):
+                policy(Config()).check_answer("train", job, {**SENT, **others})
+    with pytest.raises(ProtocolError, match=r"'report/.*' with its answer to fingerprint"):
+        policy(Config()).check_answer("fingerprint", job, {**SENT, **(own or FEATURES)})
+
+
+def test_halves_have_no_tensor_that_is_not_shared() -> None:
+    """Settings with halves share all; whatever a job says, the rest stays."""
+    kept = with_values(Config(), {"strategy": "fedper", "share": "A+B"})
+    job = Job(client="a", params=MODEL, round=1, options=TrainOptions(seed=0, report="halves"))
+    shared = {key: tensor for key, tensor in {**SENT, **HALVES}.items() if "head" not in key}
+    policy(kept).check_answer("train", job, shared)
+    with pytest.raises(ProtocolError, match=r"'report/first/head.weight' with its answer to train"):
+        policy(kept).check_answer("train", job, {**shared, "report/first/head.weight": MODEL["head.weight"]})
+
+
+def test_class_means_come_with_training_from_the_second_round_to_the_last_that_is_averaged() -> None:
+    config = validate(with_values(Config(), {"strategy": "fedpac", "rounds": 4, "personal_rounds": 1}))
+    means = {"means": torch.zeros(3, 4), "seen": torch.ones(3, dtype=torch.bool)}
+    for round in (1, 2, 3, 4):
+        job = Job(client="a", params=MODEL, round=round, options=TrainOptions(seed=0), centroids=means)
+        policy(config).check_model("train", replace(job, centroids={}))
+        if round in (2, 3):
+            policy(config).check_model("train", job)
+            continue
+        with pytest.raises(
+            ProtocolError, match=f"train in round {round} with class means to pull to, and .* none then"
+        ):
+            policy(config).check_model("train", job)
