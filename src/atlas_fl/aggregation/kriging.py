@@ -12,8 +12,9 @@ no strength to choose: clients whose halves agree as those of one do share a mod
 own.
 
 Halves are taken once, in round `--measure-round`; before, everyone is given the average by examples, so that halves
-begin with what all have in common. The matrix then holds for the run. Who was not there is measured when it first takes
-part; until then it is given the average, and is in nobody's row. Who is measured and takes no part keeps its model.
+begin with what all have in common: over all clients, or with `--within clusters` inside a client's cluster, if it is in
+one. The matrix then holds for the run. Who was not there is measured when it first takes part; until then it is given
+the average, and is in nobody's row. Who is measured and takes no part keeps its model.
 
 With weights of any sign and without the scaling this is simple kriging, the posterior mean of a Gaussian field
 (Rasmussen and Williams 2006, "Gaussian processes for machine learning", section 2.2).
@@ -31,6 +32,7 @@ from atlas_fl.aggregation.matrices import Federation, average
 from atlas_fl.aggregation.pfedgraph import check_layers
 from atlas_fl.aggregation.robust import change_gram
 from atlas_fl.aggregation.strategies import (
+    CLUSTERS,
     Matrices,
     MixingContext,
     ParameterGroup,
@@ -38,6 +40,7 @@ from atlas_fl.aggregation.strategies import (
     StrategyOptions,
     mixing_strategy,
     parameter_group,
+    within_clusters,
 )
 from atlas_fl.params import LORA_B, ByClient, Params, ServerState, shared_params
 
@@ -114,8 +117,12 @@ def half_gram(
 def kriging(options: StrategyOptions) -> Strategy:
     """Everyone gets the best linear prediction of its own model, by covariances and noise of split halves."""
 
+    def mean(step: MixingContext, groups: np.ndarray) -> np.ndarray:
+        return np.asarray(average(step.federation.weights, groups, step.present, max_share=options.max_share))
+
     def share(step: MixingContext) -> np.ndarray:
-        return np.asarray(average(step.federation.weights, step.groups, step.present, max_share=options.max_share))
+        is_clustered = (step.federation.clusters >= 0) & (options.within == CLUSTERS)
+        return np.where(is_clustered[:, None], mean(step, within_clusters(step)), mean(step, step.groups))
 
     def rule(step: MixingContext) -> np.ndarray:
         matrix, state = share(step), {} if step.models is None else step.models.server_state
@@ -131,7 +138,10 @@ def kriging(options: StrategyOptions) -> Strategy:
         keeps = ~step.present & np.array([name in reports for name in names], bool)
         return np.asarray(np.where(keeps[:, None], np.eye(len(matrix)), matrix))
 
-    strategy = mixing_strategy("kriging", rule, options, arrival=share, granularity=options.gram_by)
+    clustered = options.within == CLUSTERS
+    strategy = mixing_strategy(
+        "kriging", rule, options, arrival=share, clustered=clustered, granularity=options.gram_by
+    )
     strategy = replace(strategy, init=_init(options), extend_state=_extend(options), check=check_layers(options))
     return replace(strategy, report="halves", record_reports=_record)
 

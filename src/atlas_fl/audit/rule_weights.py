@@ -210,13 +210,12 @@ EVERYONE = (
     STACKED,
     RESIDUAL,
     HEADS_BY_FEATURES,
-    KRIGING,
     *BY_UPDATES,
 )
 """Rules over all clients; of those by updates, before anything told them apart."""
 
-WITHIN = (*ROBUST, *SERVER_OPTIMIZERS, "pfedgraph")
-"""Rules over all clients, or inside clusters, as the settings say."""
+WITHIN = (*ROBUST, *SERVER_OPTIMIZERS, "pfedgraph", KRIGING)
+"""Rules over all clients, or inside clusters, as the settings say; of kriging the average before it has measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,6 +279,7 @@ def _may_meet(plan: AuditPlan, k: int, other: int, *, head: bool) -> bool:
 def _members(plan: AuditPlan, rule: Rule, k: int, *, head: bool) -> list[int]:
     """Whose updates are aggregated into the model of client k."""
     everyone = rule.kind in EVERYONE or (rule.kind in WITHIN and rule.robust.within == "all")
+    everyone = everyone or (rule.kind == KRIGING and plan.clusters[k] < 0)
     members = []
     for other in range(len(plan.clients)):
         together = everyone or (plan.clusters[k] >= 0 and plan.clusters[k] == plan.clusters[other]) or other == k
@@ -352,7 +352,8 @@ def _combined_row(plan: AuditPlan, rule: Rule, k: int) -> list[float]:
 
 def _predicted_row(plan: AuditPlan, rule: Rule, k: int, *, head: bool, key: str) -> list[float]:
     """The row of a prediction from split halves, or of the average where there are none."""
-    row = None if rule.predict is None else rule.predict(k, _members(plan, rule, k, head=head), key)
+    members = _members(plan, replace(rule, robust=replace(rule.robust, within="all")), k, head=head)
+    row = None if rule.predict is None else rule.predict(k, members, key)
     return _mean_row(plan, rule, k, head=head) if row is None else row
 
 

@@ -235,8 +235,8 @@ class RobustConfig:
     """Largest share of a weighted average that one client's examples may give it, where three or more are averaged; 1
     leaves the shares as they are."""
     within: Literal["all", "clusters"] = "all"
-    """Where robust rules and server optimizers, such as `median` and `fedadam`, are applied: over all clients, or
-    inside each cluster."""
+    """Where robust rules and server optimizers, such as `median` and `fedadam`, are applied, and where `kriging`
+    averages before it has measured: over all clients, or inside each cluster."""
     trim: float = 0.2
     """Share of the clients whose values `trimmed_mean` leaves out at each end, rounded up."""
     byzantine: int = 1
