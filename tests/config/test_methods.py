@@ -35,7 +35,7 @@ def test_a_method_is_made_of_settings_that_there_are(method: str) -> None:
 
 
 def test_a_setting_that_contradicts_the_method_is_refused() -> None:
-    message = "--share is B head, and --strategy fedsa is --share A; leave --share out, or take another strategy"
+    message = "--share is B head, and --strategy fedsa is --share A; set --share A, or take another"
     with pytest.raises(ConfigError, match=message):
         validate(config_of("fedsa", share="B+head"))
 
@@ -44,6 +44,31 @@ def test_a_typed_default_that_contradicts_the_method_is_refused_on_the_command_l
     groups = split(["--strategy", "fedit", "--ranks", "8", "--space", "product"])
     with pytest.raises(ConfigError, match="--space is product, and --strategy fedit is --space factors"):
         parse(RunOptions(settings=base_config(groups)), groups, command="atlas run")
+
+
+@pytest.mark.parametrize(
+    ("others", "wrong", "right"),
+    [
+        ("--preset label-skew --strategy hsplitlora --adapted-blocks none", "", "--ranks budget"),
+        ("--strategy fedsa --ranks 8", "--share A B head", "--share A"),
+        ("--strategy scaffold --ranks 8", "--no-control-variates", "--control-variates"),
+    ],
+)
+def test_the_remedy_of_a_contradiction_works(others: str, wrong: str, right: str) -> None:
+    def read(line: str) -> Config:
+        groups = split(line.split())
+        return validate(parse(RunOptions(settings=base_config(groups)), groups, command="atlas run").settings)
+
+    with pytest.raises(ConfigError, match=f"; set {right}, or take another strategy$"):
+        read(f"{others} {wrong}")
+    assert read(f"{others} {right}").mixing.strategy in METHODS
+
+
+def test_a_cut_that_the_method_makes_is_not_to_be_left_out() -> None:
+    config = with_values(find_preset("images-nc"), {"strategy": "hsplitlora", "ranks": "budget"})
+    message = "--split of --strategy hsplitlora cuts models of texts, and these tasks have images; take another str"
+    with pytest.raises(ConfigError, match=message):
+        validate(config)
 
 
 def test_a_knob_of_the_user_goes_before_the_suggested_one() -> None:

@@ -357,7 +357,8 @@ def parse(default: OptionsT, groups: Sequence[Words], *, command: str) -> Option
             problem += f"; did you mean --preset {min(named)}?"
         raise ConfigError(f"{problem}{' ' if problem.endswith('?') else '; '}see `{command} --help`") from None
     if hasattr(options, SETTINGS):
-        check_typed_settings(getattr(options, SETTINGS), {group.flag for group in groups})
+        typed = {group.flag.replace("--no-", "--", 1) for group in groups}  # a switch that is off is typed, too
+        check_typed_settings(getattr(options, SETTINGS), typed)
     return options
 
 

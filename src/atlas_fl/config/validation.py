@@ -337,7 +337,6 @@ def validate(config: Config, *, at_sites: bool = False) -> Config:
     _check_clusters(config, at_sites=at_sites)
     _check_ranks(config.ranks)
     _check_split(config.split)
-    _check_adapted_blocks(config)
     _check_mixing(config.mixing)
     _check_run(config.run)
     _check_rerank(config)
@@ -455,15 +454,6 @@ def _check_split(split: SplitConfig) -> None:
         raise ConfigError(
             f"--leakage tells what the cuts give away, and --split {split.split} makes none; choose cuts, or see"
             " `atlas leakage` for every one that there could be"
-        )
-
-
-def _check_adapted_blocks(config: Config) -> None:
-    count, split = config.model.adapted_blocks, config.split.split
-    if count is not None and set(cuts_by_name(split).values()) != {NONE}:
-        raise ConfigError(
-            f"--adapted-blocks {count} leaves the lower blocks without adapters, and --split {split} leaves clients"
-            " these blocks to train; leave one of them out"
         )
 
 
