@@ -425,4 +425,6 @@ def _parse_error(box: str, *, options: Sequence[Argument]) -> str:
     if match := re.match(r"Missing value for argument '(\S+)'", problem):
         (kind,) = (argument.kind for argument in options if argument.flag == match[1])
         return f"{match[1]} lacks a value; allowed: {describe(kind)}"
+    if match := re.match(r"Error parsing --tune: '(\d+)'", problem):  # in papers tuning is a number of settings tried
+        problem += f"; how many settings of every method are tried is `atlas compare --trials {match[1]}`"
     return problem.removeprefix("Error parsing ").replace("Unrecognized options", UNEXPECTED).rstrip(".")
