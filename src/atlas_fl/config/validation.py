@@ -301,6 +301,7 @@ def _check_tasks(config: Config) -> None:
         rating_cuts=data.rating_cuts,
         flipped_clients=data.flipped_clients,
         one_task=data.one_task,
+        test_mix=data.test_mix,
     )
 
 
@@ -389,6 +390,11 @@ def _check_heterogeneity(config: Config) -> None:
     if data.own_share != 1 and not data.one_task:
         raise ConfigError(
             f"--own-share {data.own_share:g} mixes the sources of one task; set --one-task, or leave --own-share out"
+        )
+    if data.own_share != 1 and data.test_mix == "balanced":
+        raise ConfigError(
+            f"--own-share {data.own_share:g} exchanges rows of any class, and --test-mix balanced would not stay so;"
+            " take --test-mix task, or --own-share 1"
         )
     if data.client_sizes and (data.partition == "quantity" or config.images.nc != ALL_CLASSES):
         other = "--partition quantity" if data.partition == "quantity" else f"--nc {config.images.nc}"

@@ -17,7 +17,7 @@ from atlas_fl.aggregation.matrices import eta_warnings
 from atlas_fl.aggregation.mixing import average_initial, resize_ranks
 from atlas_fl.config import Config
 from atlas_fl.config.federations import dial_note
-from atlas_fl.data.clients import label_statistics, left_out_notes, shard_notes
+from atlas_fl.data.clients import balance_notes, label_statistics, left_out_notes, shard_notes
 from atlas_fl.data.heterogeneity import heterogeneity_notes
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.errors import ConfigError, ModelError
@@ -158,10 +158,7 @@ def _plan_full(assembly: Assembly, engine: Engine, *, on_event: OnEvent) -> Plan
         data=data,
         sparse=sparse_report(mask_plan.mask, config.sparse),
         notes=(
-            *dial_note(assembly.config),
-            *left_out_notes(assembly.clients),
-            *shard_notes(data),
-            *heterogeneity_notes(assembly.clients),
+            *_data_notes(assembly, data),
             *discovery.notes,
             *graph.warnings,
             *full_notes(assembly, mask_plan),
@@ -217,10 +214,7 @@ def _plan_lora(assembly: Assembly, engine: Engine, *, on_event: OnEvent) -> Plan
         data=data,
         leakage=_measure_plan_leakage(assembly, clients, on_event) if config.split.leakage else (),
         notes=(
-            *dial_note(assembly.config),
-            *left_out_notes(assembly.clients),
-            *shard_notes(data),
-            *heterogeneity_notes(assembly.clients),
+            *_data_notes(assembly, data),
             *discovery.notes,
             *rank_plan.notes,
             *_prefix_notes(assembly),
@@ -234,6 +228,17 @@ def _plan_lora(assembly: Assembly, engine: Engine, *, on_event: OnEvent) -> Plan
         sketches=discovery.sketches,
         clustering=discovery.clustering,
         cut_traffic=tuple(meter.rows(round=0)),
+    )
+
+
+def _data_notes(assembly: Assembly, data: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """What the plan notes of the clients' data, of which `data` are the statistics."""
+    return (
+        *dial_note(assembly.config),
+        *left_out_notes(assembly.clients),
+        *shard_notes(data),
+        *balance_notes(assembly.clients, assembly.config.data.test_mix),
+        *heterogeneity_notes(assembly.clients),
     )
 
 
