@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -7,6 +8,7 @@ from atlas_fl.cli.arguments import base_config, parse, split
 from atlas_fl.cli.run import RunOptions
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.config import Config, settings, validate, with_values
+from atlas_fl.config.federations import DIALS
 from atlas_fl.config.methods import METHODS, rule_of, with_method_settings, without_method_settings
 from atlas_fl.config.presets import find_preset
 from atlas_fl.config.settings import value_of
@@ -27,6 +29,25 @@ def test_a_method_writes_its_settings_into_the_config_and_no_second_time(method:
         assert value_of(config, name) == value
     assert validate(config) is config
     assert rule_of(config) == METHODS[method].rule
+
+
+REMEDY = re.compile(r"; (set|take|leave|raise) ")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("preset", ["smoke", "vision-lora", *DIALS])
+def test_a_method_fits_a_preset_or_refuses_it_in_a_line_with_a_remedy(preset: str, method: str) -> None:
+    base = find_preset(preset)
+    try:
+        config = validate(with_values(base, {"strategy": method}))
+    except ConfigError as error:
+        assert "\n" not in str(error) and REMEDY.search(str(error)), error
+        # its two rounds are no more than the last ones that these fine-tune in
+        assert (
+            preset != "smoke" or "ranks" in METHODS[method].settings or "personal_rounds" in METHODS[method].suggested
+        )
+        return
+    assert rule_of(config) == METHODS[method].rule and validate(config) is config
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -539,7 +539,10 @@ def _check_personal_rounds(config: Config) -> None:
     """Nothing where what trains, and in which rounds, fits the rounds, the model and its cuts."""
     training, personal = config.training, config.mixing.personal_rounds
     if personal >= training.rounds:
-        raise invalid_value("--personal-rounds", personal, f"below --rounds, which is {training.rounds}")
+        raise ConfigError(
+            f"--personal-rounds is {personal}; allowed: below --rounds, which is {training.rounds}; raise --rounds, or"
+            " set it lower"
+        )
     if training.prior_correction and config.split.split != NONE:
         raise ConfigError(
             f"--prior-correction needs the labels where the logits are, and --split {config.split.split} parts them;"
