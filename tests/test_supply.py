@@ -323,3 +323,20 @@ def test_an_audit_that_looked_nothing_up_does_not_pass() -> None:
     assert conclude(json.dumps({"dependencies": [clean]}), "") == ("1 packages, 0 known vulnerabilities", 0)
     text, code = conclude(json.dumps({"dependencies": [known, clean]}), "")
     assert (code, text.splitlines()[0]) == (1, "c 2: X-1, mended in 3")
+
+
+def test_the_project_has_its_licence_is_installed_editable_and_make_lints_and_tests_it() -> None:
+    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert project()["license"] == "Apache-2.0" and project()["license-files"] == ["LICENSE"]
+    assert "Apache License" in text and "Version 2.0, January 2004" in text and "END OF TERMS AND CONDITIONS" in text
+    installed = json.loads(metadata.distribution("atlas-fl").read_text("direct_url.json") or "{}")
+    assert installed["dir_info"] == {"editable": True}
+    recipes = {
+        target: {line.strip() for line in lines.splitlines()}
+        for target, lines in re.findall(
+            r"^(\w+):[^\n]*\n((?:\t[^\n]*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE
+        )
+    }
+    tools = {f"$(BIN)/{tool}" for tool in ("ruff check", "ruff format --check", "mypy", "lint-imports")}
+    assert recipes["lint"] == tools
+    assert any("$(PYTEST)" in line for line in recipes["unit"])

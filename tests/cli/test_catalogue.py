@@ -3,10 +3,12 @@ from typing import Any
 
 import pytest
 
-from atlas_fl.aggregation.registry import STRATEGIES
+from atlas_fl.aggregation.registry import MATRICES, STRATEGIES
+from atlas_fl.config import Config, validate, with_values
 from atlas_fl.config.methods import METHODS
 from atlas_fl.config.presets import PRESETS
 from atlas_fl.data.registry import TASKS
+from atlas_fl.errors import ConfigError
 from atlas_fl.models.registry import MODELS
 from atlas_fl.ranks.devices import DEVICES, parse_device
 
@@ -33,7 +35,7 @@ def test_in_eighty_columns_no_word_is_broken(what: str, atlas: Atlas, monkeypatc
     said = atlas("list", what).out
     assert max(map(len, said.splitlines())) <= 80
     assert sorted(said.split()) == words
-    assert len(said.splitlines()) < 4 * len(REGISTRIES[what])
+    assert len(said.splitlines()) < 8 * len(REGISTRIES[what])
 
 
 def test_a_line_of_the_devices_makes_a_profile(atlas: Atlas) -> None:
@@ -76,3 +78,82 @@ def test_passes_beside_training_are_said_of_rules_and_methods(atlas: Atlas) -> N
     said = " ".join(atlas("list", "strategies").out.split())
     assert said.count("passes over the training examples: one more") == 2
     assert said.count("passes over the training examples: k more") == 1
+
+
+def entries(atlas: Atlas, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """The lines of every strategy, by its name."""
+    monkeypatch.setenv("COLUMNS", "400")
+    by_name: dict[str, list[str]] = {}
+    for line in filter(None, map(str.rstrip, atlas("list", "strategies").out.splitlines())):
+        if not line.startswith(" "):
+            lines = by_name[line.split()[0]] = []
+        lines.append(line.strip())
+    del by_name["strategy"]  # the titles
+    return by_name
+
+
+SLOTS = ["matrix", "share", "space", "keep", "local term"]
+
+
+def test_every_strategy_is_shown_slot_by_slot_with_what_it_needs(atlas: Atlas, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert MATRICES.keys() == STRATEGIES.keys()
+    for name, (_, slots, needs) in entries(atlas, monkeypatch).items():
+        parts = slots.split("; ")
+        assert [part.split(":")[0] for part in parts if part.split(":")[0] in SLOTS] == SLOTS, name
+        assert needs.startswith("needs: ") and len(needs) > len("needs: "), name
+
+
+@pytest.mark.parametrize(
+    ("name", "slots", "needs"),
+    [
+        ("local", "matrix: identity; share: nothing; space: any; keep: own model; local term: none", "nothing"),
+        (
+            "fedavg",
+            "matrix: shares of the examples; share: A+B+head; space: any; keep: mixed model; local term: none",
+            "nothing",
+        ),
+        (
+            "ffa",
+            "matrix: fedavg, shares of the examples; share: B+head; space: factors; keep: mixed model; local term: none"
+            "; trains: B",
+            "equal ranks",
+        ),
+        (
+            "ditto",
+            "matrix: fedavg, shares of the examples; share: A+B+head; space: factors; keep: own proximal model beside"
+            " the mixed one; local term: none",
+            "equal ranks; twice the training",
+        ),
+        (
+            "fedlease",
+            "matrix: fedavg_cluster, shares of the examples inside clusters; share: A+B+head; space: any; keep: mixed"
+            " model; local term: none; sets: fingerprint=delta cluster_by=silhouette",
+            "nothing",
+        ),
+    ],
+)
+def test_slots_by_hand(name: str, slots: str, needs: str, atlas: Atlas, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert entries(atlas, monkeypatch)[name][1:] == [slots, f"needs: {needs}"]
+
+
+@pytest.mark.parametrize("name", [*STRATEGIES, *METHODS])
+def test_who_needs_equal_ranks_or_factors_refuses_others(
+    name: str, atlas: Atlas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, slots, needs = entries(atlas, monkeypatch)[name]
+    space = slots.partition("space: ")[2].partition(";")[0]
+    given = METHODS[name].settings.get("ranks", "8") if name in METHODS else "8"
+    mu = {"proximal_mu": "0.1"} if name in ("feddyn", "fedavg_dynamic") else {}
+
+    def is_accepted(**values: str) -> bool:
+        try:
+            validate(with_values(Config(), {"strategy": name, "ranks": given, **mu, **values}))
+        except ConfigError:
+            return False
+        return True
+
+    spaces = ("product", "factors") if space == "any" else (space,)
+    assert all(is_accepted(space=one) for one in spaces)
+    # a default that a method replaces is no contradiction
+    assert name in METHODS or is_accepted(space="product") == (space != "factors")
+    assert is_accepted(space=spaces[0], ranks="budget") == (needs.split("; ")[0] not in ("needs: equal ranks",))

@@ -101,6 +101,8 @@ def test_flags_set_their_setting(words: list[str], name: str, value: object) -> 
             r"^--partition: 'dirichlett' is not one of iid, dirichlet, quantity; did you mean 'dirichlet'\? "
             r"see `atlas run --help`$",
         ),
+        (["--tune", "8"], r"^--tune: '8' is not one of whole, lora; .* are tried is `atlas compare --trials 8`; see"),
+        (["--tune", "eight"], r"^--tune: 'eight' is not one of whole, lora; see `atlas run --help`$"),
         (["--accelerator", "gpu"], r"^--accelerator: 'gpu' is not one of auto, cpu, cuda; see"),
         (["--rounds"], r"^--rounds lacks a value; allowed: a whole number; see `atlas run --help`$"),
         (["--k-range", "2"], r"^--k-range lacks a value; allowed: 2 times a whole number; see"),

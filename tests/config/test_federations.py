@@ -142,6 +142,10 @@ def test_a_dial_that_there_is_not_is_refused(words: tuple[str, ...], message: st
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        (
+            {"own_share": 0.5, "one_task": True, "test_mix": "balanced"},
+            "--own-share 0.5 exchanges rows of any class, and --test-mix balanced would not stay so; take --test-mix",
+        ),
         ({"own_share": 0.5}, "--own-share 0.5 mixes the sources of one task; set --one-task"),
         ({"client_sizes": (50,), "partition": "quantity"}, "--client-sizes and --partition quantity both say how much"),
         ({"client_sizes": (50,), "arrive": ("movie-1=3",)}, "--arrive movie-1=3 comes later, and --client-sizes is of"),

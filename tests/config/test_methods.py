@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -7,6 +8,7 @@ from atlas_fl.cli.arguments import base_config, parse, split
 from atlas_fl.cli.run import RunOptions
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.config import Config, settings, validate, with_values
+from atlas_fl.config.federations import DIALS
 from atlas_fl.config.methods import METHODS, rule_of, with_method_settings, without_method_settings
 from atlas_fl.config.presets import find_preset
 from atlas_fl.config.settings import value_of
@@ -29,13 +31,32 @@ def test_a_method_writes_its_settings_into_the_config_and_no_second_time(method:
     assert rule_of(config) == METHODS[method].rule
 
 
+REMEDY = re.compile(r"; (set|take|leave|raise) ")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("preset", ["smoke", "vision-lora", *DIALS])
+def test_a_method_fits_a_preset_or_refuses_it_in_a_line_with_a_remedy(preset: str, method: str) -> None:
+    base = find_preset(preset)
+    try:
+        config = validate(with_values(base, {"strategy": method}))
+    except ConfigError as error:
+        assert "\n" not in str(error) and REMEDY.search(str(error)), error
+        # its two rounds are no more than the last ones that these fine-tune in
+        assert (
+            preset != "smoke" or "ranks" in METHODS[method].settings or "personal_rounds" in METHODS[method].suggested
+        )
+        return
+    assert rule_of(config) == METHODS[method].rule and validate(config) is config
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_is_made_of_settings_that_there_are(method: str) -> None:
     assert METHODS[method].settings.keys() | METHODS[method].suggested.keys() <= settings().keys()
 
 
 def test_a_setting_that_contradicts_the_method_is_refused() -> None:
-    message = "--share is B head, and --strategy fedsa is --share A; leave --share out, or take another strategy"
+    message = "--share is B head, and --strategy fedsa is --share A; set --share A, or take another"
     with pytest.raises(ConfigError, match=message):
         validate(config_of("fedsa", share="B+head"))
 
@@ -44,6 +65,31 @@ def test_a_typed_default_that_contradicts_the_method_is_refused_on_the_command_l
     groups = split(["--strategy", "fedit", "--ranks", "8", "--space", "product"])
     with pytest.raises(ConfigError, match="--space is product, and --strategy fedit is --space factors"):
         parse(RunOptions(settings=base_config(groups)), groups, command="atlas run")
+
+
+@pytest.mark.parametrize(
+    ("others", "wrong", "right"),
+    [
+        ("--preset label-skew --strategy hsplitlora --adapted-blocks none", "", "--ranks budget"),
+        ("--strategy fedsa --ranks 8", "--share A B head", "--share A"),
+        ("--strategy scaffold --ranks 8", "--no-control-variates", "--control-variates"),
+    ],
+)
+def test_the_remedy_of_a_contradiction_works(others: str, wrong: str, right: str) -> None:
+    def read(line: str) -> Config:
+        groups = split(line.split())
+        return validate(parse(RunOptions(settings=base_config(groups)), groups, command="atlas run").settings)
+
+    with pytest.raises(ConfigError, match=f"; set {right}, or take another strategy$"):
+        read(f"{others} {wrong}")
+    assert read(f"{others} {right}").mixing.strategy in METHODS
+
+
+def test_a_cut_that_the_method_makes_is_not_to_be_left_out() -> None:
+    config = with_values(find_preset("images-nc"), {"strategy": "hsplitlora", "ranks": "budget"})
+    message = "--split of --strategy hsplitlora cuts models of texts, and these tasks have images; take another str"
+    with pytest.raises(ConfigError, match=message):
+        validate(config)
 
 
 def test_a_knob_of_the_user_goes_before_the_suggested_one() -> None:

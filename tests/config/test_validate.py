@@ -80,11 +80,6 @@ def test_no_number_is_out_of_range(name: str, number: float) -> None:
         ({"split": "auto", "rerank": True, "recluster_every": 2}, "--rerank may move the cut that --split auto"),
         ({"adapted_blocks": 0}, "--adapted-blocks is 0; allowed: at least 1"),
         ({"adapted_blocks": 1.5}, "--adapted-blocks is 1.5; allowed: "),
-        (
-            {"adapted_blocks": 2, "split": "auto"},
-            "--adapted-blocks 2 leaves the lower blocks without adapters, and ",
-        ),
-        ({"adapted_blocks": 2, "split": "movie=1"}, "--split movie=1 leaves clients these blocks to train; leave one"),
         ({"adapted_blocks": 2, "trainable": "full"}, "--adapted-blocks is for adapters, and these tasks train whole"),
         ({"preset": "Ä"}, "--preset is 'Ä'; allowed: a name of small letters"),
     ],

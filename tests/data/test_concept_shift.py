@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from atlas_fl.data.clients import ClientData, make_clients
+from atlas_fl.data.clients import ClientData, balance_notes, make_clients
 from atlas_fl.data.heterogeneity import (
     centralize,
     check_heterogeneity,
@@ -212,6 +212,10 @@ def test_sources_with_and_without_pairs_are_refused() -> None:
     [
         ({"rating_cuts": (0.0,)}, "--rating-cuts turns values into classes, and task 'three' has none; take movie_rat"),
         ({"flipped_clients": 0.5}, "--flipped-clients reverses classes, and task 'stars' has none; take a task with"),
+        (
+            {"test_mix": "balanced"},
+            "--test-mix balanced counts classes, and task 'stars' has none of its own; take --tes",
+        ),
         ({"one_task": True}, "--one-task takes tasks as sources of one, and 'three' has other classes than 'stars'"),
     ],
 )
@@ -289,6 +293,63 @@ def test_test_rows_come_in_the_clients_own_mix_or_in_that_of_the_task() -> None:
     assert max(int(np.bincount(one.test.label, minlength=3).max()) for one in own) >= 20
     assert all(np.bincount(one.test.label, minlength=3).tolist() == [10, 10, 10] for one in balanced)
     assert [one.train.label.tolist() for one in own] == [one.train.label.tolist() for one in balanced]
+
+
+def scarce(labels: list[int], **changes: Any) -> list[list[int]]:
+    """By client the test rows of each class where the test split of the task has these labels."""
+    task = replace(dealt()[0].task, load=lambda _: scarce_data(labels))
+    settings: dict[str, Any] = {
+        **{"clients_per_task": 3, "samples": 20, "validation_samples": 20, "test_samples": 9, "seed": 5},
+        **{"partition": "dirichlet", "dirichlet_alpha": 0.1, "shuffle_labels": False, "test_mix": "balanced"},
+    }
+    clients = make_clients([task], Source(cache_dir=None), **{**settings, **changes})
+    given = [text for one in clients if isinstance(one.test, Rows) for text in one.test.text]
+    assert len(set(given)) == len(given)
+    return [np.bincount(one.test.label, minlength=3).tolist() for one in clients]
+
+
+def scarce_data(labels: list[int]) -> TaskData:
+    splits = {
+        split: Rows(text=tuple(f"{split} {row}" for row in range(len(own))), label=np.asarray(own, np.int64))
+        for split, own in (("train", [0, 1, 2] * 80), ("validation", [0, 1, 2] * 80), ("test", labels))
+    }
+    return TaskData(**splits)
+
+
+@pytest.mark.parametrize(
+    ("counts", "by_client"),
+    [
+        ((50, 20, 9), [[3, 3, 3]] * 3),
+        # six of the rarest are two each, and the seven others of a client are four and three, in turn
+        ((50, 20, 6), [[4, 3, 2], [4, 3, 2], [3, 4, 2]]),
+        ((50, 20, 0), [[5, 4, 0], [5, 4, 0], [4, 5, 0]]),
+        # 13, 13 and 1: four of each of two, and the three others to one client each
+        ((50, 20, 1), [[5, 4, 0], [4, 5, 0], [4, 4, 1]]),
+        ((27, 0, 0), [[9, 0, 0]] * 3),
+    ],
+)
+@pytest.mark.parametrize("partition", ["dirichlet", "classes"])
+def test_balanced_test_rows_by_hand(counts: tuple[int, ...], by_client: list[list[int]], partition: str) -> None:
+    labels = [value for value, count in enumerate(counts) for _ in range(count)]
+    dealt_rows = scarce(labels, partition=partition, classes_per_client=1 if partition == "classes" else None)
+    assert dealt_rows == by_client
+
+
+def test_a_split_that_is_dealt_out_whole_is_balanced_as_far_as_it_can_be() -> None:
+    assert scarce([0] * 4 + [1] * 4 + [2] * 2, test_samples=None) == [[2, 1, 1], [1, 2, 0], [1, 1, 1]]
+
+
+def test_the_plan_says_how_many_balanced_examples_a_class_has() -> None:
+    clients = dealt(test_mix="balanced", test_samples=10)
+    (line,) = balance_notes(clients, "balanced")
+    assert line == "three: balanced test examples of a client by class: x 3 to 4, y 3 to 4, z 3 to 4"
+    assert balance_notes(clients, "task") == ()
+
+
+def test_training_rows_do_not_follow_the_mix_of_the_test() -> None:
+    own, balanced = dealt(), dealt(test_mix="balanced")
+    assert [one.train.label.tolist() for one in own] == [one.train.label.tolist() for one in balanced]
+    assert [one.validation.label.tolist() for one in own] == [one.validation.label.tolist() for one in balanced]
 
 
 def test_without_a_setting_nothing_changes() -> None:

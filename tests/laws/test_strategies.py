@@ -19,13 +19,16 @@ CLIENTS = ("movie-0", "movie-1", "movie-2", "trec-0", "trec-1")
 TASKS = ("movie", "movie", "movie", "trec", "trec")
 LABELS = {"movie": 2, "trec": 6}
 RANKS, EQUAL_RANKS = (2, 6, 4, 3, 8), (4, 4, 4, 4, 4)
+KEYS = ("layer.0.q.lora_A", "layer.1.q.lora_A", "head.weight")
+"""A name of each of the `parts` of a model."""
 BLOCKS = np.array([0, 0, 0, 1, 1])
 INSIDE = StrategyOptions(within="clusters")
 CLUSTERED = [name for name in STRATEGIES if find_strategy(name, INSIDE).clustered]
 COMMUNICATING = [name for name in STRATEGIES if name != "local"]
 OPTIONS = [
     # updates drawn at random are nearly orthogonal: with a small alpha, rows of pfedgraph would be those of local
-    replace(StrategyOptions(gram_alpha=8.0), **words)
+    # and clients would not pull against each other enough for cfl and fedtreelora to part them
+    replace(StrategyOptions(gram_alpha=8.0, bipartition_ratio=0.5, tree_threshold=-1.0), **words)
     for words in (
         {"space": "product"},
         {"space": "factors"},
@@ -72,21 +75,62 @@ def federation():
     )
 
 
-def step(name, options, federation, updates, *, before=None, state=None, round=1):
-    """(server state, models) after one server step; `before` are the models of the last aggregation."""
+COMMON = model(200, max(RANKS), max(LABELS.values()))
+
+
+def class_means(params):
+    """Class features of a client whose features of a class are its row of the head."""
+    head = params["head.weight"]
+    return {"counts": head.abs().sum(1).round().long() + 1, "means": head, "variances": head.square().mean(1)}
+
+
+def halves(params):
+    """What either half of the examples makes of a model: something that all have in common, its own, and noise."""
+    return {
+        f"{half}/{key}": 2 * COMMON[key][: len(tensor), : tensor.shape[1]] + (tensor + sign * tensor.roll(1, -1)) / 2
+        for half, sign in (("first", 1), ("second", -1))
+        for key, tensor in params.items()
+    }
+
+
+REPORTS = {"class_features": class_means, "halves": halves}
+
+
+def first_state(name, options, federation, before):
+    """The server state after a first round in which everyone took part."""
     strategy = find_strategy(name, options)
+    updates = {client: {key: tensor.flip(-1) for key, tensor in params.items()} for client, params in before.items()}
+    return strategy.aggregate(strategy.init(before), before, updates, federation, round=1).server_state
+
+
+def informed(name, options, state, updates):
+    """The server state with all that a run tells the server before it aggregates: reports, and chosen clusters."""
+    strategy = find_strategy(name, options)
+    chosen = {"clusters": {client: torch.tensor(k % 2) for k, client in enumerate(CLIENTS)}} if name == "ifca" else {}
+    report = REPORTS.get(strategy.report)
+    reports = {client: report(params) for client, params in updates.items()} if report else {}
+    return strategy.record_reports({**state, **chosen}, reports) if reports else {**state, **chosen}
+
+
+def step(name, options, federation, updates, *, before=None, state=None, round=2):
+    """(server state, models) after the server step of a second round.
+
+    `before` are the models of the last aggregation, `state` is that of a first round of everyone.
+    """
     before = models(100, accepted_ranks(name, options, federation)) if before is None else before
-    state = strategy.init(before) if state is None else state
-    done = strategy.aggregate(state, before, updates, federation, round=round)
+    state = first_state(name, options, federation, before) if state is None else state
+    state = informed(name, options, state, updates)
+    done = find_strategy(name, options).aggregate(state, before, updates, federation, round=round)
     return done.server_state, done.client_models
 
 
-def seen(name, options, updates, ranks):
-    """What a rule is shown of these updates."""
-    before = models(100, ranks)
-    return RoundModels(
-        before=before, after={**before, **updates}, server_state=find_strategy(name, options).init(before)
-    )
+def rows_of(name, options, federation, updates):
+    """The matrices of the rows that `step` applies."""
+    before = models(100, accepted_ranks(name, options, federation))
+    state, _ = step(name, options, federation, updates)
+    shown = RoundModels(before=before, after={**before, **updates}, server_state=state)
+    present = [client in updates for client in CLIENTS]
+    return find_strategy(name, options).matrices(federation, present, round=2, models=shown)
 
 
 def accepted_ranks(name, options, federation):
@@ -120,25 +164,53 @@ def distance(one, other):
     return max(float((a - b).norm() / b.norm()) for a, b in zip(parts(one), parts(other)))
 
 
+MAY_BE_ALONE = frozenset({"krum", "cfl", "ifca", "fedtreelora"})
+"""Rules that leave some models as they are: Krum the one that it hands to everyone, the others whoever has no other of
+its task in a cluster that follows from updates or losses."""
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=IDS)
 @pytest.mark.parametrize("name", COMMUNICATING)
 def test_a_communicating_rule_changes_every_participating_client(name, options, federation):
-    """All but the one whose model Krum hands to everyone, and who is alone in a cluster that follows from updates."""
-    ranks = accepted_ranks(name, options, federation)
-    updates = models(0, ranks)
+    updates = models(0, accepted_ranks(name, options, federation))
     state, start = step(name, options, federation, updates)
-    after = replace(seen(name, options, updates, ranks), server_state=state)
-    matrices = find_strategy(name, options).matrices(federation, [True] * 5, round=1, models=after)
-    chosen, head = matrices("layer.0.q.lora_A"), matrices("head.weight")
-    is_still = {"krum": chosen[0] == 1, "cfl": np.diag(head) == 1, "fedtreelora": np.diag(head) == 1}
-    moving = [client for client, still in zip(CLIENTS, is_still.get(name, np.zeros(5, bool))) if not still]
-    assert moving
-    for client in moving:
-        for part, before in zip(parts(computed(state, start)[client]), parts(updates[client])):
-            assert float((part - before).norm() / before.norm()) > 1e-4, client
+    matrices = rows_of(name, options, federation, updates)
+    still = np.array([np.diag(matrices(key)) == 1 for key in KEYS]).T
+    assert not still.all() and (name in MAY_BE_ALONE or not still.any())
+    for client, is_still in zip(CLIENTS, still):
+        for part, before, own in zip(parts(computed(state, start)[client]), parts(updates[client]), is_still):
+            assert own or float((part - before).norm() / before.norm()) > 1e-4, client
         assert {key: tensor.shape for key, tensor in start[client].items()} == {
             key: tensor.shape for key, tensor in updates[client].items()
         }
+
+
+AS_FEDAVG = {
+    "fedavg": KEYS,
+    "classifier_collaboration": KEYS[:2],
+    # the frozen part is of adapters, and so are norms
+    **dict.fromkeys(("fedavg_stacked", "fedavg_with_residual", "fedavg_by_norm"), KEYS[2:]),
+    # the clusters here are the tasks
+    **dict.fromkeys(("fedavg_cluster", "atlas_no_laplacian"), KEYS[2:]),
+}
+"""What some rules do as FedAvg does, by one of its names; all else must differ, or laws would be about FedAvg alone."""
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=IDS)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_rule_differs_from_fedavg_and_from_local_training(name, options, federation):
+    updates = models(0, EQUAL_RANKS)
+    own, average, alone = (
+        computed(*step(rule, options, federation, updates, before=models(100, EQUAL_RANKS)))
+        for rule in (name, "fedavg", "local")
+    )
+    for part, key in enumerate(KEYS):
+        from_average, from_alone = (
+            max(float((parts(own[client])[part] - parts(other[client])[part]).norm()) for client in CLIENTS)
+            for other in (average, alone)
+        )
+        assert (from_average < 1e-4) if key in AS_FEDAVG.get(name, ()) else (from_average > 0.1), key
+        assert (from_alone == 0) if name == "local" else (from_alone > 0.1), key
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=CASE_IDS)
@@ -190,7 +262,11 @@ def test_permuting_clients_permutes_results(name, options, federation):
 @pytest.mark.parametrize(("name", "options"), CASES, ids=CASE_IDS)
 def test_identical_clients_are_a_fixed_point(name, options, federation):
     same = dict.fromkeys(CLIENTS, model(7, 4, 2))
-    start = computed(*step(name, options, federation, same, before=same))
+    strategy = find_strategy(name, options)
+    first = strategy.aggregate(strategy.init(same), same, same, federation, round=1)
+    # what a strategy has clients hold frozen is not in what they begin the next round with
+    held = first.client_models
+    start = computed(*step(name, options, federation, held, before=held, state=first.server_state))
     assert max(distance(start[client], same[client]) for client in CLIENTS) < 1e-6
 
 
@@ -210,7 +286,8 @@ def test_inputs_are_untouched(name, options, federation):
 @pytest.mark.parametrize(("name", "options"), CASES, ids=CASE_IDS)
 def test_rows_of_every_matrix_sum_to_one(name, options, federation, present):
     ranks = accepted_ranks(name, options, federation)
-    matrices = find_strategy(name, options).matrices(federation, [bool(one) for one in present], round=2)
+    updates = {client: params for client, params in models(0, ranks).items() if present[CLIENTS.index(client)]}
+    matrices = rows_of(name, options, federation, updates)
     for key in models(0, ranks)["movie-0"]:
         assert matrices(key).sum(axis=1) == pytest.approx(np.ones(5))
         assert matrices(key).dtype == np.float64
@@ -219,13 +296,13 @@ def test_rows_of_every_matrix_sum_to_one(name, options, federation, present):
 @pytest.mark.parametrize(("name", "options"), CASES, ids=CASE_IDS)
 def test_heads_never_cross_tasks(name, options, federation):
     ranks = accepted_ranks(name, options, federation)
-    options = replace(options, bipartition_ratio=1e-9)  # where CFL cuts follows from heads, too
-    matrix = find_strategy(name, options).matrices(federation, [True] * 5, round=1)("head.weight")
-    tasks = np.array(TASKS)
+    updates, tasks = models(0, ranks), np.array(TASKS)
+    matrix = rows_of(name, options, federation, updates)("head.weight")
     assert not matrix[tasks[:, None] != tasks[None, :]].any()
-    updates = models(0, ranks)
     other = {**updates, "trec-0": {**updates["trec-0"], "head.weight": updates["trec-0"]["head.weight"] + 1}}
-    first, second = (step(name, options, federation, one)[1] for one in (updates, other))
+    state = first_state(name, options, federation, models(100, ranks))
+    options = replace(options, bipartition_ratio=1e-9)  # where CFL cuts once more follows from heads, too
+    first, second = (step(name, options, federation, one, state=state)[1] for one in (updates, other))
     assert all(torch.equal(first[c]["head.weight"], second[c]["head.weight"]) for c in CLIENTS[:3])
 
 
@@ -260,9 +337,10 @@ def test_who_took_no_part_gives_nothing_to_an_average_and_its_held_model_to_a_gr
     ranks = accepted_ranks(name, options, federation)
     held, updates = models(100, ranks), models(0, ranks)
     absent = {client: params for client, params in updates.items() if client != "movie-2"}
-    start = computed(*step(name, options, federation, absent, before=held))
+    state = first_state(name, options, federation, held)
+    start = computed(*step(name, options, federation, absent, before=held, state=state))
     other = {**held, "movie-2": model(55, ranks[2], 2)}
-    changed = computed(*step(name, options, federation, absent, before=other))
+    changed = computed(*step(name, options, federation, absent, before=other, state=state))
     if name in ("local", "atlas", "pfedgraph", "fedavg_by_distance"):
         assert start["movie-2"] is held["movie-2"], "it keeps its model"
         assert (distance(start["movie-0"], changed["movie-0"]) > 1e-4) == (name == "atlas"), "still a neighbour"
@@ -289,7 +367,7 @@ def test_a_state_that_went_through_a_checkpoint_continues_with_the_same_bits(nam
     loaded = unflatten_by_client({key: tensor.clone() for key, tensor in flatten_by_client(after).items()})
     partly = {client: params for client, params in models(20, ranks).items() if client != "movie-0"}
     (first_state, first), (second_state, second) = (
-        step(name, options, federation, partly, before=one, state=of_it, round=2)
+        step(name, options, federation, partly, before=one, state=of_it, round=3)
         for one, of_it in ((after, state), (loaded, loaded_state))
     )
     assert all(torch.equal(first[client][key], second[client][key]) for client in CLIENTS for key in first[client])

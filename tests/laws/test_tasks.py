@@ -30,7 +30,9 @@ def splits(name: str) -> tuple[Rows, Rows, Rows]:
     return data.train, data.validation, data.test
 
 
-def clients_of(name: str, partition: str, *, seed: int = 42, clients: int = 9) -> tuple[ClientData, ...]:
+def clients_of(
+    name: str, partition: str, *, seed: int = 42, clients: int = 9, test_mix: str = "own"
+) -> tuple[ClientData, ...]:
     return make_clients(
         [TASKS[name]],
         SOURCE,
@@ -42,6 +44,7 @@ def clients_of(name: str, partition: str, *, seed: int = 42, clients: int = 9) -
         dirichlet_alpha=0.1,
         seed=seed,
         shuffle_labels=False,
+        test_mix=test_mix,
     )
 
 
@@ -107,6 +110,19 @@ def test_a_partition_is_a_function_of_the_seed(partition: str) -> None:
     assert [c.train.text for c in first] == [c.train.text for c in same]
     assert [c.test.text for c in first] == [c.test.text for c in same]
     assert [c.train.text for c in first] != [c.train.text for c in other]
+
+
+@pytest.mark.parametrize("partition", sorted(PARTITIONS))
+@pytest.mark.parametrize("name", [name for name in NAMES if TASKS[name].has_classes])
+def test_balanced_test_splits_have_as_many_of_each_class_as_any_dealing_could(name: str, partition: str) -> None:
+    clients = clients_of(name, partition, test_mix="balanced")
+    counts = np.stack([np.bincount(one.test.label, minlength=TASKS[name].num_labels) for one in clients])
+    supply = np.bincount(splits(name)[2].label, minlength=TASKS[name].num_labels)
+    assert (counts.sum(axis=1) == 130).all() and (counts.sum(axis=0) <= supply).all()
+    assert (np.ptp(counts, axis=0) <= 1).all(), "every client has as many of a class"
+    is_short = counts.sum(axis=0) < counts.sum(axis=0).max() - 1
+    assert (counts.sum(axis=0)[is_short] == supply[is_short]).all(), "a class has less where all its rows are dealt"
+    assert np.ptp(counts[:, ~is_short], axis=1).max() <= 1
 
 
 @pytest.mark.parametrize("name", sorted(name for name in TASKS if not TASKS[name].writes))

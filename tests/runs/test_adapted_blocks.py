@@ -100,6 +100,15 @@ def test_more_blocks_than_the_model_has_are_one_line(config: Make) -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("cuts", ["auto", "movie=1"])
+def test_models_with_blocks_below_the_adapters_are_not_cut_and_the_remedy_works(config: Make, cuts: str) -> None:
+    message = f"--adapted-blocks 2 leaves 1 of 3 blocks without adapters, and --split {cuts} leaves clients these"
+    with pytest.raises(ConfigError, match=f"{message} blocks to train; set --adapted-blocks none, which adapts all"):
+        assemble(config(adapted_blocks=2, split=cuts))
+    for count in (None, 3):
+        assert assemble(config(adapted_blocks=count, split=cuts)).shape.first_adapted == 0
+
+
 def test_an_imported_adapter_of_more_blocks_is_refused(config: Make) -> None:
     first = run_config(config(ranks=4, strategy="local", name="first", rounds=1))
     adapter = first.folder / "adapters" / "movie-0"

@@ -50,6 +50,46 @@ STRATEGIES: dict[str, Callable[[StrategyOptions], Strategy]] = {
     "kriging": kriging,
 }
 
+MATRICES: dict[str, str] = {
+    "local": "identity",
+    "fedavg": "shares of the examples",
+    "fedavg_by_norm": "shares of the updates' norms",
+    "fedavg_cluster": "shares of the examples inside clusters",
+    "atlas": "I - eta L of the graph",
+    "atlas_no_laplacian": "shares of the examples inside clusters",
+    "median": "none, the median of each value",
+    "trimmed_mean": "none, the trimmed mean of each value",
+    "krum": "one model for all, by distances",
+    "multi_krum": "equal shares of the nearest models",
+    "geometric_median": "shares by distances",
+    "fedavgm": "shares of the examples, then a server step",
+    "fedadagrad": "shares of the examples, then a server step",
+    "fedyogi": "shares of the examples, then a server step",
+    "fedadam": "shares of the examples, then a server step",
+    "pfedgraph": "by cosines of the changes",
+    "fedavg_by_distance": "by distances of the models",
+    "fedavg_of_others": "shares of the others' examples",
+    "fedavg_dynamic": "shares of the examples, moved by all changes",
+    "fedavg_stacked": "shares of the examples, exact products",
+    "fedavg_with_residual": "shares of the examples, exact products",
+    "cfl": "shares inside clusters of updates",
+    "ifca": "shares inside clusters of least loss",
+    "fedtreelora": "shares inside nested clusters by layer",
+    "classifier_collaboration": "shares of the examples; heads by class features",
+    "kriging": "by covariances of split halves",
+}
+"""The mixing matrix of each rule, in words."""
+
+IN_FACTORS: frozenset[str] = frozenset({"fedavg_dynamic", "fedavg_stacked", "fedavg_with_residual"})
+"""Rules of factor space alone; the others mix in either."""
+
+NEEDS: dict[str, str] = {
+    "atlas": "validation data with --graph adaptive",
+    **dict.fromkeys(("fedavg_dynamic", "fedavg_with_residual", "ifca"), "equal ranks"),
+    **dict.fromkeys(("fedavgm", "fedadagrad", "fedyogi", "fedadam"), "equal ranks with --space factors"),
+}
+"""What rules need of a federation; nothing where they are not named."""
+
 RELATIVE_BYTES: dict[str, str] = {
     "local": "0",
     "ifca": "(1+k)/2",

@@ -357,7 +357,8 @@ def parse(default: OptionsT, groups: Sequence[Words], *, command: str) -> Option
             problem += f"; did you mean --preset {min(named)}?"
         raise ConfigError(f"{problem}{' ' if problem.endswith('?') else '; '}see `{command} --help`") from None
     if hasattr(options, SETTINGS):
-        check_typed_settings(getattr(options, SETTINGS), {group.flag for group in groups})
+        typed = {group.flag.replace("--no-", "--", 1) for group in groups}  # a switch that is off is typed, too
+        check_typed_settings(getattr(options, SETTINGS), typed)
     return options
 
 
@@ -424,4 +425,6 @@ def _parse_error(box: str, *, options: Sequence[Argument]) -> str:
     if match := re.match(r"Missing value for argument '(\S+)'", problem):
         (kind,) = (argument.kind for argument in options if argument.flag == match[1])
         return f"{match[1]} lacks a value; allowed: {describe(kind)}"
+    if match := re.match(r"Error parsing --tune: '(\d+)'", problem):  # in papers tuning is a number of settings tried
+        problem += f"; how many settings of every method are tried is `atlas compare --trials {match[1]}`"
     return problem.removeprefix("Error parsing ").replace("Unrecognized options", UNEXPECTED).rstrip(".")

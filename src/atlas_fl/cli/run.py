@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import tyro
 from rich.table import Table
@@ -11,7 +11,8 @@ from rich.table import Table
 from atlas_fl.cli.arguments import base_config, check_target, holds_json, parse, split
 from atlas_fl.cli.display import going_on, show, show_progress
 from atlas_fl.config import Config, load_config, pin_mask_file, run_folder, validate
-from atlas_fl.config.methods import METHODS
+from atlas_fl.config.methods import METHODS, has_frozen_part, with_method_settings
+from atlas_fl.config.settings import replace_settings
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import OnEvent
 from atlas_fl.report.format import human_bytes
@@ -215,21 +216,67 @@ def _models() -> Lines:
 
 
 def _strategies() -> Lines:
-    from atlas_fl.aggregation.registry import ALIASES, EXTRA_PASSES, RELATIVE_BYTES, STRATEGIES
+    from atlas_fl.aggregation.registry import ALIASES, EXTRA_PASSES, NEEDS, RELATIVE_BYTES, STRATEGIES
 
     yield "strategy", "bytes", "what it does"
-    for name, rule in STRATEGIES.items():
+    for name in (*STRATEGIES, *METHODS):
+        method = METHODS.get(name)
+        rule = name if method is None else method.rule
         aliases = [alias for alias, target in ALIASES.items() if target == name]
+        summary = _first_line(STRATEGIES[name]) if method is None else method.summary
         also = f" Also {', '.join(aliases)}." if aliases else ""
-        passes = f"\n{EXTRA_PASSES[name]}" if name in EXTRA_PASSES else ""
-        yield name, RELATIVE_BYTES.get(name, "1"), _first_line(rule) + also + passes
-    for name, method in METHODS.items():
-        slots = {"rule": method.rule, **method.settings, **method.suggested}
-        words = (f"{key}={'+'.join(value) if isinstance(value, tuple) else value}" for key, value in slots.items())
-        needs = ["needs equal ranks"] * method.equal_ranks + ["trains twice"] * method.trains_twice
-        needs += [EXTRA_PASSES[method.rule]] if method.rule in EXTRA_PASSES else []
-        size = RELATIVE_BYTES.get(method.rule) or f"{method.relative_bytes:g}"
-        yield name, size, f"{method.summary}\n{'; '.join([' '.join(words), *needs])}"
+        has_equal_ranks = method is not None and method.equal_ranks
+        needs = ["equal ranks"] if has_equal_ranks else [NEEDS[rule]] if rule in NEEDS else []
+        needs += ["twice the training"] if method is not None and method.trains_twice else []
+        needs += [EXTRA_PASSES[rule]] if rule in EXTRA_PASSES else []
+        size = RELATIVE_BYTES.get(rule) or ("1" if method is None else f"{method.relative_bytes:g}")
+        slots = (f"{slot}: {words}" for slot, words in _slots(name, rule).items())
+        yield name, size, f"{summary}{also}\n{'; '.join(slots)}\nneeds: {'; '.join(needs) or 'nothing'}"
+
+
+TERMS = ("proximal_mu", "feature_alignment", "control_variates", "prior_correction")
+"""Settings of what a client minimises."""
+IN_SLOTS = frozenset({*TERMS, "share", "space", "personal_models", "second_model", "personal_rounds", "trained_parts"})
+"""Settings of a method that its slots say; others stand in the last one."""
+
+
+def _slots(name: str, rule: str) -> dict[str, str]:
+    """What a strategy does, by slot, for people."""
+    from atlas_fl.aggregation.registry import IN_FACTORS, MATRICES
+
+    config = with_method_settings(replace_settings({"strategy": name}, base=Config()))
+    method, mixing, is_local = METHODS.get(name), config.mixing, rule == "local"
+    own = {} if method is None else {**method.settings, **method.suggested}
+    has_space = "space" in own or rule in IN_FACTORS
+    return {
+        "matrix": MATRICES[rule] if method is None else f"{rule}, {MATRICES[rule]}",
+        "share": "nothing" if is_local else "+".join(mixing.share),
+        "space": "any" if not has_space else "factors" if rule in IN_FACTORS else mixing.space,
+        "keep": "own model" if is_local else _kept(config),
+        "local term": _local_term(own, rule),
+        **({"trains": config.training.trained_parts} if "trained_parts" in own else {}),
+        **({"sets": sets} if (sets := _others(own)) else {}),
+    }
+
+
+def _kept(config: Config) -> str:
+    mixing = config.mixing
+    if mixing.personal_models:
+        return "own model" + (", stacked on the mixed one" if mixing.second_model != "none" else "")
+    if mixing.second_model != "none":
+        return f"own {mixing.second_model} model beside the mixed one"
+    if mixing.personal_rounds:
+        return f"mixed model, fine-tuned for {mixing.personal_rounds} rounds"
+    return "mixed model" + (" and a frozen part" if has_frozen_part(config) else "")
+
+
+def _local_term(own: Mapping[str, Any], rule: str) -> str:
+    terms = [name if own[name] is True else f"{name}={own[name]}" for name in TERMS if name in own]
+    return ", ".join([*terms, *(["own changes"] if rule == "fedavg_dynamic" else [])]) or "none"
+
+
+def _others(own: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in own.items() if name not in IN_SLOTS)
 
 
 def _devices() -> Lines:

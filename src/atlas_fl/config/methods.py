@@ -13,6 +13,7 @@ from typing import Any
 
 from atlas_fl.config.schema import Config
 from atlas_fl.config.settings import replace_settings, settings, value_of
+from atlas_fl.config.values import to_words
 from atlas_fl.errors import ConfigError
 
 
@@ -342,10 +343,12 @@ def check_equal_ranks(config: Config) -> None:
 
 
 def _contradiction(config: Config, name: str, value: Any) -> ConfigError:
+    # the preset may have set the other value: leaving the flag out would not do
     flag, actual = settings()[name].flag, value_of(config, name)
+    needed = _flag_words(flag, value)
     return ConfigError(
-        f"{flag} is {_words(actual)}, and --strategy {config.mixing.strategy} is {flag} {_words(value)}; leave {flag}"
-        " out, or take another strategy"
+        f"{flag} is {_words(actual)}, and --strategy {config.mixing.strategy} is {needed}; set {needed}, or take"
+        " another strategy"
     )
 
 
@@ -358,4 +361,10 @@ def _switched_off(config: Config, name: str) -> ConfigError:
 
 
 def _words(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return " ".join(to_words(value))
+
+
+def _flag_words(flag: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return flag if value else flag.replace("--", "--no-", 1)
+    return f"{flag} {_words(value)}"

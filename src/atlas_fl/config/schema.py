@@ -34,8 +34,9 @@ class DataConfig:
     """Concentration of the Dirichlet partition; smaller is more uneven."""
     client_sizes: tuple[int, ...] = ()
     """Training examples of the clients of a task in turn, in the place of `--samples`."""
-    test_mix: Literal["own", "task"] = "own"
-    """Labels of a client's test examples: in its own mix, or in that of its task."""
+    test_mix: Literal["own", "task", "balanced"] = "own"
+    """Labels of a client's test examples: in its own mix, in that of its task, or as many of each class, as far as the
+    data allow."""
     rating_cuts: tuple[float, ...] = ()
     """Concept shift: of a task with numbers, such as `movie_ratings`, the clients in turn call positive what lies above
     these, and the task has two classes."""

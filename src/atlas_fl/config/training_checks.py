@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import fields
 
-from atlas_fl.config.methods import has_frozen_part, reads_features, rule_of
+from atlas_fl.config.methods import METHODS, has_frozen_part, reads_features, rule_of
 from atlas_fl.config.presets import PRESETS, find_preset
 from atlas_fl.config.schema import (
     ADAPTER_SETTINGS,
@@ -98,7 +98,10 @@ def _check_lora(config: Config, *, images: bool) -> None:
             " full"
         )
     if images and (changed := _changed_settings(config, "split")):
-        raise ConfigError(f"{changed[0].flag} cuts models of texts, and these tasks have images; leave it out")
+        strategy = config.mixing.strategy
+        is_methods = strategy in METHODS and changed[0].name in METHODS[strategy].settings
+        whose, remedy = (f" of --strategy {strategy}", "take another strategy") if is_methods else ("", "leave it out")
+        raise ConfigError(f"{changed[0].flag}{whose} cuts models of texts, and these tasks have images; {remedy}")
 
 
 def _check_sgd(config: Config, optimizer: str) -> None:

@@ -301,6 +301,7 @@ def _check_tasks(config: Config) -> None:
         rating_cuts=data.rating_cuts,
         flipped_clients=data.flipped_clients,
         one_task=data.one_task,
+        test_mix=data.test_mix,
     )
 
 
@@ -337,7 +338,6 @@ def validate(config: Config, *, at_sites: bool = False) -> Config:
     _check_clusters(config, at_sites=at_sites)
     _check_ranks(config.ranks)
     _check_split(config.split)
-    _check_adapted_blocks(config)
     _check_mixing(config.mixing)
     _check_run(config.run)
     _check_rerank(config)
@@ -390,6 +390,11 @@ def _check_heterogeneity(config: Config) -> None:
     if data.own_share != 1 and not data.one_task:
         raise ConfigError(
             f"--own-share {data.own_share:g} mixes the sources of one task; set --one-task, or leave --own-share out"
+        )
+    if data.own_share != 1 and data.test_mix == "balanced":
+        raise ConfigError(
+            f"--own-share {data.own_share:g} exchanges rows of any class, and --test-mix balanced would not stay so;"
+            " take --test-mix task, or --own-share 1"
         )
     if data.client_sizes and (data.partition == "quantity" or config.images.nc != ALL_CLASSES):
         other = "--partition quantity" if data.partition == "quantity" else f"--nc {config.images.nc}"
@@ -455,15 +460,6 @@ def _check_split(split: SplitConfig) -> None:
         raise ConfigError(
             f"--leakage tells what the cuts give away, and --split {split.split} makes none; choose cuts, or see"
             " `atlas leakage` for every one that there could be"
-        )
-
-
-def _check_adapted_blocks(config: Config) -> None:
-    count, split = config.model.adapted_blocks, config.split.split
-    if count is not None and set(cuts_by_name(split).values()) != {NONE}:
-        raise ConfigError(
-            f"--adapted-blocks {count} leaves the lower blocks without adapters, and --split {split} leaves clients"
-            " these blocks to train; leave one of them out"
         )
 
 
@@ -543,7 +539,10 @@ def _check_personal_rounds(config: Config) -> None:
     """Nothing where what trains, and in which rounds, fits the rounds, the model and its cuts."""
     training, personal = config.training, config.mixing.personal_rounds
     if personal >= training.rounds:
-        raise invalid_value("--personal-rounds", personal, f"below --rounds, which is {training.rounds}")
+        raise ConfigError(
+            f"--personal-rounds is {personal}; allowed: below --rounds, which is {training.rounds}; raise --rounds, or"
+            " set it lower"
+        )
     if training.prior_correction and config.split.split != NONE:
         raise ConfigError(
             f"--prior-correction needs the labels where the logits are, and --split {config.split.split} parts them;"

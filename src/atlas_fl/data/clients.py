@@ -12,7 +12,7 @@ import numpy as np
 
 from atlas_fl.data.cache import load_task
 from atlas_fl.data.cleaning import bin_edges, check_no_leak, strata
-from atlas_fl.data.partition import PARTITIONS, actual_mixes, assign_classes, deal, deal_classes
+from atlas_fl.data.partition import PARTITIONS, actual_mixes, assign_classes, deal, deal_balanced, deal_classes
 from atlas_fl.data.task import Examples, Images, Labels, Source, Task, TaskData, as_texts
 from atlas_fl.errors import ConfigError, DataError, unknown_name
 from atlas_fl.params import Split
@@ -23,6 +23,9 @@ MOST_NAMED = 3
 """Skipped files that a note names."""
 BY_CLASSES = "classes"
 """The partition in which every client has rows of exactly so many classes (`sharding`)."""
+OWN, BALANCED = "own", "balanced"
+"""Mixes of test rows: the client's own, and equal numbers of every class."""
+Mix: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 Sizes: TypeAlias = Mapping[Split, int | None]
 """Rows of a client by split; None deals a split out whole."""
 _FLAGS: dict[Split, str] = {
@@ -139,16 +142,17 @@ def make_clients(  # noqa: PLR0913 - one name for each setting of the data
     shuffle_labels: bool,
     classes_per_client: int | None = None,
     client_sizes: Sequence[int] = (),
-    test_mix: str = "own",
+    test_mix: str = OWN,
 ) -> tuple[ClientData, ...]:
     """`clients_per_task` clients of every task, in the order of the tasks; no row is given to two of them.
 
     A split without a number of samples is dealt out whole, in parts of the same size or one more. A client's validation
     and test rows come in the class mix of its training rows; with the partition `classes` it has rows of exactly
     `classes_per_client` classes, in all its splits. `client_sizes` are the training rows of the clients of a task in
-    turn, in the place of `samples`; with `test_mix` as `task` test rows come in the mix of the task. `shuffle_labels`
-    permutes the training labels, or what is to be written after the prompts, inside each client and nothing else. A
-    `ConfigError` names a setting that is out of range, a `DataError` a task whose rows do not suffice.
+    turn, in the place of `samples`; with `test_mix` as `task` test rows come in the mix of the task, as `balanced` in
+    equal numbers of every class (`partition.deal_balanced`). `shuffle_labels` permutes the training labels, or what is
+    to be written after the prompts, inside each client and nothing else. A `ConfigError` names a setting that is out of
+    range, a `DataError` a task whose rows do not suffice.
     """
     sizes: Sizes = {"train": samples, "validation": validation_samples, "test": test_samples}
     _check_settings(clients_per_task, sizes, partition, dirichlet_alpha, client_sizes=client_sizes)
@@ -161,7 +165,7 @@ def make_clients(  # noqa: PLR0913 - one name for each setting of the data
     for task in tasks:
         data = load_task(task, source)
         _check_room(task, data, clients_per_task, sizes, client_sizes=client_sizes)
-        parts = deal_rows(task, data, clients_per_task, sizes, seed=seed, own_test=test_mix == "own")
+        parts = deal_rows(task, data, clients_per_task, sizes, seed=seed, test_mix=test_mix)
         clients += [
             ClientData(
                 name=f"{task.name}-{number}",
@@ -188,7 +192,7 @@ def _deal_by_partition(
     alpha: float,
     seed: int,
     client_sizes: Sequence[int],
-    own_test: bool,
+    test_mix: str,
 ) -> dict[Split, list[Labels]]:
     edges = None if task.has_classes else bin_edges(data.train.label)
     classes = {split: strata(_rows(data, split).label, edges=edges) for split in sizes}
@@ -211,10 +215,19 @@ def _deal_by_partition(
     dealt: dict[Split, list[Labels]] = {"train": train}
     held_out: tuple[Split, Split] = ("validation", "test")
     for split in held_out:
-        wanted = mixes if split != "test" or own_test else np.tile(prior, (num_clients, 1))
         each = _sizes(sizes[split], len(classes[split]), num_clients)
-        dealt[split] = deal(classes[split], wanted, each, rng=rngs[split])
+        if split == "test" and test_mix != OWN:
+            dealt[split] = _deal_test(classes[split], each, prior, test_mix, rng=rngs[split])
+        else:
+            dealt[split] = deal(classes[split], mixes, each, rng=rngs[split])
     return dealt
+
+
+def _deal_test(classes: Labels, sizes: Labels, prior: Mix, test_mix: str, *, rng: np.random.Generator) -> list[Labels]:
+    """The test rows of every client in a mix that is not its own."""
+    if test_mix == BALANCED:
+        return deal_balanced(classes, sizes, num_classes=len(prior), rng=rng)
+    return deal(classes, np.tile(prior, (len(sizes), 1)), sizes, rng=rng)
 
 
 def _sizes(size: int | None, total: int, num_clients: int) -> Labels:
@@ -235,7 +248,7 @@ def _deal_by_classes(
     *,
     classes_per_client: int | None,
     seed: int,
-    own_test: bool,
+    test_mix: str,
 ) -> dict[Split, list[Labels]]:
     if classes_per_client is None:
         raise ConfigError(f"--partition {BY_CLASSES} needs --nc, the number of classes that a client has")
@@ -245,9 +258,9 @@ def _deal_by_classes(
     parts: dict[Split, list[Labels]] = {}
     for split, size in sizes.items():
         rng, labels = generator(seed, "deal", task.name, split), _rows(data, split).label
-        if split == "test" and not own_test:
-            mix = np.bincount(data.train.label, minlength=task.num_labels) / len(data.train)
-            parts[split] = deal(labels, np.tile(mix, (num_clients, 1)), _sizes(size, len(labels), num_clients), rng=rng)
+        if split == "test" and test_mix != OWN:
+            prior = np.bincount(data.train.label, minlength=task.num_labels) / len(data.train)
+            parts[split] = _deal_test(labels, _sizes(size, len(labels), num_clients), prior, test_mix, rng=rng)
             continue
         try:
             parts[split] = deal_classes(labels, has_class, size=size, rng=rng)
@@ -345,6 +358,21 @@ def shard_notes(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
         if "distance" in row:
             tasks.setdefault(row["task"], []).append(row)
     return tuple(_note(task, task_rows) for task, task_rows in tasks.items())
+
+
+def balance_notes(clients: Sequence[ClientData], test_mix: str) -> tuple[str, ...]:
+    """A line for each task of how many test examples of each class a client has, where these are balanced."""
+    if test_mix != BALANCED:
+        return ()
+    tasks: dict[str, list[ClientData]] = {}
+    for client in clients:
+        tasks.setdefault(client.task.name, []).append(client)
+    lines = []
+    for name, members in tasks.items():
+        counts = np.stack([np.bincount(one.test.label, minlength=one.task.num_labels) for one in members])
+        each = (f"{word} {_span(column.tolist())}" for word, column in zip(members[0].task.label_names, counts.T))
+        lines.append(f"{name}: balanced test examples of a client by class: {', '.join(each)}")
+    return tuple(lines)
 
 
 def _note(task: str, rows: Sequence[Mapping[str, Any]]) -> str:

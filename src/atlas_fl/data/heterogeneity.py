@@ -17,7 +17,7 @@ import numpy as np
 
 from atlas_fl.data.cache import load_task
 from atlas_fl.data.cleaning import check_no_leak, without
-from atlas_fl.data.clients import ClientData, Concept
+from atlas_fl.data.clients import BALANCED, ClientData, Concept
 from atlas_fl.data.task import Examples, Images, Rows, Source, Task, TaskData, as_texts
 from atlas_fl.errors import ConfigError
 
@@ -25,7 +25,12 @@ NEGATIVE_POSITIVE = ("negative", "positive")
 
 
 def check_heterogeneity(
-    tasks: Sequence[Task], *, rating_cuts: Sequence[float], flipped_clients: float, one_task: bool
+    tasks: Sequence[Task],
+    *,
+    rating_cuts: Sequence[float],
+    flipped_clients: float,
+    one_task: bool,
+    test_mix: str = "own",
 ) -> None:
     """Nothing where tasks have the labels that these settings need; raises `ConfigError` else. No data is read."""
     if one_task:
@@ -35,6 +40,10 @@ def check_heterogeneity(
             _check_values(task)
         elif flipped_clients:
             _check_classes(task)
+        if test_mix == BALANCED and not task.has_classes:
+            raise ConfigError(
+                f"--test-mix balanced counts classes, and task {task.name!r} has none of its own; take --test-mix task"
+            )
 
 
 def _check_values(task: Task) -> None:

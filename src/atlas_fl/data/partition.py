@@ -89,6 +89,34 @@ def actual_mixes(classes: Labels, dealt: list[Labels], mixes: Array) -> Array:
     return np.where(differs, counts / sizes, mixes)
 
 
+def deal_balanced(classes: Labels, sizes: Array, *, num_classes: int, rng: np.random.Generator) -> list[Labels]:
+    """For every client the positions of its rows: disjoint, `sizes[k]` of them, of every class as many as of any other.
+
+    All clients have as many of a class, or one more. Of a class that has too few rows each client has its part, and
+    more of the others. The sizes are equal, or the first ones have one more.
+    """
+    assert sizes.sum() <= len(classes), "the caller checks that the rows suffice"
+    totals = _level(np.bincount(classes, minlength=num_classes), int(sizes.sum()))
+    counts = np.tile(totals // len(sizes), (len(sizes), 1))
+    place = 0
+    for value, more in enumerate(totals % len(sizes)):
+        # one after the other in a circle, so that nobody is two rows ahead
+        counts[(place + np.arange(more)) % len(sizes), value] += 1
+        place += int(more)
+    assert (counts.sum(axis=1) == sizes).all(), "sizes differ by one at the most"
+    return _draw_rows(classes, counts, rng)
+
+
+def _level(supply: Array, total: int) -> Array:
+    """So many rows of every class, `total` together: as equal as the supply allows, (classes,) int64."""
+    taken = np.zeros(len(supply), np.int64)
+    while (missing := total - int(taken.sum())) > 0:
+        there = np.flatnonzero(supply > taken)
+        step = min(max(missing // len(there), 1), int((supply - taken)[there].min()))
+        taken[there[: missing // step]] += step
+    return taken
+
+
 def most_clients_of_two(supply: Array) -> int:
     """The most clients that can all have rows of two classes when class c has `supply[c]` rows."""
     # n clients need 2n rows, of each class one a client: possible iff sum_c min(supply_c, n) >= 2n.

@@ -17,7 +17,7 @@ from atlas_fl.aggregation.matrices import eta_warnings
 from atlas_fl.aggregation.mixing import average_initial, resize_ranks
 from atlas_fl.config import Config
 from atlas_fl.config.federations import dial_note
-from atlas_fl.data.clients import label_statistics, left_out_notes, shard_notes
+from atlas_fl.data.clients import balance_notes, label_statistics, left_out_notes, shard_notes
 from atlas_fl.data.heterogeneity import heterogeneity_notes
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.errors import ConfigError, ModelError
@@ -159,10 +159,7 @@ def _plan_full(assembly: Assembly, engine: Engine, *, on_event: OnEvent) -> Plan
         data=data,
         sparse=sparse_report(mask_plan.mask, config.sparse),
         notes=(
-            *dial_note(assembly.config),
-            *left_out_notes(assembly.clients),
-            *shard_notes(data),
-            *heterogeneity_notes(assembly.clients),
+            *_data_notes(assembly, data),
             *discovery.notes,
             *graph.warnings,
             *full_notes(assembly, mask_plan),
@@ -218,13 +215,11 @@ def _plan_lora(assembly: Assembly, engine: Engine, *, on_event: OnEvent) -> Plan
         data=data,
         leakage=_measure_plan_leakage(assembly, clients, on_event) if config.split.leakage else (),
         notes=(
-            *dial_note(assembly.config),
-            *left_out_notes(assembly.clients),
-            *shard_notes(data),
-            *heterogeneity_notes(assembly.clients),
+            *_data_notes(assembly, data),
             *discovery.notes,
             *rank_plan.notes,
-            *_training_notes(assembly, clients),
+            *_prefix_notes(assembly),
+            *_halves_notes(assembly, clients),
             *graph.warnings,
         ),
     )
@@ -238,11 +233,6 @@ def _plan_lora(assembly: Assembly, engine: Engine, *, on_event: OnEvent) -> Plan
     )
 
 
-def _training_notes(assembly: Assembly, clients: Sequence[ClientPlan]) -> tuple[str, ...]:
-    """What rounds compute once, and what some of them compute beside the training."""
-    return (*_prefix_notes(assembly), *_halves_notes(assembly, clients))
-
-
 def _halves_notes(assembly: Assembly, clients: Sequence[ClientPlan]) -> tuple[str, ...]:
     """What the halves of clients cost that `kriging` measures once, and what they say."""
     config, planned = assembly.config, {client.name: tuple(client.ranks) for client in clients}
@@ -253,6 +243,17 @@ def _halves_notes(assembly: Assembly, clients: Sequence[ClientPlan]) -> tuple[st
         f"round {config.server.measure_round} measures how much each client is to keep of its own: it trains twice"
         f" more, on either half of its examples, and sends both models, {size / 1e6:.2g} MB in all, once; the server"
         " then knows two models of half the examples each",
+    )
+
+
+def _data_notes(assembly: Assembly, data: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """What the plan notes of the clients' data, of which `data` are the statistics."""
+    return (
+        *dial_note(assembly.config),
+        *left_out_notes(assembly.clients),
+        *shard_notes(data),
+        *balance_notes(assembly.clients, assembly.config.data.test_mix),
+        *heterogeneity_notes(assembly.clients),
     )
 
 

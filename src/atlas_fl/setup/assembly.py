@@ -14,7 +14,7 @@ import torch
 
 from atlas_fl.client.job import ClientTokens, Prompts, Site, Trainable, image_tokens, initial_params
 from atlas_fl.config import Config, DataConfig, parse_arrivals
-from atlas_fl.config.schema import ALL_CLASSES
+from atlas_fl.config.schema import ALL_CLASSES, NONE, cuts_by_name
 from atlas_fl.config.training_checks import no_fp16
 from atlas_fl.config.values import invalid_value
 from atlas_fl.data.clients import BY_CLASSES, ClientData, make_clients
@@ -302,10 +302,15 @@ def targets_of(config: Config, backbone: Backbone) -> tuple[str, ...]:
 
 
 def first_adapted_block(config: Config, backbone: Backbone) -> int:
-    """The lowest block that gets adapters under `--adapted-blocks`; `ConfigError` for more than the model has."""
-    count, blocks = config.model.adapted_blocks, len(backbone.blocks)
+    """The lowest block that gets adapters under `--adapted-blocks`; `ConfigError` for a number that cannot be."""
+    count, blocks, cuts = config.model.adapted_blocks, len(backbone.blocks), config.split.split
     if count is not None and count > blocks:
         raise invalid_value("--adapted-blocks", count, f"1 to {blocks}, the blocks of {backbone.name}")
+    if count is not None and count < blocks and set(cuts_by_name(cuts).values()) != {NONE}:
+        raise ConfigError(
+            f"--adapted-blocks {count} leaves {blocks - count} of {blocks} blocks without adapters, and --split {cuts}"
+            " leaves clients these blocks to train; set --adapted-blocks none, which adapts all"
+        )
     return 0 if count is None else blocks - count
 
 
