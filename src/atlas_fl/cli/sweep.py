@@ -23,6 +23,7 @@ from atlas_fl.experiment.sweep import (
     same_steps,
     seeds,
 )
+from atlas_fl.storage.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from atlas_fl.experiment.tuning import TunedMethod
@@ -107,6 +108,7 @@ def compare(words: Sequence[str]) -> int:
             over = {"strategy": (name,), **values} | ({"preset": (preset,)} if "preset" in values else {})
             points += grid(with_values(base, chosen.get(name, {})), over=over, seeds=seeds(options.seeds))
     folders = _run(points, jobs=options.jobs)
+    _write_tuning(points, folders, tuned)
     path = Path(options.settings.run.runs_dir) / comparison_name(points, preset="-".join(tuned))
     _show_comparison(points, folders, path=path, note="")
     _show_all_statistics(points, folders, options, tuned, path=path)
@@ -208,6 +210,19 @@ def _tune(base: Config, options: CompareOptions) -> "tuple[TunedMethod, ...]":
         values = " ".join(f"{name}={value:g}" for name, value in method.best.settings.items())
         show([f"{method.strategy}: {values} (validation {method.best.validation:.3f}, best of {len(method.trials)})"])
     return tuned
+
+
+def _write_tuning(
+    points: Sequence[Point], folders: Sequence[Path], tuned: "Mapping[str, Sequence[TunedMethod]]"
+) -> None:
+    """Write beside every run how its settings were chosen, for the pages that are made of runs (`atlas results`)."""
+    from atlas_fl.experiment.tuning import has_settings, write_record
+
+    by_name = {(preset, method.strategy): method for preset, methods in tuned.items() for method in methods}
+    for point, folder in zip(points, folders, strict=True):
+        method = by_name.get((point.config.run.preset, point.config.mixing.strategy))
+        if method is not None and has_settings(point.config, method.best):  # `--over` may have set another value
+            write_record(RunFolder(folder), method)
 
 
 def _refuse(groups: Sequence[Words], flag: str, remedy: str) -> None:

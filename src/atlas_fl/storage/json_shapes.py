@@ -329,6 +329,15 @@ SUMMARY = fields(
 )  # fmt: skip
 """`summary.json`; what a reader cannot do without it says itself (`require_fields`)."""
 
+TUNING = fields(
+    {
+        "strategy": text,
+        "seeds": list_of(integer, least=1),
+        "trials": list_of(fields({"settings": mapping_of(number), "validation": score}), least=1),
+    }
+)
+"""`tuning.json`."""
+
 _numeral = _scalar_shape(
     "number of a round", lambda value: isinstance(value, str) and value.isdecimal() and len(value) < 10
 )
