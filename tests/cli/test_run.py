@@ -179,7 +179,7 @@ def test_compare_knows_old_names_and_the_gain_over_local(atlas: Atlas, ran: list
     assert [config.mixing.strategy for config in ran] == ["local", "atlas"]
     rows = [line.split() for line in said.out.splitlines() if line.strip().startswith("atlas")]
     assert any("+0.250" in row for row in rows)
-    for suffix in ("json", "md", "methods.tex"):
+    for suffix in ("json", "md", "methods.tex", "methods.csv", "pairs.csv"):
         assert len(list(tmp_path.glob(f"comparison-quick-strategy-????????.{suffix}"))) == 1
     assert len(list(tmp_path.glob("comparison-quick-strategy-????????.csv"))) == 1
 

@@ -30,11 +30,11 @@ def test_a_table_says_what_the_statistics_say(make_federation: Callable[..., Non
     page = page_of([tmp_path], control="fedavg")
     row = next(line for line in page.splitlines() if line.startswith("| `fedper` | +"))
     assert row.startswith(f"| `fedper` | {pair.mean:+.3f} ±")
-    assert "p (least 0.25)" in page
+    assert "seeds 1, 2, 3, with which no p is below 0.25." in page
     make_federation(2, gains={"flexlora": GAINS["fedavg"]})
     again = page_of([tmp_path], control="fedavg")
     assert "| `flexlora` | +0.000 ±0.000 |" in again
-    assert "p (least 0.25)" in again, "equal bits say nothing of what the seeds can show"
+    assert "with which no p is below 0.25." in again, "equal bits say nothing of what the seeds can show"
     assert (
         "## contradiction, dial 2\n\nshare of the clients whose classes are reversed: 1/4; all methods with --lr"
         in page

@@ -269,15 +269,16 @@ def _show_statistics(
     *,
     path: Path,
 ) -> "MethodComparison":
-    """Print what is known of the methods, and write it beside the comparison as JSON, Markdown and LaTeX."""
-    from atlas_fl.report.method_comparison import (
-        compare_methods,
-        methods_json,
-        methods_latex,
-        methods_markdown,
-        methods_table,
-        pairs_table,
+    """Print what is known of the methods, and write all of it beside the comparison."""
+    from atlas_fl.report.comparison_tables import (
+        comparison_json,
+        latex,
+        markdown,
+        methods_csv,
+        pairs_csv,
+        terminal_tables,
     )
+    from atlas_fl.report.method_comparison import compare_methods
     from atlas_fl.storage.files import write_atomic
 
     groups: dict[str, list[Path]] = {}
@@ -288,16 +289,26 @@ def _show_statistics(
     if central:
         show([f"{', '.join(central)}: one client a task, and so not in the statistics by client"])
     comparison = compare_methods(groups, control=options.control, score=options.score)
+    by_federation = {_federation_name(points[0]): comparison}
     files = {
-        ".json": methods_json(comparison, tuned),
-        ".md": methods_markdown(comparison, tuned),
-        ".methods.tex": methods_latex(comparison),
+        ".methods.csv": methods_csv(by_federation),
+        ".pairs.csv": pairs_csv(by_federation),
+        ".json": comparison_json(comparison, tuned),
+        ".md": markdown(comparison, tuned),
+        ".methods.tex": latex(comparison),
     }
     for suffix, text in files.items():
         write_atomic(path.with_suffix(suffix), text.encode())
-    show([methods_table(comparison), *([pairs_table(comparison)] if comparison.pairs else [])])
-    show([f"the statistics: {', '.join(str(path.with_suffix(suffix)) for suffix in files)}"])
+    show(terminal_tables(comparison))
+    show([f"all statistics, with differences by seed, in full: {path.with_suffix('')}{{{','.join(files)}}}"])
     return comparison
+
+
+def _federation_name(point: Point) -> str:
+    """`contradiction, dial 2`, with what is swept beside."""
+    run = point.config.run
+    beside = [f"{name}={value}" for name, value in _beside_strategy(point).items() if name not in ("preset", "dial")]
+    return ", ".join([run.preset, *([] if run.dial is None else [f"dial {run.dial}"]), *beside])
 
 
 def _in_one_place(points: Sequence[Point]) -> list[str]:

@@ -11,17 +11,16 @@ import numpy as np
 
 from atlas_fl.config.settings import settings
 from atlas_fl.config.values import to_words
+from atlas_fl.report.comparison_tables import SHOWN, markdown_tables, shown
 from atlas_fl.report.federation_ranks import MethodRanks, rank_comparisons
 from atlas_fl.report.federation_results import FederationResults, federation_results
 from atlas_fl.report.finished_runs import FinishedRun
-from atlas_fl.report.format import EMPTY, human_bytes, number, seconds
-from atlas_fl.report.method_comparison import MethodComparison, MethodRow
+from atlas_fl.report.format import EMPTY, number
+from atlas_fl.report.method_comparison import AVERAGE
 from atlas_fl.report.statistics import ALPHA, ROPE, PairedComparison, least_sign_flip_p
 
 ENOUGH = 10
 """Federations from which the approximations of the rank tests hold (Demsar 2006)."""
-SHOWN = 0.95
-"""Posterior probability from which a page says that something is shown."""
 
 
 def rank_over_federations(results: Sequence[FederationResults]) -> MethodRanks | None:
@@ -34,12 +33,16 @@ def rank_over_federations(results: Sequence[FederationResults]) -> MethodRanks |
 
 def results_page(runs: Sequence[FinishedRun], *, control: str) -> str:
     """The page of these runs, as Markdown; errors as of `federation_results`."""
-    results = federation_results(runs, control=control)
+    return write_page(federation_results(runs, control=control), num_runs=len(runs), control=control)
+
+
+def write_page(results: Sequence[FederationResults], *, num_runs: int, control: str) -> str:
+    """The page of these federations, made of so many runs, as Markdown."""
     ranks = rank_over_federations(results)
     lines = [
         "# Results",
         "",
-        f"Written by `atlas results` from the files of {len(runs)} finished runs, and by nothing else. Scores are those"
+        f"Written by `atlas results` from the files of {num_runs} finished runs, and by nothing else. Scores are those"
         " on clients' own test examples of the models that they end with. Seeds are the units of every test.",
         *_reading(control),
         *_glance_lines(results, control),
@@ -53,14 +56,26 @@ def results_page(runs: Sequence[FinishedRun], *, control: str) -> str:
 def _reading(control: str) -> list[str]:
     return [
         "",
-        f"- *hurt*: share of clients, over seeds, that score less than with local training, or with the control"
-        f" `{control}`.",
+        "How to read the tables:",
+        "",
+        "- *mean and 95%*: over seeds of the mean over clients, with Student's interval, and *std* over seeds; *middle"
+        " half*: the interquartile mean over seeds x tasks, its interval by a bootstrap of whole seeds and by the"
+        " stratified one, which draws seeds inside each task.",
+        "- *worst client*, *lowest third*: over seeds, of each seed's lowest client and of its lowest third;"
+        " *deviation*: of the scores of the clients of one task, the root of their mean variance over tasks and seeds.",
+        f"- *hurt*: share of clients, over seeds, that score less than with local training, with FedAvg (`{AVERAGE}`),"
+        f" or with the control `{control}`.",
+        "- *over guess*: gain over guessing the commonest class; *below whole*: bytes that it does not send of those"
+        " of whole models in every round.",
+        "- *time*: of a run, with what the results had taken that it reused from runs before it in the same process;"
+        " *reused* is that part. Frozen states that are kept on the disk or in memory are not in it. A dash: the runs"
+        " do not say, and their time is too low where others ran before them.",
+        "- *p*: exact sign flips of the differences of the seeds, with Holm's correction over the rows of a table, and"
+        " Wilcoxon's signed ranks. Where seeds are few p cannot be small; *least p* says how small.",
         f"- *shown*: what has a posterior probability of {SHOWN:g} or more (Bayesian signed-rank): better, worse, or"
-        f" equal within {ROPE:g}; a dash where the seeds do not tell.",
-        "- *deviation*: of the scores of the clients of one task, the root of their mean variance over tasks and seeds;"
-        " *below whole*: bytes that it does not send of those of whole models in every round.",
-        "- *p*: exact sign flips of the differences of the seeds, with Holm's correction over the rows of a table."
-        " Where seeds are few it cannot be small; each table says how small.",
+        f" equal within {ROPE:g}; a dash where the seeds do not tell. *P (run beats run)*: chance that a run of the"
+        " method scores more than one of the control, whatever their seeds; *seeds needed*: for a difference of that"
+        " size, power .8.",
     ]
 
 
@@ -93,8 +108,8 @@ def _glance_lines(results: Sequence[FederationResults], control: str) -> Iterato
 def _glance_cell(pair: PairedComparison | None) -> str:
     if pair is None:
         return EMPTY
-    shown = _shown(pair)
-    return f"{pair.mean:+.3f}" + ("" if shown == "-" else f" {shown}")
+    word = shown(pair)
+    return f"{pair.mean:+.3f}" + ("" if word == EMPTY else f" {word}")
 
 
 def _rank_lines(ranks: MethodRanks, control: str) -> Iterator[str]:
@@ -113,12 +128,13 @@ def _federation_lines(result: FederationResults) -> Iterator[str]:
     about = [result.words, _settings_words(result)]
     comparison = result.comparison
     if comparison is not None:
-        about += [f"{len(comparison.clients)} clients", f"seeds {', '.join(map(str, comparison.seeds))}"]
+        least = least_sign_flip_p(len(comparison.seeds))
+        seeds = ", ".join(map(str, comparison.seeds))
+        about += [f"{len(comparison.clients)} clients", f"seeds {seeds}, with which no p is below {least:.3g}"]
     yield "; ".join(part for part in about if part) + "."
     yield from _tuning_lines(result)
     if comparison is not None:
-        yield from ("", *_method_rows(comparison))
-        yield from ("", *_pair_rows(comparison)) if comparison.pairs else ()
+        yield from markdown_tables(comparison)
     for name, scores in sorted(result.in_one_place.items()):
         is_shared = name.split()[0] == "multitask"
         what = "All examples in one place, one adapter" if is_shared else "All examples of a task in one place"
@@ -150,56 +166,3 @@ def _tuning_lines(result: FederationResults) -> Iterator[str]:
     yield from (f"- `{name}`: {words}" for name, words in result.tuned.items())
     if untuned := [f"`{name}`" for name in result.seeds if name not in result.tuned]:
         yield f"- no tuning on record: {', '.join(untuned)}"
-
-
-def _method_rows(comparison: MethodComparison) -> Iterator[str]:
-    headings = ["mean and 95%", "middle half", "worst client", "lowest third", "deviation", "over majority"]
-    yield f"| method | {' | '.join(headings)} | hurt: local | hurt: control | bytes | below whole | time |"
-    yield "|---|---|---|---|---|---|---|---|---|---|---|---|"
-    for name, row in comparison.rows.items():
-        yield f"| `{name}` | {' | '.join(_method_cells(row))} |"
-
-
-def _method_cells(row: MethodRow) -> list[str]:
-    statistics = row.statistics
-    half = "" if statistics.interval is None else f" ±{(statistics.interval[1] - statistics.interval[0]) / 2:.3f}"
-    return [
-        f"{statistics.mean:.3f}{half}",
-        number(statistics.interquartile_mean, 3),
-        number(statistics.worst_client, 3),
-        number(statistics.lowest_third, 3),
-        EMPTY if row.variance_in_tasks is None else f"{row.variance_in_tasks**0.5:.3f}",
-        number(row.gain_over_majority, 3, sign=True),
-        number(statistics.hurt, 2),
-        number(row.hurt_by_control, 2),
-        human_bytes(row.num_bytes),
-        EMPTY if row.bytes_below_whole is None else f"{100 * row.bytes_below_whole:.2f}%",
-        "-" if row.seconds is None else seconds(row.seconds),
-    ]
-
-
-def _pair_rows(comparison: MethodComparison) -> Iterator[str]:
-    least = least_sign_flip_p(len(comparison.seeds))
-    headings = ["difference and 95%", "d_z", f"p (least {least:.3g})", "Holm", "equal, better", "shown", "seeds needed"]
-    yield f"| minus `{comparison.control}` | {' | '.join(headings)} |"
-    yield "|---|---|---|---|---|---|---|---|"
-    for name, pair in comparison.pairs.items():
-        yield f"| `{name}` | {' | '.join(_pair_cells(pair))} |"
-
-
-def _pair_cells(pair: PairedComparison) -> list[str]:
-    half = "" if pair.interval is None else f" ±{(pair.interval[1] - pair.interval[0]) / 2:.3f}"
-    return [
-        f"{pair.mean:+.3f}{half}",
-        number(pair.effect_size, 1, sign=True),
-        number(pair.sign_flip_p, 3),
-        number(pair.adjusted_p, 3),
-        f"{pair.bayesian.rope:.2f}, {pair.bayesian.right:.2f}",
-        _shown(pair),
-        "-" if pair.seeds_needed is None else str(pair.seeds_needed),
-    ]
-
-
-def _shown(pair: PairedComparison) -> str:
-    chances = {"worse": pair.bayesian.left, "equal": pair.bayesian.rope, "better": pair.bayesian.right}
-    return next((word for word, chance in chances.items() if chance >= SHOWN), "-")
