@@ -141,7 +141,7 @@ def reading(comparison: MethodComparison) -> dict[str, str]:
         ),
         "Costs": (
             "below whole: bytes not sent of those of whole models; time: of a run, with what the results had taken"
-            " that it reused from earlier runs (reused)"
+            " that it reused from earlier runs (reused); frozen states that are kept are not in it"
         ),
         "Against": (
             f"paired by seed; shown: worse, equal within {ROPE:g} or better, where P is {SHOWN:g} or more;"

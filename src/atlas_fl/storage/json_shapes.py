@@ -321,7 +321,7 @@ SUMMARY = fields(
         by_kind=mapping_of(mapping_of(number)),
         full_model=fields(reduction=number),
     ),
-    seconds=fields(total=number, phases=mapping_of(number)),
+    seconds=fields(total=number, reused=number, phases=mapping_of(number)),
     memory=mapping_of(number),
     events=fields(
         count=mapping_of(count), refused=list_of(fields({"round": count, "client": text, "reason": text}))
@@ -354,6 +354,7 @@ STATE = fields(
         "peak": mapping_of(number),
         "round_seconds": mapping_of(number, names=_numeral),
     },
+    reused_seconds=number,
     history=mapping_of(score, names=_numeral),
     over=flag,
 )
