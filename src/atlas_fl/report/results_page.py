@@ -11,6 +11,8 @@ import numpy as np
 
 from atlas_fl.config.settings import settings
 from atlas_fl.config.values import to_words
+from atlas_fl.errors import ConfigError
+from atlas_fl.report.claims import claim_sections
 from atlas_fl.report.comparison_tables import SHOWN, markdown_tables, shown
 from atlas_fl.report.federation_ranks import MethodRanks, rank_comparisons
 from atlas_fl.report.federation_results import FederationResults, federation_results
@@ -37,7 +39,14 @@ def results_page(runs: Sequence[FinishedRun], *, control: str) -> str:
 
 
 def write_page(results: Sequence[FederationResults], *, num_runs: int, control: str) -> str:
-    """The page of these federations, made of so many runs, as Markdown."""
+    """The page of these federations, made of so many runs, as Markdown.
+
+    Raises:
+        ConfigError: in none of them two methods, the control among them, have the same seeds.
+    """
+    if all(result.comparison is None for result in results):
+        seeds = "; ".join(f"{result.title} has {seeds_words(result)}" for result in results)
+        raise ConfigError(f"no method has the seeds of {control}: {seeds}; run the missing ones with `atlas compare`")
     ranks = rank_over_federations(results)
     lines = [
         "# Results",
@@ -47,6 +56,7 @@ def write_page(results: Sequence[FederationResults], *, num_runs: int, control: 
         *_reading(control),
         *_glance_lines(results, control),
         *([] if ranks is None else ["", "## Over all federations", "", *_rank_lines(ranks, control)]),
+        *claim_sections({one.title: one.comparison for one in results if one.comparison is not None}, control=control),
     ]
     for result in results:
         lines += ["", f"## {result.title}", "", *_federation_lines(result)]
@@ -142,8 +152,16 @@ def _federation_lines(result: FederationResults) -> Iterator[str]:
             "",
             f"{what} (`{name}`): {float(np.mean(scores)):.3f} over {len(scores)} seed{'s' * (len(scores) > 1)}.",
         )
+    if comparison is None and result.seeds:
+        yield from ("", f"No comparison: no method has the seeds of the control. There are {seeds_words(result)}.")
     for name, missing in result.incomplete.items():
         yield from ("", f"`{name}` lacks the seeds {', '.join(map(str, missing))} and is in no table.")
+
+
+def seeds_words(result: FederationResults) -> str:
+    """`local 1, 2 and fedavg 3`: the seeds of each method."""
+    words = [f"{name} {', '.join(map(str, seeds))}" for name, seeds in result.seeds.items()]
+    return " and ".join(words) or "runs in one place alone"
 
 
 def _settings_words(result: FederationResults) -> str:
