@@ -22,7 +22,12 @@ Atlas = Callable[..., Any]
 def summary_of(config: Config) -> dict[str, Any]:
     score = {"local": 0.5}.get(config.mixing.strategy, 0.75) + config.mixing.eta / 10
     test = {"primary": score, "accuracy": score, "majority": 0.5, "gain_over_majority": score - 0.5}
-    final = {"test": test, "worst_client": {"client": "movie-0"} | test, "spread": {"std": 0.0}}
+    final = {
+        "test": test,
+        "validation": {"primary": score},
+        "worst_client": {"client": "movie-0"} | test,
+        "spread": {"std": 0.0},
+    }
     group = {"clients": 1, "final": final, "best": final}
     return {
         "run": {"seed": config.run.seed, "strategy": config.mixing.strategy, "rounds": 1},
@@ -174,7 +179,7 @@ def test_compare_knows_old_names_and_the_gain_over_local(atlas: Atlas, ran: list
     assert [config.mixing.strategy for config in ran] == ["local", "atlas"]
     rows = [line.split() for line in said.out.splitlines() if line.strip().startswith("atlas")]
     assert any("+0.250" in row for row in rows)
-    for suffix in ("json", "md", "methods.tex"):
+    for suffix in ("json", "md", "methods.tex", "methods.csv", "pairs.csv"):
         assert len(list(tmp_path.glob(f"comparison-quick-strategy-????????.{suffix}"))) == 1
     assert len(list(tmp_path.glob("comparison-quick-strategy-????????.csv"))) == 1
 
@@ -206,6 +211,18 @@ def test_compare_over_a_setting_compares_for_each_value_and_ranks_over_all(
     (ranks,) = (path for path in tmp_path.glob("comparison-*.json") if "average_ranks" in path.read_text())
     content = json.loads(ranks.read_text())
     assert (content["over"], set(content["average_ranks"])) == (["dial=1", "dial=3"], {"local", "fedavg"})
+
+
+def test_compare_with_trials_leaves_a_record_beside_the_runs_that_a_page_reads(
+    atlas: Atlas, ran: list[Config], tmp_path: Path
+) -> None:
+    words = ["--preset", "null", "--strategies", "local", "ditto", "--seeds", "2", "--trials", "3", "--ranks", "8"]
+    assert atlas("compare", *words, "--runs-dir", str(tmp_path)).code == 0
+    confirmed = [config for config in ran if config.run.seed in (42, 123)]
+    assert [run_folder(config).tuning.is_file() for config in ran] == [config in confirmed for config in ran]
+    said = atlas("results", str(tmp_path), "--control", "local")
+    assert "- `local`: 3 settings tried on seeds 9001, 9002: lr 0.005..0.02; chosen lr 0.01 (validation" in said.out
+    assert "- `ditto`: 3 settings tried on seeds 9001, 9002: lr 0.01..0.02, second_weight 0.1..0.5; chosen" in said.out
 
 
 def test_compare_over_presets_takes_the_settings_of_each_and_the_flags(

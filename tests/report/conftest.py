@@ -1,6 +1,6 @@
 """A run folder of invented numbers with everything in it that a figure or a table can show."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from atlas_fl.config import to_toml, validate, with_values
+from atlas_fl.config.presets import find_preset
 from atlas_fl.experiment.summary import summarise
 from atlas_fl.rng import generator
 from atlas_fl.storage.jsonl import append_rows, write_json
@@ -202,3 +204,25 @@ def write_run(path: Path, scene: Scenario) -> Path:
 def make_run(tmp_path: Path) -> Callable[..., Path]:
     """Writes the folder of an invented run: `make_run("name", rounds=3, refused=True)`."""
     return lambda name="run", **changes: write_run(tmp_path / name, Scenario(**changes))
+
+
+GAINS = {"local": 0.0, "fedavg": 0.05, "fedper": 0.08}
+"""What the methods of an invented federation are better by."""
+
+
+@pytest.fixture
+def make_federation(make_run: Callable[..., Path]) -> Callable[..., None]:
+    """Writes runs of a federation: a run of every method for every seed."""
+
+    def make(
+        dial: int, *, gains: Mapping[str, float] = GAINS, seeds: tuple[int, ...] = (1, 2, 3), **values: Any
+    ) -> None:
+        for name, gain in gains.items():
+            for seed in seeds:
+                folder = make_run(f"{dial}-{name}-{seed}{''.join(map(str, values.values()))}", gain=gain, seed=seed)
+                config = with_values(
+                    find_preset("contradiction", dial=dial), {"strategy": name, "seed": seed, **values}
+                )
+                (folder / "config.toml").write_text(to_toml(validate(config)))
+
+    return make

@@ -153,7 +153,7 @@ STACKED, RESIDUAL = "mean of products", "mean, and what it lacks of products"
 """The rules with a frozen part (`audit.exact_average`)."""
 
 RULES = {
-    **dict.fromkeys(("local", "local_only", "centralized", "multitask", "linear_probe"), "own"),
+    **dict.fromkeys(("local", "local_only", "centralized", "multitask", "linear_probe", "local_prior"), "own"),
     **dict.fromkeys(("fedavg", "standard_fl", "fedit", "flexlora", "ffa", "rolora", "fedsa", "fedper"), "mean"),
     **dict.fromkeys(
         ("mr_mtl", "fedrep", "fedbabu", "fedavg_ft", "fedavg_prior", "fedprox", "hsplitlora", "scaffold"), "mean"

@@ -53,6 +53,8 @@ class ResultsOptions:
     """The file to write; printed by default."""
     csv: str | None = None
     """A file for the runs themselves, one row each: scores, bytes, and the flags that make the run again."""
+    statistics: str | None = None
+    """A folder for all statistics of every federation: methods.csv, pairs.csv, statistics.json and statistics.tex."""
     control: str = "fedavg"
     """The strategy that the others are tested against."""
 
@@ -64,13 +66,17 @@ def page_of_results(words: Sequence[str]) -> int:
         raise ConfigError("no folder is named; give the folder in which runs lie, such as runs")
     check_target(options.to, example="results.md", is_own=_is_page_of_results)
 
+    from atlas_fl.report.federation_results import federation_results
     from atlas_fl.report.finished_runs import find_finished_runs, is_csv, to_csv
-    from atlas_fl.report.results_page import results_page
+    from atlas_fl.report.results_page import write_page
     from atlas_fl.storage.files import write_atomic
 
     check_target(options.csv, example="results.csv", is_own=is_csv, flag="--csv")
     runs = find_finished_runs(options.folders)
-    page = results_page(runs, control=options.control)
+    results = federation_results(runs, control=options.control)
+    page = write_page(results, num_runs=len(runs), control=options.control)
+    if options.statistics is not None:
+        _write_statistics(Path(options.statistics), results)
     if options.csv is not None:
         write_atomic(Path(options.csv), to_csv(runs).encode())
         show([f"wrote {options.csv}"])
@@ -80,6 +86,25 @@ def page_of_results(words: Sequence[str]) -> int:
     write_atomic(Path(options.to), page.encode())
     show([f"wrote {options.to}"])
     return 0
+
+
+def _write_statistics(folder: Path, results: "Sequence[FederationResults]") -> None:
+    """Write the statistics of every federation in full, one file a format."""
+    from atlas_fl.report.comparison_tables import is_methods_csv, statistics_files
+    from atlas_fl.storage.files import write_atomic
+
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--statistics is {folder}, which is no folder; name one, or a new one such as statistics")
+    files = statistics_files({one.title: one.comparison for one in results if one.comparison is not None})
+    is_own = (folder / "methods.csv").is_file() and is_methods_csv(folder / "methods.csv")
+    if not is_own and (taken := [name for name in files if (folder / name).exists()]):
+        raise ConfigError(
+            f"--statistics is {folder}, and its {taken[0]} was not written by this command; name a new folder"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        write_atomic(folder / name, text.encode())
+    show([f"wrote {', '.join(str(folder / name) for name in files)}"])
 
 
 def _is_page_of_results(path: Path) -> bool:
@@ -234,6 +259,7 @@ def leakage(words: Sequence[str]) -> int:
 if TYPE_CHECKING:
     from atlas_fl.experiment.task_arithmetic import ScaleRow, TrainedRun
     from atlas_fl.params import Params
+    from atlas_fl.report.federation_results import FederationResults
 
 
 @dataclass(frozen=True, kw_only=True)

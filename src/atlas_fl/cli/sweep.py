@@ -23,6 +23,7 @@ from atlas_fl.experiment.sweep import (
     same_steps,
     seeds,
 )
+from atlas_fl.storage.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from atlas_fl.experiment.tuning import TunedMethod
@@ -107,6 +108,7 @@ def compare(words: Sequence[str]) -> int:
             over = {"strategy": (name,), **values} | ({"preset": (preset,)} if "preset" in values else {})
             points += grid(with_values(base, chosen.get(name, {})), over=over, seeds=seeds(options.seeds))
     folders = _run(points, jobs=options.jobs)
+    _write_tuning(points, folders, tuned)
     path = Path(options.settings.run.runs_dir) / comparison_name(points, preset="-".join(tuned))
     _show_comparison(points, folders, path=path, note="")
     _show_all_statistics(points, folders, options, tuned, path=path)
@@ -210,6 +212,19 @@ def _tune(base: Config, options: CompareOptions) -> "tuple[TunedMethod, ...]":
     return tuned
 
 
+def _write_tuning(
+    points: Sequence[Point], folders: Sequence[Path], tuned: "Mapping[str, Sequence[TunedMethod]]"
+) -> None:
+    """Write beside every run how its settings were chosen, for the pages that are made of runs (`atlas results`)."""
+    from atlas_fl.experiment.tuning import has_settings, write_record
+
+    by_name = {(preset, method.strategy): method for preset, methods in tuned.items() for method in methods}
+    for point, folder in zip(points, folders, strict=True):
+        method = by_name.get((point.config.run.preset, point.config.mixing.strategy))
+        if method is not None and has_settings(point.config, method.best):  # `--over` may have set another value
+            write_record(RunFolder(folder), method)
+
+
 def _refuse(groups: Sequence[Words], flag: str, remedy: str) -> None:
     """Raise `ConfigError` for a flag of `atlas run` that many runs would each overwrite."""
     for group in groups:
@@ -254,15 +269,16 @@ def _show_statistics(
     *,
     path: Path,
 ) -> "MethodComparison":
-    """Print what is known of the methods, and write it beside the comparison as JSON, Markdown and LaTeX."""
-    from atlas_fl.report.method_comparison import (
-        compare_methods,
-        methods_json,
-        methods_latex,
-        methods_markdown,
-        methods_table,
-        pairs_table,
+    """Print what is known of the methods, and write all of it beside the comparison."""
+    from atlas_fl.report.comparison_tables import (
+        comparison_json,
+        latex,
+        markdown,
+        methods_csv,
+        pairs_csv,
+        terminal_tables,
     )
+    from atlas_fl.report.method_comparison import compare_methods
     from atlas_fl.storage.files import write_atomic
 
     groups: dict[str, list[Path]] = {}
@@ -273,16 +289,26 @@ def _show_statistics(
     if central:
         show([f"{', '.join(central)}: one client a task, and so not in the statistics by client"])
     comparison = compare_methods(groups, control=options.control, score=options.score)
+    by_federation = {_federation_name(points[0]): comparison}
     files = {
-        ".json": methods_json(comparison, tuned),
-        ".md": methods_markdown(comparison, tuned),
-        ".methods.tex": methods_latex(comparison),
+        ".methods.csv": methods_csv(by_federation),
+        ".pairs.csv": pairs_csv(by_federation),
+        ".json": comparison_json(comparison, tuned),
+        ".md": markdown(comparison, tuned),
+        ".methods.tex": latex(comparison),
     }
     for suffix, text in files.items():
         write_atomic(path.with_suffix(suffix), text.encode())
-    show([methods_table(comparison), *([pairs_table(comparison)] if comparison.pairs else [])])
-    show([f"the statistics: {', '.join(str(path.with_suffix(suffix)) for suffix in files)}"])
+    show(terminal_tables(comparison))
+    show([f"all statistics, with differences by seed, in full: {path.with_suffix('')}{{{','.join(files)}}}"])
     return comparison
+
+
+def _federation_name(point: Point) -> str:
+    """`contradiction, dial 2`, with what is swept beside."""
+    run = point.config.run
+    beside = [f"{name}={value}" for name, value in _beside_strategy(point).items() if name not in ("preset", "dial")]
+    return ", ".join([run.preset, *([] if run.dial is None else [f"dial {run.dial}"]), *beside])
 
 
 def _in_one_place(points: Sequence[Point]) -> list[str]:

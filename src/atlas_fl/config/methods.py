@@ -224,6 +224,11 @@ METHODS: Mapping[str, PublishedMethod] = {
         suggested={"proximal_mu": 0.1},
         equal_ranks=True,
     ),
+    "local_prior": PublishedMethod(
+        summary="Local training with each client's own class frequencies in its logits, and nothing sent: a reference.",
+        rule="local",
+        settings={"prior_correction": True},
+    ),
     "fedavg_prior": PublishedMethod(
         summary="FedAvg with each client's own class frequencies in its logits (Menon et al. 2021, arXiv:2007.07314).",
         rule="fedavg",

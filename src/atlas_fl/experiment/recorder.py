@@ -29,6 +29,7 @@ from atlas_fl.params import (
     unflatten_state,
 )
 from atlas_fl.planning.plan import PlanResult
+from atlas_fl.runtime.reuse import REUSED_RESULTS
 from atlas_fl.storage import checkpoint, digests
 from atlas_fl.storage.checkpoint import Checkpoint
 from atlas_fl.storage.jsonl import (
@@ -135,6 +136,10 @@ class Recorder:
     """The settings and the data that the run was begun with (`provenance_of`)."""
     plan_file: str = "plan.json"
     phase_seconds: dict[str, float] = field(default_factory=dict)
+    saved_before: float = field(default_factory=lambda: REUSED_RESULTS.saved_seconds)
+    """What the results had taken that runs of this process reused before this one."""
+    earlier_reused: float = 0.0
+    """`reused_seconds` of the sessions before this one."""
     """By phase, over all sessions."""
     round_seconds: dict[int, float] = field(default_factory=dict)
     earlier_peak: dict[str, int] = field(default_factory=dict)
@@ -360,6 +365,7 @@ class Recorder:
             "over": state.is_over,
             "plan": self.plan_file,
             "seconds": self.phase_seconds,
+            "reused_seconds": self.reused_seconds,
             "peak": self.peak_memory(),
             "round_seconds": {str(round): seconds for round, seconds in self.round_seconds.items()},
             digests.STATE_ENTRY: self._all_digests(),
@@ -368,6 +374,11 @@ class Recorder:
             content["server_same"] = same
         checkpoint.save(self.folder.checkpoints, round=state.round, tensors=tensors, state=content)
         checkpoint.prune(self.folder.checkpoints, keep=self.keep_checkpoints, keep_rounds=self._best_rounds(state))
+
+    @property
+    def reused_seconds(self) -> float:
+        """What the results had taken that this run reused from earlier runs of its process, over all its sessions."""
+        return self.earlier_reused + REUSED_RESULTS.saved_seconds - self.saved_before
 
     def _best_rounds(self, state: FederationState) -> tuple[int, ...]:
         return best_rounds(state.history, self.keep_best)
@@ -394,6 +405,7 @@ class Recorder:
         for phase, seconds in saved.state["seconds"].items():
             self.phase_seconds[phase] = self.phase_seconds.get(phase, 0.0) + seconds
         self.earlier_peak = dict(saved.state["peak"])
+        self.earlier_reused = saved.state.get("reused_seconds", 0.0)  # older checkpoints do not say
         self.round_seconds = {int(round): seconds for round, seconds in saved.state["round_seconds"].items()}
 
 

@@ -292,7 +292,7 @@ def _summarise_run(config: Config, folder: RunFolder, assembly: Assembly, record
     check_shape(metrics, list_of(metrics_row), file=folder.metrics)
     ledger = read_rows(folder.ledger)
     check_shape(ledger, list_of(ledger_row), file=folder.ledger)
-    return summarise(
+    summary = summarise(
         run={
             "name": folder.path.name,
             "preset": config.run.preset,
@@ -311,6 +311,7 @@ def _summarise_run(config: Config, folder: RunFolder, assembly: Assembly, record
         round_seconds=recorder.round_seconds,
         attackers=configured_attackers(config, assembly.names),
     )
+    return {**summary, "seconds": {**summary["seconds"], "reused": recorder.reused_seconds}}
 
 
 def _run_result(

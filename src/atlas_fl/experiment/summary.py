@@ -9,7 +9,7 @@
     overall    the same over all clients
     attackers, honest  with `--attack`: who attacks, and the same over all others
     bytes      up, down, total; by kind, round and client; against the whole model in every round; between clients
-    seconds    by phase and in sum, by round
+    seconds    by phase and in sum, by round; apart, what reused results of earlier runs of the process had taken
     memory, versions, events (refused updates), clustering
     hosts      with `--topology paired`: by cut client, in how many rounds who computed its upper part
     leakage    with `--leakage`: what the cuts in use reveal, by task

@@ -6,17 +6,18 @@ development seeds is what the comparison then runs on its own seeds; test scores
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import count
 from math import isfinite
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-from atlas_fl.config import Config, with_values
+from atlas_fl.config import Config, settings, value_of, with_values
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.experiment.sweep import Point, grid
-from atlas_fl.storage.jsonl import read_json
+from atlas_fl.storage.json_shapes import TUNING, check_shape
+from atlas_fl.storage.jsonl import read_json, write_json
 from atlas_fl.storage.run_folder import RunFolder
 
 DEVELOPMENT_SEEDS = (9001, 9002)
@@ -57,6 +58,8 @@ class TunedMethod:
 
     strategy: str
     trials: tuple[TuningTrial, ...]
+    seeds: tuple[int, ...] = DEVELOPMENT_SEEDS
+    """On which the trials ran."""
 
     @property
     def best(self) -> TuningTrial:
@@ -107,11 +110,11 @@ def tune_methods(
     """
     if number < 1:
         raise ConfigError(f"--trials is {number}; allowed: at least 1, or leave it out")
-    settings = {strategy: candidates(strategy, number, lr=lr) for strategy in strategies}
+    tried = {strategy: candidates(strategy, number, lr=lr) for strategy in strategies}
     points = [
         point
         for strategy in strategies
-        for values in settings[strategy]
+        for values in tried[strategy]
         for point in grid(with_values(base, values), over={"strategy": (strategy,)}, seeds=seeds)
     ]
     scores = [_validation(folder, score) for folder in run_points(points)]
@@ -119,12 +122,54 @@ def tune_methods(
     return tuple(
         TunedMethod(
             strategy=strategy,
+            seeds=tuple(seeds),
             trials=tuple(
                 TuningTrial(settings=values, validation=per_trial[index * number + place])
-                for place, values in enumerate(settings[strategy])
+                for place, values in enumerate(tried[strategy])
             ),
         )
         for index, strategy in enumerate(strategies)
+    )
+
+
+def has_settings(config: Config, trial: TuningTrial) -> bool:
+    """Whether a run of this config has the settings of the trial."""
+    return all(name in settings() and value_of(config, name) == value for name, value in trial.settings.items())
+
+
+def write_record(folder: RunFolder, tuned: TunedMethod) -> None:
+    """Write beside a run how its settings were chosen; a record of more trials that chose the same stays."""
+    earlier = read_record(folder)
+    if earlier is None or earlier.best.settings != tuned.best.settings or len(earlier.trials) <= len(tuned.trials):
+        write_json(folder.tuning, record_of(tuned))
+
+
+def record_of(tuned: TunedMethod) -> dict[str, Any]:
+    """The method as JSON holds it."""
+    return asdict(tuned)
+
+
+def read_record(folder: RunFolder) -> TunedMethod | None:
+    """How the settings of this run were chosen; None where nothing is written of it.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    if not folder.tuning.is_file():
+        return None
+    content = read_json(folder.tuning)
+    check_shape(content, TUNING, file=folder.tuning)
+    return parse_record(content)
+
+
+def parse_record(content: Mapping[str, Any]) -> TunedMethod:
+    """The method that `record_of` has written."""
+    return TunedMethod(
+        strategy=content["strategy"],
+        seeds=tuple(content["seeds"]),
+        trials=tuple(
+            TuningTrial(settings=dict(trial["settings"]), validation=trial["validation"]) for trial in content["trials"]
+        ),
     )
 
 

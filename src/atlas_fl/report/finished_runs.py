@@ -7,6 +7,7 @@ by whatever reads CSV.
 """
 
 import csv
+import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,18 +21,27 @@ from atlas_fl.config.presets import find_preset
 from atlas_fl.config.settings import replace_settings, settings
 from atlas_fl.config.values import from_words, to_words
 from atlas_fl.errors import CheckpointError, ConfigError, DataError
-from atlas_fl.experiment.tuning import DEVELOPMENT_SEEDS
+from atlas_fl.experiment.tuning import (
+    DEVELOPMENT_SEEDS,
+    TunedMethod,
+    has_settings,
+    parse_record,
+    read_record,
+    record_of,
+)
 from atlas_fl.storage.digests import check_files
-from atlas_fl.storage.json_shapes import SUMMARY, check_shape
+from atlas_fl.storage.json_shapes import SUMMARY, TUNING, check_shape
 from atlas_fl.storage.jsonl import read_json
 from atlas_fl.storage.run_folder import RunFolder, find_run
 
 COLUMNS = (
     *("preset", "dial", "strategy", "seed", "mean", "gain_over_majority", "bytes", "bytes_below_whole", "seconds"),
-    *("clients", "tasks", "scores", "flags", "config_hash"),
+    *("seconds_reused", "clients", "tasks", "scores", "flags", "tuning", "config_hash"),
 )
-"""Of the file. `clients`, `tasks` and `scores` have one word a client; what flags or scores say as well (strategy,
-seed, mean) is there for readers."""
+"""Of the file. `clients`, `tasks` and `scores` have one word a client; `tuning` is the JSON of what was tried, empty
+where nothing is written of it; what flags or scores say as well (strategy, seed, mean) is there for readers."""
+ADDED_LATER = frozenset({"seconds_reused", "tuning"})
+"""Columns that older files lack."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +61,8 @@ class RunScores:
     """Share of the bytes that it does not send of those of whole models in every round."""
     seconds: float | None
     """Wall-clock time."""
+    reused_seconds: float | None
+    """What the results had taken that it reused from earlier runs of its process; None where a run does not say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +71,8 @@ class FinishedRun:
 
     config: Config
     scores: RunScores
+    tuning: TunedMethod | None = None
+    """How its settings were chosen; None where nothing is written of it."""
 
     @property
     def seed(self) -> int:
@@ -107,6 +121,7 @@ def read_scores(run: Path | str, *, score: Literal["final", "best"] = "final") -
         num_bytes=summary["bytes"]["up"] + summary["bytes"]["down"],
         bytes_below_whole=summary["bytes"].get("full_model", {}).get("reduction"),
         seconds=summary.get("seconds", {}).get("total"),
+        reused_seconds=summary.get("seconds", {}).get("reused"),
     )
 
 
@@ -124,10 +139,19 @@ def find_finished_runs(places: Sequence[Path | str]) -> tuple[FinishedRun, ...]:
     for folder in folders:
         config = load_config(RunFolder(folder).config)
         if config.run.seed not in DEVELOPMENT_SEEDS:
-            runs[config_hash(config)] = FinishedRun(config=config, scores=read_scores(folder))
+            run = FinishedRun(config=config, scores=read_scores(folder), tuning=read_record(RunFolder(folder)))
+            _check_tuning(run, str(RunFolder(folder).tuning))
+            runs[config_hash(config)] = run
     if not runs:
         raise ConfigError(f"no finished run below {', '.join(map(str, places))}; run `atlas compare` first")
     return tuple(sorted(runs.values(), key=_order))
+
+
+def _check_tuning(run: FinishedRun, where: str) -> None:
+    """Nothing where the run has the settings that its record says were chosen; raises `ConfigError` else."""
+    if run.tuning is not None and not has_settings(run.config, run.tuning.best):
+        chosen = " ".join(f"{name} {value:g}" for name, value in run.tuning.best.settings.items())
+        raise ConfigError(f"{where} says that tuning chose {chosen}, and the run has others; take that record away")
 
 
 def _order(run: FinishedRun) -> tuple[str, int, str, int, str]:
@@ -148,8 +172,10 @@ def to_csv(runs: Iterable[FinishedRun]) -> str:
                 *(run.config.run.preset, run.config.run.dial, run.method, run.seed),
                 sum(scores.scores.values()) / len(scores.scores),
                 *(scores.gain_over_majority, scores.num_bytes, scores.bytes_below_whole, scores.seconds),
+                scores.reused_seconds,
                 *(_words(values) for values in (scores.scores, scores.tasks.values(), scores.scores.values())),
                 shlex.join(_flags(run.config)),
+                None if run.tuning is None else json.dumps(record_of(run.tuning)),
                 config_hash(run.config),
             ]
         )
@@ -166,9 +192,11 @@ def _flags(config: Config) -> list[str]:
 
 
 def is_csv(path: Path) -> bool:
-    """Whether a file begins as `to_csv` writes it."""
+    """Whether a file begins as `to_csv` writes it, or has written it before there were the columns of `ADDED_LATER`."""
+    earlier = [name for name in COLUMNS if name not in ADDED_LATER]
     with path.open("rb") as file:
-        return file.readline(1000).rstrip(b"\r\n") == ",".join(COLUMNS).encode()
+        header = file.readline(1000).rstrip(b"\r\n")
+    return header in [",".join(columns).encode() for columns in (COLUMNS, earlier)]
 
 
 def read_csv(path: Path) -> list[FinishedRun]:
@@ -189,6 +217,7 @@ def _read_row(row: Mapping[str, Any], where: str) -> FinishedRun:
     try:
         config = _config_of(row)
         scores = _scores_of(row, config.run.seed)
+        tuning = _tuning_of(row)
     except (ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
         raise ConfigError(f"{where} is no row of a run ({error}); restore the file, or take the line out") from None
     if config_hash(config) != row["config_hash"]:
@@ -196,7 +225,18 @@ def _read_row(row: Mapping[str, Any], where: str) -> FinishedRun:
             f"{where} is of a run {row['config_hash']:.16}, and its flags mean {config_hash(config)} today: a preset or"
             " a default has changed since; take such lines out and run them again"
         )
-    return FinishedRun(config=config, scores=scores)
+    run = FinishedRun(config=config, scores=scores, tuning=tuning)
+    _check_tuning(run, where)
+    return run
+
+
+def _tuning_of(row: Mapping[str, Any]) -> TunedMethod | None:
+    if not row.get("tuning"):
+        return None
+    content = json.loads(row["tuning"])
+    if fault := TUNING(content, "tuning"):
+        raise ValueError(fault)
+    return parse_record(content)
 
 
 def _config_of(row: Mapping[str, Any]) -> Config:
@@ -222,6 +262,7 @@ def _scores_of(row: Mapping[str, Any], seed: int) -> RunScores:
         num_bytes=int(row["bytes"]),
         bytes_below_whole=_number(row["bytes_below_whole"]),
         seconds=_number(row["seconds"]),
+        reused_seconds=_number(row.get("seconds_reused") or ""),
     )
 
 

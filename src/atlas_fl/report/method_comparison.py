@@ -1,35 +1,30 @@
 """`atlas compare`: methods over the same seeds, with intervals, paired tests against a control and hurt clients.
 
-The scores are those of finished runs: a run of every method for every seed, with the same clients. Written as tables,
-JSON, Markdown and LaTeX. Which statistic answers which question: docs/algorithms/statistics.md.
+The scores are those of finished runs: a run of every method for every seed, with the same clients. How they are
+written: `report.comparison_tables`. Which statistic answers which question: docs/algorithms/statistics.md.
 """
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from rich.markup import escape
-from rich.table import Table
 
 from atlas_fl.errors import ConfigError, DataError
-from atlas_fl.experiment.tuning import TunedMethod
 from atlas_fl.report.finished_runs import RunScores, read_scores
-from atlas_fl.report.format import EMPTY, add_columns, human_bytes, new_table, number
-from atlas_fl.report.score_table import BASELINE, escape_latex
+from atlas_fl.report.score_table import BASELINE
 from atlas_fl.report.statistics import (
-    ROPE,
     MethodStatistics,
     PairedComparison,
     compare_with_control,
     describe_methods,
     hurt_share,
-    least_sign_flip_p,
 )
 
-CONTROLS = ("fedavg_cluster", "fedavg", BASELINE)
+AVERAGE = "fedavg"
+"""What "worse than the average" is measured against."""
+CONTROLS = ("fedavg_cluster", AVERAGE, BASELINE)
 """Whom others are compared with where nobody says: the first of these that is there."""
 
 
@@ -39,6 +34,9 @@ class MethodRow:
 
     statistics: MethodStatistics
     """Of its test scores; `hurt` is against local training, None without it."""
+    hurt_by_average: float | None
+    """Share of seeds x clients that score less than with FedAvg, whatever the control is; None without FedAvg and of
+    FedAvg itself."""
     hurt_by_control: float | None
     """Share of seeds x clients that score less than with the control; None of the control itself."""
     gain_over_majority: float | None
@@ -51,6 +49,8 @@ class MethodRow:
     """Share of the bytes that it does not send of those of whole models in every round; None where a run says none."""
     seconds: float | None
     """Wall-clock time of a run; None where a run does not say."""
+    reused_seconds: float | None
+    """What the results had taken that a run reused from earlier ones; None where a run does not say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,12 +115,16 @@ def compare_scores(
         rows={
             name: MethodRow(
                 statistics=described[name],
+                hurt_by_average=None
+                if name == AVERAGE or AVERAGE not in scores
+                else hurt_share(values, scores[AVERAGE]),
                 hurt_by_control=None if name == control else hurt_share(values, scores[control]),
                 gain_over_majority=_mean([run.gain_over_majority for run in by_seed.values()]),
                 variance_in_tasks=variance_in_tasks(values, tasks),
                 bytes_below_whole=_mean([run.bytes_below_whole for run in by_seed.values()]),
                 num_bytes=float(np.mean([run.num_bytes for run in by_seed.values()])),
                 seconds=_mean([run.seconds for run in by_seed.values()]),
+                reused_seconds=_mean([run.reused_seconds for run in by_seed.values()]),
             )
             for (name, by_seed), values in zip(runs.items(), scores.values(), strict=True)
         },
@@ -164,135 +168,3 @@ def variance_in_tasks(scores: np.ndarray, tasks: Sequence[str]) -> float | None:
     groups = [[k for k, own in enumerate(tasks) if own == task] for task in dict.fromkeys(tasks)]
     variances = [scores[:, group].var(axis=1, ddof=1).mean() for group in groups if len(group) > 1]
     return float(np.mean(variances)) if variances else None
-
-
-def methods_table(comparison: MethodComparison) -> Table:
-    """One row a method, in eighty columns."""
-    table = new_table("Methods")
-    headings = ["mean and\n95%", "middle\nhalf", "worst\nclient", "lowest\nthird", "hurt:\nlocal", "hurt:\ncontrol"]
-    add_columns(table, ["method"], [*headings, "bytes"])
-    for name, row in comparison.rows.items():
-        statistics = row.statistics
-        table.add_row(
-            escape(name),
-            number(statistics.mean, 3) + _half_width(statistics.interval),
-            number(statistics.interquartile_mean, 3),
-            number(statistics.worst_client, 3),
-            number(statistics.lowest_third, 3),
-            number(statistics.hurt, 2),
-            number(row.hurt_by_control, 2),
-            human_bytes(row.num_bytes),
-        )
-    table.caption = (
-        f"test scores over {len(comparison.seeds)} seeds and {len(comparison.clients)} clients; middle half:"
-        " interquartile mean over seeds x tasks;\nhurt: share of clients that score less than with local training, or"
-        f" with the control, {comparison.control}"
-    )
-    return table
-
-
-def _interval(interval: tuple[float, float] | None) -> str:
-    return EMPTY if interval is None else f"{interval[0]:.3f}..{interval[1]:.3f}"
-
-
-def pairs_table(comparison: MethodComparison) -> Table:
-    """One row a method against the control, in eighty columns."""
-    table = new_table(f"Against {comparison.control}")
-    headings = ["difference\nand 95%", "d_z", "p", "p\n(Holm)", "P\n(equal)", "P\n(better)", "seeds\nneeded"]
-    add_columns(table, ["method"], headings)
-    for name, pair in comparison.pairs.items():
-        table.add_row(
-            escape(name),
-            number(pair.mean, 3, sign=True) + _half_width(pair.interval),
-            number(pair.effect_size, 1, sign=True),
-            number(pair.sign_flip_p, 3),
-            number(pair.adjusted_p, 3),
-            number(pair.bayesian.rope, 2),
-            number(pair.bayesian.right, 2),
-            EMPTY if pair.seeds_needed is None else str(pair.seeds_needed),
-        )
-    least = least_sign_flip_p(len(comparison.seeds))
-    table.caption = (
-        f"paired by seed; p by sign flips, at least {least:.3g} with {len(comparison.seeds)} seeds, Holm over the rows;"
-        f"\nP: Bayesian signed-rank, equal within {ROPE:g}; seeds needed: for a difference of that size, power .8"
-    )
-    return table
-
-
-def _half_width(interval: tuple[float, float] | None) -> str:
-    return "" if interval is None else f" ±{(interval[1] - interval[0]) / 2:.3f}"
-
-
-def methods_json(comparison: MethodComparison, tuned: Sequence[TunedMethod] = ()) -> str:
-    """All of it as strict JSON, and what was tried of each method."""
-    tuning = {method.strategy: [asdict(trial) for trial in method.trials] for method in tuned}
-    return json.dumps({**asdict(comparison), "tuning": tuning}, indent=1, allow_nan=False) + "\n"
-
-
-def methods_markdown(comparison: MethodComparison, tuned: Sequence[TunedMethod] = ()) -> str:
-    """Both tables as Markdown, and what was tried of each method, the best first."""
-    lines = [
-        f"{len(comparison.seeds)} seeds, {len(comparison.clients)} clients, control `{comparison.control}`",
-        "",
-        "| method | mean | 95% | worst client | lowest third | hurt: local | hurt: control | bytes |",
-        "|---|---|---|---|---|---|---|---|",
-        *(f"| `{name}` | {' | '.join(_cells(row))} |" for name, row in comparison.rows.items()),
-    ]
-    if comparison.pairs:
-        lines += [
-            "",
-            f"| minus `{comparison.control}` | difference | 95% | d_z | p | p (Holm) | Wilcoxon p | equal | better |",
-            "|---|---|---|---|---|---|---|---|---|",
-            *(f"| `{name}` | {' | '.join(_pair_cells(pair))} |" for name, pair in comparison.pairs.items()),
-        ]
-    if tuned:
-        lines += ["", "| method | tried on development seeds: settings (validation) |", "|---|---|"]
-        lines += [f"| `{method.strategy}` | {_trials(method)} |" for method in tuned]
-    return "\n".join([*lines, ""])
-
-
-def _trials(method: TunedMethod) -> str:
-    ordered = sorted(method.trials, key=lambda trial: trial.validation, reverse=True)
-    return "; ".join(
-        " ".join(f"{name} {value:g}" for name, value in trial.settings.items()) + f" ({trial.validation:.3f})"
-        for trial in ordered
-    )
-
-
-def methods_latex(comparison: MethodComparison) -> str:
-    """The methods as a LaTeX table (booktabs), with the difference to the control and its adjusted p."""
-    headings = ["method", "mean", "95\\%", "worst client", "difference", "p (Holm)"]
-    lines = [rf"\begin{{tabular}}{{l{'r' * (len(headings) - 1)}}}", r"\toprule", " & ".join(headings) + r" \\"]
-    lines.append(r"\midrule")
-    for name, row in comparison.rows.items():
-        mean, interval, worst = _cells(row)[:3]
-        pair = comparison.pairs.get(name)
-        against = [EMPTY, EMPTY] if pair is None else [f"${pair.mean:+.3f}$", number(pair.adjusted_p, 3)]
-        lines.append(" & ".join([escape_latex(name), mean, interval, worst, *against]) + r" \\")
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
-
-
-def _cells(row: MethodRow) -> list[str]:
-    statistics = row.statistics
-    return [
-        number(statistics.mean, 3),
-        _interval(statistics.interval),
-        number(statistics.worst_client, 3),
-        number(statistics.lowest_third, 3),
-        number(statistics.hurt, 2),
-        number(row.hurt_by_control, 2),
-        human_bytes(row.num_bytes),
-    ]
-
-
-def _pair_cells(pair: PairedComparison) -> list[str]:
-    return [
-        number(pair.mean, 3, sign=True),
-        _interval(pair.interval),
-        number(pair.effect_size, 2, sign=True),
-        number(pair.sign_flip_p, 3),
-        number(pair.adjusted_p, 3),
-        number(pair.wilcoxon_p, 3),
-        number(pair.bayesian.rope, 2),
-        number(pair.bayesian.right, 2),
-    ]

@@ -5,167 +5,24 @@ tuning varies. The page has a table of methods and of differences to the control
 them, and says which runs are missing. The same folders give the same bytes.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import fmean
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from atlas_fl.config import Config, identity_settings
-from atlas_fl.config.federations import DIALS
-from atlas_fl.config.methods import METHODS
-from atlas_fl.config.settings import settings, value_of
+from atlas_fl.config.settings import settings
 from atlas_fl.config.values import to_words
 from atlas_fl.errors import ConfigError
-from atlas_fl.experiment.tuning import KNOBS
+from atlas_fl.report.claims import claim_sections
+from atlas_fl.report.comparison_tables import SHOWN, markdown_tables, shown
 from atlas_fl.report.federation_ranks import MethodRanks, rank_comparisons
-from atlas_fl.report.finished_runs import FinishedRun, RunScores
-from atlas_fl.report.format import EMPTY, human_bytes, number, seconds
-from atlas_fl.report.method_comparison import MethodComparison, MethodRow, compare_scores
+from atlas_fl.report.federation_results import FederationResults, federation_results
+from atlas_fl.report.finished_runs import FinishedRun
+from atlas_fl.report.format import EMPTY, number
+from atlas_fl.report.method_comparison import AVERAGE
 from atlas_fl.report.statistics import ALPHA, ROPE, PairedComparison, least_sign_flip_p
 
-OF_THE_METHOD = frozenset(
-    {"strategy", "seed", *(name for method in METHODS.values() for name in (*method.settings, *method.suggested))}
-)
-"""Settings in which the methods of one federation may differ."""
-OF_THE_TUNING = frozenset({"lr", *(name for name, _ in KNOBS.values())}) - OF_THE_METHOD
-"""Settings that tuning varies; where they differ inside a federation they stand beside the method's name."""
 ENOUGH = 10
 """Federations from which the approximations of the rank tests hold (Demsar 2006)."""
-SHOWN = 0.95
-"""Posterior probability from which a page says that something is shown."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FederationResults:
-    """What is known of one federation."""
-
-    title: str
-    words: str
-    """What its dial says."""
-    changed: Mapping[str, Any]
-    """Settings of tuning that all its runs share and that are not the default."""
-    tuned: Mapping[str, str]
-    """By method, its settings of tuning in which methods differ."""
-    comparison: MethodComparison | None
-    """None where fewer than two methods have the same seeds."""
-    incomplete: Mapping[str, tuple[int, ...]]
-    """By method, the seeds of others that it lacks; it is in no table."""
-    in_one_place: Mapping[str, tuple[float, ...]]
-    """Of `centralized` and `multitask`, which have one client a task, the mean test scores by seed."""
-
-
-def federation_results(runs: Sequence[FinishedRun], *, control: str) -> tuple[FederationResults, ...]:
-    """The comparison of the methods of every federation, in the order of preset and dial.
-
-    Raises:
-        ConfigError: a federation has no finished run of `control`.
-        DataError: the runs of two methods have other clients.
-    """
-    groups: dict[str, list[FinishedRun]] = {}
-    for run in runs:
-        groups.setdefault(_federation_key(run.config), []).append(run)
-    ordered = sorted(groups.values(), key=lambda members: _sort_key(members[0].config))
-    return tuple(_compare_federation(members, control=control) for members in ordered)
-
-
-def _sort_key(config: Config) -> tuple[str, int, str]:
-    return config.run.preset or "", -1 if config.run.dial is None else config.run.dial, _federation_key(config)
-
-
-def _federation_key(config: Config) -> str:
-    """Equal of runs of one federation."""
-    values = {name: value for name, value in identity_settings(config).items() if name not in _VARIED}
-    return repr(sorted(values.items(), key=lambda item: item[0]))
-
-
-_VARIED = OF_THE_METHOD | OF_THE_TUNING
-
-
-def _compare_federation(runs: Sequence[FinishedRun], *, control: str) -> FederationResults:
-    central, runs = (
-        [run for run in runs if run.config.data.centralized],
-        [run for run in runs if not run.config.data.centralized],
-    )
-    varied = [name for name in sorted(OF_THE_TUNING) if len({value_of(run.config, name) for run in runs}) > 1]
-    methods, tuned = _by_method(runs, varied)
-    every_seed = sorted({run.seed for run in runs})
-    incomplete = {
-        name: tuple(seed for seed in every_seed if seed not in by_seed)
-        for name, by_seed in methods.items()
-        if len(by_seed) < len(every_seed)
-    }
-    complete = {
-        name: [run.scores for run in by_seed.values()] for name, by_seed in methods.items() if name not in incomplete
-    }
-    config = runs[0].config
-    if complete and control not in complete:
-        raise ConfigError(
-            f"--control is {control}, and {_title(config)} has {', '.join(complete)} with all seeds; name one of these"
-        )
-    return FederationResults(
-        title=_title(config),
-        words=_dial_words(config),
-        changed={
-            name: value_of(config, name)
-            for name in sorted(OF_THE_TUNING - set(varied))
-            if value_of(config, name) != value_of(Config(), name)
-        },
-        tuned={name: tuned[name] for name in _in_order(complete, control) if name in tuned},
-        comparison=compare_scores(_in_order(complete, control), control=control) if len(complete) > 1 else None,
-        incomplete=incomplete,
-        in_one_place=_scores_in_one_place(central),
-    )
-
-
-def _by_method(
-    runs: Sequence[FinishedRun], varied: Sequence[str]
-) -> tuple[dict[str, dict[int, FinishedRun]], dict[str, str]]:
-    """(the runs by method and seed, the settings of tuning of each method that has one set of them).
-
-    A method with several sets is one for each, with the settings in its name.
-    """
-    variants: dict[str, set[str]] = {}
-    for run in runs:
-        variants.setdefault(run.method, set()).add(_tuned_words(run, varied))
-    methods: dict[str, dict[int, FinishedRun]] = {}
-    for run in runs:
-        words = _tuned_words(run, varied)
-        label = run.method if len(variants[run.method]) == 1 else f"{run.method} {words}".rstrip()
-        methods.setdefault(label, {})[run.seed] = run
-    return methods, {name: words for name, (words, *more) in variants.items() if words and not more}
-
-
-def _scores_in_one_place(runs: Sequence[FinishedRun]) -> dict[str, tuple[float, ...]]:
-    """Mean test scores by seed, by the method."""
-    scores: dict[str, tuple[float, ...]] = {}
-    for run in runs:
-        name = "multitask" if run.config.training.multitask else "centralized"
-        scores[name] = (*scores.get(name, ()), fmean(run.scores.scores.values()))
-    return scores
-
-
-def _in_order(methods: Mapping[str, list[RunScores]], control: str) -> dict[str, list[RunScores]]:
-    """`local` and the control first, then the others by name."""
-    names = sorted(methods, key=lambda name: (name != "local", name != control, name))
-    return {name: methods[name] for name in names}
-
-
-def _tuned_words(run: FinishedRun, varied: Sequence[str]) -> str:
-    return " ".join(
-        f"{name}={to_words(value_of(run.config, name))[0]}" for name in varied if value_of(run.config, name) is not None
-    )
-
-
-def _title(config: Config) -> str:
-    preset = config.run.preset or "settings of a file"
-    return preset if config.run.dial is None else f"{preset}, dial {config.run.dial}"
-
-
-def _dial_words(config: Config) -> str:
-    preset, dial = config.run.preset, config.run.dial
-    return "" if dial is None or preset not in DIALS else f"{DIALS[preset].what}: {DIALS[preset].words[dial]}"
 
 
 def rank_over_federations(results: Sequence[FederationResults]) -> MethodRanks | None:
@@ -178,16 +35,28 @@ def rank_over_federations(results: Sequence[FederationResults]) -> MethodRanks |
 
 def results_page(runs: Sequence[FinishedRun], *, control: str) -> str:
     """The page of these runs, as Markdown; errors as of `federation_results`."""
-    results = federation_results(runs, control=control)
+    return write_page(federation_results(runs, control=control), num_runs=len(runs), control=control)
+
+
+def write_page(results: Sequence[FederationResults], *, num_runs: int, control: str) -> str:
+    """The page of these federations, made of so many runs, as Markdown.
+
+    Raises:
+        ConfigError: in none of them two methods, the control among them, have the same seeds.
+    """
+    if all(result.comparison is None for result in results):
+        seeds = "; ".join(f"{result.title} has {seeds_words(result)}" for result in results)
+        raise ConfigError(f"no method has the seeds of {control}: {seeds}; run the missing ones with `atlas compare`")
     ranks = rank_over_federations(results)
     lines = [
         "# Results",
         "",
-        f"Written by `atlas results` from the files of {len(runs)} finished runs, and by nothing else. Scores are those"
+        f"Written by `atlas results` from the files of {num_runs} finished runs, and by nothing else. Scores are those"
         " on clients' own test examples of the models that they end with. Seeds are the units of every test.",
         *_reading(control),
         *_glance_lines(results, control),
         *([] if ranks is None else ["", "## Over all federations", "", *_rank_lines(ranks, control)]),
+        *claim_sections({one.title: one.comparison for one in results if one.comparison is not None}, control=control),
     ]
     for result in results:
         lines += ["", f"## {result.title}", "", *_federation_lines(result)]
@@ -197,14 +66,26 @@ def results_page(runs: Sequence[FinishedRun], *, control: str) -> str:
 def _reading(control: str) -> list[str]:
     return [
         "",
-        f"- *hurt*: share of clients, over seeds, that score less than with local training, or with the control"
-        f" `{control}`.",
+        "How to read the tables:",
+        "",
+        "- *mean and 95%*: over seeds of the mean over clients, with Student's interval, and *std* over seeds; *middle"
+        " half*: the interquartile mean over seeds x tasks, its interval by a bootstrap of whole seeds and by the"
+        " stratified one, which draws seeds inside each task.",
+        "- *worst client*, *lowest third*: over seeds, of each seed's lowest client and of its lowest third;"
+        " *deviation*: of the scores of the clients of one task, the root of their mean variance over tasks and seeds.",
+        f"- *hurt*: share of clients, over seeds, that score less than with local training, with FedAvg (`{AVERAGE}`),"
+        f" or with the control `{control}`.",
+        "- *over guess*: gain over guessing the commonest class; *below whole*: bytes that it does not send of those"
+        " of whole models in every round.",
+        "- *time*: of a run, with what the results had taken that it reused from runs before it in the same process;"
+        " *reused* is that part. Frozen states that are kept on the disk or in memory are not in it. A dash: the runs"
+        " do not say, and their time is too low where others ran before them.",
+        "- *p*: exact sign flips of the differences of the seeds, with Holm's correction over the rows of a table, and"
+        " Wilcoxon's signed ranks. Where seeds are few p cannot be small; *least p* says how small.",
         f"- *shown*: what has a posterior probability of {SHOWN:g} or more (Bayesian signed-rank): better, worse, or"
-        f" equal within {ROPE:g}; a dash where the seeds do not tell.",
-        "- *deviation*: of the scores of the clients of one task, the root of their mean variance over tasks and seeds;"
-        " *below whole*: bytes that it does not send of those of whole models in every round.",
-        "- *p*: exact sign flips of the differences of the seeds, with Holm's correction over the rows of a table."
-        " Where seeds are few it cannot be small; each table says how small.",
+        f" equal within {ROPE:g}; a dash where the seeds do not tell. *P (run beats run)*: chance that a run of the"
+        " method scores more than one of the control, whatever their seeds; *seeds needed*: for a difference of that"
+        " size, power .8.",
     ]
 
 
@@ -237,8 +118,8 @@ def _glance_lines(results: Sequence[FederationResults], control: str) -> Iterato
 def _glance_cell(pair: PairedComparison | None) -> str:
     if pair is None:
         return EMPTY
-    shown = _shown(pair)
-    return f"{pair.mean:+.3f}" + ("" if shown == "-" else f" {shown}")
+    word = shown(pair)
+    return f"{pair.mean:+.3f}" + ("" if word == EMPTY else f" {word}")
 
 
 def _rank_lines(ranks: MethodRanks, control: str) -> Iterator[str]:
@@ -254,79 +135,52 @@ def _rank_lines(ranks: MethodRanks, control: str) -> Iterator[str]:
 
 
 def _federation_lines(result: FederationResults) -> Iterator[str]:
-    changed = ", ".join(
-        f"{settings()[name].flag} {' '.join(to_words(value))}" for name, value in result.changed.items()
-    )
-    untuned = f"all methods with {changed}, nothing tuned" if changed else "defaults, nothing tuned"
-    own = ", ".join(f"`{name}` {words}" for name, words in result.tuned.items())
-    about = [result.words, f"settings of each method: {own}" if own else untuned]
+    about = [result.words, _settings_words(result)]
     comparison = result.comparison
     if comparison is not None:
-        about += [f"{len(comparison.clients)} clients", f"seeds {', '.join(map(str, comparison.seeds))}"]
+        least = least_sign_flip_p(len(comparison.seeds))
+        seeds = ", ".join(map(str, comparison.seeds))
+        about += [f"{len(comparison.clients)} clients", f"seeds {seeds}, with which no p is below {least:.3g}"]
     yield "; ".join(part for part in about if part) + "."
+    yield from _tuning_lines(result)
     if comparison is not None:
-        yield from ("", *_method_rows(comparison))
-        yield from ("", *_pair_rows(comparison)) if comparison.pairs else ()
+        yield from markdown_tables(comparison)
     for name, scores in sorted(result.in_one_place.items()):
-        what = (
-            "All examples in one place, one adapter" if name == "multitask" else "All examples of a task in one place"
-        )
+        is_shared = name.split()[0] == "multitask"
+        what = "All examples in one place, one adapter" if is_shared else "All examples of a task in one place"
         yield from (
             "",
             f"{what} (`{name}`): {float(np.mean(scores)):.3f} over {len(scores)} seed{'s' * (len(scores) > 1)}.",
         )
+    if comparison is None and result.seeds:
+        yield from ("", f"No comparison: no method has the seeds of the control. There are {seeds_words(result)}.")
     for name, missing in result.incomplete.items():
         yield from ("", f"`{name}` lacks the seeds {', '.join(map(str, missing))} and is in no table.")
 
 
-def _method_rows(comparison: MethodComparison) -> Iterator[str]:
-    headings = ["mean and 95%", "middle half", "worst client", "lowest third", "deviation", "over majority"]
-    yield f"| method | {' | '.join(headings)} | hurt: local | hurt: control | bytes | below whole | time |"
-    yield "|---|---|---|---|---|---|---|---|---|---|---|---|"
-    for name, row in comparison.rows.items():
-        yield f"| `{name}` | {' | '.join(_method_cells(row))} |"
+def seeds_words(result: FederationResults) -> str:
+    """`local 1, 2 and fedavg 3`: the seeds of each method."""
+    words = [f"{name} {', '.join(map(str, seeds))}" for name, seeds in result.seeds.items()]
+    return " and ".join(words) or "runs in one place alone"
 
 
-def _method_cells(row: MethodRow) -> list[str]:
-    statistics = row.statistics
-    half = "" if statistics.interval is None else f" ±{(statistics.interval[1] - statistics.interval[0]) / 2:.3f}"
-    return [
-        f"{statistics.mean:.3f}{half}",
-        number(statistics.interquartile_mean, 3),
-        number(statistics.worst_client, 3),
-        number(statistics.lowest_third, 3),
-        EMPTY if row.variance_in_tasks is None else f"{row.variance_in_tasks**0.5:.3f}",
-        number(row.gain_over_majority, 3, sign=True),
-        number(statistics.hurt, 2),
-        number(row.hurt_by_control, 2),
-        human_bytes(row.num_bytes),
-        EMPTY if row.bytes_below_whole is None else f"{100 * row.bytes_below_whole:.2f}%",
-        "-" if row.seconds is None else seconds(row.seconds),
-    ]
+def _settings_words(result: FederationResults) -> str:
+    changed = ", ".join(
+        f"{settings()[name].flag} {' '.join(to_words(value))}" for name, value in result.changed.items()
+    )
+    words = [f"all methods with {changed}"] if changed else []
+    if result.own_settings:
+        own = ", ".join(f"`{name}` {values}" for name, values in result.own_settings.items())
+        words.append(f"settings of each method: {own}")
+    words += [] if result.tuned else ["no tuning on record"]
+    return "; ".join(words)
 
 
-def _pair_rows(comparison: MethodComparison) -> Iterator[str]:
-    least = least_sign_flip_p(len(comparison.seeds))
-    headings = ["difference and 95%", "d_z", f"p (least {least:.3g})", "Holm", "equal, better", "shown", "seeds needed"]
-    yield f"| minus `{comparison.control}` | {' | '.join(headings)} |"
-    yield "|---|---|---|---|---|---|---|---|"
-    for name, pair in comparison.pairs.items():
-        yield f"| `{name}` | {' | '.join(_pair_cells(pair))} |"
-
-
-def _pair_cells(pair: PairedComparison) -> list[str]:
-    half = "" if pair.interval is None else f" ±{(pair.interval[1] - pair.interval[0]) / 2:.3f}"
-    return [
-        f"{pair.mean:+.3f}{half}",
-        number(pair.effect_size, 1, sign=True),
-        number(pair.sign_flip_p, 3),
-        number(pair.adjusted_p, 3),
-        f"{pair.bayesian.rope:.2f}, {pair.bayesian.right:.2f}",
-        _shown(pair),
-        "-" if pair.seeds_needed is None else str(pair.seeds_needed),
-    ]
-
-
-def _shown(pair: PairedComparison) -> str:
-    chances = {"worse": pair.bayesian.left, "equal": pair.bayesian.rope, "better": pair.bayesian.right}
-    return next((word for word, chance in chances.items() if chance >= SHOWN), "-")
+def _tuning_lines(result: FederationResults) -> Iterator[str]:
+    """What was tried of each method, and of which nothing is written."""
+    if not result.tuned:
+        return
+    yield from ("", "Tuned by validation:", "")
+    yield from (f"- `{name}`: {words}" for name, words in result.tuned.items())
+    if untuned := [f"`{name}`" for name in result.seeds if name not in result.tuned]:
+        yield f"- no tuning on record: {', '.join(untuned)}"

@@ -59,7 +59,9 @@ class MethodStatistics:
     interquartile_mean: float
     """Mean of the middle half of all seeds x tasks (Agarwal et al., 2021)."""
     interquartile_interval: Interval | None
-    """95% percentile interval of the interquartile mean by bootstrap."""
+    """95% percentile interval of the interquartile mean by bootstrap, in a comparison of seeds with all their tasks."""
+    stratified_interval: Interval | None
+    """The same by the stratified bootstrap of Agarwal et al.: seeds drawn inside each task on their own."""
     worst_client: float
     """Mean over seeds of the lowest client's score."""
     lowest_third: float
@@ -163,6 +165,8 @@ def describe_method(
     runs = means[:, None] if tasks is None else task_means(values, tasks)
     lowest = np.sort(values, axis=1)[:, : -(-clients // 3)]
     several = seeds > 1
+    interval = bootstrap_interval(runs, rng=rng, whole_seeds=whole_seeds, resamples=resamples) if several else None
+    stratified = bootstrap_interval(runs, rng=rng, resamples=resamples) if several and whole_seeds else interval
     return MethodStatistics(
         seeds=seeds,
         clients=clients,
@@ -170,9 +174,8 @@ def describe_method(
         std=float(means.std(ddof=1)) if several else None,
         interval=t_interval(means) if several else None,
         interquartile_mean=interquartile_mean(runs),
-        interquartile_interval=(
-            bootstrap_interval(runs, rng=rng, whole_seeds=whole_seeds, resamples=resamples) if several else None
-        ),
+        interquartile_interval=interval,
+        stratified_interval=stratified,
         worst_client=float(lowest[:, 0].mean()),
         lowest_third=float(lowest.mean()),
         hurt=None if baseline is None else hurt_share(values, baseline),

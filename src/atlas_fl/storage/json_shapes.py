@@ -325,7 +325,7 @@ SUMMARY = fields(
         by_kind=mapping_of(mapping_of(number)),
         full_model=fields(reduction=number),
     ),
-    seconds=fields(total=number, phases=mapping_of(number)),
+    seconds=fields(total=number, reused=number, phases=mapping_of(number)),
     memory=mapping_of(number),
     sharing=mapping_of(mapping_of(mapping_of(non_negative))),
     events=fields(
@@ -333,6 +333,15 @@ SUMMARY = fields(
     ),
 )  # fmt: skip
 """`summary.json`; what a reader cannot do without it says itself (`require_fields`)."""
+
+TUNING = fields(
+    {
+        "strategy": text,
+        "seeds": list_of(integer, least=1),
+        "trials": list_of(fields({"settings": mapping_of(number), "validation": score}), least=1),
+    }
+)
+"""`tuning.json`."""
 
 _numeral = _scalar_shape(
     "number of a round", lambda value: isinstance(value, str) and value.isdecimal() and len(value) < 10
@@ -350,6 +359,7 @@ STATE = fields(
         "peak": mapping_of(number),
         "round_seconds": mapping_of(number, names=_numeral),
     },
+    reused_seconds=number,
     history=mapping_of(score, names=_numeral),
     over=flag,
 )

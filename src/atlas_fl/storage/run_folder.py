@@ -88,6 +88,11 @@ class RunFolder:
         return self.path / "digests.json"
 
     @property
+    def tuning(self) -> Path:
+        """How the run's settings were chosen, where `atlas compare --trials` chose them."""
+        return self.path / "tuning.json"
+
+    @property
     def deliveries(self) -> Path:
         """Which clients of a served run have got their model at its end."""
         return self.path / "heard.json"

@@ -1,0 +1,249 @@
+"""Finished runs by federation and method: which belong together, which settings tell rows apart, what was tuned.
+
+Runs belong to one federation where they agree in all settings but the method, what some method sets, the seed and what
+tuning varies. Inside it a row is a method with its settings: what the method owns (`PublishedMethod.settings`), and
+what it suggests where the run has that value, go without saying; runs of one method that differ in anything else are
+different rows, with these settings beside the name.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+from atlas_fl.config import Config, differences, identity_settings
+from atlas_fl.config.federations import DIALS
+from atlas_fl.config.methods import METHODS
+from atlas_fl.config.presets import PRESETS, find_preset
+from atlas_fl.config.settings import value_of
+from atlas_fl.config.values import LIST_SEPARATOR, to_words
+from atlas_fl.errors import ConfigError
+from atlas_fl.experiment.tuning import KNOBS, TunedMethod
+from atlas_fl.report.finished_runs import FinishedRun
+from atlas_fl.report.method_comparison import MethodComparison, compare_scores
+from atlas_fl.report.score_table import BASELINE
+
+OF_THE_METHOD = frozenset(name for method in METHODS.values() for name in (*method.settings, *method.suggested))
+"""Settings that some method sets: in these the methods of one federation may differ."""
+OF_THE_TUNING = frozenset({"lr", *(name for name, _ in KNOBS.values())}) - OF_THE_METHOD
+"""Settings that tuning varies and no method sets."""
+VARIED = OF_THE_METHOD | OF_THE_TUNING
+"""Settings that may tell the rows of one federation apart."""
+WHICH_RUN = frozenset({"strategy", "seed"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class FederationResults:
+    """What is known of one federation."""
+
+    title: str
+    words: str
+    """What its dial says."""
+    changed: Mapping[str, Any]
+    """Settings that all its runs share and that are not those of its preset; of what tuning varies, not the default."""
+    own_settings: Mapping[str, str]
+    """By method, those of its settings in which it differs from other methods, and which are not what it sets."""
+    tuned: Mapping[str, str]
+    """By method, what was tried of it on which seeds, and what was chosen; without those of no record."""
+    comparison: MethodComparison | None
+    """None where fewer than two methods, the control among them, have the same seeds."""
+    seeds: Mapping[str, tuple[int, ...]]
+    """By method, those of its runs."""
+    incomplete: Mapping[str, tuple[int, ...]]
+    """By method, the seeds of others that it lacks; it is in no table."""
+    in_one_place: Mapping[str, tuple[float, ...]]
+    """Of `centralized` and `multitask`, which have one client a task, the mean test scores by seed."""
+
+
+def federation_results(runs: Sequence[FinishedRun], *, control: str) -> tuple[FederationResults, ...]:
+    """The comparison of the methods of every federation, in the order of preset and dial.
+
+    Raises:
+        ConfigError: a federation has no finished run of `control`, or two runs of one row have the same seed.
+        DataError: the runs of two methods have other clients.
+    """
+    groups: dict[str, list[FinishedRun]] = {}
+    for run in runs:
+        groups.setdefault(_federation_key(run.config), []).append(run)
+    ordered = sorted(groups.values(), key=lambda members: _sort_key(members[0].config))
+    return _with_distinct_titles([_compare_federation(members, control=control) for members in ordered])
+
+
+def _sort_key(config: Config) -> tuple[str, int, str]:
+    return config.run.preset or "", -1 if config.run.dial is None else config.run.dial, _federation_key(config)
+
+
+def _federation_key(config: Config) -> str:
+    """Equal of runs of one federation."""
+    values = {name: value for name, value in identity_settings(config).items() if name not in VARIED | WHICH_RUN}
+    return repr(sorted(values.items(), key=lambda item: item[0]))
+
+
+def _with_distinct_titles(results: Sequence[FederationResults]) -> tuple[FederationResults, ...]:
+    """The same, with what is not the preset's in the titles that would stand there twice."""
+    counts = Counter(result.title for result in results)
+    return tuple(
+        replace(result, title=f"{result.title}, {setting_words(result.changed)}")
+        if counts[result.title] > 1 and result.changed
+        else result
+        for result in results
+    )
+
+
+def _compare_federation(runs: Sequence[FinishedRun], *, control: str) -> FederationResults:
+    central = [run for run in runs if run.config.data.centralized]
+    by_client = [run for run in runs if not run.config.data.centralized]
+    config = runs[0].config
+    methods = rows_of(by_client)
+    every_seed = sorted({run.seed for run in by_client})
+    missing = {name: tuple(seed for seed in every_seed if seed not in by_seed) for name, by_seed in methods.items()}
+    incomplete = {name: seeds for name, seeds in missing.items() if seeds}
+    complete = {
+        name: [run.scores for run in by_seed.values()] for name, by_seed in methods.items() if name not in incomplete
+    }
+    if methods and control not in methods:
+        raise ConfigError(f"--control is {control}, and {_title(config)} has {', '.join(methods)}; name one of these")
+    is_compared = len(complete) > 1 and control in complete
+    return FederationResults(
+        title=_title(config),
+        words=_dial_words(config),
+        changed=_changed_settings(by_client or runs),
+        own_settings=_own_settings({name: methods[name] for name in _in_order(methods, control)}),
+        tuned={name: words for name in _in_order(methods, control) if (words := _tuning_words(methods[name]))},
+        comparison=compare_scores(_in_order(complete, control), control=control) if is_compared else None,
+        seeds={name: tuple(sorted(methods[name])) for name in _in_order(methods, control)},
+        incomplete=incomplete if is_compared else {},
+        in_one_place=_scores_in_one_place(central),
+    )
+
+
+def rows_of(runs: Sequence[FinishedRun]) -> dict[str, dict[int, FinishedRun]]:
+    """The runs by row and seed; a method whose runs differ in what methods or tuning set is a row for each setting.
+
+    Raises:
+        ConfigError: two runs of one row have the same seed.
+    """
+    by_method: dict[str, list[FinishedRun]] = {}
+    for run in runs:
+        by_method.setdefault(run.method, []).append(run)
+    rows: dict[str, dict[int, FinishedRun]] = {}
+    for method, members in by_method.items():
+        telling = [name for name in sorted(VARIED) if len({value_of(run.config, name) for run in members}) > 1]
+        for run in members:
+            label = f"{method} {setting_words({name: value_of(run.config, name) for name in telling})}".rstrip()
+            row = rows.setdefault(label, {})
+            if run.seed in row:
+                raise ConfigError(
+                    f"{label} has two runs with seed {run.seed} in {_title(run.config)}, which no setting tells apart;"
+                    " give the folder of one of them"
+                )
+            row[run.seed] = run
+    return dict(sorted(rows.items()))
+
+
+def setting_words(values: Mapping[str, Any]) -> str:
+    """`lr=0.01 share=A+B`."""
+    return " ".join(f"{name}={LIST_SEPARATOR.join(to_words(value))}" for name, value in values.items())
+
+
+def _owns(config: Config, name: str) -> bool:
+    """Whether the value of this setting goes without saying for the method of this run."""
+    method = METHODS.get(config.mixing.strategy)
+    if method is None:
+        return False
+    return name in method.settings or (name in method.suggested and value_of(config, name) == method.suggested[name])
+
+
+def _own_settings(methods: Mapping[str, Mapping[int, FinishedRun]]) -> dict[str, str]:
+    """By row, the settings in which it differs from others and that are neither its method's nor in its label."""
+    configs = {name: next(iter(by_seed.values())).config for name, by_seed in methods.items()}
+    varied = [
+        name
+        for name in sorted(VARIED)
+        if len({value_of(config, name) for config in configs.values() if not _owns(config, name)}) > 1
+    ]
+    words: dict[str, str] = {}
+    for label, config in configs.items():
+        told = {
+            name: value_of(config, name)
+            for name in varied
+            if not _owns(config, name) and f" {name}=" not in label and _is_telling(config, name)
+        }
+        words |= {label: setting_words(told)} if told else {}
+    return words
+
+
+def _is_telling(config: Config, name: str) -> bool:
+    """Whether a row says its value of a setting in which rows differ: the rate always, others where not the preset's.
+
+    A knob of one method is at its default for all others, and nobody is helped by reading so of each.
+    """
+    value = value_of(config, name)
+    return value is not None and (name == "lr" or value != value_of(_preset_of(config), name))
+
+
+def _changed_settings(runs: Sequence[FinishedRun]) -> dict[str, Any]:
+    changed = [differences(_preset_of(run.config), run.config) for run in runs]
+    shared: dict[str, Any] = {}
+    for name in sorted({*OF_THE_TUNING, *(name for one in changed for name in one)} - WHICH_RUN):
+        free = [run.config for run in runs if not _owns(run.config, name)]
+        usual = Config() if name in OF_THE_TUNING else _preset_of(runs[0].config)
+        values = {value_of(config, name) for config in free}
+        if len(values) == 1 and (value := values.pop()) != value_of(usual, name):
+            shared[name] = value
+    return shared
+
+
+def _preset_of(config: Config) -> Config:
+    return find_preset(config.run.preset, dial=config.run.dial) if config.run.preset in PRESETS else Config()
+
+
+def _tuning_words(runs: Mapping[int, FinishedRun]) -> str:
+    """What was tried of the method of these runs; empty where none has a record of it."""
+    records = [run.tuning for run in runs.values()]
+    if all(record is None for record in records):
+        return ""
+    first = next(record for record in records if record is not None)
+    others = sum(record != first for record in records)
+    partly = f"; {others} of {len(records)} runs have no such record" if others else ""
+    return trial_words(first) + partly
+
+
+def trial_words(tuned: TunedMethod) -> str:
+    """`8 settings tried on seeds 9001, 9002: lr 0.005..0.02; chosen lr 0.01 (validation 0.812)`."""
+    ranges = []
+    for name in tuned.trials[0].settings:
+        values = [trial.settings[name] for trial in tuned.trials]
+        ends = f"{min(values):g}..{max(values):g}" if min(values) < max(values) else f"{values[0]:g}"
+        ranges.append(f"{name} {ends}")
+    chosen = ", ".join(f"{name} {value:g}" for name, value in tuned.best.settings.items())
+    return (
+        f"{len(tuned.trials)} setting{'s' * (len(tuned.trials) > 1)} tried on seeds"
+        f" {', '.join(map(str, tuned.seeds))}: {', '.join(ranges)}; chosen {chosen}"
+        f" (validation {tuned.best.validation:.3f})"
+    )
+
+
+def _scores_in_one_place(runs: Sequence[FinishedRun]) -> dict[str, tuple[float, ...]]:
+    """Mean test scores by seed, by the row."""
+    return {
+        label: tuple(fmean(run.scores.scores.values()) for run in by_seed.values())
+        for label, by_seed in rows_of(runs).items()
+    }
+
+
+def _in_order(methods: Mapping[str, Any], control: str) -> dict[str, Any]:
+    """Local training and the control first, then the others by name."""
+    names = sorted(methods, key=lambda name: (name != BASELINE, name != control, name))
+    return {name: methods[name] for name in names}
+
+
+def _title(config: Config) -> str:
+    preset = config.run.preset or "settings of a file"
+    return preset if config.run.dial is None else f"{preset}, dial {config.run.dial}"
+
+
+def _dial_words(config: Config) -> str:
+    preset, dial = config.run.preset, config.run.dial
+    return "" if dial is None or preset not in DIALS else f"{DIALS[preset].what}: {DIALS[preset].words[dial]}"

@@ -1,0 +1,209 @@
+"""Every field of a comparison is in every file; the terminal has tables of eighty columns."""
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from atlas_fl.cli.main import main
+from atlas_fl.report.comparison_tables import (
+    comparison_json,
+    flat_names,
+    latex,
+    markdown,
+    methods_csv,
+    pairs_csv,
+    statistics_files,
+    terminal_tables,
+)
+from atlas_fl.report.federation_results import FederationResults, federation_results
+from atlas_fl.report.finished_runs import RunScores, find_finished_runs
+from atlas_fl.report.method_comparison import MethodComparison, MethodRow, compare_scores
+from atlas_fl.report.results_page import write_page
+from atlas_fl.report.statistics import BayesianComparison, PairedComparison
+
+CLIENTS = ("a-0", "a-1", "b-0", "b-1")
+
+
+def run_of(name: str, seed: int) -> RunScores:
+    draw = np.random.default_rng([seed, *name.encode()])
+    return RunScores(
+        seed=seed,
+        tasks={client: client[0] for client in CLIENTS},
+        scores={client: float(score) for client, score in zip(CLIENTS, draw.uniform(0.4, 0.8, 4), strict=True)},
+        gain_over_majority=0.125,
+        num_bytes=5_000_000,
+        bytes_below_whole=0.5,
+        seconds=10.0,
+        reused_seconds=2.0,
+    )
+
+
+@pytest.fixture
+def comparison() -> MethodComparison:
+    names = ("local", "fedavg", "fedavg_cluster", "fedper")
+    return compare_scores({name: [run_of(name, seed) for seed in (1, 2, 3, 4)] for name in names}, control="fedper")
+
+
+def page(comparison: MethodComparison) -> str:
+    result = FederationResults(
+        title="null",
+        words="",
+        changed={},
+        own_settings={},
+        tuned={},
+        comparison=comparison,
+        seeds={},
+        incomplete={},
+        in_one_place={},
+    )
+    return write_page([result], num_runs=16, control=comparison.control)
+
+
+FORMATS: dict[str, Callable[[MethodComparison], str]] = {
+    "CSV": lambda comparison: methods_csv({"null": comparison}) + pairs_csv({"null": comparison}),
+    "JSON": comparison_json,
+    "Markdown": markdown,
+    "LaTeX": latex,
+    "page": page,
+    **{
+        name: lambda comparison, name=name: statistics_files({"null": comparison})[name]
+        for name in ("statistics.json", "statistics.tex")
+    },
+}
+
+
+def leaves(record: type[Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The path of every number of such a record."""
+    nested = {"statistics": "MethodStatistics", "bayesian": "BayesianComparison"}
+    for field in fields(record):
+        assert (field.name in nested) == is_dataclass(field.type), f"{field.name}: say here that it is a record"
+        if is_dataclass(field.type):
+            assert isinstance(field.type, type)
+            yield from leaves(field.type, (*path, field.name))
+        else:
+            yield (*path, field.name)
+
+
+def changed(record: Any, path: tuple[str, ...]) -> Any:
+    """The record with another value there."""
+    name, *rest = path
+    value = getattr(record, name)
+    if rest:
+        return replace(record, **{name: changed(value, tuple(rest))})
+    assert value is not None, f"{name} is not known here, and nothing is tested"
+    if isinstance(value, tuple):
+        return replace(record, **{name: (*value[:-1], value[-1] + 0.375)})
+    return replace(record, **{name: value * 2 + 1 if isinstance(value, int) or value > 1 else value + 0.375})
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("path", list(leaves(MethodRow)), ids=".".join)
+def test_every_field_of_a_method_is_in_every_file(
+    comparison: MethodComparison, form: str, path: tuple[str, ...]
+) -> None:
+    row = changed(comparison.rows["fedavg_cluster"], path)
+    other = replace(comparison, rows={**comparison.rows, "fedavg_cluster": row})
+    assert FORMATS[form](other) != FORMATS[form](comparison)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("path", list(leaves(PairedComparison)), ids=".".join)
+def test_every_field_of_a_pair_is_in_every_file(comparison: MethodComparison, form: str, path: tuple[str, ...]) -> None:
+    pair = replace(comparison.pairs["fedavg"], adjusted_p=0.5, seeds_needed=40)
+    base = replace(comparison, pairs={**comparison.pairs, "fedavg": pair})
+    other = replace(comparison, pairs={**comparison.pairs, "fedavg": changed(pair, path)})
+    assert FORMATS[form](other) != FORMATS[form](base)
+
+
+def test_the_files_are_flat_and_in_full_precision(comparison: MethodComparison) -> None:
+    (*_, last), (local, *_) = (
+        list(csv.DictReader(text.splitlines()))
+        for text in (methods_csv({"null, dial 2": comparison}), pairs_csv({"null, dial 2": comparison}))
+    )
+    row, pair = comparison.rows["fedper"], comparison.pairs["local"]
+    assert (last["federation"], last["method"], float(last["mean"])) == ("null, dial 2", "fedper", row.statistics.mean)
+    assert row.statistics.interval is not None
+    assert (float(last["interval_low"]), float(last["interval_high"])) == row.statistics.interval
+    assert (last["hurt_by_control"], last["reused_seconds"]) == ("", "2.0")
+    assert (local["method"], local["control"], float(local["bayesian_rope"])) == ("local", "fedper", pair.bayesian.rope)
+    assert [float(word) for word in local["differences"].split()] == list(pair.differences)
+    assert list(last) == ["federation", "method", *flat_names(MethodRow)]
+
+
+def test_the_terminal_has_eighty_columns_and_all_of_it_but_the_differences_by_seed(
+    comparison: MethodComparison,
+) -> None:
+    rows = {"fedavg_cluster_prior" if name == "fedper" else name: row for name, row in comparison.rows.items()}
+    runs = {name: [run_of(name, seed) for seed in (1, 2, 3, 4)] for name in rows}
+    file = io.StringIO()
+    for table in terminal_tables(compare_scores(runs, control="fedavg")):
+        Console(width=80, file=file, color_system=None).print(table)
+    text = file.getvalue()
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.count("\n fedavg_cluster_prior ") == 5, "a table that does not fit would fold the name"
+    for heading in (
+        "95% by",
+        "stratified",
+        "FedAvg",
+        "reused",
+        "guess",
+        "coxon",
+        "beats run",
+        "P (run",
+        "worse",
+        "equal",
+        "better",
+    ):
+        assert heading in text
+    assert "…" not in text
+
+
+def test_what_is_written_says_the_same(comparison: MethodComparison) -> None:
+    content = json.loads(comparison_json(comparison))
+    assert content["rows"]["local"]["statistics"]["mean"] == comparison.rows["local"].statistics.mean
+    assert np.asarray(content["scores"]["local"]).shape == (4, 4)
+    mean = f"{comparison.rows['local'].statistics.mean:.3f}"
+    assert f"| `local` | {mean} ±" in markdown(comparison)
+    mean = f"{comparison.rows['fedavg_cluster'].statistics.mean:.3f}"
+    assert rf"fedavg\_cluster & {mean} $\pm$ " in latex(comparison)
+    assert f"local & ${comparison.pairs['local'].mean:+.3f}$ $\\pm$ " in latex(comparison)
+    assert "\\\\" not in latex(comparison).replace(r" \\" + "\n", "")
+
+
+def test_time_is_with_what_was_reused_and_without_it_where_a_run_does_not_say(comparison: MethodComparison) -> None:
+    assert "| 12.0 s | 2.0 s |" in markdown(comparison)
+    rows = {name: replace(row, reused_seconds=None) for name, row in comparison.rows.items()}
+    assert "| 10.0 s | - |" in markdown(replace(comparison, rows=rows))
+
+
+def test_results_writes_the_statistics_of_every_federation(
+    make_federation: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_federation(1)
+    make_federation(3)
+    words = ["results", str(tmp_path), "--to", str(tmp_path / "page.md"), "--statistics", str(tmp_path / "all")]
+    assert main(words) == main(words) == 0, "its own files may be written anew"
+    results = federation_results(find_finished_runs([tmp_path]), control="fedavg")
+    files = statistics_files({one.title: one.comparison for one in results if one.comparison is not None})
+    assert {path.name: path.read_text() for path in (tmp_path / "all").iterdir()} == files
+    assert {row["federation"] for row in csv.DictReader(files["pairs.csv"].splitlines())} == {
+        "contradiction, dial 1",
+        "contradiction, dial 3",
+    }
+    (tmp_path / "all" / "methods.csv").write_text("mine")
+    assert main(words) == main([*words[:-1], str(tmp_path / "page.md")]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert ["was not written by this command" in said[0], "which is no folder" in said[1]] == [True, True]
+    assert (tmp_path / "all" / "methods.csv").read_text() == "mine"
+
+
+def test_probabilities_of_the_three_cases_have_columns_of_their_own() -> None:
+    assert {f"bayesian_{field.name}" for field in fields(BayesianComparison)} <= set(flat_names(PairedComparison))

@@ -1,0 +1,172 @@
+"""Which runs are one row of a page of results, by hand; and that a page says what was tuned."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from atlas_fl.cli.main import main
+from atlas_fl.errors import CheckpointError, ConfigError
+from atlas_fl.experiment.tuning import TunedMethod, TuningTrial, read_record, write_record
+from atlas_fl.report.federation_results import FederationResults, federation_results, rows_of
+from atlas_fl.report.finished_runs import find_finished_runs, to_csv
+from atlas_fl.report.results_page import results_page
+from atlas_fl.storage.run_folder import RunFolder
+
+MakeFederation = Callable[..., None]
+
+
+def results_of(folder: Path, control: str = "fedavg") -> FederationResults:
+    (result,) = federation_results(find_finished_runs([folder]), control=control)
+    return result
+
+
+def rows(result: FederationResults) -> set[str]:
+    assert result.comparison is not None
+    return set(result.comparison.rows)
+
+
+def test_runs_of_one_method_with_other_settings_are_other_rows(make_federation: MakeFederation, tmp_path: Path) -> None:
+    make_federation(2)
+    make_federation(2, gains={"fedprox": 0.0})
+    make_federation(2, gains={"fedprox": 0.1}, proximal_mu=5.0)
+    result = results_of(tmp_path)
+    assert rows(result) == {"local", "fedavg", "fedper", "fedprox proximal_mu=0.01", "fedprox proximal_mu=5.0"}
+    assert result.own_settings == {}
+
+
+def test_another_rank_is_another_row_of_a_method_that_does_not_own_it(
+    make_federation: MakeFederation, tmp_path: Path
+) -> None:
+    make_federation(2)
+    make_federation(2, gains={"fedavg": 0.1}, ranks="4")
+    with pytest.raises(
+        ConfigError, match=r"--control is fedavg, and .* has fedavg ranks=4, fedavg ranks=8, fedper, lo"
+    ):
+        results_of(tmp_path)
+    result = results_of(tmp_path, control="fedavg ranks=8")
+    assert rows(result) == {"local", "fedper", "fedavg ranks=4", "fedavg ranks=8"}
+
+
+def test_what_a_method_sets_or_suggests_goes_without_saying(make_federation: MakeFederation, tmp_path: Path) -> None:
+    make_federation(2)
+    make_federation(2, gains={"fedprox": 0.1, "ditto": 0.1, "fedlease": 0.0, "fedavg_ft": 0.1})
+    result = results_of(tmp_path)
+    assert rows(result) == {"local", "fedavg", "fedper", "fedprox", "ditto", "fedlease", "fedavg_ft"}
+    assert (result.own_settings, result.changed) == ({}, {"lr": 0.01})
+
+
+def test_a_setting_that_no_method_suggests_stands_above_the_table(
+    make_federation: MakeFederation, tmp_path: Path
+) -> None:
+    make_federation(2)
+    make_federation(2, gains={"fedprox": 0.1}, proximal_mu=5.0)
+    make_federation(2, gains={"fedavg_ft": 0.1}, personal_rounds=4)
+    assert results_of(tmp_path).own_settings == {"fedprox": "proximal_mu=5.0", "fedavg_ft": "personal_rounds=4"}
+
+
+def test_references_in_one_place_with_other_settings_are_other_lines(
+    make_federation: MakeFederation, tmp_path: Path
+) -> None:
+    make_federation(2)
+    make_federation(2, gains={"centralized": 0.0})
+    make_federation(2, gains={"centralized": 0.0}, lr=0.05)
+    assert {name: len(scores) for name, scores in results_of(tmp_path).in_one_place.items()} == {
+        "centralized lr=0.01": 3,
+        "centralized lr=0.05": 3,
+    }
+
+
+def test_federations_of_one_preset_have_titles_that_tell_them_apart(
+    make_federation: MakeFederation, tmp_path: Path
+) -> None:
+    make_federation(2)
+    make_federation(2, rounds=5)
+    titles = [result.title for result in federation_results(find_finished_runs([tmp_path]), control="fedavg")]
+    assert sorted(titles) == ["contradiction, dial 2, lr=0.01", "contradiction, dial 2, lr=0.01 rounds=5"]
+
+
+def test_two_runs_of_one_row_and_seed_are_one_line(make_federation: MakeFederation, tmp_path: Path) -> None:
+    make_federation(2, gains={"local": 0.0}, seeds=(1,))
+    (run,) = find_finished_runs([tmp_path])
+    with pytest.raises(ConfigError, match="local has two runs with seed 1 in contradiction, dial 2, which no setting"):
+        rows_of([run, run])
+
+
+DITTO = TunedMethod(
+    strategy="ditto",
+    trials=(
+        TuningTrial(settings={"lr": 0.01, "second_weight": 0.5}, validation=0.8),
+        TuningTrial(settings={"lr": 0.02, "second_weight": 0.5}, validation=0.7),
+        TuningTrial(settings={"lr": 0.01, "second_weight": 0.1}, validation=0.9),
+    ),
+)
+SAID = (
+    "- `ditto`: 3 settings tried on seeds 9001, 9002: lr 0.01..0.02, second_weight 0.1..0.5; chosen lr 0.01,"
+    " second_weight 0.1 (validation 0.900)"
+)
+
+
+@pytest.fixture
+def tuned(make_federation: MakeFederation, tmp_path: Path) -> Path:
+    """The folder of a federation of which one method was tuned."""
+    make_federation(2)
+    make_federation(2, gains={"ditto": 0.1}, second_weight=0.1)
+    for path in tmp_path.glob("2-ditto-*"):
+        write_record(RunFolder(path), DITTO)
+    return tmp_path
+
+
+def test_a_page_says_what_was_tuned_and_so_does_that_of_its_rows(tuned: Path) -> None:
+    page = results_page(find_finished_runs([tuned]), control="fedavg")
+    assert f"Tuned by validation:\n\n{SAID}\n- no tuning on record: `local`, `fedavg`, `fedper`\n" in page
+    assert "no tuning on record;" not in page
+    file = tuned / "rows.csv"
+    file.write_text(to_csv(find_finished_runs([tuned])))
+    assert results_page(find_finished_runs([file]), control="fedavg") == page
+
+
+def test_without_a_record_a_page_says_that_there_is_none(make_federation: MakeFederation, tmp_path: Path) -> None:
+    make_federation(2)
+    page = results_page(find_finished_runs([tmp_path]), control="fedavg")
+    assert "all methods with --lr 0.01; no tuning on record; 9 clients" in page
+
+
+def test_some_runs_without_a_record_are_counted(tuned: Path) -> None:
+    RunFolder(tuned / "2-ditto-10.1").tuning.unlink()
+    assert results_of(tuned).tuned["ditto"].endswith("; 1 of 3 runs have no such record")
+
+
+def test_rows_of_before_there_were_records_are_read(make_federation: MakeFederation, tmp_path: Path) -> None:
+    make_federation(2)
+    runs = find_finished_runs([tmp_path])
+    file = tmp_path / "rows.csv"
+    file.write_text(without_columns(to_csv(runs), "tuning", "seconds_reused"))
+    assert [run.tuning for run in find_finished_runs([file])] == [None] * len(runs)
+    assert "no tuning on record" in results_page(find_finished_runs([file]), control="fedavg")
+
+
+def without_columns(text: str, *names: str) -> str:
+    lines = [line.split(",") for line in text.splitlines()]  # no cell of these rows has a comma
+    kept = [index for index, name in enumerate(lines[0]) if name not in names]
+    return "".join(",".join(line[index] for index in kept) + "\n" for line in lines)
+
+
+def test_a_record_of_more_trials_stays_and_one_that_chose_another_does_not(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    fewer = TunedMethod(strategy="ditto", trials=DITTO.trials[2:])
+    other = TunedMethod(strategy="ditto", trials=DITTO.trials[:1])
+    for written, kept in ((fewer, fewer), (DITTO, DITTO), (fewer, DITTO), (other, other)):
+        write_record(folder, written)
+        assert read_record(folder) == kept
+
+
+def test_a_record_that_does_not_fit_its_run_is_one_line(tuned: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_record(RunFolder(tuned / "2-local-1"), TunedMethod(strategy="local", trials=DITTO.trials[1:2]))
+    with pytest.raises(ConfigError, match=r"2-local-1/tuning\.json says that tuning chose lr 0\.02 second_weight 0\.5"):
+        find_finished_runs([tuned])
+    assert main(["results", str(tuned)]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    RunFolder(tuned / "2-local-1").tuning.write_text('{"strategy": "local", "seeds": [9001], "trials": []}')
+    with pytest.raises(CheckpointError, match=r"damaged file .*tuning\.json: trials is \[\] and no list of 1 or more"):
+        find_finished_runs([tuned])
