@@ -21,6 +21,7 @@ _FILES = (
     "metrics.jsonl",
     "ledger.jsonl",
     "summary.json",
+    "tuning.json",
     "digests.json",
     "heard.json",
     "sites.json",
