@@ -23,7 +23,9 @@ KEYS = ("layer.0.q.lora_A", "layer.1.q.lora_A", "head.weight")
 """A name of each of the `parts` of a model."""
 BLOCKS = np.array([0, 0, 0, 1, 1])
 INSIDE = StrategyOptions(within="clusters")
-CLUSTERED = [name for name in STRATEGIES if find_strategy(name, INSIDE).clustered]
+BEGIN_IN_CLUSTERS = {"kriging"}
+"""Rules that average inside clusters only until they have measured, over all clients, who belongs together."""
+CLUSTERED = [name for name in STRATEGIES if find_strategy(name, INSIDE).clustered and name not in BEGIN_IN_CLUSTERS]
 COMMUNICATING = [name for name in STRATEGIES if name != "local"]
 OPTIONS = [
     # updates drawn at random are nearly orthogonal: with a small alpha, rows of pfedgraph would be those of local
