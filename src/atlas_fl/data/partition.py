@@ -1,4 +1,4 @@
-"""Partitions of a task's rows among clients: iid, Dirichlet label skew, by quantity, N_c classes each.
+"""Partitions of a task's rows among clients: iid, Dirichlet label skew, by quantity, N_c classes; mixes of test rows.
 
 A partition says two things of every client: how many rows it gets and in which mix of classes. `deal` then hands out
 distinct rows that come as near to this as the rows there are allow.

@@ -1,4 +1,4 @@
-"""Consent of a site (`--allow`, floors): what the person at a site lets out of it; nothing of it by default.
+"""Consent of a site (the flags `--allow`, `--least-examples`, `--most-sketch`): what the person there lets out of it.
 
 Settings are checked against it once, when a site connects (`deployment.settings_policy`), and every job against the
 settings (`deployment.job_policy`).
