@@ -7,6 +7,7 @@ from scipy.optimize import minimize
 
 from atlas_fl.aggregation.kriging import (
     bound_others,
+    correlations,
     kriging,
     measure,
     measured_sharing,
@@ -16,7 +17,7 @@ from atlas_fl.aggregation.kriging import (
 )
 from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.aggregation.strategies import RoundModels, StrategyOptions
-from atlas_fl.audit.kriging import smallest_without_signs
+from atlas_fl.audit.kriging import prediction_row
 
 EQUAL = np.full(2, 0.5)
 
@@ -30,11 +31,21 @@ def drawn(draw: np.random.Generator, theta: np.ndarray, noise: np.ndarray) -> np
 
 
 def test_rows_by_hand() -> None:
-    """(K + N) m = K_k: [[3, 1], [1, 3]] m = (2, 1) has m = (5/8, 1/8), in sum 3/4: 5/6 and 1/6."""
+    """K = ((2, 1), (1, 2)) and N = 1: R_12 = 1/2, reliability 2/3, so (R + I / 2) m = (1, 1/2) has m = (5/8, 1/8)."""
     covariance = np.array([[2.0, 1.0], [1.0, 2.0]])
     np.testing.assert_allclose(
         prediction_rows(covariance, np.ones(2), EQUAL), [[5 / 6, 1 / 6], [1 / 6, 5 / 6]], atol=1e-6
     )
+
+
+def test_lengths_say_nothing_and_reliability_is_of_those_who_are_after_the_same() -> None:
+    """Two clients after one thing, a third after another; of the two one has learnt half as much, with less noise."""
+    lengths = np.array([2.0, 1.0, 5.0])
+    covariance = np.outer(lengths, lengths) * np.array([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
+    rows = prediction_rows(covariance, np.array([4.0, 0.25, 1.0]), np.full(3, 1 / 3))
+    np.testing.assert_allclose(rows, [[0.5, 0.5, 0], [0.5, 0.5, 0], [0, 0, 1]], atol=1e-6)
+    _, reliability = correlations(covariance, np.array([4.0, 0.25, 1.0]), np.full(3, 1 / 3))
+    np.testing.assert_allclose(reliability, [(1 / 2 + 4 / 5) / 2, (1 / 2 + 4 / 5) / 2, 25 / 26])
 
 
 def test_halves_by_hand() -> None:
@@ -49,7 +60,7 @@ def test_halves_by_hand() -> None:
     ("covariance", "noise", "row"),
     [
         ([[1.0, 1.0], [1.0, 1.0]], [1.0, 1.0], [0.5, 0.5]),  # the same client twice: the average
-        ([[1.0, 1.0], [1.0, 1.0]], [1.0, 3.0], [0.75, 0.25]),  # ... by how sure each is
+        ([[1.0, 1.0], [1.0, 1.0]], [1.0, 3.0], [0.5, 0.5]),  # ... whose noise is as that of the others who agree
         ([[1.0, 0.0], [0.0, 1.0]], [5.0, 5.0], [1.0, 0.0]),  # nothing in common: one's own
         ([[1.0, -0.9], [-0.9, 1.0]], [0.1, 0.1], [1.0, 0.0]),  # the contrary: nobody is subtracted
         ([[0.0, 0.0], [0.0, 0.0]], [0.0, 0.0], [0.5, 0.5]),  # nothing has changed: the shares of the examples
@@ -60,24 +71,36 @@ def test_who_shares_with_whom(covariance: list[list[float]], noise: list[float],
     np.testing.assert_allclose(rows[0], row, atol=1e-6)
 
 
+def test_clients_that_are_after_the_same_weigh_by_their_examples() -> None:
+    shares = np.array([0.1, 0.3, 0.6])
+    rows = prediction_rows(np.full((3, 3), 2.0), np.array([0.3, 5.0, 1.0]), shares)
+    np.testing.assert_allclose(rows, np.tile(shares, (3, 1)), atol=1e-6)
+
+
+def test_who_has_learnt_nothing_is_given_the_average_and_given_to_nobody() -> None:
+    shares = np.array([0.5, 0.25, 0.25])
+    rows = prediction_rows(np.diag([0.0, 1.0, 1.0]), np.ones(3), shares)
+    np.testing.assert_allclose(rows, [shares, [0, 1, 0], [0, 0, 1]], atol=1e-12)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_rows_are_those_of_a_general_optimizer_and_of_the_audit(seed: int) -> None:
     draw = np.random.default_rng(seed)
     points = draw.standard_normal((6, 4)) + 0.5
-    covariance, noise = positive_part(points @ points.T - 0.3), draw.random(6) * 3
-    rows = prediction_rows(covariance, noise, np.full(6, 1 / 6))
-    program = covariance + np.diag(noise)
-    for target, row in zip(covariance, rows, strict=True):
+    covariance, noise, examples = positive_part(points @ points.T - 0.3), draw.random(6) * 3, draw.random(6) * 90 + 10
+    rows = prediction_rows(covariance, noise, examples / examples.sum())
+    correlation, reliability = correlations(covariance, noise, examples / examples.sum())
+    for k, row in enumerate(rows):
+        program = correlation + np.diag((1 / reliability[k] - 1) * examples.mean() / examples)
         found = minimize(
-            lambda m, target=target: m @ program @ m - 2 * m @ target,
+            lambda m, program=program, k=k: m @ program @ m - 2 * m @ correlation[k],
             np.full(6, 0.2),
-            jac=lambda m, target=target: 2 * (program @ m - target),
+            jac=lambda m, program=program, k=k: 2 * (program @ m - correlation[k]),
             bounds=[(0, None)] * 6,
             options={"ftol": 1e-15, "gtol": 1e-12},
         ).x
         np.testing.assert_allclose(row, found / found.sum(), atol=1e-5)
-        other = smallest_without_signs(program, target)
-        np.testing.assert_allclose(row, other / other.sum(), atol=1e-6)
+        np.testing.assert_allclose(row, prediction_row(k, covariance, noise, examples), atol=1e-6)
 
 
 def test_a_matrix_with_negative_eigenvalues_counts_as_its_positive_part() -> None:
@@ -198,7 +221,10 @@ def test_what_is_told_of_sharing_by_hand() -> None:
     assert told["a", "adapters"].variance_over_noise is None
     assert (told["a", "adapters"].own_share, told["a", "adapters"].effective_clients) == pytest.approx((1.0, 1.0))
     assert told["a", "head"].variance_over_noise == 0.0
-    assert (told["a", "head"].own_share, told["a", "head"].effective_clients) == pytest.approx((0.5, 2.0), abs=1e-4)
+    # both are after the same, so that they weigh by their examples, 1 and 2
+    entropy = np.log(3) - 2 / 3 * np.log(2)
+    expected = pytest.approx((1 / 3, np.exp(entropy)), abs=1e-6)
+    assert (told["a", "head"].own_share, told["a", "head"].effective_clients) == expected
 
 
 def test_variance_between_clients_is_measured_without_the_noise() -> None:

@@ -3,10 +3,15 @@
     w_k = theta_k + e_k                                        what a client is after, and the noise of its estimate
     N_k  = || h_k^1 - h_k^2 ||^2 / 4                           E || e_k ||^2, from the halves of client k
     K_kl = (< h_k^1, h_l^2 > + < h_k^2, h_l^1 >) / 2           unbiased for < theta_k, theta_l >, also for k = l
-    m_k  = argmin over m >= 0 of  m^T (K+ + diag N) m - 2 m^T K+_k,      scaled to sum to 1
+    R_kl = K+_kl / sqrt(K+_kk K+_ll)                           how far two clients are after the same
+    b_k  = K+_kk / (K+_kk + N_k n_k / mean n)                  reliability of a client with as many examples as the mean
+    c_k  = sum_l R_kl^2 b_l / sum_l R_kl^2                     the same, of all that are after what client k is after
+    m_k  = argmin over m >= 0 of  m^T (R + (1 / c_k - 1) diag(mean n / n)) m - 2 m^T R_k,      scaled to sum to 1
 
 h_k^1 and h_k^2 are what client k's model has become since the run began when it is trained on either half of its
-examples (`client.split_halves`), in product space of s B A; K+ is the positive part of K. The adapters have one matrix,
+examples (`client.split_halves`), in product space of s B A; K+ is the positive part of K, n are numbers of examples.
+Lengths are left out: they say how fast a client learns, and in a task that is learnt slowly the client that has learnt
+least has the least noise, too, and would weigh most. The adapters have one matrix,
 or with `--gram-by` each layer or kind of parameter its own; heads have one inside each task. There are no clusters and
 no strength to choose: clients whose halves agree as those of one do share a model, and who agrees with nobody keeps its
 own.
@@ -47,7 +52,9 @@ from atlas_fl.params import LORA_B, ByClient, Params, ServerState, shared_params
 HALVES, INITIAL = "halves", "initial"
 """The entries of the server state: what each client has reported, and the model that it began the run with."""
 RIDGE = 1e-9
-"""Share of the mean diagonal that is added to it, so that the program has one solution."""
+"""Added to the noise, so that the program has one solution."""
+TINY = 1e-6
+"""Share of the longest below which a client's length is rounding."""
 
 
 def measure(
@@ -66,18 +73,32 @@ def positive_part(matrix: Float64[np.ndarray, "n n"]) -> Float64[np.ndarray, "n 
     return np.asarray((vectors * np.maximum(values, 0.0)) @ vectors.T)
 
 
+def correlations(
+    covariance: Float64[np.ndarray, "n n"], noise: Float64[np.ndarray, " n"], shares: Float64[np.ndarray, " n"]
+) -> tuple[Float64[np.ndarray, "n n"], Float64[np.ndarray, " n"]]:
+    """(R, c): zero, and without meaning, for clients in which nothing is after anything."""
+    known = positive_part(covariance)
+    lengths = np.sqrt(np.maximum(np.diag(known), 0.0))
+    is_known = lengths > TINY * lengths.max(initial=0.0)
+    scales = np.where(is_known, lengths, np.inf)
+    correlation = known / np.outer(scales, scales)
+    variance = np.where(is_known, lengths**2, 1.0)
+    reliability = variance / (variance + noise * shares * len(shares))
+    weights = correlation**2
+    pooled = weights @ reliability / np.where(is_known, weights.sum(axis=1), 1.0)
+    return correlation, np.where(is_known, pooled, 1.0)
+
+
 def prediction_rows(
     covariance: Float64[np.ndarray, "n n"], noise: Float64[np.ndarray, " n"], shares: Float64[np.ndarray, " n"]
 ) -> Float64[np.ndarray, "n n"]:
-    """m_k of every client, a row each; `shares`, which sum to 1, where nothing is to be predicted from."""
-    known = positive_part(covariance)
-    scale = float(np.trace(known) + noise.sum()) / len(noise)
-    if scale <= 0:
-        return np.tile(shares, (len(noise), 1))
-    root = np.linalg.cholesky(known / scale + np.diag(noise / scale + RIDGE))
+    """m_k of every client, a row each; `shares` of the examples, which sum to 1, where there is nothing to predict."""
+    correlation, reliability = correlations(covariance, noise, shares)
     rows = []
-    for target in known / scale:
-        weights, _ = nnls(root.T, np.linalg.solve(root, target), maxiter=100 * len(noise))
+    for target, reliable in zip(correlation, reliability, strict=True):
+        noises = (1 / reliable - 1) / (shares * len(shares)) + RIDGE
+        root = np.linalg.cholesky(correlation + np.diag(noises))
+        weights, _ = nnls(root.T, np.linalg.solve(root, target), maxiter=100 * len(shares))
         rows.append(weights / weights.sum() if weights.sum() > 0 else shares)
     return np.stack(rows)
 

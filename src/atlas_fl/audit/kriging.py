@@ -17,7 +17,9 @@ from atlas_fl.params import LORA_B
 
 HALVES = ("first", "second")
 RIDGE = 1e-9
-"""Share of the mean diagonal that the program has on top."""
+"""What the program has on top of the noise."""
+SHORTEST = 1e-6
+"""Share of the longest below which a length is none."""
 SWEEPS, STILL = 100_000, 1e-14
 """Rounds over all weights, and how little of the largest they may move in the last one."""
 
@@ -78,13 +80,8 @@ class Predictions:
                 covariance[i, j] = float(first[i] @ second[j] + second[i] @ first[j]) / 2
         values, vectors = np.linalg.eigh(covariance)
         known = sum(max(value, 0.0) * np.outer(vector, vector) for value, vector in zip(values, vectors.T, strict=True))
-        shares = np.array([self._plan.examples[one] for one in members], np.float64)
-        scale = float(np.trace(known) + noise.sum()) / n
-        if scale <= 0:
-            return np.tile(shares / shares.sum(), (n, 1))
-        program = known / scale + np.diag(noise / scale + RIDGE)
-        rows = [smallest_without_signs(program, target / scale) for target in known]
-        return np.stack([row / row.sum() if row.sum() > 0 else shares / shares.sum() for row in rows])
+        examples = np.array([self._plan.examples[one] for one in members], np.float64)
+        return np.array([prediction_row(k, known, noise, examples) for k in range(n)])
 
     def _changes(self, members: Sequence[int], half: str, keys: Sequence[str]) -> list[np.ndarray]:
         names = [self._plan.clients[one] for one in members]
@@ -98,6 +95,24 @@ class Predictions:
                 part = parts.get(name, np.zeros(0))
                 vectors[name].append(np.pad(part, (0, longest - len(part))))
         return [np.concatenate(parts) if parts else np.zeros(0) for parts in vectors.values()]
+
+
+def prediction_row(k: int, known: np.ndarray, noise: np.ndarray, examples: np.ndarray) -> np.ndarray:
+    """The weights of client k: lengths apart, and with the reliability of those who are after the same."""
+    n, mean = len(examples), float(np.mean(examples))
+    lengths = [max(float(known[i, i]), 0.0) ** 0.5 for i in range(n)]
+    some = [i for i in range(n) if lengths[i] > SHORTEST * max(lengths)]
+    if k not in some:
+        return np.asarray(examples / examples.sum())
+    cosine = np.zeros((n, n))
+    for i in some:
+        for j in some:
+            cosine[i, j] = known[i, j] / (lengths[i] * lengths[j])
+    reliable = {i: lengths[i] ** 2 / (lengths[i] ** 2 + noise[i] * examples[i] / mean) for i in some}
+    agreed = sum(cosine[k, i] ** 2 * reliable[i] for i in some) / sum(cosine[k, i] ** 2 for i in some)
+    program = cosine + np.diag([(1 / agreed - 1) * mean / count + RIDGE for count in examples])
+    row = smallest_without_signs(program, cosine[k])
+    return row / row.sum() if row.sum() > 0 else np.asarray(examples / examples.sum())
 
 
 def _initial_names(state: Flat, client: str) -> set[str]:
