@@ -86,6 +86,7 @@ WRITERS: Mapping[str, str] = {
     "report/style.py": "figures, in a run's folder or where another one was set aside",
     "experiment/run.py": "in a run's folder",
     "experiment/search.py": "the folder of a search",
+    "experiment/tuning.py": "in a run's folder",
 }
 """Who replaces files by our own writers, and where."""
 
