@@ -7,8 +7,8 @@ import pytest
 
 from atlas_fl.cli.main import main
 from atlas_fl.errors import CheckpointError, ConfigError
-from atlas_fl.experiment.tuning import TunedMethod, TuningTrial, read_record, write_record
-from atlas_fl.report.federation_results import FederationResults, federation_results, rows_of
+from atlas_fl.experiment.tuning import TunedMethod, TuningTrial, read_tuning, write_tuning
+from atlas_fl.report.federation_results import FederationResults, federation_results, method_rows
 from atlas_fl.report.finished_runs import find_finished_runs, to_csv
 from atlas_fl.report.results_page import results_page
 from atlas_fl.storage.run_folder import RunFolder
@@ -90,7 +90,7 @@ def test_two_runs_of_one_row_and_seed_are_one_line(make_federation: MakeFederati
     make_federation(2, gains={"local": 0.0}, seeds=(1,))
     (run,) = find_finished_runs([tmp_path])
     with pytest.raises(ConfigError, match="local has two runs with seed 1 in contradiction, dial 2, which no setting"):
-        rows_of([run, run])
+        method_rows([run, run])
 
 
 DITTO = TunedMethod(
@@ -113,7 +113,7 @@ def tuned(make_federation: MakeFederation, tmp_path: Path) -> Path:
     make_federation(2)
     make_federation(2, gains={"ditto": 0.1}, second_weight=0.1)
     for path in tmp_path.glob("2-ditto-*"):
-        write_record(RunFolder(path), DITTO)
+        write_tuning(RunFolder(path), DITTO)
     return tmp_path
 
 
@@ -157,12 +157,12 @@ def test_a_record_of_more_trials_stays_and_one_that_chose_another_does_not(tmp_p
     fewer = TunedMethod(strategy="ditto", trials=DITTO.trials[2:])
     other = TunedMethod(strategy="ditto", trials=DITTO.trials[:1])
     for written, kept in ((fewer, fewer), (DITTO, DITTO), (fewer, DITTO), (other, other)):
-        write_record(folder, written)
-        assert read_record(folder) == kept
+        write_tuning(folder, written)
+        assert read_tuning(folder) == kept
 
 
 def test_a_record_that_does_not_fit_its_run_is_one_line(tuned: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_record(RunFolder(tuned / "2-local-1"), TunedMethod(strategy="local", trials=DITTO.trials[1:2]))
+    write_tuning(RunFolder(tuned / "2-local-1"), TunedMethod(strategy="local", trials=DITTO.trials[1:2]))
     with pytest.raises(ConfigError, match=r"2-local-1/tuning\.json says that tuning chose lr 0\.02 second_weight 0\.5"):
         find_finished_runs([tuned])
     assert main(["results", str(tuned)]) == 2

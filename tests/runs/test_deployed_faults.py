@@ -66,13 +66,8 @@ def test_a_server_that_is_killed_goes_on_from_its_checkpoint(federation: Callabl
     fed.is_as_simulated()
 
 
-def test_no_fault_changes_a_bit_of_cut_models(federation: Callable[..., Federation]) -> None:
-    """A site killed in the middle of its job, a link cut, and the server killed and started again.
-
-    With noise, and the simulation's secrets at the sites: what a site draws after it was killed is what it drew before.
-    """
-    fed = federation(rounds=3, split="movie-0=1,movie-1=2", wire_noise=0.2)
-    fed.has_the_simulations_noise()
+def ends_as_simulated_after_all_faults(fed: Federation) -> None:
+    """A site killed and a link cut in round one, then the server killed and started again."""
     with killed_and_cut(fed, back_at="train, round 1") as (server, port, again, second):
         server.wait_for("round 1/3")
         server.kill()
@@ -81,6 +76,16 @@ def test_no_fault_changes_a_bit_of_cut_models(federation: Callable[..., Federati
         assert "is lost; trying again" in second.end()
         assert "resumed after round" in last.end()
     fed.is_as_simulated()
+
+
+def test_no_fault_changes_a_bit_of_cut_models(federation: Callable[..., Federation]) -> None:
+    """A site killed in the middle of its job, a link cut, and the server killed and started again.
+
+    With noise, and the simulation's secrets at the sites: what a site draws after it was killed is what it drew before.
+    """
+    fed = federation(rounds=3, split="movie-0=1,movie-1=2", wire_noise=0.2)
+    fed.has_the_simulations_noise()
+    ends_as_simulated_after_all_faults(fed)
 
 
 @pytest.mark.parametrize("values", [{"strategy": "kriging", "measure_round": 1}, {"strategy": "fedpac"}])
@@ -89,14 +94,7 @@ def test_no_fault_changes_a_bit_of_what_a_rule_asks_for(
 ) -> None:
     """A site killed while it reports, a link cut, and the server killed with the reports in its checkpoint."""
     fed = federation(rounds=3, **values)
-    with killed_and_cut(fed, back_at="train, round 1") as (server, port, again, second):
-        server.wait_for("round 1/3")
-        server.kill()
-        last, _ = fed.serve(port=port)
-        again.end()
-        assert "is lost; trying again" in second.end()
-        assert "resumed after round" in last.end()
-    fed.is_as_simulated()
+    ends_as_simulated_after_all_faults(fed)
     assert audit_run(fed.served.path).ok
     sent, expected = (
         sorted(

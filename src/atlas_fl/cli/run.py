@@ -252,14 +252,14 @@ def _slots(name: str, rule: str) -> dict[str, str]:
         "matrix": MATRICES[rule] if method is None else f"{rule}, {MATRICES[rule]}",
         "share": "nothing" if is_local else "+".join(mixing.share),
         "space": "any" if not has_space else "factors" if rule in IN_FACTORS else mixing.space,
-        "keep": "own model" if is_local else _kept(config),
+        "keep": "own model" if is_local else _keep_slot(config),
         "local term": _local_term(own, rule),
         **({"trains": config.training.trained_parts} if "trained_parts" in own else {}),
         **({"sets": sets} if (sets := _others(own)) else {}),
     }
 
 
-def _kept(config: Config) -> str:
+def _keep_slot(config: Config) -> str:
     mixing = config.mixing
     if mixing.personal_models:
         return "own model" + (", stacked on the mixed one" if mixing.second_model != "none" else "")

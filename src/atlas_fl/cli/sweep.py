@@ -216,13 +216,13 @@ def _write_tuning(
     points: Sequence[Point], folders: Sequence[Path], tuned: "Mapping[str, Sequence[TunedMethod]]"
 ) -> None:
     """Write beside every run how its settings were chosen, for the pages that are made of runs (`atlas results`)."""
-    from atlas_fl.experiment.tuning import has_settings, write_record
+    from atlas_fl.experiment.tuning import has_settings, write_tuning
 
     by_name = {(preset, method.strategy): method for preset, methods in tuned.items() for method in methods}
     for point, folder in zip(points, folders, strict=True):
         method = by_name.get((point.config.run.preset, point.config.mixing.strategy))
         if method is not None and has_settings(point.config, method.best):  # `--over` may have set another value
-            write_record(RunFolder(folder), method)
+            write_tuning(RunFolder(folder), method)
 
 
 def _refuse(groups: Sequence[Words], flag: str, remedy: str) -> None:

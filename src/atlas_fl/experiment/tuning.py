@@ -137,19 +137,19 @@ def has_settings(config: Config, trial: TuningTrial) -> bool:
     return all(name in settings() and value_of(config, name) == value for name, value in trial.settings.items())
 
 
-def write_record(folder: RunFolder, tuned: TunedMethod) -> None:
+def write_tuning(folder: RunFolder, tuned: TunedMethod) -> None:
     """Write beside a run how its settings were chosen; a record of more trials that chose the same stays."""
-    earlier = read_record(folder)
+    earlier = read_tuning(folder)
     if earlier is None or earlier.best.settings != tuned.best.settings or len(earlier.trials) <= len(tuned.trials):
-        write_json(folder.tuning, record_of(tuned))
+        write_json(folder.tuning, tuning_json(tuned))
 
 
-def record_of(tuned: TunedMethod) -> dict[str, Any]:
+def tuning_json(tuned: TunedMethod) -> dict[str, Any]:
     """The method as JSON holds it."""
     return asdict(tuned)
 
 
-def read_record(folder: RunFolder) -> TunedMethod | None:
+def read_tuning(folder: RunFolder) -> TunedMethod | None:
     """How the settings of this run were chosen; None where nothing is written of it.
 
     Raises:
@@ -159,11 +159,11 @@ def read_record(folder: RunFolder) -> TunedMethod | None:
         return None
     content = read_json(folder.tuning)
     check_shape(content, TUNING, file=folder.tuning)
-    return parse_record(content)
+    return parse_tuning(content)
 
 
-def parse_record(content: Mapping[str, Any]) -> TunedMethod:
-    """The method that `record_of` has written."""
+def parse_tuning(content: Mapping[str, Any]) -> TunedMethod:
+    """The method that `tuning_json` has written."""
     return TunedMethod(
         strategy=content["strategy"],
         seeds=tuple(content["seeds"]),

@@ -95,7 +95,7 @@ def _compare_federation(runs: Sequence[FinishedRun], *, control: str) -> Federat
     central = [run for run in runs if run.config.data.centralized]
     by_client = [run for run in runs if not run.config.data.centralized]
     config = runs[0].config
-    methods = rows_of(by_client)
+    methods = method_rows(by_client)
     every_seed = sorted({run.seed for run in by_client})
     missing = {name: tuple(seed for seed in every_seed if seed not in by_seed) for name, by_seed in methods.items()}
     incomplete = {name: seeds for name, seeds in missing.items() if seeds}
@@ -118,7 +118,7 @@ def _compare_federation(runs: Sequence[FinishedRun], *, control: str) -> Federat
     )
 
 
-def rows_of(runs: Sequence[FinishedRun]) -> dict[str, dict[int, FinishedRun]]:
+def method_rows(runs: Sequence[FinishedRun]) -> dict[str, dict[int, FinishedRun]]:
     """The runs by row and seed; a method whose runs differ in what methods or tuning set is a row for each setting.
 
     Raises:
@@ -229,7 +229,7 @@ def _scores_in_one_place(runs: Sequence[FinishedRun]) -> dict[str, tuple[float, 
     """Mean test scores by seed, by the row."""
     return {
         label: tuple(fmean(run.scores.scores.values()) for run in by_seed.values())
-        for label, by_seed in rows_of(runs).items()
+        for label, by_seed in method_rows(runs).items()
     }
 
 

@@ -25,9 +25,9 @@ from atlas_fl.experiment.tuning import (
     DEVELOPMENT_SEEDS,
     TunedMethod,
     has_settings,
-    parse_record,
-    read_record,
-    record_of,
+    parse_tuning,
+    read_tuning,
+    tuning_json,
 )
 from atlas_fl.storage.digests import check_files
 from atlas_fl.storage.json_shapes import SUMMARY, TUNING, check_shape
@@ -139,7 +139,7 @@ def find_finished_runs(places: Sequence[Path | str]) -> tuple[FinishedRun, ...]:
     for folder in folders:
         config = load_config(RunFolder(folder).config)
         if config.run.seed not in DEVELOPMENT_SEEDS:
-            run = FinishedRun(config=config, scores=read_scores(folder), tuning=read_record(RunFolder(folder)))
+            run = FinishedRun(config=config, scores=read_scores(folder), tuning=read_tuning(RunFolder(folder)))
             _check_tuning(run, str(RunFolder(folder).tuning))
             runs[config_hash(config)] = run
     if not runs:
@@ -175,7 +175,7 @@ def to_csv(runs: Iterable[FinishedRun]) -> str:
                 scores.reused_seconds,
                 *(_words(values) for values in (scores.scores, scores.tasks.values(), scores.scores.values())),
                 shlex.join(_flags(run.config)),
-                None if run.tuning is None else json.dumps(record_of(run.tuning)),
+                None if run.tuning is None else json.dumps(tuning_json(run.tuning)),
                 config_hash(run.config),
             ]
         )
@@ -236,7 +236,7 @@ def _tuning_of(row: Mapping[str, Any]) -> TunedMethod | None:
     content = json.loads(row["tuning"])
     if fault := TUNING(content, "tuning"):
         raise ValueError(fault)
-    return parse_record(content)
+    return parse_tuning(content)
 
 
 def _config_of(row: Mapping[str, Any]) -> Config:
