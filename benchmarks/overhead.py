@@ -135,8 +135,8 @@ def main() -> None:
         ("local", "factors", 99),
         ("fedavg", "factors", 99),
         ("fedavg", "product", 99),
-        ("atlas", "factors", 99),
-        ("atlas", "product", 99),
+        ("atlas_laplacian", "factors", 99),
+        ("atlas_laplacian", "product", 99),
         ("fedavg", "factors", 1),
     ]
     with tempfile.TemporaryDirectory() as base:

@@ -37,8 +37,8 @@ def test_every_rule_by_hand():
     assert after("fedavg", trained) == [7, 7]
     assert after("fedavg_cluster", trained) == [7, 7]
     assert after("atlas_no_laplacian", trained) == [7, 7]
-    assert after("atlas", trained, eta=0.25) == [5, 7]
-    assert after("atlas", trained, eta=1.0) == [8, 4]
+    assert after("atlas_laplacian", trained, eta=0.25) == [5, 7]
+    assert after("atlas_laplacian", trained, eta=1.0) == [8, 4]
 
 
 THREE = Federation(
@@ -58,7 +58,7 @@ THREE = Federation(
         ("fedavg", (1 * 4 + 3 * 8) / 4),
         ("fedavg_cluster", 4.0),
         ("atlas_no_laplacian", 4.0),
-        ("atlas", (1 * 4 + 3 * 8) / 4),
+        ("atlas_laplacian", (1 * 4 + 3 * 8) / 4),
     ],
 )
 def test_who_joins_begins_with_its_row_of_the_rule_by_hand(name, begins):
@@ -69,7 +69,7 @@ def test_who_joins_begins_with_its_row_of_the_rule_by_hand(name, begins):
     assert float(found["c"]["head.bias"]) == begins
 
 
-@pytest.mark.parametrize("name", ["fedavg", "fedavg_cluster", "atlas"])
+@pytest.mark.parametrize("name", ["fedavg", "fedavg_cluster", "atlas_laplacian"])
 def test_who_joins_and_meets_nobody_keeps_its_own_model(name):
     """Another task for the head, no cluster and no edge for the rest; nor do two newcomers mix with each other."""
     alone = dataclasses.replace(
@@ -82,21 +82,21 @@ def test_who_joins_and_meets_nobody_keeps_its_own_model(name):
 
 def test_eta_decays_from_the_second_round_on():
     trained = heads(4.0, 8.0)
-    assert after("atlas", trained, eta=0.5, eta_decay=0.5, round=1) == [6, 6]
-    assert after("atlas", trained, eta=0.5, eta_decay=0.5, round=2) == [5, 7]
-    strategy = find_strategy("atlas", StrategyOptions(eta=0.4, eta_decay=0.5))
+    assert after("atlas_laplacian", trained, eta=0.5, eta_decay=0.5, round=1) == [6, 6]
+    assert after("atlas_laplacian", trained, eta=0.5, eta_decay=0.5, round=2) == [5, 7]
+    strategy = find_strategy("atlas_laplacian", StrategyOptions(eta=0.4, eta_decay=0.5))
     assert [strategy.eta(round) for round in (1, 2, 3)] == pytest.approx([0.4, 0.2, 0.1])
     assert find_strategy("fedavg", StrategyOptions(eta=0.4)).eta(1) == 0.0
 
 
 def test_the_graph_needs_no_absent_client_to_come():
     alone = {"a": heads(4.0, 0.0)["a"]}
-    assert after("atlas", alone, eta=0.25) == [3, 0]
+    assert after("atlas_laplacian", alone, eta=0.25) == [3, 0]
     assert after("fedavg", alone) == [4, 4]
 
 
 def test_layer_weighting_scales_eta_by_importance():
-    strategy = find_strategy("atlas", StrategyOptions(eta=0.4, layer_weighting="importance"))
+    strategy = find_strategy("atlas_laplacian", StrategyOptions(eta=0.4, layer_weighting="importance"))
     matrices = strategy.matrices(TWO, [True, True], round=1)
     # mean importance .2 and .8: a quarter of eta for layer 0, all of it for layer 1 and the head
     assert matrices("layer.0.q.lora_A")[0, 1] == pytest.approx(0.1)
@@ -134,14 +134,14 @@ def test_an_update_of_a_stranger_is_refused():
 def test_flags_say_what_a_rule_needs():
     flags = {
         name: (strategy.communicates, strategy.clustered)
-        for name in ("local", "fedavg", "fedavg_cluster", "atlas", "atlas_no_laplacian")
+        for name in ("local", "fedavg", "fedavg_cluster", "atlas_laplacian", "atlas_no_laplacian")
         for strategy in [find_strategy(name, StrategyOptions())]
     }
     assert flags == {
         "local": (False, False),
         "fedavg": (True, False),
         "fedavg_cluster": (True, True),
-        "atlas": (True, True),
+        "atlas_laplacian": (True, True),
         "atlas_no_laplacian": (True, True),
     }
 
@@ -150,11 +150,11 @@ def test_flags_say_what_a_rule_needs():
     ("name", "words", "message"),
     [
         ("fedavgg", {}, "unknown strategy 'fedavgg'; did you mean 'fedavg'"),
-        ("atlas", {"eta": -0.1}, "eta is -0.1; it must be finite and 0 or more"),
-        ("atlas", {"eta": float("nan")}, "eta is nan; it must be finite"),
-        ("atlas", {"eta_decay": -1.0}, "eta_decay is -1.0; it must be finite"),
-        ("atlas", {"laplacian": "symetric"}, "unknown Laplacian 'symetric'; did you mean 'symmetric'"),
-        ("atlas", {"layer_weighting": "by_layer"}, "unknown layer weighting 'by_layer'"),
+        ("atlas_laplacian", {"eta": -0.1}, "eta is -0.1; it must be finite and 0 or more"),
+        ("atlas_laplacian", {"eta": float("nan")}, "eta is nan; it must be finite"),
+        ("atlas_laplacian", {"eta_decay": -1.0}, "eta_decay is -1.0; it must be finite"),
+        ("atlas_laplacian", {"laplacian": "symetric"}, "unknown Laplacian 'symetric'; did you mean 'symmetric'"),
+        ("atlas_laplacian", {"layer_weighting": "by_layer"}, "unknown layer weighting 'by_layer'"),
         ("fedavg", {"share": ("A",)}, "needs both A and B shared, not A"),
         ("fedavg", {"share": ()}, "share is empty"),
     ],

@@ -1,11 +1,15 @@
 """Kriging: rows by hand and against other solvers, what halves measure, and risks on planted federations."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from scipy.optimize import minimize
 
 from atlas_fl.aggregation.kriging import (
+    alike_in_cluster,
+    atlas,
     bound_others,
     correlations,
     kriging,
@@ -225,6 +229,46 @@ def test_what_is_told_of_sharing_by_hand() -> None:
     entropy = np.log(3) - 2 / 3 * np.log(2)
     expected = pytest.approx((1 / 3, np.exp(entropy)), abs=1e-6)
     assert (told["a", "head"].own_share, told["a", "head"].effective_clients) == expected
+
+
+@pytest.mark.parametrize(
+    ("halves", "row"),
+    [
+        # K_kk = 3 and N = 1 of both, K_ab = 5: tau^2 = 3 - 5 < 1, and a has one of three examples
+        (((3.0, 1.0), (1.0, 3.0)), (1 / 3, 2 / 3)),
+        # K_aa = 3, K_bb = -1 and N = 1 of both, K_ab = -1: tau^2 = 1 + 1 > 1, and who disagrees is left out
+        (((3.0, 1.0), (1.0, -1.0)), (1.0, 0.0)),
+        # K_kk = 8 and N = 1 of both, K_ab = -10: tau^2 = 18
+        (((4.0, 2.0), (-2.0, -4.0)), (1.0, 0.0)),
+    ],
+)
+def test_a_cluster_is_averaged_where_its_clients_differ_by_less_than_their_noise_by_hand(
+    halves: tuple[tuple[float, float], ...], row: tuple[float, float]
+) -> None:
+    start = {name: {"head.w": torch.zeros(1)} for name in "abc"}
+    strategy = atlas(StrategyOptions(max_share=1.0))
+    reports = {
+        name: {f"{half}/head.w": torch.tensor([value]) for half, value in zip(("first", "second"), own, strict=True)}
+        for name, own in zip("ab", halves, strict=True)
+    }
+    state = strategy.record_reports(strategy.init(start), reports)
+    models = RoundModels(before=start, after=start, server_state=state)
+    inside = replace(federation("abc", "xxx"), clusters=np.array([0, 0, 1]))
+    for present in ([True, True, True], [True, True, False]):
+        matrix = strategy.matrices(inside, present, round=1, models=models)("head.w")
+        np.testing.assert_allclose(matrix[0], [*row, 0.0], atol=1e-6)
+    undecided = strategy.matrices(federation("abc", "xxx"), [True] * 3, round=1, models=models)("head.w")
+    over_all = kriging(StrategyOptions(max_share=1.0)).matrices(inside, [True] * 3, round=1, models=models)("head.w")
+    np.testing.assert_array_equal(undecided[:2], over_all[:2])
+
+
+def test_a_cluster_without_differences_is_averaged_in_most_draws_and_one_that_pays_in_none() -> None:
+    """Five clients: the risk of their average is below that of their own models where tau^2 < N, and else above."""
+    draw, inside = np.random.default_rng(5), np.zeros(5, np.int64)
+    for ratio, wanted in ((0.0, 1.0), (0.5, 1.0), (2.0, 0.0)):
+        theta = [draw.standard_normal((5, 300)) * np.sqrt(ratio / 300) for _ in range(50)]
+        ratios = [alike_in_cluster(drawn(draw, one, np.ones(5)), inside).all() for one in theta]
+        assert np.mean(ratios) == pytest.approx(wanted, abs=0.05)
 
 
 def test_variance_between_clients_is_measured_without_the_noise() -> None:

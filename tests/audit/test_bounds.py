@@ -51,7 +51,7 @@ def test_an_update_beyond_the_bound_that_was_mixed_is_found(tmp_path):
 
 @pytest.mark.parametrize("laplacian", ["random_walk", "symmetric", "metropolis"])
 def test_who_was_refused_is_nobodys_neighbour_and_the_record_says_so(tmp_path, laplacian):
-    run = write_run(tmp_path / "run", MixingConfig(strategy="atlas", eta=0.3, laplacian=laplacian))
+    run = write_run(tmp_path / "run", MixingConfig(strategy="atlas_laplacian", eta=0.3, laplacian=laplacian))
     assert audit_run(run).ok
     edit_record(run, 2, without_edges=[])
     report = audit_run(run)

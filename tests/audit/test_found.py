@@ -18,7 +18,7 @@ def test_a_write_back_that_does_not_happen_is_found(tmp_path):
     def served(_round, updates, start):
         return {client: updates.get(client, start[client]) for client in CLIENTS}
 
-    report = audit_run(write_run(tmp_path / "run", MixingConfig(eta=0.1), served=served))
+    report = audit_run(write_run(tmp_path / "run", MixingConfig(strategy="atlas_laplacian", eta=0.1), served=served))
     moved = only(report, "moved", round=1)
     assert {row.client for row in moved} == set(CLIENTS) - {"pairs-0"}, "who is alone may stay"
     assert moved[0].detail.startswith("3 of 3 were left as trained; ")
@@ -39,7 +39,7 @@ def test_a_tiny_step_that_is_left_out_is_found_by_its_bits(tmp_path):
     def served(_round, updates, start):
         return {client: updates.get(client, start[client]) for client in CLIENTS}
 
-    report = audit_run(write_run(tmp_path / "run", MixingConfig(eta=1e-5), served=served))
+    report = audit_run(write_run(tmp_path / "run", MixingConfig(strategy="atlas_laplacian", eta=1e-5), served=served))
     assert not only(report, "mixed"), "too small to be seen by value"
     assert {row.client for row in only(report, "moved", round=1)} == set(CLIENTS) - {"pairs-0"}
 
@@ -87,7 +87,7 @@ def test_a_client_that_loaded_fewer_tensors_is_found(tmp_path):
     ids=str,
 )
 def test_a_server_that_followed_other_words_is_found(tmp_path, real):
-    said = MixingConfig(eta=0.1)
+    said = MixingConfig(strategy="atlas_laplacian", eta=0.1)
     run = write_run(tmp_path / "run", said, real=replace(said, **real))
     for round in range(1, ROUNDS + 1):
         edit_record(run, round, eta=0.1)  # it claims to have done what it was told
@@ -95,12 +95,12 @@ def test_a_server_that_followed_other_words_is_found(tmp_path, real):
 
 
 def test_truncation_in_place_of_padding_is_found(tmp_path):
-    said = MixingConfig(space="factors")
+    said = MixingConfig(strategy="atlas_laplacian", space="factors")
     assert only(audit_run(write_run(tmp_path / "run", said, real=replace(said, align="truncate"))), "mixed")
 
 
 def test_an_eta_that_is_not_the_configs_is_found(tmp_path):
-    said = MixingConfig(eta=0.1, eta_decay=0.5)
+    said = MixingConfig(strategy="atlas_laplacian", eta=0.1, eta_decay=0.5)
     report = audit_run(write_run(tmp_path / "run", said, real=replace(said, eta_decay=1.0)))
     assert found(report) == {(2, "", "record"), (3, "", "record")}
     assert report.failures[0].detail == "eta was 0.1, not 0.05"
@@ -109,7 +109,7 @@ def test_an_eta_that_is_not_the_configs_is_found(tmp_path):
 @pytest.mark.parametrize("key", ["movie-2/layer.1.q.lora_B", "movie-2/head.weight", "trec-0/layer.0.q.lora_A"])
 @pytest.mark.parametrize("space", ["product", "factors"])
 def test_one_changed_tensor_is_found(tmp_path, key, space):
-    run = write_run(tmp_path / "run", MixingConfig(space=space))
+    run = write_run(tmp_path / "run", MixingConfig(strategy="atlas_laplacian", space=space))
 
     def change(flat):
         flat[key] = flat[key] * 1.001

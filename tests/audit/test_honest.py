@@ -29,23 +29,24 @@ from tests.audit.written import (
 )
 
 HONEST = {
-    "product": MixingConfig(),
-    "factors": MixingConfig(space="factors"),
-    "truncate": MixingConfig(space="factors", align="truncate"),
-    "symmetric": MixingConfig(laplacian="symmetric", eta=0.7),
-    "metropolis": MixingConfig(laplacian="metropolis", eta=1.0, eta_decay=0.5),
-    "by layer": MixingConfig(layer_weighting="importance", eta=0.5),
-    "swap": MixingConfig(eta=1.0),
-    "head": MixingConfig(share=("head",)),
-    "A": MixingConfig(share=("A",), space="factors"),
-    "B": MixingConfig(share=("B",), space="factors"),
-    "eta 0": MixingConfig(eta=0.0),
+    "product": MixingConfig(strategy="atlas_laplacian"),
+    "factors": MixingConfig(strategy="atlas_laplacian", space="factors"),
+    "truncate": MixingConfig(strategy="atlas_laplacian", space="factors", align="truncate"),
+    "symmetric": MixingConfig(strategy="atlas_laplacian", laplacian="symmetric", eta=0.7),
+    "metropolis": MixingConfig(strategy="atlas_laplacian", laplacian="metropolis", eta=1.0, eta_decay=0.5),
+    "by layer": MixingConfig(strategy="atlas_laplacian", layer_weighting="importance", eta=0.5),
+    "swap": MixingConfig(strategy="atlas_laplacian", eta=1.0),
+    "head": MixingConfig(strategy="atlas_laplacian", share=("head",)),
+    "A": MixingConfig(strategy="atlas_laplacian", share=("A",), space="factors"),
+    "B": MixingConfig(strategy="atlas_laplacian", share=("B",), space="factors"),
+    "eta 0": MixingConfig(strategy="atlas_laplacian", eta=0.0),
 }
 
 
 BY_FACTORS = ("fedavg_dynamic", "fedavg_stacked", "fedavg_with_residual")
 """Rules of A and B, which validation says."""
-STATEFUL = (*SERVER_OPTIMIZERS, *BY_FACTORS, "pfedgraph", "cfl", "fedtreelora", "classifier_collaboration", "kriging")
+MEASURED = ("atlas", "kriging")
+STATEFUL = (*SERVER_OPTIMIZERS, *BY_FACTORS, "pfedgraph", "cfl", "fedtreelora", "classifier_collaboration", *MEASURED)
 ROBUST = ("median", "trimmed_mean", "krum", "multi_krum", "geometric_median")
 
 
@@ -55,7 +56,7 @@ ROBUST = ("median", "trimmed_mean", "krum", "multi_krum", "geometric_median")
         (words, strategy)
         for words, strategy in product(HONEST, [*STRATEGIES, *ALIASES])
         # who takes or compares whole models shares all of them, who combines heads its heads
-        if (strategy not in ("ifca", "kriging") or len(HONEST[words].share) == 3)
+        if (strategy not in ("ifca", *MEASURED) or len(HONEST[words].share) == 3)
         and (strategy != "classifier_collaboration" or "head" in HONEST[words].share)
         and (strategy not in BY_FACTORS[1:] or {"A", "B"} <= set(HONEST[words].share))
     ],
@@ -95,7 +96,7 @@ def test_the_audit_tells_how_far_it_is(tmp_path):
 @pytest.mark.parametrize("space", ["product", "factors"])
 @pytest.mark.parametrize(("alpha", "rslora"), [(16.0, False), (None, True), (16.0, True)])
 def test_the_scale_of_the_ranks_is_that_of_the_plan(tmp_path, space, alpha, rslora):
-    run = write_run(tmp_path / "run", MixingConfig(space=space), alpha=alpha, rslora=rslora)
+    run = write_run(tmp_path / "run", MixingConfig(strategy="atlas_laplacian", space=space), alpha=alpha, rslora=rslora)
     assert audit_run(run).ok
     plan = plan_json(alpha=None if alpha else 16.0, rslora=rslora)
     (run / "plan.json").write_text(json.dumps(plan))
@@ -125,7 +126,7 @@ def test_who_kept_its_own_model_on_validation_is_believed_if_it_is_true(tmp_path
     def served(round, updates, start):
         return {client: updates[client] if client in kept.get(round, ()) else start[client] for client in CLIENTS}
 
-    run = write_run(tmp_path / "run", MixingConfig(keep="best"), served=served)
+    run = write_run(tmp_path / "run", MixingConfig(strategy="atlas_laplacian", keep="best"), served=served)
     if kept_is_recorded:
         assert {("movie-0", "mixed"), ("trec-0", "mixed")} <= {
             (row.client, row.check) for row in audit_run(run).failures

@@ -45,7 +45,7 @@ def test_a_rule_without_an_audit_is_named():
 
 
 def test_importance_that_is_needed_and_missing_is_named(tmp_path):
-    run = write_run(tmp_path / "run", MixingConfig(layer_weighting="importance"))
+    run = write_run(tmp_path / "run", MixingConfig(strategy="atlas_laplacian", layer_weighting="importance"))
     (run / "plan.json").write_text(json.dumps(plan_json() | {"importance": []}))
     with pytest.raises(CheckpointError, match="the plan holds no importance of the layers"):
         audit_run(run)

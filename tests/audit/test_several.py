@@ -11,8 +11,10 @@ from tests.audit.written import only, only_rows, write_run
 
 def test_two_runs_that_should_differ_must_not_end_alike(tmp_path):
     local = write_run(tmp_path / "local", MixingConfig(strategy="local"))
-    disguised = write_run(tmp_path / "atlas", MixingConfig(), real=MixingConfig(strategy="local"))
-    honest = write_run(tmp_path / "honest", MixingConfig())
+    disguised = write_run(
+        tmp_path / "atlas", MixingConfig(strategy="atlas_laplacian"), real=MixingConfig(strategy="local")
+    )
+    honest = write_run(tmp_path / "honest", MixingConfig(strategy="atlas_laplacian"))
     report = audit_run(local, [honest])
     assert report.ok
     assert [row.check for row in report.rows if row.round == 0] == ["different"]
@@ -26,7 +28,7 @@ def test_two_runs_that_should_differ_must_not_end_alike(tmp_path):
     ("first", "second"),
     [
         (MixingConfig(strategy="local", eta=0.1), MixingConfig(strategy="local", eta=0.5, space="factors")),
-        (MixingConfig(strategy="local"), MixingConfig(strategy="atlas", eta=0.0)),
+        (MixingConfig(strategy="local"), MixingConfig(strategy="atlas_laplacian", eta=0.0)),
         (MixingConfig(strategy="fedavg_cluster"), MixingConfig(strategy="atlas_no_laplacian", eta=0.7)),
         (MixingConfig(strategy="fedavg", alpha=2.0), MixingConfig(strategy="standard_fl")),
     ],
@@ -41,8 +43,12 @@ def test_runs_that_say_the_same_in_other_words_may_end_alike(tmp_path, first, se
 @pytest.mark.parametrize("eta", [0.1, 0.5])
 def test_the_step_that_moved_nothing_would_have_been_found(tmp_path, eta):
     """The earlier system's results for eta = 0, 0.1 and 0.5 were the same to the last bit."""
-    zero = write_run(tmp_path / "zero", MixingConfig(eta=0.0))
-    same = write_run(tmp_path / "same", MixingConfig(eta=eta), real=MixingConfig(eta=0.0))
+    zero = write_run(tmp_path / "zero", MixingConfig(strategy="atlas_laplacian", eta=0.0))
+    same = write_run(
+        tmp_path / "same",
+        MixingConfig(strategy="atlas_laplacian", eta=eta),
+        real=MixingConfig(strategy="atlas_laplacian", eta=0.0),
+    )
     assert only(audit_run(zero, [same]), "different")
 
 

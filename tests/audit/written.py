@@ -151,7 +151,11 @@ def write_run(
     """A run folder as the round loop writes it. `real` are the words that the server really followed, `served(round,
     trained, start)` may replace what it delivers.
     """
-    mixing, robust, server = mixing or MixingConfig(), robust or RobustConfig(), server or ServerConfig(measure_round=2)
+    mixing, robust, server = (
+        mixing or MixingConfig(strategy="atlas_laplacian"),
+        robust or RobustConfig(),
+        server or ServerConfig(measure_round=2),
+    )
     real = real or mixing
     options = StrategyOptions(
         eta=real.eta, eta_decay=real.eta_decay, laplacian=real.laplacian, space=real.space, share=real.share,

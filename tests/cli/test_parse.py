@@ -29,19 +29,22 @@ def test_no_words_give_the_quick_preset() -> None:
 
 def test_every_setting_is_a_flag_that_reads_its_own_default() -> None:
     words: list[str] = []
+    base = with_values(Config(), {"strategy": "atlas_laplacian"})  # under which no setting is idle
     for name, setting in settings().items():
-        value = value_of(Config(), name)
+        value = value_of(base, name)
         spelled = to_words(value)
         words += (
             [setting.flag if value else f"--no-{setting.flag[2:]}"]
             if setting.kind is bool
             else [setting.flag, *spelled]
         )
-    assert config_of(*words) == Config()
+    assert config_of(*words) == base
 
 
 def test_flags_and_texts_of_a_sweep_say_the_same() -> None:
     words = [
+        "--strategy",
+        "atlas_laplacian",
         "--eta",
         "0.5",
         "--share",
@@ -56,7 +59,14 @@ def test_flags_and_texts_of_a_sweep_say_the_same() -> None:
         "movie",
         "sms",
     ]
-    texts = {"eta": "0.5", "share": "A+B", "k_range": "3+4", "max_length": "64", "tasks": "movie+sms"}
+    texts = {
+        "strategy": "atlas_laplacian",
+        "eta": "0.5",
+        "share": "A+B",
+        "k_range": "3+4",
+        "max_length": "64",
+        "tasks": "movie+sms",
+    }
     assert config_of(*words) == with_values(Config(), texts)
 
 
@@ -68,8 +78,8 @@ def test_flags_and_texts_of_a_sweep_say_the_same() -> None:
         (["--audit"], "audit", True),
         (["--no-block-diagonal"], "block_diagonal", False),
         (["--ablation", "local_only"], "strategy", "local_only"),
-        (["--eta", "-1"], "eta", -1.0),
-        (["--eta", "0.1", "--eta", "0.2"], "eta", 0.2),
+        (["--alpha", "-1"], "alpha", -1.0),
+        (["--alpha", "0.1", "--alpha", "0.2"], "alpha", 0.2),
         (["--ranks", "8"], "ranks", "8"),
         (["--max-rounds", "none"], "max_rounds", None),
         (["--targets", "none"], "targets", ()),

@@ -94,16 +94,16 @@ def test_the_same_run_is_refused_and_with_resume_shown(run: RunFolder, atlas: At
     assert refused.code == 2
     assert refused.err.startswith(f"atlas: run {run.path} exists already;")
     assert atlas(*words, "--resume").out.splitlines()[-1] == f"run folder: {run.path}"
-    other = atlas(*words, "--resume", "--eta", "0.25")
+    other = atlas(*words, "--resume", "--alpha", "0.25")
     assert other.code == 2
-    assert "was begun with eta = 0.5, not 0.25" in other.err
+    assert "was begun with alpha = None, not 0.25" in other.err
 
 
 def test_the_report_draws_its_figures(run: RunFolder, atlas: Atlas) -> None:
     said = atlas("report", str(run.path))
     assert (said.code, said.err) == (0, "")
     drawn = [Path(line) for line in said.out.splitlines()]
-    assert len(drawn) == 7
+    assert len(drawn) == 8
     assert all(path.read_bytes().startswith(b"\x89PNG") and path.parent == run.figures for path in drawn)
 
 

@@ -62,13 +62,15 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
 
 
 def test_run_hands_over_what_the_flags_say(atlas: Atlas, ran: list[Config], tmp_path: Path) -> None:
-    said = atlas("run", "--runs-dir", str(tmp_path), "--eta", "0.25", "--tasks", "movie", "sms", "--no-block-diagonal")
+    said = atlas(
+        "run", "--runs-dir", str(tmp_path), "--alpha", "0.25", "--tasks", "movie", "sms", "--no-block-diagonal"
+    )
     assert (said.code, said.err) == (0, "")
     expected = replace(quick(), run=replace(quick().run, runs_dir=str(tmp_path)))
     changed = {
-        name for name in ("eta", "tasks", "block_diagonal") if value_of(ran[0], name) != value_of(expected, name)
+        name for name in ("alpha", "tasks", "block_diagonal") if value_of(ran[0], name) != value_of(expected, name)
     }
-    assert changed == {"eta", "tasks", "block_diagonal"}
+    assert changed == {"alpha", "tasks", "block_diagonal"}
     assert replace(ran[0], mixing=expected.mixing, data=expected.data) == expected
     lines = said.out.splitlines()
     assert lines[:2] == ["loading ...", "note: as you wish"]
@@ -76,7 +78,7 @@ def test_run_hands_over_what_the_flags_say(atlas: Atlas, ran: list[Config], tmp_
 
 
 def test_the_config_of_a_run_repeats_it(atlas: Atlas, ran: list[Config], tmp_path: Path) -> None:
-    atlas("run", "--preset", "smoke", "--runs-dir", str(tmp_path), "--eta", "0.5", "--max-length", "none")
+    atlas("run", "--preset", "smoke", "--runs-dir", str(tmp_path), "--alpha", "0.5", "--max-length", "none")
     said = atlas("run", "--config", str(run_folder(ran[0]).config), "--resume")
     assert said.code == 0
     assert ran[0] == ran[1] == load_config(run_folder(ran[0]).config)
@@ -102,7 +104,7 @@ def test_a_run_that_is_not_complete_says_how_to_go_on(atlas: Atlas, ran: list[Co
 def test_nothing_is_run_with_a_mistake(
     command: str, words: list[str], message: str, atlas: Atlas, ran: list[Config]
 ) -> None:
-    over = ["--over", "eta=0"] if command == "sweep" else []
+    over = ["--over", "dropout=0"] if command == "sweep" else []
     said = atlas(command, *over, *words)
     assert said.code == 2
     assert said.err.startswith(message)
@@ -110,7 +112,8 @@ def test_nothing_is_run_with_a_mistake(
 
 
 def test_sweep_runs_every_point_and_ends_in_a_table_and_a_csv(atlas: Atlas, ran: list[Config], tmp_path: Path) -> None:
-    words = ["sweep", "--over", "eta=0,0.5", "--seeds", "2", "--runs-dir", str(tmp_path)]
+    words = ["sweep", "--strategy", "atlas_laplacian", "--over", "eta=0,0.5", "--seeds", "2"]
+    words += ["--runs-dir", str(tmp_path)]
     said = atlas(*words)
     assert (said.code, said.err) == (0, "")
     assert [(config.mixing.eta, config.run.seed) for config in ran] == [(0, 42), (0, 123), (0.5, 42), (0.5, 123)]
@@ -161,7 +164,7 @@ def test_a_sweep_over_local_steps_scales_the_rounds_and_says_so(
     [
         ["sweep", "--lambda-sweep"],
         ["run", "--lambda-sweep", "--seed", "42"],
-        ["compare", "--ablation", "atlas", "--lambda-sweep", "--seeds", "1"],
+        ["compare", "--ablation", "atlas_laplacian", "--lambda-sweep", "--seeds", "1"],
     ],
 )
 def test_the_lambda_sweep_is_a_sweep_over_eta(
@@ -170,6 +173,7 @@ def test_the_lambda_sweep_is_a_sweep_over_eta(
     assert atlas(*words, "--runs-dir", str(tmp_path)).code == 0
     assert [config.mixing.eta for config in ran] == [0, 0.01, 0.1, 0.5, 1]
     assert {config.run.seed for config in ran} == {42}
+    assert {config.mixing.strategy for config in ran} == {"atlas_laplacian"}
 
 
 def test_compare_knows_old_names_and_the_gain_over_local(atlas: Atlas, ran: list[Config], tmp_path: Path) -> None:
@@ -262,6 +266,13 @@ def test_compare_over_presets_takes_the_settings_of_each_and_the_flags(
         (["sweep", "--over", "preset=null"], "--over sweeps preset, which changes no number of a run;"),
         (["compare", "--jobs", "0"], "--jobs is 0; allowed: at least 1"),
         (["compare", "--strategies"], "--strategies is empty; name at least one;"),
+        (
+            ["run", "--eta", "0.2"],
+            "--eta is a setting of the Laplacian, and --strategy atlas measures how much is shared; leave it out, or"
+            " take --strategy atlas_laplacian",
+        ),
+        (["sweep", "--over", "eta=0,0.5"], "--eta is a setting of the Laplacian,"),
+        (["compare", "--strategies", "atlas", "--lambda-sweep"], "--eta is a setting of the Laplacian,"),
         (["compare", "--strategies", "atals"], "unknown strategy 'atals'; did you mean 'atlas'?"),
         (["resume", "nothing"], "not a run folder: nothing;"),
         (["resume", "nothing", "--max-rounds", "0"], "--max-rounds is 0; allowed: at least 1;"),

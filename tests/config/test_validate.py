@@ -93,8 +93,8 @@ def test_what_is_wrong_is_said_with_what_is_allowed(values: dict[str, Any], mess
 @pytest.mark.parametrize(
     "values",
     [
-        {"share": "A+head", "space": "factors"},
-        {"share": "head"},
+        {"share": "A+head", "space": "factors", "strategy": "atlas_laplacian"},
+        {"share": "head", "strategy": "atlas_laplacian"},
         {"ranks": "16"},
         {"strategy": "standard_fl"},
         {"clusters": "9"},

@@ -22,8 +22,15 @@ SERVICE = ServerOptions(certs=Path("certs/server"))
             {"strategy": "feddyn", "ranks": "8"},
             "--strategy feddyn has a second set of tensors beside the model, which no message across machines",
         ),
-        ({"split": "2", "precision": "fp16"}, "--precision fp16 scales losses by what overflows"),
-        ({"split": "2", "leakage": True}, "--leakage reads the clients' texts, and across machines these stay"),
+        ({"split": "2", "precision": "fp16", "strategy": "fedavg"}, "--precision fp16 scales losses by what overflows"),
+        (
+            {"split": "2", "leakage": True, "strategy": "fedavg"},
+            "--leakage reads the clients' texts, and across",
+        ),
+        (
+            {"split": "2"},
+            "--strategy atlas has every client train on either half .* no message through a cut",
+        ),
         ({"arrive": ("movie-1=2",)}, "--arrive says who is late in a simulation"),
         ({"workers": 2}, "--engine and --workers are for simulations"),
         ({"engine": "ray"}, "--engine and --workers are for simulations"),
@@ -36,7 +43,7 @@ def test_what_would_mean_something_else_is_refused(values: dict[str, object], me
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("strategy", ["kriging", "fedpac", "classifier_collaboration"])
+@pytest.mark.parametrize("strategy", ["kriging", "atlas", "fedpac", "classifier_collaboration"])
 def test_what_has_a_message_is_served_and_has_workers(strategy: str) -> None:
     check_served(with_values(Config(), {"strategy": strategy}), SERVICE)
     for values in ({"workers": 2}, {"engine": "ray"}):

@@ -196,7 +196,7 @@ def test_a_claim_of_examples_has_no_effect(name):
     assert all(torch.equal(first[c][key], second[c][key]) for c in first for key in first[c])
 
 
-@pytest.mark.parametrize("name", [*ROBUST, "atlas", "fedavg_cluster"])
+@pytest.mark.parametrize("name", [*ROBUST, "atlas_laplacian", "fedavg_cluster"])
 def test_an_attacker_alone_in_its_cluster_harms_nobody(name):
     fed = federation(5, tasks=["t"] * 4 + ["u"], clusters=[0, 0, 0, 0, 1])
     models = adapters(5)

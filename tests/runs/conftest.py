@@ -15,6 +15,7 @@ from atlas_fl.config import (
     ClusteringConfig,
     Config,
     DataConfig,
+    MixingConfig,
     ModelConfig,
     RanksConfig,
     RunConfig,
@@ -117,6 +118,7 @@ def configs(tiny_model: Path, folder: Path) -> Callable[..., Config]:
         training=TrainingConfig(rounds=3, batch_size=8, lr=5e-3),
         clustering=ClusteringConfig(clusters="oracle", fingerprint_steps=2, fingerprint_batches=2, sketch_dim=64),
         ranks=RanksConfig(candidates=(2, 4, 8)),
+        mixing=MixingConfig(strategy="atlas_laplacian"),
         run=RunConfig(runs_dir=str(folder / "runs"), audit=True, name="run"),
     )
 

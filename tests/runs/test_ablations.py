@@ -43,7 +43,8 @@ def test_clusters_ranks_and_cuts_are_switched_off_one_by_one(config: Make) -> No
 
 def test_without_the_laplacian_clusters_and_ranks_stay_and_models_are_averages(config: Make) -> None:
     whole, without = (
-        run_config(config(**SMALL, strategy=strategy, name=strategy)) for strategy in ("atlas", "atlas_no_laplacian")
+        run_config(config(**SMALL, strategy=strategy, name=strategy))
+        for strategy in ("atlas_laplacian", "atlas_no_laplacian")
     )
     plans = [read_json(run.folder / "plan.json")["clients"] for run in (whole, without)]
     assert [(one["cluster"], one["ranks"]) for one in plans[0]] == [(one["cluster"], one["ranks"]) for one in plans[1]]

@@ -167,7 +167,7 @@ def test_two_rounds_with_the_momentum_of_the_first_are_one_round_of_as_many_step
         ({"participation": 1, "workers": 2}, "--carry-momentum keeps what clients did in one process"),
         ({"participation": 1, "momentum": 0.0}, "--carry-momentum has nothing to carry with --momentum 0;"),
         (
-            {"tune": "lora", "strategy": "atlas", "participation": 1},
+            {"tune": "lora", "strategy": "atlas_laplacian", "participation": 1},
             "--carry-momentum is for whole models, and these tasks train adapters",
         ),
     ],

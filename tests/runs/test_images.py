@@ -426,7 +426,7 @@ def _pooled(clients: tuple[ClientData, ...]) -> ClientData:
     ("values", "text"),
     [
         ({"tasks": "digits+movie"}, "images .digits. and texts .movie."),
-        ({"tasks": "digits+movie", "strategy": "atlas"}, "images .digits. and texts .movie."),
+        ({"tasks": "digits+movie", "strategy": "atlas_laplacian"}, "images .digits. and texts .movie."),
         ({"precision": "bf16", "sparsity": 1.0}, "--sparsity is 1.0.*below 1"),
         ({"nc": "many"}, "--nc is 'many'.*iid, or a number"),
         ({"nc": "2", "partition": "dirichlet"}, "--nc 2 and --partition dirichlet are two ways"),
@@ -437,7 +437,10 @@ def _pooled(clients: tuple[ClientData, ...]) -> ClientData:
         ({"split": "1"}, "--split is for adapters"),
         ({"init_adapter": "nowhere"}, "--init-adapter is for adapters, and these tasks train whole models"),
         ({"gradient_checkpointing": True}, "--gradient-checkpointing is for adapters"),
-        ({"precision": "fp16", "tune": "lora", "strategy": "atlas"}, "--precision fp16 needs a GPU with CUDA"),
+        (
+            {"precision": "fp16", "tune": "lora", "strategy": "atlas_laplacian"},
+            "--precision fp16 needs a GPU with CUDA",
+        ),
         ({"validation_share": 1.0}, "--validation-share is 1.0; allowed: above 0, below 1"),
         ({"validation_share": 1e-4}, "--validation-share 0.0001 of the 1254 rows of task 'digits' is not one"),
         ({"tasks": "movie", "validation_share": 0.1}, "--validation-share is for image tasks, and --tasks has texts"),

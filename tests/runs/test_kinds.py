@@ -63,7 +63,7 @@ KINDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             **{"strategy": "fedavg_cluster", "clusters": "oracle", "sketch_dim": 64, "fingerprint_batches": 2},
         },
     ),
-    "whole text models": ("", {**TEXT, **FULL, "strategy": "atlas", "recluster_every": 1}),
+    "whole text models": ("", {**TEXT, **FULL, "strategy": "atlas_laplacian", "recluster_every": 1}),
     "whole text models under a mask": (
         "",
         {

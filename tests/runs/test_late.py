@@ -43,7 +43,7 @@ def late(shared_config: Make) -> RunResult:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "space"), [("atlas", "factors"), ("fedavg", "product"), ("fedavg_cluster", "factors")]
+    ("strategy", "space"), [("atlas_laplacian", "factors"), ("fedavg", "product"), ("fedavg_cluster", "factors")]
 )
 def test_every_rule_gives_newcomers_a_start_that_the_audit_recomputes(config: Make, strategy: str, space: str) -> None:
     result = run_config(config(strategy=strategy, space=space, arrive=LATE))

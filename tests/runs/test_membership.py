@@ -91,7 +91,7 @@ def absent(config: Config, on_event: OnEvent) -> Iterator[tuple[Any, Any]]:
         yield assembly, Absent(engine)
 
 
-@pytest.mark.parametrize("strategy", ["atlas", "fedavg"])
+@pytest.mark.parametrize("strategy", ["atlas_laplacian", "fedavg"])
 def test_a_round_that_has_none_but_those_who_are_left_out_changes_nothing_and_is_audited(
     strategy: str, config: Callable[..., Config]
 ) -> None:

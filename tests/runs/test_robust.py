@@ -52,7 +52,7 @@ def test_an_update_that_is_far_too_large_is_refused_with_its_sender_and_figures(
 
 
 def test_who_is_refused_pulls_nobody_back_to_its_old_model(config: Make) -> None:
-    settings = {**ONE_TASK, "strategy": "atlas", "clusters": "oracle", "eta": 0.5}
+    settings = {**ONE_TASK, "strategy": "atlas_laplacian", "clusters": "oracle", "eta": 0.5}
     folder, _ = told(config(**settings, name="whole"))
     record = json.loads((folder / "audit" / "round-0002" / "record.json").read_text())
     assert record["without_edges"] == list(record["refused"]) == ["movie-1"]
@@ -79,7 +79,7 @@ def test_who_is_refused_pulls_nobody_back_to_its_old_model(config: Make) -> None
 
 def test_who_takes_no_part_still_counts_as_a_neighbour(config: Make) -> None:
     words = {"tasks": ("movie",), "clients_per_task": 4, "ranks": 4, "rounds": 2, "clusters": "oracle", "eta": 0.5}
-    folder, _ = told(config(**words, strategy="atlas", participation=0.5))
+    folder, _ = told(config(**words, strategy="atlas_laplacian", participation=0.5))
     records = [json.loads((folder / f"audit/round-000{n}/record.json").read_text()) for n in (1, 2)]
     assert all("without_edges" not in record and len(record["participants"]) == 2 for record in records)
     trained, ends = (load_file(folder / f"audit/round-0001/{name}.safetensors") for name in ("trained", "start"))

@@ -214,7 +214,12 @@ def test_strategies_that_should_differ_do(config: Make) -> None:
 def test_eta_has_an_effect_and_zero_is_local_training(config: Make) -> None:
     zero, tenth, half, local = (
         run_config(config(eta=eta, strategy=strategy, name=f"{strategy}-{eta}", ranks=4))
-        for eta, strategy in (("0", "atlas"), ("0.1", "atlas"), ("0.5", "atlas"), ("0.1", "local"))
+        for eta, strategy in (
+            ("0", "atlas_laplacian"),
+            ("0.1", "atlas_laplacian"),
+            ("0.5", "atlas_laplacian"),
+            ("0.1", "local"),
+        )
     )
     assert same_tensors(state(zero.folder), state(local.folder))
     assert not same_tensors(state(tenth.folder), state(half.folder))

@@ -95,7 +95,7 @@ def test_a_stopped_run_that_is_resumed_does_nothing_and_says_so(steady: Path) ->
 
 
 def test_a_run_in_sessions_stops_at_the_same_round_in_the_same_bits(config: Make) -> None:
-    settings = {"lr": 0.02, "rounds": 8, "patience": 1, "strategy": "atlas", "participation": 0.5}
+    settings = {"lr": 0.02, "rounds": 8, "patience": 1, "strategy": "atlas_laplacian", "participation": 0.5}
     whole = run_config(config(name="whole", **settings))
     assert 1 < whole.rounds < 8
     parts = run_config(config(name="parts", max_rounds=1, **settings))

@@ -11,15 +11,19 @@
 h_k^1 and h_k^2 are what client k's model has become since the run began when it is trained on either half of its
 examples (`client.split_halves`), in product space of s B A; K+ is the positive part of K, n are numbers of examples.
 Lengths are left out: they say how fast a client learns, and in a task that is learnt slowly the client that has learnt
-least has the least noise, too, and would weigh most. The adapters have one matrix,
-or with `--gram-by` each layer or kind of parameter its own; heads have one inside each task. There are no clusters and
-no strength to choose: clients whose halves agree as those of one do share a model, and who agrees with nobody keeps its
-own.
+least has the least noise, too, and would weigh most. The adapters have one matrix, or with `--gram-by` each layer or
+kind of parameter its own; heads have one inside each task. There is no strength to choose: clients whose halves agree
+as those of one do share a model, and who agrees with nobody keeps its own.
 
 Halves are taken once, in round `--measure-round`; before, everyone is given the average by examples, so that halves
-begin with what all have in common: over all clients, or with `--within clusters` inside a client's cluster, if it is in
-one. The matrix then holds for the run. Who was not there is measured when it first takes part; until then it is given
-the average, and is in nobody's row. Who is measured and takes no part keeps its model.
+begin with what all have in common. The matrix then holds for the run. Who was not there is measured when it first takes
+part; until then it is given the average, and is in nobody's row. Who is measured and takes no part keeps its model.
+
+`atlas`, or `kriging --within clusters`, averages inside clusters before that, where a client is in one, and goes on so,
+to the bit, in every cluster whose members differ by less than their noise:
+
+    tau^2 = mean_k K_kk - mean_{k != l} K_kl,   N = mean_k N_k         over the members of a cluster that are measured
+    risk of a member's own model N, of the average of n  N / n + (1 - 1 / n) tau^2:   the average is better if tau^2 < N
 
 With weights of any sign and without the scaling this is simple kriging, the posterior mean of a Gaussian field
 (Rasmussen and Williams 2006, "Gaussian processes for machine learning", section 2.2).
@@ -135,6 +139,27 @@ def half_gram(
     return total
 
 
+def alike_in_cluster(gram: Float64[np.ndarray, "n2 n2"], clusters: np.ndarray) -> np.ndarray:
+    """Of each client, (n,) bool: whether it is in a cluster whose measured members differ by less than their noise."""
+    ratios = _ratios_in_clusters(gram, clusters)
+    return np.array([ratio is not None and ratio < 1 for ratio in ratios], bool)
+
+
+def _ratios_in_clusters(gram: Float64[np.ndarray, "n2 n2"], clusters: np.ndarray) -> list[float | None]:
+    """tau^2 / N inside the cluster of each client; None for who is in none, or alone in one."""
+    ratios = dict[int, float | None]()
+    for label in set(clusters[clusters >= 0].tolist()):
+        members = np.flatnonzero(clusters == label)
+        ratios[label] = variance_over_noise(_of_members(gram, members))
+    return [ratios.get(label) for label in clusters.tolist()]
+
+
+def _of_members(gram: Float64[np.ndarray, "n2 n2"], members: np.ndarray) -> Float64[np.ndarray, "m2 m2"]:
+    """The inner products of the halves of these clients alone, by their places."""
+    both = np.concatenate([members, members + len(gram) // 2])
+    return gram[np.ix_(both, both)]
+
+
 def kriging(options: StrategyOptions) -> Strategy:
     """Everyone gets the best linear prediction of its own model, by covariances and noise of split halves."""
 
@@ -148,15 +173,24 @@ def kriging(options: StrategyOptions) -> Strategy:
     def rule(step: MixingContext) -> np.ndarray:
         matrix, state = share(step), {} if step.models is None else step.models.server_state
         names, reports = step.federation.clients, _entry(state, HALVES)
+        is_measured = np.array([name in reports for name in names], bool)
         for label in set(step.groups.tolist()):
-            inside = [k for k in np.flatnonzero((step.groups == label) & step.present).tolist() if names[k] in reports]
-            if inside:
-                chosen, weights = [names[k] for k in inside], step.federation.weights[inside]
-                gram = half_gram(state, chosen, step.federation, step.parameters, options)
-                rows = prediction_rows(*measure(gram), np.asarray(weights / weights.sum(), np.float64))
-                matrix[inside] = 0.0
-                matrix[np.ix_(inside, inside)] = bound_others(rows, options.max_share)
-        keeps = ~step.present & np.array([name in reports for name in names], bool)
+            known = np.flatnonzero((step.groups == label) & is_measured).tolist()
+            gram = half_gram(state, [names[k] for k in known], step.federation, step.parameters, options)
+            clusters = step.federation.clusters[known] if clustered else np.full(len(known), -1)
+            alike = alike_in_cluster(gram, clusters)
+            there = np.flatnonzero(step.present[known])
+            inside = [known[one] for one in there]
+            if not alike[there].all():
+                weights = np.asarray(step.federation.weights[inside], np.float64)
+                rows = bound_others(
+                    prediction_rows(*measure(_of_members(gram, there)), weights / weights.sum()), options.max_share
+                )
+                for k, row, is_averaged in zip(inside, rows, alike[there], strict=True):
+                    if not is_averaged:
+                        matrix[k] = 0.0
+                        matrix[k, inside] = row
+        keeps = ~step.present & is_measured
         return np.asarray(np.where(keeps[:, None], np.eye(len(matrix)), matrix))
 
     clustered = options.within == CLUSTERS
@@ -165,6 +199,11 @@ def kriging(options: StrategyOptions) -> Strategy:
     )
     strategy = replace(strategy, init=_init(options), extend_state=_extend(options), check=check_layers(options))
     return replace(strategy, report="halves", record_reports=_record)
+
+
+def atlas(options: StrategyOptions) -> Strategy:
+    """Averages inside clusters; once halves are measured, `kriging` for whom its cluster does not fit."""
+    return replace(kriging(replace(options, within=CLUSTERS)), name="atlas")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +218,8 @@ class MeasuredSharing:
     effective_clients: float
     """The exponential of the row's entropy: 1 for its own model alone, n for the plain average of n."""
     variance_over_noise: float | None
-    """tau^2 / N of the clients that may mix: what differs between them over the noise of one; None without noise."""
+    """tau^2 / N of the cluster under `--within clusters`, else of all that may mix: what differs between them over the
+    noise of one; None without noise."""
 
 
 def measured_sharing(
@@ -202,8 +242,11 @@ def measured_sharing(
             if name not in members:
                 members.append(name)
     for (group, _), (key, members) in groups.items():
-        ratio = variance_over_noise(half_gram(state, members, federation, group, options))
-        for name in members:
+        gram = half_gram(state, members, federation, group, options)
+        ratios: Sequence[float | None] = [None] * len(members)
+        if options.within == CLUSTERS:
+            ratios = _ratios_in_clusters(gram, federation.clusters[[positions[name] for name in members]])
+        for name, ratio in zip(members, ratios, strict=True):
             row = matrices(key)[positions[name]]
             weights = row[row > 0]
             rows.append(
@@ -212,7 +255,7 @@ def measured_sharing(
                     parameters=group.words,
                     own_share=float(row[positions[name]]),
                     effective_clients=float(np.exp(-(weights * np.log(weights)).sum())),
-                    variance_over_noise=ratio,
+                    variance_over_noise=variance_over_noise(gram) if ratio is None else ratio,
                 )
             )
     return tuple(rows)

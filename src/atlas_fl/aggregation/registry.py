@@ -11,13 +11,13 @@ from atlas_fl.aggregation.fedpac import classifier_collaboration
 from atlas_fl.aggregation.fedtreelora import fedtreelora
 from atlas_fl.aggregation.hetlora import fedavg_by_norm
 from atlas_fl.aggregation.ifca import ifca
-from atlas_fl.aggregation.kriging import kriging
+from atlas_fl.aggregation.kriging import atlas, kriging
 from atlas_fl.aggregation.pfedgraph import pfedgraph
 from atlas_fl.aggregation.robust import geometric_median, krum, median, multi_krum, trimmed_mean
 from atlas_fl.aggregation.server_optimizers import fedadagrad, fedadam, fedavgm, fedyogi
 from atlas_fl.aggregation.strategies import Strategy as Strategy
 from atlas_fl.aggregation.strategies import StrategyOptions as StrategyOptions
-from atlas_fl.aggregation.strategies import atlas, atlas_no_laplacian, fedavg, fedavg_cluster, local
+from atlas_fl.aggregation.strategies import atlas_laplacian, atlas_no_laplacian, fedavg, fedavg_cluster, local
 from atlas_fl.aggregation.strategies import check_update as check_update
 from atlas_fl.errors import unknown_name
 
@@ -27,6 +27,7 @@ STRATEGIES: dict[str, Callable[[StrategyOptions], Strategy]] = {
     "fedavg_by_norm": fedavg_by_norm,
     "fedavg_cluster": fedavg_cluster,
     "atlas": atlas,
+    "atlas_laplacian": atlas_laplacian,
     "atlas_no_laplacian": atlas_no_laplacian,
     "median": median,
     "trimmed_mean": trimmed_mean,
@@ -55,7 +56,8 @@ MATRICES: dict[str, str] = {
     "fedavg": "shares of the examples",
     "fedavg_by_norm": "shares of the updates' norms",
     "fedavg_cluster": "shares of the examples inside clusters",
-    "atlas": "I - eta L of the graph",
+    "atlas": "shares inside clusters, then by covariances of split halves",
+    "atlas_laplacian": "I - eta L of the graph",
     "atlas_no_laplacian": "shares of the examples inside clusters",
     "median": "none, the median of each value",
     "trimmed_mean": "none, the trimmed mean of each value",
@@ -84,7 +86,7 @@ IN_FACTORS: frozenset[str] = frozenset({"fedavg_dynamic", "fedavg_stacked", "fed
 """Rules of factor space alone; the others mix in either."""
 
 NEEDS: dict[str, str] = {
-    "atlas": "validation data with --graph adaptive",
+    "atlas_laplacian": "validation data with --graph adaptive",
     **dict.fromkeys(("fedavg_dynamic", "fedavg_with_residual", "ifca"), "equal ranks"),
     **dict.fromkeys(("fedavgm", "fedadagrad", "fedyogi", "fedadam"), "equal ranks with --space factors"),
 }
@@ -102,7 +104,9 @@ RELATIVE_BYTES: dict[str, str] = {
 EXTRA_PASSES: dict[str, str] = {
     "ifca": "passes over the training examples: k more",
     "classifier_collaboration": "passes over the training examples: one more",
-    "kriging": "in one round each half of the examples, trained apart, and sent beside the model",
+    **dict.fromkeys(
+        ("atlas", "kriging"), "in one round each half of the examples, trained apart, and sent beside the model"
+    ),
 }
 """What clients compute beside training, in every round if nothing else is said, of the rules that ask for it."""
 

@@ -578,7 +578,7 @@ def atlas_no_laplacian(options: StrategyOptions) -> Strategy:
     return mixing_strategy("atlas_no_laplacian", _clusters(options), options, clustered=True)
 
 
-def atlas(options: StrategyOptions) -> Strategy:
+def atlas_laplacian(options: StrategyOptions) -> Strategy:
     """`w_k <- w_k - eta sum_l L_kl w_l` on the models as trained: everyone keeps a model of its own.
 
     It replaces an average inside clusters; after one the step would be zero. Heads follow the graph without the
@@ -596,4 +596,4 @@ def atlas(options: StrategyOptions) -> Strategy:
         degree = edges.sum(axis=1, keepdims=True)
         return np.where(degree > 0, edges / np.where(degree > 0, degree, 1.0), np.eye(len(edges)))
 
-    return mixing_strategy("atlas", rule, options, arrival=neighbours, clustered=True, has_eta=True)
+    return mixing_strategy("atlas_laplacian", rule, options, arrival=neighbours, clustered=True, has_eta=True)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from atlas_fl.audit.report import AuditRow
+from atlas_fl.audit.rule_weights import robust_of
 from atlas_fl.audit.run_files import AuditPlan, Models, Run, is_aggregated
 from atlas_fl.audit.server_state import Flat, change_since_start, shares_matrix
-from atlas_fl.params import LORA_B
+from atlas_fl.params import HEAD, LORA_B
 
 HALVES = ("first", "second")
 RIDGE = 1e-9
@@ -41,7 +42,7 @@ class Predictions:
     def row(self, k: int, members: Sequence[int], key: str) -> list[float] | None:
         """The weights of client k for this parameter among these members who reported; its own where it is none.
 
-        None where it has not reported, and is given the average.
+        None where it is given the average: it has not reported, or its cluster differs by less than its noise.
         """
         names = self._plan.clients
         known = tuple(one for one in members if names[one] in self._reports)
@@ -50,6 +51,8 @@ class Predictions:
         if k not in known:
             return [float(one == k) for one in range(len(names))]
         keys = self._compared_with(key)
+        if self._is_averaged(k, key, keys):
+            return None
         if (known, keys) not in self._rows:
             self._rows[known, keys] = self._predict(known, keys)
         row = [0.0] * len(names)
@@ -57,6 +60,25 @@ class Predictions:
             row[one] = float(weight)
         others = {one: min(weight, self._max_share) for one, weight in enumerate(row) if one != k}
         return [others.get(one, 1.0 - sum(others.values())) for one in range(len(row))]
+
+    def _is_averaged(self, k: int, key: str, keys: Sequence[str]) -> bool:
+        """Whether clusters are averaged, and this client's, of those who have reported, differs by less than noise."""
+        plan = self._plan
+        members = [
+            one
+            for one, name in enumerate(plan.clients)
+            if name in self._reports
+            and plan.clusters[one] == plan.clusters[k]
+            and (plan.tasks[one] == plan.tasks[k] or not key.startswith(HEAD))
+        ]
+        if robust_of(self._run).within == "all" or plan.clusters[k] < 0 or len(members) < 2:
+            return False
+        first, second = (self._changes(members, half, keys) for half in HALVES)
+        noise = sum(float(np.square(one - other).sum()) for one, other in zip(first, second, strict=True)) / 4
+        # the mean of what both halves of all pairs say is the squared distance between two clients, without noise
+        pairs = [(i, j) for i in range(len(members)) for j in range(i)]
+        between = sum(float((first[i] - first[j]) @ (second[i] - second[j])) for i, j in pairs) / len(pairs) / 2
+        return noise > 0 and between < noise / len(members)
 
     @property
     def _max_share(self) -> float:
@@ -148,6 +170,8 @@ def read_halves(state: Flat) -> dict[str, dict[str, dict[str, Tensor]]]:
 def check_halves(run: Run, round: int, *, trained: Models, before: Flat, after: Flat) -> Iterator[AuditRow]:
     """A row for the server state after a round: who was to report has, in the shapes of its model, and nobody else."""
     first = int(run.config.get("server", {}).get("measure_round", 4))
+    aggregated = max(1, run.config["training"]["rounds"] - run.config["mixing"].get("personal_rounds", 0))
+    first = first if first <= aggregated else -(-aggregated // 3)
     is_due = round >= first and is_aggregated(run, round)
     known, now = read_halves(before), read_halves(after)
     wanted = known.keys() | (trained.keys() if is_due else set())

@@ -26,8 +26,10 @@ class Robust:
 
 
 def robust_of(run: Run) -> Robust:
-    """The robust settings of this run, from its config.toml."""
+    """The robust settings of this run, from its config.toml; `atlas` averages inside clusters whatever they say."""
     robust_settings: Mapping[str, Any] = run.config.get("robust", {})
+    if run.mixing.strategy == "atlas":
+        robust_settings = {**robust_settings, "within": "clusters"}
     return Robust(**{name: robust_settings[name] for name in Robust.__dataclass_fields__ if name in robust_settings})
 
 
@@ -161,7 +163,7 @@ RULES = {
     **dict.fromkeys(("ditto", "apfl", "feddpa"), "mean"),
     **dict.fromkeys(("fedavg_cluster", "fedavg_cluster_ft", "fedavg_cluster_prior", "fedlease"), "cluster mean"),
     **dict.fromkeys(("fedavg_oracle", "atlas_no_laplacian", "mr_mtl_cluster"), "cluster mean"),
-    **dict.fromkeys(("atlas", "atlas_pad", "atlas_truncate"), "laplacian"),
+    **dict.fromkeys(("atlas_laplacian", "atlas_pad", "atlas_truncate"), "laplacian"),
     **dict.fromkeys(("fedavg_by_norm", "hetlora"), "mean by norm"),
     "median": "median",
     "trimmed_mean": "trimmed mean",
@@ -182,7 +184,7 @@ RULES = {
     "ifca": "ifca",
     "fedtreelora": "fedtreelora",
     **dict.fromkeys(("classifier_collaboration", "fedpac"), "mean, heads by features"),
-    "kriging": "kriging",
+    **dict.fromkeys(("kriging", "atlas"), "kriging"),
 }
 """What each strategy's name, and each older name for it, means."""
 

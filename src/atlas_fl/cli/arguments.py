@@ -356,7 +356,7 @@ def parse(default: OptionsT, groups: Sequence[Words], *, command: str) -> Option
         ):
             problem += f"; did you mean --preset {min(named)}?"
         raise ConfigError(f"{problem}{' ' if problem.endswith('?') else '; '}see `{command} --help`") from None
-    if hasattr(options, SETTINGS):
+    if hasattr(options, SETTINGS) and not hasattr(options, "strategies"):  # a comparison names its strategies apart
         typed = {group.flag.replace("--no-", "--", 1) for group in groups}  # a switch that is off is typed, too
         check_typed_settings(getattr(options, SETTINGS), typed)
     return options

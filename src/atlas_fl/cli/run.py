@@ -30,7 +30,7 @@ class RunOptions:
     resume: bool = False
     """Go on with the run of these settings, if it was begun."""
     lambda_sweep: bool = False
-    """Sweep eta as `atlas sweep --lambda-sweep` does, with one seed."""
+    """Sweep eta of atlas_laplacian as `atlas sweep --lambda-sweep` does, with one seed."""
     wandb: str | None = None
     """Log to this project of Weights & Biases too (`pip install 'atlas-fl[wandb]'`); with WANDB_MODE=offline to files
     alone."""
@@ -71,9 +71,9 @@ def run(words: Sequence[str]) -> int:
         raise ConfigError("--wandb logs one run, and --lambda-sweep makes several; leave one of them out")
     if options.lambda_sweep:
         from atlas_fl.cli.sweep import run_grid
-        from atlas_fl.experiment.sweep import LAMBDA_SWEEP
+        from atlas_fl.experiment.sweep import LAMBDA_SWEEP, with_eta
 
-        return run_grid(options.settings, over=[LAMBDA_SWEEP], seeds=[options.settings.run.seed])
+        return run_grid(with_eta(options.settings), over=[LAMBDA_SWEEP], seeds=[options.settings.run.seed])
     config = validate(options.settings)
 
     from atlas_fl.experiment.run import run_config as run_config

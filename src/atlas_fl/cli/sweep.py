@@ -22,6 +22,7 @@ from atlas_fl.experiment.sweep import (
     run_all,
     same_steps,
     seeds,
+    with_eta,
 )
 from atlas_fl.storage.run_folder import RunFolder
 
@@ -41,7 +42,7 @@ class SweepOptions:
     over: tuple[str, ...] = ()
     """A setting and its values, `eta=0,0.01,0.1`; may be repeated. Parts of a list are joined by +: `share=A+B,B`."""
     lambda_sweep: bool = False
-    """The same as `--over eta=0,0.01,0.1,0.5,1`."""
+    """The same as `--over eta=0,0.01,0.1,0.5,1` with the strategy atlas_laplacian."""
     seeds: int = 1
     """Seeds for each combination: 42, 123, 456, 789, 1024, then 2001 and on."""
     same_rounds: bool = False
@@ -89,7 +90,8 @@ def sweep(words: Sequence[str]) -> int:
         raise ConfigError(
             "--over is missing; allowed: a setting and its values; write for example --over eta=0,0.1,0.5"
         )
-    return run_grid(options.settings, over=over, seeds=seeds(options.seeds), same_rounds=options.same_rounds)
+    base = with_eta(options.settings) if options.lambda_sweep else options.settings
+    return run_grid(base, over=over, seeds=seeds(options.seeds), same_rounds=options.same_rounds)
 
 
 def compare(words: Sequence[str]) -> int:

@@ -21,6 +21,7 @@ learning", doi 10.1023/A:1007379606734). Each head is moved by its own gradient.
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
@@ -46,6 +47,7 @@ from atlas_fl.rng import generator, torch_generator
 from atlas_fl.sparse.masked_sgd import extract_momentum, load_momentum
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.model import select_client_side
+from atlas_fl.storage.ledger import Direction, Kind
 
 SCHEDULES: Mapping[str, Callable[[float], float]] = {
     "constant": lambda _: 1.0,
@@ -429,14 +431,15 @@ def _gradients(members: Sequence[LocalTrainer], done: int, site: Site) -> dict[L
     return {member: len(labels) for member, labels in zip(members, row.labels, strict=True)}
 
 
-def _reports(jobs: Sequence[Job], site: Site) -> dict[str, Params]:
-    """What each client reports beside its update, by name, of those that are asked for something."""
+def _reports(jobs: Sequence[Job], site: Site) -> dict[str, tuple[Params, Counter[tuple[Kind, Direction]]]]:
+    """What each client reports beside its update, and what went through its cut for it, of those who are asked."""
     features = {job.client: class_features(job, site) for job in jobs if job.options.report == "class_features"}
     halves = [half_jobs(job) for job in jobs if job.options.report == "halves"]
     # first halves together, then the second ones: a pack is no larger than that of the round
     first, second = (train([pair[half] for pair in halves], site) if halves else [] for half in (0, 1))
-    return features | {
-        one.client: join_halves(one.params, other.params) for one, other in zip(first, second, strict=True)
+    return {client: (report, Counter()) for client, report in features.items()} | {
+        one.client: (join_halves(one.params, other.params), Counter(one.crossed) + Counter(other.crossed))
+        for one, other in zip(first, second, strict=True)
     }
 
 
@@ -459,4 +462,10 @@ def train(jobs: Sequence[Job], site: Site, *, watch: Watch | None = None, step: 
         ended = () if watch is None else watch(done, {index: member.params for index, member in active.items()})
         active = {k: member for k, member in active.items() if member.steps > done and k not in ended}
     seconds = (time.perf_counter() - began) / max(1, len(members))
-    return [replace(member.update(seconds), report=reports.get(member.job.client, {})) for member in members]
+    updates = [member.update(seconds) for member in members]
+    return [_with_report(update, *reports.get(update.client, ({}, Counter()))) for update in updates]
+
+
+def _with_report(update: Update, report: Params, crossed: Counter[tuple[Kind, Direction]]) -> Update:
+    """The update with what is reported beside it; what went through the cut for that counts with the rest."""
+    return replace(update, report=report, crossed=Counter(update.crossed) + crossed) if report else update

@@ -6,7 +6,9 @@ differ in four choices: who is averaged with whom (`rule`), what is shared (`sha
 the settings of a method into the config, so that the files of a run say all of them.
 """
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -259,12 +261,12 @@ METHODS: Mapping[str, PublishedMethod] = {
     ),
     "atlas_pad": PublishedMethod(
         summary="ATLAS as first described: the Laplacian on A and B apart, ranks padded with zeros.",
-        rule="atlas",
+        rule="atlas_laplacian",
         settings={"space": "factors", "align": "pad"},
     ),
     "atlas_truncate": PublishedMethod(
         summary="ATLAS as first described: the Laplacian on A and B apart, only the ranks that all have.",
-        rule="atlas",
+        rule="atlas_laplacian",
         settings={"space": "factors", "align": "truncate"},
     ),
 }
@@ -275,6 +277,17 @@ def rule_of(config: Config) -> str:
     """The server's rule of this config: that of its method, or what `--strategy` says."""
     name = config.mixing.strategy
     return METHODS[name].rule if name in METHODS else name
+
+
+def measures_halves(config: Config) -> bool:
+    """Whether clients report models of either half of their examples (`client.split_halves`)."""
+    return rule_of(config) in ("atlas", "kriging")
+
+
+def first_measured_round(config: Config) -> int:
+    """The round in which halves are first measured: `--measure-round`, or after a third of a run that is shorter."""
+    last = max(1, config.training.rounds - config.mixing.personal_rounds)
+    return config.server.measure_round if config.server.measure_round <= last else math.ceil(last / 3)
 
 
 def has_frozen_part(config: Config) -> bool:
@@ -308,14 +321,29 @@ def with_method_settings(config: Config) -> Config:
     return replace_settings(missing, base=config) if missing else config
 
 
-def check_typed_settings(config: Config, flags: Collection[str]) -> None:
+OF_LAPLACIAN = frozenset({"--eta", "--eta-decay", "--laplacian", "--layer-weighting"})
+"""Flags that have a meaning under the Laplacian alone."""
+
+
+def check_typed_settings(config: Config, flags: AbstractSet[str]) -> None:
     """Nothing where none of the flags that a user typed says another value than the method; raises `ConfigError` else.
 
     A typed value that is the default can be told from one that nobody chose here alone.
     """
-    if config.mixing.strategy not in METHODS:
+    strategy = config.mixing.strategy
+    if measures_halves(config) and (of_laplacian := sorted(flags & OF_LAPLACIAN)):
+        raise ConfigError(
+            f"{of_laplacian[0]} is a setting of the Laplacian, and --strategy {strategy} measures how much is shared;"
+            " leave it out, or take --strategy atlas_laplacian"
+        )
+    if strategy == "atlas" and "--within" in flags:
+        raise ConfigError(
+            "--within says where kriging averages before it has measured, and --strategy atlas does so inside clusters;"
+            " leave it out, or take --strategy kriging"
+        )
+    if strategy not in METHODS:
         return
-    method, defaults = METHODS[config.mixing.strategy], Config()
+    method, defaults = METHODS[strategy], Config()
     for name, value in method.settings.items():
         if settings()[name].flag in flags and value_of(config, name) != value:
             raise _contradiction(config, name, value)
@@ -326,7 +354,7 @@ def check_typed_settings(config: Config, flags: Collection[str]) -> None:
 
 def check_swept_setting(config: Config, name: str) -> None:
     """Nothing where a sweep may give this setting the value that it has here; raises `ConfigError` else."""
-    check_typed_settings(config, (settings()[name].flag,))
+    check_typed_settings(config, {settings()[name].flag})
 
 
 def without_method_settings(config: Config) -> Config:

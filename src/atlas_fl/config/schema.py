@@ -274,7 +274,8 @@ class ServerConfig:
     tree_threshold: float = 0.1
     """The silhouette above which `fedtreelora` cuts the clients of a layer at all."""
     measure_round: int = 4
-    """The round in which `kriging` measures halves; in those before everyone is given averages."""
+    """The round in which `kriging` and `atlas` measure halves, after a third of the run where it has fewer rounds; in
+    those before everyone is given averages."""
 
 
 @dataclass(frozen=True, kw_only=True)

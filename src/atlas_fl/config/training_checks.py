@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import fields
 
-from atlas_fl.config.methods import METHODS, has_frozen_part, reads_features, rule_of
+from atlas_fl.config.methods import METHODS, has_frozen_part, measures_halves, reads_features, rule_of
 from atlas_fl.config.presets import PRESETS, find_preset
 from atlas_fl.config.schema import (
     ADAPTER_SETTINGS,
@@ -14,6 +14,7 @@ from atlas_fl.config.schema import (
     OF_SGD,
     WHOLE,
     Config,
+    ServerConfig,
 )
 from atlas_fl.config.settings import Setting, settings, value_of
 from atlas_fl.config.values import invalid_value, parse_integer
@@ -367,14 +368,14 @@ def check_multitask(config: Config) -> None:
             raise ConfigError(f"--multitask and {flag} do not go together; leave one of them out")
 
 
-def _check_plain_training(config: Config, name: str, *, takes_newcomers: bool = False) -> None:
+def _check_plain_training(config: Config, name: str) -> None:
     """Nothing where all clients train adapters, whole and from the first round on, as this setting needs so far."""
     for flag, value in {
         "--trainable full": config.training.trainable == "full",
         f"--split {config.split.split}": config.split.split != NONE,
         "--rerank": config.ranks.rerank,
         "--keep best": config.mixing.keep == "best",
-        "--arrive": bool(config.data.arrive) and not takes_newcomers,
+        "--arrive": bool(config.data.arrive),
         "--carry-momentum": config.images.carry_momentum,
     }.items():
         if value:
@@ -394,24 +395,30 @@ def _check_one_process(config: Config, name: str) -> None:
 def check_split_halves(config: Config) -> None:
     """Nothing where halves of every client's training can be compared, as `kriging` does."""
     mixing = config.mixing
-    if rule_of(config) != "kriging":
+    if not measures_halves(config):
         return
     if set(mixing.share) != {"A", "B", "head"}:
         raise ConfigError(
             f"--strategy {mixing.strategy} compares all that clients train, and --share {' '.join(mixing.share)} leaves"
-            " a part of it out; take --share A B head"
+            " a part of it out; take --share A B head, or --strategy atlas_laplacian"
         )
     last, measured = config.training.rounds - mixing.personal_rounds, config.server.measure_round
-    if measured > last:
+    if measured > last and measured != ServerConfig().measure_round:
         needed = f"at most {last} with --strategy {mixing.strategy}, whose last aggregation ends that round"
         raise invalid_value("--measure-round", measured, needed)
     for flag, value in {
         "--personal-models": mixing.personal_models,
         "--second-model": mixing.second_model != "none",
+        "--trainable full": config.training.trainable == "full",
+        "--rerank": config.ranks.rerank,
+        "--server-adapters per_cluster": config.split.server_adapters != "per_client",
+        "--carry-momentum": config.images.carry_momentum,
     }.items():
         if value:
-            raise ConfigError(f"--strategy {mixing.strategy} and {flag} do not go together; leave one of them out")
-    _check_plain_training(config, f"--strategy {mixing.strategy}", takes_newcomers=True)
+            raise ConfigError(
+                f"--strategy {mixing.strategy} compares what clients train on either half of their examples, and {flag}"
+                " does not go with that so far; leave it out, or take --strategy atlas_laplacian"
+            )
 
 
 def check_class_features(config: Config) -> None:

@@ -348,13 +348,13 @@ def validate(config: Config, *, at_sites: bool = False) -> Config:
     check_dynamic_regularization(config)
     check_second_model(config)
     check_frozen_part(config)
-    check_split_halves(config)
     check_cluster_choice(config)
     check_multitask(config)
     _check_shared_adapters(config)
     check_image_settings(config)
     _check_attack(config)
     check_names(config, at_sites=at_sites)
+    check_split_halves(config)
     return config
 
 

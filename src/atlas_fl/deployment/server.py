@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from atlas_fl.client.job import ClientTokens
 from atlas_fl.config import Config, load_config, pin_mask_file, run_folder
-from atlas_fl.config.methods import has_frozen_part, rule_of
+from atlas_fl.config.methods import has_frozen_part, measures_halves, rule_of
 from atlas_fl.config.schema import NONE
 from atlas_fl.config.validation import check_cluster_counts, check_cut_names, unknown_cut_names
 from atlas_fl.data.registry import find_tasks
@@ -233,6 +233,12 @@ def _check_messages(config: Config) -> None:
                 f"{flag} has a second set of tensors beside the model, which no message across machines holds yet;"
                 " leave it out, or use `atlas run`"
             )
+    if measures_halves(config) and config.split.split != NONE:
+        raise ConfigError(
+            f"--strategy {config.mixing.strategy} has every client train on either half of its examples, which no"
+            f" message through a cut holds yet, and --split is {config.split.split}; leave it out, or take --strategy"
+            " atlas_laplacian"
+        )
     if rule_of(config) == "ifca":
         raise ConfigError(
             "--strategy ifca scores the models of all clusters at each client before a round, which no site does yet;"

@@ -7,24 +7,36 @@ given averages, so that its halves begin with what everyone has in common.
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import get_args
 
-from atlas_fl.aggregation.kriging import HALVES, MeasuredSharing, measured_sharing
+from atlas_fl.aggregation.kriging import HALVES, INITIAL, MeasuredSharing, measured_sharing
 from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.aggregation.strategies import RoundModels
 from atlas_fl.client.job import Job
 from atlas_fl.client.options import Report
 from atlas_fl.config import Config
+from atlas_fl.config.methods import first_measured_round
+from atlas_fl.errors import CheckpointError
 from atlas_fl.experiment.state import FederationState
 from atlas_fl.params import ServerState
 from atlas_fl.setup.options import strategy_of, strategy_options
+
+
+def check_measured_state(config: Config, server_state: ServerState, *, folder: Path) -> None:
+    """Nothing where the state is of the config's strategy; raises `CheckpointError` for that of the older `atlas`."""
+    if strategy_of(config).report == "halves" and INITIAL not in server_state:
+        raise CheckpointError(
+            f"{folder} was begun when --strategy atlas was what atlas_laplacian is today, and cannot go on; run it"
+            " again with --strategy atlas_laplacian"
+        )
 
 
 def report_of_round(config: Config, round: int) -> Report:
     """What the rule asks clients for in this round, which ends in an aggregation: halves of those without alone."""
     known: dict[str, Report] = {report: report for report in get_args(Report)}
     report = known[strategy_of(config).report]
-    return "none" if report == "halves" and round < config.server.measure_round else report
+    return "none" if report == "halves" and round < first_measured_round(config) else report
 
 
 def with_reports(jobs: Sequence[Job], config: Config, state: FederationState) -> list[Job]:

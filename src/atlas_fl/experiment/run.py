@@ -35,6 +35,7 @@ from atlas_fl.experiment.recorder import (
     config_change_note,
     provenance_of,
 )
+from atlas_fl.experiment.reports import check_measured_state
 from atlas_fl.experiment.rounds import run_rounds
 from atlas_fl.experiment.second_models import predicting_models
 from atlas_fl.experiment.state import FederationState
@@ -248,13 +249,15 @@ def _restore_checkpoint(
         emit(Note(note))
     recorder.rewind_to(saved)
     _check_clients(plan, assembly, folder)
+    server_state = checkpoint_server_state(saved)
+    check_measured_state(assembly.config, server_state, folder=folder.path)
     server_models, client_models = checkpoint_models(saved, assembly.names)
     emit(Note(f"resumed after round {saved.round}"))
     clustering = Clustering.from_json(plan.clustering) if "similarity" in plan.clustering else None
     state = FederationState(
         round=saved.round,
         server_models=server_models,
-        server_state=checkpoint_server_state(saved),
+        server_state=server_state,
         client_models=client_models,
         outdated=frozenset(saved.state["stale"]),
         validation_scores=saved.state["validation"],

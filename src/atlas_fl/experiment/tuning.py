@@ -26,7 +26,7 @@ DEVELOPMENT_SEEDS = (9001, 9002)
 KNOBS: Mapping[str, tuple[str, tuple[float, ...]]] = {
     "fedprox": ("proximal_mu", (0.01, 0.1, 0.001, 1.0)),
     **dict.fromkeys(("mr_mtl", "mr_mtl_cluster"), ("proximal_mu", (0.1, 0.01, 1.0, 0.03))),
-    **dict.fromkeys(("atlas", "atlas_pad", "atlas_truncate"), ("eta", (0.5, 0.25, 0.9, 0.1))),
+    **dict.fromkeys(("atlas_laplacian", "atlas_pad", "atlas_truncate"), ("eta", (0.5, 0.25, 0.9, 0.1))),
     **dict.fromkeys(("fedavg_ft", "fedavg_cluster_ft", "fedbabu"), ("personal_rounds", (2, 1, 4))),
     **dict.fromkeys(("fedadam", "fedyogi", "fedadagrad"), ("server_lr", (0.01, 0.003, 0.03, 0.1))),
     "fedavgm": ("server_lr", (1.0, 0.5, 0.25, 2.0)),

@@ -13,7 +13,7 @@ from atlas_fl.client.class_features import summarize
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.client.split_halves import join_halves
 from atlas_fl.config import Config
-from atlas_fl.config.methods import has_frozen_part, reads_features, rule_of
+from atlas_fl.config.methods import has_frozen_part, measures_halves, reads_features, rule_of
 from atlas_fl.params import LORA_A, LORA_B, Params, head_keys, select, shared_params
 from atlas_fl.partial_sharing import is_fully_shared
 from atlas_fl.storage.ledger import payload_bytes
@@ -55,9 +55,9 @@ def method_bytes(
 
 
 def halves_bytes(config: Config, model: Params) -> int:
-    """Bytes that this client sends once, of both halves under `kriging`; 0 under other rules."""
+    """Bytes that this client sends once, of both halves under `atlas` and `kriging`; 0 under other rules."""
     shared = shared_params(model, config.mixing.share)
-    return payload_bytes(join_halves(shared, shared)) if rule_of(config) == "kriging" else 0
+    return payload_bytes(join_halves(shared, shared)) if measures_halves(config) else 0
 
 
 def _size(params: Params) -> int:

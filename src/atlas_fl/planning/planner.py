@@ -17,6 +17,7 @@ from atlas_fl.aggregation.matrices import eta_warnings
 from atlas_fl.aggregation.mixing import average_initial, resize_ranks
 from atlas_fl.config import Config
 from atlas_fl.config.federations import dial_note
+from atlas_fl.config.methods import first_measured_round
 from atlas_fl.data.clients import balance_notes, label_statistics, left_out_notes, shard_notes
 from atlas_fl.data.heterogeneity import heterogeneity_notes
 from atlas_fl.data.registry import find_tasks
@@ -240,7 +241,7 @@ def _halves_notes(assembly: Assembly, clients: Sequence[ClientPlan]) -> tuple[st
     if not (size := sum(halves_bytes(config, model) for model in models)):
         return ()
     return (
-        f"round {config.server.measure_round} measures how much each client is to keep of its own: it trains twice"
+        f"round {first_measured_round(config)} measures how much each client is to keep of its own: it trains twice"
         f" more, on either half of its examples, and sends both models, {size / 1e6:.2g} MB in all, once; the server"
         " then knows two models of half the examples each",
     )

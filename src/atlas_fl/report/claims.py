@@ -16,7 +16,8 @@ from atlas_fl.report.score_table import BASELINE
 Comparisons = Mapping[str, MethodComparison]
 """By the title of the federation."""
 
-ATLAS = "atlas"
+ATLAS = ("atlas", "atlas_laplacian")
+"""What ATLAS does by default, and as it was first described."""
 SIMPLE = (BASELINE, "local_prior", AVERAGE, "fedavg_prior")
 """What a personal method must beat: nothing shared, one model, and either with the client's class frequencies."""
 REFERENCES = frozenset(
@@ -96,7 +97,7 @@ def _promise_lines(comparisons: Comparisons) -> Iterator[str]:
 
 
 def _atlas_rows(comparison: MethodComparison) -> Sequence[str]:
-    return [name for name in comparison.rows if name.split()[0] == ATLAS]
+    return [name for name in comparison.rows if name.split()[0] in ATLAS]
 
 
 def _scores_of_atlas(comparisons: Comparisons) -> str:

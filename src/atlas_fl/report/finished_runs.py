@@ -15,8 +15,8 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, Literal
 
-from atlas_fl.config import Config, config_hash, differences, load_config
-from atlas_fl.config.methods import with_method_settings
+from atlas_fl.config import Config, config_hash, differences, load_config, with_values
+from atlas_fl.config.methods import first_measured_round, with_method_settings
 from atlas_fl.config.presets import find_preset
 from atlas_fl.config.settings import replace_settings, settings
 from atlas_fl.config.values import from_words, to_words
@@ -137,7 +137,7 @@ def find_finished_runs(places: Sequence[Path | str]) -> tuple[FinishedRun, ...]:
     folders = sorted({path.parent for place in places for path in Path(place).rglob("summary.json")})
     runs = {config_hash(run.config): run for file in files for run in read_csv(file)}
     for folder in folders:
-        config = load_config(RunFolder(folder).config)
+        config = _with_name_of_today(load_config(RunFolder(folder).config), read_summary(folder))
         if config.run.seed not in DEVELOPMENT_SEEDS:
             run = FinishedRun(config=config, scores=read_scores(folder), tuning=read_tuning(RunFolder(folder)))
             _check_tuning(run, str(RunFolder(folder).tuning))
@@ -145,6 +145,14 @@ def find_finished_runs(places: Sequence[Path | str]) -> tuple[FinishedRun, ...]:
     if not runs:
         raise ConfigError(f"no finished run below {', '.join(map(str, places))}; run `atlas compare` first")
     return tuple(sorted(runs.values(), key=_order))
+
+
+def _with_name_of_today(config: Config, summary: Mapping[str, Any]) -> Config:
+    """The config with `atlas_laplacian` for what was called `atlas` before this measured anything."""
+    is_laplacian = config.mixing.strategy == "atlas" and "sharing" not in summary
+    if is_laplacian and summary["run"]["rounds"] >= first_measured_round(config):
+        return with_values(config, {"strategy": "atlas_laplacian"})
+    return config
 
 
 def _check_tuning(run: FinishedRun, where: str) -> None:

@@ -1,0 +1,121 @@
+"""The default strategy: averages inside clusters until it has measured, kriging from then on, over cuts too."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from atlas_fl.audit.check import audit_run
+from atlas_fl.config import Config, MixingConfig, with_values
+from atlas_fl.config.methods import first_measured_round
+from atlas_fl.config.validation import validate
+from atlas_fl.errors import CheckpointError, ConfigError
+from atlas_fl.experiment.reports import check_measured_state
+from atlas_fl.experiment.run import run_config
+from atlas_fl.report.finished_runs import find_finished_runs
+from tests.runs.reading import rows, same_tensors
+
+pytestmark = pytest.mark.core
+
+MakeConfig = Callable[..., Config]
+ATLAS = {"strategy": "atlas", "measure_round": 2}
+
+
+def starts(folder: Path, round: int) -> dict[str, object]:
+    return dict(load_file(folder / f"audit/round-{round:04}/start.safetensors"))
+
+
+def test_clusters_that_fit_are_averaged_to_the_bit_for_the_whole_run(config: MakeConfig) -> None:
+    atlas = run_config(config(**ATLAS)).folder
+    clustered = run_config(config(strategy="fedavg_cluster", name="clustered")).folder
+    for round in (1, 2, 3):
+        assert same_tensors(starts(atlas, round), starts(clustered, round))
+    report = audit_run(atlas)
+    assert report.ok, report.failures
+
+
+def test_a_cluster_that_contradicts_itself_comes_apart_when_it_is_measured(
+    config: MakeConfig,
+) -> None:
+    forced = {
+        "tasks": "sms",
+        "clients_per_task": 4,
+        "flipped_clients": 0.5,
+        "local_epochs": 4,
+        "lr": 0.02,
+    }
+    result = run_config(config(**ATLAS, **forced))
+    clustered = run_config(config(strategy="fedavg_cluster", name="clustered", **forced)).folder
+    kriging = run_config(config(**{**ATLAS, "strategy": "kriging"}, within="clusters", name="kriging", **forced)).folder
+    for round, is_average in ((1, True), (2, False)):
+        assert same_tensors(starts(result.folder, round), starts(clustered, round)) is is_average
+    assert same_tensors(starts(result.folder, 3), starts(kriging, 3))
+    told = [row["variance_over_noise"] for one in result.summary["sharing"].values() for row in one.values()]
+    assert min(told) > 1, "the reason that a run gives"
+    report = audit_run(result.folder)
+    assert report.ok, report.failures
+
+
+def test_a_cut_client_is_measured_through_its_cut(config: MakeConfig) -> None:
+    whole, cut = (run_config(config(**ATLAS, split=split, name=f"cut-{split}")).folder for split in ("none", "1"))
+    assert same_tensors(starts(whole, 3), starts(cut, 3)), "where a model is cut changes nothing of it"
+    came_back = dict.fromkeys((0, 1, 2, 3), 0)
+    for row in rows(cut, "ledger"):
+        came_back[row["round"]] += row["bytes"] if row["kind"] == "gradient" else 0
+    assert came_back[1] == came_back[3] > 0
+    assert came_back[2] == pytest.approx(3 * came_back[1], rel=0.02), (
+        "it trains on all of its examples and twice on a half"
+    )
+    report = audit_run(cut)
+    assert report.ok, report.failures
+
+
+@pytest.mark.parametrize(
+    ("rounds", "personal", "asked", "measured"), [(12, 0, 4, 4), (3, 0, 4, 1), (4, 0, 4, 4), (5, 2, 4, 1), (1, 0, 4, 1)]
+)
+def test_it_measures_after_a_third_of_a_run_that_is_too_short(
+    rounds: int, personal: int, asked: int, measured: int
+) -> None:
+    settings = {"rounds": rounds, "personal_rounds": personal, "measure_round": asked}
+    assert first_measured_round(with_values(Config(), settings)) == measured
+
+
+def test_a_short_run_is_measured_and_audited(config: MakeConfig) -> None:
+    folder = run_config(config(strategy="atlas", rounds=2)).folder
+    assert {row["round"] for row in rows(folder) if row.get("event") == "sharing measured"} == {1}
+    assert audit_run(folder).ok
+
+
+def test_it_is_the_default_and_a_run_of_the_older_one_does_not_go_on_as_it(config: MakeConfig) -> None:
+    assert MixingConfig().strategy == "atlas"
+    for strategy in ("atlas", "kriging"):
+        with pytest.raises(CheckpointError, match="when --strategy atlas was what atlas_laplacian is today"):
+            check_measured_state(config(strategy=strategy), {}, folder=Path("run"))
+        check_measured_state(config(strategy=strategy), {"initial": {}}, folder=Path("run"))
+    check_measured_state(config(strategy="atlas_laplacian"), {}, folder=Path("run"))
+
+
+def test_results_name_a_run_of_before_by_what_it_was(config: MakeConfig, tmp_path: Path) -> None:
+    folders = [run_config(config(strategy=name, rounds=2, name=name)).folder for name in ("atlas", "atlas_laplacian")]
+    path = folders[1] / "config.toml"
+    path.write_text(path.read_text().replace('strategy = "atlas_laplacian"', 'strategy = "atlas"'))
+    assert [run.method for run in find_finished_runs([tmp_path])] == ["atlas", "atlas_laplacian"]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"second_model": "proximal", "ranks": "8", "space": "factors"},
+            "and --second-model does not go with that so far; .* atlas_laplacian",
+        ),
+        ({"recluster_every": 1, "rerank": True}, "and --rerank does not go with that so far; .* atlas_laplacian"),
+        ({"split": "1", "server_adapters": "per_cluster"}, "and --server-adapters per_cluster does not go with that"),
+    ],
+)
+def test_what_has_no_halves_to_compare_is_refused_with_what_to_take(
+    config: MakeConfig, values: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validate(config(**{**ATLAS, **values}))
