@@ -37,8 +37,13 @@
     text: { fill: "var(--ink)" },
   };
 
+  // Vega groups by names in plain objects, which have these names themselves; a space without width makes others of them.
+  function harmless(_, value) {
+    return typeof value === "string" && value in {} ? value + "\u200b" : value;
+  }
+
   function draw(element) {
-    const payload = JSON.parse(document.getElementById("data-" + element.dataset.chart).textContent);
+    const payload = JSON.parse(document.getElementById("data-" + element.dataset.chart).textContent, harmless);
     const datasets = Object.fromEntries(Object.entries(payload.data).map(([name, packed]) => [name, unpack(packed)]));
     const shapes = Object.values(datasets).reduce((sum, rows) => sum + rows.length, 0);
     const isLarge = shapes > MOST_SHAPES;

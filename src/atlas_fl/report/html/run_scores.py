@@ -102,10 +102,21 @@ def _outcome_chart(record: Record, scored: Mapping[str, Any]) -> Chart:
         }
         for name in order
     ]
+    return Chart(
+        name="outcome",
+        title="Test score of every client",
+        note="dot: final; hollow: best round by validation; bar: majority class",
+        spec=chart(_outcome_layers(order, record.tasks), height=row_height(len(order))),
+        data={"rows": rows},
+    )
+
+
+def _outcome_layers(order: Sequence[str], tasks: Sequence[str]) -> Spec:
+    """From the majority class to the final score of each client, with the best one between them."""
     y = category("client", None, order=order, labelOverlap="greedy")
     known = tips(("client", "client", ""), ("task", "task", ""), ("final", "final", ".4f"), ("best", "best", ".4f"))
     known += tips(("majority", "majority class", ".4f"))
-    field = colours("task", None, domain=record.tasks, values=[colour(index) for index in range(len(record.tasks))])
+    field = colours("task", None, domain=tasks, values=[colour(index) for index in range(len(tasks))])
     low = quantity("majority", "test score")
     layers: list[Spec] = [
         {
@@ -125,13 +136,7 @@ def _outcome_chart(record: Record, scored: Mapping[str, Any]) -> Chart:
             "encoding": {"x": quantity("final", "test score"), "color": field, "tooltip": known},
         },
     ]
-    return Chart(
-        name="outcome",
-        title="Test score of every client",
-        note="dot: final; hollow: best round by validation; bar: majority class",
-        spec=chart({"data": {"name": "rows"}, "encoding": {"y": y}, "layer": layers}, height=row_height(len(order))),
-        data={"rows": rows},
-    )
+    return {"data": {"name": "rows"}, "encoding": {"y": y}, "layer": layers}
 
 
 def _by_score(record: Record, scored: Mapping[str, Any], task: str) -> list[str]:
