@@ -248,3 +248,10 @@ def test_a_damaged_file_is_named_in_one_line(make_run) -> None:
 def test_the_same_run_gives_the_same_page(make_run) -> None:
     run = make_run(tasks=2, clients_per_task=3)
     assert render(run_page(run)) == render(run_page(run))
+
+
+def test_a_name_from_right_to_left_turns_no_other_word(make_run) -> None:
+    rows = table_of(page_of(rename(make_run())), "Clusters")
+    clients = str(rows[1]["clients"])
+    assert clients.startswith(f"\u2068{NAMES['trec-0']}\u2069, ")
+    assert clients.endswith(f", {NAMES['trec-2']}")

@@ -38,6 +38,7 @@ from atlas_fl.report.html.elements import (
     Text,
     count,
     duration,
+    names_in_words,
     plain,
     size,
 )
@@ -89,7 +90,9 @@ def comparison_page(runs: Sequence[Path | str], *, control: str | None = None) -
 
 def _named(names: Sequence[str], words: str) -> list[str]:
     """A sentence on these runs, the first few by name; none where there is no run."""
-    listed = ", ".join(names[:SHOWN_RUNS]) + (f" and {len(names) - SHOWN_RUNS} more" if len(names) > SHOWN_RUNS else "")
+    listed = names_in_words(names[:SHOWN_RUNS]) + (
+        f" and {len(names) - SHOWN_RUNS} more" if len(names) > SHOWN_RUNS else ""
+    )
     return [f"{len(names)} run{'' if len(names) == 1 else 's'} {words}: {listed}."] if names else []
 
 

@@ -5,9 +5,10 @@ for the page's own Content-Security-Policy, so that a browser runs no other scri
 """
 
 import re
+import unicodedata
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from hashlib import sha256
 from importlib import resources
@@ -44,6 +45,20 @@ class Number:
 
 
 Cell: TypeAlias = str | Number
+
+
+def isolate(name: str) -> str:
+    """A name for the middle of a sentence: one that runs from right to left does not turn the words behind it."""
+    turns = any(unicodedata.bidirectional(character) not in _LEFT_TO_RIGHT for character in name)
+    return f"\u2068{name}\u2069" if turns else name
+
+
+_LEFT_TO_RIGHT = frozenset(("L", "EN", "ES", "ET", "CS", "WS", "ON", "NSM", "S", "B", ""))
+
+
+def names_in_words(names: Iterable[str]) -> str:
+    """Names with commas between them."""
+    return ", ".join(map(isolate, names))
 
 
 def plain(value: float | None, digits: int = 3, *, sign: bool = False) -> Number:
@@ -100,6 +115,14 @@ class Table:
     rows: Sequence[Sequence[Cell]]
     footer: Sequence[Sequence[Cell]] = ()
     note: str = ""
+
+    def without_empty(self) -> "Table":
+        """The same without columns in which nothing is known."""
+        rows = [*self.rows, *self.footer]
+        kept = [index for index in range(len(self.columns)) if not all(_is_unknown(row[index]) for row in rows)]
+        columns = [self.columns[index] for index in kept]
+        body, footer = ([[row[index] for index in kept] for row in part] for part in (self.rows, self.footer))
+        return replace(self, columns=columns, rows=body, footer=footer)
 
     @property
     def is_wide(self) -> bool:
@@ -221,6 +244,10 @@ def render(page: Page) -> str:
             policy=f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {hashes} 'unsafe-eval'",
         )
     )
+
+
+def _is_unknown(cell: Cell) -> bool:
+    return (cell.text if isinstance(cell, Number) else cell) == EMPTY
 
 
 def _has_chart(blocks: Sequence[Block]) -> bool:

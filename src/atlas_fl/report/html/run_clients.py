@@ -32,6 +32,8 @@ from atlas_fl.report.html.elements import (
     Table,
     Text,
     count,
+    isolate,
+    names_in_words,
     plain,
     share,
     size,
@@ -96,7 +98,7 @@ def _label_maps(record: Record) -> list[Block]:
         charts.append(
             Chart(
                 name=f"classes-{index}",
-                title=f"{task}: training examples by class",
+                title=f"{isolate(task)}: training examples by class",
                 note="number: examples; colour: share of the client's; empty: none",
                 spec=heat_map(
                     x=class_axis(classes),
@@ -252,9 +254,9 @@ def _cluster_table(record: Record, clustering: Mapping[str, Any]) -> Table:
             [
                 cluster_name(label),
                 count(len(groups[label])),
-                ", ".join(f"{task} x {number}" for task, number in tasks.most_common()),
+                ", ".join(f"{isolate(task)} x {number}" for task, number in tasks.most_common()),
                 *(plain(row.get(name), 2) for name in ("purity", "reliability", "cohesion", "difficulty")),
-                ", ".join(groups[label]),
+                names_in_words(groups[label]),
             ]
         )
     return Table(

@@ -18,6 +18,7 @@ from atlas_fl.report.html.elements import (
     Table,
     count,
     duration,
+    isolate,
     plain,
     share,
     size,
@@ -112,7 +113,7 @@ def memory(record: Record, summary: Summary | None) -> Section | None:
     ]
     most = max(planned, key=lambda client: _needed(client) / client["memory"]["total"]) if planned else None
     if most is not None:
-        note = f"{most['name']} on {most.get('device', EMPTY)}"
+        note = f"{isolate(most['name'])} on {most.get('device', EMPTY)}"
         facts.append(
             Fact(name="fullest device, predicted", value=share(_needed(most) / most["memory"]["total"]), note=note)
         )

@@ -23,7 +23,20 @@ from atlas_fl.report.html.charts import (
     rule_at,
     tips,
 )
-from atlas_fl.report.html.elements import Block, Cell, Chart, Fact, Facts, Row, Section, Table, count, plain, size
+from atlas_fl.report.html.elements import (
+    Block,
+    Cell,
+    Chart,
+    Fact,
+    Facts,
+    Row,
+    Section,
+    Table,
+    count,
+    isolate,
+    plain,
+    size,
+)
 from atlas_fl.report.html.palette import colour
 from atlas_fl.report.record import Record
 
@@ -239,7 +252,10 @@ def _score_chart(rows: Sequence[Row], *, index: int, task: str) -> Chart:
     names = list(dict.fromkeys(row["client"] for row in clients))
     y = quantity("value", "validation score")
     known = tips(("client", "client", ""), ("round", "round", "d"), ("value", "score", ".4f"))
-    faded = {"condition": {"param": "picked", "value": 0.75, "empty": True}, "value": 0.08}
+    faded = {
+        "condition": {"param": "picked", "value": max(0.2, min(0.75, 6 / len(names))), "empty": True},
+        "value": 0.08,
+    }
     layers: list[Spec] = [
         {
             "params": [picker("client", names, everyone="all clients", label="client")],
@@ -258,7 +274,7 @@ def _score_chart(rows: Sequence[Row], *, index: int, task: str) -> Chart:
     data = {"rows": clients, "mean": mean} | ({"majority": majority[-1:]} if majority else {})
     return Chart(
         name=f"score-{index}",
-        title=f"{task}: validation score",
+        title=f"{isolate(task)}: validation score",
         note="thin: one client; bold: their mean; dashed: majority class",
         spec=spec,
         data=data,
@@ -293,7 +309,7 @@ def _loss_chart(rows: Sequence[Row], *, index: int, task: str) -> Chart:
     }
     return Chart(
         name=f"loss-{index}",
-        title=f"{task}: loss",
+        title=f"{isolate(task)}: loss",
         note="means over the clients that have one",
         spec=chart({"data": {"name": "rows"}, "mark": line(colour(index)), "encoding": encoding}),
         data={"rows": losses},
@@ -333,7 +349,7 @@ def _class_maps(record: Record) -> list[Block]:
     return [
         Chart(
             name=f"by-class-{index}",
-            title=f"{task}: test accuracy by class",
+            title=f"{isolate(task)}: test accuracy by class",
             note="empty: no test example of that class",
             spec=heat_map(
                 x=class_axis(_distinct(of_task, "class")),
