@@ -39,9 +39,9 @@ MEASURED: dict[str, tuple[Callable[[Record], bool], Callable[[Record], Figure]]]
 def draw_all(run_dir: Path | str) -> list[Path]:
     """Draw every figure of a run into its `figures/` folder, PNG at 300 DPI, and return the paths.
 
-    Beside each lie the same figure as PDF and its numbers as CSV, without a file where the run has no such number. A
-    run that lacks what one of `FIGURES` shows gets the figure with a sentence that says so; those of `MEASURED` are
-    drawn where there is something to show, and `OF_ADAPTERS` where adapters were trained.
+    Beside each lie the same figure as PDF and its numbers as CSV, which is empty where the run has none. A run that
+    lacks what one of `FIGURES` shows gets the figure with a sentence that says so; those of `MEASURED` are drawn where
+    there is something to show, and `OF_ADAPTERS` where adapters were trained.
 
     Raises:
         CheckpointError: this is no run folder, or a file in it is damaged.
@@ -59,8 +59,5 @@ def _save(figure: Figure, path: Path, *, rows: Sequence[Mapping[str, Any]]) -> P
     """Write a figure as PNG and PDF, and its numbers as CSV; the path of the PNG."""
     save_figure(figure, path)
     save_vector(figure, path.with_suffix(".pdf"))
-    if rows:
-        write_atomic(path.with_suffix(".csv"), to_csv(rows).encode())
-    else:
-        path.with_suffix(".csv").unlink(missing_ok=True)
+    write_atomic(path.with_suffix(".csv"), to_csv(rows).encode())
     return path

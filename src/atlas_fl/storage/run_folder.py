@@ -124,11 +124,6 @@ class RunFolder:
         return self.path / "figures"
 
     @property
-    def report(self) -> Path:
-        """The page that `atlas report` writes."""
-        return self.path / "report.html"
-
-    @property
     def audit(self) -> Path:
         """What clients trained and loaded, by round."""
         return self.path / "audit"

@@ -147,6 +147,16 @@ def test_a_run_that_was_killed_while_it_planned_says_so(make_run) -> None:
     assert "No round has been saved yet" in page.all("header")[0].text
 
 
+def test_attackers_are_named_above_all_else(make_run) -> None:
+    run = make_run()
+    summary = json.loads((run / "summary.json").read_text("utf-8"))
+    summary |= {"attackers": ["movie-0"], "honest": summary["tasks"]["trec"]}
+    (run / "summary.json").write_text(json.dumps(summary))
+    header = page_of(run).all("header")[0].text
+    score = summary["honest"]["final"]["test"]["primary"]
+    assert f"simulated attackers: movie-0; the others have a test score of {score:.3f}" in header
+
+
 def test_one_client_gives_a_page(make_run) -> None:
     page = page_of(make_run(tasks=1, clients_per_task=1))
     assert len(table_of(page, "By client")) == 1

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from atlas_fl.experiment.summary import attack_note
 from atlas_fl.report.finished_runs import read_summary
 from atlas_fl.report.html.elements import Page
 from atlas_fl.report.html.run_clients import data_of_clients, likeness, ranks, sharing
@@ -40,7 +41,8 @@ def run_page(run: Path | str) -> Page:
         settings_section(folder, summary),
     ]
     last = max((row["round"] for row in record.metrics), default=0)
-    warnings = [] if summary is not None else [_unfinished(last)]
+    attack = attack_note(summary or {})
+    warnings = [*([] if summary is not None else [_unfinished(last)]), *([attack] if attack else [])]
     return Page(
         title=record.name,
         subtitle=_subtitle((summary or {}).get("run") or {}, last),

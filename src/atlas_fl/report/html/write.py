@@ -10,6 +10,8 @@ from atlas_fl.report.html.run_page import run_page
 from atlas_fl.storage.files import set_aside, write_atomic
 from atlas_fl.storage.run_folder import find_run
 
+PAGE = "report.html"
+"""In the folder of a run, or in the one in which several runs lie."""
 HEAD = 4096
 """Bytes at the beginning of a page among which its generator stands."""
 
@@ -32,8 +34,8 @@ def write_report(runs: Sequence[Path | str], *, to: Path | str | None = None, co
         raise ConfigError("no run is named; give the folders of one or more")
     folders = [find_run(run) for run in runs]
     page: Page = run_page(folders[0].path) if len(folders) == 1 else comparison_page(runs, control=control)
-    default = folders[0].report if len(folders) == 1 else folders[0].path.resolve().parent / folders[0].report.name
-    path = default if to is None else Path(to)
+    place = folders[0].path if len(folders) == 1 else folders[0].path.resolve().parent
+    path = place / PAGE if to is None else Path(to)
     if path.is_file() and not is_page(path):
         set_aside(path)
     write_atomic(path, render(page).encode())
