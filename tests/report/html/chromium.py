@@ -99,10 +99,6 @@ class Tab:
         content = self.call("Page.captureScreenshot", captureBeyondViewport=True)["data"]
         path.write_bytes(b64decode(content))
 
-    def print(self, path: Path) -> None:
-        """Write the page as it is printed, as a PDF."""
-        path.write_bytes(b64decode(self.call("Page.printToPDF", printBackground=False)["data"]))
-
 
 @contextmanager
 def open_browser(binary: str, profile: Path) -> Iterator[Tab]:

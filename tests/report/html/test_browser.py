@@ -140,7 +140,15 @@ def test_the_numbers_of_a_figure_are_shown_on_demand(make_run, tab: Tab) -> None
     assert check.startswith("rounddirectionkind")
 
 
-def test_it_prints(make_run, tab: Tab, tmp_path: Path) -> None:
+def test_on_paper_charts_shrink_to_its_width_and_ink_is_dark(make_run, tab: Tab) -> None:
     tab.open(write_report([make_run(rounds=2)]), width=1440, is_dark=True)
-    tab.print(tmp_path / "page.pdf")
-    assert (tmp_path / "page.pdf").read_bytes().startswith(b"%PDF")
+    widest = (
+        "Math.max(...[...document.querySelectorAll('.drawing svg')].map((one) => one.getBoundingClientRect().right))"
+    )
+    try:
+        tab.call("Emulation.setEmulatedMedia", media="print")
+        tab.evaluate("document.body.style.width = '600px'")
+        assert 300 < tab.evaluate(f"{widest} - document.body.getBoundingClientRect().left") <= 600
+        assert tab.evaluate("getComputedStyle(document.documentElement).color") == "rgb(28, 33, 39)"
+    finally:
+        tab.call("Emulation.setEmulatedMedia", media="")

@@ -77,6 +77,7 @@ def test_numbers_of_tables_are_those_of_the_summary(make_run) -> None:
     for name, entry in summary["clients"].items():
         assert clients[name]["final"] == entry["final"]["test"]["primary"]
         assert clients[name]["in round"] == entry["best"]["round"]
+        assert clients[name]["best"] == entry["best"]["test"]["primary"]
         assert (clients[name]["sent"], clients[name]["received"]) == (entry["bytes"]["up"], entry["bytes"]["down"])
     phases = {row["phase"]: row["time"] for row in table_of(page, "By phase")}
     assert phases == summary["seconds"]["phases"]
