@@ -79,13 +79,17 @@ class Tab:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.call("Page.navigate", url=path.resolve().as_uri())
-        self.evaluate(WAIT % LOADED)
+        self.wait(LOADED)
 
     def evaluate(self, expression: str) -> Any:
         """The value of an expression in the page."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
+
+    def wait(self, condition: str) -> None:
+        """Return as soon as an expression is true; fails after a minute."""
+        self.evaluate(WAIT % condition)
 
     def press(self, key: str) -> None:
         """Press and release a key, such as `Tab` or `Enter`."""

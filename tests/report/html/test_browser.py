@@ -133,9 +133,10 @@ def test_every_control_can_be_reached_by_the_keyboard(make_run, tab: Tab) -> Non
 
 def test_the_numbers_of_a_figure_are_shown_on_demand(make_run, tab: Tab) -> None:
     tab.open(write_report([make_run(rounds=2)]), width=768)
-    opened = "new Promise((done) => { const one = document.querySelector('#figure-bytes details'); one.open = true;"
-    opened += " setTimeout(() => done(one.querySelectorAll('tbody tr').length), 200); })"
-    assert tab.evaluate(opened) == 9, "a fingerprint, and of two rounds adapter and head, up and down"
+    tab.evaluate("document.querySelector('#figure-bytes details').open = true")
+    tab.wait("document.querySelector('#figure-bytes details tbody')")
+    rows = tab.evaluate("document.querySelectorAll('#figure-bytes details tbody tr').length")
+    assert rows == 9, "a fingerprint, and of two rounds adapter and head, up and down"
     check = tab.evaluate("document.querySelector('#figure-bytes details thead').textContent")
     assert check.startswith("rounddirectionkind")
 
@@ -152,3 +153,30 @@ def test_on_paper_charts_shrink_to_its_width_and_ink_is_dark(make_run, tab: Tab)
         assert tab.evaluate("getComputedStyle(document.documentElement).color") == "rgb(28, 33, 39)"
     finally:
         tab.call("Emulation.setEmulatedMedia", media="")
+
+
+def test_a_client_that_is_chosen_stands_out(make_run, tab: Tab) -> None:
+    run = make_run(tasks=1, clients_per_task=3)
+    tab.open(write_report([run]), width=1440)
+    opacities = (
+        "[...document.querySelectorAll('#figure-score-0 .mark-line.role-mark path')]"
+        ".map((path) => Number(path.getAttribute('opacity') ?? 1))"
+    )
+    assert len(set(tab.evaluate(opacities)[:3])) == 1
+    tab.evaluate(
+        "{ const menu = document.querySelector('#figure-score-0 select'); menu.selectedIndex = 2;"
+        " for (const name of ['input', 'change']) menu.dispatchEvent(new Event(name, { bubbles: true })); }"
+    )
+    tab.wait(f"new Set({opacities}.slice(0, 3)).size > 1")
+    assert sorted(tab.evaluate(opacities)[:3])[:2] == [0.08, 0.08]
+    assert max(tab.evaluate(opacities)[:3]) > 0.5
+    assert tab.complaints == []
+
+
+def test_a_canvas_follows_the_theme(make_run, tab: Tab) -> None:
+    tab.open(write_report([make_run(tasks=4, clients_per_task=20, rounds=1)]), width=1440, is_dark=False)
+    ground = "document.querySelector('#figure-similarity .drawing').style.background"
+    assert tab.evaluate(ground) == "rgb(255, 255, 255)"
+    tab.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+    tab.wait(f"{ground} === 'rgb(20, 24, 29)'")
+    assert tab.complaints == []
