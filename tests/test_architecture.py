@@ -35,6 +35,8 @@ OWNERS = {
     "sqlalchemy": "experiment/search.py",
     "wandb": "report/wandb.py",
     "yaml": "config/",
+    "jinja2": "report/html/elements.py",
+    "vl_convert": "report/html/elements.py",
 }
 """The only place that may import a package."""
 

@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from atlas_fl.planning.planner import make_plan as make_plan
     from atlas_fl.planning.planner import measure_leakage as measure_leakage
     from atlas_fl.report.figures import draw_all as draw_all
+    from atlas_fl.report.html.write import write_report as write_report
     from atlas_fl.report.score_table import ComparisonRow as ComparisonRow
     from atlas_fl.report.score_table import comparison_rows as comparison_rows
     from atlas_fl.sparse.fisher import Fisher as Fisher
@@ -96,6 +97,7 @@ _HOMES = {
     "planning.plan": "Plan",
     "planning.planner": "make_plan measure_leakage",
     "report.figures": "draw_all",
+    "report.html.write": "write_report",
     "report.score_table": "ComparisonRow comparison_rows",
     "sparse.fisher": "Fisher fisher_scores logits_of_module",
     "sparse.masks": "calibrate_mask make_mask",

@@ -102,7 +102,8 @@ def test_the_same_run_is_refused_and_with_resume_shown(run: RunFolder, atlas: At
 def test_the_report_draws_its_figures(run: RunFolder, atlas: Atlas) -> None:
     said = atlas("report", str(run.path))
     assert (said.code, said.err) == (0, "")
-    drawn = [Path(line) for line in said.out.splitlines()]
+    page, *drawn = [Path(line) for line in said.out.splitlines()]
+    assert (page.parent, page.name) == (run.path, "report.html")
     assert len(drawn) == 8
     assert all(path.read_bytes().startswith(b"\x89PNG") and path.parent == run.figures for path in drawn)
 

@@ -39,7 +39,9 @@ COMMANDS: Mapping[str, Command] = {
     "plan": Command(run.plan, run.PlanOptions, "show clusters, ranks, bytes, memory and seconds before training"),
     "run": Command(run.run, run.RunOptions, "train a federation and leave a run folder"),
     "resume": Command(run.resume, run.ResumeOptions, "go on with a run that was stopped"),
-    "report": Command(results.report, results.ReportOptions, "draw the figures of a run"),
+    "report": Command(
+        results.report, results.ReportOptions, "write the page of a run or of several, and draw their figures"
+    ),
     "results": Command(
         results.page_of_results, results.ResultsOptions, "write one page of results from the files of many runs"
     ),

@@ -17,16 +17,23 @@ from atlas_fl.errors import AtlasError, ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """Draw the figures of runs at 300 DPI, into the folder `figures` of each."""
+    """Write one page, report.html, that shows a run or compares several: a file that opens in any browser and loads
+    nothing. Also draw the figures of each run, as PNG and PDF with their numbers as CSV, into its folder `figures`."""
 
     runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...")]
     """Folders of runs, or their names in --runs-dir."""
     runs_dir: str = "runs"
     """Where run folders lie."""
+    to: str | None = None
+    """The page; by default report.html in the run's folder, or beside the first of several runs."""
+    control: str | None = None
+    """Of several runs, the strategy that the others are compared with; fedavg_cluster, fedavg or local by default."""
+    page_only: bool = False
+    """Write the page and draw no figures."""
 
 
 def report(words: Sequence[str]) -> int:
-    """Draw the figures of the runs that these words name; 0."""
+    """Write the page and draw the figures of the runs that these words name; 0."""
     options = parse(ReportOptions(runs=tyro.MISSING), split(words), command="atlas report")
 
     if not options.runs:
@@ -35,10 +42,14 @@ def report(words: Sequence[str]) -> int:
         )
 
     from atlas_fl.report.figures import draw_all
+    from atlas_fl.report.html.write import is_page, write_report
     from atlas_fl.storage.run_folder import find_run
 
-    for name in options.runs:
-        show(str(path) for path in draw_all(find_run(name, runs_dir=options.runs_dir).path))
+    check_target(options.to, example="report.html", is_own=is_page)
+    folders = [find_run(name, runs_dir=options.runs_dir).path for name in options.runs]
+    show([str(write_report(folders, to=options.to, control=options.control))])
+    for folder in folders if not options.page_only else ():
+        show(str(path) for path in draw_all(folder))
     return 0
 
 

@@ -336,10 +336,12 @@ def _show_comparison(points: Sequence[Point], folders: Sequence[Path], *, path: 
 
 
 def _draw(points: Sequence[Point], folders: Sequence[Path], *, path: Path, note: str) -> Path:
-    from atlas_fl.report.style import save_figure
+    from atlas_fl.report.style import save_figure, save_vector
     from atlas_fl.report.sweep import draw_sweep, read_sweep_scores
 
-    return save_figure(draw_sweep(read_sweep_scores([point.changes for point in points], folders), note=note), path)
+    figure = draw_sweep(read_sweep_scores([point.changes for point in points], folders), note=note)
+    save_vector(figure, path.with_suffix(".pdf"))
+    return save_figure(figure, path)
 
 
 def local_runs(points: Sequence[Point], folders: Sequence[Path]) -> dict[str, list[Path]]:

@@ -21,7 +21,7 @@ from atlas_fl.config.values import LIST_SEPARATOR, to_words
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.tuning import KNOBS, TunedMethod
 from atlas_fl.report.finished_runs import FinishedRun
-from atlas_fl.report.method_comparison import MethodComparison, compare_scores
+from atlas_fl.report.method_comparison import MethodComparison, compare_scores, default_control
 from atlas_fl.report.score_table import BASELINE
 
 OF_THE_METHOD = frozenset(name for method in METHODS.values() for name in (*method.settings, *method.suggested))
@@ -56,18 +56,34 @@ class FederationResults:
     """Of `centralized` and `multitask`, which have one client a task, the mean test scores by seed."""
 
 
-def federation_results(runs: Sequence[FinishedRun], *, control: str) -> tuple[FederationResults, ...]:
+def federation_results(runs: Sequence[FinishedRun], *, control: str | None) -> tuple[FederationResults, ...]:
     """The comparison of the methods of every federation, in the order of preset and dial.
+
+    Without a control every federation takes the first of `CONTROLS` that it has, or its first method.
 
     Raises:
         ConfigError: a federation has no finished run of `control`, or two runs of one row have the same seed.
         DataError: the runs of two methods have other clients.
     """
+    return _with_distinct_titles([_compare_federation(members, control=control) for members in by_federation(runs)])
+
+
+def by_federation(runs: Sequence[FinishedRun]) -> list[list[FinishedRun]]:
+    """The runs of every federation, in the order of preset and dial."""
     groups: dict[str, list[FinishedRun]] = {}
     for run in runs:
         groups.setdefault(_federation_key(run.config), []).append(run)
-    ordered = sorted(groups.values(), key=lambda members: _sort_key(members[0].config))
-    return _with_distinct_titles([_compare_federation(members, control=control) for members in ordered])
+    return sorted(groups.values(), key=lambda members: _sort_key(members[0].config))
+
+
+def with_common_seeds(runs: Sequence[FinishedRun]) -> list[FinishedRun]:
+    """Of the runs of one federation those with seeds that all its methods have; all runs where there is no such seed.
+
+    Runs in one place are no method by client, and stay.
+    """
+    seeds = [set(by_seed) for by_seed in method_rows([run for run in runs if not run.config.data.centralized]).values()]
+    common = set.intersection(*seeds) if seeds else set()
+    return [run for run in runs if not common or run.config.data.centralized or run.seed in common]
 
 
 def _sort_key(config: Config) -> tuple[str, int, str]:
@@ -91,7 +107,7 @@ def _with_distinct_titles(results: Sequence[FederationResults]) -> tuple[Federat
     )
 
 
-def _compare_federation(runs: Sequence[FinishedRun], *, control: str) -> FederationResults:
+def _compare_federation(runs: Sequence[FinishedRun], *, control: str | None) -> FederationResults:
     central = [run for run in runs if run.config.data.centralized]
     by_client = [run for run in runs if not run.config.data.centralized]
     config = runs[0].config
@@ -102,6 +118,8 @@ def _compare_federation(runs: Sequence[FinishedRun], *, control: str) -> Federat
     complete = {
         name: [run.scores for run in by_seed.values()] for name, by_seed in methods.items() if name not in incomplete
     }
+    if control is None:
+        control = default_control([*complete, *methods]) if methods else BASELINE
     if methods and control not in methods:
         raise ConfigError(f"--control is {control}, and {_title(config)} has {', '.join(methods)}; name one of these")
     is_compared = len(complete) > 1 and control in complete

@@ -1,13 +1,16 @@
 """draw_all: all figures of a run. It loads matplotlib; import it where figures are wanted and nowhere else."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 
 from atlas_fl.report import graph_figures, mask_figures, run_figures
+from atlas_fl.report.figure_rows import ROWS, to_csv
 from atlas_fl.report.record import Record, read_record
-from atlas_fl.report.style import save_figure
+from atlas_fl.report.style import save_figure, save_vector
+from atlas_fl.storage.files import write_atomic
 from atlas_fl.storage.run_folder import find_run
 
 FIGURES: dict[str, Callable[[Record], Figure]] = {
@@ -36,8 +39,9 @@ MEASURED: dict[str, tuple[Callable[[Record], bool], Callable[[Record], Figure]]]
 def draw_all(run_dir: Path | str) -> list[Path]:
     """Draw every figure of a run into its `figures/` folder, PNG at 300 DPI, and return the paths.
 
-    A run that lacks what one of `FIGURES` shows gets the figure with a sentence that says so; those of `MEASURED` are
-    drawn where there is something to show, and `OF_ADAPTERS` where adapters were trained.
+    Beside each lie the same figure as PDF and its numbers as CSV, which is empty where the run has none. A run that
+    lacks what one of `FIGURES` shows gets the figure with a sentence that says so; those of `MEASURED` are drawn where
+    there is something to show, and `OF_ADAPTERS` where adapters were trained.
 
     Raises:
         CheckpointError: this is no run folder, or a file in it is damaged.
@@ -46,4 +50,14 @@ def draw_all(run_dir: Path | str) -> list[Path]:
     record = read_record(folder.path)
     figures = {name: draw for name, draw in FIGURES.items() if record.has_adapters or name not in OF_ADAPTERS}
     figures |= {name: draw for name, (holds, draw) in MEASURED.items() if holds(record)}
-    return [save_figure(draw(record), folder.figures / f"{name}.png") for name, draw in figures.items()]
+    return [
+        _save(draw(record), folder.figures / f"{name}.png", rows=ROWS[name](record)) for name, draw in figures.items()
+    ]
+
+
+def _save(figure: Figure, path: Path, *, rows: Sequence[Mapping[str, Any]]) -> Path:
+    """Write a figure as PNG and PDF, and its numbers as CSV; the path of the PNG."""
+    save_figure(figure, path)
+    save_vector(figure, path.with_suffix(".pdf"))
+    write_atomic(path.with_suffix(".csv"), to_csv(rows).encode())
+    return path

@@ -137,14 +137,27 @@ def find_finished_runs(places: Sequence[Path | str]) -> tuple[FinishedRun, ...]:
     folders = sorted({path.parent for place in places for path in Path(place).rglob("summary.json")})
     runs = {config_hash(run.config): run for file in files for run in read_csv(file)}
     for folder in folders:
-        config = _with_name_of_today(load_config(RunFolder(folder).config), read_summary(folder))
-        if config.run.seed not in DEVELOPMENT_SEEDS:
-            run = FinishedRun(config=config, scores=read_scores(folder), tuning=read_tuning(RunFolder(folder)))
-            _check_tuning(run, str(RunFolder(folder).tuning))
-            runs[config_hash(config)] = run
+        if load_config(RunFolder(folder).config).run.seed not in DEVELOPMENT_SEEDS:
+            run = read_finished_run(folder)
+            runs[config_hash(run.config)] = run
     if not runs:
         raise ConfigError(f"no finished run below {', '.join(map(str, places))}; run `atlas compare` first")
     return tuple(sorted(runs.values(), key=_order))
+
+
+def read_finished_run(run: Path | str) -> FinishedRun:
+    """The finished run of this folder.
+
+    Raises:
+        ConfigError: its settings are of another version, or not those that its record of tuning says were chosen.
+        CheckpointError: the run is missing or not complete, or its settings cannot be read.
+        DataError: a client has no test score.
+    """
+    folder = find_run(run)
+    config = _with_name_of_today(load_config(folder.config), read_summary(folder.path))
+    found = FinishedRun(config=config, scores=read_scores(folder.path), tuning=read_tuning(folder))
+    _check_tuning(found, str(folder.tuning))
+    return found
 
 
 def _with_name_of_today(config: Config, summary: Mapping[str, Any]) -> Config:
@@ -182,7 +195,7 @@ def to_csv(runs: Iterable[FinishedRun]) -> str:
                 *(scores.gain_over_majority, scores.num_bytes, scores.bytes_below_whole, scores.seconds),
                 scores.reused_seconds,
                 *(_words(values) for values in (scores.scores, scores.tasks.values(), scores.scores.values())),
-                shlex.join(_flags(run.config)),
+                shlex.join(changed_flags(run.config)),
                 None if run.tuning is None else json.dumps(tuning_json(run.tuning)),
                 config_hash(run.config),
             ]
@@ -194,7 +207,8 @@ def _words(values: Iterable[object]) -> str:
     return " ".join(map(str, values))
 
 
-def _flags(config: Config) -> list[str]:
+def changed_flags(config: Config) -> list[str]:
+    """The flags in which a run differs from its preset, each with the words of its value."""
     changed = differences(find_preset(config.run.preset, dial=config.run.dial), config)
     return [word for name, (_, value) in changed.items() for word in (settings()[name].flag, *to_words(value))]
 

@@ -67,7 +67,7 @@ def draw_adjacency(record: Record) -> Figure:
 
 def draw_sharing(record: Record) -> Figure:
     """Rows are clients, columns groups of parameters: the share of its own model that each client keeps."""
-    rows, groups = record.sharing, sorted({row["parameters"] for row in record.sharing}, key=_place_of)
+    rows, groups = record.sharing, sorted({row["parameters"] for row in record.sharing}, key=group_order)
     order = record.sorted_clients
     names = [record.clients[index] for index in order]
     values = np.full((len(names), len(groups)), np.nan)
@@ -93,7 +93,7 @@ def draw_sharing(record: Record) -> Figure:
     return figure
 
 
-def _place_of(group: str) -> tuple[bool, list[int], str]:
+def group_order(group: str) -> tuple[bool, list[int], str]:
     """Sorts layers by their number, and heads after all of them."""
     return group == "head", [int(number) for number in re.findall(r"\d+", group)], group
 

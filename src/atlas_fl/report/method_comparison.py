@@ -132,9 +132,33 @@ def compare_scores(
     )
 
 
+def default_control(names: Sequence[str]) -> str:
+    """The first of `CONTROLS` that is among these methods, or else the first of them."""
+    return next((name for name in CONTROLS if name in names), names[0])
+
+
+def pareto_front(costs: Mapping[str, float], scores: Mapping[str, float]) -> list[str]:
+    """The methods than which no other costs as little and scores as much, and better in one of both; cheapest first.
+
+    >>> pareto_front({"a": 0, "b": 5, "c": 5, "d": 9}, {"a": 0.5, "b": 0.7, "c": 0.6, "d": 0.7})
+    ['a', 'b']
+    """
+    front = [
+        name
+        for name in costs
+        if not any(
+            costs[other] <= costs[name]
+            and scores[other] >= scores[name]
+            and (costs[other] < costs[name] or scores[other] > scores[name])
+            for other in costs
+        )
+    ]
+    return sorted(front, key=lambda name: costs[name])
+
+
 def _control(control: str | None, names: Sequence[str]) -> str:
     if control is None:
-        return next((name for name in CONTROLS if name in names), names[0])
+        return default_control(names)
     if control not in names:
         raise ConfigError(f"--control is {control}; allowed: one of the compared, {', '.join(names)}")
     return control

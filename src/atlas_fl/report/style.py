@@ -116,6 +116,14 @@ def save_figure(figure: Figure, path: Path) -> Path:
     return path
 
 
+def save_vector(figure: Figure, path: Path) -> Path:
+    """Write a PDF in one step and return its path; the same figure gives the same bytes."""
+    buffer = BytesIO()
+    figure.savefig(buffer, format="pdf", metadata={"Creator": SOFTWARE, "CreationDate": None})
+    write_atomic(path, buffer.getvalue())
+    return path
+
+
 def save_beside(figure: Figure, path: Path) -> Path:
     """`save_figure` into a folder of the user's: a figure that was not drawn here is kept under another name."""
     if path.is_file() and f"Software\0{SOFTWARE}".encode() not in path.read_bytes():

@@ -1,0 +1,275 @@
+"""What a page consists of, and its text: sections of facts, tables, charts, sentences and commands.
+
+Everything that comes out of a run's files is text for the template, which escapes it. The styles and scripts are hashed
+for the page's own Content-Security-Policy, so that a browser runs no other script and opens no connection.
+"""
+
+import re
+import unicodedata
+from base64 import b64encode
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from hashlib import sha256
+from importlib import resources
+from typing import Any, ClassVar, TypeAlias
+
+import vl_convert
+from jinja2 import DictLoader, Environment, StrictUndefined
+
+from atlas_fl.report.format import EMPTY, human_bytes, number, percent, seconds
+from atlas_fl.report.html.palette import colour_variables
+from atlas_fl.storage.jsonl import to_json
+
+GENERATOR = "ATLAS report"
+"""Stands in every page, which is known by it."""
+MOST_LEVELS = 0.5
+"""Share of distinct texts in a column up to which it is written as its levels and their indices."""
+
+LIBRARY = "window.vegaEmbed = vegaEmbed;"
+"""What the script of the charts is made for: Vega, Vega-Lite and Vega-Embed, as this one name."""
+LEAST_SHARE = 0.001
+"""What a percentage of one decimal tells from nothing."""
+MOST_NARROW = 5
+"""Columns up to which a table may stand beside something else."""
+
+Row: TypeAlias = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Number:
+    """A number as it is stored, and as people read it."""
+
+    value: float | None
+    text: str
+
+
+Cell: TypeAlias = str | Number
+
+
+def isolate(name: str) -> str:
+    """A name for the middle of a sentence: one that runs from right to left does not turn the words behind it."""
+    turns = any(unicodedata.bidirectional(character) not in _LEFT_TO_RIGHT for character in name)
+    return f"\u2068{name}\u2069" if turns else name
+
+
+_LEFT_TO_RIGHT = frozenset(("L", "EN", "ES", "ET", "CS", "WS", "ON", "NSM", "S", "B", ""))
+
+
+def names_in_words(names: Iterable[str]) -> str:
+    """Names with commas between them."""
+    return ", ".join(map(isolate, names))
+
+
+def plain(value: float | None, digits: int = 3, *, sign: bool = False) -> Number:
+    """A number with so many decimals; a dash where there is none."""
+    return Number(value=value, text=number(value, digits, sign=sign))
+
+
+def count(value: float | None) -> Number:
+    """A whole number."""
+    return Number(value=value, text=EMPTY if value is None else f"{value:,.0f}".replace(",", "\u202f"))
+
+
+def size(value: float | None) -> Number:
+    """Bytes in the unit that people read."""
+    return Number(value=value, text=EMPTY if value is None else human_bytes(value))
+
+
+def duration(value: float | None) -> Number:
+    """Seconds in the unit that people read."""
+    return Number(value=value, text=EMPTY if value is None else seconds(value))
+
+
+def share(value: float | None) -> Number:
+    """A share from 0 to 1 as a percentage."""
+    if value is None or not 0 < value < LEAST_SHARE:
+        return Number(value=value, text=EMPTY if value is None else percent(value))
+    return Number(value=value, text=f"below {percent(LEAST_SHARE)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fact:
+    """One number or word with its name, and what it is to be held against."""
+
+    name: str
+    value: Cell
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """The few numbers that a section comes down to."""
+
+    kind: ClassVar[str] = "facts"
+    facts: Sequence[Fact]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table that a reader can sort by any column; `footer` stays below."""
+
+    kind: ClassVar[str] = "table"
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    footer: Sequence[Sequence[Cell]] = ()
+    note: str = ""
+
+    def without_empty(self) -> "Table":
+        """The same without columns in which nothing is known."""
+        rows = [*self.rows, *self.footer]
+        kept = [index for index in range(len(self.columns)) if not all(_is_unknown(row[index]) for row in rows)]
+        columns = [self.columns[index] for index in kept]
+        body, footer = ([[row[index] for index in kept] for row in part] for part in (self.rows, self.footer))
+        return replace(self, columns=columns, rows=body, footer=footer)
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether it takes the whole width of the page."""
+        return len(self.columns) > MOST_NARROW or bool(self.note)
+
+    @property
+    def numeric(self) -> list[bool]:
+        """By column, whether it holds numbers."""
+        rows = [*self.rows, *self.footer]
+        return [any(isinstance(row[index], Number) for row in rows) for index in range(len(self.columns))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """A Vega-Lite chart; `data` holds its rows by the names that the layers of `spec` have for them."""
+
+    kind: ClassVar[str] = "chart"
+    name: str
+    title: str
+    note: str
+    spec: Mapping[str, Any]
+    data: Mapping[str, Sequence[Row]]
+    is_wide: bool = True
+
+    @property
+    def payload(self) -> str:
+        """Spec and data as JSON that can stand inside a script element."""
+        content = {"spec": self.spec, "data": {name: pack_rows(rows) for name, rows in self.data.items()}}
+        return in_script(to_json(content))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """Sentences, each a paragraph; or with `is_list` the points of a list."""
+
+    kind: ClassVar[str] = "text"
+    lines: Sequence[str]
+    is_list: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """Words for a terminal, and what they do."""
+
+    kind: ClassVar[str] = "command"
+    words: str
+    what: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folded:
+    """Elements that are shown when a reader asks for them."""
+
+    kind: ClassVar[str] = "folded"
+    title: str
+    blocks: Sequence["Block"]
+
+
+Block: TypeAlias = Facts | Table | Chart | Text | Command | Folded
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A question that people ask, and what answers it."""
+
+    name: str
+    title: str
+    blocks: Sequence[Block]
+    lead: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """A whole page."""
+
+    title: str
+    subtitle: str
+    sections: Sequence[Section]
+    warnings: Sequence[str] = field(default=())
+
+
+def pack_rows(rows: Sequence[Row]) -> dict[str, Any]:
+    """Rows of the same keys column by column, repeated texts as indices of their levels; `page.js` unpacks them."""
+    columns: dict[str, Any] = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        values = [row.get(name) for row in rows]
+        levels = list(dict.fromkeys(values))
+        if isinstance(values[0], str) and len(levels) < MOST_LEVELS * len(values):
+            index = {level: position for position, level in enumerate(levels)}
+            columns[name] = {"levels": levels, "codes": [index[value] for value in values]}
+        else:
+            columns[name] = {"values": values}
+    return {"length": len(rows), "columns": columns}
+
+
+def in_script(text: str) -> str:
+    """JSON in which nothing can end the script element around it."""
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def render(page: Page) -> str:
+    """The text of the page: HTML with its styles, its scripts and all data inside."""
+    has_charts = any(_has_chart(section.blocks) for section in page.sections)
+    scripts = [*([_chart_library()] if has_charts else []), _asset("page.js")]
+    style = colour_variables() + _asset("page.css")
+    hashes = " ".join(f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in scripts)
+    return (
+        _environment()
+        .get_template("page.html.jinja")
+        .render(
+            page=page,
+            generator=GENERATOR,
+            has_charts=has_charts,
+            style=style,
+            scripts=scripts,
+            policy=f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {hashes} 'unsafe-eval'",
+        )
+    )
+
+
+def _is_unknown(cell: Cell) -> bool:
+    return (cell.text if isinstance(cell, Number) else cell) == EMPTY
+
+
+def _has_chart(blocks: Sequence[Block]) -> bool:
+    return any(isinstance(block, Chart) or (isinstance(block, Folded) and _has_chart(block.blocks)) for block in blocks)
+
+
+@cache
+def _environment() -> Environment:
+    loader = DictLoader({"page.html.jinja": _asset("page.html.jinja")})
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.tests["number"] = lambda cell: isinstance(cell, Number)
+    return environment
+
+
+@cache
+def _asset(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+@cache
+def _chart_library() -> str:
+    """Vega, Vega-Lite and Vega-Embed as one script that sets `vegaEmbed`; it holds no end of a script element."""
+    return re.sub(r"</(?=script)", r"<\\/", vl_convert.javascript_bundle(LIBRARY), flags=re.IGNORECASE)

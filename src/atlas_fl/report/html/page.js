@@ -1,0 +1,127 @@
+"use strict";
+(() => {
+  const MOST_SHAPES = 4000, MOST_ROWS = 1000, MOST_DIGITS = 6;
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+  function unpack({ length, columns }) {
+    const names = Object.keys(columns);
+    const value = (column, row) => (column.codes ? column.levels[column.codes[row]] : column.values[row]);
+    return Array.from({ length }, (_, row) => Object.fromEntries(names.map((name) => [name, value(columns[name], row)])));
+  }
+
+  // A canvas knows no CSS variables; an SVG does, and so follows the theme and the printer by itself.
+  function resolve(node) {
+    if (typeof node === "string") return node.replace(/var\((--[\w-]+)\)/g, (_, name) => css(name));
+    if (Array.isArray(node)) return node.map(resolve);
+    if (node && typeof node === "object") {
+      return Object.fromEntries(Object.entries(node).map(([key, value]) => [key, resolve(value)]));
+    }
+    return node;
+  }
+
+  const font = "system-ui, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif";
+  const config = {
+    background: null,
+    font,
+    view: { stroke: null },
+    axis: {
+      labelColor: "var(--ink)", titleColor: "var(--faint)", gridColor: "var(--line)", domainColor: "var(--line)",
+      tickColor: "var(--line)", labelFontSize: 11, titleFontSize: 11, titleFontWeight: "normal", labelLimit: 130, labelSeparation: 4,
+    },
+    legend: {
+      labelColor: "var(--ink)", titleColor: "var(--faint)", titleFontWeight: "normal", labelFontSize: 11,
+      titleFontSize: 11, orient: "top", labelLimit: 200, titleLimit: 320, columns: 3, symbolBaseFillColor: "var(--ink)",
+      symbolBaseStrokeColor: "var(--ink)", layout: { top: { direction: "vertical" } },
+    },
+    text: { fill: "var(--ink)" },
+  };
+
+  // Vega groups by names in plain objects, which have these names themselves; a space without width makes others of them.
+  function harmless(_, value) {
+    return typeof value === "string" && value in {} ? value + "\u200b" : value;
+  }
+
+  function draw(element) {
+    const payload = JSON.parse(document.getElementById("data-" + element.dataset.chart).textContent, harmless);
+    const datasets = Object.fromEntries(Object.entries(payload.data).map(([name, packed]) => [name, unpack(packed)]));
+    const shapes = Object.values(datasets).reduce((sum, rows) => sum + rows.length, 0);
+    const isLarge = shapes > MOST_SHAPES;
+    const spec = isLarge ? resolve(payload.spec) : payload.spec;
+    element.style.background = isLarge ? css("--ground") : "";
+    if (isLarge) dark.addEventListener("change", () => draw(element), { once: true });
+    const options = {
+      mode: "vega-lite", renderer: isLarge ? "canvas" : "svg", actions: false,
+      config: isLarge ? resolve(config) : config, tooltip: { theme: "page" },
+    };
+    return vegaEmbed(element, { ...spec, datasets }, options).then(({ view }) => {
+      element.dataset.drawn = "yes";
+      addNumbers(element.parentElement.querySelector("details.numbers"), Object.values(datasets)[0], element.dataset.chart);
+      return view;
+    });
+  }
+
+  function shown(value) {
+    return typeof value === "number" ? String(Number(value.toPrecision(MOST_DIGITS))) : value ?? "";
+  }
+
+  function addNumbers(details, rows, name) {
+    details.addEventListener("toggle", () => fillNumbers(details, rows, name), { once: true });
+  }
+
+  function fillNumbers(details, rows, name) {
+    if (!rows.length || details.querySelector("table")) return;
+    const names = Object.keys(rows[0]);
+    const table = document.createElement("table"), box = document.createElement("div");
+    const line = (parent, tag, values) => {
+      const row = parent.insertRow();
+      values.forEach((value) => { row.append(Object.assign(document.createElement(tag), { textContent: shown(value) })); });
+    };
+    line(table.createTHead(), "th", names);
+    const body = table.createTBody();
+    rows.slice(0, MOST_ROWS).forEach((row) => line(body, "td", names.map((key) => row[key])));
+    box.className = "table";
+    box.tabIndex = 0;
+    box.append(table);
+    const save = Object.assign(document.createElement("button"), { textContent: "Save as CSV" });
+    save.addEventListener("click", () => saveCsv(names, rows, name));
+    details.append(save, box);
+    if (rows.length > MOST_ROWS) details.append(`The first ${MOST_ROWS} of ${rows.length} rows; the file has all.`);
+  }
+
+  function saveCsv(names, rows, name) {
+    const quote = (value) => `"${String(value ?? "").replaceAll('"', '""')}"`;
+    const lines = [names, ...rows.map((row) => names.map((key) => row[key]))].map((row) => row.map(quote).join(","));
+    const url = URL.createObjectURL(new Blob([lines.join("\n") + "\n"], { type: "text/csv" }));
+    Object.assign(document.createElement("a"), { href: url, download: `${name}.csv` }).click();
+    URL.revokeObjectURL(url);
+  }
+
+  function sortable(table) {
+    const heads = [...table.tHead.rows[0].cells];
+    const body = table.tBodies[0];
+    const key = (row, index) => {
+      const data = row.cells[index].querySelector("data");
+      return data ? Number(data.value) : row.cells[index].textContent;
+    };
+    const compare = (left, right) => {
+      if (typeof left === "number" && typeof right === "number") return left - right;
+      if (typeof left !== typeof right) return typeof left === "number" ? -1 : 1;
+      return left.localeCompare(right, undefined, { numeric: true });
+    };
+    heads.forEach((head, index) => {
+      const button = Object.assign(document.createElement("button"), { type: "button", textContent: head.textContent });
+      head.replaceChildren(button);
+      button.addEventListener("click", () => {
+        const sign = head.ariaSort === "descending" || (head.ariaSort !== "ascending" && !head.matches(".number")) ? 1 : -1;
+        heads.forEach((other) => other.removeAttribute("aria-sort"));
+        head.setAttribute("aria-sort", sign > 0 ? "ascending" : "descending");
+        body.append(...[...body.rows].sort((one, other) => sign * compare(key(one, index), key(other, index))));
+      });
+    });
+  }
+
+  document.querySelectorAll("main table").forEach((table) => { if (table.tBodies[0].rows.length > 1) sortable(table); });
+  const drawn = [...document.querySelectorAll("[data-chart]")].map(draw);
+  Promise.all(drawn).then(() => { document.documentElement.dataset.ready = "yes"; });
+})();

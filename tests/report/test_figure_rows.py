@@ -1,0 +1,55 @@
+import csv
+import json
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+from atlas_fl.report.figure_rows import EVERY_CLIENT, ROWS, to_csv
+from atlas_fl.report.figures import FIGURES, MEASURED, draw_all
+from atlas_fl.report.record import read_record
+
+
+def test_every_figure_has_rows() -> None:
+    assert set(ROWS) == {*FIGURES, *MEASURED}
+
+
+def test_each_figure_lies_there_as_png_and_pdf_with_its_numbers(make_run) -> None:
+    run = make_run(tasks=2, clients_per_task=2, rounds=1)
+    for path in draw_all(run):
+        assert path.with_suffix(".pdf").read_bytes().startswith(b"%PDF")
+        rows = list(csv.DictReader(StringIO(path.with_suffix(".csv").read_text("utf-8"))))
+        drawn = ROWS[path.stem](read_record(run))
+        assert len(rows) == len(drawn)
+        for row, values in zip(rows, drawn):
+            assert row == {name: "" if value is None else str(value) for name, value in values.items()}
+
+
+def test_drawing_again_gives_the_same_bytes_and_no_numbers_that_are_gone(make_run) -> None:
+    run = make_run(tasks=1, clients_per_task=1, rounds=1, sketches=False)
+    draw_all(run)
+    first = {path.name: path.read_bytes() for path in (run / "figures").iterdir()}
+    draw_all(run)
+    assert {path.name: path.read_bytes() for path in (run / "figures").iterdir()} == first
+    (run / "ledger.jsonl").write_text("")
+    draw_all(run)
+    assert (run / "figures" / "bytes.csv").read_bytes() == b""
+
+
+def test_the_mean_over_a_task_by_hand(make_run) -> None:
+    run = make_run(tasks=1, clients_per_task=2, rounds=1)
+    rows = ROWS["convergence"](read_record(run))
+    of_round = {row["client"]: row["value"] for row in rows if (row["series"], row["round"]) == ("validation score", 1)}
+    assert of_round[EVERY_CLIENT] == pytest.approx((of_round["movie-0"] + of_round["movie-1"]) / 2)
+    stored = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+    assert of_round["movie-1"] in [row["primary"] for row in stored if row["client"] == "movie-1" and "primary" in row]
+
+
+def test_csv_keeps_every_digit_and_quotes_what_needs_it() -> None:
+    rows = [{"client": 'a "b", c', "score": 0.1 + 0.2}, {"client": "d\ne", "score": None, "more": 1}]
+    assert list(csv.reader(StringIO(to_csv(rows)))) == [
+        ["client", "score", "more"],
+        ['a "b", c', "0.30000000000000004", ""],
+        ["d\ne", "", "1"],
+    ]
+    assert to_csv([]) == ""
