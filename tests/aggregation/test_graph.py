@@ -91,7 +91,7 @@ def test_distances_that_are_not_finite_are_refused_unless_the_client_is_undecide
 def test_similarity_graph_is_the_closeness_inside_blocks(distances):
     made = graph(distances, singleton_neighbours=0)
     assert made.adjacency == pytest.approx(affinity(distances) * blocks(CLUSTERS))
-    assert made.warnings == ("pairs-0 has no neighbour: it trains alone",)
+    assert made.warnings == ("pairs-0 has no neighbour on the graph",)
 
 
 def test_uniform_graph_has_equal_edges(distances):
@@ -155,7 +155,7 @@ def test_undecided_clients_have_no_edges(distances, block_diagonal):
     made = graph(distances, np.array([0, -1, -1, 0, 1]), block_diagonal=block_diagonal)
     assert not made.adjacency[[1, 2]].any()
     assert made.adjacency[0].any()
-    assert "movie-1 has no neighbour: it trains alone" in made.warnings
+    assert "movie-1 has no neighbour on the graph" in made.warnings
 
 
 def test_a_singleton_is_joined_inside_its_task(distances):

@@ -41,7 +41,7 @@ def test_undecided_clients_change_nothing_for_the_others(planted):
     assert found.similarity[2:, 2:] == pytest.approx(alone.similarity, abs=1e-12) and not found.similarity[:2, 2:].any()
     assert found.structure == alone.structure and found.k_table == alone.k_table
     assert found.centroids == pytest.approx(alone.centroids)
-    assert found.warnings == ("2 undecided (clients 0, 1): their halves agree less than 0.1; they train alone",)
+    assert found.warnings == ("2 undecided (clients 0, 1): their halves agree less than 0.1; they are in no cluster",)
     named = cluster_clients(*with_noise, settings=SETTINGS, names=[f"site-{number}" for number in range(11)])
     assert named.warnings[0].startswith("2 undecided (clients site-0, site-1): ")
 

@@ -181,7 +181,7 @@ def test_the_graph_is_drawn_in_blocks(make_run) -> None:
     np.testing.assert_allclose(np.nan_to_num(values), expected)
     text = text_of(figure)
     assert "7 edges, 1 of 9 clients without any" in text
-    for label in ("cluster 0", "cluster 1", "cluster 2", "alone"):
+    for label in ("cluster 0", "cluster 1", "cluster 2", "no cluster"):
         assert label in text
 
 

@@ -62,7 +62,7 @@ def test_the_cluster_table_by_hand() -> None:
     clustering |= {"clusters": [{"cluster": 0, "difficulty": 0.875}, {"cluster": -1}]}
     table = cluster_table({"clients": clients, "clustering": clustering})
     assert cells(table, 0) == ["cluster 0", "a-0, b-0, a-1", "a x 2, b x 1", "3", "0.67", "0.60", "0.60", "0.88"]
-    assert cells(table, 1) == ["alone", "c-0", "c x 1", "1", "1.00", "0.05", "-", "-"]
+    assert cells(table, 1) == ["no cluster", "c-0", "c x 1", "1", "1.00", "0.05", "-", "-"]
     text = printed(table)
     assert "purity 0.67, ari 0.25" in text
     assert "undecided [c_kk 0.05]" in text
@@ -92,8 +92,8 @@ def test_the_chosen_number_of_clusters_is_marked(make_run) -> None:
 
 def test_a_plan_without_optional_parts_shows_dashes_and_no_numbers() -> None:
     plan = {"clients": [{"name": "a-0", "task": "a"}], "clustering": {}}
-    assert cells(cluster_table(plan), 0) == ["alone", "a-0", "a x 1", "1", "1.00", "-", "-", "-"]
-    assert cells(rank_table(plan), 0) == ["a-0", "-", "alone", "-", "-", "whole", "-", "-"]
+    assert cells(cluster_table(plan), 0) == ["no cluster", "a-0", "a x 1", "1", "1.00", "-", "-", "-"]
+    assert cells(rank_table(plan), 0) == ["a-0", "-", "none", "-", "-", "whole", "-", "-"]
     assert cells(prediction_table(plan), 0) == ["a-0", *["-"] * 6]
     assert k_table(plan).row_count == 0
     assert len(plan_tables(plan)) == 3

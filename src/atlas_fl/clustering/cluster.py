@@ -182,7 +182,7 @@ def _consequence(labels: np.ndarray, settings: ClusteringSettings) -> str:
 def _undecided_line(clients: Sequence[str], settings: ClusteringSettings) -> str:
     return (
         f"{len(clients)} undecided (clients {', '.join(clients)}): their halves agree less than "
-        f"{settings.min_reliability:g}; they train alone"
+        f"{settings.min_reliability:g}; they are in no cluster"
     )
 
 

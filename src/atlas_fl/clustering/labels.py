@@ -72,7 +72,7 @@ def check_clustering_settings(settings: ClusteringSettings, *, methods: Collecti
 
 
 UNDECIDED = -1
-"""Label of a client that is in no cluster and trains alone."""
+"""Label of a client that is in no cluster."""
 
 
 def stable_labels(previous: Sequence[int], new: Sequence[int]) -> tuple[int, ...]:

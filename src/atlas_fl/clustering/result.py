@@ -33,7 +33,7 @@ class Clustering:
     """Clusters of n clients, in the order in which their sketches came."""
 
     labels: tuple[int, ...]
-    """Cluster of each client; -1 for an undecided one, which trains alone."""
+    """Cluster of each client; -1 for an undecided one, which is in none."""
     method: str
     """A name of METHODS, or `oracle`."""
     similarity: np.ndarray
@@ -99,7 +99,7 @@ class Placement:
     """Where a client that joins later stands beside the clusters."""
 
     cluster: int
-    """Label of its cluster; -1 if it must train alone."""
+    """Label of its cluster; -1 if it is undecided."""
     reliability: float
     """c_kk: agreement of its own halves."""
     similarity: Mapping[int, float]
@@ -108,7 +108,7 @@ class Placement:
 
 
 def predict_cluster(clustering: Clustering, first: np.ndarray, second: np.ndarray) -> int:
-    """The cluster of a client that joins later, from its two sketches (d,), (d,); -1 if it must train alone.
+    """The cluster of a client that joins later, from its two sketches (d,), (d,); -1 if it is undecided.
 
     As `placed`, which also says how near each cluster is.
     """
@@ -189,7 +189,7 @@ def agreement(labels: Sequence[int], truth: Sequence[str]) -> dict[str, float]:
 
     Purity is the share of decided clients whose task is their cluster's most frequent one, 0 if nobody is decided; it
     rises with the number of clusters, so read it beside the adjusted Rand index. For ari and nmi every undecided
-    client is a cluster of its own, because it trains alone.
+    client is a cluster of its own.
     """
     pairs = [(label, task) for label, task in zip(labels, truth, strict=True) if label != UNDECIDED]
     majorities = [Counter(task for label, task in pairs if label == name).most_common(1)[0][1] for name in

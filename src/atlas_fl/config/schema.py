@@ -437,7 +437,7 @@ class ClusteringConfig:
     similarity_threshold: float = 0.8
     """Noise-corrected similarity from which clients share a cluster under `corrected`."""
     min_reliability: float = 0.1
-    """Agreement of a client's own halves below which it is undecided and trains alone."""
+    """Agreement of a client's own halves below which it is undecided and in no cluster."""
     incremental_pca: bool = False
     """Fit the principal components in batches of clients."""
     recluster_every: int = 0

@@ -24,7 +24,7 @@ class ClientPlan:
     device: str
     examples: int
     cluster: int
-    """-1: it trains alone."""
+    """-1: it is in none."""
     ranks: tuple[int, ...]
     """LoRA rank of every block."""
     cut: int | None

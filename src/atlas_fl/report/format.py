@@ -53,8 +53,8 @@ def human_bytes(count: float) -> str:
 
 
 def cluster_name(cluster: int) -> str:
-    """How a cluster is called in figures and tables; -1 trains alone."""
-    return "alone" if cluster < 0 else f"cluster {cluster}"
+    """How a cluster is called in figures and tables; -1 is none."""
+    return "no cluster" if cluster < 0 else f"cluster {cluster}"
 
 
 def new_table(title: str) -> Table:

@@ -41,7 +41,7 @@ def draw_adjacency(record: Record) -> Figure:
     count = len(record.clients)
     side = float(np.clip(0.42 * count, 3.6, 10.0))
     num_edges, subtitle = _count(record)
-    figure = new_figure(width=side + 2.9, height=side + 2.0, title="Who is pulled towards whom", subtitle=subtitle)
+    figure = new_figure(width=side + 2.9, height=side + 2.0, title="Client graph", subtitle=subtitle)
     axes = figure.add_subplot()
     if record.plan.get("adjacency") is None:
         annotate(axes, "the plan holds no graph")

@@ -67,7 +67,7 @@ class Record:
 
     @property
     def cluster_of(self) -> dict[str, int]:
-        """Each client's cluster; -1 trains alone."""
+        """Each client's cluster; -1 is in none."""
         return {client["name"]: client.get("cluster", -1) for client in self.plan["clients"]}
 
     @property

@@ -212,7 +212,7 @@ def rank_table(plan: Mapping[str, Any]) -> Table:
         table.add_row(
             escape(client["name"]),
             client.get("device", EMPTY),
-            "alone" if client.get("cluster", -1) < 0 else str(client["cluster"]),
+            "none" if client.get("cluster", -1) < 0 else str(client["cluster"]),
             in_runs(ranks) or EMPTY,
             str(sum(ranks)) if ranks else EMPTY,
             "whole" if cut is None else str(cut),

@@ -132,7 +132,11 @@ def likeness(record: Record) -> Section | None:
     labels = [label for label in record.cluster_of.values() if label >= 0]
     facts = [
         Fact(name="clusters", value=count(len(set(labels))), note=f"method: {clustering.get('method', 'none')}"),
-        Fact(name="clients that train alone", value=count(sum(label < 0 for label in record.cluster_of.values()))),
+        Fact(
+            name="undecided",
+            value=count(sum(label < 0 for label in record.cluster_of.values())),
+            note="clients in no cluster",
+        ),
     ]
     names = {"purity": "purity", "ari": "adjusted Rand index", "nmi": "mutual information"}
     facts += [
@@ -145,7 +149,7 @@ def likeness(record: Record) -> Section | None:
     blocks: list[Block] = [Facts(facts=facts), *([Text(lines=lines)] if lines else []), *_scatters(record)]
     blocks += [_cluster_table(record, clustering), *_k_table(clustering)]
     blocks += _pair_map(record, similarity_rows(record), name="similarity", title="Similarity of the sketches")
-    blocks += _pair_map(record, edges, name="weight", title="Who is pulled towards whom: weights of the client graph")
+    blocks += _pair_map(record, edges, name="weight", title="Client graph, by which atlas_laplacian mixes")
     return Section(name="likeness", title="Who was found alike, and why", blocks=blocks)
 
 
