@@ -39,7 +39,7 @@ def placement(newcomer: ClientPlacement) -> Iterator[RenderableType]:
         table.add_row(arrow, cluster_name(label), escape(", ".join(clients)), similarity)
     yield table
     halves = f"its halves agree to {assigned.reliability:.2f} over {newcomer.examples} examples"
-    verdict = "is undecided and would be in no cluster" if assigned.cluster < 0 else f"belongs to cluster {assigned.cluster}"
+    verdict = "is undecided" if assigned.cluster < 0 else f"belongs to cluster {assigned.cluster}"
     yield f"{newcomer.name} {verdict}; {halves}"
     if newcomer.ranks is not None:
         yield f"ranks by layer: {' '.join(map(str, newcomer.ranks))}"
