@@ -207,9 +207,7 @@ def make_graph(
         allowed = allowed | joined
     if previous is not None:
         adjacency = np.where(allowed, (1 - options.ema) * adjacency + options.ema * previous, 0.0)
-    lonely = [
-        f"{name} has no neighbour on the graph" for name, degree in zip(clients, adjacency.sum(1)) if not degree
-    ]
+    lonely = [f"{name} has no neighbour on the graph" for name, degree in zip(clients, adjacency.sum(1)) if not degree]
     return Graph(adjacency=adjacency, warnings=(*warnings, *lonely))
 
 

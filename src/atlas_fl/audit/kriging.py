@@ -38,6 +38,7 @@ class Predictions:
             if all(halves[half].keys() == whole.get(client) for half in HALVES)
         }
         self._rows: dict[tuple[tuple[int, ...], tuple[str, ...]], np.ndarray] = {}
+        self._averaged: dict[tuple[tuple[int, ...], tuple[str, ...]], bool] = {}
 
     def row(self, k: int, members: Sequence[int], key: str) -> list[float] | None:
         """The weights of client k for this parameter among these members who reported; its own where it is none.
@@ -73,6 +74,12 @@ class Predictions:
         ]
         if robust_of(self._run).within == "all" or plan.clusters[k] < 0 or len(members) < 2:
             return False
+        which = (tuple(members), tuple(keys))
+        if which not in self._averaged:
+            self._averaged[which] = self._differ_by_less_than_noise(members, keys)
+        return self._averaged[which]
+
+    def _differ_by_less_than_noise(self, members: Sequence[int], keys: Sequence[str]) -> bool:
         first, second = (self._changes(members, half, keys) for half in HALVES)
         noise = sum(float(np.square(one - other).sum()) for one, other in zip(first, second, strict=True)) / 4
         # the mean of what both halves of all pairs say is the squared distance between two clients, without noise
