@@ -262,6 +262,16 @@ def test_a_cluster_is_averaged_where_its_clients_differ_by_less_than_their_noise
     np.testing.assert_array_equal(undecided[:2], over_all[:2])
 
 
+def test_before_it_is_measured_who_shares_a_cluster_with_nobody_gets_the_average_of_all() -> None:
+    start = {name: {"head.w": torch.zeros(1)} for name in "abcd"}
+    strategy = atlas(StrategyOptions(max_share=1.0))
+    models = RoundModels(before=start, after=start, server_state=strategy.init(start))
+    clients = replace(federation("abcd", "xxxx"), clusters=np.array([0, 0, 1, -1]))
+    matrix = strategy.matrices(clients, [True] * 4, round=1, models=models)("head.w")
+    pair, everyone = [1 / 3, 2 / 3, 0, 0], [0.1, 0.2, 0.3, 0.4]
+    np.testing.assert_allclose(matrix, [pair, pair, everyone, everyone])
+
+
 def test_a_cluster_without_differences_is_averaged_in_most_draws_and_one_that_pays_in_none() -> None:
     """Five clients: the risk of their average is below that of their own models where tau^2 < N, and else above."""
     draw, inside = np.random.default_rng(5), np.zeros(5, np.int64)

@@ -19,8 +19,8 @@ Halves are taken once, in round `--measure-round`; before, everyone is given the
 begin with what all have in common. The matrix then holds for the run. Who was not there is measured when it first takes
 part; until then it is given the average, and is in nobody's row. Who is measured and takes no part keeps its model.
 
-`atlas`, or `kriging --within clusters`, averages inside clusters before that, where a client is in one, and goes on so,
-to the bit, in every cluster whose members differ by less than their noise:
+`atlas`, or `kriging --within clusters`, averages inside clusters before that, where a client shares one, and goes on
+so, to the bit, in every cluster whose members differ by less than their noise:
 
     tau^2 = mean_k K_kk - mean_{k != l} K_kl,   N = mean_k N_k         over the members of a cluster that are measured
     risk of a member's own model N, of the average of n  N / n + (1 - 1 / n) tau^2:   the average is better if tau^2 < N
@@ -139,6 +139,11 @@ def half_gram(
     return total
 
 
+def _has_company(clusters: np.ndarray) -> np.ndarray:
+    """Of each client, (n,) bool: whether another one is in its cluster; a cluster of one says nothing of the others."""
+    return (clusters >= 0) & ((clusters[:, None] == clusters[None, :]).sum(axis=1) > 1)
+
+
 def alike_in_cluster(gram: Float64[np.ndarray, "n2 n2"], clusters: np.ndarray) -> np.ndarray:
     """Of each client, (n,) bool: whether it is in a cluster whose measured members differ by less than their noise."""
     ratios = _ratios_in_clusters(gram, clusters)
@@ -167,7 +172,7 @@ def kriging(options: StrategyOptions) -> Strategy:
         return np.asarray(average(step.federation.weights, groups, step.present, max_share=options.max_share))
 
     def share(step: MixingContext) -> np.ndarray:
-        is_clustered = (step.federation.clusters >= 0) & (options.within == CLUSTERS)
+        is_clustered = _has_company(step.federation.clusters) & (options.within == CLUSTERS)
         return np.where(is_clustered[:, None], mean(step, within_clusters(step)), mean(step, step.groups))
 
     def rule(step: MixingContext) -> np.ndarray:

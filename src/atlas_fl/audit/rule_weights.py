@@ -281,7 +281,8 @@ def _may_meet(plan: AuditPlan, k: int, other: int, *, head: bool) -> bool:
 def _members(plan: AuditPlan, rule: Rule, k: int, *, head: bool) -> list[int]:
     """Whose updates are aggregated into the model of client k."""
     everyone = rule.kind in EVERYONE or (rule.kind in WITHIN and rule.robust.within == "all")
-    everyone = everyone or (rule.kind == KRIGING and plan.clusters[k] < 0)
+    company = sum(other == plan.clusters[k] for other in plan.clusters) - 1
+    everyone = everyone or (rule.kind == KRIGING and (plan.clusters[k] < 0 or not company))
     members = []
     for other in range(len(plan.clients)):
         together = everyone or (plan.clusters[k] >= 0 and plan.clusters[k] == plan.clusters[other]) or other == k
