@@ -27,12 +27,15 @@ def starts(folder: Path, round: int) -> dict[str, object]:
 
 
 def test_clusters_that_fit_are_averaged_to_the_bit_for_the_whole_run(config: MakeConfig) -> None:
-    atlas = run_config(config(**ATLAS)).folder
+    result = run_config(config(**ATLAS))
     clustered = run_config(config(strategy="fedavg_cluster", name="clustered")).folder
     for round in (1, 2, 3):
-        assert same_tensors(starts(atlas, round), starts(clustered, round))
-    report = audit_run(atlas)
+        assert same_tensors(starts(result.folder, round), starts(clustered, round))
+    report = audit_run(result.folder)
     assert report.ok, report.failures
+    told = {client: row["adapters"]["variance_over_noise"] for client, row in result.summary["sharing"].items()}
+    assert told["movie-0"] == told["movie-1"] != told["trec-0"] == told["trec-1"], "of its cluster, not over all"
+    assert max(told.values()) < 1
 
 
 def test_a_cluster_that_contradicts_itself_comes_apart_when_it_is_measured(

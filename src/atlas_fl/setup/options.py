@@ -5,7 +5,7 @@ from typing import Any
 
 from atlas_fl.aggregation.registry import find_strategy
 from atlas_fl.aggregation.robust import Space
-from atlas_fl.aggregation.strategies import Strategy, StrategyOptions
+from atlas_fl.aggregation.strategies import CLUSTERS, Strategy, StrategyOptions
 from atlas_fl.client.options import FingerprintOptions, TrainOptions
 from atlas_fl.client.second_model import SecondModel
 from atlas_fl.config import Config
@@ -37,7 +37,7 @@ def strategy_options(config: Config) -> StrategyOptions:
         layer_weighting=mixing.layer_weighting,
         scale=scale_of(config),
         max_share=robust.max_share,
-        within=robust.within,
+        within=CLUSTERS if rule_of(config) == "atlas" else robust.within,
         trim=robust.trim,
         byzantine=robust.byzantine,
         server_lr=config.server.server_lr,
