@@ -141,7 +141,8 @@ def half_gram(
 
 def _has_company(clusters: np.ndarray) -> np.ndarray:
     """Of each client, (n,) bool: whether another one is in its cluster; a cluster of one says nothing of the others."""
-    return (clusters >= 0) & ((clusters[:, None] == clusters[None, :]).sum(axis=1) > 1)
+    sizes = (clusters[:, None] == clusters[None, :]).sum(axis=1)
+    return np.asarray((clusters >= 0) & (sizes > 1))
 
 
 def alike_in_cluster(gram: Float64[np.ndarray, "n2 n2"], clusters: np.ndarray) -> np.ndarray:
