@@ -20,10 +20,11 @@ begin with what all have in common. The matrix then holds for the run. Who was n
 part; until then it is given the average, and is in nobody's row. Who is measured and takes no part keeps its model.
 
 `atlas`, or `kriging --within clusters`, averages inside clusters before that, where a client shares one, and goes on
-so, to the bit, in every cluster whose members differ by less than their noise:
+so, to the bit, in every cluster whose members differ by less than their noise and by less than the clusters do:
 
     tau^2 = mean_k K_kk - mean_{k != l} K_kl,   N = mean_k N_k         over the members of a cluster that are measured
     risk of a member's own model N, of the average of n  N / n + (1 - 1 / n) tau^2:   the average is better if tau^2 < N
+    and tau^2 < tau_all^2 - tau^2, over all that may mix:   else the cluster explains less than it leaves
 
 With weights of any sign and without the scaling this is simple kriging, the posterior mean of a Gaussian field
 (Rasmussen and Williams 2006, "Gaussian processes for machine learning", section 2.2).
@@ -146,9 +147,19 @@ def _has_company(clusters: np.ndarray) -> np.ndarray:
 
 
 def alike_in_cluster(gram: Float64[np.ndarray, "n2 n2"], clusters: np.ndarray) -> np.ndarray:
-    """Of each client, (n,) bool: whether it is in a cluster whose measured members differ by less than their noise."""
-    ratios = _ratios_in_clusters(gram, clusters)
-    return np.array([ratio is not None and ratio < 1 for ratio in ratios], bool)
+    """Of each client, (n,) bool: whether it is in a cluster whose measured members differ by less than their noise.
+
+    Where there are others, the members must also differ by less than the clusters do: a cluster that explains no
+    variance is none.
+    """
+    alike, total = np.zeros(len(clusters), bool), variance_between(gram)
+    for label in set(clusters[clusters >= 0].tolist()):
+        members = np.flatnonzero(clusters == label)
+        ratio = variance_over_noise(_of_members(gram, members))
+        inside = max(0.0, variance_between(_of_members(gram, members)))
+        explains = len(members) == len(clusters) or inside < total - inside
+        alike[members] = ratio is not None and ratio < 1 and explains
+    return alike
 
 
 def _ratios_in_clusters(gram: Float64[np.ndarray, "n2 n2"], clusters: np.ndarray) -> list[float | None]:
@@ -283,12 +294,17 @@ def sharing_words(rows: Sequence[MeasuredSharing]) -> list[str]:
 
 def variance_over_noise(gram: Float64[np.ndarray, "n2 n2"]) -> float | None:
     """tau^2 / N from the inner products of halves, 0 at least; None of one client and without noise."""
-    covariance, noise = measure(gram)
-    n, own = len(noise), float(np.trace(covariance)) / len(noise)
-    if n < 2 or noise.mean() <= 0:
+    noise = measure(gram)[1]
+    if len(noise) < 2 or noise.mean() <= 0:
         return None
-    others = (float(covariance.sum()) - own * n) / (n * (n - 1))
-    return max(0.0, own - others) / float(noise.mean())
+    return max(0.0, variance_between(gram)) / float(noise.mean())
+
+
+def variance_between(gram: Float64[np.ndarray, "n2 n2"]) -> float:
+    """tau^2 from the inner products of halves, without bias and so of either sign; 0 of one client."""
+    covariance, n = measure(gram)[0], len(gram) // 2
+    own = float(np.trace(covariance)) / max(1, n)
+    return 0.0 if n < 2 else own - (float(covariance.sum()) - own * n) / (n * (n - 1))
 
 
 def _entry(state: ServerState, name: str) -> ServerState:

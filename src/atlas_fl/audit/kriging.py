@@ -63,29 +63,31 @@ class Predictions:
         return [others.get(one, 1.0 - sum(others.values())) for one in range(len(row))]
 
     def _is_averaged(self, k: int, key: str, keys: Sequence[str]) -> bool:
-        """Whether clusters are averaged, and this client's, of those who have reported, differs by less than noise."""
+        """Whether clusters are averaged, and this client's differs by less than its noise and than clusters do."""
         plan = self._plan
-        members = [
+        known = [
             one
             for one, name in enumerate(plan.clients)
-            if name in self._reports
-            and plan.clusters[one] == plan.clusters[k]
-            and (plan.tasks[one] == plan.tasks[k] or not key.startswith(HEAD))
+            if name in self._reports and (plan.tasks[one] == plan.tasks[k] or not key.startswith(HEAD))
         ]
+        members = [one for one in known if plan.clusters[one] == plan.clusters[k]]
         if robust_of(self._run).within == "all" or plan.clusters[k] < 0 or len(members) < 2:
             return False
         which = (tuple(members), tuple(keys))
         if which not in self._averaged:
-            self._averaged[which] = self._differ_by_less_than_noise(members, keys)
+            noise, inside = self._noise_and_variance(members, keys)
+            _, total = self._noise_and_variance(known, keys)
+            explains = len(members) == len(known) or max(0.0, inside) < total - max(0.0, inside)
+            self._averaged[which] = noise > 0 and inside < noise and explains
         return self._averaged[which]
 
-    def _differ_by_less_than_noise(self, members: Sequence[int], keys: Sequence[str]) -> bool:
+    def _noise_and_variance(self, members: Sequence[int], keys: Sequence[str]) -> tuple[float, float]:
         first, second = (self._changes(members, half, keys) for half in HALVES)
         noise = sum(float(np.square(one - other).sum()) for one, other in zip(first, second, strict=True)) / 4
         # the mean of what both halves of all pairs say is the squared distance between two clients, without noise
         pairs = [(i, j) for i in range(len(members)) for j in range(i)]
         between = sum(float((first[i] - first[j]) @ (second[i] - second[j])) for i, j in pairs) / len(pairs) / 2
-        return noise > 0 and between < noise / len(members)
+        return noise / len(members), between
 
     @property
     def _max_share(self) -> float:
