@@ -262,6 +262,21 @@ def test_a_cluster_is_averaged_where_its_clients_differ_by_less_than_their_noise
     np.testing.assert_array_equal(undecided[:2], over_all[:2])
 
 
+@pytest.mark.parametrize(
+    ("offset", "alike"),
+    [
+        # inside either pair tau^2 = -1 / 2 + 1 = 1 / 2 < N = 1, and over all four -1 / 2 + 5 / 6 = 1 / 3
+        (0.0, False),
+        # the pairs lie five apart: tau^2 over all is 29 / 2 - 35 / 6 = 26 / 3
+        (5.0, True),
+    ],
+)
+def test_clusters_that_explain_less_than_they_leave_are_none_by_hand(offset: float, alike: bool) -> None:
+    first = np.array([2.0, 1.0, 2.0 + offset, 1.0 + offset])
+    halves = np.concatenate([first, first - 2.0])
+    assert alike_in_cluster(np.outer(halves, halves), np.array([0, 0, 1, 1])).tolist() == [alike] * 4
+
+
 def test_before_it_is_measured_who_shares_a_cluster_with_nobody_gets_the_average_of_all() -> None:
     start = {name: {"head.w": torch.zeros(1)} for name in "abcd"}
     strategy = atlas(StrategyOptions(max_share=1.0))
