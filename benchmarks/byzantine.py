@@ -11,8 +11,8 @@ server's part is the package's own: the update check, the norm bound, the rules 
 `atlas run --attack`. Scores are of each honest client's own 40 test images; chance is .1.
 
 With `--groups 3` nine clients are three groups, and each group has a permutation of the labels of its own: a head that
-is right for one group is wrong for the others. `atlas_laplacian` and `fedavg_cluster` know the groups, `fedavg` does not. A tenth
-client, in a group of its own, takes part where an attacker is to be alone.
+is right for one group is wrong for the others. `atlas_laplacian` and `fedavg_cluster` know the groups, `fedavg`
+does not. A tenth client, in a group of its own, takes part where an attacker is to be alone.
 """
 
 import argparse
@@ -91,7 +91,7 @@ RULED = (
     ("atlas_laplacian", "off", "mixed"),
     ("atlas_laplacian", "refuse", "mixed"),
 )
-"""(rule, norm bound, what is kept at the end). `atlas_laplacian` knows the true task of all, so that they are one cluster."""
+"""(rule, norm bound, what is kept at the end). `atlas_laplacian` knows the true task, so that all are one cluster."""
 
 
 PLACES: Mapping[str, tuple[int, tuple[int, ...]]] = {
@@ -103,7 +103,11 @@ PLACES: Mapping[str, tuple[int, tuple[int, ...]]] = {
 GROUP_ATTACKED = tuple(one for one in ATTACKED if one[1] != 9 and one != ("sign_flip", None))
 GROUP_RULED = (
     ("local", "off", "mixed"),
-    *((rule, bound, "mixed") for rule in ("fedavg", "fedavg_cluster", "atlas_laplacian") for bound in ("off", "refuse")),
+    *(
+        (rule, bound, "mixed")
+        for rule in ("fedavg", "fedavg_cluster", "atlas_laplacian")
+        for bound in ("off", "refuse")
+    ),
 )
 
 
