@@ -277,14 +277,16 @@ def test_clusters_that_explain_less_than_they_leave_are_none_by_hand(offset: flo
     assert alike_in_cluster(np.outer(halves, halves), np.array([0, 0, 1, 1])).tolist() == [alike] * 4
 
 
-def test_before_it_is_measured_who_shares_a_cluster_with_nobody_gets_the_average_of_all() -> None:
-    start = {name: {"head.w": torch.zeros(1)} for name in "abcd"}
+@pytest.mark.parametrize("clusters", [[0, 0, 0, 1, -1], [0, 0, 1, 2, -1]])
+def test_before_it_is_measured_averages_are_of_clusters_if_most_clients_share_one(clusters: list[int]) -> None:
+    start = {name: {"head.w": torch.zeros(1)} for name in "abcde"}
     strategy = atlas(StrategyOptions(max_share=1.0))
     models = RoundModels(before=start, after=start, server_state=strategy.init(start))
-    clients = replace(federation("abcd", "xxxx"), clusters=np.array([0, 0, 1, -1]))
-    matrix = strategy.matrices(clients, [True] * 4, round=1, models=models)("head.w")
-    pair, everyone = [1 / 3, 2 / 3, 0, 0], [0.1, 0.2, 0.3, 0.4]
-    np.testing.assert_allclose(matrix, [pair, pair, everyone, everyone])
+    clients = replace(federation("abcde", "xxxxx"), clusters=np.array(clusters))
+    matrix = strategy.matrices(clients, [True] * 5, round=1, models=models)("head.w")
+    three, everyone = [1 / 6, 2 / 6, 3 / 6, 0, 0], [1 / 15, 2 / 15, 3 / 15, 4 / 15, 5 / 15]
+    of_clusters = three if clusters.count(0) == 3 else everyone
+    np.testing.assert_allclose(matrix, [of_clusters, of_clusters, of_clusters, everyone, everyone])
 
 
 def test_a_cluster_without_differences_is_averaged_in_most_draws_and_one_that_pays_in_none() -> None:

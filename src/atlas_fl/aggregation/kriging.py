@@ -19,7 +19,7 @@ Halves are taken once, in round `--measure-round`; before, everyone is given the
 begin with what all have in common. The matrix then holds for the run. Who was not there is measured when it first takes
 part; until then it is given the average, and is in nobody's row. Who is measured and takes no part keeps its model.
 
-`atlas`, or `kriging --within clusters`, averages inside clusters before that, where a client shares one, and goes on
+`atlas`, or `kriging --within clusters`, averages inside clusters before that, where most clients share one, and goes on
 so, to the bit, in every cluster whose members differ by less than their noise and by less than the clusters do:
 
     tau^2 = mean_k K_kk - mean_{k != l} K_kl,   N = mean_k N_k         over the members of a cluster that are measured
@@ -140,10 +140,14 @@ def half_gram(
     return total
 
 
-def _has_company(clusters: np.ndarray) -> np.ndarray:
-    """Of each client, (n,) bool: whether another one is in its cluster; a cluster of one says nothing of the others."""
+def shares_cluster(clusters: np.ndarray) -> np.ndarray:
+    """Of each client, (n,) bool: whether it is averaged with its cluster before it is measured.
+
+    Of a federation in which most clients share a cluster with nobody the clusters say nothing: then nobody is.
+    """
     sizes = (clusters[:, None] == clusters[None, :]).sum(axis=1)
-    return np.asarray((clusters >= 0) & (sizes > 1))
+    shared = np.asarray((clusters >= 0) & (sizes > 1))
+    return shared if 2 * shared.sum() > len(clusters) else np.zeros_like(shared)
 
 
 def alike_in_cluster(gram: Float64[np.ndarray, "n2 n2"], clusters: np.ndarray) -> np.ndarray:
@@ -184,7 +188,7 @@ def kriging(options: StrategyOptions) -> Strategy:
         return np.asarray(average(step.federation.weights, groups, step.present, max_share=options.max_share))
 
     def share(step: MixingContext) -> np.ndarray:
-        is_clustered = _has_company(step.federation.clusters) & (options.within == CLUSTERS)
+        is_clustered = shares_cluster(step.federation.clusters) & (options.within == CLUSTERS)
         return np.where(is_clustered[:, None], mean(step, within_clusters(step)), mean(step, step.groups))
 
     def rule(step: MixingContext) -> np.ndarray:

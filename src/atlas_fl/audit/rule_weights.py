@@ -278,11 +278,17 @@ def _may_meet(plan: AuditPlan, k: int, other: int, *, head: bool) -> bool:
     return not head or plan.tasks[k] == plan.tasks[other]
 
 
+def _begins_in_cluster(plan: AuditPlan, k: int) -> bool:
+    """Whether most clients share a cluster with another, and this one does."""
+    labels = [label for label in plan.clusters if label >= 0]
+    shared = [label for label in labels if labels.count(label) > 1]
+    return 2 * len(shared) > len(plan.clusters) and plan.clusters[k] in shared
+
+
 def _members(plan: AuditPlan, rule: Rule, k: int, *, head: bool) -> list[int]:
     """Whose updates are aggregated into the model of client k."""
     everyone = rule.kind in EVERYONE or (rule.kind in WITHIN and rule.robust.within == "all")
-    company = sum(other == plan.clusters[k] for other in plan.clusters) - 1
-    everyone = everyone or (rule.kind == KRIGING and (plan.clusters[k] < 0 or not company))
+    everyone = everyone or (rule.kind == KRIGING and not _begins_in_cluster(plan, k))
     members = []
     for other in range(len(plan.clients)):
         together = everyone or (plan.clusters[k] >= 0 and plan.clusters[k] == plan.clusters[other]) or other == k
