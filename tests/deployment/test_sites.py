@@ -86,7 +86,7 @@ def test_settings_that_a_site_gets_have_the_servers_hash_and_not_its_places() ->
 
 def test_a_request_may_be_as_large_as_what_a_client_sends_and_not_much_larger() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(384, 1536), torch.nn.Linear(1536, 384))
-    config = with_values(Config(), {"candidates": "2+64"})
+    config = with_values(Config(), {"candidates": "2+64", "strategy": "fedavg"})
     largest = 4 * 64 * 2 * (384 + 1536)  # by hand: both factors of both layers at rank 64, in fp32
     assert 2 * largest + REST_BYTES == request_limit(config, model) < FRAME_LIMIT
     assert request_limit(with_values(config, {"split": "a=1"}), model) == FRAME_LIMIT

@@ -36,7 +36,8 @@ def leave(config: Config, *, complete: bool) -> Path:
 
 @pytest.fixture
 def base(tmp_path: Path) -> Config:
-    return replace(smoke(), run=RunConfig(preset="smoke", runs_dir=str(tmp_path)))
+    laplacian = with_values(smoke(), {"strategy": "atlas_laplacian"})
+    return replace(laplacian, run=RunConfig(preset="smoke", runs_dir=str(tmp_path)))
 
 
 @pytest.fixture
@@ -206,7 +207,7 @@ def test_rounds_stay_where_they_are_swept_or_steps_are_not() -> None:
 
 def test_comparisons_of_other_runs_have_other_names_and_the_same_ones_the_same() -> None:
     def name(over: dict[str, list[str]], *, preset: str = "quick", seeds: tuple[int, ...] = (42,), **base: str) -> str:
-        config = with_values(find_preset(preset), base)
+        config = with_values(find_preset(preset), {"strategy": "atlas_laplacian", **base})
         return comparison_name(grid(config, over=over, seeds=seeds), preset=preset)
 
     eta = {"eta": ["0", "0.5"]}

@@ -303,7 +303,7 @@ ODD: Mapping[str, tuple[str, str, str]] = {
     "no length": ("max_length = 24", "max_length = 0", "--max-length is 0"),
     "no number": ("lr = 0.005", "lr = nan", "--lr"),
     "codes in a text": ('split = "none"', 'split = "\\u001b[2J"', "--split"),
-    "an unknown rule": ('strategy = "atlas"', 'strategy = "evil"', "unknown strategy 'evil'"),
+    "an unknown rule": ('strategy = "atlas_laplacian"', 'strategy = "evil"', "unknown strategy 'evil'"),
     "an unknown setting": ("[training]", "[training]\nevil = 1", "evil"),
     "no TOML": ("[training]", "[[training", "sent"),
 }

@@ -71,7 +71,13 @@ def whole(make: Make) -> RunResult:
 
 def test_clusters_ranks_graph_and_adapters_of_images_go_through_the_audit(whole: RunResult) -> None:
     assert whole.complete and audit_run(whole.folder).ok
-    assert {row["kind"] for row in rows(whole.folder, "ledger")} == {"control", "fingerprint", "adapter", "head"}
+    assert {row["kind"] for row in rows(whole.folder, "ledger")} == {
+        "control",
+        "fingerprint",
+        "adapter",
+        "head",
+        "halves",
+    }
     trained = state(whole.folder)
     names = {name.split("/")[-1] for name in trained}
     assert {

@@ -202,7 +202,7 @@ def test_every_strategy_passes_its_audit(config: Make, strategy: str, space: str
 def test_strategies_that_should_differ_do(config: Make) -> None:
     results = [
         run_config(config(strategy=name, eta="0.3", name=name))
-        for name in ("local", "fedavg", "fedavg_cluster", "atlas")
+        for name in ("local", "fedavg", "fedavg_cluster", "atlas_laplacian")
     ]
     assert audit_run(results[0].folder, others=[result.folder for result in results[1:]]).ok
     states = [state(result.folder) for result in results]
@@ -226,7 +226,7 @@ def test_eta_has_an_effect_and_zero_is_local_training(config: Make) -> None:
     assert not same_tensors(state(tenth.folder), state(local.folder))
 
 
-@pytest.mark.parametrize("strategy", ["atlas", "fedavg"])
+@pytest.mark.parametrize("strategy", ["atlas_laplacian", "fedavg"])
 def test_aggregating_every_second_round_halves_the_bytes_and_passes_the_audit(config: Make, strategy: str) -> None:
     usual = {"rounds": 4, "eta": "0.4", "strategy": strategy, "ranks": 4}
     every, second = (
