@@ -45,7 +45,9 @@ def test_who_is_alike_is_told_before_training_and_the_first_score_as_it_appears(
     assert told(folder, *events, seconds=31.0) == [
         events[0],
         events[1],
-        Note("found alike, before any training together: alone: odd; cluster 0: movie-0 movie-1; cluster 1: trec-0"),
+        Note(
+            "found alike, before any training together: no cluster: odd; cluster 0: movie-0 movie-1; cluster 1: trec-0"
+        ),
         first,
         Note(
             "first result after 31.0 s of training: mean validation score 0.625; 11 more rounds, about 5.5 min at this"

@@ -12,11 +12,10 @@ from atlas_fl.config import Config, run_folder, validate
 from atlas_fl.config.presets import find_preset
 from atlas_fl.events import Event, Note, OnEvent, PhaseStarted, RoundFinished
 from atlas_fl.report.format import cluster_name, number, seconds
-from atlas_fl.storage.jsonl import read_json
-from atlas_fl.storage.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from atlas_fl.experiment.run_time import RunTime
+    from atlas_fl.storage.run_folder import RunFolder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +78,7 @@ def time_lines(predicted: "RunTime") -> Iterator[str]:
 
 
 def with_first_results(
-    on_event: OnEvent, folder: RunFolder, *, clock: Callable[[], float] = time.perf_counter
+    on_event: OnEvent, folder: "RunFolder", *, clock: Callable[[], float] = time.perf_counter
 ) -> OnEvent:
     """A callback that adds notes at the first results: who is alike before training, and after a round the time left.
 
@@ -100,8 +99,10 @@ def with_first_results(
     return tell
 
 
-def alike_line(folder: RunFolder) -> str:
+def alike_line(folder: "RunFolder") -> str:
     """Which clients train together, from the run's plan."""
+    from atlas_fl.storage.jsonl import read_json
+
     members = defaultdict[int, list[str]](list)
     for client in read_json(folder.plan)["clients"]:
         members[client["cluster"]].append(client["name"])
@@ -118,7 +119,7 @@ def first_result(event: RoundFinished, *, seconds_of_training: float) -> str:
     return f"first result after {seconds(seconds_of_training)} of training: mean validation score {mean}{more}"
 
 
-def next_steps(config: Config, folder: RunFolder) -> Iterator[str]:
+def next_steps(config: Config, folder: "RunFolder") -> Iterator[str]:
     """What to look at and to try after this run."""
     preset = config.run.preset
     yield ""

@@ -34,10 +34,10 @@ class Command:
 
 
 COMMANDS: Mapping[str, Command] = {
+    "fetch": Command(fetch.fetch, fetch.FetchOptions, "get the embedded model and data"),
     "doctor": Command(
         doctor.doctor, doctor.DoctorOptions, "what is installed, what is missing, and how long runs take here"
     ),
-    "fetch": Command(fetch.fetch, fetch.FetchOptions, "get the embedded model and data"),
     "demo": Command(demo.demo, demo.DemoOptions, "train a first federation, told step by step, and write its page"),
     "list": Command(catalogue.catalogue, catalogue.ListOptions, "tasks, models, strategies, devices, presets"),
     "plan": Command(run.plan, run.PlanOptions, "show clusters, ranks, bytes, memory and seconds before training"),
