@@ -150,6 +150,8 @@ def _step(name: str, command: Sequence[str | Path], *, cwd: Path) -> None:
     """Run a command outside of this project's sources, and say how long it took; ends the process where it fails."""
     start_time = time.perf_counter()
     clean = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    # for pip this is the value of `compile`: what is imported once need not all be compiled
+    clean |= {"PIP_NO_COMPILE": "0"}
     done = subprocess.run(list(map(str, command)), cwd=cwd, env=clean, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{name} failed:\n{done.stdout}{done.stderr}")

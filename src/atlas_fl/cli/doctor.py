@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
+from rich.markup import escape
 from rich.table import Table
 
 from atlas_fl.cli.arguments import parse, split
@@ -117,7 +118,7 @@ def assets_table(assets: "Sequence[AssetCheck]") -> Table:
     add_columns(table, ["name", "state", "where it lies, or how to get it"], [])
     for asset in assets:
         here = asset.state == "whole"
-        table.add_row(asset.name, asset.state, str(asset.folder) if here else f"atlas fetch {asset.group}")
+        table.add_row(asset.name, asset.state, escape(str(asset.folder)) if here else f"atlas fetch {asset.group}")
     return table
 
 
@@ -127,7 +128,7 @@ def extras_table(extras: "Sequence[Extra]") -> Table:
     add_columns(table, ["extra", "needs", "state"], [])
     for extra in extras:
         state = "installed" if extra.is_installed else extra.command
-        table.add_row(extra.name, ", ".join(map(_with_version, extra.packages)), state.replace("[", "\\["))
+        table.add_row(extra.name, ", ".join(map(_with_version, extra.packages)), escape(state))
     return table
 
 
