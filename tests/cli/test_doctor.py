@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,3 +108,19 @@ def test_a_missing_thing_comes_before_a_note() -> None:
         "note: little memory; end programs",
         "1 thing is missing",
     ]
+
+
+def test_without_libraries_for_tensors_it_says_so_and_leaves_no_traceback() -> None:
+    code = (
+        "import sys\n"
+        "class Absent:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name.split('.')[0] in ('torch', 'transformers', 'peft', 'sklearn'):\n"
+        "            raise ModuleNotFoundError(f'No module named {name}')\n"
+        "sys.meta_path.insert(0, Absent())\n"
+        "from atlas_fl.cli.main import main\n"
+        "sys.exit(main(['doctor']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "missing: torch is installed and cannot be loaded: No module named torch; run `pip install" in done.stdout
