@@ -1,10 +1,11 @@
 # make setup   .venv with everything pinned, the tools of the tests, the embedded model and data
-# make demo    the same without the tools of the tests, then a federation of nine clients: a few minutes
+# make demo    the same without the tools of the tests, then a federation of nine clients: it says how many minutes first
 # make demo-vision    a hundred clients with images on a vision transformer
 # make test    lint, format, types, import rules, and the quick tests: laws, parity, units, a short real training that is
 #              audited, and of each kind of training a run, a resume after a kill, a served federation, a failing audit
 # make test-rest   the tests that `make test` leaves out: kills, faults, engines, combinations; all examples of the laws
 # make test-all    lint and every test with all examples
+# make package-check    the wheel and the source archive: built, looked into, and the wheel run in an empty environment
 # make lock    requirements/*.txt anew, with the hashes of what pip's index offers for the versions of constraints.txt
 # make sbom    sbom.json anew: what is installed and fetched, with licences and hashes
 # make audit-dependencies    looks the pinned versions up in a database of known vulnerabilities; needs the network
@@ -15,7 +16,7 @@
 SHELL := /usr/bin/env bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: setup demo demo-vision test test-rest test-all lint unit lock sbom audit-dependencies clean
+.PHONY: setup demo demo-vision test test-rest test-all lint unit package-check lock sbom audit-dependencies clean
 
 PYTHON ?= python3 python3.13 python3.12 python3.11
 BIN := .venv/bin
@@ -28,7 +29,7 @@ DURATIONS := build/durations
 setup: .venv/dev.stamp .venv/fetched.stamp
 
 demo: .venv/fetched.stamp
-	$(BIN)/atlas run --preset quick --resume
+	@$(BIN)/atlas demo
 
 demo-vision: .venv/vision.stamp
 	$(BIN)/atlas run --preset vision-quick --resume
@@ -50,6 +51,9 @@ unit: setup
 
 test-rest: setup
 	$(PYTEST) -m "slow or hypothesis" --durations-file=$(DURATIONS)/test-rest.tsv
+
+package-check: setup
+	$(BIN)/python -m tools.package
 
 lock: .venv/venv.stamp
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r requirements/build.txt

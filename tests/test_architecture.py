@@ -35,6 +35,7 @@ OWNERS = {
     "sqlalchemy": "experiment/search.py",
     "wandb": "report/wandb.py",
     "yaml": "config/",
+    "packaging": "experiment/installation.py",
     "jinja2": "report/html/elements.py",
     "vl_convert": "report/html/elements.py",
 }

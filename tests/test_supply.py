@@ -188,6 +188,14 @@ def test_the_base_comes_with_every_set_and_the_project_last(monkeypatch: pytest.
     assert done[2:] == [install.PROJECT, ["check"]]
 
 
+def test_a_wheel_takes_the_place_of_the_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[list[str]] = []
+    monkeypatch.setattr(install, "run_pip", done.append)
+    monkeypatch.setattr(install, "lacks_cuda", lambda: False)
+    install.main(["dist/atlas.whl", "base"])
+    assert done[2:] == [[*install.WHEEL, "dist/atlas.whl"], ["check"]]
+
+
 def link(filename: str, digest: str = "ab" * 32) -> SimpleNamespace:
     return SimpleNamespace(filename=filename, hash=digest, hash_name="sha256", is_file=False)
 

@@ -1,6 +1,7 @@
 """Install sets of `requirements/` into this Python, every file checked by its SHA-256, and the project itself.
 
     .venv/bin/python -m tools.install base dev        what `make setup` and `make demo` run
+    PYTHON -m tools.install dist/NAME.whl base        the same for another Python, with a wheel in the project's place
 
 First come the tools that install and build, then the sets, without a resolver, since the lock files name everything
 that is needed. Nothing is installed of which any file has another hash. Reads the standard library alone until then.
@@ -11,7 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -19,17 +20,23 @@ ROOT = Path(__file__).parents[1]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 LOCKED = ["install", "--quiet", "--no-deps", "--no-build-isolation", "--require-hashes"]
 PROJECT = ["install", "--quiet", "--no-deps", "--no-build-isolation", "--editable", str(ROOT)]
+WHEEL = ["install", "--quiet", "--no-deps"]
 MISMATCH = re.compile(r"^\s+(?P<pin>\S+==\S+)[^\n]* from (?P<url>\S+).*?Got\s+(?P<hash>[0-9a-f]{64})", re.M | re.S)
 
 
-def main(groups: Iterable[str]) -> None:
-    """Install the base and the sets; ends the process with a line where a file is not the one that was locked."""
+def main(words: Sequence[str]) -> None:
+    """Install the base and the sets; ends the process with a line where a file is not the one that was locked.
+
+    A word that ends in `.whl` is a file to install in the place of the sources here.
+    """
+    groups = [word for word in words if not word.endswith(".whl")]
+    wheels = [word for word in words if word.endswith(".whl")]
     run_pip([*LOCKED, *_files(["build"])])
     install_build(ROOT / "requirements" / "base.txt", name="torch", label="cpu")
     run_pip([*LOCKED, *_files(dict.fromkeys(("base", *groups)))])
     if lacks_cuda():
         run_pip([*LOCKED, *_files(["cuda"])])
-    run_pip(PROJECT)
+    run_pip([*WHEEL, *wheels] if wheels else PROJECT)
     run_pip(["check"])
 
 

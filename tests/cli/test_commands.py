@@ -56,8 +56,10 @@ def test_the_version_is_that_of_the_package(atlas: Atlas) -> None:
 def test_an_unknown_command_has_its_nearest(atlas: Atlas) -> None:
     said = atlas("rnu")
     assert said.code == 2
-    assert said.err.startswith("atlas: unknown command 'rnu'; did you mean 'run'? known: fetch, list, plan, run,")
-    assert atlas("foo").err.startswith("atlas: unknown command 'foo'; known: fetch, list,")
+    assert said.err.startswith(
+        "atlas: unknown command 'rnu'; did you mean 'run'? known: fetch, doctor, demo, list, plan,"
+    )
+    assert atlas("foo").err.startswith("atlas: unknown command 'foo'; known: fetch, doctor,")
 
 
 @pytest.mark.parametrize("value", ["7" * 5000, "7" * 4096])

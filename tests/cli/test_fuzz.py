@@ -37,7 +37,7 @@ def random_line(draw: random.Random) -> list[str]:
     command = draw.choice([*COMMANDS, "run", "run", "sweep", "compare"])
     # whatever is understood must have nothing to do: no run of this name, no task of this name
     words = {"run": ["--tasks", "nothing"], "sweep": ["--tasks", "nothing"], "compare": ["--tasks", "nothing"]}
-    words["search"] = ["--tasks", "nothing"]
+    words |= {"search": ["--tasks", "nothing"], "demo": ["--preset", "nothing"], "doctor": ["--preset", "nothing"]}
     line = [command, *(words.get(command) or (["--tasks", "nothing"] if command in ("plan", "leakage") else []))]
     for _ in range(draw.randrange(5)):
         flag = draw.choice([setting.flag for setting in settings().values() if setting.name != "tasks"])
@@ -57,7 +57,7 @@ def test_random_command_lines(seed: int, atlas: Atlas, monkeypatch: pytest.Monke
         line = random_line(draw)
         said = atlas(*line)
         if said.code == 0:
-            assert line[0] in ("list", "fetch"), line
+            assert line[0] in ("list", "fetch", "completion"), line
             assert said.err == ""
         else:
             assert said.code == 2, line

@@ -345,7 +345,7 @@ def parse(default: OptionsT, groups: Sequence[Words], *, command: str) -> Option
                 args=join_words(groups),
                 default=default,
                 config=(tyro.conf.OmitArgPrefixes,),
-                registry=_registry(),
+                registry=registry(),
             )
     except SystemExit:
         problem = _parse_error(printed.getvalue(), options=list(_arguments(default)))
@@ -378,11 +378,14 @@ def _spellings(name: str, kind: Any) -> list[str]:
     return [f"--{word}", f"--no-{word}"] if kind is bool else [f"--{word}"]
 
 
-def _registry() -> ConstructorRegistry:
-    """Our own reading of every type but bool, so that a flag and a file take the same values and say the same."""
-    registry = ConstructorRegistry()
+def registry(*, with_choices: bool = False) -> ConstructorRegistry:
+    """Our own reading of every type but bool, so that a flag and a file take the same values and say the same.
 
-    @registry.primitive_rule
+    `with_choices` tells tyro the choices, which it completes and would else check in words of its own.
+    """
+    rules = ConstructorRegistry()
+
+    @rules.primitive_rule
     def rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
         kind: Any = info.type
         if (name := metavar(kind)) is None:
@@ -394,9 +397,10 @@ def _registry() -> ConstructorRegistry:
             instance_from_str=lambda words: from_words(words, kind),
             is_instance=lambda _: True,
             str_from_instance=to_words,
+            choices=(_choices(kind) or None) if with_choices else None,
         )
 
-    return registry
+    return rules
 
 
 def _arguments(default: Any) -> Iterator[Argument]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-from atlas_fl.cli import deploy, results, run, sweep
+from atlas_fl.cli import completion, demo, deploy, doctor, results, run, sweep
 from atlas_fl.cli import run as catalogue
 from atlas_fl.cli import run as fetch
 from atlas_fl.cli import sweep as search
@@ -35,6 +35,10 @@ class Command:
 
 COMMANDS: Mapping[str, Command] = {
     "fetch": Command(fetch.fetch, fetch.FetchOptions, "get the embedded model and data"),
+    "doctor": Command(
+        doctor.doctor, doctor.DoctorOptions, "what is installed, what is missing, and how long runs take here"
+    ),
+    "demo": Command(demo.demo, demo.DemoOptions, "train a first federation, told step by step, and write its page"),
     "list": Command(catalogue.catalogue, catalogue.ListOptions, "tasks, models, strategies, devices, presets"),
     "plan": Command(run.plan, run.PlanOptions, "show clusters, ranks, bytes, memory and seconds before training"),
     "run": Command(run.run, run.RunOptions, "train a federation and leave a run folder"),
@@ -63,6 +67,11 @@ COMMANDS: Mapping[str, Command] = {
     "certs": Command(deploy.certs, deploy.CertsOptions, "make, renew and revoke the certificates of a federation"),
     "serve": Command(deploy.serve, deploy.ServeOptions, "train a federation whose clients join from other machines"),
     "join": Command(deploy.join, deploy.JoinOptions, "take part in a federation with the data of this machine"),
+    "completion": Command(
+        lambda words: completion.completion(words, options_by_command()),
+        completion.CompletionOptions,
+        "print a script with which the shell completes commands and flags",
+    ),
 }
 """In the order in which a newcomer meets them."""
 
@@ -96,6 +105,11 @@ def main(words: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # a help page was printed
         return int(stop.code or 0)
     return code
+
+
+def options_by_command() -> dict[str, tuple[type[Any], str]]:
+    """(type of the options, summary) of every command."""
+    return {name: (command.options, command.summary) for name, command in COMMANDS.items()}
 
 
 def page() -> str:

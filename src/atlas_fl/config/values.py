@@ -106,8 +106,8 @@ def unwrap_optional(kind: Any) -> Any:
     """`T` for the kind `T | None`, and None for every other kind."""
     if get_origin(kind) not in (Union, UnionType):
         return None
-    (inner,) = (part for part in get_args(kind) if part is not NoneType)
-    return inner
+    others = [part for part in get_args(kind) if part is not NoneType]
+    return others[0] if len(others) == 1 else None
 
 
 def item_kind(kind: Any) -> tuple[Any, int]:

