@@ -179,7 +179,7 @@ def test_a_site_that_comes_late_gets_model_and_mask_and_no_fault_changes_a_bit(
 def test_adapters_on_images_go_the_way_of_those_on_texts(
     federation: Callable[..., Federation], tmp_path: Path, share: str
 ) -> None:
-    config = lora_settings(tmp_path, share=share, space="factors")
+    config = lora_settings(tmp_path, share=share, space="factors", strategy="atlas_laplacian")
     fed = federation(config, SITES[:2])
     number = fed.joins_late("digits-2", device=DEVICE)
     simulated = run_config(with_values(config, {"arrive": f"digits-2={number}"}))
