@@ -93,6 +93,16 @@ def test_a_short_run_is_measured_and_audited(config: MakeConfig) -> None:
     assert audit_run(folder).ok
 
 
+def test_who_is_better_alone_may_keep_its_own_at_the_end(config: MakeConfig) -> None:
+    mixed, kept = (run_config(config(**ATLAS, keep=keep, name=keep)) for keep in ("mixed", "best"))
+    losses = [
+        {name: client["final"]["validation"]["loss"] for name, client in result.summary["clients"].items()}
+        for result in (mixed, kept)
+    ]
+    assert all(losses[1][name] <= losses[0][name] for name in losses[0]) and losses[1] != losses[0]
+    assert audit_run(kept.folder).ok
+
+
 def test_it_is_the_default_and_a_run_of_the_older_one_does_not_go_on_as_it(config: MakeConfig) -> None:
     assert MixingConfig().strategy == "atlas"
     for strategy in ("atlas", "kriging"):

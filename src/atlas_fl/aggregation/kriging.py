@@ -30,7 +30,7 @@ With weights of any sign and without the scaling this is simple kriging, the pos
 (Rasmussen and Williams 2006, "Gaussian processes for machine learning", section 2.2).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -157,10 +157,8 @@ def alike_in_cluster(gram: Float64[np.ndarray, "n2 n2"], clusters: np.ndarray) -
     variance is none.
     """
     alike, total = np.zeros(len(clusters), bool), variance_between(gram)
-    for label in set(clusters[clusters >= 0].tolist()):
-        members = np.flatnonzero(clusters == label)
-        ratio = variance_over_noise(_of_members(gram, members))
-        inside = max(0.0, variance_between(_of_members(gram, members)))
+    for members, part in _by_cluster(gram, clusters):
+        ratio, inside = variance_over_noise(part), max(0.0, variance_between(part))
         explains = len(members) == len(clusters) or inside < total - inside
         alike[members] = ratio is not None and ratio < 1 and explains
     return alike
@@ -168,11 +166,18 @@ def alike_in_cluster(gram: Float64[np.ndarray, "n2 n2"], clusters: np.ndarray) -
 
 def _ratios_in_clusters(gram: Float64[np.ndarray, "n2 n2"], clusters: np.ndarray) -> list[float | None]:
     """tau^2 / N inside the cluster of each client; None for who is in none, or alone in one."""
-    ratios = dict[int, float | None]()
-    for label in set(clusters[clusters >= 0].tolist()):
+    ratios: list[float | None] = [None] * len(clusters)
+    for members, part in _by_cluster(gram, clusters):
+        for one in members.tolist():
+            ratios[one] = variance_over_noise(part)
+    return ratios
+
+
+def _by_cluster(gram: Float64[np.ndarray, "n2 n2"], clusters: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Of each cluster the places of its clients, and the inner products of their halves."""
+    for label in sorted(set(clusters[clusters >= 0].tolist())):
         members = np.flatnonzero(clusters == label)
-        ratios[label] = variance_over_noise(_of_members(gram, members))
-    return [ratios.get(label) for label in clusters.tolist()]
+        yield members, _of_members(gram, members)
 
 
 def _of_members(gram: Float64[np.ndarray, "n2 n2"], members: np.ndarray) -> Float64[np.ndarray, "m2 m2"]:
