@@ -242,7 +242,10 @@ def accept(command: str, words: list[str]) -> None:
     has_settings = "settings" in {one.name for one in fields(options_of)}
     default = options_of(**without, **({"settings": base_config(groups)} if has_settings else {}))
     options = parse(default, groups, command=f"atlas {command}")
-    if has_settings and "--task" not in words:
+    methods = getattr(options, "strategies", ())
+    if methods:
+        grid(options.settings, over={"strategy": methods}, seeds=(42,))
+    elif has_settings and "--task" not in words:
         validate(options.settings)
     if command == "search":
         check_space(options.settings, parse_space(options.over))
