@@ -81,11 +81,14 @@ def test_a_terminal_says_how_long_the_last_three_rounds_let_expect(
     # 5, 7 and 9 seconds are 7 in the mean; two rounds are left; the 100 of the first no longer count
     assert "about 14.0 s left" in told(rounds(100.0, 5.0, 7.0, 9.0), capsys)
 
-    def two_runs(on_event: OnEvent) -> None:
-        rounds(*[100.0] * 6)(on_event)
-        rounds(5.0)(on_event)
+    # the run before was complete, or given up after two rounds
+    for before in (6, 2):
 
-    assert "about 25.0 s left" in told(two_runs, capsys)
+        def two_runs(on_event: OnEvent, before: int = before) -> None:
+            rounds(*[100.0] * before)(on_event)
+            rounds(5.0)(on_event)
+
+        assert "about 25.0 s left" in told(two_runs, capsys)
 
 
 def test_text_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,16 +70,22 @@ class RoundBar:
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=3))
 
     def advance(self, event: RoundFinished) -> None:
-        """This round is over; after the last one there is no bar."""
+        """This round is over; after the last one, and where another run begins, the bar is taken away."""
+        if event.round == 1:
+            self._clear()
         self._seconds.append(event.seconds)
         if self._task is None:
             self._task = self.bars.add_task("rounds", total=event.rounds, left="")
         left = fmean(self._seconds) * (event.rounds - event.round)
         self.bars.update(self._task, completed=event.round, left=f"about {seconds(left)} left")
         if event.round == event.rounds:
+            self._clear()
+
+    def _clear(self) -> None:
+        if self._task is not None:
             self.bars.remove_task(self._task)
-            self._task = None
-            self._seconds.clear()
+        self._task = None
+        self._seconds.clear()
 
 
 @contextmanager
