@@ -14,6 +14,7 @@ from atlas_fl.aggregation.kriging import (
     correlations,
     kriging,
     measure,
+    measure_clusters,
     measured_sharing,
     positive_part,
     prediction_rows,
@@ -287,6 +288,68 @@ def test_before_it_is_measured_averages_are_of_clusters_if_most_clients_share_on
     three, everyone = [1 / 6, 2 / 6, 3 / 6, 0, 0], [1 / 15, 2 / 15, 3 / 15, 4 / 15, 5 / 15]
     of_clusters = three if clusters.count(0) == 3 else everyone
     np.testing.assert_allclose(matrix, [of_clusters, of_clusters, of_clusters, everyone, everyone])
+
+
+HALF_AND_HALF = np.array([[0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.5, 0.5]])
+
+
+def test_clusters_are_measured_by_their_members_by_hand() -> None:
+    """Changes 3 and 1, 2 and 2: 3 * 1 and 2 * 2 in common, 2 * 2 between the means; noise (5 - 3) / 2 of the first."""
+    values = np.array([3.0, 1.0, 2.0, 2.0])
+    measured = measure_clusters(np.outer(values, values), HALF_AND_HALF)
+    assert measured is not None
+    assert measured[0].tolist() == [[3.0, 4.0], [4.0, 4.0]]
+    assert measured[1].tolist() == [1.0, 0.0]
+    alone = measure_clusters(np.outer(values[:3], values[:3]), np.array([[0.5, 0.5, 0.0], [0.0, 0.0, 1.0]]))
+    assert alone is not None, "a cluster of one has the noise of a member of the other, (9 + 1) / 2 - 3 = 2"
+    assert alone[0].tolist() == [[3.0, 4.0], [4.0, 2.0]]
+    assert alone[1].tolist() == [1.0, 2.0]
+    assert measure_clusters(np.outer(values[:2], values[:2]), np.eye(2)) is None
+
+
+def test_measurements_of_clusters_are_unbiased() -> None:
+    draw, theta, noise = np.random.default_rng(0), np.zeros((4, 50)), np.repeat([5.0, 20.0], 2)
+    theta[:2], theta[2:] = draw.standard_normal((2, 1, 50))
+    results = []
+    for _ in range(1000):
+        changes = theta + draw.standard_normal((4, 50)) * np.sqrt(noise / 50)[:, None]
+        measured = measure_clusters(changes @ changes.T, HALF_AND_HALF)
+        assert measured is not None
+        results.append(measured)
+    covariance, of_means = (np.mean([one[part] for one in results], axis=0) for part in (0, 1))
+    errors = np.std([one[0] for one in results], axis=0) / np.sqrt(1000)
+    assert (np.abs(covariance - (theta @ theta.T)[::2, ::2]) < 4 * errors).all()
+    np.testing.assert_allclose(of_means, [2.5, 10.0], rtol=0.03)
+
+
+@pytest.mark.parametrize(
+    ("values", "first"),
+    [
+        # both clusters are after the same, and without noise either is as good: halves of both
+        ((2.0, 2.0, 2.0, 2.0), (1 / 6, 1 / 3, 3 / 14, 4 / 14)),
+        # contraries: nothing of the other
+        ((2.0, 2.0, -2.0, -2.0), (1 / 3, 2 / 3, 0.0, 0.0)),
+        # 3 * 1 in common of either, 65 / 21 of the means: R = 1, and with noise everyone weighs by its examples, 1 to 4
+        ((3.0, 1.0, 3.0, 1.0), (0.1, 0.2, 0.3, 0.4)),
+    ],
+)
+def test_before_it_is_measured_a_cluster_takes_from_others_what_they_have_in_common_by_hand(
+    values: tuple[float, ...], first: tuple[float, ...]
+) -> None:
+    start = {name: {"head.w": torch.zeros(1)} for name in "abcd"}
+    after = {name: {"head.w": torch.tensor([value])} for name, value in zip("abcd", values, strict=True)}
+    strategy = atlas(StrategyOptions(max_share=1.0))
+    models = RoundModels(before=start, after=after, server_state=strategy.init(start))
+    clients = replace(federation("abcd", "xxxx"), clusters=np.array([0, 0, 1, 1]))
+    matrix = strategy.matrices(clients, [True] * 4, round=1, models=models)("head.w")
+    np.testing.assert_allclose(matrix[0], first, atol=1e-6)
+    np.testing.assert_array_equal(matrix[0], matrix[1])
+    bounded = atlas(StrategyOptions(max_share=0.5)).matrices(clients, [True] * 4, round=1, models=models)("head.w")
+    assert bounded[0, 2:].sum() <= 0.5 + 1e-12
+    without = strategy.matrices(clients, [True, True, False, False], round=1, models=models)("head.w")
+    np.testing.assert_allclose(without[0], [1 / 3, 2 / 3, 0, 0])
+    apart = replace(clients, head_groups=tuple("xxyy"))
+    np.testing.assert_allclose(strategy.matrices(apart, [True] * 4, round=1, models=models)("head.w")[0], without[0])
 
 
 def test_a_cluster_without_differences_is_averaged_in_most_draws_and_one_that_pays_in_none() -> None:

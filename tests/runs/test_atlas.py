@@ -1,9 +1,10 @@
-"""The default strategy: averages inside clusters until it has measured, kriging from then on, over cuts too."""
+"""The default strategy: clusters predicted by clusters until it has measured, kriging from then on, over cuts too."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from atlas_fl.audit.check import audit_run
@@ -22,11 +23,11 @@ MakeConfig = Callable[..., Config]
 ATLAS = {"strategy": "atlas", "measure_round": 2}
 
 
-def starts(folder: Path, round: int) -> dict[str, object]:
+def starts(folder: Path, round: int) -> dict[str, torch.Tensor]:
     return dict(load_file(folder / f"audit/round-{round:04}/start.safetensors"))
 
 
-def test_clusters_that_fit_are_averaged_to_the_bit_for_the_whole_run(config: MakeConfig) -> None:
+def test_clusters_that_fit_and_have_nothing_in_common_are_averaged_to_the_bit(config: MakeConfig) -> None:
     result = run_config(config(**ATLAS))
     clustered = run_config(config(strategy="fedavg_cluster", name="clustered")).folder
     for round in (1, 2, 3):
@@ -35,6 +36,32 @@ def test_clusters_that_fit_are_averaged_to_the_bit_for_the_whole_run(config: Mak
     assert report.ok, report.failures
     told = [row["variance_over_noise"] for one in result.summary["sharing"].values() for row in one.values()]
     assert max(told) < 1, "the reason that a run gives"
+
+
+def test_clusters_that_are_after_the_same_share_before_they_are_measured(config: MakeConfig, tmp_path: Path) -> None:
+    """Two tasks of the same texts, one of them under other names of its labels."""
+    places = [
+        f"text,label\n{rows_of('good' if name == 'a' else 'yes', 'bad' if name == 'a' else 'no')}" for name in "ab"
+    ]
+    for name, text in zip("ab", places, strict=True):
+        (tmp_path / f"{name}.csv").write_text(text)
+    tasks = tuple(f"{name}={tmp_path}/{name}.csv" for name in "ab")
+    same = {"tasks": ("a", "b"), "task": tasks, "clients_per_task": 3, "clusters": "oracle", "local_epochs": 4, "lr": 0.02}
+    folder = run_config(config(**{**ATLAS, "measure_round": 3}, **same)).folder
+    clustered = run_config(config(strategy="fedavg_cluster", name="clustered", **same)).folder
+    mine, apart = starts(folder, 1), starts(clustered, 1)
+    adapters = [key for key in mine if "lora" in key]
+    assert not all(torch.equal(mine[key], apart[key]) for key in adapters)
+    assert all(torch.equal(mine[key], apart[key]) for key in mine.keys() - adapters), "heads stay inside their task"
+    report = audit_run(folder)
+    assert report.ok, report.failures
+
+
+def rows_of(first: str, second: str) -> str:
+    """Two hundred and forty short reviews with these two labels."""
+    return "\n".join(
+        f"this film number {k} is {('lovely', 'awful')[k % 2]},{(first, second)[k % 2]}" for k in range(240)
+    )
 
 
 def test_a_cluster_that_contradicts_itself_comes_apart_when_it_is_measured(

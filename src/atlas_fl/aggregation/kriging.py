@@ -19,8 +19,16 @@ Halves are taken once, in round `--measure-round`; before, everyone is given the
 begin with what all have in common. The matrix then holds for the run. Who was not there is measured when it first takes
 part; until then it is given the average, and is in nobody's row. Who is measured and takes no part keeps its model.
 
-`atlas`, or `kriging --within clusters`, averages inside clusters before that, where most clients share one, and goes on
-so, to the bit, in every cluster whose members differ by less than their noise and by less than the clusters do:
+`atlas`, or `kriging --within clusters`, predicts the averages of clusters before that, where most clients share one: a
+cluster's members are as good as halves of it, so that this takes no training and no bytes. With w_i what client i's
+model has become since the run began and mean w_c their average by examples p_i, in each round anew,
+
+    K_cc = mean_{i != j in c} < w_i, w_j >,   K_cd = < mean w_c, mean w_d >
+    N_c  = (mean_{i in c} || w_i ||^2 - K_cc) sum_{i in c} p_i^2
+
+and the rows above are rows of clusters: a client of c is given sum_d m_cd mean w_d. From the round of the halves on
+averages are of single clusters, to the bit, wherever members differ by less than their noise and by less than the
+clusters do:
 
     tau^2 = mean_k K_kk - mean_{k != l} K_kl,   N = mean_k N_k         over the members of a cluster that are measured
     risk of a member's own model N, of the average of n  N / n + (1 - 1 / n) tau^2:   the average is better if tau^2 < N
@@ -46,6 +54,7 @@ from atlas_fl.aggregation.strategies import (
     Matrices,
     MixingContext,
     ParameterGroup,
+    RoundModels,
     Strategy,
     StrategyOptions,
     mixing_strategy,
@@ -122,13 +131,20 @@ def half_gram(
     places = [(half, name) for half in ("first", "second") for name in names]
     after = {f"{half}/{name}": _params(_entry(_entry(reports, name), half)) for half, name in places}
     before = {f"{half}/{name}": _params(initial[name]) for half, name in places}
-    total, each = np.zeros((len(places),) * 2), list(after)
+    return _gram(after, before, federation, group, options)
+
+
+def _gram(
+    after: ByClient, before: ByClient, federation: Federation, group: ParameterGroup, options: StrategyOptions
+) -> Float64[np.ndarray, "n n"]:
+    """The inner products of the changes of these models with each other, over the shared parameters of this group."""
+    total, each = np.zeros((len(after),) * 2), list(after)
     keys = {key for params in after.values() for key in shared_params(params, options.share) if params[key].numel()}
     for key in sorted(keys):  # sums follow the order
         own = parameter_group(key, federation, granularity=options.gram_by, space=options.space)
         if own != group or (options.space == "product" and key.endswith(LORA_B)):
             continue
-        members = [index for index, place in enumerate(each) if key in after[place]]
+        members = [index for index, one in enumerate(each) if key in after[one]]
         total[np.ix_(members, members)] += change_gram(
             after,
             before,
@@ -140,8 +156,30 @@ def half_gram(
     return total
 
 
+def measure_clusters(
+    gram: Float64[np.ndarray, "n n"], averages: Float64[np.ndarray, "c n"]
+) -> tuple[Float64[np.ndarray, "c c"], Float64[np.ndarray, " c"]] | None:
+    """(K, N) of clusters from the inner products of their members' changes; None where no cluster has two members.
+
+    A cluster of one has the noise of a mean member of the others, which is taken off its length.
+
+    Args:
+        averages: of each cluster the weights of its members, which sum to 1.
+    """
+    covariance, lengths, inside = averages @ gram @ averages.T, np.diag(gram), averages > 0
+    sizes = inside.sum(axis=1)
+    squares, products = inside @ lengths, ((inside @ gram) * inside).sum(axis=1)
+    pairs = np.where(sizes > 1, sizes * (sizes - 1), 1)
+    noise = squares / sizes - (products - squares) / pairs
+    if not (sizes > 1).any():
+        return None
+    noise = np.maximum(np.where(sizes > 1, noise, noise[sizes > 1].mean()), 0.0)
+    np.fill_diagonal(covariance, np.maximum(squares / sizes - noise, 0.0))
+    return covariance, noise * np.square(averages).sum(axis=1)
+
+
 def shares_cluster(clusters: np.ndarray) -> np.ndarray:
-    """Of each client, (n,) bool: whether it is averaged with its cluster before it is measured.
+    """Of each client, (n,) bool: whether its cluster is what is shared before it is measured.
 
     Of a federation in which most clients share a cluster with nobody the clusters say nothing: then nobody is.
     """
@@ -186,6 +224,28 @@ def _of_members(gram: Float64[np.ndarray, "n2 n2"], members: np.ndarray) -> Floa
     return gram[np.ix_(both, both)]
 
 
+def predict_clusters(
+    step: MixingContext, models: RoundModels, matrix: Float64[np.ndarray, "n n"], options: StrategyOptions
+) -> Float64[np.ndarray, "n n"]:
+    """The matrix with the rows of clusters for the averages of those who share one and took part."""
+    result, names = matrix.copy(), step.federation.clients
+    before = {name: _params(one) for name, one in _entry(models.server_state, INITIAL).items()}
+    is_in = step.present & shares_cluster(step.federation.clusters)
+    for label in set(step.groups.tolist()):
+        places = np.flatnonzero((step.groups == label) & is_in)
+        _, first, cluster = np.unique(step.federation.clusters[places], return_index=True, return_inverse=True)
+        if len(first) < 2:
+            continue
+        after = {names[k]: models.after[names[k]] for k in places}
+        averages = matrix[np.ix_(places[first], places)]
+        measured = measure_clusters(_gram(after, before, step.federation, step.parameters, options), averages)
+        if measured is not None:
+            sizes = np.bincount(cluster, weights=step.federation.weights[places])
+            rows = bound_others(prediction_rows(*measured, sizes / sizes.sum()), options.max_share)
+            result[np.ix_(places, places)] = (rows @ averages)[cluster]
+    return result
+
+
 def kriging(options: StrategyOptions) -> Strategy:
     """Everyone gets the best linear prediction of its own model, by covariances and noise of split halves."""
 
@@ -200,6 +260,8 @@ def kriging(options: StrategyOptions) -> Strategy:
         matrix, state = share(step), {} if step.models is None else step.models.server_state
         names, reports = step.federation.clients, _entry(state, HALVES)
         is_measured = np.array([name in reports for name in names], bool)
+        if clustered and step.models is not None:
+            matrix = np.where(is_measured[:, None], matrix, predict_clusters(step, step.models, matrix, options))
         for label in set(step.groups.tolist()):
             known = np.flatnonzero((step.groups == label) & is_measured).tolist()
             gram = half_gram(state, [names[k] for k in known], step.federation, step.parameters, options)
@@ -228,7 +290,7 @@ def kriging(options: StrategyOptions) -> Strategy:
 
 
 def atlas(options: StrategyOptions) -> Strategy:
-    """Averages inside clusters; once halves are measured, `kriging` for whom its cluster does not fit."""
+    """Predictions of clusters; once halves are measured, averages of those that fit, and `kriging` for all others."""
     return replace(kriging(replace(options, within=CLUSTERS)), name="atlas")
 
 

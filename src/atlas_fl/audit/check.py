@@ -466,6 +466,7 @@ def _number_fault(client: str, *models: Models) -> str:
 def _rule_of(run: Run, record: AuditRecord, plan: AuditPlan, before: Models, *, kind: str, state: Flat) -> Rule:
     """What the weights of this round follow from."""
     mixing = run.mixing
+    predictions = Predictions(run, plan, before, state) if kind == KRIGING else None
     return Rule(
         kind=kind,
         laplacian=mixing.laplacian,
@@ -479,7 +480,8 @@ def _rule_of(run: Run, record: AuditRecord, plan: AuditPlan, before: Models, *, 
         norms=lambda clients: norms_of(before, plan, clients),
         attention=attention_of(run),
         combine=_head_rows(plan, state) if kind == HEADS_BY_FEATURES else None,
-        predict=Predictions(run, plan, state).row if kind == KRIGING else None,
+        predict=None if predictions is None else predictions.row,
+        predict_cluster=None if predictions is None else predictions.cluster_row,
     )
 
 

@@ -14,7 +14,7 @@ from atlas_fl.audit.report import AuditRow
 from atlas_fl.audit.rule_weights import robust_of
 from atlas_fl.audit.run_files import AuditPlan, Models, Run, is_aggregated
 from atlas_fl.audit.server_state import Flat, change_since_start, shares_matrix
-from atlas_fl.params import HEAD, LORA_B
+from atlas_fl.params import HEAD, LORA_B, PRIVATE
 
 HALVES = ("first", "second")
 RIDGE = 1e-9
@@ -26,10 +26,10 @@ SWEEPS, STILL = 100_000, 1e-14
 
 
 class Predictions:
-    """The rows of a round, from the halves in the server state."""
+    """The rows of a round, from the halves in the server state, and before those from the trained models."""
 
-    def __init__(self, run: Run, plan: AuditPlan, state: Flat) -> None:
-        self._run, self._plan, self._state = run, plan, state
+    def __init__(self, run: Run, plan: AuditPlan, trained: Models, state: Flat) -> None:
+        self._run, self._plan, self._trained, self._state = run, plan, trained, state
         whole = {client: _initial_names(state, client) for client in plan.clients}
         # the row of the server state has failed for halves that lack something
         self._reports = {
@@ -51,7 +51,7 @@ class Predictions:
             return None
         if k not in known:
             return [float(one == k) for one in range(len(names))]
-        keys = self._compared_with(key)
+        keys = self._compared_with(key, [halves[HALVES[0]] for halves in self._reports.values()])
         if self._is_averaged(k, key, keys):
             return None
         if (known, keys) not in self._rows:
@@ -59,7 +59,37 @@ class Predictions:
         row = [0.0] * len(names)
         for one, weight in zip(known, self._rows[known, keys][known.index(k)], strict=True):
             row[one] = float(weight)
-        others = {one: min(weight, self._max_share) for one, weight in enumerate(row) if one != k}
+        return self._bounded(row, k)
+
+    def cluster_row(self, k: int, averages: Mapping[int, Sequence[float]], key: str) -> list[float] | None:
+        """The weights of client k before it has reported, by the cluster that it begins in; None where it has.
+
+        `averages` are the rows of the averages of everyone who took part and may weigh here, by place.
+        """
+        plan = self._plan
+        by_cluster: dict[int, list[int]] = {}
+        for one in averages:
+            by_cluster.setdefault(int(plan.clusters[one]), []).append(one)
+        groups = list(by_cluster.values())
+        if plan.clients[k] in self._reports or k not in averages or len(groups) < 2 or max(map(len, groups)) < 2:
+            return None
+        names = [plan.clients[one] for one in averages]
+        keys = self._compared_with(key, [self._trained[name] for name in names])
+        change = dict(zip(averages, self._vectors(names, {name: self._trained[name] for name in names}, keys)))
+        means = [np.sum([averages[group[0]][one] * change[one] for one in averages], axis=0) for group in groups]
+        known, noise = _between_and_inside(groups, means, change)
+        spread = [sum(averages[group[0]][one] ** 2 for one in averages) for group in groups]
+        examples = np.array([sum(plan.examples[one] for one in group) for group in groups], np.float64)
+        c = next(place for place, group in enumerate(groups) if k in group)
+        weights = prediction_row(c, _without_negative(known), noise * np.array(spread), examples)
+        row = [0.0] * len(plan.clients)
+        for d, weight in enumerate(self._bounded(weights, c)):
+            for one in averages:
+                row[one] += weight * averages[groups[d][0]][one]
+        return row
+
+    def _bounded(self, row: Sequence[float] | np.ndarray, k: int) -> list[float]:
+        others = {one: min(float(weight), self._max_share) for one, weight in enumerate(row) if one != k}
         return [others.get(one, 1.0 - sum(others.values())) for one in range(len(row))]
 
     def _is_averaged(self, k: int, key: str, keys: Sequence[str]) -> bool:
@@ -93,12 +123,12 @@ class Predictions:
     def _max_share(self) -> float:
         return float(self._run.config.get("robust", {}).get("max_share", 1.0))
 
-    def _compared_with(self, key: str) -> tuple[str, ...]:
+    def _compared_with(self, key: str, models: Sequence[Mapping[str, Tensor]]) -> tuple[str, ...]:
         """The parameters that the matrix of this one follows from; in product space a module stands at its A."""
         run, by = self._run, str(self._run.config.get("server", {}).get("gram_by", "all"))
-        reported = {one for halves in self._reports.values() for one in halves[HALVES[0]]}
+        held = {one for model in models for one in model if one != PRIVATE}
         is_product = run.mixing.space == "product"
-        compared = {one for one in reported if shares_matrix(run, self._plan, one, key, by=by)}
+        compared = {one for one in held if shares_matrix(run, self._plan, one, key, by=by)}
         return tuple(sorted(one for one in compared if not (is_product and one.endswith(LORA_B))))
 
     def _predict(self, members: Sequence[int], keys: Sequence[str]) -> np.ndarray:
@@ -109,14 +139,15 @@ class Predictions:
             noise[i] = float(np.square(first[i] - second[i]).sum()) / 4
             for j in range(n):
                 covariance[i, j] = float(first[i] @ second[j] + second[i] @ first[j]) / 2
-        values, vectors = np.linalg.eigh(covariance)
-        known = sum(max(value, 0.0) * np.outer(vector, vector) for value, vector in zip(values, vectors.T, strict=True))
+        known = _without_negative(covariance)
         examples = np.array([self._plan.examples[one] for one in members], np.float64)
         return np.array([prediction_row(k, known, noise, examples) for k in range(n)])
 
     def _changes(self, members: Sequence[int], half: str, keys: Sequence[str]) -> list[np.ndarray]:
         names = [self._plan.clients[one] for one in members]
-        models = {name: self._reports[name][half] for name in names}
+        return self._vectors(names, {name: self._reports[name][half] for name in names}, keys)
+
+    def _vectors(self, names: Sequence[str], models: Models, keys: Sequence[str]) -> list[np.ndarray]:
         vectors: dict[str, list[np.ndarray]] = {name: [] for name in names}
         for key in keys:
             holders = [name for name in names if key in models[name]]
@@ -126,6 +157,27 @@ class Predictions:
                 part = parts.get(name, np.zeros(0))
                 vectors[name].append(np.pad(part, (0, longest - len(part))))
         return [np.concatenate(parts) if parts else np.zeros(0) for parts in vectors.values()]
+
+
+def _between_and_inside(
+    groups: Sequence[Sequence[int]], means: Sequence[np.ndarray], change: Mapping[int, np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
+    """What clusters have in common with each other and with themselves, and the noise of one member of each."""
+    known = np.array([[float(one @ other) for other in means] for one in means])
+    noise = np.full(len(groups), np.nan)
+    for c, group in enumerate(groups):
+        pairs = [(i, j) for i in group for j in group if i < j]
+        if pairs:  # half the squared distance of two members is the noise of one
+            noise[c] = np.mean([float(np.square(change[i] - change[j]).sum()) / 2 for i, j in pairs])
+    noise = np.where(np.isnan(noise), np.nanmean(noise), noise)
+    for c, group in enumerate(groups):
+        known[c, c] = max(0.0, float(np.mean([float(change[i] @ change[i]) for i in group])) - noise[c])
+    return known, noise
+
+
+def _without_negative(covariance: np.ndarray) -> np.ndarray:
+    values, vectors = np.linalg.eigh(covariance)
+    return np.asarray((vectors * np.maximum(values, 0.0)) @ vectors.T)
 
 
 def prediction_row(k: int, known: np.ndarray, noise: np.ndarray, examples: np.ndarray) -> np.ndarray:
