@@ -46,7 +46,8 @@ def test_clusters_that_are_after_the_same_share_before_they_are_measured(config:
     for name, text in zip("ab", places, strict=True):
         (tmp_path / f"{name}.csv").write_text(text)
     tasks = tuple(f"{name}={tmp_path}/{name}.csv" for name in "ab")
-    same = {"tasks": ("a", "b"), "task": tasks, "clients_per_task": 3, "clusters": "oracle", "local_epochs": 4, "lr": 0.02}
+    same = {"tasks": ("a", "b"), "task": tasks, "clients_per_task": 3, "clusters": "oracle"}
+    same |= {"local_epochs": 4, "lr": 0.02}
     folder = run_config(config(**{**ATLAS, "measure_round": 3}, **same)).folder
     clustered = run_config(config(strategy="fedavg_cluster", name="clustered", **same)).folder
     mine, apart = starts(folder, 1), starts(clustered, 1)
