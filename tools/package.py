@@ -29,7 +29,14 @@ ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "src"
 PACKAGE = "atlas_fl"
 COMMAND = "atlas = atlas_fl.cli.main:main"
-FIRST = ("py.typed", "config/presets.py", "report/html/page.html.jinja", "report/html/page.css", "report/html/page.js")
+FIRST = (
+    "py.typed",
+    "config/presets.py",
+    "report/html/page.html.jinja",
+    "report/html/page.css",
+    "report/html/page.js",
+    "report/html/live.js",
+)
 """Files without which the package installs and does not work, or is not typed."""
 LEFT_OUT = frozenset({".venv", "runs", "build", "dist", ".git"})
 """Folders here that no source archive may have."""

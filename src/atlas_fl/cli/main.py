@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-from atlas_fl.cli import completion, demo, deploy, doctor, results, run, sweep
+from atlas_fl.cli import completion, demo, deploy, doctor, results, run, sweep, watch
 from atlas_fl.cli import run as catalogue
 from atlas_fl.cli import run as fetch
 from atlas_fl.cli import sweep as search
@@ -46,6 +46,7 @@ COMMANDS: Mapping[str, Command] = {
     "report": Command(
         results.report, results.ReportOptions, "write the page of a run or of several, and draw their figures"
     ),
+    "watch": Command(watch.watch, watch.WatchOptions, "show runs in the browser while they go on"),
     "results": Command(
         results.page_of_results, results.ResultsOptions, "write one page of results from the files of many runs"
     ),

@@ -203,6 +203,8 @@ class Page:
     subtitle: str
     sections: Sequence[Section]
     warnings: Sequence[str] = field(default=())
+    links: Sequence[tuple[str, str]] = field(default=())
+    """Other pages of the same server: (name, address)."""
 
 
 def pack_rows(rows: Sequence[Row]) -> dict[str, Any]:
@@ -226,12 +228,17 @@ def in_script(text: str) -> str:
     return text
 
 
-def render(page: Page) -> str:
-    """The text of the page: HTML with its styles, its scripts and all data inside."""
+def render(page: Page, *, live: bool = False) -> str:
+    """The text of the page: HTML with its styles, its scripts and all data inside.
+
+    With `live` it asks the server that it came from whether there is news, and loads itself again; else it asks nobody.
+    """
     has_charts = any(_has_chart(section.blocks) for section in page.sections)
-    scripts = [*([_chart_library()] if has_charts else []), _asset("page.js")]
+    library, news = [_chart_library()] if has_charts else [], [_asset("live.js")] if live else []
+    scripts = [*library, _asset("page.js"), *news]
     style = colour_variables() + _asset("page.css")
     hashes = " ".join(f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in scripts)
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {hashes} 'unsafe-eval'"
     return (
         _environment()
         .get_template("page.html.jinja")
@@ -241,7 +248,7 @@ def render(page: Page) -> str:
             has_charts=has_charts,
             style=style,
             scripts=scripts,
-            policy=f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {hashes} 'unsafe-eval'",
+            policy=f"{policy}; connect-src 'self'" if live else policy,
         )
     )
 

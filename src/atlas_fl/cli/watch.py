@@ -1,0 +1,211 @@
+"""`atlas watch`: the pages of runs while they go on, from a small server on this machine.
+
+It reads the folders of the runs and never writes there. Other machines see nothing without the token that it prints;
+a page of another site that a browser shows cannot read from it either, since the name of the host is checked.
+"""
+
+import hmac
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from http import HTTPStatus
+from http.cookies import CookieError, SimpleCookie
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+from urllib.parse import parse_qs, quote, unquote, urlsplit
+
+import tyro
+
+from atlas_fl.cli.arguments import parse, split
+from atlas_fl.cli.display import show
+from atlas_fl.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from atlas_fl.report.html.elements import Page
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+COOKIE = "atlas-watch"
+NICE = 10
+"""How far the server stands back where the run wants the same cores."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchOptions:
+    """Show runs in the browser while they go on: how far they are, how long they will take, the newest scores, who is
+    in trouble, and below that their whole page. It reads the folders and never writes there. Ctrl-C ends it."""
+
+    runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...")] = ()
+    """Folders of runs, or their names in --runs-dir; all that lie there by default, new ones too."""
+    runs_dir: str = "runs"
+    """Where run folders lie."""
+    host: str = "127.0.0.1"
+    """The address to listen at. One that other machines reach needs the token that is printed."""
+    port: int = 8765
+    """The port; 0 takes a free one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watched:
+    """What a server shows, and to whom."""
+
+    runs: tuple[Path, ...]
+    """The runs that were named; empty for all in `runs_dir`."""
+    runs_dir: Path
+    token: str | None
+    """What a request needs; None where only this machine can ask."""
+    pages: dict[Path, tuple[str, str]] = field(default_factory=dict)
+    """Of each run the state that its page was made from, and the page."""
+
+    def folders(self) -> dict[str, Path]:
+        """The runs by name."""
+        from atlas_fl.storage.run_folder import RunFolder
+
+        found = self.runs
+        if not found and self.runs_dir.is_dir():
+            found = tuple(path for path in sorted(self.runs_dir.iterdir()) if RunFolder(path).config.is_file())
+        return {path.resolve().name: path for path in found}
+
+
+def watch(words: Sequence[str]) -> int:
+    """Serve the pages of the runs that these words name until Ctrl-C; 0."""
+    options = parse(WatchOptions(), split(words), command="atlas watch")
+
+    from atlas_fl.storage.run_folder import find_run
+
+    if not 0 <= options.port <= 65535:
+        raise ConfigError(f"--port is {options.port}; allowed: 0 to 65535, 0 takes a free one")
+    named = [find_run(name, runs_dir=options.runs_dir, allow_unplanned=True).path for name in options.runs]
+    if not named and not Path(options.runs_dir).is_dir():
+        raise ConfigError(
+            f"--runs-dir is {options.runs_dir}, which is no folder; begin a run first, or name its folder"
+        )
+    token = None if options.host in LOOPBACK else secrets.token_urlsafe(24)
+    watched = Watched(runs=tuple(named), runs_dir=Path(options.runs_dir), token=token)
+    with listen(watched, host=options.host, port=options.port) as server:
+        os.nice(NICE)
+        show([f"watching at {address(server, watched)} until Ctrl-C"])
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            show(["no longer watching; the runs go on"])
+    return 0
+
+
+def listen(watched: Watched, *, host: str, port: int) -> ThreadingHTTPServer:
+    """A server that shows these runs, not yet serving; raises ConfigError where the address cannot be had."""
+
+    class Handler(_Handler):
+        shown = watched
+
+    try:
+        return ThreadingHTTPServer((host, port), Handler)
+    except OSError as error:
+        where = f"--host {host} --port {port}"
+        raise ConfigError(f"{where} cannot be listened at: {error.strerror}; take another --port, or 0") from error
+
+
+def address(server: ThreadingHTTPServer, watched: Watched) -> str:
+    """The address to open, with the token where there is one."""
+    host, port = str(server.server_address[0]), server.server_address[1]
+    words = "" if watched.token is None else f"?token={watched.token}"
+    return f"http://{host}:{port}/{words}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers GET: the list of runs, a run's page, or with `?state` what changes when it does."""
+
+    shown: Watched
+
+    def do_GET(self) -> None:
+        """Answer one request."""
+        url = urlsplit(self.path)
+        query = parse_qs(url.query, keep_blank_values=True)
+        if not self._is_allowed(query):
+            self._answer(HTTPStatus.FORBIDDEN, "Open the address that `atlas watch` has printed.\n", kind="plain")
+            return
+        folders, name = self.shown.folders(), unquote(url.path.strip("/"))
+        if not name and len(self.shown.runs) == 1:
+            name = next(iter(folders))
+        if name and name not in folders:
+            self._answer(HTTPStatus.NOT_FOUND, "There is no such run here.\n", kind="plain")
+        elif "state" in query:
+            self._answer(HTTPStatus.OK, self._state(folders, name), kind="plain")
+        else:
+            self._answer(HTTPStatus.OK, self._page(folders, name), kind="html")
+
+    def _is_allowed(self, query: dict[str, list[str]]) -> bool:
+        token = self.shown.token
+        if token is None:  # of this machine alone, and by its own name: else a site that the browser shows could read
+            return urlsplit(f"//{self.headers.get('Host', '')}").hostname in LOOPBACK
+        try:
+            cookie = SimpleCookie(self.headers.get("Cookie", "")).get(COOKIE)
+        except CookieError:
+            cookie = None
+        given = [*query.get("token", []), *([] if cookie is None else [cookie.value])]
+        return any(hmac.compare_digest(one.encode(), token.encode()) for one in given)
+
+    @staticmethod
+    def _state(folders: dict[str, Path], name: str) -> str:
+        from atlas_fl.report.html.live_page import state_of
+
+        return "\n".join(f"{one} {state_of(path)}" for one, path in folders.items() if name in ("", one))
+
+    def _page(self, folders: dict[str, Path], name: str) -> str:
+        from atlas_fl.report.html.elements import render
+
+        if not name:
+            return render(list_page(folders), live=True)
+        folder, state = folders[name], self._state(folders, name)
+        known = self.shown.pages.get(folder)
+        if known is None or known[0] != state:
+            self.shown.pages[folder] = known = (state, render(run_now(folder), live=True))
+        return known[1]
+
+    def _answer(self, status: HTTPStatus, text: str, *, kind: str) -> None:
+        body = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", f"text/{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Referrer-Policy", "no-referrer")
+        if self.shown.token is not None and status == HTTPStatus.OK:
+            self.send_header("Set-Cookie", f"{COOKIE}={self.shown.token}; HttpOnly; SameSite=Strict; Path=/")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing: a request is no news."""
+
+
+def run_now(folder: Path) -> "Page":
+    """The page of a run, or of why it cannot be read: a run that writes is read again with the next line of its log."""
+    from atlas_fl.report.html.elements import Page
+    from atlas_fl.report.html.live_page import live_page
+    from atlas_fl.storage.run_folder import RunFolder
+
+    try:
+        return live_page(RunFolder(folder), now=datetime.now(UTC))
+    except CheckpointError as error:
+        return Page(title=folder.resolve().name, subtitle="cannot be read now", sections=[], warnings=[str(error)])
+
+
+def list_page(folders: dict[str, Path]) -> "Page":
+    """The page that lists runs, each with a link to its own."""
+    from atlas_fl.report.html.elements import Page, Section, Table, Text
+    from atlas_fl.report.html.live_page import summary_row
+    from atlas_fl.storage.run_folder import RunFolder
+
+    now = datetime.now(UTC)
+    rows = [[name, *summary_row(RunFolder(path), now=now)] for name, path in folders.items()]
+    columns = ("run", "state", "rounds", "mean validation score")
+    block = Table(title="Runs", columns=columns, rows=rows) if rows else Text(lines=["No run has begun here so far."])
+    links = tuple((name, f"/{quote(name)}") for name in folders)
+    complete = sum(row[1] == "complete" for row in rows)
+    subtitle = f"{len(rows)} runs, {complete} complete"
+    return Page(
+        title="Runs", subtitle=subtitle, sections=[Section(name="runs", title="Runs", blocks=[block])], links=links
+    )

@@ -1,0 +1,155 @@
+"""The page of a run while it goes on: how far it is, what it does, how long it will take, and who is in trouble.
+
+It reads what the run has written and nothing else: the log for the time, the rows of the metrics for scores.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from atlas_fl.errors import CheckpointError
+from atlas_fl.report.html.elements import Block, Fact, Facts, Page, Section, Text, count, duration, isolate, plain
+from atlas_fl.report.html.run_page import run_page
+from atlas_fl.report.record import read_record
+from atlas_fl.storage.run_folder import RunFolder
+
+RECENT = 3
+"""Rounds whose mean time the rounds to come are expected to take."""
+FALL = 0.05
+"""How far a client's validation score may be below its best before the page says so."""
+SILENT = 600
+"""Seconds without a line in the log after which the page doubts that the run goes on."""
+_LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ) [A-Z]+ (.*)")
+_DONE = re.compile(r"round (\d+) of (\d+): ")
+_BEGUN = re.compile(r"round (\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a run is, by its log."""
+
+    doing: str
+    """What it said last that it does."""
+    done: int
+    """Rounds that are complete."""
+    rounds: int | None
+    """Rounds of the whole run; None before the first is complete."""
+    seconds_left: float | None
+    """What the rounds to come are expected to take: each the mean of the last ones; None before there is one."""
+    silent: float
+    """Seconds since it said anything."""
+    is_over: bool
+    """Whether a summary is written."""
+
+
+def read_progress(folder: RunFolder, *, now: datetime) -> Progress:
+    """How far the run in this folder is; of one without a log, nothing done."""
+    text = folder.log.read_text("utf-8", errors="replace") if folder.log.exists() else ""
+    matches = (_LINE.fullmatch(line) for line in text.splitlines())
+    lines = [(datetime.strptime(m[1], "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC), m[2]) for m in matches if m]
+    done = [(when, int(m[1]), int(m[2])) for when, words in lines if (m := _DONE.match(words))]
+    begun = [when for when, words in lines if (m := _BEGUN.fullmatch(words)) and (not done or int(m[1]) <= done[-1][1])]
+    ends = [*begun[-1:], done[-1][0]] if len(done) == 1 else [when for when, _, _ in done]
+    taken = [max(0.0, (after - before).total_seconds()) for before, after in pairwise(ends)][-RECENT:]
+    last, rounds = (done[-1][1], done[-1][2]) if done else (0, None)
+    says = [words for _, words in lines if len(words.split()) < 4]
+    return Progress(
+        doing=says[-1] if says else "begins",
+        done=last,
+        rounds=rounds,
+        seconds_left=None if rounds is None or not taken else fmean(taken) * (rounds - last),
+        silent=max(0.0, (now - lines[-1][0]).total_seconds()) if lines else 0.0,
+        is_over=folder.summary.exists(),
+    )
+
+
+def live_page(folder: RunFolder, *, now: datetime) -> Page:
+    """The page of a run that goes on: what happens now, and below it all that `run_page` shows of what is saved.
+
+    Raises:
+        CheckpointError: a file of the run is damaged.
+    """
+    progress = read_progress(folder, now=now)
+    if not folder.is_run():  # it has no plan yet
+        section = _now(progress, [])
+        return Page(title=folder.path.resolve().name, subtitle="a run that begins", sections=[section])
+    page, metrics = run_page(folder.path), read_record(folder.path).metrics
+    if progress.is_over:
+        return page
+    section = _now(progress, [row for row in metrics if row.get("split") == "validation"])
+    return replace(page, sections=[section, *page.sections], warnings=[*page.warnings, *warnings_of(progress, metrics)])
+
+
+def _now(progress: Progress, scores: Sequence[Mapping[str, Any]]) -> Section:
+    facts = [Fact(name="now", value=progress.doing)]
+    if progress.rounds is not None:
+        facts.append(Fact(name="rounds", value=f"{progress.done} of {progress.rounds}"))
+    if progress.seconds_left is not None:
+        facts.append(
+            Fact(name="left, about", value=duration(progress.seconds_left), note=f"as the last {RECENT} rounds took")
+        )
+    blocks: list[Block] = [Facts(facts=facts)]
+    newest = max((row["round"] for row in scores), default=None)
+    if newest is not None:
+        now = [row["primary"] for row in scores if row["round"] == newest]
+        facts.append(Fact(name="mean validation score", value=plain(fmean(now)), note=f"after round {newest}"))
+        facts.append(Fact(name="clients evaluated", value=count(len(now))))
+    else:
+        blocks.append(Text(lines=["No client has been evaluated so far."]))
+    return Section(name="now", title="What happens now", blocks=blocks)
+
+
+def warnings_of(progress: Progress, metrics: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What is amiss: clients below the commonest class or below their own best, and a run that says nothing."""
+    by_client: dict[str, list[Mapping[str, Any]]] = {}
+    for row in metrics:
+        if row.get("split") == "validation":
+            by_client.setdefault(row["client"], []).append(row)
+    found = []
+    for client, rows in by_client.items():
+        last, best = rows[-1], max(row["primary"] for row in rows)
+        if last.get("majority") is not None and last["primary"] < last["majority"]:
+            found.append(
+                f"{isolate(client)} scores {last['primary']:.3f}, less than by guessing its commonest class"
+                f" ({last['majority']:.3f})"
+            )
+        elif last["primary"] < best - FALL:
+            found.append(f"{isolate(client)} gets worse: {last['primary']:.3f} now, {best:.3f} at best")
+    if progress.silent > SILENT:
+        found.append(
+            f"The run has said nothing for {duration(progress.silent).text}; if it was stopped, `atlas resume` goes on"
+        )
+    return found
+
+
+def summary_row(folder: RunFolder, *, now: datetime) -> tuple[str, str, str]:
+    """(state, rounds, newest mean validation score) of a run, for a list of runs."""
+    progress = read_progress(folder, now=now)
+    rounds = "" if progress.rounds is None else f"{progress.done} of {progress.rounds}"
+    state = "complete" if progress.is_over else "silent" if progress.silent > SILENT else progress.doing
+    try:
+        metrics = read_record(folder.path).metrics if folder.is_run() else []
+    except CheckpointError:
+        return "cannot be read now", rounds, ""
+    rows = [row for row in metrics if row.get("split") == "validation"]
+    newest = max((row["round"] for row in rows), default=None)
+    scores = [row["primary"] for row in rows if row["round"] == newest]
+    return state, rounds, f"{fmean(scores):.3f}" if scores else ""
+
+
+def state_of(folder: Path) -> str:
+    """Changes whenever what the page shows may have changed: sizes and times of the files that it reads."""
+    run = RunFolder(folder)
+    parts = []
+    for file in (run.log, run.metrics, run.plan, run.summary):
+        try:
+            known = file.stat()
+        except FileNotFoundError:
+            continue
+        parts.append(f"{file.name}:{known.st_size}:{known.st_mtime_ns}")
+    return " ".join(parts)

@@ -1,0 +1,119 @@
+"""`atlas watch`: who sees what over HTTP, and its one-line refusals."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection, HTTPResponse
+from pathlib import Path
+
+import pytest
+
+from atlas_fl.cli.main import main
+from atlas_fl.cli.watch import COOKIE, Watched, address, listen
+from atlas_fl.config import Config, to_toml
+
+TOKEN = "a-token"
+
+
+def begun(folder: Path, log: str = "") -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(to_toml(Config()))
+    (folder / "log.txt").write_text(log)
+    return folder
+
+
+@contextmanager
+def serving(watched: Watched) -> Iterator[int]:
+    with listen(watched, host="127.0.0.1", port=0) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield int(server.server_address[1])
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def get(port: int, path: str = "/", **headers: str) -> tuple[HTTPResponse, str]:
+    connection = HTTPConnection("127.0.0.1", port, timeout=10)
+    connection.request("GET", path, headers=headers)
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    return answer, text
+
+
+def test_all_runs_of_a_folder_are_listed_and_new_ones_appear(tmp_path: Path) -> None:
+    begun(tmp_path / "one")
+    (tmp_path / "notes").mkdir()
+    with serving(Watched(runs=(), runs_dir=tmp_path, token=None)) as port:
+        _, text = get(port)
+        assert 'href="/one"' in text and "notes" not in text
+        _, before = get(port, "/?state")
+        hostile = begun(tmp_path / "<script>alert(1)")
+        assert get(port, "/?state")[1] != before
+        _, text = get(port)
+        assert "<script>alert" not in text and 'href="/%3Cscript%3Ealert%281%29"' in text
+        answer, text = get(port, "/%3Cscript%3Ealert%281%29")
+        assert answer.status == 200 and "a run that begins" in text
+        assert get(port, "/../etc/passwd")[0].status == 404
+        (hostile / "log.txt").write_text("2026-01-01T10:00:00Z INFO fingerprints\n")
+        assert "fingerprints" in get(port, "/%3Cscript%3Ealert%281%29")[1], "with the next line it is another page"
+
+
+def test_a_run_alone_is_the_page_itself_and_what_cannot_be_read_is_said(tmp_path: Path) -> None:
+    run = begun(tmp_path / "one")
+    with serving(Watched(runs=(run,), runs_dir=tmp_path, token=None)) as port:
+        assert "a run that begins" in get(port)[1]
+        (run / "plan.json").write_text("{")
+        answer, text = get(port)
+        assert answer.status == 200 and "cannot be read now" in text and "plan.json" in text
+
+
+def test_another_site_in_the_browser_and_who_has_no_token_see_nothing(tmp_path: Path) -> None:
+    run = begun(tmp_path / "one")
+    with serving(Watched(runs=(run,), runs_dir=tmp_path, token=None)) as port:
+        assert get(port, Host="evil.example")[0].status == 403
+        assert get(port, Host=f"localhost:{port}")[0].status == 200
+    with serving(Watched(runs=(run,), runs_dir=tmp_path, token=TOKEN)) as port:
+        for path, headers in (("/", {}), ("/?token=other", {}), ("/?state", {"Cookie": f"{COOKIE}=other"})):
+            answer, text = get(port, path, **headers)
+            assert answer.status == 403 and "one" not in text.replace("Open", "")
+            assert answer.headers["Set-Cookie"] is None
+        answer, _ = get(port, f"/?token={TOKEN}")
+        assert answer.status == 200 and "HttpOnly; SameSite=Strict" in answer.headers["Set-Cookie"]
+        assert get(port, "/?state", Cookie=f"{COOKIE}={TOKEN}")[0].status == 200
+
+
+def test_the_address_has_the_token_only_where_one_is_needed(tmp_path: Path) -> None:
+    for token, words in ((None, "/"), (TOKEN, f"/?token={TOKEN}")):
+        watched = Watched(runs=(), runs_dir=tmp_path, token=token)
+        with listen(watched, host="127.0.0.1", port=0) as server:
+            assert address(server, watched) == f"http://127.0.0.1:{server.server_address[1]}{words}"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("nowhere",), "not a run folder: nowhere"),
+        (("--runs-dir", "nowhere"), "--runs-dir is nowhere, which is no folder"),
+        (("--port", "70000"), "--port is 70000; allowed: 0 to 65535"),
+        (("--host", "no.such.host.invalid", "--runs-dir", "."), "--host no.such.host.invalid --port 8765 cannot be"),
+    ],
+)
+def test_mistakes_are_one_line(
+    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["watch", *words]) == 2
+    told = capsys.readouterr().err
+    assert message in told and told.count("\n") == 1
+
+
+def test_a_port_that_is_taken_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert main(["watch", "--runs-dir", str(tmp_path), "--port", str(taken.getsockname()[1])]) == 2
+    assert "take another --port" in capsys.readouterr().err
