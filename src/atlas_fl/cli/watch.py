@@ -207,5 +207,8 @@ def list_page(folders: dict[str, Path]) -> "Page":
     complete = sum(row[1] == "complete" for row in rows)
     subtitle = f"{len(rows)} runs, {complete} complete"
     return Page(
-        title="Runs", subtitle=subtitle, sections=[Section(name="runs", title="Runs", blocks=[block])], links=links
+        title="Runs",
+        subtitle=subtitle,
+        sections=[Section(name="runs", title="How far each is", blocks=[block])],
+        links=links,
     )

@@ -69,8 +69,8 @@ class Tab:
         elif name == "Network.requestWillBeSent":
             self.requests.append(params["request"]["url"])
 
-    def open(self, path: Path, *, width: int, height: int = 900, is_dark: bool = False) -> None:
-        """Show a file in a window of this size, and wait until its charts are drawn."""
+    def open(self, page: Path | str, *, width: int, height: int = 900, is_dark: bool = False) -> None:
+        """Show a file or an address in a window of this size, and wait until its charts are drawn."""
         self.complaints.clear()
         self.requests.clear()
         self.call(
@@ -78,7 +78,7 @@ class Tab:
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
-        self.call("Page.navigate", url=path.resolve().as_uri())
+        self.call("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
         self.wait(LOADED)
 
     def evaluate(self, expression: str) -> Any:

@@ -2,12 +2,15 @@
 
 import json
 import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from atlas_fl.cli.watch import Watched
 from atlas_fl.report.html.write import write_report
+from tests.cli.test_watch import serving
 from tests.report.html.chromium import Tab, find_chromium, open_browser
 from tests.report.html.hostile import NAMES, rename
 
@@ -53,6 +56,26 @@ def test_a_run_fits_every_width_and_is_quiet(make_run, tab: Tab, is_dark: bool) 
     drawn = tab.evaluate("document.querySelector('#figure-outcome svg').textContent")
     assert "<script>window.har…" in drawn, "a long name is cut, and is text"
     assert NAMES["trec-0"] in drawn
+
+
+def test_a_watched_run_shows_what_is_new_by_itself_and_is_quiet(make_run, tab: Tab) -> None:
+    run = make_run(rounds=2)
+    (run / "summary.json").unlink()
+    (run / "log.txt").write_text("2026-01-01T10:00:00Z INFO round 1\n")
+    with serving(Watched(runs=(run,), runs_dir=run.parent, token=None)) as port:
+        for width in (1440, 375):
+            tab.open(f"http://127.0.0.1:{port}/", width=width)
+            assert overflow(tab) <= 0, width
+        shown = "document.querySelector('#now dd')?.textContent"
+        assert tab.evaluate(shown) == "round 1"
+        tab.wait("performance.getEntriesByType('resource').length > 0")  # it has looked once
+        (run / "log.txt").write_text("2026-01-01T10:00:00Z INFO round 1\n2026-01-01T10:00:09Z INFO round 2\n")
+        until = time.monotonic() + 60
+        while tab.evaluate(shown) != "round 2" and time.monotonic() < until:
+            time.sleep(0.2)
+        assert tab.evaluate(shown) == "round 2"
+        assert tab.complaints == []
+        assert {url.split("?")[0] for url in tab.requests} == {f"http://127.0.0.1:{port}/"}
 
 
 def test_a_comparison_fits_every_width_and_is_quiet(compared: Path, tab: Tab) -> None:
