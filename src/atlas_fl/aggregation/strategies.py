@@ -1,4 +1,4 @@
-"""Strategies: FedAvg, clustered FedAvg, ATLAS (Laplacian), local training; checks of updates; the Strategy protocol.
+"""Strategies: FedAvg, clustered FedAvg, `atlas_laplacian`, local training; checks of updates; the Strategy protocol.
 
 A strategy is a frozen pair of functions, `init` and `aggregate`. A rule goes from one round (`MixingContext`) to the
 mixing matrix of a group of parameters. An update is checked before it may meet the models of others. The weight of a

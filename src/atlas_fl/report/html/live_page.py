@@ -1,6 +1,7 @@
 """The page of a run while it goes on: how far it is, what it does, how long it will take, and who is in trouble.
 
-It reads what the run has written and nothing else: the log for the time, the rows of the metrics for scores.
+It reads what the run has written and nothing else: the log for the time, the rows of the metrics for scores. `live.js`
+looks for news.
 """
 
 import re
