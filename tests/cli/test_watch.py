@@ -1,16 +1,18 @@
 """`atlas watch`: who sees what over HTTP, and its one-line refusals."""
 
 import socket
+import struct
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.client import HTTPConnection, HTTPResponse
+from http.client import HTTPConnection, HTTPResponse, RemoteDisconnected
 from pathlib import Path
 
 import pytest
 
 from atlas_fl.cli.main import main
-from atlas_fl.cli.watch import COOKIE, Watched, address, listen
+from atlas_fl.cli.watch import CONNECTIONS, COOKIE, Watched, address, listen
 from atlas_fl.config import Config, to_toml
 
 TOKEN = "a-token"
@@ -77,13 +79,48 @@ def test_another_site_in_the_browser_and_who_has_no_token_see_nothing(tmp_path: 
         assert get(port, Host="evil.example")[0].status == 403
         assert get(port, Host=f"localhost:{port}")[0].status == 200
     with serving(Watched(runs=(run,), runs_dir=tmp_path, token=TOKEN)) as port:
-        for path, headers in (("/", {}), ("/?token=other", {}), ("/?state", {"Cookie": f"{COOKIE}=other"})):
+        cookie = f"{COOKIE}-{port}"
+        for path, headers in (("/", {}), ("/?token=other", {}), ("/?state", {"Cookie": f"{cookie}=other"})):
             answer, text = get(port, path, **headers)
             assert answer.status == 403 and "one" not in text.replace("Open", "")
             assert answer.headers["Set-Cookie"] is None
         answer, _ = get(port, f"/?token={TOKEN}")
         assert answer.status == 200 and "HttpOnly; SameSite=Strict" in answer.headers["Set-Cookie"]
-        assert get(port, "/?state", Cookie=f"{COOKIE}={TOKEN}")[0].status == 200
+        for others in ("", 'a={"x":1}; ', f"{cookie}=bad; ", f"{COOKIE}-1=bad; foo bar; "):
+            assert get(port, "/?state", Cookie=f"{others}{cookie}={TOKEN}")[0].status == 200
+
+
+def test_what_is_no_request_and_who_breaks_off_leave_no_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = begun(tmp_path / "one")
+    with serving(Watched(runs=(run,), runs_dir=tmp_path, token=None)) as port:
+        for host in ("[::1", "[x]"):
+            assert get(port, Host=host)[0].status == 400
+        for _ in range(3):
+            with socket.create_connection(("127.0.0.1", port)) as broken:
+                broken.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                broken.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(CONNECTIONS)]
+        time.sleep(0.5)
+        with pytest.raises((ConnectionError, RemoteDisconnected)):
+            get(port)
+        for one in idle:
+            one.close()
+        connection = HTTPConnection("127.0.0.1", port, timeout=10)
+        connection.request("HEAD", "/")
+        assert connection.getresponse().read() == b""
+        connection.close()
+        (run / "config.toml").unlink()
+        assert get(port)[0].status == 404, "it is gone"
+    told = capsys.readouterr()
+    assert "Traceback" not in told.err + told.out
+
+
+def test_two_runs_of_one_name_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [str(begun(tmp_path / place / "same")) for place in ("a", "b")]
+    assert main(["watch", *runs]) == 2
+    assert "two of these runs have the same name" in capsys.readouterr().err
 
 
 def test_the_address_has_the_token_only_where_one_is_needed(tmp_path: Path) -> None:
@@ -98,6 +135,7 @@ def test_the_address_has_the_token_only_where_one_is_needed(tmp_path: Path) -> N
     [
         (("nowhere",), "not a run folder: nowhere"),
         (("--runs-dir", "nowhere"), "--runs-dir is nowhere, which is no folder"),
+        (("--host", ""), "--host is empty"),
         (("--port", "70000"), "--port is 70000; allowed: 0 to 65535"),
         (("--host", "no.such.host.invalid", "--runs-dir", "."), "--host no.such.host.invalid --port 8765 cannot be"),
     ],
@@ -116,4 +154,4 @@ def test_a_port_that_is_taken_is_one_line(tmp_path: Path, capsys: pytest.Capture
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         assert main(["watch", "--runs-dir", str(tmp_path), "--port", str(taken.getsockname()[1])]) == 2
-    assert "take another --port" in capsys.readouterr().err
+    assert "take another, port 0 is a free one" in capsys.readouterr().err

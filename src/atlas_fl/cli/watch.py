@@ -7,14 +7,16 @@ a page of another site that a browser shows cannot read from it either, since th
 import hmac
 import os
 import secrets
+import socket
+import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from http import HTTPStatus
-from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import tyro
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 COOKIE = "atlas-watch"
+CONNECTIONS = 32
+"""How many may be open at once."""
 NICE = 10
 """How far the server stands back where the run wants the same cores."""
 
@@ -60,13 +64,14 @@ class Watched:
     """Of each run the state that its page was made from, and the page."""
 
     def folders(self) -> dict[str, Path]:
-        """The runs by name."""
+        """The runs by name; bytes of a name that are no text are shown as such."""
         from atlas_fl.storage.run_folder import RunFolder
 
         found = self.runs
         if not found and self.runs_dir.is_dir():
-            found = tuple(path for path in sorted(self.runs_dir.iterdir()) if RunFolder(path).config.is_file())
-        return {path.resolve().name: path for path in found}
+            found = tuple(sorted(self.runs_dir.iterdir()))
+        there = (path for path in found if RunFolder(path).config.is_file())
+        return {os.fsencode(path.name or path.resolve().name).decode(errors="replace"): path for path in there}
 
 
 def watch(words: Sequence[str]) -> int:
@@ -77,13 +82,15 @@ def watch(words: Sequence[str]) -> int:
 
     if not 0 <= options.port <= 65535:
         raise ConfigError(f"--port is {options.port}; allowed: 0 to 65535, 0 takes a free one")
-    named = [find_run(name, runs_dir=options.runs_dir, allow_unplanned=True).path for name in options.runs]
+    if not options.host:
+        raise ConfigError("--host is empty; name an address of this machine, or leave it out")
+    named = tuple(find_run(name, runs_dir=options.runs_dir, allow_unplanned=True).path for name in options.runs)
     if not named and not Path(options.runs_dir).is_dir():
-        raise ConfigError(
-            f"--runs-dir is {options.runs_dir}, which is no folder; begin a run first, or name its folder"
-        )
+        raise ConfigError(f"--runs-dir is {options.runs_dir}, which is no folder; begin a run first, or name one")
     token = None if options.host in LOOPBACK else secrets.token_urlsafe(24)
-    watched = Watched(runs=tuple(named), runs_dir=Path(options.runs_dir), token=token)
+    watched = Watched(runs=named, runs_dir=Path(options.runs_dir), token=token)
+    if named and len(watched.folders()) < len(named):
+        raise ConfigError("two of these runs have the same name; watch them one at a time, or by --runs-dir")
     with listen(watched, host=options.host, port=options.port) as server:
         os.nice(NICE)
         show([f"watching at {address(server, watched)} until Ctrl-C"])
@@ -94,41 +101,89 @@ def watch(words: Sequence[str]) -> int:
     return 0
 
 
-def listen(watched: Watched, *, host: str, port: int) -> ThreadingHTTPServer:
+def listen(watched: Watched, *, host: str, port: int) -> "_Server":
     """A server that shows these runs, not yet serving; raises ConfigError where the address cannot be had."""
 
     class Handler(_Handler):
         shown = watched
 
+    class Server(_Server):
+        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
     try:
-        return ThreadingHTTPServer((host, port), Handler)
+        return Server((host, port), Handler)
     except OSError as error:
         where = f"--host {host} --port {port}"
-        raise ConfigError(f"{where} cannot be listened at: {error.strerror}; take another --port, or 0") from error
+        raise ConfigError(
+            f"{where} cannot be listened at: {error.strerror}; take another, port 0 is a free one"
+        ) from error
 
 
 def address(server: ThreadingHTTPServer, watched: Watched) -> str:
-    """The address to open, with the token where there is one."""
+    """The address to open, with the token where there is one; the machine's name where it listens at all addresses."""
     host, port = str(server.server_address[0]), server.server_address[1]
+    host = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     words = "" if watched.token is None else f"?token={watched.token}"
     return f"http://{host}:{port}/{words}"
+
+
+class _Server(ThreadingHTTPServer):
+    """So many connections at once and no more; one that breaks off is no news."""
+
+    daemon_threads = True
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.places = threading.Semaphore(CONNECTIONS)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread of its own, or close the connection where too many are open."""
+        if self.places.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer, and make room for the next."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """One line for what could not be answered; nothing where the other side has gone."""
+        del request, client_address
+        error = sys.exception()
+        if not isinstance(error, ConnectionError | TimeoutError):
+            show([f"a request could not be answered: {type(error).__name__}: {error}"])
 
 
 class _Handler(BaseHTTPRequestHandler):
     """Answers GET: the list of runs, a run's page, or with `?state` what changes when it does."""
 
     shown: Watched
+    timeout = 10
+    """Seconds that a client may be silent."""
+
+    def do_HEAD(self) -> None:
+        """Answer without the page."""
+        self.do_GET()
 
     def do_GET(self) -> None:
         """Answer one request."""
-        url = urlsplit(self.path)
-        query = parse_qs(url.query, keep_blank_values=True)
-        if not self._is_allowed(query):
+        try:
+            url = urlsplit(self.path)
+            query = parse_qs(url.query, keep_blank_values=True)
+            is_allowed = self._is_allowed(query)
+        except ValueError:
+            self._answer(HTTPStatus.BAD_REQUEST, "This is no address.\n", kind="plain")
+            return
+        if not is_allowed:
             self._answer(HTTPStatus.FORBIDDEN, "Open the address that `atlas watch` has printed.\n", kind="plain")
             return
         folders, name = self.shown.folders(), unquote(url.path.strip("/"))
         if not name and len(self.shown.runs) == 1:
-            name = next(iter(folders))
+            name = next(iter(folders), "gone")
         if name and name not in folders:
             self._answer(HTTPStatus.NOT_FOUND, "There is no such run here.\n", kind="plain")
         elif "state" in query:
@@ -136,32 +191,36 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._answer(HTTPStatus.OK, self._page(folders, name), kind="html")
 
+    @property
+    def _cookie(self) -> str:
+        """Its name: that of the server at this port, since browsers send cookies to all ports of a machine."""
+        return f"{COOKIE}-{self.connection.getsockname()[1]}"
+
     def _is_allowed(self, query: dict[str, list[str]]) -> bool:
         token = self.shown.token
         if token is None:  # of this machine alone, and by its own name: else a site that the browser shows could read
             return urlsplit(f"//{self.headers.get('Host', '')}").hostname in LOOPBACK
-        try:
-            cookie = SimpleCookie(self.headers.get("Cookie", "")).get(COOKIE)
-        except CookieError:
-            cookie = None
-        given = [*query.get("token", []), *([] if cookie is None else [cookie.value])]
-        return any(hmac.compare_digest(one.encode(), token.encode()) for one in given)
+        cookies = (part.strip().partition("=") for part in self.headers.get("Cookie", "").split(";"))
+        given = [*query.get("token", []), *(value for name, _, value in cookies if name == self._cookie)]
+        return any(hmac.compare_digest(one.encode(errors="replace"), token.encode()) for one in given)
 
     @staticmethod
     def _state(folders: dict[str, Path], name: str) -> str:
         from atlas_fl.report.html.live_page import state_of
 
-        return "\n".join(f"{one} {state_of(path)}" for one, path in folders.items() if name in ("", one))
+        now = datetime.now(UTC)
+        return "\n".join(f"{one} {state_of(path, now=now)}" for one, path in folders.items() if name in ("", one))
 
     def _page(self, folders: dict[str, Path], name: str) -> str:
         from atlas_fl.report.html.elements import render
 
+        state = self._state(folders, name)
         if not name:
-            return render(list_page(folders), live=True)
-        folder, state = folders[name], self._state(folders, name)
+            return render(list_page(folders), state=state)
+        folder = folders[name]
         known = self.shown.pages.get(folder)
         if known is None or known[0] != state:
-            self.shown.pages[folder] = known = (state, render(run_now(folder), live=True))
+            self.shown.pages[folder] = known = (state, render(run_now(folder), state=state))
         return known[1]
 
     def _answer(self, status: HTTPStatus, text: str, *, kind: str) -> None:
@@ -173,9 +232,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("X-Content-Type-Options", "nosniff")
         self.send_header("Referrer-Policy", "no-referrer")
         if self.shown.token is not None and status == HTTPStatus.OK:
-            self.send_header("Set-Cookie", f"{COOKIE}={self.shown.token}; HttpOnly; SameSite=Strict; Path=/")
+            self.send_header("Set-Cookie", f"{self._cookie}={self.shown.token}; HttpOnly; SameSite=Strict; Path=/")
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
         """Nothing: a request is no news."""
@@ -189,7 +249,7 @@ def run_now(folder: Path) -> "Page":
 
     try:
         return live_page(RunFolder(folder), now=datetime.now(UTC))
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:
         return Page(title=folder.resolve().name, subtitle="cannot be read now", sections=[], warnings=[str(error)])
 
 

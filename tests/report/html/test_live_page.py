@@ -1,13 +1,21 @@
 """The page of a run that goes on: how far it is by its log, who is in trouble, and nothing of it once it is over."""
 
 import json
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 from atlas_fl.report.html.elements import render
-from atlas_fl.report.html.live_page import Progress, live_page, read_progress, state_of, summary_row, warnings_of
+from atlas_fl.report.html.live_page import (
+    SILENT,
+    Progress,
+    live_page,
+    read_progress,
+    state_of,
+    summary_row,
+    warnings_of,
+)
 from atlas_fl.storage.run_folder import RunFolder
 from tests.report.html.reading import parse_page, sections_of
 
@@ -41,10 +49,37 @@ def test_how_far_a_run_is_follows_from_its_log_by_hand(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "2026-13-45T99:99:99Z INFO round 2 of 6: x",
+        "2026-01-01T10:00:00Z INFO round 3 of " + "9" * 400 + ": x",
+        "\x00\xff no line",
+    ],
+)
+def test_a_line_that_is_none_is_left_out(tmp_path: Path, line: str) -> None:
+    (tmp_path / "log.txt").write_text(f"{LOG}{line}\n")
+    progress = read_progress(RunFolder(tmp_path), now=NOW)
+    assert (progress.done, progress.rounds, progress.seconds_left) == (2, 6, 80.0)
+
+
+def test_what_cannot_be_read_is_said_in_the_list(make_run) -> None:
+    folder = unfinished(make_run())
+    folder.log.unlink()
+    folder.log.mkdir()
+    assert summary_row(folder, now=NOW) == ("cannot be read now", "", "")
+
+
+def test_the_state_says_that_a_run_is_silent(make_run) -> None:
+    run, now = make_run(), datetime.now(UTC)
+    assert not state_of(run, now=now).endswith("silent")
+    assert state_of(run, now=now + timedelta(seconds=SILENT + 60)).endswith(" silent")
+
+
 def test_a_run_that_goes_on_says_so_first_and_one_that_is_over_does_not(make_run) -> None:
     run = make_run()
     assert sections_of(parse_page(render(live_page(RunFolder(run), now=NOW))))[0] == "outcome"
-    text = render(live_page(unfinished(run), now=NOW), live=True)
+    text = render(live_page(unfinished(run), now=NOW), state="now")
     assert sections_of(parse_page(text))[0] == "now"
     assert "2 of 6" in text and "1.3 min" in text
     assert "connect-src &#39;self&#39;" in text and "?state" in text
@@ -85,13 +120,13 @@ def test_a_run_that_says_nothing_for_long_is_doubted(make_run) -> None:
 def test_the_state_changes_with_each_line_and_the_run_is_not_touched(make_run) -> None:
     folder = unfinished(make_run())
     before = {path: path.stat().st_mtime_ns for path in folder.path.rglob("*")}
-    first = state_of(folder.path)
+    first = state_of(folder.path, now=NOW)
     live_page(folder, now=NOW)
-    assert state_of(folder.path) == first
+    assert state_of(folder.path, now=NOW) == first
     assert {path: path.stat().st_mtime_ns for path in folder.path.rglob("*")} == before
     with folder.log.open("a") as file:
         file.write("2026-01-01T10:01:30Z INFO export\n")
-    assert state_of(folder.path) != first
+    assert state_of(folder.path, now=NOW) != first
     folder.plan.write_text(json.dumps(json.loads(folder.plan.read_text()), indent=1))
     (folder.path / "log.txt").unlink()
-    assert "log.txt" not in state_of(folder.path)
+    assert "log.txt" not in state_of(folder.path, now=NOW)

@@ -228,13 +228,14 @@ def in_script(text: str) -> str:
     return text
 
 
-def render(page: Page, *, live: bool = False) -> str:
+def render(page: Page, *, state: str | None = None) -> str:
     """The text of the page: HTML with its styles, its scripts and all data inside.
 
-    With `live` it asks the server that it came from whether there is news, and loads itself again; else it asks nobody.
+    With the `state` that it was made from it asks the server that it came from for news, and loads itself again where
+    that has another; else it asks nobody.
     """
     has_charts = any(_has_chart(section.blocks) for section in page.sections)
-    library, news = [_chart_library()] if has_charts else [], [_asset("live.js")] if live else []
+    library, news = [_chart_library()] if has_charts else [], [] if state is None else [_asset("live.js")]
     scripts = [*library, _asset("page.js"), *news]
     style = colour_variables() + _asset("page.css")
     hashes = " ".join(f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in scripts)
@@ -248,7 +249,8 @@ def render(page: Page, *, live: bool = False) -> str:
             has_charts=has_charts,
             style=style,
             scripts=scripts,
-            policy=f"{policy}; connect-src 'self'" if live else policy,
+            policy=policy if state is None else f"{policy}; connect-src 'self'",
+            state=state,
         )
     )
 

@@ -1,17 +1,17 @@
 "use strict";
 (() => {
-  const EVERY = 2000;
-  let first = null;
+  const EVERY = 2000, LOST = "(not watched) ";
+  const shown = document.documentElement.dataset.state;
   async function look() {
+    let state = null;
     try {
       const answer = await fetch(`${location.pathname}?state`, { cache: "no-store" });
-      const state = await answer.text();
-      document.title = document.title.replace(/^\(not watched\) /, "");
-      if (answer.ok && first !== null && state !== first) location.reload();
-      if (answer.ok) first ??= state;
+      if (answer.ok) state = await answer.text();
     } catch {
-      if (!document.title.startsWith("(not watched) ")) document.title = `(not watched) ${document.title}`;
+      state = null;
     }
+    if (state !== null && state !== shown) location.reload();
+    document.title = (state === null ? LOST : "") + document.title.replace(LOST, "");
   }
   look();
   setInterval(look, EVERY);

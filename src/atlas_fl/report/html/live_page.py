@@ -26,8 +26,8 @@ FALL = 0.05
 SILENT = 600
 """Seconds without a line in the log after which the page doubts that the run goes on."""
 _LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ) [A-Z]+ (.*)")
-_DONE = re.compile(r"round (\d+) of (\d+): ")
-_BEGUN = re.compile(r"round (\d+)")
+_DONE = re.compile(r"round ([0-9]{1,7}) of ([0-9]{1,7}): ")
+_BEGUN = re.compile(r"round ([0-9]{1,7})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +49,8 @@ class Progress:
 
 
 def read_progress(folder: RunFolder, *, now: datetime) -> Progress:
-    """How far the run in this folder is; of one without a log, nothing done."""
-    text = folder.log.read_text("utf-8", errors="replace") if folder.log.exists() else ""
-    matches = (_LINE.fullmatch(line) for line in text.splitlines())
-    lines = [(datetime.strptime(m[1], "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC), m[2]) for m in matches if m]
+    """How far the run in this folder is; of one without a log, nothing done. Raises OSError where it cannot be read."""
+    lines = _log_lines(folder.log) if folder.log.exists() else []
     done = [(when, int(m[1]), int(m[2])) for when, words in lines if (m := _DONE.match(words))]
     begun = [when for when, words in lines if (m := _BEGUN.fullmatch(words)) and (not done or int(m[1]) <= done[-1][1])]
     ends = [*begun[-1:], done[-1][0]] if len(done) == 1 else [when for when, _, _ in done]
@@ -69,11 +67,25 @@ def read_progress(folder: RunFolder, *, now: datetime) -> Progress:
     )
 
 
+def _log_lines(log: Path) -> list[tuple[datetime, str]]:
+    """(time, words) of every line of a log; what is no such line is left out."""
+    found = []
+    for line in log.read_text("utf-8", errors="replace").splitlines():
+        match = _LINE.fullmatch(line)
+        try:
+            if match:
+                found.append((datetime.strptime(match[1], "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC), match[2]))
+        except ValueError:  # the form of a date, and none
+            continue
+    return found
+
+
 def live_page(folder: RunFolder, *, now: datetime) -> Page:
     """The page of a run that goes on: what happens now, and below it all that `run_page` shows of what is saved.
 
     Raises:
         CheckpointError: a file of the run is damaged.
+        OSError: one cannot be read.
     """
     progress = read_progress(folder, now=now)
     if not folder.is_run():  # it has no plan yet
@@ -130,27 +142,29 @@ def warnings_of(progress: Progress, metrics: Sequence[Mapping[str, Any]]) -> lis
 
 def summary_row(folder: RunFolder, *, now: datetime) -> tuple[str, str, str]:
     """(state, rounds, newest mean validation score) of a run, for a list of runs."""
-    progress = read_progress(folder, now=now)
+    try:
+        progress = read_progress(folder, now=now)
+        metrics = read_record(folder.path).metrics if folder.is_run() else []
+    except (CheckpointError, OSError):
+        return "cannot be read now", "", ""
     rounds = "" if progress.rounds is None else f"{progress.done} of {progress.rounds}"
     state = "complete" if progress.is_over else "silent" if progress.silent > SILENT else progress.doing
-    try:
-        metrics = read_record(folder.path).metrics if folder.is_run() else []
-    except CheckpointError:
-        return "cannot be read now", rounds, ""
     rows = [row for row in metrics if row.get("split") == "validation"]
     newest = max((row["round"] for row in rows), default=None)
     scores = [row["primary"] for row in rows if row["round"] == newest]
     return state, rounds, f"{fmean(scores):.3f}" if scores else ""
 
 
-def state_of(folder: Path) -> str:
-    """Changes whenever what the page shows may have changed: sizes and times of the files that it reads."""
+def state_of(folder: Path, *, now: datetime) -> str:
+    """Changes whenever what the page shows may have changed: sizes and times of its files, and whether it is silent."""
     run = RunFolder(folder)
-    parts = []
-    for file in (run.log, run.metrics, run.plan, run.summary):
+    files = (run.log, run.metrics, run.ledger, run.summary, run.digests, run.config, *run.plans())
+    parts, newest = [], 0.0
+    for file in files:
         try:
             known = file.stat()
-        except FileNotFoundError:
+        except OSError:
             continue
+        newest = max(newest, known.st_mtime)
         parts.append(f"{file.name}:{known.st_size}:{known.st_mtime_ns}")
-    return " ".join(parts)
+    return " ".join([*parts, "silent"] if now.timestamp() - newest > SILENT else parts)
