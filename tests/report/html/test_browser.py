@@ -76,6 +76,7 @@ def test_a_watched_run_shows_what_is_new_by_itself_and_is_quiet(make_run, tab: T
         assert tab.evaluate(shown) == "round 2"
         assert tab.complaints == []
         assert {url.split("?")[0] for url in tab.requests} == {f"http://127.0.0.1:{port}/"}
+        tab.call("Page.navigate", url="about:blank")  # before the server goes, which it would miss
 
 
 def test_a_comparison_fits_every_width_and_is_quiet(compared: Path, tab: Tab) -> None:

@@ -249,6 +249,14 @@ def test_settings_of_another_version_are_shown_and_said_to_be_so(make_run) -> No
     assert "does not read these settings" in page.text
 
 
+def test_a_summary_that_lacks_the_clients_is_named_in_one_line(make_run) -> None:
+    run = make_run()
+    (run / "digests.json").unlink(missing_ok=True)
+    (run / "summary.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"damaged file .*summary\.json: it lacks 'run'"):
+        run_page(run)
+
+
 def test_a_damaged_file_is_named_in_one_line(make_run) -> None:
     run = make_run(tasks=1, clients_per_task=1)
     (run / "config.toml").write_text("[run\n")

@@ -12,6 +12,7 @@ from atlas_fl.report.html.run_costs import leakage, memory, mishaps, time, traff
 from atlas_fl.report.html.run_scores import convergence, outcome
 from atlas_fl.report.html.run_settings import settings_section
 from atlas_fl.report.record import read_record
+from atlas_fl.storage.json_shapes import require_fields
 from atlas_fl.storage.run_folder import find_run
 
 
@@ -26,6 +27,8 @@ def run_page(run: Path | str) -> Page:
     folder = find_run(run)
     record = read_record(folder.path)
     summary = read_summary(folder.path) if folder.summary.exists() else None
+    if summary is not None:
+        require_fields(summary, "run", "clients", file=folder.summary)
     sections = [
         outcome(record, summary),
         data_of_clients(record),
