@@ -260,7 +260,7 @@ def kriging(options: StrategyOptions) -> Strategy:
         matrix, state = share(step), {} if step.models is None else step.models.server_state
         names, reports = step.federation.clients, _entry(state, HALVES)
         is_measured = np.array([name in reports for name in names], bool)
-        if clustered and step.models is not None:
+        if clustered and step.models is not None and (step.present & ~is_measured).any():
             matrix = np.where(is_measured[:, None], matrix, predict_clusters(step, step.models, matrix, options))
         for label in set(step.groups.tolist()):
             known = np.flatnonzero((step.groups == label) & is_measured).tolist()

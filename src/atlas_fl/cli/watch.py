@@ -16,17 +16,14 @@ from datetime import UTC, datetime
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-from urllib.parse import parse_qs, quote, unquote, urlsplit
+from typing import Annotated, Any
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import tyro
 
 from atlas_fl.cli.arguments import parse, split
 from atlas_fl.cli.display import show
-from atlas_fl.errors import CheckpointError, ConfigError
-
-if TYPE_CHECKING:
-    from atlas_fl.report.html.elements import Page
+from atlas_fl.errors import ConfigError
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 COOKIE = "atlas-watch"
@@ -213,14 +210,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _page(self, folders: dict[str, Path], name: str) -> str:
         from atlas_fl.report.html.elements import render
+        from atlas_fl.report.html.live_page import list_page, page_or_reason
+        from atlas_fl.storage.run_folder import RunFolder
 
-        state = self._state(folders, name)
+        state, now = self._state(folders, name), datetime.now(UTC)
         if not name:
-            return render(list_page(folders), state=state)
+            return render(list_page(folders, now=now), state=state)
         folder = folders[name]
         known = self.shown.pages.get(folder)
         if known is None or known[0] != state:
-            self.shown.pages[folder] = known = (state, render(run_now(folder), state=state))
+            known = (state, render(page_or_reason(RunFolder(folder), now=now), state=state))
+            self.shown.pages[folder] = known
         return known[1]
 
     def _answer(self, status: HTTPStatus, text: str, *, kind: str) -> None:
@@ -239,36 +239,3 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         """Nothing: a request is no news."""
-
-
-def run_now(folder: Path) -> "Page":
-    """The page of a run, or of why it cannot be read: a run that writes is read again with the next line of its log."""
-    from atlas_fl.report.html.elements import Page
-    from atlas_fl.report.html.live_page import live_page
-    from atlas_fl.storage.run_folder import RunFolder
-
-    try:
-        return live_page(RunFolder(folder), now=datetime.now(UTC))
-    except (CheckpointError, OSError) as error:
-        return Page(title=folder.resolve().name, subtitle="cannot be read now", sections=[], warnings=[str(error)])
-
-
-def list_page(folders: dict[str, Path]) -> "Page":
-    """The page that lists runs, each with a link to its own."""
-    from atlas_fl.report.html.elements import Page, Section, Table, Text
-    from atlas_fl.report.html.live_page import summary_row
-    from atlas_fl.storage.run_folder import RunFolder
-
-    now = datetime.now(UTC)
-    rows = [[name, *summary_row(RunFolder(path), now=now)] for name, path in folders.items()]
-    columns = ("run", "state", "rounds", "mean validation score")
-    block = Table(title="Runs", columns=columns, rows=rows) if rows else Text(lines=["No run has begun here so far."])
-    links = tuple((name, f"/{quote(name)}") for name in folders)
-    complete = sum(row[1] == "complete" for row in rows)
-    subtitle = f"{len(rows)} runs, {complete} complete"
-    return Page(
-        title="Runs",
-        subtitle=subtitle,
-        sections=[Section(name="runs", title="How far each is", blocks=[block])],
-        links=links,
-    )

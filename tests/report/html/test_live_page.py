@@ -1,6 +1,5 @@
 """The page of a run that goes on: how far it is by its log, who is in trouble, and nothing of it once it is over."""
 
-import json
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -127,6 +126,3 @@ def test_the_state_changes_with_each_line_and_the_run_is_not_touched(make_run) -
     with folder.log.open("a") as file:
         file.write("2026-01-01T10:01:30Z INFO export\n")
     assert state_of(folder.path, now=NOW) != first
-    folder.plan.write_text(json.dumps(json.loads(folder.plan.read_text()), indent=1))
-    (folder.path / "log.txt").unlink()
-    assert "log.txt" not in state_of(folder.path, now=NOW)

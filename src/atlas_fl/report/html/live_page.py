@@ -12,11 +12,24 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+from urllib.parse import quote
 
 from atlas_fl.errors import CheckpointError
-from atlas_fl.report.html.elements import Block, Fact, Facts, Page, Section, Text, count, duration, isolate, plain
+from atlas_fl.report.html.elements import (
+    Block,
+    Fact,
+    Facts,
+    Page,
+    Section,
+    Table,
+    Text,
+    count,
+    duration,
+    isolate,
+    plain,
+)
 from atlas_fl.report.html.run_page import run_page
-from atlas_fl.report.record import read_record
+from atlas_fl.storage.digests import read_checked_rows
 from atlas_fl.storage.run_folder import RunFolder
 
 RECENT = 3
@@ -91,14 +104,22 @@ def live_page(folder: RunFolder, *, now: datetime) -> Page:
     if not folder.is_run():  # it has no plan yet
         section = _now(progress, [])
         return Page(title=folder.path.resolve().name, subtitle="a run that begins", sections=[section])
-    page, metrics = run_page(folder.path), read_record(folder.path).metrics
+    page = run_page(folder.path)
     if progress.is_over:
         return page
-    section = _now(progress, [row for row in metrics if row.get("split") == "validation"])
+    metrics = read_checked_rows(folder, folder.metrics)
+    section = _now(progress, metrics)
     return replace(page, sections=[section, *page.sections], warnings=[*page.warnings, *warnings_of(progress, metrics)])
 
 
-def _now(progress: Progress, scores: Sequence[Mapping[str, Any]]) -> Section:
+def _newest_scores(metrics: Sequence[Mapping[str, Any]]) -> tuple[int, list[float]] | None:
+    """The last round that was evaluated, and the validation scores of its clients; None where there is none."""
+    rows = [row for row in metrics if row.get("split") == "validation"]
+    newest = max((row["round"] for row in rows), default=None)
+    return None if newest is None else (newest, [row["primary"] for row in rows if row["round"] == newest])
+
+
+def _now(progress: Progress, metrics: Sequence[Mapping[str, Any]]) -> Section:
     facts = [Fact(name="now", value=progress.doing)]
     if progress.rounds is not None:
         facts.append(Fact(name="rounds", value=f"{progress.done} of {progress.rounds}"))
@@ -107,11 +128,10 @@ def _now(progress: Progress, scores: Sequence[Mapping[str, Any]]) -> Section:
             Fact(name="left, about", value=duration(progress.seconds_left), note=f"as the last {RECENT} rounds took")
         )
     blocks: list[Block] = [Facts(facts=facts)]
-    newest = max((row["round"] for row in scores), default=None)
-    if newest is not None:
-        now = [row["primary"] for row in scores if row["round"] == newest]
-        facts.append(Fact(name="mean validation score", value=plain(fmean(now)), note=f"after round {newest}"))
-        facts.append(Fact(name="clients evaluated", value=count(len(now))))
+    if newest := _newest_scores(metrics):
+        round, scores = newest
+        facts.append(Fact(name="mean validation score", value=plain(fmean(scores)), note=f"after round {round}"))
+        facts.append(Fact(name="clients evaluated", value=count(len(scores))))
     else:
         blocks.append(Text(lines=["No client has been evaluated so far."]))
     return Section(name="now", title="What happens now", blocks=blocks)
@@ -140,19 +160,39 @@ def warnings_of(progress: Progress, metrics: Sequence[Mapping[str, Any]]) -> lis
     return found
 
 
+def page_or_reason(folder: RunFolder, *, now: datetime) -> Page:
+    """`live_page`, or why the run cannot be read: one that writes is read again with the next line of its log."""
+    try:
+        return live_page(folder, now=now)
+    except (CheckpointError, OSError) as error:
+        return Page(title=folder.path.resolve().name, subtitle="cannot be read now", sections=[], warnings=[str(error)])
+
+
+def list_page(folders: Mapping[str, Path], *, now: datetime) -> Page:
+    """The page that lists runs by name, each with a link to its own."""
+    rows = [[name, *summary_row(RunFolder(path), now=now)] for name, path in folders.items()]
+    columns = ("run", "state", "rounds", "mean validation score")
+    block = Table(title="Runs", columns=columns, rows=rows) if rows else Text(lines=["No run has begun here so far."])
+    complete = sum(row[1] == "complete" for row in rows)
+    return Page(
+        title="Runs",
+        subtitle=f"{len(rows)} runs, {complete} complete",
+        sections=[Section(name="runs", title="How far each is", blocks=[block])],
+        links=tuple((name, f"/{quote(name)}") for name in folders),
+    )
+
+
 def summary_row(folder: RunFolder, *, now: datetime) -> tuple[str, str, str]:
     """(state, rounds, newest mean validation score) of a run, for a list of runs."""
     try:
         progress = read_progress(folder, now=now)
-        metrics = read_record(folder.path).metrics if folder.is_run() else []
+        metrics = read_checked_rows(folder, folder.metrics) if folder.is_run() else []
     except (CheckpointError, OSError):
         return "cannot be read now", "", ""
     rounds = "" if progress.rounds is None else f"{progress.done} of {progress.rounds}"
     state = "complete" if progress.is_over else "silent" if progress.silent > SILENT else progress.doing
-    rows = [row for row in metrics if row.get("split") == "validation"]
-    newest = max((row["round"] for row in rows), default=None)
-    scores = [row["primary"] for row in rows if row["round"] == newest]
-    return state, rounds, f"{fmean(scores):.3f}" if scores else ""
+    newest = _newest_scores(metrics)
+    return state, rounds, f"{fmean(newest[1]):.3f}" if newest else ""
 
 
 def state_of(folder: Path, *, now: datetime) -> str:
