@@ -1,7 +1,7 @@
 """`atlas run`, `plan`, `resume`, `fetch` and `list`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
@@ -19,10 +19,41 @@ from atlas_fl.report.format import human_bytes
 
 if TYPE_CHECKING:
     from atlas_fl.experiment.run import RunResult
+    from atlas_fl.report.trackers.track_run import Tracker
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions:
+class TrackerOptions:
+    """Experiment trackers that a run is logged to besides its folder; each is an extra of the package."""
+
+    wandb: str | None = None
+    """Log to this project of Weights & Biases too (`pip install 'atlas-fl[wandb]'`); with WANDB_MODE=offline to files
+    alone."""
+    tensorboard: str | None = None
+    """Log to this folder for TensorBoard too (`pip install 'atlas-fl[tensorboard]'`)."""
+    mlflow: str | None = None
+    """Log to this experiment of MLflow too (`pip install 'atlas-fl[mlflow]'`); MLFLOW_TRACKING_URI says where."""
+    trackio: str | None = None
+    """Log to this project of Trackio too (`pip install 'atlas-fl[trackio]'`); TRACKIO_DIR says where."""
+
+    def trackers(self) -> tuple["Tracker", ...]:
+        """A tracker for each that is named, and with a place to log to."""
+        from atlas_fl.report.trackers.mlflow import MlflowTracker
+        from atlas_fl.report.trackers.tensorboard import TensorBoardTracker
+        from atlas_fl.report.trackers.trackio import TrackioTracker
+        from atlas_fl.report.trackers.wandb import WandbTracker
+
+        named: tuple[tuple[Callable[[str], Tracker], str | None], ...] = (
+            (WandbTracker, self.wandb),
+            (TensorBoardTracker, self.tensorboard),
+            (MlflowTracker, self.mlflow),
+            (TrackioTracker, self.trackio),
+        )
+        return tuple(tracker(place) for tracker, place in named if place is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(TrackerOptions):
     """Train a federation and leave a run folder. The defaults below are those of --preset and, over it, of --config."""
 
     config: str | None = None
@@ -31,9 +62,6 @@ class RunOptions:
     """Go on with the run of these settings, if it was begun."""
     lambda_sweep: bool = False
     """Sweep eta of atlas_laplacian as `atlas sweep --lambda-sweep` does, with one seed."""
-    wandb: str | None = None
-    """Log to this project of Weights & Biases too (`pip install 'atlas-fl[wandb]'`); with WANDB_MODE=offline to files
-    alone."""
     settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
@@ -50,7 +78,7 @@ class PlanOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResumeOptions:
+class ResumeOptions(TrackerOptions):
     """Go on with a run where its last checkpoint is; it ends with the same bits as one that was never stopped."""
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
@@ -59,16 +87,14 @@ class ResumeOptions:
     """Stop after this many rounds."""
     runs_dir: str = "runs"
     """Where run folders lie."""
-    wandb: str | None = None
-    """Log to this project of Weights & Biases too, as the same run as before."""
 
 
 def run(words: Sequence[str]) -> int:
     """Run what these words say; 0."""
     groups = split(words)
     options = parse(RunOptions(settings=base_config(groups)), groups, command="atlas run")
-    if options.lambda_sweep and options.wandb is not None:
-        raise ConfigError("--wandb logs one run, and --lambda-sweep makes several; leave one of them out")
+    if options.lambda_sweep and (named := [one.name for one in fields(TrackerOptions) if getattr(options, one.name)]):
+        raise ConfigError(f"--{named[0]} logs one run, and --lambda-sweep makes several; leave one of them out")
     if options.lambda_sweep:
         from atlas_fl.cli.sweep import run_grid
         from atlas_fl.experiment.sweep import LAMBDA_SWEEP, with_eta
@@ -81,7 +107,7 @@ def run(words: Sequence[str]) -> int:
     _carry_out(
         config,
         run_folder(config).path,
-        project=options.wandb,
+        trackers=options.trackers(),
         work=lambda on_event: run_config(config, on_event=on_event, resume=options.resume),
     )
     return 0
@@ -125,26 +151,27 @@ def resume(words: Sequence[str]) -> int:
     _carry_out(
         load_config(folder.config),
         folder.path,
-        project=options.wandb,
+        trackers=options.trackers(),
         work=lambda on_event: resume_run(folder.path, max_rounds=options.max_rounds, on_event=on_event),
     )
     return 0
 
 
-def _carry_out(config: Config, folder: Path, *, project: str | None, work: Callable[[OnEvent], "RunResult"]) -> None:
-    """Do this work, show what goes on and what came out, and log it to a project where there is one."""
+def _carry_out(
+    config: Config, folder: Path, *, trackers: tuple["Tracker", ...], work: Callable[[OnEvent], "RunResult"]
+) -> None:
+    """Do this work, show what goes on and what came out, and log it to the trackers that are named."""
     from atlas_fl.cli.tables import outcome
+    from atlas_fl.report.trackers.track_run import track_run
 
-    with show_progress() as on_event, going_on(f"`atlas resume {folder}`"):
-        if project is None:
-            result = work(on_event)
-        else:
-            from atlas_fl.report.wandb import track_run
-
-            with track_run(project, config, folder, on_event) as tracker:
-                result = work(tracker.tell)
-                if result.complete:
-                    tracker.summary(result.summary)
+    with (
+        show_progress() as on_event,
+        going_on(f"`atlas resume {folder}`"),
+        track_run(trackers, config, folder, on_event) as logging,
+    ):
+        result = work(logging.tell)
+        if result.complete:
+            logging.summary(result.summary)
     show(outcome(result.folder, result.summary, complete=result.complete))
 
 

@@ -3,7 +3,7 @@
 import ast
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from functools import cache
 from types import MappingProxyType
 from typing import Any, get_type_hints
@@ -71,7 +71,14 @@ def replace_settings(values: Mapping[str, Any], *, base: Config) -> Config:
 
 
 def field_docs(cls: type[Any]) -> dict[str, str]:
-    """What stands below each field of a dataclass in its source, on one line: Python itself does not keep it."""
+    """What stands below each field of a dataclass in its source, on one line: Python itself does not keep it.
+
+    The fields of the classes that it extends are among them.
+    """
+    return {name: text for one in reversed(cls.__mro__) if is_dataclass(one) for name, text in _own_docs(one).items()}
+
+
+def _own_docs(cls: type[Any]) -> dict[str, str]:
     (node,) = ast.parse(inspect.getsource(cls)).body
     assert isinstance(node, ast.ClassDef)
     return {

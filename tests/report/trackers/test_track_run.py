@@ -1,19 +1,20 @@
-"""What Weights & Biases is told of a run, read back from the file that it keeps offline."""
+"""What trackers are told of a run, and that nothing that fails there can end it."""
 
 import builtins
-import json
-import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from atlas_fl.config import Config
+from atlas_fl.config import Config, config_hash
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import Event, Note, PhaseStarted, RoundFinished, ignore
-from atlas_fl.report import wandb as tracking
-from atlas_fl.report.wandb import numbers_of, track_run
+from atlas_fl.report.trackers.mlflow import MlflowTracker
+from atlas_fl.report.trackers.tensorboard import TensorBoardTracker
+from atlas_fl.report.trackers.track_run import TrackedRun, Tracker, numbers_of, summary_numbers, track_run
+from atlas_fl.report.trackers.trackio import TrackioTracker
+from atlas_fl.report.trackers.wandb import WandbTracker
 
 ROWS = (
     {"round": 2, "client": "a-0", "task": "a", "split": "test", "accuracy": 0.5, "examples": 4, "classes": [[1], [2]]},
@@ -21,6 +22,12 @@ ROWS = (
     {"round": 2, "client": "a-1", "event": "refused", "reason": "NaN"},
 )
 ROUND = RoundFinished(round=2, rounds=3, scores={}, loss=0.25, seconds=3.0, bytes=40, rows=ROWS)
+TRACKERS: Mapping[str, Callable[[str], Tracker]] = {
+    "wandb": WandbTracker,
+    "tensorboard": TensorBoardTracker,
+    "mlflow": MlflowTracker,
+    "trackio": TrackioTracker,
+}
 
 
 def test_numbers_of_a_round_by_hand() -> None:
@@ -31,117 +38,112 @@ def test_numbers_of_a_round_by_hand() -> None:
     }
 
 
-def test_without_the_package_nothing_begins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    real = builtins.__import__
+def test_numbers_of_a_summary_are_those_over_all_clients() -> None:
+    summary = {
+        "overall": {"clients": 2, "final": {"test": {"accuracy": 0.5, "note": "x"}}},
+        "clients": {"a-0": {"b": 1}},
+    }
+    assert summary_numbers(summary) == {"summary/overall/clients": 2, "summary/overall/final/test/accuracy": 0.5}
+    assert summary_numbers({}) == {}
+
+
+@pytest.mark.parametrize("package", TRACKERS)
+def test_without_the_package_nothing_begins(package: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    real, module = builtins.__import__, {"tensorboard": "torch.utils.tensorboard"}.get(package, package)
 
     def without(name: str, *rest: Any, **more: Any) -> Any:
-        if name == "wandb":
+        if name == module:
             raise ImportError(name)
         return real(name, *rest, **more)
 
     monkeypatch.setattr(builtins, "__import__", without)
     with (
-        pytest.raises(ConfigError, match=r"--wandb needs the package wandb; pip install 'atlas-fl\[wandb\]'") as caught,
-        track_run("p", Config(), tmp_path, ignore),
+        pytest.raises(ConfigError, match=rf"--{package} needs .* pip install 'atlas-fl\[{package}\]'") as caught,
+        track_run([TRACKERS[package](str(tmp_path))] if package != "wandb" else [WandbTracker("p")], *RUN(tmp_path)),
     ):
         pytest.fail("it began")
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "50%"])
-def test_a_name_that_no_project_has_is_one_line(name: str, tmp_path: Path) -> None:
-    with (
-        pytest.raises(ConfigError, match=r"--wandb is .*allowed: the name of a project, without"),
-        track_run(name, Config(), tmp_path, ignore),
-    ):
+def RUN(folder: Path) -> tuple[Config, Path, Callable[[Event], None]]:  # noqa: N802
+    return Config(), folder, ignore
+
+
+@pytest.mark.parametrize(
+    ("tracker", "allowed"),
+    [
+        *((WandbTracker(name), "--wandb is .*allowed: the name of a project, without") for name in ("", "a/b", "50%")),
+        (TensorBoardTracker(""), "--tensorboard is ''; allowed: a folder"),
+        (TensorBoardTracker(__file__), "--tensorboard is .*test_track_run.py.*; allowed: a folder"),
+        (MlflowTracker(" "), "--mlflow is ' '; allowed: the name of an experiment"),
+        (TrackioTracker(""), "--trackio is ''; allowed: the name of a project"),
+    ],
+)
+def test_a_name_that_a_tracker_does_not_take_is_one_line(tracker: Tracker, allowed: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=allowed), track_run([tracker], *RUN(tmp_path)):
         pytest.fail("it began")
 
 
-class Failing:
-    """A wandb whose network is down, from the first call or from a later one."""
+class Told(Tracker):
+    """A tracker that writes down what it is told, and whose network fails from one call on."""
 
-    def __init__(self, *, at: str) -> None:
-        self.at, self.calls = at, list[str]()
+    title = "Told"
 
-    def __getattr__(self, name: str) -> Any:
-        def call(*_: Any, **__: Any) -> Any:
-            self.calls.append(name)
-            if name == self.at:
-                raise RuntimeError("no route\nto host")
-            return self
+    def __init__(self, *, failing: str = "") -> None:
+        self.failing, self.calls = failing, list[tuple[str, Any]]()
 
-        return call
+    def _call(self, name: str, value: Any) -> None:
+        self.calls.append((name, value))
+        if name == self.failing:
+            raise RuntimeError("no route\nto host")
+
+    def check(self) -> None:
+        self._call("check", None)
+
+    def begin(self, run: TrackedRun) -> None:
+        self._call("begin", run)
+
+    def log(self, numbers: Mapping[str, float], *, round: int) -> None:
+        self._call("log", (numbers, round))
+
+    def log_summary(self, summary: Mapping[str, Any]) -> None:
+        self._call("log_summary", summary)
+
+    def finish(self, *, is_failed: bool) -> None:
+        self._call("finish", is_failed)
 
 
-@pytest.mark.parametrize("at", ["init", "log", "finish"])
-def test_a_logger_that_fails_is_told_once_and_the_run_goes_on(
-    at: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    wandb, told = Failing(at=at), list[Event]()
-    monkeypatch.setattr(tracking, "_wandb", lambda: wandb)
-    events = (PhaseStarted("round 1"), ROUND, PhaseStarted("round 2"), ROUND)
-    with track_run("p", Config(), tmp_path, told.append) as tracker:
-        for event in events:
-            tracker.tell(event)
+EVENTS = (PhaseStarted("warm-up"), PhaseStarted("round 2"), ROUND, PhaseStarted("round 3"), ROUND)
+
+
+@pytest.mark.parametrize("failing", ["begin", "log", "log_summary", "finish"])
+def test_a_tracker_that_fails_is_told_once_and_the_run_and_the_other_go_on(failing: str, tmp_path: Path) -> None:
+    broken, whole, told = Told(failing=failing), Told(), list[Event]()
+    with track_run([broken, whole], Config(), tmp_path, told.append) as logging:
+        for event in EVENTS:
+            logging.tell(event)
+        logging.summary({"a": 1})
     (note,) = [event for event in told if isinstance(event, Note)]
     assert note.text == (
-        "nothing more is logged to W&B (RuntimeError: no route to host); the run goes on and keeps it all"
+        "nothing more is logged to Told (RuntimeError: no route to host); the run goes on and keeps it all"
     )
-    assert [event for event in told if event is not note] == list(events)
+    assert [event for event in told if event is not note] == list(EVENTS)
+    run = TrackedRun(config=Config(), folder=tmp_path, first_round=2)
+    logged = [("log", (numbers_of(ROUND), 2))] * 2
+    assert whole.calls == [("check", None), ("begin", run), *logged, ("log_summary", {"a": 1}), ("finish", False)]
+    assert run.settings["seed"] == 42 and run.settings["hash"] == config_hash(Config())
 
 
-def test_a_run_that_is_complete_already_begins_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    wandb = Failing(at="init")
-    monkeypatch.setattr(tracking, "_wandb", lambda: wandb)
-    with track_run("p", Config(), tmp_path, ignore) as tracker:
-        tracker.summary({"a": 1})
-    assert wandb.calls == []
+def test_a_run_that_fails_is_marked_as_failed(tmp_path: Path) -> None:
+    tracker = Told()
+    with pytest.raises(OSError, match="disk"), track_run([tracker], *RUN(tmp_path)) as logging:
+        logging.tell(PhaseStarted("round 1"))
+        raise OSError("disk is full")
+    assert tracker.calls[-1] == ("finish", True)
 
 
-def records(file: Path) -> Iterator[Any]:
-    """The records of an offline run: LevelDB's log format after seven bytes, a protobuf message each."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    content, at, parts = file.read_bytes(), 7, b""
-    while at + 7 <= len(content):
-        if 2**15 - at % 2**15 < 7:  # no head fits into the rest of a block
-            at += 2**15 - at % 2**15
-            continue
-        _, length, kind = struct.unpack("<IHB", content[at : at + 7])
-        parts += content[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # whole, or the last part
-            record = Record()
-            record.ParseFromString(parts)
-            parts = b""
-            yield record
-
-
-def items(parts: Any) -> dict[str, Any]:
-    return {part.key or "/".join(part.nested_key): json.loads(part.value_json) for part in parts}
-
-
-def test_what_is_logged_offline_is_what_the_rounds_brought(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    summary, found = {"overall": {"final": {"test": {"accuracy": 0.625}}}}, []
-    for number in (1, 2):  # two sessions of one run
-        told = list[Event]()
-        with track_run("federations", Config(), tmp_path, told.append) as tracker:
-            tracker.tell(PhaseStarted(f"round {number}"))
-            tracker.tell(RoundFinished(round=number, rounds=2, scores={}, loss=0.5, seconds=1.0, bytes=8, rows=ROWS))
-            if number == 2:
-                tracker.summary(summary)
-        assert not any(isinstance(event, Note) for event in told)
-        (file,) = set(tmp_path.glob("wandb/offline-run-*/run-*.wandb")) - {own for own, _ in found}
-        found.append((file, list(records(file))))
-    for number, (_, read) in enumerate(found, 1):
-        (begun,) = [one.run for one in read if one.HasField("run")][:1]
-        assert begun.project == "federations" and begun.display_name == tmp_path.name
-        assert items(begun.config.update)["seed"] == 42
-        (logged,) = [items(one.history.item) for one in read if one.HasField("history")]
-        wanted = numbers_of(RoundFinished(round=number, rounds=2, scores={}, loss=0.5, seconds=1.0, bytes=8, rows=ROWS))
-        assert {key: logged[key] for key in wanted} == wanted and logged["_step"] == number
-    assert len({file.name for file, _ in found}) == 1, "one run there too"
-    updates = [items(one.summary.update) for _, read in found for one in read if one.HasField("summary")]
-    assert any("0.625" in json.dumps(update) for update in updates if any("summary" in key for key in update))
+def test_a_run_that_is_complete_already_begins_nothing(tmp_path: Path) -> None:
+    tracker = Told()
+    with track_run([tracker], *RUN(tmp_path)) as logging:
+        logging.summary({"a": 1})
+    assert tracker.calls == [("check", None)]

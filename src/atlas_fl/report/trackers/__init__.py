@@ -1,0 +1,1 @@
+"""Experiment trackers beside a run: one seam, and what each tracker makes of it."""

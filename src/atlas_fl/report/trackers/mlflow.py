@@ -1,0 +1,80 @@
+"""MLflow as a tracker: runs of an experiment on the server, or in the database, of `MLFLOW_TRACKING_URI`."""
+
+import re
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from atlas_fl.config.values import invalid_value
+from atlas_fl.report.trackers.track_run import TrackedRun, Tracker, needs, summary_numbers
+
+RUN, HASH = "mlflow.runName", "atlas_fl.hash"
+"""The tags by which a run that goes on is found again."""
+NOT_IN_NAMES = re.compile(r"[^\w\-. :/]", re.ASCII)
+"""What MLflow takes in no name of a metric."""
+MOST_AT_ONCE = 500
+"""Numbers, half of what MLflow takes in one call."""
+LONGEST = 6000
+"""Characters of a setting's value that MLflow keeps."""
+
+
+class MlflowTracker(Tracker):
+    """Logs to an experiment of MLflow, through its client and without its current run, of which a process has one."""
+
+    title = "MLflow"
+
+    def __init__(self, experiment: str) -> None:
+        self.experiment = experiment
+        self._client: Any = None
+        self._run_id = ""
+        self._round = 0
+
+    def check(self) -> None:
+        """Nothing where mlflow is there and the experiment has a name."""
+        if not self.experiment.strip():
+            raise invalid_value("--mlflow", self.experiment, "the name of an experiment")
+        _mlflow()
+
+    def begin(self, run: TrackedRun) -> None:
+        """Begin a run, or go on with the newest of this name and these settings."""
+        mlflow = _mlflow()
+        self._client = client = mlflow.MlflowClient()
+        found = client.get_experiment_by_name(self.experiment)
+        experiment = client.create_experiment(self.experiment) if found is None else found.experiment_id
+        tags = {RUN: run.name, HASH: run.settings["hash"]}
+        if run.first_round > 1:
+            wanted = " and ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())
+            for before in client.search_runs([experiment], wanted, max_results=1):
+                self._run_id = before.info.run_id
+                client.update_run(self._run_id, status="RUNNING")
+                return
+        self._run_id = client.create_run(experiment, tags=tags).info.run_id
+        params = [mlflow.entities.Param(name, str(value)[:LONGEST]) for name, value in run.settings.items()]
+        for at in range(0, len(params), 100):
+            client.log_batch(self._run_id, params=params[at : at + 100])
+
+    def log(self, numbers: Mapping[str, float], *, round: int) -> None:
+        """Log a metric for each, at the step of the round; what no name may have becomes `_`."""
+        self._round = round
+        now, entities = int(time.time() * 1000), _mlflow().entities
+        metrics = [
+            entities.Metric(NOT_IN_NAMES.sub("_", name), float(value), now, round) for name, value in numbers.items()
+        ]
+        for at in range(0, len(metrics), MOST_AT_ONCE):
+            self._client.log_batch(self._run_id, metrics=metrics[at : at + MOST_AT_ONCE])
+
+    def log_summary(self, summary: Mapping[str, Any]) -> None:
+        """Log what it says of all clients, at the step of the last round."""
+        self.log(summary_numbers(summary), round=self._round)
+
+    def finish(self, *, is_failed: bool) -> None:
+        """Mark the run as finished or failed."""
+        self._client.set_terminated(self._run_id, "FAILED" if is_failed else "FINISHED")
+
+
+def _mlflow() -> Any:
+    try:
+        import mlflow
+    except ImportError:
+        raise needs("MLflow", flag="--mlflow", package="mlflow") from None
+    return mlflow

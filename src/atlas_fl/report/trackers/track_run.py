@@ -1,0 +1,199 @@
+"""A run that is logged to experiment trackers too, from threads that no round waits for.
+
+Every tracker is given the same numbers under the same names. Whatever fails there ends the logging to that tracker,
+with a note, and never the run; all that is logged is in the run's folder anyway.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from atlas_fl.config import Config, config_hash, settings, value_of
+from atlas_fl.errors import ConfigError
+from atlas_fl.events import Event, Note, OnEvent, PhaseStarted, RoundFinished
+
+ROUND = "round "
+"""How the phase of a round is called."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackedRun:
+    """What a tracker is told of a run when it begins, or goes on."""
+
+    config: Config
+    folder: Path
+    first_round: int
+    """The round that comes next; above 1 for a run that goes on."""
+
+    @property
+    def name(self) -> str:
+        """The name of its folder."""
+        return self.folder.name
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Every setting, and the hash of them all."""
+        return {**{name: value_of(self.config, name) for name in settings()}, "hash": config_hash(self.config)}
+
+
+class Tracker(ABC):
+    """An experiment tracker: what it is given of a run, in this order, from one thread."""
+
+    title: str
+    """What it is called in a note."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Nothing where a run can be logged.
+
+        Raises:
+            ConfigError: its package is not installed, or the place to log to has a name that it does not take.
+        """
+
+    @abstractmethod
+    def begin(self, run: TrackedRun) -> None:
+        """Begin the run there, or go on with the one that was begun."""
+
+    @abstractmethod
+    def log(self, numbers: Mapping[str, float], *, round: int) -> None:
+        """Log the numbers of a round."""
+
+    @abstractmethod
+    def log_summary(self, summary: Mapping[str, Any]) -> None:
+        """Log what a run that is complete came to."""
+
+    @abstractmethod
+    def finish(self, *, is_failed: bool) -> None:
+        """End the session of the run there, and wait until everything is handed over."""
+
+
+def numbers_of(event: RoundFinished) -> dict[str, float]:
+    """The round's numbers by name: its own, every number of its rows, and the mean of each over the clients.
+
+    A row's are `split/metric/client`, and its mean is `split/metric`; of other rows `events/event` counts.
+    """
+    numbers: dict[str, float] = {"loss": event.loss, "seconds": event.seconds, "bytes": event.bytes}
+    each: dict[str, list[float]] = {}
+    for row in event.rows:
+        if "split" not in row:
+            name = f"events/{row['event']}"
+            numbers[name] = numbers.get(name, 0) + 1
+            continue
+        for key, value in row.items():
+            if key != "round" and isinstance(value, int | float):
+                numbers[f"{row['split']}/{key}/{row['client']}"] = value
+                each.setdefault(f"{row['split']}/{key}", []).append(value)
+    return numbers | {name: fmean(values) for name, values in each.items()}
+
+
+def summary_numbers(summary: Mapping[str, Any], *, name: str = "summary") -> dict[str, float]:
+    """The numbers of a summary over all clients, named by their path: `summary/overall/final/test/accuracy`."""
+    numbers: dict[str, float] = {}
+    for key, value in summary.items() if name != "summary" else [("overall", summary.get("overall", {}))]:
+        if isinstance(value, Mapping):
+            numbers |= summary_numbers(value, name=f"{name}/{key}")
+        elif isinstance(value, int | float):
+            numbers[f"{name}/{key}"] = value
+    return numbers
+
+
+def needs(title: str, *, flag: str, package: str) -> ConfigError:
+    """The error for a tracker whose package is not installed."""
+    return ConfigError(f"{flag} needs {title}'s package; pip install 'atlas-fl[{package}]', or leave {flag} out")
+
+
+@dataclass(kw_only=True)
+class Logging:
+    """The logging of a run to one tracker, from a thread of its own."""
+
+    tracker: Tracker
+    thread: ThreadPoolExecutor
+    on_event: OnEvent
+    is_begun: bool = False
+    is_ended: bool = False
+    _asked: list[Future[None]] = field(default_factory=list)
+
+    def begin(self, run: TrackedRun) -> None:
+        """Begin the run at the tracker."""
+        self.is_begun = True
+        self._ask(lambda: self.tracker.begin(run))
+
+    def log(self, event: RoundFinished) -> None:
+        """Log the numbers of a round."""
+        self._ask(lambda: self.tracker.log(numbers_of(event), round=event.round))
+
+    def log_summary(self, summary: Mapping[str, Any]) -> None:
+        """Log what the run came to; nothing of a run that was complete already."""
+        if self.is_begun:
+            self._ask(lambda: self.tracker.log_summary(summary))
+
+    def finish(self, *, is_failed: bool) -> None:
+        """Wait until everything is handed over."""
+        if self.is_begun:
+            self._ask(lambda: self.tracker.finish(is_failed=is_failed))
+            self.look(wait=True)
+
+    def look(self, *, wait: bool) -> None:
+        """Say once what went wrong, and ask for nothing more; a future holds any error, and raises none."""
+        while self._asked and not self.is_ended and (wait or self._asked[0].done()):
+            if (error := self._asked.pop(0).exception()) is not None:
+                self.is_ended = True
+                reason = " ".join(f"{type(error).__name__}: {error}".split())
+                told = f"nothing more is logged to {self.tracker.title} ({reason}); the run goes on and keeps it all"
+                self.on_event(Note(told))
+
+    def _ask(self, work: Callable[[], None]) -> None:
+        if not self.is_ended:
+            self._asked.append(self.thread.submit(work))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunLogging:
+    """The logging of a run to all its trackers; used by `track_run`."""
+
+    each: Sequence[Logging]
+    config: Config
+    folder: Path
+    on_event: OnEvent
+
+    def tell(self, event: Event) -> None:
+        """Pass the event on, and log what it brings."""
+        self.on_event(event)
+        for logging in self.each:
+            if isinstance(event, PhaseStarted) and event.name.startswith(ROUND) and not logging.is_begun:
+                first_round = int(event.name.removeprefix(ROUND))
+                logging.begin(TrackedRun(config=self.config, folder=self.folder, first_round=first_round))
+            if isinstance(event, RoundFinished):
+                logging.log(event)
+            logging.look(wait=False)
+
+    def summary(self, summary: Mapping[str, Any]) -> None:
+        """Log what the run came to."""
+        for logging in self.each:
+            logging.log_summary(summary)
+
+
+@contextmanager
+def track_run(trackers: Sequence[Tracker], config: Config, folder: Path, on_event: OnEvent) -> Iterator[RunLogging]:
+    """Log the run in this folder to these trackers, as long as this lasts.
+
+    Raises:
+        ConfigError: a tracker is not installed, or does not take the name of the place; nothing has been done then.
+    """
+    for tracker in trackers:
+        tracker.check()
+    with ExitStack() as stack:
+        threads = [stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix=one.title)) for one in trackers]
+        each = [Logging(tracker=one, thread=thread, on_event=on_event) for one, thread in zip(trackers, threads)]
+        is_failed = True
+        try:
+            yield RunLogging(each=each, config=config, folder=folder, on_event=on_event)
+            is_failed = False
+        finally:
+            for logging in each:
+                logging.finish(is_failed=is_failed)

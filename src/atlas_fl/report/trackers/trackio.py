@@ -1,0 +1,57 @@
+"""Trackio as a tracker: a project in the folder of `TRACKIO_DIR`, or where `TRACKIO_SPACE_ID` or `_SERVER_URL` say."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from atlas_fl.config.values import invalid_value
+from atlas_fl.report.trackers.track_run import TrackedRun, Tracker, needs, summary_numbers
+
+
+class TrackioTracker(Tracker):
+    """Logs to a project of Trackio; a run that goes on is the one of its name there."""
+
+    title = "Trackio"
+
+    def __init__(self, project: str) -> None:
+        self.project = project
+        self._run: Any = None
+        self._round = 0
+
+    def check(self) -> None:
+        """Nothing where trackio is there and the project has a name."""
+        if not self.project.strip():
+            raise invalid_value("--trackio", self.project, "the name of a project")
+        _trackio()
+
+    def begin(self, run: TrackedRun) -> None:
+        """Begin a run, or go on with the one of its name; the machine's own load is not logged."""
+        self._run = _trackio().init(
+            project=self.project,
+            name=run.name,
+            config=run.settings,
+            resume="allow" if run.first_round > 1 else "never",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def log(self, numbers: Mapping[str, float], *, round: int) -> None:
+        """Log them as the step of the round."""
+        self._round = round
+        self._run.log(dict(numbers), step=round)
+
+    def log_summary(self, summary: Mapping[str, Any]) -> None:
+        """Log what it says of all clients, at the step of the last round."""
+        self.log(summary_numbers(summary), round=self._round)
+
+    def finish(self, *, is_failed: bool) -> None:  # noqa: ARG002  # Trackio knows no failed runs
+        """Wait until everything is handed over."""
+        self._run.finish()
+
+
+def _trackio() -> Any:
+    try:
+        import trackio
+    except ImportError:
+        raise needs("Trackio", flag="--trackio", package="trackio") from None
+    return trackio
