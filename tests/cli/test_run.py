@@ -14,6 +14,7 @@ from atlas_fl.config import Config, load_config, run_folder, to_toml, value_of
 from atlas_fl.config.presets import quick
 from atlas_fl.events import Note, PhaseStarted
 from atlas_fl.experiment.run import RunResult
+from atlas_fl.report.html.write import is_page
 from atlas_fl.storage.jsonl import write_json
 
 Atlas = Callable[..., Any]
@@ -186,6 +187,9 @@ def test_compare_knows_old_names_and_the_gain_over_local(atlas: Atlas, ran: list
     for suffix in ("json", "md", "methods.tex", "methods.csv", "pairs.csv"):
         assert len(list(tmp_path.glob(f"comparison-quick-strategy-????????.{suffix}"))) == 1
     assert len(list(tmp_path.glob("comparison-quick-strategy-????????.csv"))) == 1
+    (page,) = tmp_path.glob("comparison-quick-strategy-????????.html")
+    assert said.out.splitlines()[-1] == f"as a page to look at: {page}"
+    assert is_page(page) and "2 methods compared" in page.read_text(encoding="utf-8")
 
 
 def test_compare_leaves_runs_in_one_place_out_of_statistics_by_client(

@@ -56,7 +56,7 @@ class SweepOptions:
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions:
     """Run several strategies with several seeds; finished runs are left alone, begun ones go on. Ends in a table, its
-    CSV and LaTeX files, and a figure."""
+    CSV and LaTeX files, a figure and a page."""
 
     strategies: tuple[str, ...] = STRATEGIES
     """The strategies (`atlas list strategies`); `--ablation` is the same flag."""
@@ -100,6 +100,9 @@ def compare(words: Sequence[str]) -> int:
     _refuse(groups, "--seed", "how many seeds there are is --seeds, and which they are `atlas compare --help` says")
     _refuse(groups, "--strategy", "name all that are compared with --strategies")
     options = _parse_comparison(groups)
+
+    from atlas_fl.report.html.write import write_report
+
     values = _parse_beside_strategies(options)
     points: list[Point] = []
     tuned: dict[str, tuple[TunedMethod, ...]] = {}
@@ -114,6 +117,8 @@ def compare(words: Sequence[str]) -> int:
     path = Path(options.settings.run.runs_dir) / comparison_name(points, preset="-".join(tuned))
     _show_comparison(points, folders, path=path, note="")
     _show_all_statistics(points, folders, options, tuned, path=path)
+    page = write_report(folders, to=path.with_suffix(".html"), control=options.control)
+    show([f"as a page to look at: {page}"])
     return 0
 
 
