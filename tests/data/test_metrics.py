@@ -7,7 +7,7 @@ import pytest
 import scipy.stats
 import sklearn.metrics
 
-from atlas_fl.data.metrics import scores
+from atlas_fl.data.metrics import calibration_error, scores
 from atlas_fl.data.task import Source, Task, TaskData
 from atlas_fl.rng import generator
 
@@ -32,6 +32,7 @@ def test_classification_agrees_with_scikit_learn(num_labels: int) -> None:
     assert found == pytest.approx(
         {
             "loss": sklearn.metrics.log_loss(labels, probabilities),
+            "ece": calibration_error_bin_by_bin(probabilities.max(axis=1), predicted == labels),
             "accuracy": sklearn.metrics.accuracy_score(labels, predicted),
             "f1": sklearn.metrics.f1_score(labels, predicted, average=average),
             "precision": sklearn.metrics.precision_score(labels, predicted, average=average),
@@ -41,6 +42,23 @@ def test_classification_agrees_with_scikit_learn(num_labels: int) -> None:
         },
         rel=1e-6,
     )
+
+
+def calibration_error_bin_by_bin(confidence: np.ndarray, is_hit: np.ndarray) -> float:
+    total = 0.0
+    for low in range(15):
+        inside = (confidence > low / 15) & (confidence <= (low + 1) / 15)
+        if inside.any():
+            total += inside.mean() * abs(is_hit[inside].mean() - confidence[inside].mean())
+    return total
+
+
+def test_calibration_by_hand() -> None:
+    # .9 and .92 share the bin (13/15, 14/15]: one of two right, .91 said; .6 is right, alone in (8/15, 9/15].
+    found = calibration_error(np.asarray([0.9, 0.92, 0.6]), np.asarray([True, False, True]))
+    assert found == pytest.approx(2 / 3 * 0.41 + 1 / 3 * 0.4)
+    assert calibration_error(np.asarray([1.0, 1.0]), np.asarray([True, True])) == 0
+    assert np.isnan(calibration_error(np.asarray([np.nan, 1.0]), np.asarray([True, True])))
 
 
 def test_regression_agrees_with_scipy() -> None:

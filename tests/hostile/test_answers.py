@@ -169,9 +169,10 @@ TRAINING: Mapping[str, Kind] = {
 """Answers that count as if the site had not answered in that round, or as any other update that is refused."""
 
 SCORING: Mapping[str, Kind] = {
-    "no primary": Kind(renamed, "it lacks the metrics loss, accuracy"),
+    "no primary": Kind(renamed, "it lacks the metrics loss, ece, accuracy"),
     "NaN scores": Kind(tensors_as(full(math.nan), "metrics"), "accuracy is nan; allowed: 0 to 1"),
     "an accuracy of 1e300": Kind(metric("accuracy", 1e300), "accuracy is 1e+300; allowed: 0 to 1"),
+    "a calibration of 2": Kind(metric("ece", 2.0), "ece is 2; allowed: 0 to 1"),
     "an mcc of -2": Kind(metric("mcc", -2.0), "mcc is -2; allowed: -1 to 1"),
     "a primary of its own": Kind(metric("primary", 1.0), "primary is 1; allowed: its accuracy"),
     "a loss of 1e300": Kind(metric("loss", 1e300), "loss is 1e+300"),

@@ -40,6 +40,7 @@ class Scenario:
     sends: bool = True
     sketches: bool = True
     f1: bool = False
+    calibration_error: float | None = None
     eval_every: int = 1
     interleaved: bool = False
     """The tasks' clients in turn, so that clusters do not lie side by side."""
@@ -147,6 +148,7 @@ def metrics_of(plan: dict[str, Any], scene: Scenario) -> list[dict[str, Any]]:
                 row = {"round": at, "client": client["name"], "task": client["task"], "split": split, "seconds": 1.5}
                 row |= {"loss": 1.2 * (1 - score) + 0.1 * (split != "train"), "examples": 130, "majority": majority}
                 row |= {"accuracy": score, "f1": score - 0.03, "primary": score - 0.03 * scene.f1}
+                row |= {} if scene.calibration_error is None else {"ece": scene.calibration_error}
                 rows.append(row)
     if scene.refused:
         rows.append({"round": 2, "client": plan["clients"][1]["name"], "event": "refused", "reason": "head.bias: NaN"})

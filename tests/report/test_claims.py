@@ -23,6 +23,8 @@ def comparison(**scores: tuple[float, float]) -> MethodComparison:
                 seed=seed,
                 tasks={"a-0": "a", "a-1": "a"},
                 scores={"a-0": first, "a-1": second},
+                loss=None,
+                calibration_error=None,
                 gain_over_majority=None,
                 num_bytes=195_000_000 if name == "atlas" else 1,
                 bytes_below_whole=0.9994 if name == "atlas" else None,

@@ -38,6 +38,8 @@ def run_of(name: str, seed: int) -> RunScores:
         seed=seed,
         tasks={client: client[0] for client in CLIENTS},
         scores={client: float(score) for client, score in zip(CLIENTS, draw.uniform(0.4, 0.8, 4), strict=True)},
+        loss=0.5 + seed / 100,
+        calibration_error=seed / 50,
         gain_over_majority=0.125,
         num_bytes=5_000_000,
         bytes_below_whole=0.5,
@@ -148,9 +150,10 @@ def test_the_terminal_has_eighty_columns_and_all_of_it_but_the_differences_by_se
         Console(width=80, file=file, color_system=None).print(table)
     text = file.getvalue()
     assert max(map(len, text.splitlines())) <= 80
-    assert text.count("\n fedavg_cluster_prior ") == 5, "a table that does not fit would fold the name"
+    assert text.count("\n fedavg_cluster_prior ") == 6, "a table that does not fit would fold the name"
     for heading in (
         "95% by",
+        "calibration",
         "stratified",
         "FedAvg",
         "reused",

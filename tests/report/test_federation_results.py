@@ -1,5 +1,6 @@
 """Which runs are one row of a page of results, by hand; and that a page says what was tuned."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -137,13 +138,41 @@ def test_some_runs_without_a_record_are_counted(tuned: Path) -> None:
     assert results_of(tuned).tuned["ditto"].endswith("; 1 of 3 runs have no such record")
 
 
-def test_rows_of_before_there_were_records_are_read(make_federation: MakeFederation, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "missing", [("loss", "calibration_error"), ("tuning", "seconds_reused", "loss", "calibration_error")]
+)
+def test_rows_of_before_there_were_these_columns_are_read(
+    missing: tuple[str, ...], make_federation: MakeFederation, tmp_path: Path
+) -> None:
     make_federation(2)
     runs = find_finished_runs([tmp_path])
     file = tmp_path / "rows.csv"
-    file.write_text(without_columns(to_csv(runs), "tuning", "seconds_reused"))
-    assert [run.tuning for run in find_finished_runs([file])] == [None] * len(runs)
-    assert "no tuning on record" in results_page(find_finished_runs([file]), control="fedavg")
+    file.write_text(without_columns(to_csv(runs), *missing))
+    read = find_finished_runs([file])
+    assert [(run.tuning, run.scores.loss, run.scores.calibration_error) for run in read] == [(None, None, None)] * len(
+        runs
+    )
+    page = results_page(read, control="fedavg")
+    assert "no tuning on record" in page and "*Costs*" in page and "*Probabilities*" not in page
+
+
+def test_losses_are_means_over_clients_and_stand_in_rows_and_pages(
+    make_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    for seed in (1, 2):
+        for name in ("fedavg", "local"):
+            make_run(f"{name}-{seed}", strategy=name, seed=seed, calibration_error=0.25)
+    runs = find_finished_runs([tmp_path])
+    summary = json.loads((tmp_path / "fedavg-1" / "summary.json").read_text())
+    losses = [entry["final"]["test"]["loss"] for entry in summary["clients"].values()]
+    (first,) = (run for run in runs if (run.method, run.seed) == ("fedavg", 1))
+    assert first.scores.loss == pytest.approx(sum(losses) / 9) and first.scores.calibration_error == pytest.approx(0.25)
+    file = tmp_path / "rows.csv"
+    file.write_text(to_csv(runs))
+    page = results_page(find_finished_runs([file]), control="fedavg")
+    assert "| method | test loss | calibration error |" in page
+    mean = sum(run.scores.loss or 0 for run in runs if run.method == "fedavg") / 2
+    assert f"| `fedavg` | {mean:.3f} | 0.250 |" in page
 
 
 def without_columns(text: str, *names: str) -> str:

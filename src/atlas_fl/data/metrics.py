@@ -1,4 +1,4 @@
-"""Metrics of predictions in numpy: loss, accuracy, F1, MCC, Pearson, Spearman, ROUGE, counts by class."""
+"""Metrics of predictions in numpy: loss, accuracy, F1, MCC, calibration, Pearson, Spearman, ROUGE, counts by class."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,13 +10,16 @@ from atlas_fl.data.task import Labels, Task
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
+CONFIDENCE_BINS = 15
+"""As many as Guo et al. take for their tables."""
+
 
 def scores(task: Task, labels: Shaped[Array, " n"], logits: Float[Array, "n labels"]) -> dict[str, float]:
     """Every score of the task by name, with the task's own metric once more as `primary`; undefined ones are absent.
 
-    Classes: loss (mean cross-entropy, nats), accuracy, mcc, and f1, precision and recall of class 1 if there are two
-    classes, else the mean over the classes that occur (macro). Regression: loss (mean squared error), pearson,
-    spearman. A constant correlates with nothing: its correlation is undefined and `primary` then is 0.
+    Classes: loss (mean cross-entropy, nats), ece (`calibration_error`), accuracy, mcc, and f1, precision and recall of
+    class 1 if there are two classes, else the mean over the classes that occur (macro). Regression: loss (mean squared
+    error), pearson, spearman. A constant correlates with nothing: its correlation is undefined and `primary` then is 0.
     """
     assert len(labels) == len(logits) > 0, "scores need one row of logits per label, and at least one"
     metrics = _regression(labels, logits[:, 0]) if task.is_regression else _classification(labels, logits)
@@ -55,7 +58,26 @@ def _classification(labels: Labels, logits: Array) -> dict[str, float]:
     shifted = wide - wide.max(axis=1, keepdims=True)
     log_sum = np.log(np.exp(shifted).sum(axis=1))
     loss = float(np.mean(log_sum - shifted[np.arange(len(labels)), labels]))
-    return {"loss": loss, **of_confusion(confusion(labels, wide.argmax(axis=1), logits.shape[1]))}
+    predicted = wide.argmax(axis=1)
+    ece = calibration_error(np.exp(-log_sum), predicted == labels)
+    return {"loss": loss, "ece": ece, **of_confusion(confusion(labels, predicted, logits.shape[1]))}
+
+
+def calibration_error(confidence: Float[Array, " n"], is_hit: Shaped[Array, " n"]) -> float:
+    """Expected calibration error: how far confidence is from accuracy, the mean over examples of bins of confidence.
+
+    Bins of equal width hold (lower, upper]. Guo et al. 2017, "On calibration of modern neural networks",
+    arXiv:1706.04599, eq. 3. Of a logit that is no number it is none.
+
+    Args:
+        confidence: the probability of the class that is predicted.
+        is_hit: whether that class is the right one.
+    """
+    if not np.isfinite(confidence).all():
+        return float("nan")
+    bins = np.ceil(confidence * CONFIDENCE_BINS).astype(np.int64)
+    gaps = np.bincount(bins, weights=is_hit - confidence, minlength=CONFIDENCE_BINS + 1)
+    return float(np.abs(gaps).sum() / len(confidence))
 
 
 def confusion(labels: Labels, predicted: Labels, num_labels: int) -> Array:

@@ -83,6 +83,10 @@ METHOD_TABLES: Mapping[str, tuple[Column[MethodRow], ...]] = {
         Column(heading="hurt:\nFedAvg", cell=lambda row: number(row.hurt_by_average, 2)),
         Column(heading="hurt:\ncontrol", cell=lambda row: number(row.hurt_by_control, 2)),
     ),
+    "Probabilities": (
+        Column(heading="test\nloss", cell=lambda row: number(row.loss, 3)),
+        Column(heading="calibration\nerror", cell=lambda row: number(row.calibration_error, 3)),
+    ),
     "Costs": (
         Column(heading="\nseeds", cell=lambda row: str(row.statistics.seeds)),
         Column(heading="\nclients", cell=lambda row: str(row.statistics.clients)),
@@ -139,6 +143,10 @@ def reading(comparison: MethodComparison) -> dict[str, str]:
             "deviation: between the clients of a task; over guess: gain over guessing the commonest class; hurt: share"
             f" of clients that score less than with local training, FedAvg, or the control, {comparison.control}"
         ),
+        "Probabilities": (
+            "test loss: cross-entropy in nats where labels are classes; calibration error: how far the confidence in"
+            " predictions is from their accuracy (Guo et al. 2017)"
+        ),
         "Costs": (
             "below whole: bytes not sent of those of whole models; time: of a run, with what the results had taken"
             " that it reused from earlier runs (reused); frozen states that are kept are not in it"
@@ -154,10 +162,17 @@ def reading(comparison: MethodComparison) -> dict[str, str]:
     }
 
 
+def _method_tables(comparison: MethodComparison) -> Iterator[tuple[str, tuple[Column[MethodRow], ...]]]:
+    """The tables of methods of which something is known."""
+    for title, columns in METHOD_TABLES.items():
+        if any(column.cell(row) != EMPTY for column in columns for row in comparison.rows.values()):
+            yield title, columns
+
+
 def terminal_tables(comparison: MethodComparison) -> Iterator[Table]:
     """Tables of eighty columns: one row a method, then one row a method against the control."""
     notes = reading(comparison)
-    for title, columns in METHOD_TABLES.items():
+    for title, columns in _method_tables(comparison):
         yield _terminal_table(title, columns, comparison.rows, note=notes[title])
     for title, pair_columns in PAIR_TABLES.items() if comparison.pairs else ():
         if title != BY_SEED:
@@ -176,7 +191,7 @@ def _terminal_table(title: str, columns: Sequence[Column[RowT]], rows: Mapping[s
 
 def markdown_tables(comparison: MethodComparison) -> Iterator[str]:
     """The lines of all tables as Markdown, each below its title."""
-    for title, columns in METHOD_TABLES.items():
+    for title, columns in _method_tables(comparison):
         yield from ("", f"*{title}*", "", *_markdown_table("method", columns, comparison.rows))
     for title, pair_columns in PAIR_TABLES.items() if comparison.pairs else ():
         name = _pair_title(title, comparison)
@@ -224,7 +239,7 @@ def _trials(method: TunedMethod) -> str:
 
 def latex(comparison: MethodComparison) -> str:
     """All tables as LaTeX (booktabs), each below a comment with its title."""
-    tables = [_latex_table(title, columns, comparison.rows) for title, columns in METHOD_TABLES.items()]
+    tables = [_latex_table(title, columns, comparison.rows) for title, columns in _method_tables(comparison)]
     tables += [
         _latex_table(_pair_title(title, comparison), columns, comparison.pairs)
         for title, columns in PAIR_TABLES.items()

@@ -36,12 +36,12 @@ from atlas_fl.storage.run_folder import RunFolder, find_run
 
 COLUMNS = (
     *("preset", "dial", "strategy", "seed", "mean", "gain_over_majority", "bytes", "bytes_below_whole", "seconds"),
-    *("seconds_reused", "clients", "tasks", "scores", "flags", "tuning", "config_hash"),
+    *("seconds_reused", "loss", "calibration_error", "clients", "tasks", "scores", "flags", "tuning", "config_hash"),
 )
 """Of the file. `clients`, `tasks` and `scores` have one word a client; `tuning` is the JSON of what was tried, empty
 where nothing is written of it; what flags or scores say as well (strategy, seed, mean) is there for readers."""
-ADDED_LATER = frozenset({"seconds_reused", "tuning"})
-"""Columns that older files lack."""
+ADDED_LATER = ({"loss", "calibration_error"}, {"seconds_reused", "tuning", "loss", "calibration_error"})
+"""The columns that files lack which were written before there was the newest of each, the newer files first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +53,10 @@ class RunScores:
     """By client, the task."""
     scores: Mapping[str, float]
     """By client, the test score in the task's own metric."""
+    loss: float | None
+    """Mean test loss; None where a run does not say."""
+    calibration_error: float | None
+    """Mean expected calibration error (`data.metrics.calibration_error`); None where a run does not say."""
     gain_over_majority: float | None
     """Mean accuracy above the majority class."""
     num_bytes: int
@@ -117,12 +121,20 @@ def read_scores(run: Path | str, *, score: Literal["final", "best"] = "final") -
         seed=int(summary["run"]["seed"]),
         tasks={name: str(entry.get("task", "")) for name, entry in clients.items()},
         scores=scores,
+        loss=_mean_of(clients, score, "loss"),
+        calibration_error=_mean_of(clients, score, "ece"),
         gain_over_majority=summary["overall"][score].get("test", {}).get("gain_over_majority"),
         num_bytes=summary["bytes"]["up"] + summary["bytes"]["down"],
         bytes_below_whole=summary["bytes"].get("full_model", {}).get("reduction"),
         seconds=summary.get("seconds", {}).get("total"),
         reused_seconds=summary.get("seconds", {}).get("reused"),
     )
+
+
+def _mean_of(clients: Mapping[str, Any], score: str, metric: str) -> float | None:
+    """The mean of a metric of the test scores over clients; None where one has none."""
+    values = [entry[score]["test"].get(metric) for entry in clients.values()]
+    return None if None in values else sum(values) / len(values)
 
 
 def find_finished_runs(places: Sequence[Path | str]) -> tuple[FinishedRun, ...]:
@@ -193,7 +205,7 @@ def to_csv(runs: Iterable[FinishedRun]) -> str:
                 *(run.config.run.preset, run.config.run.dial, run.method, run.seed),
                 sum(scores.scores.values()) / len(scores.scores),
                 *(scores.gain_over_majority, scores.num_bytes, scores.bytes_below_whole, scores.seconds),
-                scores.reused_seconds,
+                *(scores.reused_seconds, scores.loss, scores.calibration_error),
                 *(_words(values) for values in (scores.scores, scores.tasks.values(), scores.scores.values())),
                 shlex.join(changed_flags(run.config)),
                 None if run.tuning is None else json.dumps(tuning_json(run.tuning)),
@@ -215,10 +227,10 @@ def changed_flags(config: Config) -> list[str]:
 
 def is_csv(path: Path) -> bool:
     """Whether a file begins as `to_csv` writes it, or has written it before there were the columns of `ADDED_LATER`."""
-    earlier = [name for name in COLUMNS if name not in ADDED_LATER]
+    earlier = [[name for name in COLUMNS if name not in added] for added in ADDED_LATER]
     with path.open("rb") as file:
         header = file.readline(1000).rstrip(b"\r\n")
-    return header in [",".join(columns).encode() for columns in (COLUMNS, earlier)]
+    return header in [",".join(columns).encode() for columns in (COLUMNS, *earlier)]
 
 
 def read_csv(path: Path) -> list[FinishedRun]:
@@ -280,6 +292,8 @@ def _scores_of(row: Mapping[str, Any], seed: int) -> RunScores:
         seed=seed,
         tasks=dict(zip(clients, tasks, strict=True)),
         scores={name: float(score) for name, score in zip(clients, scores, strict=True)},
+        loss=_number(row.get("loss") or ""),
+        calibration_error=_number(row.get("calibration_error") or ""),
         gain_over_majority=_number(row["gain_over_majority"]),
         num_bytes=int(row["bytes"]),
         bytes_below_whole=_number(row["bytes_below_whole"]),

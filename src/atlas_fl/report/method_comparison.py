@@ -39,6 +39,10 @@ class MethodRow:
     FedAvg itself."""
     hurt_by_control: float | None
     """Share of seeds x clients that score less than with the control; None of the control itself."""
+    loss: float | None
+    """Mean test loss: cross-entropy in nats where labels are classes; None where a run does not say."""
+    calibration_error: float | None
+    """Mean expected calibration error; None where a run does not say."""
     gain_over_majority: float | None
     """Mean accuracy above the majority class."""
     variance_in_tasks: float | None
@@ -119,6 +123,8 @@ def compare_scores(
                 if name == AVERAGE or AVERAGE not in scores
                 else hurt_share(values, scores[AVERAGE]),
                 hurt_by_control=None if name == control else hurt_share(values, scores[control]),
+                loss=_mean([run.loss for run in by_seed.values()]),
+                calibration_error=_mean([run.calibration_error for run in by_seed.values()]),
                 gain_over_majority=_mean([run.gain_over_majority for run in by_seed.values()]),
                 variance_in_tasks=variance_in_tasks(values, tasks),
                 bytes_below_whole=_mean([run.bytes_below_whole for run in by_seed.values()]),

@@ -14,7 +14,7 @@ from atlas_fl.storage.ledger import DIRECTIONS, KINDS, LedgerRow
 GENERATION_METRICS = ("perplexity", "rouge1", "rouge2", "rougeL")
 """Scores of written text; lower perplexity is better, but accuracy decides (`data.task.Metric`)."""
 METRICS = (
-    *("loss", "primary", "accuracy", "f1", "precision", "recall", "mcc", "pearson", "spearman", "majority"),
+    *("loss", "ece", "primary", "accuracy", "f1", "precision", "recall", "mcc", "pearson", "spearman", "majority"),
     *GENERATION_METRICS,
 )
 """Scores in rows of evaluations."""

@@ -24,6 +24,7 @@ def method_table(comparison: MethodComparison) -> Table:
                 *(name, plain(told.mean), plain(low), plain(high), plain(told.std)),
                 *(plain(told.interquartile_mean), plain(least), plain(most)),
                 *(plain(told.worst_client), plain(told.lowest_third), plain(row.gain_over_majority, sign=True)),
+                *(plain(row.loss), plain(row.calibration_error)),
                 *(share(told.hurt), share(row.hurt_by_average), share(row.hurt_by_control)),
             ]
         )
@@ -31,14 +32,14 @@ def method_table(comparison: MethodComparison) -> Table:
         title="Methods",
         columns=(
             *("method", "mean", "95% from", "to", "std over seeds", "middle half", "95% from", "to"),
-            *("worst client", "lowest third", "over majority"),
+            *("worst client", "lowest third", "over majority", "test loss", "calibration error"),
             *(f"hurt: {BASELINE}", f"hurt: {AVERAGE}", f"hurt: {comparison.control}"),
         ),
         rows=rows,
         note=(
             "mean with a t interval over seeds; middle half: interquartile mean over seeds and tasks, its interval by a"
-            " bootstrap of whole seeds; hurt: share of clients that score less than with local training, FedAvg, or the"
-            " control"
+            " bootstrap of whole seeds; test loss: cross-entropy, nats; calibration error: confidence against accuracy;"
+            " hurt: share of clients that score less than with local training, FedAvg, or the control"
         ),
     )
 

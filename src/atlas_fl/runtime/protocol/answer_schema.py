@@ -59,12 +59,15 @@ FLOAT32_LOSS = Range(most=float(torch.finfo(torch.float32).max))
 """Losses in training are of float32."""
 SCORED_LOSS = Range(most=1e78, may_be_undefined=True)
 """The square of a float32 at most; a model that others have spoilt may have none, which is no fault of its client."""
+CALIBRATION = Range(most=1.0, may_be_undefined=True)
+"""Undefined as the loss is."""
 PERPLEXITY = Range(least=1.0, most=float(torch.finfo(torch.float64).max), may_be_undefined=True)
 
 Ranges = Mapping[str, Range]
 SCORES: Mapping[str, Ranges] = {
     "classes": {
         "loss": SCORED_LOSS,
+        "ece": CALIBRATION,
         "accuracy": SHARE,
         "f1": SHARE,
         "precision": SHARE,
