@@ -6,6 +6,7 @@
 # make test-rest   the tests that `make test` leaves out: kills, faults, engines, combinations; all examples of the laws
 # make test-all    lint and every test with all examples
 # make package-check    the wheel and the source archive: built, looked into, and the wheel run in an empty environment
+# make site    the documentation site, build/site/html/index.html; a link that leads nowhere ends it
 # make lock    requirements/*.txt anew, with the hashes of what pip's index offers for the versions of constraints.txt
 # make sbom    sbom.json anew: what is installed and fetched, with licences and hashes
 # make audit-dependencies    looks the pinned versions up in a database of known vulnerabilities; needs the network
@@ -16,7 +17,7 @@
 SHELL := /usr/bin/env bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: setup demo demo-vision test test-rest test-all lint unit package-check lock sbom audit-dependencies clean
+.PHONY: setup demo demo-vision test test-rest test-all lint unit package-check site lock sbom audit-dependencies clean
 
 PYTHON ?= python3 python3.13 python3.12 python3.11
 BIN := .venv/bin
@@ -54,6 +55,9 @@ test-rest: setup
 
 package-check: setup
 	$(BIN)/python -m tools.package
+
+site: .venv/site.stamp
+	$(BIN)/python -m tools.site
 
 lock: .venv/venv.stamp
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r requirements/build.txt
@@ -94,4 +98,8 @@ clean:
 
 .venv/audit.stamp: .venv/installed.stamp
 	$(INSTALL) audit
+	touch $@
+
+.venv/site.stamp: .venv/installed.stamp
+	$(INSTALL) site
 	touch $@

@@ -25,14 +25,12 @@ from atlas_fl.config.presets import PRESETS
 from atlas_fl.errors import AtlasError
 from atlas_fl.experiment.search import check_space, parse_space
 from atlas_fl.experiment.sweep import grid, parse_over, seeds
+from tools import site
 from tools.tree import MARKED, with_tree
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "atlas_fl"
-RESULTS = ROOT / "benchmarks" / "RESULTS.md"
-DOCUMENTS = sorted(
-    path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), RESULTS]
-)
+DOCUMENTS = sorted(path.as_posix() for path in site.documents())
 EXAMPLES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "examples").glob("*.py"))
 PROMISED = list(range(1, 181))
 """What `docs/promises.md` has a row for."""
