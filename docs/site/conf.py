@@ -20,6 +20,7 @@ suppress_warnings = ["misc.highlighting_failure"]  # a block of mixed output is 
 
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
 
 FIELDS = ("attribute", "data", "property")
@@ -32,6 +33,10 @@ def setup(app: Sphinx) -> None:
 
 
 def read_sections(app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
-    """Put what Sphinx reads in the place of `Args:`, `Raises:` and the like."""
+    """Put what Sphinx reads in the place of `Args:`, `Raises:` and the like, and mark code and formulas as such."""
     if what not in FIELDS:
+        for index in range(len(lines) - 1, 1, -1):  # what is indented below an empty line
+            before = next((line for line in reversed(lines[:index]) if line), "")
+            if lines[index].startswith("    ") and not lines[index - 1] and not before.startswith(" "):
+                lines[index:index] = ["::", ""]
         lines[:] = GoogleDocstring(lines, Config(), app, what, name, value, options).lines()
