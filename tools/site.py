@@ -12,8 +12,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from inspect import isfunction
 from pathlib import Path
+from typing import Any
 
 import tyro
 
@@ -88,12 +90,8 @@ def _command(command: Command) -> Iterator[str]:
         yield from ("", "It takes every [setting](settings.md) as a flag, too.")
 
 
-def _default(options: type) -> object:
-    required = {
-        name: tyro.MISSING
-        for name, field in options.__dataclass_fields__.items()  # type: ignore[attr-defined]
-        if field.default is field.default_factory
-    }
+def _default(options: type[Any]) -> object:
+    required = {field.name: tyro.MISSING for field in fields(options) if field.default is field.default_factory}
     return options(**required)
 
 
