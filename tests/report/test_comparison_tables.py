@@ -48,7 +48,7 @@ def run_of(name: str, seed: int) -> RunScores:
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def comparison() -> MethodComparison:
     names = ("local", "fedavg", "fedavg_cluster", "fedper")
     return compare_scores({name: [run_of(name, seed) for seed in (1, 2, 3, 4)] for name in names}, control="fedper")

@@ -27,14 +27,13 @@ class TrackerOptions:
     """Experiment trackers that a run is logged to besides its folder; each is an extra of the package."""
 
     wandb: str | None = None
-    """Log to this project of Weights & Biases too (`pip install 'atlas-fl[wandb]'`); with WANDB_MODE=offline to files
-    alone."""
+    """Log to this project of Weights & Biases too (extra `wandb`); with WANDB_MODE=offline to files alone."""
     tensorboard: str | None = None
-    """Log to this folder for TensorBoard too (`pip install 'atlas-fl[tensorboard]'`)."""
+    """Log to this folder for TensorBoard too (extra `tensorboard`)."""
     mlflow: str | None = None
-    """Log to this experiment of MLflow too (`pip install 'atlas-fl[mlflow]'`); MLFLOW_TRACKING_URI says where."""
+    """Log to this experiment of MLflow too (extra `mlflow`); MLFLOW_TRACKING_URI says where."""
     trackio: str | None = None
-    """Log to this project of Trackio too (`pip install 'atlas-fl[trackio]'`); TRACKIO_DIR says where."""
+    """Log to this project of Trackio too (extra `trackio`); TRACKIO_DIR says where."""
 
     def trackers(self) -> tuple["Tracker", ...]:
         """A tracker for each that is named, and with a place to log to."""
