@@ -1,4 +1,4 @@
-"""Kriging: each client's model as the best linear prediction from the models of all, by variances that are measured.
+"""`kriging`, `atlas`: each client's model predicted from those of all, by measured variances; clusters from each other.
 
     w_k = theta_k + e_k                                        what a client is after, and the noise of its estimate
     N_k  = || h_k^1 - h_k^2 ||^2 / 4                           E || e_k ||^2, from the halves of client k

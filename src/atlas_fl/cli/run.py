@@ -1,4 +1,4 @@
-"""`atlas run`, `plan`, `resume`, `fetch` and `list`."""
+"""`atlas run`, `plan`, `resume`, `fetch` and `list`, and the flags of experiment trackers."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields

@@ -1,4 +1,4 @@
-"""A comparison of methods as tables for the terminal and Markdown, as LaTeX, CSV and JSON: every field in all files.
+"""A comparison of methods as tables for terminal and files, Markdown, LaTeX, CSV and JSON: every field in all files.
 
 Which columns there are is said once (`METHOD_TABLES`, `PAIR_TABLES`), narrow enough for eighty columns, and all of
 these but CSV and JSON are made of it. The columns of CSV are the fields of the records themselves, and JSON has the

@@ -1,4 +1,4 @@
-"""Finished runs and their scores, read from run folders or from the rows of a CSV file (`atlas results --csv`).
+"""Finished runs and their scores: read from run folders, written to and read from the CSV of `atlas results --csv`.
 
 A row says how to make its run again: a preset and the flags in which the run differs from it. The hash of the run's
 settings stands beside them, so that a row whose words mean something else by now is found. Folders of runs are large

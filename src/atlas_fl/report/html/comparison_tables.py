@@ -1,4 +1,4 @@
-"""Tables of a comparison of methods, and what it comes down to in words."""
+"""Tables of a comparison of methods on its page, and what it comes down to in words."""
 
 from collections.abc import Mapping
 

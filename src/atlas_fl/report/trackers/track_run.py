@@ -1,4 +1,4 @@
-"""A run that is logged to experiment trackers too, from threads that no round waits for.
+"""A run that is logged to experiment trackers too, from threads that no round waits for; what a tracker must have.
 
 Every tracker is given the same numbers under the same names. Whatever fails there ends the logging to that tracker,
 with a note, and never the run; all that is logged is in the run's folder anyway.
