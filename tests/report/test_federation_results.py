@@ -9,6 +9,7 @@ import pytest
 from atlas_fl.cli.main import main
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.experiment.tuning import TunedMethod, TuningTrial, read_tuning, write_tuning
+from atlas_fl.report import finished_runs
 from atlas_fl.report.federation_results import FederationResults, federation_results, method_rows
 from atlas_fl.report.finished_runs import find_finished_runs, to_csv
 from atlas_fl.report.results_page import results_page
@@ -173,6 +174,30 @@ def test_losses_are_means_over_clients_and_stand_in_rows_and_pages(
     assert "| method | test loss | calibration error |" in page
     mean = sum(run.scores.loss or 0 for run in runs if run.method == "fedavg") / 2
     assert f"| `fedavg` | {mean:.3f} | 0.250 |" in page
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-5", "1e400", "x"])
+def test_a_loss_that_is_none_is_one_line(value: str, make_run: Callable[..., Path], tmp_path: Path) -> None:
+    for name in ("fedavg", "local"):
+        make_run(name, strategy=name)
+    lines = to_csv(find_finished_runs([tmp_path])).splitlines()
+    at = lines[0].split(",").index("loss")
+    cells = lines[1].split(",")
+    file = tmp_path / "rows.csv"
+    file.write_text("\n".join([lines[0], ",".join([*cells[:at], value, *cells[at + 1 :]]), *lines[2:], ""]))
+    with pytest.raises(ConfigError, match=r"line 2 of .*rows\.csv is no row of a run") as caught:
+        find_finished_runs([file])
+    assert "\n" not in str(caught.value)
+    file.write_text("\n".join([*lines, "x" * 200_000, ""]))
+    with pytest.raises(ConfigError, match=r"rows\.csv cannot be read \(field larger"):
+        find_finished_runs([file])
+
+
+def test_losses_of_different_kinds_have_no_mean() -> None:
+    loss, other = {"primary": 0.5, "loss": 1.0, "mcc": 0.5}, {"primary": 0.5, "loss": 9.0}
+    clients = {"a": {"final": {"test": loss}}, "b": {"final": {"test": loss}}}
+    assert finished_runs._mean_of(clients, "final", "loss") == 1
+    assert finished_runs._mean_of(clients | {"c": {"final": {"test": other}}}, "final", "loss") is None
 
 
 def without_columns(text: str, *names: str) -> str:

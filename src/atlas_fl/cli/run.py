@@ -92,7 +92,9 @@ def run(words: Sequence[str]) -> int:
     """Run what these words say; 0."""
     groups = split(words)
     options = parse(RunOptions(settings=base_config(groups)), groups, command="atlas run")
-    if options.lambda_sweep and (named := [one.name for one in fields(TrackerOptions) if getattr(options, one.name)]):
+    if options.lambda_sweep and (
+        named := [one.name for one in fields(TrackerOptions) if getattr(options, one.name) is not None]
+    ):
         raise ConfigError(f"--{named[0]} logs one run, and --lambda-sweep makes several; leave one of them out")
     if options.lambda_sweep:
         from atlas_fl.cli.sweep import run_grid

@@ -117,7 +117,7 @@ def compare(words: Sequence[str]) -> int:
     path = Path(options.settings.run.runs_dir) / comparison_name(points, preset="-".join(tuned))
     _show_comparison(points, folders, path=path, note="")
     _show_all_statistics(points, folders, options, tuned, path=path)
-    page = write_report(folders, to=path.with_suffix(".html"), control=options.control)
+    page = write_report(folders, to=path.with_suffix(".html"), control=options.control, score=options.score)
     show([f"as a page to look at: {page}"])
     return 0
 

@@ -12,6 +12,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,7 +55,7 @@ class RunScores:
     scores: Mapping[str, float]
     """By client, the test score in the task's own metric."""
     loss: float | None
-    """Mean test loss; None where a run does not say."""
+    """Mean test loss; None where a run does not say, or its tasks have losses of different kinds."""
     calibration_error: float | None
     """Mean expected calibration error (`data.metrics.calibration_error`); None where a run does not say."""
     gain_over_majority: float | None
@@ -132,9 +133,11 @@ def read_scores(run: Path | str, *, score: Literal["final", "best"] = "final") -
 
 
 def _mean_of(clients: Mapping[str, Any], score: str, metric: str) -> float | None:
-    """The mean of a metric of the test scores over clients; None where one has none."""
-    values = [entry[score]["test"].get(metric) for entry in clients.values()]
-    return None if None in values else sum(values) / len(values)
+    """The mean of a metric of the test scores over clients; None where one has none, or means another thing by it."""
+    tests = [entry[score]["test"] for entry in clients.values()]
+    kinds = {next((name for name in ("mcc", "perplexity") if name in test), "") for test in tests}
+    values = [test.get(metric) for test in tests]
+    return None if None in values or len(kinds) > 1 else sum(values) / len(values)
 
 
 def find_finished_runs(places: Sequence[Path | str]) -> tuple[FinishedRun, ...]:
@@ -157,8 +160,8 @@ def find_finished_runs(places: Sequence[Path | str]) -> tuple[FinishedRun, ...]:
     return tuple(sorted(runs.values(), key=_order))
 
 
-def read_finished_run(run: Path | str) -> FinishedRun:
-    """The finished run of this folder.
+def read_finished_run(run: Path | str, *, score: Literal["final", "best"] = "final") -> FinishedRun:
+    """The finished run of this folder, with the scores that are asked for.
 
     Raises:
         ConfigError: its settings are of another version, or not those that its record of tuning says were chosen.
@@ -167,7 +170,7 @@ def read_finished_run(run: Path | str) -> FinishedRun:
     """
     folder = find_run(run)
     config = _with_name_of_today(load_config(folder.config), read_summary(folder.path))
-    found = FinishedRun(config=config, scores=read_scores(folder.path), tuning=read_tuning(folder))
+    found = FinishedRun(config=config, scores=read_scores(folder.path, score=score), tuning=read_tuning(folder))
     _check_tuning(found, str(folder.tuning))
     return found
 
@@ -243,7 +246,10 @@ def read_csv(path: Path) -> list[FinishedRun]:
     if not is_csv(path):
         raise ConfigError(f"{path} is no file of runs; give folders of runs, or a CSV file that `atlas results` wrote")
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
-        rows = list(enumerate(csv.DictReader(file), start=2))
+        try:
+            rows = list(enumerate(csv.DictReader(file), start=2))
+        except csv.Error as error:
+            raise ConfigError(f"{path} cannot be read ({error}); restore the file") from None
     return [_read_row(row, f"line {line} of {path}") for line, row in rows]
 
 
@@ -294,13 +300,16 @@ def _scores_of(row: Mapping[str, Any], seed: int) -> RunScores:
         scores={name: float(score) for name, score in zip(clients, scores, strict=True)},
         loss=_number(row.get("loss") or ""),
         calibration_error=_number(row.get("calibration_error") or ""),
-        gain_over_majority=_number(row["gain_over_majority"]),
+        gain_over_majority=_number(row["gain_over_majority"], least=-1.0),
         num_bytes=int(row["bytes"]),
-        bytes_below_whole=_number(row["bytes_below_whole"]),
+        bytes_below_whole=_number(row["bytes_below_whole"], least=-inf),
         seconds=_number(row["seconds"]),
         reused_seconds=_number(row.get("seconds_reused") or ""),
     )
 
 
-def _number(text: str) -> float | None:
-    return float(text) if text else None
+def _number(text: str, *, least: float = 0.0) -> float | None:
+    value = float(text) if text else None
+    if value is not None and not (isfinite(value) and value >= least):
+        raise ValueError(f"{text} is no number of at least {least:g}")
+    return value

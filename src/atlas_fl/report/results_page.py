@@ -78,7 +78,8 @@ def _reading(control: str) -> list[str]:
         "- *over guess*: gain over guessing the commonest class; *below whole*: bytes that it does not send of those"
         " of whole models in every round.",
         "- *test loss*: cross-entropy in nats where labels are classes; *calibration error*: how far the confidence in"
-        " predictions is from their accuracy (Guo et al. 2017). A dash: the runs do not say.",
+        " predictions is from their accuracy (Guo et al. 2017). A dash: the runs do not say, or their tasks have losses"
+        " of different kinds.",
         "- *time*: of a run, with what the results had taken that it reused from runs before it in the same process;"
         " *reused* is that part. Frozen states that are kept on the disk or in memory are not in it. A dash: the runs"
         " do not say, and their time is too low where others ran before them.",

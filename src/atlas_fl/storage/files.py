@@ -77,10 +77,10 @@ def write_pieces(path: Path, pieces: Iterable[Any]) -> None:
     draft = path.with_name(f".{path.name}.writing")
     try:
         write_synced(draft, pieces)
+        draft.replace(path)
     except OSError:
         draft.unlink(missing_ok=True)
         raise
-    draft.replace(path)
     sync_folder(path.parent)
 
 

@@ -51,11 +51,14 @@ class Client:
         self.runs["r"] = tags
         return SimpleNamespace(info=SimpleNamespace(run_id="r"))
 
-    def search_runs(self, experiments: Sequence[str], wanted: str, *, max_results: int) -> list[Any]:
-        assert list(experiments) == ["id of federations"] and max_results == 1
-        terms = [f"tags.`{name}` = '{value}'" for name, value in self.runs["r"].items()]
-        assert wanted == " and ".join(terms)
-        return [SimpleNamespace(info=SimpleNamespace(run_id="r"))]
+    def search_runs(self, experiments: Sequence[str], wanted: str) -> list[Any]:
+        assert list(experiments) == ["id of federations"]
+        assert wanted == f"tags.`atlas_fl.hash` = '{config_hash(Config())}'"
+        runs = {"other": {"mlflow.runName": "another"}, **self.runs}
+        return [
+            SimpleNamespace(info=SimpleNamespace(run_id=name), data=SimpleNamespace(tags=tags))
+            for name, tags in runs.items()
+        ]
 
     def update_run(self, run: str, *, status: str) -> None:
         self.status.append(f"{run} {status}")

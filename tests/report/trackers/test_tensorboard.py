@@ -31,4 +31,10 @@ def test_a_run_that_goes_on_is_one_run_and_its_rounds_count_once(tmp_path: Path)
     wanted = numbers_of(round_finished(2, loss=0.25))
     assert {name: read.Scalars(name)[-1].value for name in wanted} == wanted
     assert [(one.step, one.value) for one in read.Scalars("summary/overall/final/test/accuracy")] == [(2, 0.625)]
+    with track_run([TensorBoardTracker(str(tmp_path / "tb"))], Config(), tmp_path / "one", told.append) as logging:
+        logging.tell(PhaseStarted("round 1"))  # begun anew
+        logging.tell(round_finished(1, loss=0.125))
+    again = EventAccumulator(str(tmp_path / "tb" / "one"))
+    again.Reload()
+    assert [(one.step, one.value) for one in again.Scalars("loss")] == [(1, 0.125)]
     assert b'"seed": 42' in read.Tensors("settings/text_summary")[-1].tensor_proto.string_val[0]

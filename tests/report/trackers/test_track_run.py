@@ -1,8 +1,11 @@
 """What trackers are told of a run, and that nothing that fails there can end it."""
 
 import builtins
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from threading import Event as Event_
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ import pytest
 from atlas_fl.config import Config, config_hash
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import Event, Note, PhaseStarted, RoundFinished, ignore
+from atlas_fl.report.trackers import track_run as tracking
 from atlas_fl.report.trackers.mlflow import MlflowTracker
 from atlas_fl.report.trackers.tensorboard import TensorBoardTracker
 from atlas_fl.report.trackers.track_run import TrackedRun, Tracker, numbers_of, summary_numbers, track_run
@@ -53,13 +57,13 @@ def test_without_the_package_nothing_begins(package: str, monkeypatch: pytest.Mo
 
     def without(name: str, *rest: Any, **more: Any) -> Any:
         if name == module:
-            raise ImportError(name)
+            raise ModuleNotFoundError(name, name=package)
         return real(name, *rest, **more)
 
     monkeypatch.setattr(builtins, "__import__", without)
     with (
         pytest.raises(ConfigError, match=rf"--{package} needs .* pip install 'atlas-fl\[{package}\]'") as caught,
-        track_run([TRACKERS[package](str(tmp_path))] if package != "wandb" else [WandbTracker("p")], *RUN(tmp_path)),
+        track_run([TRACKERS[package](str(tmp_path) if package == "tensorboard" else "p")], *RUN(tmp_path)),
     ):
         pytest.fail("it began")
     assert "\n" not in str(caught.value)
@@ -73,10 +77,16 @@ def RUN(folder: Path) -> tuple[Config, Path, Callable[[Event], None]]:  # noqa: 
     ("tracker", "allowed"),
     [
         *((WandbTracker(name), "--wandb is .*allowed: the name of a project, without") for name in ("", "a/b", "50%")),
+        (WandbTracker(" "), "--wandb is ' '; allowed: the name of a project, without"),
         (TensorBoardTracker(""), "--tensorboard is ''; allowed: a folder"),
+        (TensorBoardTracker(f"{__file__}/below"), "--tensorboard is .*; allowed: a folder to write to"),
+        (TensorBoardTracker("s3://bucket/x"), "--tensorboard is 's3://bucket/x'; allowed: a folder to write to"),
         (TensorBoardTracker(__file__), "--tensorboard is .*test_track_run.py.*; allowed: a folder"),
         (MlflowTracker(" "), "--mlflow is ' '; allowed: the name of an experiment"),
-        (TrackioTracker(""), "--trackio is ''; allowed: the name of a project"),
+        *(
+            (TrackioTracker(name), "--trackio is .*; allowed: the name of a project")
+            for name in ("", "a/b", "../up", "a" * 101)
+        ),
     ],
 )
 def test_a_name_that_a_tracker_does_not_take_is_one_line(tracker: Tracker, allowed: str, tmp_path: Path) -> None:
@@ -132,6 +142,87 @@ def test_a_tracker_that_fails_is_told_once_and_the_run_and_the_other_go_on(faili
     logged = [("log", (numbers_of(ROUND), 2))] * 2
     assert whole.calls == [("check", None), ("begin", run), *logged, ("log_summary", {"a": 1}), ("finish", False)]
     assert run.settings["seed"] == 42 and run.settings["hash"] == config_hash(Config())
+
+
+@pytest.mark.parametrize("package", TRACKERS)
+def test_a_package_that_breaks_or_of_which_only_a_folder_is_left_is_one_line(
+    package: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tracker = TRACKERS[package]("p" if package != "tensorboard" else str(tmp_path))
+    module = {"tensorboard": "torch.utils.tensorboard"}.get(package, package)
+    monkeypatch.setitem(sys.modules, module, ModuleType(module))
+    with pytest.raises(ConfigError, match=rf"^--{package}(:.* cannot be loaded| needs).*, or leave --{package} out$"):
+        tracker.check()
+    real = builtins.__import__
+
+    def broken(name: str, *rest: Any, **more: Any) -> Any:
+        if name == module:
+            raise TypeError("Descriptors cannot be created\ndirectly.")
+        return real(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", broken)
+    message = (
+        rf"^--{package}: {package} cannot be loaded \(TypeError: Descriptors cannot be created directly\.\); install"
+    )
+    with pytest.raises(ConfigError, match=message):
+        tracker.check()
+
+
+class Slow(Told):
+    """A tracker that takes its time over every round, until the test lets it go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = Event_()
+
+    def log(self, numbers: Mapping[str, float], *, round: int) -> None:
+        super().log(numbers, round=round)
+        self.go.wait(30)
+
+
+def test_what_waits_behind_a_failure_is_not_sent(tmp_path: Path) -> None:
+    class Blocked(Told):
+        def begin(self, run: TrackedRun) -> None:
+            waiting.wait(30)
+            super().begin(run)
+
+    waiting, tracker = Event_(), Blocked(failing="begin")
+    with track_run([tracker], *RUN(tmp_path)) as logging:
+        for event in EVENTS:
+            logging.tell(event)
+        waiting.set()
+    assert [name for name, _ in tracker.calls] == ["check", "begin"]
+
+
+def test_the_end_of_a_run_waits_for_a_slow_tracker_for_a_while_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tracking, "PATIENCE", 0.2)
+    slow, whole, told = Slow(), Told(), list[Event]()
+    with track_run([slow, whole], Config(), tmp_path, told.append) as logging:
+        for event in EVENTS:
+            logging.tell(event)
+    (note,) = [event for event in told if isinstance(event, Note)]
+    assert note.text.startswith("nothing more is logged to Told (it has not taken all within 0 s)")
+    assert whole.calls[-1] == ("finish", False)
+    slow.go.set()
+
+
+def test_an_error_without_words_and_one_that_cannot_say_them_are_told(tmp_path: Path) -> None:
+    class Wordless(Told):
+        def begin(self, run: TrackedRun) -> None:
+            super().begin(run)
+            raise Mute
+
+    class Mute(Exception):  # noqa: N818
+        def __str__(self) -> str:
+            raise ValueError("no words")
+
+    told = list[Event]()
+    with track_run([Wordless()], Config(), tmp_path, told.append) as logging:
+        logging.tell(PhaseStarted("round 1"))
+    (note,) = [event for event in told if isinstance(event, Note)]
+    assert "Mute" in note.text and "\n" not in note.text
 
 
 def test_a_run_that_fails_is_marked_as_failed(tmp_path: Path) -> None:

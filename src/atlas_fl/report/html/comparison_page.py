@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 from atlas_fl.config import config_hash
 from atlas_fl.errors import ConfigError
@@ -46,16 +47,20 @@ from atlas_fl.report.html.palette import colour
 from atlas_fl.report.method_comparison import MethodComparison
 from atlas_fl.storage.run_folder import SHOWN_RUNS, RunFolder, find_run
 
+BEST = "; scores of each client's best round by validation"
 LEAST_RANKED = 2
 """Federations, and methods common to all, from which ranks mean anything."""
 
 
-def comparison_page(runs: Sequence[Path | str], *, control: str | None = None) -> Page:
+def comparison_page(
+    runs: Sequence[Path | str], *, control: str | None = None, score: Literal["final", "best"] = "final"
+) -> Page:
     """The page of these runs; those that are not complete are named and left out.
 
     Args:
         runs: run folders.
         control: the method that the others are compared with; by default clustered FedAvg, FedAvg or local training.
+        score: the models that clients end with, or the best round by validation.
 
     Raises:
         ConfigError: no method is called `control`, two runs are of the same method, settings and seed, or none of the
@@ -64,7 +69,9 @@ def comparison_page(runs: Sequence[Path | str], *, control: str | None = None) -
         DataError: the runs of two methods differ in their clients, or a client has no test score.
     """
     folders = [find_run(run) for run in runs]
-    finished = {folder.path: read_finished_run(folder.path) for folder in folders if folder.summary.exists()}
+    finished = {
+        folder.path: read_finished_run(folder.path, score=score) for folder in folders if folder.summary.exists()
+    }
     shown = [
         run
         for members in by_federation([run for run in finished.values() if run.seed not in DEVELOPMENT_SEEDS])
@@ -79,7 +86,8 @@ def comparison_page(runs: Sequence[Path | str], *, control: str | None = None) -
     unfinished = [folder.path.name for folder in folders if not folder.summary.exists()]
     return Page(
         title=_title(results, shown),
-        subtitle=f"{len(shown)} runs, {len(results)} federation{'' if len(results) == 1 else 's'}",
+        subtitle=f"{len(shown)} runs, {len(results)} federation{'' if len(results) == 1 else 's'}"
+        + (BEST if score == "best" else ""),
         sections=[*sections, *_ranks(compared), _runs(finished)],
         warnings=[
             *_named(unfinished, "not complete, and so not compared"),

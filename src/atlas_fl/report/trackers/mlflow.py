@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from atlas_fl.config.values import invalid_value
-from atlas_fl.report.trackers.track_run import TrackedRun, Tracker, needs, summary_numbers
+from atlas_fl.report.trackers.track_run import TrackedRun, Tracker, importing, summary_numbers
 
 RUN, HASH = "mlflow.runName", "atlas_fl.hash"
 """The tags by which a run that goes on is found again."""
@@ -43,11 +43,12 @@ class MlflowTracker(Tracker):
         experiment = client.create_experiment(self.experiment) if found is None else found.experiment_id
         tags = {RUN: run.name, HASH: run.settings["hash"]}
         if run.first_round > 1:
-            wanted = " and ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())
-            for before in client.search_runs([experiment], wanted, max_results=1):
-                self._run_id = before.info.run_id
-                client.update_run(self._run_id, status="RUNNING")
-                return
+            wanted = f"tags.`{HASH}` = '{tags[HASH]}'"
+            for before in client.search_runs([experiment], wanted):
+                if before.data.tags.get(RUN) == run.name:
+                    self._run_id = before.info.run_id
+                    client.update_run(self._run_id, status="RUNNING")
+                    return
         self._run_id = client.create_run(experiment, tags=tags).info.run_id
         params = [mlflow.entities.Param(name, str(value)[:LONGEST]) for name, value in run.settings.items()]
         for at in range(0, len(params), 100):
@@ -73,8 +74,8 @@ class MlflowTracker(Tracker):
 
 
 def _mlflow() -> Any:
-    try:
+    with importing("MLflow", flag="--mlflow", package="mlflow"):
         import mlflow
-    except ImportError:
-        raise needs("MLflow", flag="--mlflow", package="mlflow") from None
+
+        _ = mlflow.MlflowClient, mlflow.entities
     return mlflow

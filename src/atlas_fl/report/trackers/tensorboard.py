@@ -1,12 +1,13 @@
 """TensorBoard as a tracker: event files in a folder of the run's name."""
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from atlas_fl.config.values import invalid_value
-from atlas_fl.report.trackers.track_run import TrackedRun, Tracker, needs, summary_numbers
+from atlas_fl.report.trackers.track_run import TrackedRun, Tracker, importing, summary_numbers
 
 
 class TensorBoardTracker(Tracker):
@@ -21,14 +22,16 @@ class TensorBoardTracker(Tracker):
 
     def check(self) -> None:
         """Nothing where tensorboard is there, and the folder is one or can be made."""
-        if not self.folder or (Path(self.folder).exists() and not Path(self.folder).is_dir()):
-            raise invalid_value("--tensorboard", self.folder, "a folder, which is made if need be")
+        places = (Path(self.folder), *Path(self.folder).parents)
+        nearest = next((place for place in places if place.exists()), Path())
+        if not self.folder or "://" in self.folder or not nearest.is_dir() or not os.access(nearest, os.W_OK):
+            raise invalid_value("--tensorboard", self.folder, "a folder to write to, which is made if need be")
         _summary_writer()
 
     def begin(self, run: TrackedRun) -> None:
         """Open an event file; what an earlier session has logged of rounds that are trained again is hidden by it."""
-        purge_step = run.first_round if run.first_round > 1 else None
-        self._writer = _summary_writer()(log_dir=str(Path(self.folder) / run.name), purge_step=purge_step)
+        folder = Path(self.folder) / run.name
+        self._writer = _summary_writer()(log_dir=str(folder), purge_step=run.first_round)
         text = json.dumps(run.settings, indent=4, default=str)
         self._writer.add_text("settings", "\n".join(f"    {line}" for line in text.splitlines()), run.first_round)
 
@@ -48,8 +51,6 @@ class TensorBoardTracker(Tracker):
 
 
 def _summary_writer() -> Any:
-    try:
+    with importing("TensorBoard", flag="--tensorboard", package="tensorboard"):
         from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise needs("TensorBoard", flag="--tensorboard", package="tensorboard") from None
     return SummaryWriter

@@ -4,21 +4,27 @@ Every tracker is given the same numbers under the same names. Whatever fails the
 with a note, and never the run; all that is logged is in the run's folder anyway.
 """
 
+import time
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from atlas_fl.config import Config, config_hash, settings, value_of
-from atlas_fl.errors import ConfigError
+from atlas_fl.errors import ConfigError, one_line
 from atlas_fl.events import Event, Note, OnEvent, PhaseStarted, RoundFinished
 
 ROUND = "round "
 """How the phase of a round is called."""
+PATIENCE = 60.0
+"""Seconds that the end of a run waits for all trackers together."""
+LONGEST = 300
+"""Characters of an error that is told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,9 +108,27 @@ def summary_numbers(summary: Mapping[str, Any], *, name: str = "summary") -> dic
     return numbers
 
 
-def needs(title: str, *, flag: str, package: str) -> ConfigError:
-    """The error for a tracker whose package is not installed."""
-    return ConfigError(f"{flag} needs {title}'s package; pip install 'atlas-fl[{package}]', or leave {flag} out")
+@contextmanager
+def importing(title: str, *, flag: str, package: str) -> Iterator[None]:
+    """Tell in one line that a tracker's package is missing, or broken, while this imports it and looks it through.
+
+    Raises:
+        ConfigError: it is; what it raised stands in the line, whatever a broken installation comes up with.
+    """
+    try:
+        yield
+    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError, OSError) as error:
+        is_missing = isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == package
+        if is_missing or isinstance(error, AttributeError):  # of a folder that is left of it, an empty module is made
+            problem, remedy = f"{flag} needs {title}'s package", f"pip install 'atlas-fl[{package}]'"
+        else:
+            problem, remedy = f"{flag}: {package} cannot be loaded ({in_words(error)})", "install it again"
+        raise ConfigError(f"{problem}; {remedy}, or leave {flag} out") from None
+
+
+def in_words(error: BaseException) -> str:
+    """An error on one line of bounded length, also one that has no text or fails to give it."""
+    return one_line(" ".join(traceback.format_exception_only(error)[-1].split()), limit=LONGEST)
 
 
 @dataclass(kw_only=True)
@@ -116,6 +140,7 @@ class Logging:
     on_event: OnEvent
     is_begun: bool = False
     is_ended: bool = False
+    _has_failed: bool = False
     _asked: list[Future[None]] = field(default_factory=list)
 
     def begin(self, run: TrackedRun) -> None:
@@ -133,23 +158,40 @@ class Logging:
             self._ask(lambda: self.tracker.log_summary(summary))
 
     def finish(self, *, is_failed: bool) -> None:
-        """Wait until everything is handed over."""
+        """End the run there, after all that was asked for before."""
         if self.is_begun:
             self._ask(lambda: self.tracker.finish(is_failed=is_failed))
-            self.look(wait=True)
+        self.thread.shutdown(wait=False)
 
-    def look(self, *, wait: bool) -> None:
-        """Say once what went wrong, and ask for nothing more; a future holds any error, and raises none."""
-        while self._asked and not self.is_ended and (wait or self._asked[0].done()):
-            if (error := self._asked.pop(0).exception()) is not None:
-                self.is_ended = True
-                reason = " ".join(f"{type(error).__name__}: {error}".split())
-                told = f"nothing more is logged to {self.tracker.title} ({reason}); the run goes on and keeps it all"
-                self.on_event(Note(told))
+    def look(self, *, until: float = 0.0) -> None:
+        """Say once what went wrong, and ask for nothing more; wait for what was asked until that time of the clock."""
+        while self._asked and not self.is_ended:
+            if not self._asked[0].done() and time.monotonic() > until:
+                break
+            try:
+                error = self._asked[0].exception(timeout=max(0.0, until - time.monotonic()))
+            except TimeoutError:
+                self._end(f"it has not taken all within {PATIENCE:.0f} s")
+                break
+            del self._asked[0]
+            if error is not None:  # a future holds any error, and raises none
+                self._end(in_words(error))
+
+    def _end(self, reason: str) -> None:
+        self.is_ended = True
+        self.thread.shutdown(wait=False, cancel_futures=True)
+        told = f"nothing more is logged to {self.tracker.title} ({reason}); the run goes on and keeps it all"
+        self.on_event(Note(told))
 
     def _ask(self, work: Callable[[], None]) -> None:
+        def unless_failed() -> None:
+            if not self._has_failed:  # what waits behind a failure would fail too, and may take its time for it
+                self._has_failed = True
+                work()
+                self._has_failed = False
+
         if not self.is_ended:
-            self._asked.append(self.thread.submit(work))
+            self._asked.append(self.thread.submit(unless_failed))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +212,7 @@ class RunLogging:
                 logging.begin(TrackedRun(config=self.config, folder=self.folder, first_round=first_round))
             if isinstance(event, RoundFinished):
                 logging.log(event)
-            logging.look(wait=False)
+            logging.look()
 
     def summary(self, summary: Mapping[str, Any]) -> None:
         """Log what the run came to."""
@@ -187,13 +229,15 @@ def track_run(trackers: Sequence[Tracker], config: Config, folder: Path, on_even
     """
     for tracker in trackers:
         tracker.check()
-    with ExitStack() as stack:
-        threads = [stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix=one.title)) for one in trackers]
-        each = [Logging(tracker=one, thread=thread, on_event=on_event) for one, thread in zip(trackers, threads)]
-        is_failed = True
-        try:
-            yield RunLogging(each=each, config=config, folder=folder, on_event=on_event)
-            is_failed = False
-        finally:
-            for logging in each:
-                logging.finish(is_failed=is_failed)
+    threads = [ThreadPoolExecutor(1, thread_name_prefix=one.title) for one in trackers]
+    each = [Logging(tracker=one, thread=thread, on_event=on_event) for one, thread in zip(trackers, threads)]
+    is_failed = True
+    try:
+        yield RunLogging(each=each, config=config, folder=folder, on_event=on_event)
+        is_failed = False
+    finally:
+        for logging in each:
+            logging.finish(is_failed=is_failed)
+        until = time.monotonic() + PATIENCE
+        for logging in each:
+            logging.look(until=until)

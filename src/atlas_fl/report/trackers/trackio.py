@@ -1,10 +1,14 @@
 """Trackio as a tracker: a project in the folder of `TRACKIO_DIR`, or where `TRACKIO_SPACE_ID` or `_SERVER_URL` say."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from atlas_fl.config.values import invalid_value
-from atlas_fl.report.trackers.track_run import TrackedRun, Tracker, needs, summary_numbers
+from atlas_fl.report.trackers.track_run import TrackedRun, Tracker, importing, summary_numbers
+
+NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")
+"""Trackio takes other characters out of a name, and so may log to another project."""
 
 
 class TrackioTracker(Tracker):
@@ -19,8 +23,9 @@ class TrackioTracker(Tracker):
 
     def check(self) -> None:
         """Nothing where trackio is there and the project has a name."""
-        if not self.project.strip():
-            raise invalid_value("--trackio", self.project, "the name of a project")
+        if not NAME.fullmatch(self.project):
+            allowed = "the name of a project: letters, digits, - and _, at most 100"
+            raise invalid_value("--trackio", self.project, allowed)
         _trackio()
 
     def begin(self, run: TrackedRun) -> None:
@@ -50,8 +55,8 @@ class TrackioTracker(Tracker):
 
 
 def _trackio() -> Any:
-    try:
+    with importing("Trackio", flag="--trackio", package="trackio"):
         import trackio
-    except ImportError:
-        raise needs("Trackio", flag="--trackio", package="trackio") from None
+
+        _ = trackio.init
     return trackio

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from atlas_fl.config.values import invalid_value
-from atlas_fl.report.trackers.track_run import TrackedRun, Tracker, needs
+from atlas_fl.report.trackers.track_run import TrackedRun, Tracker, importing
 
 NOT_IN_NAMES = frozenset("/\\#?%:")
 """What W&B takes in no name of a project."""
@@ -21,7 +21,7 @@ class WandbTracker(Tracker):
 
     def check(self) -> None:
         """Nothing where wandb is there and takes the name."""
-        if not self.project or NOT_IN_NAMES & set(self.project):
+        if not self.project.strip() or NOT_IN_NAMES & set(self.project):
             allowed = f"the name of a project, without {' '.join(sorted(NOT_IN_NAMES))}"
             raise invalid_value("--wandb", self.project, allowed)
         _wandb()
@@ -54,8 +54,8 @@ class WandbTracker(Tracker):
 
 
 def _wandb() -> Any:
-    try:
+    with importing("W&B", flag="--wandb", package="wandb"):
         import wandb
-    except ImportError:
-        raise needs("W&B", flag="--wandb", package="wandb") from None
+
+        _ = wandb.init, wandb.Settings
     return wandb
