@@ -163,13 +163,11 @@ class Logging:
             self._ask(lambda: self.tracker.finish(is_failed=is_failed))
         self.thread.shutdown(wait=False)
 
-    def look(self, *, until: float = 0.0) -> None:
+    def look(self, *, until: float | None = None) -> None:
         """Say once what went wrong, and ask for nothing more; wait for what was asked until that time of the clock."""
-        while self._asked and not self.is_ended:
-            if not self._asked[0].done() and time.monotonic() > until:
-                break
+        while self._asked and not self.is_ended and (until is not None or self._asked[0].done()):
             try:
-                error = self._asked[0].exception(timeout=max(0.0, until - time.monotonic()))
+                error = self._asked[0].exception(timeout=max(0.0, (until or 0.0) - time.monotonic()))
             except TimeoutError:
                 self._end(f"it has not taken all within {PATIENCE:.0f} s")
                 break
