@@ -45,13 +45,8 @@ def federation(rounds: int) -> Config:
         {
             **{"tasks": ("trec",), "clients_per_task": CLIENTS, "samples": 120, "devices": ("laptop_8gb",)},
             **{"validation_samples": 10, "test_samples": 10, "strategy": "fedavg", "space": "factors"},
-            **{
-                "ranks": str(RANK),
-                "lr": LEARNING_RATE,
-                "rounds": rounds,
-                "eval_every": rounds,
-                "checkpoint_every": rounds,
-            },
+            **{"ranks": str(RANK), "lr": LEARNING_RATE, "rounds": rounds},
+            **{"eval_every": rounds, "checkpoint_every": rounds},
         },
     )
 
@@ -73,7 +68,7 @@ def client_app(rounds: int) -> ClientApp:
         assembly, model = loaded(rounds)
         name = assembly.clients[int(context.node_config["partition-id"])].name
         set_peft_model_state_dict(model, dict(message.content["arrays"].to_torch_state_dict()))
-        options = TrainOptions(seed=0, epochs=1, lr=LEARNING_RATE)
+        options = TrainOptions(seed=federation(rounds).run.seed, epochs=1, lr=LEARNING_RATE)
         job = Job(client=name, params={}, round=int(message.content["config"]["server-round"]), options=options)
         trained = peft_client(model, job, assembly, "cpu", bf16=False)
         counted = MetricRecord({"num-examples": len(assembly.site.data[name].splits["train"])})
@@ -129,6 +124,8 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--repeat", type=int, default=3)
     args = parser.parse_args()
+    if args.rounds < 3:
+        parser.error(f"--rounds is {args.rounds}; allowed: at least 3, since neither the first nor the last one counts")
     initial = initial_adapters(args.rounds)
     ratios = list[tuple[float, float]]()
     for _ in range(args.repeat):

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from inspect import isfunction
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,11 @@ def _command(command: Command) -> Iterator[str]:
 
 
 def _default(options: type[Any]) -> object:
-    required = {field.name: tyro.MISSING for field in fields(options) if field.default is field.default_factory}
+    required = {
+        field.name: tyro.MISSING
+        for field in fields(options)
+        if field.default is MISSING and field.default_factory is MISSING
+    }
     return options(**required)
 
 
@@ -111,14 +115,13 @@ def settings_page() -> str:
 
 def _row(argument: Argument) -> str:
     name = f"{argument.flag} {argument.metavar}".strip() or argument.name
-    text = argument.text.replace("|", r"\|").replace("<", r"\<").replace("*", r"\*").replace("_", r"\_")
-    return f"| `{name}` | {_unescape_code(text)} |"
+    return f"| `{name}` | {_as_markdown(argument.text)} |"
 
 
-def _unescape_code(text: str) -> str:
-    """Text whose escapes stand outside what is in backquotes alone."""
-    parts = text.split("`")
-    return "`".join(re.sub(r"\\([<*_])", r"\1", part) if index % 2 else part for index, part in enumerate(parts))
+def _as_markdown(text: str) -> str:
+    """A help text in a cell of a table: signs of Markdown mean themselves, but for the backquotes of code."""
+    parts = text.replace("|", r"\|").split("`")
+    return "`".join(part if index % 2 else re.sub("([<*_])", r"\\\1", part) for index, part in enumerate(parts))
 
 
 def api_page() -> str:

@@ -169,9 +169,8 @@ class Argument:
 def arguments(default: Any) -> Iterator[Argument]:
     """What a dataclass declares, a group of settings or the options of a command, with the values of this instance."""
     docs, hints = field_docs(type(default)), get_type_hints(type(default), include_extras=True)
-    for name in sorted(
-        hints, key=lambda name: name not in type(default).__annotations__
-    ):  # its own, then inherited ones
+    own_first = sorted(hints, key=lambda name: name not in type(default).__annotations__)
+    for name in own_first:
         kind = hints[name]
         if name == SETTINGS:
             continue

@@ -12,8 +12,8 @@ RUN, HASH = "mlflow.runName", "atlas_fl.hash"
 """The tags by which a run that goes on is found again."""
 NOT_IN_NAMES = re.compile(r"[^\w\-. :/]", re.ASCII)
 """What MLflow takes in no name of a metric."""
-MOST_AT_ONCE = 500
-"""Numbers, half of what MLflow takes in one call."""
+MOST_METRICS, MOST_PARAMS = 1000, 100
+"""What MLflow takes in one call."""
 LONGEST = 6000
 """Characters of a setting's value that MLflow keeps."""
 
@@ -51,8 +51,8 @@ class MlflowTracker(Tracker):
                     return
         self._run_id = client.create_run(experiment, tags=tags).info.run_id
         params = [mlflow.entities.Param(name, str(value)[:LONGEST]) for name, value in run.settings.items()]
-        for at in range(0, len(params), 100):
-            client.log_batch(self._run_id, params=params[at : at + 100])
+        for at in range(0, len(params), MOST_PARAMS):
+            client.log_batch(self._run_id, params=params[at : at + MOST_PARAMS])
 
     def log(self, numbers: Mapping[str, float], *, round: int) -> None:
         """Log a metric for each, at the step of the round; what no name may have becomes `_`."""
@@ -61,8 +61,8 @@ class MlflowTracker(Tracker):
         metrics = [
             entities.Metric(NOT_IN_NAMES.sub("_", name), float(value), now, round) for name, value in numbers.items()
         ]
-        for at in range(0, len(metrics), MOST_AT_ONCE):
-            self._client.log_batch(self._run_id, metrics=metrics[at : at + MOST_AT_ONCE])
+        for at in range(0, len(metrics), MOST_METRICS):
+            self._client.log_batch(self._run_id, metrics=metrics[at : at + MOST_METRICS])
 
     def log_summary(self, summary: Mapping[str, Any]) -> None:
         """Log what it says of all clients, at the step of the last round."""
