@@ -24,7 +24,7 @@ BIN := .venv/bin
 INSTALL := $(BIN)/python -m tools.install
 LOCKS := tools/install.py $(wildcard requirements/*.txt)
 # A test is handed to whichever worker is free; the durations of all tests are left in a table.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --dist worksteal
 DURATIONS := build/durations
 
 setup: .venv/dev.stamp .venv/fetched.stamp
@@ -39,7 +39,7 @@ demo-vision: .venv/vision.stamp
 test: lint unit
 
 test-all: lint setup
-	$(PYTEST) --durations-file=$(DURATIONS)/test-all.tsv
+	$(PYTEST) -n 2 --durations-file=$(DURATIONS)/test-all.tsv
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check
@@ -48,10 +48,11 @@ lint: .venv/dev.stamp
 	$(BIN)/lint-imports
 
 unit: setup
-	HYPOTHESIS_PROFILE=quick $(PYTEST) -m "not slow" --durations-file=$(DURATIONS)/test.tsv
+	HYPOTHESIS_PROFILE=quick $(PYTEST) -n 2 -m "not slow" --durations-file=$(DURATIONS)/test.tsv
 
+# three workers on two cores: servers and sites wait for each other
 test-rest: setup
-	$(PYTEST) -m "slow or hypothesis" --durations-file=$(DURATIONS)/test-rest.tsv
+	$(PYTEST) -n 3 -m "slow or hypothesis" --durations-file=$(DURATIONS)/test-rest.tsv
 
 package-check: setup
 	$(BIN)/python -m tools.package

@@ -1,8 +1,9 @@
 """What memory does a client with a cut take, against one that holds the whole model, and against the prediction?
 
-Trains MiniLM with LoRA on query and value for some steps of random tokens, each case in a process of its own: the whole
-model, and the part below every given cut with a gradient that comes from nowhere. Prints the peak resident
-memory, what `ranks.cost_model.device_memory` predicts, and the ratio.
+Trains MiniLM for some steps of random tokens, each case in a process of its own: all weights of the model (what LoRA is
+to save memory against), LoRA on query and value of the whole model, and LoRA in the part below every given cut with a
+gradient that comes from nowhere. Prints the peak resident memory, what loading the model alone took, and for
+LoRA what `ranks.cost_model.device_memory` predicts, and the ratio.
 
     python benchmarks/split.py --cuts 2 4
 """
@@ -35,18 +36,21 @@ from atlas_fl.split.codec import decode_rows, encode_rows
 from atlas_fl.split.model import load_client_part
 
 RANK, LENGTH = 8, 64
+ALL_WEIGHTS, WHOLE = "all-weights", "whole"
 
 
-def steps(backbone: Backbone, *, blocks: int, batch: int, count: int) -> None:
-    """Train the adapters of these blocks for some steps; the gradient of their output comes from elsewhere."""
+def steps(backbone: Backbone, *, blocks: int, batch: int, count: int, all_weights: bool) -> None:
+    """Train the adapters of these blocks, or all weights; the gradient of the blocks' output comes from elsewhere."""
     modules = {
         name: module
         for name, module in target_modules(backbone, ("query", "value")).items()
-        if block_index(backbone, name) < blocks
+        if not all_weights and block_index(backbone, name) < blocks
     }
     dims = {name: module_dims(module) for name, module in modules.items()}
     params = {key: t.requires_grad_() for key, t in init_adapters(dims, dict.fromkeys(dims, RANK), seed=1).items()}
-    optimizer = torch.optim.AdamW(params.values())
+    if all_weights:
+        backbone.model.requires_grad_(True)
+    optimizer = torch.optim.AdamW(backbone.model.parameters() if all_weights else params.values())
     tokens = batch * LENGTH
     whole = Segment(start=0, stop=tokens)
     adapters = Adapters(clients=[params], segments=[whole], sequences=[whole], scale=lambda _: 2.0)
@@ -63,20 +67,22 @@ def steps(backbone: Backbone, *, blocks: int, batch: int, count: int) -> None:
         optimizer.zero_grad(set_to_none=True)
 
 
-def case(args: argparse.Namespace) -> dict[str, float]:
-    """The peak of this process and the prediction, in bytes."""
-    backbone = load_backbone("minilm") if args.case < 0 else load_client_part("minilm", blocks=args.case)
-    blocks = len(backbone.blocks) if args.case < 0 else args.case
+def case(args: argparse.Namespace) -> dict[str, int]:
+    """The sizes of this process and the prediction, in bytes."""
+    is_cut = args.case not in (ALL_WEIGHTS, WHOLE)
+    backbone = load_client_part("minilm", blocks=int(args.case)) if is_cut else load_backbone("minilm")
+    blocks = int(args.case) if is_cut else len(backbone.blocks)
     loaded = psutil.Process().memory_info().rss
-    steps(backbone, blocks=blocks, batch=args.batch, count=args.steps)
+    steps(backbone, blocks=blocks, batch=args.batch, count=args.steps, all_weights=args.case == ALL_WEIGHTS)
+    measured = {"weights": backbone.num_parameters * 4, "loaded": loaded, "peak": peak_memory()["rss_bytes"]}
+    if args.case == ALL_WEIGHTS:
+        return measured
     # The part knows only its own blocks, and that is all that is asked of its shape.
     shape = model_shape(backbone, target_modules(backbone, ("query", "value")))
-    step = TrainingStep(
-        tokens=args.batch * LENGTH, crossing=0 if args.case < 0 else 2 * args.batch * LENGTH * backbone.hidden
-    )
+    tokens = args.batch * LENGTH
+    step = TrainingStep(tokens=tokens, crossing=2 * tokens * backbone.hidden if is_cut else 0)
     memory = device_memory(shape, DEVICES["cpu_2gb"], ranks=[RANK] * blocks, step=step)
-    weights = backbone.num_parameters * 4
-    return {"peak": peak_memory()["rss_bytes"], "loaded": loaded, "predicted": memory.used_bytes, "weights": weights}
+    return measured | {"predicted": memory.used_bytes}
 
 
 def main() -> None:
@@ -84,22 +90,22 @@ def main() -> None:
     parser.add_argument("--cuts", type=int, nargs="+", default=[2])
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--case", type=int, help="one case in this process: blocks, or -1 for the whole model")
+    parser.add_argument("--case", help=f"one case in this process: {ALL_WEIGHTS}, {WHOLE}, or a number of blocks")
     args = parser.parse_args()
     if args.case is not None:
         print(json.dumps(case(args)))
         return
     options = ["--batch", str(args.batch), "--steps", str(args.steps)]
-    for blocks in (-1, *args.cuts):
-        command = [sys.executable, __file__, "--case", str(blocks), *options]
+    for name in (ALL_WEIGHTS, WHOLE, *map(str, args.cuts)):
+        command = [sys.executable, __file__, "--case", name, *options]
         measured = json.loads(
             subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
         )
-        name = "whole model" if blocks < 0 else f"cut at {blocks}"
-        sizes = ", ".join(
-            f"{part} {measured[part] / 1e6:.0f} MB" for part in ("weights", "loaded", "peak", "predicted")
+        sizes = ", ".join(f"{part} {size / 1e6:.0f} MB" for part, size in measured.items())
+        ratio = (
+            f"; predicted over peak {measured['predicted'] / measured['peak']:.2f}" if "predicted" in measured else ""
         )
-        print(f"{name}: {sizes}; predicted over peak {measured['predicted'] / measured['peak']:.2f}")
+        print(f"{f'cut at {name}' if name.isdigit() else name}: {sizes}{ratio}")
 
 
 if __name__ == "__main__":

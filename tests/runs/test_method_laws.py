@@ -15,9 +15,10 @@ from tests.runs.reading import rows
 Make = Callable[..., Config]
 SMALL: Mapping[str, Any] = {
     **{"samples": 16, "rounds": 3, "eval_every": 3, "pack_tokens": 1, "audit": False},
-    **{"lr": 0.05, "batch_size": 4, "local_epochs": 2},
+    **{"lr": 0.05, "batch_size": 4, "local_epochs": 2, "validation_samples": 4, "test_samples": 4},
 }
-"""Steps so large that scores tell what a method does. Packs of one, so that sums do not follow the clients' order."""
+"""Steps so large that scores tell what a method does. Packs of one, so that sums do not follow the clients' order; they
+make every example a pass of its own, so that few are scored."""
 OF_CLIENTS = ("trained_parts", "prior_correction", "proximal_mu", "personal_rounds")
 """Settings of a method that say how a client trains by itself."""
 NOT_LOCAL_ALONE = {
@@ -30,6 +31,12 @@ NOT_LOCAL_ALONE = {
 """Methods that are something else than local training where a client is alone, each with its reason."""
 EQUAL = 1e-4
 """Relative difference of losses that float32 sums of another order may make."""
+
+
+@pytest.fixture(autouse=True)
+def importance_is_measured_on_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks are given here, and what layers matter changes nothing."""
+    monkeypatch.setattr("atlas_fl.planning.ranks_and_cuts.IMPORTANCE_BATCHES", 1)
 
 
 def words_of(method: str) -> dict[str, Any]:
