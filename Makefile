@@ -55,7 +55,7 @@ test-rest: setup
 	$(PYTEST) -n 3 -m "slow or hypothesis" --durations-file=$(DURATIONS)/test-rest.tsv
 
 package-check: setup
-	$(BIN)/python -m tools.package
+	$(BIN)/python -m tools.package $(PYTHONS)
 
 site: .venv/site.stamp
 	$(BIN)/python -m tools.site

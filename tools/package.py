@@ -1,6 +1,7 @@
 """Build the wheel and the source archive, check what is in them, and run the wheel in an empty environment.
 
-    .venv/bin/python -m tools.package        what `make package-check` runs
+    .venv/bin/python -m tools.package                              what `make package-check` runs
+    .venv/bin/python -m tools.package python3.12 python3.13        the same wheel under other interpreters
 
 The environment gets the locked packages of `requirements/base.txt` and the wheel, and nothing of this folder is on its
 path: it fetches what a run needs, as `atlas doctor` then confirms, runs the smoke preset and writes its page. In the
@@ -14,7 +15,6 @@ import tarfile
 import tempfile
 import time
 import tomllib
-import venv
 from collections.abc import Iterator, Mapping, Sequence
 from email.message import Message
 from email.parser import Parser
@@ -49,7 +49,8 @@ def main() -> None:
         if problems := [*wheel_problems(wheel), *archive_problems(archive)]:
             raise SystemExit("\n".join(problems))
         print(f"{wheel.name} ({wheel.stat().st_size / 1e6:.1f} MB) and {archive.name} hold what they should")
-        run_in_new_environment(wheel, Path(folder))
+        for number, python in enumerate(sys.argv[1:] or [sys.executable]):
+            run_in_new_environment(wheel, Path(folder) / str(number), python=python)
 
 
 def build(folder: Path) -> tuple[Path, Path]:
@@ -137,10 +138,11 @@ def _all(message: Message, field: str) -> list[str]:
     return [str(value) for value in message.get_all(field) or []]
 
 
-def run_in_new_environment(wheel: Path, folder: Path) -> None:
-    """Install the wheel and what it needs into an environment of its own, and let it run there."""
+def run_in_new_environment(wheel: Path, folder: Path, *, python: str) -> None:
+    """Install the wheel and what it needs into an environment of this interpreter, and let it run there."""
+    folder.mkdir()
     environment = folder / "environment"
-    venv.create(environment, with_pip=True)
+    _step(f"environment of {python} made", [python, "-m", "venv", environment], cwd=folder)
     bin_dir = environment / "bin"
     _step("installed", [bin_dir / "python", "-m", "tools.install", wheel, "base"], cwd=ROOT)
     atlas = bin_dir / "atlas"

@@ -25,6 +25,7 @@ def comparison(**scores: tuple[float, float]) -> MethodComparison:
                 scores={"a-0": first, "a-1": second},
                 loss=None,
                 calibration_error=None,
+                memory_bytes=None,
                 gain_over_majority=None,
                 num_bytes=195_000_000 if name == "atlas" else 1,
                 bytes_below_whole=0.9994 if name == "atlas" else None,

@@ -40,6 +40,7 @@ def run_of(name: str, seed: int) -> RunScores:
         scores={client: float(score) for client, score in zip(CLIENTS, draw.uniform(0.4, 0.8, 4), strict=True)},
         loss=0.5 + seed / 100,
         calibration_error=seed / 50,
+        memory_bytes=seed * 1e8,
         gain_over_majority=0.125,
         num_bytes=5_000_000,
         bytes_below_whole=0.5,
@@ -58,6 +59,7 @@ def page(comparison: MethodComparison) -> str:
     result = FederationResults(
         title="null",
         words="",
+        sweeps=(),
         changed={},
         own_settings={},
         tuned={},

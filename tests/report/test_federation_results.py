@@ -140,7 +140,12 @@ def test_some_runs_without_a_record_are_counted(tuned: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "missing", [("loss", "calibration_error"), ("tuning", "seconds_reused", "loss", "calibration_error")]
+    "missing",
+    [
+        ("memory_bytes",),
+        ("memory_bytes", "loss", "calibration_error"),
+        ("memory_bytes", "loss", "calibration_error", "tuning", "seconds_reused"),
+    ],
 )
 def test_rows_of_before_there_were_these_columns_are_read(
     missing: tuple[str, ...], make_federation: MakeFederation, tmp_path: Path
@@ -150,11 +155,42 @@ def test_rows_of_before_there_were_these_columns_are_read(
     file = tmp_path / "rows.csv"
     file.write_text(without_columns(to_csv(runs), *missing))
     read = find_finished_runs([file])
-    assert [(run.tuning, run.scores.loss, run.scores.calibration_error) for run in read] == [(None, None, None)] * len(
-        runs
-    )
+    assert len(read) == len(runs) and all(run.scores.memory_bytes is None for run in read)
     page = results_page(read, control="fedavg")
-    assert "no tuning on record" in page and "*Costs*" in page and "*Probabilities*" not in page
+    assert "no tuning on record" in page and "*Costs*" in page
+    is_older = "loss" in missing
+    assert all((run.scores.loss is None) == is_older for run in read)
+    assert ("*Probabilities*" not in page) == is_older
+
+
+def test_the_memory_of_a_method_is_that_of_the_client_that_needs_most(
+    make_federation: MakeFederation, tmp_path: Path
+) -> None:
+    make_federation(2)
+    path = tmp_path / "2-fedper-1" / "summary.json"
+    summary = json.loads(path.read_text())
+    list(summary["clients"].values())[3]["predicted"]["memory_bytes"] = 2e9
+    path.write_text(json.dumps(summary))
+    runs = find_finished_runs([tmp_path])
+    found = {(run.method, run.seed): run.scores.memory_bytes for run in runs}
+    assert found["fedper", 1] == 2e9 and found["fedper", 2] == found["local", 1] == 552.9e6
+    file = tmp_path / "rows.csv"
+    file.write_text(to_csv(runs))
+    assert {(run.method, run.seed): run.scores.memory_bytes for run in find_finished_runs([file])} == found
+    # the mean over seeds of 2,000, 552.9 and 552.9 MB
+    assert "1.0 GB" in next(
+        line for line in results_page(runs, control="fedavg").split("*Costs*")[1].splitlines() if "fedper" in line
+    )
+
+
+def test_rows_that_differ_in_one_number_are_a_sweep(make_federation: MakeFederation, tmp_path: Path) -> None:
+    for mu in (1.0, 0.01, 0.1):
+        make_federation(2, gains={"ditto": mu / 10}, proximal_mu=mu)
+    make_federation(2, gains={"fedavg": 0.05})
+    (result,) = federation_results(find_finished_runs([tmp_path]), control="fedavg")
+    (sweep,) = result.sweeps
+    assert (sweep.method, sweep.setting, list(sweep.values.values())) == ("ditto", "proximal_mu", [0.01, 0.1, 1.0])
+    assert set(sweep.values) < set(result.seeds)
 
 
 def test_losses_are_means_over_clients_and_stand_in_rows_and_pages(

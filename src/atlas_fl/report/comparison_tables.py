@@ -36,6 +36,8 @@ class Column(Generic[RowT]):
     heading: str
     """In at most two lines."""
     cell: Callable[[RowT], str]
+    left_out_if_empty: bool = False
+    """Where no row has it, as in files of before it was there; other columns show a dash."""
 
 
 def _half_width(interval: Interval | None) -> str:
@@ -95,6 +97,11 @@ METHOD_TABLES: Mapping[str, tuple[Column[MethodRow], ...]] = {
             heading="below\nwhole",
             cell=lambda row: EMPTY if row.bytes_below_whole is None else f"{100 * row.bytes_below_whole:.2f}%",
         ),
+        Column(
+            heading="device\nmemory",
+            cell=lambda row: EMPTY if row.memory_bytes is None else human_bytes(row.memory_bytes),
+            left_out_if_empty=True,
+        ),
         Column(heading="\ntime", cell=_whole_time),
         Column(heading="\nreused", cell=lambda row: _time(row.reused_seconds)),
     ),
@@ -148,8 +155,9 @@ def reading(comparison: MethodComparison) -> dict[str, str]:
             " predictions is from their accuracy (Guo et al. 2017)"
         ),
         "Costs": (
-            "below whole: bytes not sent of those of whole models; time: of a run, with what the results had taken"
-            " that it reused from earlier runs (reused); frozen states that are kept are not in it"
+            "below whole: bytes not sent of those of whole models; device memory: what training takes of the client"
+            " that needs most, as the plan predicts it; time: of a run, with what the results had taken that it reused"
+            " from earlier runs (reused); frozen states that are kept are not in it"
         ),
         "Against": (
             f"paired by seed; shown: worse, equal within {ROPE:g} or better, where P is {SHOWN:g} or more;"
@@ -164,9 +172,11 @@ def reading(comparison: MethodComparison) -> dict[str, str]:
 
 def _method_tables(comparison: MethodComparison) -> Iterator[tuple[str, tuple[Column[MethodRow], ...]]]:
     """The tables of methods of which something is known."""
+    rows = comparison.rows.values()
     for title, columns in METHOD_TABLES.items():
-        if any(column.cell(row) != EMPTY for column in columns for row in comparison.rows.values()):
-            yield title, columns
+        said = {column.heading for column in columns if any(column.cell(row) != EMPTY for row in rows)}
+        if said:
+            yield title, tuple(column for column in columns if column.heading in said or not column.left_out_if_empty)
 
 
 def terminal_tables(comparison: MethodComparison) -> Iterator[Table]:

@@ -31,6 +31,18 @@ OF_THE_TUNING = frozenset({"lr", *(name for name, _ in KNOBS.values())}) - OF_TH
 VARIED = OF_THE_METHOD | OF_THE_TUNING
 """Settings that may tell the rows of one federation apart."""
 WHICH_RUN = frozenset({"strategy", "seed"})
+LEAST_SWEPT = 3
+"""Values of a setting from which there is a curve to see."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """Rows of one method that differ in one number alone."""
+
+    method: str
+    setting: str
+    values: Mapping[str, float]
+    """By row, the value of the setting; ascending."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +58,8 @@ class FederationResults:
     """By method, those of its settings in which it differs from other methods, and which are not what it sets."""
     tuned: Mapping[str, str]
     """By method, what was tried of it on which seeds, and what was chosen; without those of no record."""
+    sweeps: tuple[Sweep, ...]
+    """Those of at least `LEAST_SWEPT` values."""
     comparison: MethodComparison | None
     """None where fewer than two methods, the control among them, have the same seeds."""
     seeds: Mapping[str, tuple[int, ...]]
@@ -129,6 +143,7 @@ def _compare_federation(runs: Sequence[FinishedRun], *, control: str | None) -> 
         changed=_changed_settings(by_client or runs),
         own_settings=_own_settings({name: methods[name] for name in _in_order(methods, control)}),
         tuned={name: words for name in _in_order(methods, control) if (words := _tuning_words(methods[name]))},
+        sweeps=_sweeps({name: methods[name] for name in complete}),
         comparison=compare_scores(_in_order(complete, control), control=control) if is_compared else None,
         seeds={name: tuple(sorted(methods[name])) for name in _in_order(methods, control)},
         incomplete=incomplete if is_compared else {},
@@ -158,6 +173,25 @@ def method_rows(runs: Sequence[FinishedRun]) -> dict[str, dict[int, FinishedRun]
                 )
             row[run.seed] = run
     return dict(sorted(rows.items()))
+
+
+def _sweeps(methods: Mapping[str, Mapping[int, FinishedRun]]) -> tuple[Sweep, ...]:
+    """What was swept of each method."""
+    by_method: dict[str, dict[str, Config]] = {}
+    for label, by_seed in methods.items():
+        run = next(iter(by_seed.values()))
+        by_method.setdefault(run.method, {})[label] = run.config
+    found = []
+    for method, configs in by_method.items():
+        varied = [
+            name for name in sorted(VARIED) if len({repr(value_of(config, name)) for config in configs.values()}) > 1
+        ]
+        values = {label: value_of(config, varied[0]) for label, config in configs.items()} if len(varied) == 1 else {}
+        if len(values) >= LEAST_SWEPT and all(type(value) in (int, float) for value in values.values()):
+            found.append(
+                Sweep(method=method, setting=varied[0], values=dict(sorted(values.items(), key=lambda v: v[1])))
+            )
+    return tuple(found)
 
 
 def setting_words(values: Mapping[str, Any]) -> str:

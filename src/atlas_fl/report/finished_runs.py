@@ -37,11 +37,16 @@ from atlas_fl.storage.run_folder import RunFolder, find_run
 
 COLUMNS = (
     *("preset", "dial", "strategy", "seed", "mean", "gain_over_majority", "bytes", "bytes_below_whole", "seconds"),
-    *("seconds_reused", "loss", "calibration_error", "clients", "tasks", "scores", "flags", "tuning", "config_hash"),
+    *("seconds_reused", "memory_bytes", "loss", "calibration_error", "clients", "tasks", "scores", "flags", "tuning"),
+    "config_hash",
 )
 """Of the file. `clients`, `tasks` and `scores` have one word a client; `tuning` is the JSON of what was tried, empty
 where nothing is written of it; what flags or scores say as well (strategy, seed, mean) is there for readers."""
-ADDED_LATER = ({"loss", "calibration_error"}, {"seconds_reused", "tuning", "loss", "calibration_error"})
+ADDED_LATER = (
+    {"memory_bytes"},
+    {"memory_bytes", "loss", "calibration_error"},
+    {"memory_bytes", "loss", "calibration_error", "seconds_reused", "tuning"},
+)
 """The columns that files lack which were written before there was the newest of each, the newer files first."""
 
 
@@ -68,6 +73,9 @@ class RunScores:
     """Wall-clock time."""
     reused_seconds: float | None
     """What the results had taken that it reused from earlier runs of its process; None where a run does not say."""
+    memory_bytes: float | None
+    """Memory that training takes of the device of the client that needs most, as predicted; None where a plan does not
+    predict it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +137,13 @@ def read_scores(run: Path | str, *, score: Literal["final", "best"] = "final") -
         bytes_below_whole=summary["bytes"].get("full_model", {}).get("reduction"),
         seconds=summary.get("seconds", {}).get("total"),
         reused_seconds=summary.get("seconds", {}).get("reused"),
+        memory_bytes=_most_memory(clients),
     )
+
+
+def _most_memory(clients: Mapping[str, Any]) -> float | None:
+    needed = [entry.get("predicted", {}).get("memory_bytes") for entry in clients.values()]
+    return None if None in needed else max(needed)
 
 
 def _mean_of(clients: Mapping[str, Any], score: str, metric: str) -> float | None:
@@ -208,7 +222,7 @@ def to_csv(runs: Iterable[FinishedRun]) -> str:
                 *(run.config.run.preset, run.config.run.dial, run.method, run.seed),
                 sum(scores.scores.values()) / len(scores.scores),
                 *(scores.gain_over_majority, scores.num_bytes, scores.bytes_below_whole, scores.seconds),
-                *(scores.reused_seconds, scores.loss, scores.calibration_error),
+                *(scores.reused_seconds, scores.memory_bytes, scores.loss, scores.calibration_error),
                 *(_words(values) for values in (scores.scores, scores.tasks.values(), scores.scores.values())),
                 shlex.join(changed_flags(run.config)),
                 None if run.tuning is None else json.dumps(tuning_json(run.tuning)),
@@ -305,6 +319,7 @@ def _scores_of(row: Mapping[str, Any], seed: int) -> RunScores:
         bytes_below_whole=_number(row["bytes_below_whole"], least=-inf),
         seconds=_number(row["seconds"]),
         reused_seconds=_number(row.get("seconds_reused") or ""),
+        memory_bytes=_number(row.get("memory_bytes") or ""),
     )
 
 

@@ -55,6 +55,8 @@ class MethodRow:
     """Wall-clock time of a run; None where a run does not say."""
     reused_seconds: float | None
     """What the results had taken that a run reused from earlier ones; None where a run does not say."""
+    memory_bytes: float | None
+    """Memory that training takes of the fullest client's device, as predicted; None where a run does not say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +133,7 @@ def compare_scores(
                 num_bytes=float(np.mean([run.num_bytes for run in by_seed.values()])),
                 seconds=_mean([run.seconds for run in by_seed.values()]),
                 reused_seconds=_mean([run.reused_seconds for run in by_seed.values()]),
+                memory_bytes=_mean([run.memory_bytes for run in by_seed.values()]),
             )
             for (name, by_seed), values in zip(runs.items(), scores.values(), strict=True)
         },

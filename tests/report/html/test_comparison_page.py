@@ -1,3 +1,4 @@
+import json
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
@@ -67,6 +68,32 @@ def test_the_front_holds_what_nothing_beats(runs: list[Path]) -> None:
         row["method"] for row in chart_of(page, "front-0", "front")
     ]
     assert {row["method"] for row in chart_of(page, "front-0", "front")} == set(pareto_front(costs, scores))
+
+
+def test_memory_is_drawn_where_methods_differ_in_it(runs: list[Path]) -> None:
+    assert "against the memory of a device" not in page_of(runs).text
+    for run in runs:
+        if "-fedper-" in run.name:
+            summary = json.loads((run / "summary.json").read_text())
+            for client in summary["clients"].values():
+                client["predicted"]["memory_bytes"] = 1.5e9
+            (run / "summary.json").write_text(json.dumps(summary))
+    rows = {row["method"]: row["bytes"] for row in chart_of(page_of(runs), "memory-front-0")}
+    assert rows == {"fedper": 1.5e9, "fedavg": 552.9e6, "local": 552.9e6}
+
+
+def test_a_sweep_is_drawn_with_the_interval_of_every_value(
+    make_federation: Callable[..., None], tmp_path: Path
+) -> None:
+    for mu in (0.01, 0.1, 1.0):
+        make_federation(2, gains={"ditto": mu / 10}, proximal_mu=mu)
+    page = page_of(sorted(path.parent for path in tmp_path.glob("*/summary.json")))
+    rows = chart_of(page, "sweep-0-0")
+    means = {row["method"]: row for row in chart_of(page, "means-0", "means")}
+    assert [row["value"] for row in rows] == [0.01, 0.1, 1.0]
+    for row in rows:
+        drawn = means[f"ditto proximal_mu={row['value']:g}"] if row["value"] != 1.0 else means["ditto proximal_mu=1.0"]
+        assert [row[name] for name in ("mean", "low", "high")] == [drawn[name] for name in ("mean", "low", "high")]
 
 
 def test_a_front_by_hand() -> None:

@@ -83,6 +83,11 @@ def test_numbers_of_tables_are_those_of_the_summary(make_run) -> None:
     assert phases == summary["seconds"]["phases"]
 
 
+def test_the_page_says_that_no_privacy_budget_bounds_what_was_sent(make_run) -> None:
+    (section,) = (one for one in page_of(make_run()).all("section") if one.attributes.get("id") == "bytes")
+    assert "privacy spent" in section.text and "no bound" in section.text
+
+
 def test_the_best_client_of_a_task_is_the_one_with_the_highest_final_test_score(make_run) -> None:
     run = make_run(tasks=1, clients_per_task=4)
     clients = json.loads((run / "summary.json").read_text("utf-8"))["clients"]

@@ -1,18 +1,34 @@
 """Charts of a comparison of methods: scores by seed, differences from the control, clients, the Pareto front."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from atlas_fl.report.comparison_tables import shown
-from atlas_fl.report.html.charts import FAINT, INK, Spec, category, chart, heat_map, quantity, row_height, tips
+from atlas_fl.report.federation_results import Sweep
+from atlas_fl.report.html.charts import (
+    FAINT,
+    INK,
+    Spec,
+    category,
+    chart,
+    colours,
+    heat_map,
+    quantity,
+    row_height,
+    tips,
+)
 from atlas_fl.report.html.elements import Chart, Row
 from atlas_fl.report.html.palette import colour
 from atlas_fl.report.method_comparison import MethodComparison, pareto_front
 from atlas_fl.report.statistics import ROPE
 
 VERDICTS = ("worse", "equal", "better", "not decided")
+SAME_MEMORY = 1.02
+"""Predictions that differ by less differ by the lengths of texts alone, and are no reason for a chart."""
+LOG_SCALE_RATIO = 20
+"""The largest of a setting's values over the least, from which its axis is logarithmic."""
 VERDICT_COLOURS = (colour(1), colour(0), colour(2), FAINT)
 
 
@@ -168,28 +184,91 @@ def client_map(comparison: MethodComparison, place: int) -> Chart:
     )
 
 
-def front_chart(comparison: MethodComparison, place: int) -> Chart:
+def sweep_charts(comparison: MethodComparison, sweeps: Sequence[Sweep], place: int) -> list[Chart]:
+    """For every setting that was swept, the mean score over its values with a band of 95%, a line a method."""
+    charts = []
+    for number, setting in enumerate(dict.fromkeys(sweep.setting for sweep in sweeps)):
+        rows = [
+            {"value": value, **_mean_row(comparison, label), "method": sweep.method}
+            for sweep in sweeps
+            if sweep.setting == setting
+            for label, value in sweep.values.items()
+        ]
+        charts.append(
+            Chart(
+                name=f"sweep-{place}-{number}",
+                title=f"Mean test score over {setting}",
+                note="band: 95% t interval of the mean over seeds",
+                spec=chart({"data": {"name": "rows"}, "layer": _sweep_layers(rows, setting)}, height=320),
+                data={"rows": rows},
+            )
+        )
+    return charts
+
+
+def _sweep_layers(rows: Sequence[Row], setting: str) -> list[Spec]:
+    x = quantity("value", setting, zero=False)
+    values = [float(row["value"]) for row in rows]
+    if min(values) > 0 and max(values) >= LOG_SCALE_RATIO * min(values):
+        x["scale"] = {"type": "log", "nice": True}
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    values_of = [colour(index) for index in range(len(methods))]
+    colour_of = colours("method", "method", domain=methods, values=values_of, legend={"symbolOpacity": 1})
+    known = tips(
+        *(("method", "method", ""), ("value", setting, ""), ("mean", "mean", ".4f")),
+        *(("low", "95% from", ".4f"), ("high", "to", ".4f")),
+    )
+    title = "mean test score"
+    return [
+        {
+            "mark": {"type": "area", "opacity": 0.18},
+            "encoding": {"x": x, "y": quantity("low", title), "y2": {"field": "high"}, "color": colour_of},
+        },
+        {
+            "mark": {"type": "line", "strokeWidth": 2, "point": {"size": 50}},
+            "encoding": {"x": x, "y": quantity("mean", title), "color": colour_of, "tooltip": known},
+        },
+    ]
+
+
+def traffic_front(comparison: MethodComparison, place: int) -> Chart:
     """Mean score against the bytes of a run; the front joins methods that none beats in both."""
-    scores = {name: row.statistics.mean for name, row in comparison.rows.items()}
     costs = {name: row.num_bytes for name, row in comparison.rows.items()}
+    words = "bytes of a run"
+    return _front_chart(comparison, costs, name=f"front-{place}", title=words, axis=f"{words}, both directions")
+
+
+def memory_front(comparison: MethodComparison, place: int) -> Chart | None:
+    """Mean score against the memory of the fullest client's device, as predicted; None where all take the same."""
+    costs = {name: row.memory_bytes for name, row in comparison.rows.items() if row.memory_bytes is not None}
+    if len(costs) < len(comparison.rows) or max(costs.values()) <= SAME_MEMORY * min(costs.values()):
+        return None
+    axis = "memory of the client that needs most, as predicted"
+    return _front_chart(comparison, costs, name=f"memory-front-{place}", title="the memory of a device", axis=axis)
+
+
+def _front_chart(
+    comparison: MethodComparison, costs: Mapping[str, float], *, name: str, title: str, axis: str
+) -> Chart:
+    scores = {name: row.statistics.mean for name, row in comparison.rows.items()}
     front = pareto_front(costs, scores)
     rows: list[Row] = [
-        {"method": name, "bytes": costs[name], "score": scores[name], "front": "front" if name in front else "beaten"}
-        for name in sorted(by_mean(comparison), key=lambda name: name in front)  # those on the front lie on top
+        {"method": one, "bytes": costs[one], "score": scores[one], "front": "front" if one in front else "beaten"}
+        for one in sorted(by_mean(comparison), key=lambda one: one in front)  # those on the front lie on top
     ]
     on_front = [row for row in rows if row["front"] == "front"]
     return Chart(
-        name=f"front-{place}",
-        title="Mean test score against the bytes of a run",
+        name=name,
+        title=f"Mean test score against {title}",
         note="joined: the Pareto front, methods that no other beats in both",
-        spec=chart({"data": {"name": "rows"}, "layer": _front_layers(list(costs.values()))}, height=420),
+        spec=chart({"data": {"name": "rows"}, "layer": _front_layers(list(costs.values()), axis=axis)}, height=420),
         data={"rows": rows, "front": on_front},
     )
 
 
-def _front_layers(costs: Sequence[float]) -> list[Spec]:
+def _front_layers(costs: Sequence[float], *, axis: str) -> list[Spec]:
     """A step line through the front, points, and the names of those on the front."""
-    x = quantity("bytes", "bytes of a run, both directions", zero=False, labelExpr="format(datum.value, '.2~s') + 'B'")
+    x = quantity("bytes", axis, zero=False, labelExpr="format(datum.value, '.2~s') + 'B'")
     least = min((cost for cost in costs if cost > 0), default=1.0)
     # where a method sends nothing a logarithm has no place for it
     x["scale"] = (

@@ -21,8 +21,10 @@ from atlas_fl.report.html.charts import FAINT, category, chart, quantity, row_he
 from atlas_fl.report.html.comparison_charts import (
     client_map,
     difference_chart,
-    front_chart,
+    memory_front,
     score_chart,
+    sweep_charts,
+    traffic_front,
 )
 from atlas_fl.report.html.comparison_tables import cost_table, equal_in_practice, method_table, pair_table
 from atlas_fl.report.html.elements import (
@@ -128,7 +130,8 @@ def _federation(result: FederationResults, place: int) -> list[Section]:
         notes.append("No two of its methods, the control among them, have the same seeds: there is nothing to compare.")
         return [Section(name=f"federation-{place}", title=result.title, blocks=[Text(lines=notes)])]
     blocks: list[Block] = [_facts(comparison), *([Text(lines=notes)] if notes else [])]
-    blocks += [score_chart(comparison, place), method_table(comparison), client_map(comparison, place)]
+    blocks += [score_chart(comparison, place), *sweep_charts(comparison, result.sweeps, place)]
+    blocks += [method_table(comparison), client_map(comparison, place)]
     sections = [Section(name=f"federation-{place}", title=f"{result.title}: what came out", blocks=blocks)]
     if comparison.pairs:
         pairs: list[Block] = [Text(lines=equal_in_practice(comparison)), difference_chart(comparison, place)]
@@ -136,9 +139,10 @@ def _federation(result: FederationResults, place: int) -> list[Section]:
         sections.append(
             Section(name=f"pairs-{place}", title=f"{result.title}: against {comparison.control}", blocks=pairs)
         )
-    costs: list[Block] = [front_chart(comparison, place), cost_table(comparison)]
+    in_memory = memory_front(comparison, place)
+    costs: list[Block] = [traffic_front(comparison, place), *([in_memory] if in_memory else []), cost_table(comparison)]
     costs += _settings_of_methods(result)
-    return [*sections, Section(name=f"costs-{place}", title=f"{result.title}: score against bytes", blocks=costs)]
+    return [*sections, Section(name=f"costs-{place}", title=f"{result.title}: score against costs", blocks=costs)]
 
 
 def _facts(comparison: MethodComparison) -> Facts:

@@ -83,14 +83,16 @@ def cost_table(comparison: MethodComparison) -> Table:
         rows.append(
             [
                 *(name, plain(row.statistics.mean), size(row.num_bytes), share(row.bytes_below_whole)),
+                size(row.memory_bytes),
                 *(
                     duration(None if row.seconds is None else row.seconds + (row.reused_seconds or 0.0)),
                     duration(row.reused_seconds),
                 ),
             ]
         )
-    columns = ("method", "mean", "bytes", "below the whole model", "time", "of it reused")
+    columns = ("method", "mean", "bytes", "below the whole model", "device memory", "time", "of it reused")
     note = "of a run, mean over seeds; below: bytes that it does not send of those of whole models in every round;"
+    note += " device memory: what training takes of the client that needs most, as the plan predicts it;"
     note += (
         " reused: what results had taken that it took over from earlier runs; frozen states that are kept are not in it"
     )
