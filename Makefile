@@ -7,6 +7,7 @@
 # make test-all    lint and every test with all examples
 # make package-check    the wheel and the source archive: built, looked into, and the wheel run in an empty environment
 # make site    the documentation site, build/site/html/index.html; a link that leads nowhere ends it
+# make notebooks    the notebooks of examples/ executed, and stored with what they put out
 # make lock    requirements/*.txt anew, with the hashes of what pip's index offers for the versions of constraints.txt
 # make sbom    sbom.json anew: what is installed and fetched, with licences and hashes
 # make audit-dependencies    looks the pinned versions up in a database of known vulnerabilities; needs the network
@@ -17,7 +18,7 @@
 SHELL := /usr/bin/env bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: setup demo demo-vision test test-rest test-all lint unit package-check site lock sbom audit-dependencies clean
+.PHONY: setup demo demo-vision test test-rest test-all lint unit package-check site notebooks lock sbom audit-dependencies clean
 
 PYTHON ?= python3 python3.13 python3.12 python3.11
 BIN := .venv/bin
@@ -59,6 +60,9 @@ package-check: setup
 
 site: .venv/site.stamp
 	$(BIN)/python -m tools.site
+
+notebooks: setup
+	$(BIN)/python -m tools.notebooks
 
 lock: .venv/venv.stamp
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r requirements/build.txt
