@@ -8,7 +8,8 @@ both.
 
     python benchmarks/peers.py                # 8 clients with 120 questions each, 4 rounds, 2 processes of Flower
 
-The time without start-up is that of all rounds but the first, in which processes load models.
+The time of a round is without the first, in which processes load models, and without the last, which ATLAS ends with
+scores.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""Finished runs by federation and method: which belong together, which settings tell rows apart, what was tuned.
+"""Finished runs by federation and method: which belong together, which settings tell rows apart, what was swept.
 
 Runs belong to one federation where they agree in all settings but the method, what some method sets, the seed and what
 tuning varies. Inside it a row is a method with its settings: what the method owns (`PublishedMethod.settings`), and
 what it suggests where the run has that value, go without saying; runs of one method that differ in anything else are
-different rows, with these settings beside the name.
+different rows, with these settings beside the name. Rows of a method that differ in one number are a sweep of it.
 """
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Sections of a run's page about costs and mishaps: bytes, memory, time, who was absent or hosted, what cuts reveal."""
+"""Sections of a run's page about costs, privacy and mishaps: bytes, memory, time, absence, what cuts reveal."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
