@@ -37,6 +37,8 @@ from atlas_fl.split.model import load_client_part
 
 RANK, LENGTH = 8, 64
 ALL_WEIGHTS, WHOLE = "all-weights", "whole"
+CUTS = range(1, 6)
+"""Blocks that a client may keep of MiniLM's six."""
 
 
 def steps(backbone: Backbone, *, blocks: int, batch: int, count: int, all_weights: bool) -> None:
@@ -87,10 +89,11 @@ def case(args: argparse.Namespace) -> dict[str, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cuts", type=int, nargs="+", default=[2])
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--case", help=f"one case in this process: {ALL_WEIGHTS}, {WHOLE}, or a number of blocks")
+    numbers = range(1, 10_000)
+    parser.add_argument("--cuts", type=int, nargs="+", default=[2], choices=CUTS)
+    parser.add_argument("--batch", type=int, default=16, choices=numbers, metavar="SEQUENCES")
+    parser.add_argument("--steps", type=int, default=5, choices=numbers, metavar="STEPS")
+    parser.add_argument("--case", choices=(ALL_WEIGHTS, WHOLE, *map(str, CUTS)), help="one case in this process")
     args = parser.parse_args()
     if args.case is not None:
         print(json.dumps(case(args)))

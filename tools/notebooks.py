@@ -24,6 +24,8 @@ LONGEST = 600
 def main() -> None:
     """Execute the notebooks that are named, or all, and write each where it was read."""
     os.environ["OMP_NUM_THREADS"] = "1"
+    if unknown := sorted(set(sys.argv[1:]) - set(names())):
+        raise SystemExit(f"no notebook is called {', '.join(unknown)}; there are {', '.join(names())}")
     for name in sys.argv[1:] or names():
         notebook = read(name)
         with tempfile.TemporaryDirectory() as folder:
@@ -47,7 +49,8 @@ def read(name: str) -> Any:
 def execute(notebook: Any, folder: Path) -> None:
     """Run all cells in this folder with the interpreter of this process, and keep what they put out."""
     place = {"metadata": {"path": str(folder)}}
-    NotebookClient(notebook, kernel_name="python3", timeout=LONGEST, record_timing=False, resources=place).execute()
+    kept = {"record_timing": False, "coalesce_streams": True}
+    NotebookClient(notebook, kernel_name="python3", timeout=LONGEST, resources=place, **kept).execute()
     notebook.metadata.pop("language_info", None)  # the version of the interpreter
 
 

@@ -9,6 +9,7 @@ end pip resolves every extra of the wheel under `constraints.txt`, without insta
 """
 
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -44,13 +45,16 @@ LEFT_OUT = frozenset({".venv", "runs", "build", "dist", ".git"})
 
 def main() -> None:
     """Build, check and run; ends the process with the problems, one a line, where there are any."""
+    interpreters = [(name, shutil.which(name)) for name in sys.argv[1:] or [sys.executable]]
+    if missing := [name for name, path in interpreters if path is None]:
+        raise SystemExit(f"no interpreter is called {', '.join(missing)}; give the path of one")
     with tempfile.TemporaryDirectory() as folder:
         wheel, archive = build(Path(folder) / "dist")
         if problems := [*wheel_problems(wheel), *archive_problems(archive)]:
             raise SystemExit("\n".join(problems))
         print(f"{wheel.name} ({wheel.stat().st_size / 1e6:.1f} MB) and {archive.name} hold what they should")
-        for number, python in enumerate(sys.argv[1:] or [sys.executable]):
-            run_in_new_environment(wheel, Path(folder) / str(number), python=python)
+        for number, (name, path) in enumerate(interpreters):
+            run_in_new_environment(wheel, Path(folder) / str(number), python=str(Path(path or name).absolute()))
 
 
 def build(folder: Path) -> tuple[Path, Path]:

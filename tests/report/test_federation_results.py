@@ -1,13 +1,16 @@
 """Which runs are one row of a page of results, by hand; and that a page says what was tuned."""
 
+import csv
 import json
+import re
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 
 import pytest
 
 from atlas_fl.cli.main import main
-from atlas_fl.errors import CheckpointError, ConfigError
+from atlas_fl.errors import CheckpointError, ConfigError, DataError
 from atlas_fl.experiment.tuning import TunedMethod, TuningTrial, read_tuning, write_tuning
 from atlas_fl.report import finished_runs
 from atlas_fl.report.federation_results import FederationResults, federation_results, method_rows
@@ -181,6 +184,58 @@ def test_the_memory_of_a_method_is_that_of_the_client_that_needs_most(
     assert "1.0 GB" in next(
         line for line in results_page(runs, control="fedavg").split("*Costs*")[1].splitlines() if "fedper" in line
     )
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "told"),
+    [
+        ("memory_bytes", "1e308", "1e308 is no number of at least 0 and at most"),
+        ("bytes", "-5", "-5 is no number of bytes"),
+        ("bytes", "9" * 400, "is no number of bytes"),
+        ("bytes_below_whole", "-inf", "-inf is no number of at least"),
+        ("flags", "x", "the column flags begins with x"),
+    ],
+)
+def test_a_row_that_says_no_number_is_one_line(
+    column: str, value: str, told: str, make_federation: MakeFederation, tmp_path: Path
+) -> None:
+    make_federation(2)
+    header, *rows = csv.reader(StringIO(to_csv(find_finished_runs([tmp_path]))))
+    rows[0][header.index(column)] = value
+    file = tmp_path / "rows.csv"
+    with file.open("w", newline="") as out:
+        csv.writer(out).writerows([header, *rows])
+    with pytest.raises(ConfigError, match=f"^line 2 of .* is no row of a run .*{re.escape(told)}"):
+        find_finished_runs([file])
+
+
+@pytest.mark.parametrize("alter", [lambda line: line.rsplit(",", 1)[0], lambda line: line + ",x"])
+def test_a_row_with_fewer_or_more_cells_is_one_line(
+    alter: Callable[[str], str], make_federation: MakeFederation, tmp_path: Path
+) -> None:
+    make_federation(2)
+    header, first, *rest = to_csv(find_finished_runs([tmp_path])).splitlines()
+    file = tmp_path / "rows.csv"
+    file.write_text("\n".join([header, alter(first), *rest]) + "\n")
+    with pytest.raises(ConfigError, match="it has more or fewer cells than the header has names"):
+        find_finished_runs([file])
+
+
+def test_a_summary_without_clients_is_one_line(make_federation: MakeFederation, tmp_path: Path) -> None:
+    make_federation(2)
+    path = tmp_path / "2-fedper-1" / "summary.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"clients": {}}))
+    with pytest.raises(DataError, match="has no client in its summary"):
+        find_finished_runs([tmp_path])
+
+
+def test_a_row_off_the_axis_takes_no_sweep_away(make_federation: MakeFederation, tmp_path: Path) -> None:
+    for mu in (0.0, 0.1, 1.0):
+        make_federation(2, gains={"ditto": mu / 10}, proximal_mu=mu)
+    make_federation(2, gains={"ditto": 0.0}, proximal_mu=0.1, lr=0.05)
+    (result,) = federation_results(find_finished_runs([tmp_path]), control=None)
+    (sweep,) = result.sweeps
+    assert sweep.method.startswith("ditto lr=") and list(sweep.values.values()) == [0.0, 0.1, 1.0]
 
 
 def test_rows_that_differ_in_one_number_are_a_sweep(make_federation: MakeFederation, tmp_path: Path) -> None:

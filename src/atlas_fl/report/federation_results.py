@@ -37,9 +37,10 @@ LEAST_SWEPT = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """Rows of one method that differ in one number alone."""
+    """Rows of one method that differ in one number alone; a value that is no number has no place on an axis."""
 
     method: str
+    """With the settings that its other rows have otherwise."""
     setting: str
     values: Mapping[str, float]
     """By row, the value of the setting; ascending."""
@@ -186,11 +187,17 @@ def _sweeps(methods: Mapping[str, Mapping[int, FinishedRun]]) -> tuple[Sweep, ..
         varied = [
             name for name in sorted(VARIED) if len({repr(value_of(config, name)) for config in configs.values()}) > 1
         ]
-        values = {label: value_of(config, varied[0]) for label, config in configs.items()} if len(varied) == 1 else {}
-        if len(values) >= LEAST_SWEPT and all(type(value) in (int, float) for value in values.values()):
-            found.append(
-                Sweep(method=method, setting=varied[0], values=dict(sorted(values.items(), key=lambda v: v[1])))
-            )
+        for setting in varied:
+            lines: dict[str, dict[str, float]] = {}
+            for label, config in configs.items():
+                others = {name: value_of(config, name) for name in varied if name != setting}
+                if type(value := value_of(config, setting)) in (int, float):
+                    lines.setdefault(f"{method} {setting_words(others)}".rstrip(), {})[label] = value
+            found += [
+                Sweep(method=name, setting=setting, values=dict(sorted(values.items(), key=lambda item: item[1])))
+                for name, values in lines.items()
+                if len(values) >= LEAST_SWEPT
+            ]
     return tuple(found)
 
 

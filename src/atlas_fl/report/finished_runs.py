@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
-from math import inf, isfinite
+from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,7 +31,7 @@ from atlas_fl.experiment.tuning import (
     tuning_json,
 )
 from atlas_fl.storage.digests import check_files
-from atlas_fl.storage.json_shapes import SUMMARY, TUNING, check_shape
+from atlas_fl.storage.json_shapes import LARGEST, SUMMARY, TUNING, check_shape
 from atlas_fl.storage.jsonl import read_json
 from atlas_fl.storage.run_folder import RunFolder, find_run
 
@@ -122,6 +122,8 @@ def read_scores(run: Path | str, *, score: Literal["final", "best"] = "final") -
     """
     summary = read_summary(run)
     clients = summary["clients"]
+    if not clients:
+        raise DataError(f"run {run} has no client in its summary; restore summary.json from a copy, or run again")
     try:
         scores = {name: float(entry[score]["test"]["primary"]) for name, entry in clients.items()}
     except KeyError as error:
@@ -269,6 +271,8 @@ def read_csv(path: Path) -> list[FinishedRun]:
 
 def _read_row(row: Mapping[str, Any], where: str) -> FinishedRun:
     try:
+        if None in row or None in row.values():
+            raise ValueError("it has more or fewer cells than the header has names")
         config = _config_of(row)
         scores = _scores_of(row, config.run.seed)
         tuning = _tuning_of(row)
@@ -300,6 +304,8 @@ def _config_of(row: Mapping[str, Any]) -> Config:
         if word.startswith("--"):
             name = word.removeprefix("--").replace("-", "_")
             words[name] = []
+        elif not words:
+            raise ValueError(f"the column flags begins with {word:.40}")
         else:
             words[name].append(word)
     values = {name: from_words(own, settings()[name].kind) for name, own in words.items()}
@@ -315,7 +321,7 @@ def _scores_of(row: Mapping[str, Any], seed: int) -> RunScores:
         loss=_number(row.get("loss") or ""),
         calibration_error=_number(row.get("calibration_error") or ""),
         gain_over_majority=_number(row["gain_over_majority"], least=-1.0),
-        num_bytes=int(row["bytes"]),
+        num_bytes=_whole_number(row["bytes"]),
         bytes_below_whole=_number(row["bytes_below_whole"], least=-inf),
         seconds=_number(row["seconds"]),
         reused_seconds=_number(row.get("seconds_reused") or ""),
@@ -323,8 +329,15 @@ def _scores_of(row: Mapping[str, Any], seed: int) -> RunScores:
     )
 
 
+def _whole_number(text: str) -> int:
+    if not text.isdecimal() or len(text) > len(str(int(LARGEST))):
+        raise ValueError(f"{text:.40} is no number of bytes")
+    return int(text)
+
+
 def _number(text: str, *, least: float = 0.0) -> float | None:
     value = float(text) if text else None
-    if value is not None and not (isfinite(value) and value >= least):
-        raise ValueError(f"{text} is no number of at least {least:g}")
+    least = max(least, -LARGEST)
+    if value is not None and not least <= value <= LARGEST:
+        raise ValueError(f"{text} is no number of at least {least:g} and at most {LARGEST:g}")
     return value

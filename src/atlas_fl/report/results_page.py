@@ -76,7 +76,8 @@ def _reading(control: str) -> list[str]:
         f"- *hurt*: share of clients, over seeds, that score less than with local training, with FedAvg (`{AVERAGE}`),"
         f" or with the control `{control}`.",
         "- *over guess*: gain over guessing the commonest class; *below whole*: bytes that it does not send of those"
-        " of whole models in every round.",
+        " of whole models in every round; *device memory*: what training takes of the client that needs most, as the"
+        " plan predicts it.",
         "- *test loss*: cross-entropy in nats where labels are classes; *calibration error*: how far the confidence in"
         " predictions is from their accuracy (Guo et al. 2017). A dash: the runs do not say, or their tasks have losses"
         " of different kinds.",

@@ -308,7 +308,7 @@ _CLIENT_SUMMARY = fields(
     bytes=mapping_of(number),
     utilisation=mapping_of(number),
     memory=mapping_of(number),
-    predicted=mapping_of(number),
+    predicted=mapping_of(non_negative),
     task=text,
 )
 SUMMARY = fields(

@@ -198,7 +198,7 @@ def sweep_charts(comparison: MethodComparison, sweeps: Sequence[Sweep], place: i
             Chart(
                 name=f"sweep-{place}-{number}",
                 title=f"Mean test score over {setting}",
-                note="band: 95% t interval of the mean over seeds",
+                note="band: 95% t interval of the mean over seeds" if len(comparison.seeds) > 1 else "one seed",
                 spec=chart({"data": {"name": "rows"}, "layer": _sweep_layers(rows, setting)}, height=320),
                 data={"rows": rows},
             )
@@ -209,8 +209,11 @@ def sweep_charts(comparison: MethodComparison, sweeps: Sequence[Sweep], place: i
 def _sweep_layers(rows: Sequence[Row], setting: str) -> list[Spec]:
     x = quantity("value", setting, zero=False)
     values = [float(row["value"]) for row in rows]
-    if min(values) > 0 and max(values) >= LOG_SCALE_RATIO * min(values):
-        x["scale"] = {"type": "log", "nice": True}
+    least = min((value for value in values if value > 0), default=0.0)
+    if min(values) >= 0 < least and max(values) >= LOG_SCALE_RATIO * least:
+        # zero has no logarithm
+        is_log = min(values) > 0
+        x["scale"] = {"type": "log", "nice": True} if is_log else {"type": "symlog", "constant": least, "nice": True}
     methods = list(dict.fromkeys(row["method"] for row in rows))
     values_of = [colour(index) for index in range(len(methods))]
     colour_of = colours("method", "method", domain=methods, values=values_of, legend={"symbolOpacity": 1})
