@@ -18,7 +18,7 @@ PLACES = re.compile(r"/(tmp|root|home|Users|private|var|work)/")
 def kinds(notebook: Any) -> list[list[str]]:
     """What each cell puts out: text, a table, a picture."""
     return [
-        [name for output in cell.outputs for name in (output.get("data") or {output.get("name", "error"): ""})]
+        [name for output in cell.outputs for name in sorted(output.get("data") or {output.get("name", "error")})]
         for cell in notebook.cells
         if cell.cell_type == "code"
     ]
