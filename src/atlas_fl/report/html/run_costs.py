@@ -31,6 +31,11 @@ Summary = Mapping[str, Any]
 BYTES_AXIS: dict[str, Any] = {"labelExpr": "format(abs(datum.value), '.2~s') + 'B'"}
 """Bytes as `1.2MB`, below the line too."""
 MOST_ROUNDS_NAMED = 12
+PRIVACY = Fact(
+    name="privacy spent",
+    value="no bound",
+    note="nothing that was sent has noise of differential privacy, so that no epsilon bounds what it reveals",
+)
 
 
 def traffic(record: Record, summary: Summary | None) -> Section | None:
@@ -45,13 +50,7 @@ def traffic(record: Record, summary: Summary | None) -> Section | None:
     if "reduction" in full:
         note = f"{size(full['total']).text} for a model of {size(full['model_bytes']).text}"
         facts.append(Fact(name="less than the whole model in every round", value=share(full["reduction"]), note=note))
-    facts.append(
-        Fact(
-            name="privacy spent",
-            value="no bound",
-            note="nothing that was sent has noise of differential privacy, so that no epsilon bounds what it reveals",
-        )
-    )
+    facts.append(PRIVACY)
     for name, words in (("between_clients", "past the server"), ("relayed", "handed on by the server")):
         if getattr(sums, name):
             facts.append(Fact(name=f"between clients, {words}", value=size(getattr(sums, name))))
