@@ -106,6 +106,10 @@ PLANNING: Mapping[str, tuple[str, Kind]] = {
     "infinite sketch": ("fingerprint", Kind(tensors_as(full(math.inf), "sketch"), "holds values from inf")),
     "zero sketch": ("fingerprint", Kind(tensors_as(full(0.0), "sketch"), "sketch.first has length 0; allowed: 1")),
     "sketch x 1e38": ("fingerprint", Kind(tensors_as(lambda t: t * 1e38, "sketch"), "sketch.first has length 1e+38")),
+    "a sketch of labels": (
+        "fingerprint",
+        Kind(extra("param/sketch.labels", torch.ones(64)), "unknown 'sketch.labels'"),
+    ),
     "a third sketch": ("fingerprint", Kind(extra("param/sketch.third", torch.ones(64)), "unknown 'sketch.third'")),
     "renamed metrics": ("fingerprint", Kind(renamed, "it lacks the metrics agreement, steps, loss")),
     "NaN metrics": ("fingerprint", Kind(tensors_as(full(math.nan), "metrics"), "agreement is nan")),

@@ -58,6 +58,8 @@ class Clustering:
     """By ascending label, for `predict`: (1, k, d) mean unit sketches, or (2, k, d) of each half over sqrt(c_kk)."""
     offsets: np.ndarray = field(default_factory=lambda: np.zeros((2, 0)))
     """The means (2, d) that were subtracted from each half; zero unless centred."""
+    before_merging: tuple[int, ...] = ()
+    """Labels before clusters were joined (`clustering.merge`), which `centroids` are of; empty where none were."""
 
     @property
     def num_clusters(self) -> int:
@@ -70,6 +72,7 @@ class Clustering:
         rest = ("method", "structure", "explained_variance", "components")
         return {
             "labels": list(self.labels),
+            **({"before_merging": list(self.before_merging)} if self.before_merging else {}),
             "warnings": list(self.warnings),
             "k_table": [dict(row) for row in self.k_table],
             "settings": None if self.settings is None else asdict(self.settings),
@@ -80,7 +83,7 @@ class Clustering:
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> "Clustering":
         """The inverse of `to_json`, other keys aside; CheckpointError names a field that is missing."""
-        data = {name: data[name] for name in Clustering.__dataclass_fields__ if name in data}
+        data = {"before_merging": ()} | {name: data[name] for name in Clustering.__dataclass_fields__ if name in data}
         missing = [name for name in Clustering.__dataclass_fields__ if name not in data]
         if missing:
             raise CheckpointError(
@@ -90,7 +93,7 @@ class Clustering:
         if settings is not None:
             settings = ClusteringSettings(**{**settings, "k_range": tuple(settings["k_range"])})
         arrays = {name: np.array(data[name], dtype=np.float64) for name in ARRAYS}
-        tuples = {name: tuple(data[name]) for name in ("labels", "warnings", "k_table")}
+        tuples = {name: tuple(data[name]) for name in ("labels", "before_merging", "warnings", "k_table")}
         return Clustering(**{**data, **arrays, **tuples, "settings": settings})
 
 
@@ -104,7 +107,8 @@ class Placement:
     """c_kk: agreement of its own halves."""
     similarity: Mapping[int, float]
     """Its similarity to each cluster by label: the mean noise-corrected similarity to the members, or, where the
-    method is k-means, 1 - d^2 / 2 with d the distance from the centroid; empty where the halves contradict."""
+    method is k-means, 1 - d^2 / 2 with d the distance from the centroid; empty where the halves contradict. To one that
+    was joined from several clusters, the largest of theirs."""
 
 
 def predict_cluster(clustering: Clustering, first: np.ndarray, second: np.ndarray) -> int:
@@ -130,7 +134,8 @@ def assign_client(clustering: Clustering, first: np.ndarray, second: np.ndarray)
     left = normalise_sketches(first[None], offset=clustering.offsets[0])[0]
     right = normalise_sketches(second[None], offset=clustering.offsets[1])[0]
     client_reliability = float(left @ right)
-    names = decided_labels(clustering.labels)
+    names = decided_labels(clustering.before_merging or clustering.labels)
+    joined = dict(zip(clustering.before_merging or clustering.labels, clustering.labels, strict=True))
     corrected = len(centroids) == 2
     if not names or (corrected and client_reliability <= 0.0):
         return Placement(cluster=UNDECIDED, reliability=client_reliability, similarity={})  # rho is not defined
@@ -141,10 +146,13 @@ def assign_client(clustering: Clustering, first: np.ndarray, second: np.ndarray)
         similarities = 1 - np.linalg.norm(centroids[0] - mean, axis=1) ** 2 / 2
     alone = corrected and settings.fixed_k is None and similarities.max() < settings.threshold
     alone = alone or client_reliability < settings.min_reliability
+    by_label: dict[int, float] = {}
+    for name, similarity in zip(names, similarities.tolist(), strict=True):
+        by_label[joined[name]] = max(similarity, by_label.get(joined[name], similarity))
     return Placement(
-        cluster=UNDECIDED if alone else names[int(similarities.argmax())],
+        cluster=UNDECIDED if alone else joined[names[int(similarities.argmax())]],
         reliability=client_reliability,
-        similarity=dict(zip(names, similarities.tolist(), strict=True)),
+        similarity=by_label,
     )
 
 
@@ -171,9 +179,12 @@ def append_client(clustering: Clustering, sketches: np.ndarray, *, label: int) -
     new_row[-1] = 1.0
     similarity = np.block([[clustering.similarity, new_row[:-1, None]], [new_row[None, :]]])
     points = project_sketches(mean_sketch(left, right), components=2).points
+    # A cluster that was joined from several is one to the newcomer: it is put into the first of them.
+    before = dict(zip(reversed(clustering.labels), reversed(clustering.before_merging)))
     return replace(
         clustering,
         labels=(*clustering.labels, label),
+        before_merging=(*clustering.before_merging, before.get(label, label)) if before else (),
         similarity=similarity,
         reliability=np.append(clustering.reliability, reliabilities[-1]),
         points=np.pad(points, ((0, 0), (0, 2 - points.shape[1]))),

@@ -49,6 +49,7 @@ ADDED_LATER = frozenset(
         "prior_correction",
         *("client_sizes", "test_mix", "rating_cuts", "flipped_clients", "one_task", "own_share", "dial", "centralized"),
         "multitask",
+        "merge_similarity",
     }
 )
 GROUPS_ADDED_LATER = frozenset({"images", "sparse", "robust", "server", "attack"})

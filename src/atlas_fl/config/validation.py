@@ -109,6 +109,7 @@ RANGES: Mapping[str, AllowedRange] = {
     "k_range": TWO_OR_MORE,
     "min_cluster_size": ONE_OR_MORE,
     "similarity_threshold": BETWEEN_MINUS_ONE_AND_ONE,
+    "merge_similarity": BETWEEN_MINUS_ONE_AND_ONE,
     "min_reliability": BETWEEN_MINUS_ONE_AND_ONE,
     "recluster_every": ZERO_OR_MORE,
     "stability": BELOW_ONE,

@@ -20,6 +20,7 @@ from atlas_fl.client.feature_alignment import CENTROIDS, SEEN
 from atlas_fl.client.fingerprint import FIRST, SECOND, half_job
 from atlas_fl.client.importance import IMPORTANCE
 from atlas_fl.client.job import Job
+from atlas_fl.client.label_covariance import LABELS
 from atlas_fl.client.options import (
     EvaluateOptions,
     FingerprintOptions,
@@ -171,7 +172,7 @@ WHOLE_JOBS: Mapping[str, Expected] = {
 """By action, of clients with whole models."""
 
 ANSWERS: Mapping[str, frozenset[str]] = {
-    "fingerprint": frozenset({FIRST, SECOND}),
+    "fingerprint": frozenset({FIRST, SECOND, LABELS}),
     "importance": frozenset({IMPORTANCE}),
     "ridge": frozenset({GRAM, CROSS}),
     "scale": frozenset({LOSSES}),

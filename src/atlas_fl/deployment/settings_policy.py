@@ -240,19 +240,26 @@ def what_leaves(config: Config, *, client: str, task: Task, device: str, blocks:
     )
 
 
+def _sketches(config: Config, task: Task) -> str:
+    if not takes_fingerprints(config, task):
+        return ""
+    labels = "" if config.clustering.merge_similarity is None else ", one of how labels vary with features"
+    return f"two sketches of {config.clustering.sketch_dim:,} numbers{labels}, "
+
+
 def _sent_adapters(config: Config, task: Task) -> str:
     names = {"A": "the adapters' factors A", "B": "the adapters' factors B", "head": "the head"}
     trained = ", ".join(names[part] for part in config.mixing.share)
     if {"A", "B"} <= set(config.mixing.share):
         trained = "the adapters and the head" if "head" in config.mixing.share else "the adapters"
-    sketches = f"two sketches of {config.clustering.sketch_dim:,} numbers, " if takes_fingerprints(config, task) else ""
+    sketches = _sketches(config, task)
     warm = f"{trained} after a warm-up, " if sketches and config.clustering.fingerprint == "delta" else ""
     return f"after each round {trained} that it trained; for the plan {sketches}{warm}the importance of each block"
 
 
 def _sent_whole(config: Config, task: Task) -> str:
     fits_heads = task.images and config.images.head_first == "ridge"
-    sketches = f"two sketches of {config.clustering.sketch_dim:,} numbers, " if takes_fingerprints(config, task) else ""
+    sketches = _sketches(config, task)
     heads = sketches + ("sums of its images' features by class, " if fits_heads else "")
     scores = "a score of each weight, " if asks_sensitivity(config) else ""
     trained = "the weights under the mask" if config.sparse.has_mask else "the weights"

@@ -13,9 +13,11 @@ import numpy as np
 from atlas_fl.aggregation.graph import Graph, GraphOptions, make_graph, similarity_distances
 from atlas_fl.client.fingerprint import FIRST, SECOND
 from atlas_fl.client.job import Job, Update
+from atlas_fl.client.label_covariance import LABELS
 from atlas_fl.client.options import EvaluateOptions, FingerprintOptions, TrainOptions
 from atlas_fl.clustering.cluster import cluster_clients, oracle_clustering
 from atlas_fl.clustering.labels import ClusteringSettings
+from atlas_fl.clustering.merge import merge_clusters
 from atlas_fl.clustering.result import Clustering, agreement, purity_warnings, summarise_clusters
 from atlas_fl.clustering.sketch import variance_notes
 from atlas_fl.config import Config
@@ -97,6 +99,8 @@ def discover_tasks(
         return _discovery_without_clusters(assembly, models=models, warmup=warmup)
     sketches = np.stack([[update.params[name].numpy() for update in updates] for name in (FIRST, SECOND)])
     clustering = _cluster_sketches(assembly, sketches, tasks, previous)
+    if options.labels:
+        clustering = _merge_clusters(assembly, clustering, updates, previous)
     return TaskDiscovery(
         labels=clustering.labels,
         clustering=clustering,
@@ -137,6 +141,8 @@ def fingerprint_signature(config: Config, options: FingerprintOptions) -> dict[s
     unchanged = {key for key in _ADDED_LATER if settings["train"][key] == defaults[key]}
     settings["train"] = {key: value for key, value in settings["train"].items() if key not in unchanged}
     settings["train"]["frozen"] = []  # what older plans hold
+    if not settings["labels"]:
+        del settings["labels"]
     signature: dict[str, Any] = from_json(to_json(settings))
     return signature
 
@@ -186,7 +192,7 @@ def models_after_fingerprints(
     """The clients' models after their fingerprints; whole models are unchanged and were not sent back."""
     if assembly.is_full:
         return warm_up_models(assembly, cuts)
-    return {u.client: {k: t for k, t in u.params.items() if k not in (FIRST, SECOND)} for u in updates}
+    return {u.client: {k: t for k, t in u.params.items() if k not in (FIRST, SECOND, LABELS)} for u in updates}
 
 
 def _cluster_sketches(
@@ -213,6 +219,22 @@ def _cluster_sketches(
     return cluster_clients(sketches[0], sketches[1], settings=settings, previous=previous, names=assembly.names)
 
 
+def _merge_clusters(
+    assembly: Assembly, clustering: Clustering, updates: Sequence[Update], previous: Clustering | None
+) -> Clustering:
+    """Join clusters whose labels ask the same; cut clients, who sketch none, follow the others of their cluster."""
+    threshold = assembly.config.clustering.merge_similarity
+    assert threshold is not None, "labels are sketched for a threshold"
+    none = np.zeros(len(updates[0].params[FIRST]), dtype=np.float32)
+    return merge_clusters(
+        clustering,
+        np.stack([update.params[LABELS].numpy() if LABELS in update.params else none for update in updates]),
+        threshold=threshold,
+        names=assembly.names,
+        previous=None if previous is None else previous.labels,
+    )
+
+
 def clustering_report(
     clustering: Clustering, names: Sequence[str], tasks: Sequence[str], losses: Mapping[str, float]
 ) -> dict[str, Any]:
@@ -224,12 +246,15 @@ def clustering_report(
     }
 
 
+def _sketches(update: Update) -> Params:
+    return select(update.params, [name for name in (FIRST, SECOND, LABELS) if name in update.params])
+
+
 def _warm_up_report(updates: Sequence[Update], *, seconds: float) -> dict[str, Any]:
-    sketch = select(updates[0].params, (FIRST, SECOND))
     return {
         "steps": {update.client: int(update.metrics["steps"]) for update in updates},
         "agreement": {update.client: update.metrics["agreement"] for update in updates},
-        "fingerprint_bytes": payload_bytes(sketch),
+        "fingerprint_bytes": max(payload_bytes(_sketches(update)) for update in updates),
         "seconds": seconds,
     }
 

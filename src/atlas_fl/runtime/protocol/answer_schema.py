@@ -16,9 +16,10 @@ from torch import Tensor
 
 from atlas_fl.client.calibration import CROSS, GRAM, LOSSES, SCALES, WEIGHT
 from atlas_fl.client.class_features import COUNTS, MEANS, VARIANCES, feature_width
-from atlas_fl.client.fingerprint import FIRST, SECOND
+from atlas_fl.client.fingerprint import FIRST, SECOND, sketches_labels
 from atlas_fl.client.importance import IMPORTANCE
 from atlas_fl.client.job import Job, Update
+from atlas_fl.client.label_covariance import LABELS
 from atlas_fl.client.options import Report, TrainOptions
 from atlas_fl.client.split_halves import join_halves
 from atlas_fl.errors import ProtocolError, short_repr
@@ -312,13 +313,16 @@ def _fingerprint(request: AnsweredRequest) -> dict[str, TensorSchema]:
     sketch = TensorSchema(shape=(request.job.options.sketch_dim,), dtype=torch.float32)
     # whole models are not warmed up, so none comes back with its fingerprint
     model = {} if request.num_layers is None else _like_model(request, PRIVATE in request.job.params)
-    return {**model, FIRST: sketch, SECOND: sketch}
+    labels = {LABELS: sketch} if sketches_labels(request.job) else {}
+    return {**model, FIRST: sketch, SECOND: sketch, **labels}
 
 
-def _check_sketches(_: AnsweredRequest, update: Update) -> None:
-    for name in (FIRST, SECOND):
+def _check_sketches(request: AnsweredRequest, update: Update) -> None:
+    names = (FIRST, SECOND, LABELS) if sketches_labels(request.job) else (FIRST, SECOND)
+    for name in names:
         length = float(torch.linalg.vector_norm(update.params[name].double()))
-        if abs(length - 1) > 1e-3:
+        says_nothing = name == LABELS and length == 0
+        if abs(length - 1) > 1e-3 and not says_nothing:
             raise ProtocolError(f"{name} has length {length:g}; allowed: 1")
 
 

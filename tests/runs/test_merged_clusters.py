@@ -1,0 +1,109 @@
+"""Runs whose clusters are joined by what labels ask: who is averaged with whom, and where a newcomer goes."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from atlas_fl.audit.check import audit_run
+from atlas_fl.config import Config
+from atlas_fl.errors import ConfigError
+from atlas_fl.experiment.run import RunResult, run_config
+from atlas_fl.planning.place_client import place_client
+from atlas_fl.planning.planner import local_engine
+from atlas_fl.planning.task_discovery import collect_fingerprints, fingerprint_signature
+from atlas_fl.setup.assembly import assemble
+from atlas_fl.setup.options import fingerprint_options
+from atlas_fl.storage.run_folder import RunFolder
+from tests.runs.finished import FinishedRuns
+
+Make = Callable[..., Config]
+TWO_SOURCES = {
+    "tasks": ("movie", "trec"),
+    "clusters": "auto",
+    "similarity_threshold": "0.5",
+    "fingerprint_batches": 6,
+    "sketch_dim": 256,
+    "strategy": "fedavg_cluster",
+    "space": "factors",
+    "rounds": 2,
+}
+ANYTHING = {"merge_similarity": "-0.99"}
+"""A random model's features say little of labels: here every cluster is joined with every other."""
+
+
+def clustering_of(result: RunResult) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(RunFolder(result.folder).plan.read_text())["clustering"]
+    return found
+
+
+def adapters_agree(folder: Path) -> bool:
+    """Whether a client of either task begins round two with the same adapters."""
+    start = load_file(folder / "audit/round-0002/start.safetensors")
+    pairs = [(key, key.replace("movie-0", "trec-0")) for key in start if "movie-0" in key and "lora" in key]
+    assert pairs
+    return all(torch.equal(start[left], start[right]) for left, right in pairs)
+
+
+@pytest.fixture
+def joined(config: Make, finished: FinishedRuns) -> RunResult:
+    return finished(config(**TWO_SOURCES, **ANYTHING))
+
+
+def test_clusters_that_are_joined_are_averaged(config: Make, finished: FinishedRuns, joined: RunResult) -> None:
+    alone = finished(config(**TWO_SOURCES, name="apart"))
+    apart = clustering_of(alone)
+    assert apart["labels"] == [0, 0, 1, 1] and "before_merging" not in apart
+    together = clustering_of(joined)
+    assert together["labels"] == [0, 0, 0, 0] and together["before_merging"] == [0, 0, 1, 1]
+    assert together["similarity"] == apart["similarity"]
+    assert adapters_agree(joined.folder) and not adapters_agree(alone.folder)
+    found = audit_run(joined.folder)
+    assert found.ok, found.failures
+    notes = json.loads(RunFolder(joined.folder).plan.read_text())["notes"]
+    assert sum("labels vary alike" in note for note in notes) == 1
+
+
+def test_a_threshold_that_nothing_reaches_leaves_the_run_as_it_is(config: Make, finished: FinishedRuns) -> None:
+    apart = finished(config(**TWO_SOURCES, name="apart"))
+    strict = finished(config(**TWO_SOURCES, merge_similarity="0.99", name="strict"))
+    assert clustering_of(strict)["labels"] == clustering_of(apart)["labels"]
+    assert strict.summary["overall"] == apart.summary["overall"]
+
+
+def test_a_newcomer_goes_to_the_cluster_that_its_own_was_joined_into(joined: RunResult) -> None:
+    for task in ("movie", "trec"):
+        found = place_client(joined.folder, task=task)
+        assert found.placement.cluster in (0, -1)
+        assert list(found.placement.similarity) == [0] and list(found.members) == [0]
+
+
+def test_a_client_that_joins_later_stands_in_both_lists(config: Make) -> None:
+    result = run_config(config(**{**TWO_SOURCES, **ANYTHING}, arrive=("trec-1=2",)))
+    later = [json.loads(path.read_text())["clustering"] for path in sorted(result.folder.rglob("plan*.json"))]
+    assert any(len(one["labels"]) == len(one["before_merging"]) == 4 for one in later if "before_merging" in one)
+    assert audit_run(result.folder).ok
+
+
+def test_plans_that_are_older_than_the_setting_have_the_same_sketches(config: Make) -> None:
+    off, on = config(**TWO_SOURCES), config(**TWO_SOURCES, **ANYTHING)
+    signatures = [fingerprint_signature(one, fingerprint_options(one)) for one in (off, on)]
+    assert "labels" not in signatures[0] and signatures[1] == {**signatures[0], "labels": True}
+
+
+def test_sketches_of_labels_come_from_every_client(config: Make) -> None:
+    chosen = config(**TWO_SOURCES, **ANYTHING)
+    assembly = assemble(chosen)
+    updates = collect_fingerprints(assembly, local_engine(assembly, lambda _: None), fingerprint_options(chosen))
+    for update in updates:
+        assert np.linalg.norm(update.params["sketch.labels"].numpy()) == pytest.approx(1, abs=1e-5)
+
+
+def test_a_wrong_number_is_one_line(config: Make) -> None:
+    with pytest.raises(ConfigError, match=r"^--merge-similarity is 1\.5; allowed: above -1, below 1"):
+        run_config(config(**TWO_SOURCES, merge_similarity="1.5"))

@@ -1,0 +1,47 @@
+"""What a server takes as the sketch of a client's labels."""
+
+import pytest
+import torch
+
+from atlas_fl.client.fingerprint import FIRST, SECOND
+from atlas_fl.client.job import Job, Update
+from atlas_fl.client.label_covariance import LABELS
+from atlas_fl.client.options import FingerprintOptions, TrainOptions
+from atlas_fl.errors import ProtocolError
+from atlas_fl.runtime.protocol.answer_schema import SCHEMAS, AnsweredRequest, TensorSchema
+from atlas_fl.split.channel import Cut
+
+UNIT = torch.zeros(8).index_fill(0, torch.tensor([3]), 1.0)
+
+
+def request(*, labels: bool, cut: Cut | None = None, metadata: object = None) -> AnsweredRequest:
+    options = FingerprintOptions(
+        kind="fisher", sketch_dim=8, train=TrainOptions(seed=0), batches=2, steps=2, labels=labels
+    )
+    job = Job(client="a-0", params={}, round=0, options=options, cut=cut)
+    return AnsweredRequest(action="fingerprint", job=job, metadata=metadata, num_layers=None)  # type: ignore[arg-type]
+
+
+def update(labels: torch.Tensor) -> Update:
+    params = {FIRST: UNIT, SECOND: UNIT, LABELS: labels}
+    return Update(client="a-0", params=params, examples=0, metrics={})
+
+
+def test_it_is_expected_where_it_was_asked_for_and_from_no_cut_client() -> None:
+    schema = SCHEMAS["fingerprint"].tensors
+    assert schema is not None
+    asked = schema(request(labels=True))
+    assert asked[LABELS] == TensorSchema(shape=(8,), dtype=torch.float32)
+    assert LABELS not in schema(request(labels=False))
+    assert LABELS not in schema(request(labels=True, cut=Cut(blocks=1)))
+
+
+@pytest.mark.parametrize("labels", [UNIT, torch.zeros(8)])
+def test_a_unit_sketch_or_none_is_taken(labels: torch.Tensor) -> None:
+    SCHEMAS["fingerprint"].also(request(labels=True), update(labels))
+
+
+@pytest.mark.parametrize("factor", [2.0, 1e-2, 1e38])
+def test_one_of_another_length_is_refused(factor: float) -> None:
+    with pytest.raises(ProtocolError, match=r"^sketch\.labels has length .*; allowed: 1$"):
+        SCHEMAS["fingerprint"].also(request(labels=True), update(UNIT * factor))
