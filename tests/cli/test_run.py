@@ -221,6 +221,37 @@ def test_compare_over_a_setting_compares_for_each_value_and_ranks_over_all(
     assert (content["over"], set(content["average_ranks"])) == (["dial=1", "dial=3"], {"local", "fedavg"})
 
 
+@pytest.mark.parametrize("control", [[], ["--control", "local"]])
+def test_compare_over_a_setting_of_methods_ends_in_a_page_with_a_row_for_each_value(
+    control: list[str], atlas: Atlas, ran: list[Config], tmp_path: Path
+) -> None:
+    words = ["--preset", "null", "--strategies", "local", "fedavg", "--over", "lr=0.001,0.01", "--seeds", "2", *control]
+    said = atlas("compare", *words, "--runs-dir", str(tmp_path))
+    assert (said.code, said.err) == (0, "")
+    assert len(ran) == 8
+    (page,) = tmp_path.glob("comparison-null-strategy-lr-????????.html")
+    text = page.read_text(encoding="utf-8")
+    assert all(f"{name} lr={rate}" in text for name in ("local", "fedavg") for rate in ("0.001", "0.01"))
+
+
+def test_a_comparison_says_which_runs_it_has_before_they_begin(
+    atlas: Atlas, ran: list[Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[str]] = []
+
+    def look(points: list[object], **_: object) -> tuple[Path, ...]:
+        assert len(points) == 4
+        (file,) = tmp_path.glob("*.runs.json")
+        seen.append(json.loads(file.read_text())["runs"])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("atlas_fl.cli.sweep.run_all", look)
+    words = ["--strategies", "local", "fedavg", "--seeds", "2", "--runs-dir", str(tmp_path)]
+    atlas("compare", *words)
+    assert not ran and len(seen) == 1 and len(set(seen[0])) == 4
+    assert {name.split("-")[1] for name in seen[0]} == {"local", "fedavg"}
+
+
 def test_compare_with_trials_leaves_a_record_beside_the_runs_that_a_page_reads(
     atlas: Atlas, ran: list[Config], tmp_path: Path
 ) -> None:

@@ -1,11 +1,13 @@
 """`atlas watch`: who sees what over HTTP, and its one-line refusals."""
 
+import json
 import socket
 import struct
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from http.client import HTTPConnection, HTTPResponse, RemoteDisconnected
 from pathlib import Path
 
@@ -155,3 +157,39 @@ def test_a_port_that_is_taken_is_one_line(tmp_path: Path, capsys: pytest.Capture
         taken.listen()
         assert main(["watch", "--runs-dir", str(tmp_path), "--port", str(taken.getsockname()[1])]) == 2
     assert "take another, port 0 is a free one" in capsys.readouterr().err
+
+
+def complete(folder: Path, minutes: int) -> Path:
+    """A run that took so long, by its log."""
+    log = f"2026-01-01T10:00:00Z INFO loading\n2026-01-01T10:{minutes:02}:00Z INFO round 2 of 2: 1 s\n"
+    begun(folder, log)
+    (folder / "summary.json").write_text("{}")
+    return folder
+
+
+def test_a_comparison_is_a_page_of_how_far_its_runs_are(tmp_path: Path) -> None:
+    (tmp_path / "comparison-quick-strategy-0.runs.json").write_text(json.dumps({"runs": ["a", "b", "c", "d"]}))
+    now = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
+    begun(tmp_path / "c", f"{now} INFO round 1\n{now} INFO round 1 of 4: 1 s\n")
+    with serving(Watched(runs=(), runs_dir=tmp_path, token=None)) as port:
+        assert 'href="/comparison-quick-strategy-0"' in get(port)[1]
+        _, text = get(port, "/comparison-quick-strategy-0")
+        assert "0 of 4 runs complete, 1 going on" in text and "No run is complete so far" in text
+        assert "left, about" not in text, "nothing tells how long a run takes"
+        state = get(port, "/comparison-quick-strategy-0?state")[1]
+        complete(tmp_path / "a", 6)
+        assert get(port, "/comparison-quick-strategy-0?state")[1] != state
+        _, text = get(port, "/comparison-quick-strategy-0")
+        assert "1 of 4 runs complete" in text
+        # b and d take six minutes each, c three quarters of that, one after another: 16.5 minutes
+        assert "left, about" in text and "16.5" in text
+        (tmp_path / "comparison-quick-strategy-0.runs.json").write_text('{"runs": ["../secret"]}')
+        answer, text = get(port, "/comparison-quick-strategy-0")
+        assert answer.status == 200 and "it does not name runs" in text
+
+
+def test_a_comparison_of_another_folder_is_not_served(tmp_path: Path) -> None:
+    (tmp_path / "x.runs.json").write_text(json.dumps({"runs": ["a"]}))
+    run = begun(tmp_path / "a")
+    with serving(Watched(runs=(run,), runs_dir=tmp_path, token=None)) as port:
+        assert get(port, "/x")[0].status == 404

@@ -23,6 +23,7 @@ from atlas_fl.experiment.sweep import (
     same_steps,
     seeds,
     with_eta,
+    write_planned_runs,
 )
 from atlas_fl.storage.run_folder import RunFolder
 
@@ -101,6 +102,7 @@ def compare(words: Sequence[str]) -> int:
     _refuse(groups, "--strategy", "name all that are compared with --strategies")
     options = _parse_comparison(groups)
 
+    from atlas_fl.report.federation_results import VARIED
     from atlas_fl.report.html.write import write_report
 
     values = _parse_beside_strategies(options)
@@ -112,12 +114,15 @@ def compare(words: Sequence[str]) -> int:
         for name in options.strategies:
             over = {"strategy": (name,), **values} | ({"preset": (preset,)} if "preset" in values else {})
             points += grid(with_values(base, chosen.get(name, {})), over=over, seeds=seeds(options.seeds))
+    path = Path(options.settings.run.runs_dir) / comparison_name(points, preset="-".join(tuned))
+    write_planned_runs(points, path)
     folders = _run(points, jobs=options.jobs)
     _write_tuning(points, folders, tuned)
-    path = Path(options.settings.run.runs_dir) / comparison_name(points, preset="-".join(tuned))
     _show_comparison(points, folders, path=path, note="")
     _show_all_statistics(points, folders, options, tuned, path=path)
-    page = write_report(folders, to=path.with_suffix(".html"), control=options.control, score=options.score)
+    # What is swept and sets a method apart makes rows of each method, and which of them is the control nobody has said.
+    control = None if VARIED & set(values) else options.control
+    page = write_report(folders, to=path.with_suffix(".html"), control=control, score=options.score)
     show([f"as a page to look at: {page}"])
     return 0
 
@@ -246,9 +251,10 @@ def run_grid(base: Config, *, over: Sequence[str], seeds: Sequence[int], same_ro
     scaled = None if same_rounds else same_steps(base, values)
     show([] if scaled is None else [str(scaled)])
     points = grid(base, over=values, seeds=seeds, scaled=scaled)
+    path = Path(base.run.runs_dir) / comparison_name(points, preset=base.run.preset)
+    write_planned_runs(points, path)
     folders = _run(points)
     note = "" if scaled is None else f"{scaled.steps} gradient steps in every run"
-    path = Path(base.run.runs_dir) / comparison_name(points, preset=base.run.preset)
     _show_comparison(points, folders, path=path, note=note)
     return 0
 

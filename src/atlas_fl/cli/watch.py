@@ -36,7 +36,8 @@ NICE = 10
 @dataclass(frozen=True, kw_only=True)
 class WatchOptions:
     """Show runs in the browser while they go on: how far they are, how long they will take, the newest scores, who is
-    in trouble, and below that their whole page. It reads the folders and never writes there. Ctrl-C ends it."""
+    in trouble, and below that their whole page; a comparison or a sweep as one page of its runs. It reads the folders
+    and never writes there. Ctrl-C ends it."""
 
     runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...")] = ()
     """Folders of runs, or their names in --runs-dir; all that lie there by default, new ones too."""
@@ -58,7 +59,9 @@ class Watched:
     token: str | None
     """What a request needs; None where only this machine can ask."""
     pages: dict[Path, tuple[str, str]] = field(default_factory=dict)
-    """Of each run the state that its page was made from, and the page."""
+    """Of each run or comparison the state that its page was made from, and the page."""
+    compared: dict[Path, dict[tuple[Path, ...], Any]] = field(default_factory=dict)
+    """Of each comparison the complete runs that were compared last, and the page of that."""
 
     def folders(self) -> dict[str, Path]:
         """The runs by name; bytes of a name that are no text are shown as such."""
@@ -69,6 +72,12 @@ class Watched:
             found = tuple(sorted(self.runs_dir.iterdir()))
         there = (path for path in found if RunFolder(path).config.is_file())
         return {os.fsencode(path.name or path.resolve().name).decode(errors="replace"): path for path in there}
+
+    def comparisons(self) -> dict[str, Path]:
+        """The comparisons and sweeps by name, where no run was named: the files that say which runs they are of."""
+        from atlas_fl.report.html.live_page import find_comparisons
+
+        return {} if self.runs else find_comparisons(self.runs_dir)
 
 
 def watch(words: Sequence[str]) -> int:
@@ -181,7 +190,7 @@ class _Handler(BaseHTTPRequestHandler):
         folders, name = self.shown.folders(), unquote(url.path.strip("/"))
         if not name and len(self.shown.runs) == 1:
             name = next(iter(folders), "gone")
-        if name and name not in folders:
+        if name and name not in folders and name not in self.shown.comparisons():
             self._answer(HTTPStatus.NOT_FOUND, "There is no such run here.\n", kind="plain")
         elif "state" in query:
             self._answer(HTTPStatus.OK, self._state(folders, name), kind="plain")
@@ -201,26 +210,34 @@ class _Handler(BaseHTTPRequestHandler):
         given = [*query.get("token", []), *(value for name, _, value in cookies if name == self._cookie)]
         return any(hmac.compare_digest(one.encode(errors="replace"), token.encode()) for one in given)
 
-    @staticmethod
-    def _state(folders: dict[str, Path], name: str) -> str:
+    def _state(self, folders: dict[str, Path], name: str) -> str:
         from atlas_fl.report.html.live_page import state_of
 
-        now = datetime.now(UTC)
-        return "\n".join(f"{one} {state_of(path, now=now)}" for one, path in folders.items() if name in ("", one))
+        now, comparisons = datetime.now(UTC), self.shown.comparisons()
+        is_of_all = not name or name in comparisons
+        runs = [f"{one} {state_of(path, now=now)}" for one, path in folders.items() if is_of_all or name == one]
+        plans = [f"{one} {path.stat().st_mtime_ns}" for one, path in comparisons.items()]
+        return "\n".join([*plans, *runs] if is_of_all else runs)
 
     def _page(self, folders: dict[str, Path], name: str) -> str:
         from atlas_fl.report.html.elements import render
         from atlas_fl.report.html.live_page import list_page, page_or_reason
         from atlas_fl.storage.run_folder import RunFolder
 
-        state, now = self._state(folders, name), datetime.now(UTC)
+        state, now, comparisons = self._state(folders, name), datetime.now(UTC), self.shown.comparisons()
         if not name:
-            return render(list_page(folders, now=now), state=state)
-        folder = folders[name]
-        known = self.shown.pages.get(folder)
+            return render(list_page(folders, list(comparisons), now=now), state=state)
+        place = folders.get(name) or comparisons[name]
+        known = self.shown.pages.get(place)
         if known is None or known[0] != state:
-            known = (state, render(page_or_reason(RunFolder(folder), now=now), state=state))
-            self.shown.pages[folder] = known
+            if name in folders:
+                page = page_or_reason(RunFolder(place), now=now)
+            else:  # statistics take seconds to load
+                from atlas_fl.report.html.live_comparison import live_comparison
+
+                page = live_comparison(name, place, now=now, compared=self.shown.compared.setdefault(place, {}))
+            known = (state, render(page, state=state))
+            self.shown.pages[place] = known
         return known[1]
 
     def _answer(self, status: HTTPStatus, text: str, *, kind: str) -> None:

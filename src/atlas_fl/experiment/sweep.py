@@ -24,6 +24,8 @@ from atlas_fl.config.methods import check_swept_setting, without_method_settings
 from atlas_fl.config.settings import find_setting
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.events import Note, OnEvent, ignore
+from atlas_fl.storage.jsonl import write_json
+from atlas_fl.storage.run_folder import PLANNED_RUNS
 
 SEEDS = (42, 123, 456, 789, 1024)
 """The seeds that results are published with, in the order in which they are used."""
@@ -234,6 +236,13 @@ def comparison_name(points: Sequence[Point], *, preset: str) -> str:
     runs = sorted({config_hash(point.config) for point in points})
     digest = sha256("".join(runs).encode()).hexdigest()[:8]
     return "-".join(["comparison", preset, *points[0].changes, digest]) + ".csv"
+
+
+def write_planned_runs(points: Sequence[Point], table: Path) -> Path:
+    """Write which runs the comparison of this table has, beside it and before they begin, for who watches them."""
+    path = table.with_name(table.name.removesuffix(".csv") + PLANNED_RUNS)
+    write_json(path, {"runs": [run_folder(point.config).path.name for point in points]})
+    return path
 
 
 def _with_run_name(config: Config, name: str | None) -> Config:

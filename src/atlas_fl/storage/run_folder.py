@@ -11,6 +11,8 @@ from pathlib import Path
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.storage.files import DRAFTS, LOCK, os_errors_with_path
 
+PLANNED_RUNS = ".runs.json"
+"""Ends the name of the file that names the runs of a comparison or a sweep."""
 SHOWN_RUNS = 8
 _AUDIT_FOLDERS = ("round-[0-9]*", "joined-[0-9]*")
 _FILES = (

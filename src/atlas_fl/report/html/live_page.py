@@ -30,7 +30,7 @@ from atlas_fl.report.html.elements import (
 )
 from atlas_fl.report.html.run_page import run_page
 from atlas_fl.storage.digests import read_checked_rows
-from atlas_fl.storage.run_folder import RunFolder
+from atlas_fl.storage.run_folder import PLANNED_RUNS, RunFolder
 
 RECENT = 3
 """Rounds whose mean time the rounds to come are expected to take."""
@@ -57,6 +57,8 @@ class Progress:
     """What the rounds to come are expected to take: each the mean of the last ones; None before there is one."""
     silent: float
     """Seconds since it said anything."""
+    seconds: float
+    """From its first word to its last."""
     is_over: bool
     """Whether a summary is written."""
 
@@ -76,6 +78,7 @@ def read_progress(folder: RunFolder, *, now: datetime) -> Progress:
         rounds=rounds,
         seconds_left=None if rounds is None or not taken else fmean(taken) * (rounds - last),
         silent=max(0.0, (now - lines[-1][0]).total_seconds()) if lines else 0.0,
+        seconds=max(0.0, (lines[-1][0] - lines[0][0]).total_seconds()) if lines else 0.0,
         is_over=folder.summary.exists(),
     )
 
@@ -168,8 +171,13 @@ def page_or_reason(folder: RunFolder, *, now: datetime) -> Page:
         return Page(title=folder.path.resolve().name, subtitle="cannot be read now", sections=[], warnings=[str(error)])
 
 
-def list_page(folders: Mapping[str, Path], *, now: datetime) -> Page:
-    """The page that lists runs by name, each with a link to its own."""
+def find_comparisons(runs_dir: Path) -> dict[str, Path]:
+    """The comparisons and sweeps that have begun in this folder: the files that name their runs, by name."""
+    return {path.name.removesuffix(PLANNED_RUNS): path for path in sorted(runs_dir.glob(f"*{PLANNED_RUNS}"))}
+
+
+def list_page(folders: Mapping[str, Path], comparisons: Sequence[str] = (), *, now: datetime) -> Page:
+    """The page that lists runs by name, each with a link to its own, after those of comparisons and sweeps."""
     rows = [[name, *summary_row(RunFolder(path), now=now)] for name, path in folders.items()]
     columns = ("run", "state", "rounds", "mean validation score")
     block = Table(title="Runs", columns=columns, rows=rows) if rows else Text(lines=["No run has begun here so far."])
@@ -178,7 +186,7 @@ def list_page(folders: Mapping[str, Path], *, now: datetime) -> Page:
         title="Runs",
         subtitle=f"{len(rows)} runs, {complete} complete",
         sections=[Section(name="runs", title="How far each is", blocks=[block])],
-        links=tuple((name, f"/{quote(name)}") for name in folders),
+        links=tuple((name, f"/{quote(name)}") for name in (*comparisons, *folders)),
     )
 
 
