@@ -24,7 +24,7 @@ from atlas_fl.config import load_config, settings, validate, with_values
 from atlas_fl.config.presets import PRESETS
 from atlas_fl.errors import AtlasError
 from atlas_fl.experiment.search import check_space, parse_space
-from atlas_fl.experiment.sweep import grid, parse_over, seeds
+from atlas_fl.experiment.sweep import chosen_seeds, grid, parse_over
 from tools import site
 from tools.tree import MARKED, with_tree
 
@@ -248,7 +248,7 @@ def accept(command: str, words: list[str]) -> None:
     if command == "search":
         check_space(options.settings, parse_space(options.over))
     elif over := getattr(options, "over", ()):
-        grid(options.settings, over=parse_over(over), seeds=seeds(options.seeds))
+        grid(options.settings, over=parse_over(over), seeds=chosen_seeds(options.seeds))
 
 
 def test_make_targets_exist() -> None:

@@ -234,6 +234,19 @@ def test_compare_over_a_setting_of_methods_ends_in_a_page_with_a_row_for_each_va
     assert all(f"{name} lr={rate}" in text for name in ("local", "fedavg") for rate in ("0.001", "0.01"))
 
 
+def test_seeds_by_name_are_compared_also_where_they_are_those_of_tuning(
+    atlas: Atlas, ran: list[Config], tmp_path: Path
+) -> None:
+    words = ["--strategies", "local", "fedavg", "--runs-dir", str(tmp_path), "--seeds", "9001", "9002"]
+    said = atlas("compare", *words)
+    assert (said.code, said.err) == (0, "")
+    assert {config.run.seed for config in ran} == {9001, 9002}
+    (page,) = tmp_path.glob("comparison-*.html")
+    assert "9001, 9002" in page.read_text(encoding="utf-8")
+    said = atlas("compare", *words, "--trials", "2")
+    assert said.code == 2 and "--seeds has 9001, on which --trials chooses settings; compare on other seeds" in said.err
+
+
 def test_a_comparison_says_which_runs_it_has_before_they_begin(
     atlas: Atlas, ran: list[Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.experiment.sweep import (
     LAMBDA_SWEEP,
     SEEDS,
+    chosen_seeds,
     comparison_name,
     grid,
     parse_over,
@@ -60,6 +61,15 @@ def test_the_published_seeds_come_first() -> None:
     assert seeds(7) == (*SEEDS, 2001, 2002)
     with pytest.raises(ConfigError, match="--seeds is 0; allowed: at least 1"):
         seeds(0)
+
+
+def test_several_numbers_are_the_seeds_themselves() -> None:
+    assert chosen_seeds((3,)) == seeds(3)
+    assert chosen_seeds((9001, 7)) == (9001, 7)
+    with pytest.raises(ConfigError, match="--seeds has 7 twice; name each seed once"):
+        chosen_seeds((7, 8, 7))
+    with pytest.raises(ConfigError, match="--seeds is empty"):
+        chosen_seeds(())
 
 
 def test_swept_values_are_read_from_texts() -> None:

@@ -16,12 +16,12 @@ from atlas_fl.experiment.sweep import (
     LAMBDA_SWEEP,
     Point,
     RunState,
+    chosen_seeds,
     comparison_name,
     grid,
     parse_over,
     run_all,
     same_steps,
-    seeds,
     with_eta,
     write_planned_runs,
 )
@@ -44,8 +44,8 @@ class SweepOptions:
     """A setting and its values, `eta=0,0.01,0.1`; may be repeated. Parts of a list are joined by +: `share=A+B,B`."""
     lambda_sweep: bool = False
     """The same as `--over eta=0,0.01,0.1,0.5,1` with the strategy atlas_laplacian."""
-    seeds: int = 1
-    """Seeds for each combination: 42, 123, 456, 789, 1024, then 2001 and on."""
+    seeds: tuple[int, ...] = (1,)
+    """How many seeds each combination has: 42, 123, 456, 789, 1024, then 2001 and on. Several numbers are the seeds."""
     same_rounds: bool = False
     """Where local_steps is swept, leave the rounds as they are; by default they are scaled, and all runs take as many
     gradient steps."""
@@ -66,8 +66,8 @@ class CompareOptions:
     repeated. Strategies are compared for each value, and ranked over all of them."""
     lambda_sweep: bool = False
     """The same as `--over eta=0,0.01,0.1,0.5,1`."""
-    seeds: int = 3
-    """Seeds for each strategy: 42, 123, 456, 789, 1024, then 2001 and on."""
+    seeds: tuple[int, ...] = (3,)
+    """How many seeds each strategy has: 42, 123, 456, 789, 1024, then 2001 and on. Several numbers are the seeds."""
     control: str | None = None
     """The strategy that the others are tested against; by default the first of fedavg_cluster, fedavg and local."""
     score: Literal["final", "best"] = "final"
@@ -92,7 +92,7 @@ def sweep(words: Sequence[str]) -> int:
             "--over is missing; allowed: a setting and its values; write for example --over eta=0,0.1,0.5"
         )
     base = with_eta(options.settings) if options.lambda_sweep else options.settings
-    return run_grid(base, over=over, seeds=seeds(options.seeds), same_rounds=options.same_rounds)
+    return run_grid(base, over=over, seeds=chosen_seeds(options.seeds), same_rounds=options.same_rounds)
 
 
 def compare(words: Sequence[str]) -> int:
@@ -113,7 +113,7 @@ def compare(words: Sequence[str]) -> int:
         chosen = {method.strategy: method.best.settings for method in tuned[preset]}
         for name in options.strategies:
             over = {"strategy": (name,), **values} | ({"preset": (preset,)} if "preset" in values else {})
-            points += grid(with_values(base, chosen.get(name, {})), over=over, seeds=seeds(options.seeds))
+            points += grid(with_values(base, chosen.get(name, {})), over=over, seeds=chosen_seeds(options.seeds))
     path = Path(options.settings.run.runs_dir) / comparison_name(points, preset="-".join(tuned))
     write_planned_runs(points, path)
     folders = _run(points, jobs=options.jobs)
@@ -130,6 +130,7 @@ def compare(words: Sequence[str]) -> int:
 def _parse_comparison(groups: Sequence[Words]) -> CompareOptions:
     """The options of these words, strategies by their names of today; raises `ConfigError` for one that is wrong."""
     from atlas_fl.aggregation.registry import ALIASES as OLD_NAMES
+    from atlas_fl.experiment.tuning import DEVELOPMENT_SEEDS
 
     options = parse(CompareOptions(settings=base_config(groups)), groups, command="atlas compare")
     if not options.strategies:
@@ -142,6 +143,8 @@ def _parse_comparison(groups: Sequence[Words]) -> CompareOptions:
         raise ConfigError(f"--jobs is {options.jobs}; allowed: at least 1")
     if options.trials < 0:
         raise ConfigError(f"--trials is {options.trials}; allowed: at least 1, or 0 for none")
+    if options.trials and (tuned_on := sorted({*chosen_seeds(options.seeds)} & {*DEVELOPMENT_SEEDS})):
+        raise ConfigError(f"--seeds has {tuned_on[0]}, on which --trials chooses settings; compare on other seeds")
     return replace(options, strategies=names, control=control)
 
 

@@ -24,7 +24,6 @@ from atlas_fl.config.methods import check_swept_setting, without_method_settings
 from atlas_fl.config.settings import find_setting
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.events import Note, OnEvent, ignore
-from atlas_fl.storage.jsonl import write_json
 from atlas_fl.storage.run_folder import PLANNED_RUNS
 
 SEEDS = (42, 123, 456, 789, 1024)
@@ -111,6 +110,24 @@ def seeds(count: int) -> tuple[int, ...]:
     if count < 1:
         raise ConfigError(f"--seeds is {count}; allowed: at least 1; give the number of seeds")
     return (SEEDS + tuple(2001 + extra for extra in range(count - len(SEEDS))))[:count]
+
+
+def chosen_seeds(numbers: Sequence[int]) -> tuple[int, ...]:
+    """What `--seeds` means: one number is how many (`seeds`), several are the seeds themselves.
+
+    >>> chosen_seeds([2]), chosen_seeds([7, 8])
+    ((42, 123), (7, 8))
+
+    Raises:
+        ConfigError: there is no number, or one stands there twice.
+    """
+    if not numbers:
+        raise ConfigError("--seeds is empty; give how many, or two seeds and more")
+    if len(numbers) == 1:
+        return seeds(numbers[0])
+    if twice := [seed for seed in numbers if numbers.count(seed) > 1]:
+        raise ConfigError(f"--seeds has {twice[0]} twice; name each seed once")
+    return tuple(numbers)
 
 
 def parse_over(texts: Sequence[str], *, presets: bool = False) -> dict[str, tuple[str, ...]]:
@@ -240,6 +257,8 @@ def comparison_name(points: Sequence[Point], *, preset: str) -> str:
 
 def write_planned_runs(points: Sequence[Point], table: Path) -> Path:
     """Write which runs the comparison of this table has, beside it and before they begin, for who watches them."""
+    from atlas_fl.storage.jsonl import write_json
+
     path = table.with_name(table.name.removesuffix(".csv") + PLANNED_RUNS)
     write_json(path, {"runs": [run_folder(point.config).path.name for point in points]})
     return path

@@ -57,7 +57,7 @@ LEAST_RANKED = 2
 def comparison_page(
     runs: Sequence[Path | str], *, control: str | None = None, score: Literal["final", "best"] = "final"
 ) -> Page:
-    """The page of these runs; those that are not complete are named and left out.
+    """The page of these runs; those that are not complete, or on seeds of tuning beside others, are named and left out.
 
     Args:
         runs: run folders.
@@ -76,11 +76,13 @@ def comparison_page(
     }
     shown = [
         run
-        for members in by_federation([run for run in finished.values() if run.seed not in DEVELOPMENT_SEEDS])
+        for members in by_federation(
+            [run for run in finished.values() if run.seed not in DEVELOPMENT_SEEDS] or list(finished.values())
+        )
         for run in with_common_seeds(members)
     ]
     if not shown:
-        raise ConfigError(f"none of these {len(folders)} runs can be compared: none is complete, but those of tuning")
+        raise ConfigError(f"none of these {len(folders)} runs can be compared: none is complete")
     results = federation_results(shown, control=control)
     sections = [section for place, result in enumerate(results) for section in _federation(result, place)]
     compared = {result.title: result.comparison for result in results if result.comparison is not None}
