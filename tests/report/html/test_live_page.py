@@ -40,11 +40,12 @@ def test_how_far_a_run_is_follows_from_its_log_by_hand(tmp_path: Path) -> None:
     assert (progress.doing, progress.done, progress.rounds) == ("round 3", 2, 6)
     assert progress.seconds_left == 4 * 20.0, "the one round whose beginning and end as rounds ended are known"
     assert progress.silent == 240.0
+    assert progress.seconds == 60.0, "from the first line to the last"
     (tmp_path / "log.txt").write_text("".join(LOG.splitlines(keepends=True)[:3]))
     assert read_progress(RunFolder(tmp_path), now=NOW).seconds_left == 5 * 30.0
     (tmp_path / "log.txt").unlink()
     assert read_progress(RunFolder(tmp_path), now=NOW) == Progress(
-        doing="begins", done=0, rounds=None, seconds_left=None, silent=0.0, is_over=False
+        doing="begins", done=0, rounds=None, seconds_left=None, silent=0.0, seconds=0.0, is_over=False
     )
 
 
@@ -104,7 +105,7 @@ def scores(client: str, *values: float, majority: float = 0.5) -> list[dict[str,
     ],
 )
 def test_who_is_in_trouble_is_said(values: tuple[float, ...], words: str | None) -> None:
-    progress = Progress(doing="round 4", done=3, rounds=6, seconds_left=1.0, silent=5.0, is_over=False)
+    progress = Progress(doing="round 4", done=3, rounds=6, seconds_left=1.0, silent=5.0, seconds=9.0, is_over=False)
     assert warnings_of(progress, scores("<a>", *values)) == ([] if words is None else [words])
 
 
