@@ -183,9 +183,10 @@ def test_a_comparison_is_a_page_of_how_far_its_runs_are(tmp_path: Path) -> None:
         assert "1 of 4 runs complete" in text
         # b and d take six minutes each, c three quarters of that, one after another: 16.5 minutes
         assert "left, about" in text and "16.5" in text
-        (tmp_path / "comparison-quick-strategy-0.runs.json").write_text('{"runs": ["../secret"]}')
-        answer, text = get(port, "/comparison-quick-strategy-0")
-        assert answer.status == 200 and "it does not name runs" in text
+        for content in ('{"runs": ["../secret"]}', "[]"):
+            (tmp_path / "comparison-quick-strategy-0.runs.json").write_text(content)
+            answer, text = get(port, "/comparison-quick-strategy-0")
+            assert answer.status == 200 and "it does not name runs" in text
 
 
 def test_a_comparison_of_another_folder_is_not_served(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """What a server takes as the sketch of a client's labels."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -14,12 +16,12 @@ from atlas_fl.split.channel import Cut
 UNIT = torch.zeros(8).index_fill(0, torch.tensor([3]), 1.0)
 
 
-def request(*, labels: bool, cut: Cut | None = None, metadata: object = None) -> AnsweredRequest:
+def request(*, labels: bool, cut: Cut | None = None, metadata: Any = None) -> AnsweredRequest:
     options = FingerprintOptions(
         kind="fisher", sketch_dim=8, train=TrainOptions(seed=0), batches=2, steps=2, labels=labels
     )
     job = Job(client="a-0", params={}, round=0, options=options, cut=cut)
-    return AnsweredRequest(action="fingerprint", job=job, metadata=metadata, num_layers=None)  # type: ignore[arg-type]
+    return AnsweredRequest(action="fingerprint", job=job, metadata=metadata, num_layers=None)
 
 
 def update(labels: torch.Tensor) -> Update:

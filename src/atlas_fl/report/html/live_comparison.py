@@ -33,7 +33,8 @@ class ComparisonProgress:
 
 def planned_folders(file: Path) -> list[Path]:
     """The folders of all runs of a comparison, begun or not; raises `CheckpointError` where the file is damaged."""
-    names = read_json(file).get("runs")
+    content = read_json(file)
+    names = content.get("runs") if isinstance(content, dict) else None
     if not isinstance(names, list) or not all(isinstance(name, str) and Path(name).name == name for name in names):
         raise CheckpointError(f"damaged file {file}: it does not name runs; delete it, the runs themselves are whole")
     return [file.parent / name for name in names]
@@ -56,9 +57,9 @@ def comparison_progress(folders: Sequence[Path], *, now: datetime) -> Comparison
 
 def _share_left(progress: Progress | None) -> float:
     """What share of a run is still to be done."""
-    if progress is None or progress.rounds is None:
-        return 1.0
-    return 0.0 if progress.is_over else 1 - progress.done / progress.rounds
+    if progress is not None and progress.is_over:
+        return 0.0
+    return 1.0 if progress is None or progress.rounds is None else 1 - progress.done / progress.rounds
 
 
 def live_comparison(name: str, file: Path, *, now: datetime, compared: dict[tuple[Path, ...], Page]) -> Page:
