@@ -106,7 +106,7 @@ def test_a_package_that_is_missing_or_too_old_has_a_remedy(
 
 def test_a_package_that_is_only_on_the_path_is_said(whole: Installation, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installation, "PROJECT", "no-such-project-of-atlas")
-    assert installation._declared() == (None, (), ())
+    assert installation._read_metadata() == (None, (), ())
     (problem,) = problems_of(replace(whole, version=None, packages=()))
     assert problem.is_needed and "make setup" in problem.remedy
 

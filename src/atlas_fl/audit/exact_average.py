@@ -73,7 +73,7 @@ class ExactStep:
             return f"the server state has {unknown[0]}, which the rule does not make", float("inf")
         worst, fault = 0.0, ""
         for module in modules:
-            added, size = self._added(module, there)
+            added, size = self._module_change(module, there)
             held = self._dense(self.state, f"residual/{module}", added.shape)
             for part, want in (("newest", added), ("residual", held + added)):
                 got, unit = self._dense(after, f"{part}/{module}", added.shape), max(size, float(np.abs(want).max()))
@@ -85,7 +85,7 @@ class ExactStep:
                     fault = f"{part} of {module} is {error:.2g} away from the recomputation"
         return fault, worst
 
-    def _added(self, module: str, there: Sequence[int]) -> tuple[np.ndarray, float]:
+    def _module_change(self, module: str, there: Sequence[int]) -> tuple[np.ndarray, float]:
         """(what the round adds to this module, dense; the largest value of a product that went in)."""
         a, b = ([self._value(self.trained, k, module + end) for k in there] for end in (LORA_A, LORA_B))
         scales, shares = [self.plan.scale(len(factor)) if len(factor) else 0.0 for factor in a], self._shares(there)

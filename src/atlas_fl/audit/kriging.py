@@ -59,7 +59,7 @@ class Predictions:
         row = [0.0] * len(names)
         for one, weight in zip(known, self._rows[known, keys][known.index(k)], strict=True):
             row[one] = float(weight)
-        return self._bounded(row, k)
+        return self._cap_shares(row, k)
 
     def cluster_row(self, k: int, averages: Mapping[int, Sequence[float]], key: str) -> list[float] | None:
         """The weights of client k before it has reported, by the cluster that it begins in; None where it has.
@@ -83,12 +83,12 @@ class Predictions:
         c = next(place for place, group in enumerate(groups) if k in group)
         weights = prediction_row(c, _without_negative(known), noise * np.array(spread), examples)
         row = [0.0] * len(plan.clients)
-        for d, weight in enumerate(self._bounded(weights, c)):
+        for d, weight in enumerate(self._cap_shares(weights, c)):
             for one in averages:
                 row[one] += weight * averages[groups[d][0]][one]
         return row
 
-    def _bounded(self, row: Sequence[float] | np.ndarray, k: int) -> list[float]:
+    def _cap_shares(self, row: Sequence[float] | np.ndarray, k: int) -> list[float]:
         others = {one: min(float(weight), self._max_share) for one, weight in enumerate(row) if one != k}
         return [others.get(one, 1.0 - sum(others.values())) for one in range(len(row))]
 

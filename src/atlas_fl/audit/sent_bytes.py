@@ -36,9 +36,9 @@ def check_sent_bytes(run: Run) -> Iterator[AuditRow]:
     models, outdated = read_models(run, 0, "start"), set[str]()
     for round in (number for number in run.rounds if is_aggregated(run, number)):
         record, after = read_audit_record(run, round), read_models(run, round, "start")
-        joined = _joined(run, round)
+        joined = _joiner_models(run, round)
         before, outdated = {**models, **joined}, outdated | joined.keys()
-        unsent = {key for key in _untrained(run, round, after) if not _moved(key, before, after)}
+        unsent = {key for key in _frozen_keys(run, round, after) if not _is_changed(key, before, after)}
         present = {name for name in record.participants if record.refused.get(name) != NO_ANSWER}
         for name in sorted(present):
             whole, part = _size(after[name], ()), _size(after[name], unsent)
@@ -46,7 +46,7 @@ def check_sent_bytes(run: Run) -> Iterator[AuditRow]:
             actual = {way: ledger[round, name, way] for way in expected}
             fault = "" if actual == expected else f"the ledger has {actual}, and what was to be sent is {expected}"
             yield AuditRow(run=run.path.name, round=round, client=name, check="sent", ok=not fault, detail=fault)
-        changed = {name for name in after if any(_moved(key, before, after, only=name) for key in after[name])}
+        changed = {name for name in after if any(_is_changed(key, before, after, only=name) for key in after[name])}
         models, outdated = after, (outdated | changed) - present
 
 
@@ -60,13 +60,13 @@ def _is_partly_trained(run: Run) -> bool:
     return training.get("trained_parts", "all") != "all" and is_simple and is_complete and is_whole and is_mean
 
 
-def _joined(run: Run, round: int) -> Models:
+def _joiner_models(run: Run, round: int) -> Models:
     """What clients began with that joined before this round."""
     path = run.path / "audit" / f"joined-{round:04d}" / "start.safetensors"
     return models_in(path) if path.is_file() else {}
 
 
-def _untrained(run: Run, round: int, models: Models) -> set[str]:
+def _frozen_keys(run: Run, round: int, models: Models) -> set[str]:
     """The names of what does not train in this round."""
     parts = run.config["training"]["trained_parts"]
     still = {"alternate": LORA_B if round % 2 == 0 else LORA_A, "B": LORA_A}.get(parts)
@@ -76,7 +76,7 @@ def _untrained(run: Run, round: int, models: Models) -> set[str]:
     return {key for key in names if still is not None and key.endswith(still)}
 
 
-def _moved(key: str, before: Models, after: Models, *, only: str | None = None) -> bool:
+def _is_changed(key: str, before: Models, after: Models, *, only: str | None = None) -> bool:
     clients = after if only is None else (only,)
     pairs = [(before[name][key], after[name][key]) for name in clients if key in after[name]]
     return not all(left.equal(right) for left, right in pairs)

@@ -38,7 +38,7 @@ def demo(words: Sequence[str]) -> int:
     show(introduction(config))
     if not folder.config.exists():
         show(["", "measuring some training steps ..."])
-        show(time_lines(_predicted(config)))
+        show(time_lines(_predict_time(config)))
     show([""])
 
     from atlas_fl.cli.tables import outcome
@@ -131,7 +131,7 @@ def next_steps(config: Config, folder: "RunFolder") -> Iterator[str]:
     yield "Open this page in a browser:"
 
 
-def _predicted(config: Config) -> "RunTime":
+def _predict_time(config: Config) -> "RunTime":
     start_time = time.perf_counter()
 
     from atlas_fl.experiment.run_time import measure_runs

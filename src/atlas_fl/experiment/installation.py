@@ -146,7 +146,7 @@ class Installation:
 def inspect_installation(*, runs_dir: Path, cache_dir: Path | None = None) -> Installation:
     """What is here; runs would be written to `runs_dir`, and embedded assets lie in `cache_dir` or the usual one."""
     cache_dir = embedded_dir() if cache_dir is None else cache_dir
-    version, packages, extras = _declared()
+    version, packages, extras = _read_metadata()
     torch, load_error = _load_torch(packages)
     return Installation(
         version=version,
@@ -182,7 +182,7 @@ def check_asset(asset: Asset, cache_dir: Path) -> AssetCheck:
     )
 
 
-def _declared() -> tuple[str | None, tuple[Package, ...], tuple[Extra, ...]]:
+def _read_metadata() -> tuple[str | None, tuple[Package, ...], tuple[Extra, ...]]:
     """(version, what is needed always, extras) by the metadata of the installed package; nothing without one."""
     try:
         distribution = metadata.distribution(PROJECT)

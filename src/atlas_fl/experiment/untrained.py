@@ -23,7 +23,7 @@ def keep_untrained(
     """
     if rule_of(config) != "fedavg" or config.mixing.space != "factors" or config.mixing.personal_models:
         return dict(mixed)
-    names = {key for key in _untrained(options, before, round=round) if _is_common(before, key)}
+    names = {key for key in _untrained_keys(options, before, round=round) if _is_common(before, key)}
     return {
         client: {key: before[client][key] if key in names else tensor for key, tensor in params.items()}
         if names & params.keys() and params is not before[client]
@@ -45,12 +45,12 @@ def unsent_names(
         return frozenset()
     return frozenset(
         key
-        for key in _untrained(job.options, before, round=job.round)
+        for key in _untrained_keys(job.options, before, round=job.round)
         if all(_is_same(params.get(key), after[client].get(key)) for client, params in before.items())
     )
 
 
-def _untrained(options: TrainOptions, models: ByClient, *, round: int) -> set[str]:
+def _untrained_keys(options: TrainOptions, models: ByClient, *, round: int) -> set[str]:
     keys = {key for params in models.values() for key in params if key != PRIVATE}
     return {key for key in keys if not options.trains(key, round=round)}
 

@@ -43,8 +43,8 @@ def method_bytes(
     if has_frozen_part(config):
         adapters = {key: tensor for key, tensor in shared.items() if key.endswith((LORA_A, LORA_B))}
         if rule == "fedavg_stacked":  # in the place of adapters
-            return 0, _size(_stacked(adapters, participants)) - _size(adapters)
-        return 0, _size(_stacked(adapters, participants - 1))
+            return 0, _size(_stack_factors(adapters, participants)) - _size(adapters)
+        return 0, _size(_stack_factors(adapters, participants - 1))
     if reads_features(config):
         (weight,) = (tensor for key, tensor in model.items() if key in head_keys(model) and tensor.dim() == 2)
         nothing = summarize(torch.zeros(0, weight.shape[1]), np.zeros(0, np.int64), num_labels=labels)
@@ -67,7 +67,7 @@ def _size(params: Params) -> int:
     return sum(payload_bytes(part) for part in parts if part)
 
 
-def _stacked(adapters: Params, count: int) -> Params:
+def _stack_factors(adapters: Params, count: int) -> Params:
     """Factors of so many clients as one."""
     return {
         key: torch.cat([tensor] * count, dim=0 if key.endswith(LORA_A) else 1)

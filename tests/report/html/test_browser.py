@@ -17,6 +17,8 @@ from tests.report.html.hostile import NAMES, rename
 BROWSER = find_chromium()
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed; apt-get install chromium")
 WIDTHS = (375, 768, 1440, 2560)
+CUT_LABELS = """[...document.querySelectorAll('svg .role-legend-label text')].filter((one) =>
+    one.getBoundingClientRect().right > one.closest('svg').getBoundingClientRect().right + 1).map((one) => one.textContent)"""
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +53,7 @@ def test_a_run_fits_every_width_and_is_quiet(make_run, tab: Tab, is_dark: bool) 
         tab.open(page, width=width, is_dark=is_dark)
         check_quiet(tab, page)
         assert overflow(tab) <= 0, width
+        assert tab.evaluate(CUT_LABELS) == [], width
     assert tab.evaluate("[...document.querySelectorAll('[data-chart]')].every((one) => one.dataset.drawn === 'yes')")
     assert tab.evaluate("window.harmed") is None
     drawn = tab.evaluate("document.querySelector('#figure-outcome svg').textContent")

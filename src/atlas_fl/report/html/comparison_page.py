@@ -94,13 +94,13 @@ def comparison_page(
         + (BEST if score == "best" else ""),
         sections=[*sections, *_ranks(compared), _runs(finished)],
         warnings=[
-            *_named(unfinished, "not complete, and so not compared"),
-            *_named(left_out, "of a seed that not every method has, or of tuning, and so not compared"),
+            *_names_sentence(unfinished, "not complete, and so not compared"),
+            *_names_sentence(left_out, "of a seed that not every method has, or of tuning, and so not compared"),
         ],
     )
 
 
-def _named(names: Sequence[str], words: str) -> list[str]:
+def _names_sentence(names: Sequence[str], words: str) -> list[str]:
     """A sentence on these runs, the first few by name; none where there is no run."""
     listed = names_in_words(names[:SHOWN_RUNS]) + (
         f" and {len(names) - SHOWN_RUNS} more" if len(names) > SHOWN_RUNS else ""

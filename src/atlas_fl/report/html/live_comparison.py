@@ -70,7 +70,7 @@ def live_comparison(name: str, file: Path, *, now: datetime, compared: dict[tupl
     """
     try:
         progress = comparison_progress(planned_folders(file), now=now)
-        page = compared.get(progress.complete) or _compared(progress.complete)
+        page = compared.get(progress.complete) or _comparison_page(progress.complete)
     except (CheckpointError, OSError) as error:
         return Page(title=name, subtitle="cannot be read now", sections=[], warnings=[str(error)])
     compared.clear()
@@ -80,7 +80,7 @@ def live_comparison(name: str, file: Path, *, now: datetime, compared: dict[tupl
     return replace(page, title=name, subtitle=_words(progress), sections=[_now(progress, now=now), *page.sections])
 
 
-def _compared(complete: tuple[Path, ...]) -> Page:
+def _comparison_page(complete: tuple[Path, ...]) -> Page:
     """The comparison of these runs; the reason where they cannot be compared yet."""
     if not complete:
         return Page(title="", subtitle="", sections=[], warnings=["No run is complete so far."])

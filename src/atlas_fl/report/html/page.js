@@ -1,6 +1,6 @@
 "use strict";
 (() => {
-  const MOST_SHAPES = 4000, MOST_ROWS = 1000, MOST_DIGITS = 6;
+  const MOST_SHAPES = 4000, MOST_ROWS = 1000, MOST_DIGITS = 6, NARROW = 400;
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -50,9 +50,14 @@
     const spec = isLarge ? resolve(payload.spec) : payload.spec;
     element.style.background = isLarge ? css("--ground") : "";
     if (isLarge) dark.addEventListener("change", () => draw(element), { once: true });
+    // on a telephone a third column of the legend would be cut off
+    const isNarrow = element.clientWidth < NARROW;
+    const legend = { ...config.legend, ...(isNarrow ? { columns: 2, labelLimit: 95 } : {}) };
+    const axis = { ...config.axis, ...(isNarrow ? { labelLimit: 80 } : {}) };
+    const fitting = { ...config, axis, legend };
     const options = {
       mode: "vega-lite", renderer: isLarge ? "canvas" : "svg", actions: false,
-      config: isLarge ? resolve(config) : config, tooltip: { theme: "page" },
+      config: isLarge ? resolve(fitting) : fitting, tooltip: { theme: "page" },
     };
     return vegaEmbed(element, { ...spec, datasets }, options).then(({ view }) => {
       element.dataset.drawn = "yes";

@@ -45,7 +45,7 @@ def run_page(run: Path | str) -> Page:
     ]
     last = max((row["round"] for row in record.metrics), default=0)
     attack = attack_note(summary or {})
-    warnings = [*([] if summary is not None else [_unfinished(last)]), *([attack] if attack else [])]
+    warnings = [*([] if summary is not None else [_incomplete_note(last)]), *([attack] if attack else [])]
     return Page(
         title=record.name,
         subtitle=_subtitle((summary or {}).get("run") or {}, last),
@@ -54,7 +54,7 @@ def run_page(run: Path | str) -> Page:
     )
 
 
-def _unfinished(last: int) -> str:
+def _incomplete_note(last: int) -> str:
     """What is missing of a run without a summary."""
     done = f"Shown is what was saved after round {last}." if last else "No round has been saved yet."
     return f"This run is not complete. {done}"

@@ -102,11 +102,11 @@ class AdapterSender:
         """What asks for this job."""
         head, params = job_message(action, job, number=number, sent_digests=self.held, cut_info=cut_info)
         if params:
-            base, params = self._changed(head["model"], params)
+            base, params = self._encode_changes(head["model"], params)
             head = {**head, **base}
         return head, {**params, **write_centroids(job)} if job.centroids else params
 
-    def _changed(self, name: str, params: Params) -> tuple[dict[str, str], Params]:
+    def _encode_changes(self, name: str, params: Params) -> tuple[dict[str, str], Params]:
         """(the model that the rest of this one is taken from, what of it is sent); the other end holds it from then."""
         digests = _digests(params)
         base = self._base(digests)
