@@ -178,13 +178,13 @@ class RoundRecord:
         ]
         up = {name: update for name, update in self.updates.items() if self.aggregated or update.travelled}
         messages += [
-            [*self._model_rows(name, "up", self._sent_params(update.params), share), *self._report_row(update)]
+            [*self._model_rows(name, "up", self._sent_part(update.params), share), *self._report_row(update)]
             for name, update in up.items()
         ]
         if self.aggregated:
             outdated = self.outdated - set(updated)
             models = {name: self.client_models[name] for name in self._receivers()}
-            models = {name: params if name in outdated else self._sent_params(params) for name, params in models.items()}
+            models = {name: params if name in outdated else self._sent_part(params) for name, params in models.items()}
             messages += [
                 [
                     *self._model_rows(name, "down", self._without_drawn(params), share),
@@ -194,7 +194,7 @@ class RoundRecord:
             ]
         return [row for rows in messages for row in rows]
 
-    def _sent_params(self, params: Params) -> Params:
+    def _sent_part(self, params: Params) -> Params:
         """What of a model is sent to or from who held its client's model when the round began."""
         return {key: tensor for key, tensor in params.items() if key not in self.unsent}
 

@@ -17,8 +17,9 @@ from tests.report.html.hostile import NAMES, rename
 BROWSER = find_chromium()
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed; apt-get install chromium")
 WIDTHS = (375, 768, 1440, 2560)
-CUT_LABELS = """[...document.querySelectorAll('svg .role-legend-label text')].filter((one) =>
-    one.getBoundingClientRect().right > one.closest('svg').getBoundingClientRect().right + 1).map((one) => one.textContent)"""
+CUT_LABELS = """[...document.querySelectorAll('svg .role-legend-label text')]
+    .filter((one) => one.getBoundingClientRect().right > one.closest('svg').getBoundingClientRect().right + 1)
+    .map((one) => one.textContent)"""
 
 
 @pytest.fixture(scope="module")

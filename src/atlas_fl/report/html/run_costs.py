@@ -117,11 +117,11 @@ def memory(record: Record, summary: Summary | None) -> Section | None:
         )
         for name, value in measured.items()
     ]
-    most = max(planned, key=lambda client: _memory_needed(client) / client["memory"]["total"]) if planned else None
+    most = max(planned, key=lambda client: _memory_of(client) / client["memory"]["total"]) if planned else None
     if most is not None:
         note = f"{isolate(most['name'])} on {most.get('device', EMPTY)}"
         facts.append(
-            Fact(name="fullest device, predicted", value=share(_memory_needed(most) / most["memory"]["total"]), note=note)
+            Fact(name="fullest device, predicted", value=share(_memory_of(most) / most["memory"]["total"]), note=note)
         )
     blocks: list[Block] = [Facts(facts=facts)]
     if planned:
@@ -129,7 +129,7 @@ def memory(record: Record, summary: Summary | None) -> Section | None:
     return Section(name="memory", title="What it cost: memory", blocks=blocks)
 
 
-def _memory_needed(client: Mapping[str, Any]) -> float:
+def _memory_of(client: Mapping[str, Any]) -> float:
     predicted = (client.get("predicted") or {}).get("memory_bytes")
     return float(sum(_parts(client).values()) if predicted is None else predicted)
 
@@ -168,7 +168,7 @@ def _memory_table(planned: Sequence[Mapping[str, Any]]) -> Table:
     rows: list[list[Cell]] = [
         [
             *(client["name"], client.get("device", EMPTY), size(client["memory"].get("total"))),
-            *(size(_memory_needed(client)), share(_memory_needed(client) / client["memory"]["total"])),
+            *(size(_memory_of(client)), share(_memory_of(client) / client["memory"]["total"])),
             "whole" if client.get("cut") is None else f"cut after block {client['cut']}",
         ]
         for client in planned
