@@ -142,10 +142,19 @@ def risks(draw: np.random.Generator, theta: np.ndarray, noise: np.ndarray) -> di
 
 
 @pytest.mark.parametrize(
-    ("common", "group", "own"), [(1, 0, 0), (1, 0, 1), (1, 2, 0), (0, 2, 0.2), (1, 1, 1), (0, 0, 3)]
+    ("common", "group", "own", "most"),
+    [
+        (1, 0, 0, 1.05),
+        (1, 0, 1, 1.03),
+        (0, 0, 1, 1.03),
+        (1, 2, 0, 1.03),
+        (0, 2, 0.2, 1.03),
+        (1, 1, 1, 1.03),
+        (0, 0, 3, 1.03),
+    ],
 )
 def test_planted_federations_are_predicted_as_by_who_knows_the_covariances(
-    common: float, group: float, own: float
+    common: float, group: float, own: float, most: float
 ) -> None:
     """Three groups of three clients in 2,000 values, of a noise of 1 each; parts of these sizes are planted."""
     draw, d = np.random.default_rng(1), 2000
@@ -156,7 +165,7 @@ def test_planted_federations_are_predicted_as_by_who_knows_the_covariances(
         for name, risk in risks(draw, theta, np.ones(9)).items():
             found.setdefault(name, []).append(risk)
     mean = {name: float(np.mean(values)) for name, values in found.items()}
-    assert mean["kriging"] <= 1.05 * mean["oracle"]
+    assert mean["kriging"] <= most * mean["oracle"]
     assert mean["kriging"] <= 1.05 * min(mean["alone"], mean["average"])
 
 
