@@ -1,4 +1,4 @@
-"""AtlasError and its family: what a user can mend, on one line with the remedy."""
+"""Errors that a user can mend (AtlasError), and how they are worded: one line, with the nearest known name."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -73,7 +73,7 @@ def replace_unprintable(text: str) -> str:
 def unknown_name(kind: str, name: object, choices: Iterable[str]) -> ConfigError:
     """The error for a name that no registry holds, with the nearest known name.
 
-    >>> str(unknown("strategy", "fedavgg", ["local", "fedavg"]))
+    >>> str(unknown_name("strategy", "fedavgg", ["local", "fedavg"]))
     "unknown strategy 'fedavgg'; did you mean 'fedavg'? known: fedavg, local"
     """
     names = sorted(choices)
@@ -83,7 +83,7 @@ def unknown_name(kind: str, name: object, choices: Iterable[str]) -> ConfigError
 def did_you_mean(name: object, choices: Iterable[str]) -> str:
     """What links an unknown name to the rest of a message: the known name that is near it, where there is one.
 
-    >>> nearest("fedavgg", ["local", "fedavg"]), nearest("foo", ["local", "fedavg"])
+    >>> did_you_mean("fedavgg", ["local", "fedavg"]), did_you_mean("foo", ["local", "fedavg"])
     ("; did you mean 'fedavg'?", ';')
     """
     matches = get_close_matches(str(name), list(choices), n=1)

@@ -71,7 +71,7 @@ class DataConfig:
 def parse_arrivals(words: Sequence[str]) -> Mapping[str, int]:
     """The round before which each client joins that `--arrive` names.
 
-    >>> dict(arrivals(("movie-1=3",)))
+    >>> dict(parse_arrivals(("movie-1=3",)))
     {'movie-1': 3}
 
     Raises:

@@ -1,4 +1,4 @@
-"""Validation of a config: ranges, contradictions between settings, unknown names; no data is read.
+"""Validation of a config: ranges of numbers, contradictions between settings; no data is read.
 
 `RANGES` has the range of every number. The other checks find contradictions between settings, and names that no
 registry has. Registries are imported inside the checks, because importing them takes seconds.

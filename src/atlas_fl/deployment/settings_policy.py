@@ -1,4 +1,4 @@
-"""Which settings of a server a site accepts: `--allow`, examples behind all that leaves; and what leaves under them.
+"""Which settings of a server a site accepts or refuses: `--allow`, too few examples; and what leaves under them.
 
 A server's settings are checked against the site's consent (`deployment.consent`) once, when the site connects; every
 job is checked against the settings (`deployment.job_policy`). Settings are bounded in what they give away and in what

@@ -329,7 +329,7 @@ def _find_file(source: ModelSource, file: str) -> Path | None:
 def checkpoint_names(key: str, prefix: str) -> tuple[str, ...]:
     """The names that a tensor of the headless model may have in a file, likeliest first.
 
-    >>> stored_names("wte.weight", "transformer")
+    >>> checkpoint_names("wte.weight", "transformer")
     ('wte.weight', 'transformer.wte.weight')
     """
     legacy_keys = [key.replace(new, legacy) for new, legacy in _OLD_NAMES.items() if key.endswith(new)]

@@ -1,4 +1,4 @@
-"""A comparison of methods as tables for terminal and files, Markdown, LaTeX, CSV and JSON: every field in all files.
+"""Tables of a comparison of methods (`atlas compare`, `atlas results`): terminal, Markdown, LaTeX, CSV, JSON.
 
 Which columns there are is said once (`METHOD_TABLES`, `PAIR_TABLES`), narrow enough for eighty columns, and all of
 these but CSV and JSON are made of it. The columns of CSV are the fields of the records themselves, and JSON has the

@@ -1,8 +1,8 @@
-"""The page of results (`atlas results`): all finished runs below some folders as one Markdown page, with statistics.
+"""The page of results (`atlas results`): what stands around the tables of each federation, as one Markdown page.
 
 Runs belong to one federation where they agree in all settings but the method, what the method sets, the seed and what
-tuning varies. The page has a table of methods and of differences to the control for each, average ranks over all of
-them, and says which runs are missing. The same folders give the same bytes.
+tuning varies. The page has a table of methods and of differences to the control for each (`comparison_tables`),
+average ranks over all of them, and says which runs are missing. The same folders give the same bytes.
 """
 
 from collections.abc import Iterator, Sequence

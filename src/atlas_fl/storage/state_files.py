@@ -1,4 +1,4 @@
-"""Hidden states on the disk: sealed files by key that processes and later runs share, within a budget of bytes.
+"""States of frozen blocks on the disk: sealed files by key that processes and runs share, within a budget of bytes.
 
 A file is named by its key, which says all that its states follow from, so whoever writes it writes the same. It is
 written under a name of its writer and renamed. It begins with the SHA-256 of key and content: one that is damaged, was
