@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from atlas_fl.cli.arguments import ALIASES, split
+from atlas_fl.cli.sweep import _parse_comparison
 from atlas_fl.config import Config, load_config, run_folder, to_toml, value_of
 from atlas_fl.config.presets import quick
 from atlas_fl.events import Note, PhaseStarted
@@ -303,21 +305,33 @@ def test_compare_over_presets_takes_the_settings_of_each_and_the_flags(
         (["sweep"], "--over is missing; allowed: a setting and its values;"),
         (["sweep", "--over", "etta=1"], "unknown setting 'etta'; did you mean 'eta'?"),
         (["sweep", "--over", "eta=0", "--max-rounds", "1"], "--max-rounds is 1; here every run goes to its end;"),
-        (["compare", "--seeds", "0"], "--seeds is 0; allowed: at least 1;"),
+        (["compare", "--seeds", "0"], "--seeds is 0; allowed: 1 to 1000, how many;"),
         (
             ["compare", "--control", "median"],
             "--control is median; allowed: one of --strategies, local, fedavg_cluster,",
         ),
-        (["compare", "--trials", "-1"], "--trials is -1; allowed: at least 1, or 0 for none"),
+        (["compare", "--trials", "-1"], "--trials is -1; allowed: 1 to 20, or 0 for none"),
         (["compare", "--over", "preset=nul"], "unknown preset 'nul'; did you mean 'null'?"),
         (["compare", "--preset", "null", "--over", "preset=null"], "--preset is given beside --over preset=...;"),
         (["sweep", "--over", "preset=null"], "--over sweeps preset, which changes no number of a run;"),
+        (["compare", "--trials", "8193"], "--trials is 8193; allowed: 1 to 20, or 0 for none"),
+        (["compare", "--seeds", "2026111"], "--seeds is 2026111; allowed: 1 to 1000, how many;"),
+        (["compare", "--seeds", "-1", "5"], "--seeds has -1; allowed: 0 to 1e+15;"),
+        (
+            ["compare", "--strategies", "fedavg", "standard_fl"],
+            "--strategies has fedavg twice; name each",
+        ),
+        (
+            ["compare", "--strategies", "fedavg", "--over", "rounds=2,02"],
+            "--over rounds has 2 and 02, which are the same; give each value once",
+        ),
+        (["compare", "--over", "preset=null,label-skew", "--dial", "9"], "--dial is 9; allowed: 0 to 4;"),
         (["compare", "--jobs", "0"], "--jobs is 0; allowed: at least 1"),
         (["compare", "--strategies"], "--strategies is empty; name at least one;"),
         (
             ["run", "--eta", "0.2"],
             "--eta is a setting of the Laplacian, and --strategy atlas measures how much is shared; leave it out, or"
-            " take --strategy atlas_laplacian",
+            " take the strategy atlas_laplacian",
         ),
         (["sweep", "--over", "eta=0,0.5"], "--eta is a setting of the Laplacian,"),
         (["compare", "--strategies", "atlas", "--lambda-sweep"], "--eta is a setting of the Laplacian,"),
@@ -328,6 +342,10 @@ def test_compare_over_presets_takes_the_settings_of_each_and_the_flags(
         (["export", "nothing", "--client", "0", "--to", "x"], "not a run folder: nothing;"),
         (["export", "nothing", "--client", "0"], "missing: --to TEXT; see `atlas export --help`"),
         (["report", "nothing"], "not a run folder: nothing;"),
+        (["report", "nothing", "--control", "fedavg"], "--control is fedavg, and one run is compared with nothing;"),
+        (["results", "nothing"], "there is no folder or file 'nothing';"),
+        (["results", "nothing", "--to", "a", "--csv", "./a"], "--to and --csv are both a; name a file for each"),
+        (["results", "nothing", "--statistics", ""], "--statistics is empty; name a folder"),
         (["report"], "no run is named; give the folder of a run"),
     ],
 )
@@ -348,3 +366,8 @@ def test_a_plan_says_what_stands_below_its_clusters_once(monkeypatch: pytest.Mon
     monkeypatch.setattr("atlas_fl.planning.planner.make_plan", lambda *_, **__: SimpleNamespace(to_json=lambda: found))
     said = atlas("plan", "--preset", "smoke").out
     assert said.count("2 undecided") == 1 and "note: something else" in said
+
+
+def test_the_lambda_sweep_of_a_comparison_takes_the_laplacian_where_nobody_named_the_rule() -> None:
+    words = split(["--lambda-sweep", "--preset", "smoke"], aliases={**ALIASES, "--ablation": "--strategies"})
+    assert _parse_comparison(words).strategies == ("local", "fedavg_cluster", "atlas_laplacian")

@@ -1,6 +1,7 @@
 """`atlas watch`: who sees what over HTTP, and its one-line refusals."""
 
 import json
+import os
 import socket
 import struct
 import threading
@@ -16,6 +17,7 @@ import pytest
 from atlas_fl.cli.main import main
 from atlas_fl.cli.watch import CONNECTIONS, COOKIE, Watched, address, listen
 from atlas_fl.config import Config, to_toml
+from atlas_fl.storage.run_folder import RunFolder, is_readable_file
 
 TOKEN = "a-token"
 
@@ -137,7 +139,9 @@ def test_the_address_has_the_token_only_where_one_is_needed(tmp_path: Path) -> N
     [
         (("nowhere",), "not a run folder: nowhere"),
         (("--runs-dir", "nowhere"), "--runs-dir is nowhere, which is no folder"),
-        (("--host", ""), "--host is empty"),
+        (("--host", ""), "--host is ''; name an address of this machine"),
+        (("--host", "é" * 70), "name an address of this machine"),
+        (("--host", "a" * 64), "name an address of this machine"),
         (("--port", "70000"), "--port is 70000; allowed: 0 to 65535"),
         (("--host", "no.such.host.invalid", "--runs-dir", "."), "--host no.such.host.invalid --port 8765 cannot be"),
     ],
@@ -168,7 +172,8 @@ def complete(folder: Path, minutes: int) -> Path:
 
 
 def test_a_comparison_is_a_page_of_how_far_its_runs_are(tmp_path: Path) -> None:
-    (tmp_path / "comparison-quick-strategy-0.runs.json").write_text(json.dumps({"runs": ["a", "b", "c", "d"]}))
+    planned = ["a", "b", "c", "d", "d"]
+    (tmp_path / "comparison-quick-strategy-0.runs.json").write_text(json.dumps({"runs": planned}))
     now = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
     begun(tmp_path / "c", f"{now} INFO round 1\n{now} INFO round 1 of 4: 1 s\n")
     with serving(Watched(runs=(), runs_dir=tmp_path, token=None)) as port:
@@ -183,7 +188,7 @@ def test_a_comparison_is_a_page_of_how_far_its_runs_are(tmp_path: Path) -> None:
         assert "1 of 4 runs complete" in text
         # b and d take six minutes each, c three quarters of that, one after another: 16.5 minutes
         assert "left, about" in text and "16.5" in text
-        for content in ('{"runs": ["../secret"]}', "[]"):
+        for content in ('{"runs": ["../secret"]}', '{"runs": [".."]}', "[]"):
             (tmp_path / "comparison-quick-strategy-0.runs.json").write_text(content)
             answer, text = get(port, "/comparison-quick-strategy-0")
             assert answer.status == 200 and "it does not name runs" in text
@@ -194,3 +199,38 @@ def test_a_comparison_of_another_folder_is_not_served(tmp_path: Path) -> None:
     run = begun(tmp_path / "a")
     with serving(Watched(runs=(run,), runs_dir=tmp_path, token=None)) as port:
         assert get(port, "/x")[0].status == 404
+
+
+def test_what_is_no_file_of_a_comparison_takes_no_page_away(tmp_path: Path) -> None:
+    (tmp_path / "x.runs.json").write_text(json.dumps({"runs": ["a"]}))
+    begun(tmp_path / "a", "2026-11-26T01:00:00Z INFO round 1 of 0: x\n")
+    (tmp_path / ".#x.runs.json").symlink_to("somebody@a-machine.123:1")  # what Emacs makes beside a file that it edits
+    (tmp_path / "loop.runs.json").symlink_to("loop.runs.json")
+    (tmp_path / "null.runs.json").symlink_to("/dev/null")
+    os.mkfifo(tmp_path / "pipe.runs.json")
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.runs.json")).write_text(json.dumps({"runs": []}))
+    with serving(Watched(runs=(), runs_dir=tmp_path, token=None)) as port:
+        answer, text = get(port)
+        assert answer.status == 200 and 'href="/a"' in text and 'href="/x"' in text
+        assert not any(name in text for name in ("loop", "null.", "pipe", ".#x"))
+        assert [get(port, path)[0].status for path in ("/?state", "/a", "/x", "/pipe")] == [200, 200, 200, 404]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may read everything")
+def test_a_folder_that_may_not_be_read_takes_no_page_away(tmp_path: Path) -> None:
+    begun(tmp_path / "a")
+    begun(tmp_path / "other").chmod(0)
+    with serving(Watched(runs=(), runs_dir=tmp_path, token=None)) as port:
+        _, text = get(port)
+        assert 'href="/a"' in text and "other" not in text
+    (tmp_path / "other").chmod(0o700)
+
+
+def test_a_file_that_may_not_be_looked_at_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Path) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    assert is_readable_file(begun(tmp_path / "a") / "config.toml")
+    monkeypatch.setattr(Path, "is_file", refuse)
+    assert not is_readable_file(tmp_path / "a" / "config.toml")
+    assert not RunFolder(tmp_path / "a").is_resumable()

@@ -59,7 +59,7 @@ def test_the_published_seeds_come_first() -> None:
     assert SEEDS == (42, 123, 456, 789, 1024)
     assert seeds(3) == (42, 123, 456)
     assert seeds(7) == (*SEEDS, 2001, 2002)
-    with pytest.raises(ConfigError, match="--seeds is 0; allowed: at least 1"):
+    with pytest.raises(ConfigError, match="--seeds is 0; allowed: 1 to 1000, how many"):
         seeds(0)
 
 

@@ -194,6 +194,13 @@ def test_the_memory_of_a_method_is_that_of_the_client_that_needs_most(
         ("bytes", "9" * 400, "is no number of bytes"),
         ("bytes_below_whole", "-inf", "-inf is no number of at least"),
         ("flags", "x", "the column flags begins with x"),
+        ("tuning", "[" * 100_000, "maximum recursion depth exceeded"),
+        (
+            "tuning",
+            '{"strategy": "local", "seeds": [1], "trials": [{"settings": {"lr": 3}, "validation": 0.1},'
+            ' {"settings": {}, "validation": 0.5}]}',
+            "the column tuning has trials of different settings",
+        ),
     ],
 )
 def test_a_row_that_says_no_number_is_one_line(
@@ -219,6 +226,19 @@ def test_a_row_with_fewer_or_more_cells_is_one_line(
     file.write_text("\n".join([header, alter(first), *rest]) + "\n")
     with pytest.raises(ConfigError, match="it has more or fewer cells than the header has names"):
         find_finished_runs([file])
+
+
+def test_what_is_no_run_is_passed_by_and_what_is_not_there_is_one_line(
+    make_federation: MakeFederation, tmp_path: Path
+) -> None:
+    make_federation(2)
+    runs = find_finished_runs([tmp_path])
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "summary.json").write_text('{"hello": 1}')
+    assert find_finished_runs([tmp_path]) == runs
+    for place in ("nosuch", ""):
+        with pytest.raises(ConfigError, match=f"^there is no folder or file '{place}'; name folders of runs"):
+            find_finished_runs([tmp_path, place])
 
 
 def test_a_summary_without_clients_is_one_line(make_federation: MakeFederation, tmp_path: Path) -> None:

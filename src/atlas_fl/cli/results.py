@@ -46,6 +46,8 @@ def report(words: Sequence[str]) -> int:
     from atlas_fl.storage.run_folder import find_run
 
     check_target(options.to, example="report.html", is_own=is_page)
+    if options.control is not None and len(options.runs) == 1:
+        raise ConfigError(f"--control is {options.control}, and one run is compared with nothing; name more runs")
     folders = [find_run(name, runs_dir=options.runs_dir).path for name in options.runs]
     show([str(write_report(folders, to=options.to, control=options.control))])
     for folder in folders if not options.page_only else ():
@@ -83,6 +85,10 @@ def page_of_results(words: Sequence[str]) -> int:
     from atlas_fl.storage.files import write_atomic
 
     check_target(options.csv, example="results.csv", is_own=is_csv, flag="--csv")
+    if None not in (options.to, options.csv) and Path(str(options.to)).resolve() == Path(str(options.csv)).resolve():
+        raise ConfigError(f"--to and --csv are both {options.to}; name a file for each")
+    if options.statistics == "":
+        raise ConfigError("--statistics is empty; name a folder such as statistics, or leave it out")
     runs = find_finished_runs(options.folders)
     results = federation_results(runs, control=options.control)
     page = write_page(results, num_runs=len(runs), control=options.control)

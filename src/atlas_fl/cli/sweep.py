@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from atlas_fl.report.method_comparison import MethodComparison
 
 STRATEGIES = ("local", "fedavg_cluster", "atlas")
+MOST_TRIALS = 20
+"""Beyond it learning rates would be a thousand times the default and more."""
 WORDS: dict[RunState, str] = {"finished": "is finished", "unfinished": "goes on", "new": "starts"}
 
 
@@ -132,20 +134,31 @@ def _parse_comparison(groups: Sequence[Words]) -> CompareOptions:
     from atlas_fl.aggregation.registry import ALIASES as OLD_NAMES
     from atlas_fl.experiment.tuning import DEVELOPMENT_SEEDS
 
-    options = parse(CompareOptions(settings=base_config(groups)), groups, command="atlas compare")
+    options = parse(CompareOptions(settings=base_config(_with_preset(groups))), groups, command="atlas compare")
     if not options.strategies:
         raise ConfigError("--strategies is empty; name at least one; see `atlas list strategies`")
     names = tuple(OLD_NAMES.get(name, name) for name in options.strategies)
+    if options.lambda_sweep and options.strategies == STRATEGIES:  # nobody has named `atlas`, which has no eta
+        names = tuple("atlas_laplacian" if name == "atlas" else name for name in names)
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"--strategies has {twice[0]} twice; name each strategy once")
     control = OLD_NAMES.get(options.control or "", options.control)
     if control is not None and control not in names:
         raise ConfigError(f"--control is {control}; allowed: one of --strategies, {', '.join(names)}")
     if options.jobs < 1:
         raise ConfigError(f"--jobs is {options.jobs}; allowed: at least 1")
-    if options.trials < 0:
-        raise ConfigError(f"--trials is {options.trials}; allowed: at least 1, or 0 for none")
+    if not 0 <= options.trials <= MOST_TRIALS:
+        raise ConfigError(f"--trials is {options.trials}; allowed: 1 to {MOST_TRIALS}, or 0 for none")
     if options.trials and (tuned_on := sorted({*chosen_seeds(options.seeds)} & {*DEVELOPMENT_SEEDS})):
         raise ConfigError(f"--seeds has {tuned_on[0]}, on which --trials chooses settings; compare on other seeds")
     return replace(options, strategies=names, control=control)
+
+
+def _with_preset(groups: Sequence[Words]) -> list[Words]:
+    """The words, with the first preset of `--over preset=...` as theirs, so that `--dial` has one to be of."""
+    over = [value for group in groups if group.flag == "--over" for value in group.values]
+    presets = [value.partition("=")[2].split(",")[0].strip() for value in over if value.startswith("preset=")]
+    return [Words("--preset", (presets[0],)), *groups] if presets and presets[0] else list(groups)
 
 
 def _parse_beside_strategies(options: CompareOptions) -> dict[str, tuple[str, ...]]:

@@ -6,6 +6,7 @@ a page of another site that a browser shows cannot read from it either, since th
 
 import hmac
 import os
+import re
 import secrets
 import socket
 import sys
@@ -23,9 +24,11 @@ import tyro
 
 from atlas_fl.cli.arguments import parse, split
 from atlas_fl.cli.display import show
-from atlas_fl.errors import ConfigError
+from atlas_fl.errors import ConfigError, short_repr
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+HOST = r"(?!.*[^.:]{64})[A-Za-z0-9._:%-]{1,253}"
+"""An address, or a name whose parts are as short as names of machines must be."""
 COOKIE = "atlas-watch"
 CONNECTIONS = 32
 """How many may be open at once."""
@@ -70,7 +73,7 @@ class Watched:
         found = self.runs
         if not found and self.runs_dir.is_dir():
             found = tuple(sorted(self.runs_dir.iterdir()))
-        there = (path for path in found if RunFolder(path).config.is_file())
+        there = (path for path in found if RunFolder(path).is_resumable())
         return {os.fsencode(path.name or path.resolve().name).decode(errors="replace"): path for path in there}
 
     def comparisons(self) -> dict[str, Path]:
@@ -88,8 +91,8 @@ def watch(words: Sequence[str]) -> int:
 
     if not 0 <= options.port <= 65535:
         raise ConfigError(f"--port is {options.port}; allowed: 0 to 65535, 0 takes a free one")
-    if not options.host:
-        raise ConfigError("--host is empty; name an address of this machine, or leave it out")
+    if not re.fullmatch(HOST, options.host):
+        raise ConfigError(f"--host is {short_repr(options.host)}; name an address of this machine, or leave it out")
     named = tuple(find_run(name, runs_dir=options.runs_dir, allow_unplanned=True).path for name in options.runs)
     if not named and not Path(options.runs_dir).is_dir():
         raise ConfigError(f"--runs-dir is {options.runs_dir}, which is no folder; begin a run first, or name one")
@@ -216,7 +219,7 @@ class _Handler(BaseHTTPRequestHandler):
         now, comparisons = datetime.now(UTC), self.shown.comparisons()
         is_of_all = not name or name in comparisons
         runs = [f"{one} {state_of(path, now=now)}" for one, path in folders.items() if is_of_all or name == one]
-        plans = [f"{one} {path.stat().st_mtime_ns}" for one, path in comparisons.items()]
+        plans = [f"{one} {_time_of(path)}" for one, path in comparisons.items()]
         return "\n".join([*plans, *runs] if is_of_all else runs)
 
     def _page(self, folders: dict[str, Path], name: str) -> str:
@@ -256,3 +259,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         """Nothing: a request is no news."""
+
+
+def _time_of(path: Path) -> int:
+    """When the file was changed, in nanoseconds; 0 if it has gone since it was listed."""
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0

@@ -334,7 +334,7 @@ def check_typed_settings(config: Config, flags: AbstractSet[str]) -> None:
     if measures_halves(config) and (of_laplacian := sorted(flags & OF_LAPLACIAN)):
         raise ConfigError(
             f"{of_laplacian[0]} is a setting of the Laplacian, and --strategy {strategy} measures how much is shared;"
-            " leave it out, or take --strategy atlas_laplacian"
+            " leave it out, or take the strategy atlas_laplacian"
         )
     if strategy == "atlas" and "--within" in flags:
         raise ConfigError(

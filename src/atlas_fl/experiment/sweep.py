@@ -22,12 +22,16 @@ from atlas_fl.config.federations import turn_dial
 from atlas_fl.config.identity import SESSION
 from atlas_fl.config.methods import check_swept_setting, without_method_settings
 from atlas_fl.config.settings import find_setting
-from atlas_fl.errors import CheckpointError, ConfigError
+from atlas_fl.config.values import LARGEST
+from atlas_fl.errors import CheckpointError, ConfigError, short_repr
 from atlas_fl.events import Note, OnEvent, ignore
 from atlas_fl.storage.run_folder import PLANNED_RUNS
 
 SEEDS = (42, 123, 456, 789, 1024)
 """The seeds that results are published with, in the order in which they are used."""
+
+MOST_SEEDS = 1000
+"""Of one comparison; a larger number is a seed that somebody took for how many."""
 
 LAMBDA_SWEEP = "eta=0,0.01,0.1,0.5,1"
 """The steps of the Laplacian that `--lambda-sweep` tries."""
@@ -105,10 +109,12 @@ def seeds(count: int) -> tuple[int, ...]:
     """The first seeds to use: the published ones, then 2001, 2002 and so on.
 
     Raises:
-        ConfigError: `count` is below 1.
+        ConfigError: `count` is below 1 or above 1,000.
     """
-    if count < 1:
-        raise ConfigError(f"--seeds is {count}; allowed: at least 1; give the number of seeds")
+    if not 1 <= count <= MOST_SEEDS:
+        raise ConfigError(
+            f"--seeds is {count}; allowed: 1 to {MOST_SEEDS}, how many; two numbers and more are the seeds themselves"
+        )
     return (SEEDS + tuple(2001 + extra for extra in range(count - len(SEEDS))))[:count]
 
 
@@ -127,6 +133,8 @@ def chosen_seeds(numbers: Sequence[int]) -> tuple[int, ...]:
         return seeds(numbers[0])
     if twice := [seed for seed in numbers if numbers.count(seed) > 1]:
         raise ConfigError(f"--seeds has {twice[0]} twice; name each seed once")
+    if wrong := [seed for seed in numbers if not 0 <= seed <= LARGEST]:
+        raise ConfigError(f"--seeds has {short_repr(wrong[0])}; allowed: 0 to {LARGEST:.0e}; leave it out")
     return tuple(numbers)
 
 
@@ -189,7 +197,19 @@ def grid(
         for seed in seeds:
             config = replace(changed, run=replace(changed.run, seed=seed))
             points.append(Point(config=_with_run_name(pin_mask_file(validate(config)), base.run.name), changes=changes))
+    _check_distinct(points)
     return tuple(points)
+
+
+def _check_distinct(points: Sequence[Point]) -> None:
+    """Nothing where no two points are one run; raises `ConfigError` for a value that is written in two ways."""
+    seen: dict[str, Point] = {}
+    for point in points:
+        other = seen.setdefault(config_hash(point.config), point)
+        if other is not point:
+            name = next(name for name, value in point.changes.items() if other.changes[name] != value)
+            values = f"{other.changes[name]} and {point.changes[name]}"
+            raise ConfigError(f"--over {name} has {values}, which are the same; give each value once")
 
 
 def run_state(config: Config) -> RunState:

@@ -160,12 +160,15 @@ def find_finished_runs(places: Sequence[Path | str]) -> tuple[FinishedRun, ...]:
     """All finished runs below these folders and in these CSV files, each once; those of development seeds aside.
 
     Raises:
-        ConfigError: there is none, or a row of a file is none of a run.
+        ConfigError: there is none, a place is not there, or a row of a file is none of a run.
         CheckpointError: the settings or the summary of one cannot be read.
         DataError: one has no test score of every client.
     """
+    if missing := [place for place in places if not str(place) or not Path(place).exists()]:
+        raise ConfigError(f"there is no folder or file {str(missing[0])!r}; name folders of runs or files of --csv")
     files = [Path(place) for place in places if Path(place).is_file()]
-    folders = sorted({path.parent for place in places for path in Path(place).rglob("summary.json")})
+    found = sorted({path.parent for place in places for path in Path(place).rglob("summary.json")})
+    folders = [path for path in found if RunFolder(path).config.exists() or RunFolder(path).plan.exists()]
     runs = {config_hash(run.config): run for file in files for run in read_csv(file)}
     for folder in folders:
         if load_config(RunFolder(folder).config).run.seed not in DEVELOPMENT_SEEDS:
@@ -276,7 +279,7 @@ def _read_row(row: Mapping[str, Any], where: str) -> FinishedRun:
         config = _config_of(row)
         scores = _scores_of(row, config.run.seed)
         tuning = _tuning_of(row)
-    except (ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, ConfigError) as error:
         raise ConfigError(f"{where} is no row of a run ({error}); restore the file, or take the line out") from None
     if config_hash(config) != row["config_hash"]:
         raise ConfigError(
@@ -294,6 +297,8 @@ def _tuning_of(row: Mapping[str, Any]) -> TunedMethod | None:
     content = json.loads(row["tuning"])
     if fault := TUNING(content, "tuning"):
         raise ValueError(fault)
+    if len({frozenset(trial["settings"]) for trial in content["trials"]}) > 1:
+        raise ValueError("the column tuning has trials of different settings")
     return parse_tuning(content)
 
 

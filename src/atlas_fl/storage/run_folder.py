@@ -149,11 +149,19 @@ class RunFolder:
 
     def is_resumable(self) -> bool:
         """Whether the folder holds a run that can be resumed, be it one that was stopped while it planned."""
-        return self.config.is_file()
+        return is_readable_file(self.config)
 
     def is_run(self) -> bool:
         """Whether the folder holds a run that can be read."""
         return self.is_resumable() and self.plan.is_file()
+
+
+def is_readable_file(path: Path) -> bool:
+    """Whether there is a file, no pipe and no device, behind this name; False too in a folder that may not be read."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def run_name(*, preset: str, strategy: str, model: str, seed: int, config_hash: str) -> str:

@@ -35,14 +35,18 @@ def planned_folders(file: Path) -> list[Path]:
     """The folders of all runs of a comparison, begun or not; raises `CheckpointError` where the file is damaged."""
     content = read_json(file)
     names = content.get("runs") if isinstance(content, dict) else None
-    if not isinstance(names, list) or not all(isinstance(name, str) and Path(name).name == name for name in names):
+    if not isinstance(names, list) or not all(_is_name(name) for name in names):
         raise CheckpointError(f"damaged file {file}: it does not name runs; delete it, the runs themselves are whole")
-    return [file.parent / name for name in names]
+    return [file.parent / name for name in dict.fromkeys(names)]
+
+
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and Path(name).name == name and name != ".."
 
 
 def comparison_progress(folders: Sequence[Path], *, now: datetime) -> ComparisonProgress:
     """How far these runs are, by their logs. Raises OSError where one cannot be read."""
-    begun = {path: read_progress(RunFolder(path), now=now) for path in folders if RunFolder(path).config.is_file()}
+    begun = {path: read_progress(RunFolder(path), now=now) for path in folders if RunFolder(path).is_resumable()}
     complete = tuple(path for path, progress in begun.items() if progress.is_over)
     going_on = tuple(path for path, one in begun.items() if not one.is_over and one.silent <= SILENT)
     seconds = [begun[path].seconds for path in complete]

@@ -4,6 +4,7 @@ It reads what the run has written and nothing else: the log for the time, the ro
 looks for news.
 """
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ from atlas_fl.report.html.elements import (
 )
 from atlas_fl.report.html.run_page import run_page
 from atlas_fl.storage.digests import read_checked_rows
-from atlas_fl.storage.run_folder import PLANNED_RUNS, RunFolder
+from atlas_fl.storage.run_folder import PLANNED_RUNS, RunFolder, is_readable_file
 
 RECENT = 3
 """Rounds whose mean time the rounds to come are expected to take."""
@@ -39,7 +40,7 @@ FALL = 0.05
 SILENT = 600
 """Seconds without a line in the log after which the page doubts that the run goes on."""
 _LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ) [A-Z]+ (.*)")
-_DONE = re.compile(r"round ([0-9]{1,7}) of ([0-9]{1,7}): ")
+_DONE = re.compile(r"round ([0-9]{1,7}) of ([1-9][0-9]{0,6}): ")
 _BEGUN = re.compile(r"round ([0-9]{1,7})")
 
 
@@ -173,7 +174,8 @@ def page_or_reason(folder: RunFolder, *, now: datetime) -> Page:
 
 def find_comparisons(runs_dir: Path) -> dict[str, Path]:
     """The comparisons and sweeps that have begun in this folder: the files that name their runs, by name."""
-    return {path.name.removesuffix(PLANNED_RUNS): path for path in sorted(runs_dir.glob(f"*{PLANNED_RUNS}"))}
+    files = (path for path in sorted(runs_dir.glob(f"*{PLANNED_RUNS}")) if is_readable_file(path))
+    return {os.fsencode(path.name).decode(errors="replace").removesuffix(PLANNED_RUNS): path for path in files}
 
 
 def list_page(folders: Mapping[str, Path], comparisons: Sequence[str] = (), *, now: datetime) -> Page:
