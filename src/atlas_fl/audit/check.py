@@ -305,11 +305,10 @@ def _check_round(
     there = [client in present for client in plan.clients]
     updates = RoundUpdates(run=run, plan=plan, present=there, before=server_models, trained=before)
     expected = _expected_state(run, round, updates, kind=kind, state=state) if step is None else step.moments()
-    is_restored = bool(bounds.restored)
     if isinstance(step, ExactStep):
-        yield row("server", "", *step.frozen_fault(state_after(run, round, state), is_restored=is_restored))
+        yield row("server", "", *step.frozen_fault(state_after(run, round, state), is_restored=bool(bounds.restored)))
     elif kind in (HEADS_BY_FEATURES, KRIGING):
-        yield from _check_reports(run, round, plan, present, state, kind=kind, is_restored=is_restored)
+        yield from _check_reports(run, round, plan, present, state, kind=kind, is_restored=bool(bounds.restored))
     else:
         yield from check_server_state(run, round, expected, before=state)
     rule = _rule_of(run, record, plan, shared, kind=kind, state=_seen_state(run, round, state, kind=kind))

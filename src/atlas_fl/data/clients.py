@@ -156,11 +156,10 @@ def make_clients(  # noqa: PLR0913 - one name for each setting of the data
     """
     sizes: Sizes = {"train": samples, "validation": validation_samples, "test": test_samples}
     _check_settings(clients_per_task, sizes, partition, dirichlet_alpha, client_sizes=client_sizes)
-    deal_rows: Callable[..., dict[Split, list[Labels]]] = (
-        partial(_deal_by_classes, classes_per_client=classes_per_client)
-        if partition == BY_CLASSES
-        else partial(_deal_by_partition, partition=partition, alpha=dirichlet_alpha, client_sizes=client_sizes)
-    )
+    deal_rows: Callable[..., dict[Split, list[Labels]]]
+    deal_rows = partial(_deal_by_classes, classes_per_client=classes_per_client)
+    if partition != BY_CLASSES:
+        deal_rows = partial(_deal_by_partition, partition=partition, alpha=dirichlet_alpha, client_sizes=client_sizes)
     clients: list[ClientData] = []
     for task in tasks:
         data = load_task(task, source)

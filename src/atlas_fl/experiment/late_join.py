@@ -244,8 +244,7 @@ def _discover_task(
     cuts: Mapping[str, Cut],
 ) -> TaskDiscovery:
     """Fingerprints and clusters of all, the newcomer last: its fingerprint has the options of the newest clustering."""
-    config, plan = assembly.config, planned.plan
-    labels = tuple(client.cluster for client in plan.clients)
+    config, plan, labels = assembly.config, planned.plan, tuple(client.cluster for client in planned.plan.clients)
     if planned.clustering is None:
         discovery, labels = discover_tasks(newcomer_only, engine, clustered=False, cuts=cuts), (*labels, 0)
         report = {"method": "none", "labels": list(labels)}
@@ -257,7 +256,6 @@ def _discover_task(
         newcomer_only, engine, fingerprint_options(config, round=clustering_round), round=clustering_round, cuts=cuts
     )
     name = update.client
-    warmed = models_after_fingerprints(newcomer_only, [update], cuts)
     warmup = {"steps": {name: int(update.metrics["steps"])}, "agreement": {name: update.metrics["agreement"]}}
     first, second = (update.params[half].numpy() for half in (FIRST, SECOND))
     tasks = [client.task.name for client in assembly.clients]
@@ -272,7 +270,7 @@ def _discover_task(
         labels=clustering.labels,
         clustering=clustering,
         report=clustering_report(clustering, assembly.names, tasks, {**losses, name: update.metrics["loss"]}),
-        warmed_models=warmed,
+        warmed_models=models_after_fingerprints(newcomer_only, [update], cuts),
         sketches=sketches,
         warmup=_extend_warmup(plan, warmup),
         notes=(),

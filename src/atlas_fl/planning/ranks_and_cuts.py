@@ -406,10 +406,14 @@ def _client_entry(
         "budget_bytes": assignment.budget_bytes,
         "largest_rank": min(assignment.largest_rank, device.max_rank),
         "memory": {"total": prediction.memory.total_bytes, **dict(prediction.memory.parts())},
-        "predicted": {
-            "up_bytes": prediction.up_bytes,
-            "down_bytes": prediction.down_bytes,
-            "memory_bytes": prediction.memory.used_bytes,
-            "seconds": prediction.seconds,
-        },
+        "predicted": _predicted_costs(prediction),
+    }
+
+
+def _predicted_costs(prediction: RoundPrediction) -> dict[str, Any]:
+    return {
+        "up_bytes": prediction.up_bytes,
+        "down_bytes": prediction.down_bytes,
+        "memory_bytes": prediction.memory.used_bytes,
+        "seconds": prediction.seconds,
     }
