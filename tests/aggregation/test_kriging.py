@@ -272,6 +272,45 @@ def test_a_cluster_is_averaged_where_its_clients_differ_by_less_than_their_noise
     np.testing.assert_array_equal(undecided[:2], over_all[:2])
 
 
+def test_adapters_of_all_are_averaged_where_they_differ_by_less_than_their_noise_and_heads_are_not_by_hand() -> None:
+    """Halves 3 and 1 of a, 2 and 2 of b: K_aa = 3, K_bb = 4, N = 1 and 0, K_ab = 4, tau^2 = 7 / 2 - 4 < 1 / 2."""
+    start = {
+        name: {"q.lora_A": torch.ones(1, 1), "q.lora_B": torch.zeros(1, 1), "head.w": torch.zeros(1)} for name in "abc"
+    }
+
+    def report(first: float, second: float) -> dict[str, torch.Tensor]:
+        values = {"first": first, "second": second}
+        adapters = {f"{half}/q.lora_B": torch.full((1, 1), value) for half, value in values.items()}
+        same = {f"{half}/q.lora_A": torch.ones(1, 1) for half in values}
+        return {**adapters, **same, **{f"{half}/head.w": torch.tensor([value]) for half, value in values.items()}}
+
+    def matrix(key: str, *, b: tuple[float, float], within: str, present: tuple[bool, ...] = (True,) * 3) -> np.ndarray:
+        options = StrategyOptions(max_share=1.0, within=within)
+        strategy = kriging(options)
+        state = strategy.record_reports(strategy.init(start), {"a": report(3.0, 1.0), "b": report(*b)})
+        models = RoundModels(before=start, after=start, server_state=state)
+        clients = replace(federation("abc", "xxx"), clusters=np.array([0, 1, 1]))
+        matrices = strategy.matrices(clients, list(present), round=1, models=models)
+        told = {(row.client, row.parameters): row for row in measured_sharing(state, clients, matrices, options)}
+        if within == "clusters" and b == (2.0, 2.0) and all(present):
+            assert told["a", "adapters"].variance_over_noise == 0.0, "over all, though it is alone in its cluster"
+            assert told["a", "adapters"].own_share == pytest.approx(1 / 6)
+        return np.asarray(matrices(key))
+
+    alike, contrary = (2.0, 2.0), (-2.0, -2.0)
+    everyone = np.array([[1 / 6, 2 / 6, 3 / 6]] * 2)
+    measured = matrix("q.lora_A", b=alike, within="clusters")
+    np.testing.assert_allclose(measured, [*everyone, [0, 2 / 5, 3 / 5]], err_msg="who has not reported: its cluster's")
+    absent = matrix("q.lora_A", b=alike, within="clusters", present=(False, True, True))
+    np.testing.assert_allclose(absent, [[1, 0, 0], [0, 2 / 5, 3 / 5], [0, 2 / 5, 3 / 5]])
+    for key, b, within in (
+        ("head.w", alike, "clusters"),
+        ("q.lora_A", contrary, "clusters"),
+        ("q.lora_A", alike, "all"),
+    ):
+        assert np.abs(matrix(key, b=b, within=within)[:2] - everyone).max() > 0.1, (key, within)
+
+
 @pytest.mark.parametrize(
     ("offset", "alike"),
     [

@@ -91,6 +91,25 @@ def test_a_cluster_that_contradicts_itself_comes_apart_when_it_is_measured(
     assert report.ok, report.failures
 
 
+def test_adapters_that_differ_by_less_than_their_noise_are_averaged_over_all_to_the_bit_and_heads_are_not(
+    config: MakeConfig,
+) -> None:
+    """Reviews, in which a model that has read nothing finds nothing: what tells clients apart is noise."""
+    settings = {"tasks": ("movie",), "clients_per_task": 4, "clusters": "4"}
+    result = run_config(config(**ATLAS, **settings))
+    average = run_config(config(strategy="fedavg", name="average", **settings)).folder
+    kriging = run_config(config(**{**ATLAS, "strategy": "kriging"}, name="kriging", **settings)).folder
+    mine, of_all, predicted = (starts(folder, 2) for folder in (result.folder, average, kriging))
+    adapters = [key for key in mine if "lora" in key]
+    assert adapters and all(torch.equal(mine[key], of_all[key]) for key in adapters)
+    assert not all(torch.equal(predicted[key], of_all[key]) for key in adapters)
+    assert all(torch.equal(mine[key], predicted[key]) for key in mine.keys() - adapters), "each is a cluster of its own"
+    assert not all(torch.equal(mine[key], of_all[key]) for key in mine.keys() - adapters)
+    assert all(row["adapters"]["variance_over_noise"] < 1 for row in result.summary["sharing"].values())
+    report = audit_run(result.folder)
+    assert report.ok, report.failures
+
+
 def test_a_cut_client_is_measured_through_its_cut(config: MakeConfig) -> None:
     whole, cut = (run_config(config(**ATLAS, split=split, name=f"cut-{split}")).folder for split in ("none", "1"))
     assert same_tensors(starts(whole, 3), starts(cut, 3)), "where a model is cut changes nothing of it"

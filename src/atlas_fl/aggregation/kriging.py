@@ -27,12 +27,15 @@ model has become since the run began and mean w_c their average by examples p_i,
     N_c  = (mean_{i in c} || w_i ||^2 - K_cc) sum_{i in c} p_i^2
 
 and the rows above are rows of clusters: a client of c is given sum_d m_cd mean w_d. From the round of the halves on
-averages are of single clusters, to the bit, wherever members differ by less than their noise and by less than the
-clusters do:
+adapters are averaged over the largest set of clients that differ by less than their noise, to the bit: over all, or
+inside a cluster whose members also differ by less than the clusters do. Everyone else is predicted.
 
-    tau^2 = mean_k K_kk - mean_{k != l} K_kl,   N = mean_k N_k         over the members of a cluster that are measured
+    tau^2 = mean_k K_kk - mean_{k != l} K_kl,   N = mean_k N_k         over the members of a set that are measured
     risk of a member's own model N, of the average of n  N / n + (1 - 1 / n) tau^2:   the average is better if tau^2 < N
     and tau^2 < tau_all^2 - tau^2, over all that may mix:   else the cluster explains less than it leaves
+
+Heads are averaged inside clusters alone: what tells clients apart lies in a few directions of a head, and is less than
+its noise over all of them where a head of one's own pays.
 
 With weights of any sign and without the scaling this is simple kriging, the posterior mean of a Gaussian field
 (Rasmussen and Williams 2006, "Gaussian processes for machine learning", section 2.2).
@@ -188,6 +191,12 @@ def shares_cluster(clusters: np.ndarray) -> np.ndarray:
     return shared if 2 * shared.sum() > len(clusters) else np.zeros_like(shared)
 
 
+def alike_over_all(gram: Float64[np.ndarray, "n2 n2"], group: ParameterGroup, options: StrategyOptions) -> bool:
+    """Whether those whose halves these are get one average: of adapters that differ by less than their noise."""
+    ratio = variance_over_noise(gram)
+    return options.within == CLUSTERS and not group.is_head and ratio is not None and ratio < 1
+
+
 def alike_in_cluster(gram: Float64[np.ndarray, "n2 n2"], clusters: np.ndarray) -> np.ndarray:
     """Of each client, (n,) bool: whether it is in a cluster whose measured members differ by less than their noise.
 
@@ -265,6 +274,9 @@ def kriging(options: StrategyOptions) -> Strategy:
         for label in set(step.groups.tolist()):
             known = np.flatnonzero((step.groups == label) & is_measured).tolist()
             gram = half_gram(state, [names[k] for k in known], step.federation, step.parameters, options)
+            if alike_over_all(gram, step.parameters, options):
+                matrix[known] = mean(step, step.groups)[known]
+                continue
             clusters = step.federation.clusters[known] if clustered else np.full(len(known), -1)
             alike = alike_in_cluster(gram, clusters)
             there = np.flatnonzero(step.present[known])
@@ -290,7 +302,7 @@ def kriging(options: StrategyOptions) -> Strategy:
 
 
 def atlas(options: StrategyOptions) -> Strategy:
-    """Predictions of clusters; once halves are measured, averages of those that fit, and `kriging` for all others."""
+    """Predictions of clusters; once halves are measured averages of all or a cluster, and `kriging` for all others."""
     return replace(kriging(replace(options, within=CLUSTERS)), name="atlas")
 
 
@@ -306,8 +318,8 @@ class MeasuredSharing:
     effective_clients: float
     """The exponential of the row's entropy: 1 for its own model alone, n for the plain average of n."""
     variance_over_noise: float | None
-    """tau^2 / N of the cluster under `--within clusters`, else of all that may mix: what differs between them over the
-    noise of one; None without noise."""
+    """tau^2 / N of the cluster under `--within clusters`, unless all adapters are averaged, else of all that may mix:
+    what differs between them over the noise of one; None without noise."""
 
 
 def measured_sharing(
@@ -332,7 +344,7 @@ def measured_sharing(
     for (group, _), (key, members) in groups.items():
         gram = half_gram(state, members, federation, group, options)
         ratios: Sequence[float | None] = [None] * len(members)
-        if options.within == CLUSTERS:
+        if options.within == CLUSTERS and not alike_over_all(gram, group, options):
             ratios = _ratios_in_clusters(gram, federation.clusters[[positions[name] for name in members]])
         for name, ratio in zip(members, ratios, strict=True):
             row = matrices(key)[positions[name]]

@@ -40,10 +40,11 @@ class Predictions:
         self._rows: dict[tuple[tuple[int, ...], tuple[str, ...]], np.ndarray] = {}
         self._averaged: dict[tuple[tuple[int, ...], tuple[str, ...]], bool] = {}
 
-    def row(self, k: int, members: Sequence[int], key: str) -> list[float] | None:
+    def row(self, k: int, members: Sequence[int], key: str, average: list[float]) -> list[float] | None:
         """The weights of client k for this parameter among these members who reported; its own where it is none.
 
-        None where it is given the average: it has not reported, or its cluster differs by less than its noise.
+        `average`, that of all members, where they differ by less than their noise. None where it is given that of its
+        cluster: it has not reported, or its cluster differs by less than its noise.
         """
         names = self._plan.clients
         known = tuple(one for one in members if names[one] in self._reports)
@@ -52,6 +53,8 @@ class Predictions:
         if k not in known:
             return [float(one == k) for one in range(len(names))]
         keys = self._compared_with(key, [halves[HALVES[0]] for halves in self._reports.values()])
+        if self._is_averaged_over_all(key, keys):
+            return average
         if self._is_averaged(k, key, keys):
             return None
         if (known, keys) not in self._rows:
@@ -91,6 +94,17 @@ class Predictions:
     def _cap_shares(self, row: Sequence[float] | np.ndarray, k: int) -> list[float]:
         others = {one: min(float(weight), self._max_share) for one, weight in enumerate(row) if one != k}
         return [others.get(one, 1.0 - sum(others.values())) for one in range(len(row))]
+
+    def _is_averaged_over_all(self, key: str, keys: Sequence[str]) -> bool:
+        """Whether clusters are averaged, and the adapters of all who have reported differ by less than their noise."""
+        known = [one for one, name in enumerate(self._plan.clients) if name in self._reports]
+        if robust_of(self._run).within == "all" or key.startswith(HEAD) or len(known) < 2:
+            return False
+        which = (tuple(known), (*keys, "over all"))
+        if which not in self._averaged:
+            noise, between = self._noise_and_variance(known, keys)
+            self._averaged[which] = noise > 0 and between < noise
+        return self._averaged[which]
 
     def _is_averaged(self, k: int, key: str, keys: Sequence[str]) -> bool:
         """Whether clusters are averaged, and this client's differs by less than its noise and than clusters do."""

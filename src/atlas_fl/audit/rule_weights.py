@@ -246,8 +246,9 @@ class Rule:
     """Of these clients: the norms of their updates; None where nobody asks."""
     combine: Callable[[int, Sequence[int]], list[float]] | None = None
     """Of a client and its members: the row of its head by class features; None where nobody asks."""
-    predict: Callable[[int, Sequence[int], str], list[float] | None] | None = None
-    """Of a client, its members and a parameter: its row by split halves, or none; None where nobody asks."""
+    predict: Callable[[int, Sequence[int], str, list[float]], list[float] | None] | None = None
+    """Of a client, its members, a parameter and the row of the members' average: its row by split halves, or none;
+    None where nobody asks."""
     predict_cluster: Callable[[int, Mapping[int, Sequence[float]], str], list[float] | None] | None = None
     """Of a client, the averages' rows of all who may weigh and a parameter: its row before it has reported, or none."""
     clusters: Callable[[bool, int | None], list[int]] | None = None
@@ -363,8 +364,9 @@ def _combined_row(plan: AuditPlan, rule: Rule, k: int) -> list[float]:
 
 def _predicted_row(plan: AuditPlan, rule: Rule, k: int, *, head: bool, key: str) -> list[float]:
     """The row of a prediction from split halves, before these of the prediction of clusters, or of the average."""
-    members = _members(plan, replace(rule, robust=replace(rule.robust, within="all")), k, head=head)
-    row = None if rule.predict is None else rule.predict(k, members, key)
+    over_all = replace(rule, robust=replace(rule.robust, within="all"))
+    members = _members(plan, over_all, k, head=head)
+    row = None if rule.predict is None else rule.predict(k, members, key, _mean_row(plan, over_all, k, head=head))
     if row is None and rule.predict_cluster is not None and rule.robust.within == "clusters":
         begins = [one for one in members if _begins_in_cluster(plan, one)]
         row = rule.predict_cluster(k, {one: _mean_row(plan, rule, one, head=head) for one in begins}, key)
