@@ -87,9 +87,9 @@ def class_means(params):
 
 
 def halves(params):
-    """What either half of the examples makes of a model: something that all have in common, its own, and noise."""
+    """What either half of the examples makes of a model: something that all have in common, its own, and less noise."""
     return {
-        f"{half}/{key}": 2 * COMMON[key][: len(tensor), : tensor.shape[1]] + (tensor + sign * tensor.roll(1, -1)) / 2
+        f"{half}/{key}": 2 * COMMON[key][: len(tensor), : tensor.shape[1]] + tensor / 2 + sign * tensor.roll(1, -1) / 4
         for half, sign in (("first", 1), ("second", -1))
         for key, tensor in params.items()
     }
