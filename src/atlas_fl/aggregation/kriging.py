@@ -370,7 +370,8 @@ def sharing_words(rows: Sequence[MeasuredSharing]) -> list[str]:
         ratios = [row.variance_over_noise for row in members if row.variance_over_noise is not None]
         ends = " to ".join(dict.fromkeys(f"{ratio:.2g}" for ratio in (min(ratios), max(ratios)))) if ratios else ""
         reason = f"variance between clients {ends} times the noise of one" if ends else "no noise"
-        who = f"{len(members)} clients keep {min(shares):.0%} to {max(shares):.0%} of their own"
+        kept = " to ".join(dict.fromkeys(f"{share:.0%}" for share in (min(shares), max(shares))))
+        who = f"{len(members)} clients keep {kept} of their own"
         lines.append(f"{parameters}: {who}, the rest is others'; {reason}")
     return lines
 
