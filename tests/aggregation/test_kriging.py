@@ -267,6 +267,10 @@ def test_a_cluster_is_averaged_where_its_clients_differ_by_less_than_their_noise
     for present in ([True, True, True], [True, True, False]):
         matrix = strategy.matrices(inside, present, round=1, models=models)("head.w")
         np.testing.assert_allclose(matrix[0], [*row, 0.0], atol=1e-6)
+    few = replace(federation("abcde", "xxxxx"), clusters=np.array([0, 0, 1, 2, 3]))
+    more = dict.fromkeys("abcde", start["a"])
+    matrix = strategy.matrices(few, [True] * 5, round=1, models=replace(models, before=more, after=more))("head.w")
+    np.testing.assert_allclose(matrix[0], [*row, 0.0, 0.0, 0.0], atol=1e-6, err_msg="where few share a cluster, too")
     undecided = strategy.matrices(federation("abc", "xxx"), [True] * 3, round=1, models=models)("head.w")
     over_all = kriging(StrategyOptions(max_share=1.0)).matrices(inside, [True] * 3, round=1, models=models)("head.w")
     np.testing.assert_array_equal(undecided[:2], over_all[:2])

@@ -16,8 +16,9 @@ kind of parameter its own; heads have one inside each task. There is no strength
 as those of one do share a model, and who agrees with nobody keeps its own.
 
 Halves are taken once, in round `--measure-round`; before, everyone is given the average by examples, so that halves
-begin with what all have in common. The matrix then holds for the run. Who was not there is measured when it first takes
-part; until then it is given the average, and is in nobody's row. Who is measured and takes no part keeps its model.
+begin with what all have in common. What they say then holds for the run. Who was not there is measured when it first
+takes part; until then it is given the average, and is in nobody's prediction. Who is measured and takes no part keeps
+its model.
 
 `atlas`, or `kriging --within clusters`, predicts the averages of clusters before that, where most clients share one: a
 cluster's members are as good as halves of it, so that this takes no training and no bytes. With w_i what client i's
@@ -27,10 +28,10 @@ model has become since the run began and mean w_c their average by examples p_i,
     N_c  = (mean_{i in c} || w_i ||^2 - K_cc) sum_{i in c} p_i^2
 
 and the rows above are rows of clusters: a client of c is given sum_d m_cd mean w_d. From the round of the halves on
-adapters are averaged over the largest set of clients that differ by less than their noise, to the bit: over all, or
-inside a cluster whose members also differ by less than the clusters do. Everyone else is predicted.
+adapters are averaged over all where clients differ by less than their noise, to the bit; else inside a cluster whose
+members do, and differ by less than the clusters do. What is not averaged is predicted.
 
-    tau^2 = mean_k K_kk - mean_{k != l} K_kl,   N = mean_k N_k         over the members of a set that are measured
+    tau^2 = mean_k K_kk - mean_{k != l} K_kl,   N = mean_k N_k         over all or a cluster, of whom is measured
     risk of a member's own model N, of the average of n  N / n + (1 - 1 / n) tau^2:   the average is better if tau^2 < N
     and tau^2 < tau_all^2 - tau^2, over all that may mix:   else the cluster explains less than it leaves
 
@@ -279,6 +280,8 @@ def kriging(options: StrategyOptions) -> Strategy:
                 continue
             clusters = step.federation.clusters[known] if clustered else np.full(len(known), -1)
             alike = alike_in_cluster(gram, clusters)
+            in_cluster = np.array(known, np.int64)[alike]
+            matrix[in_cluster] = mean(step, within_clusters(step))[in_cluster]
             there = np.flatnonzero(step.present[known])
             inside = [known[one] for one in there]
             if not alike[there].all():

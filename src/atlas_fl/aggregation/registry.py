@@ -56,7 +56,7 @@ MATRICES: dict[str, str] = {
     "fedavg": "shares of the examples",
     "fedavg_by_norm": "shares of the updates' norms",
     "fedavg_cluster": "shares of the examples inside clusters",
-    "atlas": "by covariances of clusters, then of split halves",
+    "atlas": "averages that fit, others by covariances of split halves",
     "atlas_laplacian": "I - eta L of the graph",
     "atlas_no_laplacian": "shares of the examples inside clusters",
     "median": "none, the median of each value",

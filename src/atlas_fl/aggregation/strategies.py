@@ -261,7 +261,8 @@ class StrategyOptions:
     max_share: float = 1.0
     """Largest share of a weighted average that one client's examples may give it (`matrices.bounded_weights`)."""
     within: str = "all"
-    """Where robust rules, server optimizers and `pfedgraph` are applied: over `all` clients, or inside `clusters`."""
+    """Where robust rules, server optimizers and `pfedgraph` are applied, over `all` clients or inside `clusters`, with
+    which `kriging` averages where clients differ by less than their noise."""
     trim: float = 0.2
     """Share of the clients whose values `trimmed_mean` leaves out at each end."""
     byzantine: int = 1

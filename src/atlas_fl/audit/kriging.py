@@ -40,11 +40,13 @@ class Predictions:
         self._rows: dict[tuple[tuple[int, ...], tuple[str, ...]], np.ndarray] = {}
         self._averaged: dict[tuple[tuple[int, ...], tuple[str, ...]], bool] = {}
 
-    def row(self, k: int, members: Sequence[int], key: str, average: list[float]) -> list[float] | None:
+    def row(
+        self, k: int, members: Sequence[int], key: str, average: list[float], in_cluster: list[float]
+    ) -> list[float] | None:
         """The weights of client k for this parameter among these members who reported; its own where it is none.
 
-        `average`, that of all members, where they differ by less than their noise. None where it is given that of its
-        cluster: it has not reported, or its cluster differs by less than its noise.
+        `average`, that of all members, where they differ by less than their noise, and `in_cluster` where those of its
+        cluster do. None where it has not reported.
         """
         names = self._plan.clients
         known = tuple(one for one in members if names[one] in self._reports)
@@ -56,7 +58,7 @@ class Predictions:
         if self._is_averaged_over_all(key, keys):
             return average
         if self._is_averaged(k, key, keys):
-            return None
+            return in_cluster
         if (known, keys) not in self._rows:
             self._rows[known, keys] = self._predict(known, keys)
         row = [0.0] * len(names)

@@ -26,7 +26,7 @@ class Robust:
 
 
 def robust_of(run: Run) -> Robust:
-    """The robust settings of this run, from its config.toml; `atlas` averages inside clusters whatever they say."""
+    """The robust settings of this run, from its config.toml; `atlas` asks clusters whatever they say."""
     robust_settings: Mapping[str, Any] = run.config.get("robust", {})
     if run.mixing.strategy == "atlas":
         robust_settings = {**robust_settings, "within": "clusters"}
@@ -217,7 +217,7 @@ EVERYONE = (
 """Rules over all clients; of those by updates, before anything told them apart."""
 
 WITHIN = (*ROBUST, *SERVER_OPTIMIZERS, "pfedgraph", KRIGING)
-"""Rules over all clients, or inside clusters, as the settings say; of kriging the average before it has measured."""
+"""Rules over all clients, or inside clusters, as the settings say; of kriging what is given before it has measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,9 +246,9 @@ class Rule:
     """Of these clients: the norms of their updates; None where nobody asks."""
     combine: Callable[[int, Sequence[int]], list[float]] | None = None
     """Of a client and its members: the row of its head by class features; None where nobody asks."""
-    predict: Callable[[int, Sequence[int], str, list[float]], list[float] | None] | None = None
-    """Of a client, its members, a parameter and the row of the members' average: its row by split halves, or none;
-    None where nobody asks."""
+    predict: Callable[[int, Sequence[int], str, list[float], list[float]], list[float] | None] | None = None
+    """Of a client, its members, a parameter and the rows of the members' average and its cluster's: its row by split
+    halves, or none; None where nobody asks."""
     predict_cluster: Callable[[int, Mapping[int, Sequence[float]], str], list[float] | None] | None = None
     """Of a client, the averages' rows of all who may weigh and a parameter: its row before it has reported, or none."""
     clusters: Callable[[bool, int | None], list[int]] | None = None
@@ -366,7 +366,8 @@ def _predicted_row(plan: AuditPlan, rule: Rule, k: int, *, head: bool, key: str)
     """The row of a prediction from split halves, before these of the prediction of clusters, or of the average."""
     over_all = replace(rule, robust=replace(rule.robust, within="all"))
     members = _members(plan, over_all, k, head=head)
-    row = None if rule.predict is None else rule.predict(k, members, key, _mean_row(plan, over_all, k, head=head))
+    averages = [_mean_row(plan, one, k, head=head) for one in (over_all, replace(rule, kind="cluster mean"))]
+    row = None if rule.predict is None else rule.predict(k, members, key, *averages)
     if row is None and rule.predict_cluster is not None and rule.robust.within == "clusters":
         begins = [one for one in members if _begins_in_cluster(plan, one)]
         row = rule.predict_cluster(k, {one: _mean_row(plan, rule, one, head=head) for one in begins}, key)

@@ -338,7 +338,7 @@ def check_typed_settings(config: Config, flags: AbstractSet[str]) -> None:
         )
     if strategy == "atlas" and "--within" in flags:
         raise ConfigError(
-            "--within says what kriging shares before it has measured, and with --strategy atlas that is clusters;"
+            "--within says whether kriging asks clusters what to average, and --strategy atlas does;"
             " leave it out, or take --strategy kriging"
         )
     if strategy not in METHODS:

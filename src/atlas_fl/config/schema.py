@@ -236,8 +236,8 @@ class RobustConfig:
     """Largest share of a weighted average that one client's examples may give it, where three or more are averaged; 1
     leaves the shares as they are."""
     within: Literal["all", "clusters"] = "all"
-    """Where robust rules and server optimizers, such as `median` and `fedadam`, are applied, and where `kriging`
-    averages before it has measured: over all clients, or inside each cluster."""
+    """Where robust rules and server optimizers, such as `median` and `fedadam`, are applied: over all clients, or
+    inside each cluster. With `clusters` `kriging` is what `atlas` is: it averages where clients hardly differ."""
     trim: float = 0.2
     """Share of the clients whose values `trimmed_mean` leaves out at each end, rounded up."""
     byzantine: int = 1
@@ -275,7 +275,7 @@ class ServerConfig:
     """The silhouette above which `fedtreelora` cuts the clients of a layer at all."""
     measure_round: int = 4
     """The round in which `kriging` and `atlas` measure halves, after a third of the run where it has fewer rounds; in
-    those before everyone is given averages."""
+    those before everyone is given averages, or with `atlas` predictions of clusters."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 Class features (`client.class_features`) are asked for in every round of an aggregation. Halves (`client.split_halves`)
 are asked for once: of each client in the first round from `--measure-round` on in which it takes part. Until then it is
-given averages, so that its halves begin with what everyone has in common.
+given averages, or predictions of clusters, so that its halves begin with what everyone has in common.
 """
 
 from collections.abc import Collection, Sequence
