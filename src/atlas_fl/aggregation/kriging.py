@@ -256,6 +256,14 @@ def predict_clusters(
     return result
 
 
+def _bounded_rows(
+    gram: Float64[np.ndarray, "m2 m2"], examples: Float64[np.ndarray, " m"], options: StrategyOptions
+) -> Float64[np.ndarray, "m m"]:
+    """The predictions of those whose halves these are, with no other client's share above the largest."""
+    weights = np.asarray(examples, np.float64)
+    return bound_others(prediction_rows(*measure(gram), weights / weights.sum()), options.max_share)
+
+
 def kriging(options: StrategyOptions) -> Strategy:
     """Everyone gets the best linear prediction of its own model, by covariances and noise of split halves."""
 
@@ -285,10 +293,7 @@ def kriging(options: StrategyOptions) -> Strategy:
             there = np.flatnonzero(step.present[known])
             inside = [known[one] for one in there]
             if not alike[there].all():
-                weights = np.asarray(step.federation.weights[inside], np.float64)
-                rows = bound_others(
-                    prediction_rows(*measure(_of_members(gram, there)), weights / weights.sum()), options.max_share
-                )
+                rows = _bounded_rows(_of_members(gram, there), step.federation.weights[inside], options)
                 for k, row, is_averaged in zip(inside, rows, alike[there], strict=True):
                     if not is_averaged:
                         matrix[k] = 0.0
