@@ -8,6 +8,7 @@ import torch
 from scipy.optimize import minimize
 
 from atlas_fl.aggregation.kriging import (
+    MeasuredSharing,
     alike_in_cluster,
     atlas,
     bound_others,
@@ -288,23 +289,26 @@ def test_adapters_of_all_are_averaged_where_they_differ_by_less_than_their_noise
         same = {f"{half}/q.lora_A": torch.ones(1, 1) for half in values}
         return {**adapters, **same, **{f"{half}/head.w": torch.tensor([value]) for half, value in values.items()}}
 
+    clients = replace(federation("abc", "xxx"), clusters=np.array([0, 1, 1]))
+
     def matrix(key: str, *, b: tuple[float, float], within: str, present: tuple[bool, ...] = (True,) * 3) -> np.ndarray:
         options = StrategyOptions(max_share=1.0, within=within)
         strategy = kriging(options)
         state = strategy.record_reports(strategy.init(start), {"a": report(3.0, 1.0), "b": report(*b)})
         models = RoundModels(before=start, after=start, server_state=state)
-        clients = replace(federation("abc", "xxx"), clusters=np.array([0, 1, 1]))
         matrices = strategy.matrices(clients, list(present), round=1, models=models)
-        told = {(row.client, row.parameters): row for row in measured_sharing(state, clients, matrices, options)}
-        if within == "clusters" and b == (2.0, 2.0) and all(present):
-            assert told["a", "adapters"].variance_over_noise == 0.0, "over all, though it is alone in its cluster"
-            assert told["a", "adapters"].own_share == pytest.approx(1 / 6)
+        told.clear()
+        told.extend(measured_sharing(state, clients, matrices, options))
         return np.asarray(matrices(key))
 
+    told: list[MeasuredSharing] = []
     alike, contrary = (2.0, 2.0), (-2.0, -2.0)
     everyone = np.array([[1 / 6, 2 / 6, 3 / 6]] * 2)
     measured = matrix("q.lora_A", b=alike, within="clusters")
     np.testing.assert_allclose(measured, [*everyone, [0, 2 / 5, 3 / 5]], err_msg="who has not reported: its cluster's")
+    own = next(row for row in told if (row.client, row.parameters) == ("a", "adapters"))
+    assert own.variance_over_noise == 0.0, "over all, though it is alone in its cluster"
+    assert own.own_share == pytest.approx(1 / 6)
     absent = matrix("q.lora_A", b=alike, within="clusters", present=(False, True, True))
     np.testing.assert_allclose(absent, [[1, 0, 0], [0, 2 / 5, 3 / 5], [0, 2 / 5, 3 / 5]])
     for key, b, within in (

@@ -127,6 +127,17 @@ def bound_others(matrix: Float64[np.ndarray, "n n"], max_share: float) -> Float6
     return np.asarray(others + np.diag(1 - others.sum(axis=1)))
 
 
+def _bounded_rows(
+    covariance: Float64[np.ndarray, "n n"],
+    noise: Float64[np.ndarray, " n"],
+    examples: np.ndarray,
+    options: StrategyOptions,
+) -> Float64[np.ndarray, "n n"]:
+    """The predictions by numbers of examples, with no other's share above `max_share`."""
+    weights = np.asarray(examples, np.float64)
+    return bound_others(prediction_rows(covariance, noise, weights / weights.sum()), options.max_share)
+
+
 def half_gram(
     state: ServerState, names: Sequence[str], federation: Federation, group: ParameterGroup, options: StrategyOptions
 ) -> Float64[np.ndarray, "n2 n2"]:
@@ -251,17 +262,9 @@ def predict_clusters(
         measured = measure_clusters(_gram(after, before, step.federation, step.parameters, options), averages)
         if measured is not None:
             sizes = np.bincount(cluster, weights=step.federation.weights[places])
-            rows = bound_others(prediction_rows(*measured, sizes / sizes.sum()), options.max_share)
+            rows = _bounded_rows(*measured, sizes, options)
             result[np.ix_(places, places)] = (rows @ averages)[cluster]
     return result
-
-
-def _bounded_rows(
-    gram: Float64[np.ndarray, "m2 m2"], examples: Float64[np.ndarray, " m"], options: StrategyOptions
-) -> Float64[np.ndarray, "m m"]:
-    """The predictions of those whose halves these are, with no other client's share above the largest."""
-    weights = np.asarray(examples, np.float64)
-    return bound_others(prediction_rows(*measure(gram), weights / weights.sum()), options.max_share)
 
 
 def kriging(options: StrategyOptions) -> Strategy:
@@ -291,13 +294,11 @@ def kriging(options: StrategyOptions) -> Strategy:
             in_cluster = np.array(known, np.int64)[alike]
             matrix[in_cluster] = mean(step, within_clusters(step))[in_cluster]
             there = np.flatnonzero(step.present[known])
-            inside = [known[one] for one in there]
             if not alike[there].all():
-                rows = _bounded_rows(_of_members(gram, there), step.federation.weights[inside], options)
-                for k, row, is_averaged in zip(inside, rows, alike[there], strict=True):
-                    if not is_averaged:
-                        matrix[k] = 0.0
-                        matrix[k, inside] = row
+                inside, others = np.array(known, np.int64)[there], ~alike[there]
+                rows = _bounded_rows(*measure(_of_members(gram, there)), step.federation.weights[inside], options)
+                matrix[inside[others]] = 0.0
+                matrix[np.ix_(inside[others], inside)] = rows[others]
         keeps = ~step.present & is_measured
         return np.asarray(np.where(keeps[:, None], np.eye(len(matrix)), matrix))
 
