@@ -289,8 +289,7 @@ def kriging(options: StrategyOptions) -> Strategy:
             if alike_over_all(gram, step.parameters, options):
                 matrix[known] = mean(step, step.groups)[known]
                 continue
-            clusters = step.federation.clusters[known] if clustered else np.full(len(known), -1)
-            alike = alike_in_cluster(gram, clusters)
+            alike = alike_in_cluster(gram, step.federation.clusters[known] if clustered else np.full(len(known), -1))
             in_cluster = np.array(known, np.int64)[alike]
             matrix[in_cluster] = mean(step, within_clusters(step))[in_cluster]
             there = np.flatnonzero(step.present[known])
