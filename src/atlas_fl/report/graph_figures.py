@@ -78,7 +78,7 @@ def draw_sharing(record: Record) -> Figure:
         width=float(np.clip(0.9 * len(groups) + 4.0, 5.0, 14.0)),
         height=float(np.clip(0.42 * len(names), 2.4, 10.0)) + 2.4,
         title="How much of its own each client keeps",
-        subtitle="the rest is others'; below: variance between\nclients that may mix, over the noise of one",
+        subtitle="the rest is others'; below: variance between\nclients that are compared, over the noise of one",
     )
     axes = figure.add_subplot()
     image = cells(axes, values, colours=mpl.colormaps["Blues"], norm=Normalize(0, 1))

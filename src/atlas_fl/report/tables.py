@@ -350,8 +350,8 @@ def sharing_table(summary: Mapping[str, Any]) -> Table:
             escape(name), str(len(rows)), kept, f"over {together:.1f}", f"{fmean(ratios):.2g}" if ratios else EMPTY
         )
     table.caption = (
-        "as if averaged: so many clients, each counting alike;\nvariance / noise: between clients that may mix, over"
-        " the noise of one"
+        "as if averaged: so many clients, each counting alike;\nvariance / noise: between clients that are compared,"
+        " over the noise of one"
     )
     return table
 

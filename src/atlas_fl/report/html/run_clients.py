@@ -396,8 +396,8 @@ def sharing(record: Record) -> Section | None:
     cells = [_sharing_cells(group, [row for row in rows if row["parameters"] == group]) for group in groups]
     columns = ("parameters", "clients", "least of its own", "most", "as if averaged over", "variance over noise")
     note = (
-        "as if averaged over: so many clients, each counting alike; variance over noise: between clients that may mix,"
-        " over the noise of one"
+        "as if averaged over: so many clients, each counting alike; variance over noise: between clients that are"
+        " compared, over the noise of one"
     )
     table = Table(title="By group of parameters", columns=columns, rows=cells, note=note)
     return Section(name="sharing", title="How personal each model is", blocks=[heat, table])
