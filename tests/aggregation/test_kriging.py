@@ -26,6 +26,7 @@ from atlas_fl.aggregation.strategies import RoundModels, StrategyOptions
 from atlas_fl.audit.kriging import prediction_row
 
 EQUAL = np.full(2, 0.5)
+HALF_NAMES = ("first", "second")
 
 
 def drawn(draw: np.random.Generator, theta: np.ndarray, noise: np.ndarray) -> np.ndarray:
@@ -415,6 +416,36 @@ def test_a_cluster_without_differences_is_averaged_in_most_draws_and_one_that_pa
         theta = [draw.standard_normal((5, 300)) * np.sqrt(ratio / 300) for _ in range(50)]
         ratios = [alike_in_cluster(drawn(draw, one, np.ones(5)), inside).all() for one in theta]
         assert np.mean(ratios) == pytest.approx(wanted, abs=0.05)
+
+
+def test_where_nothing_differs_the_risk_is_within_2_n_over_p_of_the_average() -> None:
+    """Nine clients with one theta of 300 values in three clusters, N = 1: the threshold keeps what prediction loses."""
+    draw, values, names = np.random.default_rng(7), 300, "abcdefghi"
+    clients = replace(federation(names, "x" * 9), weights=np.full(9, 1 / 9), clusters=np.repeat([0, 1, 2], 3))
+    start = {name: {"q.lora_A": torch.ones(1, 1), "q.lora_B": torch.zeros(values, 1)} for name in names}
+    excess: dict[str, list[float]] = {"clusters": [], "all": []}
+    for _ in range(50):
+        theta = draw.standard_normal(values) / np.sqrt(values)
+        halves = theta + draw.standard_normal((2, 9, values)) * np.sqrt(2 / values)
+        reports = {
+            name: {
+                **{f"{half}/q.lora_A": torch.ones(1, 1) for half in HALF_NAMES},
+                **{f"{half}/q.lora_B": torch.tensor(halves[at, k])[:, None] for at, half in enumerate(HALF_NAMES)},
+            }
+            for k, name in enumerate(names)
+        }
+        models = halves.mean(axis=0)
+        for within, losses in excess.items():
+            strategy = kriging(StrategyOptions(max_share=1.0, within=within))
+            state = strategy.record_reports(strategy.init(start), reports)
+            after = RoundModels(before=start, after=start, server_state=state)
+            matrix = np.asarray(strategy.matrices(clients, [True] * 9, round=1, models=after)("q.lora_B"))
+            risk, of_average = (
+                np.square(one - theta).sum(axis=1).mean() for one in (matrix @ models, models.mean(0)[None])
+            )
+            losses.append(float(risk - of_average))
+    assert np.mean(excess["clusters"]) <= 2 / values
+    assert np.mean(excess["all"]) > 2 / values
 
 
 def test_variance_between_clients_is_measured_without_the_noise() -> None:

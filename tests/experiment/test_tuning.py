@@ -26,6 +26,8 @@ def test_candidates_by_hand() -> None:
     assert [one["lr"] for one in candidates("local", 5, lr=1.0)] == [1.0, 2.0, 0.5, 4.0, 0.25]
     pairs = [(one["lr"], one["proximal_mu"]) for one in candidates("fedprox", 6, lr=1.0)]
     assert pairs == [(1.0, 0.01), (2.0, 0.01), (1.0, 0.1), (0.5, 0.01), (2.0, 0.1), (1.0, 0.001)]
+    parts = [(one["lr"], one["trained_parts"]) for one in candidates("kriging", 4, lr=1.0)]
+    assert parts == [(1.0, "all"), (2.0, "all"), (1.0, "head_then_rest"), (0.5, "all")]
 
 
 @pytest.mark.parametrize("strategy", [*STRATEGIES, *METHODS])

@@ -13,7 +13,7 @@ from atlas_fl.cli.main import main
 from atlas_fl.errors import CheckpointError, ConfigError, DataError
 from atlas_fl.experiment.tuning import TunedMethod, TuningTrial, read_tuning, write_tuning
 from atlas_fl.report import finished_runs
-from atlas_fl.report.federation_results import FederationResults, federation_results, method_rows
+from atlas_fl.report.federation_results import FederationResults, federation_results, method_rows, trial_words
 from atlas_fl.report.finished_runs import find_finished_runs, to_csv
 from atlas_fl.report.results_page import results_page
 from atlas_fl.storage.run_folder import RunFolder
@@ -120,6 +120,17 @@ def tuned(make_federation: MakeFederation, tmp_path: Path) -> Path:
     for path in tmp_path.glob("2-ditto-*"):
         write_tuning(RunFolder(path), DITTO)
     return tmp_path
+
+
+def test_a_choice_that_was_tried_stands_by_its_names() -> None:
+    trials = [
+        TuningTrial(settings={"lr": lr, "trained_parts": parts}, validation=0.5 + lr)
+        for lr, parts in ((0.01, "all"), (0.02, "all"), (0.01, "head_then_rest"))
+    ]
+    said = trial_words(TunedMethod(strategy="kriging", trials=tuple(trials)))
+    assert said.endswith(
+        "lr 0.01..0.02, trained_parts all or head_then_rest; chosen lr 0.02, trained_parts all (validation 0.520)"
+    )
 
 
 def test_a_page_says_what_was_tuned_and_so_does_that_of_its_rows(tuned: Path) -> None:

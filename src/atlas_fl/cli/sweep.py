@@ -222,7 +222,7 @@ def _show_ranks(comparisons: "Mapping[str, MethodComparison]", *, path: Path) ->
 def _tune(base: Config, options: CompareOptions) -> "tuple[TunedMethod, ...]":
     """Try settings of every strategy, and print what was tried."""
     from atlas_fl.data.registry import find_tasks
-    from atlas_fl.experiment.tuning import tune_methods
+    from atlas_fl.experiment.tuning import tune_methods, value_words
     from atlas_fl.setup.options import learning_rate_of
 
     images = any(task.images for task in find_tasks(base.data.tasks, base.data.task))
@@ -235,7 +235,7 @@ def _tune(base: Config, options: CompareOptions) -> "tuple[TunedMethod, ...]":
         score=options.score,
     )
     for method in tuned:
-        values = " ".join(f"{name}={value:g}" for name, value in method.best.settings.items())
+        values = " ".join(f"{name}={value_words(value)}" for name, value in method.best.settings.items())
         show([f"{method.strategy}: {values} (validation {method.best.validation:.3f}, best of {len(method.trials)})"])
     return tuned
 

@@ -11,7 +11,7 @@ from itertools import count
 from math import isfinite
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from atlas_fl.config import Config, settings, value_of, with_values
 from atlas_fl.errors import CheckpointError, ConfigError
@@ -23,7 +23,9 @@ from atlas_fl.storage.run_folder import RunFolder
 DEVELOPMENT_SEEDS = (9001, 9002)
 """Seeds that no comparison reports."""
 
-KNOBS: Mapping[str, tuple[str, tuple[float, ...]]] = {
+SettingValue: TypeAlias = float | str
+
+KNOBS: Mapping[str, tuple[str, tuple[SettingValue, ...]]] = {
     "fedprox": ("proximal_mu", (0.01, 0.1, 0.001, 1.0)),
     **dict.fromkeys(("mr_mtl", "mr_mtl_cluster"), ("proximal_mu", (0.1, 0.01, 1.0, 0.03))),
     **dict.fromkeys(("atlas_laplacian", "atlas_pad", "atlas_truncate"), ("eta", (0.5, 0.25, 0.9, 0.1))),
@@ -38,6 +40,7 @@ KNOBS: Mapping[str, tuple[str, tuple[float, ...]]] = {
     "fedpac": ("feature_alignment", (1.0, 0.1, 0.3, 3.0)),
     "cfl": ("bipartition_ratio", (0.4, 0.25, 0.6, 0.8)),
     "fedtreelora": ("tree_threshold", (0.1, 0.0, 0.2, 0.3)),
+    **dict.fromkeys(("kriging", "atlas"), ("trained_parts", ("all", "head_then_rest"))),
 }
 """The knob of a method, and its values, the default first."""
 
@@ -46,7 +49,7 @@ KNOBS: Mapping[str, tuple[str, tuple[float, ...]]] = {
 class TuningTrial:
     """Settings of a method that were tried."""
 
-    settings: Mapping[str, float]
+    settings: Mapping[str, SettingValue]
     """By name."""
     validation: float
     """Mean validation score over clients and development seeds."""
@@ -71,7 +74,7 @@ RunPoints = Callable[[Sequence[Point]], Sequence[Path]]
 """Runs every point, and gives the folders of the finished runs."""
 
 
-def candidates(strategy: str, number: int, *, lr: float) -> tuple[dict[str, float], ...]:
+def candidates(strategy: str, number: int, *, lr: float) -> tuple[dict[str, SettingValue], ...]:
     """The settings that are tried of a strategy, `number` of them, the defaults first.
 
     Learning rates are lr, 2 lr, lr/2, 4 lr, lr/4 and so on.
@@ -130,6 +133,15 @@ def tune_methods(
         )
         for index, strategy in enumerate(strategies)
     )
+
+
+def value_words(value: SettingValue) -> str:
+    """A number in as few digits as it takes, a choice by its name.
+
+    >>> value_words(0.5), value_words("head_then_rest")
+    ('0.5', 'head_then_rest')
+    """
+    return value if isinstance(value, str) else f"{value:g}"
 
 
 def has_settings(config: Config, trial: TuningTrial) -> bool:

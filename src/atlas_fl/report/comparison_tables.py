@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar, get_type_hints
 from rich.markup import escape
 from rich.table import Table
 
-from atlas_fl.experiment.tuning import TunedMethod
+from atlas_fl.experiment.tuning import TunedMethod, value_words
 from atlas_fl.report.format import EMPTY, add_columns, human_bytes, new_table, number, seconds
 from atlas_fl.report.method_comparison import MethodComparison, MethodRow
 from atlas_fl.report.score_table import escape_latex
@@ -241,10 +241,8 @@ def markdown(comparison: MethodComparison, tuned: Sequence[TunedMethod] = ()) ->
 
 def _trials(method: TunedMethod) -> str:
     ordered = sorted(method.trials, key=lambda trial: trial.validation, reverse=True)
-    return "; ".join(
-        " ".join(f"{name} {value:g}" for name, value in trial.settings.items()) + f" ({trial.validation:.3f})"
-        for trial in ordered
-    )
+    words = [" ".join(f"{name} {value_words(value)}" for name, value in trial.settings.items()) for trial in ordered]
+    return "; ".join(f"{one} ({trial.validation:.3f})" for one, trial in zip(words, ordered, strict=True))
 
 
 def latex(comparison: MethodComparison) -> str:

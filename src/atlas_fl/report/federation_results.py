@@ -19,7 +19,7 @@ from atlas_fl.config.presets import PRESETS, find_preset
 from atlas_fl.config.settings import value_of
 from atlas_fl.config.values import LIST_SEPARATOR, to_words
 from atlas_fl.errors import ConfigError
-from atlas_fl.experiment.tuning import KNOBS, TunedMethod
+from atlas_fl.experiment.tuning import KNOBS, TunedMethod, value_words
 from atlas_fl.report.finished_runs import FinishedRun
 from atlas_fl.report.method_comparison import MethodComparison, compare_scores, default_control
 from atlas_fl.report.score_table import BASELINE
@@ -274,9 +274,11 @@ def trial_words(tuned: TunedMethod) -> str:
     ranges = []
     for name in tuned.trials[0].settings:
         values = [trial.settings[name] for trial in tuned.trials]
-        ends = f"{min(values):g}..{max(values):g}" if min(values) < max(values) else f"{values[0]:g}"
-        ranges.append(f"{name} {ends}")
-    chosen = ", ".join(f"{name} {value:g}" for name, value in tuned.best.settings.items())
+        numbers = [value for value in values if not isinstance(value, str)]
+        ends = [min(numbers), max(numbers)] if numbers else values
+        between = ".." if numbers else " or "
+        ranges.append(f"{name} {between.join(dict.fromkeys(map(value_words, ends)))}")
+    chosen = ", ".join(f"{name} {value_words(value)}" for name, value in tuned.best.settings.items())
     return (
         f"{len(tuned.trials)} setting{'s' * (len(tuned.trials) > 1)} tried on seeds"
         f" {', '.join(map(str, tuned.seeds))}: {', '.join(ranges)}; chosen {chosen}"

@@ -339,7 +339,7 @@ TUNING = fields(
     {
         "strategy": text,
         "seeds": list_of(integer, least=1),
-        "trials": list_of(fields({"settings": mapping_of(number), "validation": score}), least=1),
+        "trials": list_of(fields({"settings": mapping_of(one_of(number, text)), "validation": score}), least=1),
     }
 )
 """`tuning.json`."""
