@@ -1,4 +1,4 @@
-"""Robust aggregation against hostile clients: norm bound of updates, median, trimmed mean, Krum, geometric median.
+"""Robust aggregation against hostile clients: norm bound of models, median, trimmed mean, Krum, geometric median.
 
     median             of every value, over the clients
     trimmed_mean       the mean of every value without the ceil(trim n) lowest and highest

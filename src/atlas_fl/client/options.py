@@ -42,7 +42,7 @@ class TrainOptions:
     personal_rounds: int = 0
     """Last rounds of the run, in which all parameters train."""
     half: int | None = None
-    """Train on the even (0) or odd (1) examples only, for fingerprints that check themselves."""
+    """Train on the even (0) or odd (1) examples only: `client.split_halves`, fingerprints that check themselves."""
     most: int | None = None
     """Train on at most so many of these examples; which ones is drawn from the seed, once for all rounds."""
     label_smoothing: float = 0.0

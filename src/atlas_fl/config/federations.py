@@ -1,4 +1,4 @@
-"""Federations with a dial (`--preset NAME --dial 0..4`): clients that differ in a known way, by a known amount.
+"""Federations with a dial (`--preset NAME --dial 0..4`), as settings; what they do to clients is `data.heterogeneity`.
 
 Null, label skew, concept shift, sources, contradiction, sizes, a wrong number of clusters, images with N_c classes. A
 dial is five sets of settings; each setting is one of `DataConfig` and fits a user's own tasks as well.

@@ -30,7 +30,7 @@ def writing_scores(judged: Float[Array, "tokens 2"]) -> dict[str, float]:
     """Scores of written text from each token's loss (nats) and whether it was the likeliest: all tokens count once.
 
     Loss is the mean over tokens, perplexity its exponential (that of a guess among V equally likely tokens is V), and
-    accuracy the share of tokens that the model would have written itself; it decides (`spec.Metric`).
+    accuracy the share of tokens that the model would have written itself; it decides (`data.task.Metric`).
     """
     assert len(judged) > 0, "scores need at least one token"
     loss, accuracy = (float(mean) for mean in judged.astype(np.float64).mean(axis=0))

@@ -1,7 +1,7 @@
 """Predicted bytes of a round that a method sends beside the model (corrections, other clusters' models) or leaves out.
 
-In bytes of encoded tensors, as the ledger will have them: corrections, models of other clusters, class features, a
-frozen part, factors in turn. Two tables say the same for readers, relative to FedAvg:
+In bytes of encoded tensors, as the ledger will have them: corrections, models of other clusters, class features, halves
+(once), a frozen part, factors in turn. Two tables say the same for readers, relative to FedAvg:
 `config.methods.PublishedMethod.relative_bytes` by method and `aggregation.registry.RELATIVE_BYTES` by rule; what
 changes here changes there (`atlas list strategies`).
 """
