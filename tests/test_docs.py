@@ -138,11 +138,11 @@ def every_flag() -> set[str]:
 
 
 def command_lines(document: str) -> Iterator[list[str]]:
-    """Every `atlas ...` of the shell blocks and of the spans, as words."""
+    """Every `atlas ...` of the shell blocks and of the spans, as words; no row `atlas name=value` of a results page."""
     shell = "".join(blocks(document, "sh", "bash", "console")).replace("\\\n", " ")
     for line in [*shell.splitlines(), *spans(document)]:
         words = re.sub(r"^\$ ", "", line.split(" # ")[0].strip()).removeprefix(".venv/bin/")
-        if words.startswith("atlas "):
+        if words.startswith("atlas ") and "=" not in words.split()[1]:
             yield shlex.split(words)[1:]
 
 
