@@ -212,6 +212,11 @@ def test_the_memory_of_a_method_is_that_of_the_client_that_needs_most(
             ' {"settings": {}, "validation": 0.5}]}',
             "the column tuning has trials of different settings",
         ),
+        (
+            "tuning",
+            '{"strategy": "local", "seeds": [1], "trials": [{"settings": {"lr": "<b>3"}, "validation": 0.1}]}',
+            "trials[0].settings.lr is '<b>3'",
+        ),
     ],
 )
 def test_a_row_that_says_no_number_is_one_line(

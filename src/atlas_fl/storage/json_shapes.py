@@ -61,6 +61,7 @@ integer = _scalar_shape("whole number", _is_integer)
 count = _scalar_shape("whole number from 0", lambda value: _is_integer(value) and value >= 0)
 non_negative = _scalar_shape("number from 0", lambda value: _is_number(value) and value >= 0)
 text = _scalar_shape("text", lambda value: isinstance(value, str))
+word = _scalar_shape("word", lambda value: isinstance(value, str) and value.isidentifier() and len(value) < 100)
 flag = _scalar_shape("true or false", lambda value: type(value) is bool)
 mapping = _scalar_shape("mapping", lambda value: isinstance(value, dict))
 plan_name = _scalar_shape(
@@ -339,7 +340,9 @@ TUNING = fields(
     {
         "strategy": text,
         "seeds": list_of(integer, least=1),
-        "trials": list_of(fields({"settings": mapping_of(one_of(number, text)), "validation": score}), least=1),
+        "trials": list_of(
+            fields({"settings": mapping_of(one_of(number, word), names=word), "validation": score}), least=1
+        ),
     }
 )
 """`tuning.json`."""
