@@ -1,4 +1,4 @@
-"""Split halves of a client's examples, in every other place: its training of a round, done once on each.
+"""Split halves of a client's examples, alternate ones: its training of a round, repeated on each.
 
 Both begin with the model that the client begins the round with, and make two passes over their half, so as many steps
 as the round has. What they have in common is the client's, what tells them apart is noise: `aggregation.kriging`
