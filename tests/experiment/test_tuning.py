@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from atlas_fl.aggregation.registry import STRATEGIES
-from atlas_fl.config import Config, RunConfig, run_folder
+from atlas_fl.config import Config, RunConfig, run_folder, validate, with_values
 from atlas_fl.config.methods import METHODS
 from atlas_fl.config.presets import smoke
 from atlas_fl.errors import CheckpointError, ConfigError
@@ -28,6 +28,7 @@ def test_candidates_by_hand() -> None:
     assert pairs == [(1.0, 0.01), (2.0, 0.01), (1.0, 0.1), (0.5, 0.01), (2.0, 0.1), (1.0, 0.001)]
     parts = [(one["lr"], one["trained_parts"]) for one in candidates("kriging", 4, lr=1.0)]
     assert parts == [(1.0, "all"), (2.0, "all"), (1.0, "head_then_rest"), (0.5, "all")]
+    assert candidates("kriging", 3, lr=1.0, is_cut=True) == candidates("local", 3, lr=1.0)
 
 
 @pytest.mark.parametrize("strategy", [*STRATEGIES, *METHODS])
@@ -65,6 +66,19 @@ def test_the_best_by_validation_is_chosen_over_the_development_seeds(base: Confi
     assert [trial.validation for trial in local.trials] == pytest.approx([0.5, 0.9, 0.5])
     assert sorted(set(seen)) == sorted(DEVELOPMENT_SEEDS) and len(seen) == 12
     assert not set(DEVELOPMENT_SEEDS) & {*SEEDS, *seeds_of(100)}
+
+
+def test_what_is_tried_of_a_cut_model_can_run(base: Config) -> None:
+    tried: list[Point] = []
+
+    def run_points(points: Sequence[Point]) -> list[Path]:
+        tried.extend(points)
+        raise CheckpointError("seen")
+
+    cut = with_values(base, {"split": "2"})
+    with pytest.raises(CheckpointError, match="seen"):
+        tune_methods(cut, ("atlas", "fedprox"), number=4, lr=1e-3, run_points=run_points)
+    assert len({validate(point.config).training.lr for point in tried[:8]}) == 4, "rates alone"
 
 
 def test_what_cannot_be_tuned_is_refused(base: Config) -> None:

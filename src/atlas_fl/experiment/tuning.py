@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import Any, Literal, TypeAlias
 
 from atlas_fl.config import Config, settings, value_of, with_values
+from atlas_fl.config.schema import NONE
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.experiment.sweep import Point, grid
 from atlas_fl.storage.json_shapes import TUNING, check_shape
@@ -74,17 +75,18 @@ RunPoints = Callable[[Sequence[Point]], Sequence[Path]]
 """Runs every point, and gives the folders of the finished runs."""
 
 
-def candidates(strategy: str, number: int, *, lr: float) -> tuple[dict[str, SettingValue], ...]:
+def candidates(strategy: str, number: int, *, lr: float, is_cut: bool = False) -> tuple[dict[str, SettingValue], ...]:
     """The settings that are tried of a strategy, `number` of them, the defaults first.
 
-    Learning rates are lr, 2 lr, lr/2, 4 lr, lr/4 and so on.
+    Learning rates are lr, 2 lr, lr/2, 4 lr, lr/4 and so on. A cut model trains the same parts in every step: there
+    is no order of parts to try.
 
     >>> candidates("fedavg", 3, lr=0.001)
     ({'lr': 0.001}, {'lr': 0.002}, {'lr': 0.0005})
     """
-    if strategy not in KNOBS:
+    knob, values = KNOBS.get(strategy, ("", ()))
+    if not values or (is_cut and knob == "trained_parts"):
         return tuple({"lr": lr * _factor(index)} for index in range(number))
-    knob, values = KNOBS[strategy]
     pairs = ((total - place, place) for total in count() for place in range(min(total + 1, len(values))))
     return tuple({"lr": lr * _factor(rate), knob: values[place]} for (rate, place), _ in zip(pairs, range(number)))
 
@@ -113,7 +115,8 @@ def tune_methods(
     """
     if number < 1:
         raise ConfigError(f"--trials is {number}; allowed: at least 1, or leave it out")
-    tried = {strategy: candidates(strategy, number, lr=lr) for strategy in strategies}
+    is_cut = base.split.split != NONE
+    tried = {strategy: candidates(strategy, number, lr=lr, is_cut=is_cut) for strategy in strategies}
     points = [
         point
         for strategy in strategies
