@@ -165,20 +165,21 @@ def make_clients(  # noqa: PLR0913 - one name for each setting of the data
         data = load_task(task, source)
         _check_room(task, data, clients_per_task, sizes, client_sizes=client_sizes)
         parts = deal_rows(task, data, clients_per_task, sizes, seed=seed, test_mix=test_mix)
-        clients += [
-            ClientData(
-                name=f"{task.name}-{number}",
-                task=task,
-                train=data.train.take(parts["train"][number]),
-                validation=data.validation.take(parts["validation"][number]),
-                test=data.test.take(parts["test"][number]),
-                left_out=data.left_out,
-                unread=data.unread,
-            )
-            for number in range(clients_per_task)
-        ]
+        clients += [_client(task, data, parts, number) for number in range(clients_per_task)]
         check_no_leak(*(_together(data, parts, split) for split in sizes))
     return tuple(_with_shuffled_labels(client, seed) for client in clients) if shuffle_labels else tuple(clients)
+
+
+def _client(task: Task, data: TaskData, parts: Mapping[Split, Sequence[Labels]], number: int) -> ClientData:
+    return ClientData(
+        name=f"{task.name}-{number}",
+        task=task,
+        train=data.train.take(parts["train"][number]),
+        validation=data.validation.take(parts["validation"][number]),
+        test=data.test.take(parts["test"][number]),
+        left_out=data.left_out,
+        unread=data.unread,
+    )
 
 
 def _deal_by_partition(

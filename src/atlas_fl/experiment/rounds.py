@@ -424,12 +424,22 @@ def one_round(
         state_changed=server_step.server_state is not state.server_state,
         frozen=frozen_messages(config, state.server_state, server_step.server_state),
         unsent=unsent_names(config, jobs[0], state.client_models, server_step.client_models, cuts=cuts),
-        cut_traffic=sum_cut_traffic(updates),
-        evaluation_cut_traffic=sum_cut_traffic(outcome.evaluations),
-        hosting=match_round_hosts(assembly, planned.plan.clients, training=updates, evaluation=outcome.evaluations),
+        **_beside_cuts(assembly, planned, updates, outcome),
         client_side_names=client_side_names(assembly, cuts, state.client_models),
     )
     return state.after(record, server_models=server_step.server_models, server_state=server_step.server_state), record
+
+
+def _beside_cuts(
+    assembly: Assembly, planned: PlanResult, updates: Sequence[Update], outcome: RoundOutcome
+) -> dict[str, Any]:
+    """What a round's record says of the halves of cut models on the server or on a host."""
+    evaluations = outcome.evaluations
+    return {
+        "cut_traffic": sum_cut_traffic(updates),
+        "evaluation_cut_traffic": sum_cut_traffic(evaluations),
+        "hosting": match_round_hosts(assembly, planned.plan.clients, training=updates, evaluation=evaluations),
+    }
 
 
 def _beside_models(jobs: Sequence[Job], report: str, sharing: Sequence[MeasuredSharing]) -> dict[str, Any]:
