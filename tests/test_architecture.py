@@ -1,4 +1,4 @@
-"""What import-linter cannot say: who may import which package, what an import may do, and how long a thing may be."""
+"""What import-linter cannot say: who may import which package, and what an import may do."""
 
 import ast
 import graphlib
@@ -141,28 +141,6 @@ def test_only_the_command_line_prints() -> None:
         for call in sorted({"print", "sys.exit", "input"} & calls_in(module))
     ]
     assert not offenders, listed(offenders, "return the value, raise an error of atlas_fl.errors, or send an event:")
-
-
-def test_modules_are_short() -> None:
-    lengths = {module: (ROOT / module).read_text(encoding="utf-8").count("\n") for module in MODULES}
-    offenders = [f"{module} has {lines} lines" for module, lines in lengths.items() if lines > 600]
-    assert not offenders, listed(offenders, "a module holds one idea in at most 600 lines; split it by subject:")
-
-
-def test_functions_are_short() -> None:
-    offenders = [
-        f"{module}:{node.lineno} {node.name} has {body_lines(node)} lines"
-        for module in MODULES
-        for node in ast.walk(tree_of(module))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and body_lines(node) > 40
-    ]
-    assert not offenders, listed(offenders, "a function's body has at most 40 lines; give a part of it a name:")
-
-
-def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Lines of a function without its signature and its docstring."""
-    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
-    return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
 
 
 def test_every_module_says_what_it_is() -> None:
