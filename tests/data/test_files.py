@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from atlas_fl.data.task import Source, Task, TaskData
@@ -49,11 +50,80 @@ def test_words_become_classes_in_sorted_order(tmp_path: Path) -> None:
         (["2", "10", "-1"], ("-1", "2", "10")),
         ([1.0, 0.0, 2.0], ("0", "1", "2")),
         ([True, False, True], ("False", "True")),
+        (["1", "01", "2"], ("01", "1", "2")),
+        (["2", "1", "01"], ("01", "1", "2")),
+        (["1.0", "1", "2."], ("1", "2")),
+        ([1.0, 1, "1.0", "0"], ("0", "1")),
+        (["1.5", "1.0", "-3.0"], ("-3", "1", "1.5")),
     ],
 )
 def test_whole_numbers_are_sorted_as_numbers(values: list[object], names: tuple[str, ...], tmp_path: Path) -> None:
-    path = write(tmp_path / "t.jsonl", [{"text": f"t{i}", "label": values[i % 3]} for i in range(30)])
+    path = write(tmp_path / "t.jsonl", [{"text": f"t{i}", "label": values[i % len(values)]} for i in range(30)])
     assert parse_task(f"mine={path}").label_names == names
+
+
+def test_a_number_is_the_same_class_in_every_kind_of_file(tmp_path: Path) -> None:
+    values = [(0, 1, 2)[i % 3] for i in range(30)]
+    table = pd.DataFrame({"text": [f"t{i}" for i in range(30)], "label": [float(value) for value in values]})
+    table.to_csv(tmp_path / "floats.csv", index=False)
+    table.to_parquet(tmp_path / "floats.parquet")
+    table.assign(label=values).to_csv(tmp_path / "integers.tsv", index=False, sep="\t")
+    table.to_json(tmp_path / "floats.jsonl", orient="records", lines=True)
+    for path in tmp_path.iterdir():
+        assert parse_task(f"mine={path}").label_names == ("0", "1", "2"), path.name
+
+
+@pytest.mark.parametrize("name", ["validation", "valid", "val", "dev", "Val"])
+def test_a_split_is_known_by_the_names_that_people_give_it(name: str, tmp_path: Path) -> None:
+    for split, count in (("train", 8), (name, 4), ("test", 6)):
+        write(tmp_path / f"{split}.jsonl", [{"text": f"{split} {i}", "label": "ab"[i % 2]} for i in range(count)])
+    data = loaded(parse_task(f"mine={tmp_path}"))
+    assert data.validation.text == tuple(f"{name} {i}" for i in range(4))
+    assert data.unread == ()
+    write(tmp_path / "validation-0.jsonl", [{"text": "more", "label": "a"}])
+    write(tmp_path / "extra.jsonl", [{"text": "more", "label": "a"}])
+    data = loaded(parse_task(f"mine={tmp_path}"))
+    assert data.unread == (str(tmp_path / "extra.jsonl"), str(tmp_path / "validation-0.jsonl"))
+    (tmp_path / "validation.csv").write_text("text,label\nmore,a\n")
+    if name != "validation":
+        with pytest.raises(DataError, match="holds the validation split more than once"):
+            parse_task(f"mine={tmp_path}")
+
+
+@pytest.mark.parametrize("kind", ["saved", "parquet"])
+def test_classes_of_datasets_have_their_names(kind: str, tmp_path: Path) -> None:
+    import datasets
+
+    label = datasets.ClassLabel(names=["spam", "ham", "unused"])
+    features = datasets.Features({"text": datasets.Value("string"), "label": label})
+    rows = {
+        split: datasets.Dataset.from_dict(
+            {"text": [f"{split} {i}" for i in range(8)], "label": [i % 2 for i in range(8)]}, features=features
+        )
+        for split in ("train", "test")
+    }
+    if kind == "saved":
+        datasets.DatasetDict(rows).save_to_disk(str(tmp_path / "t"))
+    else:
+        (tmp_path / "t").mkdir()
+        for split, table in rows.items():
+            table.to_parquet(tmp_path / "t" / f"{split}.parquet")
+    task = parse_task(f"mine={tmp_path / 't'}")
+    assert task.label_names == ("ham", "spam")
+    test = loaded(task).test
+    assert [task.label_names[label] for label in test.label] == [
+        "spam" if text[-1] in "0246" else "ham" for text in test.text
+    ]
+
+
+def test_a_row_without_a_class_is_named(tmp_path: Path) -> None:
+    import datasets
+
+    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["a", "b"])})
+    rows = datasets.Dataset.from_dict({"text": ["x", "y"], "label": [0, -1]}, features=features)
+    datasets.DatasetDict({"train": rows}).save_to_disk(str(tmp_path))
+    with pytest.raises(DataError, match="row 2 of train of .* has no value in column 'label'"):
+        parse_task(f"mine={tmp_path}")
 
 
 def test_columns_pair_and_metric_are_options(tmp_path: Path) -> None:

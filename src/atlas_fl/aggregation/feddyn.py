@@ -102,7 +102,7 @@ def _check_ranks(models: ByClient, federation: Federation) -> None:
     """Raise ConfigError where the ranks of clients differ."""
     first, *others = federation.clients
     for other in others:
-        for key in models[first].keys() & models[other].keys():
+        for key in sorted(models[first].keys() & models[other].keys()):
             if not key.startswith(HEAD) and models[other][key].shape != models[first][key].shape:
                 raise ConfigError(
                     f"--strategy feddyn sums changes of {key}, and the ranks of {first} and {other} differ; take one"

@@ -109,7 +109,7 @@ def fedtreelora(options: StrategyOptions) -> Strategy:
 
 def _check(options: StrategyOptions) -> Callable[[ByClient, Federation], None]:
     def check(models: ByClient, federation: Federation) -> None:
-        for key in {key for params in models.values() for key in shared_params(params, options.share)}:
+        for key in sorted({key for params in models.values() for key in shared_params(params, options.share)}):
             if not key.startswith(HEAD) and key.removesuffix(LORA_A).removesuffix(LORA_B) not in federation.layer_of:
                 raise ConfigError(
                     f"--strategy fedtreelora cuts clusters by layer, and {key} is in none; take fedavg_cluster, or"

@@ -358,8 +358,9 @@ def change_norms(before: Params, after: Params, how: Space) -> dict[str, float]:
     squares = {BODY: 0.0, HEADS: 0.0}
     pairs = lora_modules(shared) if how.space == "product" else []
     in_pairs = {module + end for module in pairs for end in (LORA_A, LORA_B)}
-    for key in shared.keys() - in_pairs:
-        squares[HEADS if key.startswith(HEAD) else BODY] += _square(after[key], before[key])
+    for key in shared:  # a set has no order, and the sum of floats follows it
+        if key not in in_pairs:
+            squares[HEADS if key.startswith(HEAD) else BODY] += _square(after[key], before[key])
     squares[BODY] += _product_square(before, after, pairs, how.scale)
     return {part: sqrt(square) for part, square in squares.items()}
 
@@ -427,7 +428,7 @@ def scaled_change(before: Params, after: Params, how: Space, *, factors: Mapping
     new = dict(after)
     pairs = lora_modules(shared_params(after, how.share)) if how.space == "product" else []
     in_pairs = {module + end for module in pairs for end in (LORA_A, LORA_B)}
-    for key in after.keys() - in_pairs - {PRIVATE}:
+    for key in [key for key in after if key not in in_pairs and key != PRIVATE]:
         factor = factors.get(HEADS if key.startswith(HEAD) else BODY, 1.0)
         if factor != 1.0 and after[key].numel():
             change = (after[key] - before[key]) * factor if factor else torch.zeros_like(before[key])

@@ -117,7 +117,8 @@ def left_out_notes(clients: Sequence[ClientData]) -> tuple[str, ...]:
     for client in clients:
         counts[client.task.name] = max(counts.get(client.task.name, 0), client.left_out)
     skipped = (
-        f"{name}: {len(files):,} files could not be read and are left out: {', '.join(files[:MOST_NAMED])}"
+        f"{name}: {len(files):,} files are left out, since they cannot be read or have the name of no split:"
+        f" {', '.join(files[:MOST_NAMED])}"
         f"{', ..' if len(files) > MOST_NAMED else ''}"
         for name, files in unread.items()
     )

@@ -40,7 +40,7 @@ def find_tables(published: Published, folder: Path | None) -> dict[str, Table]:
     `folder` is where a directory of the user's would hold it; None where no directory was given.
     """
     if folder is not None and folder.is_dir():
-        return read_folder(folder, splits=published.splits)
+        return read_folder(folder, splits={name: (name,) for name in published.splits})
     tables = _read_cache(published)
     if tables is not None:
         return tables

@@ -14,14 +14,22 @@ from atlas_fl.storage.files import check_regular
 Table: TypeAlias = Mapping[str, Sequence[Any]]
 """Columns of equal length by name."""
 
-SPLITS = ("train", "validation", "test")
+SPLITS: Mapping[str, Sequence[str]] = {
+    "train": ("train",),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test",),
+}
+"""Names that the files and folders of a split may have, in any case."""
 LONGEST_CELL = 1 << 30
 _NO_VALUE = frozenset({"nan", "null", "<na>", "#n/a", "nat"})
 """What programs write where a value is missing."""
 
 
-def read_table(path: Path) -> Table:
-    """The columns of a file; a `DataError` if it is missing, empty, damaged or of an unknown kind."""
+def read_table(path: Path, *, class_names: bool = False) -> Table:
+    """Columns of a file; a `DataError` if it is missing, empty, damaged or of an unknown kind.
+
+    With `class_names` a column that `datasets` has written as a `ClassLabel` has the names of classes, not numbers.
+    """
     if not path.exists():
         raise DataError(f"there is no file {path}; check the path")
     if path.is_dir():
@@ -32,6 +40,8 @@ def read_table(path: Path) -> Table:
     try:
         check_regular(path)
         table = reader(path)
+        if class_names and path.suffix.lower() == ".parquet":
+            table = _with_class_names(table, _class_names_of_parquet(path))
     except UnicodeDecodeError as error:
         raise DataError(f"cannot read {path}: byte {error.start} is no UTF-8; save the file as UTF-8") from error
     except (OSError, ValueError, RecursionError, csv.Error) as error:
@@ -42,12 +52,29 @@ def read_table(path: Path) -> Table:
     return table
 
 
-def read_folder(folder: Path, *, splits: Sequence[str] = SPLITS) -> dict[str, Table]:
-    """A folder's tables by split: `<split>.<ending>`, its shards `<split>-*.<ending>`, or a saved `DatasetDict`."""
-    if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
-        return _read_saved(folder)
-    files = {split: _split_files(folder, split) for split in splits}
-    return {split: _concatenate([read_table(path) for path in paths]) for split, paths in files.items() if paths}
+def read_folder(
+    folder: Path, *, splits: Mapping[str, Sequence[str]] = SPLITS, class_names: bool = False
+) -> dict[str, Table]:
+    """Tables of a folder by split: `<name>.<ending>`, its shards `<name>-*.<ending>`, or a saved `DatasetDict`.
+
+    `splits` has the names that each split may have.
+    """
+    if _is_saved(folder):
+        return _read_saved(folder, splits=splits, class_names=class_names)
+    files = {split: _split_files(folder, split, names) for split, names in splits.items()}
+    return {
+        split: _concatenate([read_table(path, class_names=class_names) for path in paths])
+        for split, paths in files.items()
+        if paths
+    }
+
+
+def files_of_no_split(folder: Path) -> tuple[str, ...]:
+    """Tables in a folder that `read_folder` does not read, since their names are of no split."""
+    if _is_saved(folder):
+        return ()
+    read = {path for split, names in SPLITS.items() for path in _split_files(folder, split, names)}
+    return tuple(str(path) for path in _tables_in(folder) if path not in read)
 
 
 def column(table: Table, name: str, *, origin: object) -> Sequence[Any]:
@@ -96,9 +123,29 @@ def texts(table: Table, name: str, *, origin: object) -> tuple[str, ...]:
     return values
 
 
-def from_datasets(splits: Mapping[str, Any]) -> dict[str, Table]:
-    """The tables of a `datasets.DatasetDict`."""
-    return {split: rows.with_format(None)[:] for split, rows in splits.items()}
+def from_datasets(splits: Mapping[str, Any], *, class_names: bool = False) -> dict[str, Table]:
+    """Tables of a `datasets.DatasetDict`, with the names of classes in the place of their numbers where asked for."""
+    tables: dict[str, Table] = {split: rows.with_format(None)[:] for split, rows in splits.items()}
+    if not class_names:
+        return tables
+    import datasets  # its objects are here already
+
+    names = {
+        split: {name: kind.names for name, kind in rows.features.items() if isinstance(kind, datasets.ClassLabel)}
+        for split, rows in splits.items()
+    }
+    return {split: _with_class_names(table, names[split]) for split, table in tables.items()}
+
+
+def _with_class_names(table: Table, names: Mapping[str, Sequence[str]]) -> Table:
+    """The table with the name of a class in the place of its number; without one (-1) a row has no value."""
+
+    def name_of(column: str, number: Any) -> str | None:
+        known = names[column]
+        return known[number] if isinstance(number, int) and 0 <= number < len(known) else None
+
+    named = {column: [name_of(column, number) for number in table[column]] for column in names if column in table}
+    return {**table, **named}
 
 
 def _read_csv(path: Path) -> Table:
@@ -153,6 +200,19 @@ def _read_parquet(path: Path) -> Table:
     return columns
 
 
+def _class_names_of_parquet(path: Path) -> dict[str, Sequence[str]]:
+    """Names of the classes by column, where `datasets` has written the file with a `ClassLabel`."""
+    import pyarrow.parquet
+
+    noted = (pyarrow.parquet.read_schema(path).metadata or {}).get(b"huggingface")
+    features = json.loads(noted)["info"]["features"] if noted else {}
+    return {
+        column: feature["names"]
+        for column, feature in features.items()
+        if isinstance(feature, dict) and feature.get("_type") == "ClassLabel"
+    }
+
+
 READERS: dict[str, Callable[[Path], Table]] = {
     ".csv": _read_csv,
     ".tsv": _read_csv,
@@ -161,24 +221,39 @@ READERS: dict[str, Callable[[Path], Table]] = {
 }
 
 
-def _read_saved(folder: Path) -> dict[str, Table]:
+def _is_saved(folder: Path) -> bool:
+    return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
+
+
+def _read_saved(folder: Path, *, splits: Mapping[str, Sequence[str]], class_names: bool) -> dict[str, Table]:
     import datasets  # two seconds that other commands need not pay
 
     try:
         loaded = datasets.load_from_disk(str(folder))
-        return from_datasets(loaded if isinstance(loaded, datasets.DatasetDict) else {"train": loaded})
+        whole = loaded if isinstance(loaded, datasets.DatasetDict) else {"train": loaded}
+        tables = from_datasets(whole, class_names=class_names)
     except (OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())[:200]
         raise DataError(f"cannot read {folder}: {reason}; save it again with datasets' save_to_disk") from error
+    return {_split_of(name, splits): table for name, table in tables.items()}
 
 
-def _split_files(folder: Path, split: str) -> list[Path]:
-    readable = sorted(path for path in folder.iterdir() if path.suffix.lower() in READERS)
-    whole = [path for path in readable if path.stem == split]
+def _split_of(name: str, splits: Mapping[str, Sequence[str]]) -> str:
+    """The split that has this name among its names; the name itself where none has."""
+    return next((split for split, names in splits.items() if name.lower() in names), name)
+
+
+def _tables_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.suffix.lower() in READERS)
+
+
+def _split_files(folder: Path, split: str, names: Sequence[str]) -> list[Path]:
+    readable = _tables_in(folder)
+    whole = [path for path in readable if path.stem.lower() in names]
     if len(whole) > 1:
-        names = ", ".join(path.name for path in whole)
-        raise DataError(f"{folder} holds the {split} split more than once ({names}); keep one")
-    return whole or [path for path in readable if path.stem.startswith(f"{split}-")]
+        found = ", ".join(path.name for path in whole)
+        raise DataError(f"{folder} holds the {split} split more than once ({found}); keep one")
+    return whole or [path for path in readable if path.stem.lower().startswith(tuple(f"{name}-" for name in names))]
 
 
 def _concatenate(tables: Sequence[Table]) -> Table:

@@ -111,7 +111,7 @@ class TaskData:
     left_out: int = 0
     """Rows that were given and are in no split: repeated, contradicting each other, or in two splits."""
     unread: tuple[str, ...] = ()
-    """Files that could not be read and were to be skipped."""
+    """Files that were skipped: broken images where that was asked for, and tables whose name is of no split."""
 
 
 @dataclass(frozen=True, kw_only=True)

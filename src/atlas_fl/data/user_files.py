@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,17 @@ import numpy as np
 
 from atlas_fl.data.cache import DATA_CACHE
 from atlas_fl.data.cleaning import arrange, split_rows
-from atlas_fl.data.tables import READERS, Table, classes, column, read_folder, read_table, texts
+from atlas_fl.data.tables import (
+    READERS,
+    SPLITS,
+    Table,
+    classes,
+    column,
+    files_of_no_split,
+    read_folder,
+    read_table,
+    texts,
+)
 from atlas_fl.data.task import METRICS, Images, Labels, Metric, Pixels, Rows, Source, Task, TaskData
 from atlas_fl.errors import ConfigError, DataError, short_repr, unknown_name
 from atlas_fl.storage.files import check_regular
@@ -22,7 +32,6 @@ BROKEN = ("refuse", "skip")
 FORM = "name=path[,size=PIXELS][,broken=refuse|skip]"
 _WIDE = ("I", "F")
 """Pillow's modes of more than eight bits, which would be cut off at 255."""
-_SPLITS = {"train": ("train",), "validation": ("validation", "valid", "val"), "test": ("test",)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +129,7 @@ def _files(path: Path) -> list[Path]:
 
 def _split_folders(path: Path) -> dict[str, Path]:
     folders = {
-        split: folder for split, names in _SPLITS.items() for folder in _folders(path) if folder.name.lower() in names
+        split: folder for split, names in SPLITS.items() for folder in _folders(path) if folder.name.lower() in names
     }
     return folders if "train" in folders else {"all": path}
 
@@ -231,21 +240,23 @@ def parse_task(description: str) -> Task:
 
 def _read_task(name: str, path: Path, columns: Columns) -> tuple[TaskData, tuple[str, ...]]:
     """The splits of a file or folder, and the names of the classes."""
+    has_classes = columns.target is None and columns.metric != "pearson"
     if path.is_dir():
-        tables = read_folder(path)
+        tables = read_folder(path, class_names=has_classes)
         if "train" not in tables:
             raise DataError(
                 f"{path} has no train split; name a file {' or '.join(f'train{ending}' for ending in READERS)}, or for"
                 " images give a folder of them for each class, or such folders in train and test"
             )
     else:
-        tables = {"all": read_table(path)}
+        tables = {"all": read_table(path, class_names=has_classes)}
     labelled = columns.target is None
     rows, names = (
         _labelled_rows(tables, columns, origin=path) if labelled else (_prompted_rows(tables, columns, origin=path), ())
     )
     if path.is_dir():
         data = arrange(rows, name=name, labelled=labelled, label_names=names)
+        data = replace(data, unread=files_of_no_split(path))
     else:
         data = split_rows(rows["all"], name=name, labelled=labelled, label_names=names)
     return data, names
@@ -340,8 +351,8 @@ def _unlabelled_rows(table: Table, columns: Columns, *, origin: str) -> Rows:
 
 def _class_names(values: Sequence[Any], label: str, *, origin: Path) -> tuple[str, ...]:
     words = {_word(value) for value in values}
-    whole = [word for word in words if re.fullmatch(_WHOLE_NUMBER, word)]
-    names = sorted(words, key=int) if len(whole) == len(words) else sorted(words)
+    # `01` and `1` are two classes and one number: without the word beside it the order would be that of a set
+    names = sorted(words, key=lambda word: (int(word), word)) if _are_whole(words) else sorted(words)
     if len(names) < 2:
         only = short_repr(names[0])
         raise DataError(f"column {label!r} of {origin} has one class only ({only}); a task needs two or more")
@@ -353,9 +364,14 @@ def _class_names(values: Sequence[Any], label: str, *, origin: Path) -> tuple[st
     return tuple(names)
 
 
+def _are_whole(words: Iterable[str]) -> bool:
+    return all(re.fullmatch(_WHOLE_NUMBER, word) for word in words)
+
+
 def _word(value: Any) -> str:
-    # Parquet and jsonl may hold whole numbers as floats; 1.0 and 1 are one class.
-    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value).strip()
+    """Name of a label's class: 1, 1.0 and, as csv files have it, `1.0` are one class in every kind of file."""
+    word = str(int(value)) if isinstance(value, float) and value.is_integer() else str(value).strip()
+    return re.sub(rf"^({_WHOLE_NUMBER})\.0*$", r"\1", word)
 
 
 def _values(values: Sequence[Any], *, origin: object) -> Labels:

@@ -66,12 +66,13 @@ def export_adapter(
         r=max_rank,
         lora_alpha=_integral(scale(max_rank) * max_rank),
         lora_dropout=0.0,
-        target_modules=sorted(names.values()),
+        target_modules=list(names.values()),
         rank_pattern={names[module]: rank for module, rank in by_module.items()},
         alpha_pattern={names[module]: _integral(scale(rank) * rank) for module, rank in by_module.items()},
         modules_to_save=modules_to_save(family) if classifies else None,
         fan_in_fan_out=family.conv1d,
     )
+    config.target_modules = sorted(names.values())  # PEFT makes a set of it, whose order is another in every process
     tensors = {peft_name(key, family): tensor.detach() for key, tensor in params.items()}
     with atomic_folder(folder) as draft:
         config.save_pretrained(str(draft))

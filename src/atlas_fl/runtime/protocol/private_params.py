@@ -171,8 +171,9 @@ class PrivateParamStore:
             return {**stored, **sent}
         # planned at other ranks than it trains at, and of the rest nothing was trained yet
         expanded = expand_rank(self._initial_params(missing, sent, reference.ranks), stored, self.scale)
-        if lost := [key for key in missing if key not in stored and not key.endswith(LORA_A)]:
-            raise ModelError(f"{sorted(lost)[0]} is neither here nor sent; install the server's version of atlas-fl")
+        lost = sorted(key for key in missing if key not in stored and not key.endswith(LORA_A))
+        if lost:
+            raise ModelError(f"{lost[0]} is neither here nor sent; install the server's version of atlas-fl")
         return {**select(expanded, sorted(missing)), **sent}
 
     def split_private(
