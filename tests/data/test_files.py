@@ -122,7 +122,7 @@ def test_a_row_without_a_class_is_named(tmp_path: Path) -> None:
     features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["a", "b"])})
     rows = datasets.Dataset.from_dict({"text": ["x", "y"], "label": [0, -1]}, features=features)
     datasets.DatasetDict({"train": rows}).save_to_disk(str(tmp_path))
-    with pytest.raises(DataError, match="row 2 of train of .* has no value in column 'label'"):
+    with pytest.raises(DataError, match=r"row 2 of train of .* has no value in column 'label'"):
         parse_task(f"mine={tmp_path}")
 
 
