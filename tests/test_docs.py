@@ -7,6 +7,7 @@ In the documents a name in backticks is a promise: `aggregation.mixing.mix` (a p
 """
 
 import ast
+import importlib.util
 import re
 import shlex
 from collections.abc import Iterable, Iterator
@@ -59,7 +60,21 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]")
 DOTTED = re.compile(r"(?:atlas_fl\.)?[a-z_]+(?:\.[A-Za-z_]\w*)+")
 FILE = re.compile(r"[\w./-]+\.(?:py|md|sh)|(?:src|tests|docs|benchmarks|examples)/[\w./-]*")
 TEST = re.compile(r"(tests/[\w/]+\.py)::(\w+)")
-FILE_NAMES = {"toml", "json", "jsonl", "txt", "md", "py", "csv", "png", "safetensors", "parquet", "tsv", "com", "lock"}
+FILE_NAMES = {
+    "toml",
+    "json",
+    "jsonl",
+    "txt",
+    "md",
+    "py",
+    "csv",
+    "png",
+    "safetensors",
+    "parquet",
+    "tsv",
+    "com",
+    "lock",
+} | {"js", "css", "html", "onnx"}
 """What follows the dot of a file and not of a module."""
 
 
@@ -112,10 +127,53 @@ def exists(dotted: str) -> bool:
         if not inside:
             return True
         node = names_of(path).get(inside)
+        if isinstance(node, ast.Import | ast.ImportFrom) and path.name != "__init__.py":
+            return False  # a document names the module that defines it, not one that imports it
         if isinstance(node, ast.ClassDef) and more:
             return more[0] in dict(_named(node.body))
         return node is not None and not more
     return False
+
+
+@cache
+def modules_by_last_name() -> dict[str, list[str]]:
+    """Dotted paths inside the package by the name of the module or package."""
+    named: dict[str, list[str]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        parts = parts[:-1] if parts[-1] == "__init__" else parts
+        if parts:
+            named.setdefault(parts[-1], []).append(".".join(parts))
+    return named
+
+
+def docstrings(tree: ast.Module) -> Iterator[str]:
+    """Docstrings of the module, its classes and functions, and those that stand below fields and constants."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.value.value
+
+
+def resolves(dotted: str, tree: ast.Module) -> bool:
+    """Whether a dotted word of a docstring is there: a name of ours, of a library, a field, a constant, a setting.
+
+    A module is named from the package's root or by its own name alone.
+    """
+    first, *rest = dotted.removeprefix("atlas_fl.").split(".")
+    if exists(dotted) or is_setting(dotted) or first == "head":
+        return True
+    if any(exists(".".join([module, *rest])) for module in modules_by_last_name().get(first, ())):
+        return True
+    nodes = list(ast.walk(tree))
+    if dotted in {node.value for node in nodes if isinstance(node, ast.Constant)}:
+        return True
+    fields_read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    variables = {node.id for node in nodes if isinstance(node, ast.Name)} | {
+        node.arg for node in nodes if isinstance(node, ast.arg)
+    }
+    if first in variables and rest[0] in fields_read:
+        return True
+    return module_path([first]) is None and importlib.util.find_spec(first) is not None
 
 
 def is_about_the_package(dotted: str) -> bool:
@@ -149,6 +207,19 @@ def command_lines(document: str) -> Iterator[list[str]]:
 def slug(heading: str) -> str:
     """The anchor that a heading gets."""
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def test_names_in_docstrings_exist() -> None:
+    unknown = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        words = [span.removesuffix("()") for text in docstrings(tree) for span in SPAN.findall(text)]
+        dotted = [word for word in words if DOTTED.fullmatch(word) and word.rsplit(".", 1)[-1] not in FILE_NAMES]
+        files = [word for word in words if re.fullmatch(r"\w+(/\w+)+\.py", word)]
+        missing = [word for word in dotted if not resolves(word, tree)]
+        missing += [file for file in files if not ((PACKAGE / file).exists() or (ROOT / file).exists())]
+        unknown += [f"{path.relative_to(PACKAGE)}: {word}" for word in missing]
+    assert unknown == []
 
 
 def test_there_are_documents() -> None:

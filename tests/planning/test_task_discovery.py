@@ -46,5 +46,5 @@ def test_the_fingerprint_of_an_older_run_can_still_be_compared() -> None:
     config = find_preset("quick")
     assert fingerprint_signature(config, fingerprint_options(config)) == QUICK, (
         "`atlas place` would refuse the newcomers of older runs. A new option that changes no fingerprint at its"
-        " default belongs into _YOUNGER of src/atlas_fl/planning/task_discovery.py"
+        " default belongs into _ADDED_LATER of src/atlas_fl/planning/task_discovery.py"
     )

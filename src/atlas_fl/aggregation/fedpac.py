@@ -8,8 +8,8 @@ with mu_k^c the mean of the features that enter the head over client k's n_k^c t
 (`client.class_features`), p_k(c) = n_k^c / n_k. D is a squared bias, v the variance of the estimate. All else is
 averaged over all clients by examples. To the means of all reports of a task its clients' features are pulled in the
 next round (`client.feature_alignment`). Xu, Tong and Huang, "Personalized federated learning with feature alignment and
-classifier collaboration", ICLR 2023, arXiv:2306.11867, and the authors' code (`tools.get_head_agg_weight`). Its cut of
-weights below .001 is left out.
+classifier collaboration", ICLR 2023, arXiv:2306.11867, and the authors' code (`get_head_agg_weight` in its
+`tools.py`). Its cut of weights below .001 is left out.
 
 The program is solved as non-negative least squares: u = argmin over u >= 0 of || R u ||^2 + (1 - sum u)^2, R^T R the
 matrix, has the direction of m, because for a fixed direction the best length depends on || R m ||^2 alone.

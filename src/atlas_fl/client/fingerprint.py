@@ -33,7 +33,7 @@ PARTS, AGREED = "parts", "agreed"
 
 def fingerprint(jobs: Sequence[Job], site: Site) -> list[Update]:
     """Two unit sketches of every client under `sketch.first` and `sketch.second`, and its warmed-up params; where it is
-    asked for, a third of its labels under `sketch.labels`.
+    asked for, a third of its labels under `label_covariance.LABELS`.
 
     `metrics` hold the halves' agreement, the steps that were taken, and `loss`: the mean training loss of all batches
     of both halves, during the warm-up or at the shared initialisation.

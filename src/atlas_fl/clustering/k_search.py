@@ -497,4 +497,4 @@ METHODS: dict[str, Method] = {
     "silhouette": K_SEARCH,
     "gap": K_SEARCH,
 }
-"""`cluster_by`: noise-corrected average linkage, and the k search by the rule of that name (`scores.RULES`)."""
+"""`cluster_by`: noise-corrected average linkage, and the k search by the rule of that name (`RULES`)."""

@@ -15,7 +15,7 @@ TASKS: dict[str, Task] = {task.name: task for task in (*EMBEDDED, *HUB_TASKS, *V
 def find_tasks(names: Sequence[str], descriptions: Sequence[str] = ()) -> tuple[Task, ...]:
     """The tasks of these names, followed by the user's own that no name asked for.
 
-    `descriptions` are such as `name=path,text=..` (`files.parse_task`). A `ConfigError` names a task that
+    `descriptions` are such as `name=path,text=..` (`data.user_files.parse_task`). A `ConfigError` names a task that
     nothing defines, that is named twice, or that takes the name of a registered one.
     """
     brought: dict[str, Task] = {}

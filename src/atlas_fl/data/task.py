@@ -119,7 +119,7 @@ class Source:
     """Where tasks are read from."""
 
     cache_dir: Path
-    """The folder of the embedded data (`storage.downloads.embedded_dir()`)."""
+    """The folder of the embedded data (`storage.assets.embedded_dir()`)."""
     data_dir: Path | None = None
     """The user's directory of data sets that would else come from the hub."""
     validation_share: float | None = None

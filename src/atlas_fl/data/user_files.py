@@ -60,8 +60,8 @@ def holds_images(path: Path) -> bool:
 def folder_task(name: str, path: Path, options: Mapping[str, str]) -> Task:
     """The task of `name=path,size=..,broken=..`; a class is a folder, in the order of the names.
 
-    Folders train and test, and validation where there is one, keep their splits (`splits.arrange`); one folder of
-    classes is cut into splits (`splits.split_rows`). With `size` every image is scaled so that its shorter side is so
+    Folders train and test, and validation where there is one, keep their splits (`cleaning.arrange`); one folder of
+    classes is cut into splits (`cleaning.split_rows`). With `size` every image is scaled so that its shorter side is so
     long, and cropped in the middle; without, all must be of one size. A file that cannot be read is an error that names
     it, or is left out with `broken=skip`. Images are read when the task is loaded.
     """
@@ -217,8 +217,8 @@ def parse_task(description: str) -> Task:
 
     Labels are words or whole numbers, numbered in sorted order; with metric=pearson they are values. With target= there
     are none: the model writes that column after the text, or the text itself where target= names its column. One file
-    is cut into splits (`splits.split_rows`); a folder with train, validation and test files keeps its own
-    (`splits.arrange`). A folder of images by class is read by `folders.folder_task`.
+    is cut into splits (`cleaning.split_rows`); a folder with train, validation and test files keeps its own
+    (`cleaning.arrange`). A folder of images by class is read by `folder_task`.
     The file or folder is read once for as long as it does not change (`cache.DataCache`).
     A `ConfigError` says what is wrong with the description, a `DataError` what is wrong with the data.
     """

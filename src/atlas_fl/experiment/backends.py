@@ -2,7 +2,7 @@
 
 Workers share the frozen weights of one backbone. Each assembles the run from the same settings, takes the weights from
 memory that all workers read, and raises an error where its data differ. Models of clients that train the whole model
-are sent to a worker once a round (`runtime.protocol.full_model_sync`).
+are sent to a worker once a round (`runtime.protocol.model_sync`).
 """
 
 import mmap

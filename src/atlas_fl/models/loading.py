@@ -252,7 +252,7 @@ def build_first_blocks(name: str, *, blocks: int | None) -> Backbone:
 
     None is all blocks: an outline of the model, for whom names and sizes suffice.
 
-    Nothing is built of what stands above, so `model.state_dict()` names what a file has to give.
+    Nothing is built of what stands above, so the state dict of the model names what a file has to give.
     Raises `ModelError` where the model is not to be had, is a GGUF file, or has no more blocks than these.
     """
     register_packed_attention()
