@@ -61,6 +61,20 @@ def test_folders_of_splits_keep_them(validation: str | None, tmp_path: Path) -> 
     assert {image.tobytes() for image in splits(data)[2].pixels} == held
 
 
+def test_folders_of_no_split_are_named_and_a_split_is_there_once(tmp_path: Path) -> None:
+    for split in ("train", "val", "test", "more"):
+        for label in ("a", "b"):
+            (tmp_path / split / label).mkdir(parents=True)
+            for index in range(3):
+                color = (80 * index + 10, 40 * len(split), 200 if label == "a" else 20)
+                Image.new("RGB", (4, 4), color).save(tmp_path / split / label / f"{index}.png")
+    task = parse_task(f"mine={tmp_path}")
+    assert task.load(Source(cache_dir=Path("/nowhere"))).unread == (str(tmp_path / "more"),)
+    (tmp_path / "more").rename(tmp_path / "Validation")
+    with pytest.raises(DataError, match=r"holds the validation split more than once \(Validation, val\); keep one"):
+        parse_task(f"mine={tmp_path}")
+
+
 def test_a_class_of_one_split_has_the_same_number_in_the_other(tmp_path: Path) -> None:
     for split, names in (("train", "abc"), ("test", "bc")):
         for name in names:

@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -202,9 +203,8 @@ def _read_parquet(path: Path) -> Table:
 
 def _class_names_of_parquet(path: Path) -> dict[str, Sequence[str]]:
     """Names of the classes by column, where `datasets` has written the file with a `ClassLabel`."""
-    import pyarrow.parquet
-
-    noted = (pyarrow.parquet.read_schema(path).metadata or {}).get(b"huggingface")
+    parquet = import_module("pyarrow.parquet")  # half a second that other commands need not pay
+    noted = (parquet.read_schema(path).metadata or {}).get(b"huggingface")
     features = json.loads(noted)["info"]["features"] if noted else {}
     return {
         column: feature["names"]

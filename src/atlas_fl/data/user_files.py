@@ -42,6 +42,8 @@ class Folder:
     """Of the task."""
     splits: tuple[tuple[str, Path], ...]
     """Every split with its folder of classes; `all` where there is one for all."""
+    left_out: tuple[Path, ...] = ()
+    """Folders beside those of the splits, whose names are of none."""
     label_names: tuple[str, ...]
     size: int | None = None
     """Pixels of a side that images are brought to; None takes them as they are."""
@@ -83,6 +85,7 @@ def folder_task(name: str, path: Path, options: Mapping[str, str]) -> Task:
     folder = Folder(
         name=name,
         splits=tuple(splits.items()),
+        left_out=() if "all" in splits else tuple(one for one in _folders(path) if one not in splits.values()),
         label_names=tuple(classes),
         size=None if size is None else int(size),
         skip_broken=broken == BROKEN[1],
@@ -102,6 +105,7 @@ def _load(source: Source, folder: Folder) -> TaskData:
     name = folder.name
     read = {split: _read(split_folder, folder) for split, split_folder in folder.splits}
     unread = tuple(str(file) for entries in read.values() for pixels, _, file in entries if pixels is None)
+    unread += tuple(map(str, folder.left_out))
     readable = _all_of_one_kind({split: _readable(entries) for split, entries in read.items()})
     names, share = folder.label_names, source.validation_share
     if "all" in readable:
@@ -128,9 +132,15 @@ def _files(path: Path) -> list[Path]:
 
 
 def _split_folders(path: Path) -> dict[str, Path]:
-    folders = {
-        split: folder for split, names in SPLITS.items() for folder in _folders(path) if folder.name.lower() in names
-    }
+    """The folder of every split; `all` where no folder is named train, and one is for all of them."""
+    folders: dict[str, Path] = {}
+    for split, names in SPLITS.items():
+        named = [folder for folder in _folders(path) if folder.name.lower() in names]
+        if len(named) > 1:
+            found = ", ".join(folder.name for folder in named)
+            raise DataError(f"{path} holds the {split} split more than once ({found}); keep one")
+        if named:
+            folders[split] = named[0]
     return folders if "train" in folders else {"all": path}
 
 
