@@ -1,0 +1,213 @@
+"""What is exported scores, in plain transformers and PEFT, what the run has evaluated: every method, family and task."""
+
+import csv
+import json
+import random
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
+from transformers import AutoTokenizer, pipeline
+
+from atlas_fl.aggregation.registry import STRATEGIES
+from atlas_fl.config import Config, validate
+from atlas_fl.config.methods import METHODS
+from atlas_fl.data.clients import ClientData
+from atlas_fl.data.task import Rows
+from atlas_fl.errors import ConfigError
+from atlas_fl.experiment.run import RunResult, run_config
+from atlas_fl.setup.assembly import load_clients
+from tests.architectures import ARCHITECTURES
+from tests.runs.reading import rows
+
+# PEFT still asks for it under its old name.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+Make = Callable[..., Config]
+MAX_LENGTH = 60
+CAUSAL = ("gpt2", "qwen2", "llama", "mistral")
+TASKS: Mapping[str, str] = {
+    "kind": "text=text",
+    "same": "text=text,pair=other,label=label",
+    "grade": "text=text,label=score,metric=pearson",
+    "next": "text=ask,target=answer",
+}
+"""Classes, pairs, a regression and texts to be written, each with what is said of its file."""
+NEEDED: Mapping[str, Mapping[str, Any]] = {
+    "fedavg_dynamic": {"proximal_mu": 0.1, "space": "factors"},
+    **dict.fromkeys(("fedavg_stacked", "fedavg_with_residual"), {"space": "factors"}),
+    "kriging": {"measure_round": 1},
+    "hsplitlora": {"ranks": "budget"},
+    **dict.fromkeys(("fedbabu", "fedavg_ft", "fedavg_cluster_ft"), {"personal_rounds": 1, "rounds": 2}),
+}
+"""What a method needs beside its name."""
+EVERY_METHOD = sorted({*METHODS, *STRATEGIES})
+OF_ONE_LAYER = ("fedpac", "classifier_collaboration")
+"""Methods that combine heads of one layer."""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of each task, of words that the tiny tokenizers know; classes are of unequal frequencies."""
+    folder, draw = tmp_path_factory.mktemp("files"), random.Random(5)
+    texts = [" ".join(f"w{draw.randrange(40)}" for _ in range(draw.randrange(2, 7))) for _ in range(160)]
+    numbers = [int(text.split()[0][1:]) for text in texts]
+    tables: Mapping[str, Sequence[Mapping[str, object]]] = {
+        "kind": [{"text": t, "label": ("low", "low", "high", "mid")[n % 4]} for t, n in zip(texts, numbers)],
+        "same": [
+            {"text": t, "other": o, "label": "yes" if n % 5 else "no"}
+            for t, o, n in zip(texts, reversed(texts), numbers)
+        ],
+        "grade": [{"text": t, "score": n / 40 + 0.01 * i / 160} for i, (t, n) in enumerate(zip(texts, numbers))],
+        "next": [{"ask": t, "answer": f"w{n} w{(n + 1) % 40}"} for t, n in zip(texts, numbers)],
+    }
+    for name, table in tables.items():
+        with (folder / f"{name}.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(table[0]))
+            writer.writeheader()
+            writer.writerows(table)
+    return folder
+
+
+@pytest.fixture
+def small(config: Make, files: Path, tiny_of: Callable, writer_of: Callable, tmp_path: Path) -> Make:
+    """Two clients of each of these tasks for one round on a tiny model of a family."""
+
+    def make(family: str, tasks: Sequence[str], **values: object) -> Config:
+        usual: dict[str, object] = {
+            **{
+                "rounds": 1,
+                "audit": False,
+                "ranks": "2",
+                "max_length": MAX_LENGTH,
+                "new_tokens": 1,
+                "rouge_examples": 1,
+            },
+            **{"samples": 12, "validation_samples": 6, "test_samples": 8, "lr": 0.02, "clusters": "oracle"},
+        }
+        base = config(**{**usual, **values})
+        sources = tuple(f"{name}={files / name}.csv,{TASKS[name]}" for name in tasks)
+        data = replace(base.data, tasks=(), task=sources)
+        path = (writer_of if "next" in tasks else tiny_of)(family).path
+        if family == "bert":
+            path = with_types(path, tmp_path / "bert")
+        return replace(base, data=data, model=replace(base.model, model=str(path)))
+
+    return make
+
+
+def with_types(model: Path, to: Path) -> Path:
+    """The model with a tokenizer that gives the types of a pair's texts without being asked, as BERT's own does."""
+    shutil.copytree(model, to, dirs_exist_ok=True)
+    settings = json.loads((to / "tokenizer_config.json").read_text())
+    inputs = ["input_ids", "token_type_ids", "attention_mask"]
+    (to / "tokenizer_config.json").write_text(json.dumps(settings | {"model_input_names": inputs}))
+    return to
+
+
+def load_by_card(folder: Path) -> tuple[nn.Module, Tensor | float]:
+    """The model that the code in a folder's README leaves, and what it says is to be added to the logits."""
+    card = (folder / "README.md").read_text()
+    code = card.split("```python\n")[1].split("```")[0]
+    names: dict[str, Any] = {}
+    exec(code.replace('folder = "."', f"folder = {str(folder)!r}"), names)
+    missing = names.get("log_frequencies")
+    assert ("Missing: " in card) == (missing is not None)
+    return names["model"], 0.0 if missing is None else torch.tensor(missing)
+
+
+def plain_loss(model: nn.Module, added: Tensor | float, client: ClientData, base: str) -> float:
+    """The mean loss over a client's test examples, text by text, by stock parts alone."""
+    tokenizer, test = AutoTokenizer.from_pretrained(base), client.test
+    assert isinstance(test, Rows)
+    losses, weights = [], []
+    for i, text in enumerate(test.text):
+        pair = None if test.pair is None else test.pair[i]
+        with torch.no_grad():
+            if client.task.writes:
+                prompt, answer = tokenizer(text + "\n")["input_ids"], tokenizer(pair, add_special_tokens=False)
+                written = [*answer["input_ids"], tokenizer.eos_token_id]
+                logits = model(input_ids=torch.tensor([prompt + written])).logits[0, len(prompt) - 1 : -1]
+                losses.append(float(cross_entropy(logits, torch.tensor(written))))
+                weights.append(len(written))
+                continue
+            inputs = tokenizer(text, pair, return_tensors="pt", truncation=True, max_length=MAX_LENGTH)
+            logits = model(**inputs).logits + added
+        label = torch.tensor([test.label[i]])
+        loss = mse_loss(logits[:, 0], label) if client.task.is_regression else cross_entropy(logits, label)
+        losses.append(float(loss))
+        weights.append(1)
+    return sum(loss * weight for loss, weight in zip(losses, weights)) / sum(weights)
+
+
+def evaluated_losses(result: RunResult) -> dict[str, float]:
+    """The test loss of every client that the run has recorded last."""
+    return {
+        str(row["client"]): float(str(row["loss"]))
+        for row in rows(result.folder)
+        if row.get("split") == "test" and "loss" in row
+    }
+
+
+def check(config: Config) -> None:
+    """Raise AssertionError where an exported folder scores other than the run."""
+    result = run_config(config)
+    losses = evaluated_losses(result)
+    clients = {client.name: client for client in load_clients(validate(config))}
+    assert losses and losses.keys() == clients.keys()
+    for name, loss in losses.items():
+        model, added = load_by_card(result.folder / "adapters" / name)
+        client = clients[name]
+        assert plain_loss(model, added, client, config.model.model) == pytest.approx(loss, abs=1e-5, rel=1e-5), name
+        if client.task.has_classes:
+            assert tuple(model.config.id2label.values()) == client.task.label_names
+
+
+def with_best(config: Config) -> Config:
+    """The config with `--keep best`, where that goes with its method."""
+    best = replace(config, mixing=replace(config.mixing, keep="best"))
+    try:
+        validate(best)
+    except ConfigError as error:
+        assert "--keep best do not go together" in str(error)
+        return config
+    return best
+
+
+@pytest.mark.parametrize("method", EVERY_METHOD)
+def test_every_method_exports_what_it_has_evaluated(small: Make, method: str) -> None:
+    """On a family in turn, every second one with `--keep best`."""
+    number = EVERY_METHOD.index(method)
+    family = "bert" if method in OF_ONE_LAYER else ARCHITECTURES[number % len(ARCHITECTURES)]
+    config = small(family, ("kind",), strategy=method, **NEEDED.get(method, {}))
+    check(with_best(config) if number % 2 else config)
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_every_family_and_task_exports_what_it_has_evaluated(small: Make, family: str) -> None:
+    """Under class frequencies of each client's own, which some heads can hold and others cannot."""
+    tasks = tuple(TASKS) if family in CAUSAL else tuple(TASKS)[:-1]
+    check(small(family, tasks, strategy="fedavg_prior", keep="best"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keep", ["mixed", "best"])
+@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize("method", EVERY_METHOD)
+def test_every_method_on_every_family_and_task_exports_what_it_has_evaluated(
+    small: Make, method: str, family: str, keep: str
+) -> None:
+    if method in OF_ONE_LAYER and family in ("roberta", "distilbert"):
+        pytest.skip("heads of two layers")
+    tasks = tuple(TASKS) if family in CAUSAL else tuple(TASKS)[:-1]
+    config = small(family, tasks, strategy=method, **NEEDED.get(method, {}))
+    best = with_best(config)
+    if keep == "best" and best is config:
+        pytest.skip("--keep best does not go with this method")
+    check(best if keep == "best" else config)
