@@ -11,19 +11,23 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
-from transformers import AutoTokenizer, pipeline
+from transformers import AutoImageProcessor, AutoTokenizer, pipeline
 
 from atlas_fl.aggregation.registry import STRATEGIES
-from atlas_fl.config import Config, validate
+from atlas_fl.config import Config, validate, with_values
 from atlas_fl.config.methods import METHODS
+from atlas_fl.config.presets import find_preset
 from atlas_fl.data.clients import ClientData
-from atlas_fl.data.task import Rows
+from atlas_fl.data.task import Images, Rows
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.run import RunResult, run_config
 from atlas_fl.setup.assembly import load_clients
 from tests.architectures import ARCHITECTURES
+from tests.models.tiny_vision import save_tiny
+from tests.runs.conftest import saved_once
 from tests.runs.reading import rows
 
 # PEFT still asks for it under its old name.
@@ -146,6 +150,16 @@ def plain_loss(model: nn.Module, added: Tensor | float, client: ClientData, base
     return sum(loss * weight for loss, weight in zip(losses, weights)) / sum(weights)
 
 
+def image_loss(model: nn.Module, added: Tensor | float, client: ClientData, base: str) -> float:
+    """The mean loss over a client's test images, by stock parts alone."""
+    test = client.test
+    assert isinstance(test, Images)
+    pictures = [Image.fromarray(pixels.squeeze()).convert("RGB") for pixels in test.pixels]
+    inputs = AutoImageProcessor.from_pretrained(base)(pictures, return_tensors="pt")
+    with torch.no_grad():
+        return float(cross_entropy(model(**inputs).logits + added, torch.from_numpy(test.label)))
+
+
 def evaluated_losses(result: RunResult) -> dict[str, float]:
     """The test loss of every client that the run has recorded last."""
     return {
@@ -155,18 +169,22 @@ def evaluated_losses(result: RunResult) -> dict[str, float]:
     }
 
 
-def check(config: Config) -> None:
-    """Raise AssertionError where an exported folder scores other than the run."""
+def check(config: Config) -> RunResult:
+    """The run of this config; raises AssertionError where an exported folder scores other than the run."""
     result = run_config(config)
     losses = evaluated_losses(result)
     clients = {client.name: client for client in load_clients(validate(config))}
     assert losses and losses.keys() == clients.keys()
+    parts = [path for path in (result.folder / "adapters", result.folder / "models") if path.exists()]
     for name, loss in losses.items():
-        model, added = load_by_card(result.folder / "adapters" / name)
+        (folder,) = (path / name for path in parts)
+        model, added = load_by_card(folder)
         client = clients[name]
-        assert plain_loss(model, added, client, config.model.model) == pytest.approx(loss, abs=1e-5, rel=1e-5), name
+        score = image_loss if client.task.images else plain_loss
+        assert score(model, added, client, config.model.model) == pytest.approx(loss, abs=1e-5, rel=1e-5), name
         if client.task.has_classes:
             assert tuple(model.config.id2label.values()) == client.task.label_names
+    return result
 
 
 def with_best(config: Config) -> Config:
@@ -211,3 +229,36 @@ def test_every_method_on_every_family_and_task_exports_what_it_has_evaluated(
     if keep == "best" and best is config:
         pytest.skip("--keep best does not go with this method")
     check(best if keep == "best" else config)
+
+
+WHOLE: Mapping[str, Any] = {
+    **{"trainable": "full", "lr": 1e-3, "candidates": "4+8+16+32+64", "adapter_bytes": "none", "ranks": "budget"},
+    **{"fingerprint": "fisher", "fingerprint_steps": 4, "fingerprint_batches": 2},
+}
+"""Settings of whole text models."""
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_whole_text_models_export_what_they_have_evaluated(small: Make, family: str) -> None:
+    check(small(family, ("kind", "same", "grade"), strategy="fedavg_cluster_prior", **WHOLE))
+
+
+_WHOLE_IMAGES = {"strategy": "fedavg_cluster_prior", "local_steps": 2, "lr": 0.02, "momentum": 0}
+IMAGE_RUNS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "adapters": ("vision-lora", {"strategy": "fedavg_prior", "fingerprint_steps": 2, "keep": "best"}),
+    "gated adapters": ("vision-lora", {"strategy": "fedalt", "ranks": "4", "fingerprint_steps": 2}),
+    "whole models": ("vision-quick", _WHOLE_IMAGES),
+    "whole models under a mask": ("vision-quick", {**_WHOLE_IMAGES, "mask": "least_sensitive"}),
+}
+
+
+@pytest.mark.parametrize("kind", IMAGE_RUNS)
+def test_image_models_export_what_they_have_evaluated(kind: str, shared_folder: Path, tmp_path: Path) -> None:
+    preset, values = IMAGE_RUNS[kind]
+    model = saved_once(shared_folder / "tiny-vit-of-three-blocks", save_tiny)
+    usual = {
+        **{"model": str(model), "image_size": 16, "tasks": "digits", "clients_per_task": 2, "participation": 1},
+        **{"samples": 24, "validation_samples": 8, "test_samples": 10, "rounds": 1, "clusters": "oracle"},
+        **{"runs_dir": str(tmp_path / "runs"), "name": "run", "audit": False},
+    }
+    check(with_values(find_preset(preset), {**usual, **values}))
