@@ -1,7 +1,8 @@
-"""What is exported scores, in plain transformers and PEFT, what the run has evaluated: every method, family and task."""
+"""What is exported scores, in plain transformers and PEFT, what was evaluated: every method, family and task."""
 
 import csv
 import json
+import math
 import random
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -11,24 +12,28 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModelForSequenceClassification
 from PIL import Image
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
-from transformers import AutoImageProcessor, AutoTokenizer, pipeline
+from transformers import AutoImageProcessor, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from atlas_fl.aggregation.registry import STRATEGIES
+from atlas_fl.cli.main import main
 from atlas_fl.config import Config, validate, with_values
 from atlas_fl.config.methods import METHODS
 from atlas_fl.config.presets import find_preset
 from atlas_fl.data.clients import ClientData
 from atlas_fl.data.task import Images, Rows
 from atlas_fl.errors import ConfigError
+from atlas_fl.experiment.model_card import LACKS_PRIOR
 from atlas_fl.experiment.run import RunResult, run_config
 from atlas_fl.setup.assembly import load_clients
 from tests.architectures import ARCHITECTURES
 from tests.models.tiny_vision import save_tiny
 from tests.runs.conftest import saved_once
-from tests.runs.reading import rows
+from tests.runs.reading import rows, same_tensors, state
 
 # PEFT still asks for it under its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -45,10 +50,10 @@ TASKS: Mapping[str, str] = {
 """Classes, pairs, a regression and texts to be written, each with what is said of its file."""
 NEEDED: Mapping[str, Mapping[str, Any]] = {
     "fedavg_dynamic": {"proximal_mu": 0.1, "space": "factors"},
-    **dict.fromkeys(("fedavg_stacked", "fedavg_with_residual"), {"space": "factors"}),
+    **{name: {"space": "factors"} for name in ("fedavg_stacked", "fedavg_with_residual")},
     "kriging": {"measure_round": 1},
     "hsplitlora": {"ranks": "budget"},
-    **dict.fromkeys(("fedbabu", "fedavg_ft", "fedavg_cluster_ft"), {"personal_rounds": 1, "rounds": 2}),
+    **{name: {"personal_rounds": 1, "rounds": 2} for name in ("fedbabu", "fedavg_ft", "fedavg_cluster_ft")},
 }
 """What a method needs beside its name."""
 EVERY_METHOD = sorted({*METHODS, *STRATEGIES})
@@ -262,3 +267,90 @@ def test_image_models_export_what_they_have_evaluated(kind: str, shared_folder: 
         **{"runs_dir": str(tmp_path / "runs"), "name": "run", "audit": False},
     }
     check(with_values(find_preset(preset), {**usual, **values}))
+
+
+def shown(model: Any, text: str, **parts: Any) -> dict[str, float]:
+    """The score of each class by its name, as a pipeline shows it."""
+    (classes,) = pipeline("text-classification", model=model, top_k=None, **parts)([text])
+    return {one["label"]: one["score"] for one in classes}
+
+
+def test_a_pipeline_shows_the_names_of_classes(small: Make) -> None:
+    """By PEFT's model of the card, by the folder's name alone in transformers, and by a whole model's folder."""
+    base = small("bert", ("kind",))
+    result, whole = (
+        run_config(base),
+        run_config(small("bert", ("kind",), strategy="fedavg_cluster", name="whole", **WHOLE)),
+    )
+    folder, text = result.folder / "adapters/kind-0", "w3 w7 w1"
+    model, _ = load_by_card(folder)
+    tokenizer = AutoTokenizer.from_pretrained(base.model.model)
+    with torch.no_grad():
+        chances = model(**tokenizer(text, return_tensors="pt")).logits[0].softmax(-1)
+    expected = {name: float(chances[index]) for index, name in enumerate(("high", "low", "mid"))}
+    labels = json.loads((folder / "labels.json").read_text())
+    head = {"id2label": dict(enumerate(labels)), "label2id": {label: index for index, label in enumerate(labels)}}
+    stock = AutoModelForSequenceClassification.from_pretrained(folder, **head)
+    for own in (model, stock):
+        assert shown(own, text, tokenizer=tokenizer) == pytest.approx(expected, abs=1e-5)
+    for whole_folder in (whole.folder / "models").iterdir():
+        assert shown(str(whole_folder), text).keys() == expected.keys()
+
+
+def test_a_pipeline_shows_the_value_of_a_regression(small: Make) -> None:
+    """The sigmoid of it, without the problem's type."""
+    for words in ({}, {"name": "whole", "strategy": "fedavg_cluster", **WHOLE}):
+        config = small("bert", ("grade",), **words)
+        folder = run_config(config).folder
+        (exported,) = (path for path in folder.glob("*/grade-0") if path.parent.name in ("adapters", "models"))
+        model, _ = load_by_card(exported)
+        tokenizer = AutoTokenizer.from_pretrained(config.model.model)
+        with torch.no_grad():
+            value = float(model(**tokenizer("w3 w7", return_tensors="pt")).logits[0, 0])
+        (score,) = shown(model, "w3 w7", tokenizer=tokenizer).values()
+        assert score == pytest.approx(value, abs=1e-6)
+
+
+def test_peft_s_auto_class_takes_six_classes(config: Make) -> None:
+    folder = run_config(config(rounds=1, audit=False)).folder / "adapters/trec-0"
+    model, _ = load_by_card(folder)
+    assert isinstance(model, PeftModelForSequenceClassification)
+    assert model.config.num_labels == 6
+    assert model.config.id2label == dict(enumerate(json.loads((folder / "labels.json").read_text())))
+    assert model.config.label2id["ABBR"] == 0
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_a_head_without_a_bias_is_said_to_lack_class_frequencies(
+    small: Make, family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    notes: list[str] = []
+    config = small(family, ("kind",), strategy="fedavg_prior")
+    result = run_config(config, on_event=lambda event: notes.append(str(event)))
+    said = f"exported models are not whole: {LACKS_PRIOR}, which each README.md lists"
+    assert (said in notes) == (family == "llama")
+    capsys.readouterr()
+    assert main(["export", str(result.folder), "--client", "kind-1", "--to", str(tmp_path / "own")]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert (said in shown) == (family == "llama")
+    for folder in (tmp_path / "own", result.folder / "adapters/kind-1"):
+        card = (folder / "README.md").read_text()
+        assert (f"Missing: {LACKS_PRIOR}." in card) == (family == "llama")
+        assert same_tensors(
+            load_file(folder / "adapter_model.safetensors"),
+            load_file(result.folder / "adapters/kind-1/adapter_model.safetensors"),
+        )
+
+
+def test_class_frequencies_in_a_bias_by_hand(small: Make) -> None:
+    """log((n + 1) / (N + C)) is what the exported bias has beside the model's own."""
+    config = small("bert", ("kind",), strategy="fedavg_prior")
+    folder, clients = run_config(config).folder, load_clients(validate(config))
+    models = state(folder, round=1)
+    for client in clients:
+        counts = [int((client.train.label == k).sum()) for k in range(3)]
+        prior = torch.tensor([math.log((count + 1) / (sum(counts) + 3)) for count in counts])
+        exported = load_file(folder / "adapters" / client.name / "adapter_model.safetensors")
+        own = next(models[key] for key in models if key.endswith("head.classifier.bias"))
+        torch.testing.assert_close(exported["base_model.model.classifier.bias"] - own, prior, atol=1e-6, rtol=1e-5)
+        assert len(set(counts)) > 1
