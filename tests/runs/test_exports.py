@@ -57,8 +57,8 @@ NEEDED: Mapping[str, Mapping[str, Any]] = {
 }
 """What a method needs beside its name."""
 EVERY_METHOD = sorted({*METHODS, *STRATEGIES})
-OF_ONE_LAYER = ("fedpac", "classifier_collaboration")
-"""Methods that combine heads of one layer."""
+OF_CLASSES = ("fedpac", "classifier_collaboration")
+"""Methods that compare features by classes of texts."""
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +207,7 @@ def with_best(config: Config) -> Config:
 def test_every_method_exports_what_it_has_evaluated(small: Make, method: str) -> None:
     """On a family in turn, every second one with `--keep best`."""
     number = EVERY_METHOD.index(method)
-    family = "bert" if method in OF_ONE_LAYER else ARCHITECTURES[number % len(ARCHITECTURES)]
+    family = ARCHITECTURES[number % len(ARCHITECTURES)]
     config = small(family, ("kind",), strategy=method, **NEEDED.get(method, {}))
     check(with_best(config) if number % 2 else config)
 
@@ -226,9 +226,8 @@ def test_every_family_and_task_exports_what_it_has_evaluated(small: Make, family
 def test_every_method_on_every_family_and_task_exports_what_it_has_evaluated(
     small: Make, method: str, family: str, keep: str
 ) -> None:
-    if method in OF_ONE_LAYER and family in ("roberta", "distilbert"):
-        pytest.skip("heads of two layers")
     tasks = tuple(TASKS) if family in CAUSAL else tuple(TASKS)[:-1]
+    tasks = ("kind", "same") if method in OF_CLASSES else tasks
     config = small(family, tasks, strategy=method, **NEEDED.get(method, {}))
     best = with_best(config)
     if keep == "best" and best is config:
