@@ -46,10 +46,16 @@ def test_another_kind_of_adapter_is_refused(tiny_of, folder: Path) -> None:
         import_adapter(folder, family=tiny_of("roberta").backbone.family)
 
 
-def test_two_scales_of_one_rank_are_refused(tiny_of, folder: Path) -> None:
+def test_two_scales_of_one_rank_become_one_by_what_b_is_multiplied_with(tiny_of, folder: Path) -> None:
+    """By hand: alpha 4 and 6 of rank 2 are scales 2 and 3, and 3 B = 2 (1.5 B)."""
+    family = tiny_of("roberta").backbone.family
+    before, _ = import_adapter(folder, family=family)
     settings(folder, alpha_pattern={"query": 4, "value": 6})
-    with pytest.raises(ModelError, match=r"scales modules of rank 2 by 2\.0 and 3\.0; export it with one alpha"):
-        import_adapter(folder, family=tiny_of("roberta").backbone.family)
+    after, scale = import_adapter(folder, family=family)
+    assert scale(2) == 2.0
+    for key, tensor in before.items():
+        factor = 1.5 if key.endswith("value.lora_B") else 1.0
+        assert after[key].equal(factor * tensor), key
 
 
 def test_an_architecture_without_known_targets_is_named() -> None:

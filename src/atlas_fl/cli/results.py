@@ -194,13 +194,14 @@ def export(words: Sequence[str]) -> int:
     options = parse(default, split(words), command="atlas export")
 
     from atlas_fl.experiment.export import export_client as export_client
-    from atlas_fl.models.gated_adapter import NOTE, WEIGHTS
     from atlas_fl.storage.run_folder import find_run
 
     to, folder = new_folder(options.to), find_run(options.run, runs_dir=options.runs_dir).path
-    show([f"wrote {export_client(folder, client=options.client, to=to, round=options.round)}"])
-    if (to / WEIGHTS).exists():
-        show([NOTE])
+    notes: list[str] = []
+    written = export_client(
+        folder, client=options.client, to=to, round=options.round, on_event=lambda event: notes.append(str(event))
+    )
+    show([f"wrote {written}", *notes])
     return 0
 
 

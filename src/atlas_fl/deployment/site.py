@@ -31,11 +31,10 @@ from atlas_fl.deployment.settings_policy import (
 )
 from atlas_fl.errors import ConfigError, ModelError, ProtocolError, one_line
 from atlas_fl.events import Note, OnEvent, PhaseStarted, ignore
-from atlas_fl.experiment.export import save_model
+from atlas_fl.experiment.export import head_of_client, write_adapter, write_whole
 from atlas_fl.experiment.summary import versions
 from atlas_fl.models.backbone import Backbone, target_modules
 from atlas_fl.models.loading import build_first_blocks
-from atlas_fl.models.peft_io import export_adapter
 from atlas_fl.params import Params, digest
 from atlas_fl.partial_sharing import is_fully_shared
 from atlas_fl.planning.planner import full_model_receiver
@@ -83,8 +82,8 @@ class SiteRuntime(Protocol):
         """The site with as much of the model as this job needs (`runtime.coordinator.site_worker.SiteLoader`)."""
         ...
 
-    def export(self, model: Params, to: Path) -> None:
-        """Write the client's own model."""
+    def export(self, model: Params, to: Path, *, on_event: OnEvent) -> None:
+        """Write the client's own model, and say what its files lack."""
         ...
 
     def leave(self) -> str:
@@ -118,7 +117,7 @@ class FullModelSiteRuntime:
     """A site whose client trains all weights of the model."""
 
     def __init__(self, config: Config, client: ClientData) -> None:
-        self._client = client
+        self._head = head_of_client(config, client)
         assembly = assemble(config, clients=(client,))
         self._site = assembly.site
         backbone = self._site.backbone
@@ -143,9 +142,10 @@ class FullModelSiteRuntime:
             raise ProtocolError("the server cuts a model whose weights all train; install its version of atlas-fl")
         return self._site
 
-    def export(self, model: Params, to: Path) -> None:
+    def export(self, model: Params, to: Path, *, on_event: OnEvent) -> None:
         """Write the client's own model as transformers loads it."""
-        save_model(self._site.backbone, model, to, labels=self._client.task.label_names)
+        for line in write_whole(self._site.backbone, model, to, head=self._head):
+            on_event(Note(line))
 
     def leave(self) -> str:
         """Nothing is kept, and nothing stays."""
@@ -180,10 +180,18 @@ class AdapterSiteRuntime:
             self.tokens = tokenise(client, self.known, config.data)
             self.fingerprint = None
 
-    def export(self, model: Params, to: Path) -> None:
+    def export(self, model: Params, to: Path, *, on_event: OnEvent) -> None:
         """Write the client's own model in PEFT's format."""
-        labels, scale = self._client.task.label_names, scale_of(self._config)
-        export_adapter(model, to, family=self.known.family, base=self.known.source.path, scale=scale, labels=labels)
+        notes = write_adapter(
+            model,
+            to,
+            family=self.known.family,
+            base=self.known.source.path,
+            scale=scale_of(self._config),
+            head=head_of_client(self._config, self._client),
+        )
+        for line in notes:
+            on_event(Note(line))
 
     def __call__(self, cut: Cut | None, cut_info: CutInfo | None) -> AdapterSite:
         """The site with the blocks below this cut, or with all (`runtime.coordinator.site_worker.SiteLoader`).
@@ -368,7 +376,9 @@ def join_federation(joining: SiteOptions, *, on_event: OnEvent = ignore) -> Site
             receiver=home.receiver,
             actions=home.actions,
             on_final_model=lambda model, sha256: write_model(
-                joining.to, Receipt(client=certs.name, config=run, model=sha256), partial(home.export, model)
+                joining.to,
+                Receipt(client=certs.name, config=run, model=sha256),
+                partial(home.export, model, on_event=on_event),
             ),
             policy=JobPolicy(
                 config=settings,

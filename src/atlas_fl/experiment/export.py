@@ -1,12 +1,25 @@
-"""Export of client models: an adapter as a PEFT folder, a gated one as ours, a whole model as a transformers folder."""
+"""Export of client models: an adapter as a PEFT folder, a gated one as ours, a whole model as a transformers folder.
 
-from collections.abc import Callable, Sequence
+What is exported scores as what was evaluated. The log frequencies of a client's classes (`client.prior_correction`) are
+added to the bias of its head; where the head has none, the folder's README.md and a note say so.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from atlas_fl.client.prior_correction import fold_prior, log_frequencies
 from atlas_fl.config import Config, load_config
 from atlas_fl.config.values import invalid_value, parse_integer
+from atlas_fl.data.clients import ClientData
 from atlas_fl.errors import CheckpointError, unknown_name
+from atlas_fl.events import Note, OnEvent, ignore
 from atlas_fl.experiment.early_stopping import best_rounds
+from atlas_fl.experiment.model_card import CARD, LACKS_PRIOR, ExportedModel, model_card
 from atlas_fl.experiment.recorder import (
     checkpoint_gates,
     checkpoint_models,
@@ -16,48 +29,84 @@ from atlas_fl.experiment.recorder import (
 )
 from atlas_fl.experiment.second_models import predicting_models
 from atlas_fl.models.backbone import Backbone
+from atlas_fl.models.gated_adapter import NOTE as GATED_NOTE
 from atlas_fl.models.gated_adapter import export_gated_adapter, is_gated
 from atlas_fl.models.loading import find_family, load_backbone, save_classifier
 from atlas_fl.models.peft_io import export_adapter
 from atlas_fl.models.registry import Family
 from atlas_fl.models.vision_loading import as_whole, load_vision, save_vision
-from atlas_fl.params import HEAD, PRIVATE, ByClient, Params
+from atlas_fl.params import HEAD, PRIVATE, ByClient, Params, head_keys
 from atlas_fl.planning.plan import Plan
 from atlas_fl.setup.assembly import Assembly, scale_of
 from atlas_fl.storage import checkpoint
 from atlas_fl.storage.digests import check_files, check_state
+from atlas_fl.storage.files import atomic_folder
 from atlas_fl.storage.jsonl import read_json
 from atlas_fl.storage.run_folder import RunFolder, find_run
 
 
-def export_clients(assembly: Assembly, models: ByClient, folder: RunFolder) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """What an export must know of the task behind a client's head."""
+
+    labels: Sequence[str] = ()
+    """The names of the classes in the order of the logits; none of a regression, or of a task that writes text."""
+    prior: Tensor | None = None
+    """Log frequencies of the client's classes, (classes,), where they are added to its logits."""
+
+
+def head_of(config: Config, labels: Sequence[str], train_counts: Tensor | None) -> Head:
+    """The head of a client whose training examples by class are these; None of a task without classes."""
+    if train_counts is None or not config.training.prior_correction:
+        return Head(labels=labels)
+    return Head(labels=labels, prior=log_frequencies(train_counts))
+
+
+def head_of_client(config: Config, client: ClientData) -> Head:
+    """The head of a client whose examples are here."""
+    task = client.task
+    counts = (
+        torch.bincount(torch.from_numpy(client.train.label), minlength=task.num_labels) if task.has_classes else None
+    )
+    return head_of(config, task.label_names, counts)
+
+
+def export_clients(assembly: Assembly, models: ByClient, folder: RunFolder, *, on_event: OnEvent = ignore) -> None:
     """Write every client's adapters under the run's `adapters/`, or every different whole model under its `models/`."""
-    tasks = {client.name: client.task for client in assembly.clients}
+    config, site = assembly.config, assembly.site
+    heads = {client.name: head_of_client(config, client) for client in assembly.clients}
+    notes: dict[str, None] = {}
     if assembly.is_full:
-        for client in dict.fromkeys(deduplicate_models(models).values()):
-            labels = tasks[client].label_names
-            save_model(assembly.site.backbone, models[client], folder.models / client, labels=labels)
-        return
-    backbone = assembly.site.backbone
-    for client, params in models.items():
-        if PRIVATE in params:
-            continue  # the rest of it is at the client, which writes the whole
-        _export_adapter(
-            params,
-            folder.adapter(client),
-            family=backbone.family,
-            base=backbone.source.path,
-            scale=assembly.site.scale,
-            labels=tasks[client].label_names,
-        )
+        # Equal models of clients with priors of their own do not score alike.
+        distinct = models if config.training.prior_correction else dict.fromkeys(deduplicate_models(models).values())
+        for client in distinct:
+            said = write_whole(site.backbone, models[client], folder.models / client, head=heads[client])
+            notes |= dict.fromkeys(said)
+    else:
+        for client, params in models.items():
+            if PRIVATE in params:
+                continue  # the rest of it is at the client, which writes the whole
+            said = write_adapter(
+                params,
+                folder.adapter(client),
+                family=site.backbone.family,
+                base=site.backbone.source.path,
+                scale=site.scale,
+                head=heads[client],
+            )
+            notes |= dict.fromkeys(said)
+    for line in notes:
+        on_event(Note(line))
 
 
-def export_client(run: str | Path, *, client: str, to: str | Path, round: str | None = None) -> Path:
+def export_client(
+    run: str | Path, *, client: str, to: str | Path, round: str | None = None, on_event: OnEvent = ignore
+) -> Path:
     """Write the model that a client has after a round: an adapter as a PEFT folder, a whole model as transformers' own.
 
     What `--second-gate` weighs is written for `models.gated_adapter`, which PEFT does not load.
     `client` is a name such as `movie-0`, or the client's number in the run's order. `round` is a number, or `best` for
-    the best mean validation score; the last complete round without it.
+    the best mean validation score; the last complete round without it. A `Note` says what the files lack.
     Raises `CheckpointError` without a good checkpoint of that round and `ConfigError` for an unknown client.
     """
     folder = find_run(run)
@@ -77,22 +126,69 @@ def export_client(run: str | Path, *, client: str, to: str | Path, round: str | 
             f"what {client_plan.name} does not share (--share {' '.join(config.mixing.share)}) is at its site alone,"
             " where `atlas join` has written the whole model"
         )
-    data_row = next(row for row in plan.data if row["client"] == client_plan.name)
-    labels = list(data_row["labels"]) if "majority" in data_row else []  # a regression has statistics in their place
-    if not any(client.ranks for client in plan.clients):
-        save_model(_full_model_backbone(config, params), params, Path(to), labels=labels)
-        return Path(to)
-    source, family = find_family(config.model.model)
-    _export_adapter(params, Path(to), family=family, base=source.path, scale=scale_of(config), labels=labels)
+    head = _head_of_row(config, next(row for row in plan.data if row["client"] == client_plan.name))
+    if any(client.ranks for client in plan.clients):
+        source, family = find_family(config.model.model)
+        notes = write_adapter(params, Path(to), family=family, base=source.path, scale=scale_of(config), head=head)
+    else:
+        notes = write_whole(_full_model_backbone(config, params), params, Path(to), head=head)
+    for line in notes:
+        on_event(Note(line))
     return Path(to)
 
 
-def _export_adapter(
-    params: Params, to: Path, *, family: Family, base: str, scale: Callable[[int], float], labels: Sequence[str]
+def _head_of_row(config: Config, row: Mapping[str, Any]) -> Head:
+    """The head of a client by the statistics of its labels in a plan."""
+    if "majority" not in row:  # a regression has other statistics in the place of counts
+        return head_of(config, (), None)
+    return head_of(config, list(row["labels"]), torch.tensor(list(row["labels"].values())))
+
+
+def write_adapter(
+    params: Params, to: Path, *, family: Family, base: str, scale: Callable[[int], float], head: Head
+) -> tuple[str, ...]:
+    """Write an adapter as a PEFT folder, or one with a gate as a folder of ours; a line on what the files lack."""
+    params, missing = _with_prior(params, head, family)
+    write, kind = (export_gated_adapter, "gated adapter") if is_gated(params) else (export_adapter, "adapter")
+    with atomic_folder(to) as draft:
+        write(params, draft, family=family, base=base, scale=scale, labels=head.labels)
+        _write_card(params, draft, kind=kind, family=family, base=base, head=head, missing=missing)
+    return (*((GATED_NOTE,) if is_gated(params) else ()), *_missing_notes(missing))
+
+
+def write_whole(backbone: Backbone, params: Params, to: Path, *, head: Head) -> tuple[str, ...]:
+    """Write a whole model as a folder that stock transformers load; a line on what the files lack."""
+    family, base = backbone.family, backbone.source.path
+    params, missing = _with_prior(params, head, family)
+    with atomic_folder(to) as draft:
+        save_model(backbone, params, draft, labels=head.labels)
+        _write_card(params, draft, kind="whole model", family=family, base=base, head=head, missing=missing)
+    return _missing_notes(missing)
+
+
+def _with_prior(params: Params, head: Head, family: Family) -> tuple[Params, list[float] | None]:
+    """(the model with its prior in its head, the prior where the head cannot hold it)."""
+    if head.prior is None:
+        return params, None
+    folded = fold_prior(params, head.prior, family=family)
+    return (params, head.prior.tolist()) if folded is None else (folded, None)
+
+
+def _missing_notes(missing: list[float] | None) -> tuple[str, ...]:
+    return () if missing is None else (f"exported models are not whole: {LACKS_PRIOR}, which each {CARD} lists",)
+
+
+def _write_card(
+    params: Params, draft: Path, *, kind: str, family: Family, base: str, head: Head, missing: list[float] | None
 ) -> None:
-    """Write an adapter as a PEFT folder, or one with a gate as a folder of ours."""
-    write = export_gated_adapter if is_gated(params) else export_adapter
-    write(params, to, family=family, base=base, scale=scale, labels=labels)
+    exported = ExportedModel(
+        base=base,
+        images=family.images,
+        writes=not head_keys(params),
+        labels=head.labels,
+        missing_prior=missing,
+    )
+    (draft / CARD).write_text(model_card(exported, kind=kind), encoding="utf-8")
 
 
 def save_model(backbone: Backbone, params: Params, to: Path, *, labels: Sequence[str]) -> None:

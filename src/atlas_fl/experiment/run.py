@@ -40,8 +40,6 @@ from atlas_fl.experiment.rounds import run_rounds
 from atlas_fl.experiment.second_models import predicting_models
 from atlas_fl.experiment.state import FederationState
 from atlas_fl.experiment.summary import attack_note, summarise, versions
-from atlas_fl.models.gated_adapter import NOTE as GATED_NOTE
-from atlas_fl.models.gated_adapter import is_gated
 from atlas_fl.planning.plan import Plan, PlanResult
 from atlas_fl.planning.planner import check_clients, plan_run
 from atlas_fl.runtime.engine import Engine, MissingAnswersError
@@ -163,9 +161,7 @@ def _train_remaining(
             client_models=state.client_models,
             server_models=state.server_models,
         )
-        export_clients(assembly, models, folder)
-        if any(map(is_gated, models.values())):
-            emit(Note(GATED_NOTE))
+        export_clients(assembly, models, folder, on_event=emit)
         summary = _summarise_run(config, folder, assembly, recorder)
         recorder.write_summary(summary)
         if line := attack_note(summary):

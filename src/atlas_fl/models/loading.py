@@ -124,6 +124,8 @@ def save_classifier(backbone: Backbone, params: Params, folder: Path, *, labels:
     if labels:
         config.id2label = dict(enumerate(labels))
         config.label2id = {name: index for index, name in enumerate(labels)}
+    if config.num_labels == 1:
+        config.problem_type = "regression"  # without it a pipeline takes the value's sigmoid
     config.pad_token_id = backbone.model.config.pad_token_id
     with loading_lock():
         model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=False)

@@ -1,6 +1,8 @@
 """PEFT adapters in and out: the only file that knows PEFT's table, its names and its folders."""
 
 import json
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,13 +14,14 @@ from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from atlas_fl.errors import ModelError
+from atlas_fl.errors import ModelError, short_repr
 from atlas_fl.models.registry import VISION_FAMILIES, Family, modules_to_save
 from atlas_fl.params import HEAD, LORA_A, LORA_B, Params, head_keys, lora_modules, ranks
 from atlas_fl.storage.files import atomic_folder
 from atlas_fl.storage.tensors import write_tensors
 
 WEIGHTS, SETTINGS, LABELS = "adapter_model.safetensors", "adapter_config.json", "labels.json"
+PICKLED = "adapter_model.bin"
 _ROOT = "base_model.model."
 _QUERY_AND_VALUE = {"distilbert": ("q_lin", "v_lin"), **dict.fromkeys(VISION_FAMILIES, ("q_proj", "v_proj"))}
 
@@ -92,44 +95,156 @@ def peft_name(key: str, family: Family) -> str:
     return f"{_ROOT}{family.prefix}.{key}.weight"
 
 
+MERGE = (
+    "merge it into its base (PeftModel.from_pretrained(base, folder).merge_and_unload().save_pretrained(DIR)) and give"
+    " that as --model DIR"
+)
+"""The remedy for an adapter that cannot be carried."""
+_NO_EFFECT = frozenset(
+    {
+        *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+        *("inference_mode", "lora_dropout", "fan_in_fan_out", "megatron_core", "qalora_group_size"),
+    }
+)
+"""Settings of PEFT that change no output of a loaded adapter, or say how the base holds its weights."""
+_IN_TENSORS = frozenset(
+    {
+        *("r", "rank_pattern", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+        *("modules_to_save", "lora_alpha", "alpha_pattern", "use_rslora", "init_lora_weights"),
+    }
+)
+"""Settings of PEFT that the names and shapes of the tensors repeat, or that are read here."""
+_INITS = (True, False, "gaussian", "eva", "orthogonal")
+"""Ways to begin that leave the weights of the base as they are."""
+
+
 def import_adapter(folder: Path, *, family: Family) -> tuple[dict[str, torch.Tensor], Callable[[int], float]]:
     """The tensors of a PEFT LoRA folder under our names, and the scale of every rank in it.
 
-    Raises `ModelError` when the folder is none, is not LoRA, or scales two modules of one rank differently.
+    Where modules of one rank are scaled differently, their B is multiplied so that one scale is right for all.
+    Raises `ModelError` when the folder is none, is not LoRA, or holds anything that plain LoRA factors and a head of
+    this family cannot say.
     """
+    settings = _read_settings(folder)
+    _check_settings(settings, folder)
     try:
-        settings = json.loads((folder / SETTINGS).read_text())
         tensors = load_file(folder / WEIGHTS)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ModelError(
-            f"no PEFT adapter in {folder}: {error}; give a folder that holds {SETTINGS} and {WEIGHTS}"
-        ) from error
-    if settings.get("peft_type") != "LORA":
-        raise ModelError(f"the adapter in {folder} is {settings.get('peft_type')!r}; only LORA can be imported")
-    params = {_internal_name(name, family): tensor.float() for name, tensor in tensors.items()}
+    except (OSError, SafetensorError) as error:
+        raise _no_adapter(folder, error) from error
+    params: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        key = _internal_name(name, family)
+        if key is None:
+            raise ModelError(
+                f"the adapter in {folder} holds {name}, which is neither a LoRA factor of a block nor of the head"
+                f" ({', '.join(modules_to_save(family))}); {MERGE}"
+            )
+        if not bool(torch.isfinite(tensor).all()):
+            raise ModelError(f"{name} in {folder} holds NaN or infinite values; give an adapter that has finite ones")
+        params[key] = tensor.float()
+    _check_factors(params, folder)
     scales = _scales(settings, params, folder, family=family)
     return params, scales.__getitem__
 
 
-def _internal_name(name: str, family: Family) -> str:
+def adapter_base(folder: Path) -> str | None:
+    """The base model that a PEFT folder names; None where it names none."""
+    base = _read_settings(folder).get("base_model_name_or_path")
+    return base if isinstance(base, str) and base else None
+
+
+def adapter_labels(folder: Path) -> tuple[str, ...]:
+    """The names of the classes of an exported adapter in the order of its logits; none where the folder names none."""
+    if not (folder / LABELS).is_file():
+        return ()
+    try:
+        labels = json.loads((folder / LABELS).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{folder / LABELS} cannot be read ({error}); remove it, or export the adapter again"
+        ) from error
+    if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
+        raise ModelError(f"{folder / LABELS} holds no list of names; remove it, or export the adapter again")
+    return tuple(labels)
+
+
+def _read_settings(folder: Path) -> Mapping[str, Any]:
+    try:
+        settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _no_adapter(folder, error) from error
+    if not isinstance(settings, dict):
+        raise _no_adapter(folder, f"{SETTINGS} holds no settings")
+    return settings
+
+
+def _no_adapter(folder: Path, reason: object) -> ModelError:
+    if (folder / PICKLED).is_file() and not (folder / WEIGHTS).exists():
+        return ModelError(
+            f"the adapter in {folder} is {PICKLED}, a pickle, which can run code and is not opened; load it with PEFT"
+            f" and save_pretrained it, which writes {WEIGHTS}"
+        )
+    return ModelError(f"no PEFT adapter in {folder}: {reason}; give a folder that holds {SETTINGS} and {WEIGHTS}")
+
+
+def _check_settings(settings: Mapping[str, Any], folder: Path) -> None:
+    """Raise ModelError for a setting that changes what an adapter computes and that plain LoRA does not have."""
+    if settings.get("peft_type") != "LORA":
+        raise ModelError(f"the adapter in {folder} is {settings.get('peft_type')!r}; only LORA can be imported")
+    init = settings.get("init_lora_weights", True)
+    if init not in _INITS:
+        raise ModelError(
+            f"the adapter in {folder} begins by init_lora_weights={init!r}, which changes the weights of its base;"
+            " convert it with PEFT's save_pretrained(DIR, path_initial_model_for_weight_conversion=...), or"
+            f" {MERGE}"
+        )
+    defaults = LoraConfig().to_dict()
+    for name, value in settings.items():
+        if name not in _NO_EFFECT | _IN_TENSORS and value and value != defaults.get(name):
+            raise ModelError(
+                f"the adapter in {folder} has {name}={short_repr(value)}, which plain LoRA has not; {MERGE}"
+            )
+
+
+def _internal_name(name: str, family: Family) -> str | None:
+    """Our name of a tensor of PEFT; None of one that is neither a factor in a block nor of the head."""
     stripped = name.removeprefix(_ROOT).replace(".modules_to_save.default", "").replace(".default.weight", ".weight")
-    backbone = family.prefix + "."
-    if stripped.startswith(backbone) and stripped.endswith((LORA_A + ".weight", LORA_B + ".weight")):
-        return stripped.removeprefix(backbone).removesuffix(".weight")
-    return HEAD + stripped
+    if stripped.endswith((LORA_A + ".weight", LORA_B + ".weight")):
+        # a model without a head has no prefix
+        inside = stripped.removeprefix(family.prefix + ".").removesuffix(".weight")
+        return inside if inside.startswith(family.blocks + ".") else None
+    is_head = any(stripped.startswith(module + ".") for module in modules_to_save(family))
+    return HEAD + stripped if is_head else None
 
 
-def _scales(settings: Mapping[str, Any], params: Params, folder: Path, *, family: Family) -> dict[int, float]:
-    """alpha over rank (or its root) by rank, as the folder's settings say it of every module."""
-    alpha_pattern: Mapping[str, float] = settings.get("alpha_pattern") or {}
+def _check_factors(params: Params, folder: Path) -> None:
+    """Raise ModelError unless every A has its B of the same rank."""
+    modules = dict.fromkeys(key.removesuffix(LORA_A).removesuffix(LORA_B) for key in params if not key.startswith(HEAD))
+    for module in modules:
+        a, b = params.get(module + LORA_A), params.get(module + LORA_B)
+        if a is None or b is None or a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1] or not len(a):
+            raise ModelError(f"the adapter in {folder} has no A and B of one rank for {module}; give complete files")
+
+
+def _scales(settings: Mapping[str, Any], params: dict[str, Any], folder: Path, *, family: Family) -> dict[int, float]:
+    """alpha over rank (or its root) by rank, as the folder's settings say it of the first module of this rank.
+
+    The B of another module of this rank, which has another alpha, is multiplied.
+    """
+    alphas, patterns = settings.get("alpha_pattern") or {}, LoraConfig()
+    usual = settings.get("lora_alpha", patterns.lora_alpha)  # PEFT takes its default where a file has none
     scales: dict[int, float] = {}
     for module in lora_modules(params):
         rank = params[module + LORA_A].shape[0]
-        alpha = alpha_pattern.get(get_pattern_key(alpha_pattern, f"{family.prefix}.{module}"), settings["lora_alpha"])
-        scale = float(alpha) / (rank**0.5 if settings.get("use_rslora") else rank)
-        if scales.setdefault(rank, scale) != scale:
-            raise ModelError(
-                f"the adapter in {folder} scales modules of rank {rank} by {scales[rank]} and {scale}; export it with"
-                " one alpha for a rank"
-            )
+        try:
+            alpha = float(alphas.get(get_pattern_key(alphas, f"{family.prefix}.{module}"), usual))
+        except (AttributeError, TypeError, ValueError, re.error) as error:
+            raise ModelError(f"the alpha of {module} in {folder / SETTINGS} cannot be read: {error}") from error
+        if not math.isfinite(alpha):
+            raise ModelError(f"the alpha of {module} in {folder / SETTINGS} is {alpha}; give a finite number")
+        scale = alpha / (rank**0.5 if settings.get("use_rslora") else rank)
+        if scale and rank not in scales:
+            scales[rank] = scale
+        elif scale != scales.setdefault(rank, 1.0):  # zero divides nothing
+            params[module + LORA_B] = params[module + LORA_B] * (scale / scales[rank])
     return scales

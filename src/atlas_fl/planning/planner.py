@@ -5,9 +5,8 @@ models are sent differently (`full_model_sender`, `full_model_receiver`); rounds
 the same code for both (`Site.trainable`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,12 +20,11 @@ from atlas_fl.config.methods import first_measured_round
 from atlas_fl.data.clients import balance_notes, label_statistics, left_out_notes, shard_notes
 from atlas_fl.data.heterogeneity import heterogeneity_notes
 from atlas_fl.data.registry import find_tasks
-from atlas_fl.errors import ConfigError, ModelError
+from atlas_fl.errors import ConfigError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, Progress, ignore
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.lora import expand_rank
-from atlas_fl.models.peft_io import import_adapter
-from atlas_fl.params import LORA_A, LORA_B, ByClient, Params, digest, lora_modules
+from atlas_fl.params import ByClient, Params, digest
 from atlas_fl.planning.host_assignment import assign_hosts
 from atlas_fl.planning.leakage import CutLeakage, every_cut, leakage_of
 from atlas_fl.planning.masks import (
@@ -40,6 +38,7 @@ from atlas_fl.planning.masks import (
 from atlas_fl.planning.method_traffic import halves_bytes
 from atlas_fl.planning.plan import ClientPlan, Plan, PlanResult
 from atlas_fl.planning.ranks_and_cuts import RankPlan, cuts_for_planning, fit_ranks, measure_importance
+from atlas_fl.planning.start_adapter import StartAdapter, load_start_adapter, start_models, start_notes
 from atlas_fl.planning.task_discovery import TaskDiscovery, discover_tasks, make_client_graph
 from atlas_fl.ranks.cost_model import VALUE_BYTES
 from atlas_fl.runtime.engine import Engine, TrafficMeter
@@ -61,51 +60,21 @@ from atlas_fl.split.channel import Cut
 from atlas_fl.split.model import select_client_side
 
 
-def initial_models(assembly: Assembly, discovery: TaskDiscovery, ranks: Sequence[Sequence[int]]) -> dict[str, Params]:
+def initial_models(
+    assembly: Assembly,
+    discovery: TaskDiscovery,
+    ranks: Sequence[Sequence[int]],
+    *,
+    start: StartAdapter | None = None,
+) -> dict[str, Params]:
     """Every client's model before round one, at its ranks per layer, in the clients' order."""
-    folder = assembly.config.model.init_adapter
-    if folder is not None:
-        return _import_adapter(assembly, Path(folder), ranks)
+    if start is not None:
+        return dict(start_models(start, assembly, ranks))
     models: dict[str, Params] = {}
     for client, client_ranks in zip(assembly.clients, ranks, strict=True):
         fresh = assembly.initial_params(client, tuple(client_ranks))
         models[client.name] = expand_rank(fresh, discovery.warmed_models[client.name], assembly.site.scale)
     return models
-
-
-def _import_adapter(assembly: Assembly, folder: Path, ranks: Sequence[Sequence[int]]) -> dict[str, Params]:
-    """Import the adapter in this folder for every client, at its own ranks; its head where the label counts match."""
-    params, old_scale = import_adapter(folder, family=assembly.site.backbone.family)
-    missing = [module for module in assembly.site.modules if module + LORA_A not in params]
-    if missing:
-        layers = sorted({name.rsplit(".", 1)[-1] for name in lora_modules(params)})
-        remedy = f"it adapts {', '.join(layers)}: set --targets to these" if layers else "it is of another model"
-        raise ModelError(f"the adapter in {folder} lacks {missing[0]} and {len(missing) - 1} more; {remedy}")
-    if extra := [module for module in lora_modules(params) if module not in assembly.site.modules]:
-        raise ModelError(
-            f"the adapter in {folder} adapts {extra[0]} and {len(extra) - 1} more that this run leaves frozen; name its"
-            " layers with --targets, and leave --adapted-blocks out where it adapts all blocks"
-        )
-    scaled = _rescale_adapter(params, old_scale=old_scale, assembly=assembly)
-    models: dict[str, Params] = {}
-    for client, client_ranks in zip(assembly.clients, ranks, strict=True):
-        fresh = assembly.initial_params(client, tuple(client_ranks))
-        by_module = {module: client_ranks[assembly.layer_of[module]] for module in assembly.site.modules}
-        resized = resize_ranks(scaled, by_module, assembly.site.scale)
-        # A head of other labels than the imported one's begins fresh.
-        matching = {key for key in fresh if key in resized and resized[key].shape == fresh[key].shape}
-        models[client.name] = {key: resized[key] if key in matching else fresh[key] for key in fresh}
-    return models
-
-
-def _rescale_adapter(params: Params, *, old_scale: Callable[[int], float], assembly: Assembly) -> Params:
-    """Rescale B so that the adapter is the same function under this run's scale of a rank."""
-    scaled = dict(params)
-    for module in assembly.site.modules:
-        rank = params[module + LORA_A].shape[0]
-        ratio = old_scale(rank) / assembly.site.scale(rank)
-        scaled[module + LORA_B] = params[module + LORA_B] * ratio
-    return scaled
 
 
 def measure_leakage(
@@ -195,6 +164,7 @@ def _announce_notes(plan: Plan, on_event: OnEvent) -> Plan:
 
 def _plan_lora(assembly: Assembly, engine: Engine, *, on_event: OnEvent) -> PlanResult:
     config, strategy = assembly.config, strategy_of(assembly.config)
+    start = load_start_adapter(assembly)  # refused before anything is measured
     cuts, meter = cuts_for_planning(assembly), TrafficMeter(engine=engine)
     on_event(PhaseStarted("fingerprints"))
     discovery = discover_tasks(assembly, meter, clustered=strategy.clustered, cuts=cuts)
@@ -219,6 +189,7 @@ def _plan_lora(assembly: Assembly, engine: Engine, *, on_event: OnEvent) -> Plan
             *_data_notes(assembly, data),
             *discovery.notes,
             *rank_plan.notes,
+            *(start_notes(start, assembly, [client.ranks for client in clients]) if start is not None else ()),
             *_prefix_notes(assembly),
             *_halves_notes(assembly, clients),
             *graph.warnings,
@@ -227,7 +198,7 @@ def _plan_lora(assembly: Assembly, engine: Engine, *, on_event: OnEvent) -> Plan
     plan = _announce_notes(_with_eta_warnings(plan, config), on_event)
     return PlanResult(
         plan=plan,
-        initial_models=_shared_initial_models(assembly, discovery, plan),
+        initial_models=_shared_initial_models(assembly, discovery, plan, start),
         sketches=discovery.sketches,
         clustering=discovery.clustering,
         cut_traffic=tuple(meter.rows(round=0)),
@@ -284,9 +255,11 @@ def _prefix_notes(assembly: Assembly) -> tuple[str, ...]:
     return (f"{start} run {kept}: {size_gb:.2g} GB in all, of --prefix-cache-gb {memory_gb:g}{on_disk}{others}",)
 
 
-def _shared_initial_models(assembly: Assembly, discovery: TaskDiscovery, plan: Plan) -> dict[str, Params]:
+def _shared_initial_models(
+    assembly: Assembly, discovery: TaskDiscovery, plan: Plan, start: StartAdapter | None
+) -> dict[str, Params]:
     """The models of round one at the server: equal where server adapters are shared, without what stays at clients."""
-    models = initial_models(assembly, discovery, [client.ranks for client in plan.clients])
+    models = initial_models(assembly, discovery, [client.ranks for client in plan.clients], start=start)
     cuts = cuts_of(assembly, plan)
     return {
         name: without_private(assembly, params, cuts.get(name))
