@@ -277,6 +277,16 @@ def test_what_trains_in_a_round_of_six_with_two_personal_ones(parts: Any, round:
     assert tuple(name for name in NAMES if options.trains(name, round=round)) == trained
 
 
+def test_the_last_layer_moves_in_the_first_half_of_a_round_of_fedpac_and_the_rest_in_the_second() -> None:
+    names = ("q.lora_B", "head.pre_classifier.weight", "head.classifier.weight")
+    options = TrainOptions(seed=0, trained_parts="last_layer_then_rest")
+    moves = [[name for name in names if options.moves(name, round=1, done=done, steps=3)] for done in range(3)]
+    assert moves == [["head.classifier.weight"]] * 2 + [["q.lora_B", "head.pre_classifier.weight"]]
+    config = validate(with_values(find_preset("smoke"), {"strategy": "fedpac"}))
+    assert config.training.trained_parts == "head_then_rest"
+    assert train_options(config, with_images=False).trained_parts == "last_layer_then_rest"
+
+
 def test_the_head_moves_in_the_first_half_of_a_round_and_the_rest_in_the_second() -> None:
     options = TrainOptions(seed=0, trained_parts="head_then_rest")
     moves = [[name for name in NAMES if options.moves(name, round=1, done=done, steps=3)] for done in range(3)]
