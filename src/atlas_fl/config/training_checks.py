@@ -40,8 +40,10 @@ def check_kind(config: Config) -> None:
             f"{changed[0].flag} is for image tasks, and --tasks has texts alone ({', '.join(t.name for t in tasks)});"
             " leave it out, or take a vision preset (`atlas list presets`)"
         )
+    writing = [task.name for task in tasks if task.writes]
+    _check_heads(config, writing=writing)
     if config.trainable(images=images) == "full":
-        _check_full(config, writing=[task.name for task in tasks if task.writes])
+        _check_full(config, writing=writing)
     else:
         _check_lora(config, images=images)
     _check_sgd(config, config.optimizer(images=images))
@@ -53,6 +55,20 @@ def _check_classes(config: Config, of_tasks: Sequence[int]) -> None:
 
     for classes in of_tasks if config.images.nc != ALL_CLASSES else ():
         check_classes(config.data.clients_per_task, classes, int(config.images.nc))
+
+
+def _check_heads(config: Config, *, writing: Sequence[str]) -> None:
+    """Raise ConfigError where heads are to train by themselves and a task that writes text has none."""
+    parts, strategy = config.training.trained_parts, config.mixing.strategy
+    if not writing or parts not in ("head", "head_then_rest"):
+        return
+    is_methods = strategy in METHODS and "trained_parts" in METHODS[strategy].settings
+    source = f"--strategy {strategy}" if is_methods else f"--trained-parts {parts}"
+    remedy = "take another strategy" if is_methods else f"leave {source} out"
+    raise ConfigError(
+        f"{source} trains heads {'alone' if parts == 'head' else 'before the rest'}, and task {writing[0]!r} writes text"
+        f" and has none; leave the task out, or {remedy}"
+    )
 
 
 def _check_full(config: Config, *, writing: Sequence[str]) -> None:
