@@ -65,9 +65,10 @@ def _check_heads(config: Config, *, writing: Sequence[str]) -> None:
     is_methods = strategy in METHODS and "trained_parts" in METHODS[strategy].settings
     source = f"--strategy {strategy}" if is_methods else f"--trained-parts {parts}"
     remedy = "take another strategy" if is_methods else f"leave {source} out"
+    order = "alone" if parts == "head" else "before the rest"
     raise ConfigError(
-        f"{source} trains heads {'alone' if parts == 'head' else 'before the rest'}, and task {writing[0]!r} writes text"
-        f" and has none; leave the task out, or {remedy}"
+        f"{source} trains heads {order}, and task {writing[0]!r} writes text and has none; leave the task out, or"
+        f" {remedy}"
     )
 
 
