@@ -19,8 +19,8 @@ from packaging.requirements import Requirement
 from atlas_fl.experiment.free_memory import free_bytes
 from atlas_fl.storage.assets import EMBEDDED_ASSETS, VISION_ASSETS, Asset, embedded_dir
 from atlas_fl.storage.downloads import find_damaged_file
+from atlas_fl.storage.extras import PROJECT, extra_requirements, install_command
 
-PROJECT = "atlas-fl"
 RUN_MEMORY_BYTES, RUN_DISK_BYTES = 2_500_000_000, 500_000_000
 """What a run of the quick preset takes at most, as README says, and space for several of its folders."""
 
@@ -59,8 +59,8 @@ class Extra:
 
     @property
     def command(self) -> str:
-        """What installs it."""
-        return f"pip install '{PROJECT}[{self.name}]'"
+        """The command that installs what it needs."""
+        return install_command(self.name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,20 +188,9 @@ def _read_metadata() -> tuple[str | None, tuple[Package, ...], tuple[Extra, ...]
         distribution = metadata.distribution(PROJECT)
     except metadata.PackageNotFoundError:
         return None, (), ()
-    requirements = [Requirement(text) for text in distribution.requires or ()]
     names = distribution.metadata.get_all("Provides-Extra") or []
-    extras = tuple(
-        Extra(name=name, packages=tuple(_package(needed) for needed in requirements if _is_of(needed, name)))
-        for name in names
-    )
-    return distribution.version, tuple(_package(needed) for needed in requirements if _is_of(needed, "")), extras
-
-
-def _is_of(needed: Requirement, extra: str) -> bool:
-    """Whether a requirement is that of this extra, or for "" of ATLAS itself, on this machine."""
-    if needed.marker is None:
-        return not extra
-    return needed.marker.evaluate({"extra": extra}) and not (extra and needed.marker.evaluate({"extra": ""}))
+    extras = tuple(Extra(name=name, packages=tuple(map(_package, extra_requirements(name)))) for name in names)
+    return distribution.version, tuple(map(_package, extra_requirements(""))), extras
 
 
 def _package(needed: Requirement) -> Package:
