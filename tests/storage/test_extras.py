@@ -37,8 +37,8 @@ def test_every_extra_that_a_message_names_is_declared() -> None:
 
 
 def test_no_message_offers_an_index_that_has_no_release() -> None:
-    texts = {path: path.read_text() for path in (ROOT / "src").rglob("*.py")}
-    assert [str(path) for path, text in texts.items() if re.search(r"pip install '?atlas-fl", text)] == []
+    paths = [*(ROOT / "src").rglob("*.py"), *(ROOT / "docs/guides").glob("*.md"), ROOT / "README.md"]
+    assert [str(path) for path in paths if re.search(r"pip install '?atlas-fl", path.read_text())] == []
 
 
 def test_doctor_names_the_packages_of_every_extra(tmp_path: Path) -> None:
