@@ -7,7 +7,7 @@
 with mu_k^c the mean of the features that enter the classifier over client k's n_k^c training examples of class c
 (`client.class_features`), p_k(c) = n_k^c / n_k. D is a squared bias, v the variance of the estimate. All else is
 averaged by examples over all clients. The classifier is the last layer of the head, as in the authors' models
-(`models.cnn`: `fc2`, which reads what `fc1` gives); a layer of the head below it belongs to the representation and is
+(`fc2` of their CNNs, which reads what `fc1` gives); a layer of the head below it belongs to the representation and is
 averaged by examples, inside a task, because every task has drawn its own. To the means of all reports of a task its
 clients' features are pulled in the next round (`client.feature_alignment`). Xu, Tong and Huang, "Personalized federated
 learning with feature alignment and classifier collaboration", ICLR 2023, arXiv:2306.11867, and the authors' code

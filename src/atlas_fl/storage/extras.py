@@ -11,13 +11,22 @@ from packaging.requirements import Requirement
 PROJECT = "atlas-fl"
 
 
-def extra_requirements(extra: str) -> tuple[Requirement, ...]:
-    """What this extra, or for "" ATLAS itself, needs on this machine; nothing where ATLAS is not installed."""
+def extra_requirements(extra: str) -> dict[str, str]:
+    """By package what this extra, or for "" ATLAS itself, needs on this machine, such as `optuna>=4.4`.
+
+    Empty where ATLAS is not installed.
+    """
     try:
         texts: Sequence[str] = metadata.requires(PROJECT) or ()
     except metadata.PackageNotFoundError:
-        return ()
-    return tuple(needed for needed in map(Requirement, texts) if _is_of(needed, extra))
+        return {}
+    requirements = [needed for needed in map(Requirement, texts) if _is_of(needed, extra)]
+    return {needed.name: f"{needed.name}{needed.specifier}" for needed in requirements}
+
+
+def accepts(requirement: str, version: str) -> bool:
+    """Whether this version of a package will do."""
+    return Requirement(requirement).specifier.contains(version, prereleases=True)
 
 
 def install_command(extra: str) -> str:
@@ -25,7 +34,7 @@ def install_command(extra: str) -> str:
 
     Where ATLAS runs from its sources without being installed, it installs both, from the folder of the sources.
     """
-    packages = [f"'{needed.name}{needed.specifier}'" for needed in extra_requirements(extra)]
+    packages = [f"'{requirement}'" for requirement in extra_requirements(extra).values()]
     return f"pip install {' '.join(packages)}" if packages else f"pip install '.[{extra}]'"
 
 
