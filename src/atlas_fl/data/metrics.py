@@ -89,7 +89,7 @@ def predicted_classes(logits: Float[Array, "n labels"]) -> Labels:
 
     To `argmax` a NaN is the largest, so that a row of NaN would be class 0.
     """
-    return np.where(np.isfinite(logits.max(axis=1)), logits.argmax(axis=1), logits.shape[1])
+    return np.asarray(np.where(np.isfinite(logits.max(axis=1)), logits.argmax(axis=1), logits.shape[1]))
 
 
 def confusion(labels: Labels, predicted: Labels, num_labels: int) -> Array:
