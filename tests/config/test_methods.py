@@ -204,7 +204,7 @@ PERSONAL = {"strategy": "mr_mtl", "ranks": "8"}
         ({"strategy": "fedavg", "personal_models": True}, "--personal-models pulls A and B to those of the others"),
         (
             {**PERSONAL, "split": "2"},
-            "--personal-models and --split 2 do not go together so far; leave one of them out",
+            "--personal-models and --split 2 do not go together so far; leave --split 2 out, or take another strategy",
         ),
         ({**PERSONAL, "keep": "best"}, "--personal-models and --keep best do not go together"),
         ({**PERSONAL, "trainable": "full", "fingerprint": "fisher"}, "--personal-models and --trainable full do not"),

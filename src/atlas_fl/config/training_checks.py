@@ -396,7 +396,16 @@ def _check_plain_training(config: Config, name: str) -> None:
         "--carry-momentum": config.images.carry_momentum,
     }.items():
         if value:
-            raise ConfigError(f"{name} and {flag} do not go together so far; leave one of them out")
+            raise ConfigError(f"{name} and {flag} do not go together so far; {_remedy(config, name, flag)}")
+
+
+def _remedy(config: Config, name: str, other: str) -> str:
+    """What to do about two flags of which a method of the literature may have set the first."""
+    strategy = config.mixing.strategy
+    own = METHODS[strategy].settings if strategy in METHODS else {}
+    if name in {settings()[setting].flag for setting in own}:
+        return f"leave {other} out, or take another strategy than {strategy}, which sets {name}"
+    return "leave one of them out"
 
 
 def _check_one_process(config: Config, name: str) -> None:
@@ -405,7 +414,7 @@ def _check_one_process(config: Config, name: str) -> None:
     if config.run.engine != "local" or config.run.workers not in (None, 1):
         raise ConfigError(
             f"{name} has a second set of tensors beside the model, which no message of --workers or --engine ray"
-            " holds yet; leave one of them out"
+            f" holds yet; {_remedy(config, name, '--workers and --engine ray')}"
         )
 
 
