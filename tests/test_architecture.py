@@ -37,7 +37,7 @@ OWNERS = {
     "mlflow": "report/trackers/mlflow.py",
     "trackio": "report/trackers/trackio.py",
     "yaml": "config/",
-    "packaging": "experiment/installation.py",
+    "packaging": "storage/extras.py",
     "jinja2": "report/html/elements.py",
     "vl_convert": "report/html/elements.py",
 }

@@ -33,6 +33,8 @@ Split: TypeAlias = Literal["train", "validation", "test"]
 
 LORA_A, LORA_B, HEAD = ".lora_A", ".lora_B", "head."
 LORA_GATE = ".lora_gate"
+BELOW_LAST_LAYER = ("head.classifier.dense.", "head.pre_classifier.")
+"""The first layer of the heads of two layers, by its stock names: RoBERTa's and DistilBERT's."""
 PRIVATE = "private"
 """The name under which a server's model says what of it is at its client alone (`private`)."""
 
@@ -45,6 +47,11 @@ def lora_modules(params: Params) -> list[str]:
 def head_keys(params: Params) -> list[str]:
     """The names of the head's tensors."""
     return [key for key in params if key.startswith(HEAD)]
+
+
+def is_last_layer(key: str) -> bool:
+    """Whether this is a tensor of the layer of a head that gives the logits."""
+    return key.startswith(HEAD) and not key.startswith(BELOW_LAST_LAYER)
 
 
 def ranks(params: Params) -> dict[str, int]:

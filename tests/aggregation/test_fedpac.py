@@ -138,6 +138,25 @@ def test_adapters_are_averaged_over_all_and_heads_by_features_inside_a_task() ->
     assert heads == pytest.approx([10 * 20 / 63, 10 * 24 / 63, 20.0, 30.0])
 
 
+def test_a_layer_below_the_last_one_is_averaged_by_examples_inside_its_task() -> None:
+    strategy = classifier_collaboration(StrategyOptions(space="factors"))
+    models = {
+        name: {
+            "head.pre_classifier.weight": torch.tensor([[float(k)]]),
+            "head.classifier.weight": torch.tensor([[10.0 * k]]),
+        }
+        for k, name in enumerate("abcd")
+    }
+    state = strategy.record_reports({}, {"a": A, "b": B, "d": A})
+    done = strategy.aggregate(state, models, {name: models[name] for name in "abd"}, federation(), round=1)
+    below = [done.client_models[name]["head.pre_classifier.weight"].item() for name in "abcd"]
+    weights = federation().weights
+    mean = float(weights[1] / (weights[0] + weights[1]))
+    assert below == pytest.approx([mean, mean, mean, 3.0])
+    last = [done.client_models[name]["head.classifier.weight"].item() for name in "abcd"]
+    assert last == pytest.approx([10 * 20 / 63, 10 * 24 / 63, 20.0, 30.0])
+
+
 def test_heads_that_stay_at_the_clients_cannot_be_combined() -> None:
     with pytest.raises(ConfigError, match="--share A B leaves out heads, which this strategy combines; add head"):
         classifier_collaboration(StrategyOptions(share=("A", "B")))

@@ -24,16 +24,21 @@ def test_means_and_variances_by_hand() -> None:
     assert report["variances"].tolist() == [5.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("max_tokens", [4096, 24])
-def test_features_are_what_enters_the_head(tiny_of, site_of, spec_of, max_tokens: int) -> None:
-    tiny, spec = tiny_of("bert"), spec_of(name="a-0", examples=10)
+@pytest.mark.parametrize(
+    ("family", "max_tokens"), [("bert", 4096), ("bert", 24), ("roberta", 4096), ("distilbert", 24)]
+)
+def test_features_are_what_enters_the_last_layer_of_the_head(
+    tiny_of, site_of, spec_of, family: str, max_tokens: int
+) -> None:
+    tiny, spec = tiny_of(family), spec_of(name="a-0", examples=10)
     site, params = site_of(tiny, spec, max_tokens=max_tokens), tiny.params(spec)
     trained = {key: tensor + 0.05 if key.endswith("lora_B") else tensor for key, tensor in params.items()}
     job = Job(client="a-0", params=trained, round=1, options=OPTIONS)
     report = class_features(job, site)
     data, width = site.data["a-0"].splits["train"], site.backbone.width
-    identity = {"head.classifier.weight": torch.eye(width), "head.classifier.bias": torch.zeros(width)}
-    assert identity.keys() <= trained.keys(), "the head of this model is one linear layer"
+    last = site.backbone.family.head[-1].key
+    identity = {last + "weight": torch.eye(width), last + "bias": torch.zeros(width)}
+    assert identity.keys() <= trained.keys(), "the last layer of the head is linear"
     with (
         torch.no_grad(),
         forward(collate_packed([data], device=site.backbone.device), [trained | identity], site) as (features,),

@@ -35,9 +35,17 @@ def test_the_term_by_hand() -> None:
     torch.testing.assert_close(gradient, torch.tensor([[1 / 3, 2 / 3], [0.0, 0.0], [0.0, 0.0]]))
 
 
-@pytest.mark.parametrize("parts", ["all", "head_then_rest"])
-def test_a_round_equals_plain_torch_with_the_term_written_out(tiny_of, site_of, spec_of, parts: str) -> None:
-    tiny, spec = tiny_of("bert"), spec_of(name="a-0", examples=10)
+@pytest.mark.parametrize(
+    ("family", "parts"),
+    [
+        *(("bert", parts) for parts in ("all", "head_then_rest", "last_layer_then_rest")),
+        *((family, "last_layer_then_rest") for family in ("roberta", "distilbert")),
+    ],
+)
+def test_a_round_equals_plain_torch_with_the_term_written_out(
+    tiny_of, site_of, spec_of, family: str, parts: str
+) -> None:
+    tiny, spec = tiny_of(family), spec_of(name="a-0", examples=10)
     site, params = site_of(tiny, spec), tiny.params(spec)
     job = Job(
         client="a-0",
@@ -50,8 +58,8 @@ def test_a_round_equals_plain_torch_with_the_term_written_out(tiny_of, site_of, 
 
     model = {key: tensor.detach().clone().requires_grad_() for key, tensor in params.items()}
     each = {key: torch.optim.AdamW([tensor], lr=OPTIONS.lr, weight_decay=0.0) for key, tensor in model.items()}
-    width = site.backbone.width
-    identity = {"head.classifier.weight": torch.eye(width), "head.classifier.bias": torch.zeros(width)}
+    width, last = site.backbone.width, site.backbone.family.head[-1].key
+    identity = {last + "weight": torch.eye(width), last + "bias": torch.zeros(width)}
     steps = list(batches(site.data["a-0"].splits["train"], job))
     for done, batch in enumerate(steps):
         row = collate_packed([batch], device=site.backbone.device)
@@ -61,11 +69,12 @@ def test_a_round_equals_plain_torch_with_the_term_written_out(tiny_of, site_of, 
                 for own, label in zip(features, row.labels[0].tolist(), strict=True)
                 if job.centroids["seen"][label]
             ]
-            logits = features @ model["head.classifier.weight"].T + model["head.classifier.bias"]
+            logits = features @ model[last + "weight"].T + model[last + "bias"]
             loss = example_loss(logits, row.labels[0]) + 0.7 * sum(pulls) / len(features)
             gradients = torch.autograd.grad(loss, list(model.values()))
         for (key, tensor), gradient in zip(model.items(), gradients, strict=True):
-            if parts == "all" or key.startswith("head.") == (2 * done < len(steps)):
+            is_first = key.startswith(last if parts == "last_layer_then_rest" else "head.")
+            if parts == "all" or is_first == (2 * done < len(steps)):
                 tensor.grad = gradient
                 each[key].step()
     for key, tensor in model.items():

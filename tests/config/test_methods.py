@@ -204,7 +204,7 @@ PERSONAL = {"strategy": "mr_mtl", "ranks": "8"}
         ({"strategy": "fedavg", "personal_models": True}, "--personal-models pulls A and B to those of the others"),
         (
             {**PERSONAL, "split": "2"},
-            "--personal-models and --split 2 do not go together so far; leave one of them out",
+            "--personal-models and --split 2 do not go together so far; leave --split 2 out, or take another strategy",
         ),
         ({**PERSONAL, "keep": "best"}, "--personal-models and --keep best do not go together"),
         ({**PERSONAL, "trainable": "full", "fingerprint": "fisher"}, "--personal-models and --trainable full do not"),
@@ -275,6 +275,16 @@ NAMES = ("q.lora_A", "q.lora_B", "head.weight")
 def test_what_trains_in_a_round_of_six_with_two_personal_ones(parts: Any, round: int, trained: tuple[str, ...]) -> None:
     options = TrainOptions(seed=0, rounds=6, trained_parts=parts, personal_rounds=2)
     assert tuple(name for name in NAMES if options.trains(name, round=round)) == trained
+
+
+def test_the_last_layer_moves_in_the_first_half_of_a_round_of_fedpac_and_the_rest_in_the_second() -> None:
+    names = ("q.lora_B", "head.pre_classifier.weight", "head.classifier.weight")
+    options = TrainOptions(seed=0, trained_parts="last_layer_then_rest")
+    moves = [[name for name in names if options.moves(name, round=1, done=done, steps=3)] for done in range(3)]
+    assert moves == [["head.classifier.weight"]] * 2 + [["q.lora_B", "head.pre_classifier.weight"]]
+    config = validate(with_values(find_preset("smoke"), {"strategy": "fedpac"}))
+    assert config.training.trained_parts == "head_then_rest"
+    assert train_options(config, with_images=False).trained_parts == "last_layer_then_rest"
 
 
 def test_the_head_moves_in_the_first_half_of_a_round_and_the_rest_in_the_second() -> None:

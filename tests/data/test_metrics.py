@@ -7,7 +7,7 @@ import pytest
 import scipy.stats
 import sklearn.metrics
 
-from atlas_fl.data.metrics import calibration_error, scores
+from atlas_fl.data.metrics import by_class, calibration_error, scores
 from atlas_fl.data.task import Source, Task, TaskData
 from atlas_fl.rng import generator
 
@@ -115,3 +115,45 @@ def test_scores_cost_little_beside_a_round() -> None:
     for _ in range(100):
         scores(task(6), labels, logits)
     assert (time.perf_counter() - began) / 100 < 5e-3
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("row", [(NAN, 1.0), (1.0, NAN), (NAN, NAN), (INF, 0.0), (-INF, -INF)])
+def test_logits_that_are_no_numbers_are_a_wrong_answer_to_every_label(row: tuple[float, float]) -> None:
+    """To argmax a NaN is the largest: a row of NaN was class 0, and the accuracy of class 0 was 1."""
+    for label in (0, 1):
+        found = scores(task(2), np.array([label, label]), np.array([row, row], dtype=np.float32))
+        assert {name: found[name] for name in ("accuracy", "f1", "precision", "recall", "primary")} == dict.fromkeys(
+            ("accuracy", "f1", "precision", "recall", "primary"), 0.0
+        )
+        assert not np.isfinite(found["loss"])
+
+
+def test_a_class_that_is_excluded_by_minus_infinity_is_no_broken_row() -> None:
+    found = scores(task(2), np.array([1]), np.array([[-INF, 0.0]], dtype=np.float32))
+    assert (found["accuracy"], found["loss"]) == (1.0, 0.0)
+
+
+def test_one_broken_row_of_four_by_hand() -> None:
+    """Three of four are right; of class 1 one of two is found, and nothing else is called so."""
+    logits = np.array([[2.0, 0.0], [2.0, 0.0], [0.0, 2.0], [NAN, NAN]], dtype=np.float32)
+    found = scores(task(2), np.array([0, 0, 1, 1]), logits)
+    assert (found["accuracy"], found["precision"], found["recall"]) == (0.75, 1.0, 0.5)
+    assert found["f1"] == pytest.approx(2 / 3)
+    none = [0, 0, 1, 2]  # the broken row as a third class, which no label has
+    assert found["mcc"] == pytest.approx(sklearn.metrics.matthews_corrcoef([0, 0, 1, 1], none))
+
+
+def test_a_prediction_that_is_no_number_has_the_worst_correlation() -> None:
+    labels = np.array([1.0, 2.0, 3.0], dtype=np.float32)
+    for value in (NAN, INF):
+        found = scores(task(1, "pearson"), labels, np.array([[1.0], [2.0], [value]], dtype=np.float32))
+        assert (found["pearson"], found["spearman"], found["primary"]) == (-1.0, -1.0, -1.0)
+        assert not np.isfinite(found["loss"])
+
+
+def test_images_that_give_no_numbers_are_hits_of_no_class() -> None:
+    logits = np.array([[NAN, NAN], [2.0, 0.0]], dtype=np.float32)
+    assert by_class(np.array([0, 0]), logits) == {"hits": [1, 0], "examples": [2, 0]}

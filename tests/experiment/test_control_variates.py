@@ -35,6 +35,19 @@ def test_who_is_alone_is_not_corrected():
     assert made["a"]["w"].tolist() == [0.0, 0.0]
 
 
+def test_a_parameter_without_a_control_has_a_correction_of_zero():
+    """A client whose task nobody has trained yet is sent corrections of adapters alone."""
+    leaves = {name: torch.zeros(2).requires_grad_() for name in ("q.lora_A", "head.w")}
+    options = TrainOptions(seed=0, clip=0.0)
+    transform = gradient_chain(
+        leaves, options, LossScale(enabled=False), correction={"q.lora_A": torch.tensor([1.0, 2.0])}
+    )
+    for leaf in leaves.values():
+        leaf.grad = torch.tensor([0.5, 0.5])
+    assert transform(leaves, None)
+    assert {name: leaf.grad.tolist() for name, leaf in leaves.items()} == {"q.lora_A": [1.5, 2.5], "head.w": [0.5, 0.5]}
+
+
 def train(start, target, correction, *, options, steps):
     """(w, control) of a client with the loss 1/2 || w - target ||^2 through the chain and optimizer of every client."""
     leaves = {"w": start.clone().requires_grad_()}

@@ -47,7 +47,7 @@ def test_what_is_here_is_what_the_metadata_and_the_machine_say(found: Installati
     assert installed["torch"] == metadata.version("torch")
     assert all(package.fits for package in found.packages)
     extras = {extra.name: extra for extra in found.extras}
-    assert extras["search"].command == "pip install 'atlas-fl[search]'"
+    assert extras["search"].command == "pip install 'optuna>=4.4'"
     assert [package.name for package in extras["search"].packages] == ["optuna"]
     assert found.devices.threads >= 1
     assert 1 <= found.devices.usable_cpus <= found.devices.cpus

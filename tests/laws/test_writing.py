@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from atlas_fl.client.batching import collate_packed, forward
-from atlas_fl.client.evaluation import evaluate, write
+from atlas_fl.client.evaluation import evaluate, scored_outputs, write
 from atlas_fl.client.fingerprint import FIRST
 from atlas_fl.client.importance import IMPORTANCE
 from atlas_fl.client.job import ClientTokens, Job, Prompts, Site
@@ -230,6 +230,20 @@ def test_a_text_ends_at_the_end_of_text(writer_of, site_of, spec_of) -> None:
     finally:
         tokenizer.eos_token = before
     assert write(prompt, jobs[0].params, site, new_tokens=5) != [""]
+
+
+def test_a_model_that_gives_no_numbers_writes_nothing_and_finds_no_token(
+    writer_of, site_of, spec_of, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = writer_of("gpt2")
+    site, jobs = federation(writer, site_of, spec_of)
+    prompts = encode_prompts(["w1 w2", "w3 w4 w5"], tokenizer=writer.backbone.tokenizer, max_length=9)
+    real = torch.nn.functional.linear
+    monkeypatch.setattr("atlas_fl.models.backbone.nn.functional.linear", lambda *args: real(*args) * float("nan"))
+    assert write(prompts, jobs[2].params, site, new_tokens=4) == ["", ""]
+    nothing, labels = torch.full((3, 5), float("nan")), torch.tensor([0, 1, 2])
+    judged = scored_outputs(nothing, labels, site.data[jobs[2].client].task)
+    assert judged[:, 1].tolist() == [0.0, 0.0, 0.0] and np.isnan(judged[:, 0]).all()
 
 
 def test_writing_leaves_packs_and_checkpoints_as_they_were(writer, site_of, spec_of) -> None:

@@ -4,13 +4,32 @@ import pytest
 
 from atlas_fl.errors import ConfigError, DataError, ModelError
 from atlas_fl.models import registry
-from atlas_fl.models.registry import MODELS, ModelSource, is_hub_reachable, locate_model, suggested_lr
+from atlas_fl.models.registry import (
+    FAMILIES,
+    MODELS,
+    VISION_FAMILIES,
+    Family,
+    ModelSource,
+    head_shapes,
+    is_hub_reachable,
+    locate_model,
+    suggested_lr,
+)
+from atlas_fl.params import is_last_layer
 
 
 def test_aliases_lead_to_the_hub_and_are_what_they_say() -> None:
     assert locate_model("bert") == ModelSource(path="bert-base-uncased")
     assert locate_model("roberta") == ModelSource(path="roberta-base")
     assert all(alias == model.alias and model.lr > 0 for alias, model in MODELS.items())
+
+
+@pytest.mark.parametrize("family", [*FAMILIES.values(), *VISION_FAMILIES.values()], ids=lambda one: one.model_type)
+def test_the_last_layer_of_every_head_is_known_by_its_name(family: Family) -> None:
+    names = head_shapes(family, hidden=4, num_labels=3)
+    shapes = {tuple(shape) for name, shape in names.items() if is_last_layer(name)}
+    assert shapes == ({(3, 4), (3,)} if family.head[-1].bias else {(3, 4)})
+    assert all(shape[0] == 4 for name, shape in names.items() if not is_last_layer(name))
 
 
 def test_a_directory_a_gguf_file_and_a_hub_name_are_told_apart(tmp_path: Path) -> None:

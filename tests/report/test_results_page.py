@@ -194,3 +194,29 @@ def test_a_row_that_is_none_or_means_another_run_by_now_is_one_line(
         file.write_text(text.replace(old, new))
         with pytest.raises(ConfigError, match=said):
             find_finished_runs([file])
+
+
+def test_seeds_that_do_not_pair_are_said_and_other_federations_stay(
+    make_federation: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_federation(2, gains={"local": 0.0}, seeds=(1, 2))
+    make_federation(2, gains={"fedavg": 0.0}, seeds=(3,))
+    file = tmp_path / "page.md"
+    assert main(["results", str(tmp_path), "--to", str(file)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no method has the seeds of fedavg: contradiction, dial 2 has local 1, 2 and fedavg 3; run the" in line
+    assert not file.exists()
+    make_federation(3)
+    assert main(["results", str(tmp_path), "--to", str(file)]) == 0
+    said = "No comparison: no method has the seeds of the control. There are local 1, 2 and fedavg 3."
+    assert said in file.read_text()
+    results = federation_results(find_finished_runs([tmp_path]), control="fedavg")
+    assert [result.comparison is None for result in results] == [True, False]
+
+
+def test_a_page_is_of_its_runs_and_of_no_claims(make_federation: Callable[..., None], tmp_path: Path) -> None:
+    make_federation(2, gains={"local": 0.0, "local_prior": 0.1, "fedavg": 0.05, "atlas": 0.2})
+    page = page_of([tmp_path], control="fedavg")
+    titles = [line for line in page.splitlines() if line.startswith("## ")]
+    assert titles == ["## contradiction, dial 2"]
+    assert "promise" not in page and ".913" not in page

@@ -14,7 +14,9 @@ from atlas_fl.audit.check import audit_run
 from atlas_fl.audit.run_files import read_audited
 from atlas_fl.config import Config, to_toml
 from atlas_fl.experiment.run import resume_run, run_config
+from atlas_fl.params import is_last_layer
 from atlas_fl.storage.tensors import encoded_size
+from tests.conftest import Tiny
 from tests.runs.processes import Programs
 from tests.runs.reading import rows, same_tensors, state
 
@@ -40,6 +42,21 @@ def test_heads_differ_inside_a_task_adapters_do_not_and_the_audit_agrees(config:
     for key in {key.split("/", 2)[2] for key in final if key.startswith("strategy/movie-0/")}:
         same = torch.equal(final[f"strategy/movie-0/{key}"], final[f"strategy/movie-1/{key}"])
         assert same != key.startswith("head."), key
+
+
+@pytest.mark.parametrize("family", ["roberta", "distilbert"])
+def test_of_two_layers_the_last_one_alone_is_a_client_s_own_and_the_audit_agrees(
+    config: MakeConfig, tiny_of: Callable[[str], Tiny], family: str
+) -> None:
+    model = str(tiny_of(family).path)
+    folder = run_config(config(strategy="fedpac", ranks="4", model=model, batch_size=4, tasks="movie")).folder
+    report = audit_run(folder)
+    assert report.ok, report.failures
+    assert {"server", "mixed", "aligned"} <= {row.check for row in report.rows}
+    final = state(folder)
+    for key in {key.split("/", 2)[2] for key in final if key.startswith("strategy/movie-0/")}:
+        same = torch.equal(final[f"strategy/movie-0/{key}"], final[f"strategy/movie-1/{key}"])
+        assert same != is_last_layer(key), key
 
 
 def test_the_ledger_has_what_each_client_reported(config: MakeConfig) -> None:

@@ -19,7 +19,7 @@ from atlas_fl.runtime.ray import ray_cluster
 from tests.runs.workers import SETTINGS, check_same, check_same_images
 
 if importlib.util.find_spec("ray") is None:
-    pytest.skip("Ray is not installed: pip install 'atlas-fl[ray]'", allow_module_level=True)
+    pytest.skip("Ray is not installed: pip install 'ray>=2.40'", allow_module_level=True)
 
 # not `importorskip`: a Ray that is there and cannot be imported has to fail
 import ray

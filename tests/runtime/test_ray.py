@@ -43,5 +43,5 @@ def test_more_than_fit_are_refused_instead_of_waited_for(nodes, count, cuda, mes
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"needs Ray, which is not installed; pip install 'atlas-fl\[ray\]'"):
+    with pytest.raises(ConfigError, match=r"needs Ray, which is not installed; pip install 'ray>=2\.40'"):
         ray_cluster().__enter__()

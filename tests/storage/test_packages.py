@@ -170,7 +170,7 @@ def test_a_reader_that_is_lacking_is_named_before_anything_is_downloaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(downloads.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(DataError, match=r"needs the package onnx; install it with `pip install 'atlas-fl\[vision\]'`"):
+    with pytest.raises(DataError, match=r"needs the package onnx; install it with `pip install 'onnx>=1\.17'`"):
         run(VIT, tmp_path / "cache")
 
 

@@ -47,6 +47,8 @@ def gram_of_changes(
         for task in dict.fromkeys(tasks) if key.startswith(HEAD) else (None,):
             members = [k for k, own in enumerate(tasks) if task in (None, own) and key in shared[names[k]]]
             chosen = [names[k] for k in members]
+            if not members:  # a task that writes text has no head
+                continue
             total[np.ix_(members, members)] += change_gram(
                 shared, before, chosen, key, as_products=options.space == "product", scale=options.scale
             )

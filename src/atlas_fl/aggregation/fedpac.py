@@ -1,15 +1,17 @@
-"""FedPAC's classifier collaboration: each client's head from those of its task, by class means of features.
+"""FedPAC's classifier collaboration: each client's classifier from those of its task, by class means of features.
 
     m_k = argmin over the simplex of  m^T (diag(v) + D_k) m,     D_k[i, j] = sum_c < h_k^c - h_i^c, h_k^c - h_j^c >
 
     h_k^c = p_k(c) mu_k^c,     v_k = 1/n_k  sum_c ( p_k(c) E || h(x) ||^2 - p_k(c)^2 || mu_k^c ||^2 )
 
-with mu_k^c the mean of the features that enter the head over client k's n_k^c training examples of class c
+with mu_k^c the mean of the features that enter the classifier over client k's n_k^c training examples of class c
 (`client.class_features`), p_k(c) = n_k^c / n_k. D is a squared bias, v the variance of the estimate. All else is
-averaged over all clients by examples. To the means of all reports of a task its clients' features are pulled in the
-next round (`client.feature_alignment`). Xu, Tong and Huang, "Personalized federated learning with feature alignment and
-classifier collaboration", ICLR 2023, arXiv:2306.11867, and the authors' code (`get_head_agg_weight` in its
-`tools.py`). Its cut of weights below .001 is left out.
+averaged by examples over all clients. The classifier is the last layer of the head, as in the authors' models
+(`fc2` of their CNNs, which reads what `fc1` gives); a layer of the head below it belongs to the representation and is
+averaged by examples, inside a task, because every task has drawn its own. To the means of all reports of a task its
+clients' features are pulled in the next round (`client.feature_alignment`). Xu, Tong and Huang, "Personalized federated
+learning with feature alignment and classifier collaboration", ICLR 2023, arXiv:2306.11867, and the authors' code
+(`get_head_agg_weight` in its `tools.py`). Its cut of weights below .001 is left out.
 
 The program is solved as non-negative least squares: u = argmin over u >= 0 of || R u ||^2 + (1 - sum u)^2, R^T R the
 matrix, has the direction of m, because for a fixed direction the best length depends on || R m ||^2 alone.
@@ -25,7 +27,7 @@ from scipy.optimize import nnls
 from torch import Tensor
 
 from atlas_fl.aggregation.matrices import average
-from atlas_fl.aggregation.strategies import MixingContext, Strategy, StrategyOptions, mixing_strategy
+from atlas_fl.aggregation.strategies import LAST_LAYER, MixingContext, Strategy, StrategyOptions, mixing_strategy
 from atlas_fl.errors import ConfigError
 from atlas_fl.params import ByClient, Params, ServerState
 
@@ -76,7 +78,7 @@ def combination_rows(
 
 
 def classifier_collaboration(options: StrategyOptions) -> Strategy:
-    """One average over all clients; heads inside a task by how near the classes' features are (FedPAC).
+    """One average over all clients; last layers of heads inside a task by how near classes' features are (FedPAC).
 
     Who took no part keeps its head. Where nobody has reported features yet, heads are averaged by examples.
     """
@@ -88,7 +90,7 @@ def classifier_collaboration(options: StrategyOptions) -> Strategy:
 
     def rule(step: MixingContext) -> np.ndarray:
         reports = {} if step.models is None else reports_of(step.models.server_state)
-        if not step.parameters.is_head or not reports:
+        if step.parameters.kind != LAST_LAYER or not reports:
             return share(step)
         matrix, names = np.eye(len(step.present)), step.federation.clients
         for label in set(step.groups.tolist()):
@@ -98,7 +100,7 @@ def classifier_collaboration(options: StrategyOptions) -> Strategy:
                 matrix[np.ix_(inside, inside)] = combination_rows([reports[names[k]] for k in inside], shares)
         return matrix
 
-    strategy = mixing_strategy("classifier_collaboration", rule, options, arrival=share)
+    strategy = mixing_strategy("classifier_collaboration", rule, options, arrival=share, granularity=LAST_LAYER)
     return replace(strategy, report="class_features", record_reports=_record)
 
 

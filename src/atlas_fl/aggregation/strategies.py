@@ -27,7 +27,7 @@ from atlas_fl.aggregation.matrices import (
 )
 from atlas_fl.aggregation.mixing import Mixed, Reduce, check_mixing, mix, sync_shared, tie_rows
 from atlas_fl.errors import ConfigError, ProtocolError, unknown_name
-from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, Params, ServerState
+from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, Params, ServerState, is_last_layer
 
 LARGEST = 1e18
 """Size of a weight above which it is refused: the square of a little more is no float32 any longer."""
@@ -88,6 +88,9 @@ CLUSTERS = "clusters"
 GRANULARITIES = ("all", "layer", "kind", "layer_and_kind")
 """Which parameters of a model share a mixing matrix, besides heads, which mix inside a task."""
 
+LAST_LAYER = "last layer"
+"""The granularity and the kind of rules that mix the last layer of a head otherwise than what stands below it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterGroup:
@@ -98,7 +101,8 @@ class ParameterGroup:
     layer: int | None = None
     """Their layer; None where the layers share a matrix, and for heads."""
     kind: str | None = None
-    """`A`, `B`, `product` (A and B together), `weights` or `head`; None where the kinds share a matrix."""
+    """`A`, `B`, `product` (A and B together), `weights`, `head` or `last layer`; None where the kinds share a
+    matrix."""
 
     @property
     def words(self) -> str:
@@ -172,6 +176,8 @@ def layer_of(federation: Federation, key: str) -> int:
 def parameter_group(key: str, federation: Federation, *, granularity: str, space: str) -> ParameterGroup:
     """The parameters that this one shares a matrix with."""
     is_head = key.startswith(HEAD)
+    if granularity == LAST_LAYER:
+        return ParameterGroup(is_head=is_head, kind=LAST_LAYER if is_last_layer(key) else None)
     by_layer, by_kind = granularity in ("layer", "layer_and_kind"), granularity in ("kind", "layer_and_kind")
     return ParameterGroup(
         is_head=is_head,

@@ -77,7 +77,7 @@ from atlas_fl.audit.update_clusters import (
 )
 from atlas_fl.errors import CheckpointError
 from atlas_fl.events import OnEvent, Progress, ignore
-from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE, digest, with_frozen
+from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE, digest, is_last_layer, with_frozen
 from atlas_fl.storage.digests import find_faults, has_digests
 from atlas_fl.storage.run_folder import RunFolder
 
@@ -513,10 +513,11 @@ def _cached_weights(plan: AuditPlan, rule: Rule) -> Callable[[str], np.ndarray]:
     def weights_of(key: str) -> np.ndarray:
         head = key.startswith(HEAD)
         layer = plan.layer_of.get(key.removesuffix(LORA_A).removesuffix(LORA_B))
-        end = key[-1] if key.endswith((LORA_A, LORA_B)) and rule.kind in ("pfedgraph", KRIGING) else ""
-        if (head, layer, end) not in matrices:
-            matrices[head, layer, end] = weights(plan, rule, head=head, layer=layer, key=key)
-        return matrices[head, layer, end]
+        by_kind = rule.kind in ("pfedgraph", KRIGING) and key.endswith((LORA_A, LORA_B))
+        kind = key[-1] if by_kind else "last layer" if is_last_layer(key) else ""
+        if (head, layer, kind) not in matrices:
+            matrices[head, layer, kind] = weights(plan, rule, head=head, layer=layer, key=key)
+        return matrices[head, layer, kind]
 
     return weights_of
 

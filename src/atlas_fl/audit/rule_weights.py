@@ -12,7 +12,7 @@ import numpy as np
 
 from atlas_fl.audit.run_files import AuditPlan, Models, Run
 from atlas_fl.errors import CheckpointError
-from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE
+from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE, is_last_layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +192,7 @@ ROBUST = ("median", "trimmed mean", "krum", "multi-krum", "geometric median")
 """Rules under which every client counts alike."""
 
 HEADS_BY_FEATURES = "mean, heads by features"
-"""The rule whose heads follow class features (`audit.class_features`), and all else the examples."""
+"""The rule whose last layers of heads follow class features (`audit.class_features`), and all else the examples."""
 
 KRIGING = "kriging"
 """The rule whose rows follow from split halves (`audit.kriging`)."""
@@ -439,7 +439,7 @@ def _each(plan: AuditPlan, rule: Rule, *, head: bool, layer: int | None, key: st
     n = len(plan.clients)
     if rule.kind == "own":
         return np.eye(n)
-    if rule.kind == HEADS_BY_FEATURES and head:
+    if rule.kind == HEADS_BY_FEATURES and is_last_layer(key):
         return np.array([_combined_row(plan, rule, k) for k in range(n)])
     if rule.kind == KRIGING:
         return np.array([_predicted_row(plan, rule, k, head=head, key=key) for k in range(n)])

@@ -1,9 +1,10 @@
-"""Class features: means and variances of what a client's head reads, by class of its training examples.
+"""Class features: means and variances of what a client's classifier reads, by class of its training examples.
 
     mu_c = mean of h(x) over the examples x of class c,    s_c = mean of || h(x) - mu_c ||^2,    n_c = their number
 
-h(x) are the features that enter the head, by the model that the client starts the round with, without dropout. FedPAC's
-server combines heads by them (`aggregation.fedpac`): Xu, Tong and Huang 2023, arXiv:2306.11867.
+h(x) are the features that enter the last layer of the head, by the model that the client starts the round with, without
+dropout. FedPAC's server combines these layers by them (`aggregation.fedpac`): Xu, Tong and Huang 2023,
+arXiv:2306.11867.
 """
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 from atlas_fl.client.batching import body_of, features_without_cut, make_row, split_by_tokens
 from atlas_fl.client.job import Job, Site
 from atlas_fl.models.lora import Adapters, attach_adapters
+from atlas_fl.models.registry import last_layer_inputs
 from atlas_fl.params import HEAD, Params
 
 COUNTS, MEANS, VARIANCES = "counts", "means", "variances"
@@ -33,7 +35,8 @@ def class_features(job: Job, site: Site) -> Params:
         row = make_row([data.take(order[places])], site)
         adapters = Adapters(clients=[params], segments=row.segments, sequences=row.pooled, scale=site.scale)
         with attach_adapters(site.modules, adapters), site.autocast(scaled=False):
-            parts.append(features_without_cut(row, site.backbone, body_of([params], site)).double().cpu())
+            features = features_without_cut(row, site.backbone, body_of([params], site))
+            parts.append(last_layer_inputs(site.backbone.family, params, features).double().cpu())
     return summarize(torch.cat(parts), data.labels[order], num_labels=client.task.num_labels)
 
 

@@ -50,8 +50,8 @@ def _greedy(rows: list[list[int]], params: Params, site: Site, new_tokens: int) 
     with attach_adapters(site.modules, adapters), stock_attention(backbone), site.autocast():
         while len(written) < new_tokens and not ended.all():
             read, cache = decode_step(backbone, ids, mask, cache)
-            token = head_logits(backbone, params, read).float().argmax(-1)  # (texts,)
-            ended |= token == end
+            largest, token = head_logits(backbone, params, read).float().max(-1)  # (texts,)
+            ended |= (token == end) | ~largest.isfinite()  # to NaN there is no next token
             written.append(token.masked_fill(ended, end))
             ids, mask = written[-1][:, None], torch.nn.functional.pad(mask, (0, 1), value=1)
     return [_until(end, row) for row in torch.stack(written, dim=1).tolist()]
@@ -177,9 +177,13 @@ def in_order(lengths: np.ndarray) -> np.ndarray:
 
 
 def _token_scores(logits: Tensor, labels: Tensor) -> Tensor:
-    """(tokens, 2) float32: each token's loss in nats, and whether it is the likeliest. A vocabulary is not kept."""
+    """(tokens, 2) float32: each token's loss in nats, and whether it is the likeliest, which among NaN none is.
+
+    A vocabulary is not kept.
+    """
     loss = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
-    return torch.stack([loss, (logits.argmax(-1) == labels).to(loss.dtype)], dim=1)
+    largest, token = logits.max(-1)
+    return torch.stack([loss, ((token == labels) & largest.isfinite()).to(loss.dtype)], dim=1)
 
 
 def _rouge(job: Job, site: Site) -> dict[str, float]:

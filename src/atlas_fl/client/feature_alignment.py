@@ -2,9 +2,10 @@
 
     lambda / n  sum_i  1/d || h(x_i) - c_{y_i} ||^2        c_y = sum_k n_k^y mu_k^y / sum_k n_k^y
 
-h(x) are the d features that enter the head, mu_k^y client k's mean of them over its n_k^y training examples of class y
-(`client.class_features`). The server sends the c of a task to those of its clients that train. Xu, Tong and Huang,
-"Personalized federated learning with feature alignment and classifier collaboration", ICLR 2023, arXiv:2306.11867.
+h(x) are the d features that enter the last layer of the head, mu_k^y client k's mean of them over its n_k^y training
+examples of class y (`client.class_features`). The server sends the c of a task to those of its clients that train. Xu,
+Tong and Huang, "Personalized federated learning with feature alignment and classifier collaboration", ICLR 2023,
+arXiv:2306.11867.
 """
 
 import torch

@@ -40,6 +40,7 @@ from atlas_fl.client.prior_correction import correct_logits, log_prior
 from atlas_fl.client.second_model import combine, keep_in_range
 from atlas_fl.client.split_halves import half_jobs, join_halves
 from atlas_fl.models.backbone import Backbone
+from atlas_fl.models.registry import last_layer_inputs
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.models.vision import augment
 from atlas_fl.params import HEAD, PRIVATE, Params, digest, with_frozen
@@ -200,6 +201,7 @@ class LocalTrainer:
         self.steps = num_steps(self.examples, options)
         self.batches = batches(data, job)
         self._scale_of_rank = site.scale
+        self._family, self._autocast = site.backbone.family, site.autocast
         self.leaves = {key: leaf for key, leaf in (*self.params.items(), *self.gate.items()) if leaf.requires_grad}
         cut = job.cut or above
         self.cluster = 0 if options.multitask else None if cut is None else cut.shared
@@ -251,9 +253,14 @@ class LocalTrainer:
         return Dropout(p=self.options.dropout, seed=self.options.seed, path=path)
 
     def objective(self, loss: Tensor, features: Tensor, labels: Tensor) -> Tensor:
-        """What is minimised besides the terms of the gradient chain: the loss, and the pull of these features."""
+        """What is minimised besides the terms of the gradient chain: the loss, and the pull of these features.
+
+        They are those that enter the head.
+        """
         if not self.job.centroids:
             return loss
+        with self._autocast():
+            features = last_layer_inputs(self._family, self.params, features)
         return loss + self.options.feature_alignment * alignment_loss(features, labels, self.job.centroids)
 
     def norms(self) -> Tensor:

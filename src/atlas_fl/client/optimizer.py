@@ -175,6 +175,19 @@ def add_term(term: Term) -> Transform:
     return add_to_gradients
 
 
+def add_correction(correction: Params) -> Transform:
+    """Add these constants to the gradients of their names; a parameter without one has a correction of zero."""
+
+    def add_to_gradients(leaves: Params, _: Tensor | None) -> bool:
+        for name, constant in correction.items():
+            gradient = leaves[name].grad
+            if gradient is not None:
+                gradient.add_(constant)
+        return True
+
+    return add_to_gradients
+
+
 class GradientMean:
     """The mean of a client's gradients over the steps of a round, as they are before its terms: SCAFFOLD's control."""
 
@@ -218,9 +231,8 @@ def gradient_chain(
     clips = [clip(options.clip, on_norms=on_norms)] if options.clip > 0 else []
     means = [] if mean is None else [mean.add]
     constants = {name: value.to(leaves[name]) for name, value in correction.items() if name in leaves}
-    corrections = [add_term(lambda name, _: constants[name])] if constants else []
     terms = map(add_term, client_terms(options, leaves, anchor))
-    return chain([scale.unscale, *clips, *means, *terms, *corrections])
+    return chain([scale.unscale, *clips, *means, *terms, add_correction(constants)])
 
 
 def make_optimizer(

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from atlas_fl.client.second_model import SecondModel
-from atlas_fl.params import HEAD, LORA_A, LORA_B, Split
+from atlas_fl.params import HEAD, LORA_A, LORA_B, Split, is_last_layer
 
-TrainedParts: TypeAlias = Literal["all", "B", "head", "alternate", "head_then_rest", "without_head"]
+TrainedParts: TypeAlias = Literal[
+    "all", "B", "head", "alternate", "head_then_rest", "last_layer_then_rest", "without_head"
+]
 OptimizerName: TypeAlias = Literal["adamw", "sgd"]
 Report: TypeAlias = Literal["none", "class_features", "halves"]
 Schedule: TypeAlias = Literal["constant", "linear", "cosine", "step"]
@@ -93,11 +95,15 @@ class TrainOptions:
         """Whether a parameter that trains in this round moves in the step after `done` of its `steps`.
 
         With `head_then_rest` the head moves in the first half and the rest in the second: FedRep (Collins et al. 2021,
-        arXiv:2102.07078), whose passes over the head come before those over the representation.
+        arXiv:2102.07078), whose passes over the head come before those over the representation. With
+        `last_layer_then_rest` the first half is of the last layer of the head alone: FedPAC (`aggregation.fedpac`).
         """
-        if self.trained_parts != "head_then_rest" or self.is_personal(round):
+        is_first_half = 2 * done < steps
+        if self.is_personal(round):
             return True
-        return name.startswith(HEAD) == (2 * done < steps)
+        if self.trained_parts == "last_layer_then_rest":
+            return is_last_layer(name) == is_first_half
+        return self.trained_parts != "head_then_rest" or name.startswith(HEAD) == is_first_half
 
     def is_personal(self, round: int) -> bool:
         """Whether this round is one of the last, in which a client trains for itself alone."""

@@ -558,7 +558,7 @@ class RunConfig:
     accelerator: Literal["auto", "cpu", "cuda"] = "cpu"
     """Where the packs are trained."""
     engine: Literal["local", "ray"] = "local"
-    """Who trains the packs: processes of this machine, or the actors of a Ray cluster (`pip install 'atlas-fl[ray]'`;
+    """Who trains the packs: processes of this machine, or the actors of a Ray cluster (`pip install 'ray>=2.40'`;
     RAY_ADDRESS names the cluster, without it one is started here)."""
     workers: int | None = None
     """Processes that train packs at once, on shared backbone weights; by default this one alone, and with Ray one for

@@ -40,8 +40,10 @@ def check_kind(config: Config) -> None:
             f"{changed[0].flag} is for image tasks, and --tasks has texts alone ({', '.join(t.name for t in tasks)});"
             " leave it out, or take a vision preset (`atlas list presets`)"
         )
+    writing = [task.name for task in tasks if task.writes]
+    _check_heads(config, writing=writing)
     if config.trainable(images=images) == "full":
-        _check_full(config, writing=[task.name for task in tasks if task.writes])
+        _check_full(config, writing=writing)
     else:
         _check_lora(config, images=images)
     _check_sgd(config, config.optimizer(images=images))
@@ -53,6 +55,21 @@ def _check_classes(config: Config, of_tasks: Sequence[int]) -> None:
 
     for classes in of_tasks if config.images.nc != ALL_CLASSES else ():
         check_classes(config.data.clients_per_task, classes, int(config.images.nc))
+
+
+def _check_heads(config: Config, *, writing: Sequence[str]) -> None:
+    """Raise ConfigError where heads are to train by themselves and a task that writes text has none."""
+    parts, strategy = config.training.trained_parts, config.mixing.strategy
+    if not writing or parts not in ("head", "head_then_rest"):
+        return
+    is_methods = strategy in METHODS and "trained_parts" in METHODS[strategy].settings
+    source = f"--strategy {strategy}" if is_methods else f"--trained-parts {parts}"
+    remedy = "take another strategy" if is_methods else f"leave {source} out"
+    order = "alone" if parts == "head" else "before the rest"
+    raise ConfigError(
+        f"{source} trains heads {order}, and task {writing[0]!r} writes text and has none; leave the task out, or"
+        f" {remedy}"
+    )
 
 
 def _check_full(config: Config, *, writing: Sequence[str]) -> None:
@@ -379,7 +396,16 @@ def _check_plain_training(config: Config, name: str) -> None:
         "--carry-momentum": config.images.carry_momentum,
     }.items():
         if value:
-            raise ConfigError(f"{name} and {flag} do not go together so far; leave one of them out")
+            raise ConfigError(f"{name} and {flag} do not go together so far; {_remedy(config, name, flag)}")
+
+
+def _remedy(config: Config, name: str, other: str) -> str:
+    """What to do about two flags of which a method of the literature may have set the first."""
+    strategy = config.mixing.strategy
+    own = METHODS[strategy].settings if strategy in METHODS else {}
+    if name in {settings()[setting].flag for setting in own}:
+        return f"leave {other} out, or take another strategy than {strategy}, which sets {name}"
+    return "leave one of them out"
 
 
 def _check_one_process(config: Config, name: str) -> None:
@@ -388,7 +414,7 @@ def _check_one_process(config: Config, name: str) -> None:
     if config.run.engine != "local" or config.run.workers not in (None, 1):
         raise ConfigError(
             f"{name} has a second set of tensors beside the model, which no message of --workers or --engine ray"
-            " holds yet; leave one of them out"
+            f" holds yet; {_remedy(config, name, '--workers and --engine ray')}"
         )
 
 

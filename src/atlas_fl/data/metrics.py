@@ -20,6 +20,9 @@ def scores(task: Task, labels: Shaped[Array, " n"], logits: Float[Array, "n labe
     Classes: loss (mean cross-entropy, nats), ece (`calibration_error`), accuracy, mcc, and f1, precision and recall of
     class 1 if there are two classes, else the mean over the classes that occur (macro). Regression: loss (mean squared
     error), pearson, spearman. A constant correlates with nothing: its correlation is undefined and `primary` then is 0.
+
+    Outputs that are no numbers have no loss and are never right: such an example counts as wrong (`predicted_classes`),
+    and correlations with such predictions are the worst that there are, -1.
     """
     assert len(labels) == len(logits) > 0, "scores need one row of logits per label, and at least one"
     metrics = _regression(labels, logits[:, 0]) if task.is_regression else _classification(labels, logits)
@@ -55,10 +58,11 @@ def rouge(references: Sequence[str], written: Sequence[str]) -> dict[str, float]
 
 def _classification(labels: Labels, logits: Array) -> dict[str, float]:
     wide = logits.astype(np.float64)
-    shifted = wide - wide.max(axis=1, keepdims=True)
+    with np.errstate(invalid="ignore"):  # a row of infinities has no loss
+        shifted = wide - wide.max(axis=1, keepdims=True)
     log_sum = np.log(np.exp(shifted).sum(axis=1))
     loss = float(np.mean(log_sum - shifted[np.arange(len(labels)), labels]))
-    predicted = wide.argmax(axis=1)
+    predicted = predicted_classes(wide)
     ece = calibration_error(np.exp(-log_sum), predicted == labels)
     return {"loss": loss, "ece": ece, **of_confusion(confusion(labels, predicted, logits.shape[1]))}
 
@@ -80,22 +84,36 @@ def calibration_error(confidence: Float[Array, " n"], is_hit: Shaped[Array, " n"
     return float(np.abs(gaps).sum() / len(confidence))
 
 
+def predicted_classes(logits: Float[Array, "n labels"]) -> Labels:
+    """The class of the largest logit of every row, (n,) int64; `labels`, which is no class, where that is no number.
+
+    To `argmax` a NaN is the largest, so that a row of NaN would be class 0.
+    """
+    return np.asarray(np.where(np.isfinite(logits.max(axis=1)), logits.argmax(axis=1), logits.shape[1]))
+
+
 def confusion(labels: Labels, predicted: Labels, num_labels: int) -> Array:
-    """How often class i (row) was predicted as class j (column), (num_labels, num_labels) int64."""
-    flat = np.bincount(labels * num_labels + predicted, minlength=num_labels**2)
-    return flat.reshape(num_labels, num_labels)
+    """How often class i (row) was predicted as class j (column), (num_labels, num_labels + 1) int64.
+
+    The last column is of examples without a prediction.
+    """
+    columns = num_labels + 1
+    return np.bincount(labels * columns + predicted, minlength=num_labels * columns).reshape(num_labels, columns)
 
 
 def by_class(labels: Labels, logits: Float[Array, "n labels"]) -> dict[str, list[int]]:
     """Of every class, in order, how many examples there are and how many of them were recognised (`hits`)."""
-    counts = confusion(labels, logits.argmax(axis=1), logits.shape[1])
+    counts = confusion(labels, predicted_classes(logits), logits.shape[1])
     return {"hits": np.diag(counts).tolist(), "examples": counts.sum(axis=1).tolist()}
 
 
 def of_confusion(counts: Array) -> dict[str, float]:
     """Accuracy, f1, precision, recall and mcc of a confusion matrix; a ratio of nothing is 0, as in scikit-learn."""
     hits = np.diag(counts).astype(np.float64)
-    actual, predicted = counts.sum(axis=1).astype(np.float64), counts.sum(axis=0).astype(np.float64)
+    actual = counts.sum(axis=1).astype(np.float64)
+    # of the classes, and at the end of none
+    answers = counts.sum(axis=0).astype(np.float64)
+    predicted = answers[: len(actual)]
     precision, recall = _ratio(hits, predicted), _ratio(hits, actual)
     f1 = _ratio(2 * hits, actual + predicted)
     chosen = np.asarray([1]) if len(counts) == 2 else np.flatnonzero(actual + predicted)
@@ -104,15 +122,15 @@ def of_confusion(counts: Array) -> dict[str, float]:
         "f1": float(f1[chosen].mean()),
         "precision": float(precision[chosen].mean()),
         "recall": float(recall[chosen].mean()),
-        "mcc": _mcc(hits.sum(), actual, predicted),
+        "mcc": _mcc(hits.sum(), actual, answers),
     }
 
 
-def _mcc(hits: float, actual: Array, predicted: Array) -> float:
+def _mcc(hits: float, actual: Array, answers: Array) -> float:
     # J. Gorodkin, Comparing two K-category assignments by a K-category correlation coefficient, 2004.
     total = actual.sum()
-    covariance = hits * total - actual @ predicted
-    spread = (total**2 - predicted @ predicted) * (total**2 - actual @ actual)
+    covariance = hits * total - actual @ answers[: len(actual)]
+    spread = (total**2 - answers @ answers) * (total**2 - actual @ actual)
     return float(covariance / np.sqrt(spread)) if spread > 0 else 0.0
 
 
@@ -122,7 +140,10 @@ def _ratio(above: Array, below: Array) -> Array:
 
 def _regression(labels: Labels, predicted: Array) -> dict[str, float]:
     x, y = labels.astype(np.float64), predicted.astype(np.float64)
-    metrics = {"loss": float(np.mean((x - y) ** 2))}
+    with np.errstate(invalid="ignore"):
+        metrics = {"loss": float(np.mean((x - y) ** 2))}
+    if not np.isfinite(y).all():
+        return {**metrics, "pearson": -1.0, "spearman": -1.0}
     if np.ptp(x) > 0 and np.ptp(y) > 0:
         metrics["pearson"] = _correlation(x, y)
         metrics["spearman"] = _correlation(_mean_ranks(x), _mean_ranks(y))

@@ -14,13 +14,11 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from packaging.requirements import Requirement
-
 from atlas_fl.experiment.free_memory import free_bytes
 from atlas_fl.storage.assets import EMBEDDED_ASSETS, VISION_ASSETS, Asset, embedded_dir
 from atlas_fl.storage.downloads import find_damaged_file
+from atlas_fl.storage.extras import PROJECT, accepts, extra_requirements, install_command
 
-PROJECT = "atlas-fl"
 RUN_MEMORY_BYTES, RUN_DISK_BYTES = 2_500_000_000, 500_000_000
 """What a run of the quick preset takes at most, as README says, and space for several of its folders."""
 
@@ -40,9 +38,7 @@ class Package:
     @property
     def fits(self) -> bool:
         """Whether a version is here that will do."""
-        return self.installed is not None and Requirement(self.needed).specifier.contains(
-            self.installed, prereleases=True
-        )
+        return self.installed is not None and accepts(self.needed, self.installed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +55,8 @@ class Extra:
 
     @property
     def command(self) -> str:
-        """What installs it."""
-        return f"pip install '{PROJECT}[{self.name}]'"
+        """The command that installs what it needs."""
+        return install_command(self.name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,28 +184,22 @@ def _read_metadata() -> tuple[str | None, tuple[Package, ...], tuple[Extra, ...]
         distribution = metadata.distribution(PROJECT)
     except metadata.PackageNotFoundError:
         return None, (), ()
-    requirements = [Requirement(text) for text in distribution.requires or ()]
     names = distribution.metadata.get_all("Provides-Extra") or []
-    extras = tuple(
-        Extra(name=name, packages=tuple(_package(needed) for needed in requirements if _is_of(needed, name)))
-        for name in names
-    )
-    return distribution.version, tuple(_package(needed) for needed in requirements if _is_of(needed, "")), extras
+    extras = tuple(Extra(name=name, packages=_packages(name)) for name in names)
+    return distribution.version, _packages(""), extras
 
 
-def _is_of(needed: Requirement, extra: str) -> bool:
-    """Whether a requirement is that of this extra, or for "" of ATLAS itself, on this machine."""
-    if needed.marker is None:
-        return not extra
-    return needed.marker.evaluate({"extra": extra}) and not (extra and needed.marker.evaluate({"extra": ""}))
+def _packages(extra: str) -> tuple[Package, ...]:
+    """What an extra, or for "" ATLAS itself, needs."""
+    requirements = extra_requirements(extra).items()
+    return tuple(Package(name=name, needed=needed, installed=_version(name)) for name, needed in requirements)
 
 
-def _package(needed: Requirement) -> Package:
+def _version(name: str) -> str | None:
     try:
-        installed: str | None = metadata.version(needed.name)
+        return metadata.version(name)
     except metadata.PackageNotFoundError:
-        installed = None
-    return Package(name=needed.name, needed=f"{needed.name}{needed.specifier}", installed=installed)
+        return None
 
 
 def _load_torch(packages: tuple[Package, ...]) -> tuple[Any, str | None]:

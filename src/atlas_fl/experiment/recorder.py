@@ -258,7 +258,7 @@ class Recorder:
             for name, reason in record.refused.items()
         ]
         rows += [{"round": record.round, "client": name, "event": "missing"} for name in record.missing]
-        for event, reasons in (("clipped", record.clipped), ("restored", record.restored)):
+        for event, reasons in (("clipped", record.clipped), ("restored", record.restored), ("unmoved", record.unmoved)):
             common = {"round": record.round, "event": event}
             rows += [{**common, "client": name, "reason": reason} for name, reason in reasons.items()]
         rows += [{"round": record.round, "client": name, "event": "kept own model"} for name in record.kept_local]

@@ -8,6 +8,7 @@ Engines train and evaluate the clients; the recorder writes the files.
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import isfinite
 from types import MappingProxyType
 from typing import Any
 
@@ -35,7 +36,7 @@ from atlas_fl.experiment.recorder import Recorder
 from atlas_fl.experiment.reports import sharing_of_round, with_reports
 from atlas_fl.experiment.second_models import gate_of, predicting_models, predicts_as_sent, train_second_models
 from atlas_fl.experiment.state import FederationState, RoundRecord, mean_validation_score, sum_cut_traffic
-from atlas_fl.experiment.untrained import keep_untrained, unsent_names
+from atlas_fl.experiment.untrained import keep_untrained, unmoved_clients, unsent_names
 from atlas_fl.params import ByClient, Params, ServerState, Split, flatten_state
 from atlas_fl.partial_sharing import expected_update, has_hidden_factors
 from atlas_fl.planning.host_assignment import attach_hosts, match_round_hosts
@@ -238,9 +239,14 @@ def select_models(
     # Who does not answer cannot say that its own is better.
     scored = [name for name in trained if name in local_scores and name in mixed_scores]
     kept_local = tuple(
-        name for name in scored if local_scores[name].metrics["loss"] < mixed_scores[name].metrics["loss"]
+        name for name in scored if _is_lower(local_scores[name].metrics["loss"], mixed_scores[name].metrics["loss"])
     )
     return {name: trained[name] if name in kept_local else params for name, params in mixed.items()}, kept_local
+
+
+def _is_lower(loss: float, other: float) -> bool:
+    """Whether a loss is below another one; any number is below NaN and infinity."""
+    return isfinite(loss) and not loss >= other
 
 
 def check_updates(
@@ -406,6 +412,9 @@ def one_round(
         clipped=received.clipped,
         out_of_bound=received.out_of_bound,
         restored=server_step.restored,
+        unmoved=unmoved_clients(
+            state.client_models, received.updates, jobs[0].options, has_mask=planned.mask is not None
+        ),
         initial_models=state.client_models,
         client_models=outcome.client_models if predicts_as_sent(config) else server_step.client_models,
         scores=outcome.scores,

@@ -27,6 +27,7 @@ from atlas_fl.experiment.early_stopping import best_rounds
 from atlas_fl.experiment.summary import histories, mean_series
 from atlas_fl.experiment.sweep import Point, RunState, grid, parse_over, run_all
 from atlas_fl.rng import derive_seed
+from atlas_fl.storage.extras import install_command
 from atlas_fl.storage.files import DRAFTS, run_lock, write_atomic
 from atlas_fl.storage.jsonl import from_json, read_rows, to_json
 from atlas_fl.storage.run_folder import RunFolder
@@ -220,7 +221,7 @@ def _optuna() -> Any:
     try:
         import optuna
     except ImportError:
-        raise ConfigError("atlas search needs optuna, which is not installed; pip install 'atlas-fl[search]'") from None
+        raise ConfigError(f"atlas search needs optuna, which is not installed; {install_command('search')}") from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import isfinite
 from statistics import fmean
 from typing import Any
 
@@ -81,6 +82,8 @@ class RoundRecord:
     """The updates as they came of those whom the norm bound refused or scaled down."""
     restored: Mapping[str, str] = field(default_factory=dict)
     """By client that keeps its initial model because the mixed one was unusable, the reason."""
+    unmoved: Mapping[str, str] = field(default_factory=dict)
+    """By client none of whose parameters moved beyond rounding, the likely reasons."""
     anchors: ByClient = field(default_factory=dict)
     """What the clients are pulled to from here on, with `--personal-models` after an aggregation."""
     report: str = "none"
@@ -104,13 +107,25 @@ class RoundRecord:
         return tuple(name for name in self.sampled if name not in {*self.updates, *self.refused})
 
     def notes(self) -> list[str]:
-        """Notes on refused and scaled updates, on who keeps the model it started with, and on what was measured."""
+        """Notes on refused and scaled updates, on who keeps the model it started with, and on what was measured.
+
+        Others say whose training changed nothing, and whose model gives no numbers.
+        """
         prefix = f"round {self.round}: "
         lines = [f"{prefix}the update of {name} was refused: {reason}" for name, reason in self.refused.items()]
         lines += [f"{prefix}the update of {name} was scaled down: {reason}" for name, reason in self.clipped.items()]
         for reason in dict.fromkeys(self.restored.values()):
             names = ", ".join(name for name, client_reason in self.restored.items() if client_reason == reason)
             lines.append(f"{prefix}{names} keep the models that they began with: {reason}")
+        for reason in dict.fromkeys(self.unmoved.values()):
+            names = ", ".join(name for name, client_reason in self.unmoved.items() if client_reason == reason)
+            lines.append(f"{prefix}no parameter of {names} moved beyond rounding: {reason}")
+        for split, scores in self.scores.items():
+            if names := ", ".join(name for name, score in scores.items() if not isfinite(score.metrics["loss"])):
+                lines.append(
+                    f"{prefix}the models of {names} give outputs that are NaN or infinite for {split} examples, which"
+                    " count as wrong; lower the learning rate or clip"
+                )
         return lines + [f"{prefix}{line}" for line in sharing_words(self.sharing)]
 
     def messages(self, share: tuple[str, ...]) -> list[LedgerRow]:

@@ -8,6 +8,7 @@ from typing import Any
 from atlas_fl.deployment.consent import Allowance, Consent, check_consent
 from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.runtime.transport.certificates import CA, CERT, KEY
+from atlas_fl.storage.extras import install_command
 
 try:
     from flwr.app import ConfigRecord as ConfigRecord
@@ -23,7 +24,7 @@ try:
 except ModuleNotFoundError as error:
     if not (error.name or "").startswith("flwr"):
         raise
-    raise ConfigError("Flower is not installed here; it is an extra: pip install 'atlas-fl[flower]'") from None
+    raise ConfigError(f"Flower is not installed here; it is an extra: {install_command('flower')}") from None
 
 
 RECORD = "atlas"

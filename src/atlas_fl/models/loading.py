@@ -7,6 +7,7 @@ which files hold its weights and under which names.
 import json
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -32,6 +33,7 @@ from atlas_fl.models.backbone import Backbone, block_index
 from atlas_fl.models.registry import FAMILIES, VISION_FAMILIES, Family, ModelSource, is_hub_reachable, locate_model
 from atlas_fl.params import HEAD, Params
 from atlas_fl.rng import torch_generator
+from atlas_fl.storage.extras import install_command
 from atlas_fl.storage.files import atomic_folder
 
 _LOADING = RLock()
@@ -159,6 +161,11 @@ def checkpoint_blocks(backbone: Backbone) -> None:
 def find_family(name: str) -> tuple[ModelSource, Family]:
     """Where a model's files are and what architecture it has, without loading its weights."""
     source = locate_model(name)
+    if source.gguf_file and find_spec("gguf") is None:
+        raise ModelError(
+            f"model {name!r} is a GGUF file, and the package gguf, which reads it, is not installed;"
+            f" {install_command('gguf')}"
+        )
     with as_model_error(name, source):
         config = AutoConfig.from_pretrained(source.path, **loading_options(source))
     return source, _family_of_type(name, config.model_type)

@@ -7,7 +7,7 @@ of a transformer: sizes and nothing else.
 """
 
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -130,7 +130,16 @@ def head_shapes(family: Family, *, hidden: int, num_labels: int) -> dict[str, tu
 
 def apply_head(family: Family, params: Params, features: Tensor) -> Tensor:
     """Logits (examples, labels) of features (examples, hidden)."""
-    for layer in family.head:
+    return _apply_layers(family.head, params, features)
+
+
+def last_layer_inputs(family: Family, params: Params, features: Tensor) -> Tensor:
+    """What the last layer of the head reads, (examples, hidden): the features themselves where there is no other."""
+    return _apply_layers(family.head[:-1], params, features)
+
+
+def _apply_layers(layers: Sequence[Dense], params: Params, features: Tensor) -> Tensor:
+    for layer in layers:
         bias = params[layer.key + "bias"] if layer.bias else None
         features = ACTIVATIONS[layer.activation](nn.functional.linear(features, params[layer.key + "weight"], bias))
     return features

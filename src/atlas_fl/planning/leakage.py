@@ -59,7 +59,7 @@ def fisher_leakage(
 def token_probe(
     known_rows: Tensor, tokens: Tensor, unseen_rows: Tensor, *, embeddings: Tensor, ridge: float = 1e-3
 ) -> Tensor:
-    """The tokens that the probe reads out of `unseen_rows`, (m,) int64.
+    """The tokens that the probe reads out of `unseen_rows`, (m,) int64; -1 out of rows that are no numbers.
 
     It is fitted on `known_rows` (n, hidden) of `tokens` (n,) int64; `unseen_rows` is (m, hidden), `embeddings`
     (vocabulary, hidden) float32. `ridge` is in mean squares of the known rows' numbers.
@@ -73,7 +73,8 @@ def token_probe(
     directions = torch.nn.functional.normalize(embeddings - embedding_mean, dim=-1)
     # Tokens times vocabulary would be larger than the model.
     batch_size = max(1, MAX_PRODUCTS // len(directions))
-    return torch.cat([(batch @ directions.T).argmax(-1) for batch in torch.split(predicted, batch_size)])
+    nearest = [(batch @ directions.T).max(-1) for batch in torch.split(predicted, batch_size)]
+    return torch.cat([one.indices.masked_fill(~one.values.isfinite(), -1) for one in nearest])
 
 
 KNOWN_TEXTS, UNSEEN_TEXTS, FISHER_TEXTS = 400, 100, 8

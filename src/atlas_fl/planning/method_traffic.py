@@ -9,7 +9,7 @@ changes here changes there (`atlas list strategies`).
 import numpy as np
 import torch
 
-from atlas_fl.client.class_features import summarize
+from atlas_fl.client.class_features import feature_width, summarize
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.client.split_halves import join_halves
 from atlas_fl.config import Config
@@ -46,8 +46,7 @@ def method_bytes(
             return 0, _size(_stack_factors(adapters, participants)) - _size(adapters)
         return 0, _size(_stack_factors(adapters, participants - 1))
     if reads_features(config):
-        (weight,) = (tensor for key, tensor in model.items() if key in head_keys(model) and tensor.dim() == 2)
-        nothing = summarize(torch.zeros(0, weight.shape[1]), np.zeros(0, np.int64), num_labels=labels)
+        nothing = summarize(torch.zeros(0, feature_width(model)), np.zeros(0, np.int64), num_labels=labels)
         centroids = {"means": nothing["means"], "seen": nothing["counts"] > 0}
         return payload_bytes(nothing), payload_bytes(centroids) if config.training.feature_alignment else 0
     unsent = [_size({key: one for key, one in shared.items() if not options.trains(key, round=n)}) for n in (1, 2)]

@@ -12,7 +12,6 @@ import numpy as np
 from atlas_fl.config.settings import settings
 from atlas_fl.config.values import to_words
 from atlas_fl.errors import ConfigError
-from atlas_fl.report.claims import claim_sections
 from atlas_fl.report.comparison_tables import SHOWN, markdown_tables, shown
 from atlas_fl.report.federation_ranks import MethodRanks, rank_comparisons
 from atlas_fl.report.federation_results import FederationResults, federation_results
@@ -56,7 +55,6 @@ def write_page(results: Sequence[FederationResults], *, num_runs: int, control: 
         *_reading(control),
         *_glance_lines(results, control),
         *([] if ranks is None else ["", "## Over all federations", "", *_rank_lines(ranks, control)]),
-        *claim_sections({one.title: one.comparison for one in results if one.comparison is not None}, control=control),
     ]
     for result in results:
         lines += ["", f"## {result.title}", "", *_federation_lines(result)]

@@ -17,6 +17,7 @@ import numpy as np
 
 from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.runtime.worker_pool import InitWorker, WorkerLoop
+from atlas_fl.storage.extras import install_command
 
 RAY_LOG_LEVEL = 40
 """Errors only: at lower levels Ray logs every step of its start."""
@@ -113,7 +114,7 @@ def ray_cluster() -> Iterator[Cluster]:
     try:
         import ray
     except ModuleNotFoundError:
-        raise ConfigError("--engine ray needs Ray, which is not installed; pip install 'atlas-fl[ray]'") from None
+        raise ConfigError(f"--engine ray needs Ray, which is not installed; {install_command('ray')}") from None
     address = os.environ.get("RAY_ADDRESS", "local")
     starts_ray = not ray.is_initialized()
     if starts_ray:

@@ -6,10 +6,10 @@ from typing import Any
 from atlas_fl.aggregation.registry import find_strategy
 from atlas_fl.aggregation.robust import Space
 from atlas_fl.aggregation.strategies import CLUSTERS, Strategy, StrategyOptions
-from atlas_fl.client.options import FingerprintOptions, TrainOptions
+from atlas_fl.client.options import FingerprintOptions, TrainedParts, TrainOptions
 from atlas_fl.client.second_model import SecondModel
 from atlas_fl.config import Config
-from atlas_fl.config.methods import has_frozen_part, rule_of
+from atlas_fl.config.methods import has_frozen_part, reads_features, rule_of
 from atlas_fl.data.clients import ClientData
 from atlas_fl.models.registry import suggested_lr
 from atlas_fl.runtime.attacks import ATTACKS, HostileEngine, choose_attackers
@@ -121,7 +121,7 @@ def train_options(config: Config, *, with_images: bool) -> TrainOptions:
         **optimizer_options(config, config.optimizer(images=with_images)),
         proximal_mu=training.proximal_mu,
         feature_alignment=training.feature_alignment,
-        trained_parts=training.trained_parts,
+        trained_parts=_trained_parts(config),
         prior_correction=training.prior_correction,
         multitask=training.multitask,
         control_variates=training.control_variates,
@@ -136,6 +136,12 @@ def train_options(config: Config, *, with_images: bool) -> TrainOptions:
         rate_by_round=with_images and config.trainable(images=True) == "full",
         carry_momentum=images.carry_momentum,
     )
+
+
+def _trained_parts(config: Config) -> TrainedParts:
+    """Which parts train; of rules by class features (FedPAC) the head is its last layer, which reads these features."""
+    parts = config.training.trained_parts
+    return "last_layer_then_rest" if parts == "head_then_rest" and reads_features(config) else parts
 
 
 def _second_model(config: Config) -> SecondModel:

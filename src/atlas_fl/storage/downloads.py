@@ -20,6 +20,7 @@ import psutil
 
 from atlas_fl.errors import DataError
 from atlas_fl.storage.assets import EMBEDDED_ASSETS, VISION_ASSETS, Asset
+from atlas_fl.storage.extras import install_command
 from atlas_fl.storage.files import set_aside
 
 _AR, _AR_HEADER = b"!<arch>\n", 60
@@ -36,7 +37,7 @@ def check_conversion_package(asset: Asset) -> None:
     if asset.conversion_package is not None and importlib.util.find_spec(asset.conversion_package) is None:
         raise DataError(
             f"{asset.name} is made of a file that needs the package {asset.conversion_package}; install it with"
-            f" `pip install 'atlas-fl[{asset.group}]'` and fetch again"
+            f" `{install_command(asset.group)}` and fetch again"
         )
 
 

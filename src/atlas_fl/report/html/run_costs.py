@@ -248,6 +248,7 @@ WORDS = {
     "missing": "update missing",
     "clipped": "update clipped to the norm bound",
     "restored": "mixed model could not be used",
+    "unmoved": "training moved no parameter",
     "kept own model": "kept its own model",
     "joined": "joined late",
     "hosted": "upper part computed by",

@@ -18,6 +18,7 @@ from typing import Any
 from atlas_fl.config import Config, config_hash, settings, value_of
 from atlas_fl.errors import ConfigError, one_line
 from atlas_fl.events import Event, Note, OnEvent, PhaseStarted, RoundFinished
+from atlas_fl.storage.extras import install_command
 
 ROUND = "round "
 """How the phase of a round is called."""
@@ -120,7 +121,7 @@ def importing(title: str, *, flag: str, package: str) -> Iterator[None]:
     except (ImportError, AttributeError, TypeError, ValueError, RuntimeError, OSError) as error:
         is_missing = isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == package
         if is_missing or isinstance(error, AttributeError):  # of a folder that is left of it, an empty module is made
-            problem, remedy = f"{flag} needs {title}'s package", f"pip install 'atlas-fl[{package}]'"
+            problem, remedy = f"{flag} needs {title}'s package", install_command(package)
         else:
             problem, remedy = f"{flag}: {package} cannot be loaded ({in_words(error)})", "install it again"
         raise ConfigError(f"{problem}; {remedy}, or leave {flag} out") from None

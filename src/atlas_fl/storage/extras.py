@@ -1,0 +1,44 @@
+"""Optional extras: the command that installs what one of them needs, by the metadata of the installed ATLAS.
+
+It names the packages themselves, and so works wherever ATLAS came from: a clone, a wheel or an index.
+"""
+
+from collections.abc import Sequence
+from importlib import metadata
+
+from packaging.requirements import Requirement
+
+PROJECT = "atlas-fl"
+
+
+def extra_requirements(extra: str) -> dict[str, str]:
+    """By package what this extra, or for "" ATLAS itself, needs on this machine, such as `optuna>=4.4`.
+
+    Empty where ATLAS is not installed.
+    """
+    try:
+        texts: Sequence[str] = metadata.requires(PROJECT) or ()
+    except metadata.PackageNotFoundError:
+        return {}
+    requirements = [needed for needed in map(Requirement, texts) if _is_of(needed, extra)]
+    return {needed.name: f"{needed.name}{needed.specifier}" for needed in requirements}
+
+
+def accepts(requirement: str, version: str) -> bool:
+    """Whether this version of a package will do."""
+    return Requirement(requirement).specifier.contains(version, prereleases=True)
+
+
+def install_command(extra: str) -> str:
+    """The command that installs what this extra needs, such as `pip install 'optuna>=4.4'`.
+
+    Where ATLAS runs from its sources without being installed, it installs both, from the folder of the sources.
+    """
+    packages = [f"'{requirement}'" for requirement in extra_requirements(extra).values()]
+    return f"pip install {' '.join(packages)}" if packages else f"pip install '.[{extra}]'"
+
+
+def _is_of(needed: Requirement, extra: str) -> bool:
+    if needed.marker is None:
+        return not extra
+    return needed.marker.evaluate({"extra": extra}) and not (extra and needed.marker.evaluate({"extra": ""}))
