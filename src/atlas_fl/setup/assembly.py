@@ -408,16 +408,12 @@ def _encode_row_prompts(rows: Rows, backbone: Backbone, limit: int, config: Data
 
 
 def max_sequence_length(backbone: Backbone) -> int:
-    """The longest sequence that the model has positions for; RoBERTa leaves its first ones unused.
-
-    Inside a sliding window, as Mistral's and some of Qwen2's blocks have it, packed attention is theirs exactly.
-    """
+    """The longest sequence that the model has positions for; RoBERTa leaves its first ones unused."""
     config = backbone.model.config
     positions = getattr(config, "max_position_embeddings", None)
-    first = backbone.family.first_position(int(config.pad_token_id))
-    window = getattr(config, "sliding_window", None)
-    # A model that has neither has no limit of its own.
-    return min(1 << 20 if positions is None else int(positions) - first, window or 1 << 20)
+    unused = int(config.pad_token_id) + 1 if backbone.family.counts_from_padding else 0
+    # A model without positions has no limit of its own.
+    return min(1 << 20, 1 << 20 if positions is None else int(positions) - unused)
 
 
 def _encode_rows(rows: Rows, backbone: Backbone, limit: int) -> EncodedExamples:

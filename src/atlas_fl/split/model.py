@@ -23,7 +23,8 @@ from torch import Tensor
 from atlas_fl.errors import ModelError
 from atlas_fl.models.attention import PackedLayout
 from atlas_fl.models.backbone import Backbone, block_index, embed_tokens, norm_and_pool, read_positions, run_blocks
-from atlas_fl.models.loading import build_first_blocks, checkpoint_blocks, checkpoint_names, shard_file, weight_files
+from atlas_fl.models.files import checkpoint_names, shard_file, weight_files
+from atlas_fl.models.loading import build_first_blocks, checkpoint_blocks, mismatch
 from atlas_fl.params import HEAD, PRIVATE
 
 
@@ -65,10 +66,7 @@ def load_client_part(
     state = part.model.state_dict()
     for key, tensor in _read_tensors(part, state):
         if state[key].shape != tensor.shape:
-            raise ModelError(
-                f"model {name!r}: {key} is {tuple(tensor.shape)} in the file and {tuple(state[key].shape)} by its"
-                " config.json; give files that belong together"
-            )
+            raise ModelError(mismatch(name, key, tensor.shape, state[key].shape))
         state[key].copy_(tensor)
     part.model.to(device)
     if gradient_checkpointing:
