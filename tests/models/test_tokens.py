@@ -34,11 +34,12 @@ def test_encoding_gives_the_tokenizers_own_tokens_cut_to_length(tiny) -> None:
     text, pair = ["w1 w2 w3", "w4"], ["w5", "w6 w7 w8 w9 w10 w11 w12"]
     encoded = encode_examples(text, pair, np.array([0, 1]), tokenizer=tokenizer, max_length=8)
     for i in range(2):
-        alone = tokenizer(text[i], pair[i], truncation=True, max_length=8, return_token_type_ids=True)
+        alone = tokenizer(text[i], pair[i], truncation=True, max_length=8)
         part = encoded.take(np.array([i]))
         assert part.ids.tolist() == alone["input_ids"]
-        assert part.types.tolist() == alone["token_type_ids"]
+        assert part.types.tolist() == alone.get("token_type_ids", [0] * len(alone["input_ids"]))
     assert encoded.lengths.max() == 8
+    assert encoded.types.any() == (tiny.name == "bert")
 
 
 def test_single_texts_need_no_pair(tiny_of) -> None:

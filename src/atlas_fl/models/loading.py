@@ -4,7 +4,7 @@ Files are checked (`models.files`) before a library reads them. `build_first_blo
 model without the rest.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import RLock
@@ -288,25 +288,31 @@ def loading_options(source: ModelSource) -> dict[str, Any]:
 
 @contextmanager
 def loading_lock() -> Iterator[None]:
-    """Make a model while no other thread makes one, without progress bars, and leave torch's generator as it was.
+    """Make a model while no other thread makes one, without a word of transformers; torch's generator stays as it was.
 
     While it loads, transformers replaces the function of its class that ties weights and then puts back what it found.
     Of two threads at once one finds the other's replacement, and nothing is tied any more in this process. Loading also
     draws what files lack from the global generator, which is not ours to move.
     """
-    with _LOADING, _hide_progress_bars(), torch.random.fork_rng(devices=[]):
+    with _LOADING, _quiet_transformers(), torch.random.fork_rng(devices=[]):
         yield
 
 
 @contextmanager
-def _hide_progress_bars() -> Iterator[None]:
-    """Keep transformers' progress bars off the screen, which shows the run's own."""
-    shown = hf_logging.is_progress_bar_enabled()
+def _quiet_transformers() -> Iterator[None]:
+    """Keep transformers' progress bars, and its tables of tensors that a model or its files lack, off the screen.
+
+    Whoever loads a model looks at these tensors and raises an error of our own.
+    """
+    shows_progress = hf_logging.is_progress_bar_enabled()
+    verbosity = hf_logging.get_verbosity()
     hf_logging.disable_progress_bar()
+    hf_logging.set_verbosity_error()
     try:
         yield
     finally:
-        if shown:
+        hf_logging.set_verbosity(verbosity)
+        if shows_progress:
             hf_logging.enable_progress_bar()
 
 
@@ -343,8 +349,8 @@ def _cannot_generate(name: str, family: Family) -> str:
 
 def _load_failure(name: str, source: ModelSource, error: Exception) -> str:
     return (
-        f"model {name!r} ({source.path}) could not be loaded: {first_line(error)}; give a directory that holds config.json,"
-        " model.safetensors and tokenizer.json, fill the hub's cache on a machine with a network and copy it,"
+        f"model {name!r} ({source.path}) could not be loaded: {first_line(error)}; give a directory that holds"
+        " config.json, model.safetensors and tokenizer.json, fill the hub's cache on a machine with a network and copy it,"
         " or use the embedded one: `atlas fetch embedded` and --model minilm"
     )
 

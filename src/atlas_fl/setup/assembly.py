@@ -17,11 +17,11 @@ from atlas_fl.config import Config, DataConfig, parse_arrivals
 from atlas_fl.config.schema import ALL_CLASSES, NONE, cuts_by_name
 from atlas_fl.config.training_checks import no_fp16
 from atlas_fl.config.values import invalid_value
-from atlas_fl.data.clients import BY_CLASSES, ClientData, make_clients
+from atlas_fl.data.clients import BY_CLASSES, MOST_NAMED, ClientData, make_clients
 from atlas_fl.data.heterogeneity import centralize, flip_classes, merge_sources, separate_sources, shift_concepts
 from atlas_fl.data.registry import check_one_kind, find_tasks
 from atlas_fl.data.task import Examples, Rows, Source, Task, as_texts
-from atlas_fl.errors import AtlasError, BudgetError, ConfigError, unknown_name
+from atlas_fl.errors import AtlasError, BudgetError, ConfigError, ModelError, unknown_name
 from atlas_fl.models.backbone import Backbone, block_index, model_shape, plain_shape, trainable_names
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.lora import lora_scale
@@ -417,7 +417,52 @@ def max_sequence_length(backbone: Backbone) -> int:
 
 
 def _encode_rows(rows: Rows, backbone: Backbone, limit: int) -> EncodedExamples:
-    return encode_examples(rows.text, rows.pair, rows.label, tokenizer=backbone.tokenizer, max_length=limit)
+    examples = encode_examples(rows.text, rows.pair, rows.label, tokenizer=backbone.tokenizer, max_length=limit)
+    if backbone.family.token_types and len(examples.types):
+        most, known = int(examples.types.max()), int(backbone.model.config.type_vocab_size)
+        if most >= known:
+            raise ModelError(
+                f"the tokenizer of model {backbone.name!r} gives tokens of a pair the type {most}, and the model has"
+                f" embeddings for {known} types; give the tokenizer that belongs to the model"
+            )
+    return examples
+
+
+def truncation_notes(data: Mapping[str, ClientTokens], backbone: Backbone) -> tuple[str, ...]:
+    """A line for each task with texts longer than what is read of them: how many, by how much, and whose."""
+    tasks: dict[str, dict[str, ClientTokens]] = {}
+    for client, tokens in data.items():
+        tasks.setdefault(tokens.task.name, {})[client] = tokens
+    return tuple(note for clients in tasks.values() if (note := _truncation_note(clients, backbone)))
+
+
+def _truncation_note(clients: Mapping[str, ClientTokens], backbone: Backbone) -> str:
+    by_client: dict[str, int] = {}
+    full: list[int] = []
+    kept: list[int] = []
+    for client, tokens in clients.items():
+        for examples in (*tokens.splits.values(), *(prompts.encoded for prompts in tokens.prompts.values())):
+            if examples.full_lengths is not None:
+                is_cut = examples.full_lengths > examples.lengths
+                full.extend(examples.full_lengths[is_cut].tolist())
+                kept.extend(examples.lengths[is_cut].tolist())
+                by_client[client] = by_client.get(client, 0) + int(is_cut.sum())
+    if not by_client:
+        return ""
+    task = next(iter(clients.values())).task
+    total = sum(len(examples) for tokens in clients.values() for examples in tokens.splits.values())
+    named = ", ".join(f"{client} {count:,}" for client, count in list(by_client.items())[:MOST_NAMED])
+    more = ", .." if len(by_client) > MOST_NAMED else ""
+    lost = (
+        "prompts lose their beginnings, answers longer than that their ends" if task.writes else "their ends are lost"
+    )
+    limit, possible = max(kept), max_sequence_length(backbone)
+    remedy = f"--max-length goes up to {possible:,}" if limit < possible else "the model has positions for no more"
+    return (
+        f"{task.name}: {len(full):,} of {total:,} texts are longer than {limit:,} tokens and are cut, by"
+        f" {1 - sum(kept) / sum(full):.0%} of their tokens; the longest has {max(full):,} ({named}{more}); {lost}, and"
+        f" {remedy}"
+    )
 
 
 def without_private(assembly: Assembly, params: Params, cut: Cut | None) -> Params:

@@ -62,12 +62,15 @@ def load_client_part(
     another; names are the stock ones.
     Raises `ModelError` where the model is not to be had, has no safetensors, lacks a tensor or has fewer blocks.
     """
-    part = build_first_blocks(name, blocks=blocks)
+    with torch.device("meta"):
+        outline = build_first_blocks(name, blocks=blocks)
+    expected = outline.model.state_dict()
+    for key, stored in _find_tensors(outline, expected):
+        _check_shape(name, key, stored, expected[key])
+    part = build_first_blocks(name, blocks=blocks)  # as large as the files, and no larger
     state = part.model.state_dict()
-    for key, tensor in _read_tensors(part, state):
-        if state[key].shape != tensor.shape:
-            raise ModelError(mismatch(name, key, tensor.shape, state[key].shape))
-        state[key].copy_(tensor)
+    for key, stored in _find_tensors(part, state):
+        state[key].copy_(stored[:])
     part.model.to(device)
     if gradient_checkpointing:
         checkpoint_blocks(part)
@@ -79,11 +82,24 @@ def _output_embedding(part: Backbone) -> Tensor:
     if part.model.config.tie_word_embeddings:
         tied: Tensor = part.model.get_input_embeddings().weight
         return tied
-    return next(tensor for _, tensor in _read_tensors(part, ("lm_head.weight",))).to(part.device, torch.float32)
+    table = part.model.get_input_embeddings().weight
+    _, stored = next(_find_tensors(part, ("lm_head.weight",)))
+    _check_shape(part.name, "lm_head.weight", stored, table)
+    weight: Tensor = stored[:]
+    return weight.to(part.device, torch.float32)
 
 
-def _read_tensors(part: Backbone, keys: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-    """(name in the model, tensor) of every wanted tensor, read one at a time."""
+def _check_shape(name: str, key: str, stored: Any, expected: Tensor) -> None:
+    shape = tuple(stored.get_shape())
+    if shape != tuple(expected.shape):
+        raise ModelError(mismatch(name, key, shape, expected.shape))
+
+
+def _find_tensors(part: Backbone, keys: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """(name in the model, slice of a file that gives its shape and is read when it is indexed) of every wanted tensor.
+
+    A slice is good until the next one.
+    """
     files = weight_files(part.name, part.source)
     with ExitStack() as stack:
 
@@ -99,4 +115,4 @@ def _read_tensors(part: Backbone, keys: Collection[str]) -> Iterator[tuple[str, 
             )
             if name is None:
                 raise ModelError(f"model {part.name!r} lacks {key}; give complete files")
-            yield key, reader(available[name]).get_tensor(name)
+            yield key, reader(available[name]).get_slice(name)
