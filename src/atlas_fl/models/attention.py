@@ -156,6 +156,8 @@ class _PackedAttention(torch.autograd.Function):
                 by_sequence += bucket.bias.to(scores.dtype)
             if causal:
                 scores += _causal_bias(bucket.length, window, like=scores)
+                # A window may hold nothing but padding, and a softmax of nothing is NaN: padding sees itself.
+                scores.diagonal(dim1=1, dim2=2).clamp_(min=torch.finfo(scores.dtype).min)
             wide = torch.promote_types(scores.dtype, torch.float32)
             weight = scores.softmax(-1, dtype=wide).to(scores.dtype)  # (count * heads, length, length)
             torch.bmm(weight, _bucket_rows(values, bucket, q), out=_bucket_rows(out, bucket, q))

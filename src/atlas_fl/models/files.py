@@ -381,8 +381,8 @@ def check_heads(name: str, config: Any) -> None:
         groups = _whole_number(name, config, "num_key_value_heads")
     if hidden < 1 or heads < 1 or groups < 1 or heads % groups:
         raise ModelError(
-            f"model {name!r}: {CONFIG} says hidden_size {hidden:,} and num_attention_heads {heads:,} for {groups:,} heads"
-            " of keys, which do not divide; give the model's own file"
+            f"model {name!r}: {CONFIG} says hidden_size {hidden:,} and num_attention_heads {heads:,} for {groups:,}"
+            " heads of keys, which do not divide; give the model's own file"
         )
     if getattr(config, "head_dim", None) is not None:
         width = _whole_number(name, config, "head_dim")

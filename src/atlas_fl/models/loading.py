@@ -199,8 +199,8 @@ def _check_tokens(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokeni
     token, last = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if last >= rows:
         raise ModelError(
-            f"the tokenizer of model {name!r} gives {token!r} the id {last:,}, and the model has embeddings for ids below"
-            f" {rows:,}; give the tokenizer that belongs to the model"
+            f"the tokenizer of model {name!r} gives {token!r} the id {last:,}, and the model has embeddings for ids"
+            f" below {rows:,}; give the tokenizer that belongs to the model"
         )
     padding = model.config.pad_token_id
     if family.counts_from_padding and not (isinstance(padding, int) and 0 <= padding < rows):
@@ -350,8 +350,8 @@ def _cannot_generate(name: str, family: Family) -> str:
 def _load_failure(name: str, source: ModelSource, error: Exception) -> str:
     return (
         f"model {name!r} ({source.path}) could not be loaded: {first_line(error)}; give a directory that holds"
-        " config.json, model.safetensors and tokenizer.json, fill the hub's cache on a machine with a network and copy it,"
-        " or use the embedded one: `atlas fetch embedded` and --model minilm"
+        " config.json, model.safetensors and tokenizer.json, fill the hub's cache on a machine with a network and copy"
+        " it, or use the embedded one: `atlas fetch embedded` and --model minilm"
     )
 
 
