@@ -168,7 +168,7 @@ def _shards(name: str, index: Path) -> dict[str, str]:
     if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
         raise ModelError(f"model {name!r}: {index.name} names no file for each tensor; give the model's own files")
     for shard in dict.fromkeys(shards.values()):
-        if Path(shard).name != shard:
+        if not shard or Path(shard).name != shard:
             raise ModelError(
                 f"model {name!r}: {index.name} names {short_repr(shard)}, which is no file beside it; give the model's"
                 " own files"

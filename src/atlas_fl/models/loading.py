@@ -11,6 +11,7 @@ from threading import RLock
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
@@ -24,7 +25,7 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
-from atlas_fl.errors import ModelError, one_line
+from atlas_fl.errors import ModelError, one_line, short_repr
 from atlas_fl.models.attention import PACKED, register_packed_attention
 from atlas_fl.models.backbone import Backbone, block_index
 from atlas_fl.models.files import (
@@ -64,6 +65,7 @@ UNREADABLE = (
     MemoryError,
     ImportError,
     SafetensorError,
+    StrictDataclassError,
     vars(torch.serialization)["pickle"].UnpicklingError,
 )
 """What libraries raise that read a config, a tokenizer or weights which somebody else has written: of a setting of
@@ -130,12 +132,19 @@ def load_tokenizer(name: str, source: ModelSource) -> PreTrainedTokenizerBase:
         raise ModelError(
             f"the tokenizer of model {name!r} could not be loaded: {first_line(error)}; give the model's own files"
         ) from None
+    _pair_ids(tokenizer)  # settings of other types show when it is used
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ModelError(
             f"the tokenizer of model {name!r} knows no word: {source.path} has no file of its tokens; copy"
             " tokenizer.json, or the vocabulary that the model was published with, beside its config.json"
         )
     return tokenizer
+
+
+def _pair_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids of a pair of texts of no words: what is set around them, by its own number and not by its name."""
+    ids: list[int] = tokenizer(".", ".", truncation=True, max_length=8)["input_ids"]
+    return ids
 
 
 def _load_model(source: ModelSource, auto: Any, weights: Params | None) -> tuple[PreTrainedModel, dict[str, Any]]:
@@ -196,10 +205,11 @@ def prepare_model(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokeni
 
 def _check_tokens(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, family: Family) -> None:
     rows = model.get_input_embeddings().weight.shape[0]
-    token, last = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    ids = {**tokenizer.get_vocab(), "around a pair of texts": max(_pair_ids(tokenizer), default=0)}
+    token, last = max(ids.items(), key=lambda item: item[1])
     if last >= rows:
         raise ModelError(
-            f"the tokenizer of model {name!r} gives {token!r} the id {last:,}, and the model has embeddings for ids"
+            f"the tokenizer of model {name!r} gives {short_repr(token)} the id {last:,}, and the model has embeddings for ids"
             f" below {rows:,}; give the tokenizer that belongs to the model"
         )
     padding = model.config.pad_token_id
@@ -268,7 +278,7 @@ def find_family(name: str) -> tuple[ModelSource, Family]:
     Raises `ModelError` where the folder, the config or the names of the tensors are no model's.
     """
     source = locate_model(name)
-    with as_model_error(name, source):
+    with as_model_error(name, source), loading_lock():
         check_folder(name, source)
         check_raw_config(name, source)
         config = AutoConfig.from_pretrained(source.path, **loading_options(source))
@@ -404,5 +414,7 @@ def first_block_tensors(backbone: Backbone, *, blocks: int) -> dict[str, Tensor]
 def first_line(error: Exception) -> str:
     """What an error of a library says, in a line; its kind where that is a mere key or nothing."""
     lines = str(error).strip().splitlines()
-    text = one_line(lines[0]).rstrip(".:") if lines else ""
+    if lines and lines[0].endswith(":"):
+        lines[0] = " ".join(lines[0:2])
+    text = one_line(" ".join(lines[0].split())).rstrip(".:") if lines else ""
     return text if len(text.split()) > 1 else f"{type(error).__name__} {text}".strip()

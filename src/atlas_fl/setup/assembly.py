@@ -85,6 +85,8 @@ NO_LATE_CLIENTS = JoinQueue()
 CPU_PACK_TOKENS, CUDA_PACK_TOKENS = 4096, 65536
 PACK_IMAGES = 64
 """Images in a pass of a whole model without gradients, or fewer where `--pack-tokens` is fewer."""
+LEAST_LENGTH = 4
+"""Tokens of a text at least, of which two may be set around it; also the least `--max-length`."""
 MOST_HASHED = 200_000_000
 """Weights of a frozen model that are hashed at the start of a run: a fifth of a second."""
 HEAD_STD = 0.02
@@ -408,12 +410,21 @@ def _encode_row_prompts(rows: Rows, backbone: Backbone, limit: int, config: Data
 
 
 def max_sequence_length(backbone: Backbone) -> int:
-    """The longest sequence that the model has positions for; RoBERTa leaves its first ones unused."""
+    """The longest sequence that the model has positions for; RoBERTa leaves its first ones unused.
+
+    Raises `ModelError` for a model with positions for no text.
+    """
     config = backbone.model.config
     positions = getattr(config, "max_position_embeddings", None)
     unused = int(config.pad_token_id) + 1 if backbone.family.counts_from_padding else 0
     # A model without positions has no limit of its own.
-    return min(1 << 20, 1 << 20 if positions is None else int(positions) - unused)
+    length = min(1 << 20, 1 << 20 if positions is None else int(positions) - unused)
+    if length < LEAST_LENGTH:
+        raise ModelError(
+            f"model {backbone.name!r} has positions for {max(0, length)} tokens, and a text takes {LEAST_LENGTH} or more;"
+            " give the model's own config.json"
+        )
+    return length
 
 
 def _encode_rows(rows: Rows, backbone: Backbone, limit: int) -> EncodedExamples:
