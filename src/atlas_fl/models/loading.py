@@ -143,7 +143,8 @@ def load_tokenizer(name: str, source: ModelSource) -> PreTrainedTokenizerBase:
 
 def _pair_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids of a pair of texts of no words: what is set around them, by its own number and not by its name."""
-    ids: list[int] = tokenizer(".", ".", truncation=True, max_length=8)["input_ids"]
+    tokenizer(".", ".", truncation=True, max_length=8)
+    ids: list[int] = tokenizer(".", ".", verbose=False)["input_ids"]
     return ids
 
 
@@ -209,8 +210,8 @@ def _check_tokens(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokeni
     token, last = max(ids.items(), key=lambda item: item[1])
     if last >= rows:
         raise ModelError(
-            f"the tokenizer of model {name!r} gives {short_repr(token)} the id {last:,}, and the model has embeddings for ids"
-            f" below {rows:,}; give the tokenizer that belongs to the model"
+            f"the tokenizer of model {name!r} gives {short_repr(token)} the id {last:,}, and the model has embeddings"
+            f" for ids below {rows:,}; give the tokenizer that belongs to the model"
         )
     padding = model.config.pad_token_id
     if family.counts_from_padding and not (isinstance(padding, int) and 0 <= padding < rows):

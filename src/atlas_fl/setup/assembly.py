@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from atlas_fl.client.job import ClientTokens, Prompts, Site, Trainable, image_tokens, initial_params
@@ -421,8 +422,8 @@ def max_sequence_length(backbone: Backbone) -> int:
     length = min(1 << 20, 1 << 20 if positions is None else int(positions) - unused)
     if length < LEAST_LENGTH:
         raise ModelError(
-            f"model {backbone.name!r} has positions for {max(0, length)} tokens, and a text takes {LEAST_LENGTH} or more;"
-            " give the model's own config.json"
+            f"model {backbone.name!r} has positions for {max(0, length)} tokens, and a text takes {LEAST_LENGTH} or"
+            " more; give the model's own config.json"
         )
     return length
 
@@ -448,32 +449,38 @@ def truncation_notes(data: Mapping[str, ClientTokens], backbone: Backbone) -> tu
 
 
 def _truncation_note(clients: Mapping[str, ClientTokens], backbone: Backbone) -> str:
-    by_client: dict[str, int] = {}
-    full: list[int] = []
-    kept: list[int] = []
-    for client, tokens in clients.items():
-        for examples in (*tokens.splits.values(), *(prompts.encoded for prompts in tokens.prompts.values())):
-            if examples.full_lengths is not None:
-                is_cut = examples.full_lengths > examples.lengths
-                full.extend(examples.full_lengths[is_cut].tolist())
-                kept.extend(examples.lengths[is_cut].tolist())
-                by_client[client] = by_client.get(client, 0) + int(is_cut.sum())
+    splits = {client: tokens.splits.values() for client, tokens in clients.items()}
+    prompts = [prompts.encoded for tokens in clients.values() for prompts in tokens.prompts.values()]
+    by_client = {client: count for client, parts in splits.items() if (count := sum(map(_count_cut, parts)))}
+    task, num_prompts = next(iter(clients.values())).task, sum(map(_count_cut, prompts))
+    answered = f"{num_prompts:,} of {sum(map(len, prompts)):,} prompts lose their beginnings before they are answered"
     if not by_client:
-        return ""
-    task = next(iter(clients.values())).task
-    total = sum(len(examples) for tokens in clients.values() for examples in tokens.splits.values())
+        return f"{task.name}: {answered}; lower --new-tokens or raise --max-length" if num_prompts else ""
+    examples = [part for parts in splits.values() for part in parts]
+    full, kept = _lengths_of_cut(examples)
     named = ", ".join(f"{client} {count:,}" for client, count in list(by_client.items())[:MOST_NAMED])
     more = ", .." if len(by_client) > MOST_NAMED else ""
     lost = (
         "prompts lose their beginnings, answers longer than that their ends" if task.writes else "their ends are lost"
     )
-    limit, possible = max(kept), max_sequence_length(backbone)
+    limit, possible = int(kept.max()), max_sequence_length(backbone)
     remedy = f"--max-length goes up to {possible:,}" if limit < possible else "the model has positions for no more"
     return (
-        f"{task.name}: {len(full):,} of {total:,} texts are longer than {limit:,} tokens and are cut, by"
-        f" {1 - sum(kept) / sum(full):.0%} of their tokens; the longest has {max(full):,} ({named}{more}); {lost}, and"
-        f" {remedy}"
+        f"{task.name}: {len(full):,} of {sum(map(len, examples)):,} texts are longer than {limit:,} tokens and are cut,"
+        f" by {1 - kept.sum() / full.sum():.0%} of their tokens; the longest has {full.max():,} ({named}{more}); {lost},"
+        f" and {remedy}{f'; {answered}' if num_prompts else ''}"
     )
+
+
+def _count_cut(examples: EncodedExamples) -> int:
+    return 0 if examples.full_lengths is None else int((examples.full_lengths > examples.lengths).sum())
+
+
+def _lengths_of_cut(parts: Sequence[EncodedExamples]) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, tokens kept) of every example of these that is cut."""
+    pairs = [(part.full_lengths, part.lengths) for part in parts if part.full_lengths is not None]
+    full, kept = (np.concatenate(lengths) for lengths in zip(*pairs, strict=True))
+    return full[full > kept], kept[full > kept]
 
 
 def without_private(assembly: Assembly, params: Params, cut: Cut | None) -> Params:
