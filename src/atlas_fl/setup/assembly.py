@@ -467,8 +467,8 @@ def _truncation_note(clients: Mapping[str, ClientTokens], backbone: Backbone) ->
     remedy = f"--max-length goes up to {possible:,}" if limit < possible else "the model has positions for no more"
     return (
         f"{task.name}: {len(full):,} of {sum(map(len, examples)):,} texts are longer than {limit:,} tokens and are cut,"
-        f" by {1 - kept.sum() / full.sum():.0%} of their tokens; the longest has {full.max():,} ({named}{more}); {lost},"
-        f" and {remedy}{f'; {answered}' if num_prompts else ''}"
+        f" by {1 - kept.sum() / full.sum():.0%} of their tokens; the longest has {full.max():,} ({named}{more});"
+        f" {lost}, and {remedy}{f'; {answered}' if num_prompts else ''}"
     )
 
 
