@@ -384,6 +384,37 @@ def test_token_types_that_gpt2_would_add_as_words_are_refused(copy_of) -> None:
         load_backbone(str(folder))
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"return_dict": False},
+        {"output_hidden_states": True},
+        {"_attn_implementation": "eager"},
+        {"use_cache": True, "torchscript": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_what_a_config_says_of_outputs_and_attention_changes_no_logit(copy_of, architecture: str, values) -> None:
+    folder = copy_of(architecture)
+    _, _, expected = ours(folder, texts_of(architecture))
+    settings(folder, **values)
+    _, _, found = ours(folder, texts_of(architecture))
+    assert torch.equal(found, expected)
+
+
+def test_settings_that_would_let_texts_of_a_row_change_each_other_are_refused(copy_of) -> None:
+    folder = copy_of("llama")
+    factors = {"long_factor": [2.0] * 4, "short_factor": [1.0] * 4, "original_max_position_embeddings": 6}
+    settings(folder, rope_parameters={"rope_type": "longrope", "factor": 2.0, "rope_theta": 1e4, **factors})
+    with pytest.raises(ModelError, match="has rope_type longrope, whose rotations follow from the longest text"):
+        load_backbone(str(folder))
+    folder = copy_of("bert")
+    settings(folder, chunk_size_feed_forward=4)
+    with pytest.raises(ModelError, match="has chunk_size_feed_forward 4, which splits rows and changes no result"):
+        load_backbone(str(folder))
+
+
 WINDOWS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": 4}),
     "mistral of one": ("mistral", {"sliding_window": 1}),

@@ -398,6 +398,21 @@ def check_heads(name: str, config: Any) -> None:
         raise ModelError(f"model {name!r}: {CONFIG} says sliding_window {window}; it is 1 or more, or null")
 
 
+def check_packable(name: str, config: Any) -> None:
+    """Raise `ModelError` where what a model makes of a text depends on what lies beside it in a row."""
+    rotations = getattr(config, "rope_parameters", None) or {}
+    if isinstance(rotations, Mapping) and rotations.get("rope_type") == "longrope":
+        raise ModelError(
+            f"model {name!r}: {CONFIG} has rope_type longrope, whose rotations follow from the longest text of a batch,"
+            " so that texts in one row would change each other; choose another model"
+        )
+    if getattr(config, "chunk_size_feed_forward", 0):
+        raise ModelError(
+            f"model {name!r}: {CONFIG} has chunk_size_feed_forward {short_repr(config.chunk_size_feed_forward)}, which"
+            " splits rows and changes no result; set it to 0"
+        )
+
+
 def _whole_number(name: str, config: Any, key: str) -> int:
     value = getattr(config, key, None)
     if not isinstance(value, int) or isinstance(value, bool):

@@ -32,6 +32,7 @@ from atlas_fl.models.files import (
     check_blocks,
     check_folder,
     check_heads,
+    check_packable,
     check_raw_config,
     check_size,
     check_tables,
@@ -202,6 +203,8 @@ def prepare_model(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokeni
     if not family.counts_from_padding:
         model.config.pad_token_id = tokenizer.pad_token_id
     model.config.use_cache = False
+    model.config.return_dict = True
+    model.config._attn_implementation = PACKED  # a config may name another, which would see the whole row
 
 
 def _check_tokens(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, family: Family) -> None:
@@ -285,6 +288,7 @@ def find_family(name: str) -> tuple[ModelSource, Family]:
         config = AutoConfig.from_pretrained(source.path, **loading_options(source))
         family = _family_of_type(name, config.model_type)
         check_heads(name, config)
+        check_packable(name, config)
         names = tensor_names(name, source)
         is_named = source.gguf_file is None and not family.images  # transformers renames what the others have
         check_blocks(name, config, count_blocks(names, family) if is_named else len(names))

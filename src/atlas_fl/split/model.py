@@ -9,7 +9,7 @@ no more than its part (`load_client_part`).
 Vepakomma et al. 2018, "Split learning for health".
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
@@ -65,12 +65,12 @@ def load_client_part(
     with torch.device("meta"):
         outline = build_first_blocks(name, blocks=blocks)
     expected = outline.model.state_dict()
-    for key, stored in _find_tensors(outline, expected):
-        _check_shape(name, key, stored, expected[key])
+    for key, file, stored in _find_tensors(outline, expected):
+        _check_shape(name, key, file.get_slice(stored).get_shape(), expected[key])
     part = build_first_blocks(name, blocks=blocks)  # as large as the files, and no larger
     state = part.model.state_dict()
-    for key, stored in _find_tensors(part, state):
-        state[key].copy_(stored[:])
+    for key, file, stored in _find_tensors(part, state):
+        state[key].copy_(file.get_tensor(stored))
     part.model.to(device)
     if gradient_checkpointing:
         checkpoint_blocks(part)
@@ -83,23 +83,19 @@ def _output_embedding(part: Backbone) -> Tensor:
         tied: Tensor = part.model.get_input_embeddings().weight
         return tied
     table = part.model.get_input_embeddings().weight
-    _, stored = next(_find_tensors(part, ("lm_head.weight",)))
-    _check_shape(part.name, "lm_head.weight", stored, table)
-    weight: Tensor = stored[:]
-    return weight.to(part.device, torch.float32)
+    for key, file, stored in _find_tensors(part, ("lm_head.weight",)):
+        _check_shape(part.name, key, file.get_slice(stored).get_shape(), table)
+        table = file.get_tensor(stored)
+    return table.to(part.device, torch.float32)
 
 
-def _check_shape(name: str, key: str, stored: Any, expected: Tensor) -> None:
-    shape = tuple(stored.get_shape())
-    if shape != tuple(expected.shape):
+def _check_shape(name: str, key: str, shape: Sequence[int], expected: Tensor) -> None:
+    if tuple(shape) != tuple(expected.shape):
         raise ModelError(mismatch(name, key, shape, expected.shape))
 
 
-def _find_tensors(part: Backbone, keys: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """(name in the model, slice of a file that gives its shape and is read when it is indexed) of every wanted tensor.
-
-    A slice is good until the next one.
-    """
+def _find_tensors(part: Backbone, keys: Collection[str]) -> Iterator[tuple[str, Any, str]]:
+    """(name in the model, open file, name in the file) of every wanted tensor."""
     files = weight_files(part.name, part.source)
     with ExitStack() as stack:
 
@@ -115,4 +111,4 @@ def _find_tensors(part: Backbone, keys: Collection[str]) -> Iterator[tuple[str, 
             )
             if name is None:
                 raise ModelError(f"model {part.name!r} lacks {key}; give complete files")
-            yield key, reader(available[name]).get_slice(name)
+            yield key, reader(available[name]), name
