@@ -82,7 +82,7 @@ def _output_embedding(part: Backbone) -> Tensor:
     if part.model.config.tie_word_embeddings:
         tied: Tensor = part.model.get_input_embeddings().weight
         return tied
-    table = part.model.get_input_embeddings().weight
+    table: Tensor = part.model.get_input_embeddings().weight
     for key, file, stored in _find_tensors(part, ("lm_head.weight",)):
         _check_shape(part.name, key, file.get_slice(stored).get_shape(), table)
         table = file.get_tensor(stored)
