@@ -180,7 +180,9 @@ def _tokenizer(architecture: str) -> Any:
         single, pair = _TEMPLATES[architecture]
         specials = [(word, vocabulary[word]) for word in _SPECIAL[architecture]]
         core.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=specials)
-    return PreTrainedTokenizerFast(tokenizer_object=core, **_ROLES[architecture])
+    # the generic class gives the texts of a pair no types, and BERT's own does
+    inputs = ["input_ids", *(["token_type_ids"] if architecture == "bert" else []), "attention_mask"]
+    return PreTrainedTokenizerFast(tokenizer_object=core, model_input_names=inputs, **_ROLES[architecture])
 
 
 def _config(architecture: str, tokenizer: Any) -> Any:

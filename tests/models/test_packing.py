@@ -71,6 +71,23 @@ def test_attention_equals_torchs_on_each_sequence(causal: bool, scaling: float |
     torch.testing.assert_close(ours, torch.cat(theirs, dim=2).transpose(1, 2))
 
 
+@pytest.mark.parametrize("window", [1, 2, 5, 40])
+def test_a_sliding_window_equals_torchs_attention_under_its_mask(window: int) -> None:
+    states = [rows(LENGTHS, heads=4, seed=seed).requires_grad_() for seed in range(3)]
+    layout = make_layout(LENGTHS)
+    ours, _ = packed_attention(Stand(causal=True), *states, None, layout=layout, sliding_window=window)
+    theirs = []
+    for q, k, v in zip(*(part.split(LENGTHS, dim=2) for part in states), strict=True):
+        behind = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])
+        theirs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=(behind >= 0) & (behind < window)))
+    expected = torch.cat(theirs, dim=2).transpose(1, 2)
+    torch.testing.assert_close(ours, expected)
+    above = rows(LENGTHS, heads=4, seed=9).transpose(1, 2)
+    found = torch.autograd.grad((ours * above).sum(), states)
+    for own, other in zip(found, torch.autograd.grad((expected * above).sum(), states), strict=True):
+        torch.testing.assert_close(own, other)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_gradients_pass_gradcheck_in_float64(causal: bool) -> None:
     lengths = (2, 1, 5, 4)

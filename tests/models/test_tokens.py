@@ -34,11 +34,12 @@ def test_encoding_gives_the_tokenizers_own_tokens_cut_to_length(tiny) -> None:
     text, pair = ["w1 w2 w3", "w4"], ["w5", "w6 w7 w8 w9 w10 w11 w12"]
     encoded = encode_examples(text, pair, np.array([0, 1]), tokenizer=tokenizer, max_length=8)
     for i in range(2):
-        alone = tokenizer(text[i], pair[i], truncation=True, max_length=8, return_token_type_ids=True)
+        alone = tokenizer(text[i], pair[i], truncation=True, max_length=8)
         part = encoded.take(np.array([i]))
         assert part.ids.tolist() == alone["input_ids"]
-        assert part.types.tolist() == alone["token_type_ids"]
+        assert part.types.tolist() == alone.get("token_type_ids", [0] * len(alone["input_ids"]))
     assert encoded.lengths.max() == 8
+    assert encoded.types.any() == (tiny.name == "bert")
 
 
 def test_single_texts_need_no_pair(tiny_of) -> None:
@@ -98,6 +99,33 @@ def test_a_line_break_stands_between_prompt_and_answer(tiny_of) -> None:
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     found = encode_targets(["ab"], ["c"], tokenizer=tokenizer, max_length=9)
     assert spelled(found, tokenizer) == ["a b \u010a [c] [<|im_end|>]"]
+
+
+def full_and_kept(encoded: EncodedExamples) -> list[tuple[int, int]] | None:
+    return None if encoded.full_lengths is None else list(zip(encoded.full_lengths.tolist(), encoded.lengths.tolist()))
+
+
+def test_examples_remember_how_long_they_were_before_they_were_cut(tiny_of) -> None:
+    tokenizer, labels = tiny_of("bert").backbone.tokenizer, np.zeros(3)
+    text = ["w1 w2 w3 w4 w5 w6 w7", "w1", "w1 w2 w3 w4"]
+    cut = encode_examples(text, None, labels, tokenizer=tokenizer, max_length=6)
+    assert full_and_kept(cut) == [(9, 6), (3, 3), (6, 6)]
+    assert full_and_kept(encode_examples(text, text[::-1], labels, tokenizer=tokenizer, max_length=8)) == [
+        (14, 8),
+        (5, 5),
+        (14, 8),
+    ]
+    assert full_and_kept(encode_examples(text, None, labels, tokenizer=tokenizer, max_length=9)) is None
+    assert cut.digest == dataclasses.replace(cut, full_lengths=None).digest
+
+
+def test_texts_that_are_written_remember_it_too(tiny_of) -> None:
+    tokenizer = tiny_of("llama").backbone.tokenizer
+    text, target = ["w1 w2", "w1 w2 w3 w4 w5", "w1"], ["w3", "w6 w7", "w2 w3 w4 w5 w6 w7 w8"]
+    assert full_and_kept(encode_targets(text, target, tokenizer=tokenizer, max_length=6)) == [(5, 5), (9, 6), (10, 6)]
+    assert full_and_kept(encode_targets(text, None, tokenizer=tokenizer, max_length=5)) == [(4, 4), (7, 5), (3, 3)]
+    assert full_and_kept(encode_prompts(text, tokenizer=tokenizer, max_length=4)) == [(3, 3), (6, 4), (2, 2)]
+    assert encode_targets(text, target, tokenizer=tokenizer, max_length=20).full_lengths is None
 
 
 def test_a_tokenizer_without_an_end_of_text_is_refused(tiny_of) -> None:

@@ -1,8 +1,19 @@
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 
-from atlas_fl.errors import ConfigError
-from atlas_fl.setup.assembly import pick_device
+from atlas_fl.client.job import ClientTokens, Prompts
+from atlas_fl.data.task import Task
+from atlas_fl.errors import ConfigError, ModelError
+from atlas_fl.models.loading import load_backbone
+from atlas_fl.models.tokenization import encode_examples, encode_prompts, encode_targets
+from atlas_fl.setup.assembly import max_sequence_length, pick_device, truncation_notes
 
 
 def test_auto_takes_fp16_to_a_gpu_and_refuses_it_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -14,3 +25,60 @@ def test_auto_takes_fp16_to_a_gpu_and_refuses_it_on_the_cpu(monkeypatch: pytest.
         pick_device("cuda", precision="fp16")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert pick_device("auto", precision="fp16") == "cuda"
+
+
+def task_of(**values: object) -> Task:
+    usual = {"name": "t", "num_labels": 2, "metric": "accuracy", "load": lambda _: pytest.fail("reads no data")}
+    return Task(**{**usual, **values})
+
+
+def test_a_note_says_whose_texts_are_cut_by_how_much_and_what_helps(tiny_of: Callable) -> None:
+    backbone = tiny_of("bert").backbone
+
+    def tokens(longest: int, limit: int) -> ClientTokens:
+        text = [" ".join(["w1"] * words) for words in (1, longest, longest)]
+        rows = encode_examples(text, None, np.zeros(3), tokenizer=backbone.tokenizer, max_length=limit)
+        return ClientTokens(task=task_of(), splits={"train": rows, "validation": rows, "test": rows})
+
+    assert truncation_notes({"t-0": tokens(4, 8)}, backbone) == ()
+    assert truncation_notes({"t-0": tokens(4, 8), "t-1": tokens(18, 8)}, backbone) == (
+        "t: 6 of 18 texts are longer than 8 tokens and are cut, by 60% of their tokens; the longest has 20 (t-1 6);"
+        " their ends are lost, and --max-length goes up to 66",
+    )
+    (note,) = truncation_notes({f"t-{k}": tokens(98, 66) for k in range(4)}, backbone)
+    assert (
+        "the longest has 100 (t-0 6, t-1 6, t-2 6, ..); their ends are lost, and the model has positions for no" in note
+    )
+
+
+def test_a_note_says_that_prompts_and_answers_are_cut(tiny_of: Callable) -> None:
+    backbone = tiny_of("llama").backbone
+    text, target = ["w1 w2 w3 w4 w5 w6"], ["w7 w8"]
+    rows = encode_targets(text, target, tokenizer=backbone.tokenizer, max_length=8)
+    prompts = Prompts(
+        encoded=encode_prompts(text, tokenizer=backbone.tokenizer, max_length=5), references=tuple(target)
+    )
+    task = dataclasses.replace(task_of(), num_labels=0, metric="perplexity", label_names=())
+    whole = ClientTokens(task=task, splits={"train": rows}, prompts={"test": prompts})
+    assert task.writes
+    (note,) = truncation_notes({"t-0": whole}, backbone)
+    assert note == (
+        "t: 1 of 1 texts are longer than 8 tokens and are cut, by 20% of their tokens; the longest has 10 (t-0 1);"
+        " prompts lose their beginnings, answers longer than that their ends, and --max-length goes up to 66;"
+        " 1 of 1 prompts lose their beginnings before they are answered"
+    )
+    (note,) = truncation_notes({"t-0": dataclasses.replace(whole, splits={})}, backbone)
+    assert note == (
+        "t: 1 of 1 prompts lose their beginnings before they are answered; lower --new-tokens or raise --max-length"
+    )
+
+
+def test_a_model_with_positions_for_no_text_is_refused(tiny_of: Callable, tmp_path: Path) -> None:
+    shutil.copytree(tiny_of("roberta").path, tmp_path / "copy")
+    config = tmp_path / "copy" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"pad_token_id": 43}))
+    assert max_sequence_length(load_backbone(str(tmp_path / "copy"))) == 22
+    model = load_backbone(str(tmp_path / "copy"))
+    model.model.config.pad_token_id = 64
+    with pytest.raises(ModelError, match="has positions for 1 tokens, and a text takes 4 or more"):
+        max_sequence_length(model)

@@ -36,6 +36,9 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def keys(self) -> list[str]:
             return self._file.keys()
 
+        def get_slice(self, name: str) -> Any:
+            return self._file.get_slice(name)  # whose shape alone is asked for
+
         def get_tensor(self, name: str) -> torch.Tensor:
             names.append(name)
             return self._file.get_tensor(name)
@@ -140,10 +143,10 @@ def test_files_that_lack_a_tensor_are_refused(tiny_of, tmp_path: Path) -> None:
     for file in tiny.path.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     save_file({"wte.weight": torch.zeros(1, 1)}, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match=r"wte\.weight is \(1, 1\) in the file and|lacks wpe\.weight"):
+    with pytest.raises(ModelError, match="num_hidden_layers 3 and the files hold 0 blocks"):
         load_client_part(str(tmp_path), blocks=1)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"has no model\.safetensors"):
+    with pytest.raises(ModelError, match=r"there is no model\.safetensors, and no"):
         load_client_part(str(tmp_path), blocks=1)
 
 

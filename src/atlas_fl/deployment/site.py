@@ -57,6 +57,7 @@ from atlas_fl.setup.assembly import (
     tokenise,
     trainable_of,
     trained_body,
+    truncation_notes,
 )
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.model import select_client_side
@@ -68,6 +69,8 @@ class SiteRuntime(Protocol):
 
     fingerprint: str | None
     """Digest of the weights; None where none is loaded yet."""
+    known: Backbone
+    """As much of the model as there is before the first job."""
     tokens: ClientTokens
     """The client's examples, of which the server is told how many there are."""
     receiver: Receiver
@@ -121,6 +124,7 @@ class FullModelSiteRuntime:
         assembly = assemble(config, clients=(client,))
         self._site = assembly.site
         backbone = self._site.backbone
+        self.known = backbone
         self.fingerprint: str | None = _fingerprint(backbone)
         self.tokens = self._site.data[client.name]
         body, like = trained_body(backbone, config), meta_params(assembly.full_models()[client.name])
@@ -366,6 +370,8 @@ def join_federation(joining: SiteOptions, *, on_event: OnEvent = ignore) -> Site
         run, task, outline = config_hash(settings), client.task, home.outline
         said |= {"config": run, "model": home.fingerprint}
         for line in what_leaves(settings, client=certs.name, task=task, device=device, blocks=outline.blocks):
+            on_event(Note(line))
+        for line in truncation_notes({certs.name: home.tokens}, home.known):
             on_event(Note(line))
         worker = SiteClient(
             name=certs.name,

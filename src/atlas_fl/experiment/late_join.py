@@ -39,7 +39,7 @@ from atlas_fl.planning.task_discovery import (
     models_after_fingerprints,
 )
 from atlas_fl.runtime.engine import Engine, TrafficMeter, run_on_all_clients
-from atlas_fl.setup.assembly import Assembly, Newcomer, with_newcomer, without_private
+from atlas_fl.setup.assembly import Assembly, Newcomer, truncation_notes, with_newcomer, without_private
 from atlas_fl.setup.options import cut_of, fingerprint_options, is_reclustered, strategy_of
 from atlas_fl.split.channel import Cut
 from atlas_fl.storage.ledger import LedgerRow
@@ -144,7 +144,12 @@ def _add_client(
         graph={"effective_neighbours": effective_neighbours(adjacency).tolist()} if planned.plan.graph else {},
         data=label_statistics(extended.clients),
         leakage=(*planned.plan.leakage, *_leakage(extended, planned.plan, client)),
-        notes=(*planned.plan.notes, *warnings, _join_note(client, edges, extended.names, number=number)),
+        notes=(
+            *planned.plan.notes,
+            *truncation_notes({newcomer.client.name: newcomer.tokens}, extended.site.backbone),
+            *warnings,
+            _join_note(client, edges, extended.names, number=number),
+        ),
     )
     messages = (*planned.messages, *(replace(row, round=number) for row in addition.messages))
     planned = replace(

@@ -126,13 +126,22 @@ def _head_rows(layout: PackedLayout, heads: int) -> _HeadRows:
 class _PackedAttention(torch.autograd.Function):
     """softmax(q k^T scale) v inside every sequence; rows are (tokens, heads, dim).
 
+    A causal token sees the last `window` tokens up to itself, or all of them where `window` is None.
+
     Written with its own backward pass because gathering rows forwards means gathering rows backwards too,
     where autograd would scatter with `index_put`, which costs more than the products themselves.
     """
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, layout: PackedLayout
+        ctx: FunctionCtx,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        causal: bool,
+        window: int | None,
+        layout: PackedLayout,
     ) -> Tensor:
         rows = _head_rows(layout, q.shape[1])
         queries, keys, values = (states.flatten(0, 1).index_select(0, rows.gather) for states in (q, k, v))
@@ -146,7 +155,9 @@ class _PackedAttention(torch.autograd.Function):
                 by_sequence = scores.view(bucket.count, -1, bucket.length, bucket.length)
                 by_sequence += bucket.bias.to(scores.dtype)
             if causal:
-                scores += _causal_bias(bucket.length, like=scores)
+                scores += _causal_bias(bucket.length, window, like=scores)
+                # A window may hold nothing but padding, and a softmax of nothing is NaN: padding sees itself.
+                scores.diagonal(dim1=1, dim2=2).clamp_(min=torch.finfo(scores.dtype).min)
             wide = torch.promote_types(scores.dtype, torch.float32)
             weight = scores.softmax(-1, dtype=wide).to(scores.dtype)  # (count * heads, length, length)
             torch.bmm(weight, _bucket_rows(values, bucket, q), out=_bucket_rows(out, bucket, q))
@@ -171,7 +182,7 @@ class _PackedAttention(torch.autograd.Function):
             torch.bmm(inner, key, out=dq)
             torch.bmm(inner.transpose(1, 2), query, out=dk)
             torch.bmm(weight.transpose(1, 2), above, out=dv)
-        return *(states.index_select(0, rows.slot).view(ctx.shape) for states in grads), None, None, None
+        return *(states.index_select(0, rows.slot).view(ctx.shape) for states in grads), None, None, None, None
 
 
 class _FirstTokenAttention(torch.autograd.Function):
@@ -242,8 +253,12 @@ def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
     return torch.baddbmm(left.new_empty(()), left, right, beta=0, alpha=scale)
 
 
-def _causal_bias(length: int, *, like: Tensor) -> Tensor:
-    return torch.full((length, length), -torch.inf, dtype=like.dtype, device=like.device).triu_(1)
+def _causal_bias(length: int, window: int | None, *, like: Tensor) -> Tensor:
+    """(length, length), -inf for the tokens behind each one and for those before its window."""
+    unseen = torch.full((length, length), -torch.inf, dtype=like.dtype, device=like.device)
+    if window is None or window >= length:
+        return unseen.triu_(1)
+    return unseen.triu(1) + unseen.tril(-window)
 
 
 def packed_attention(
@@ -254,6 +269,7 @@ def packed_attention(
     attention_mask: Tensor | None,  # noqa: ARG001 - the interface's signature; the layout says what a mask would
     *,
     scaling: float | None = None,
+    sliding_window: int | None = None,
     layout: PackedLayout,
     only_first: bool = False,
     **kwargs: object,  # noqa: ARG001
@@ -261,7 +277,8 @@ def packed_attention(
     """Attention of every token to the tokens of its own sequence.
 
     `query` is (1, heads, tokens, dim), `key` and `value` may have fewer heads (grouped queries);
-    the result is (1, tokens, heads, dim). Causal where the module says so. With `only_first` nothing reads other rows
+    the result is (1, tokens, heads, dim). Causal where the module says so, and then inside the block's own
+    `sliding_window`, as Mistral's and some of Qwen2's blocks have it. With `only_first` nothing reads other rows
     than those of the sequences' first tokens, and these are zero.
     """
     if key.shape[1] != query.shape[1]:
@@ -277,7 +294,7 @@ def packed_attention(
         if only_first and not causal:
             out = _FirstTokenAttention.apply(*rows, scale, layout)  # type: ignore[no-untyped-call]
         else:
-            out = _PackedAttention.apply(*rows, scale, causal, layout)  # type: ignore[no-untyped-call]
+            out = _PackedAttention.apply(*rows, scale, causal, sliding_window, layout)  # type: ignore[no-untyped-call]
     return out[None], None
 
 

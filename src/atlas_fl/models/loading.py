@@ -1,11 +1,10 @@
 """Loading a frozen backbone from an alias, a hub name, a directory or a GGUF file, or only its first blocks.
 
-`build_first_blocks` builds the lower part of a stock model without the rest; `weight_files` and `checkpoint_names` say
-which files hold its weights and under which names.
+Files are checked (`models.files`) before a library reads them. `build_first_blocks` builds the lower part of a stock
+model without the rest.
 """
 
-import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +12,7 @@ from threading import RLock
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
@@ -24,21 +24,56 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import cached_file
 from transformers.utils import logging as hf_logging
 
-from atlas_fl.errors import MAX_LINE_CHARACTERS, ModelError
+from atlas_fl.errors import ModelError, one_line, short_repr
 from atlas_fl.models.attention import PACKED, register_packed_attention
 from atlas_fl.models.backbone import Backbone, block_index
-from atlas_fl.models.registry import FAMILIES, VISION_FAMILIES, Family, ModelSource, is_hub_reachable, locate_model
+from atlas_fl.models.files import (
+    check_blocks,
+    check_folder,
+    check_heads,
+    check_packable,
+    check_raw_config,
+    check_size,
+    check_tables,
+    count_blocks,
+    is_local,
+    lacks_pooler,
+    tensor_names,
+    tensor_shapes,
+)
+from atlas_fl.models.registry import (
+    FAMILIES,
+    VISION_FAMILIES,
+    Family,
+    ModelSource,
+    locate_model,
+    with_trained_pooler,
+)
 from atlas_fl.params import HEAD, Params
-from atlas_fl.rng import torch_generator
 from atlas_fl.storage.extras import install_command
 from atlas_fl.storage.files import atomic_folder
 
 _LOADING = RLock()
-UNREADABLE = (OSError, ValueError, ImportError, SafetensorError, vars(torch.serialization)["pickle"].UnpicklingError)
-"""What reading files raises; the last where an old file of weights would run code, which torch does not do."""
+UNREADABLE = (
+    OSError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    RuntimeError,
+    MemoryError,
+    ImportError,
+    SafetensorError,
+    StrictDataclassError,
+    vars(torch.serialization)["pickle"].UnpicklingError,
+)
+"""What libraries raise that read a config, a tokenizer or weights which somebody else has written: of a setting of
+another type or another name whatever happens first; the last where an old file of weights would run code, which torch
+does not do."""
 
 
 def load_backbone(
@@ -60,12 +95,15 @@ def load_backbone(
         raise ModelError(_unknown_architecture(name, family.model_type))
     if writes and not family.causal:
         raise ModelError(_cannot_generate(name, family))
+    auto = AutoModelForCausalLM if writes else AutoModel
     with as_model_error(name, source), loading_lock():
-        tokenizer = AutoTokenizer.from_pretrained(source.path, **loading_options(source))
-        loaded, missing = _load_model(source, AutoModelForCausalLM if writes else AutoModel, weights)
-    _init_pooler(name, loaded, family, sorted(missing))
+        tokenizer = load_tokenizer(name, source)
+        if weights is None:
+            _check_config(name, source, family, auto)
+        loaded, loading_info = _load_model(source, auto, weights)
     model = loaded.base_model
-    prepare_model(model, tokenizer)
+    _check_loaded(name, model, family, loading_info)
+    prepare_model(name, model, tokenizer, family)
     loaded = loaded.to(device).requires_grad_(False).eval()
     vocabulary = loaded.get_output_embeddings().weight if writes else None
     backbone = Backbone(
@@ -76,42 +114,126 @@ def load_backbone(
     return backbone
 
 
-def _load_model(source: ModelSource, auto: Any, weights: Params | None) -> tuple[PreTrainedModel, Collection[str]]:
-    """(model, names of the tensors that its files lack); made of these weights where they are given."""
+def _check_config(name: str, source: ModelSource, family: Family, auto: Any) -> None:
+    """Raise `ModelError` where the model of this config is not the one whose weights the files hold."""
+    config = AutoConfig.from_pretrained(source.path, **loading_options(source))
+    shapes = tensor_shapes(name, source)
+    if source.gguf_file is None:
+        check_tables(name, config, shapes, family)
+    with torch.device("meta"):
+        outline = auto.from_config(config, trust_remote_code=False)
+    check_size(name, outline, shapes)
+
+
+def load_tokenizer(name: str, source: ModelSource) -> PreTrainedTokenizerBase:
+    """The model's tokenizer; raises `ModelError` where its files are damaged, or there are none."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source.path, **loading_options(source))
+    except Exception as error:
+        if type(error) is not Exception:  # the plain class is what the tokenizers library raises for a damaged file
+            raise
+        raise ModelError(
+            f"the tokenizer of model {name!r} could not be loaded: {first_line(error)}; give the model's own files"
+        ) from None
+    _pair_ids(tokenizer)  # settings of other types show when it is used
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        raise ModelError(
+            f"the tokenizer of model {name!r} knows no word: {source.path} has no file of its tokens; copy"
+            " tokenizer.json, or the vocabulary that the model was published with, beside its config.json"
+        )
+    return tokenizer
+
+
+def _pair_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids of a pair of texts of no words: what is set around them, by its own number and not by its name."""
+    tokenizer(".", ".", truncation=True, max_length=8)
+    ids: list[int] = tokenizer(".", ".", verbose=False)["input_ids"]
+    return ids
+
+
+def _load_model(source: ModelSource, auto: Any, weights: Params | None) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """(model, tensors that its files lack or have in other shapes); made of these weights where they are given."""
     options: dict[str, Any] = {"attn_implementation": PACKED, "dtype": torch.float32, "output_loading_info": True}
     if weights is None:
-        loaded, loading_info = auto.from_pretrained(source.path, **options, **loading_options(source))
-        return loaded, loading_info["missing_keys"]
+        loaded, loading_info = auto.from_pretrained(
+            source.path, ignore_mismatched_sizes=True, **options, **loading_options(source)
+        )
+        return loaded, loading_info
     config = AutoConfig.from_pretrained(source.path, **loading_options(source))
     with torch.device("meta"):  # transformers takes weights in the place of files by the model's own class alone
         model_class = type(auto.from_config(config, trust_remote_code=False))
     loaded, loading_info = model_class.from_pretrained(
         None, config=config, state_dict=dict(weights), trust_remote_code=False, **options
     )
-    return loaded, loading_info["missing_keys"]
+    return loaded, loading_info
 
 
-def prepare_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Make the model ready for packed rows; both are changed."""
+def _check_loaded(name: str, model: PreTrainedModel, family: Family, loading_info: dict[str, Any]) -> None:
+    """Raise `ModelError` for a tensor that the files lack or have in another shape, and drop a pooler that they lack.
+
+    It is a part of the head where the stock classifier reads it (`registry.with_trained_pooler`).
+    """
+    for key, stored, expected in sorted(loading_info["mismatched_keys"]):
+        raise ModelError(mismatch(name, key, stored, expected))
+    missing = sorted(loading_info["missing_keys"])
+    inside = [key.removeprefix(f"{family.prefix}.") for key in missing]
+    if family.pooler is None and missing and all(key.startswith("pooler.") for key in inside):
+        model.pooler = None
+        return
+    if missing:
+        raise ModelError(f"model {name!r} lacks {missing[0]} and {len(missing) - 1} more tensors; give complete files")
+
+
+def mismatch(name: str, key: str, stored: Sequence[int], expected: Sequence[int]) -> str:
+    """The message for a tensor whose shape in the files is not that of its config."""
+    return (
+        f"model {name!r}: {key} is {tuple(stored)} in the file and {tuple(expected)} by its config.json; give files"
+        " that belong together"
+    )
+
+
+def prepare_model(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, family: Family) -> None:
+    """Make the model ready for packed rows; both are changed.
+
+    Raises `ModelError` where the tokenizer and the model's config or embeddings do not belong together.
+    """
     # A packed row holds no padding, but GPT-2 would warn of one that ends with the token that it pads with.
     model.warn_if_padding_and_no_attention_mask = lambda *_: None
+    _check_tokens(name, model, tokenizer, family)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    model.config.pad_token_id = tokenizer.pad_token_id
+    if not family.counts_from_padding:
+        model.config.pad_token_id = tokenizer.pad_token_id
     model.config.use_cache = False
+    model.config.return_dict = True
+    model.config._attn_implementation = PACKED  # a config may name another, which would see the whole row
 
 
-def _init_pooler(name: str, model: PreTrainedModel, family: Family, missing: Sequence[str]) -> None:
-    """Draw a pooler that the files lack, as those of masked language models do: the same in every process.
-
-    Raises `ModelError` where anything else is missing.
-    """
-    for key in missing:
-        if family.pooler is None or not key.startswith(family.pooler + "."):
-            raise ModelError(f"model {name!r} lacks {key} and {len(missing) - 1} more tensors; give complete files")
-        tensor = model.get_parameter(key).detach()
-        spread = model.config.initializer_range if tensor.dim() > 1 else 0.0
-        tensor.normal_(0.0, spread, generator=torch_generator(0, "pooler", key))
+def _check_tokens(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, family: Family) -> None:
+    rows = model.get_input_embeddings().weight.shape[0]
+    ids = {**tokenizer.get_vocab(), "around a pair of texts": max(_pair_ids(tokenizer), default=0)}
+    token, last = max(ids.items(), key=lambda item: item[1])
+    if last >= rows:
+        raise ModelError(
+            f"the tokenizer of model {name!r} gives {short_repr(token)} the id {last:,}, and the model has embeddings"
+            f" for ids below {rows:,}; give the tokenizer that belongs to the model"
+        )
+    padding = model.config.pad_token_id
+    if family.counts_from_padding and not (isinstance(padding, int) and 0 <= padding < rows):
+        raise ModelError(
+            f"model {name!r}: config.json has pad_token_id {padding}, and {family.model_type} counts positions from it;"
+            " give the id of the padding token"
+        )
+    if family.causal and None not in (padding, tokenizer.pad_token_id) and padding != tokenizer.pad_token_id:
+        raise ModelError(
+            f"model {name!r}: config.json has pad_token_id {padding} and its tokenizer pads with"
+            f" {tokenizer.pad_token_id}, so that the stock classifier would read padding; set one to the other"
+        )
+    if family.stem == ("wte", "wpe") and "token_type_ids" in tokenizer.model_input_names:
+        raise ModelError(
+            f"the tokenizer of model {name!r} gives token types, which {family.model_type} would add as words; take"
+            " token_type_ids out of model_input_names in tokenizer_config.json"
+        )
 
 
 def save_classifier(backbone: Backbone, params: Params, folder: Path, *, labels: Sequence[str]) -> None:
@@ -159,16 +281,27 @@ def checkpoint_blocks(backbone: Backbone) -> None:
 
 
 def find_family(name: str) -> tuple[ModelSource, Family]:
-    """Where a model's files are and what architecture it has, without loading its weights."""
+    """Where a model's files are and what architecture it has, without loading its weights.
+
+    Raises `ModelError` where the folder, the config or the names of the tensors are no model's.
+    """
     source = locate_model(name)
     if source.gguf_file and find_spec("gguf") is None:
         raise ModelError(
             f"model {name!r} is a GGUF file, and the package gguf, which reads it, is not installed;"
             f" {install_command('gguf')}"
         )
-    with as_model_error(name, source):
+    with as_model_error(name, source), loading_lock():
+        check_folder(name, source)
+        check_raw_config(name, source)
         config = AutoConfig.from_pretrained(source.path, **loading_options(source))
-    return source, _family_of_type(name, config.model_type)
+        family = _family_of_type(name, config.model_type)
+        check_heads(name, config)
+        check_packable(name, config)
+        names = tensor_names(name, source)
+        is_named = source.gguf_file is None and not family.images  # transformers renames what the others have
+        check_blocks(name, config, count_blocks(names, family) if is_named else len(names))
+    return source, with_trained_pooler(family) if is_named and lacks_pooler(family, names) else family
 
 
 def loading_options(source: ModelSource) -> dict[str, Any]:
@@ -177,32 +310,33 @@ def loading_options(source: ModelSource) -> dict[str, Any]:
     return {"local_files_only": is_local(source), "trust_remote_code": False, **gguf}
 
 
-def is_local(source: ModelSource) -> bool:
-    """Whether files are looked for on this machine alone: in a directory, or where the hub does not answer."""
-    return is_directory(source.path) or not is_hub_reachable()
-
-
 @contextmanager
 def loading_lock() -> Iterator[None]:
-    """Make a model while no other thread makes one, without progress bars, and leave torch's generator as it was.
+    """Make a model while no other thread makes one, without a word of transformers; torch's generator stays as it was.
 
     While it loads, transformers replaces the function of its class that ties weights and then puts back what it found.
     Of two threads at once one finds the other's replacement, and nothing is tied any more in this process. Loading also
     draws what files lack from the global generator, which is not ours to move.
     """
-    with _LOADING, _hide_progress_bars(), torch.random.fork_rng(devices=[]):
+    with _LOADING, _quiet_transformers(), torch.random.fork_rng(devices=[]):
         yield
 
 
 @contextmanager
-def _hide_progress_bars() -> Iterator[None]:
-    """Keep transformers' progress bars off the screen, which shows the run's own."""
-    shown = hf_logging.is_progress_bar_enabled()
+def _quiet_transformers() -> Iterator[None]:
+    """Keep transformers' progress bars, and its tables of tensors that a model or its files lack, off the screen.
+
+    Whoever loads a model looks at these tensors and raises an error of our own.
+    """
+    shows_progress = hf_logging.is_progress_bar_enabled()
+    verbosity = hf_logging.get_verbosity()
     hf_logging.disable_progress_bar()
+    hf_logging.set_verbosity_error()
     try:
         yield
     finally:
-        if shown:
+        hf_logging.set_verbosity(verbosity)
+        if shows_progress:
             hf_logging.enable_progress_bar()
 
 
@@ -238,22 +372,11 @@ def _cannot_generate(name: str, family: Family) -> str:
 
 
 def _load_failure(name: str, source: ModelSource, error: Exception) -> str:
-    reason = str(error).strip().splitlines()[0].rstrip(".")[:MAX_LINE_CHARACTERS]
     return (
-        f"model {name!r} ({source.path}) could not be loaded: {reason}; give a directory that holds config.json,"
-        " model.safetensors and tokenizer.json, fill the hub's cache on a machine with a network and copy it,"
-        " or use the embedded one: `atlas fetch embedded` and --model minilm"
+        f"model {name!r} ({source.path}) could not be loaded: {first_line(error)}; give a directory that holds"
+        " config.json, model.safetensors and tokenizer.json, fill the hub's cache on a machine with a network and copy"
+        " it, or use the embedded one: `atlas fetch embedded` and --model minilm"
     )
-
-
-def is_directory(name: str) -> bool:
-    """Whether a model's name is a directory on this machine."""
-    return Path(name).expanduser().is_dir()
-
-
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-_OLD_NAMES = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
-"""What the norms of early BERT checkpoints are called; transformers renames them on loading."""
 
 
 def build_first_blocks(name: str, *, blocks: int | None) -> Backbone:
@@ -269,7 +392,7 @@ def build_first_blocks(name: str, *, blocks: int | None) -> Backbone:
     if source.gguf_file:
         raise ModelError(f"model {name!r} is a GGUF file, which cannot be read in parts; give a directory or hub name")
     with as_model_error(name, source), loading_lock():
-        tokenizer = AutoTokenizer.from_pretrained(source.path, **loading_options(source))
+        tokenizer = load_tokenizer(name, source)
         config = AutoConfig.from_pretrained(source.path, **loading_options(source))
         total = int(config.num_hidden_layers)
         if blocks is not None and not 0 <= blocks < total:
@@ -278,7 +401,7 @@ def build_first_blocks(name: str, *, blocks: int | None) -> Backbone:
             )
         config.num_hidden_layers = total if blocks is None else blocks
         model = AutoModel.from_config(config, attn_implementation=PACKED, dtype=torch.float32, trust_remote_code=False)
-    prepare_model(model, tokenizer)
+    prepare_model(name, model, tokenizer, family)
     needed = {*family.stem, family.blocks.split(".")[0], family.rotary}
     for child in [child for child, _ in model.named_children() if child not in needed]:
         delattr(model, child)
@@ -302,44 +425,10 @@ def first_block_tensors(backbone: Backbone, *, blocks: int) -> dict[str, Tensor]
     return tensors
 
 
-def weight_files(name: str, source: ModelSource) -> dict[str, str] | Path:
-    """The one file of all weights, or where they are sharded the shard of every tensor by its stored name.
-
-    Raises `ModelError` where there is no safetensors file.
-    """
-    single = _find_file(source, WEIGHTS)
-    if single is not None:
-        return single
-    index = _find_file(source, INDEX)
-    if index is None:
-        raise ModelError(
-            f"model {name!r} ({source.path}) has no {WEIGHTS} or {INDEX}, the files that can be read in parts;"
-            " save it again with save_pretrained"
-        )
-    shards: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    return shards
-
-
-def shard_file(name: str, source: ModelSource, shard: str) -> Path:
-    """Where a shard lies, fetched from the hub if need be; raises `ModelError` where it is not to be had."""
-    path = _find_file(source, shard)
-    if path is None:
-        raise ModelError(f"model {name!r} ({source.path}) lacks {shard}, which its index names; give all files")
-    return path
-
-
-def _find_file(source: ModelSource, file: str) -> Path | None:
-    path = cached_file(
-        source.path, file, _raise_exceptions_for_missing_entries=False, local_files_only=is_local(source)
-    )
-    return None if path is None else Path(path)
-
-
-def checkpoint_names(key: str, prefix: str) -> tuple[str, ...]:
-    """The names that a tensor of the headless model may have in a file, likeliest first.
-
-    >>> checkpoint_names("wte.weight", "transformer")
-    ('wte.weight', 'transformer.wte.weight')
-    """
-    legacy_keys = [key.replace(new, legacy) for new, legacy in _OLD_NAMES.items() if key.endswith(new)]
-    return tuple(f"{front}{name}" for name in (key, *legacy_keys) for front in ("", f"{prefix}."))
+def first_line(error: Exception) -> str:
+    """What an error of a library says, in a line; its kind where that is a mere key or nothing."""
+    lines = str(error).strip().splitlines()
+    if lines and lines[0].endswith(":"):
+        lines[0] = " ".join(lines[0:2])
+    text = one_line(" ".join(lines[0].split())).rstrip(".:") if lines else ""
+    return text if len(text.split()) > 1 else f"{type(error).__name__} {text}".strip()

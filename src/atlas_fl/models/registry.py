@@ -8,7 +8,7 @@ of a transformer: sizes and nothing else.
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
@@ -91,11 +91,11 @@ class Family:
     head: tuple[Dense, ...]
     """The stock classification head; the last layer gives the logits."""
     pooler: str | None = None
-    """A frozen layer of the backbone between the token and the head."""
+    """A frozen layer of the backbone between the token and the head; where files lack it, it is a part of the head."""
     token_types: bool = False
-    """Whether the two texts of a pair carry different types."""
-    first_position: Callable[[int], int] = lambda pad: 0  # noqa: ARG005 - most architectures count from zero
-    """Position id of the first token, from the padding token's id."""
+    """Whether its embeddings take types of tokens, as a tokenizer may give them to the two texts of a pair."""
+    counts_from_padding: bool = False
+    """Whether positions begin behind the id of the config's padding token, which is its own position, and not at 0."""
     conv1d: bool = False
     """Whether its layers hold their weights as (d_in, d_out)."""
     stem: tuple[str, ...] = ("embeddings",)
@@ -108,6 +108,18 @@ class Family:
     """A module of the last block that takes (attended, residual): from there on only pooled tokens are computed."""
     images: bool = False
     """Whether its tokens are patches of images; what its head reads is then the stock classifier's to say."""
+
+    @property
+    def word_table(self) -> str:
+        """The table of tokens inside the headless model."""
+        return "embeddings.word_embeddings.weight" if self.stem == ("embeddings",) else f"{self.stem[0]}.weight"
+
+    @property
+    def position_table(self) -> str | None:
+        """The table of positions inside the headless model; None where positions are rotated into attention."""
+        if self.stem == ("embeddings",):
+            return "embeddings.position_embeddings.weight"
+        return f"{self.stem[1]}.weight" if len(self.stem) > 1 else None
 
     @property
     def causal(self) -> bool:
@@ -147,7 +159,16 @@ def _apply_layers(layers: Sequence[Dense], params: Params, features: Tensor) -> 
 
 def modules_to_save(family: Family) -> list[str]:
     """The stock modules that hold the head, as PEFT's `modules_to_save` names them."""
-    return sorted({layer.name.split(".")[0] for layer in family.head})
+    return sorted({layer.name.removeprefix(f"{family.prefix}.").split(".")[0] for layer in family.head})
+
+
+def with_trained_pooler(family: Family) -> Family:
+    """The family of a model whose files lack the pooler that its stock classifier reads: the head's first layer.
+
+    The stock classifier draws such a pooler and trains it with the head.
+    """
+    layer = Dense(name=f"{family.prefix}.{family.pooler}.dense", activation="tanh")
+    return replace(family, pooler=None, head=(layer, *family.head))
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -169,8 +190,8 @@ FAMILIES: Mapping[str, Family] = {
             blocks="encoder.layer",
             pool="first",
             head=(Dense(name="classifier.dense", activation="tanh"), Dense(name="classifier.out_proj")),
-            # RoBERTa keeps the positions up to its padding id unused.
-            first_position=lambda pad: pad + 1,
+            token_types=True,
+            counts_from_padding=True,
             after_attention="attention.output",
         ),
         Family(

@@ -27,6 +27,8 @@ class EncodedExamples:
     target_counts: np.ndarray | None = (
         None  # (n,) int64, how many of `written` each example has, where they have no places
     )
+    full_lengths: np.ndarray | None = None
+    """(n,) int64, tokens of every example before it was cut; None where none was, and of a part of a split."""
     taken_from: tuple["EncodedExamples", np.ndarray] | None = (
         None  # the split that these were taken from, and their places in it, (n,) int64; None of a split itself
     )
@@ -108,22 +110,54 @@ def encode_examples(
     tokenizer: PreTrainedTokenizerBase,
     max_length: int,
 ) -> EncodedExamples:
-    """The examples as tokens, cut to `max_length` (of a pair, the longer text is cut first)."""
+    """The examples as tokens, cut to `max_length` (of a pair, the longer text is cut first).
+
+    Types of tokens are those that the tokenizer gives its stock model; where it gives none, they are zero, as the stock
+    model has them.
+    """
     batch = tokenizer(
         list(text),
         None if pair is None else list(pair),
         truncation=True,
         max_length=max_length,
         return_attention_mask=False,
-        return_token_type_ids=True,
     )
     ids = batch["input_ids"]
+    types = batch.get("token_type_ids") or [[0] * len(row) for row in ids]
     return EncodedExamples(
         ids=np.concatenate([np.asarray(row, dtype=np.int64) for row in ids]),
-        types=np.concatenate([np.asarray(row, dtype=np.int64) for row in batch["token_type_ids"]]),
+        types=np.concatenate([np.asarray(row, dtype=np.int64) for row in types]),
         offsets=np.concatenate([[0], np.cumsum([len(row) for row in ids])]).astype(np.int64),
         labels=labels,
+        full_lengths=_full_lengths(text, pair, [len(row) for row in ids], tokenizer=tokenizer, max_length=max_length),
     )
+
+
+def _full_lengths(
+    text: Sequence[str],
+    pair: Sequence[str] | None,
+    lengths: Sequence[int],
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+) -> np.ndarray | None:
+    """Tokens of every example, (n,), where it is not cut; None where none is. Only the longest are encoded again."""
+    longest = [index for index, length in enumerate(lengths) if length >= max_length]
+    if not longest:
+        return None
+    whole = tokenizer(
+        [text[index] for index in longest],
+        None if pair is None else [pair[index] for index in longest],
+        return_attention_mask=False,
+        verbose=False,
+    )
+    full = np.asarray(lengths, dtype=np.int64)
+    full[longest] = [len(row) for row in whole["input_ids"]]
+    return _where_cut(full, lengths)
+
+
+def _where_cut(full: np.ndarray, lengths: Sequence[int]) -> np.ndarray | None:
+    return None if np.array_equal(full, lengths) else full
 
 
 def encode_images(pixels: np.ndarray, labels: np.ndarray, *, length: int) -> EncodedExamples:
@@ -144,27 +178,26 @@ def encode_targets(
     """
     end = _end_of_text(tokenizer)
     if target is None:
-        texts = [[*ids, end][:max_length] for ids in _token_ids(text, tokenizer)]
-        return _concatenate([(ids[:1], ids[1:]) for ids in texts])
-    targets = [[*ids, end][: max_length - 1] for ids in _token_ids(target, tokenizer, add_special_tokens=False)]
+        texts = [[*ids, end] for ids in _token_ids(text, tokenizer)]
+        rows = [(ids[:1], ids[1:max_length]) for ids in texts]
+        return _concatenate(rows, full_lengths=[len(ids) for ids in texts])
+    targets = [[*ids, end] for ids in _token_ids(target, tokenizer, add_special_tokens=False)]
     prompts = _token_ids([prompt + "\n" for prompt in text], tokenizer)
-    return _concatenate(
-        [
-            (_truncate_prompt(ids, max_length - len(target_ids), tokenizer), target_ids)
-            for ids, target_ids in zip(prompts, targets)
-        ]
-    )
+    rows = []
+    for prompt_ids, target_ids in zip(prompts, targets):
+        kept = target_ids[: max_length - 1]
+        rows.append((_truncate_prompt(prompt_ids, max_length - len(kept), tokenizer), kept))
+    return _concatenate(rows, full_lengths=[len(ids) + len(answer) for ids, answer in zip(prompts, targets)])
 
 
 def encode_prompts(text: Sequence[str], *, tokenizer: PreTrainedTokenizerBase, max_length: int) -> EncodedExamples:
     """Prompts alone, as `encode_targets` gives them, with nothing to be predicted."""
+    prompts = _token_ids([prompt + "\n" for prompt in text], tokenizer)
     rows = _concatenate(
-        [
-            (_truncate_prompt(ids, max_length, tokenizer), [])
-            for ids in _token_ids([prompt + "\n" for prompt in text], tokenizer)
-        ]
+        [(_truncate_prompt(ids, max_length, tokenizer), []) for ids in prompts],
+        full_lengths=[len(ids) for ids in prompts],
     )
-    return EncodedExamples(ids=rows.ids, types=rows.types, offsets=rows.offsets, labels=rows.labels)
+    return replace(rows, target_mask=None)
 
 
 def _end_of_text(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -190,7 +223,7 @@ def _truncate_prompt(ids: list[int], room: int, tokenizer: PreTrainedTokenizerBa
     return begin + ids[len(ids) - room + len(begin) :]
 
 
-def _concatenate(rows: Sequence[tuple[list[int], list[int]]]) -> EncodedExamples:
+def _concatenate(rows: Sequence[tuple[list[int], list[int]]], *, full_lengths: Sequence[int]) -> EncodedExamples:
     """Examples of (given tokens, tokens to be predicted)."""
     sizes = [len(prompt) + len(target) for prompt, target in rows]
     ids = np.asarray([token for prompt, target in rows for token in (*prompt, *target)], dtype=np.int64)
@@ -200,4 +233,5 @@ def _concatenate(rows: Sequence[tuple[list[int], list[int]]]) -> EncodedExamples
         offsets=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
         labels=np.zeros(len(rows), dtype=np.int64),
         target_mask=np.concatenate([np.repeat([False, True], [len(prompt), len(target)]) for prompt, target in rows]),
+        full_lengths=_where_cut(np.asarray(full_lengths, dtype=np.int64), sizes),
     )

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification, PreTrainedModel
-from transformers.utils import logging as hf_logging
 
 from atlas_fl.errors import ConfigError, ModelError
 from atlas_fl.models.backbone import Backbone
-from atlas_fl.models.loading import UNREADABLE, checkpoint_blocks, loading_lock, loading_options
+from atlas_fl.models.files import check_blocks, check_folder, check_heads, check_raw_config, check_size, tensor_shapes
+from atlas_fl.models.loading import UNREADABLE, checkpoint_blocks, first_line, loading_lock, loading_options
 from atlas_fl.models.registry import VISION_FAMILIES, Dense, Family, ModelSource, locate_model
 from atlas_fl.models.vision import Vision, backbone_weights
 from atlas_fl.params import HEAD, Params, head_keys
@@ -29,6 +29,8 @@ from atlas_fl.storage.files import atomic_folder
 RESAMPLE = {2: "bilinear", 3: "bicubic"}
 """Pillow's numbers of the filters that PyTorch has too."""
 _TABLE = "embeddings.position_embeddings"
+MOST_PIXELS = 4096
+"""Of an image's side, where a model's own processor says it; those that are published have 1,024 at most."""
 
 
 def load_vision(
@@ -43,16 +45,21 @@ def load_vision(
         ModelError: the files are not to be had, are no image classifier's, or cannot see images of this size.
     """
     source = locate_model(name)
-    with _as_image_model_error(name, source), loading_lock(), quiet_transformers():
+    with _as_image_model_error(name, source), loading_lock():
+        check_folder(name, source)
+        check_raw_config(name, source)
         config = AutoConfig.from_pretrained(source.path, **loading_options(source))
         config.num_labels = 0  # stock for features without a classifier
+        _check_config(name, source, config)
         processor = AutoImageProcessor.from_pretrained(source.path, **loading_options(source))
         model, loading_info = AutoModelForImageClassification.from_pretrained(
             source.path, config=config, dtype=torch.float32, output_loading_info=True, **loading_options(source)
         )
-    if missing := sorted(loading_info["missing_keys"]):
+        size = _processor_size(name, processor) if image_size is None else image_size
+        normalisation = _normalisation(name, processor)
+    missing = sorted(loading_info["missing_keys"])
+    if missing:
         raise ModelError(f"model {name!r} lacks {missing[0]} and {len(missing) - 1} more tensors; give complete files")
-    size = _processor_size(name, processor) if image_size is None else image_size
     _resize(name, model, size)
     for key, parameter in model.base_model.named_parameters():
         # tensors of a mapped file lie wherever its header ends, and products of what is unaligned may end in other bits
@@ -64,9 +71,21 @@ def load_vision(
         model=model,
         hidden=_feature_width(name, model, size),
         image_size=size,
-        **_normalisation(name, processor),
+        **normalisation,
         blocks=_find_blocks(name, model.base_model),
     )
+
+
+def _check_config(name: str, source: ModelSource, config: Any) -> None:
+    """Raise `ModelError` where a config asks for a model that its files do not hold."""
+    shapes = tensor_shapes(name, source)
+    if isinstance(getattr(config, "num_hidden_layers", None), int):
+        check_blocks(name, config, len(shapes))
+    if config.model_type in VISION_FAMILIES:
+        check_heads(name, config)
+    with torch.device("meta"):
+        outline = AutoModelForImageClassification.from_config(config, trust_remote_code=False)
+    check_size(name, outline, shapes)
 
 
 def _resize(name: str, model: PreTrainedModel, size: int) -> None:
@@ -128,10 +147,13 @@ def _find_blocks(name: str, backbone: nn.Module) -> str:
 def _processor_size(name: str, processor: Any) -> int:
     crop_size = getattr(processor, "crop_size", None) if getattr(processor, "do_center_crop", False) else None
     sizes = dict(crop_size or processor.size)
-    size = sizes.get("height") or sizes.get("shortest_edge")
-    if not size:
-        raise ModelError(f"the processor of model {name!r} names no image size; give one")
-    return int(size)
+    size = int(sizes.get("height") or sizes.get("shortest_edge") or 0)
+    if not 1 <= size <= MOST_PIXELS:
+        raise ModelError(
+            f"the processor of model {name!r} names no image size between 1 and {MOST_PIXELS:,}; give one with"
+            " --image-size"
+        )
+    return size
 
 
 def _normalisation(name: str, processor: Any) -> dict[str, Any]:
@@ -149,22 +171,11 @@ def _normalisation(name: str, processor: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Keep transformers' table of tensors that files have and the model has not, such as a pooler, off the screen."""
-    usual = hf_logging.get_verbosity()
-    hf_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        hf_logging.set_verbosity(usual)
-
-
-@contextmanager
 def _as_image_model_error(name: str, source: ModelSource) -> Iterator[None]:
     try:
         yield
-    except (*UNREADABLE, TypeError) as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".:")[:200]
+    except UNREADABLE as error:
+        reason = first_line(error)
         raise ModelError(
             f"model {name!r} ({source.path}) could not be loaded as an image classifier: {reason}; give a directory"
             " that holds config.json, model.safetensors and preprocessor_config.json, fill the hub's cache on a machine"
@@ -246,7 +257,7 @@ def save_vision(vision: Vision, params: Params, folder: Path, *, labels: Sequenc
     config = copy.deepcopy(vision.model.config)
     config.id2label = dict(enumerate(labels))
     config.label2id = {name: index for index, name in enumerate(labels)}
-    with loading_lock(), quiet_transformers():
+    with loading_lock():
         model = AutoModelForImageClassification.from_config(config, trust_remote_code=False)
         tensors = {**backbone_weights(vision), **params}
         state = {vision.classifier_names[key]: tensors[key] for key in vision.classifier_names}

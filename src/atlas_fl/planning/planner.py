@@ -53,7 +53,14 @@ from atlas_fl.runtime.protocol.model_sync import (
     SharedModelCache,
     split_body_and_head,
 )
-from atlas_fl.setup.assembly import Assembly, assemble, defer_late_clients, trained_body, without_private
+from atlas_fl.setup.assembly import (
+    Assembly,
+    assemble,
+    defer_late_clients,
+    trained_body,
+    truncation_notes,
+    without_private,
+)
 from atlas_fl.setup.options import cut_of, random_mask_of, strategy_of
 from atlas_fl.sparse.masks import Mask
 from atlas_fl.split.channel import Cut
@@ -223,6 +230,7 @@ def _data_notes(assembly: Assembly, data: Sequence[Mapping[str, Any]]) -> tuple[
     return (
         *dial_note(assembly.config),
         *left_out_notes(assembly.clients),
+        *truncation_notes(assembly.site.data, assembly.site.backbone),
         *shard_notes(data),
         *balance_notes(assembly.clients, assembly.config.data.test_mix),
         *heterogeneity_notes(assembly.clients),

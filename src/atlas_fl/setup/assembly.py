@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from atlas_fl.client.job import ClientTokens, Prompts, Site, Trainable, image_tokens, initial_params
@@ -17,11 +18,11 @@ from atlas_fl.config import Config, DataConfig, parse_arrivals
 from atlas_fl.config.schema import ALL_CLASSES, NONE, cuts_by_name
 from atlas_fl.config.training_checks import no_fp16
 from atlas_fl.config.values import invalid_value
-from atlas_fl.data.clients import BY_CLASSES, ClientData, make_clients
+from atlas_fl.data.clients import BY_CLASSES, MOST_NAMED, ClientData, make_clients
 from atlas_fl.data.heterogeneity import centralize, flip_classes, merge_sources, separate_sources, shift_concepts
 from atlas_fl.data.registry import check_one_kind, find_tasks
 from atlas_fl.data.task import Examples, Rows, Source, Task, as_texts
-from atlas_fl.errors import AtlasError, BudgetError, ConfigError, unknown_name
+from atlas_fl.errors import AtlasError, BudgetError, ConfigError, ModelError, unknown_name
 from atlas_fl.models.backbone import Backbone, block_index, model_shape, plain_shape, trainable_names
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.lora import lora_scale
@@ -85,6 +86,8 @@ NO_LATE_CLIENTS = JoinQueue()
 CPU_PACK_TOKENS, CUDA_PACK_TOKENS = 4096, 65536
 PACK_IMAGES = 64
 """Images in a pass of a whole model without gradients, or fewer where `--pack-tokens` is fewer."""
+LEAST_LENGTH = 4
+"""Tokens of a text at least, of which two may be set around it; also the least `--max-length`."""
 MOST_HASHED = 200_000_000
 """Weights of a frozen model that are hashed at the start of a run: a fifth of a second."""
 HEAD_STD = 0.02
@@ -410,18 +413,74 @@ def _encode_row_prompts(rows: Rows, backbone: Backbone, limit: int, config: Data
 def max_sequence_length(backbone: Backbone) -> int:
     """The longest sequence that the model has positions for; RoBERTa leaves its first ones unused.
 
-    Inside a sliding window, as Mistral's and some of Qwen2's blocks have it, packed attention is theirs exactly.
+    Raises `ModelError` for a model with positions for no text.
     """
     config = backbone.model.config
     positions = getattr(config, "max_position_embeddings", None)
-    first = backbone.family.first_position(int(config.pad_token_id))
-    window = getattr(config, "sliding_window", None)
-    # A model that has neither has no limit of its own.
-    return min(1 << 20 if positions is None else int(positions) - first, window or 1 << 20)
+    unused = int(config.pad_token_id) + 1 if backbone.family.counts_from_padding else 0
+    # A model without positions has no limit of its own.
+    length = min(1 << 20, 1 << 20 if positions is None else int(positions) - unused)
+    if length < LEAST_LENGTH:
+        raise ModelError(
+            f"model {backbone.name!r} has positions for {max(0, length)} tokens, and a text takes {LEAST_LENGTH} or"
+            " more; give the model's own config.json"
+        )
+    return length
 
 
 def _encode_rows(rows: Rows, backbone: Backbone, limit: int) -> EncodedExamples:
-    return encode_examples(rows.text, rows.pair, rows.label, tokenizer=backbone.tokenizer, max_length=limit)
+    examples = encode_examples(rows.text, rows.pair, rows.label, tokenizer=backbone.tokenizer, max_length=limit)
+    if backbone.family.token_types and len(examples.types):
+        most, known = int(examples.types.max()), int(backbone.model.config.type_vocab_size)
+        if most >= known:
+            raise ModelError(
+                f"the tokenizer of model {backbone.name!r} gives tokens of a pair the type {most}, and the model has"
+                f" embeddings for {known} types; give the tokenizer that belongs to the model"
+            )
+    return examples
+
+
+def truncation_notes(data: Mapping[str, ClientTokens], backbone: Backbone) -> tuple[str, ...]:
+    """A line for each task with texts longer than what is read of them: how many, by how much, and whose."""
+    tasks: dict[str, dict[str, ClientTokens]] = {}
+    for client, tokens in data.items():
+        tasks.setdefault(tokens.task.name, {})[client] = tokens
+    return tuple(note for clients in tasks.values() if (note := _truncation_note(clients, backbone)))
+
+
+def _truncation_note(clients: Mapping[str, ClientTokens], backbone: Backbone) -> str:
+    splits = {client: tokens.splits.values() for client, tokens in clients.items()}
+    prompts = [prompts.encoded for tokens in clients.values() for prompts in tokens.prompts.values()]
+    by_client = {client: count for client, parts in splits.items() if (count := sum(map(_count_cut, parts)))}
+    task, num_prompts = next(iter(clients.values())).task, sum(map(_count_cut, prompts))
+    answered = f"{num_prompts:,} of {sum(map(len, prompts)):,} prompts lose their beginnings before they are answered"
+    if not by_client:
+        return f"{task.name}: {answered}; lower --new-tokens or raise --max-length" if num_prompts else ""
+    examples = [part for parts in splits.values() for part in parts]
+    full, kept = _lengths_of_cut(examples)
+    named = ", ".join(f"{client} {count:,}" for client, count in list(by_client.items())[:MOST_NAMED])
+    more = ", .." if len(by_client) > MOST_NAMED else ""
+    lost = (
+        "prompts lose their beginnings, answers longer than that their ends" if task.writes else "their ends are lost"
+    )
+    limit, possible = int(kept.max()), max_sequence_length(backbone)
+    remedy = f"--max-length goes up to {possible:,}" if limit < possible else "the model has positions for no more"
+    return (
+        f"{task.name}: {len(full):,} of {sum(map(len, examples)):,} texts are longer than {limit:,} tokens and are cut,"
+        f" by {1 - kept.sum() / full.sum():.0%} of their tokens; the longest has {full.max():,} ({named}{more});"
+        f" {lost}, and {remedy}{f'; {answered}' if num_prompts else ''}"
+    )
+
+
+def _count_cut(examples: EncodedExamples) -> int:
+    return 0 if examples.full_lengths is None else int((examples.full_lengths > examples.lengths).sum())
+
+
+def _lengths_of_cut(parts: Sequence[EncodedExamples]) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, tokens kept) of every example of these that is cut."""
+    pairs = [(part.full_lengths, part.lengths) for part in parts if part.full_lengths is not None]
+    full, kept = (np.concatenate(lengths) for lengths in zip(*pairs, strict=True))
+    return full[full > kept], kept[full > kept]
 
 
 def without_private(assembly: Assembly, params: Params, cut: Cut | None) -> Params:

@@ -9,7 +9,7 @@ no more than its part (`load_client_part`).
 Vepakomma et al. 2018, "Split learning for health".
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
@@ -23,7 +23,8 @@ from torch import Tensor
 from atlas_fl.errors import ModelError
 from atlas_fl.models.attention import PackedLayout
 from atlas_fl.models.backbone import Backbone, block_index, embed_tokens, norm_and_pool, read_positions, run_blocks
-from atlas_fl.models.loading import build_first_blocks, checkpoint_blocks, checkpoint_names, shard_file, weight_files
+from atlas_fl.models.files import checkpoint_names, shard_file, weight_files
+from atlas_fl.models.loading import build_first_blocks, checkpoint_blocks, mismatch
 from atlas_fl.params import HEAD, PRIVATE
 
 
@@ -61,15 +62,15 @@ def load_client_part(
     another; names are the stock ones.
     Raises `ModelError` where the model is not to be had, has no safetensors, lacks a tensor or has fewer blocks.
     """
-    part = build_first_blocks(name, blocks=blocks)
+    with torch.device("meta"):
+        outline = build_first_blocks(name, blocks=blocks)
+    expected = outline.model.state_dict()
+    for key, file, stored in _find_tensors(outline, expected):
+        _check_shape(name, key, file.get_slice(stored).get_shape(), expected[key])
+    part = build_first_blocks(name, blocks=blocks)  # as large as the files, and no larger
     state = part.model.state_dict()
-    for key, tensor in _read_tensors(part, state):
-        if state[key].shape != tensor.shape:
-            raise ModelError(
-                f"model {name!r}: {key} is {tuple(tensor.shape)} in the file and {tuple(state[key].shape)} by its"
-                " config.json; give files that belong together"
-            )
-        state[key].copy_(tensor)
+    for key, file, stored in _find_tensors(part, state):
+        state[key].copy_(file.get_tensor(stored))
     part.model.to(device)
     if gradient_checkpointing:
         checkpoint_blocks(part)
@@ -81,11 +82,20 @@ def _output_embedding(part: Backbone) -> Tensor:
     if part.model.config.tie_word_embeddings:
         tied: Tensor = part.model.get_input_embeddings().weight
         return tied
-    return next(tensor for _, tensor in _read_tensors(part, ("lm_head.weight",))).to(part.device, torch.float32)
+    table: Tensor = part.model.get_input_embeddings().weight
+    for key, file, stored in _find_tensors(part, ("lm_head.weight",)):
+        _check_shape(part.name, key, file.get_slice(stored).get_shape(), table)
+        table = file.get_tensor(stored)
+    return table.to(part.device, torch.float32)
 
 
-def _read_tensors(part: Backbone, keys: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-    """(name in the model, tensor) of every wanted tensor, read one at a time."""
+def _check_shape(name: str, key: str, shape: Sequence[int], expected: Tensor) -> None:
+    if tuple(shape) != tuple(expected.shape):
+        raise ModelError(mismatch(name, key, shape, expected.shape))
+
+
+def _find_tensors(part: Backbone, keys: Collection[str]) -> Iterator[tuple[str, Any, str]]:
+    """(name in the model, open file, name in the file) of every wanted tensor."""
     files = weight_files(part.name, part.source)
     with ExitStack() as stack:
 
@@ -101,4 +111,4 @@ def _read_tensors(part: Backbone, keys: Collection[str]) -> Iterator[tuple[str, 
             )
             if name is None:
                 raise ModelError(f"model {part.name!r} lacks {key}; give complete files")
-            yield key, reader(available[name]).get_tensor(name)
+            yield key, reader(available[name]), name
