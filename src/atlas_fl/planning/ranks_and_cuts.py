@@ -47,6 +47,10 @@ from atlas_fl.split.channel import NO_CUTS, Cut
 
 Objective: TypeAlias = Literal["score", "time"]
 
+MOST_PREDICTED = 1e15
+"""Seconds and bytes of a client's round or of one phase of its planning: what is added up from these over a run can be
+written and read again (`storage.json_shapes.LARGEST`)."""
+
 SCORE_WEIGHTS: Mapping[str, float] = {"memory": 0.35, "communication": 0.30, "importance": 0.25, "balance": 0.10}
 
 
@@ -142,6 +146,7 @@ def fit_client(
         prediction = predict_client_round(
             assembly, client, device, assignment.ranks, cut=cut, communicates=communicates
         )
+        check_costs(client, device, {"a round": _predicted_costs(prediction)})
         return ClientFit(assignment=assignment, prediction=prediction, cut=cut, reason=reason)
 
     if setting == NONE:
@@ -161,6 +166,21 @@ def fit_client(
     return fit(best.blocks, reason)
 
 
+def check_costs(client: ClientData, device: Device, costs: Mapping[str, Mapping[str, float]]) -> None:
+    """Raise `BudgetError` where a predicted number of this client is none that a plan may hold.
+
+    `costs` are seconds and bytes by what takes them.
+    """
+    for work, numbers in costs.items():
+        for name, value in numbers.items():
+            # NaN is in no range
+            if not 0 <= value <= MOST_PREDICTED:
+                raise BudgetError(
+                    f"{name.replace('_', ' ')} of {work} at {client.name} are predicted to be {value:g} on device"
+                    f" {device.name}; allowed: up to {MOST_PREDICTED:g}; take a faster device or fewer examples"
+                )
+
+
 def cuts_for_planning(assembly: Assembly) -> dict[str, Cut]:
     """The cuts of clients while they are planned, by name; without clients whose model is whole then.
 
@@ -173,6 +193,7 @@ def cuts_for_planning(assembly: Assembly) -> dict[str, Cut]:
         if fit.cut is not None:
             is_auto = _client_cut_setting(assembly, client, device) == AUTO
             cuts[client.name] = replace(fit.cut, blocks=1) if is_auto else fit.cut
+        check_costs(client, device, predict_planning(assembly, client, device, cuts.get(client.name)))
     return cuts
 
 

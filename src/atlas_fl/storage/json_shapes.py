@@ -3,12 +3,14 @@
 A shape is a function `(value, location) -> fault`, empty where the value fits. Names that it does not know are allowed.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from atlas_fl.errors import CheckpointError, short_repr
+from atlas_fl.errors import CheckpointError, DataError, short_repr
 from atlas_fl.storage.ledger import DIRECTIONS, KINDS, LedgerRow
 
 GENERATION_METRICS = ("perplexity", "rouge1", "rouge2", "rougeL")
@@ -38,6 +40,51 @@ def check_shape(value: object, shape: Shape, *, file: Path) -> None:
     """
     if fault := shape(value, ""):
         raise CheckpointError(f"damaged file {file}: {fault}; restore it from a copy, or run again")
+
+
+def check_written(value: object, shape: Shape, *, file: Path) -> None:
+    """Raise `DataError` where this content of a file does not have the shape that its readers ask for.
+
+    Such a file would be called damaged once it is read.
+    """
+    if fault := shape(value, ""):
+        raise DataError(f"{file} is not written: {fault}; nothing could read it again")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """The numbers from `least` to `most`, both included."""
+
+    least: float
+    most: float
+    whole: bool = False
+
+    def __str__(self) -> str:
+        """The range in words.
+
+        >>> str(Bounds(least=1, most=2**20, whole=True))
+        'whole number from 1 to 1048576'
+        """
+        kind = "whole number" if self.whole else "number"
+        return f"{kind} from {_digits(self.least)} to {_digits(self.most)}"
+
+    def __contains__(self, value: object) -> bool:
+        """Whether this is such a number; truth values are none."""
+        return (
+            isinstance(value, int | float)
+            and type(value) is not bool
+            and self.least <= value <= self.most
+            and (not self.whole or value == math.floor(value))
+        )
+
+    @property
+    def shape(self) -> "Shape":
+        """The shape of one of these numbers."""
+        return _scalar_shape(str(self), self.__contains__)
+
+
+def _digits(value: float) -> str:
+    return str(value) if isinstance(value, int) and abs(value) < 10**8 else f"{value:g}"
 
 
 def _scalar_shape(kind: str, test: Callable[[Any], bool]) -> Shape:

@@ -24,7 +24,7 @@ from atlas_fl.runtime.protocol.messages import Identity, read_job, update_messag
 from atlas_fl.runtime.transport.sessions import MOST_TOLD
 
 NAMES = ("site-1", "site-2")
-IDENTITY = Identity(version="1", config="c", model="m")
+IDENTITY = Identity(version="1", config="c", model="m", architecture="a", tokenizer="t")
 CENSUS: Mapping[str, Any] = {
     "kind": "register",
     "task": "movie",
