@@ -76,6 +76,7 @@ def remote_backend(
         with listening(config, service, certs, on_event=on_event, listed=names, late=late) as (manager, bridge, where):
             try:
                 on_event(Note(f"listening on {where} for {', '.join(expected)}"))
+                manager.known = _known_clients(folder)
                 _leave_out(folder, manager, left_out, on_event)
                 with service.companion(manager, bridge):
                     yield from _wait_and_assemble(
@@ -250,6 +251,15 @@ def _planned_clients(folder: RunFolder) -> tuple[str, ...]:
     """The clients of the plan to go on with; none where there is none."""
     last = last_plan(folder)
     return () if last is None else last[1]
+
+
+def _known_clients(folder: RunFolder) -> dict[str, ClientMetadata]:
+    """What the clients of the plan to go on with had said of themselves, as far as the folder knows."""
+    if not folder.sites.exists():  # nobody was planned, or an earlier version began the run
+        return {}
+    known = read_sealed(folder.sites)
+    names = [name for name in _planned_clients(folder) if name in known]
+    return {name: metadata for name, (metadata, _) in read_sites(folder, names).items()}
 
 
 def _expected_clients(

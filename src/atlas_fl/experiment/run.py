@@ -1,7 +1,7 @@
 """Runs: run a config in its folder, resume from a checkpoint, export models, write the summary."""
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from atlas_fl.experiment.state import FederationState
 from atlas_fl.experiment.summary import attack_note, summarise, versions
 from atlas_fl.models.gated_adapter import NOTE as GATED_NOTE
 from atlas_fl.models.gated_adapter import is_gated
+from atlas_fl.models.identity import model_identity
 from atlas_fl.planning.plan import Plan, PlanResult
 from atlas_fl.planning.planner import check_clients, plan_run
 from atlas_fl.runtime.engine import Engine, MissingAnswersError
@@ -182,7 +183,7 @@ def _make_recorder(config: Config, assembly: Assembly, folder: RunFolder) -> Rec
         checkpoint_every=config.run.checkpoint_every,
         keep_checkpoints=config.run.keep_checkpoints,
         keep_best=config.run.keep_best,
-        provenance=provenance_of(config, assembly.clients),
+        provenance=provenance_of(config, assembly.clients, asdict(model_identity(assembly.site.backbone))),
         file_digests={folder.config.name: digests.file_sha256(folder.config).hexdigest()},
     )
 

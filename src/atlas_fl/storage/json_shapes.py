@@ -26,6 +26,8 @@ SHARING = ("own_share", "effective_clients", "variance_over_noise")
 
 Shape: TypeAlias = Callable[[Any, str], str]
 
+LARGEST_MESSAGE = 10**12
+"""Bytes of what one row of a ledger counts: sums over a million of them are numbers still."""
 LARGEST = 1e18
 """No byte count or second comes near it, and its square is a number still."""
 LARGEST_SCORE = 1e300
@@ -104,6 +106,9 @@ def _is_integer(value: Any) -> bool:
 
 number = _scalar_shape("number", _is_number)
 score = _scalar_shape("number", lambda value: type(value) in (int, float) and -LARGEST_SCORE < value < LARGEST_SCORE)
+score_from_zero = _scalar_shape(
+    "number from 0", lambda value: type(value) in (int, float) and 0 <= value < LARGEST_SCORE
+)
 integer = _scalar_shape("whole number", _is_integer)
 count = _scalar_shape("whole number from 0", lambda value: _is_integer(value) and value >= 0)
 non_negative = _scalar_shape("number from 0", lambda value: _is_number(value) and value >= 0)
@@ -282,7 +287,11 @@ PLAN = both(
 )
 """`plan.json`; older ones lack parts."""
 
-_NUMBERS = dict.fromkeys((*METRICS, "seconds", "examples", "best_round", "validation"), score)
+_NUMBERS = {
+    **dict.fromkeys((*METRICS, "seconds", "examples", "best_round", "validation"), number),
+    # those of a model that diverged
+    **dict.fromkeys(("loss", "perplexity"), score),
+}
 _COUNTS = both(
     fields({"hits": list_of(count), "examples": list_of(count)}),
     lambda value, location: "" if len(value["hits"]) == len(value["examples"]) else f"{location} has unequal lists",
@@ -294,13 +303,13 @@ _EVENT_ROW = fields(
     reason=text,
     host=text,
     work=text,
-    discarded=mapping_of(number),
+    discarded=mapping_of(score),
     **_NUMBERS,
 )
 _BY_EVENT = {
     "refused": fields({"client": text, "reason": text}),
     "hosted": fields({"client": text, "host": text, "work": text}),
-    "sharing measured": fields({"client": text, "parameters": text}, **dict.fromkeys(SHARING, non_negative)),
+    "sharing measured": fields({"client": text, "parameters": text}, **dict.fromkeys(SHARING, score_from_zero)),
 }
 
 
@@ -317,7 +326,7 @@ _LEDGER = fields(
         "client": text,
         "direction": _scalar_shape("direction", lambda value: value in DIRECTIONS),
         "kind": _scalar_shape("kind of message", lambda value: value in KINDS),
-        "bytes": count,
+        "bytes": Bounds(least=0, most=LARGEST_MESSAGE, whole=True).shape,
     },
     peer=text,
     guest=text,
@@ -354,7 +363,7 @@ _CLIENT_SUMMARY = fields(
     final=_SPLITS,
     best=_SPLITS,
     bytes=mapping_of(number),
-    utilisation=mapping_of(number),
+    utilisation=mapping_of(score),
     memory=mapping_of(number),
     predicted=mapping_of(non_negative),
     task=text,
@@ -376,7 +385,7 @@ SUMMARY = fields(
     ),
     seconds=fields(total=number, reused=number, phases=mapping_of(number)),
     memory=mapping_of(number),
-    sharing=mapping_of(mapping_of(mapping_of(non_negative))),
+    sharing=mapping_of(mapping_of(mapping_of(score_from_zero))),
     events=fields(
         count=mapping_of(count), refused=list_of(fields({"round": count, "client": text, "reason": text}))
     ),
@@ -399,7 +408,7 @@ _numeral = _scalar_shape(
 )
 STATE = fields(
     {
-        "origin": fields({"settings": mapping, "data": mapping_of(text)}),
+        "origin": fields({"settings": mapping, "data": mapping_of(text)}, model=mapping_of(optional(text))),
         "same": mapping_of(text),
         "metrics_bytes": count,
         "ledger_bytes": count,
