@@ -400,10 +400,11 @@ class Recorder:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write the digests of all files of a complete run, and then the summary, which marks it as complete."""
+        # before the digests, which would name a summary that is not there
         check_written(from_json(to_json(summary)), SUMMARY, file=self.folder.summary)
         digest = sha256(encode_json(summary)).hexdigest()
         digests.write_digests(self.folder, {**self._all_digests(), self.folder.summary.name: digest})
-        write_json(self.folder.summary, summary)
+        write_json(self.folder.summary, summary, shape=SUMMARY)
 
     def rewind_to(self, saved: checkpoint.Checkpoint) -> None:
         """Truncate the logs to a checkpoint and remove later plans, so that no round is recorded twice."""

@@ -326,7 +326,7 @@ _LEDGER = fields(
         "client": text,
         "direction": _scalar_shape("direction", lambda value: value in DIRECTIONS),
         "kind": _scalar_shape("kind of message", lambda value: value in KINDS),
-        "bytes": Bounds(least=0, most=LARGEST_MESSAGE, whole=True).shape,
+        "bytes": both(count, Bounds(least=0, most=LARGEST_MESSAGE, whole=True).shape),
     },
     peer=text,
     guest=text,
