@@ -87,15 +87,20 @@ def metric_rows(draw):
                 rows.append(row | {"classes": {"hits": [1, 0], "examples": [2, 2]}})
     for _ in range(draw(st.integers(0, 3))):
         index, name = draw(st.integers(0, len(rows) - 1)), draw(st.sampled_from([*METRICS, "seconds", "examples"]))
-        rows[index][name] = draw(NUMBERS)
+        rows[index][name] = draw(st.one_of(st.floats(-1e17, 1e17), NUMBERS))
     return rows
 
 
 LEDGER = {"round": 1, "client": "a-0", "direction": "up", "kind": "head", "bytes": 3}
 
 
-@given(rows=metric_rows(), size=NUMBERS, seconds=st.floats(1e-6, 1e9), predicted=st.floats(0, 1e15))
-@examples(60)
+@given(
+    rows=metric_rows(),
+    size=st.one_of(st.integers(0, 10**12), NUMBERS),
+    seconds=st.floats(1e-6, 1e9),
+    predicted=st.floats(0, 1e15),
+)
+@examples(200)
 def test_a_summary_of_rows_and_a_plan_that_were_written_is_one_that_can_be_read(rows, size, seconds, predicted) -> None:
     """So that nothing that was let into a run's folder is found at its end."""
     ledger, plan = [LEDGER, {**LEDGER, "bytes": size}], with_value(PLANNED, PLACES[0], predicted)

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from atlas_fl.client.job import Trainable
 from atlas_fl.config import Config, RunConfig, config_hash, to_toml
 from atlas_fl.config.schema import NONE
 from atlas_fl.data.registry import TASKS, find_tasks
@@ -111,26 +112,27 @@ def client_manager_of(
         how["new_sender"] = full_model_sender(backbone, config, keeps_trained=True, mask=mask)
         limit = min(FRAME_LIMIT, REST_BYTES + 2 * encoded_size(body))
     identity = identity_of(model_identity(backbone), config)
+    most_tokens = longest_example(backbone, trainable_of(config, tasks))
     requirements = Requirements(
         images=backbone.vision is not None,
         one_head=trainable_of(config, tasks) == "full" and config.sparse.has_mask,
         task_labels={task.name: labels_of_task(task) for task in (*TASKS.values(), *tasks)},
-        check_client=client_check(config, outline_of(backbone)),
+        check_client=client_check(config, outline_of(backbone), most_tokens=most_tokens),
     )
     manager = ClientManager(listed, identity, requirements=requirements, **how)
     manager.max_request_bytes = limit
     return manager
 
 
-def client_check(config: Config, backbone: Backbone) -> CheckClient:
+def client_check(config: Config, backbone: Backbone, *, most_tokens: int) -> CheckClient:
     """The check of one client that registers: that it could be planned with this model on its device.
 
-    `backbone` needs names and sizes alone. What the settings ask of everybody, such as a cut beyond the model, is left
-    to planning, and ends the run.
+    `backbone` needs names and sizes alone, and reads examples of at most so many tokens. What the settings ask of
+    everybody, such as a cut beyond the model, is left to planning, and ends the run.
     """
 
     def check(name: str, metadata: ClientMetadata, device: Device) -> None:
-        check_lengths(name, metadata, backbone)
+        check_examples_fit(name, metadata, backbone, most_tokens=most_tokens)
         client, tokens = placeholder_client(name, metadata)
         assembly = assemble(config, clients=(client,), tokens={name: tokens}, devices=(device,), backbone=backbone)
         try:
@@ -144,13 +146,12 @@ def client_check(config: Config, backbone: Backbone) -> CheckClient:
     return check
 
 
-def check_lengths(name: str, metadata: ClientMetadata, backbone: Backbone) -> None:
+def check_examples_fit(name: str, metadata: ClientMetadata, backbone: Backbone, *, most_tokens: int) -> None:
     """Raise `ProtocolError` where the model cannot have read examples of these lengths and labels."""
     longest = max(tokens for lengths in metadata.lengths.values() for tokens, _, _ in lengths)
-    most = tokens_per_image(backbone.vision) if backbone.vision is not None else max_sequence_length(backbone)
-    if longest > most:
+    if longest > most_tokens:
         raise ProtocolError(
-            f"{name} has an example of {longest} tokens, and {backbone.name} reads {most}; install the server's"
+            f"{name} has an example of {longest} tokens, and {backbone.name} reads {most_tokens}; install the server's"
             " version, or give its model with --model"
         )
     if metadata.num_labels == 0 and backbone.vocabulary is None:
@@ -158,6 +159,13 @@ def check_lengths(name: str, metadata: ClientMetadata, backbone: Backbone) -> No
             f"task {metadata.task!r} of {name} is to write text, and no task of the settings does; bring a task with"
             " labels, or ask who runs the server for one with target="
         )
+
+
+def longest_example(backbone: Backbone, trainable: Trainable) -> int:
+    """The most tokens that an example of a client can have; an image is one where the whole model trains."""
+    if backbone.vision is None:
+        return max_sequence_length(backbone)
+    return tokens_per_image(backbone.vision) if trainable == "lora" else 1
 
 
 def outline_of(backbone: Backbone) -> Backbone:

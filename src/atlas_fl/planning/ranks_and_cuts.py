@@ -31,6 +31,7 @@ from atlas_fl.params import ByClient
 from atlas_fl.planning.planning_costs import IMPORTANCE_BATCHES, planning_bytes, predict_planning
 from atlas_fl.planning.round_costs import (
     assign_client_ranks,
+    check_costs,
     crossing_bytes,
     evaluation_bytes,
     predict_client_round,
@@ -46,10 +47,6 @@ from atlas_fl.setup.options import cut_of, warmup_options
 from atlas_fl.split.channel import NO_CUTS, Cut
 
 Objective: TypeAlias = Literal["score", "time"]
-
-MOST_PREDICTED = 1e15
-"""Seconds and bytes of a client's round or of one phase of its planning: what is added up from these over a run can be
-written and read again (`storage.json_shapes.LARGEST`)."""
 
 SCORE_WEIGHTS: Mapping[str, float] = {"memory": 0.35, "communication": 0.30, "importance": 0.25, "balance": 0.10}
 
@@ -164,21 +161,6 @@ def fit_client(
         [_candidate(client_fit, importance) for client_fit in fits], assembly.config.split.split_objective
     )
     return fit(best.blocks, reason)
-
-
-def check_costs(client: ClientData, device: Device, costs: Mapping[str, Mapping[str, float]]) -> None:
-    """Raise `BudgetError` where a predicted number of this client is none that a plan may hold.
-
-    `costs` are seconds and bytes by what takes them.
-    """
-    for work, numbers in costs.items():
-        for name, value in numbers.items():
-            # NaN is in no range
-            if not 0 <= value <= MOST_PREDICTED:
-                raise BudgetError(
-                    f"{name.replace('_', ' ')} of {work} at {client.name} are predicted to be {value:g} on device"
-                    f" {device.name}; allowed: up to {MOST_PREDICTED:g}; take a faster device or fewer examples"
-                )
 
 
 def cuts_for_planning(assembly: Assembly) -> dict[str, Cut]:

@@ -81,6 +81,7 @@ class ClientManager:
         """What clients of the plan had said of themselves before the server was started again."""
         self._identity, self._settings, self._on_note, self._accepts_late = identity, settings, on_note, accepts_late
         self._job_count, self._registration_changed = 0, asyncio.Condition()
+        self._checking = asyncio.Lock()
         self._peer_relay: PeerRelay | None = None
         self._presence_log = RefusalLog(tell=lambda name, note: on_note(f"{name} {note}"), clock=clock)
         self.on_model_saved: Callable[[str], None] = lambda _: None
@@ -235,8 +236,9 @@ class ClientManager:
             accepts_late=self._accepts_late,
         )
         if self._requirements.check_client is not None:
-            # as much work as planning one client: the loop answers others meanwhile
-            await asyncio.to_thread(self._requirements.check_client, client.name, metadata, device)
+            # as much work and memory as planning one client: one at a time, and the loop answers others meanwhile
+            async with self._checking:
+                await asyncio.to_thread(self._requirements.check_client, client.name, metadata, device)
 
     def _is_late(self, client: ClientProxy) -> bool:
         return self.planned is not None and client.name not in self.planned
