@@ -16,7 +16,7 @@ from atlas_fl.config.schema import NONE
 from atlas_fl.config.validation import check_cluster_counts, check_cut_names, unknown_cut_names
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.deployment.service import ServerOptions, check_without, listening, read_sites, write_sites
-from atlas_fl.errors import BudgetError, CheckpointError, ConfigError, ProtocolError, unknown_name
+from atlas_fl.errors import AtlasError, BudgetError, CheckpointError, ConfigError, ProtocolError, unknown_name
 from atlas_fl.events import Note, OnEvent
 from atlas_fl.experiment.recorder import check_same_settings, checkpoint_models
 from atlas_fl.params import Params
@@ -87,10 +87,18 @@ def remote_backend(
                         deliver_final_models(folder, manager, bridge, seconds=FAREWELL_SECONDS, writing_seconds=writing)
             except (BudgetError, ConfigError) as error:
                 # Settings that cannot be will not come back: a site need not wait for them.
-                bridge.call(coordinator.shutdown_clients(manager, {}, seconds=FAREWELL_SECONDS, reason=str(error)))
+                reason = reason_for_sites(error)
+                bridge.call(coordinator.shutdown_clients(manager, {}, seconds=FAREWELL_SECONDS, reason=reason))
                 raise
 
     return backend
+
+
+def reason_for_sites(error: AtlasError) -> str:
+    """Why a run has ended, for every site: what is wrong with the settings, and no name or device of another site."""
+    if isinstance(error, BudgetError):
+        return "the run cannot be planned for the devices that have come; ask who runs the server"
+    return f"{str(error).partition(';')[0]}; ask who runs the server"
 
 
 def _wait_and_assemble(

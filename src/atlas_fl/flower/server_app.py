@@ -165,11 +165,9 @@ class Invitations:
         watcher.start()
         try:
             yield
-        except AtlasError as error:
-            # settings are everybody's; other errors name clients
-            why = f": {error}" if isinstance(error, ConfigError) else "; ask who started it"
-            for name in self.nodes:
-                bridge.threads.call(manager.remove(name, f"the server has ended the run{why}"))
+        except AtlasError:
+            for name in self.nodes:  # what went wrong may name others, and is in the log of the run
+                bridge.threads.call(manager.remove(name, "the server has ended the run; ask who started it"))
             raise
         finally:
             self._over.set()

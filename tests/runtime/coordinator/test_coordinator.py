@@ -291,6 +291,25 @@ def test_under_a_mask_most_clients_fix_the_number_of_classes() -> None:
     play_three(script, requirements=Requirements(one_head=True))
 
 
+def test_a_newcomer_whose_head_fits_no_mask_learns_nothing_of_the_tasks_of_others() -> None:
+    more = {"task": "mine", "num_labels": 3, "label_names": ["a", "b", "c"]}
+    more["labels"] = {"train": [2, 1, 1], "validation": [1, 1, 0], "test": [1, 1, 0]}
+
+    async def script(manager: ClientManager) -> None:
+        asked = [await register(manager, "site-1")]
+        await manager.wait_for_clients(("site-1",), min_clients=1, seconds=60)
+        asked += [await register(manager, name, **more) for name in ("site-2", "site-3")]
+        await asyncio.sleep(0.01)
+        assert await late_clients(manager) == ()
+        for task in asked[1:]:
+            with pytest.raises(ProtocolError, match="has 3 classes, and one mask holds") as refused:
+                await task
+            assert "movie" not in str(refused.value)
+        asked[0].cancel()
+
+    play_three(script, accepts_late=True, requirements=Requirements(one_head=True))
+
+
 def test_two_clients_with_one_part_both_train_and_the_server_says_so() -> None:
     async def script(manager: ClientManager) -> None:
         asked = [await register(manager, name, part=0) for name in NAMES]

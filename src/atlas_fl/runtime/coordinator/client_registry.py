@@ -169,13 +169,13 @@ def other_labels(client: ClientProxy, metadata: ClientMetadata, labels: TaskLabe
 
 
 def disagreeing_clients(
-    clients: Sequence[ClientProxy], task_labels: Mapping[str, TaskLabels], *, one_head: bool
+    clients: Sequence[ClientProxy], task_labels: Mapping[str, TaskLabels], *, one_head: bool, head: int | None = None
 ) -> dict[str, ProtocolError]:
     """By client, why it cannot take part beside the others, all of whom have registered.
 
     The labels of a task are those in `task_labels`, or those of most of its clients; of equally many, of the client
     that is listed first. So no order of arrival decides, and no single client. With `one_head`, because one mask holds
-    for the heads of all tasks, the same is done for the number of labels.
+    for the heads of all tasks, the same is done for the number of labels, which is `head` once there is a plan.
     """
     refused: dict[str, ProtocolError] = {}
     agreed = {
@@ -187,9 +187,9 @@ def disagreeing_clients(
             refused[client.name] = other_labels(client, client.metadata, agreed[client.metadata.task])
     if one_head:
         rest = [client for client in clients if client.name not in refused]
-        sizes = _majority(rest, lambda _: "all", lambda metadata: metadata.num_labels)
+        size = head or _majority(rest, lambda _: "all", lambda metadata: metadata.num_labels).get("all")
         for client in rest:
-            if client.metadata is not None and client.metadata.num_labels != sizes["all"]:
+            if client.metadata is not None and client.metadata.num_labels != size:
                 refused[client.name] = ProtocolError(
                     f"{client.name} has {client.metadata.num_labels} classes, and one mask holds for the heads of all"
                     " clients of this run, which have another number; bring a task of as many"

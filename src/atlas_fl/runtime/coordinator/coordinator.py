@@ -245,15 +245,20 @@ class ClientManager:
 
     def agreed_labels(self) -> dict[str, TaskLabels]:
         """By task, the labels that hold for whoever comes: the server's own, and those of the clients of the plan."""
-        planned = self.known if self.planned is None else self.planned
-        metadata = [self.clients[name].metadata or self.known.get(name) for name in planned if name in self.clients]
-        return {**{one.task: one.task_labels for one in metadata if one is not None}, **self._requirements.task_labels}
+        planned = {metadata.task: metadata.task_labels for metadata in self._planned_metadata()}
+        return {**planned, **self._requirements.task_labels}
+
+    def _planned_metadata(self) -> list[ClientMetadata]:
+        """Of the clients of the plan; of none before there is one."""
+        names = self.known if self.planned is None else self.planned
+        metadata = [self.clients[name].metadata or self.known.get(name) for name in names if name in self.clients]
+        return [known for known in metadata if known is not None]
 
     def reject_disagreeing(self, clients: Sequence[ClientProxy]) -> bool:
         """Turn away those of these registered clients that the others outvote; whether there are such."""
-        # heads of newcomers are held against those of the plan where they join
-        one_head = self._requirements.one_head and self.planned is None
-        refused = disagreeing_clients(clients, self.agreed_labels(), one_head=one_head)
+        head = next((metadata.num_labels for metadata in self._planned_metadata()), None)
+        one_head = self._requirements.one_head
+        refused = disagreeing_clients(clients, self.agreed_labels(), one_head=one_head, head=head)
         for name, error in refused.items():
             client = self.clients[name]
             client.metadata, client.rejection = None, error
