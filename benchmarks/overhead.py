@@ -113,7 +113,7 @@ def measure(config: Config, *, rounds: int, every: int, folder: Path) -> float:
         checkpoint_every=every,
         keep_checkpoints=1,
         keep_best=0,
-        provenance={},
+        provenance={"settings": {}, "data": {}, "model": {}},
     )
     folder.mkdir(parents=True)
     models = dict(planned.initial_models)

@@ -36,6 +36,11 @@ class CheckpointError(AtlasError):
 class ProtocolError(AtlasError):
     """A client update that the server cannot accept."""
 
+    def __init__(self, message: str, *, logged: str = "") -> None:
+        super().__init__(message)
+        self.logged = logged or message
+        """The line for the server's own log, which may say more of other clients than the refused one may know."""
+
 
 def short_repr(value: object) -> str:
     """The value as one short line, for a message.

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from atlas_fl.config import Config, validate, with_values
-from atlas_fl.deployment.server import check_served, check_sites
+from atlas_fl.deployment.server import check_served, check_sites, reason_for_sites
 from atlas_fl.deployment.service import ServerOptions
-from atlas_fl.errors import ConfigError
+from atlas_fl.errors import BudgetError, ConfigError
 from atlas_fl.runtime.coordinator.client_registry import ClientProxy
 
 SERVICE = ServerOptions(certs=Path("certs/server"))
@@ -73,3 +73,9 @@ def test_a_cut_may_name_who_comes_late_and_nobody_else() -> None:
     assert check_sites(config, seats, listed=("site-1", "site-9"), late=False) == ()
     with pytest.raises(ConfigError, match="unknown name in --split 'site-9'; did you mean 'site-1'"):
         check_sites(config, seats, listed=("site-1",), late=False)
+
+
+def test_sites_are_told_what_is_wrong_with_the_settings_and_nothing_of_each_other() -> None:
+    cut = reason_for_sites(ConfigError("unknown name in --split 'site-9'; did you mean 'site-1'"))
+    assert cut == "unknown name in --split 'site-9'; ask who runs the server"
+    assert "site-1" not in reason_for_sites(BudgetError("phone fits no cut of bert; site-1 has 3 MB"))

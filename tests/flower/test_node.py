@@ -25,12 +25,22 @@ def test_a_node_agrees_to_nothing_but_what_its_config_says() -> None:
     assert (own.allow, own.least_examples, own.most_sketch) == (("cut", "labels"), 4, 64)
 
 
+def test_a_node_may_pin_the_settings_and_says_where_private_parts_lie() -> None:
+    given = {"task": "movie", "device": "cpu_2gb"}
+    assert (node_of(given, node_id=7).config, node_of(given, node_id=7).private) == (None, None)
+    own = node_of({**given, "config": "fed.toml", "private": "kept"}, node_id=7)
+    assert (own.config, own.private) == ("fed.toml", "kept")
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         ({}, "--node-config of node 7 has no task; start its SuperNode as with 'name="),
         ({"task": "movie"}, "--node-config of node 7 has no device"),
-        ({"task": "movie", "device": "cpu_2gb", "parts": 1}, "--node-config has 'parts'; known: allow, data-dir, dev"),
+        (
+            {"task": "movie", "device": "cpu_2gb", "parts": 1},
+            "--node-config has 'parts'; known: allow, config, data-dir",
+        ),
         ({"task": "movie", "device": "cpu_2gb", "part": True}, "part in --node-config is True; it must be a whole num"),
         ({"task": 3, "device": "cpu_2gb"}, "task in --node-config is 3; it must be text"),
         ({"task": "movie", "device": "cpu_2gb", "data-dir": ""}, "data-dir in --node-config is ''; it must be text"),
@@ -39,6 +49,8 @@ def test_a_node_agrees_to_nothing_but_what_its_config_says() -> None:
             "--allow has 'all'; allowed: cut, labels, hosting,",
         ),
         ({"task": "movie", "device": "cpu_2gb", "least-examples": 0}, "--least-examples is 0; allowed: at least 1"),
+        ({"task": "movie", "device": "cpu_2gb", "config": ""}, "config in --node-config is ''; it must be text"),
+        ({"task": "movie", "device": "cpu_2gb", "name": "ca"}, "client 'ca' cannot be a name; allowed: up to 63"),
         ({"task": "movie", "device": "cpu_2gb", "patience": 0}, "patience in --node-config is 0; it must be a number"),
     ],
 )

@@ -64,7 +64,9 @@ def test_nodes_are_known_by_the_names_they_give() -> None:
     [
         ({7: "a", 8: Error(2, "has no task")}, 0, "^node 8 cannot take part: has no task$"),
         ({7: "a", 8: Error(5, "It is gone.")}, 0, "^node 8 cannot take part: It is gone. Start its SuperNode again"),
-        ({7: "a", 8: "a"}, 0, "^nodes 7 and 8 are both named 'a'; change one's --node-config$"),
+        ({7: "a", 8: "server"}, 0, "^node 8 cannot take part: client 'server' cannot be a name; allowed: up to 63"),
+        ({7: "a", 8: "../a"}, 0, "^node 8 cannot take part: client '../a' cannot be a name"),
+        ({7: "a", 8: Error(2, "x\x1b[2J\ny")}, 0, r"^node 8 cannot take part: x\?\[2J\?y$"),
         ({7: "a", 8: None}, 0, "^no answer from node 8 within 0.05 seconds; look at its SuperNode's log$"),
         (
             {7: "a"},
@@ -77,6 +79,26 @@ def test_nodes_are_known_by_the_names_they_give() -> None:
 def test_a_federation_that_cannot_begin_says_why(answers: dict[int, Any], count: int, message: str) -> None:
     with pytest.raises(ProtocolError, match=message):
         NodeQuery(Grid(answers), count=count, seconds=0.05).nodes()
+
+
+def test_a_second_node_of_a_name_is_refused_and_the_run_goes_on() -> None:
+    """The one with the lower number has it, in whatever order they answer."""
+    events = list[Any]()
+    query = NodeQuery(Grid({9: "a", 8: "b", 7: "a"}), count=3, seconds=60)
+    assert query.nodes(on_event=events.append) == {"a": 7, "b": 8}
+    (note,) = [str(event) for event in events]
+    assert "node 9 was refused: node 7 is named 'a' too; give one another name in its --node-config" in note
+
+
+def test_nodes_that_cannot_take_part_are_left_out_where_fewer_suffice() -> None:
+    events = list[Any]()
+    grid = Grid({7: "a", 8: Error(2, "has no task"), 9: "ca", 10: None})
+    assert NodeQuery(grid, count=4, seconds=0.05).nodes(min_clients=1, on_event=events.append) == {"a": 7}
+    told = "\n".join(str(event) for event in events)
+    for line in ("node 8 cannot take part: has no task", "client 'ca' cannot be a name", "no answer from node 10"):
+        assert f"begins without it: {line}" in told or line in told
+    with pytest.raises(ProtocolError, match="node 8 cannot take part"):
+        NodeQuery(Grid({7: "a", 8: Error(2, "has no task")}), count=2, seconds=60).nodes(min_clients=2)
 
 
 class Watched:

@@ -344,12 +344,17 @@ def test_a_site_works_for_the_settings_that_it_was_given_and_no_others(usual: Re
     assert "the server sent no settings" in lie_to(silent, lambda *_: None, tmp_path / "x", NAME, certs=certs).error
 
 
-def test_a_server_with_another_model_is_told_nothing_of_the_data(usual: Recording, tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["model", "architecture", "tokenizer"])
+def test_a_server_with_another_model_is_told_the_digests_and_nothing_of_the_data(
+    usual: Recording, tmp_path: Path, part: str
+) -> None:
     spoken = usual.spoken[NAME]
-    wrong = dataclasses.replace(spoken, welcome={**spoken.welcome, "model": "f" * 64})
+    wrong = dataclasses.replace(spoken, welcome={**spoken.welcome, part: "f" * 64})
     found = lie_to(wrong, lambda *_: None, tmp_path, NAME, certs=usual.folder / "certs" / NAME)
     assert "here and ffffffffffffffff at the server; give the server's model with --model" in found.error
-    assert found.link.sent == []
+    ((head, tensors),) = found.link.sent
+    assert head.keys() == {"kind", "version", "config", "model", "vocabulary", "architecture", "tokenizer"}
+    assert tensors == {}
 
 
 def test_who_gives_the_model_or_allows_it_loads_what_the_server_names(

@@ -1,5 +1,6 @@
 """What cannot be served or joined ends with one line, and nothing is left running."""
 
+import json
 import re
 import shutil
 import socket
@@ -51,26 +52,48 @@ def test_a_site_that_was_not_told_of_a_cut_ends_with_the_flag_that_agrees_to_it(
 
 
 @pytest.mark.parametrize(
-    ("split", "device", "reason"),
+    ("split", "reason"),
     [
-        ("movie-0=3", "cpu_2gb", "--split cuts at block 3, and .* has 3 blocks"),
-        ("movi-0=1", "cpu_2gb", "unknown name in --split 'movi-0'; did you mean 'movie-0'"),
-        (
-            "auto",
-            "none=memory_gb=0.375,gflops=20,up_mbps=2,down_mbps=10,latency_ms=60,max_rank=8",
-            "none fits no cut of",
-        ),
+        ("movie-0=3", "--split cuts at block 3, and .* has 3 blocks"),
+        ("movi-0=1", "unknown name in --split 'movi-0'; did you mean 'movie-0'"),
     ],
 )
 def test_a_cut_that_cannot_be_ends_server_and_sites(
-    federation: Callable[..., Federation], split: str, device: str, reason: str
+    federation: Callable[..., Federation], split: str, reason: str
 ) -> None:
-    fed = federation({"movie-0": device, "movie-1": "tablet_4gb"}, split=split)
+    fed = federation({"movie-0": "cpu_2gb", "movie-1": "tablet_4gb"}, split=split)
     server, port = fed.serve("--no-late")
     sites = [fed.join(name, port) for name in fed.sites]
-    for program in (server, *sites):
-        said = program.end(2).splitlines()
-        assert re.search(reason, said[-1]) or re.search(reason, " ".join(said[-2:]))
+    said = server.end(2).splitlines()
+    assert re.search(reason, said[-1]) or re.search(reason, " ".join(said[-2:]))
+    for site in sites:
+        # what is wrong with the settings, and not who else is listed
+        line = " ".join(site.end(2).splitlines()[-2:])
+        assert re.search(reason.partition(";")[0] + ".*; ask who runs the server", line)
+        assert "did you mean" not in line
+    assert not fed.served.path.exists()
+
+
+@pytest.mark.slow
+def test_sites_that_cannot_take_part_end_with_a_line_and_the_server_goes_on_and_names_them(
+    federation: Callable[..., Federation], tiny_model: Path, tmp_path: Path
+) -> None:
+    """A device that fits no cut, and a model with another activation; what is out of range is refused at the site."""
+    fed = federation({"movie-0": f"none={TINY}", "movie-1": "tablet_4gb"}, split="auto")
+    other = Path(shutil.copytree(tiny_model, tmp_path / "other"))
+    (other / "config.json").write_text(
+        json.dumps(json.loads((other / "config.json").read_text()) | {"hidden_act": "relu"})
+    )
+    server, port = fed.serve("--wait", "45", "--no-late")
+    small = fed.join("movie-0", port)
+    altered = fed.join("movie-1", port, "--model", str(other))
+    assert "movie-0 cannot take part: none fits no cut of" in small.end(2).splitlines()[-1]
+    assert "the digest of config.json of model" in altered.end(2).splitlines()[-1]
+    slow = fed.join("movie-1", port, device=f"slow={TINY}".replace("gflops=20", "gflops=1e-300"))
+    assert "gflops='1e-300' is not allowed; give a number from 0.001 to 1e+09" in slow.end(2).splitlines()[-1]
+    said = server.end(2).splitlines()[-1]
+    assert "missing: movie-0 (refused: movie-0 cannot take part: none fits no cut of" in said
+    assert "movie-1 (refused: client 'movie-1' has architecture" in said
     assert not fed.served.path.exists()
 
 

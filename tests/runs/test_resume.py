@@ -1,5 +1,7 @@
 """Resume is bit-exact: a run that is killed anywhere and gone on with ends as one that was not."""
 
+import json
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -8,8 +10,11 @@ import pytest
 
 from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config, to_toml
+from atlas_fl.errors import CheckpointError
 from atlas_fl.events import Event, Note
 from atlas_fl.experiment.run import RunResult, resume_run, run_config
+from atlas_fl.storage.checkpoint import load_latest
+from atlas_fl.storage.tensors import read_tensors, write_tensors
 from tests.runs.finished import FinishedRuns
 from tests.runs.processes import Program, Programs
 from tests.runs.reading import rows, same_tensors, state
@@ -112,3 +117,44 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_line(config: Make, finished:
     assert any("round-0002 passed over" in line and "going on from round-0001" in line for line in lines), lines
     assert same_tensors(state(whole.folder), state(parts.folder))
     assert rows(whole.folder) == rows(parts.folder)
+
+
+def _relu(folder: Path) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"hidden_act": "relu"}))
+
+
+def _two_tokens_swapped(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = sorted(vocabulary, key=lambda token: -vocabulary[token])[:2]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    path.write_text(json.dumps(tokenizer))
+
+
+def _other_weight(folder: Path) -> None:
+    weights = dict(read_tensors(folder / "model.safetensors"))
+    name = next(iter(weights))
+    write_tensors(folder / "model.safetensors", {**weights, name: weights[name] + 1}, metadata=("format", "pt"))
+
+
+@pytest.mark.parametrize(
+    ("change", "part"), [(_relu, "architecture"), (_two_tokens_swapped, "tokenizer"), (_other_weight, "weights")]
+)
+def test_a_run_goes_on_with_the_model_that_it_was_begun_with_and_no_other(
+    config: Make, tiny_model: Path, tmp_path: Path, change: Callable[[Path], None], part: str
+) -> None:
+    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    begun = run_config(config(model=str(model), max_rounds=1, rounds=2, tasks="movie"))
+    saved, _ = load_latest(begun.folder / "checkpoints")
+    assert saved is not None
+    recorded = saved.state["origin"]["model"]
+    assert recorded.keys() == {"weights", "vocabulary", "architecture", "tokenizer"}
+    kept = {path: path.read_bytes() for path in model.iterdir()}
+    change(model)
+    with pytest.raises(CheckpointError, match=f"^the {part} of the model .* is not the one that run .* was begun with"):
+        resume_run(begun.folder)
+    for path, content in kept.items():
+        path.write_bytes(content)
+    assert resume_run(begun.folder).complete

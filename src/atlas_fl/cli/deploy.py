@@ -10,7 +10,7 @@ import tyro
 
 from atlas_fl.cli.arguments import Words, base_config, parse, split
 from atlas_fl.cli.display import going_on, show, show_progress
-from atlas_fl.config import Config, config_hash, parse_mask_file, pin_mask_file, validate
+from atlas_fl.config import Config, pinned_hash, validate
 from atlas_fl.deployment.consent import Allowance, Consent
 from atlas_fl.errors import ConfigError
 
@@ -139,7 +139,7 @@ def join(words: Sequence[str]) -> int:
         part=options.part,
         model=options.model,
         data_dir=options.data_dir,
-        config=None if options.config is None else _hash_of(base_config(groups), origin=options.config),
+        config=None if options.config is None else pinned_hash(base_config(groups), origin=options.config),
         patience_seconds=options.patience,
         allow=options.allow,
         least_examples=options.least_examples,
@@ -153,21 +153,6 @@ def join(words: Sequence[str]) -> int:
     up, down = human_bytes(joined.sent_bytes), human_bytes(joined.received_bytes)
     show([f"the run is complete for {joined.name}; {where}; {up} up, {down} down"])
     return 0
-
-
-def _hash_of(config: Config, *, origin: str) -> str:
-    """The hash that the server has of the same settings: with the digest of what lies in their mask file.
-
-    Raises:
-        ConfigError: the mask is not here, and the settings do not say its digest.
-    """
-    path, digest = parse_mask_file(config.sparse.mask_file)
-    if path is not None and digest is None and not Path(path).exists():
-        raise ConfigError(
-            f"{origin} names the mask {path}, which is not here to be compared with the server's; copy it here, give"
-            " the config.toml of the server's run, which has the mask's digest, or leave --config out"
-        )
-    return config_hash(pin_mask_file(config))
 
 
 DAYS, TO = 365, "certs"

@@ -135,6 +135,21 @@ def pin_mask_file(config: Config) -> Config:
     return replace(config, sparse=replace(config.sparse, mask_file=f"{path}#sha256={_mask_file_digest(path)}"))
 
 
+def pinned_hash(config: Config, *, origin: str) -> str:
+    """The hash that a server has of the same settings: with the digest of what lies in their mask file.
+
+    Raises:
+        ConfigError: the mask is not here, and the settings, which `origin` names, do not say its digest.
+    """
+    path, digest = parse_mask_file(config.sparse.mask_file)
+    if path is not None and digest is None and not Path(path).exists():
+        raise ConfigError(
+            f"{origin} names the mask {path}, which is not here to be compared with the server's; copy it here, give"
+            " the config.toml of the server's run, which has the mask's digest, or leave --config out"
+        )
+    return config_hash(pin_mask_file(config))
+
+
 def check_mask_file(config: Config) -> None:
     """Nothing where the file has the content that the config says, is gone, or its content is not said.
 

@@ -16,7 +16,7 @@ from atlas_fl.config.schema import NONE
 from atlas_fl.config.validation import check_cluster_counts, check_cut_names, unknown_cut_names
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.deployment.service import ServerOptions, check_without, listening, read_sites, write_sites
-from atlas_fl.errors import BudgetError, CheckpointError, ConfigError, ProtocolError, unknown_name
+from atlas_fl.errors import AtlasError, BudgetError, CheckpointError, ConfigError, ProtocolError, unknown_name
 from atlas_fl.events import Note, OnEvent
 from atlas_fl.experiment.recorder import check_same_settings, checkpoint_models
 from atlas_fl.params import Params
@@ -76,6 +76,7 @@ def remote_backend(
         with listening(config, service, certs, on_event=on_event, listed=names, late=late) as (manager, bridge, where):
             try:
                 on_event(Note(f"listening on {where} for {', '.join(expected)}"))
+                manager.known = _known_clients(folder)
                 _leave_out(folder, manager, left_out, on_event)
                 with service.companion(manager, bridge):
                     yield from _wait_and_assemble(
@@ -86,10 +87,18 @@ def remote_backend(
                         deliver_final_models(folder, manager, bridge, seconds=FAREWELL_SECONDS, writing_seconds=writing)
             except (BudgetError, ConfigError) as error:
                 # Settings that cannot be will not come back: a site need not wait for them.
-                bridge.call(coordinator.shutdown_clients(manager, {}, seconds=FAREWELL_SECONDS, reason=str(error)))
+                reason = reason_for_sites(error)
+                bridge.call(coordinator.shutdown_clients(manager, {}, seconds=FAREWELL_SECONDS, reason=reason))
                 raise
 
     return backend
+
+
+def reason_for_sites(error: AtlasError) -> str:
+    """Why a run has ended, for every site: what is wrong with the settings, and no name or device of another site."""
+    if isinstance(error, BudgetError):
+        return "the run cannot be planned for the devices that have come; ask who runs the server"
+    return f"{str(error).partition(';')[0]}; ask who runs the server"
 
 
 def _wait_and_assemble(
@@ -250,6 +259,15 @@ def _planned_clients(folder: RunFolder) -> tuple[str, ...]:
     """The clients of the plan to go on with; none where there is none."""
     last = last_plan(folder)
     return () if last is None else last[1]
+
+
+def _known_clients(folder: RunFolder) -> dict[str, ClientMetadata]:
+    """What the clients of the plan to go on with had said of themselves, as far as the folder knows."""
+    if not folder.sites.exists():  # nobody was planned, or an earlier version began the run
+        return {}
+    known = read_sealed(folder.sites)
+    names = [name for name in _planned_clients(folder) if name in known]
+    return {name: metadata for name, (metadata, _) in read_sites(folder, names).items()}
 
 
 def _expected_clients(

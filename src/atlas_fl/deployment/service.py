@@ -12,18 +12,26 @@ from typing import Any
 
 from torch import nn
 
+from atlas_fl.client.job import Trainable
 from atlas_fl.config import Config, RunConfig, config_hash, to_toml
 from atlas_fl.config.schema import NONE
-from atlas_fl.data.registry import find_tasks
-from atlas_fl.errors import CheckpointError, ConfigError, ProtocolError, unknown_name
+from atlas_fl.data.registry import TASKS, find_tasks
+from atlas_fl.errors import BudgetError, CheckpointError, ConfigError, ProtocolError, unknown_name
 from atlas_fl.events import OnEvent
 from atlas_fl.experiment.summary import versions
-from atlas_fl.params import digest
-from atlas_fl.planning.planner import full_model_sender
+from atlas_fl.models.backbone import Backbone
+from atlas_fl.models.identity import ModelIdentity, model_identity
+from atlas_fl.models.vision_loading import tokens_per_image
+from atlas_fl.planning.planner import check_clients, full_model_sender
 from atlas_fl.ranks.devices import Device
-from atlas_fl.runtime.coordinator.client_registry import ClientProxy
+from atlas_fl.runtime.coordinator.client_registry import CheckClient, ClientProxy, Requirements
 from atlas_fl.runtime.coordinator.coordinator import ClientManager
-from atlas_fl.runtime.protocol.client_metadata import ClientMetadata, read_metadata
+from atlas_fl.runtime.protocol.client_metadata import (
+    ClientMetadata,
+    labels_of_task,
+    placeholder_client,
+    read_metadata,
+)
 from atlas_fl.runtime.protocol.messages import Identity
 from atlas_fl.runtime.protocol.model_sync import check_frames
 from atlas_fl.runtime.transport.certificates import Certs, Listed
@@ -31,7 +39,7 @@ from atlas_fl.runtime.transport.event_loop import EventBridge, LoopThread
 from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Head
 from atlas_fl.runtime.transport.server import Server, check_free
 from atlas_fl.runtime.transport.sessions import Admit, Sessions, Tokens
-from atlas_fl.setup.assembly import backbone_of, trainable_of, trained_body
+from atlas_fl.setup.assembly import assemble, backbone_of, max_sequence_length, trainable_of, trained_body
 from atlas_fl.setup.options import strategy_of, warmup_rank
 from atlas_fl.sparse.masks import BY_SENSITIVITY, Mask
 from atlas_fl.storage.jsonl import read_sealed, write_sealed
@@ -103,10 +111,68 @@ def client_manager_of(
         check_frames(body, sparse=config.sparse.has_mask and config.sparse.mask not in BY_SENSITIVITY)
         how["new_sender"] = full_model_sender(backbone, config, keeps_trained=True, mask=mask)
         limit = min(FRAME_LIMIT, REST_BYTES + 2 * encoded_size(body))
-    identity = identity_of(digest(dict(backbone.model.named_parameters())), config)
-    manager = ClientManager(listed, identity, images=backbone.vision is not None, **how)
+    identity = identity_of(model_identity(backbone), config)
+    most_tokens = longest_example(backbone, trainable_of(config, tasks))
+    requirements = Requirements(
+        images=backbone.vision is not None,
+        one_head=trainable_of(config, tasks) == "full" and config.sparse.has_mask,
+        task_labels={task.name: labels_of_task(task) for task in (*TASKS.values(), *tasks)},
+        check_client=client_check(config, outline_of(backbone), most_tokens=most_tokens),
+    )
+    manager = ClientManager(listed, identity, requirements=requirements, **how)
     manager.max_request_bytes = limit
     return manager
+
+
+def client_check(config: Config, backbone: Backbone, *, most_tokens: int) -> CheckClient:
+    """The check of one client that registers: that it could be planned with this model on its device.
+
+    `backbone` needs names and sizes alone, and reads examples of at most so many tokens. What the settings ask of
+    everybody, such as a cut beyond the model, is left to planning, and ends the run.
+    """
+
+    def check(name: str, metadata: ClientMetadata, device: Device) -> None:
+        check_examples_fit(name, metadata, backbone, most_tokens=most_tokens)
+        client, tokens = placeholder_client(name, metadata)
+        assembly = assemble(config, clients=(client,), tokens={name: tokens}, devices=(device,), backbone=backbone)
+        try:
+            check_clients(assembly)
+        except BudgetError as error:
+            raise ProtocolError(f"{name} cannot take part: {error}") from None
+        except ConfigError as error:
+            if assembly.is_full:  # a head that fits no mask
+                raise ProtocolError(f"{name} cannot take part: {error}") from None
+
+    return check
+
+
+def check_examples_fit(name: str, metadata: ClientMetadata, backbone: Backbone, *, most_tokens: int) -> None:
+    """Raise `ProtocolError` where the model cannot have read examples of these lengths and labels."""
+    longest = max(tokens for lengths in metadata.lengths.values() for tokens, _, _ in lengths)
+    if longest > most_tokens:
+        raise ProtocolError(
+            f"{name} has an example of {longest} tokens, and {backbone.name} reads {most_tokens}; install the server's"
+            " version, or give its model with --model"
+        )
+    if metadata.num_labels == 0 and backbone.vocabulary is None:
+        raise ProtocolError(
+            f"task {metadata.task!r} of {name} is to write text, and no task of the settings does; bring a task with"
+            " labels, or ask who runs the server for one with target="
+        )
+
+
+def longest_example(backbone: Backbone, trainable: Trainable) -> int:
+    """The most tokens that an example of a client can have; an image is one where the whole model trains."""
+    if backbone.vision is None:
+        return max_sequence_length(backbone)
+    return tokens_per_image(backbone.vision) if trainable == "lora" else 1
+
+
+def outline_of(backbone: Backbone) -> Backbone:
+    """The backbone without its weights, which names and sizes of what trains are known from; its model is changed."""
+    backbone.model.to("meta")
+    vocabulary = None if backbone.vocabulary is None else backbone.vocabulary.to("meta")
+    return replace(backbone, vocabulary=vocabulary)
 
 
 def without_places(config: Config) -> Config:
@@ -132,9 +198,16 @@ def request_limit(config: Config, model: nn.Module) -> int:
     return min(FRAME_LIMIT, REST_BYTES + 2 * 4 * max(ranks) * widths * models)
 
 
-def identity_of(model: str, config: Config) -> Identity:
-    """What clients of this config must have in common with their server; `model` is the digest of its weights."""
-    return Identity(version=versions()["atlas_fl"], config=config_hash(config), model=model)
+def identity_of(model: ModelIdentity, config: Config) -> Identity:
+    """What clients of this config must have in common with their server, whose model this is."""
+    return Identity(
+        version=versions()["atlas_fl"],
+        config=config_hash(config),
+        model=str(model.weights),
+        architecture=model.architecture,
+        tokenizer=model.tokenizer,
+        vocabulary=model.vocabulary,
+    )
 
 
 def with_images(config: Config) -> bool:

@@ -16,7 +16,7 @@ from atlas_fl.config.schema import ALL_CLASSES, AUTO, NONE, cut_setting
 from atlas_fl.config.settings import settings, value_of
 from atlas_fl.data.task import Labels, Task
 from atlas_fl.deployment.consent import ALLOWANCES, Allowance, Consent
-from atlas_fl.errors import ConfigError, ModelError, one_line, short_repr
+from atlas_fl.errors import ConfigError, short_repr
 from atlas_fl.models.registry import MODELS
 from atlas_fl.setup.assembly import trainable_of
 from atlas_fl.setup.options import learning_rate_of, strategy_of
@@ -115,15 +115,6 @@ def check_model_name(name: str, consent: Consent) -> None:
         f"the server's settings name the model {short_repr(name)}, and a site fetches no model of the hub because a"
         " server says so; give --model with the model you want, or agree with --allow hub-model"
     )
-
-
-def check_model_digest(here: str | None, there: str, *, name: str) -> None:
-    """Nothing where the weights here are the server's, or none are loaded yet; raises `ModelError` else."""
-    if here not in (None, there):
-        raise ModelError(
-            f"model {short_repr(name)} is {here:.16} here and {one_line(there, limit=16)} at the server; give the"
-            " server's model with --model"
-        )
 
 
 def check_examples(config: Config, consent: Consent, *, task: Task, labels: Labels) -> None:

@@ -1,6 +1,7 @@
 """A site of a deployment (`atlas join`): its own data, as much of the model as its jobs need, and the server's jobs."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -23,30 +24,31 @@ from atlas_fl.deployment.job_policy import JobPolicy, Outline, meta_params
 from atlas_fl.deployment.receipt import Receipt, clear_private, confirm_again, read_receipt, write_model
 from atlas_fl.deployment.settings_policy import (
     check_examples,
-    check_model_digest,
     check_model_name,
     check_settings,
     settings_here,
     what_leaves,
 )
-from atlas_fl.errors import ConfigError, ModelError, ProtocolError, one_line
+from atlas_fl.errors import ConfigError, ModelError, ProtocolError, one_line, short_repr
 from atlas_fl.events import Note, OnEvent, PhaseStarted, ignore
 from atlas_fl.experiment.export import head_of_client, write_adapter, write_whole
 from atlas_fl.experiment.summary import versions
 from atlas_fl.models.backbone import Backbone, target_modules
+from atlas_fl.models.identity import ModelIdentity, model_identity, weights_digest
 from atlas_fl.models.loading import build_first_blocks
 from atlas_fl.params import Params, digest
 from atlas_fl.partial_sharing import is_fully_shared
 from atlas_fl.planning.planner import full_model_receiver
 from atlas_fl.ranks.devices import find_devices
 from atlas_fl.runtime.coordinator.site_worker import SiteClient
-from atlas_fl.runtime.protocol.client_metadata import metadata_of
+from atlas_fl.runtime.protocol.client_metadata import metadata_of, read_metadata
 from atlas_fl.runtime.protocol.messages import CutInfo
 from atlas_fl.runtime.protocol.model_sync import AdapterReceiver, Receiver
 from atlas_fl.runtime.protocol.private_params import Owner, PrivateParamStore, PrivateReceiver, check_store
 from atlas_fl.runtime.transport.certificates import Certs, open_certs
 from atlas_fl.runtime.transport.client import Link, UnreachableError
 from atlas_fl.runtime.transport.frames import Head
+from atlas_fl.runtime.transport.sessions import Exchange
 from atlas_fl.setup.assembly import (
     assemble,
     client_side_runtime,
@@ -63,14 +65,22 @@ from atlas_fl.split.channel import Cut
 from atlas_fl.split.model import select_client_side
 from atlas_fl.storage.files import load_or_create_secret
 
+PARTS: Mapping[str, str] = {
+    "model": "the digest of the weights",
+    "vocabulary": "the digest of the output embedding",
+    "architecture": "the digest of config.json",
+    "tokenizer": "the digest of the tokenizer",
+}
+"""The entries of a model's identity in the handshake, in words."""
+
 
 class SiteRuntime(Protocol):
     """What a site brings to the work: its model, how it reads jobs, and where its own model goes."""
 
-    fingerprint: str | None
-    """Digest of the weights; None where none is loaded yet."""
     known: Backbone
     """As much of the model as there is before the first job."""
+    model: ModelIdentity
+    """What its model computes with; without weights where none are loaded yet."""
     tokens: ClientTokens
     """The client's examples, of which the server is told how many there are."""
     receiver: Receiver
@@ -125,7 +135,7 @@ class FullModelSiteRuntime:
         self._site = assembly.site
         backbone = self._site.backbone
         self.known = backbone
-        self.fingerprint: str | None = _fingerprint(backbone)
+        self.model = model_identity(backbone)
         self.tokens = self._site.data[client.name]
         body, like = trained_body(backbone, config), meta_params(assembly.full_models()[client.name])
         self.receiver: Receiver = full_model_receiver(backbone, config, keeps_trained=True)
@@ -166,7 +176,7 @@ class AdapterSiteRuntime:
     def __init__(
         self, config: Config, client: ClientData, *, model: str, private: Path, noise_secret: Path, owner: Owner
     ) -> None:
-        self._config, self._client, self._model = config, client, model
+        self._config, self._client, self._server_weights = config, client, model
         self._store = None if is_fully_shared(config.mixing.share) else self._store_in(private, owner)
         is_noisy = config.split.split != NONE and config.split.wire_noise > 0
         self._noise_secret = load_or_create_secret(noise_secret) if is_noisy else None
@@ -177,12 +187,11 @@ class AdapterSiteRuntime:
         if config.split.split == NONE:
             self._site = assemble(config, clients=(client,)).site
             self.known, self.tokens = self._site.backbone, self._site.data[client.name]
-            self.fingerprint: str | None = _fingerprint(self.known)
         else:
             with torch.device("meta"):
                 self.known = build_first_blocks(config.model.model, blocks=0)
             self.tokens = tokenise(client, self.known, config.data)
-            self.fingerprint = None
+        self.model = model_identity(self.known, has_weights=self._site is not None)
 
     def export(self, model: Params, to: Path, *, on_event: OnEvent) -> None:
         """Write the client's own model in PEFT's format."""
@@ -214,13 +223,13 @@ class AdapterSiteRuntime:
         self._site = None  # what is not needed any more goes before anything else comes
         tokens = {self._client.name: self.tokens}
         if blocks is None or cut_info is None:
-            site, expected = assemble(self._config, clients=(self._client,), tokens=tokens).site, self._model
+            site, expected = assemble(self._config, clients=(self._client,), tokens=tokens).site, self._server_weights
         else:
             site, expected = (
                 client_side_runtime(self._config, tokens, blocks=blocks, max_tokens=cut_info.tokens),
                 cut_info.part,
             )
-        if (digest := _fingerprint(site.backbone)) != expected:
+        if (digest := weights_digest(site.backbone)) != expected:
             part = "" if blocks is None else f" up to block {blocks}"
             raise ModelError(
                 f"model {site.backbone.name!r}{part} is {digest:.16} here and {expected:.16} at the server; give the"
@@ -288,10 +297,6 @@ class AdapterSiteRuntime:
         """The shared initialisation of these modules at these ranks, and of the head."""
         whole, modules = self._outline
         return initial_params(whole, modules, ranks=ranks, task=self._client.task, seed=self._config.run.seed)
-
-
-def _fingerprint(backbone: Backbone) -> str:
-    return digest(dict(backbone.model.named_parameters()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -368,16 +373,19 @@ def join_federation(joining: SiteOptions, *, on_event: OnEvent = ignore) -> Site
         settings = _settings_of(link.welcome, joining)
         client, home = _client_and_home(settings, joining, link.welcome, name=certs.name, device=device)
         run, task, outline = config_hash(settings), client.task, home.outline
-        said |= {"config": run, "model": home.fingerprint}
+        said |= {"config": run, **identity_said(home.model)}
+        check_same_model(home.model, link, said, name=settings.model.model)
         for line in what_leaves(settings, client=certs.name, task=task, device=device, blocks=outline.blocks):
             on_event(Note(line))
         for line in truncation_notes({certs.name: home.tokens}, home.known):
             on_event(Note(line))
+        metadata = metadata_of(client, home.tokens)
+        read_metadata(metadata)  # what the server would refuse is refused here, before anything is said
         worker = SiteClient(
             name=certs.name,
             load_site=home,
             link=link,
-            registration={**said, **metadata_of(client, home.tokens), "device": joining.device, "part": joining.part},
+            registration={**said, **metadata, "device": joining.device, "part": joining.part},
             on_event=on_event,
             receiver=home.receiver,
             actions=home.actions,
@@ -424,8 +432,35 @@ def _client_and_home(
         noise_secret=joining.to.with_name(f"{name}-noise-secret"),
         run=config_hash(settings),
     )
-    check_model_digest(home.fingerprint, model, name=config.model.model)
     return client, home
+
+
+def identity_said(model: ModelIdentity) -> dict[str, str | None]:
+    """What a site says of its model in the words of the handshake (`runtime.protocol.messages.Identity`)."""
+    return {
+        "model": model.weights,
+        "vocabulary": model.vocabulary,
+        "architecture": model.architecture,
+        "tokenizer": model.tokenizer,
+    }
+
+
+def check_same_model(model: ModelIdentity, link: Exchange, said: Head, *, name: str) -> None:
+    """Raise `ModelError` where the model here is not the server's.
+
+    The server is told the digests before that, and nothing else, so that its log says why this site does not come.
+    """
+    welcome = getattr(link, "welcome", {})
+    for key, here in identity_said(model).items():
+        there = welcome.get(key)
+        if here is None or there is None or here == there:
+            continue
+        with suppress(ProtocolError):
+            link.exchange({"kind": "register", **said})
+        raise ModelError(
+            f"{PARTS[key]} of model {short_repr(name)} is {here:.16} here and {one_line(there, limit=16)} at the"
+            " server; give the server's model with --model"
+        )
 
 
 def _end_of(joining: SiteOptions, worker: SiteClient, home: SiteRuntime, link: Link, *, private: Path) -> SiteResult:

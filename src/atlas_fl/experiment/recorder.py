@@ -32,6 +32,7 @@ from atlas_fl.planning.plan import PlanResult
 from atlas_fl.runtime.reuse import REUSED_RESULTS
 from atlas_fl.storage import checkpoint, digests
 from atlas_fl.storage.checkpoint import Checkpoint
+from atlas_fl.storage.json_shapes import PLAN, STATE, SUMMARY, check_written, ledger_row, metrics_row
 from atlas_fl.storage.jsonl import (
     append_rows,
     drop_undefined,
@@ -47,18 +48,22 @@ from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import write_models, write_sketches, write_tensors
 
 
-def provenance_of(config: Config, clients: Sequence[ClientData]) -> dict[str, Any]:
-    """The settings that identify the run, and a SHA-256 of each client's rows, as JSON data."""
+def provenance_of(config: Config, clients: Sequence[ClientData], model: Mapping[str, str | None]) -> dict[str, Any]:
+    """The settings that identify the run, and the SHA-256 of each client's rows and of each part of the model.
+
+    `model` is a `models.identity.ModelIdentity` as a mapping. All of it is JSON data.
+    """
     data = {client.name: client.digest() for client in clients}
-    plain: dict[str, Any] = from_json(to_json({"settings": identity_settings(config), "data": data}))
+    content = {"settings": identity_settings(config), "data": data, "model": dict(model)}
+    plain: dict[str, Any] = from_json(to_json(content))
     return plain
 
 
 def check_provenance(recorded: Mapping[str, Any], current: Mapping[str, Any], *, folder: Path) -> None:
-    """Check that a run resumes with the settings and the data that it was started with.
+    """Check that a run resumes with the settings, the data and the model that it was started with.
 
     Raises:
-        CheckpointError: a setting or a client's rows are others; the message names the first.
+        CheckpointError: a setting, a client's rows or a part of the model are others; the message names the first.
     """
     # A setting younger than runs (`config.identity.ADDED_LATER`) is not among those of a run begun with its default.
     for name in dict.fromkeys([*recorded["settings"], *sorted(current["settings"])]):
@@ -73,6 +78,13 @@ def check_provenance(recorded: Mapping[str, Any], current: Mapping[str, Any], *,
             raise CheckpointError(
                 f"the data of client {name} are not those that run {folder} was begun with; restore them, or begin"
                 " another run: rows that were trained on could now be tested on"
+            )
+    # checkpoints of earlier versions do not say
+    for part, digest in recorded.get("model", {}).items():
+        if current["model"].get(part) != digest:
+            raise CheckpointError(
+                f"the {part} of the model {current['settings']['model']!r} is not the one that run {folder} was begun"
+                " with; restore its files, or begin another run"
             )
 
 
@@ -198,12 +210,12 @@ class Recorder:
         self.audit_digests["start.safetensors"] = write_models(folder / "start.safetensors", initial_models)
         if join.state_changed:
             self._write_server_state(folder, state.server_state)
-        self.audit_digests["plan.json"] = write_json(folder / "plan.json", join.planned.plan.to_json())
+        self.audit_digests["plan.json"] = write_json(folder / "plan.json", join.planned.plan.to_json(), shape=PLAN)
         self._write_audit_record(folder, {"round": state.round + 1})
 
     def set_clients(self, config: Config, clients: tuple[ClientData, ...]) -> None:
-        """Set the clients of the run, and the provenance with their data."""
-        self.clients, self.provenance = clients, provenance_of(config, clients)
+        """Set the clients of the run, and the provenance with their data; the model stays."""
+        self.clients, self.provenance = clients, provenance_of(config, clients, self.provenance["model"])
 
     def record_new_plan(self, planned: PlanResult, *, round: int, resized_models: ByClient | None) -> None:
         """Write a plan that holds from this round on, and for the audit the models resized to its ranks."""
@@ -244,10 +256,12 @@ class Recorder:
             self.file_digests[sketches.name] = write_sketches(sketches, planned.sketches)
         if planned.mask is not None:
             self.file_digests[self.folder.mask.name] = write_tensors(self.folder.mask, planned.mask)
-        self.file_digests[self.plan_file] = write_json(self.folder.path / self.plan_file, planned.plan.to_json())
+        path = self.folder.path / self.plan_file
+        self.file_digests[self.plan_file] = write_json(path, planned.plan.to_json(), shape=PLAN)
 
     def _append_rows(self, path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-        append_rows(path, rows, running=self.row_hashes[path.name])
+        shape = metrics_row if path == self.folder.metrics else ledger_row
+        append_rows(path, rows, running=self.row_hashes[path.name], shape=shape)
 
     def _all_digests(self) -> dict[str, str]:
         return {**self.file_digests, **{name: row_hash.hexdigest() for name, row_hash in self.row_hashes.items()}}
@@ -372,6 +386,7 @@ class Recorder:
         }
         if same:
             content["server_same"] = same
+        check_written(from_json(to_json(content)), STATE, file=self.folder.checkpoints / checkpoint.STATE)
         checkpoint.save(self.folder.checkpoints, round=state.round, tensors=tensors, state=content)
         checkpoint.prune(self.folder.checkpoints, keep=self.keep_checkpoints, keep_rounds=self._best_rounds(state))
 
@@ -385,9 +400,11 @@ class Recorder:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write the digests of all files of a complete run, and then the summary, which marks it as complete."""
+        # before the digests, which would name a summary that is not there
+        check_written(from_json(to_json(summary)), SUMMARY, file=self.folder.summary)
         digest = sha256(encode_json(summary)).hexdigest()
         digests.write_digests(self.folder, {**self._all_digests(), self.folder.summary.name: digest})
-        write_json(self.folder.summary, summary)
+        write_json(self.folder.summary, summary, shape=SUMMARY)
 
     def rewind_to(self, saved: checkpoint.Checkpoint) -> None:
         """Truncate the logs to a checkpoint and remove later plans, so that no round is recorded twice."""

@@ -1,7 +1,7 @@
 """Runs: run a config in its folder, resume from a checkpoint, export models, write the summary."""
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from atlas_fl.experiment.rounds import run_rounds
 from atlas_fl.experiment.second_models import predicting_models
 from atlas_fl.experiment.state import FederationState
 from atlas_fl.experiment.summary import attack_note, summarise, versions
+from atlas_fl.models.identity import model_identity
 from atlas_fl.planning.plan import Plan, PlanResult
 from atlas_fl.planning.planner import check_clients, plan_run
 from atlas_fl.runtime.engine import Engine, MissingAnswersError
@@ -178,7 +179,7 @@ def _make_recorder(config: Config, assembly: Assembly, folder: RunFolder) -> Rec
         checkpoint_every=config.run.checkpoint_every,
         keep_checkpoints=config.run.keep_checkpoints,
         keep_best=config.run.keep_best,
-        provenance=provenance_of(config, assembly.clients),
+        provenance=provenance_of(config, assembly.clients, asdict(model_identity(assembly.site.backbone))),
         file_digests={folder.config.name: digests.file_sha256(folder.config).hexdigest()},
     )
 

@@ -156,7 +156,7 @@ def write_tuning(folder: RunFolder, tuned: TunedMethod) -> None:
     """Write beside a run how its settings were chosen; a record of more trials that chose the same stays."""
     earlier = read_tuning(folder)
     if earlier is None or earlier.best.settings != tuned.best.settings or len(earlier.trials) <= len(tuned.trials):
-        write_json(folder.tuning, tuning_json(tuned))
+        write_json(folder.tuning, tuning_json(tuned), shape=TUNING)
 
 
 def tuning_json(tuned: TunedMethod) -> dict[str, Any]:

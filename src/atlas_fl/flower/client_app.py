@@ -33,12 +33,13 @@ def who(_: Message, context: Context) -> Reply:
 
 def work(message: Message, context: Context) -> Reply:
     """What this node has come to, at the end of the run."""
-    from atlas_fl.deployment.site import (
-        SiteOptions,
-        join_federation,  # a question needs no torch
-    )
+    from atlas_fl.config import load_config, pinned_hash  # a question needs no torch
+    from atlas_fl.deployment.site import SiteOptions, join_federation
 
     node = node_of(context.node_config, node_id=context.node_id)
+    config = None
+    if node.config is not None:
+        config = pinned_hash(load_config(Path(node.config)), origin=node.config)
     invitation = read_invitation(message.content[RECORD])
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as in `atlas join`
     with tempfile.TemporaryDirectory(prefix="atlas-") as folder, show_progress() as on_event:
@@ -53,6 +54,8 @@ def work(message: Message, context: Context) -> Reply:
                 part=node.part,
                 model=node.model,
                 data_dir=node.data_dir,
+                config=config,
+                private=None if node.private is None else Path(node.private),
                 patience_seconds=node.patience,
                 allow=node.allow,
                 least_examples=node.least_examples,

@@ -7,7 +7,7 @@ from typing import Any
 
 from atlas_fl.deployment.consent import Allowance, Consent, check_consent
 from atlas_fl.errors import ConfigError, ProtocolError
-from atlas_fl.runtime.transport.certificates import CA, CERT, KEY
+from atlas_fl.runtime.transport.certificates import CA, CERT, KEY, check_name
 from atlas_fl.storage.extras import install_command
 
 try:
@@ -50,6 +50,10 @@ class Node:
     """Where the backbone lies here."""
     data_dir: str | None = None
     """Where data sets lie here that would else come from the hub."""
+    config: str | None = None
+    """A TOML or YAML file of settings here; this node works for no run with others, as `--config` of `atlas join`."""
+    private: str | None = None
+    """Where what the settings' --share leaves out is kept until the run is complete; beside `to` by default."""
     patience: float = 60.0
     """Seconds to try a server again that has gone."""
     allow: tuple[Allowance, ...] = ()
@@ -64,7 +68,8 @@ class Node:
 
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(
-        ("task", "device", "name", "model", "data_dir", "to", "allow"), ("text", lambda v: type(v) is str and v != "")
+        ("task", "device", "name", "model", "data_dir", "to", "allow", "config", "private"),
+        ("text", lambda v: type(v) is str and v != ""),
     ),
     **dict.fromkeys(("part", "least_examples", "most_sketch"), ("a whole number", lambda v: type(v) is int)),
     "patience": ("a number above 0", lambda v: type(v) in (int, float) and v > 0),
@@ -87,6 +92,7 @@ def node_of(config: Mapping[str, Any], *, node_id: int) -> Node:
     if "allow" in values:
         values["allow"] = tuple(values["allow"].split())
     node = Node(**{"name": str(node_id), **values})
+    check_name(node.name)
     check_consent(Consent(allow=node.allow, least_examples=node.least_examples, most_sketch=node.most_sketch))
     return node
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atlas_fl.cli.display import show, show_progress
-from atlas_fl.errors import AtlasError, ConfigError, ProtocolError
-from atlas_fl.events import OnEvent
+from atlas_fl.errors import AtlasError, ConfigError, ProtocolError, one_line
+from atlas_fl.events import Note, OnEvent, ignore
 from atlas_fl.flower.messages import (
     RECORD,
     ConfigRecord,
@@ -27,7 +27,7 @@ from atlas_fl.flower.messages import (
     ServerApp,
     get_project_dir,
 )
-from atlas_fl.runtime.transport.certificates import CA, CERT, KEY
+from atlas_fl.runtime.transport.certificates import CA, CERT, KEY, check_name
 
 if TYPE_CHECKING:
     from atlas_fl.runtime.coordinator.coordinator import ClientManager
@@ -88,31 +88,56 @@ class NodeQuery:
             time.sleep(POLL_SECONDS)
         return ids
 
-    def nodes(self) -> dict[str, int]:
+    def nodes(self, *, min_clients: int = 0, on_event: OnEvent = ignore) -> dict[str, int]:
         """The node behind every client's name.
 
-        Raises `ProtocolError` where a node does not answer, answers with an error, or has another one's name.
+        Of two nodes with one name the one with the lower number has it, in every run; the other one is refused with a
+        note, and so is a node that does not answer, or answers with an error, where `min_clients` others are there.
+        Raises `ProtocolError` where fewer remain; 0 is all, but for those that took another's name.
         """
+        names, faults = self._answers()
         nodes: dict[str, int] = {}
+        for node in sorted(names):
+            holder = nodes.setdefault(names[node], node)
+            if holder != node:
+                on_event(
+                    Note(
+                        f"node {node} was refused: node {holder} is named {names[node]!r} too; give one another name in"
+                        " its --node-config"
+                    )
+                )
+        lines = [faults[node] for node in sorted(faults)]
+        if len(nodes) < max(min_clients, 1) or (lines and min_clients == 0):
+            reason = lines[0] if lines else f"{len(nodes)} of {min_clients} clients have a name of their own"
+            raise ProtocolError(reason)
+        for line in lines:
+            on_event(Note(f"begins without it: {line}"))
+        return nodes
+
+    def _answers(self) -> tuple[dict[int, str], dict[int, str]]:
+        """(the name of every node that has one, why the others cannot take part, in a line each)."""
+        names: dict[int, str] = {}
+        faults: dict[int, str] = {}
         while self._asked.pending and time.monotonic() < self._until:
             for node, reply in self._asked.pull():
                 if reply.has_error():
                     # a SuperNode that was killed counts as connected for a while
                     remedy = GONE_REMEDY if reply.error.code == GONE else ""
-                    raise ProtocolError(f"node {node} cannot take part: {reply.error.reason}{remedy}")
-                name = str(reply.content[RECORD]["name"])
-                if name in nodes:
-                    raise ProtocolError(
-                        f"nodes {nodes[name]} and {node} are both named {name!r}; change one's --node-config"
-                    )
-                nodes[name] = node
+                    faults[node] = f"node {node} cannot take part: {one_line(reply.error.reason)}{remedy}"
+                    continue
+                try:
+                    name = str(reply.content[RECORD]["name"])
+                    check_name(name)
+                except (KeyError, TypeError):
+                    faults[node] = f"node {node} cannot take part: it told no name; install the same atlas-fl there"
+                except ConfigError as error:
+                    faults[node] = f"node {node} cannot take part: {error}"
+                else:
+                    names[node] = name
             time.sleep(POLL_SECONDS)
-        if self._asked.pending:
-            silent = ", ".join(str(node) for node in sorted(self._asked.pending.values()))
-            raise ProtocolError(
-                f"no answer from node {silent} within {self._seconds:g} seconds; look at its SuperNode's log"
-            )
-        return nodes
+        for node in self._asked.pending.values():
+            faults[node] = f"no answer from node {node} within {self._seconds:g} seconds; look at its SuperNode's log"
+        return names, faults
 
 
 @dataclass(kw_only=True, eq=False)
@@ -140,9 +165,9 @@ class Invitations:
         watcher.start()
         try:
             yield
-        except AtlasError as error:
-            for name in self.nodes:
-                bridge.threads.call(manager.remove(name, f"the server has ended the run: {error}"))
+        except AtlasError:
+            for name in self.nodes:  # what went wrong may name others, and is in the log of the run
+                bridge.threads.call(manager.remove(name, "the server has ended the run; ask who started it"))
             raise
         finally:
             self._over.set()
@@ -179,7 +204,7 @@ class Invitations:
             self._sent.push(content)
 
     def _give_up_node(self, node: int, error: Error, manager: "ClientManager", bridge: "EventBridge") -> None:
-        name, reason = self._names[node], str(error.reason).strip()
+        name, reason = self._names[node], one_line(str(error.reason).strip())
         if error.code in CRASHED and self._starts[node] < MOST_STARTS:
             bridge.note(f"{name}: {reason} It is started again")
             self._waiting.add(node)
@@ -256,7 +281,7 @@ def federate(grid: Grid, order: Order, *, on_event: OnEvent) -> None:
     from atlas_fl.runtime.transport.certificates import make_certs
     from atlas_fl.runtime.transport.sessions import Tokens
 
-    nodes = question.nodes()
+    nodes = question.nodes(min_clients=order.min_clients, on_event=on_event)
     names = sorted(nodes, key=natural)
     with tempfile.TemporaryDirectory(prefix="atlas-") as folder:
         certs, tokens = Path(folder) / "certs", Tokens()

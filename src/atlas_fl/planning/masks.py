@@ -18,6 +18,7 @@ from atlas_fl.config import SparseConfig, check_mask_file, parse_mask_file
 from atlas_fl.errors import BudgetError, ConfigError
 from atlas_fl.params import HEAD, ByClient, Params, add, head_keys, num_bytes, num_values, select, shared_params
 from atlas_fl.planning.plan import ClientPlan
+from atlas_fl.planning.round_costs import check_costs
 from atlas_fl.ranks.devices import Device
 from atlas_fl.rng import generator
 from atlas_fl.runtime.engine import Engine, run_on_all_clients
@@ -321,6 +322,8 @@ def check_training_memory(assembly: Assembly) -> None:
 def full_client_plans(assembly: Assembly, mask_plan: MaskPlan, labels: Sequence[int]) -> tuple[ClientPlan, ...]:
     """The plans of clients that train whole models; `labels` are their clusters."""
     costs = full_model_costs(assembly, mask_plan)
+    for client, device, cost in zip(assembly.clients, assembly.devices, costs, strict=True):
+        check_costs(client, device, {"a round": cost["predicted"]})
     return tuple(
         ClientPlan(
             name=client.name,

@@ -411,6 +411,7 @@ def check_clients(assembly: Assembly) -> None:
     """Raise an `AtlasError` where clients of an assembly cannot take part, as far as this is known without training."""
     if assembly.is_full:
         check_heads(assembly)
+        check_training_memory(assembly)
     else:
         cuts_for_planning(assembly)
 

@@ -31,6 +31,7 @@ from atlas_fl.params import ByClient
 from atlas_fl.planning.planning_costs import IMPORTANCE_BATCHES, planning_bytes, predict_planning
 from atlas_fl.planning.round_costs import (
     assign_client_ranks,
+    check_costs,
     crossing_bytes,
     evaluation_bytes,
     predict_client_round,
@@ -142,6 +143,7 @@ def fit_client(
         prediction = predict_client_round(
             assembly, client, device, assignment.ranks, cut=cut, communicates=communicates
         )
+        check_costs(client, device, {"a round": _predicted_costs(prediction)})
         return ClientFit(assignment=assignment, prediction=prediction, cut=cut, reason=reason)
 
     if setting == NONE:
@@ -173,6 +175,7 @@ def cuts_for_planning(assembly: Assembly) -> dict[str, Cut]:
         if fit.cut is not None:
             is_auto = _client_cut_setting(assembly, client, device) == AUTO
             cuts[client.name] = replace(fit.cut, blocks=1) if is_auto else fit.cut
+        check_costs(client, device, predict_planning(assembly, client, device, cuts.get(client.name)))
     return cuts
 
 

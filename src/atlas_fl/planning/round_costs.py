@@ -1,6 +1,6 @@
 """What a round costs one client, its model whole or cut: heaviest step, ranks, bytes, seconds, memory."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -8,6 +8,7 @@ import torch
 
 from atlas_fl.client.local_training import num_steps
 from atlas_fl.data.clients import ClientData
+from atlas_fl.errors import BudgetError
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.params import Params, head_keys, num_values, select, shared_params
 from atlas_fl.planning.method_traffic import method_bytes
@@ -36,8 +37,26 @@ from atlas_fl.split.model import select_client_side
 from atlas_fl.storage.ledger import payload_bytes
 from atlas_fl.storage.tensors import encoded_size
 
+MOST_PREDICTED = 1e15
+"""Seconds and bytes of a client's round or of one phase of its planning: what is added up from these over a run can be
+written and read again (`storage.json_shapes.LARGEST`)."""
 SERVER_DEVICE: Device = DEVICES["workstation"]
 """The profile that the server's side of a cut is predicted with."""
+
+
+def check_costs(client: ClientData, device: Device, costs: Mapping[str, Mapping[str, float]]) -> None:
+    """Raise `BudgetError` where a predicted number of this client is none that a plan may hold.
+
+    `costs` are seconds and bytes by what takes them.
+    """
+    for work, numbers in costs.items():
+        for name, value in numbers.items():
+            # NaN is in no range
+            if not 0 <= value <= MOST_PREDICTED:
+                raise BudgetError(
+                    f"{name.replace('_', ' ')} of {work} at {client.name} are predicted to be {value:g} on device"
+                    f" {device.name}; allowed: up to {MOST_PREDICTED:g}; take a faster device or fewer examples"
+                )
 
 
 def assign_client_ranks(

@@ -199,11 +199,13 @@ def assemble(
     devices: tuple[Device, ...] | None = None,
     weights: Params | None = None,
     backbone_device: str | None = None,
+    backbone: Backbone | None = None,
 ) -> Assembly:
     """Load the clients, or take those that are given, load the backbone and tokenise.
 
     `tokens` of every client and `devices`, one for each, stand in for those that the config would give, `weights` for
-    those of the backbone's files, and `backbone_device`, a device of torch, for the one that packs are sized for.
+    those of the backbone's files, `backbone_device`, a device of torch, for the one that packs are sized for, and
+    `backbone` for one that would be loaded.
     Raises an `AtlasError` for whatever the config names that is not to be had.
     """
     devices = find_devices(config.data.devices, config.data.device) if devices is None else devices
@@ -213,7 +215,8 @@ def assemble(
     # a CPU computes whole image models in fp16 too
     precision = "fp32" if images and trainable == "full" else config.model.precision
     default_device = pick_device(config.run.accelerator, precision=precision)
-    backbone = backbone_of(config, tasks, device=backbone_device or default_device, weights=weights)
+    if backbone is None:
+        backbone = backbone_of(config, tasks, device=backbone_device or default_device, weights=weights)
     if tokens is None:
         tokens = {client.name: tokenise(client, backbone, config.data, trainable=trainable) for client in clients}
     site = Site(
@@ -245,7 +248,7 @@ def _prefix_cache(config: Config, backbone: Backbone) -> PrefixCache:
     """
     chunk_tokens = CUDA_CHUNK_TOKENS if backbone.device.type == "cuda" else CPU_CHUNK_TOKENS
     budget_bytes, first_adapted = int(config.training.prefix_cache_gb * 2**30), first_adapted_block(config, backbone)
-    if not first_adapted or backbone.num_parameters > MOST_HASHED:
+    if not first_adapted or backbone.num_parameters > MOST_HASHED or backbone.device.type == "meta":
         return PrefixCache(budget_bytes=budget_bytes, chunk_tokens=chunk_tokens)
     key = repr(
         (

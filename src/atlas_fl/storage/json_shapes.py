@@ -3,12 +3,14 @@
 A shape is a function `(value, location) -> fault`, empty where the value fits. Names that it does not know are allowed.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from atlas_fl.errors import CheckpointError, short_repr
+from atlas_fl.errors import CheckpointError, DataError, short_repr
 from atlas_fl.storage.ledger import DIRECTIONS, KINDS, LedgerRow
 
 GENERATION_METRICS = ("perplexity", "rouge1", "rouge2", "rougeL")
@@ -24,6 +26,8 @@ SHARING = ("own_share", "effective_clients", "variance_over_noise")
 
 Shape: TypeAlias = Callable[[Any, str], str]
 
+LARGEST_MESSAGE = 10**12
+"""Bytes of what one row of a ledger counts: sums over a million of them are numbers still."""
 LARGEST = 1e18
 """No byte count or second comes near it, and its square is a number still."""
 LARGEST_SCORE = 1e300
@@ -38,6 +42,51 @@ def check_shape(value: object, shape: Shape, *, file: Path) -> None:
     """
     if fault := shape(value, ""):
         raise CheckpointError(f"damaged file {file}: {fault}; restore it from a copy, or run again")
+
+
+def check_written(value: object, shape: Shape, *, file: Path) -> None:
+    """Raise `DataError` where this content of a file does not have the shape that its readers ask for.
+
+    Such a file would be called damaged once it is read.
+    """
+    if fault := shape(value, ""):
+        raise DataError(f"{file} is not written: {fault}; nothing could read it again")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """The numbers from `least` to `most`, both included."""
+
+    least: float
+    most: float
+    whole: bool = False
+
+    def __str__(self) -> str:
+        """The range in words.
+
+        >>> str(Bounds(least=1, most=2**20, whole=True))
+        'whole number from 1 to 1048576'
+        """
+        kind = "whole number" if self.whole else "number"
+        return f"{kind} from {_digits(self.least)} to {_digits(self.most)}"
+
+    def __contains__(self, value: object) -> bool:
+        """Whether this is such a number; truth values are none."""
+        return (
+            isinstance(value, int | float)
+            and type(value) is not bool
+            and self.least <= value <= self.most
+            and (not self.whole or value == math.floor(value))
+        )
+
+    @property
+    def shape(self) -> "Shape":
+        """The shape of one of these numbers."""
+        return _scalar_shape(str(self), self.__contains__)
+
+
+def _digits(value: float) -> str:
+    return str(value) if isinstance(value, int) and abs(value) < 10**8 else f"{value:g}"
 
 
 def _scalar_shape(kind: str, test: Callable[[Any], bool]) -> Shape:
@@ -57,6 +106,9 @@ def _is_integer(value: Any) -> bool:
 
 number = _scalar_shape("number", _is_number)
 score = _scalar_shape("number", lambda value: type(value) in (int, float) and -LARGEST_SCORE < value < LARGEST_SCORE)
+score_from_zero = _scalar_shape(
+    "number from 0", lambda value: type(value) in (int, float) and 0 <= value < LARGEST_SCORE
+)
 integer = _scalar_shape("whole number", _is_integer)
 count = _scalar_shape("whole number from 0", lambda value: _is_integer(value) and value >= 0)
 non_negative = _scalar_shape("number from 0", lambda value: _is_number(value) and value >= 0)
@@ -235,7 +287,11 @@ PLAN = both(
 )
 """`plan.json`; older ones lack parts."""
 
-_NUMBERS = dict.fromkeys((*METRICS, "seconds", "examples", "best_round", "validation"), score)
+_NUMBERS = {
+    **dict.fromkeys((*METRICS, "seconds", "examples", "best_round", "validation"), number),
+    # those of a model that diverged
+    **dict.fromkeys(("loss", "perplexity"), score),
+}
 _COUNTS = both(
     fields({"hits": list_of(count), "examples": list_of(count)}),
     lambda value, location: "" if len(value["hits"]) == len(value["examples"]) else f"{location} has unequal lists",
@@ -247,13 +303,13 @@ _EVENT_ROW = fields(
     reason=text,
     host=text,
     work=text,
-    discarded=mapping_of(number),
+    discarded=mapping_of(score),
     **_NUMBERS,
 )
 _BY_EVENT = {
     "refused": fields({"client": text, "reason": text}),
     "hosted": fields({"client": text, "host": text, "work": text}),
-    "sharing measured": fields({"client": text, "parameters": text}, **dict.fromkeys(SHARING, non_negative)),
+    "sharing measured": fields({"client": text, "parameters": text}, **dict.fromkeys(SHARING, score_from_zero)),
 }
 
 
@@ -270,7 +326,7 @@ _LEDGER = fields(
         "client": text,
         "direction": _scalar_shape("direction", lambda value: value in DIRECTIONS),
         "kind": _scalar_shape("kind of message", lambda value: value in KINDS),
-        "bytes": count,
+        "bytes": both(count, Bounds(least=0, most=LARGEST_MESSAGE, whole=True).shape),
     },
     peer=text,
     guest=text,
@@ -307,7 +363,7 @@ _CLIENT_SUMMARY = fields(
     final=_SPLITS,
     best=_SPLITS,
     bytes=mapping_of(number),
-    utilisation=mapping_of(number),
+    utilisation=mapping_of(score),
     memory=mapping_of(number),
     predicted=mapping_of(non_negative),
     task=text,
@@ -329,7 +385,7 @@ SUMMARY = fields(
     ),
     seconds=fields(total=number, reused=number, phases=mapping_of(number)),
     memory=mapping_of(number),
-    sharing=mapping_of(mapping_of(mapping_of(non_negative))),
+    sharing=mapping_of(mapping_of(mapping_of(score_from_zero))),
     events=fields(
         count=mapping_of(count), refused=list_of(fields({"round": count, "client": text, "reason": text}))
     ),
@@ -352,7 +408,7 @@ _numeral = _scalar_shape(
 )
 STATE = fields(
     {
-        "origin": fields({"settings": mapping, "data": mapping_of(text)}),
+        "origin": fields({"settings": mapping, "data": mapping_of(text)}, model=mapping_of(optional(text))),
         "same": mapping_of(text),
         "metrics_bytes": count,
         "ledger_bytes": count,

@@ -17,6 +17,7 @@ import numpy as np
 
 from atlas_fl.errors import CheckpointError, DataError
 from atlas_fl.storage.files import os_errors_with_path, sync_folder, write_atomic
+from atlas_fl.storage.json_shapes import Shape, check_written, list_of
 
 LINE_WIDTH = 120
 SEAL = "sha256"
@@ -113,12 +114,14 @@ def encode_json(value: object) -> bytes:
     return (format_json(from_json(to_json(value))) + "\n").encode()
 
 
-def write_json(path: Path, value: object) -> str:
+def write_json(path: Path, value: object, *, shape: Shape | None = None) -> str:
     """Write strict JSON in one step, laid out to be read by people; the file's SHA-256 as hexadecimal digits.
 
     Raises:
-        DataError: a number is NaN or infinite.
+        DataError: a number is NaN or infinite, or the value has not the shape that readers of the file ask for.
     """
+    if shape is not None:
+        check_written(from_json(to_json(value)), shape, file=path)
     content = encode_json(value)
     write_atomic(path, content)
     return sha256(content).hexdigest()
@@ -172,16 +175,21 @@ def read_sealed(path: Path, *, unsealed: Collection[str] = ()) -> dict[str, Any]
     return dict(content)
 
 
-def append_rows(path: Path, rows: Iterable[Mapping[str, Any]], *, running: Hash | None = None) -> int:
+def append_rows(
+    path: Path, rows: Iterable[Mapping[str, Any]], *, running: Hash | None = None, shape: Shape | None = None
+) -> int:
     """Append one line a row and flush them to the disk; the length of the file in bytes afterwards.
 
     All rows are encoded before the first is written: a row that is refused leaves the file as it was. A `running`
     digest of the file takes the new lines too.
 
     Raises:
-        DataError: a number is NaN or infinite.
+        DataError: a number is NaN or infinite, or a row has not the shape that readers of the file ask for.
     """
-    lines = "".join([to_json(row) + "\n" for row in rows]).encode()
+    texts = [to_json(row) for row in rows]
+    if shape is not None:
+        check_written([from_json(text) for text in texts], list_of(shape), file=path)
+    lines = "".join([text + "\n" for text in texts]).encode()
     is_new = not path.exists()
     with os_errors_with_path(path), path.open("ab") as file:
         file.write(lines)

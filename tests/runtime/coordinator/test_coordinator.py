@@ -9,22 +9,25 @@ import torch
 
 from atlas_fl.client.job import Job, Update
 from atlas_fl.client.options import TrainOptions
+from atlas_fl.data.registry import TASKS
 from atlas_fl.errors import ProtocolError
 from atlas_fl.runtime.coordinator.client_registry import (
     ANSWERS_UNTIL_FORGIVEN,
     MAX_REFUSALS,
     ClientProxy,
+    Requirements,
     allow_retry,
     record_accepted_answer,
     record_refusal,
     skip_reason,
 )
 from atlas_fl.runtime.coordinator.coordinator import ClientManager, accept_client, late_clients, reject_client
+from atlas_fl.runtime.protocol.client_metadata import labels_of_task, read_metadata
 from atlas_fl.runtime.protocol.messages import Identity, read_job, update_message
 from atlas_fl.runtime.transport.sessions import MOST_TOLD
 
 NAMES = ("site-1", "site-2")
-IDENTITY = Identity(version="1", config="c", model="m")
+IDENTITY = Identity(version="1", config="c", model="m", architecture="a", tokenizer="t")
 CENSUS: Mapping[str, Any] = {
     "kind": "register",
     "task": "movie",
@@ -148,9 +151,11 @@ def test_a_job_that_fails_is_told() -> None:
     [
         (
             {"label_names": ["good", "bad"]},
-            r"has labels \(good, bad\) for task 'movie', site-1 has \(bad, good\)",
+            r"site-2 has labels \(good, bad\) judged by accuracy for task 'movie', and in this run they are others;",
         ),
-        ({"part": 0}, "part 0 of task 'movie' is with site-1; give another --part"),
+        ({"part": -1}, "what the client tells of its data is refused: part is -1 and no whole number from 0 to 100000"),
+        ({"tokenizer": "other"}, "has tokenizer other, the server t; its texts would be other tokens: give the server"),
+        ({"architecture": "other"}, "has architecture other, the server a; its config.json computes something else"),
         ({"model": "other"}, "client 'site-2' has model other, the server m; give the server's model with --model"),
         ({"config": "other"}, "has config other, the server c; join with the settings of this server"),
         ({"version": "0"}, "has version 0, the server 1; install the same atlas-fl"),
@@ -162,12 +167,175 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> 
     async def script(manager: ClientManager, _: list[str]) -> None:
         first = await register(manager, "site-1", part=0)
         await manager.wait_for_clients(("site-1",), min_clients=1, seconds=60)
-        manager.planned = None
         with pytest.raises(ProtocolError, match=message):
             await (await register(manager, "site-2", **changes))
         first.cancel()
 
     play(script)
+
+
+THREE = ("site-1", "site-2", "site-3")
+OTHER = {"label_names": ["secret", "other"]}
+
+
+def play_three(script: Callable[[ClientManager], Awaitable[None]], **how: Any) -> list[str]:
+    """What was noted while this script ran over three listed clients."""
+    notes: list[str] = []
+
+    async def run() -> None:
+        manager = ClientManager(THREE, IDENTITY, settings="", on_note=notes.append, **how)
+        await asyncio.wait_for(script(manager), 60)
+
+    asyncio.run(run())
+    return notes
+
+
+@pytest.mark.parametrize("first", THREE)
+def test_the_labels_of_a_task_are_those_of_most_of_its_clients_whoever_comes_first(first: str) -> None:
+    async def script(manager: ClientManager) -> None:
+        order = sorted(THREE, key=lambda name: name != first)
+        asked = {name: await register(manager, name, **(OTHER if name == "site-1" else {})) for name in order}
+        assert await manager.wait_for_clients(THREE, min_clients=2, seconds=0.2) == ("site-2", "site-3")
+        with pytest.raises(ProtocolError, match=r"site-1 has labels \(secret, other\) .* they are others;") as refused:
+            await asked["site-1"]
+        assert "good" not in str(refused.value)
+        assert "site-2" not in str(refused.value)
+        for name in ("site-2", "site-3"):
+            asked[name].cancel()
+
+    notes = play_three(script)
+    (told,) = [note for note in notes if note.startswith("site-1 was refused: ")]
+    assert "and in this run they are (bad, good) judged by accuracy" in told
+    assert any(note.startswith("begins without site-1 (refused: site-1 has labels") for note in notes)
+
+
+def test_who_was_outvoted_and_mends_its_data_is_waited_for() -> None:
+    async def script(manager: ClientManager) -> None:
+        asked = [await register(manager, name, **(OTHER if name == "site-1" else {})) for name in THREE]
+        waiting = asyncio.create_task(manager.wait_for_clients(THREE, min_clients=3, seconds=60))
+        with pytest.raises(ProtocolError, match="has labels"):
+            await asked[0]
+        again = await register(manager, "site-1")
+        assert await waiting == THREE
+        for task in (again, *asked[1:]):
+            task.cancel()
+
+    play_three(script)
+
+
+def test_of_two_clients_that_disagree_the_one_that_is_listed_first_stays() -> None:
+    async def script(manager: ClientManager) -> None:
+        asked = [await register(manager, name, **words) for name, words in (("site-2", OTHER), ("site-1", {}))]
+        assert await manager.wait_for_clients(NAMES, min_clients=1, seconds=0.2) == ("site-1",)
+        with pytest.raises(ProtocolError, match="has labels"):
+            await asked[0]
+        asked[1].cancel()
+
+    play(lambda manager, _: script(manager))
+
+
+def test_the_labels_of_a_task_that_the_server_knows_are_fixed_for_the_first_one_too() -> None:
+    known = labels_of_task(TASKS["movie"])
+
+    async def script(manager: ClientManager) -> None:
+        with pytest.raises(ProtocolError, match=r"site-1 has labels \(secret, other\)"):
+            await (await register(manager, "site-1", **OTHER))
+
+    play_three(script, requirements=Requirements(task_labels={"movie": known}))
+
+
+def test_after_a_restart_the_plan_fixes_the_labels_and_its_clients_come_back_with_their_data() -> None:
+    async def script(manager: ClientManager) -> None:
+        manager.known = {name: read_metadata(CENSUS) for name in ("site-2", "site-3")}
+        with pytest.raises(ProtocolError, match="site-1 has labels"):
+            await (await register(manager, "site-1", **OTHER))
+        with pytest.raises(ProtocolError, match="site-2 came back with other data than it had; join with the same"):
+            await (await register(manager, "site-2", left_out=1))
+        (await register(manager, "site-3")).cancel()
+
+    play_three(script)
+
+
+def test_newcomers_of_a_task_that_nobody_has_do_not_fix_its_labels_one_by_one() -> None:
+    async def script(manager: ClientManager) -> None:
+        asked = [await register(manager, "site-1")]
+        await manager.wait_for_clients(("site-1",), min_clients=1, seconds=60)
+        asked += [
+            await register(manager, "site-3", task="mine", **OTHER),
+            await register(manager, "site-2", task="mine"),
+        ]
+        await asyncio.sleep(0.01)
+        assert [client.name for client in await late_clients(manager)] == ["site-2"]
+        with pytest.raises(ProtocolError, match="site-3 has labels"):
+            await asked[1]
+        for task in (asked[0], asked[2]):
+            task.cancel()
+
+    play_three(script, accepts_late=True)
+
+
+def test_under_a_mask_most_clients_fix_the_number_of_classes() -> None:
+    more = {"task": "mine", "num_labels": 3, "label_names": ["a", "b", "c"]}
+    more["labels"] = {"train": [2, 1, 1], "validation": [1, 1, 0], "test": [1, 1, 0]}
+
+    async def script(manager: ClientManager) -> None:
+        asked = [await register(manager, name, **(more if name == "site-1" else {})) for name in THREE]
+        assert await manager.wait_for_clients(THREE, min_clients=2, seconds=0.2) == ("site-2", "site-3")
+        with pytest.raises(
+            ProtocolError, match="site-1 has 3 classes, and one mask holds for the heads of all clients"
+        ):
+            await asked[0]
+        for task in asked[1:]:
+            task.cancel()
+
+    play_three(script, requirements=Requirements(one_head=True))
+
+
+def test_a_newcomer_whose_head_fits_no_mask_learns_nothing_of_the_tasks_of_others() -> None:
+    more = {"task": "mine", "num_labels": 3, "label_names": ["a", "b", "c"]}
+    more["labels"] = {"train": [2, 1, 1], "validation": [1, 1, 0], "test": [1, 1, 0]}
+
+    async def script(manager: ClientManager) -> None:
+        asked = [await register(manager, "site-1")]
+        await manager.wait_for_clients(("site-1",), min_clients=1, seconds=60)
+        asked += [await register(manager, name, **more) for name in ("site-2", "site-3")]
+        await asyncio.sleep(0.01)
+        assert await late_clients(manager) == ()
+        for task in asked[1:]:
+            with pytest.raises(ProtocolError, match="has 3 classes, and one mask holds") as refused:
+                await task
+            assert "movie" not in str(refused.value)
+        asked[0].cancel()
+
+    play_three(script, accepts_late=True, requirements=Requirements(one_head=True))
+
+
+def test_two_clients_with_one_part_both_train_and_the_server_says_so() -> None:
+    async def script(manager: ClientManager) -> None:
+        asked = [await register(manager, name, part=0) for name in NAMES]
+        assert await manager.wait_for_clients(NAMES, min_clients=2, seconds=60) == NAMES
+        for task in asked:
+            task.cancel()
+
+    notes = play(lambda manager, _: script(manager))
+    assert any(note.startswith("site-2 and site-1 both have part 0 of task 'movie': its rows count") for note in notes)
+
+
+def test_the_line_that_ends_waiting_says_who_was_refused_and_why() -> None:
+    async def script(manager: ClientManager) -> None:
+        with pytest.raises(ProtocolError):
+            manager.handshake("site-1", {**vars(IDENTITY), "model": "another"})
+        manager.on_refused("site-1", "client 'site-1' has model another, the server m")
+        manager.on_presence("site-2", True)
+        manager.on_presence("site-2", False)
+        with pytest.raises(ProtocolError) as ended:
+            await manager.wait_for_clients(THREE, min_clients=3, seconds=0.01)
+        assert str(ended.value).startswith(
+            "0 of 3 clients have come within 0.01 seconds, missing: site-1 (refused: client 'site-1' has model another,"
+            " the server m), site-2 (it was here and did not register; its own last line says why), site-3; 3 are"
+        )
+
+    play_three(script)
 
 
 def test_who_is_refused_is_shown_once_and_as_a_terminal_may_have_it() -> None:

@@ -1,15 +1,16 @@
 """The clients as the server sees them: metadata, open job, missed deadlines and refused answers."""
 
 import asyncio
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from atlas_fl.client.job import Job, Update
 from atlas_fl.errors import ProtocolError, one_line
 from atlas_fl.params import Params
 from atlas_fl.ranks.devices import Device
-from atlas_fl.runtime.protocol.client_metadata import ClientMetadata
+from atlas_fl.runtime.protocol.client_metadata import ClientMetadata, TaskLabels
 from atlas_fl.runtime.protocol.messages import CutInfo
 from atlas_fl.runtime.protocol.model_sync import AdapterSender, Sender
 from atlas_fl.runtime.transport.frames import Head
@@ -73,6 +74,10 @@ class ClientProxy:
     device: Device | None = None
     part: int | None = None
     connected: bool = False
+    has_come: bool = False
+    """Whether it has connected at all."""
+    rejection: ProtocolError | None = None
+    """Why it was turned away before the plan was made; it may register again, with other data."""
     given_up: bool = False
     """It missed deadlines or was removed, and gets no jobs until it sends a request."""
     missed_deadlines: int = 0
@@ -104,20 +109,38 @@ class ClientProxy:
     wakeup: asyncio.Event = field(default_factory=asyncio.Event)
 
 
+CheckClient: TypeAlias = Callable[[str, ClientMetadata, Device], None]
+"""(client, metadata, device): raises `ProtocolError` where such a client cannot take part, whoever the others are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requirements:
+    """What a client that registers must fit, whoever the others are."""
+
+    images: bool = False
+    """Whether the run trains on images."""
+    one_head: bool = False
+    """Whether one mask holds for the heads of all clients, so that all need as many labels."""
+    task_labels: Mapping[str, TaskLabels] = field(default_factory=dict)
+    """The labels of the tasks that the server knows by itself."""
+    check_client: CheckClient | None = None
+
+
 def check_registration(
     client: ClientProxy,
     metadata: ClientMetadata,
-    part: Any,
-    clients: Iterable[ClientProxy],
     *,
+    task_labels: Mapping[str, TaskLabels],
+    known: ClientMetadata | None,
     images: bool,
     is_late: bool,
     accepts_late: bool,
 ) -> None:
     """Raise `ProtocolError` where this client cannot register with this metadata.
 
-    The kind of its examples must be the run's; clients of one task must have equal labels and different parts. A client
-    outside the plan may register where late clients may join; one that comes back must have the same metadata.
+    The kind of its examples must be the run's, and the labels of its task those in `task_labels`, where its task is one
+    of them. A client outside the plan may register where late clients may join; one that comes back must have the
+    metadata that it had before, `known` from the run's folder where the server was started again.
     """
     if metadata.images is not images:
         kinds = {True: "images", False: "texts"}
@@ -125,30 +148,79 @@ def check_registration(
             f"{client.name} has {kinds[metadata.images]} (task {metadata.task!r}), and this run trains on"
             f" {kinds[images]}; give a --task of {kinds[images]}"
         )
-    _check_task_peers(client, metadata, part, clients)
-    _check_rejoin(client, metadata, is_late=is_late, accepts_late=accepts_late)
-
-
-def _check_rejoin(client: ClientProxy, metadata: ClientMetadata, *, is_late: bool, accepts_late: bool) -> None:
-    if is_late:
-        if not accepts_late:
-            raise ProtocolError(f"this federation was planned without {client.name}; it can join the next one")
-        client.removal_reason, client.given_up = "", False  # a rejected client may register with other data
-    elif client.metadata is not None and client.metadata != metadata:
+    labels = task_labels.get(metadata.task, metadata.task_labels)
+    if labels != metadata.task_labels:
+        raise other_labels(client, metadata, labels)
+    if is_late and not accepts_late:
+        raise ProtocolError(f"this federation was planned without {client.name}; it can join the next one")
+    before = client.metadata or known
+    if not is_late and before is not None and before != metadata:
         raise ProtocolError(f"{client.name} came back with other data than it had; join with the same --task")
 
 
-def _check_task_peers(client: ClientProxy, metadata: ClientMetadata, part: Any, clients: Iterable[ClientProxy]) -> None:
+def other_labels(client: ClientProxy, metadata: ClientMetadata, labels: TaskLabels) -> ProtocolError:
+    """The refusal of a client whose task has other labels in this run, which the server's log alone names."""
+    own = f"{client.name} has labels {metadata.task_labels} for task {metadata.task!r}"
+    remedy = "clients of one task share its labels: rename the task or mend the data"
+    return ProtocolError(
+        f"{own}, and in this run they are others; {remedy}",
+        logged=f"{own}, and in this run they are {labels}; {remedy}",
+    )
+
+
+def disagreeing_clients(
+    clients: Sequence[ClientProxy], task_labels: Mapping[str, TaskLabels], *, one_head: bool, head: int | None = None
+) -> dict[str, ProtocolError]:
+    """By client, why it cannot take part beside the others, all of whom have registered.
+
+    The labels of a task are those in `task_labels`, or those of most of its clients; of equally many, of the client
+    that is listed first. So no order of arrival decides, and no single client. With `one_head`, because one mask holds
+    for the heads of all tasks, the same is done for the number of labels, which is `head` once there is a plan.
+    """
+    refused: dict[str, ProtocolError] = {}
+    agreed = {
+        **_majority(clients, lambda metadata: metadata.task, lambda metadata: metadata.task_labels),
+        **task_labels,
+    }
+    for client in clients:
+        if client.metadata is not None and client.metadata.task_labels != agreed[client.metadata.task]:
+            refused[client.name] = other_labels(client, client.metadata, agreed[client.metadata.task])
+    if one_head:
+        rest = [client for client in clients if client.name not in refused]
+        size = head or _majority(rest, lambda _: "all", lambda metadata: metadata.num_labels).get("all")
+        for client in rest:
+            if client.metadata is not None and client.metadata.num_labels != size:
+                refused[client.name] = ProtocolError(
+                    f"{client.name} has {client.metadata.num_labels} classes, and one mask holds for the heads of all"
+                    " clients of this run, which have another number; bring a task of as many"
+                )
+    return refused
+
+
+def _majority(
+    clients: Sequence[ClientProxy],
+    group_of: Callable[[ClientMetadata], str],
+    value_of: Callable[[ClientMetadata], Hashable],
+) -> dict[str, Any]:
+    """By group of clients the value that most of them have, the earliest of those that are as frequent."""
+    counts: dict[str, Counter[Hashable]] = {}
+    for client in clients:
+        if client.metadata is not None:
+            counts.setdefault(group_of(client.metadata), Counter())[value_of(client.metadata)] += 1
+    return {group: values.most_common(1)[0][0] for group, values in counts.items()}
+
+
+def same_part_note(client: ClientProxy, clients: Iterable[ClientProxy]) -> str:
+    """A note where another client has the same part of the same task; else empty."""
     for other in clients:
-        if other is client or other.metadata is None or other.metadata.task != metadata.task:
+        if other is client or client.part is None or other.part != client.part or other.metadata is None:
             continue
-        if not metadata.same_task(other.metadata):
-            raise ProtocolError(
-                f"{client.name} has labels {metadata.shown} for task {metadata.task!r}, {other.name} has"
-                f" {other.metadata.shown}; clients of one task share its labels: rename the task or mend the data"
+        if client.metadata is not None and other.metadata.task == client.metadata.task:
+            return (
+                f"{client.name} and {other.name} both have part {client.part} of task {client.metadata.task!r}: its"
+                " rows count twice; give one of them another --part"
             )
-        if part is not None and part == other.part:
-            raise ProtocolError(f"part {part} of task {metadata.task!r} is with {other.name}; give another --part")
+    return ""
 
 
 def describe_connected(clients: Collection[ClientProxy]) -> str:
@@ -159,16 +231,12 @@ def describe_connected(clients: Collection[ClientProxy]) -> str:
 def registered_clients(
     clients: Sequence[ClientProxy], *, min_clients: int, seconds: float
 ) -> tuple[tuple[str, ...], str]:
-    """(the clients that have registered, in their order, the others in words).
+    """(the clients that have registered, in their order, the others in words, with what was in the way of each).
 
     Raises `ProtocolError` where fewer than `min_clients` have registered.
     """
     registered = tuple(client.name for client in clients if client.metadata and not client.removal_reason)
-    missing = ", ".join(
-        f"{client.name} ({client.removal_reason})" if client.removal_reason else client.name
-        for client in clients
-        if client.name not in registered
-    )
+    missing = ", ".join(_describe_missing(client) for client in clients if client.name not in registered)
     if len(registered) < min_clients:
         within = "" if any(client.removal_reason for client in clients) else f" within {seconds:g} seconds"
         raise ProtocolError(
@@ -176,6 +244,16 @@ def registered_clients(
             f" {min_clients} are needed: start them, raise --wait or lower --min-clients"
         )
     return registered, missing
+
+
+def _describe_missing(client: ClientProxy) -> str:
+    if client.removal_reason:
+        return f"{client.name} ({client.removal_reason})"
+    if client.refusal_reason:
+        return f"{client.name} (refused: {printable_reason(client.refusal_reason)})"
+    if client.has_come:
+        return f"{client.name} (it was here and did not register; its own last line says why)"
+    return client.name
 
 
 def refusal_note(client: ClientProxy | None, name: str, reason: str) -> str | None:

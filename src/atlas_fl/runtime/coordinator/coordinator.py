@@ -15,31 +15,42 @@ from typing import Any
 from atlas_fl.client.job import Job, Update
 from atlas_fl.errors import ProtocolError, short_repr
 from atlas_fl.params import Params
+from atlas_fl.ranks.devices import Device
 from atlas_fl.runtime.coordinator.client_registry import (
     MAX_REFUSALS,
     ClientProxy,
     PendingJob,
+    Requirements,
     SplitBackend,
     allow_retry,
     check_registration,
     describe_connected,
+    disagreeing_clients,
     printable_reason,
     record_accepted_answer,
     record_missed_deadline,
     record_refusal,
     refusal_note,
     registered_clients,
+    same_part_note,
     skip_reason,
 )
 from atlas_fl.runtime.coordinator.peer_relay import PeerRelay, create_peer_relay
 from atlas_fl.runtime.coordinator.split_server import SplitServer
 from atlas_fl.runtime.protocol.answer_schema import AnsweredRequest, check_answer
-from atlas_fl.runtime.protocol.client_metadata import read_device, read_metadata
+from atlas_fl.runtime.protocol.client_metadata import (
+    ClientMetadata,
+    TaskLabels,
+    read_device,
+    read_metadata,
+    read_part,
+)
 from atlas_fl.runtime.protocol.messages import Identity
 from atlas_fl.runtime.protocol.model_sync import AdapterSender, NewSender
 from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Head
 from atlas_fl.runtime.transport.sessions import MOST_TOLD, NO_TENSORS, RefusalLog
 
+ANY_TASK = Requirements()
 CONFIRM_SECONDS = 5.0
 """How long the confirmation of a saved model waits for a server that has just started and has no models yet."""
 REQUEST_KINDS = ("register", "next", "result", "failed", "cut", "hosted", "kept")
@@ -60,14 +71,17 @@ class ClientManager:
         on_note: Callable[[str], None],
         accepts_late: bool = False,
         new_sender: NewSender = AdapterSender,
-        images: bool = False,
+        requirements: Requirements = ANY_TASK,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._new_sender, self._images = new_sender, images
+        self._new_sender, self._requirements = new_sender, requirements
         self.clients = {name: ClientProxy(name, sender=new_sender()) for name in names}
         self.planned: set[str] | None = None  # names in the plan, once there is one
+        self.known: Mapping[str, ClientMetadata] = {}
+        """What clients of the plan had said of themselves before the server was started again."""
         self._identity, self._settings, self._on_note, self._accepts_late = identity, settings, on_note, accepts_late
         self._job_count, self._registration_changed = 0, asyncio.Condition()
+        self._checking = asyncio.Lock()
         self._peer_relay: PeerRelay | None = None
         self._presence_log = RefusalLog(tell=lambda name, note: on_note(f"{name} {note}"), clock=clock)
         self.on_model_saved: Callable[[str], None] = lambda _: None
@@ -85,7 +99,7 @@ class ClientManager:
     def on_presence(self, name: str, connected: bool) -> None:
         """Record that this client has connected or disconnected."""
         client = self.clients[name]
-        client.connected = connected
+        client.connected, client.has_come = connected, client.has_come or connected
         if connected:
             client.given_up = False
         if self._peer_relay is not None:
@@ -133,6 +147,8 @@ class ClientManager:
         while True:
             if client.removal_reason:
                 raise ProtocolError(client.removal_reason)
+            if client.rejection is not None:
+                raise client.rejection
             if client.shutdown_message is not None:
                 client.shutdown_sent = True
                 return client.shutdown_message
@@ -186,21 +202,16 @@ class ClientManager:
 
     async def _register(self, client: ClientProxy, head: Mapping[str, Any]) -> None:
         self._identity.check(client.name, head)
-        metadata, device, part = read_metadata(head), read_device(str(head.get("device"))), head.get("part")
-        is_late = self.planned is not None and client.name not in self.planned
-        check_registration(
-            client,
-            metadata,
-            part,
-            self.clients.values(),
-            images=self._images,
-            is_late=is_late,
-            accepts_late=self._accepts_late,
-        )
+        metadata, device, part = read_metadata(head), read_device(str(head.get("device"))), read_part(head)
+        await self._check_registration(client, metadata, device)
+        is_late = self._is_late(client)
+        if is_late:
+            client.removal_reason, client.given_up = "", False  # a rejected client may register with other data
         is_new, client.metadata, client.device = client.metadata is None, metadata, device
+        client.rejection, client.refusal_reason = None, ""
         client.sender.forget()
         allow_retry(client)
-        client.part, client.hosted_digests = part if type(part) is int else None, {}
+        client.part, client.hosted_digests = part, {}
         if is_new:
             num_examples, connected = metadata.examples["train"], describe_connected(self.clients.values())
             self._on_note(
@@ -208,8 +219,52 @@ class ClientManager:
             )
             if is_late:
                 self._on_note(f"{client.name} came after the plan was made and joins before the next round")
+            if note := same_part_note(client, self.clients.values()):
+                self._on_note(note)
         async with self._registration_changed:
             self._registration_changed.notify_all()
+
+    async def _check_registration(self, client: ClientProxy, metadata: ClientMetadata, device: Device) -> None:
+        """Raise `ProtocolError` where this client cannot register: nothing of it is kept then."""
+        check_registration(
+            client,
+            metadata,
+            task_labels=self.agreed_labels(),
+            known=self.known.get(client.name),
+            images=self._requirements.images,
+            is_late=self._is_late(client),
+            accepts_late=self._accepts_late,
+        )
+        if self._requirements.check_client is not None:
+            # as much work and memory as planning one client: one at a time, and the loop answers others meanwhile
+            async with self._checking:
+                await asyncio.to_thread(self._requirements.check_client, client.name, metadata, device)
+
+    def _is_late(self, client: ClientProxy) -> bool:
+        return self.planned is not None and client.name not in self.planned
+
+    def agreed_labels(self) -> dict[str, TaskLabels]:
+        """By task, the labels that hold for whoever comes: the server's own, and those of the clients of the plan."""
+        planned = {metadata.task: metadata.task_labels for metadata in self._planned_metadata()}
+        return {**planned, **self._requirements.task_labels}
+
+    def _planned_metadata(self) -> list[ClientMetadata]:
+        """Of the clients of the plan; of none before there is one."""
+        names = self.known if self.planned is None else self.planned
+        metadata = [self.clients[name].metadata or self.known.get(name) for name in names if name in self.clients]
+        return [known for known in metadata if known is not None]
+
+    def reject_disagreeing(self, clients: Sequence[ClientProxy]) -> bool:
+        """Turn away those of these registered clients that the others outvote; whether there are such."""
+        head = next((metadata.num_labels for metadata in self._planned_metadata()), None)
+        one_head = self._requirements.one_head
+        refused = disagreeing_clients(clients, self.agreed_labels(), one_head=one_head, head=head)
+        for name, error in refused.items():
+            client = self.clients[name]
+            client.metadata, client.rejection = None, error
+            self.on_refused(name, error.logged)
+            client.wakeup.set()
+        return bool(refused)
 
     async def _accept_answer(self, client: ClientProxy, head: Mapping[str, Any], tensors: Params) -> None:
         """Accept or refuse this answer to the client's job; raises `ProtocolError` after too many refusals."""
@@ -277,9 +332,14 @@ class ClientManager:
                 client.removal_reason or client.metadata for client in clients
             )
 
-        async with self._registration_changed:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._registration_changed.wait_for(is_decided), seconds)
+        deadline = asyncio.get_running_loop().time() + seconds
+        while True:
+            async with self._registration_changed:
+                with contextlib.suppress(TimeoutError):
+                    rest = deadline - asyncio.get_running_loop().time()
+                    await asyncio.wait_for(self._registration_changed.wait_for(is_decided), max(rest, 0))
+            if not self.reject_disagreeing([client for client in clients if client.metadata]):
+                break  # who was turned away may register anew while there is time
         registered, missing = registered_clients(clients, min_clients=min_clients, seconds=seconds)
         if missing:
             self._on_note(f"begins without {missing}")
@@ -354,11 +414,16 @@ class ClientManager:
 async def late_clients(manager: ClientManager) -> tuple[ClientProxy, ...]:
     """Clients that are connected and not in the plan, in the order in which the names were listed."""
     planned = manager.planned or set()
-    return tuple(
-        client
-        for name, client in manager.clients.items()
-        if client.connected and client.metadata and not client.removal_reason and name not in planned
-    )
+
+    def waiting() -> list[ClientProxy]:
+        return [
+            client
+            for name, client in manager.clients.items()
+            if client.connected and client.metadata and not client.removal_reason and name not in planned
+        ]
+
+    manager.reject_disagreeing(waiting())
+    return tuple(waiting())
 
 
 async def accept_client(manager: ClientManager, name: str) -> None:

@@ -26,6 +26,7 @@ from atlas_fl.errors import ProtocolError, short_repr
 from atlas_fl.params import PRIVATE, Params
 from atlas_fl.partial_sharing import is_placeholder, placeholder
 from atlas_fl.runtime.protocol.client_metadata import ClientMetadata
+from atlas_fl.storage.json_shapes import LARGEST_SCORE
 
 LARGEST_WEIGHT = 1e6
 """Of a model that a client has warmed up by itself, or trained on half of its examples; trained ones are below one."""
@@ -62,7 +63,8 @@ SCORED_LOSS = Range(most=1e78, may_be_undefined=True)
 """The square of a float32 at most; a model that others have spoilt may have none, which is no fault of its client."""
 CALIBRATION = Range(most=1.0, may_be_undefined=True)
 """Undefined as the loss is."""
-PERPLEXITY = Range(least=1.0, most=float(torch.finfo(torch.float64).max), may_be_undefined=True)
+PERPLEXITY = Range(least=1.0, most=LARGEST_SCORE / 10, may_be_undefined=True)
+"""What `metrics.jsonl` may hold, with room for rounding."""
 
 Ranges = Mapping[str, Range]
 SCORES: Mapping[str, Ranges] = {

@@ -6,7 +6,7 @@ simulation.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -15,19 +15,56 @@ import numpy as np
 from atlas_fl.client.job import ClientTokens
 from atlas_fl.data.clients import ClientData
 from atlas_fl.data.task import METRICS, Labels, Rows, Source, Task, TaskData
-from atlas_fl.errors import ConfigError, ProtocolError
+from atlas_fl.errors import ConfigError, ProtocolError, short_repr
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.params import Split
 from atlas_fl.ranks.devices import Device, find_devices
+from atlas_fl.storage.json_shapes import Bounds, Shape, fields, flag, optional
 
 SPLITS: tuple[Split, ...] = get_args(Split)
 SHOWN = 6
-MOST_EXAMPLES, MOST_TOKENS, MOST_LABELS = 2 * 10**6, 10**9, 10**4
-"""Beyond these a census is a mistake, or an attempt to make the server allocate: it holds a few numbers an example."""
-MOST_LENGTHS, LONGEST, LONGEST_NAME = 10**5, 2**20, 200
-"""Different lengths in a split, tokens in an example, and signs in a label's name."""
-LARGEST_VALUE = 1e30
-"""Mean and deviation of a regression's labels, which are of float32."""
+MOST_EXAMPLES, MOST_TOKENS = 2 * 10**6, 10**9
+MOST_LENGTHS, LONGEST_NAME = 10**5, 200
+"""Different lengths in a split, and signs in a label's name."""
+BOUNDS: Mapping[str, Bounds] = {
+    "num_labels": Bounds(least=0, most=10**4, whole=True),
+    "max_length": Bounds(least=1, most=2**20, whole=True),
+    "examples": Bounds(least=1, most=MOST_EXAMPLES, whole=True),
+    "left_out": Bounds(least=0, most=MOST_EXAMPLES, whole=True),
+    "part": Bounds(least=0, most=10**5, whole=True),
+    "examples of a class": Bounds(least=0, most=MOST_EXAMPLES, whole=True),
+    "mean label": Bounds(least=-1e12, most=1e12),
+    "deviation of labels": Bounds(least=0, most=1e12),
+    "tokens": Bounds(least=1, most=2**20, whole=True),
+    "tokens to be predicted": Bounds(least=0, most=2**20, whole=True),
+    "examples of a length": Bounds(least=1, most=MOST_EXAMPLES, whole=True),
+}
+"""What each number of a registration may be; a device's are `ranks.devices.BOUNDS`.
+
+Beyond these metadata are a mistake, or an attempt to make the server allocate (a few numbers an example) or plan with
+numbers that no file of a run may hold (`storage.json_shapes`).
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskLabels:
+    """What all clients of one task must have in common."""
+
+    num_labels: int
+    metric: str
+    label_names: tuple[str, ...]
+    images: bool
+
+    def __str__(self) -> str:
+        """The labels, as a line names them."""
+        names = self.label_names[:SHOWN]
+        shown = f"({', '.join(names)}{', ...' if len(self.label_names) > SHOWN else ''})" if names else "without names"
+        return f"{shown} judged by {self.metric}"
+
+
+def labels_of_task(task: Task) -> TaskLabels:
+    """The labels of a task that the server itself knows."""
+    return TaskLabels(num_labels=task.num_labels, metric=task.metric, label_names=task.label_names, images=task.images)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,16 +87,12 @@ class ClientMetadata:
     left_out: int = 0
     """Rows that its task was given and the client has not."""
 
-    def same_task(self, other: "ClientMetadata") -> bool:
-        """Whether both have the same labels and are judged alike, as clients of one task must."""
-        own_task, others = ((one.num_labels, one.metric, one.label_names, one.images) for one in (self, other))
-        return own_task == others
-
     @property
-    def shown(self) -> str:
-        """The labels, as an error names them."""
-        names = self.label_names[:SHOWN]
-        return f"({', '.join(names)}{', ...' if len(self.label_names) > SHOWN else ''})" if names else "of another kind"
+    def task_labels(self) -> TaskLabels:
+        """What clients of its task must have in common with it."""
+        return TaskLabels(
+            num_labels=self.num_labels, metric=self.metric, label_names=self.label_names, images=self.images
+        )
 
 
 def metadata_of(client: ClientData, tokens: ClientTokens) -> dict[str, Any]:
@@ -93,28 +126,34 @@ def _spread(label: Labels, task: Task) -> list[float]:
 
 
 def read_metadata(data: Mapping[str, Any]) -> ClientMetadata:
-    """The census that plain data holds.
+    """The metadata that plain data holds.
 
-    Raises `ProtocolError` where it does not hold together, or tells of more than fits any server.
+    Raises `ProtocolError` where they do not hold together, or tell of more than fits any server (`BOUNDS`).
     """
-    try:
-        metadata = ClientMetadata(
-            task=str(data["task"]),
-            num_labels=int(data["num_labels"]),
-            metric=str(data["metric"]),
-            label_names=tuple(str(name) for name in data["label_names"]),
-            max_length=int(data["max_length"]),
-            examples={split: int(data["examples"][split]) for split in SPLITS},
-            labels={split: [float(value) for value in data["labels"][split]] for split in SPLITS},
-            lengths={split: _triples(data["lengths"][split]) for split in SPLITS},
-            images=data.get("images", False) is True,
-            left_out=int(data.get("left_out", 0)),
-        )
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise ProtocolError(f"what the client tells of its data cannot be read ({error!s:.80})") from None
-    if not _holds_together(metadata):
-        raise ProtocolError("what the client tells of its data does not hold together; install the server's version")
+    if fault := _REGISTRATION(dict(data), "") or _token_fault(data["lengths"]):
+        raise ProtocolError(f"what the client tells of its data is refused: {fault}")
+    metadata = ClientMetadata(
+        task=data["task"],
+        num_labels=int(data["num_labels"]),
+        metric=data["metric"],
+        label_names=tuple(data["label_names"]),
+        max_length=int(data["max_length"]),
+        examples={split: int(data["examples"][split]) for split in SPLITS},
+        labels={split: [float(value) for value in data["labels"][split]] for split in SPLITS},
+        lengths={split: tuple((int(a), int(b), int(n)) for a, b, n in data["lengths"][split]) for split in SPLITS},
+        images=data.get("images", False),
+        left_out=int(data.get("left_out", 0)),
+    )
+    if fault := _split_fault(metadata):
+        raise ProtocolError(f"what the client tells of its data does not hold together: {fault}")
     return metadata
+
+
+def read_part(data: Mapping[str, Any]) -> int | None:
+    """The part of its task that a client says it has; raises `ProtocolError` where there is no such part."""
+    if fault := optional(BOUNDS["part"].shape)(data.get("part"), "part"):
+        raise ProtocolError(f"what the client tells of its data is refused: {fault}")
+    return None if data.get("part") is None else int(data["part"])
 
 
 def read_device(text: str) -> Device:
@@ -125,45 +164,98 @@ def read_device(text: str) -> Device:
         raise ProtocolError(str(error)) from None
 
 
-def _triples(data: Any) -> tuple[tuple[int, int, int], ...]:
-    if len(data) > MOST_LENGTHS:
-        raise ValueError(f"{len(data)} different lengths; allowed: {MOST_LENGTHS}")
-    return tuple((int(tokens), int(written), int(count)) for tokens, written, count in data)
+def _scalar(kind: str, test: Callable[[Any], bool]) -> Shape:
+    return lambda value, location: "" if test(value) else f"{location} is {short_repr(value)}; allowed: {kind}"
 
 
-def _fit(lengths: tuple[tuple[int, int, int], ...], examples: int) -> bool:
-    return (
-        all(0 <= written <= length and 0 < length <= LONGEST and count > 0 for length, written, count in lengths)
-        and sum(count for _, _, count in lengths) == examples
-        and sum(tokens * count for tokens, _, count in lengths) <= MOST_TOKENS
+def _length_fault(value: Any, location: str) -> str:
+    """The fault of a row of lengths: tokens, how many of them are to be predicted, examples that have so many."""
+    if not isinstance(value, list | tuple) or len(value) != len(_LENGTH):
+        return f"{location} is {short_repr(value)}; allowed: {', '.join(_LENGTH)}"
+    faults = (BOUNDS[name].shape(number, f"{location}, {name},") for name, number in zip(_LENGTH, value, strict=True))
+    if fault := next((fault for fault in faults if fault), ""):
+        return fault
+    return "" if value[1] <= value[0] else f"{location} has more tokens to be predicted than tokens"
+
+
+def _rows_of(shape: Shape, *, most: int) -> Shape:
+    """A list or a tuple of at most so many of these."""
+
+    def rows_shape(value: Any, location: str) -> str:
+        if not isinstance(value, list | tuple) or len(value) > most:
+            return f"{location} is {short_repr(value)}; allowed: a list of up to {most} entries"
+        faults = (shape(entry, f"{location}[{index}]") for index, entry in enumerate(value))
+        return next((fault for fault in faults if fault), "")
+
+    return rows_shape
+
+
+_LENGTH = ("tokens", "tokens to be predicted", "examples of a length")
+_TASK = re.compile(r"[A-Za-z0-9_.\-]{1,100}")
+_task_name = _scalar(
+    "1 to 100 letters, digits, dots, hyphens and underscores",
+    lambda value: isinstance(value, str) and _TASK.fullmatch(value) is not None,
+)
+_metric = _scalar(", ".join(METRICS), lambda value: isinstance(value, str) and value in METRICS)
+_label_name = _scalar(
+    f"up to {LONGEST_NAME} printable characters",
+    lambda value: isinstance(value, str) and value.isprintable() and len(value) <= LONGEST_NAME,
+)
+_label_number = Bounds(least=-1e12, most=1e12).shape
+_MOST_LABELS = int(BOUNDS["num_labels"].most)
+_REGISTRATION = fields(
+    {
+        "task": _task_name,
+        "num_labels": BOUNDS["num_labels"].shape,
+        "metric": _metric,
+        "label_names": _rows_of(_label_name, most=_MOST_LABELS),
+        "max_length": BOUNDS["max_length"].shape,
+        "examples": fields(dict.fromkeys(SPLITS, BOUNDS["examples"].shape)),
+        "labels": fields(dict.fromkeys(SPLITS, _rows_of(_label_number, most=_MOST_LABELS))),
+        "lengths": fields(dict.fromkeys(SPLITS, _rows_of(_length_fault, most=MOST_LENGTHS))),
+    },
+    images=flag,
+    left_out=BOUNDS["left_out"].shape,
+)
+
+
+def _token_fault(lengths: Mapping[str, Any]) -> str:
+    """The fault of splits with more tokens than a server counts."""
+    sums = {split: sum(tokens * count for tokens, _, count in lengths[split]) for split in SPLITS}
+    return next(
+        (f"lengths.{split} sum to {n} tokens; allowed: {MOST_TOKENS}" for split, n in sums.items() if n > MOST_TOKENS),
+        "",
     )
 
 
-def _holds_together(metadata: ClientMetadata) -> bool:
-    width = metadata.num_labels if metadata.num_labels > 1 else 2
-    return (
-        re.fullmatch(r"[A-Za-z0-9_.\-]{1,100}", metadata.task) is not None
-        and all(name.isprintable() and len(name) <= LONGEST_NAME for name in metadata.label_names)
-        and 0 < metadata.max_length <= LONGEST
-        and 0 <= metadata.num_labels <= MOST_LABELS
-        and metadata.metric in METRICS
-        and len(metadata.label_names) in (0, metadata.num_labels)
-        and all(0 < count <= MOST_EXAMPLES for count in metadata.examples.values())
-        and 0 <= metadata.left_out <= MOST_EXAMPLES
-        and all(_fit(metadata.lengths[split], metadata.examples[split]) for split in SPLITS)
-        and all(len(values) == width and np.isfinite(values).all() for values in metadata.labels.values())
-        and all((_counts if metadata.num_labels > 1 else _values_can_be)(metadata, split) for split in SPLITS)
-    )
+def _split_fault(metadata: ClientMetadata) -> str:
+    """The fault of numbers that contradict each other; empty where they hold together."""
+    if len(metadata.label_names) not in (0, metadata.num_labels):
+        return f"{len(metadata.label_names)} names of {metadata.num_labels} labels"
+    faults = (_label_fault(metadata, split) or _count_fault(metadata, split) for split in SPLITS)
+    return next((fault for fault in faults if fault), "")
 
 
-def _counts(metadata: ClientMetadata, split: str) -> bool:
-    values = metadata.labels[split]
-    return all(value >= 0 and value == int(value) for value in values) and sum(values) == metadata.examples[split]
+def _count_fault(metadata: ClientMetadata, split: Split) -> str:
+    counted = sum(count for _, _, count in metadata.lengths[split])
+    examples = metadata.examples[split]
+    return "" if counted == examples else f"lengths.{split} are of {counted} examples and there are {examples}"
 
 
-def _values_can_be(metadata: ClientMetadata, split: Split) -> bool:
-    mean, deviation = metadata.labels[split]
-    return abs(mean) <= LARGEST_VALUE and 0 <= deviation <= LARGEST_VALUE
+def _label_fault(metadata: ClientMetadata, split: Split) -> str:
+    values, classes, examples = metadata.labels[split], metadata.num_labels, metadata.examples[split]
+    if classes > 1:
+        bounds = [BOUNDS["examples of a class"]] * classes
+    else:
+        bounds = [BOUNDS["mean label"], BOUNDS["deviation of labels"]]
+    if len(values) != len(bounds):
+        return f"labels.{split} has {len(values)} numbers; allowed: {len(bounds)}"
+    faults = (bound.shape(value, f"labels.{split}") for value, bound in zip(values, bounds, strict=True))
+    if fault := next((fault for fault in faults if fault), ""):
+        return fault
+    if classes > 1 and sum(values) != examples:
+        return f"labels.{split} are of {sum(values):g} examples and there are {examples}"
+    return ""
 
 
 def placeholder_client(name: str, metadata: ClientMetadata) -> tuple[ClientData, ClientTokens]:

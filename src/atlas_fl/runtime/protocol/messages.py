@@ -30,10 +30,14 @@ from atlas_fl.runtime.transport.frames import Head
 from atlas_fl.split.channel import Cut, CutTraffic
 from atlas_fl.storage.ledger import DIRECTIONS, KINDS
 
+_OTHER_MODEL = "give the server's model with --model"
 REMEDIES: Mapping[str, str] = {
     "version": "install the same atlas-fl on both ends",
     "config": "join with the settings of this server, or leave --config out",
-    "model": "give the server's model with --model",
+    "model": _OTHER_MODEL,
+    "vocabulary": _OTHER_MODEL,
+    "architecture": f"its config.json computes something else: {_OTHER_MODEL}",
+    "tokenizer": f"its texts would be other tokens: {_OTHER_MODEL}",
 }
 
 
@@ -47,11 +51,17 @@ class Identity:
     """Hash of the config."""
     model: str
     """Digest of the backbone's weights."""
+    architecture: str
+    """Digest of the backbone's architecture (`models.identity`)."""
+    tokenizer: str
+    """Digest of its tokenizer, or of how it sees images."""
+    vocabulary: str | None = None
+    """Digest of an output embedding of its own; None where it writes no text."""
 
     def check(self, name: str, said: Mapping[str, Any]) -> None:
         """Nothing where what this client says is the same, or is left open; raises `ProtocolError` where it is not."""
         for key, value in vars(self).items():
-            if said.get(key) not in (None, value):
+            if value is not None and said.get(key) not in (None, value):
                 raise ProtocolError(
                     f"client {name!r} has {key} {said[key]!s:.16}, the server {value:.16}; {REMEDIES[key]}"
                 )

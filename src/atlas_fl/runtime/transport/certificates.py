@@ -407,16 +407,21 @@ def _check(folder: Path, servers: Sequence[str], clients: Sequence[str], days: i
             )
 
 
+def check_name(name: str) -> None:
+    """Raise `ConfigError` where no client can be called so."""
+    if not _NAME.fullmatch(name) or name in (AUTHORITY, SERVER):
+        raise ConfigError(
+            f"client {short_repr(name)} cannot be a name; allowed: up to 63 letters, digits, '_', '.', '-', and"
+            f" neither {AUTHORITY!r} nor {SERVER!r}"
+        )
+
+
 def _check_names(clients: Sequence[str], *, flag: str = "--client ") -> None:
     if not clients:
         problem = f"{flag.strip()} is missing" if flag else "no client is named"
         raise ConfigError(f"{problem}; name at least one site, as {flag}site-1")
     for name in clients:
-        if not _NAME.fullmatch(name) or name in (AUTHORITY, SERVER):
-            raise ConfigError(
-                f"client {short_repr(name)} cannot be a name; allowed: up to 63 letters, digits, '_', '.', '-', and"
-                f" neither {AUTHORITY!r} nor {SERVER!r}"
-            )
+        check_name(name)
     if len(set(clients)) < len(clients):
         raise ConfigError(f"{flag.strip() or 'the command'} names a site twice; every site needs a name of its own")
 

@@ -299,7 +299,7 @@ class Sessions:
             head, answer_tensors = await self.answer(name, body, tensors)
             return encode_frame({"sequence": number, "body": head}, answer_tensors, limit=self.limit)
         except ProtocolError as error:
-            self.refuse(name, str(error))
+            self.refuse(name, error.logged)
             return encode_frame({"sequence": number, "refused": str(error)}, {})
 
 
