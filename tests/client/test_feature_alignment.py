@@ -52,7 +52,7 @@ def test_a_round_equals_plain_torch_with_the_term_written_out(tiny_of, site_of, 
     each = {key: torch.optim.AdamW([tensor], lr=OPTIONS.lr, weight_decay=0.0) for key, tensor in model.items()}
     width = site.backbone.width
     identity = {"head.classifier.weight": torch.eye(width), "head.classifier.bias": torch.zeros(width)}
-    steps = list(batches(site.data["a-0"].splits["train"], job))
+    steps = list(batches(site.data["a-0"].splits["train"], job, secret=None))
     for done, batch in enumerate(steps):
         row = collate_packed([batch], device=site.backbone.device)
         with forward(row, [{**model, **identity}], site) as (features,):

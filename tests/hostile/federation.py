@@ -222,8 +222,8 @@ def _home_at(settings: str, name: str) -> At:
     config = parse_config(settings, origin="a test")
     task, _, part = name.partition("-")
     client = own_client(config, name, task=task, part=int(part))
-    private, noise_secret = (Path(config.run.runs_dir) / f"{name}-{what}" for what in ("private", "noise-secret"))
-    home = home_of(config, client, model=_model_of(config), private=private, noise_secret=noise_secret)
+    private, secret = (Path(config.run.runs_dir) / f"{name}-{what}" for what in ("private", "secret"))
+    home = home_of(config, client, model=_model_of(config), private=private, secret=secret)
     return At(client=client, home=home, tokens=home.tokens)
 
 
