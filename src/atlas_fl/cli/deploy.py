@@ -115,8 +115,8 @@ class JoinOptions:
     """Where what the settings' --share leaves out is kept until the run is complete; NAME-private by default. A site
     that is started again needs it."""
     secret: str | None = None
-    """File of the secret from which order, subsets and augmentation of this site's examples, dropout and noise are drawn;
-    NAME-secret beside --to by default, made where there is none. It is never sent; keep it with the data."""
+    """File of the secret from which order, subsets and augmentation of this site's examples, dropout and noise are
+    drawn; NAME-secret beside --to by default, made where there is none. It is never sent; keep it with the data."""
     to: str | None = None
     """Where this client's own model is written at the end, in PEFT's format; NAME-adapter by default."""
 
