@@ -36,7 +36,7 @@ def stock_passes(model: torch.nn.Module, job: Job, assembly: Assembly) -> Iterat
     """As many passes through the stock model, with the gradients of all its weights."""
     options = replace(job.options.train, half=0, max_steps=job.options.batches)
     data, pad = assembly.site.data[job.client].splits["train"], assembly.site.backbone.tokenizer.pad_token_id
-    for batch in batches(data, replace(job, options=options)):
+    for batch in batches(data, replace(job, options=options), secret=None):
         model(**pad_batch(batch, pad, "cpu")).loss.backward()
         model.zero_grad()
         yield

@@ -89,7 +89,7 @@ def peft_client(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=options.lr, weight_decay=options.weight_decay)
     pad = assembly.site.backbone.tokenizer.pad_token_id
-    for batch in batches(assembly.site.data[job.client].splits["train"], job):
+    for batch in batches(assembly.site.data[job.client].splits["train"], job, secret=None):
         with torch.autocast(device, dtype=torch.bfloat16, enabled=bf16):
             loss = model(**pad_batch(batch, pad, device)).loss
         loss.backward()
@@ -128,7 +128,9 @@ def gemm_rate(device: str, *, bf16: bool) -> float:
 
 def padding(jobs: list[Job], assembly: Assembly) -> float:
     """Tokens that the padded batches have over tokens that there are."""
-    taken = [batch for job in jobs for batch in batches(assembly.site.data[job.client].splits["train"], job)]
+    taken = [
+        batch for job in jobs for batch in batches(assembly.site.data[job.client].splits["train"], job, secret=None)
+    ]
     return sum(len(batch) * int(batch.lengths.max()) for batch in taken) / sum(
         int(batch.lengths.sum()) for batch in taken
     )

@@ -35,8 +35,8 @@ GROUPS = ("adapters", "head")
 def measured_models(seed: int, dial: int, *, seen: bool) -> dict[str, dict[str, dict[str, Tensor]]]:
     """Of each client both halves of round four, which have trained on examples that it has seen, or on others."""
 
-    def positions(count: int, client: str, options: TrainOptions) -> np.ndarray:
-        assert options.most is None, f"{client} has all of its examples"
+    def positions(count: int, client: str, options: TrainOptions, *, secret: bytes | None) -> np.ndarray:
+        assert options.most is None and secret is None, f"{client} of a simulation has all of its examples"
         known = np.arange(count // 2)
         if options.half is None:
             return known

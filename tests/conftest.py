@@ -9,7 +9,7 @@ import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -327,12 +327,11 @@ def _tokens(spec: Spec, tokenizer: Any) -> ClientTokens:
 def site_of() -> Callable[..., Site]:
     """A site with these clients on this tiny model; `targets`, `scale`, `max_tokens` and `bf16` as in `Site`."""
     from atlas_fl.client.job import Site
-    from atlas_fl.split.codec import simulated_secret
 
     def get(tiny: Tiny, *specs: Spec, backbone: Backbone | None = None, **changes: Any) -> Site:
         data = {spec.name: _tokens(spec, tiny.backbone.tokenizer) for spec in specs}
         usual = {"targets": tiny.targets, "scale": lambda rank: 0.5 + 1 / rank, "max_tokens": 4096}
-        usual["noise_secret"] = partial(simulated_secret, 0)
+        usual["seed"] = 0
         return Site(backbone=backbone or tiny.backbone, data=data, **usual | changes)
 
     return get

@@ -34,7 +34,7 @@ Split: TypeAlias = Literal["train", "validation", "test"]
 LORA_A, LORA_B, HEAD = ".lora_A", ".lora_B", "head."
 LORA_GATE = ".lora_gate"
 BELOW_LAST_LAYER = ("head.classifier.dense.", "head.pre_classifier.", "head.bert.pooler.dense.")
-"""First layers of heads of two layers by their stock names: RoBERTa, DistilBERT, and a BERT whose files lack the pooler."""
+"""First layers of heads of two layers by their stock names: RoBERTa, DistilBERT, a BERT whose files lack the pooler."""
 PRIVATE = "private"
 """The name under which a server's model says what of it is at its client alone (`private`)."""
 

@@ -1,26 +1,57 @@
-"""Randomness as an argument: every generator is derived from the run's seed and a path of names.
+"""Randomness as an argument: every generator is derived from a seed and a path of names.
 
 A resumed run needs no generator state, because `generator(seed, "round", 3, "client", "movie-0")`
-is the same stream whenever and wherever it is asked for.
+is the same stream whenever and wherever it is asked for. The seed is a run's, which all know who know its config, or a
+secret of 32 bytes: who lacks that can tell no stream of it from another.
 """
 
-from hashlib import blake2b
+from hashlib import blake2b, shake_256
+from typing import TypeAlias
 
 import numpy as np
 import torch
 
+Seed: TypeAlias = int | bytes
+"""A run's seed, which is public, or a secret."""
+
 
 def derive_seed(seed: int, *path: object) -> int:
     """A 63-bit seed that depends on every part of the path and on nothing else."""
-    text = "\x1f".join([str(seed), *(f"{type(part).__name__}:{part}" for part in path)])
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+    return int.from_bytes(blake2b(_joined(str(seed), *path), digest_size=8).digest(), "big") >> 1
 
 
-def generator(seed: int, *path: object) -> np.random.Generator:
+def derive_secret(secret: bytes, *path: object) -> bytes:
+    """A secret of 32 bytes for this path; whoever has it learns nothing of `secret`, or of the secret of another."""
+    return blake2b(_joined(*path), key=secret, person=b"draws", digest_size=32).digest()
+
+
+def generator(seed: Seed, *path: object) -> np.random.Generator:
     """A NumPy generator for this path."""
+    if isinstance(seed, bytes):
+        return np.random.default_rng(int.from_bytes(derive_secret(seed, *path), "big"))
     return np.random.default_rng(derive_seed(seed, *path))
 
 
-def torch_generator(seed: int, *path: object, device: str = "cpu") -> torch.Generator:
-    """A PyTorch generator for this path; draws on the CPU are the same on every machine."""
+def torch_generator(seed: Seed, *path: object, device: str = "cpu") -> torch.Generator:
+    """A PyTorch generator for this path; draws on the CPU are the same on every machine. A secret's are of the CPU."""
+    if isinstance(seed, bytes):
+        return _with_state_of(derive_secret(seed, *path))
     return torch.Generator(device=device).manual_seed(derive_seed(seed, *path))
+
+
+def _joined(first: object, *path: object) -> bytes:
+    return "\x1f".join([str(first), *(f"{type(part).__name__}:{part}" for part in path)]).encode()
+
+
+_WORDS, _FIRST_WORD = 624, 24
+"""Words of a Mersenne twister's state, and the byte at which they begin in PyTorch's, eight bytes each."""
+
+
+def _with_state_of(secret: bytes) -> torch.Generator:
+    """A generator of the CPU whose whole state follows from the secret: `manual_seed` looks at 32 bits of a seed."""
+    made = torch.Generator()
+    state = made.get_state()
+    words = np.frombuffer(shake_256(secret).digest(4 * _WORDS), "<u4").astype("<u8")
+    state[_FIRST_WORD : _FIRST_WORD + 8 * _WORDS] = torch.from_numpy(words.view(np.uint8))
+    made.set_state(state)
+    return made

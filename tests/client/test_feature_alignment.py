@@ -60,7 +60,7 @@ def test_a_round_equals_plain_torch_with_the_term_written_out(
     each = {key: torch.optim.AdamW([tensor], lr=OPTIONS.lr, weight_decay=0.0) for key, tensor in model.items()}
     width, last = site.backbone.width, site.backbone.family.head[-1].key
     identity = {last + "weight": torch.eye(width), last + "bias": torch.zeros(width)}
-    steps = list(batches(site.data["a-0"].splits["train"], job))
+    steps = list(batches(site.data["a-0"].splits["train"], job, secret=None))
     for done, batch in enumerate(steps):
         row = collate_packed([batch], device=site.backbone.device)
         with forward(row, [{**model, **identity}], site) as (features,):

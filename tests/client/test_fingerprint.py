@@ -164,7 +164,7 @@ def test_fewer_examples_make_another_sketch_and_are_the_only_ones_used(tiny_of, 
     assert not torch.allclose(found[None].params[FIRST], found[5].params[FIRST], atol=0.02)
     assert not torch.allclose(found[None].params[SECOND], found[5].params[SECOND], atol=0.02)
     # Whatever else the client holds plays no part.
-    chosen = [positions(11, "a-0", half_job(jobs[0], half).options) for half in (0, 1)]
+    chosen = [positions(11, "a-0", half_job(jobs[0], half).options, secret=None) for half in (0, 1)]
     assert [len(places) for places in chosen] == [3, 2]
     assert not set(chosen[0]) & set(chosen[1])
     data = site.data["a-0"].splits["train"]

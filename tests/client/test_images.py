@@ -26,7 +26,7 @@ def images(count: int = 9) -> EncodedExamples:
 
 def drawn(round: int = 1, **options: object) -> list[EncodedExamples]:
     job = Job(client="a-0", params={}, round=round, options=TrainOptions(seed=3, batch_size=4, **options))
-    return list(batches(images(), job))
+    return list(batches(images(), job, secret=None))
 
 
 def test_images_are_examples_of_equal_length_by_hand() -> None:

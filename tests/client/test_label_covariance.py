@@ -57,7 +57,8 @@ def test_it_is_that_of_the_stock_models_states(tiny, site_of, spec_of, samples: 
     job = Job(client="a-0", params=tiny.params(spec), round=0, options=options)
     data = site.data["a-0"].splits["train"]
     halves = [
-        positions(len(data), "a-0", dataclasses.replace(TRAIN, half=half, most=options.most(half))) for half in (0, 1)
+        positions(len(data), "a-0", dataclasses.replace(TRAIN, half=half, most=options.most(half)), secret=None)
+        for half in (0, 1)
     ]
     index = np.sort(np.concatenate(halves))
     assert len(index) == (samples or 11)

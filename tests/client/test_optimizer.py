@@ -95,7 +95,7 @@ def test_a_pack_with_the_term_is_a_loop_of_torch_on_the_proximal_objective(tiny_
         made = torch.optim.AdamW if options.optimizer == "adamw" else torch.optim.SGD
         more = {} if options.optimizer == "adamw" else {"momentum": 0.9, "nesterov": True}
         optimizer = made(leaves.values(), lr=options.lr, weight_decay=options.weight_decay, **more)
-        for batch in batches(site.data[job.client].splits["train"], job):
+        for batch in batches(site.data[job.client].splits["train"], job, secret=None):
             optimizer.zero_grad()
             row = collate_packed([batch], device=site.backbone.device)
             with forward(row, [leaves], site) as (logits,):

@@ -50,7 +50,7 @@ def test_a_round_equals_plain_torch_with_the_prior_in_the_loss(client) -> None:
     model = {key: tensor.detach().clone().requires_grad_() for key, tensor in params.items()}
     optimizer = torch.optim.AdamW(model.values(), lr=OPTIONS.lr, weight_decay=0.0)
     prior = torch.tensor([math.log(0.8), math.log(0.2)])
-    for batch in batches(site.data["a-0"].splits["train"], job):
+    for batch in batches(site.data["a-0"].splits["train"], job, secret=None):
         optimizer.zero_grad()
         row = collate_packed([batch], device=site.backbone.device)
         with forward(row, [model], site) as (logits,):

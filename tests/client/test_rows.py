@@ -1,14 +1,19 @@
+from typing import Any
+
 import pytest
 import torch
 
 from atlas_fl.client.batching import Dropout, collate_packed, dropout_masks
+from atlas_fl.client.draws import Draws
 from atlas_fl.models.lora import Segment
 
 CPU = torch.device("cpu")
 
 
-def source(*path: object, p: float = 0.25, seed: int = 1) -> Dropout:
-    return Dropout(p=p, seed=seed, path=path)
+def source(
+    client: str, *path: object, p: float = 0.25, seed: int = 1, secret: bytes | None = None, **how: Any
+) -> Dropout:
+    return Dropout(p=p, draws=Draws(client=client, seed=seed, secret=secret), path=path, **how)
 
 
 def test_a_mask_drops_its_share_and_keeps_the_mean() -> None:

@@ -89,7 +89,7 @@ def test_three_steps_are_those_of_one_dense_model_on_all_examples(tiny_of, site_
     groups = [{key: value for key, value in params.items() if key not in common} for params in own]
     optimizers = [torch.optim.AdamW(list(group.values()), lr=1e-2, weight_decay=0.0) for group in groups]
     above = torch.optim.AdamW(list(common.values()), lr=1e-2, weight_decay=0.0)
-    streams, steps = [batches(site.data[job.client].splits["train"], job) for job in jobs], (3, 2)
+    streams, steps = [batches(site.data[job.client].splits["train"], job, secret=None) for job in jobs], (3, 2)
     strong = {key: torch.ones_like(value, dtype=torch.bool) for key, value in common.items()}
     for step in range(3):
         present = [k for k in (0, 1) if step < steps[k]]

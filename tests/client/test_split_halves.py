@@ -15,7 +15,7 @@ OPTIONS = TrainOptions(seed=3, rounds=4, batch_size=4, lr=1e-2, epochs=2, report
 def test_halves_are_of_disjoint_examples_with_as_many_steps_as_the_round() -> None:
     job = Job(client="a-0", params={}, round=1, options=OPTIONS)
     first, second = (one.options for one in half_jobs(job))
-    assert [positions(7, "a-0", one).tolist() for one in (first, second)] == [[0, 2, 4, 6], [1, 3, 5]]
+    assert [positions(7, "a-0", one, secret=None).tolist() for one in (first, second)] == [[0, 2, 4, 6], [1, 3, 5]]
     assert num_steps(4, first) == num_steps(8, OPTIONS) == 4
     assert {first.report, second.report} == {"none"}
 

@@ -22,7 +22,7 @@ def numbered(count: int) -> EncodedExamples:
 
 def drawn(data: EncodedExamples, *, client: str = "a-0", round: int = 1, **changes: object) -> list[list[int]]:
     job = Job(client=client, params={}, round=round, options=dataclasses.replace(PLAIN, **changes))
-    return [batch.labels.tolist() for batch in batches(data, job)]
+    return [batch.labels.tolist() for batch in batches(data, job, secret=None)]
 
 
 def flat(lists: list[list[int]]) -> list[int]:

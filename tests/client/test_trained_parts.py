@@ -39,7 +39,7 @@ def test_a_round_equals_plain_torch_on_the_parts_that_move(tiny_of, site_of, spe
     model = {key: tensor.detach().clone().requires_grad_() for key, tensor in params.items()}
     each = {key: torch.optim.AdamW([tensor], lr=OPTIONS.lr, weight_decay=0.0) for key, tensor in model.items()}
     steps = num_steps(10, job.options)
-    for done, batch in enumerate(batches(site.data["a-0"].splits["train"], job)):
+    for done, batch in enumerate(batches(site.data["a-0"].splits["train"], job, secret=None)):
         row = collate_packed([batch], device=site.backbone.device)
         with forward(row, [model], site) as (logits,):
             gradients = torch.autograd.grad(example_loss(logits, row.labels[0]), list(model.values()))

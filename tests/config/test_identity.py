@@ -20,6 +20,7 @@ CHANGED = {
     "workers": "2",
     "prefix_cache_gb": "0",
     "prefix_disk_gb": "0",
+    "secrets": "of-sites",
 }
 
 

@@ -12,6 +12,7 @@ What single sites answer is altered on its way, so a test says in one function w
 
 import concurrent.futures
 import contextlib
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -209,11 +210,28 @@ class At:
     tokens: Any
 
 
+ANY = "any"
+"""The run of a site that keeps nothing of one."""
+
+
+@cache
+def _secrets() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="atlas-secrets-")
+
+
+def secrets_folder() -> Path:
+    """Where the sites that keep nothing of a run have their secrets, as long as this process lives."""
+    return Path(_secrets().name)
+
+
+def keeps_files(config: Config) -> bool:
+    """Whether sites keep files of one run: what is not shared, and the secret where there is noise."""
+    return not is_fully_shared(config.mixing.share) or config.split.wire_noise > 0
+
+
 def home_of_site(config: Config, name: str) -> At:
     """A site of these settings: loaded once, since whatever it remembers is forgotten when it registers."""
-    # what is not shared, and what noise is drawn from, is kept in files of one run
-    keeps = not is_fully_shared(config.mixing.share) or config.split.wire_noise > 0
-    own = config.run if keeps else replace(config.run, name="any", runs_dir="any")
+    own = config.run if keeps_files(config) else replace(config.run, name=ANY, runs_dir=ANY)
     return _home_at(to_toml(replace(config, run=own)), name)
 
 
@@ -222,8 +240,10 @@ def _home_at(settings: str, name: str) -> At:
     config = parse_config(settings, origin="a test")
     task, _, part = name.partition("-")
     client = own_client(config, name, task=task, part=int(part))
-    private, noise_secret = (Path(config.run.runs_dir) / f"{name}-{what}" for what in ("private", "noise-secret"))
-    home = home_of(config, client, model=_model_of(config), private=private, noise_secret=noise_secret)
+    runs = Path(config.run.runs_dir)
+    secrets = secrets_folder() if config.run.name == ANY else runs
+    private, secret = runs / f"{name}-private", secrets / f"{name}-secret"
+    home = home_of(config, client, model=_model_of(config), private=private, secret=secret)
     return At(client=client, home=home, tokens=home.tokens)
 
 

@@ -7,7 +7,7 @@ from atlas_fl.experiment.run import run_config
 from atlas_fl.params import digest
 from atlas_fl.storage.jsonl import read_rows
 from atlas_fl.storage.tensors import read_tensors
-from tests.hostile.federation import SITES, federate
+from tests.hostile.federation import SITES, federate, secrets_folder
 
 
 def test_a_federation_in_threads_ends_in_the_bits_of_a_simulation(config: Callable[..., Config]) -> None:
@@ -15,7 +15,7 @@ def test_a_federation_in_threads_ends_in_the_bits_of_a_simulation(config: Callab
     assert found.error is None
     assert (found.faults, found.refused) == ([], {})
     assert found.models.keys() == set(SITES)
-    simulated = run_config(config(name="simulated")).folder
+    simulated = run_config(config(name="simulated", secrets=secrets_folder())).folder
     for name in SITES:
         bits = [
             digest(read_tensors(folder / "adapters" / name / "adapter_model.safetensors"))

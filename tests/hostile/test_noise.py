@@ -1,4 +1,4 @@
-"""The noise of a site is its own: the server has all that a simulation has, and not the site's secret."""
+"""What a site draws is its own: the server has all that a simulation without secrets has, and not the site's."""
 
 import json
 import stat
@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config
 from atlas_fl.errors import ProtocolError
 from atlas_fl.experiment.run import run_config
 from atlas_fl.params import digest
 from atlas_fl.runtime.protocol.messages import CutInfo
 from atlas_fl.split.channel import Cut
-from atlas_fl.split.codec import simulated_secret
 from atlas_fl.storage.tensors import read_tensors
+from tests.hostile import federation
 from tests.hostile.federation import SITES, federate, home_of_site
 
 NOISY = {"split": "movie-0=1,movie-1=2", "wire_noise": 0.5, "head": "client"}
@@ -32,33 +33,35 @@ def bytes_of(head: dict[str, Any], tensors: dict[str, torch.Tensor]) -> bytes:
 
 
 @pytest.mark.slow
-def test_sites_draw_from_secrets_that_never_leave_them_and_with_a_simulations_end_in_its_bits(
-    config: Callable[..., Config],
+@pytest.mark.parametrize("values", [NOISY, {"dropout": 0.1}], ids=["cut with noise", "whole"])
+def test_sites_draw_from_secrets_that_never_leave_them_and_end_in_the_bits_of_a_simulation_with_these(
+    config: Callable[..., Config], values: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    simulated = run_config(config(name="simulated", **NOISY)).folder
+    monkeypatch.setattr(federation, "keeps_files", lambda _: True)
+    simulated = run_config(config(name="simulated", **values)).folder
     sent = list[bytes]()
 
     def watch(head, tensors, _):
         sent.append(bytes_of(head, tensors))
         return head, tensors
 
-    apart = config(name="apart", **NOISY)
+    apart = config(name="apart", **values)
     found = federate(apart, dict.fromkeys(SITES, watch))
     assert (found.error, found.faults, found.refused) == (None, [], {})
-    files = {name: Path(apart.run.runs_dir) / f"{name}-noise-secret" for name in SITES}
+    files = {name: Path(apart.run.runs_dir) / f"{name}-secret" for name in SITES}
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in files.values())
     secrets = [bytes.fromhex(path.read_text()) for path in files.values()]
     assert len(set(secrets)) == len(SITES)
     written = [path.read_bytes() for path in found.folder.glob("**/*") if path.is_file()]
     for content in (*sent, *written):
         assert not any(secret in content or secret.hex().encode() in content for secret in secrets)
-    assert any(b"activation" in content for content in sent)
+    assert any(b"activation" in content for content in sent) is ("split" in values)
     assert not set(bits(found.folder)) & set(bits(simulated))
-
-    told = config(name="told", **NOISY)
-    for name, path in files.items():
-        path.write_text(simulated_secret(told.run.seed, name).hex())
-    assert bits(federate(told).folder) == bits(simulated)
+    told = run_config(config(name="told", secrets=apart.run.runs_dir, **values))
+    assert bits(told.folder) == bits(found.folder)
+    written = [path.read_bytes() for path in told.folder.glob("**/*") if path.is_file()]
+    assert not any(secret in content or secret.hex().encode() in content for secret in secrets for content in written)
+    assert audit_run(told.folder).ok and audit_run(found.folder).ok
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.4, float("nan")])

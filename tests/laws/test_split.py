@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from atlas_fl.client.batching import Dropout, collate_packed, dropout_masks, forward
+from atlas_fl.client.draws import Draws
 from atlas_fl.client.evaluation import evaluate
 from atlas_fl.client.job import Job, Prompts, Site, Update
 from atlas_fl.client.local_training import batches, example_loss, train
@@ -140,7 +141,14 @@ def leaves(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def masks(jobs: Sequence[Job], done: int):
-    sources = [Dropout(p=j.options.dropout, seed=j.options.seed, path=(j.client, j.round, done)) for j in jobs]
+    sources = [
+        Dropout(
+            p=job.options.dropout,
+            draws=Draws(client=job.client, seed=job.options.seed, secret=None),
+            path=(job.round, done),
+        )
+        for job in jobs
+    ]
     return dropout_masks(sources, device=torch.device("cpu"))
 
 
@@ -161,7 +169,7 @@ def test_two_machines_have_the_losses_and_gradients_of_one_for_five_steps(
     options = dataclasses.replace(HARD, dropout=dropout, epochs=5, batch_size=8)
     jobs = [dataclasses.replace(job, options=options) for job in jobs]
     halves, whole = Halves(tiny, site, jobs, blocks), [leaves(job.params) for job in jobs]
-    data = [list(batches(site.data[job.client].splits["train"], job))[:5] for job in jobs]
+    data = [list(batches(site.data[job.client].splits["train"], job, secret=None))[:5] for job in jobs]
     for done in range(5):
         now = [own[done] for own in data]
         with forward(collate_packed(now, device=torch.device("cpu")), whole, site, mask=masks(jobs, done)) as logits:
@@ -258,9 +266,9 @@ def test_a_coarse_wire_moves_a_loss_a_little_and_is_really_there(tiny, site_of, 
 def test_a_client_has_the_noise_of_its_own_secret_in_training_and_in_scores(tiny_of, site_of, spec_of) -> None:
     site, jobs = federation(tiny_of("bert"), site_of, spec_of, [Cut(blocks=1, noise=0.3)] * 3)
     asked = [dataclasses.replace(job, options=EvaluateOptions(split="test")) for job in jobs]
-    secret_of = {"a-0": bytes(32), "b-0": b"b" * 32, "c-0": bytes(32)}
-    other = dataclasses.replace(site, noise_secret={**secret_of, "b-0": b"x" * 32}.__getitem__)
-    site = dataclasses.replace(site, noise_secret=secret_of.__getitem__)
+    secrets = {"a-0": bytes(32), "b-0": b"b" * 32, "c-0": bytes(32)}
+    other = dataclasses.replace(site, secrets={**secrets, "b-0": b"x" * 32})
+    site = dataclasses.replace(site, secrets=secrets)
     for action, work in ((train, jobs), (evaluate, asked)):
         found, again = action(work, site), action(work, site)
         assert_bits(found, again)

@@ -145,7 +145,7 @@ def test_training_equals_a_plain_peft_loop(writer, site_of, spec_of, tmp_path: P
     leaves = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(leaves, lr=5e-3, weight_decay=0.0)
     losses = []
-    for batch in batches(site.data[job.client].splits["train"], job):
+    for batch in batches(site.data[job.client].splits["train"], job, secret=None):
         loss = model(**padded(batch)).loss
         optimizer.zero_grad()
         loss.backward()

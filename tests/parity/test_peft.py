@@ -147,7 +147,9 @@ def _order_of(site, params: Mapping[str, Tensor], options: TrainOptions) -> np.n
     known = {data.take(np.array([i])).ids.tobytes(): i for i in range(len(data))}
     assert len(known) == len(data)
     job = Job(client="a-0", params=params, round=1, options=options)
-    drawn = [batch.take(np.array([i])).ids.tobytes() for batch in batches(data, job) for i in range(len(batch))]
+    drawn = [
+        batch.take(np.array([i])).ids.tobytes() for batch in batches(data, job, secret=None) for i in range(len(batch))
+    ]
     return np.array([known[tokens] for tokens in drawn])
 
 

@@ -1,13 +1,13 @@
 """One config, simulated and served across real processes on loopback."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
 from atlas_fl.config import Config, to_toml
 from atlas_fl.params import digest
 from atlas_fl.runtime.transport.certificates import make_certs
-from atlas_fl.split.codec import simulated_secret
 from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import read_tensors
 from tests.runs.finished import FinishedRuns
@@ -37,14 +37,12 @@ class Federation:
 
     @cached_property
     def simulated(self) -> Path:
-        """The folder of the same federation in one process."""
-        return self._finished(self._config).folder
+        """The folder of the same federation in one process, which is given the sites' secrets once they have them."""
+        return self._finished(self.with_secrets(self._config)).folder
 
-    def has_the_simulations_noise(self) -> None:
-        """Each site finds the secret that the simulation draws its noise from, in the place of one of its own."""
-        for name in self.sites:
-            secret = simulated_secret(self._config.run.seed, name)
-            (self.folder / f"{name}-noise-secret").write_text(secret.hex())
+    def with_secrets(self, config: Config) -> Config:
+        """The config of a simulation that draws from the secrets which these sites have made."""
+        return replace(config, run=replace(config.run, secrets=str(self.folder)))
 
     @property
     def consent(self) -> tuple[str, ...]:

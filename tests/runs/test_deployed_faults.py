@@ -2,6 +2,7 @@
 
 import os
 import signal
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -81,11 +82,13 @@ def ends_as_simulated_after_all_faults(fed: Federation) -> None:
 def test_no_fault_changes_a_bit_of_cut_models(federation: Callable[..., Federation]) -> None:
     """A site killed in the middle of its job, a link cut, and the server killed and started again.
 
-    With noise, and the simulation's secrets at the sites: what a site draws after it was killed is what it drew before.
+    With noise and dropout: what a site draws after it was killed is what it drew before, from the secret that it kept.
     """
-    fed = federation(rounds=3, split="movie-0=1,movie-1=2", wire_noise=0.2)
-    fed.has_the_simulations_noise()
+    fed = federation(rounds=3, split="movie-0=1,movie-1=2", wire_noise=0.2, dropout=0.1)
     ends_as_simulated_after_all_faults(fed)
+    secrets = [fed.folder / f"{name}-secret" for name in fed.sites]
+    assert [stat.S_IMODE(path.stat().st_mode) for path in secrets] == [0o600, 0o600]
+    assert len({path.read_text() for path in secrets}) == 2
 
 
 @pytest.mark.parametrize("values", [{"strategy": "kriging", "measure_round": 1}, {"strategy": "fedpac"}])
@@ -147,7 +150,8 @@ def test_a_client_that_comes_late_is_placed_and_no_fault_changes_a_bit_of_it(
     settings = {"clients_per_task": 3, "rounds": 5, "split": "movie-2=1"}
     fed = federation(**settings)
     number = fed.joins_late("movie-2", device="laptop_8gb", where=": cluster 0, beside movie-0, movie-1")
-    simulated = run_config(config(tasks=("movie",), pack_tokens=1, arrive=(f"movie-2={number}",), **settings))
+    late = config(tasks=("movie",), pack_tokens=1, arrive=(f"movie-2={number}",), **settings)
+    simulated = run_config(fed.with_secrets(late))
     assert adapters(fed.served.path) == adapters(simulated.folder)
     ledgers = [read_rows(folder.ledger) for folder in (fed.served, RunFolder(simulated.folder))]
     assert sorted(map(str, ledgers[0])) == sorted(map(str, ledgers[1]))
@@ -166,7 +170,8 @@ def test_what_is_not_shared_stays_at_its_site_and_no_fault_changes_a_bit(
         assert list((fed.folder / "movie-1-private").glob("*.safetensors"))
 
     number = fed.joins_late("movie-2", device="laptop_8gb", meanwhile=parts_stay)
-    simulated = run_config(config(tasks=("movie",), pack_tokens=1, arrive=(f"movie-2={number}",), **settings))
+    late = config(tasks=("movie",), pack_tokens=1, arrive=(f"movie-2={number}",), **settings)
+    simulated = run_config(fed.with_secrets(late))
     for name, model in adapters(simulated.folder).items():
         assert digest(read_tensors(fed.folder / f"{name}-adapter" / "adapter_model.safetensors")) == model
         assert not (fed.folder / f"{name}-private").exists()

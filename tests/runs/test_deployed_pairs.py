@@ -35,7 +35,8 @@ def test_deployed_pairs_are_the_simulated_ones_and_those_of_a_server_that_hosts(
     fed = federation(DEVICES, **paired)
     fed.complete()
     fed.is_as_simulated()
-    at_server = run_config(config(**{**paired, "topology": "server"}, pack_tokens=1, name="at-server"))
+    hosting = config(**{**paired, "topology": "server"}, pack_tokens=1, name="at-server")
+    at_server = run_config(fed.with_secrets(hosting))
     assert adapters(fed.served.path) == adapters(at_server.folder)
     simulated = RunFolder(fed.simulated)
     pairs = {"movie-0": "movie-1", "trec-0": "trec-1"}

@@ -9,7 +9,7 @@ from atlas_fl.storage.files import load_or_create_secret
 
 
 def test_a_secret_is_drawn_once_and_its_user_alone_can_read_it(tmp_path: Path) -> None:
-    path, before = tmp_path / "new" / "a-0-noise-secret", os.umask(0)
+    path, before = tmp_path / "new" / "a-0-secret", os.umask(0)
     try:
         secret = load_or_create_secret(path)
     finally:

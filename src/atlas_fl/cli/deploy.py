@@ -114,6 +114,9 @@ class JoinOptions:
     private: str | None = None
     """Where what the settings' --share leaves out is kept until the run is complete; NAME-private by default. A site
     that is started again needs it."""
+    secret: str | None = None
+    """File of the secret from which order, subsets and augmentation of this site's examples, dropout and noise are
+    drawn; NAME-secret beside --to by default, made where there is none. It is never sent; keep it with the data."""
     to: str | None = None
     """Where this client's own model is written at the end, in PEFT's format; NAME-adapter by default."""
 
@@ -145,6 +148,7 @@ def join(words: Sequence[str]) -> int:
         least_examples=options.least_examples,
         most_sketch=options.most_sketch,
         private=None if options.private is None else Path(options.private),
+        secret=None if options.secret is None else Path(options.secret),
         to=Path(options.to or f"{open_certs(certs).name}-adapter"),
     )
     with show_progress() as on_event, going_on("the same command"):

@@ -1,6 +1,6 @@
 """Packs of clients and packed batches: the mini-batches of many clients as one row of tokens, without padding."""
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from atlas_fl.client.draws import Draws
 from atlas_fl.client.job import Job, Site
 from atlas_fl.models.attention import PackedLayout, make_layout
 from atlas_fl.models.backbone import Backbone, backbone_features, block_index, head_logits
@@ -18,9 +19,8 @@ from atlas_fl.models.lora import Adapters, DropoutMaskFn, Segment, attach_adapte
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.models.vision import image_features, image_features_above, preprocess, run_image_blocks
 from atlas_fl.params import HEAD, Params, head_keys
-from atlas_fl.rng import torch_generator
-from atlas_fl.split.channel import CutChannel, CutSegment, backbone_features_across_cuts
-from atlas_fl.split.model import client_forward, server_forward
+from atlas_fl.split.channel import Cut, CutChannel, CutSegment, backbone_features_across_cuts
+from atlas_fl.split.model import client_forward, select_client_side, server_forward
 
 PartT = TypeVar("PartT")
 
@@ -363,15 +363,34 @@ class Dropout:
     """Where one client's dropout masks come from."""
 
     p: float
-    seed: int
+    draws: Draws
     path: tuple[object, ...]
-    """The client, its round and its step."""
+    """Its round and its step."""
+    is_above: Callable[[str], bool] = lambda _: False
+    """Whether a module is above the client's cut: the server's draws are the run's seed's."""
+
+
+NO_DROPOUT = Dropout(p=0.0, draws=Draws(client="", seed=0, secret=None), path=())
+"""Of what nothing is dropped."""
+
+
+def modules_above(backbone: Backbone, cut: Cut | None) -> Callable[[str], bool]:
+    """Which modules, the head among them, are the server's under this cut; none without one."""
+    if cut is None:
+        return lambda _: False
+
+    def is_above(module: str) -> bool:
+        name = f"{module}."  # as names of tensors begin
+        return not select_client_side(backbone, [name], blocks=cut.blocks, head=cut.head == "client")
+
+    return is_above
 
 
 def dropout_masks(sources: Sequence[Dropout], *, device: torch.device) -> DropoutMaskFn | None:
     """Inverted-dropout masks drawn from a generator of each client's own, or None when no client drops anything.
 
-    A mask depends on (seed, path, module) alone: packing, recomputation and splitting draw the same.
+    A mask depends on (draws, path, module) alone: packing, recomputation and splitting draw the same. Above a cut it
+    is the server's, and never of the client's secret.
     """
     if not any(source.p for source in sources):
         return None
@@ -380,7 +399,8 @@ def dropout_masks(sources: Sequence[Dropout], *, device: torch.device) -> Dropou
         source = sources[k]
         if source.p == 0:
             return None
-        stream = torch_generator(source.seed, "dropout", *source.path, module)
+        draws = replace(source.draws, secret=None) if source.is_above(module) else source.draws
+        stream = draws.torch_generator("dropout", *source.path, module)
         return torch.bernoulli(torch.full(shape, 1 - source.p), generator=stream).div_(1 - source.p).to(device)
 
     return mask

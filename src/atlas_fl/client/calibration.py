@@ -23,13 +23,13 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, one_hot
 
 from atlas_fl.client.batching import body_of, collate_packed, features_without_cut, forward
+from atlas_fl.client.draws import Draws
 from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.options import SensitivityOptions
 from atlas_fl.models.backbone import head_logits
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.models.vision import image_logits, preprocess
 from atlas_fl.params import HEAD, Params
-from atlas_fl.rng import derive_seed, generator
 from atlas_fl.sparse.fisher import draw_label, fisher_scores, label_uniforms
 
 GRAM, CROSS = "gram", "cross"
@@ -107,11 +107,15 @@ def sensitivity(jobs: Sequence[Job], site: Site) -> list[Update]:
 def _scores(job: Job, site: Site) -> Update:
     options: SensitivityOptions = job.options
     data = site.data[job.client].splits["train"]
-    order = generator(options.seed, "sensitivity", job.client).permutation(len(data))
+    order = _draws(job, site).generator("sensitivity", asked=(options.examples,)).permutation(len(data))
     batch = data.take(order[: options.examples])
     placed = {key: tensor.to(site.backbone.device) for key, tensor in job.params.items()}
     sums = (_text_squares if batch.pixels is None else _image_squares)(batch, placed, job, site)
     return Update(client=job.client, params=sums, examples=len(batch), metrics={})
+
+
+def _draws(job: Job, site: Site) -> Draws:
+    return Draws(client=job.client, seed=job.options.seed, secret=site.secrets.get(job.client))
 
 
 def _image_squares(batch: EncodedExamples, params: Params, job: Job, site: Site) -> Params:
@@ -129,7 +133,7 @@ def _image_squares(batch: EncodedExamples, params: Params, job: Job, site: Site)
         inputs=preprocess(site.vision, batch.pixels),
         labels=options.labels,
         targets=torch.from_numpy(batch.labels) if options.labels == "true" else None,
-        seed=derive_seed(options.seed, "sensitivity", job.client),
+        seed=_draws(job, site).derived("sensitivity"),
     ).sums
 
 
@@ -138,7 +142,7 @@ def _text_squares(batch: EncodedExamples, params: Params, job: Job, site: Site) 
     options: SensitivityOptions = job.options
     leaves = {name: params[name].detach().requires_grad_() for name in options.names}
     sums = {name: torch.zeros_like(leaf, dtype=torch.float64) for name, leaf in leaves.items()}
-    draws = label_uniforms(derive_seed(options.seed, "sensitivity", job.client), range(len(batch)))
+    draws = label_uniforms(_draws(job, site).derived("sensitivity"), range(len(batch)))
     for index in range(len(batch)):
         row = collate_packed([batch.take(np.array([index]))], device=site.backbone.device)
         with torch.enable_grad(), forward(row, [{**params, **leaves}], site) as (logits,):

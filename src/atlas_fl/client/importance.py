@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from atlas_fl.client.batching import PackedBatch, call_with_params, features_across_cuts, make_row
+from atlas_fl.client.draws import Draws
 from atlas_fl.client.job import Job, Site, Update, cut_channel_of
 from atlas_fl.client.local_training import example_loss, positions
 from atlas_fl.client.options import ImportanceOptions, TrainOptions
@@ -15,7 +16,6 @@ from atlas_fl.models.backbone import Backbone, block_index, head_logits
 from atlas_fl.models.lora import merged_weight
 from atlas_fl.params import Params, head_keys
 from atlas_fl.ranks.allocation import layer_importance, normalise_importance, rngwp
-from atlas_fl.rng import generator
 from atlas_fl.split.channel import CutChannel, CutTraffic
 
 
@@ -94,9 +94,11 @@ def half_rows(job: Job, site: Site, *, half: int, count: int, most: int | None =
     """
     data = site.data[job.client].splits["train"]
     options: TrainOptions = job.options.train
-    index = positions(len(data), job.client, replace(options, half=half, most=most))
+    secret = site.secrets.get(job.client)
+    index = positions(len(data), job.client, replace(options, half=half, most=most), secret=secret)
     again = (job.round,) if job.round else ()
-    order = generator(options.seed, "gradients", job.client, half, *again).permutation(index)
+    draws = Draws(client=job.client, seed=options.seed, secret=secret)
+    order = draws.generator("gradients", half, *again, asked=(options.batch_size, count, most)).permutation(index)
     examples = np.resize(order, count * options.batch_size)
     for start in range(0, len(examples), options.batch_size):
         yield make_row([data.take(examples[start : start + options.batch_size])], site)

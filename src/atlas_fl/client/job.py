@@ -23,6 +23,7 @@ from atlas_fl.models.vision import Vision
 from atlas_fl.params import Params, Split
 from atlas_fl.sparse.masks import Mask
 from atlas_fl.split.channel import Cut, CutChannel, CutTraffic
+from atlas_fl.split.codec import simulated_secret
 from atlas_fl.split.host_matching import GuestRequirement, HostCapacity, HostMatch
 
 Trainable: TypeAlias = Literal["lora", "full"]
@@ -71,8 +72,11 @@ class Site:
     bf16: bool = False
     fp16: bool = False
     """Like bf16, with losses scaled so that small gradients do not vanish."""
-    noise_secret: Callable[[str], bytes] | None = None
-    """What the noise of a client with a cut is drawn from, by its name; None where no settings ask for any."""
+    secrets: Mapping[str, bytes] = field(default_factory=dict)
+    """The secrets of clients by name: what they draw about their own examples from (`client.draws`), and the noise on
+    their cuts. Empty in a simulation without, and at a server."""
+    seed: int | None = None
+    """The run's, from which a simulation draws the noise of clients without a secret; None at a site."""
 
     @cached_property
     def modules(self) -> dict[str, nn.Module]:
@@ -124,7 +128,10 @@ def cut_channel_of(job: Job, site: Site) -> CutChannel | None:
     """The way of this job's rows through the client's cut, from its own side; None for a client without one."""
     if job.cut is None:
         return None
-    return CutChannel(job.cut, secret=None if site.noise_secret is None else site.noise_secret(job.client))
+    secret = site.secrets.get(job.client)
+    if secret is None and site.seed is not None:
+        secret = simulated_secret(site.seed, job.client)
+    return CutChannel(job.cut, secret=secret)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,7 +39,7 @@ def label_sketch(job: Job, site: Site) -> Tensor:
     if client.task.images or not client.task.num_labels:
         return torch.zeros(options.sketch_dim)
     data = client.splits["train"]
-    data = data.take(np.sort(np.concatenate([_half(len(data), job.client, options, half) for half in (0, 1)])))
+    data = data.take(np.sort(np.concatenate([_half(len(data), job, site, half) for half in (0, 1)])))
     features = torch.cat([_features(part, site) for part in _parts(data, site.max_tokens)])
     covariance = label_covariance(features, torch.from_numpy(data.labels), num_labels=client.task.num_labels)
     if not covariance.any():
@@ -54,8 +54,10 @@ def label_covariance(features: Tensor, labels: Tensor, *, num_labels: int) -> Te
     return ((y - y.mean(0)).T @ (x - x.mean(0)) / len(x)).float()
 
 
-def _half(count: int, client: str, options: FingerprintOptions, half: int) -> np.ndarray:
-    return positions(count, client, TrainOptions(seed=options.train.seed, half=half, most=options.most(half)))
+def _half(count: int, job: Job, site: Site, half: int) -> np.ndarray:
+    options: FingerprintOptions = job.options
+    of_half = TrainOptions(seed=options.train.seed, half=half, most=options.most(half))
+    return positions(count, job.client, of_half, secret=site.secrets.get(job.client))
 
 
 def _parts(data: EncodedExamples, max_tokens: int) -> Iterable[EncodedExamples]:

@@ -30,8 +30,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from atlas_fl.client.batching import Dropout, dropout_masks, forward_to_heads, make_row, read_logits, rows
+from atlas_fl.client.batching import (
+    Dropout,
+    dropout_masks,
+    forward_to_heads,
+    make_row,
+    modules_above,
+    read_logits,
+    rows,
+)
 from atlas_fl.client.class_features import class_features
+from atlas_fl.client.draws import Draws
 from atlas_fl.client.feature_alignment import alignment_loss
 from atlas_fl.client.job import Job, Site, Update, cut_channel_of
 from atlas_fl.client.optimizer import GradientMean, LossScale, gradient_chain, gradient_norms, make_optimizer
@@ -44,7 +53,6 @@ from atlas_fl.models.registry import last_layer_inputs
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.models.vision import augment
 from atlas_fl.params import HEAD, PRIVATE, Params, digest, with_frozen
-from atlas_fl.rng import generator, torch_generator
 from atlas_fl.sparse.masked_sgd import extract_momentum, load_momentum
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.model import select_client_side
@@ -77,35 +85,44 @@ def num_steps(examples: int, options: TrainOptions) -> int:
     return full if options.max_steps is None else min(full, options.max_steps)
 
 
-def positions(count: int, client: str, options: TrainOptions) -> np.ndarray:
-    """Which of a client's `count` examples these options train on, (m,) int64 ascending."""
-    index = np.arange(count) if options.half is None else np.arange(options.half, count, 2)
+def positions(count: int, client: str, options: TrainOptions, *, secret: bytes | None) -> np.ndarray:
+    """Which of a client's `count` examples these options train on, (m,) int64 ascending.
+
+    Halves are alternate examples, with a secret alternate ones of an order that it draws; the first has the odd one.
+    """
+    draws = Draws(client=client, seed=options.seed, secret=secret)
+    index = np.arange(count)
+    if options.half is not None:
+        order = index if secret is None else draws.generator("halves").permutation(index)
+        index = np.sort(order[options.half :: 2])
     if options.most is None or options.most >= len(index):
         return index
-    drawn = generator(options.seed, "subset", client, options.half or 0)
-    return np.sort(drawn.choice(index, size=options.most, replace=False))
+    subset = draws.generator("subset", options.half or 0, asked=(options.most,))
+    return np.sort(subset.choice(index, size=options.most, replace=False))
 
 
-def batches(data: EncodedExamples, job: Job) -> Iterator[EncodedExamples]:
-    """The client's mini-batches of this round, in the order that its own generator draws."""
+def batches(data: EncodedExamples, job: Job, *, secret: bytes | None) -> Iterator[EncodedExamples]:
+    """The client's mini-batches of this round, in the order that its own generator draws (`client.draws`)."""
     options: TrainOptions = job.options
-    index = positions(len(data), job.client, options)
+    draws = Draws(client=job.client, seed=options.seed, secret=secret)
+    index = positions(len(data), job.client, options, secret=secret)
     steps, step = num_steps(len(index), options), 0
+    asked = (options.batch_size, options.max_steps, options.half, options.most)
     for epoch in range(options.epochs):
-        order = generator(options.seed, "order", job.client, job.round, epoch).permutation(index)
+        order = draws.generator("order", job.round, epoch, asked=asked).permutation(index)
         for start in range(0, len(order), options.batch_size):
             if step == steps:
                 return
-            yield _augment(data.take(order[start : start + options.batch_size]), job, step=step)
+            yield _augment(data.take(order[start : start + options.batch_size]), job, draws, step=step)
             step += 1
 
 
-def _augment(batch: EncodedExamples, job: Job, *, step: int) -> EncodedExamples:
+def _augment(batch: EncodedExamples, job: Job, draws: Draws, *, step: int) -> EncodedExamples:
     """The batch with its images, if it has any, as this client and step see them."""
     options: TrainOptions = job.options
     if batch.pixels is None or not (options.crop or options.flip):
         return batch
-    stream = torch_generator(options.seed, "augment", job.client, job.round, step)
+    stream = draws.torch_generator("augment", job.round, step)
     seen = augment(torch.from_numpy(batch.pixels), padding=options.crop, flip=options.flip, generator=stream)
     return replace(batch, pixels=seen.numpy(), taken_from=None)
 
@@ -197,9 +214,13 @@ class LocalTrainer:
         self._companion = {key: tensor.to(site.backbone.device) for key, tensor in job.companion.items()}
         self.loaded = digest(with_frozen(self.params, self._frozen)) if options.hash_loaded else None
         data = site.data[job.client].splits["train"]
-        self.examples = len(positions(len(data), job.client, options))
+        # The server's half draws nothing of the client's: it takes the rows that come, and counts them.
+        secret = site.secrets.get(job.client) if above is None else None
+        self.examples = len(positions(len(data), job.client, options, secret=secret))
         self.steps = num_steps(self.examples, options)
-        self.batches = batches(data, job)
+        self.batches = batches(data, job, secret=secret)
+        self._draws = Draws(client=job.client, seed=options.seed, secret=secret)
+        self._is_above = modules_above(site.backbone, job.cut)
         self._scale_of_rank = site.scale
         self._family, self._autocast = site.backbone.family, site.autocast
         self.leaves = {key: leaf for key, leaf in (*self.params.items(), *self.gate.items()) if leaf.requires_grad}
@@ -249,8 +270,8 @@ class LocalTrainer:
 
     def dropout(self, done: int) -> Dropout:
         """Where the masks of this step come from."""
-        path = (self.job.client, self.job.round, done)
-        return Dropout(p=self.options.dropout, seed=self.options.seed, path=path)
+        path = (self.job.round, done)
+        return Dropout(p=self.options.dropout, draws=self._draws, path=path, is_above=self._is_above)
 
     def objective(self, loss: Tensor, features: Tensor, labels: Tensor) -> Tensor:
         """What is minimised besides the terms of the gradient chain: the loss, and the pull of these features.

@@ -22,6 +22,7 @@ class TrainOptions:
     """How a client trains. A run has `rounds * steps` steps; the schedule runs over all of them."""
 
     seed: int
+    """The run's. A client with a secret draws nothing about its examples from it (`client.draws`)."""
     rounds: int = 1
     epochs: int = 1
     max_steps: int | None = None
@@ -44,9 +45,10 @@ class TrainOptions:
     personal_rounds: int = 0
     """Last rounds of the run, in which all parameters train."""
     half: int | None = None
-    """Train on the even (0) or odd (1) examples only: `client.split_halves`, fingerprints that check themselves."""
+    """Train on the first (0) or second (1) half of the examples only: `client.split_halves`, fingerprints that check
+    themselves."""
     most: int | None = None
-    """Train on at most so many of these examples; which ones is drawn from the seed, once for all rounds."""
+    """Train on at most so many of these examples; which ones is drawn once for all rounds."""
     label_smoothing: float = 0.0
     """Share of a class label that is spread over all classes."""
     crop: int = 0

@@ -1,8 +1,9 @@
-"""Split halves of a client's examples, alternate ones: its training of a round, repeated on each.
+"""Split halves of a client's examples: its training of a round, repeated on each.
 
 Both begin with the model that the client begins the round with, and make two passes over their half, so as many steps
 as the round has. What they have in common is the client's, what tells them apart is noise: `aggregation.kriging`
-measures both. Halves are the examples at even and at odd places (`client.local_training.positions`).
+measures both. Halves are the examples at even and at odd places, of an order that a secret draws where the client has
+one (`client.local_training.positions`).
 """
 
 from dataclasses import replace

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atlas_fl.client.batching import Dropout, call_with_params, modules_of
+from atlas_fl.client.batching import NO_DROPOUT, call_with_params, modules_of
 from atlas_fl.client.fingerprint import (
     PARTS,
     add_gradient,
@@ -76,7 +76,7 @@ class ServerSideGradients:
             return entry
         if done >= self._batches:
             raise ProtocolError(f"{self.side.job.client} goes on after its {self._batches} batches")
-        return self.side.entry(payloads, 0, self._head, Dropout(p=0.0, seed=0, path=()), wants=self._wants)
+        return self.side.entry(payloads, 0, self._head, NO_DROPOUT, wants=self._wants)
 
     def answer(self, what: str, entry: ServerInput, take: Callable[[dict[str, Tensor]], None]) -> dict[str, bytes]:
         """Features, or the gradient of the rows where something below the cut is measured; `take` gets that of ours."""

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atlas_fl.client.batching import Dropout, dropout_masks, modules_of, read_logits, segments_of
+from atlas_fl.client.batching import NO_DROPOUT, Dropout, dropout_masks, modules_of, read_logits, segments_of
 from atlas_fl.client.evaluation import on_device, scored_outputs, scores_of
 from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.local_training import (
@@ -563,7 +563,7 @@ class EvaluationHalf:
     def read(self, what: str, done: int, payloads: Payloads) -> ParsedRequest:
         """Rows of some examples, each of which comes once."""
         self.close(what, done, payloads)
-        entry = self.side.entry(payloads, 0, self._params, Dropout(p=0.0, seed=0, path=()), wants=False)
+        entry = self.side.entry(payloads, 0, self._params, NO_DROPOUT, wants=False)
         self._scored += len(entry.lengths)
         return ParsedRequest(half=self, what=what, entries=(entry,))
 

@@ -20,11 +20,12 @@ from atlas_fl.storage.run_folder import RunFolder, run_name
 SESSION = frozenset(
     {
         *("runs_dir", "name", "max_rounds", "keep_checkpoints", "keep_best", "checkpoint_every"),
-        *("audit", "leakage", "engine", "workers", "prefix_cache_gb", "prefix_disk_gb"),
+        *("audit", "leakage", "engine", "workers", "prefix_cache_gb", "prefix_disk_gb", "secrets"),
     }
 )
 """Settings that change no number of a run: where it lies, how long it goes on today, what is kept and told of it,
-how many processes train it, and what these remember."""
+how many processes train it, what these remember, and where the secrets of its clients lie. Secrets do change numbers: a
+run that is resumed holds them against digests of its own (`experiment.recorder.check_provenance`)."""
 
 ADDED_LATER = frozenset(
     {

@@ -536,7 +536,10 @@ class RunConfig:
     """Seed, records and machine."""
 
     seed: int = 42
-    """Every random choice derives from it."""
+    """Every random choice derives from it, but for what `--secrets` are for."""
+    secrets: str | None = None
+    """Folder with the NAME-secret of every client, as `atlas join` keeps it: a simulation then draws the order, subsets
+    and augmentation of examples, dropout and noise as these sites do. Without it all follow from --seed."""
     preset: str = "quick"
     """The recipe that all other defaults come from (`atlas list presets`). `--mode` is the same flag."""
     dial: int | None = None

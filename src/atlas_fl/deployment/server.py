@@ -164,6 +164,11 @@ def _engine(
 def check_served(config: Config, service: ServerOptions) -> None:
     """Nothing where this config means the same across machines; raises `ConfigError` where it does not."""
     mixing = config.mixing
+    if config.run.secrets is not None:
+        raise ConfigError(
+            f"--secrets {config.run.secrets} is for a simulation, and every site keeps its own secret, which no server"
+            " may have; leave it out"
+        )
     _check_simulated(config)
     pick_device(config.run.accelerator)
     if not strategy_of(config).communicates:

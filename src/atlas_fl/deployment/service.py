@@ -178,9 +178,9 @@ def outline_of(backbone: Backbone) -> Backbone:
 def without_places(config: Config) -> Config:
     """The settings as a site needs them: where the server keeps its runs, and what it calls this one, is its own.
 
-    Both are settings of the session, so that the hash is the same.
+    These are settings of the session, so that the hash is the same.
     """
-    return replace(config, run=replace(config.run, runs_dir=RunConfig().runs_dir, name=None))
+    return replace(config, run=replace(config.run, runs_dir=RunConfig().runs_dir, name=None, secrets=None))
 
 
 def request_limit(config: Config, model: nn.Module) -> int:

@@ -63,7 +63,7 @@ from atlas_fl.setup.assembly import (
 )
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.model import select_client_side
-from atlas_fl.storage.files import load_or_create_secret
+from atlas_fl.storage.files import load_or_create_secret, secret_file
 
 PARTS: Mapping[str, str] = {
     "model": "the digest of the weights",
@@ -110,29 +110,35 @@ def home_of(
     *,
     model: str,
     private: Path,
-    noise_secret: Path,
+    secret: Path,
     run: str | None = None,
 ) -> SiteRuntime:
     """The site of this client for a server whose model has this digest; `private` is for what it does not share.
 
-    `noise_secret` is the file of what its noise is drawn from, made where the settings ask for noise. It outlives the
-    run, so that the same rows get the same noise whenever they are sent.
+    `secret` is the file of what it draws from about its own examples (`client.draws`), and the noise on a cut; it is
+    made where there is none. It outlives the run, so that a site which is started again draws the same, and the same
+    rows get the same noise whenever they are sent.
     `run` is the hash of the server's settings, in which this site's own places are not; that of `config` without it.
-    Raises `ConfigError` where something else lies at `private` or `noise_secret`.
+    Raises `ConfigError` where something else lies at `private` or `secret`.
     """
     if trainable_of(config, [client.task]) == "full":
-        return FullModelSiteRuntime(config, client)
+        return FullModelSiteRuntime(config, client, secret=secret)
     owner = Owner(client=client.name, config=run or config_hash(config))
-    return AdapterSiteRuntime(config, client, model=model, private=private, noise_secret=noise_secret, owner=owner)
+    return AdapterSiteRuntime(config, client, model=model, private=private, secret=secret, owner=owner)
+
+
+def _with_secret(site: AdapterSite, secrets: Mapping[str, bytes]) -> AdapterSite:
+    """The site of a client with a secret of its own: nothing that it draws follows from what the server knows."""
+    return replace(site, secrets=secrets, seed=None)
 
 
 class FullModelSiteRuntime:
     """A site whose client trains all weights of the model."""
 
-    def __init__(self, config: Config, client: ClientData) -> None:
+    def __init__(self, config: Config, client: ClientData, *, secret: Path) -> None:
         self._head = head_of_client(config, client)
         assembly = assemble(config, clients=(client,))
-        self._site = assembly.site
+        self._site = _with_secret(assembly.site, {client.name: load_or_create_secret(secret)})
         backbone = self._site.backbone
         self.known = backbone
         self.model = model_identity(backbone)
@@ -174,18 +180,17 @@ class AdapterSiteRuntime:
     """
 
     def __init__(
-        self, config: Config, client: ClientData, *, model: str, private: Path, noise_secret: Path, owner: Owner
+        self, config: Config, client: ClientData, *, model: str, private: Path, secret: Path, owner: Owner
     ) -> None:
         self._config, self._client, self._server_weights = config, client, model
         self._store = None if is_fully_shared(config.mixing.share) else self._store_in(private, owner)
-        is_noisy = config.split.split != NONE and config.split.wire_noise > 0
-        self._noise_secret = load_or_create_secret(noise_secret) if is_noisy else None
+        self._secrets = {client.name: load_or_create_secret(secret)}
         self.receiver: Receiver = AdapterReceiver() if self._store is None else PrivateReceiver(store=self._store)
         self.actions: Mapping[str, Any] = ACTIONS
         self._site: AdapterSite | None = None
         self._blocks: int | None = None
         if config.split.split == NONE:
-            self._site = assemble(config, clients=(client,)).site
+            self._site = _with_secret(assemble(config, clients=(client,)).site, self._secrets)
             self.known, self.tokens = self._site.backbone, self._site.data[client.name]
         else:
             with torch.device("meta"):
@@ -235,13 +240,8 @@ class AdapterSiteRuntime:
                 f"model {site.backbone.name!r}{part} is {digest:.16} here and {expected:.16} at the server; give the"
                 " server's model with --model"
             )
-        self._site, self._blocks = replace(site, noise_secret=self._secret_of()), blocks
+        self._site, self._blocks = _with_secret(site, self._secrets), blocks
         return self._site
-
-    def _secret_of(self) -> Callable[[str], bytes] | None:
-        """What this site's noise is drawn from: never what a simulation draws from, which the server knows."""
-        secret = self._noise_secret
-        return None if secret is None else lambda _: secret
 
     def leave(self) -> str:
         """Remove what was not shared: it is in the client's own model now; what stays of it, in a line."""
@@ -327,6 +327,9 @@ class SiteOptions:
     """How long it is tried at the very first."""
     private: Path | None = None
     """Where what it does not share is kept until the run is complete; None for `NAME-private` beside `to`."""
+    secret: Path | None = None
+    """The file of what it draws from about its own examples, made where there is none; None for `NAME-secret` beside
+    `to`."""
     allow: tuple[Allowance, ...] = ()
     """What may leave the site, or happen at it, beside the usual: words of `consent.ALLOWANCES`."""
     least_examples: int = Consent.least_examples
@@ -421,6 +424,8 @@ def _client_and_home(
         model=joining.model,
         data_dir=joining.data_dir,
     )
+    # no server says where a site reads secrets
+    config = replace(config, run=replace(config.run, secrets=None))
     client = own_client(config, name, task=joining.task, part=joining.part)
     check_settings(settings, consent, client=name, task=client.task, device=device)
     check_examples(settings, consent, task=client.task, labels=client.train.label)
@@ -429,7 +434,7 @@ def _client_and_home(
         client,
         model=model,
         private=_private_of(joining, name),
-        noise_secret=joining.to.with_name(f"{name}-noise-secret"),
+        secret=joining.secret or secret_file(joining.to.parent, name),
         run=config_hash(settings),
     )
     return client, home

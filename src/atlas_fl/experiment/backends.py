@@ -28,6 +28,7 @@ from atlas_fl.runtime.reuse import ReusingEngine
 from atlas_fl.runtime.transport.frames import Head
 from atlas_fl.runtime.worker_pool import PoolEngine, Worker, WorkerContext, WorkerLoop, init_workers
 from atlas_fl.setup.assembly import Assembly, assemble, backbone_of, pick_device
+from atlas_fl.storage.files import secret_digest
 
 Backend: TypeAlias = Callable[[Config, OnEvent], AbstractContextManager[tuple[Assembly, Engine]]]
 """A context manager of the run's assembly and its engine; errors of the run leave through it."""
@@ -150,7 +151,10 @@ def worker_main(link: int, memory: int) -> None:
 
 
 def _data_digest(assembly: Assembly) -> str:
-    return sha256("".join(client.digest() for client in assembly.clients).encode()).hexdigest()
+    """SHA-256 of all rows and of digests of given secrets."""
+    rows = [client.digest() for client in assembly.clients]
+    secrets = [secret_digest(assembly.site.secrets.get(client.name)) for client in assembly.clients]
+    return sha256("".join([*rows, *secrets]).encode()).hexdigest()
 
 
 def _worker_devices(config: Config, count: int) -> list[str]:

@@ -1,6 +1,7 @@
 """The run recorder: plans, `metrics.jsonl`, ledger, audit files and checkpoints, and a run's provenance.
 
-Provenance is the settings and the data that a run was started with; a run resumes with no others.
+Provenance is the settings, the data and the secrets that a run was started with; a run resumes with no others. Of
+secrets it holds digests alone.
 """
 
 import json
@@ -32,6 +33,7 @@ from atlas_fl.planning.plan import PlanResult
 from atlas_fl.runtime.reuse import REUSED_RESULTS
 from atlas_fl.storage import checkpoint, digests
 from atlas_fl.storage.checkpoint import Checkpoint
+from atlas_fl.storage.files import secret_digest
 from atlas_fl.storage.json_shapes import PLAN, STATE, SUMMARY, check_written, ledger_row, metrics_row
 from atlas_fl.storage.jsonl import (
     append_rows,
@@ -48,22 +50,29 @@ from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import write_models, write_sketches, write_tensors
 
 
-def provenance_of(config: Config, clients: Sequence[ClientData], model: Mapping[str, str | None]) -> dict[str, Any]:
-    """The settings that identify the run, and the SHA-256 of each client's rows and of each part of the model.
+def provenance_of(
+    config: Config,
+    clients: Sequence[ClientData],
+    model: Mapping[str, str | None],
+    secrets: Mapping[str, bytes],
+) -> dict[str, Any]:
+    """The settings that identify the run, and digests of each client's rows, of the model and of given secrets.
 
     `model` is a `models.identity.ModelIdentity` as a mapping. All of it is JSON data.
     """
     data = {client.name: client.digest() for client in clients}
     content = {"settings": identity_settings(config), "data": data, "model": dict(model)}
-    plain: dict[str, Any] = from_json(to_json(content))
+    kept = {client.name: secret_digest(secrets[client.name]) for client in clients if client.name in secrets}
+    plain: dict[str, Any] = from_json(to_json(content | ({"secrets": kept} if kept else {})))
     return plain
 
 
 def check_provenance(recorded: Mapping[str, Any], current: Mapping[str, Any], *, folder: Path) -> None:
-    """Check that a run resumes with the settings, the data and the model that it was started with.
+    """Check that a run resumes with the settings, the data, the model and the secrets that it was started with.
 
     Raises:
-        CheckpointError: a setting, a client's rows or a part of the model are others; the message names the first.
+        CheckpointError: a setting, a client's rows, a part of the model or a secret is another; the message names the
+            first.
     """
     # A setting younger than runs (`config.identity.ADDED_LATER`) is not among those of a run begun with its default.
     for name in dict.fromkeys([*recorded["settings"], *sorted(current["settings"])]):
@@ -86,6 +95,21 @@ def check_provenance(recorded: Mapping[str, Any], current: Mapping[str, Any], *,
                 f"the {part} of the model {current['settings']['model']!r} is not the one that run {folder} was begun"
                 " with; restore its files, or begin another run"
             )
+    _check_secrets(recorded.get("secrets", {}), current.get("secrets", {}), folder=folder)
+
+
+def _check_secrets(recorded: Mapping[str, str], current: Mapping[str, str], *, folder: Path) -> None:
+    for name in sorted(recorded.keys() | current.keys()):
+        old, new = recorded.get(name), current.get(name)
+        if old != new:
+            remedy = "leave --secrets out" if old is None else "give the folder of those that it had as --secrets"
+            raise CheckpointError(
+                f"run {folder} was begun with {_named(old)} of client {name}, and now has {_named(new)}; {remedy}"
+            )
+
+
+def _named(digest: str | None) -> str:
+    return "no secret" if digest is None else f"the secret with digest {digest}"
 
 
 def check_same_settings(config: Config, recorded: Config, *, folder: Path) -> None:
@@ -145,7 +169,7 @@ class Recorder:
     keep_best: int
     """Best rounds by mean validation score whose checkpoints stay beside the newest."""
     provenance: Mapping[str, Any]
-    """The settings and the data that the run was begun with (`provenance_of`)."""
+    """The settings, the data and digests of the secrets that the run was begun with (`provenance_of`)."""
     plan_file: str = "plan.json"
     phase_seconds: dict[str, float] = field(default_factory=dict)
     saved_before: float = field(default_factory=lambda: REUSED_RESULTS.saved_seconds)
@@ -186,7 +210,7 @@ class Recorder:
         For an audit also their own models, what became of them, and the plan that this followed from.
         """
         state, assembly = join.state, join.assembly
-        self.set_clients(assembly.config, assembly.clients)
+        self.set_clients(assembly.config, assembly.clients, assembly.site.secrets)
         self.plan_file = f"plan-{state.round + 1:04d}.json"
         self._write_plan(join.planned)
         clients = [client for client in join.planned.plan.clients if client.name in join.newcomer_models]
@@ -213,9 +237,10 @@ class Recorder:
         self.audit_digests["plan.json"] = write_json(folder / "plan.json", join.planned.plan.to_json(), shape=PLAN)
         self._write_audit_record(folder, {"round": state.round + 1})
 
-    def set_clients(self, config: Config, clients: tuple[ClientData, ...]) -> None:
-        """Set the clients of the run, and the provenance with their data; the model stays."""
-        self.clients, self.provenance = clients, provenance_of(config, clients, self.provenance["model"])
+    def set_clients(self, config: Config, clients: tuple[ClientData, ...], secrets: Mapping[str, bytes]) -> None:
+        """Set the clients of the run, and the provenance with their data and secrets; the model stays."""
+        self.clients = clients
+        self.provenance = provenance_of(config, clients, self.provenance["model"], secrets)
 
     def record_new_plan(self, planned: PlanResult, *, round: int, resized_models: ByClient | None) -> None:
         """Write a plan that holds from this round on, and for the audit the models resized to its ranks."""

@@ -179,7 +179,9 @@ def _make_recorder(config: Config, assembly: Assembly, folder: RunFolder) -> Rec
         checkpoint_every=config.run.checkpoint_every,
         keep_checkpoints=config.run.keep_checkpoints,
         keep_best=config.run.keep_best,
-        provenance=provenance_of(config, assembly.clients, asdict(model_identity(assembly.site.backbone))),
+        provenance=provenance_of(
+            config, assembly.clients, asdict(model_identity(assembly.site.backbone)), assembly.site.secrets
+        ),
         file_digests={folder.config.name: digests.file_sha256(folder.config).hexdigest()},
     )
 
@@ -200,7 +202,7 @@ def _load_or_plan(
     _check_late_clients(assembly)
     start_time = time.perf_counter()
     assembly, planned = _make_plan(assembly, engine, emit)
-    recorder.set_clients(assembly.config, assembly.clients)
+    recorder.set_clients(assembly.config, assembly.clients, assembly.site.secrets)
     recorder.phase_seconds["plan"] = time.perf_counter() - start_time
     strategy = strategy_of(assembly.config)
     # the same mapping twice: a checkpoint tells by it that everyone starts with what the server has
@@ -240,7 +242,7 @@ def _restore_checkpoint(
     """Restore the clients, the plan and the state of this checkpoint; truncate the logs to it."""
     plan = Plan.from_json(read_json(folder.path / saved.state["plan"]))
     assembly = with_joined_clients(assembly, [client.name for client in plan.clients], round=saved.round + 1)
-    recorder.set_clients(assembly.config, assembly.clients)
+    recorder.set_clients(assembly.config, assembly.clients, assembly.site.secrets)
     check_provenance(saved.state["origin"], recorder.provenance, folder=folder.path)
     if note := config_change_note(folder, saved):
         emit(Note(note))

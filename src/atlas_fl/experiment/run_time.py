@@ -224,7 +224,7 @@ def _seconds_of(engine: Engine, action: str, jobs: list[Job]) -> float:
 
 
 def _batch_tokens(client: ClientTokens, job: Job) -> int:
-    return sum(int(batch.lengths.sum()) for batch in batches(client.splits["train"], job))
+    return sum(int(batch.lengths.sum()) for batch in batches(client.splits["train"], job, secret=None))
 
 
 def _planning_passes(config: Config, clients: list[ClientTokens]) -> Passes:

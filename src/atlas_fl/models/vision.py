@@ -28,8 +28,8 @@ def augment(
     """New images of the same size: each cropped somewhere out of itself with a black border, and mirrored or not.
 
     `padding` is the border in pixels, 0 for no crop; with `flip` every second image on average is mirrored, left to
-    right. All draws come from the generator, which is one of the CPU wherever the images lie: give it the client and
-    the step, `torch_generator(seed, "augment", client, round, step)`, and they are the same in every run.
+    right. All draws come from the generator, which is one of the CPU wherever the images lie: give it that of the
+    client and the step (`client.draws`), and they are the same in every run.
     """
     count, height, width, _ = pixels.shape
     # both are drawn in any case, so that one setting does not change what the other does

@@ -20,6 +20,7 @@ import torch
 from atlas_fl.client.job import ClientTokens, Job, Site, Update
 from atlas_fl.params import Params, digest, num_bytes
 from atlas_fl.runtime.engine import Engine
+from atlas_fl.storage.files import secret_digest
 
 MAX_BYTES = 512 << 20
 """Of tensors in remembered updates: hundreds of rounds of small adapters."""
@@ -113,7 +114,10 @@ def site_key(site: Site) -> str:
         *(site.targets, site.scale(1), site.scale(2), site.max_tokens, site.trainable, site.first_adapted),
         *(site.bf16, site.fp16, site.prefix_cache.chunk_tokens, str(site.backbone.device), torch.get_num_threads()),
     )
-    clients = [f"{name} {_tokens_key(data)}" for name, data in sorted(site.data.items())]
+    clients = [
+        f"{name} {_tokens_key(data)} {secret_digest(site.secrets.get(name))}"
+        for name, data in sorted(site.data.items())
+    ]
     return sha256("\n".join([repr(settings), digest(site.backbone.frozen), *clients]).encode()).hexdigest()
 
 

@@ -38,9 +38,9 @@ from atlas_fl.ranks.devices import Device, find_devices
 from atlas_fl.rng import torch_generator
 from atlas_fl.runtime.attacks import ATTACKS, choose_attackers, with_flipped_labels
 from atlas_fl.split.channel import Cut
-from atlas_fl.split.codec import simulated_secret
 from atlas_fl.split.model import load_client_part, select_client_side
 from atlas_fl.storage.assets import embedded_dir
+from atlas_fl.storage.files import read_secret, secret_file
 from atlas_fl.storage.state_files import StateFiles, state_folder
 
 
@@ -228,6 +228,7 @@ def assemble(
         trainable=trainable,
         first_adapted=first_adapted_block(config, backbone),
         prefix_cache=_prefix_cache(config, backbone),
+        secrets=_read_secrets(config, clients),
     )
     is_plain = images and trainable == "full"
     shape = plain_shape(backbone) if is_plain else model_shape(backbone, site.modules, first_adapted=site.first_adapted)
@@ -239,6 +240,13 @@ def assemble(
         shape=shape,
         layer_of={name: block_index(backbone, name) for name in site.modules},
     )
+
+
+def _read_secrets(config: Config, clients: Sequence[ClientData]) -> dict[str, bytes]:
+    """The secret of every client in the folder of `--secrets`; none without it."""
+    if config.run.secrets is None:
+        return {}
+    return {client.name: read_secret(secret_file(Path(config.run.secrets), client.name)) for client in clients}
 
 
 def _prefix_cache(config: Config, backbone: Backbone) -> PrefixCache:
@@ -262,7 +270,7 @@ def _prefix_cache(config: Config, backbone: Backbone) -> PrefixCache:
 
 
 def _with_limits(site: Site, config: Config, shape: ModelShape, *, images: bool, cuda: bool) -> Site:
-    """The site with the size of its packs, the precision, and the secret of the noise."""
+    """The site with the size of its packs, the precision, and the seed of a simulation's noise."""
     whole_images = images and site.trainable == "full"
     max_images = min(PACK_IMAGES, config.training.pack_tokens or PACK_IMAGES) if whole_images else None
     return replace(
@@ -270,7 +278,7 @@ def _with_limits(site: Site, config: Config, shape: ModelShape, *, images: bool,
         max_tokens=max_images or pack_tokens(config, shape, cuda=cuda),
         bf16=config.model.precision == "bf16",
         fp16=config.model.precision == "fp16",
-        noise_secret=functools.partial(simulated_secret, config.run.seed),
+        seed=config.run.seed,
     )
 
 

@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 
 from atlas_fl.errors import BudgetError, ConfigError, DataError, ModelError
 from atlas_fl.params import Params
-from atlas_fl.rng import generator
+from atlas_fl.rng import Seed, generator
 from atlas_fl.sparse.masks import select_params
 
 TILE = 1 << 18
@@ -277,7 +277,7 @@ def fisher_scores(
     inputs: Tensor,
     labels: Literal["sampled", "true"] = "sampled",
     targets: Tensor | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
     ids: Sequence[int] | None = None,
     memory_bytes: int = MEMORY_BYTES,
     method: Literal["layers", "examples"] = "layers",
@@ -325,7 +325,7 @@ def logits_of_module(module: nn.Module, read: Callable[..., Tensor] = lambda out
     return lambda params, inputs: read(functional_call(module, dict(params), (inputs,)))
 
 
-def label_uniforms(seed: int, ids: Sequence[int]) -> Float64[np.ndarray, " examples"]:
+def label_uniforms(seed: Seed, ids: Sequence[int]) -> Float64[np.ndarray, " examples"]:
     """A number in [0, 1) for each example, which settles its label."""
     return np.array([generator(seed, "label", int(example)).random() for example in ids], np.float64)
 
@@ -337,7 +337,7 @@ def draw_label(logits: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _label_draws(
-    logits: LogitsFn, count: int, *, labels: str, targets: Tensor | None, seed: int, ids: Sequence[int] | None
+    logits: LogitsFn, count: int, *, labels: str, targets: Tensor | None, seed: Seed, ids: Sequence[int] | None
 ) -> tuple[Tensor, Objective]:
     """What settles the label of each example, and log p of one example given that."""
 

@@ -13,6 +13,7 @@ import secrets
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -188,6 +189,11 @@ def _is_same_file(path: Path, file: TextIO) -> bool:
 SECRET_BYTES = 32
 
 
+def secret_file(folder: Path, name: str) -> Path:
+    """Where the secret of the client of this name lies in a folder."""
+    return folder / f"{name}-secret"
+
+
 def load_or_create_secret(path: Path) -> bytes:
     """The 32 bytes that this file holds as hexadecimal digits; where there is no file, they are drawn and written.
 
@@ -195,6 +201,16 @@ def load_or_create_secret(path: Path) -> bytes:
     """
     if not path.exists():
         _write_private(path, secrets.token_bytes(SECRET_BYTES).hex())
+    return read_secret(path)
+
+
+def read_secret(path: Path) -> bytes:
+    """The 32 bytes that this file holds as hexadecimal digits.
+
+    Raises `ConfigError` where there is no file, or something else.
+    """
+    if not path.exists():
+        raise ConfigError(f"no secret {path}; copy it there from where its site keeps it, beside --to")
     try:
         secret = bytes.fromhex(path.read_text(encoding="ascii")) if path.is_file() else b""
     except ValueError:
@@ -205,6 +221,11 @@ def load_or_create_secret(path: Path) -> bytes:
             " remove it and a new one is drawn"
         )
     return secret
+
+
+def secret_digest(secret: bytes | None) -> str:
+    """Sixteen hexadecimal digits that tell two secrets apart and tell nothing of either; none of no secret."""
+    return "" if secret is None else blake2b(secret, person=b"secret digest", digest_size=8).hexdigest()
 
 
 def _write_private(path: Path, text: str) -> None:

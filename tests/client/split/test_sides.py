@@ -17,7 +17,7 @@ from atlas_fl.client.split_server import ServerHalf, answer_all, merge_updates
 from atlas_fl.errors import ProtocolError
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.split.channel import Cut
-from atlas_fl.split.codec import add_noise, decode_rows, encode_rows
+from atlas_fl.split.codec import add_noise, decode_rows, encode_rows, simulated_secret
 from atlas_fl.split.model import load_client_part
 from atlas_fl.storage.tensors import encode_tensors
 from tests.laws.test_packs import HARD
@@ -106,17 +106,16 @@ def test_the_server_does_not_take_a_sites_noise_off_with_all_that_it_knows(
     """It knows the job, every seed of the run and so the secrets of its simulation; the site has one of its own."""
     tiny, told = tiny_of("bert"), {"train": PLAIN, "fingerprint": LOOK, "evaluate": EvaluateOptions(split="test")}
     site, (job,) = federation(tiny, site_of, spec_of, [Cut(blocks=1)])
-    assert site.noise_secret is not None
-    simulated, secret = site.noise_secret(job.client), bytes(range(32))
+    simulated, secret = simulated_secret(0, job.client), bytes(range(32))
     job = dataclasses.replace(job, options=told[action])
     noisy = dataclasses.replace(job, cut=Cut(blocks=1, noise=1.0))
-    own = dataclasses.replace(site, noise_secret=lambda _: secret)
-    rows, arrived = (first_rows(action, *asked, tiny) for asked in ((job, site), (noisy, own)))
+    own = dataclasses.replace(site, secrets={job.client: secret})
+    rows, arrived = (first_rows(action, asked, own, tiny) for asked in (job, noisy))
     assert error(arrived, rows) == pytest.approx(1, rel=0.2)
     for guess in (seeded(tuple(rows.shape)), noise_of(rows, secret=simulated)):
         assert error(taken_off(arrived, guess, noise=1.0), rows) > 0.8
     assert error(taken_off(arrived, noise_of(rows, secret=secret), noise=1.0), rows) < 1e-4
-    in_simulation = add_noise(rows, noise=1.0, secret=simulated, kind="activation")
+    in_simulation = add_noise(first_rows(action, job, site, tiny), noise=1.0, secret=simulated, kind="activation")
     assert torch.equal(first_rows(action, noisy, site, tiny), in_simulation)
 
 

@@ -1,0 +1,80 @@
+"""Simulations that are given the secrets of sites: other draws, the same bits again, and none but these on resume."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from atlas_fl.audit.check import audit_run
+from atlas_fl.config import Config, config_hash
+from atlas_fl.deployment.server import check_served
+from atlas_fl.deployment.service import ServerOptions
+from atlas_fl.errors import CheckpointError, ConfigError
+from atlas_fl.experiment.run import resume_run, run_config
+from atlas_fl.storage.files import load_or_create_secret, secret_digest, secret_file
+from tests.runs.reading import same_tensors, state
+
+NAMES = ("movie-0", "movie-1", "trec-0", "trec-1")
+Make = Callable[..., Config]
+
+
+@pytest.fixture
+def secrets(tmp_path: Path) -> Path:
+    """A folder with a secret of every client."""
+    folder = tmp_path / "secrets"
+    for name in NAMES:
+        load_or_create_secret(secret_file(folder, name))
+    return folder
+
+
+def test_a_run_with_secrets_is_another_one_resumes_with_these_alone_and_keeps_none_of_them(
+    config: Make, secrets: Path
+) -> None:
+    values = {"rounds": 2, "strategy": "fedavg", "dropout": 0.1}
+    public = run_config(config(name="public", **values)).folder
+    whole = run_config(config(name="whole", secrets=secrets, **values)).folder
+    cut_short = config(name="cut", secrets=secrets, max_rounds=1, **values)
+    assert config_hash(cut_short) == config_hash(config(**values))
+    run_config(cut_short)
+    own = secret_file(secrets, "movie-1")
+    kept = own.read_text()
+    own.unlink()
+    with pytest.raises(ConfigError, match=r"^no secret .*movie-1-secret; copy it there from where its site keeps it"):
+        resume_run(Path(cut_short.run.runs_dir) / "cut")
+    other = load_or_create_secret(own)
+    digests = [secret_digest(bytes.fromhex(kept)), secret_digest(other)]
+    line = f"was begun with the secret with digest {digests[0]} of client movie-1, and now has the secret with digest"
+    with pytest.raises(
+        CheckpointError, match=f"{line} {digests[1]}; give the folder of those that it had as --secrets"
+    ):
+        resume_run(Path(cut_short.run.runs_dir) / "cut")
+    with pytest.raises(CheckpointError, match="of client movie-0, and now has no secret; give the folder"):
+        run_config(config(name="cut", **values), resume=True)
+    own.write_text(kept)
+    resumed = resume_run(Path(cut_short.run.runs_dir) / "cut").folder
+    assert same_tensors(state(whole, round=2), state(resumed, round=2))
+    assert not same_tensors(state(whole, round=2), state(public, round=2))
+    assert audit_run(resumed).ok
+    written = [path.read_bytes() for path in resumed.rglob("*") if path.is_file()]
+    for name in NAMES:
+        text = secret_file(secrets, name).read_text()
+        assert not any(text.encode() in content or bytes.fromhex(text) in content for content in written)
+
+
+def test_a_run_that_was_begun_without_secrets_goes_on_with_none(config: Make, secrets: Path) -> None:
+    values = {"rounds": 2, "strategy": "fedavg", "tasks": ("movie",)}
+    run_config(config(max_rounds=1, **values))
+    with pytest.raises(CheckpointError, match=r"was begun with no secret of client movie-0, .*; leave --secrets out"):
+        run_config(config(secrets=secrets, **values), resume=True)
+
+
+def test_no_server_is_given_secrets(config: Make, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is for a simulation, and every site keeps its own secret, which no server"):
+        check_served(config(secrets=tmp_path), ServerOptions(certs=tmp_path))
+
+
+@pytest.mark.slow
+def test_workers_draw_from_the_same_secrets(config: Make, secrets: Path) -> None:
+    values = {"rounds": 2, "strategy": "fedavg", "secrets": secrets}
+    alone, together = (run_config(config(name=f"of-{count}", workers=count, **values)).folder for count in (1, 2))
+    assert same_tensors(state(alone, round=2), state(together, round=2))
