@@ -41,7 +41,13 @@ HELLO = {"session": "s", "protocol": PROTOCOL, "version": "1", "config": "c", "m
 LIMIT = 4 * 2**20
 """Of a request."""
 LIMITS = Limits(
-    handshake_seconds=0.5, look_seconds=0.05, hello_looks=10, piece_looks=10, silent_looks=40, idle_seconds=1.0
+    handshake_seconds=0.5,
+    look_seconds=0.05,
+    hello_looks=10,
+    piece_looks=10,
+    silent_looks=40,
+    idle_seconds=1.0,
+    penalty_seconds=0.001,
 )
 NOW = datetime.now(UTC)
 REACHED = 20.0
@@ -474,7 +480,8 @@ def a_request_that_is_too_large(place: Place) -> str:
 
 
 def a_request_that_stops_in_the_middle(place: Place) -> str:
-    told = knock(place, place.certs("alpha"), frame(HELLO), bytes(CHUNK), stays=True)
+    first, *_ = pieces_of(frame({"sequence": 1, "body": {}}, {"x": torch.zeros(LIMIT // 8)}))
+    told = knock(place, place.certs("alpha"), frame(HELLO), first, stays=True)
     assert "for too long" in told.text
     assert place.server._unfinished.size == 0
     return told.text

@@ -272,12 +272,12 @@ def test_who_is_not_listed_or_has_another_config_is_refused_and_the_server_is_to
             link(port, open_certs(certs_folder / "site-3")).__enter__()
         with pytest.raises(ProtocolError, match="site-1 has config other, the server c"):
             link(port, open_certs(certs_folder / "site-1"), config="other").__enter__()
-        with pytest.raises(ProtocolError, match=r"speaks protocol 0, the server 3; install the same"):
+        with pytest.raises(ProtocolError, match=r"speaks protocol 0, the server 4; install the same"):
             link(port, open_certs(certs_folder / "site-1"), protocol=0).__enter__()
     assert echo.refused == [
         ("site-3", "client 'site-3' is not listed here"),
         ("site-1", "site-1 has config other, the server c"),
-        ("site-1", "client 'site-1' speaks protocol 0, the server 3"),
+        ("site-1", "client 'site-1' speaks protocol 0, the server 4"),
     ]
 
 

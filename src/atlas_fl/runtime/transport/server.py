@@ -5,16 +5,25 @@ import contextlib
 import resource
 import socket
 from collections.abc import Awaitable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 
-from atlas_fl.errors import ConfigError, ProtocolError
+from atlas_fl.errors import ConfigError, ProtocolError, one_line
 from atlas_fl.runtime.transport.certificates import Certs, common_name, digest_of
 from atlas_fl.runtime.transport.event_loop import keep_freed_memory
-from atlas_fl.runtime.transport.frames import BEAT, CHUNK, FRAME_LIMIT, LONG, encode_frame, join_chunks, split_frame
-from atlas_fl.runtime.transport.sessions import HereAlreadyError, NotListedError, Session, Sessions
+from atlas_fl.runtime.transport.frames import (
+    BEAT,
+    CHUNK,
+    FRAME_LIMIT,
+    LONG,
+    Frame,
+    FrameTooLongError,
+    join_chunks,
+    split_frame,
+)
+from atlas_fl.runtime.transport.sessions import HereAlreadyError, NotListedError, Penalties, Session, Sessions
 
 SERVICE, METHOD = "atlas.Stream", "Exchange"
 PING_SECONDS = 10
@@ -46,11 +55,15 @@ class Limits:
     streams: int = 4
     """Of one client: its own, one that hangs, and those that try to take its place."""
     unfinished_bytes: int = 16 * FRAME_LIMIT
-    """Of all requests of which more is to come; further ones wait for room, and not for longer than for a piece."""
+    """Of all requests of which more is to come; all but the oldest wait for room, and not for longer than for a
+    piece."""
     silent_looks: int = 15
     """In which a client that waits, or trains, has not said that it is there, before it is gone."""
     alive_looks: int = 8
     """The same, where another session of its name asks to come in."""
+    penalty_seconds: float = 1.0
+    """For which a name is refused whose frame was too long; each time twice as long, up to `most_penalty_seconds`."""
+    most_penalty_seconds: float = 600.0
     idle_seconds: float = 60.0
     """For which a connection may have no stream."""
 
@@ -93,6 +106,9 @@ class Server:
     def __init__(self, sessions: Sessions, certs: Certs, *, host: str, port: int, limits: Limits = LIMITS) -> None:
         self._sessions, self._certs, self._host, self._port = sessions, certs, host, port
         self._limits, self._unfinished = limits, Unfinished()
+        self._penalties = Penalties(
+            clock=sessions.clock, first_seconds=limits.penalty_seconds, most_seconds=limits.most_penalty_seconds
+        )
         self._streams, self._visits, self._looks = dict[str, int](), set[Visit](), 0
         self._server: grpc.aio.Server | None = None
         self._looking: asyncio.Task[None] | None = None
@@ -146,9 +162,10 @@ class Server:
                     await self._serve_visit(name, certificate, visit)
                 finally:
                     self._visits.discard(visit)
-        except NotListedError as error:
+        except ProtocolError as error:
             self._sessions.refuse(name, str(error))
-            await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
+            # Not as a message: of a stream that ends after one, gRPC keeps for ever what came and was not read.
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, one_line(error))
         except TimeoutError:
             if not visit.clock.expired():
                 raise
@@ -160,44 +177,43 @@ class Server:
                 del self._streams[name]
 
     async def _serve_visit(self, name: str, certificate: str, visit: "Visit") -> None:
-        """One stream from its hello to its end; raises `NotListedError` where the client is taken off the list."""
+        """One stream from its hello to its end; raises `ProtocolError` where the client, or what it says, is refused."""
+        await self._check_door(name, certificate, visit)
         try:
-            await self._check_listed(name, certificate, visit)
             hello = await visit.frame(limit=self._limits.hello_bytes, looks=self._limits.hello_looks)
             if hello is None:
                 return
             session, stream, welcome = await self._enter_session(name, certificate, hello)
-        except NotListedError:
+            session.stream = visit
+            try:
+                await visit.write(welcome)
+                await self._serve_requests(session, certificate, visit)
+            finally:
+                self._sessions.leave(session, stream)
+        except FrameTooLongError:
+            self._penalties.add(name)
             raise
-        except ProtocolError as error:
-            self._sessions.refuse(name, str(error))
-            await visit.write(encode_frame({"refused": str(error)}, {}))
-            return
-        session.stream = visit
-        try:
-            await visit.write(welcome)
-            while (request := await visit.frame(limit=self._sessions.limit_of(name))) is not None:
-                self._sessions.check_listed(name, certificate)
-                await visit.write(await visit.answer(self._sessions.handle(session, request)))
-        except NotListedError:
-            self._sessions.look()
-            raise
-        except ProtocolError as error:
-            self._sessions.refuse(name, str(error))
-            await visit.write(encode_frame({"refused": str(error)}, {}))
-        finally:
-            self._sessions.leave(session, stream)
 
-    async def _check_listed(self, name: str, certificate: str, visit: "Visit") -> None:
-        """Nothing where this client may join; else raises `NotListedError` before anything is made of what it says."""
+    async def _serve_requests(self, session: Session, certificate: str, visit: "Visit") -> None:
+        while (request := await visit.frame(limit=self._sessions.limit_of(session.name))) is not None:
+            try:
+                self._sessions.check_listed(session.name, certificate)
+            except NotListedError:
+                self._sessions.look()
+                raise
+            await visit.write(await visit.answer(self._sessions.handle(session, request)))
+
+    async def _check_door(self, name: str, certificate: str, visit: "Visit") -> None:
+        """Raise `ProtocolError` unless this client may come now, before anything is made of what it says."""
         try:
             self._sessions.check_listed(name, certificate)
-        except NotListedError:
+            self._penalties.check(name)
+        except ProtocolError:
             # Its hello is on the way: gRPC at the other end loses the reason of a stream that ends before it is sent.
             await visit.skip(seconds=self._limits.skip_looks * self._limits.look_seconds)
             raise
 
-    async def _enter_session(self, name: str, certificate: str, hello: bytearray) -> tuple[Session, int, bytes]:
+    async def _enter_session(self, name: str, certificate: str, hello: bytearray) -> tuple[Session, int, Frame]:
         """As `Sessions.enter`, once it is known whether the session that has this name lives; a silent one is ended."""
         try:
             return self._sessions.enter(name, hello, certificate=certificate)
@@ -216,7 +232,17 @@ class Server:
 class Unfinished:
     """Bytes of all requests of which more is to come."""
 
-    size: int = 0
+    by_visit: dict["Visit", int] = field(default_factory=dict)
+    """The oldest one first."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all of them."""
+        return sum(self.by_visit.values())
+
+    def must_wait(self, visit: "Visit", *, most: int) -> bool:
+        """Whether there is no room for more of this one; the oldest never waits, or all might wait for each other."""
+        return self.size > most and next(iter(self.by_visit)) is not visit
 
 
 class Visit:
@@ -296,26 +322,24 @@ class Visit:
     async def frame(self, *, limit: int, looks: int | None = None) -> bytearray | None:
         """The next frame, all of it within so many looks if they are given; None where the stream ends before.
 
-        Raises `ProtocolError` where it grows longer than `limit` bytes.
+        Raises `ProtocolError` as `join_chunks` does.
         """
-        size, self._looks_left = 0, looks
+        self._looks_left, sizes = looks, self._unfinished.by_visit
 
         async def read() -> Any:
-            nonlocal size
-            if size and looks is None:
+            if self in sizes and looks is None:
                 self._looks_left = self._limits.piece_looks
-                while self._unfinished.size > self._limits.unfinished_bytes:
+                while self._unfinished.must_wait(self, most=self._limits.unfinished_bytes):
                     await asyncio.sleep(LOOK_AGAIN_SECONDS)
-            piece = await (self._read() if size else self._first())
+            piece = await (self._read() if self in sizes else self._first())
             if piece is not grpc.aio.EOF:
-                size += len(piece)
-                self._unfinished.size += len(piece)
+                sizes[self] = sizes.get(self, 0) + len(piece)
             return piece
 
         try:
             return await join_chunks(read, limit=limit)
         finally:
-            self._unfinished.size -= size
+            sizes.pop(self, None)
             self._looks_left = None
 
     async def skip(self, *, seconds: float) -> None:
@@ -323,7 +347,7 @@ class Visit:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._context.read(), seconds)
 
-    async def answer(self, work: Awaitable[bytes]) -> bytes:
+    async def answer(self, work: Awaitable[Frame]) -> Frame:
         """What this work gives; while it lasts long, signs of life are read (`look`)."""
         self._is_answering = True
         try:
@@ -331,7 +355,7 @@ class Visit:
         finally:
             self._is_answering = False
 
-    async def write(self, frame: bytes) -> None:
+    async def write(self, frame: Frame) -> None:
         """Send a frame, each piece as soon as the other end has room for it."""
         for chunk in split_frame(frame):
             self._looks_left = self._limits.piece_looks
