@@ -26,6 +26,7 @@ from atlas_fl.runtime.coordinator.coordinator import ClientManager
 from atlas_fl.runtime.protocol.client_metadata import ClientMetadata, read_metadata
 from atlas_fl.runtime.protocol.messages import Identity
 from atlas_fl.runtime.transport.certificates import Certs, Listed
+from atlas_fl.runtime.transport.connections import descriptors_note
 from atlas_fl.runtime.transport.event_loop import EventBridge, LoopThread
 from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Head
 from atlas_fl.runtime.transport.server import Server, check_free
@@ -232,6 +233,8 @@ def listening(
         )
         server = Server(sessions, certs, host=service.host, port=service.port)
         port = bridge.call(server.start())
+        if line := descriptors_note(len(listed)):
+            bridge.note(line)
         try:
             yield manager, bridge, f"{service.host}:{port}"
         finally:

@@ -2,8 +2,8 @@
 
 import asyncio
 import contextlib
-import resource
 import socket
+from collections import Counter
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +12,14 @@ import grpc
 
 from atlas_fl.errors import ConfigError, ProtocolError, one_line
 from atlas_fl.runtime.transport.certificates import Certs, common_name, digest_of
+from atlas_fl.runtime.transport.connections import (
+    Peer,
+    Waiting,
+    most_connections,
+    most_waiting,
+    peer_of,
+    raise_descriptor_limit,
+)
 from atlas_fl.runtime.transport.event_loop import keep_freed_memory
 from atlas_fl.runtime.transport.frames import (
     BEAT,
@@ -32,7 +40,6 @@ SILENCE_SECONDS = 10
 """How long it may take to say so."""
 LOOK_AGAIN_SECONDS = 0.05
 """How often who waits for room, or for a place, looks for it."""
-MOST_CONNECTIONS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +71,8 @@ class Limits:
     penalty_seconds: float = 1.0
     """For which a name is refused whose frame was too long; each time twice as long, up to `most_penalty_seconds`."""
     most_penalty_seconds: float = 600.0
+    sweep_seconds: float = 0.25
+    """Between two looks at connections without a stream of a listed client."""
     idle_seconds: float = 60.0
     """For which a connection may have no stream."""
 
@@ -85,18 +94,15 @@ def channel_options() -> list[tuple[str, int]]:
     ]
 
 
-def _server_options(limits: Limits) -> list[tuple[str, int]]:
+def _server_options(limits: Limits, *, descriptors: int) -> list[tuple[str, int]]:
     """What bounds those of whom nothing is known yet."""
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MOST_CONNECTIONS if files == resource.RLIM_INFINITY else min(MOST_CONNECTIONS, files // 2)
     return [
         # Without this, Linux lets two servers share a port and deals the clients out between them.
         ("grpc.so_reuseport", 0),
         ("grpc.max_concurrent_streams", limits.streams),
         ("grpc.server_handshake_timeout_ms", int(limits.handshake_seconds * 1000)),
         ("grpc.max_connection_idle_ms", int(limits.idle_seconds * 1000)),
-        # Files of the run must find room among those of connections.
-        ("grpc.max_allowed_incoming_connections", most),
+        ("grpc.max_allowed_incoming_connections", most_connections(descriptors)),
     ]
 
 
@@ -110,8 +116,9 @@ class Server:
             clock=sessions.clock, first_seconds=limits.penalty_seconds, most_seconds=limits.most_penalty_seconds
         )
         self._streams, self._visits, self._looks = dict[str, int](), set[Visit](), 0
+        self._admitted = Counter[Peer]()
         self._server: grpc.aio.Server | None = None
-        self._looking: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> int:
         """The port on which it listens from now on; the given one, or a free one for 0.
@@ -120,7 +127,9 @@ class Server:
         """
         check_free(self._host, self._port)
         keep_freed_memory()
-        server = grpc.aio.server(options=[*channel_options(), *_server_options(self._limits)])
+        descriptors = raise_descriptor_limit()
+        options = [*channel_options(), *_server_options(self._limits, descriptors=descriptors)]
+        server = grpc.aio.server(options=options)
         handler = grpc.stream_stream_rpc_method_handler(self._stream)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
         certs = self._certs
@@ -131,7 +140,8 @@ class Server:
             raise _port_taken(self._host, self._port, "it cannot be bound") from None
         await server.start()
         self._server = server
-        self._looking = asyncio.create_task(self._look())
+        waiting = Waiting(port=port, most=most_waiting(descriptors), admitted=self._admitted)
+        self._tasks = [asyncio.create_task(self._look()), asyncio.create_task(self._sweep(waiting))]
         return port
 
     async def _look(self) -> None:
@@ -142,10 +152,15 @@ class Server:
                 visit.look()
             self._sessions.look()
 
+    async def _sweep(self, waiting: Waiting) -> None:
+        while True:
+            await asyncio.sleep(self._limits.sweep_seconds)
+            waiting.look()
+
     async def stop(self) -> None:
         """End every stream and close the port."""
-        if self._looking is not None:
-            self._looking.cancel()
+        for task in self._tasks:
+            task.cancel()
         if self._server is not None:
             await self._server.stop(grace=0)
 
@@ -179,6 +194,7 @@ class Server:
     async def _serve_visit(self, name: str, certificate: str, visit: "Visit") -> None:
         """One stream from its hello to its end; raises `ProtocolError` where the client, or what it says, is refused."""
         await self._check_door(name, certificate, visit)
+        self._admitted[visit.peer] += 1
         try:
             hello = await visit.frame(limit=self._limits.hello_bytes, looks=self._limits.hello_looks)
             if hello is None:
@@ -193,6 +209,10 @@ class Server:
         except FrameTooLongError:
             self._penalties.add(name)
             raise
+        finally:
+            self._admitted[visit.peer] -= 1
+            if not self._admitted[visit.peer]:
+                del self._admitted[visit.peer]
 
     async def _serve_requests(self, session: Session, certificate: str, visit: "Visit") -> None:
         while (request := await visit.frame(limit=self._sessions.limit_of(session.name))) is not None:
@@ -252,6 +272,7 @@ class Visit:
         self, context: "grpc.aio.ServicerContext[bytes, bytes]", limits: Limits, unfinished: Unfinished
     ) -> None:
         self._context, self._limits, self._unfinished = context, limits, unfinished
+        self.peer = peer_of(context.peer())
         self._ahead: asyncio.Task[Any] | None = None
         self._is_answering = False
         self._silent_looks = 0
