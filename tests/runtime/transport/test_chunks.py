@@ -21,7 +21,6 @@ from atlas_fl.runtime.transport.frames import (
 )
 
 
-
 def received(pieces: Iterable[Any], *, frames: int = 1, limit: int = 4 * CHUNK) -> list[bytearray | None]:
     waiting = iter([*pieces, grpc.aio.EOF])
 
@@ -85,7 +84,12 @@ def test_a_frame_that_announces_a_gigabyte_takes_memory_for_what_has_come() -> N
 
 
 def test_a_frame_has_no_copy_of_its_tensors_and_is_read_as_it_was_written() -> None:
-    tensors = {"a": torch.randn(4 * CHUNK), "b": torch.tensor(3), "c": torch.zeros(0, 4), "d": torch.randn(3).bfloat16()}
+    tensors = {
+        "a": torch.randn(4 * CHUNK),
+        "b": torch.tensor(3),
+        "c": torch.zeros(0, 4),
+        "d": torch.randn(3).bfloat16(),
+    }
     tracemalloc.start()
     try:
         frame = make_frame({"k": 1}, tensors)

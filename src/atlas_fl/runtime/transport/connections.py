@@ -105,6 +105,18 @@ def _connections(port: int, descriptors: list[str]) -> Iterator[tuple[Peer, sock
                 yield (_address(host), number), end
 
 
+def end_connection(port: int, peer: Peer) -> None:
+    """End the connection of this other end to this port, if there is one."""
+    for other, end in _connections(port, _descriptors()):
+        if other == peer:
+            _end(end)
+
+
+def _end(end: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it has ended by itself
+        end.shutdown(socket.SHUT_RDWR)
+
+
 @dataclass(kw_only=True, eq=False)
 class Waiting:
     """The connections to a port that no listed client has a stream over, the oldest first."""
@@ -128,9 +140,8 @@ class Waiting:
         self._since = {peer: self._since.get(peer, self._looks) for peer in seen}
         ended = surplus(self._since, most=self.most)
         for peer, end in _connections(self.port, descriptors if ended else []):
-            if peer in ended and peer not in self.admitted:
-                with contextlib.suppress(OSError):  # it has ended by itself
-                    end.shutdown(socket.SHUT_RDWR)
+            if peer in ended:
+                _end(end)
         return len(ended)
 
 

@@ -15,6 +15,7 @@ from atlas_fl.runtime.transport.certificates import Certs, common_name, digest_o
 from atlas_fl.runtime.transport.connections import (
     Peer,
     Waiting,
+    end_connection,
     most_connections,
     most_waiting,
     peer_of,
@@ -139,7 +140,7 @@ class Server:
         except RuntimeError:
             raise _port_taken(self._host, self._port, "it cannot be bound") from None
         await server.start()
-        self._server = server
+        self._server, self._port = server, port
         waiting = Waiting(port=port, most=most_waiting(descriptors), admitted=self._admitted)
         self._tasks = [asyncio.create_task(self._look()), asyncio.create_task(self._sweep(waiting))]
         return port
@@ -179,17 +180,27 @@ class Server:
                     self._visits.discard(visit)
         except ProtocolError as error:
             self._sessions.refuse(name, str(error))
-            # Not as a message: of a stream that ends after one, gRPC keeps for ever what came and was not read.
-            await context.abort(grpc.StatusCode.PERMISSION_DENIED, one_line(error))
+            await self._end_stream(visit, grpc.StatusCode.PERMISSION_DENIED, one_line(error))
         except TimeoutError:
             if not visit.clock.expired():
                 raise
-            await context.abort(visit.code, visit.reason or "nothing came, or was taken, for too long")
+            await self._end_stream(visit, visit.code, visit.reason or "nothing came, or was taken, for too long")
         finally:
             visit.close()
             self._streams[name] -= 1
             if not self._streams[name]:
                 del self._streams[name]
+
+    async def _end_stream(self, visit: "Visit", code: grpc.StatusCode, reason: str) -> None:
+        """End it for this reason, and its connection without a word where more keeps coming.
+
+        Of a stream that ends while it has unread data, and over which something was written meanwhile, gRPC keeps a
+        megabyte for ever. Of one whose connection has ended and that was read to its end it keeps nothing.
+        """
+        if await visit.is_sending():
+            end_connection(self._port, visit.peer)
+            await visit.skip_rest()
+        await visit.abort(code, reason)
 
     async def _serve_visit(self, name: str, certificate: str, visit: "Visit") -> None:
         """One stream from its hello to its end; raises `ProtocolError` where the client, or what it says, is refused."""
@@ -362,6 +373,25 @@ class Visit:
         finally:
             sizes.pop(self, None)
             self._looks_left = None
+
+    async def is_sending(self) -> bool:
+        """Whether more comes than signs of life; who waits to be answered sends nothing else."""
+        try:
+            async with asyncio.timeout(LOOK_AGAIN_SECONDS):
+                return await self._first() is not grpc.aio.EOF
+        except TimeoutError:
+            return False
+
+    async def skip_rest(self) -> None:
+        """Read to the end of the stream, which is near: its connection has ended."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SILENCE_SECONDS):
+                while await self._read() is not grpc.aio.EOF:
+                    pass
+
+    async def abort(self, code: grpc.StatusCode, reason: str) -> None:
+        """End it with this status."""
+        await self._context.abort(code, reason)
 
     async def skip(self, *, seconds: float) -> None:
         """Let one piece pass, if it comes within so many seconds."""
