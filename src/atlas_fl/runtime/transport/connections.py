@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from ipaddress import IPv6Address, ip_address
+from pathlib import Path
 from typing import TypeAlias
 from urllib.parse import unquote
 
@@ -56,9 +57,10 @@ def descriptors_note(sites: int) -> str:
     room = most_connections(descriptors) - most_waiting(descriptors)
     if CONNECTIONS_PER_SITE * sites <= room:
         return ""
+    wanted = 8 * CONNECTIONS_PER_SITE * sites
     return (
         f"this process may open {descriptors} files, which is room for {room // CONNECTIONS_PER_SITE} sites, and"
-        f" {sites} are listed; raise the limit before the next start, as with `ulimit -n {8 * CONNECTIONS_PER_SITE * sites}`"
+        f" {sites} are listed; raise the limit before the next start, as with `ulimit -n {wanted}`"
     )
 
 
@@ -82,14 +84,14 @@ def _descriptors() -> list[str]:
     """The numbers of this process's open files; none where the system does not tell them."""
     for folder in ("/proc/self/fd", "/dev/fd"):
         with contextlib.suppress(OSError):
-            return os.listdir(folder)
+            return [path.name for path in Path(folder).iterdir()]
     return []
 
 
 def _connections(port: int, descriptors: list[str]) -> Iterator[tuple[Peer, socket.socket]]:
     """(other end, socket) of those of these descriptors that are connections to this port.
 
-    Each socket is a duplicate and closed afterwards: gRPC may close its own meanwhile, and its number is another file's.
+    Each socket is a duplicate and closed afterwards: gRPC may close its own, and its number is reused.
     """
     for descriptor in descriptors:
         with contextlib.ExitStack() as stack:

@@ -203,7 +203,7 @@ class Server:
         await visit.abort(code, reason)
 
     async def _serve_visit(self, name: str, certificate: str, visit: "Visit") -> None:
-        """One stream from its hello to its end; raises `ProtocolError` where the client, or what it says, is refused."""
+        """One stream from its hello to its end; raises `ProtocolError` where the client or what it says is refused."""
         await self._check_door(name, certificate, visit)
         self._admitted[visit.peer] += 1
         try:
