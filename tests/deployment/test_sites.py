@@ -9,6 +9,7 @@ from atlas_fl.client.job import Job
 from atlas_fl.config import Config, RunConfig, config_hash, parse_config, to_toml, with_values
 from atlas_fl.deployment.service import (
     REST_BYTES,
+    answer_limit,
     check_without,
     read_sites,
     request_limit,
@@ -22,6 +23,7 @@ from atlas_fl.runtime.protocol.client_metadata import read_device, read_metadata
 from atlas_fl.runtime.remote import RemoteEngine
 from atlas_fl.runtime.transport.frames import FRAME_LIMIT
 from atlas_fl.storage.run_folder import RunFolder
+from atlas_fl.storage.tensors import encoded_size
 from tests.runtime.coordinator.test_coordinator import CENSUS
 
 
@@ -92,6 +94,10 @@ def test_a_request_may_be_as_large_as_what_a_client_sends_and_not_much_larger() 
     assert request_limit(with_values(config, {"split": "a=1"}), model) == FRAME_LIMIT
     assert 3 * 2 * largest + REST_BYTES == request_limit(with_values(config, {"strategy": "kriging"}), model)
     assert request_limit(with_values(config, {"ranks": "128"}), model) == 4 * largest + REST_BYTES
+    body = {"weight": torch.empty(2**27, device="meta")}  # GPT-2 in fp32
+    assert request_limit(config, model, body=body) == REST_BYTES + 2 * encoded_size(body) > 2 * 2**29
+    assert answer_limit(config, model, body=body) == request_limit(config, model, body=body)
+    assert answer_limit(config, model) == FRAME_LIMIT, "an answer may be so long whatever the model"
 
 
 def test_no_server_has_a_site_keep_states_of_its_texts_on_the_disk() -> None:

@@ -22,6 +22,7 @@ from atlas_fl.experiment.summary import versions
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.identity import ModelIdentity, model_identity
 from atlas_fl.models.vision_loading import tokens_per_image
+from atlas_fl.params import Params
 from atlas_fl.planning.planner import check_clients, full_model_sender
 from atlas_fl.ranks.devices import Device
 from atlas_fl.runtime.coordinator.client_registry import CheckClient, ClientProxy, Requirements
@@ -33,15 +34,15 @@ from atlas_fl.runtime.protocol.client_metadata import (
     read_metadata,
 )
 from atlas_fl.runtime.protocol.messages import Identity
-from atlas_fl.runtime.protocol.model_sync import check_frames
 from atlas_fl.runtime.transport.certificates import Certs, Listed
+from atlas_fl.runtime.transport.connections import descriptors_note
 from atlas_fl.runtime.transport.event_loop import EventBridge, LoopThread
 from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Head
 from atlas_fl.runtime.transport.server import Server, check_free
 from atlas_fl.runtime.transport.sessions import Admit, Sessions, Tokens
 from atlas_fl.setup.assembly import assemble, backbone_of, max_sequence_length, trainable_of, trained_body
 from atlas_fl.setup.options import strategy_of, warmup_rank
-from atlas_fl.sparse.masks import BY_SENSITIVITY, Mask
+from atlas_fl.sparse.masks import Mask
 from atlas_fl.storage.jsonl import read_sealed, write_sealed
 from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import encoded_size
@@ -98,19 +99,13 @@ REST_BYTES = 16 * 2**20
 def client_manager_of(
     config: Config, listed: tuple[str, ...], bridge: EventBridge, *, late: bool, mask: Mask | None = None
 ) -> ClientManager:
-    """Where the clients wait; raises `ConfigError` where their models are too large for a message.
-
-    `mask` is that of a run which has one before its first job here.
-    """
+    """Where the clients wait; `mask` is that of a run which has one before its first job here."""
     how: dict[str, Any] = {"settings": to_toml(without_places(config)), "on_note": bridge.note, "accepts_late": late}
     tasks = find_tasks(config.data.tasks, config.data.task)
     backbone = backbone_of(config, tasks)
-    limit = request_limit(config, backbone.model)
-    if trainable_of(config, tasks) == "full":
-        body = trained_body(backbone, config)
-        check_frames(body, sparse=config.sparse.has_mask and config.sparse.mask not in BY_SENSITIVITY)
+    body = trained_body(backbone, config) if trainable_of(config, tasks) == "full" else None
+    if body is not None:
         how["new_sender"] = full_model_sender(backbone, config, keeps_trained=True, mask=mask)
-        limit = min(FRAME_LIMIT, REST_BYTES + 2 * encoded_size(body))
     identity = identity_of(model_identity(backbone), config)
     most_tokens = longest_example(backbone, trainable_of(config, tasks))
     requirements = Requirements(
@@ -120,7 +115,7 @@ def client_manager_of(
         check_client=client_check(config, outline_of(backbone), most_tokens=most_tokens),
     )
     manager = ClientManager(listed, identity, requirements=requirements, **how)
-    manager.max_request_bytes = limit
+    manager.max_request_bytes = request_limit(config, backbone.model, body=body)
     return manager
 
 
@@ -183,19 +178,26 @@ def without_places(config: Config) -> Config:
     return replace(config, run=replace(config.run, runs_dir=RunConfig().runs_dir, name=None, secrets=None))
 
 
-def request_limit(config: Config, model: nn.Module) -> int:
-    """Most bytes that a client may send at once: twice its adapters at the highest rank, and some for all the rest.
+def request_limit(config: Config, model: nn.Module, *, body: Params | None = None) -> int:
+    """Most bytes that a client may send at once: twice what it trains, and some for all the rest.
 
-    With halves they are three models instead of one.
-    What crosses a cut depends on batches and lengths, so there it is what a frame may have.
+    That is its adapters at the highest rank, or the `body` of a model of which all weights train; with halves they are
+    three models instead of one. What crosses a cut depends on batches and lengths too, so there it is no less than
+    `FRAME_LIMIT`.
     """
-    if config.split.split != NONE:
-        return FRAME_LIMIT
+    models = 3 if strategy_of(config).report == "halves" else 1
+    if body is not None:
+        return REST_BYTES + 2 * encoded_size(body) * models
     ranks = [*config.ranks.candidates, warmup_rank(config)]
     ranks += [int(config.ranks.ranks)] if config.ranks.ranks.isdecimal() else []
     widths = sum(sum(weight.shape) for weight in model.parameters() if weight.ndim == 2)
-    models = 3 if strategy_of(config).report == "halves" else 1
-    return min(FRAME_LIMIT, REST_BYTES + 2 * 4 * max(ranks) * widths * models)
+    limit = REST_BYTES + 2 * 4 * max(ranks) * widths * models
+    return limit if config.split.split == NONE else max(FRAME_LIMIT, limit)
+
+
+def answer_limit(config: Config, model: nn.Module, *, body: Params | None = None) -> int:
+    """Most bytes that a client takes at once, as the server sends them: what it may send itself, or `FRAME_LIMIT`."""
+    return max(FRAME_LIMIT, request_limit(config, model, body=body))
 
 
 def identity_of(model: ModelIdentity, config: Config) -> Identity:
@@ -305,6 +307,8 @@ def listening(
         )
         server = Server(sessions, certs, host=service.host, port=service.port)
         port = bridge.call(server.start())
+        if line := descriptors_note(len(listed)):
+            bridge.note(line)
         try:
             yield manager, bridge, f"{service.host}:{port}"
         finally:

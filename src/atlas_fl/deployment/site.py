@@ -22,6 +22,7 @@ from atlas_fl.data.registry import find_tasks
 from atlas_fl.deployment.consent import Allowance, Consent, check_consent
 from atlas_fl.deployment.job_policy import JobPolicy, Outline, meta_params
 from atlas_fl.deployment.receipt import Receipt, clear_private, confirm_again, read_receipt, write_model
+from atlas_fl.deployment.service import answer_limit
 from atlas_fl.deployment.settings_policy import (
     check_examples,
     check_model_name,
@@ -87,6 +88,11 @@ class SiteRuntime(Protocol):
     actions: Mapping[str, Callable[[Sequence[Job], Any], list[Update]]]
 
     @property
+    def answer_limit(self) -> int:
+        """Most bytes of what the server may send at once."""
+        ...
+
+    @property
     def outline(self) -> Outline:
         """What is known of the model before it is loaded, which jobs are held against."""
         ...
@@ -143,7 +149,9 @@ class FullModelSiteRuntime:
         self.known = backbone
         self.model = model_identity(backbone)
         self.tokens = self._site.data[client.name]
-        body, like = trained_body(backbone, config), meta_params(assembly.full_models()[client.name])
+        body = trained_body(backbone, config)
+        self.answer_limit = answer_limit(config, backbone.model, body=body)
+        like = meta_params(assembly.full_models()[client.name])
         self.receiver: Receiver = full_model_receiver(backbone, config, keeps_trained=True)
         self.actions: Mapping[str, Any] = ACTIONS
         self.outline = Outline(
@@ -273,6 +281,12 @@ class AdapterSiteRuntime:
         first = first_adapted_block(self._config, whole)
         return whole, target_modules(whole, targets_of(self._config, whole), first_block=first)
 
+    @property
+    def answer_limit(self) -> int:
+        """Most bytes of what the server may send at once."""
+        whole, _ = self._outline
+        return answer_limit(self._config, whole.model)
+
     @cached_property
     def outline(self) -> Outline:
         """What is known of the model and its adapters, with none of its blocks loaded."""
@@ -378,6 +392,7 @@ def join_federation(joining: SiteOptions, *, on_event: OnEvent = ignore) -> Site
         run, task, outline = config_hash(settings), client.task, home.outline
         said |= {"config": run, **identity_said(home.model)}
         check_same_model(home.model, link, said, name=settings.model.model)
+        link.answer_limit = home.answer_limit
         for line in what_leaves(settings, client=certs.name, task=task, device=device, blocks=outline.blocks):
             on_event(Note(line))
         for line in truncation_notes({certs.name: home.tokens}, home.known):

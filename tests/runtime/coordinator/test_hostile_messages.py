@@ -68,7 +68,7 @@ async def became(draw: random.Random, kind: str) -> str:
     session, _, _ = sessions.enter("site-1", encode_frame(HELLO, {}))
     first = asyncio.create_task(sessions.handle(session, encode_frame({"sequence": 1, "body": CENSUS}, {})))
     work = asyncio.create_task(manager.run_jobs("train", [job("site-1")], seconds=3600, on_done=lambda _: None))
-    head, tensors = result(decode_frame(await first)[0]["body"], "site-1", 2.0)
+    head, tensors = result(decode_frame(bytes(await first))[0]["body"], "site-1", 2.0)
     head = {**(CENSUS if kind == "register" else head), "kind": kind, "what": "loss", "done": 0, "reason": "r"}
     if draw.random() < 0.6:
         tensors = {**tensors, draw.choice([*tensors, "x", "0/activation"]): odd_tensor(draw)}
@@ -79,7 +79,7 @@ async def became(draw: random.Random, kind: str) -> str:
     await manager.remove("site-1", "over")  # so that nobody waits for more work
     ended = await work
     try:
-        told = decode_frame(await asked)[0].get("refused", "over")
+        told = decode_frame(bytes(await asked))[0].get("refused", "over")
     except ProtocolError as error:
         told = str(error)
     assert "\n" not in told

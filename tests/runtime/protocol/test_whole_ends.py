@@ -9,9 +9,9 @@ import torch
 
 from atlas_fl.client.job import Job, Update
 from atlas_fl.client.options import EvaluateOptions, RidgeOptions, TrainOptions
-from atlas_fl.errors import ConfigError, ProtocolError
+from atlas_fl.errors import ProtocolError
 from atlas_fl.params import Params, digest
-from atlas_fl.runtime.protocol.model_sync import FullModelReceiver, FullModelSender, SharedModelCache, check_frames
+from atlas_fl.runtime.protocol.model_sync import FullModelReceiver, FullModelSender, SharedModelCache
 from atlas_fl.runtime.transport.frames import decode_frame, encode_frame
 from atlas_fl.sparse.codec import RandomMask, values_size
 from atlas_fl.sparse.masks import make_mask
@@ -129,12 +129,3 @@ def test_values_where_there_is_no_mask_and_a_body_that_was_altered_are_refused()
     head, tensors = ends.sender.job("train", replace(job, params=moved(start)), number=2)
     with pytest.raises(ProtocolError, match="another digest than the server named"):
         ends.receiver.job(head, {**tensors, "body/a.bias": torch.zeros(7)}, client="site")
-
-
-def test_a_model_that_fits_no_frame_is_refused_unless_its_values_alone_travel() -> None:
-    check_frames(HOME, sparse=False)
-    with pytest.raises(
-        ConfigError, match="a message with this model has 1 MB, and a frame has at most 1; take a smaller"
-    ):
-        check_frames(HOME, sparse=False, limit=2**20 + 100)
-    check_frames(HOME, sparse=True, limit=2**20 + 100)

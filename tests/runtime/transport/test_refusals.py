@@ -1,6 +1,9 @@
 """A flood of refusals is a line and a number."""
 
-from atlas_fl.runtime.transport.sessions import MOST_NAMES, OTHERS, RefusalLog
+import pytest
+
+from atlas_fl.errors import ProtocolError
+from atlas_fl.runtime.transport.sessions import MOST_NAMES, OTHERS, Penalties, RefusalLog
 
 
 class Clock:
@@ -52,3 +55,21 @@ def test_names_without_end_are_not_all_remembered_and_terminal_codes_are_shown()
     clock.at(200).look()
     assert not clock.refusals._told
     assert not clock.refusals._counts
+
+
+def test_a_name_is_refused_for_twice_as_long_each_time_up_to_a_bound_and_begins_anew_after_it() -> None:
+    now = 0.0
+    penalties = Penalties(clock=lambda: now, first_seconds=1, most_seconds=5)
+    for seconds in (1, 2, 4, 5, 5):
+        penalties.check("x")
+        penalties.add("x")
+        with pytest.raises(
+            ProtocolError, match=rf"client 'x' sent a message .* refused for {seconds} seconds, {seconds} of"
+        ):
+            penalties.check("x")
+        penalties.check("y")
+        now += seconds
+    now += 6
+    penalties.add("x")
+    with pytest.raises(ProtocolError, match="refused for 1 seconds"):
+        penalties.check("x")

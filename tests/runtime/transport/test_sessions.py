@@ -49,7 +49,7 @@ def test_requests_that_wait_do_not_pile_up_and_the_first_is_answered() -> None:
         session, _, _ = sessions.enter("a", hello)
         again = asyncio.create_task(sessions.handle(session, request(1)))
         ready.set()
-        assert decode_frame(await again)[0] == {"sequence": 1, "body": {}}
-        assert decode_frame(await sessions.handle(session, request(2)))[0] == {"sequence": 2, "body": {}}
+        assert decode_frame(bytes(await again))[0] == {"sequence": 1, "body": {}}
+        assert decode_frame(bytes(await sessions.handle(session, request(2))))[0] == {"sequence": 2, "body": {}}
 
     asyncio.run(asyncio.wait_for(script(), 60))

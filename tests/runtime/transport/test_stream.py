@@ -17,7 +17,7 @@ from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.runtime.transport.certificates import Certs, make_certs, open_certs
 from atlas_fl.runtime.transport.client import Link, split_address
 from atlas_fl.runtime.transport.event_loop import LoopThread
-from atlas_fl.runtime.transport.frames import BEAT_SECONDS, CHUNK, encode_frame
+from atlas_fl.runtime.transport.frames import BEAT_SECONDS, CHUNK, FRAME_LIMIT, encode_frame
 from atlas_fl.runtime.transport.server import LIMITS, Limits, Server
 from atlas_fl.runtime.transport.sessions import PROTOCOL, InProcess, Sessions
 
@@ -31,6 +31,7 @@ class Echo:
     refused: list[tuple[str, str]] = field(default_factory=list)
     allowed: list[str] = field(default_factory=lambda: ["site-1", "site-2"])
     hold: Callable[[], bool] = lambda: False
+    limit: int = FRAME_LIMIT
     begun: threading.Event = field(default_factory=threading.Event)
     changed: threading.Condition = field(default_factory=threading.Condition)
 
@@ -64,6 +65,7 @@ class Echo:
             allowed=self.allowed,
             on_presence=self.on_presence,
             on_refused=lambda name, reason: self.refused.append((name, reason.partition(";")[0])),
+            limit_of=lambda _name: self.limit,
         )
 
 
@@ -114,6 +116,60 @@ def test_messages_of_many_pieces_come_back_as_they_went(certs_folder: Path) -> N
             head, found = far.exchange({"n": n}, tensors)
             assert head["n"] == n
             assert torch.equal(found["x"], tensors["x"])
+
+
+def test_a_message_may_be_longer_than_a_frame_where_both_ends_allow_it(
+    certs_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("atlas_fl.runtime.transport.sessions.FRAME_LIMIT", CHUNK)
+    with (
+        serving(Echo(limit=8 * CHUNK), certs_folder) as port,
+        link(port, open_certs(certs_folder / "site-1")) as far,
+    ):
+        far.answer_limit = 8 * CHUNK
+        tensors = {"x": torch.randn(CHUNK)}
+        assert torch.equal(far.exchange({}, tensors)[1]["x"], tensors["x"])
+        far.answer_limit = CHUNK
+        with pytest.raises(ProtocolError, match=f"a frame of more than {CHUNK} bytes: it says that it holds"):
+            far.exchange({}, tensors)
+
+
+@pytest.mark.slow
+def test_a_model_of_300_mb_goes_both_ways(certs_folder: Path) -> None:
+    model = {f"w{index}": torch.randn(25 * 2**17) for index in range(24)}
+    with serving(Echo(limit=2**29), certs_folder) as port, link(port, open_certs(certs_folder / "site-1")) as far:
+        far.answer_limit = 2**29
+        _, found = far.exchange({}, model)
+        assert far.sent_bytes > 300 * 2**20 > FRAME_LIMIT
+    assert all(torch.equal(found[name], tensor) for name, tensor in model.items())
+
+
+def test_what_is_longer_than_the_server_takes_is_not_sent_and_a_line_says_so(certs_folder: Path) -> None:
+    echo = Echo(limit=CHUNK)
+    with serving(echo, certs_folder) as port, link(port, open_certs(certs_folder / "site-1")) as far:
+        with pytest.raises(
+            ProtocolError, match=rf"^a message of 1048\d+ bytes, .*allowed: {CHUNK} and .*; take a smaller model, lower"
+        ):
+            far.exchange({"n": 0}, {"x": torch.zeros(CHUNK // 4)})
+        assert far.exchange({"n": 1})[0]["n"] == 1
+    assert echo.handled == [("site-1", 1)]
+    assert echo.refused == []
+
+
+def test_who_sends_what_is_too_long_is_refused_at_the_door_for_a_while_and_others_are_not(certs_folder: Path) -> None:
+    echo = Echo(limit=CHUNK)
+    certs = open_certs(certs_folder / "site-1")
+    with serving(echo, certs_folder, limits=Limits(penalty_seconds=60)) as port:
+        with link(port, certs) as far:
+            far._request_limit = FRAME_LIMIT
+            with pytest.raises(ProtocolError, match=r"a frame of more than|is refused for 60 seconds"):
+                far.exchange({"n": 0}, {"x": torch.zeros(4 * CHUNK)})
+        with pytest.raises(ProtocolError, match=r"^client 'site-1' sent a message that was too long and is refused"):
+            link(port, certs).__enter__()
+        with link(port, open_certs(certs_folder / "site-2")) as other:
+            assert other.exchange({"n": 1})[0]["n"] == 1
+    assert echo.handled == [("site-2", 1)]
+    assert echo.refused[0][1].startswith(f"a frame of more than {CHUNK} bytes")
 
 
 def test_a_refusal_is_told_and_the_stream_goes_on(certs_folder: Path) -> None:
@@ -272,12 +328,12 @@ def test_who_is_not_listed_or_has_another_config_is_refused_and_the_server_is_to
             link(port, open_certs(certs_folder / "site-3")).__enter__()
         with pytest.raises(ProtocolError, match="site-1 has config other, the server c"):
             link(port, open_certs(certs_folder / "site-1"), config="other").__enter__()
-        with pytest.raises(ProtocolError, match=r"speaks protocol 0, the server 3; install the same"):
+        with pytest.raises(ProtocolError, match=r"speaks protocol 0, the server 4; install the same"):
             link(port, open_certs(certs_folder / "site-1"), protocol=0).__enter__()
     assert echo.refused == [
         ("site-3", "client 'site-3' is not listed here"),
         ("site-1", "site-1 has config other, the server c"),
-        ("site-1", "client 'site-1' speaks protocol 0, the server 3"),
+        ("site-1", "client 'site-1' speaks protocol 0, the server 4"),
     ]
 
 

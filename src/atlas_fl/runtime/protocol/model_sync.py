@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from atlas_fl.client.job import Job, Update
-from atlas_fl.errors import ConfigError, ProtocolError
+from atlas_fl.errors import ProtocolError
 from atlas_fl.params import HEAD, PRIVATE, Params, digest
 from atlas_fl.partial_sharing import transmitted_params
 from atlas_fl.runtime.protocol.messages import (
@@ -35,10 +35,9 @@ from atlas_fl.runtime.protocol.messages import (
     update_message,
     write_centroids,
 )
-from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Head
+from atlas_fl.runtime.transport.frames import Head
 from atlas_fl.sparse.codec import RandomMask, decode_mask, decode_values, encode_mask, encode_values
 from atlas_fl.sparse.masks import Mask
-from atlas_fl.storage.tensors import encoded_size
 
 
 class Sender(Protocol):
@@ -223,10 +222,6 @@ class AdapterReceiver:
         return model
 
 
-MARGIN = 2**20
-"""Bytes of a message beside its body; heads of more classes than anyone has are larger."""
-
-
 @dataclass(kw_only=True, eq=False)
 class SharedModelCache:
     """What the senders of a run have in common."""
@@ -266,19 +261,6 @@ class SharedModelCache:
             if key not in self._known:
                 self._known[key] = tuple(weakref.ref(tensor) for tensor in params.values()), digest(params)
             return self._known[key][1]
-
-
-def check_frames(home: Params, *, sparse: bool, limit: int = FRAME_LIMIT) -> None:
-    """Raise `ConfigError` where a message of the run would be longer than a frame may be.
-
-    `sparse` says that dense bodies never travel: there is a mask, and no client scores weights for it.
-    """
-    longest = MARGIN + (0 if sparse else encoded_size(home))
-    if longest > limit:
-        raise ConfigError(
-            f"a message with this model has {longest / 2**20:.0f} MB, and a frame has at most {limit / 2**20:.0f}; take"
-            " a smaller model, freeze its first blocks with --frozen-blocks, or simulate it with `atlas run`"
-        )
 
 
 def split_body_and_head(params: Params) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

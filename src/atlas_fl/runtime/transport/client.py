@@ -26,11 +26,14 @@ from atlas_fl.runtime.transport.frames import (
     BEAT,
     BEAT_SECONDS,
     CHUNK,
+    FRAME_LIMIT,
+    HEAD_LIMIT,
     LONG,
+    Frame,
     Head,
     decode_frame,
-    encode_frame,
     join_chunks,
+    make_frame,
     split_frame,
 )
 from atlas_fl.runtime.transport.server import METHOD, SERVICE, channel_options
@@ -125,6 +128,8 @@ async def _status(call: Any, error: Exception) -> tuple[grpc.StatusCode | None, 
 READY_SECONDS = 30.0
 """How long a welcome may take: a server first makes sure that who had this name before is gone."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
+WELCOME_LIMIT = HEAD_LIMIT + 2**10
+"""Most bytes of a server's welcome, which has no tensors."""
 
 
 class UnreachableError(ProtocolError):
@@ -164,6 +169,10 @@ class Link:
         """What the server said of itself when the newest stream began."""
         self.sent_bytes = self.received_bytes = 0
         """Bytes of all frames."""
+        self.answer_limit = FRAME_LIMIT
+        """Most bytes of an answer."""
+        self._request_limit = 0
+        """Most bytes of a request, as the server's welcome says."""
 
     def __enter__(self) -> "Link":
         keep_freed_memory()
@@ -181,23 +190,25 @@ class Link:
     def exchange(self, head: Head, tensors: Params = NO_TENSORS) -> Message:
         """The server's answer, through as many streams as it takes.
 
-        Raises `ProtocolError` where the server refuses, `UnreachableError` where it is not reached within the patience.
+        Raises `ProtocolError` where the server refuses, or would refuse what is too long, and `UnreachableError` where
+        it is not reached within the patience.
         """
-        self._number += 1
-        frame = encode_frame({"sequence": self._number, "body": head}, tensors)
+        number = self._number + 1
+        frame = make_frame({"sequence": number, "body": head}, tensors, limit=self._request_limit)
+        self._number = number
         payload = self._bridge.call(self._exchange(frame))
         self.sent_bytes += len(frame)
         self.received_bytes += len(payload)
-        return read_answer(payload, number=self._number)
+        return read_answer(payload, number=number, limit=self.answer_limit)
 
-    async def _exchange(self, frame: bytes) -> bytearray:
+    async def _exchange(self, frame: Frame) -> bytearray:
         while True:
             call = await self._open_stream()
             try:
                 async with self._writing:
                     for chunk in chain([LONG] if len(frame) >= CHUNK else [], split_frame(frame)):
                         await call.write(chunk)
-                payload = await join_chunks(call.read)
+                payload = await join_chunks(call.read, limit=self.answer_limit)
             except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
                 await self._handle_disconnect(*await _status(call, error))
                 continue
@@ -270,8 +281,9 @@ class Link:
             # Without a timeout this never ends where a certificate is refused.
             await asyncio.wait_for(channel.channel_ready(), READY_SECONDS)
             call = channel.stream_stream(f"/{SERVICE}/{METHOD}")()
-            await call.write(encode_frame({"session": self._session, "protocol": PROTOCOL, **self._hello()}, {}))
-            payload = await asyncio.wait_for(join_chunks(call.read), READY_SECONDS)
+            hello = {"session": self._session, "protocol": PROTOCOL, **self._hello()}
+            await call.write(bytes(make_frame(hello, {})))
+            payload = await asyncio.wait_for(join_chunks(call.read, limit=WELCOME_LIMIT), READY_SECONDS)
         except TimeoutError:
             await channel.close()
             return f"no stream within {READY_SECONDS:g} seconds"
@@ -284,14 +296,11 @@ class Link:
             await channel.close()
             return "the stream ended at once"
         head, _ = decode_frame(payload)
-        if "welcome" not in head:
-            with contextlib.suppress(asyncio.CancelledError):
-                await channel.close()
-            raise ProtocolError(one_line(head.get("refused", "the server says neither welcome nor why not")))
-        if not isinstance(head["welcome"], dict):
+        welcome, limit = head.get("welcome"), head.get("limit")
+        if not isinstance(welcome, dict) or type(limit) is not int:
             await channel.close()
             raise ProtocolError("the server's welcome says nothing of itself; install its version of atlas-fl")
-        self._channel, self._call, self.welcome = channel, call, head["welcome"]
+        self._channel, self._call, self.welcome, self._request_limit = channel, call, welcome, limit
         return None
 
     def _target(self) -> str:

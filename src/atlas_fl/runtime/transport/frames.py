@@ -7,8 +7,9 @@
     bytes 16-23  length of the tensors
     then the head, padded with spaces to eight bytes, and the tensors; every number is little-endian and unsigned
 
-What arrives may have been written by anybody: a frame is refused before anything is made of it that would be larger
-than the frame itself.
+A frame has no copy of its tensors: a piece is copied out of them when it is sent. What arrives may have been written by
+anybody: a frame that announces more than it may have is refused at its first piece, memory is taken for what has come
+and not for what is announced, and nothing is made of a frame that would be larger than the frame itself.
 
 One end puts the pieces together that have come while the other still encrypts the rest. Every piece but the last has
 `CHUNK` bytes; the last has fewer, or none. Between frames a client sends `BEAT` every `BEAT_SECONDS`, and `LONG` before
@@ -18,6 +19,7 @@ a frame of several pieces, whose first one may take long.
 import math
 import struct
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeGuard
 
 import grpc
@@ -26,14 +28,14 @@ import torch
 from atlas_fl.errors import DataError, ProtocolError
 from atlas_fl.params import Params
 from atlas_fl.storage.jsonl import from_json, to_json
-from atlas_fl.storage.tensors import DTYPES, encode_pieces, encoded_size
+from atlas_fl.storage.tensors import DTYPES, Piece, encode_pieces, encoded_size
 
 Head: TypeAlias = Mapping[str, Any]
 """What a message says beside its tensors: plain data for strict JSON."""
 
 VERSION = 1
 FRAME_LIMIT = 256 * 2**20
-"""Most bytes of a frame."""
+"""Most bytes of a frame where no model says more."""
 HEAD_LIMIT = 256 * 2**10
 """Most bytes of a head, and of the list of its tensors: parsed JSON is some fifty times as large as its text."""
 
@@ -42,8 +44,26 @@ _HEADER = struct.Struct("<4sHHQQ")
 _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
-def encode_frame(head: Head, tensors: Params, *, limit: int = FRAME_LIMIT) -> bytes:
-    """The message as bytes.
+class FrameTooLongError(ProtocolError):
+    """A frame that is, or says that it is, longer than it may be."""
+
+
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """A message as it travels: its header and head, and views of its tensors."""
+
+    parts: tuple[Piece, ...]
+    """Rows of bytes, none of them empty."""
+
+    def __len__(self) -> int:
+        return sum(len(part) for part in self.parts)
+
+    def __bytes__(self) -> bytes:
+        return b"".join(self.parts)
+
+
+def make_frame(head: Head, tensors: Params, *, limit: int = FRAME_LIMIT) -> Frame:
+    """The message, whose tensors must keep their values until it is sent.
 
     Raises:
         ProtocolError: it is longer than `limit` bytes, or its head is no strict JSON or longer than `HEAD_LIMIT`.
@@ -56,12 +76,18 @@ def encode_frame(head: Head, tensors: Params, *, limit: int = FRAME_LIMIT) -> by
     size = encoded_size(tensors) if tensors else 0
     total = _HEADER.size + len(text) + size
     if len(text) > HEAD_LIMIT or total > limit:
-        raise ProtocolError(
+        raise FrameTooLongError(
             f"a message of {total} bytes, {len(text)} of them its head; allowed: {limit} and {HEAD_LIMIT};"
-            " send fewer or smaller tensors"
+            " take a smaller model, lower ranks or smaller batches in the settings of the run"
         )
     header = _HEADER.pack(_MAGIC, VERSION, 0, len(text), size)
-    return b"".join([header, text, *(encode_pieces(tensors) if tensors else ())])
+    pieces = encode_pieces(tensors) if tensors else ()
+    return Frame((header + text, *(memoryview(piece).cast("B") for piece in pieces if memoryview(piece).nbytes)))
+
+
+def encode_frame(head: Head, tensors: Params, *, limit: int = FRAME_LIMIT) -> bytes:
+    """The message as bytes; raises as `make_frame` does."""
+    return bytes(make_frame(head, tensors, limit=limit))
 
 
 def decode_frame(
@@ -74,13 +100,7 @@ def decode_frame(
     """
     if not _HEADER.size <= len(frame) <= limit:
         raise ProtocolError(f"a frame of {len(frame)} bytes; allowed: {_HEADER.size} to {limit}")
-    magic, version, zero, head_size, size = _HEADER.unpack_from(frame)
-    if magic != _MAGIC or zero:
-        raise ProtocolError(f"a frame begins with {frame[:8].hex()}, not with {_MAGIC.hex()}; is this an ATLAS end?")
-    if version != VERSION:
-        raise ProtocolError(
-            f"a frame of version {version}; this end speaks version {VERSION}: install the same atlas-fl on both ends"
-        )
+    head_size, size = _announced_sizes(frame)
     if head_size > HEAD_LIMIT or _HEADER.size + head_size + size != len(frame):
         raise ProtocolError(f"a frame of {len(frame)} bytes says that it holds {head_size} and {size}")
     start = _HEADER.size + head_size
@@ -88,6 +108,18 @@ def decode_frame(
     # torch takes no read-only memory.
     writable = frame if isinstance(frame, bytearray) else bytearray(frame)
     return head, _tensors(memoryview(writable)[start:]) if size else {}
+
+
+def _announced_sizes(frame: bytes | bytearray) -> tuple[int, int]:
+    """(bytes of the head, bytes of the tensors) that a frame says it holds, from its first bytes."""
+    magic, version, zero, head_size, size = _HEADER.unpack_from(frame)
+    if magic != _MAGIC or zero:
+        raise ProtocolError(f"a frame begins with {frame[:8].hex()}, not with {_MAGIC.hex()}; is this an ATLAS end?")
+    if version != VERSION:
+        raise ProtocolError(
+            f"a frame of version {version}; this end speaks version {VERSION}: install the same atlas-fl on both ends"
+        )
+    return head_size, size
 
 
 def _object(text: bytes, what: str) -> dict[str, Any]:
@@ -153,22 +185,40 @@ BEAT, LONG = b"", b"L"
 BEAT_SECONDS = 3.0
 
 
-def split_frame(frame: bytes) -> Iterator[bytes]:
-    """The pieces of a frame, in order."""
-    for start in range(0, len(frame) + 1, CHUNK):
-        yield frame[start : start + CHUNK]
+def split_frame(frame: Frame) -> Iterator[bytes]:
+    """The pieces of a frame, in order, each copied when it is asked for."""
+    begun, begun_bytes = list[Piece](), 0
+    for part in frame.parts:
+        start = 0
+        while len(part) - start >= CHUNK - begun_bytes:
+            end = start + CHUNK - begun_bytes
+            yield b"".join([*begun, part[start:end]])
+            begun, begun_bytes, start = [], 0, end
+        if start < len(part):
+            begun.append(part[start:])
+            begun_bytes += len(part) - start
+    yield b"".join(begun)
 
 
 async def join_chunks(read: Callable[[], Awaitable[Any]], *, limit: int = FRAME_LIMIT) -> bytearray | None:
     """The next frame, from pieces as they are read; None where the stream ends before it is whole.
 
-    Raises `ProtocolError` where it grows longer than `limit` bytes.
+    Raises `FrameTooLongError` where it says at its beginning that it is longer than `limit` bytes, or is longer than it
+    said, and `ProtocolError` where it is none.
     """
-    frame = bytearray()
+    frame, most = bytearray(), limit
     while (piece := await read()) is not grpc.aio.EOF:
+        if not frame and len(piece) >= _HEADER.size:
+            head_size, size = _announced_sizes(piece)
+            most = _HEADER.size + head_size + size
+            if most > limit:
+                raise FrameTooLongError(
+                    f"a frame of more than {limit} bytes: it says that it holds {head_size} and {size}; install the"
+                    " same atlas-fl on both ends"
+                )
         frame += piece
-        if len(frame) > limit:
-            raise ProtocolError(f"a frame of more than {limit} bytes; send fewer or smaller tensors")
+        if len(frame) > most:
+            raise FrameTooLongError(f"a frame of more than {most} bytes, which it says that it holds")
         if len(piece) < CHUNK:
             return frame
     return None

@@ -2,19 +2,37 @@
 
 import asyncio
 import contextlib
-import resource
 import socket
+from collections import Counter
 from collections.abc import Awaitable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 
-from atlas_fl.errors import ConfigError, ProtocolError
+from atlas_fl.errors import ConfigError, ProtocolError, one_line
 from atlas_fl.runtime.transport.certificates import Certs, common_name, digest_of
+from atlas_fl.runtime.transport.connections import (
+    Peer,
+    Waiting,
+    end_connection,
+    most_connections,
+    most_waiting,
+    peer_of,
+    raise_descriptor_limit,
+)
 from atlas_fl.runtime.transport.event_loop import keep_freed_memory
-from atlas_fl.runtime.transport.frames import BEAT, CHUNK, FRAME_LIMIT, LONG, encode_frame, join_chunks, split_frame
-from atlas_fl.runtime.transport.sessions import HereAlreadyError, NotListedError, Session, Sessions
+from atlas_fl.runtime.transport.frames import (
+    BEAT,
+    CHUNK,
+    FRAME_LIMIT,
+    LONG,
+    Frame,
+    FrameTooLongError,
+    join_chunks,
+    split_frame,
+)
+from atlas_fl.runtime.transport.sessions import HereAlreadyError, NotListedError, Penalties, Session, Sessions
 
 SERVICE, METHOD = "atlas.Stream", "Exchange"
 PING_SECONDS = 10
@@ -23,7 +41,6 @@ SILENCE_SECONDS = 10
 """How long it may take to say so."""
 LOOK_AGAIN_SECONDS = 0.05
 """How often who waits for room, or for a place, looks for it."""
-MOST_CONNECTIONS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +63,17 @@ class Limits:
     streams: int = 4
     """Of one client: its own, one that hangs, and those that try to take its place."""
     unfinished_bytes: int = 16 * FRAME_LIMIT
-    """Of all requests of which more is to come; further ones wait for room, and not for longer than for a piece."""
+    """Of all requests of which more is to come; all but the oldest wait for room, and not for longer than for a
+    piece."""
     silent_looks: int = 15
     """In which a client that waits, or trains, has not said that it is there, before it is gone."""
     alive_looks: int = 8
     """The same, where another session of its name asks to come in."""
+    penalty_seconds: float = 1.0
+    """For which a name is refused whose frame was too long; each time twice as long, up to `most_penalty_seconds`."""
+    most_penalty_seconds: float = 600.0
+    sweep_seconds: float = 0.25
+    """Between two looks at connections without a stream of a listed client."""
     idle_seconds: float = 60.0
     """For which a connection may have no stream."""
 
@@ -72,18 +95,15 @@ def channel_options() -> list[tuple[str, int]]:
     ]
 
 
-def _server_options(limits: Limits) -> list[tuple[str, int]]:
+def _server_options(limits: Limits, *, descriptors: int) -> list[tuple[str, int]]:
     """What bounds those of whom nothing is known yet."""
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MOST_CONNECTIONS if files == resource.RLIM_INFINITY else min(MOST_CONNECTIONS, files // 2)
     return [
         # Without this, Linux lets two servers share a port and deals the clients out between them.
         ("grpc.so_reuseport", 0),
         ("grpc.max_concurrent_streams", limits.streams),
         ("grpc.server_handshake_timeout_ms", int(limits.handshake_seconds * 1000)),
         ("grpc.max_connection_idle_ms", int(limits.idle_seconds * 1000)),
-        # Files of the run must find room among those of connections.
-        ("grpc.max_allowed_incoming_connections", most),
+        ("grpc.max_allowed_incoming_connections", most_connections(descriptors)),
     ]
 
 
@@ -93,9 +113,13 @@ class Server:
     def __init__(self, sessions: Sessions, certs: Certs, *, host: str, port: int, limits: Limits = LIMITS) -> None:
         self._sessions, self._certs, self._host, self._port = sessions, certs, host, port
         self._limits, self._unfinished = limits, Unfinished()
+        self._penalties = Penalties(
+            clock=sessions.clock, first_seconds=limits.penalty_seconds, most_seconds=limits.most_penalty_seconds
+        )
         self._streams, self._visits, self._looks = dict[str, int](), set[Visit](), 0
+        self._admitted = Counter[Peer]()
         self._server: grpc.aio.Server | None = None
-        self._looking: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> int:
         """The port on which it listens from now on; the given one, or a free one for 0.
@@ -104,7 +128,9 @@ class Server:
         """
         check_free(self._host, self._port)
         keep_freed_memory()
-        server = grpc.aio.server(options=[*channel_options(), *_server_options(self._limits)])
+        descriptors = raise_descriptor_limit()
+        options = [*channel_options(), *_server_options(self._limits, descriptors=descriptors)]
+        server = grpc.aio.server(options=options)
         handler = grpc.stream_stream_rpc_method_handler(self._stream)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
         certs = self._certs
@@ -114,8 +140,9 @@ class Server:
         except RuntimeError:
             raise _port_taken(self._host, self._port, "it cannot be bound") from None
         await server.start()
-        self._server = server
-        self._looking = asyncio.create_task(self._look())
+        self._server, self._port = server, port
+        waiting = Waiting(port=port, most=most_waiting(descriptors), admitted=self._admitted)
+        self._tasks = [asyncio.create_task(self._look()), asyncio.create_task(self._sweep(waiting))]
         return port
 
     async def _look(self) -> None:
@@ -126,10 +153,15 @@ class Server:
                 visit.look()
             self._sessions.look()
 
+    async def _sweep(self, waiting: Waiting) -> None:
+        while True:
+            await asyncio.sleep(self._limits.sweep_seconds)
+            waiting.look()
+
     async def stop(self) -> None:
         """End every stream and close the port."""
-        if self._looking is not None:
-            self._looking.cancel()
+        for task in self._tasks:
+            task.cancel()
         if self._server is not None:
             await self._server.stop(grace=0)
 
@@ -146,58 +178,73 @@ class Server:
                     await self._serve_visit(name, certificate, visit)
                 finally:
                     self._visits.discard(visit)
-        except NotListedError as error:
+        except ProtocolError as error:
             self._sessions.refuse(name, str(error))
-            await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
+            await self._end_stream(visit, grpc.StatusCode.PERMISSION_DENIED, one_line(error))
         except TimeoutError:
             if not visit.clock.expired():
                 raise
-            await context.abort(visit.code, visit.reason or "nothing came, or was taken, for too long")
+            await self._end_stream(visit, visit.code, visit.reason or "nothing came, or was taken, for too long")
         finally:
             visit.close()
             self._streams[name] -= 1
             if not self._streams[name]:
                 del self._streams[name]
 
+    async def _end_stream(self, visit: "Visit", code: grpc.StatusCode, reason: str) -> None:
+        """End it for this reason, and its connection without a word where more keeps coming.
+
+        Of a stream that ends while it has unread data, and over which something was written meanwhile, gRPC keeps a
+        megabyte for ever. Of one whose connection has ended and that was read to its end it keeps nothing.
+        """
+        if await visit.is_sending():
+            end_connection(self._port, visit.peer)
+            await visit.skip_rest()
+        await visit.abort(code, reason)
+
     async def _serve_visit(self, name: str, certificate: str, visit: "Visit") -> None:
-        """One stream from its hello to its end; raises `NotListedError` where the client is taken off the list."""
+        """One stream from its hello to its end; raises `ProtocolError` where the client or what it says is refused."""
+        await self._check_door(name, certificate, visit)
+        self._admitted[visit.peer] += 1
         try:
-            await self._check_listed(name, certificate, visit)
             hello = await visit.frame(limit=self._limits.hello_bytes, looks=self._limits.hello_looks)
             if hello is None:
                 return
             session, stream, welcome = await self._enter_session(name, certificate, hello)
-        except NotListedError:
+            session.stream = visit
+            try:
+                await visit.write(welcome)
+                await self._serve_requests(session, certificate, visit)
+            finally:
+                self._sessions.leave(session, stream)
+        except FrameTooLongError:
+            self._penalties.add(name)
             raise
-        except ProtocolError as error:
-            self._sessions.refuse(name, str(error))
-            await visit.write(encode_frame({"refused": str(error)}, {}))
-            return
-        session.stream = visit
-        try:
-            await visit.write(welcome)
-            while (request := await visit.frame(limit=self._sessions.limit_of(name))) is not None:
-                self._sessions.check_listed(name, certificate)
-                await visit.write(await visit.answer(self._sessions.handle(session, request)))
-        except NotListedError:
-            self._sessions.look()
-            raise
-        except ProtocolError as error:
-            self._sessions.refuse(name, str(error))
-            await visit.write(encode_frame({"refused": str(error)}, {}))
         finally:
-            self._sessions.leave(session, stream)
+            self._admitted[visit.peer] -= 1
+            if not self._admitted[visit.peer]:
+                del self._admitted[visit.peer]
 
-    async def _check_listed(self, name: str, certificate: str, visit: "Visit") -> None:
-        """Nothing where this client may join; else raises `NotListedError` before anything is made of what it says."""
+    async def _serve_requests(self, session: Session, certificate: str, visit: "Visit") -> None:
+        while (request := await visit.frame(limit=self._sessions.limit_of(session.name))) is not None:
+            try:
+                self._sessions.check_listed(session.name, certificate)
+            except NotListedError:
+                self._sessions.look()
+                raise
+            await visit.write(await visit.answer(self._sessions.handle(session, request)))
+
+    async def _check_door(self, name: str, certificate: str, visit: "Visit") -> None:
+        """Raise `ProtocolError` unless this client may come now, before anything is made of what it says."""
         try:
             self._sessions.check_listed(name, certificate)
-        except NotListedError:
+            self._penalties.check(name)
+        except ProtocolError:
             # Its hello is on the way: gRPC at the other end loses the reason of a stream that ends before it is sent.
             await visit.skip(seconds=self._limits.skip_looks * self._limits.look_seconds)
             raise
 
-    async def _enter_session(self, name: str, certificate: str, hello: bytearray) -> tuple[Session, int, bytes]:
+    async def _enter_session(self, name: str, certificate: str, hello: bytearray) -> tuple[Session, int, Frame]:
         """As `Sessions.enter`, once it is known whether the session that has this name lives; a silent one is ended."""
         try:
             return self._sessions.enter(name, hello, certificate=certificate)
@@ -216,7 +263,17 @@ class Server:
 class Unfinished:
     """Bytes of all requests of which more is to come."""
 
-    size: int = 0
+    by_visit: dict["Visit", int] = field(default_factory=dict)
+    """The oldest one first."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all of them."""
+        return sum(self.by_visit.values())
+
+    def must_wait(self, visit: "Visit", *, most: int) -> bool:
+        """Whether there is no room for more of this one; the oldest never waits, or all might wait for each other."""
+        return self.size > most and next(iter(self.by_visit)) is not visit
 
 
 class Visit:
@@ -226,6 +283,7 @@ class Visit:
         self, context: "grpc.aio.ServicerContext[bytes, bytes]", limits: Limits, unfinished: Unfinished
     ) -> None:
         self._context, self._limits, self._unfinished = context, limits, unfinished
+        self.peer = peer_of(context.peer())
         self._ahead: asyncio.Task[Any] | None = None
         self._is_answering = False
         self._silent_looks = 0
@@ -296,34 +354,51 @@ class Visit:
     async def frame(self, *, limit: int, looks: int | None = None) -> bytearray | None:
         """The next frame, all of it within so many looks if they are given; None where the stream ends before.
 
-        Raises `ProtocolError` where it grows longer than `limit` bytes.
+        Raises `ProtocolError` as `join_chunks` does.
         """
-        size, self._looks_left = 0, looks
+        self._looks_left, sizes = looks, self._unfinished.by_visit
 
         async def read() -> Any:
-            nonlocal size
-            if size and looks is None:
+            if self in sizes and looks is None:
                 self._looks_left = self._limits.piece_looks
-                while self._unfinished.size > self._limits.unfinished_bytes:
+                while self._unfinished.must_wait(self, most=self._limits.unfinished_bytes):
                     await asyncio.sleep(LOOK_AGAIN_SECONDS)
-            piece = await (self._read() if size else self._first())
+            piece = await (self._read() if self in sizes else self._first())
             if piece is not grpc.aio.EOF:
-                size += len(piece)
-                self._unfinished.size += len(piece)
+                sizes[self] = sizes.get(self, 0) + len(piece)
             return piece
 
         try:
             return await join_chunks(read, limit=limit)
         finally:
-            self._unfinished.size -= size
+            sizes.pop(self, None)
             self._looks_left = None
+
+    async def is_sending(self) -> bool:
+        """Whether more comes than signs of life; who waits to be answered sends nothing else."""
+        try:
+            async with asyncio.timeout(LOOK_AGAIN_SECONDS):
+                return await self._first() is not grpc.aio.EOF
+        except TimeoutError:
+            return False
+
+    async def skip_rest(self) -> None:
+        """Read to the end of the stream, which is near: its connection has ended."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SILENCE_SECONDS):
+                while await self._read() is not grpc.aio.EOF:
+                    pass
+
+    async def abort(self, code: grpc.StatusCode, reason: str) -> None:
+        """End it with this status."""
+        await self._context.abort(code, reason)
 
     async def skip(self, *, seconds: float) -> None:
         """Let one piece pass, if it comes within so many seconds."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._context.read(), seconds)
 
-    async def answer(self, work: Awaitable[bytes]) -> bytes:
+    async def answer(self, work: Awaitable[Frame]) -> Frame:
         """What this work gives; while it lasts long, signs of life are read (`look`)."""
         self._is_answering = True
         try:
@@ -331,7 +406,7 @@ class Visit:
         finally:
             self._is_answering = False
 
-    async def write(self, frame: bytes) -> None:
+    async def write(self, frame: Frame) -> None:
         """Send a frame, each piece as soon as the other end has room for it."""
         for chunk in split_frame(frame):
             self._looks_left = self._limits.piece_looks

@@ -25,7 +25,7 @@ import torch
 
 from atlas_fl.errors import ProtocolError, one_line
 from atlas_fl.params import Params
-from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Head, decode_frame, encode_frame
+from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Frame, Head, decode_frame, make_frame
 
 MINUTE = 60.0
 MOST_NAMES = 1000
@@ -81,12 +81,43 @@ class RefusalLog:
             del self._told[name]
 
 
+@dataclass(kw_only=True, eq=False)
+class Penalties:
+    """Names that are refused at the door for a while: from `first_seconds`, twice as long each time, to `most_seconds`.
+
+    Whoever has done nothing for `most_seconds` after that begins anew.
+    """
+
+    clock: Callable[[], float]
+    first_seconds: float
+    most_seconds: float
+    _penalties: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """(when it ends, for how long it was) of each name."""
+
+    def add(self, name: str) -> None:
+        """Refuse this name from now on, for longer than the last time."""
+        now = self.clock()
+        until, seconds = self._penalties.get(name, (now, 0.0))
+        is_known = now <= until + self.most_seconds
+        seconds = min(max(self.first_seconds, 2 * seconds if is_known else 0.0), self.most_seconds)
+        self._penalties[name] = now + seconds, seconds
+
+    def check(self, name: str) -> None:
+        """Raise `ProtocolError` while this name is refused."""
+        until, seconds = self._penalties.get(name, (0.0, 0.0))
+        if (left := until - self.clock()) > 0:
+            raise ProtocolError(
+                f"client {printable(name)!r} sent a message that was too long and is refused for {seconds:g} seconds,"
+                f" {left:.0f} of them from now; install the same atlas-fl on both ends"
+            )
+
+
 def printable(name: str) -> str:
     """A name from a certificate as a terminal may have it."""
     return one_line(name, limit=SHOWN_SIGNS)
 
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of what requests and answers mean; ends of different versions refuse each other."""
 
 NO_TENSORS: Params = {}
@@ -157,7 +188,7 @@ class Session:
     id: str
     sequence: int | None = None
     """Number of the newest request; None before the first."""
-    task: asyncio.Task[bytes] | None = None
+    task: asyncio.Task[Frame] | None = None
     """Works out the answer to it, and keeps it."""
     streams: int = 0
     """Streams so far; the newest one counts."""
@@ -186,9 +217,8 @@ class Sessions:
     """Told who was taken off the list while it had a session here."""
     certificate_of: Callable[[str], str | None] = lambda _name: None
     """The SHA-256 that the certificate of a listed client must have; None for any that was signed."""
-    limit: int = FRAME_LIMIT
     limit_of: Callable[[str], int] = lambda _name: FRAME_LIMIT
-    """Most bytes of the next request of a client."""
+    """Most bytes of a request of a client, which its welcome says; an answer may have `FRAME_LIMIT` at least."""
     clock: Callable[[], float] = time.monotonic
     by_name: dict[str, Session] = field(default_factory=dict)
 
@@ -234,13 +264,13 @@ class Sessions:
 
     def enter(
         self, name: str, payload: bytes | bytearray, *, certificate: str | None = None
-    ) -> tuple[Session, int, bytes]:
+    ) -> tuple[Session, int, Frame]:
         """(session, number of this stream, welcome) of a client whose stream begins with this frame.
 
         Raises `NotListedError` as `check_listed` does, `HereAlreadyError` for a name that another living session has,
         and `ProtocolError` as `admit` does.
         """
-        hello, _ = decode_frame(payload, limit=self.limit)
+        hello, _ = decode_frame(payload)
         self.check_listed(name, certificate)
         if hello.get("protocol") != PROTOCOL:
             raise ProtocolError(
@@ -262,7 +292,7 @@ class Sessions:
             session.here = True
             session.left.clear()
             self.on_presence(name, True)
-        return session, session.streams, encode_frame({"welcome": welcome}, {})
+        return session, session.streams, make_frame({"welcome": welcome, "limit": self.limit_of(name)}, {})
 
     def leave(self, session: Session, stream: int) -> None:
         """The stream of this number has ended; the client is gone unless a newer one has begun."""
@@ -273,9 +303,9 @@ class Sessions:
         if self.by_name.get(session.name) is not session and session.task is not None:
             session.task.cancel()  # it was ended, or another has its place: nobody will ask again
 
-    async def handle(self, session: Session, payload: bytes | bytearray) -> bytes:
+    async def handle(self, session: Session, payload: bytes | bytearray) -> Frame:
         """The answer to a request of this session, worked out once however often it is sent."""
-        head, tensors = decode_frame(payload, limit=self.limit)
+        head, tensors = decode_frame(payload, limit=self.limit_of(session.name))
         number, body = head.get("sequence"), head.get("body")
         if type(number) is not int or not isinstance(body, dict):
             raise ProtocolError("a request has no number or no body; install the same atlas-fl on both ends")
@@ -294,13 +324,14 @@ class Sessions:
         # Shielded: a stream that is cut cancels whoever waits here, and the work must go on.
         return await asyncio.shield(session.task)
 
-    async def _work(self, name: str, number: int, body: Mapping[str, Any], tensors: Params) -> bytes:
+    async def _work(self, name: str, number: int, body: Mapping[str, Any], tensors: Params) -> Frame:
         try:
             head, answer_tensors = await self.answer(name, body, tensors)
-            return encode_frame({"sequence": number, "body": head}, answer_tensors, limit=self.limit)
+            limit = max(FRAME_LIMIT, self.limit_of(name))
+            return make_frame({"sequence": number, "body": head}, answer_tensors, limit=limit)
         except ProtocolError as error:
             self.refuse(name, error.logged)
-            return encode_frame({"sequence": number, "refused": str(error)}, {})
+            return make_frame({"sequence": number, "refused": str(error)}, {})
 
 
 def read_answer(payload: bytes | bytearray, *, number: int, limit: int = FRAME_LIMIT) -> Message:
@@ -321,11 +352,13 @@ class InProcess:
 
     def __init__(self, sessions: Sessions, loop: asyncio.AbstractEventLoop, *, name: str, hello: Head) -> None:
         self._sessions, self._loop, self._number = sessions, loop, 0
-        payload = encode_frame({"session": name, "protocol": PROTOCOL, **hello}, {})
+        payload = bytes(make_frame({"session": name, "protocol": PROTOCOL, **hello}, {}))
         self._session, _, welcome = self._in_loop(self._enter(name, payload))
-        self.welcome: dict[str, Any] = decode_frame(welcome)[0]["welcome"]
+        said, _ = decode_frame(bytes(welcome))
+        self._limit: int = said["limit"]
+        self.welcome: dict[str, Any] = said["welcome"]
 
-    async def _enter(self, name: str, payload: bytes | bytearray) -> tuple[Session, int, bytes]:
+    async def _enter(self, name: str, payload: bytes | bytearray) -> tuple[Session, int, Frame]:
         return self._sessions.enter(name, payload)
 
     def _in_loop(self, work: Any) -> Any:
@@ -333,9 +366,11 @@ class InProcess:
 
     def exchange(self, head: Head, tensors: Params = NO_TENSORS) -> Message:
         """The server's answer."""
-        self._number += 1
-        request = encode_frame({"sequence": self._number, "body": head}, tensors)
-        return read_answer(self._in_loop(self._sessions.handle(self._session, request)), number=self._number)
+        number = self._number + 1
+        request = make_frame({"sequence": number, "body": head}, tensors, limit=self._limit)
+        self._number = number
+        answer = self._in_loop(self._sessions.handle(self._session, bytes(request)))
+        return read_answer(bytes(answer), number=number, limit=max(FRAME_LIMIT, self._limit))
 
 
 @dataclass(eq=False)
