@@ -27,7 +27,7 @@ from atlas_fl.client.job import Job, Site
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.errors import ProtocolError
 from atlas_fl.models.backbone import block_index
-from atlas_fl.params import HEAD, LORA_A, LORA_B, Params, lora_modules
+from atlas_fl.params import HEAD, LORA_A, LORA_B, Params
 from atlas_fl.rng import generator, torch_generator
 
 Guard = Callable[[Job], None]
@@ -35,19 +35,19 @@ Guard = Callable[[Job], None]
 Starts = Callable[[int], Params]
 """The start model of a round."""
 ADAM_BETA, ADAM_EPS = 0.9, 1e-8
-POWERS = 40
-"""Squared singular values fall to rounding within so many; more directions of one example are not looked for."""
+MOST_DIRECTIONS = 64
+"""Of one example: more tokens than that are not looked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Settings under which a server tries to read, by their flat names, and how large its B and head are."""
+    """Settings under which a server tries to read, by their flat names, and how large the columns of its B are."""
 
     values: Mapping[str, object]
     size: float = 1.0
     """Of the columns of B."""
-    head: float = 1.0
-    """Of the weights of the head's two rows, w and -w."""
+    near: float = 2e-7
+    """Of the columns of B, for a server that stays inside the site's bounds."""
 
     @property
     def by_b(self) -> bool:
@@ -57,17 +57,17 @@ class Case:
 
 _SGD = {"optimizer": "sgd", "momentum": "0.9", "batch_size": "8", "lr": "1e-5", "clip": "0"}
 CASES: Mapping[str, Case] = {
-    "SGD, batch 1": Case(values={**_SGD, "batch_size": "1"}),
-    "SGD, batch 1, clipped": Case(values={**_SGD, "batch_size": "1", "clip": "1", "lr": "1e-4"}),
+    "SGD, batch 1": Case(values={**_SGD, "batch_size": "1"}, near=5e-6),
+    "SGD, batch 1, clipped": Case(values={**_SGD, "batch_size": "1", "clip": "1", "lr": "1e-4"}, near=5e-5),
     "SGD, batch 8": Case(values=_SGD),
     "AdamW without the head": Case(
         values={"trained_parts": "without_head", "batch_size": "8", "personal_rounds": "1", "lr": "1e-3"},
-        size=1e-7,
+        size=1e-9,
     ),
     "SGD, B alone, A and head never sent": Case(
         values={**_SGD, "share": "B", "trained_parts": "B", "space": "factors"}
     ),
-    "AdamW, all parts": Case(values={"batch_size": "8", "lr": "1e-5"}, size=1e-7),
+    "AdamW, all parts": Case(values={"batch_size": "8", "lr": "1e-5"}, size=1e-9),
 }
 """The settings of the review: all but the last were read."""
 
@@ -93,18 +93,21 @@ class Reading:
 def made_up(like: Params, *, case: Case, first: Sequence[str]) -> Starts:
     """The review's start models: the same in every round."""
     start: dict[str, Tensor] = {key: torch.zeros_like(tensor) for key, tensor in like.items()}
-    for module in first:
-        d_out, rank = like[module + LORA_B].shape
-        draw = torch.randn(d_out, rank, generator=torch_generator(7, "chosen", module))
-        start[module + LORA_B] = case.size * torch.linalg.qr(draw)[0]
+    for module in first if not case.by_b else ():
+        start[module + LORA_B] = case.size * _chosen(like, module)
     for key, tensor in like.items():
         if key.startswith(HEAD) and tensor.ndim == 2 and not _stays(key, case):
             row = torch.randn(tensor.shape[1], generator=torch_generator(7, "row"))
-            start[key] = case.head * torch.stack([row, -row])[: len(tensor)] / row.norm()
+            start[key] = torch.stack([row, -row]) / row.norm()
     own = {key: tensor for key, tensor in like.items() if _stays(key, case)}
-    if case.by_b:
-        start |= {key: torch.zeros_like(tensor) for key, tensor in like.items() if key.endswith(LORA_B)}
     return lambda _: {**start, **own}
+
+
+def _chosen(like: Params, module: str) -> Tensor:
+    """Orthonormal columns in the place of this module's B."""
+    draw = torch.randn(like[module + LORA_B].shape, generator=torch_generator(7, "chosen", module))
+    columns: Tensor = torch.linalg.qr(draw)[0]
+    return columns
 
 
 def _stays(key: str, case: Case) -> bool:
@@ -114,20 +117,18 @@ def _stays(key: str, case: Case) -> bool:
     return part not in share
 
 
-def near_honest(like: Params, *, case: Case, first: Sequence[str], size: float) -> Starts:
-    """Start models of one who knows the site's checks: A as drawn, the first block's B as small as rounds make it."""
-    chosen = made_up(like, case=replace(case, size=1.0), first=first)(1)
+def growth(round: int) -> float:
+    """How long the columns of B are in a round, for a server that lets its models drift; 0 where they come honest."""
+    return 0.0 if round == 1 else 1 + 0.1 * round
 
-    def start(round: int) -> Params:
-        if round == 1:
-            return like
-        drift = size * (1 + 1e-3 * round)
-        return {
-            key: drift * chosen[key] if key.endswith(LORA_B) and not case.by_b else tensor
-            for key, tensor in like.items()
-        }
 
-    return start
+def near_honest(like: Params, *, first: Sequence[str], size: float) -> Starts:
+    """Start models of one who knows the site's checks: A as drawn, the first block's B as small as rounds make it.
+
+    Round one begins as it has to, and the models drift about as much as training would move them.
+    """
+    chosen = {module + LORA_B: size * _chosen(like, module) for module in first}
+    return lambda round: {**like, **{key: growth(round) * columns for key, columns in chosen.items()}}
 
 
 @contextmanager
@@ -156,6 +157,10 @@ class Server:
     guard: Guard = lambda _: None
     trained: Callable[[Job, Params], None] = lambda *_: None
     """Told what the site answers, as the site's own memory of it is."""
+    growth: Callable[[int], float] = lambda _: 1.0
+    """What the gradients at A are multiplied by in a round."""
+    vocabulary: Tensor | None = None
+    """Ids of the tokens that it looks for; None for all that there are."""
     _rows: list[np.ndarray] = field(default_factory=list)
     _updates: list[Tensor] = field(default_factory=list)
 
@@ -173,7 +178,7 @@ class Server:
             except ProtocolError as error:
                 refusal = str(error)
                 break
-        texts = self._texts() if self._updates else []
+        texts = self._texts() if any(row.any() for row in self._rows) else []
         return self._score(texts, rounds=len(self._updates), refusal=refusal)
 
     def _round(self, number: int) -> None:
@@ -198,7 +203,7 @@ class Server:
         weights = np.zeros(count)
         for weight, batch in zip(step_weights(options, len(batches)), batches, strict=True):
             weights[batch] += weight / len(batch)
-        return weights
+        return weights if self.case.by_b else self.growth(number) * weights
 
     def _texts(self) -> list[list[int]]:
         """The tokens that are read of each example."""
@@ -208,21 +213,16 @@ class Server:
         return [self._text(gradient, tables) for gradient in gradients]
 
     def _text(self, gradient: Tensor, tables: Sequence[Tensor]) -> list[int]:
-        spans = self._spans(gradient)
-        tokenizer, read = self.site.backbone.tokenizer, list[int]()
-        keep = min(
-            range(1, max(len(vectors) for _, vectors in spans)),
-            key=lambda k: self._contrast(_residuals(tables[0], spans, keep=k)),
-        )
+        spans, read, tokenizer = self._spans(gradient), list[int](), self.site.backbone.tokenizer
+        # the mark that begins every text says how many directions are not rounding
+        marks = _residuals(tables[0], spans)
+        begin = int((self._ids == tokenizer.cls_token_id).nonzero()[0])
+        keep = int((marks[begin] / marks.median(0).values)[:-1].argmin())
         for table in tables:
-            read.append(int(_residuals(table, spans, keep=keep).argmin()))
+            read.append(int(self._ids[_residuals(table, spans)[:, keep].argmin()]))
             if read[-1] == tokenizer.sep_token_id:
                 break
         return read
-
-    def _contrast(self, residuals: Tensor) -> float:
-        """How much nearer the mark that begins every text is than the others."""
-        return float(residuals[self.site.backbone.tokenizer.cls_token_id] / residuals.median())
 
     def _spans(self, gradient: Tensor) -> list[tuple[Tensor | None, Tensor]]:
         """(what inputs are multiplied by, right singular vectors) of each system of rows."""
@@ -234,11 +234,18 @@ class Server:
             at += shape.numel()
         parts = [part / part.norm().clamp(min=1e-300) for part in parts]
         if not self.case.by_b:
-            return [(None, torch.linalg.svd(torch.cat(parts), full_matrices=False)[2][:POWERS])]
+            return [(None, torch.linalg.svd(torch.cat(parts), full_matrices=False)[2][:MOST_DIRECTIONS])]
         drawn = [start[name + LORA_A].double() for name in self.modules]
         return [
-            (a, torch.linalg.svd(part, full_matrices=False)[2][:POWERS]) for a, part in zip(drawn, parts, strict=True)
+            (a, torch.linalg.svd(part, full_matrices=False)[2][:MOST_DIRECTIONS])
+            for a, part in zip(drawn, parts, strict=True)
         ]
+
+    @property
+    def _ids(self) -> Tensor:
+        if self.vocabulary is not None:
+            return self.vocabulary
+        return torch.arange(self.site.backbone.model.get_input_embeddings().weight.shape[0])
 
     @property
     def _longest(self) -> int:
@@ -247,7 +254,7 @@ class Server:
     def _table(self, place: int) -> Tensor:
         """(vocabulary, hidden): what enters the first block for every token at this place."""
         embeddings = self.site.backbone.model.get_submodule("embeddings")
-        ids = torch.arange(self.site.backbone.model.get_input_embeddings().weight.shape[0])[None]
+        ids = self._ids[None]
         with torch.inference_mode():
             rows = embeddings(
                 input_ids=ids, position_ids=torch.full_like(ids, place), token_type_ids=torch.zeros_like(ids)
@@ -283,16 +290,14 @@ def step_weights(options: TrainOptions, steps: int) -> list[float]:
     ]
 
 
-def _residuals(table: Tensor, spans: Sequence[tuple[Tensor | None, Tensor]], *, keep: int) -> Tensor:
-    """(vocabulary,): how far each row lies from the span, squared, as a share of its own length."""
-    total = torch.zeros(len(table), dtype=table.dtype)
+def _residuals(table: Tensor, spans: Sequence[tuple[Tensor | None, Tensor]]) -> Tensor:
+    """(vocabulary, directions): how far each row lies from the span of the first directions, as a share of its length.
+
+    Squared, and summed over the systems of rows.
+    """
+    total = torch.zeros(len(table), min(len(vectors) for _, vectors in spans), dtype=table.dtype)
     for turn, vectors in spans:
         rows = table if turn is None else table @ turn.T
-        inside = (rows @ vectors[:keep].T).square().sum(1)
-        total += (1 - inside / rows.square().sum(1)).clamp(min=0)
+        inside = (rows @ vectors[: total.shape[1]].T).square().cumsum(1)
+        total += (1 - inside / rows.square().sum(1, keepdim=True)).clamp(min=1e-15)
     return total
-
-
-def honest_params(params: Params) -> list[str]:
-    """The adapted modules of a model, for those who write start models by hand."""
-    return lora_modules(params)

@@ -13,7 +13,8 @@ import torch
 from atlas_fl.config import to_toml, with_values
 from atlas_fl.deployment.job_policy import MOST_GUESTS, MOST_MEASURED
 from atlas_fl.errors import ConfigError
-from atlas_fl.params import digest
+from atlas_fl.models.lora import init_adapters, init_head
+from atlas_fl.params import LORA_A, LORA_B, Params, digest, head_keys, lora_modules, ranks
 from atlas_fl.runtime.coordinator.site_worker import MAX_REGISTRATIONS
 from atlas_fl.runtime.transport.certificates import make_certs, open_certs
 from atlas_fl.split.channel import NORMS
@@ -92,6 +93,13 @@ def in_model(action: str, change: Callable[[dict[str, Any]], dict[str, Any]]) ->
 def at_the_end(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Lie:
     """Another model at the end."""
     return lambda head, tensors: (head, change(tensors)) if head["kind"] == "done" else None
+
+
+def initial_model(model: Params) -> dict[str, torch.Tensor]:
+    """The model of round one of these federations, with the names, ranks and shapes of this one."""
+    dims = {name: (model[name + LORA_A].shape[1], len(model[name + LORA_B])) for name in lora_modules(model)}
+    shapes = {key: tuple(model[key].shape) for key in head_keys(model)}
+    return {**init_adapters(dims, ranks(model), seed=42), **init_head(shapes, seed=42, group="movie")}
 
 
 def first(tensors: Mapping[str, Any], end: str = ".lora_B") -> str:
@@ -479,7 +487,7 @@ def test_what_is_not_shared_does_not_leave_where_the_server_sends_it_itself(
 ) -> None:
     """A model that comes whole names nothing that stays; what is trained of it stays all the same."""
     kept = recorded("kept")
-    whole = dict(kept.whole[NAME])
+    whole = initial_model(kept.whole[NAME])
 
     def lie(head: dict[str, Any], _: dict[str, Any]) -> Any:
         if head.get("action") != "train":

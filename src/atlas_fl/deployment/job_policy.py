@@ -42,6 +42,7 @@ from atlas_fl.errors import ProtocolError, one_line, short_repr
 from atlas_fl.experiment.reports import report_of_round
 from atlas_fl.experiment.rounds import is_aggregation_round
 from atlas_fl.params import HEAD, LORA_A, LORA_B, Params, shared_params
+from atlas_fl.planning.leakage import is_scored_round
 from atlas_fl.planning.planning_costs import IMPORTANCE_BATCHES
 from atlas_fl.runtime.protocol.answer_schema import LARGEST_FEATURE, TensorSchema
 from atlas_fl.runtime.protocol.messages import REPORT, CutInfo, read_job, read_private
@@ -90,7 +91,7 @@ def _is_training_round(config: Config, number: int) -> bool:
 def _is_scored_round(config: Config, number: int) -> bool:
     if config.mixing.graph == "adaptive":
         return 0 <= number <= config.training.rounds
-    return number in scored_rounds(config)
+    return is_scored_round(config, number)
 
 
 def _is_clustering_round(config: Config, number: int) -> bool:

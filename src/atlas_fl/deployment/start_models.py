@@ -6,8 +6,8 @@ lead there, so a site holds every model that comes against what it knows: the in
 settings' seed, and its own last trained model. The figures of an adapted module with factors A (r, d_in) and
 B (d_out, r), whose update is P = s B A, and of a head or a whole model in the place of P:
 
-    dead     max_i s |B u_i| / sigma_i(A)        over the left singular vectors u_i of A
-    large    sigma_1(A) / sigma_1(A_0)           A_0 the initialisation at this rank
+    dead     max_i s |B u_i| / sigma_i(A) / (1 + rounds)     over the left singular vectors u_i of A
+    large    sigma_1(A) / sigma_1(A_0) / (1 + rounds)        A_0 the initialisation at this rank
     small    sigma_r(A_0) / sigma_r(A)           where A and B are mixed apart, or not at all
     moved    |P - P_own| / (rounds since m)      P_own the site's last trained one, m the most that one round of its own
                                                  training has moved it
@@ -23,8 +23,7 @@ order of a site's examples, which it does not know, is what stands in its way.
 """
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -37,17 +36,18 @@ from atlas_fl.client.options import TrainOptions
 from atlas_fl.config import Config
 from atlas_fl.errors import ProtocolError, short_repr
 from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE, Params, digest, lora_modules, ranks
+from atlas_fl.planning.leakage import most_models
 from atlas_fl.setup.assembly import scale_of
-from atlas_fl.setup.options import warmup_rank
+from atlas_fl.setup.options import train_options, warmup_rank
 
 Initial: TypeAlias = Callable[[Mapping[str, int]], Params]
 """The initialisation with these ranks by module: adapters and head, or the whole model."""
 
-BOUNDS: Mapping[str, float] = {"dead": 100.0, "large": 30.0, "small": 30.0, "moved": 100.0, "far": 100.0}
-"""The largest figure that a site takes, ten times and more the largest of honest runs."""
+BOUNDS: Mapping[str, float] = {"dead": 100.0, "large": 20.0, "small": 30.0, "moved": 300.0, "far": 100.0}
+"""The largest figure that a site takes: about ten times the largest of honest runs, or more."""
 WORDS: Mapping[str, str] = {
-    "dead": "its factor B is {value:.3g} times as long as its factor A in a direction",
-    "large": "its factor A is {value:.3g} times as long as the initialisation",
+    "dead": "its factor B has grown by {value:.3g} times its factor A a round in a direction",
+    "large": "its factor A has grown by {value:.3g} times the initialisation a round",
     "small": "its factor A is {value:.3g} times shorter than the initialisation in a direction",
     "moved": "it is {value:.3g} times as far from this site's last model as its own training moves it",
     "far": "it is {value:.3g} times as far from the initialisation as training can move it",
@@ -55,8 +55,8 @@ WORDS: Mapping[str, str] = {
 """Each figure in words."""
 SAME_STARTS = 3
 """In how many rounds one start may come while the site's training moves it: its updates are refused thrice at most."""
-MOVES = 1e-5
-"""Share of a model that training must move, for a start that comes again to count as one that does not."""
+STILL = 1e-3
+"""Share of what the site's last training has moved, within which another start is the same; 1/12 in honest runs."""
 DEAD = 1e-6
 """Share of B's length below which a direction of it is rounding."""
 SMALLEST = 1e-12
@@ -71,13 +71,15 @@ class Product:
     b: Tensor
     """(d_out, rank)."""
 
-    def __sub__(self, other: "Product") -> "Product":
-        return Product(a=torch.cat([self.a, other.a]), b=torch.cat([self.b, -other.b], 1))
-
     @property
     def norm(self) -> float:
         """The Frobenius norm, from the Gram matrices of the factors."""
         return math.sqrt(max(float(((self.b.T @ self.b) * (self.a @ self.a.T)).sum()), 0.0))
+
+    @property
+    def numel(self) -> int:
+        """Numbers of B, which is what moves at first."""
+        return self.b.numel()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,17 +88,28 @@ class Whole:
 
     value: Tensor
 
-    def __sub__(self, other: "Whole") -> "Whole":
-        return Whole(value=self.value - other.value)
-
     @property
     def norm(self) -> float:
         """The Euclidean norm."""
         return float(torch.linalg.vector_norm(self.value, dtype=torch.float64))
 
+    @property
+    def numel(self) -> int:
+        """Numbers of the tensor."""
+        return self.value.numel()
 
-Parts: TypeAlias = Mapping[str, Product | Whole]
+
+Part: TypeAlias = Product | Whole
+Parts: TypeAlias = Mapping[str, Part]
 """A model by what moves as one: the update of each adapted module, and every other tensor."""
+
+
+def _distance(part: Part, other: Part) -> float:
+    """The norm of the difference."""
+    if isinstance(part, Product) and isinstance(other, Product):
+        return Product(a=torch.cat([part.a, other.a]), b=torch.cat([part.b, -other.b], 1)).norm
+    assert isinstance(part, Whole) and isinstance(other, Whole), "both are parts of one model"
+    return Whole(value=part.value - other.value).norm
 
 
 def dead_ratio(a: Tensor, b: Tensor, *, scale: float) -> float:
@@ -119,41 +132,63 @@ class StartModels:
 
     config: Config
     initial: Initial
-    examples: int
-    """Training examples of this site."""
+    options: TrainOptions
+    """Of its training in every round."""
+    steps: int
+    """Of its training in a round."""
     _own: Parts = field(default_factory=dict)
     """What the site has trained last."""
+    _own_digest: str = ""
     _own_round: int = 0
     _moves: dict[str, float] = field(default_factory=dict)
     """The furthest that a round of its training has moved each part."""
-    _step: TrainOptions | None = None
-    """The options of its last training."""
-    _starts: dict[str, set[int]] = field(default_factory=dict)
-    """By digest, in which rounds the site trained from this start."""
+    _last_move: float = 0.0
+    """How far the last one has moved all."""
+    _models: dict[tuple[str, int, str], set[str]] = field(default_factory=dict)
+    """By action, round and split the digests of the models that came."""
+    _anchor: Parts = field(default_factory=dict)
+    """The last start that was another than those before it."""
+    _anchored: set[int] = field(default_factory=set)
+    """The rounds in which the site trained from it."""
 
     def check(self, action: str, job: Job) -> None:
         """Raise `ProtocolError` for a model that no honest round has produced, with its figure and the bound."""
         params = {key: tensor for key, tensor in job.params.items() if key != PRIVATE}
+        self._check_count(action, job, params)
         initial = self.initial(ranks(params))
         if self._begins_anew(action, job):
             self._check_initial(action, params, initial)
-        for name, kind, value in self._figures(action, job, params, initial):
+        parts = self._parts(params)
+        for name, kind, value in self._figures(action, job, parts, params, initial):
             if not value <= BOUNDS[kind]:
                 raise ProtocolError(
-                    f"the model of {action} in round {job.round}: {short_repr(name)}: {WORDS[kind].format(value=value)};"
-                    f" allowed: {BOUNDS[kind]:g}, beyond which no honest round leads, and an update can show single"
-                    " texts; nothing was sent: ask who runs the server"
+                    f"the model of {action} in round {job.round}: {short_repr(name)}:"
+                    f" {WORDS[kind].format(value=value)}; allowed: {BOUNDS[kind]:g}, because honest rounds lead no"
+                    " further, and out of other models' updates texts can be read; nothing was sent: ask who runs the"
+                    " server"
                 )
         if action == "train":
-            self._check_repeated(job, params)
+            self._check_still(job, parts)
 
     def remember(self, job: Job, trained: Params) -> None:
         """Keep what the site has made of a job's model; `trained` may lack what did not train."""
         params = {key: tensor for key, tensor in job.params.items() if key != PRIVATE}
-        start, self._own = self._parts(params), self._parts({**params, **trained})
-        for name, part in start.items():
-            self._moves[name] = max(self._moves.get(name, 0.0), (self._own[name] - part).norm)  # type: ignore[operator]
-        self._own_round, self._step = job.round, job.options
+        own = {**params, **{key: tensor for key, tensor in trained.items() if key in params}}
+        start, self._own, self._own_digest = self._parts(params), self._parts(own), digest(own)
+        moves = {name: _distance(self._own[name], part) for name, part in start.items()}
+        self._moves = {name: max(self._moves.get(name, 0.0), move) for name, move in moves.items()}
+        self._own_round, self._last_move = job.round, math.hypot(*moves.values())
+
+    def _check_count(self, action: str, job: Job, params: Params) -> None:
+        """Raise `ProtocolError` for more different models than one round has: each is another look at the data."""
+        split = getattr(job.options, "split", "")
+        models, most = self._models.setdefault((action, job.round, split), set()), most_models(self.config, split)
+        models.add(digest(params))
+        if len(models) > most:
+            raise ProtocolError(
+                f"the server asks for {action} of round {job.round} with {len(models)} different models; allowed:"
+                f" {most} a round, because each shows the data once more; nothing was sent: ask who runs it"
+            )
 
     def _begins_anew(self, action: str, job: Job) -> bool:
         """Whether the model is the initialisation, but for what was warmed up or imported."""
@@ -182,64 +217,73 @@ class StartModels:
         return self.config.images.head_first == "ridge" and self.config.trainable(images=True) == "full"
 
     def _figures(
-        self, action: str, job: Job, params: Params, initial: Params
+        self, action: str, job: Job, parts: Parts, params: Params, initial: Params
     ) -> Iterator[tuple[str, str, float]]:
         """(tensor or module, kind of figure, value)."""
-        scale = scale_of(self.config)
+        moves = math.hypot(*self._moves.values())
+        if digest(params) == self._own_digest:
+            return  # what the site has trained itself, which no server has made up
+        rounds = max(0, job.round - (action == "train"))
         for module in lora_modules(params):
-            a, b, drawn = (one[module + part].double() for one, part in _factors(params, initial))
-            yield module, "dead", dead_ratio(a, b, scale=scale(len(a)))
-            sizes, fresh = _left_singular(a)[1], _left_singular(drawn)[1]
-            yield module, "large", float(sizes[-1] / fresh[-1])
-            if self.config.mixing.space == "factors":
-                yield module, "small", float(fresh[0] / sizes[0].clamp(min=SMALLEST))
-        rounds = job.round - (action == "train")
-        parts = self._parts(params)
-        if self._own and rounds >= self._own_round:
-            yield from self._moved(parts, rounds=rounds)
-        elif rounds > 0 and self._step is None and isinstance(job.options, TrainOptions):
-            yield from self._far(parts, self._parts(initial), initial, job.options, rounds=rounds)
+            yield from self._factors(module, params, initial, rounds=rounds)
+        if moves > 0:
+            since = max(1, rounds - self._own_round + 1)
+            for heads in (True, False):
+                names = [name for name in parts if name.startswith(HEAD) is heads]
+                most = math.hypot(*(self._moves.get(name, 0.0) for name in names))
+                if most > 0:
+                    away = self._distance(parts, self._own, names)
+                    yield "the head" if heads else "the adapters or weights", "moved", away / (since * most)
+        elif rounds > 0:
+            yield from self._far(parts, initial, rounds=rounds)
 
-    def _moved(self, parts: Parts, *, rounds: int) -> Iterator[tuple[str, str, float]]:
-        since = rounds - self._own_round + 1
-        for heads in (True, False):
-            names = [name for name in parts if name.startswith(HEAD) is heads and name in self._own]
-            moves = math.hypot(*(self._moves.get(name, 0.0) for name in names))
-            away = math.hypot(*((parts[name] - self._own[name]).norm for name in names))  # type: ignore[operator]
-            if moves > 0:
-                yield "the head" if heads else "the adapters", "moved", away / (since * moves)
-
-    def _far(
-        self, parts: Parts, fresh: Parts, initial: Params, options: TrainOptions, *, rounds: int
+    def _factors(
+        self, module: str, params: Params, initial: Params, *, rounds: int
     ) -> Iterator[tuple[str, str, float]]:
-        """Where the site has no model of its own yet; nothing of SGD that does not clip, whose steps have no bound."""
-        step = options.lr
-        if options.optimizer == "sgd":
-            step = options.lr * options.clip / (1 - options.momentum)
-        steps = rounds * num_steps(self.examples, options)
-        for name, part in parts.items():
-            count, length = float(_numel(part, options)), 1.0
-            if isinstance(part, Product):
-                length = scale_of(self.config)(len(part.a)) * float(_left_singular(initial[name + LORA_A].double())[1][-1])
-            if step > 0:
-                yield name, "far", (part - fresh[name]).norm / (steps * step * length * math.sqrt(count))  # type: ignore[operator]
+        a, b = params[module + LORA_A].double(), params[module + LORA_B].double()
+        yield module, "dead", dead_ratio(a, b, scale=scale_of(self.config)(len(a))) / (1 + rounds)
+        sizes, fresh = _left_singular(a)[1], _left_singular(initial[module + LORA_A].double())[1]
+        yield module, "large", float(sizes[-1] / fresh[-1]) / (1 + rounds)
+        if self.config.mixing.space == "factors":
+            yield module, "small", float(fresh[0] / sizes[0].clamp(min=SMALLEST))
 
-    def _check_repeated(self, job: Job, params: Params) -> None:
-        """Raise `ProtocolError` for a start that comes in round after round although the site's training moves it."""
-        size = math.hypot(*(part.norm for part in self._own.values())) if self._own else 0.0
-        if not size or math.hypot(*self._moves.values()) <= MOVES * size:
+    def _far(self, parts: Parts, initial: Params, *, rounds: int) -> Iterator[tuple[str, str, float]]:
+        """Where the site has no model of its own yet; nothing of SGD that does not clip, whose steps have no bound."""
+        options, fresh = self.options, self._parts(initial)
+        is_sgd = options.optimizer == "sgd"
+        step = options.lr * options.clip / (1 - options.momentum) if is_sgd else options.lr
+        for name, part in parts.items():
+            # SGD's clipped step is as long as it is, in all; AdamW moves every number by the rate
+            count, length = 1 if is_sgd else part.numel, 1.0
+            if isinstance(part, Product):
+                first = _left_singular(initial[name + LORA_A].double())[1][-1]
+                length = scale_of(self.config)(len(part.a)) * float(first)
+            if step > 0 and name in fresh:
+                most = rounds * self.steps * step * length * math.sqrt(count)
+                yield name, "far", _distance(part, fresh[name]) / most
+
+    def _check_still(self, job: Job, parts: Parts) -> None:
+        """Raise `ProtocolError` for a start that stays where it is in round after round although training moves it."""
+        limit = STILL * self._last_move
+        if not self._anchor or not limit or self._distance(parts, self._anchor, parts) > limit:
+            self._anchor, self._anchored = parts, {job.round}
             return
-        rounds = self._starts.setdefault(digest(params), set())
-        rounds.add(job.round)
-        if len(rounds) > SAME_STARTS:
+        self._anchored.add(job.round)
+        if len(self._anchored) > SAME_STARTS:
             raise ProtocolError(
-                f"the model of train in round {job.round} is that of {len(rounds) - 1} rounds before, although training"
-                f" moves it; allowed: {SAME_STARTS} rounds; nothing was sent: ask who runs the server"
+                f"the model of train in round {job.round} is that of {len(self._anchored) - 1} rounds before, although"
+                f" this site's training moves it; allowed: {SAME_STARTS} rounds, whether the server leaves its updates"
+                " out or has made the model up; nothing was sent: ask who runs the server"
             )
+
+    @staticmethod
+    def _distance(parts: Parts, others: Parts, names: Iterable[str]) -> float:
+        """How far apart two models are in these parts; of what one of them lacks, nothing."""
+        return math.hypot(*(_distance(parts[name], others[name]) for name in names if name in parts and name in others))
 
     def _parts(self, params: Params) -> Parts:
         scale = scale_of(self.config)
-        parts: dict[str, Product | Whole] = {
+        parts: dict[str, Part] = {
             key: Whole(value=tensor) for key, tensor in params.items() if not key.endswith((LORA_A, LORA_B))
         }
         for module in lora_modules(params):
@@ -248,13 +292,7 @@ class StartModels:
         return parts
 
 
-def _factors(params: Params, initial: Params) -> tuple[tuple[Params, str], ...]:
-    """Where a module's A, B and first A are."""
-    return (params, LORA_A), (params, LORA_B), (initial, LORA_A)
-
-
-def _numel(part: Product | Whole, options: TrainOptions) -> int:
-    """Numbers that each move by a whole step: of B under AdamW; SGD's clipped step is as long as it is, in all."""
-    if options.optimizer == "sgd":
-        return 1
-    return part.b.numel() if isinstance(part, Product) else part.value.numel()
+def start_models_of(config: Config, initial: Initial, *, examples: int, images: bool) -> StartModels:
+    """What a site with so many training examples knows before it has trained."""
+    options = train_options(config, with_images=images)
+    return StartModels(config=config, initial=initial, options=options, steps=num_steps(examples, options))

@@ -111,7 +111,11 @@ def leakage_table(rows: Sequence[Mapping[str, Any]], *, taken: Collection[tuple[
     table.caption = (
         "read: by a linear probe that knows other texts of the\ntask; of: tokens of texts that it does not know;\n"
         "commonest: what always guessing that token reads"
-        + ("\nlooks: as many as a site lets a server take, each with\nother noise; their mean has less of it" if has_noise else "")
+        + (
+            "\nlooks: as many as a site lets a server take, each with\nother noise; their mean has less of it"
+            if has_noise
+            else ""
+        )
     )
     return table
 

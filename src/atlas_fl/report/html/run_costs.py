@@ -331,8 +331,8 @@ def leakage(record: Record) -> Section | None:
         *("commonest token", "of tokens"),
     )
     note = (
-        "tokens read: by a linear probe that knows other texts of the task, in one look; looks: as many as a site lets a"
-        " server take, whose noise averages away; commonest token: what always guessing it reads; dFIL: Fisher"
+        "tokens read: by a linear probe that knows other texts of the task, in one look; looks: as many as a site lets"
+        " a server take, whose noise averages away; commonest token: what always guessing it reads; dFIL: Fisher"
         " information leakage"
     )
     return Section(
