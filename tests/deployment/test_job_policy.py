@@ -72,3 +72,13 @@ def test_class_means_come_with_training_from_the_second_round_to_the_last_that_i
             ProtocolError, match=f"train in round {round} with class means to pull to, and .* none then"
         ):
             policy(config).check_model("train", job)
+
+
+def test_a_site_counts_the_rounds_in_which_it_trains() -> None:
+    """The settings leave the choice of the rounds to the server, so a share of the clients is no bound."""
+    config = validate(with_values(Config(), {"rounds": 40, "participation": 0.1}))
+    site = policy(config)
+    for round in (*range(1, 11), 3):
+        site._check_rounds(Job(client="a", params=MODEL, round=round, options=TrainOptions(seed=0)))
+    with pytest.raises(ProtocolError, match=r"to train in 11 rounds; allowed: 10 .*--max-rounds-per-example"):
+        site._check_rounds(Job(client="a", params=MODEL, round=11, options=TrainOptions(seed=0)))
