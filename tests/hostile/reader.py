@@ -15,7 +15,7 @@ of A x. All that the reader uses is what a server knows: settings, the public mo
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from unittest.mock import patch
 
 import numpy as np

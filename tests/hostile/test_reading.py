@@ -32,8 +32,7 @@ class Victim:
     def read(self, *, guarded: bool = False, secret: bool = False, near: bool = False) -> Reading:
         """What a server reads in a few more rounds than there are examples."""
         site, client, config = self.assembly.site, self.assembly.clients[0], self.assembly.config
-        ranks = {name: 32 if self.case.by_b else 8 for name in site.modules}
-        like = self.assembly.initial_params(client, (next(iter(ranks.values())),) * 3)
+        like = self.assembly.initial_params(client, (32 if self.case.by_b else 8,) * 3)
         server = Server(
             site=site,
             client=client.name,

@@ -223,6 +223,8 @@ class JobPolicy:
     """What is known of the models that come."""
     most_rounds: int
     """In how many rounds this site trains at most."""
+    _named: str = ""
+    """Digests of the parts of the newest job's model, which its receiver has held against the tensors."""
     _trained: set[int] = field(default_factory=set)
     """The rounds in which it was asked to train."""
     _seen: Counter[tuple[Any, ...]] = field(default_factory=Counter)
@@ -245,6 +247,7 @@ class JobPolicy:
         if job.cut is not None and cut_info is not None:
             self._check_cut_info(action, job, cut_info, job.cut)
         self._check_private(head)
+        self._named = " ".join(str(head[key]) for key in ("model", "private", "body", "top") if key in head)
         if self.outline.whole:
             self._check_whole(action, job, head)
         if action == "train":
@@ -264,7 +267,7 @@ class JobPolicy:
         Class means to pull features to come with it only where the settings align features.
         """
         _check_params(job.params, self._expected_params(job.cut), most=self._most_rank, what=f"the model of {action}")
-        self.starts.check(action, job)
+        self.starts.check(action, job, named=self._named)
         if job.centroids:
             self._check_centroids(action, job)
 

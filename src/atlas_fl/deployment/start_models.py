@@ -54,7 +54,9 @@ WORDS: Mapping[str, str] = {
 }
 """Each figure in words."""
 SAME_STARTS = 3
-"""In how many rounds one start may come while the site's training moves it: its updates are refused thrice at most."""
+"""In how many rounds one start may come while the site's training moves it, or in a quarter as many as it has examples:
+a system of equations for all examples needs about as many as there are. A server that leaves a site's updates out sends
+the same start again."""
 STILL = 1e-3
 """Share of what the site's last training has moved, within which another start is the same; 1/12 in honest runs."""
 DEAD = 1e-6
@@ -136,9 +138,12 @@ class StartModels:
     """Of its training in every round."""
     steps: int
     """Of its training in a round."""
+    same_starts: int = SAME_STARTS
+    """In how many rounds it trains from one start at most."""
     _own: Parts = field(default_factory=dict)
     """What the site has trained last."""
-    _own_digest: str = ""
+    _own_params: Params = field(default_factory=dict)
+    """The same as tensors."""
     _own_round: int = 0
     _moves: dict[str, float] = field(default_factory=dict)
     """The furthest that a round of its training has moved each part."""
@@ -151,10 +156,13 @@ class StartModels:
     _anchored: set[int] = field(default_factory=set)
     """The rounds in which the site trained from it."""
 
-    def check(self, action: str, job: Job) -> None:
-        """Raise `ProtocolError` for a model that no honest round has produced, with its figure and the bound."""
+    def check(self, action: str, job: Job, *, named: str = "") -> None:
+        """Raise `ProtocolError` for a model that no honest round has produced, with its figure and the bound.
+
+        `named` is its digest where somebody has worked it out already.
+        """
         params = {key: tensor for key, tensor in job.params.items() if key != PRIVATE}
-        self._check_count(action, job, params)
+        self._check_count(action, job, named or digest(params))
         initial = self.initial(ranks(params))
         if self._begins_anew(action, job):
             self._check_initial(action, params, initial)
@@ -174,16 +182,17 @@ class StartModels:
         """Keep what the site has made of a job's model; `trained` may lack what did not train."""
         params = {key: tensor for key, tensor in job.params.items() if key != PRIVATE}
         own = {**params, **{key: tensor for key, tensor in trained.items() if key in params}}
-        start, self._own, self._own_digest = self._parts(params), self._parts(own), digest(own)
+        start = self._parts(params)
+        self._own, self._own_params = self._parts(own), own
         moves = {name: _distance(self._own[name], part) for name, part in start.items()}
         self._moves = {name: max(self._moves.get(name, 0.0), move) for name, move in moves.items()}
         self._own_round, self._last_move = job.round, math.hypot(*moves.values())
 
-    def _check_count(self, action: str, job: Job, params: Params) -> None:
+    def _check_count(self, action: str, job: Job, named: str) -> None:
         """Raise `ProtocolError` for more different models than one round has: each is another look at the data."""
         split = getattr(job.options, "split", "")
         models, most = self._models.setdefault((action, job.round, split), set()), most_models(self.config, split)
-        models.add(digest(params))
+        models.add(named)
         if len(models) > most:
             raise ProtocolError(
                 f"the server asks for {action} of round {job.round} with {len(models)} different models; allowed:"
@@ -221,7 +230,7 @@ class StartModels:
     ) -> Iterator[tuple[str, str, float]]:
         """(tensor or module, kind of figure, value)."""
         moves = math.hypot(*self._moves.values())
-        if digest(params) == self._own_digest:
+        if self._is_own(params):
             return  # what the site has trained itself, which no server has made up
         rounds = max(0, job.round - (action == "train"))
         for module in lora_modules(params):
@@ -236,6 +245,10 @@ class StartModels:
                     yield "the head" if heads else "the adapters or weights", "moved", away / (since * most)
         elif rounds > 0:
             yield from self._far(parts, initial, rounds=rounds)
+
+    def _is_own(self, params: Params) -> bool:
+        own = self._own_params
+        return params.keys() == own.keys() and all(torch.equal(params[key], own[key]) for key in params)
 
     def _factors(
         self, module: str, params: Params, initial: Params, *, rounds: int
@@ -269,10 +282,10 @@ class StartModels:
             self._anchor, self._anchored = parts, {job.round}
             return
         self._anchored.add(job.round)
-        if len(self._anchored) > SAME_STARTS:
+        if len(self._anchored) > self.same_starts:
             raise ProtocolError(
                 f"the model of train in round {job.round} is that of {len(self._anchored) - 1} rounds before, although"
-                f" this site's training moves it; allowed: {SAME_STARTS} rounds, whether the server leaves its updates"
+                f" this site's training moves it; allowed: {self.same_starts} rounds, whether the server leaves its updates"
                 " out or has made the model up; nothing was sent: ask who runs the server"
             )
 
@@ -295,4 +308,10 @@ class StartModels:
 def start_models_of(config: Config, initial: Initial, *, examples: int, images: bool) -> StartModels:
     """What a site with so many training examples knows before it has trained."""
     options = train_options(config, with_images=images)
-    return StartModels(config=config, initial=initial, options=options, steps=num_steps(examples, options))
+    return StartModels(
+        config=config,
+        initial=initial,
+        options=options,
+        steps=num_steps(examples, options),
+        same_starts=max(SAME_STARTS, examples // 4),
+    )
