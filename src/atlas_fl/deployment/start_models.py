@@ -211,6 +211,9 @@ class StartModels:
             if name.startswith(HEAD) and (warmed or self._fits_heads):
                 continue
             fresh, drawn = tensor, initial[name]
+            if action == "sensitivity" and self.config.sparse.calibration_rounds > 1:
+                # weights that a round of the mask's making has frozen come turned down, and no weight comes larger
+                fresh = torch.where(fresh.abs() <= drawn.to(fresh).abs(), drawn.to(fresh), fresh)
             if warmed and name.endswith(LORA_B):
                 fresh, drawn = tensor[:, low:], drawn[:, low:]
             if not torch.equal(fresh, drawn.to(fresh)):
