@@ -288,8 +288,8 @@ class StartModels:
         if len(self._anchored) > self.same_starts:
             raise ProtocolError(
                 f"the model of train in round {job.round} is that of {len(self._anchored) - 1} rounds before, although"
-                f" this site's training moves it; allowed: {self.same_starts} rounds, whether the server leaves its updates"
-                " out or has made the model up; nothing was sent: ask who runs the server"
+                f" this site's training moves it; allowed: {self.same_starts} rounds, whether the server leaves its"
+                " updates out or has made the model up; nothing was sent: ask who runs the server"
             )
 
     @staticmethod
