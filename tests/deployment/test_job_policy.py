@@ -10,6 +10,7 @@ from atlas_fl.client.options import Report, TrainOptions
 from atlas_fl.client.split_halves import join_halves
 from atlas_fl.config import Config, validate, with_values
 from atlas_fl.deployment.job_policy import JobPolicy, Outline
+from atlas_fl.deployment.start_models import start_models_of
 from atlas_fl.errors import ProtocolError
 
 MODEL = {"q.lora_A": torch.ones(2, 5), "q.lora_B": torch.zeros(4, 2), "head.weight": torch.ones(3, 4)}
@@ -19,8 +20,19 @@ HALVES = {f"report/{key}": tensor for key, tensor in join_halves(MODEL, MODEL).i
 
 
 def policy(config: Config) -> JobPolicy:
-    outline = Outline(like=MODEL, names=lambda _: frozenset(MODEL), places=lambda *_: (), blocks=3)
-    return JobPolicy(config=config, client="a", task="movie", device="cpu_2gb", outline=outline, num_labels=3)
+    outline = Outline(
+        like=MODEL, names=lambda _: frozenset(MODEL), initial=lambda _: MODEL, places=lambda *_: (), blocks=3
+    )
+    return JobPolicy(
+        config=config,
+        client="a",
+        task="movie",
+        device="cpu_2gb",
+        outline=outline,
+        num_labels=3,
+        starts=start_models_of(config, outline.initial, examples=20, images=False),
+        most_rounds=10,
+    )
 
 
 @pytest.mark.parametrize(("report", "own"), [("none", {}), ("class_features", FEATURES), ("halves", HALVES)])
@@ -60,3 +72,13 @@ def test_class_means_come_with_training_from_the_second_round_to_the_last_that_i
             ProtocolError, match=f"train in round {round} with class means to pull to, and .* none then"
         ):
             policy(config).check_model("train", job)
+
+
+def test_a_site_counts_the_rounds_in_which_it_trains() -> None:
+    """The settings leave the choice of the rounds to the server, so a share of the clients is no bound."""
+    config = validate(with_values(Config(), {"rounds": 40, "participation": 0.1}))
+    site = policy(config)
+    for round in (*range(1, 11), 3):
+        site._check_rounds(Job(client="a", params=MODEL, round=round, options=TrainOptions(seed=0)))
+    with pytest.raises(ProtocolError, match=r"to train in 11 rounds; allowed: 10 .*--max-rounds-per-example"):
+        site._check_rounds(Job(client="a", params=MODEL, round=11, options=TrainOptions(seed=0)))

@@ -23,7 +23,7 @@ RECORDED: Mapping[str, tuple[dict[str, object], dict[str, Any]]] = {
     "cut, head here": ({"split": "movie-0=1", "head": "client", "fingerprint": "delta"}, {"allow": ("cut",)}),
     "kept": ({"share": ("A",), "space": "factors"}, {}),
     "halves": ({"strategy": "kriging", "measure_round": 2, "rounds": 5}, {"least_examples": 12}),
-    "class features": ({"strategy": "fedpac", "rounds": 2}, {"least_examples": 8}),
+    "class features": ({"strategy": "fedpac", "rounds": 2}, {"least_examples": 8, "allow": ("partial-training",)}),
     "paired": ({"split": "movie-0=1", "topology": "paired"}, {"allow": ("cut", "labels", "hosting")}),
 }
 """The settings of federations that are recorded, and what their sites agree to."""
@@ -53,7 +53,7 @@ def recorded(tiny_model: Path, tiny_vit: Path, tmp_path_factory: pytest.TempPath
         if name not in found:
             if name == "images":
                 config = with_values(find_preset("vision-quick"), {**images, "name": name})
-                found[name] = record(config, folder / name, ("digits-0", "digits-1"))
+                found[name] = record(config, folder / name, ("digits-0", "digits-1"), allow=("linear-steps",))
             else:
                 values, words = RECORDED[name]
                 found[name] = record(texts(**{**small, **values, "name": name}), folder / name, TWO, **words)

@@ -13,7 +13,8 @@ import torch
 from atlas_fl.config import to_toml, with_values
 from atlas_fl.deployment.job_policy import MOST_GUESTS, MOST_MEASURED
 from atlas_fl.errors import ConfigError
-from atlas_fl.params import digest
+from atlas_fl.models.lora import init_adapters, init_head
+from atlas_fl.params import LORA_A, LORA_B, Params, digest, head_keys, lora_modules, ranks
 from atlas_fl.runtime.coordinator.site_worker import MAX_REGISTRATIONS
 from atlas_fl.runtime.transport.certificates import make_certs, open_certs
 from atlas_fl.split.channel import NORMS
@@ -92,6 +93,13 @@ def in_model(action: str, change: Callable[[dict[str, Any]], dict[str, Any]]) ->
 def at_the_end(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Lie:
     """Another model at the end."""
     return lambda head, tensors: (head, change(tensors)) if head["kind"] == "done" else None
+
+
+def initial_model(model: Params) -> dict[str, torch.Tensor]:
+    """The model of round one of these federations, with the names, ranks and shapes of this one."""
+    dims = {name: (model[name + LORA_A].shape[1], len(model[name + LORA_B])) for name in lora_modules(model)}
+    shapes = {key: tuple(model[key].shape) for key in head_keys(model)}
+    return {**init_adapters(dims, ranks(model), seed=42), **init_head(shapes, seed=42, group="movie")}
 
 
 def first(tensors: Mapping[str, Any], end: str = ".lora_B") -> str:
@@ -175,6 +183,15 @@ ASKS: Mapping[str, tuple[Lie, str]] = {
         in_model("train", lambda model: {**model, first(model): torch.full_like(model[first(model)], torch.nan)}),
         "lora_B' holds a value that is no number",
     ),
+    "no A beside a chosen B": (
+        in_model(
+            "train",
+            lambda model: {
+                key: torch.zeros_like(tensor) if key.endswith(LORA_A) else tensor for key, tensor in model.items()
+            },
+        ),
+        "the model of train: '.*lora_A' is not the initialisation of --seed 42",
+    ),
     "a model of huge numbers": (
         in_model("train", lambda model: {**model, first(model): torch.full_like(model[first(model)], -1001.0)}),
         "the model of train: .*lora_B' holds a value beyond 1000,",
@@ -238,6 +255,13 @@ def test_jobs_do_not_come_for_ever(usual: Recording, lied: Callable[..., Ended])
             assert {head["kind"] for head, _ in found.said_after} == {"register"}
 
 
+def test_a_site_trains_in_no_more_rounds_than_it_agreed_to(usual: Recording, lied: Callable[..., Ended]) -> None:
+    """Whoever takes part by chance in the settings' words: the server chooses, and the site counts."""
+    found = lied(usual, lambda *_: None, max_rounds_per_example=1 / 24)
+    assert "--rounds 2 may train this site 2 times on its 24 examples; allowed: 1" in found.error
+    assert found.link.sent == []
+
+
 def told_now(head: Mapping[str, Any], action: str | None) -> bool:
     return action is None or head.get("action") == action
 
@@ -259,6 +283,34 @@ SETTINGS: Mapping[str, tuple[dict[str, object], str]] = {
     "means of few examples": (
         {"strategy": "fedpac"},
         "12 training examples would be behind the mean features of a class",
+    ),
+    "steps that are sums of gradients": (
+        {"optimizer": "sgd"},
+        r"settings \(--optimizer sgd\) ask more .*linear-steps: an update of SGD is a sum of gradients.*--allow linear",
+    ),
+    "training without the head": (
+        {"trained_parts": "without_head", "personal_rounds": 1},
+        r"settings \(--trained-parts without_head\) ask more .*partial-training: .*--allow partial-training, or ask",
+    ),
+    "B alone, of SGD": (
+        {"trained_parts": "B", "space": "factors", "share": "B", "optimizer": "sgd", "ranks": "4"},
+        r"\(--optimizer sgd, --trained-parts B\) .*--allow linear-steps partial-training",
+    ),
+    "as many rounds as examples": (
+        {"rounds": 24},
+        r"--rounds 24 may train this site 24 times on its 24 examples; allowed: 12 \(--max-rounds-per-example 0.5\)",
+    ),
+    "nearly as many rounds with a share of the clients": (
+        {"rounds": 40, "participation": 0.3},
+        r"--rounds 40 with --participation 0.3 may train this site 24 times on its 24 examples; allowed: 12 ",
+    ),
+    "a fingerprint of all but a few": (
+        {"fingerprint_samples": 20},
+        r"4 training examples would be behind .* and not behind a fingerprint; allowed: none, or at least 16, or the",
+    ),
+    "one validation example": (
+        {"validation_samples": 1},
+        r"the validation split of this site has 1 examples; allowed: at least 5, or its scores and the counts of its",
     ),
     "few examples": ({"samples": 8}, "8 training examples would be behind the census"),
     "batches that fill the memory": ({"batch_size": 10**9}, "--batch-size is 1000000000; a site takes at most 4096"),
@@ -484,7 +536,7 @@ def test_what_is_not_shared_does_not_leave_where_the_server_sends_it_itself(
 ) -> None:
     """A model that comes whole names nothing that stays; what is trained of it stays all the same."""
     kept = recorded("kept")
-    whole = dict(kept.whole[NAME])
+    whole = initial_model(kept.whole[NAME])
 
     def lie(head: dict[str, Any], _: dict[str, Any]) -> Any:
         if head.get("action") != "train":

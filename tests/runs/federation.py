@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 
 from atlas_fl.config import Config, to_toml
+from atlas_fl.data.registry import find_tasks
 from atlas_fl.params import digest
 from atlas_fl.runtime.transport.certificates import make_certs
 from atlas_fl.storage.run_folder import RunFolder
@@ -50,6 +51,9 @@ class Federation:
         split = self._config.split
         words = [] if split.split == "none" else ["cut", "labels"] if split.head == "server" else ["cut"]
         words += ["hosting"] if split.topology == "paired" else []
+        images = any(task.images for task in find_tasks(self._config.data.tasks))
+        words += ["linear-steps"] if self._config.optimizer(images=images) == "sgd" else []
+        words += ["partial-training"] if self._config.training.trained_parts != "all" else []
         few = ("--least-examples", "2")  # the data here are small
         return (*few, "--allow", *words) if words else few
 

@@ -19,7 +19,7 @@ from atlas_fl.config import Config, config_hash
 from atlas_fl.errors import ConfigError, DataError
 from atlas_fl.experiment.run import run_config
 from atlas_fl.models.tokenization import EncodedExamples
-from atlas_fl.planning.leakage import leakage_of
+from atlas_fl.planning.leakage import leakage_of, most_looks
 from atlas_fl.planning.planner import make_plan, measure_leakage
 from atlas_fl.report.figures import draw_all
 from atlas_fl.report.tables import plan_tables
@@ -77,6 +77,21 @@ def test_noise_hides_tokens_and_changes_no_dfil(config: Make) -> None:
     assert plain[0].dfil == 1.0
     for before, after in zip(plain, noisy, strict=True):
         assert after.read < before.read - 0.2
+
+
+def test_noise_is_measured_after_as_many_looks_as_a_site_lets_a_server_take(config: Make) -> None:
+    """Three rounds of one pass, two passes of a fingerprint and one for importance, with two models each."""
+    quiet, noisy = (measure_leakage(config(wire_noise=noise), cuts=[1])[0] for noise in (0.0, 4.0))
+    assert (quiet.looks, quiet.read_averaged) == (1, quiet.read)
+    assert noisy.looks == 2 * (3 + 2 + 1)
+    assert noisy.read + 0.05 < noisy.read_averaged <= quiet.read
+
+
+def test_looks_are_counted_over_rounds_splits_and_models(config: Make) -> None:
+    looks = most_looks(config(rounds=12, fingerprint_batches=12, batch_size=16), examples=200)
+    assert looks == {"train": 2 * (12 + 2 + 1), "validation": 2 * 13, "test": 2 * 13}
+    fewer = most_looks(config(rounds=12, eval_every=5, keep="best"), examples=200)
+    assert (fewer["validation"], fewer["test"]) == (3 * 4, 2 * 4)
 
 
 def test_every_task_has_every_cut_and_nothing_depends_on_how_texts_are_packed(config: Make) -> None:

@@ -106,9 +106,14 @@ class JoinOptions:
     allow: tuple[Allowance, ...] = ()
     """What you agree to beyond adapters, head, sketches and counts: `cut` (the model may be cut, and activations tell
     the server nearly all of the text), `labels` (they go to the server, where the head of a cut model is), `hosting`
-    (sites compute for each other) and `hub-model` (a model of the hub that the server names is loaded)."""
+    (sites compute for each other), `hub-model` (a model of the hub that the server names is loaded), `linear-steps`
+    (--optimizer sgd, whose updates are sums of gradients) and `partial-training` (--trained-parts without the head or
+    the factors A): under the last two texts were read out of updates."""
     least_examples: int = Consent.least_examples
-    """Fewest training examples behind an update or a fingerprint; settings that take fewer are refused."""
+    """Fewest training examples behind an update or a fingerprint, and fewest by which two of them differ; settings that
+    take fewer are refused."""
+    max_rounds_per_example: float = Consent.max_rounds_per_example
+    """Most rounds of training for each training example here; settings with more are refused."""
     most_sketch: int = Consent.most_sketch
     """Most numbers of a sketch of this data; settings with longer ones are refused."""
     private: str | None = None
@@ -146,6 +151,7 @@ def join(words: Sequence[str]) -> int:
         patience_seconds=options.patience,
         allow=options.allow,
         least_examples=options.least_examples,
+        max_rounds_per_example=options.max_rounds_per_example,
         most_sketch=options.most_sketch,
         private=None if options.private is None else Path(options.private),
         secret=None if options.secret is None else Path(options.secret),

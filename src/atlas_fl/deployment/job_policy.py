@@ -3,7 +3,8 @@
 A server names in every job the action, its options, the round and the cut. All of these follow from the settings, so
 the site works them out by itself and refuses a job that says anything else, before a part of the model is loaded and
 before anything is computed. What may differ between two jobs of one kind is the round, the start model (its tensors
-have the names, shapes and ranks of the settings, and are finite) and the split that is scored, never the training one.
+have the names, shapes and ranks of the settings, are finite, and are what honest rounds can produce:
+`deployment.start_models`) and the split that is scored, never the training one.
 """
 
 from collections import Counter
@@ -36,10 +37,12 @@ from atlas_fl.client.split_planning import blocks_below
 from atlas_fl.config import Config
 from atlas_fl.config.schema import AUTO, NONE, cut_setting
 from atlas_fl.deployment.settings_policy import asks_sensitivity
+from atlas_fl.deployment.start_models import Initial, StartModels
 from atlas_fl.errors import ProtocolError, one_line, short_repr
 from atlas_fl.experiment.reports import report_of_round
 from atlas_fl.experiment.rounds import is_aggregation_round
 from atlas_fl.params import HEAD, LORA_A, LORA_B, Params, shared_params
+from atlas_fl.planning.leakage import is_scored_round
 from atlas_fl.planning.planning_costs import IMPORTANCE_BATCHES
 from atlas_fl.runtime.protocol.answer_schema import LARGEST_FEATURE, TensorSchema
 from atlas_fl.runtime.protocol.messages import REPORT, CutInfo, read_job, read_private
@@ -86,7 +89,9 @@ def _is_training_round(config: Config, number: int) -> bool:
 
 
 def _is_scored_round(config: Config, number: int) -> bool:
-    return 0 <= number <= config.training.rounds
+    if config.mixing.graph == "adaptive":
+        return 0 <= number <= config.training.rounds
+    return is_scored_round(config, number)
 
 
 def _is_clustering_round(config: Config, number: int) -> bool:
@@ -188,6 +193,8 @@ class Outline:
     """The trainable tensors of the whole model by name, adapters at rank one."""
     names: Callable[[Cut | None], frozenset[str]]
     """Which of them are at the site with this cut."""
+    initial: Initial
+    """The tensors of round one."""
     places: Callable[[Cut, TrainOptions], tuple[int, ...]]
     """Where the trained ones of a cut client stand among all that these options train."""
     blocks: int
@@ -212,6 +219,14 @@ class JobPolicy:
     outline: Outline
     num_labels: int
     """Classes of the task; 1 of numbers, 0 of text to be written."""
+    starts: StartModels
+    """What is known of the models that come."""
+    most_rounds: int
+    """In how many rounds this site trains at most."""
+    _named: str = ""
+    """Digests of the parts of the newest job's model, which its receiver has held against the tensors."""
+    _trained: set[int] = field(default_factory=set)
+    """The rounds in which it was asked to train."""
     _seen: Counter[tuple[Any, ...]] = field(default_factory=Counter)
     _measured: set[int] = field(default_factory=set)
     """The rounds in which halves were asked for."""
@@ -232,10 +247,11 @@ class JobPolicy:
         if job.cut is not None and cut_info is not None:
             self._check_cut_info(action, job, cut_info, job.cut)
         self._check_private(head)
+        self._named = " ".join(str(head[key]) for key in ("model", "private", "body", "top") if key in head)
         if self.outline.whole:
             self._check_whole(action, job, head)
-        if action == "train" and not self._trained_cut:
-            self._trained_cut.append(_blocks_of(job.cut))
+        if action == "train":
+            self._check_rounds(job)
         if action == "train" and job.options.report == "halves":
             self._measured.add(job.round)
             if len(self._measured) > MOST_MEASURED:
@@ -251,6 +267,7 @@ class JobPolicy:
         Class means to pull features to come with it only where the settings align features.
         """
         _check_params(job.params, self._expected_params(job.cut), most=self._most_rank, what=f"the model of {action}")
+        self.starts.check(action, job, named=self._named)
         if job.centroids:
             self._check_centroids(action, job)
 
@@ -270,6 +287,9 @@ class JobPolicy:
         for key in tensors:
             if key not in allowed and not (cut and key.startswith("cut/")):
                 raise _refusal(f"{short_repr(key)} with its answer to {action}", "what the settings share")
+        if action == "train":
+            own = {key.removeprefix("param/"): tensor for key, tensor in tensors.items() if key.startswith("param/")}
+            self.starts.remember(job, own)
 
     def check_host(self, head: Mapping[str, Any]) -> None:
         """Nothing where this message to a host asks for upper parts of jobs that the settings ask of their guests."""
@@ -292,6 +312,17 @@ class JobPolicy:
     def check_final_model(self, params: Params) -> None:
         """Nothing where this can be the client's own model at the end; raises `ProtocolError` where it cannot."""
         _check_params(params, self._expected_params(None), most=self._most_rank, what="the model at the end")
+
+    def _check_rounds(self, job: Job) -> None:
+        if not self._trained_cut:
+            self._trained_cut.append(_blocks_of(job.cut))
+        self._trained.add(job.round)
+        if len(self._trained) > self.most_rounds:
+            raise ProtocolError(
+                f"the server asks this site to train in {len(self._trained)} rounds; allowed: {self.most_rounds} for so"
+                " many examples as it has (--max-rounds-per-example), because a server that chooses the models can read"
+                " texts out of about as many updates as there are examples; nothing was sent: ask who runs it"
+            )
 
     def _check_action(self, action: str, job: Job) -> None:
         jobs = self._jobs
@@ -378,7 +409,8 @@ class JobPolicy:
         if action == "sensitivity" and set(job.options.names) != body:
             raise _refusal("scores of other weights", "one for every weight of the body")
         turned_down = action == "sensitivity" and self.config.sparse.calibration_rounds > 1
-        if action not in ("train", "evaluate") and not turned_down and head.get("body") != self.outline.body:
+        moved = action in ("train", "evaluate") and job.round > (action == "train")
+        if not moved and not turned_down and head.get("body") != self.outline.body:
             raise _refusal(f"{action} with another model", "the model's own files before round one")
         masked = head.get("masked") is True
         if masked and not self.config.sparse.has_mask:

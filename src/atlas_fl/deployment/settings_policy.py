@@ -7,6 +7,8 @@ they cost.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
+from math import ceil, floor, sqrt
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,7 @@ from atlas_fl.data.task import Labels, Task
 from atlas_fl.deployment.consent import ALLOWANCES, Allowance, Consent
 from atlas_fl.errors import ConfigError, short_repr
 from atlas_fl.models.registry import MODELS
+from atlas_fl.planning.leakage import most_looks
 from atlas_fl.setup.assembly import trainable_of
 from atlas_fl.setup.options import learning_rate_of, strategy_of
 from atlas_fl.sparse.masks import BY_SENSITIVITY
@@ -43,6 +46,8 @@ MOST: Mapping[str, float] = {
 """The largest value of a server's setting that a site takes: what a job may cost it in memory and time."""
 MOST_NAME = 255
 """Bytes of a model's name of a server: what a file system looks for without an error."""
+LEAST_HELD_OUT = 5
+"""Examples of a validation or test split: the score of one is its loss, and its label count its label."""
 MOST_DECAY = 0.1
 """Of learning rate times weight decay, or times FedProx's mu: what one step may undo of those before it, or an update
 is of the last examples alone."""
@@ -77,28 +82,68 @@ def settings_here(
 def check_settings(config: Config, consent: Consent, *, client: str, task: Task, device: str) -> None:
     """Nothing where a site of this name, task and device agrees to these settings; raises `ConfigError` else."""
     _check_sizes(config, consent, task)
-    if missing := [
-        word
-        for word in allowances_needed(config, client=client, task=task.name, device=device)
-        if word not in consent.allow
-    ]:
+    needed = allowances_needed(config, client=client, task=task, device=device)
+    if missing := {word: setting for word, setting in needed.items() if word not in consent.allow}:
         words = " ".join(missing)
         reasons = "; ".join(f"{word}: {ALLOWANCES[word]}" for word in missing)
         raise ConfigError(
-            f"the server's settings (--split {short_repr(config.split.split)}) ask more of this site than it agreed to"
-            f" ({reasons}); agree with --allow {words}, or ask for other settings"
+            f"the server's settings ({', '.join(dict.fromkeys(missing.values()))}) ask more of this site than it agreed"
+            f" to ({reasons}); agree with --allow {words}, or ask for other settings"
         )
 
 
-def allowances_needed(config: Config, *, client: str, task: str, device: str) -> tuple[Allowance, ...]:
-    """The words without which a site of this name, task and device cannot take part under these settings.
+def allowances_needed(config: Config, *, client: str, task: Task, device: str) -> dict[Allowance, str]:
+    """The words without which a site of this name, task and device cannot take part, each with the setting behind it.
 
     With `auto`, which cuts a device that cannot hold the model, the site has to agree to a cut before it is known.
     """
-    split, allowances = config.split, list[Allowance]()
-    if cut_setting(split.split, client=client, task=task, device=device) != NONE:
-        allowances += ["cut"] if split.head == "client" else ["cut", "labels"]
-    return (*allowances, "hosting") if split.topology == "paired" else tuple(allowances)
+    split, needed = config.split, dict[Allowance, str]()
+    cuts = f"--split {short_repr(split.split)}"
+    if cut_setting(split.split, client=client, task=task.name, device=device) != NONE:
+        needed["cut"] = cuts
+        if split.head == "server":
+            needed["labels"] = cuts
+    if split.topology == "paired":
+        needed["hosting"] = f"{cuts} --topology paired"
+    if config.optimizer(images=task.images) == "sgd":
+        needed["linear-steps"] = "--optimizer sgd"
+    if config.training.trained_parts != "all":
+        needed["partial-training"] = f"--trained-parts {config.training.trained_parts}"
+    return needed
+
+
+def check_rounds(config: Config, consent: Consent, *, examples: int) -> None:
+    """Nothing where a site with so many training examples agrees to so many rounds; raises `ConfigError` else.
+
+    Of a share of the clients in each round (`--participation`) that many rounds are expected of it, and four standard
+    deviations more. `JobPolicy` holds the server to it.
+    """
+    training, most = config.training, most_rounds(consent, examples=examples)
+    mean = training.rounds * training.participation
+    expected = min(training.rounds, ceil(mean + 4 * sqrt(mean * (1 - training.participation))))
+    if expected > most:
+        share = "" if training.participation == 1 else f" with --participation {training.participation:g}"
+        raise ConfigError(
+            f"the server's --rounds {training.rounds}{share} may train this site {expected} times on its"
+            f" {examples} examples; allowed: {most} (--max-rounds-per-example {consent.max_rounds_per_example:g}),"
+            " because a server that chooses the models can read texts out of about as many updates as there are"
+            " examples; bring more data, ask for fewer rounds, or raise --max-rounds-per-example"
+        )
+
+
+def most_rounds(consent: Consent, *, examples: int) -> int:
+    """In how many rounds a site with so many training examples trains at most."""
+    return max(1, floor(consent.max_rounds_per_example * examples))
+
+
+def check_held_out(counts: Mapping[str, int]) -> None:
+    """Nothing where the scores and the label counts of each split are of more than a few examples."""
+    for split, count in counts.items():
+        if count < LEAST_HELD_OUT:
+            raise ConfigError(
+                f"the {split} split of this site has {count} examples; allowed: at least {LEAST_HELD_OUT}, or its"
+                " scores and the counts of its labels show single ones; bring more data"
+            )
 
 
 def check_model_name(name: str, consent: Consent) -> None:
@@ -120,14 +165,25 @@ def check_model_name(name: str, consent: Consent) -> None:
 def check_examples(config: Config, consent: Consent, *, task: Task, labels: Labels) -> None:
     """Nothing where enough training examples of this site are behind all that leaves it; raises `ConfigError` else.
 
-    `labels` are those of all its training examples.
+    So many are behind each thing, and by so many at least two of them differ over the whole run: what is made of some
+    of the examples, held against what is made of others, shows the difference. `labels` are those of all its training
+    examples.
     """
-    for what, count in {**_behind(config, task, len(labels)), **_behind_report(config, labels)}.items():
+    counts_by_use = {**_behind(config, task, len(labels)), **_behind_report(config, labels)}
+    for what, count in counts_by_use.items():
         if count < consent.least_examples:
             raise ConfigError(
                 f"{count} training examples would be behind {what} of this site; allowed: at least"
                 f" {consent.least_examples}, or what leaves it shows single examples; bring more data, ask for other"
                 " settings, or lower --least-examples"
+            )
+    subsets = sorted(_behind(config, task, len(labels)).items(), key=lambda item: item[1])
+    for (few, fewer), (many, more) in pairwise(subsets):
+        if 0 < more - fewer < consent.least_examples:
+            raise ConfigError(
+                f"{more - fewer} training examples would be behind {many} of this site and not behind {few}; allowed:"
+                f" none, or at least {consent.least_examples}, or the difference of the two shows single examples; ask"
+                " for other settings, or lower --least-examples"
             )
 
 
@@ -205,29 +261,50 @@ REPORTED: Mapping[str, str] = {
 """What a rule asks for beside updates, in words."""
 
 
-def what_leaves(config: Config, *, client: str, task: Task, device: str, blocks: int) -> tuple[str, ...]:
-    """What leaves this site under settings that it has accepted, and what never does, a line each."""
-    words = allowances_needed(config, client=client, task=task.name, device=device)
+def what_leaves(config: Config, *, client: str, task: Task, device: str, blocks: int, examples: int) -> tuple[str, ...]:
+    """What leaves this site under settings that it has accepted, and what never does, a line each.
+
+    `examples` are its training examples.
+    """
+    words = allowances_needed(config, client=client, task=task, device=device)
     report = REPORTED.get(strategy_of(config).report, "")
     sent = (_sent_whole if trainable_of(config, [task]) == "full" else _sent_adapters)(config, task) + report
     counts = "" if task.images else "token lengths, "
     label_statistics = "labels' names and counts" if task.has_classes else "mean and spread of its labels"
     usual = f"how many examples each split has, test too, their {counts}{label_statistics}; scores, losses, seconds"
     private_data = "images" if task.images else "texts, tokens"
+    may_show = (
+        "what a hostile server may still learn: updates are sums over this site's examples, without noise and without"
+        f" secure sums; who chooses the models can learn {'images' if task.images else 'training texts'} from them, the"
+        " more the more rounds there are"
+    )
+    lines = [f"leaves this site: {sent}; {usual}"]
     if "cut" not in words:
         besides = " but as these means" if "means" in report else ""
-        return (
-            f"leaves this site: {sent}; {usual}",
-            f"never leaves it: {private_data}, activations{besides}, the label of an example",
-        )
+        return (*lines, f"is never sent: {private_data}, activations{besides}, the label of an example", may_show)
     where = cut_setting(config.split.split, client=client, task=task.name, device=device)
     at = "one of the model's blocks, if this device cannot hold all," if where == AUTO else f"block {where} of {blocks}"
     given = "and the label of each" if "labels" in words else "without their labels"
     return (
-        f"leaves this site: {sent}; {usual}",
+        *lines,
         f"leaves it too, as agreed: the activations of every example at {at} {given}: nearly all of the text can be"
-        " read in them" + (", also by other sites" if "hosting" in words else ""),
-        "never leaves it: the files of its data" + ("" if "labels" in words else ", the label of an example"),
+        " read in them" + (", also by other sites" if "hosting" in words else "") + _noise_line(config, examples),
+        "is never sent: the files of its data" + ("" if "labels" in words else ", the label of an example"),
+        may_show,
+    )
+
+
+def _noise_line(config: Config, examples: int) -> str:
+    """What noise on a cut comes to after as many looks as a server may take."""
+    noise = config.split.wire_noise
+    if not noise:
+        return ""
+    looks = most_looks(config, examples=examples)
+    most = max(looks.values())
+    by_split = ", ".join(f"{count} of {split}" for split, count in looks.items())
+    return (
+        f"; the noise of --wire-noise {noise:g} averages away: a server may take up to {most} looks at a row"
+        f" ({by_split}), after which it is {noise / sqrt(most):.2g}"
     )
 
 

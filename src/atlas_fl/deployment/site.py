@@ -25,11 +25,15 @@ from atlas_fl.deployment.receipt import Receipt, clear_private, confirm_again, r
 from atlas_fl.deployment.service import answer_limit
 from atlas_fl.deployment.settings_policy import (
     check_examples,
+    check_held_out,
     check_model_name,
+    check_rounds,
     check_settings,
+    most_rounds,
     settings_here,
     what_leaves,
 )
+from atlas_fl.deployment.start_models import start_models_of
 from atlas_fl.errors import ConfigError, ModelError, ProtocolError, one_line, short_repr
 from atlas_fl.events import Note, OnEvent, PhaseStarted, ignore
 from atlas_fl.experiment.export import head_of_client, write_adapter, write_whole
@@ -151,12 +155,14 @@ class FullModelSiteRuntime:
         self.tokens = self._site.data[client.name]
         body = trained_body(backbone, config)
         self.answer_limit = answer_limit(config, backbone.model, body=body)
-        like = meta_params(assembly.full_models()[client.name])
+        whole = assembly.full_models()[client.name]
+        like = meta_params(whole)
         self.receiver: Receiver = full_model_receiver(backbone, config, keeps_trained=True)
         self.actions: Mapping[str, Any] = ACTIONS
         self.outline = Outline(
             like=like,
             names=lambda _: frozenset(like),
+            initial=lambda _: whole,
             places=lambda *_: (),
             blocks=0,
             images=assembly.has_images,
@@ -295,6 +301,7 @@ class AdapterSiteRuntime:
         return Outline(
             like=like,
             names=self._names,
+            initial=self._initial_params,
             places=lambda cut, options: tuple(client_side_indices(whole, like, options, cut)),
             blocks=len(whole.blocks),
         )
@@ -347,7 +354,9 @@ class SiteOptions:
     allow: tuple[Allowance, ...] = ()
     """What may leave the site, or happen at it, beside the usual: words of `consent.ALLOWANCES`."""
     least_examples: int = Consent.least_examples
-    """Fewest training examples behind an update or a fingerprint."""
+    """Fewest training examples behind an update or a fingerprint, and fewest by which two of them differ."""
+    max_rounds_per_example: float = Consent.max_rounds_per_example
+    """Most rounds of training for each training example."""
     most_sketch: int = Consent.most_sketch
     """Most numbers of a sketch."""
     to: Path
@@ -356,7 +365,12 @@ class SiteOptions:
     @property
     def consent(self) -> Consent:
         """What the site agrees to."""
-        return Consent(allow=self.allow, least_examples=self.least_examples, most_sketch=self.most_sketch)
+        return Consent(
+            allow=self.allow,
+            least_examples=self.least_examples,
+            max_rounds_per_example=self.max_rounds_per_example,
+            most_sketch=self.most_sketch,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -393,7 +407,10 @@ def join_federation(joining: SiteOptions, *, on_event: OnEvent = ignore) -> Site
         said |= {"config": run, **identity_said(home.model)}
         check_same_model(home.model, link, said, name=settings.model.model)
         link.answer_limit = home.answer_limit
-        for line in what_leaves(settings, client=certs.name, task=task, device=device, blocks=outline.blocks):
+        examples, rounds = len(client.train), most_rounds(joining.consent, examples=len(client.train))
+        for line in what_leaves(
+            settings, client=certs.name, task=task, device=device, blocks=outline.blocks, examples=examples
+        ):
             on_event(Note(line))
         for line in truncation_notes({certs.name: home.tokens}, home.known):
             on_event(Note(line))
@@ -419,6 +436,8 @@ def join_federation(joining: SiteOptions, *, on_event: OnEvent = ignore) -> Site
                 device=device,
                 outline=outline,
                 num_labels=task.num_labels,
+                starts=start_models_of(settings, outline.initial, examples=examples, images=outline.images),
+                most_rounds=rounds,
             ),
         )
         return _end_of(joining, worker, home, link, private=private)
@@ -444,6 +463,8 @@ def _client_and_home(
     client = own_client(config, name, task=joining.task, part=joining.part)
     check_settings(settings, consent, client=name, task=client.task, device=device)
     check_examples(settings, consent, task=client.task, labels=client.train.label)
+    check_held_out({"validation": len(client.validation), "test": len(client.test)})
+    check_rounds(settings, consent, examples=len(client.train))
     home = home_of(
         config,
         client,

@@ -59,6 +59,7 @@ def work(message: Message, context: Context) -> Reply:
                 patience_seconds=node.patience,
                 allow=node.allow,
                 least_examples=node.least_examples,
+                max_rounds_per_example=node.max_rounds_per_example,
                 most_sketch=node.most_sketch,
                 to=Path(node.to or f"{node.name}-adapter") / str(context.run_id),
             ),

@@ -60,6 +60,8 @@ class Node:
     """What this node agrees to, as `--allow` of `atlas join`; in the config one text with spaces between."""
     least_examples: int = Consent.least_examples
     """Fewest training examples behind an update or a fingerprint."""
+    max_rounds_per_example: float = Consent.max_rounds_per_example
+    """Most rounds of training for each training example."""
     most_sketch: int = Consent.most_sketch
     """Most numbers of a sketch."""
     to: str = ""
@@ -72,7 +74,9 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
         ("text", lambda v: type(v) is str and v != ""),
     ),
     **dict.fromkeys(("part", "least_examples", "most_sketch"), ("a whole number", lambda v: type(v) is int)),
-    "patience": ("a number above 0", lambda v: type(v) in (int, float) and v > 0),
+    **dict.fromkeys(
+        ("patience", "max_rounds_per_example"), ("a number above 0", lambda v: type(v) in (int, float) and v > 0)
+    ),
 }
 
 
@@ -93,7 +97,14 @@ def node_of(config: Mapping[str, Any], *, node_id: int) -> Node:
         values["allow"] = tuple(values["allow"].split())
     node = Node(**{"name": str(node_id), **values})
     check_name(node.name)
-    check_consent(Consent(allow=node.allow, least_examples=node.least_examples, most_sketch=node.most_sketch))
+    check_consent(
+        Consent(
+            allow=node.allow,
+            least_examples=node.least_examples,
+            max_rounds_per_example=node.max_rounds_per_example,
+            most_sketch=node.most_sketch,
+        )
+    )
     return node
 
 

@@ -11,18 +11,22 @@ Fisher information"). The probe is an attacker of the simplest kind. It needs pa
 who holds the public model. A probe that fails proves nothing; one that succeeds does.
 
 `leakage_of` measures each task's texts: the probe is fitted on training examples and reads test examples, from rows as
-the server receives them, with the config's wire format and noise. The model is the frozen backbone that all clients
+the server receives them, with the config's wire format and noise. Noise is measured twice: for one look at a row, and
+for the mean of as many looks as a site lets a server take (`most_looks`), each at a model that differs a little. A mean
+of k looks has the error of one over sqrt(k). The model is the frozen backbone that all clients
 share; adapters start as no change of it.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import ceil, sqrt
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from atlas_fl.client.batching import PackedBatch, collate_packed, split_by_tokens
+from atlas_fl.config import Config
 from atlas_fl.errors import ConfigError, DataError
 from atlas_fl.models.attention import PackedLayout
 from atlas_fl.models.backbone import Backbone, embed_tokens, run_blocks
@@ -34,6 +38,39 @@ from atlas_fl.split.codec import add_noise, decode_rows, encode_rows, simulated_
 
 MAX_PRODUCTS = 1 << 24
 """Products of rows and token embeddings that are held at once."""
+MODELS_A_ROUND = 2
+"""Different models that a site works with in one round for one action and split: one, and one more where a server that
+was killed mixes the round again without a client."""
+
+
+def most_models(config: Config, split: str) -> int:
+    """How many different models a site scores on a split, or trains, in one round: `--keep best` scores two."""
+    return MODELS_A_ROUND + (config.mixing.keep == "best" and split == "validation")
+
+
+def is_scored_round(config: Config, number: int) -> bool:
+    """Whether a site's model is scored after this round; before round one it may be, for the graph."""
+    last = config.training.rounds
+    return number in (0, last) or (0 < number < last and number % config.training.eval_every == 0)
+
+
+def most_looks(config: Config, *, examples: int) -> dict[Split, int]:
+    """How often a server may see the row of one token of each split at a cut, each time with other noise.
+
+    `examples` are a client's training examples, which it may also see in a fingerprint and for the importance.
+    """
+    training, phase = config.training, config.clustering
+    scored = 1 + training.rounds // training.eval_every + (training.rounds % training.eval_every > 0)
+    steps = config.images.local_steps
+    epochs = training.local_epochs if steps is None else ceil(steps * training.batch_size / examples)
+    passes = phase.fingerprint_steps if phase.fingerprint == "delta" else phase.fingerprint_batches
+    plan = ceil(2 * passes * training.batch_size / examples) + 1
+    again = 0 if not phase.recluster_every else (training.rounds - 1) // phase.recluster_every
+    return {
+        "train": MODELS_A_ROUND * (training.rounds * epochs + plan * (1 + 2 * again)),
+        "validation": most_models(config, "validation") * scored,
+        "test": most_models(config, "test") * scored,
+    }
 
 
 def fisher_leakage(
@@ -91,7 +128,11 @@ class CutLeakage:
     dfil: float
     """Tr(J^T J) / d of the client's part, for noise of size one; no wire changes it."""
     read: float
-    """Share of the unseen tokens that the probe reads."""
+    """Share of the unseen tokens that the probe reads in one look at each."""
+    looks: int
+    """How often a server may look at a row of training texts with other noise; 1 without noise."""
+    read_averaged: float
+    """Share of them that it reads in the mean of so many looks."""
     commonest: float
     """Share of them that always saying the commonest known token gets right."""
     known: int
@@ -138,10 +179,8 @@ def _measure_cut(
     assembly: Assembly, task: str, blocks: int, *, known_texts: _TextSample, unseen_texts: _TextSample
 ) -> CutLeakage:
     backbone = assembly.site.backbone
-    known_rows = _received_rows(assembly, known_texts, name="known")
-    unseen_rows = _received_rows(assembly, unseen_texts, name="unseen")
-    embeddings = backbone.model.get_input_embeddings().weight.detach().float()
-    predicted = token_probe(known_rows, known_texts.ids, unseen_rows, embeddings=embeddings)
+    looks = _looks(assembly, task)
+    read = _read(assembly, known_texts, unseen_texts, looks=1)
     row = collate_packed(_first_examples(assembly, task, "test", FISHER_TEXTS), device=backbone.device)
     embedded = embed_tokens(backbone, row.ids, row.types, row.layout)
     with torch.enable_grad():
@@ -150,20 +189,38 @@ def _measure_cut(
         task=task,
         blocks=blocks,
         dfil=dfil,
-        read=_accuracy(predicted == unseen_texts.ids),
+        read=read,
+        looks=looks,
+        read_averaged=read if looks == 1 else _read(assembly, known_texts, unseen_texts, looks=looks),
         commonest=_accuracy(known_texts.ids.mode().values == unseen_texts.ids),
         known=len(known_texts.ids),
         unseen=len(unseen_texts.ids),
     )
 
 
-def _received_rows(assembly: Assembly, texts: _TextSample, *, name: str) -> Tensor:
-    """The rows of the words as the server receives them, (words, hidden) float32."""
+def _looks(assembly: Assembly, task: str) -> int:
+    """The most looks at a row of this task, of the client where they are most."""
+    if not assembly.config.split.wire_noise:
+        return 1
+    counts = [len(assembly.site.data[one.name].splits["train"]) for one in assembly.clients if one.task.name == task]
+    return max(most_looks(assembly.config, examples=count)["train"] for count in counts)
+
+
+def _read(assembly: Assembly, known_texts: _TextSample, unseen_texts: _TextSample, *, looks: int) -> float:
+    """The share of the unseen tokens that the probe reads in the mean of so many looks at each."""
+    known_rows = _received_rows(assembly, known_texts, name="known", looks=looks)
+    unseen_rows = _received_rows(assembly, unseen_texts, name="unseen", looks=looks)
+    embeddings = assembly.site.backbone.model.get_input_embeddings().weight.detach().float()
+    return _accuracy(token_probe(known_rows, known_texts.ids, unseen_rows, embeddings=embeddings) == unseen_texts.ids)
+
+
+def _received_rows(assembly: Assembly, texts: _TextSample, *, name: str, looks: int) -> Tensor:
+    """The rows of the words as the server has them after so many looks, (words, hidden) float32."""
     split, rows = assembly.config.split, torch.cat(texts.hidden)[texts.is_word]
     if split.wire_noise:
         # An attacker has no secret of the client whose rows it reads, and so noise of its own on those that it knows.
         secret = simulated_secret(assembly.config.run.seed, name)
-        rows = add_noise(rows, noise=split.wire_noise, secret=secret, kind="activation")
+        rows = add_noise(rows, noise=split.wire_noise / sqrt(looks), secret=secret, kind="activation")
     return decode_rows(encode_rows(rows, wire=split.wire))[0].to(rows.device)
 
 

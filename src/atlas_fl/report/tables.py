@@ -97,14 +97,25 @@ def host_table(plan: Mapping[str, Any]) -> Table:
 def leakage_table(rows: Sequence[Mapping[str, Any]], *, taken: Collection[tuple[str, int | None]] = ()) -> Table:
     """One row a task and cut: dFIL, and the tokens that the probe reads; an arrow marks the cuts that were `taken`."""
     table = new_table("What a cut gives away")
-    add_columns(table, ["", "task"], ["blocks on\nthe client", "dFIL", "tokens\nread", "commonest\ntoken", "of"])
+    has_noise = any(row.get("looks", 1) > 1 for row in rows)
+    averaged = ["of looks", "read in\ntheir mean"] if has_noise else []
+    add_columns(
+        table, ["", "task"], ["blocks on\nthe client", "dFIL", "tokens\nread", *averaged, "commonest\ntoken", "of"]
+    )
     for row in rows:
-        shares = [percent(row[name]) for name in ("read", "commonest")]
+        shares = [percent(row["read"])]
+        shares += [str(row["looks"]), percent(row["read_averaged"])] if has_noise else []
+        shares.append(percent(row["commonest"]))
         mark = ">" if (row["task"], row["blocks"]) in taken else ""
         table.add_row(mark, escape(row["task"]), str(row["blocks"]), f"{row['dfil']:.3g}", *shares, str(row["unseen"]))
     table.caption = (
         "read: by a linear probe that knows other texts of the\ntask; of: tokens of texts that it does not know;\n"
         "commonest: what always guessing that token reads"
+        + (
+            "\nlooks: as many as a site lets a server take, each with\nother noise; their mean has less of it"
+            if has_noise
+            else ""
+        )
     )
     return table
 

@@ -322,14 +322,19 @@ def leakage(record: Record) -> Section | None:
     cells: list[list[Cell]] = [
         [
             *(row["task"], count(row["blocks"]), plain(row.get("dfil"), 4)),
-            *(share(row["read"]), share(row["commonest"]), count(row.get("unseen"))),
+            *(share(row["read"]), count(row.get("looks")), share(row.get("read_averaged"))),
+            *(share(row["commonest"]), count(row.get("unseen"))),
         ]
         for row in rows
     ]
-    columns = ("task", "blocks on the client", "dFIL", "tokens read", "commonest token", "of tokens")
+    columns = (
+        *("task", "blocks on the client", "dFIL", "tokens read", "looks", "read in their mean"),
+        *("commonest token", "of tokens"),
+    )
     note = (
-        "tokens read: by a linear probe that knows other texts of the task; commonest token: what always guessing it"
-        " reads; dFIL: Fisher information leakage"
+        "tokens read: by a linear probe that knows other texts of the task, in one look; looks: as many as a site lets"
+        " a server take, whose noise averages away; commonest token: what always guessing it reads; dFIL: Fisher"
+        " information leakage"
     )
     return Section(
         name="privacy",
