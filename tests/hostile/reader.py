@@ -13,10 +13,8 @@ Where A does not train it is the site's own, drawn from the public seed, and the
 of A x. All that the reader uses is what a server knows: settings, the public model, starts and updates.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from unittest.mock import patch
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -131,18 +129,9 @@ def near_honest(like: Params, *, first: Sequence[str], size: float) -> Starts:
     return lambda round: {**like, **{key: growth(round) * columns for key, columns in chosen.items()}}
 
 
-@contextmanager
-def order_from_secret() -> Iterator[None]:
-    """Examples come in an order that the server does not know, as from a secret of the site."""
-    unknown = np.random.default_rng(99)
-
-    def drawn(seed: int, *path: object) -> np.random.Generator:
-        if path[:1] == ("order",):
-            return np.random.default_rng(unknown.integers(2**63))
-        return generator(seed, *path)
-
-    with patch.object(local_training, "generator", drawn):
-        yield
+def with_secret(site: Site, client: str) -> Site:
+    """The site with a secret of its own, from which the order of its examples follows."""
+    return replace(site, secrets={client: bytes(range(32))})
 
 
 @dataclass(kw_only=True, eq=False)
@@ -256,7 +245,7 @@ class Server:
         embeddings = self.site.backbone.model.get_submodule("embeddings")
         ids = self._ids[None]
         with torch.inference_mode():
-            rows = embeddings(
+            rows: Tensor = embeddings(
                 input_ids=ids, position_ids=torch.full_like(ids, place), token_type_ids=torch.zeros_like(ids)
             )
         return rows[0].double()

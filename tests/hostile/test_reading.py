@@ -4,7 +4,6 @@ The attack is `tests.hostile.reader`, as `benchmarks/read_updates.py` carries it
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
@@ -15,7 +14,7 @@ from atlas_fl.deployment.start_models import start_models_of
 from atlas_fl.setup.assembly import Assembly, assemble
 from atlas_fl.setup.options import train_options
 from tests.hostile import reader
-from tests.hostile.reader import CASES, Reading, Server, made_up, near_honest, order_from_secret
+from tests.hostile.reader import CASES, Reading, Server, made_up, near_honest
 
 EXAMPLES, ROUNDS = 12, 16
 BATCH = {"8": "6", "1": "1"}
@@ -48,8 +47,9 @@ class Victim:
         if guarded:
             known = start_models_of(config, lambda _: like, examples=EXAMPLES, images=False)
             server.guard, server.trained = lambda job: known.check("train", job), known.remember
-        with order_from_secret() if secret else nullcontext():
-            return server.read(ROUNDS)
+        if secret:
+            server.site = reader.with_secret(site, client.name)
+        return server.read(ROUNDS)
 
 
 def vocabulary(assembly: Assembly) -> torch.Tensor:
