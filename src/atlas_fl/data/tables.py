@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from atlas_fl.errors import DataError
-from atlas_fl.storage.files import check_regular
+from atlas_fl.storage.folder_access import check_regular
 
 Table: TypeAlias = Mapping[str, Sequence[Any]]
 """Columns of equal length by name."""

@@ -36,7 +36,8 @@ def export_clients(assembly: Assembly, models: ByClient, folder: RunFolder) -> N
     if assembly.is_full:
         for client in dict.fromkeys(deduplicate_models(models).values()):
             labels = tasks[client].label_names
-            save_model(assembly.site.backbone, models[client], folder.models / client, labels=labels)
+            to = folder.models / client
+            save_model(assembly.site.backbone, models[client], to, labels=labels, within=folder.path)
         return
     backbone = assembly.site.backbone
     for client, params in models.items():
@@ -49,6 +50,7 @@ def export_clients(assembly: Assembly, models: ByClient, folder: RunFolder) -> N
             base=backbone.source.path,
             scale=assembly.site.scale,
             labels=tasks[client].label_names,
+            within=folder.path,
         )
 
 
@@ -62,7 +64,7 @@ def export_client(run: str | Path, *, client: str, to: str | Path, round: str | 
     """
     folder = find_run(run)
     check_files(folder, folder.config)
-    config = load_config(folder.config)
+    config = load_config(folder.config, within=folder.path)
     saved = _load_checkpoint(folder, round)
     check_files(folder, folder.path / saved.state["plan"])
     plan = Plan.from_json(read_json(folder.path / saved.state["plan"]))
@@ -88,19 +90,31 @@ def export_client(run: str | Path, *, client: str, to: str | Path, round: str | 
 
 
 def _export_adapter(
-    params: Params, to: Path, *, family: Family, base: str, scale: Callable[[int], float], labels: Sequence[str]
+    params: Params,
+    to: Path,
+    *,
+    family: Family,
+    base: str,
+    scale: Callable[[int], float],
+    labels: Sequence[str],
+    within: Path | None = None,
 ) -> None:
     """Write an adapter as a PEFT folder, or one with a gate as a folder of ours."""
     write = export_gated_adapter if is_gated(params) else export_adapter
-    write(params, to, family=family, base=base, scale=scale, labels=labels)
+    write(params, to, family=family, base=base, scale=scale, labels=labels, within=within)
 
 
-def save_model(backbone: Backbone, params: Params, to: Path, *, labels: Sequence[str]) -> None:
-    """Write a whole model as a folder that stock transformers load; `labels` name the classes in order."""
+def save_model(
+    backbone: Backbone, params: Params, to: Path, *, labels: Sequence[str], within: Path | None = None
+) -> None:
+    """Write a whole model as a folder that stock transformers load; `labels` name the classes in order.
+
+    No part of its path below `within` is a link.
+    """
     if backbone.vision is not None:
-        save_vision(backbone.vision, params, to, labels=labels)
+        save_vision(backbone.vision, params, to, labels=labels, within=within)
     else:
-        save_classifier(backbone, params, to, labels=labels)
+        save_classifier(backbone, params, to, labels=labels, within=within)
 
 
 def _full_model_backbone(config: Config, params: Params) -> Backbone:

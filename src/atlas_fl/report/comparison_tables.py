@@ -7,6 +7,7 @@ records as they are. A test holds that a field which none of them shows is notic
 
 import csv
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from io import StringIO
@@ -21,6 +22,7 @@ from atlas_fl.report.format import EMPTY, add_columns, human_bytes, new_table, n
 from atlas_fl.report.method_comparison import MethodComparison, MethodRow
 from atlas_fl.report.score_table import escape_latex
 from atlas_fl.report.statistics import ROPE, Interval, PairedComparison, least_sign_flip_p
+from atlas_fl.storage.folder_access import open_named_file
 
 SHOWN = 0.95
 """Posterior probability from which something is said to be shown."""
@@ -324,7 +326,7 @@ def statistics_files(comparisons: Mapping[str, MethodComparison]) -> dict[str, s
 
 def is_methods_csv(path: Path) -> bool:
     """Whether a file begins as `methods_csv` writes it."""
-    with path.open("rb") as file:
+    with open_named_file(path, max_bytes=sys.maxsize) as file:
         return (
             file.readline(1000).rstrip(b"\r\n") == ",".join(["federation", "method", *flat_names(MethodRow)]).encode()
         )

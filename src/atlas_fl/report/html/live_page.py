@@ -6,9 +6,10 @@ looks for news.
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -31,6 +32,7 @@ from atlas_fl.report.html.elements import (
 )
 from atlas_fl.report.html.run_page import run_page
 from atlas_fl.storage.digests import read_checked_rows
+from atlas_fl.storage.folder_access import MOST_LOG_BYTES, read_ends
 from atlas_fl.storage.run_folder import PLANNED_RUNS, RunFolder, is_readable_file
 
 RECENT = 3
@@ -65,8 +67,11 @@ class Progress:
 
 
 def read_progress(folder: RunFolder, *, now: datetime) -> Progress:
-    """How far the run in this folder is; of one without a log, nothing done. Raises OSError where it cannot be read."""
-    lines = _log_lines(folder.log) if folder.log.exists() else []
+    """How far the run in this folder is; of one without a log, nothing done. Raises OSError where it cannot be read.
+
+    Of a long log its first line and its last `MOST_LOG_BYTES` are read.
+    """
+    first, lines = _log_lines(folder.log) if folder.log.exists() else (None, [])
     done = [(when, int(m[1]), int(m[2])) for when, words in lines if (m := _DONE.match(words))]
     begun = [when for when, words in lines if (m := _BEGUN.fullmatch(words)) and (not done or int(m[1]) <= done[-1][1])]
     ends = [*begun[-1:], done[-1][0]] if len(done) == 1 else [when for when, _, _ in done]
@@ -79,22 +84,22 @@ def read_progress(folder: RunFolder, *, now: datetime) -> Progress:
         rounds=rounds,
         seconds_left=None if rounds is None or not taken else fmean(taken) * (rounds - last),
         silent=max(0.0, (now - lines[-1][0]).total_seconds()) if lines else 0.0,
-        seconds=max(0.0, (lines[-1][0] - lines[0][0]).total_seconds()) if lines else 0.0,
+        seconds=max(0.0, (lines[-1][0] - (first or lines[0][0])).total_seconds()) if lines else 0.0,
         is_over=folder.summary.exists(),
     )
 
 
-def _log_lines(log: Path) -> list[tuple[datetime, str]]:
-    """(time, words) of every line of a log; what is no such line is left out."""
-    found = []
-    for line in log.read_text("utf-8", errors="replace").splitlines():
-        match = _LINE.fullmatch(line)
-        try:
-            if match:
-                found.append((datetime.strptime(match[1], "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC), match[2]))
-        except ValueError:  # the form of a date, and none
-            continue
-    return found
+def _log_lines(log: Path) -> tuple[datetime | None, list[tuple[datetime, str]]]:
+    """(time of the first line, time and words of every line near the end); what is no such line is left out."""
+    head, tail = read_ends(log, max_bytes=MOST_LOG_BYTES)
+    return next((when for when, _ in _timed_lines(head)), None), list(_timed_lines(tail))
+
+
+def _timed_lines(text: bytes) -> Iterator[tuple[datetime, str]]:
+    for line in text.decode(errors="replace").splitlines():
+        if match := _LINE.fullmatch(line):
+            with suppress(ValueError):  # the form of a date, and none
+                yield datetime.fromisoformat(match[1]), match[2]
 
 
 def live_page(folder: RunFolder, *, now: datetime) -> Page:
