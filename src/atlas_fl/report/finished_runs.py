@@ -31,6 +31,7 @@ from atlas_fl.experiment.tuning import (
     read_tuning,
     tuning_json,
 )
+from atlas_fl.report.csv_text import format_csv, unescape_cell
 from atlas_fl.storage.digests import check_files
 from atlas_fl.storage.folder_access import MOST_JSON_BYTES, files_below, open_named_file, read_named_file
 from atlas_fl.storage.json_shapes import LARGEST, SUMMARY, TUNING, check_shape
@@ -220,12 +221,10 @@ def _order(run: FinishedRun) -> tuple[str, int, str, int, str]:
 
 def to_csv(runs: Iterable[FinishedRun]) -> str:
     """The rows of these runs, with a header; numbers in full precision, unknown ones empty."""
-    text = StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
+    rows: list[list[object]] = []
     for run in runs:
         scores = run.scores
-        writer.writerow(
+        rows.append(
             [
                 *(run.config.run.preset, run.config.run.dial, run.method, run.seed),
                 sum(scores.scores.values()) / len(scores.scores),
@@ -237,7 +236,7 @@ def to_csv(runs: Iterable[FinishedRun]) -> str:
                 config_hash(run.config),
             ]
         )
-    return text.getvalue()
+    return format_csv(COLUMNS, rows)
 
 
 def _words(values: Iterable[object]) -> str:
@@ -279,6 +278,7 @@ def _read_row(row: Mapping[str, Any], where: str) -> FinishedRun:
     try:
         if None in row or None in row.values():
             raise ValueError("it has more or fewer cells than the header has names")
+        row = {name: unescape_cell(cell) for name, cell in row.items()}
         config = _config_of(row)
         scores = _scores_of(row, config.run.seed)
         tuning = _tuning_of(row)

@@ -13,7 +13,7 @@ from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.parse import quote
 
 from atlas_fl.errors import CheckpointError
@@ -183,9 +183,27 @@ def find_comparisons(runs_dir: Path) -> dict[str, Path]:
     return {os.fsencode(path.name).decode(errors="replace").removesuffix(PLANNED_RUNS): path for path in files}
 
 
-def list_page(folders: Mapping[str, Path], comparisons: Sequence[str] = (), *, now: datetime) -> Page:
-    """The page that lists runs by name, each with a link to its own, after those of comparisons and sweeps."""
-    rows = [[name, *summary_row(RunFolder(path), now=now)] for name, path in folders.items()]
+Row: TypeAlias = tuple[str, str, str]
+"""(state, rounds, newest mean validation score) of a run."""
+
+
+def list_page(
+    folders: Mapping[str, Path],
+    comparisons: Sequence[str] = (),
+    *,
+    now: datetime,
+    known: dict[Path, tuple[str, Row]] | None = None,
+) -> Page:
+    """The page that lists runs by name, each with a link to its own, after those of comparisons and sweeps.
+
+    `known` holds the row of each run and the state that it was made from: what has not changed is not read again.
+    """
+    known = {} if known is None else known
+    for path in folders.values():
+        state = state_of(path, now=now)
+        if path not in known or known[path][0] != state:
+            known[path] = (state, summary_row(RunFolder(path), now=now))
+    rows = [[name, *known[path][1]] for name, path in folders.items()]
     columns = ("run", "state", "rounds", "mean validation score")
     block = Table(title="Runs", columns=columns, rows=rows) if rows else Text(lines=["No run has begun here so far."])
     complete = sum(row[1] == "complete" for row in rows)
@@ -197,7 +215,7 @@ def list_page(folders: Mapping[str, Path], comparisons: Sequence[str] = (), *, n
     )
 
 
-def summary_row(folder: RunFolder, *, now: datetime) -> tuple[str, str, str]:
+def summary_row(folder: RunFolder, *, now: datetime) -> Row:
     """(state, rounds, newest mean validation score) of a run, for a list of runs."""
     try:
         progress = read_progress(folder, now=now)
