@@ -16,6 +16,10 @@ Table: TypeAlias = Mapping[str, Sequence[Any]]
 
 SPLITS = ("train", "validation", "test")
 LONGEST_CELL = 1 << 30
+MOST_UNPACKED_BYTES = 1 << 30
+"""Of a parquet file: one of some kilobytes may say the same text a million times."""
+_BATCH_ROWS = 256
+"""Rows that are unpacked at once to count them."""
 _NO_VALUE = frozenset({"nan", "null", "<na>", "#n/a", "nat"})
 """What programs write where a value is missing."""
 
@@ -148,8 +152,19 @@ def _read_jsonl(path: Path) -> Table:
 
 def _read_parquet(path: Path) -> Table:
     import pandas as pd  # half a second that other commands need not pay
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
 
-    columns: Table = pd.read_parquet(path).to_dict("list")
+    try:
+        with ParquetFile(path) as file:
+            unpacked = 0
+            for batch in file.iter_batches(batch_size=_BATCH_ROWS):
+                unpacked += batch.nbytes
+                if unpacked > MOST_UNPACKED_BYTES:
+                    raise ValueError(f"its values take more than the {MOST_UNPACKED_BYTES:,} bytes that are read")
+        columns: Table = pd.read_parquet(path).to_dict("list")
+    except (ArrowException, MemoryError, OverflowError) as error:
+        raise ValueError(str(error) or "its values take more memory than there is") from None
     return columns
 
 
