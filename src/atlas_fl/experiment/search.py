@@ -28,7 +28,7 @@ from atlas_fl.experiment.summary import histories, mean_series
 from atlas_fl.experiment.sweep import Point, RunState, grid, parse_over, run_all
 from atlas_fl.rng import derive_seed
 from atlas_fl.storage.files import is_left_of_beginning, run_lock
-from atlas_fl.storage.folder_access import list_folder, remove_drafts, write_atomic
+from atlas_fl.storage.folder_access import list_folder, open_to_append, remove_drafts, write_atomic
 from atlas_fl.storage.jsonl import from_json, read_rows, to_json
 from atlas_fl.storage.run_folder import RunFolder
 
@@ -153,6 +153,7 @@ def open_study(path: Path, *, settings: Mapping[str, Any]) -> Any:
     optuna = _optuna()
     from sqlalchemy.exc import SQLAlchemyError
 
+    open_to_append(path).close()  # the database takes an empty file for a new one, and would follow a link
     try:
         study = optuna.create_study(
             storage=f"sqlite:///{path.absolute()}", study_name="search", direction="maximize", load_if_exists=True
