@@ -39,8 +39,14 @@ ALLOWED: Mapping[str, tuple[dict[str, int], str]] = {
         "new files alone (O_EXCL follows no link), a key for its owner alone from the first moment",
     ),
     "split/model.py": ({"safe_open": 1}, "the folder of a model that a user names"),
-    "storage/downloads.py": ({"mkdir": 3, "open": 4, "read_bytes": 2}, "the user's own cache, in a folder of this fetch"),
-    "storage/files.py": ({"mkdir": 3, "touch": 1}, "in a new folder of drafts; the folder of a run as the user names it"),
+    "storage/downloads.py": (
+        {"mkdir": 3, "open": 4, "read_bytes": 2},
+        "the user's own cache, in a folder of this fetch",
+    ),
+    "storage/files.py": (
+        {"mkdir": 3, "touch": 1},
+        "in a new folder of drafts; the folder of a run as the user names it",
+    ),
     "storage/onnx_vit.py": ({"mkdir": 1, "write_text": 1}, "the user's own cache, in a folder of this fetch"),
     "storage/run_folder.py": ({"mkdir": 1}, "the folder of a run as the user names it"),
     "storage/state_files.py": ({"mkdir": 1, "open": 1}, "the user's own cache, a new file of a random name"),

@@ -125,7 +125,13 @@ LINKS: tuple[Change, ...] = (link_to_file, link_to_folder, link_to_nothing, hard
 DRAFTS = (
     *(".report.html.writing", "figures", "figures/.adjacency.csv.writing", ".summary.json.writing"),
     *(".digests.json.writing", "adapters", "adapters/.movie-0.writing", "adapters/movie-0", ".lock", "report.html"),
-    *("figures/adjacency.csv", "figures/classes.csv", "figures/classes.png", "models", "checkpoints/.round-0002.writing"),
+    *(
+        "figures/adjacency.csv",
+        "figures/classes.csv",
+        "figures/classes.png",
+        "models",
+        "checkpoints/.round-0002.writing",
+    ),
     *("audit/round-0003", "tuning.json", "heard.json", "sites.json", "mask.safetensors", ".plan.json.writing"),
 )
 """What a finished run does not have, and a command may write or read."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from io import StringIO
 
 _FORMULA = re.compile(r"'*[=+\-@\t\r\n]")
-_NUMBER = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]+)?")
+_NUMBERS = re.compile(r"([-+]?[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]+)?( |$))+")
 
 
 def escape_cell(value: object) -> object:
@@ -20,7 +20,7 @@ def escape_cell(value: object) -> object:
     >>> [escape_cell(value) for value in ("=1+1", "-0.5", -0.5, "movie-0", "--lr 0.1", "'=x")]
     ["'=1+1", '-0.5', -0.5, 'movie-0', "'--lr 0.1", "''=x"]
     """
-    if isinstance(value, str) and _FORMULA.match(value) and not _NUMBER.fullmatch(value):
+    if isinstance(value, str) and _FORMULA.match(value) and not _NUMBERS.fullmatch(value):
         return f"'{value}"
     return value
 

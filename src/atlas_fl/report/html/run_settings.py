@@ -61,7 +61,7 @@ def _all_settings(folder: RunFolder) -> list[Block]:
     try:
         tables = read_tables(folder.config, within=folder.path)
     except ConfigError as error:
-        raise CheckpointError(f"damaged file: {error}") from None
+        raise CheckpointError(f"damaged file {folder.config}: {error}") from None
     rows = [
         [table, name, str(value)]
         for table, values in tables.items()

@@ -366,8 +366,9 @@ def _read_request(path: Path) -> tuple[str, ec.EllipticCurvePublicKey]:
         if len(names) != 1:
             raise ValueError("it has no name, or several")
     except (OSError, ValueError, TypeError, InvalidSignature) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
-            f"{path} is no request that can be signed ({error}); make one with `atlas certs request`"
+            f"{path} is no request that can be signed ({reason}); make one with `atlas certs request`"
         ) from None
     name = str(names[0].value)
     _check_names([name], flag="")
