@@ -13,7 +13,8 @@ from atlas_fl.config import Config
 from atlas_fl.errors import AtlasError, CheckpointError, ConfigError
 from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.storage import checkpoint
-from atlas_fl.storage.files import os_errors_with_path, run_lock
+from atlas_fl.storage.files import run_lock
+from atlas_fl.storage.folder_access import os_errors_with_path
 from tests.runs.earlier import without_digests
 from tests.runs.finished import FinishedRuns
 

@@ -36,8 +36,10 @@ def unescape_cell(text: str) -> str:
 
 def format_csv(header: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
     """The rows below a header; numbers in full precision, None empty."""
-    text = StringIO()
-    writer = csv.writer(text, lineterminator="\n")
+    lines = []
     for row in (header, *rows):
-        writer.writerow([escape_cell(value) for value in row])
-    return text.getvalue()
+        line = StringIO()
+        # a text with a carriage return is put in quotes only where that ends lines
+        csv.writer(line, lineterminator="\r\n").writerow([escape_cell(value) for value in row])
+        lines.append(line.getvalue().removesuffix("\r\n"))
+    return "\n".join([*lines, ""])

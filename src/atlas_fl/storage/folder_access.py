@@ -184,7 +184,7 @@ def open_to_read(path: Path, *, max_bytes: int, within: Path | None = None) -> B
 
 def read_file(path: Path, *, max_bytes: int, within: Path | None = None) -> bytes:
     """The content of a regular file of at most so many bytes; raises OSError as `open_to_read`."""
-    with os_errors_with_path(path), open_to_read(path, max_bytes=max_bytes, within=within) as file:
+    with open_to_read(path, max_bytes=max_bytes, within=within) as file, os_errors_with_path(path):
         return file.read()
 
 
@@ -217,7 +217,7 @@ def open_named_file(path: Path, *, max_bytes: int) -> BufferedReader:
 
 def read_named_file(path: Path, *, max_bytes: int) -> bytes:
     """The content of a file that a user names; raises OSError as `open_named_file`."""
-    with os_errors_with_path(path), open_named_file(path, max_bytes=max_bytes) as file:
+    with open_named_file(path, max_bytes=max_bytes) as file, os_errors_with_path(path):
         return file.read()
 
 
