@@ -179,12 +179,12 @@ def test_a_line_that_is_no_row_is_named(stopped: Path, capsys: pytest.CaptureFix
 def test_a_full_disk_is_one_line_and_the_run_goes_on_later(
     stopped: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(path: Path, _: object) -> None:
+    def full(path: Path, _: object, **__: object) -> None:
         with os_errors_with_path(path):
             raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "write_synced", full)
+        patch.setattr(checkpoint, "write_atomic", full)
         assert main(["resume", str(stopped)]) == 2
     error = capsys.readouterr().err
     assert re.search(r"state\.json: No space left on device; free some space; a run goes on with", error)
