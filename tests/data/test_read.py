@@ -124,6 +124,26 @@ def test_saved_datasets_are_read(tmp_path: Path) -> None:
     assert set(read_folder(tmp_path / "many")) == {"train", "validation"}
 
 
+def test_a_parquet_file_that_unpacks_to_gigabytes_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pd.DataFrame({"text": ["same text"] * 100_000, "label": [0, 1] * 50_000}).to_parquet(tmp_path / "t.parquet")
+    monkeypatch.setattr("atlas_fl.data.tables.MOST_UNPACKED_BYTES", 1_000_000)
+    with pytest.raises(DataError, match="its values take more than the 1,000,000 bytes that are read"):
+        read_table(tmp_path / "t.parquet")
+
+
+@pytest.mark.parametrize(
+    "noted", ["[]", "{}", '{"info": 3}', '{"info": {"features": {"label": {"_type": "ClassLabel"}}}}']
+)
+def test_damaged_notes_of_datasets_in_a_parquet_file_are_one_line(noted: str, tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pa.table({"text": ["a", "b"], "label": [0, 1]}).replace_schema_metadata({b"huggingface": noted.encode()})
+    pq.write_table(table, tmp_path / "t.parquet")
+    with pytest.raises(DataError, match="what datasets has noted in it of its columns is damaged; mend the file"):
+        read_table(tmp_path / "t.parquet", class_names=True)
+
+
 def test_a_damaged_saved_dataset_is_named(tmp_path: Path) -> None:
     (tmp_path / "dataset_dict.json").write_text("{")
     with pytest.raises(DataError, match=r"cannot read .*; save it again with datasets' save_to_disk"):

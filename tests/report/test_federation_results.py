@@ -205,7 +205,7 @@ def test_the_memory_of_a_method_is_that_of_the_client_that_needs_most(
         ("bytes", "9" * 400, "is no number of bytes"),
         ("bytes_below_whole", "-inf", "-inf is no number of at least"),
         ("flags", "x", "the column flags begins with x"),
-        ("tuning", "[" * 100_000, "maximum recursion depth exceeded"),
+        ("tuning", "[" * 100_000, "its lists are nested more than 64 deep"),
         (
             "tuning",
             '{"strategy": "local", "seeds": [1], "trials": [{"settings": {"lr": 3}, "validation": 0.1},'

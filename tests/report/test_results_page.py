@@ -9,6 +9,7 @@ import pytest
 
 from atlas_fl.cli.main import main
 from atlas_fl.errors import ConfigError
+from atlas_fl.report.csv_text import unescape_cell
 from atlas_fl.report.federation_results import federation_results
 from atlas_fl.report.finished_runs import COLUMNS, find_finished_runs, read_csv, to_csv
 from atlas_fl.report.results_page import rank_over_federations, results_page
@@ -162,7 +163,7 @@ def test_a_row_says_how_its_run_is_made_by_hand(make_federation: Callable[..., N
     make_federation(1, gains={"fedprox": 0.1}, seeds=(2,), proximal_mu=0.5)
     (row,) = csv.DictReader(to_csv(find_finished_runs([tmp_path])).splitlines())
     assert [row[name] for name in ("preset", "dial", "strategy", "seed")] == ["contradiction", "1", "fedprox", "2"]
-    assert row["flags"] == "--proximal-mu 0.5 --strategy fedprox --seed 2"
+    assert unescape_cell(row["flags"]) == "--proximal-mu 0.5 --strategy fedprox --seed 2"
     assert len(row["clients"].split()) == len(row["tasks"].split()) == len(row["scores"].split())
     assert float(row["mean"]) == pytest.approx(np.mean([float(score) for score in row["scores"].split()]))
 

@@ -13,7 +13,8 @@ from atlas_fl.config import Config
 from atlas_fl.errors import AtlasError, CheckpointError, ConfigError
 from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.storage import checkpoint
-from atlas_fl.storage.files import os_errors_with_path, run_lock
+from atlas_fl.storage.files import run_lock
+from atlas_fl.storage.folder_access import os_errors_with_path
 from tests.runs.earlier import without_digests
 from tests.runs.finished import FinishedRuns
 
@@ -178,12 +179,12 @@ def test_a_line_that_is_no_row_is_named(stopped: Path, capsys: pytest.CaptureFix
 def test_a_full_disk_is_one_line_and_the_run_goes_on_later(
     stopped: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(path: Path, _: object) -> None:
+    def full(path: Path, _: object, **__: object) -> None:
         with os_errors_with_path(path):
             raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "write_synced", full)
+        patch.setattr(checkpoint, "write_atomic", full)
         assert main(["resume", str(stopped)]) == 2
     error = capsys.readouterr().err
     assert re.search(r"state\.json: No space left on device; free some space; a run goes on with", error)

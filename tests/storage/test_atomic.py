@@ -1,7 +1,9 @@
 """A file or folder is there in full or not at all, nothing of a user's goes, and a full disk is told with a path."""
 
 import errno
-import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from atlas_fl.errors import ConfigError
-from atlas_fl.storage.files import DRAFT_MARKER, atomic_folder, write_atomic
+from atlas_fl.storage.files import DRAFT_MARKER, atomic_folder
+from atlas_fl.storage.folder_access import write_atomic
 from atlas_fl.storage.jsonl import append_rows
 from atlas_fl.storage.run_folder import run_log
 
@@ -56,7 +58,7 @@ def test_files_that_were_there_stay_but_for_those_that_are_written(tmp_path: Pat
 
 
 def test_what_a_killed_write_has_left_goes_and_what_another_has_put_there_stays(tmp_path: Path) -> None:
-    drafts = tmp_path / ".new.writing"
+    drafts = tmp_path / ".new.0123456789abcdef.writing"
     for left in ("", DRAFT_MARKER, "content/a"):
         drafts.mkdir(exist_ok=True)
         if left:
@@ -67,10 +69,10 @@ def test_what_a_killed_write_has_left_goes_and_what_another_has_put_there_stays(
         assert names(tmp_path) == ["new", "new/b"]
     drafts.mkdir()
     (drafts / "thesis.txt").write_text("years of work")
-    with pytest.raises(ConfigError, match=r"\.new\.writing is in the way, and is not of ATLAS; move it away"):
-        write(tmp_path / "new", b="3")
+    (tmp_path / ".new.fedcba9876543210.writing").symlink_to(drafts)
+    write(tmp_path / "new", b="3")
     assert (drafts / "thesis.txt").read_text() == "years of work"
-    assert (tmp_path / "new" / "b").read_text() == "2"
+    assert (tmp_path / "new" / "b").read_text() == "3"
 
 
 def test_a_full_disk_is_told_with_the_path_whoever_writes(tmp_path: Path) -> None:
@@ -94,21 +96,28 @@ def test_a_full_disk_is_told_with_the_path_whoever_writes(tmp_path: Path) -> Non
     assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(tmp_path / "new"))
 
 
+@contextmanager
+def no_room() -> Iterator[None]:
+    """A disk whose files take eight bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 def test_a_full_disk_is_told_with_the_path_of_a_small_file(tmp_path: Path) -> None:
+    """What is in a file's buffer fails once more when the file is closed."""
     rows = tmp_path / "rows.jsonl"
-    rows.symlink_to("/dev/full")
-    with pytest.raises(OSError, match="No space left") as caught:
-        append_rows(rows, [{"a": 1}])
-    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(rows))
+    with pytest.raises(OSError, match="too large") as caught, no_room():
+        append_rows(rows, [{"a": 1, "b": 2}])
+    assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(rows))
     log = tmp_path / "log.txt"
-    log.symlink_to("/dev/full")
-    with pytest.raises(OSError, match="No space left") as caught, run_log(log) as logger:
+    with pytest.raises(OSError, match="too large") as caught, no_room(), run_log(log) as logger:
         logger.info("round 1 of 3")
-    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(log))
-    draft = tmp_path / ".state.json.writing"
-    draft.symlink_to("/dev/full")
-    with pytest.raises(OSError, match="No space left") as caught:
-        write_atomic(tmp_path / "state.json", b"{}")
-    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(draft))
-    assert not os.path.lexists(draft)
-    assert not (tmp_path / "state.json").exists()
+    assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(log))
+    with pytest.raises(OSError, match="too large") as caught, no_room():
+        write_atomic(tmp_path / "state.json", b'{"some": "content"}')
+    assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(tmp_path / "state.json"))
+    assert names(tmp_path) == ["log.txt", "rows.jsonl"]

@@ -8,7 +8,7 @@ import pytest
 from atlas_fl.config import Config, load_config, pin_mask_file, with_values
 from atlas_fl.data.user_files import parse_task
 from atlas_fl.errors import CheckpointError, ConfigError, DataError
-from atlas_fl.storage.files import check_regular
+from atlas_fl.storage.folder_access import check_regular
 
 
 def test_files_folders_and_what_is_not_there_pass(tmp_path: Path) -> None:

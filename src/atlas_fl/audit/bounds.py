@@ -3,7 +3,6 @@
 A run keeps the updates that the bound refused or scaled down as they came (`out_of_bound.safetensors`).
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from atlas_fl.audit.recompute import TOLERANCE, decompose, is_best, is_mixed
 from atlas_fl.audit.report import AuditRow
 from atlas_fl.audit.rule_weights import kind_of
-from atlas_fl.audit.run_files import AuditPlan, AuditRecord, Models, Run, read_models, round_folder
+from atlas_fl.audit.run_files import AuditPlan, AuditRecord, Models, Run, read_json, read_models, round_folder
 from atlas_fl.errors import CheckpointError
 from atlas_fl.params import HEAD, LORA_A, LORA_B
 
@@ -46,10 +45,10 @@ def read_bounds(run: Run, round: int) -> Bounds:
     folder = round_folder(run, round)
     robust = run.config.get("robust", {})
     try:
-        record = json.loads((folder / "record.json").read_text(encoding="utf-8"))
+        record = read_json(folder / "record.json", within=run.path)
         clipped, restored = (tuple(dict(record.get(name, {}))) for name in ("clipped", "restored"))
         mode, ratio = str(robust.get("norm_bound", "off")), float(robust.get("max_norm_ratio", 10.0))
-    except (OSError, AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder / 'record.json'} is no record of a round: {error!r}") from error
     there = (folder / "out_of_bound.safetensors").exists()
     sent = read_models(run, round, "out_of_bound") if there else {}

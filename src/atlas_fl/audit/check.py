@@ -218,7 +218,7 @@ def check_run(run: Run, *, on_event: OnEvent = ignore) -> Iterator[AuditRow]:
         record = read_audit_record(run, round)
         if (joined := read_joined(run, round, record.plan, before)) is not None:
             yield from check_joined(run, round, joined, server_models)
-            extended = read_state(run.path / "audit" / f"joined-{round:04d}") or state
+            extended = read_state(run.path / "audit" / f"joined-{round:04d}", within=run.path) or state
             yield from check_unchanged(run, round, with_initial(run, state, joined.start), extended)
             state = extended
             before, server_models = {**before, **joined.start}, {**server_models, **joined.start}

@@ -36,7 +36,7 @@ def read_joined(run: Run, round: int, plan: str, before: Models) -> JoinedClient
     folder = f"audit/joined-{round:04d}"
     if set(read_plan(run, plan).clients) <= before.keys() or not (run.path / folder).is_dir():
         return None
-    models = [models_in(run.path / folder / f"{name}.safetensors") for name in ("fresh", "start")]
+    models = [models_in(run.path / folder / f"{name}.safetensors", within=run.path) for name in ("fresh", "start")]
     return JoinedClients(plan=read_plan(run, f"{folder}/plan.json"), fresh=models[0], start=models[1])
 
 

@@ -1,22 +1,33 @@
-"""Readers of a run folder for the audit: plan, records, models, masks, last round; no code shared with the writers."""
+"""Readers of a run folder for the audit: plan, records, models, masks, last round.
 
-import json
+How files are opened and JSON is read is shared with the rest (`storage`); what they say is not.
+"""
+
 import math
 import re
-import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
+from safetensors import SafetensorError
+from safetensors.torch import load
 from torch import Tensor
 
 from atlas_fl.config import MixingConfig, load_config, validate
+from atlas_fl.config.files import read_tables
 from atlas_fl.errors import CheckpointError, ConfigError, short_repr
+from atlas_fl.storage.folder_access import (
+    MOST_JSON_BYTES,
+    MOST_ROWS_BYTES,
+    is_inner_folder,
+    list_folder,
+    memory_bytes,
+    read_file,
+)
+from atlas_fl.storage.jsonl import from_json
 
 
 def read_run_mask(path: Path) -> dict[str, Tensor]:
@@ -28,7 +39,7 @@ def read_run_mask(path: Path) -> dict[str, Tensor]:
     if not file.is_file():
         raise CheckpointError(f"{file} is missing, and the run was trained under a mask; restore it, or run again")
     try:
-        mask: dict[str, Tensor] = load_file(file)
+        mask: dict[str, Tensor] = load(read_file(file, max_bytes=memory_bytes(), within=path))
     except (OSError, SafetensorError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{file} is damaged: {error}; restore it, or run again") from error
     return mask
@@ -49,29 +60,39 @@ Models = dict[str, dict[str, Tensor]]
 """Tensors by client and parameter name."""
 
 
-def models_in(path: Path) -> Models:
+def models_in(path: Path, *, within: Path | None = None) -> Models:
     """The models in this file, by client; raises CheckpointError if it is missing or damaged."""
     models: Models = {}
-    for key, tensor in read_audited(path).items():
+    for key, tensor in read_audited(path, within=within).items():
         client, _, parameter = key.partition("/")
         models.setdefault(client, {})[parameter] = tensor
     return models
 
 
-def read_audited(path: Path | str) -> dict[str, Tensor]:
+def read_audited(path: Path | str, *, within: Path | None = None) -> dict[str, Tensor]:
     """The tensors in a file of the audit by `<client>/<parameter>`; what several clients hold is one tensor.
 
+    No part of the path below `within` is a link; without it the file is none.
     Raises CheckpointError if the file is missing or damaged.
     """
-    if not Path(path).is_file():
-        raise CheckpointError(f"{path} is missing")
-    try:
-        with safe_open(path, "pt") as file:
-            flat: dict[str, Tensor] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-            note = (file.metadata() or {}).get("same")
-    except (OSError, SafetensorError, ValueError, RuntimeError) as error:  # torch refuses what a header may say
-        raise CheckpointError(f"{path} is damaged: {error}") from error
+    flat, note = read_with_note(Path(path), within=within)
     return flat if note is None else _for_all(flat, note, path)
+
+
+def read_with_note(path: Path, *, within: Path | None = None) -> tuple[dict[str, Tensor], str | None]:
+    """(the tensors in a file, by names that rise, and what its metadata say of those that are the same)."""
+    try:
+        payload = read_file(path, max_bytes=memory_bytes(), within=within)
+        tensors: dict[str, Tensor] = load(payload)
+        header = from_json(payload[8 : 8 + int.from_bytes(payload[:8], "little")])
+        note: str | None = header.get("__metadata__", {}).get("same")
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}); restore it, or run again") from None
+    except (SafetensorError, AttributeError, ValueError, RuntimeError) as error:  # torch refuses what a header may say
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    return {name: tensors[name] for name in sorted(tensors)}, note
 
 
 def _for_all(stored: Mapping[str, Tensor], note: str, path: Path | str) -> dict[str, Tensor]:
@@ -81,7 +102,7 @@ def _for_all(stored: Mapping[str, Tensor], note: str, path: Path | str) -> dict[
     """
     flat = dict(stored)
     try:
-        same = [(lead, client) for lead, clients in json.loads(note).items() for client in clients]
+        same = [(lead, client) for lead, clients in from_json(note).items() for client in clients]
         for lead, client in same:
             name = f"{client}/{lead.partition('/')[2]}"
             if name in flat:
@@ -129,11 +150,10 @@ def _last_round(rows: list[dict[str, Any]], training: Mapping[str, Any], mixing:
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a file of lines of JSON; raises CheckpointError if it is missing or damaged."""
     try:
-        lines: Iterable[str] = path.read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines]
+        return [from_json(line) for line in read_file(path, max_bytes=MOST_ROWS_BYTES).decode().splitlines()]
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing") from error
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
@@ -233,15 +253,15 @@ def open_run(path: Path) -> Run:
     if not (path / "config.toml").is_file():
         raise CheckpointError(f"{path} is no run: it has no config.toml")
     try:
-        config = tomllib.loads((path / "config.toml").read_text(encoding="utf-8"))
-        settings = validate(load_config(path / "config.toml"), at_sites=True)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, ConfigError) as error:
+        config = read_tables(path / "config.toml", within=path)
+        settings = validate(load_config(path / "config.toml", within=path), at_sites=True)
+    except ConfigError as error:
         raise CheckpointError(f"{path / 'config.toml'} cannot be read: {error}") from error
-    numbers = _numbers(path / "audit")
+    numbers = _numbers(path / "audit", within=path)
     if 0 not in numbers or len(numbers) < 2:
         raise CheckpointError(f"{path} holds no audited round; run it again with --audit")
     complete = (path / "summary.json").is_file()
-    done = last_round(path, config) if complete else max(_numbers(path / "checkpoints"), default=0)
+    done = last_round(path, config) if complete else max(_numbers(path / "checkpoints", within=path), default=0)
     mask = read_run_mask(path) if settings.sparse.has_mask else None
     return Run(
         path=path,
@@ -254,9 +274,10 @@ def open_run(path: Path) -> Run:
     )
 
 
-def _numbers(folder: Path) -> list[int]:
+def _numbers(folder: Path, *, within: Path) -> list[int]:
     """The numbers of the folders `round-000N` in this one, rising."""
-    matches = [re.fullmatch(r"round-(\d{4,})", one.name) for one in folder.glob("round-*") if one.is_dir()]
+    names = [name for name in list_folder(folder, within=within) if is_inner_folder(folder / name)]
+    matches = [re.fullmatch(r"round-(\d{4,})", name) for name in names]
     return sorted(int(match[1]) for match in matches if match)
 
 
@@ -266,12 +287,13 @@ def is_aggregated(run: Run, round: int) -> bool:
     return round <= shared and (round % run.mixing.aggregate_every == 0 or round == shared)
 
 
-def _json(path: Path) -> Any:
+def read_json(path: Path, *, within: Path) -> Any:
+    """What a JSON file of a run says; raises CheckpointError if it is missing or damaged."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return from_json(read_file(path, max_bytes=MOST_JSON_BYTES, within=within))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing") from error
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; restore it from a copy, or run again") from error
 
 
@@ -290,7 +312,7 @@ def _names(values: Any) -> tuple[str, ...]:
 def read_plan(run: Run, name: str) -> AuditPlan:
     """The plan of this file name inside the run folder; raises CheckpointError if it is missing or incomplete."""
     if name not in run.plans:
-        content = _json(run.path / name)
+        content = read_json(run.path / name, within=run.path)
         try:
             run.plans[name] = _plan(content)
         except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
@@ -359,7 +381,7 @@ def round_folder(run: Run, round: int) -> Path:
 def read_audit_record(run: Run, round: int) -> AuditRecord:
     """The record of a round; raises CheckpointError if it is missing or incomplete."""
     path = round_folder(run, round) / "record.json"
-    content = _json(path)
+    content = read_json(path, within=run.path)
     try:
         if not PLAN_FILE.fullmatch(content["plan"]):
             raise ValueError(f"{short_repr(content['plan'])} is no name of a plan's file")
@@ -386,4 +408,4 @@ def _finite(value: Any) -> float:
 
 def read_models(run: Run, round: int, name: str) -> Models:
     """`start` or `trained` of a round, by client; raises CheckpointError if the file is missing or damaged."""
-    return models_in(round_folder(run, round) / f"{name}.safetensors")
+    return models_in(round_folder(run, round) / f"{name}.safetensors", within=run.path)

@@ -63,7 +63,7 @@ def _is_partly_trained(run: Run) -> bool:
 def _joiner_models(run: Run, round: int) -> Models:
     """What clients began with that joined before this round."""
     path = run.path / "audit" / f"joined-{round:04d}" / "start.safetensors"
-    return models_in(path) if path.is_file() else {}
+    return models_in(path, within=run.path) if path.is_file() else {}
 
 
 def _frozen_keys(run: Run, round: int, models: Models) -> set[str]:

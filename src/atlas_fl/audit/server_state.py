@@ -4,14 +4,12 @@ Moments are computed cohort by cohort. The models that clients began with, from 
 must be those of the run.
 """
 
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from atlas_fl.audit.exact_average import ExactStep
@@ -28,9 +26,10 @@ from atlas_fl.audit.rule_weights import (
     kind_of,
     robust_of,
 )
-from atlas_fl.audit.run_files import AuditPlan, Models, Run, round_folder
+from atlas_fl.audit.run_files import AuditPlan, Models, Run, read_with_note, round_folder
 from atlas_fl.errors import CheckpointError
 from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE
+from atlas_fl.storage.jsonl import from_json
 
 Flat = Mapping[str, Tensor]
 """A server state: tensors by their paths."""
@@ -42,30 +41,28 @@ FLOAT32 = 3e38
 """A state beyond this cannot be kept, and its round is undone."""
 
 
-def read_state(folder: Path) -> Flat | None:
+def read_state(folder: Path, *, within: Path) -> Flat | None:
     """The server state that was written here; None where there is none. Raises CheckpointError for a damaged one."""
     path = folder / FILE
     if not path.is_file():
         return None
     try:
-        with safe_open(path, "pt") as file:
-            paths = file.keys()
-            state: dict[str, Tensor] = {path: file.get_tensor(path) for path in paths}
-            note = json.loads((file.metadata() or {}).get("same", "{}"))
-        return state | {name: state[lead] for lead, names in note.items() for name in names}
-    except (AttributeError, KeyError, OSError, SafetensorError, TypeError, ValueError, RuntimeError) as error:
+        state, note = read_with_note(path, within=within)
+        same = from_json(note or "{}")
+        return state | {name: state[lead] for lead, names in same.items() for name in names}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
 
 
 def state_after(run: Run, round: int, before: Flat) -> Flat:
     """The server state after this round; what it was before where the round wrote none."""
-    state = read_state(round_folder(run, round))
+    state = read_state(round_folder(run, round), within=run.path)
     return before if state is None else state
 
 
 def latest_state(run: Run, round: int) -> dict[str, np.ndarray]:
     """The server state as of this round, as float64 arrays by path: the last one that was written."""
-    states = (read_state(round_folder(run, earlier)) for earlier in range(round, -1, -1))
+    states = (read_state(round_folder(run, earlier), within=run.path) for earlier in range(round, -1, -1))
     return flat_arrays(next((state for state in states if state is not None), {}))
 
 

@@ -5,7 +5,6 @@ plain text, as wide as the terminal up to `WIDEST`. Settings come from a recipe,
 """
 
 import io
-import json
 import os
 import re
 import shutil
@@ -27,6 +26,7 @@ from atlas_fl.config.presets import PRESETS, find_preset
 from atlas_fl.config.settings import field_docs, group_classes
 from atlas_fl.config.values import describe, from_words, item_kind, parse_integer, to_words, unwrap_optional
 from atlas_fl.errors import ConfigError, did_you_mean, short_repr
+from atlas_fl.storage.folder_access import MOST_JSON_BYTES, read_named_file
 
 ALIASES = {"--ablation": "--strategy", "--mode": "--preset"}
 """Flags of earlier programs and what they are called here."""
@@ -316,9 +316,11 @@ def check_target(to: str | None, *, example: str, is_own: Callable[[Path], bool]
 
 def holds_json(path: Path, *, keys: Collection[str]) -> bool:
     """Whether a file holds JSON of which the mapping, or every one of a list of them, has these keys."""
+    from atlas_fl.storage.jsonl import from_json  # NumPy, which most commands need not wait for here
+
     try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        content = from_json(read_named_file(path, max_bytes=MOST_JSON_BYTES))
+    except (OSError, ValueError):
         return False
     rows = content if isinstance(content, list) else [content]
     return bool(rows) and all(isinstance(row, dict) and set(keys) <= row.keys() for row in rows)

@@ -26,7 +26,7 @@ def labels_of(named: Sequence[Path]) -> list[str]:
     paths = [str(path) for path in named]
     if len(named) < 2 or not all((path / "config.toml").is_file() for path in named):
         return paths
-    configs = [load_config(path / "config.toml") for path in named]
+    configs = [load_config(path / "config.toml", within=path) for path in named]
     differ = dict.fromkeys(name for config in configs for name in differences(configs[0], config) if name not in UNTOLD)
     labels = [
         ", ".join(f"{name} {' '.join(to_words(value_of(config, name)))}" for name in differ) for config in configs

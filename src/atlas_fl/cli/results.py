@@ -1,7 +1,9 @@
 """`atlas report`, `results`, `audit`, `export`, `place`, `leakage`, `masks` and `vectors`: commands on runs."""
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -82,7 +84,7 @@ def page_of_results(words: Sequence[str]) -> int:
     from atlas_fl.report.federation_results import federation_results
     from atlas_fl.report.finished_runs import find_finished_runs, is_csv, to_csv
     from atlas_fl.report.results_page import write_page
-    from atlas_fl.storage.files import write_atomic
+    from atlas_fl.storage.folder_access import write_atomic
 
     check_target(options.csv, example="results.csv", is_own=is_csv, flag="--csv")
     if None not in (options.to, options.csv) and Path(str(options.to)).resolve() == Path(str(options.csv)).resolve():
@@ -108,7 +110,7 @@ def page_of_results(words: Sequence[str]) -> int:
 def _write_statistics(folder: Path, results: "Sequence[FederationResults]") -> None:
     """Write the statistics of every federation in full, one file a format."""
     from atlas_fl.report.comparison_tables import is_methods_csv, statistics_files
-    from atlas_fl.storage.files import write_atomic
+    from atlas_fl.storage.folder_access import write_atomic
 
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--statistics is {folder}, which is no folder; name one, or a new one such as statistics")
@@ -118,14 +120,15 @@ def _write_statistics(folder: Path, results: "Sequence[FederationResults]") -> N
         raise ConfigError(
             f"--statistics is {folder}, and its {taken[0]} was not written by this command; name a new folder"
         )
-    folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         write_atomic(folder / name, text.encode())
     show([f"wrote {', '.join(str(folder / name) for name in files)}"])
 
 
 def _is_page_of_results(path: Path) -> bool:
-    with path.open("rb") as file:
+    from atlas_fl.storage.folder_access import open_named_file
+
+    with open_named_file(path, max_bytes=sys.maxsize) as file:
         return file.read(100).startswith(b"# Results\n\nWritten by `atlas results`")
 
 
@@ -410,7 +413,9 @@ def _draw(masks_by_name: Mapping[str, Mapping[str, Any]], *, folder: Path) -> li
     from atlas_fl.sparse.masks import density_by_layer, num_kept, overlap
     from atlas_fl.storage.run_folder import RunFolder
 
-    save = save_figure if RunFolder(folder.parent).is_run() and folder.name == "figures" else save_beside
+    is_of_run = RunFolder(folder.parent).is_run() and folder.name == "figures"
+    within = folder.parent if is_of_run else folder
+    save = partial(save_figure if is_of_run else save_beside, within=within)
     shares = [num_kept(mask) / num_values(mask) for mask in masks_by_name.values()]
     common = shares[0] if max(shares) - min(shares) < 1e-3 else None
     density = draw_density({name: density_by_layer(mask) for name, mask in masks_by_name.items()}, share=common)
@@ -520,7 +525,7 @@ def _write_model(
     from atlas_fl.report.mask_figures import draw_scales, scales_csv
     from atlas_fl.report.style import save_figure
     from atlas_fl.sparse.task_vectors import apply_vector
-    from atlas_fl.storage.files import write_atomic
+    from atlas_fl.storage.folder_access import write_atomic
 
     best = best_scale(rows)
     tested = {row.scale: row.test for row in rows}

@@ -150,7 +150,7 @@ def resume(words: Sequence[str]) -> int:
         raise ConfigError(f"--max-rounds is {options.max_rounds}; allowed: at least 1; give more, or leave it out")
     folder = find_run(options.run, runs_dir=options.runs_dir, allow_unplanned=True)
     _carry_out(
-        load_config(folder.config),
+        load_config(folder.config, within=folder.path),
         folder.path,
         trackers=options.trackers(),
         work=lambda on_event: resume_run(folder.path, max_rounds=options.max_rounds, on_event=on_event),

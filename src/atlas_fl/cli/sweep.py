@@ -212,7 +212,7 @@ def _show_all_statistics(
 def _show_ranks(comparisons: "Mapping[str, MethodComparison]", *, path: Path) -> None:
     """Print the average ranks of the methods over these comparisons, and write them as JSON."""
     from atlas_fl.report.federation_ranks import rank_comparisons, ranks_json, ranks_table
-    from atlas_fl.storage.files import write_atomic
+    from atlas_fl.storage.folder_access import write_atomic
 
     ranks, control = rank_comparisons(list(comparisons.values())), next(iter(comparisons.values())).control
     write_atomic(path.with_suffix(".json"), ranks_json(ranks, over=list(comparisons)).encode())
@@ -308,7 +308,7 @@ def _show_statistics(
         terminal_tables,
     )
     from atlas_fl.report.method_comparison import compare_methods
-    from atlas_fl.storage.files import write_atomic
+    from atlas_fl.storage.folder_access import write_atomic
 
     groups: dict[str, list[Path]] = {}
     central = _in_one_place(points)
@@ -348,7 +348,7 @@ def _in_one_place(points: Sequence[Point]) -> list[str]:
 
 def _show_comparison(points: Sequence[Point], folders: Sequence[Path], *, path: Path, note: str) -> None:
     from atlas_fl.report.score_table import comparison_rows, comparison_table, tasks_table, to_csv, to_latex
-    from atlas_fl.storage.files import write_atomic
+    from atlas_fl.storage.folder_access import write_atomic
 
     groups: dict[str, list[Path]] = {}
     for point, folder in zip(points, folders):
@@ -423,7 +423,7 @@ def search(words: Sequence[str]) -> int:
     from atlas_fl.experiment.search import BEST, TABLE, parse_space
     from atlas_fl.experiment.search import run_search as run_search
     from atlas_fl.report.sweep import search_csv, search_table
-    from atlas_fl.storage.files import write_atomic
+    from atlas_fl.storage.folder_access import write_atomic
 
     with show_progress() as on_event, going_on("the same command"):
 

@@ -11,7 +11,9 @@ import secrets
 import socket
 import sys
 import threading
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from http import HTTPStatus
@@ -31,7 +33,7 @@ HOST = r"(?!.*[^.:]{64})[A-Za-z0-9._:%-]{1,253}"
 """An address, or a name whose parts are as short as names of machines must be."""
 COOKIE = "atlas-watch"
 CONNECTIONS = 32
-"""How many may be open at once."""
+"""How many may be open at once; where there are more, one that has not asked yet what it may is closed."""
 NICE = 10
 """How far the server stands back where the run wants the same cores."""
 
@@ -63,6 +65,8 @@ class Watched:
     """What a request needs; None where only this machine can ask."""
     pages: dict[Path, tuple[str, str]] = field(default_factory=dict)
     """Of each run or comparison the state that its page was made from, and the page."""
+    rows: dict[Path, tuple[str, Any]] = field(default_factory=dict)
+    """Of each run the state that its row of the list was made from, and the row."""
     compared: dict[Path, dict[tuple[Path, ...], Any]] = field(default_factory=dict)
     """Of each comparison the complete runs that were compared last, and the page of that."""
 
@@ -137,27 +141,57 @@ def address(server: ThreadingHTTPServer, watched: Watched) -> str:
 
 
 class _Server(ThreadingHTTPServer):
-    """So many connections at once and no more; one that breaks off is no news."""
+    """So many connections at once and no more; one that breaks off is no news.
+
+    A connection waits until it has asked for what it may see. Where all places are taken, the oldest that waits is
+    closed for a new one, of the address that most of those are from: who says nothing keeps nobody out.
+    """
 
     daemon_threads = True
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.places = threading.Semaphore(CONNECTIONS)
+        self._lock = threading.Lock()
+        self._waiting: dict[socket.socket, str] = {}
+        """The address of each connection that has not asked for what it may see, the oldest first."""
+        self._answered: set[socket.socket] = set()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread of its own, or close the connection where too many are open."""
-        if self.places.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
+        """Answer in a thread of its own, or close the connection where too many are being answered."""
+        with self._lock:
+            is_full = len(self._waiting) + len(self._answered) >= CONNECTIONS
+            evicted = self._next_to_close() if is_full and self._waiting else None
+            if evicted is not None:
+                del self._waiting[evicted]
+            is_refused = is_full and evicted is None
+            if not is_refused:
+                self._waiting[request] = client_address[0]
+        if evicted is not None:
+            with suppress(OSError):  # it has gone by itself
+                evicted.shutdown(socket.SHUT_RDWR)
+        if is_refused:
             self.shutdown_request(request)
+        else:
+            super().process_request(request, client_address)
+
+    def _next_to_close(self) -> socket.socket:
+        most = Counter(self._waiting.values()).most_common(1)[0][0]
+        return next(request for request, address in self._waiting.items() if address == most)
+
+    def admit(self, request: socket.socket) -> None:
+        """Keep the place of a connection that has asked for what it may see until it has its answer."""
+        with self._lock:
+            if self._waiting.pop(request, None) is not None:
+                self._answered.add(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Answer, and make room for the next."""
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self.places.release()
+            with self._lock:
+                self._waiting.pop(request, None)
+                self._answered.discard(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """One line for what could not be answered; nothing where the other side has gone."""
@@ -190,6 +224,8 @@ class _Handler(BaseHTTPRequestHandler):
         if not is_allowed:
             self._answer(HTTPStatus.FORBIDDEN, "Open the address that `atlas watch` has printed.\n", kind="plain")
             return
+        assert isinstance(self.server, _Server)
+        self.server.admit(self.connection)
         folders, name = self.shown.folders(), unquote(url.path.strip("/"))
         if not name and len(self.shown.runs) == 1:
             name = next(iter(folders), "gone")
@@ -229,7 +265,8 @@ class _Handler(BaseHTTPRequestHandler):
 
         state, now, comparisons = self._state(folders, name), datetime.now(UTC), self.shown.comparisons()
         if not name:
-            return render(list_page(folders, list(comparisons), now=now), state=state)
+            page = list_page(folders, list(comparisons), now=now, known=self.shown.rows)
+            return render(page, state=state)
         place = folders.get(name) or comparisons[name]
         known = self.shown.pages.get(place)
         if known is None or known[0] != state:
@@ -251,6 +288,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Cache-Control", "no-store")
         self.send_header("X-Content-Type-Options", "nosniff")
         self.send_header("Referrer-Policy", "no-referrer")
+        self.send_header("X-Frame-Options", "DENY")
+        self.send_header("Content-Security-Policy", "frame-ancestors 'none'")
         if self.shown.token is not None and status == HTTPStatus.OK:
             self.send_header("Set-Cookie", f"{self._cookie}={self.shown.token}; HttpOnly; SameSite=Strict; Path=/")
         self.end_headers()

@@ -4,6 +4,7 @@ YAML is read by the core schema of YAML 1.2. As PyYAML itself reads it, by YAML 
 `010` is eight. Here these are a number, a text and ten, so that the setting's own type says what it had to be.
 """
 
+import errno
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +19,7 @@ from atlas_fl.config.schema import Config
 from atlas_fl.config.settings import Setting, group_classes, replace_settings, settings, unknown_setting, value_of
 from atlas_fl.config.values import NONE, convert_value, describe, wrong_kind
 from atlas_fl.errors import ConfigError, short_repr, unknown_name
-from atlas_fl.storage.files import check_regular
+from atlas_fl.storage.folder_access import read_file, read_named_file
 
 _STANDARD_TAGS = frozenset(
     f"tag:yaml.org,2002:{kind}"
@@ -98,7 +99,31 @@ class FileFormat:
     """How a table begins."""
 
 
-def _read_toml(text: str) -> dict[str, Any]:
+MOST_BYTES = 1 << 18
+"""Of a file of settings; one that is written here has some thousands, and a few more for each client."""
+MOST_KEY_CHARACTERS, MOST_KEY_PARTS = 100, 8
+"""Of a key, and between its dots: `tomllib` takes time by the square of these parts."""
+_BOUNDS = f"allowed: {MOST_BYTES:,} bytes, keys of {MOST_KEY_CHARACTERS} characters and {MOST_KEY_PARTS} parts"
+_TOML_TEXTS = re.compile(
+    r'''"""(?:[^"\\]|\\.|"(?!""))*+"""|'{3}(?:[^']|'(?!''))*+'{3}|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+'|\#[^\n]*+''',
+    re.DOTALL,
+)
+"""Texts and comments."""
+_LONG_KEY = re.compile(rf"(?<![\w-])[\w-]{{{MOST_KEY_CHARACTERS + 1}}}")
+_KEY_OF_PARTS = re.compile(rf"(?<![\w-])[\w-]++(?:[ \t]*+\.[ \t]*+[\w-]++){{{MOST_KEY_PARTS}}}")
+
+
+def read_toml(text: str) -> dict[str, Any]:
+    """The tables of a TOML text; raises ValueError or RecursionError where it is none, or has keys beyond the bounds.
+
+    >>> read_toml("[training]\\nlr = 0.1")
+    {'training': {'lr': 0.1}}
+    """
+    if len(text) > MOST_BYTES:
+        raise ValueError(f"it has {len(text):,} characters; {_BOUNDS}")
+    keys = _TOML_TEXTS.sub("x", text)
+    if (long := _LONG_KEY.search(keys) or _KEY_OF_PARTS.search(keys)) is not None:
+        raise ValueError(f"the key {short_repr(long[0])} is too long; {_BOUNDS}")
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError:
@@ -107,38 +132,39 @@ def _read_toml(text: str) -> dict[str, Any]:
         raise ValueError("a number of thousands of digits is more than anything here can be") from None
 
 
-TOML = FileFormat(name="TOML", parse=_read_toml, table="[{}]")
+TOML = FileFormat(name="TOML", parse=read_toml, table="[{}]")
 YAML = FileFormat(name="YAML", parse=read_yaml, table="{}:")
 FORMATS: Mapping[str, FileFormat] = {".yaml": YAML, ".yml": YAML}
 """The form of a file by its ending; TOML where there is none."""
 
 
-def load_config(path: str | Path, *, base: Config | None = None) -> Config:
+def load_config(path: str | Path, *, base: Config | None = None, within: Path | None = None) -> Config:
     """The settings of a TOML or YAML file over those of `base`; over the defaults without one.
 
-    Ranges and names are not looked at: that is what `validate` does.
+    Ranges and names are not looked at: that is what `validate` does. A file of the folder `within`, such as that of a
+    run, is no link; one that a user names may be one.
 
     Raises:
         ConfigError: the file cannot be read or is of neither form, holds an unknown table or key (the message has the
             nearest), or a value of the wrong type.
     """
-    return replace_settings(load_values(path), base=base or Config())
+    return replace_settings(load_values(path, within=within), base=base or Config())
 
 
-def load_values(path: str | Path) -> dict[str, Any]:
+def load_values(path: str | Path, *, within: Path | None = None) -> dict[str, Any]:
     """The settings that a TOML or YAML file holds, by name and with their types.
 
     Raises:
         ConfigError: as `load_config`.
     """
     file_format = FORMATS.get(Path(path).suffix.lower(), TOML)
-    return _read_tables(_parse_file(Path(path), file_format), path, file_format=file_format)
+    return _read_tables(_parse_file(Path(path), file_format, within), path, file_format=file_format)
 
 
 def parse_config(text: str, *, origin: str) -> Config:
     """The settings of a TOML text over the defaults; raises `ConfigError` as `load_config`, which names `origin`."""
     try:
-        tables = _read_toml(text)
+        tables = read_toml(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{origin} is no TOML ({' '.join(str(error).split())})") from None
     return replace_settings(_read_tables(tables, origin), base=Config())
@@ -172,11 +198,21 @@ def to_toml(config: Config) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _parse_file(path: Path, file_format: FileFormat) -> dict[str, Any]:
+def read_tables(path: Path, *, within: Path) -> dict[str, Any]:
+    """The tables of a run's `config.toml` as they stand, whatever their names; `ConfigError` as `load_config`."""
+    return _parse_file(path, TOML, within)
+
+
+def _parse_file(path: Path, file_format: FileFormat, within: Path | None) -> dict[str, Any]:
     try:
-        check_regular(path)
-        tables = file_format.parse(path.read_text(encoding="utf-8"))
+        if within is None:
+            content = read_named_file(path, max_bytes=MOST_BYTES)
+        else:
+            content = read_file(path, max_bytes=MOST_BYTES, within=within)
+        tables = file_format.parse(content.decode())
     except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise ConfigError(f"{path} has {error.strerror}; {_BOUNDS}; take out what is no setting") from None
         raise ConfigError(f"cannot read {path} ({error.strerror}); give the path of a TOML or YAML file") from None
     except (ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())

@@ -14,7 +14,7 @@ from atlas_fl.config.schema import Config, parse_mask_file
 from atlas_fl.config.settings import settings, value_of
 from atlas_fl.config.values import item_kind
 from atlas_fl.errors import CheckpointError, ConfigError
-from atlas_fl.storage.files import check_regular
+from atlas_fl.storage.folder_access import memory_bytes, open_named_file
 from atlas_fl.storage.run_folder import RunFolder, run_name
 
 SESSION = frozenset(
@@ -170,8 +170,7 @@ def check_mask_file(config: Config) -> None:
 
 def _mask_file_digest(path: str) -> str:
     try:
-        check_regular(Path(path))
-        with Path(path).open("rb") as file:
+        with open_named_file(Path(path), max_bytes=memory_bytes()) as file:
             return file_digest(file, "sha256").hexdigest()[:16]
     except FileNotFoundError:
         raise CheckpointError(f"no file {path}; give --mask-file a mask.safetensors that is there") from None

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from atlas_fl.errors import DataError
-from atlas_fl.storage.files import check_regular
+from atlas_fl.storage.folder_access import check_regular
+from atlas_fl.storage.jsonl import from_json
 
 Table: TypeAlias = Mapping[str, Sequence[Any]]
 """Columns of equal length by name."""
@@ -22,6 +23,10 @@ SPLITS: Mapping[str, Sequence[str]] = {
 }
 """Names that the files and folders of a split may have, in any case."""
 LONGEST_CELL = 1 << 30
+MOST_UNPACKED_BYTES = 1 << 30
+"""Of a parquet file: one of some kilobytes may say the same text a million times."""
+_BATCH_ROWS = 256
+"""Rows that are unpacked at once to count them."""
 _NO_VALUE = frozenset({"nan", "null", "<na>", "#n/a", "nat"})
 """What programs write where a value is missing."""
 
@@ -197,7 +202,17 @@ def _read_jsonl(path: Path) -> Table:
 def _read_parquet(path: Path) -> Table:
     import pandas as pd  # half a second that other commands need not pay
 
-    columns: Table = pd.read_parquet(path).to_dict("list")
+    arrow_error = import_module("pyarrow").ArrowException
+    try:
+        with import_module("pyarrow.parquet").ParquetFile(path) as file:
+            unpacked = 0
+            for batch in file.iter_batches(batch_size=_BATCH_ROWS):
+                unpacked += batch.nbytes
+                if unpacked > MOST_UNPACKED_BYTES:
+                    raise ValueError(f"its values take more than the {MOST_UNPACKED_BYTES:,} bytes that are read")
+        columns: Table = pd.read_parquet(path).to_dict("list")
+    except (arrow_error, MemoryError, OverflowError) as error:
+        raise ValueError(str(error) or "its values take more memory than there is") from None
     return columns
 
 
@@ -205,12 +220,13 @@ def _class_names_of_parquet(path: Path) -> dict[str, Sequence[str]]:
     """Names of the classes by column, where `datasets` has written the file with a `ClassLabel`."""
     parquet = import_module("pyarrow.parquet")  # half a second that other commands need not pay
     noted = (parquet.read_schema(path).metadata or {}).get(b"huggingface")
-    features = json.loads(noted)["info"]["features"] if noted else {}
-    return {
-        column: feature["names"]
-        for column, feature in features.items()
-        if isinstance(feature, dict) and feature.get("_type") == "ClassLabel"
-    }
+    try:
+        features = from_json(noted)["info"]["features"] if noted else {}
+        kinds = {column: feature.get("_type") for column, feature in features.items() if isinstance(feature, dict)}
+        names = {column: list(features[column]["names"]) for column, kind in kinds.items() if kind == "ClassLabel"}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError("what datasets has noted in it of its columns is damaged") from error
+    return names
 
 
 READERS: dict[str, Callable[[Path], Table]] = {

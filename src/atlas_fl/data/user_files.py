@@ -25,7 +25,7 @@ from atlas_fl.data.tables import (
 )
 from atlas_fl.data.task import METRICS, Images, Labels, Metric, Pixels, Rows, Source, Task, TaskData
 from atlas_fl.errors import ConfigError, DataError, short_repr, unknown_name
-from atlas_fl.storage.files import check_regular
+from atlas_fl.storage.folder_access import check_regular
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
 BROKEN = ("refuse", "skip")

@@ -8,13 +8,13 @@ command is started again.
 import errno
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from hashlib import sha256
 from pathlib import Path
 
 from atlas_fl.errors import CheckpointError, ConfigError, DataError
 from atlas_fl.runtime.coordinator.site_worker import ModelMismatchError, confirm_saved
 from atlas_fl.runtime.protocol.private_params import Owner, clear_store
 from atlas_fl.runtime.transport.client import Link
+from atlas_fl.storage.digests import file_sha256
 from atlas_fl.storage.files import atomic_folder
 from atlas_fl.storage.jsonl import read_sealed, write_sealed
 
@@ -54,7 +54,7 @@ def read_receipt(to: Path, *, client: str) -> Receipt | None:
         raise occupied_error(to)
     for name, digest in receipt.files.items():
         path = to / name
-        if Path(name).name != name or not path.is_file() or sha256(path.read_bytes()).hexdigest() != digest:
+        if Path(name).name != name or not path.is_file() or file_sha256(path).hexdigest() != digest:
             raise ConfigError(
                 f"{path} is not as it was written; move {to} away, and have the server give the model again with"
                 f" `atlas serve --again {client}`"
@@ -79,7 +79,7 @@ def write_model(to: Path, receipt: Receipt, export: Callable[[Path], None]) -> N
     try:
         with atomic_folder(to) as draft:
             export(draft)
-            files = {path.name: sha256(path.read_bytes()).hexdigest() for path in sorted(draft.iterdir())}
+            files = {path.name: file_sha256(path).hexdigest() for path in sorted(draft.iterdir())}
             write_sealed(draft / RECEIPT, {**asdict(receipt), "files": files})
     except OSError as error:
         room = "make room" if error.errno in FULL else "mend it, or name another folder with --to"

@@ -417,7 +417,7 @@ def deliver_again(config: Config, names: Collection[str]) -> None:
             f"--again is for a served run that is complete, and {folder.path} is none; leave --again out, or name the"
             " run as it was served"
         )
-    check_same_settings(pin_mask_file(config), load_config(folder.config), folder=folder.path)
+    check_same_settings(pin_mask_file(config), load_config(folder.config, within=folder.path), folder=folder.path)
     models = _final_models(folder)
     for name in names:
         if name not in models:
@@ -435,7 +435,7 @@ def serve_final_models(config: Config, service: ServerOptions, on_event: OnEvent
     folder = run_folder(config)
     if not (folder.summary.exists() and folder.deliveries.exists()):
         return
-    check_same_settings(config, load_config(folder.config), folder=folder.path)
+    check_same_settings(config, load_config(folder.config, within=folder.path), folder=folder.path)
     rest = [name for name in _final_models(folder) if name not in _delivered_names(folder)]
     if not rest:
         return

@@ -41,6 +41,7 @@ from atlas_fl.setup.assembly import Assembly, scale_of
 from atlas_fl.storage import checkpoint
 from atlas_fl.storage.digests import check_files, check_state
 from atlas_fl.storage.files import atomic_folder
+from atlas_fl.storage.folder_access import write_atomic
 from atlas_fl.storage.jsonl import read_json
 from atlas_fl.storage.run_folder import RunFolder, find_run
 
@@ -80,7 +81,9 @@ def export_clients(assembly: Assembly, models: ByClient, folder: RunFolder, *, o
         # Equal models of clients with priors of their own do not score alike.
         distinct = models if config.training.prior_correction else dict.fromkeys(deduplicate_models(models).values())
         for client in distinct:
-            said = write_whole(site.backbone, models[client], folder.models / client, head=heads[client])
+            said = write_whole(
+                site.backbone, models[client], folder.models / client, head=heads[client], within=folder.path
+            )
             notes |= dict.fromkeys(said)
     else:
         for client, params in models.items():
@@ -93,6 +96,7 @@ def export_clients(assembly: Assembly, models: ByClient, folder: RunFolder, *, o
                 base=site.backbone.source.path,
                 scale=site.scale,
                 head=heads[client],
+                within=folder.path,
             )
             notes |= dict.fromkeys(said)
     for line in notes:
@@ -111,7 +115,7 @@ def export_client(
     """
     folder = find_run(run)
     check_files(folder, folder.config)
-    config = load_config(folder.config)
+    config = load_config(folder.config, within=folder.path)
     saved = _load_checkpoint(folder, round)
     check_files(folder, folder.path / saved.state["plan"])
     plan = Plan.from_json(read_json(folder.path / saved.state["plan"]))
@@ -145,22 +149,34 @@ def _head_of_row(config: Config, row: Mapping[str, Any]) -> Head:
 
 
 def write_adapter(
-    params: Params, to: Path, *, family: Family, base: str, scale: Callable[[int], float], head: Head
+    params: Params,
+    to: Path,
+    *,
+    family: Family,
+    base: str,
+    scale: Callable[[int], float],
+    head: Head,
+    within: Path | None = None,
 ) -> tuple[str, ...]:
-    """Write an adapter as a PEFT folder, or one with a gate as a folder of ours; a line on what the files lack."""
+    """Write an adapter as a PEFT folder, or one with a gate as a folder of ours; a line on what the files lack.
+
+    No part of its path below `within` is a link.
+    """
     params, missing = _with_prior(params, head, family)
     write, kind = (export_gated_adapter, "gated adapter") if is_gated(params) else (export_adapter, "adapter")
-    with atomic_folder(to) as draft:
+    with atomic_folder(to, within=within) as draft:
         write(params, draft, family=family, base=base, scale=scale, labels=head.labels)
         _write_card(params, draft, kind=kind, family=family, base=base, head=head, missing=missing)
     return (*((GATED_NOTE,) if is_gated(params) else ()), *_missing_notes(missing))
 
 
-def write_whole(backbone: Backbone, params: Params, to: Path, *, head: Head) -> tuple[str, ...]:
+def write_whole(
+    backbone: Backbone, params: Params, to: Path, *, head: Head, within: Path | None = None
+) -> tuple[str, ...]:
     """Write a whole model as a folder that stock transformers load; a line on what the files lack."""
     family, base = backbone.family, backbone.source.path
     params, missing = _with_prior(params, head, family)
-    with atomic_folder(to) as draft:
+    with atomic_folder(to, within=within) as draft:
         save_model(backbone, params, draft, labels=head.labels)
         _write_card(params, draft, kind="whole model", family=family, base=base, head=head, missing=missing)
     return _missing_notes(missing)
@@ -188,15 +204,20 @@ def _write_card(
         labels=head.labels,
         missing_prior=missing,
     )
-    (draft / CARD).write_text(model_card(exported, kind=kind), encoding="utf-8")
+    write_atomic(draft / CARD, model_card(exported, kind=kind).encode())
 
 
-def save_model(backbone: Backbone, params: Params, to: Path, *, labels: Sequence[str]) -> None:
-    """Write a whole model as a folder that stock transformers load; `labels` name the classes in order."""
+def save_model(
+    backbone: Backbone, params: Params, to: Path, *, labels: Sequence[str], within: Path | None = None
+) -> None:
+    """Write a whole model as a folder that stock transformers load; `labels` name the classes in order.
+
+    No part of its path below `within` is a link.
+    """
     if backbone.vision is not None:
-        save_vision(backbone.vision, params, to, labels=labels)
+        save_vision(backbone.vision, params, to, labels=labels, within=within)
     else:
-        save_classifier(backbone, params, to, labels=labels)
+        save_classifier(backbone, params, to, labels=labels, within=within)
 
 
 def _full_model_backbone(config: Config, params: Params) -> Backbone:

@@ -230,11 +230,12 @@ class Recorder:
     def _write_join_audit(self, join: JoinResult) -> None:
         state, folder = join.state, self.folder.audit_arrival(join.state.round + 1)
         initial_models = {name: state.client_models[name] for name in join.newcomer_models}
-        self.audit_digests["fresh.safetensors"] = write_models(folder / "fresh.safetensors", join.newcomer_models)
-        self.audit_digests["start.safetensors"] = write_models(folder / "start.safetensors", initial_models)
+        self.audit_digests["fresh.safetensors"] = self._write_models(folder / "fresh.safetensors", join.newcomer_models)
+        self.audit_digests["start.safetensors"] = self._write_models(folder / "start.safetensors", initial_models)
         if join.state_changed:
             self._write_server_state(folder, state.server_state)
-        self.audit_digests["plan.json"] = write_json(folder / "plan.json", join.planned.plan.to_json(), shape=PLAN)
+        plan = join.planned.plan.to_json()
+        self.audit_digests["plan.json"] = write_json(folder / "plan.json", plan, shape=PLAN, within=self.folder.path)
         self._write_audit_record(folder, {"round": state.round + 1})
 
     def set_clients(self, config: Config, clients: tuple[ClientData, ...], secrets: Mapping[str, bytes]) -> None:
@@ -359,7 +360,11 @@ class Recorder:
 
     def _write_audit_models(self, name: str, models: ByClient, *, round: int) -> None:
         file = self.folder.audit_round(round) / f"{name}.safetensors"
-        self.audit_digests[file.name] = write_models(file, models)
+        self.audit_digests[file.name] = self._write_models(file, models)
+
+    def _write_models(self, file: Path, models: ByClient) -> str:
+        """Write models for the audit, in a folder of the run; the file's SHA-256."""
+        return write_models(file, models, within=self.folder.path)
 
     def _write_server_state(self, folder: Path, server_state: ServerState) -> None:
         """Write the server state for the audit; no file where the strategy has no state but the models."""
@@ -369,11 +374,14 @@ class Recorder:
             for path, first in same.items():
                 repeats.setdefault(first, []).append(path)
             note = ("same", json.dumps(repeats, sort_keys=True)) if repeats else None
-            self.audit_digests[SERVER_STATE_FILE] = write_tensors(folder / SERVER_STATE_FILE, distinct, metadata=note)
+            self.audit_digests[SERVER_STATE_FILE] = write_tensors(
+                folder / SERVER_STATE_FILE, distinct, metadata=note, within=self.folder.path
+            )
 
     def _write_audit_record(self, folder: Path, content: Mapping[str, Any]) -> None:
         """Write the record of an audited round, with the digests of its files."""
-        write_sealed(folder / "record.json", {**content, "files": dict(self.audit_digests)})
+        record = {**content, "files": dict(self.audit_digests)}
+        write_sealed(folder / "record.json", record, within=self.folder.path)
         self.audit_digests.clear()
 
     def _save_checkpoint(self, state: FederationState) -> None:

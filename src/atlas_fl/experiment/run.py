@@ -47,11 +47,19 @@ from atlas_fl.runtime.engine import Engine, MissingAnswersError
 from atlas_fl.setup.assembly import Assembly, defer_late_clients, with_joined_clients, without_clients
 from atlas_fl.setup.options import configured_attackers, strategy_of, with_attackers
 from atlas_fl.storage import checkpoint, digests
-from atlas_fl.storage.files import run_lock, write_atomic
+from atlas_fl.storage.files import run_lock
+from atlas_fl.storage.folder_access import write_atomic
 from atlas_fl.storage.json_shapes import SUMMARY, check_shape, ledger_row, list_of, metrics_row, require_fields
 from atlas_fl.storage.jsonl import read_json, read_rows
 from atlas_fl.storage.ledger import payload_bytes
-from atlas_fl.storage.run_folder import RunFolder, check_folder_is_free, find_run, remove_aborted_run, run_log
+from atlas_fl.storage.run_folder import (
+    RunFolder,
+    check_folder_is_free,
+    find_run,
+    remove_aborted_run,
+    remove_leftovers,
+    run_log,
+)
 from atlas_fl.storage.tensors import read_sketches, read_tensors
 
 
@@ -82,13 +90,14 @@ def run_config(
     check_folder_is_free(folder)
     is_new = not folder.path.exists()
     with run_lock(folder.path):
+        remove_leftovers(folder.path)
         if folder.config.exists():
             if not resume:
                 raise ConfigError(
                     f"run {folder.path} exists already; go on with `atlas resume {folder.path}` or --resume"
                     " (resume=True in Python), or choose another --name or --seed"
                 )
-            check_same_settings(config, load_config(folder.config), folder=folder.path)
+            check_same_settings(config, load_config(folder.config, within=folder.path), folder=folder.path)
             return _continue_run(config, folder, on_event, backend)
         write_atomic(folder.config, to_toml(config).encode())
         try:
@@ -106,11 +115,14 @@ def resume_run(folder: str | Path, *, max_rounds: int | None = None, on_event: O
     Raises `CheckpointError` where the folder holds no run.
     """
     existing = find_run(folder, allow_unplanned=True)
-    config = validate(load_config(existing.config), at_sites=True)  # it was begun; where, is told from its clients
+    config = validate(
+        load_config(existing.config, within=existing.path), at_sites=True
+    )  # it was begun; where, is told from its clients
     run_settings = replace(
         config.run, runs_dir=str(existing.path.parent), name=existing.path.name, max_rounds=max_rounds
     )
     with run_lock(existing.path):
+        remove_leftovers(existing.path)
         return _continue_run(replace(config, run=run_settings), existing, on_event, BACKENDS[config.run.engine])
 
 

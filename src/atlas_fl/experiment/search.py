@@ -28,7 +28,8 @@ from atlas_fl.experiment.summary import histories, mean_series
 from atlas_fl.experiment.sweep import Point, RunState, grid, parse_over, run_all
 from atlas_fl.rng import derive_seed
 from atlas_fl.storage.extras import install_command
-from atlas_fl.storage.files import DRAFTS, run_lock, write_atomic
+from atlas_fl.storage.files import is_left_of_beginning, run_lock
+from atlas_fl.storage.folder_access import list_folder, open_to_append, remove_drafts, write_atomic
 from atlas_fl.storage.jsonl import from_json, read_rows, to_json
 from atlas_fl.storage.run_folder import RunFolder
 
@@ -153,6 +154,7 @@ def open_study(path: Path, *, settings: Mapping[str, Any]) -> Any:
     optuna = _optuna()
     from sqlalchemy.exc import SQLAlchemyError
 
+    open_to_append(path).close()  # the database takes an empty file for a new one, and would follow a link
     try:
         study = optuna.create_study(
             storage=f"sqlite:///{path.absolute()}", study_name="search", direction="maximize", load_if_exists=True
@@ -301,6 +303,7 @@ def run_search(
     settings = from_json(to_json({**identity_settings(base), "over": space_to_json(space), "pruner": pruner}))
     folder = search_folder(base, settings)
     with run_lock(folder):
+        remove_drafts(folder, of=re.compile(re.escape(BEST)))
         study = open_study(folder / STUDY, settings=settings)
         for number in range(len(study.get_trials(deepcopy=False)), trials):
             draft = next_trial(study, space, seed=base.run.seed, pruner=pruner)
@@ -339,10 +342,11 @@ def _check_leftovers(folder: Path) -> None:
     """
     best_file = folder / BEST
     try:
-        leftovers = {BEST, TABLE} if load_values(best_file)["name"] == _best_name(folder) else set()
+        leftovers = {BEST, TABLE} if load_values(best_file, within=folder)["name"] == _best_name(folder) else set()
     except (ConfigError, KeyError):
         leftovers = set()
-    if others := sorted(path.name for path in folder.iterdir() if path.name not in DRAFTS | leftovers):
+    names = [name for name in list_folder(folder) if not is_left_of_beginning(name)]
+    if others := [name for name in names if name not in leftovers]:
         raise ConfigError(
             f"{folder} exists, is no search and holds {others[0]}; choose another --name or --runs-dir for the search"
         )

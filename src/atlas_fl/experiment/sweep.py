@@ -221,7 +221,7 @@ def run_state(config: Config) -> RunState:
     folder = run_folder(config)
     if not folder.is_run():
         return "new"
-    if changed := differences(load_config(folder.config), config):
+    if changed := differences(load_config(folder.config, within=folder.path), config):
         name, (there, here) = next(iter(changed.items()))
         raise CheckpointError(
             f"{folder.path} is a run with {name} = {there}, not {here}; give another --name or --runs-dir, or remove it"

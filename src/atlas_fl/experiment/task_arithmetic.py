@@ -56,7 +56,7 @@ def masks_by_client(folder: RunFolder, *, clients: int) -> dict[str, Mask]:
         ConfigError: its mask is none that clients score, or there are too few of them.
     """
     check_files(folder, folder.config)
-    config = load_config(folder.config)
+    config = load_config(folder.config, within=folder.path)
     if config.sparse.mask not in BY_SENSITIVITY:
         raise ConfigError(
             f"--clients compares masks by the clients' own scores, and run {folder.path} has --mask"
@@ -91,7 +91,7 @@ def load_trained_run(folder: RunFolder) -> TrainedRun:
         CheckpointError: it is not complete.
     """
     check_files(folder, folder.config)
-    config = load_config(folder.config)
+    config = load_config(folder.config, within=folder.path)
     tasks = find_tasks(config.data.tasks, config.data.task)
     if trainable_of(config, tasks) == "lora" or not any(task.images for task in tasks):
         raise ConfigError(

@@ -9,6 +9,7 @@ from atlas_fl.deployment.consent import Allowance, Consent, check_consent
 from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.runtime.transport.certificates import CA, CERT, KEY, check_name
 from atlas_fl.storage.extras import install_command
+from atlas_fl.storage.folder_access import write_atomic
 
 try:
     from flwr.app import ConfigRecord as ConfigRecord
@@ -124,9 +125,7 @@ class Invitation:
     def write(self, folder: Path) -> None:
         """Put the certificates where `open_certs` finds them; the folder must be this user's alone."""
         for name, content in self.pem.items():
-            path = folder / name
-            path.touch(mode=0o600)
-            path.write_bytes(content)
+            write_atomic(folder / name, content, mode=0o600)
 
 
 def read_invitation(record: Mapping[str, Any]) -> Invitation:

@@ -235,7 +235,8 @@ def _safetensors_shapes(name: str, path: Path) -> Shapes:
             " read; give the model's own file"
         )
     with safe_open(path, framework="pt") as reader:
-        return {key: tuple(reader.get_slice(key).get_shape()) for key in reader.keys()}  # noqa: SIM118 - no mapping
+        names = reader.keys()
+        return {name: tuple(reader.get_slice(name).get_shape()) for name in names}
 
 
 def _old_shapes(name: str, path: Path) -> Shapes:
@@ -312,7 +313,7 @@ class _GgufReader:
 
 
 @cache
-def _gguf_of(path: Path, modified: int, size: int) -> tuple[Shapes, dict[str, int]]:  # noqa: ARG001 - who looks again
+def _gguf_of(path: Path, _modified: int, _size: int) -> tuple[Shapes, dict[str, int]]:
     reader = _GgufReader(path)
     try:
         if reader.take(4) != b"GGUF" or reader.number("<I") not in (2, 3):

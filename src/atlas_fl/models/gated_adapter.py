@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load
 from torch import Tensor, nn
 
 from atlas_fl.errors import ModelError
@@ -22,6 +22,8 @@ from atlas_fl.models.peft_io import LABELS
 from atlas_fl.models.registry import Family
 from atlas_fl.params import HEAD, LORA_A, LORA_B, LORA_GATE, Params, lora_modules
 from atlas_fl.storage.files import atomic_folder
+from atlas_fl.storage.folder_access import MOST_JSON_BYTES, memory_bytes, read_named_file, write_atomic
+from atlas_fl.storage.jsonl import from_json
 from atlas_fl.storage.tensors import write_tensors
 
 WEIGHTS, SETTINGS = "gated_adapter.safetensors", "gated_adapter.json"
@@ -45,6 +47,7 @@ def export_gated_adapter(
     base: str,
     scale: Callable[[int], float],
     labels: Sequence[str] = (),
+    within: Path | None = None,
 ) -> None:
     """Write one client's gated model as a folder for `load_gated_adapter`; it is there in full, or not at all."""
     scales = {f"{family.prefix}.{module}": scale(len(params[module + LORA_A])) for module in lora_modules(params)}
@@ -52,12 +55,12 @@ def export_gated_adapter(
         key.removeprefix(HEAD) if key.startswith(HEAD) else f"{family.prefix}.{key}": tensor.detach()
         for key, tensor in params.items()
     }
-    with atomic_folder(folder) as draft:
+    with atomic_folder(folder, within=within) as draft:
         settings = {"format": 1, "base_model_name_or_path": base, "scales": scales}
-        (draft / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        write_atomic(draft / SETTINGS, (json.dumps(settings, indent=2) + "\n").encode())
         write_tensors(draft / WEIGHTS, tensors, metadata=("format", "pt"))
         if labels:
-            (draft / LABELS).write_text(json.dumps(list(labels), ensure_ascii=False) + "\n", encoding="utf-8")
+            write_atomic(draft / LABELS, (json.dumps(list(labels), ensure_ascii=False) + "\n").encode())
 
 
 def load_gated_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
@@ -67,8 +70,9 @@ def load_gated_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
         ModelError: the folder holds none, or one for another architecture.
     """
     try:
-        settings = json.loads((Path(folder) / SETTINGS).read_text(encoding="utf-8"))
-        tensors, scales = load_file(Path(folder) / WEIGHTS), dict(settings["scales"])
+        settings = from_json(read_named_file(Path(folder) / SETTINGS, max_bytes=MOST_JSON_BYTES))
+        tensors = load(read_named_file(Path(folder) / WEIGHTS, max_bytes=memory_bytes()))
+        scales = dict(settings["scales"])
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise ModelError(
             f"no gated adapter in {folder}: {error}; give a folder that holds {SETTINGS} and {WEIGHTS}"

@@ -236,7 +236,9 @@ def _check_tokens(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokeni
         )
 
 
-def save_classifier(backbone: Backbone, params: Params, folder: Path, *, labels: Sequence[str]) -> None:
+def save_classifier(
+    backbone: Backbone, params: Params, folder: Path, *, labels: Sequence[str], within: Path | None = None
+) -> None:
     """Write config, weights and tokenizer; stock `AutoModelForSequenceClassification` loads them to the same logits.
 
     Tensors that `params` lacks are the backbone's own. `labels` name the classes in order; a regression has none. The
@@ -261,7 +263,7 @@ def save_classifier(backbone: Backbone, params: Params, folder: Path, *, labels:
         parameters = dict(model.named_parameters())
         model.load_state_dict({key: tensor.cpu() for key, tensor in named.items() if key in parameters}, strict=False)
         assert not parameters.keys() - named.keys(), "a classifier is its backbone and its head"
-        with atomic_folder(folder) as draft:
+        with atomic_folder(folder, within=within) as draft:
             model.save_pretrained(draft)
             backbone.tokenizer.save_pretrained(draft)
 

@@ -12,12 +12,14 @@ from peft import LoraConfig
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load
 
 from atlas_fl.errors import ModelError, short_repr
 from atlas_fl.models.registry import VISION_FAMILIES, Family, modules_to_save
 from atlas_fl.params import HEAD, LORA_A, LORA_B, Params, head_keys, lora_modules, ranks
 from atlas_fl.storage.files import atomic_folder
+from atlas_fl.storage.folder_access import MOST_JSON_BYTES, memory_bytes, read_named_file, write_atomic
+from atlas_fl.storage.jsonl import from_json
 from atlas_fl.storage.tensors import write_tensors
 
 WEIGHTS, SETTINGS, LABELS = "adapter_model.safetensors", "adapter_config.json", "labels.json"
@@ -48,10 +50,12 @@ def export_adapter(
     base: str,
     scale: Callable[[int], float],
     labels: Sequence[str] = (),
+    within: Path | None = None,
 ) -> None:
     """Write one client's model as a PEFT folder that `PeftModel.from_pretrained` loads onto the stock classifier.
 
-    The folder is there in full, or not at all (`storage.files.atomic_folder`).
+    The folder is there in full, or not at all, and no part of its path below `within` is a link
+    (`storage.files.atomic_folder`).
 
     A client without a head writes text: its folder is for the stock causal language model. Of images it names no task,
     because PEFT has none of its own for them, and loads onto the stock image classifier. Ranks per module go into
@@ -77,11 +81,11 @@ def export_adapter(
     )
     config.target_modules = sorted(names.values())  # PEFT makes a set of it, whose order is another in every process
     tensors = {peft_name(key, family): tensor.detach() for key, tensor in params.items()}
-    with atomic_folder(folder) as draft:
+    with atomic_folder(folder, within=within) as draft:
         config.save_pretrained(str(draft))
         write_tensors(draft / WEIGHTS, tensors, metadata=("format", "pt"))
         if labels:
-            (draft / LABELS).write_text(json.dumps(list(labels), ensure_ascii=False) + "\n", encoding="utf-8")
+            write_atomic(draft / LABELS, (json.dumps(list(labels), ensure_ascii=False) + "\n").encode())
 
 
 def _integral(alpha: float) -> int | float:
@@ -128,8 +132,8 @@ def import_adapter(folder: Path, *, family: Family) -> tuple[dict[str, torch.Ten
     settings = _read_settings(folder)
     _check_settings(settings, folder)
     try:
-        tensors = load_file(folder / WEIGHTS)
-    except (OSError, SafetensorError) as error:
+        tensors = load(read_named_file(folder / WEIGHTS, max_bytes=memory_bytes()))
+    except (OSError, ValueError, SafetensorError) as error:
         raise _no_adapter(folder, error) from error
     params: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
@@ -158,7 +162,7 @@ def adapter_labels(folder: Path) -> tuple[str, ...]:
     if not (folder / LABELS).is_file():
         return ()
     try:
-        labels = json.loads((folder / LABELS).read_text(encoding="utf-8"))
+        labels = from_json(read_named_file(folder / LABELS, max_bytes=MOST_JSON_BYTES))
     except (OSError, ValueError) as error:
         raise ModelError(
             f"{folder / LABELS} cannot be read ({error}); remove it, or export the adapter again"
@@ -170,7 +174,7 @@ def adapter_labels(folder: Path) -> tuple[str, ...]:
 
 def _read_settings(folder: Path) -> Mapping[str, Any]:
     try:
-        settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        settings = from_json(read_named_file(folder / SETTINGS, max_bytes=MOST_JSON_BYTES))
     except (OSError, ValueError) as error:
         raise _no_adapter(folder, error) from error
     if not isinstance(settings, dict):

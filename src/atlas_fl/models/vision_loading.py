@@ -248,7 +248,9 @@ def tokens_per_image(vision: Vision) -> int:
     return embeddings.shape[1]
 
 
-def save_vision(vision: Vision, params: Params, folder: Path, *, labels: Sequence[str]) -> None:
+def save_vision(
+    vision: Vision, params: Params, folder: Path, *, labels: Sequence[str], within: Path | None = None
+) -> None:
     """Write config, weights and processor; stock `AutoModelForImageClassification` loads the folder to the same logits.
 
     Tensors that `params` lacks are the backbone's own. `labels` name the classes in order. The folder is there in full,
@@ -264,6 +266,6 @@ def save_vision(vision: Vision, params: Params, folder: Path, *, labels: Sequenc
         state |= {f"classifier.{key.removeprefix(HEAD)}": params[key] for key in head_keys(params)}
         model.load_state_dict(state, strict=True)
         processor = AutoImageProcessor.from_pretrained(vision.source.path, trust_remote_code=False)
-        with atomic_folder(folder) as draft:
+        with atomic_folder(folder, within=within) as draft:
             model.save_pretrained(draft)
             processor.save_pretrained(draft)

@@ -62,7 +62,7 @@ def place_client(
     """
     folder = find_run(run)
     check_files(folder, folder.plan)
-    config, plan = load_config(folder.config), Plan.from_json(read_json(folder.plan))
+    config, plan = load_config(folder.config, within=folder.path), Plan.from_json(read_json(folder.plan))
     clustering = _load_clustering(folder, config, plan)
     check_files(folder, folder.config)
     profile = None if device is None else _device_profile(config, device)

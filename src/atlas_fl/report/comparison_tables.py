@@ -5,11 +5,10 @@ these but CSV and JSON are made of it. The columns of CSV are the fields of the 
 records as they are. A test holds that a field which none of them shows is noticed.
 """
 
-import csv
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
-from io import StringIO
 from pathlib import Path
 from typing import Any, Generic, TypeVar, get_type_hints
 
@@ -17,10 +16,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from atlas_fl.experiment.tuning import TunedMethod, value_words
+from atlas_fl.report.csv_text import format_csv
 from atlas_fl.report.format import EMPTY, add_columns, human_bytes, new_table, number, seconds
 from atlas_fl.report.method_comparison import MethodComparison, MethodRow
 from atlas_fl.report.score_table import escape_latex
 from atlas_fl.report.statistics import ROPE, Interval, PairedComparison, least_sign_flip_p
+from atlas_fl.storage.folder_access import open_named_file
 
 SHOWN = 0.95
 """Posterior probability from which something is said to be shown."""
@@ -292,11 +293,7 @@ def pairs_csv(comparisons: Mapping[str, MethodComparison]) -> str:
 
 
 def _csv(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
-    text = StringIO()
-    writer = csv.DictWriter(text, names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
+    return format_csv(names, [[row.get(name) for name in names] for row in rows])
 
 
 def comparison_json(comparison: MethodComparison, tuned: Sequence[TunedMethod] = ()) -> str:
@@ -324,7 +321,7 @@ def statistics_files(comparisons: Mapping[str, MethodComparison]) -> dict[str, s
 
 def is_methods_csv(path: Path) -> bool:
     """Whether a file begins as `methods_csv` writes it."""
-    with path.open("rb") as file:
+    with open_named_file(path, max_bytes=sys.maxsize) as file:
         return (
             file.readline(1000).rstrip(b"\r\n") == ",".join(["federation", "method", *flat_names(MethodRow)]).encode()
         )

@@ -4,15 +4,14 @@ A row is a mapping from column to text or number; the columns of one figure are 
 does not hold has no row.
 """
 
-import csv
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from io import StringIO
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from atlas_fl.experiment.summary import class_counts, class_names, mean_series, sampled_series
+from atlas_fl.report.csv_text import format_csv
 from atlas_fl.report.record import Record
 
 Row: TypeAlias = dict[str, Any]
@@ -192,9 +191,5 @@ ROWS: dict[str, Callable[[Record], list[Row]]] = {
 
 def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows with a header, numbers in full precision, unknown ones empty; empty where there is no row."""
-    text = StringIO()
-    if rows:
-        writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    return text.getvalue()
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    return format_csv(names, [[row.get(name) for name in names] for row in rows]) if rows else ""

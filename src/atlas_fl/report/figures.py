@@ -10,7 +10,7 @@ from atlas_fl.report import graph_figures, mask_figures, run_figures
 from atlas_fl.report.figure_rows import ROWS, to_csv
 from atlas_fl.report.record import Record, read_record
 from atlas_fl.report.style import save_figure, save_vector
-from atlas_fl.storage.files import write_atomic
+from atlas_fl.storage.folder_access import write_atomic
 from atlas_fl.storage.run_folder import find_run
 
 FIGURES: dict[str, Callable[[Record], Figure]] = {
@@ -51,13 +51,14 @@ def draw_all(run_dir: Path | str) -> list[Path]:
     figures = {name: draw for name, draw in FIGURES.items() if record.has_adapters or name not in OF_ADAPTERS}
     figures |= {name: draw for name, (holds, draw) in MEASURED.items() if holds(record)}
     return [
-        _save(draw(record), folder.figures / f"{name}.png", rows=ROWS[name](record)) for name, draw in figures.items()
+        _save(draw(record), folder.figures / f"{name}.png", rows=ROWS[name](record), within=folder.path)
+        for name, draw in figures.items()
     ]
 
 
-def _save(figure: Figure, path: Path, *, rows: Sequence[Mapping[str, Any]]) -> Path:
-    """Write a figure as PNG and PDF, and its numbers as CSV; the path of the PNG."""
-    save_figure(figure, path)
-    save_vector(figure, path.with_suffix(".pdf"))
-    write_atomic(path.with_suffix(".csv"), to_csv(rows).encode())
+def _save(figure: Figure, path: Path, *, rows: Sequence[Mapping[str, Any]], within: Path) -> Path:
+    """Write a figure as PNG and PDF, and its numbers as CSV, in the folder of a run; the path of the PNG."""
+    save_figure(figure, path, within=within)
+    save_vector(figure, path.with_suffix(".pdf"), within=within)
+    write_atomic(path.with_suffix(".csv"), to_csv(rows).encode(), within=within)
     return path

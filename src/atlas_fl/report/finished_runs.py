@@ -9,6 +9,7 @@ by whatever reads CSV.
 import csv
 import json
 import shlex
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
@@ -30,9 +31,11 @@ from atlas_fl.experiment.tuning import (
     read_tuning,
     tuning_json,
 )
+from atlas_fl.report.csv_text import format_csv, unescape_cell
 from atlas_fl.storage.digests import check_files
+from atlas_fl.storage.folder_access import MOST_JSON_BYTES, files_below, open_named_file, read_named_file
 from atlas_fl.storage.json_shapes import LARGEST, SUMMARY, TUNING, check_shape
-from atlas_fl.storage.jsonl import read_json
+from atlas_fl.storage.jsonl import from_json, read_json
 from atlas_fl.storage.run_folder import RunFolder, find_run
 
 COLUMNS = (
@@ -167,11 +170,12 @@ def find_finished_runs(places: Sequence[Path | str]) -> tuple[FinishedRun, ...]:
     if missing := [place for place in places if not str(place) or not Path(place).exists()]:
         raise ConfigError(f"there is no folder or file {str(missing[0])!r}; name folders of runs or files of --csv")
     files = [Path(place) for place in places if Path(place).is_file()]
-    found = sorted({path.parent for place in places for path in Path(place).rglob("summary.json")})
+    named = [Path(place) for place in places if Path(place).is_dir()]
+    found = sorted({path.parent for place in named for path in files_below(place) if path.name == "summary.json"})
     folders = [path for path in found if RunFolder(path).config.exists() or RunFolder(path).plan.exists()]
     runs = {config_hash(run.config): run for file in files for run in read_csv(file)}
     for folder in folders:
-        if load_config(RunFolder(folder).config).run.seed not in DEVELOPMENT_SEEDS:
+        if load_config(RunFolder(folder).config, within=folder).run.seed not in DEVELOPMENT_SEEDS:
             run = read_finished_run(folder)
             runs[config_hash(run.config)] = run
     if not runs:
@@ -188,7 +192,7 @@ def read_finished_run(run: Path | str, *, score: Literal["final", "best"] = "fin
         DataError: a client has no test score.
     """
     folder = find_run(run)
-    config = _with_name_of_today(load_config(folder.config), read_summary(folder.path))
+    config = _with_name_of_today(load_config(folder.config, within=folder.path), read_summary(folder.path))
     found = FinishedRun(config=config, scores=read_scores(folder.path, score=score), tuning=read_tuning(folder))
     _check_tuning(found, str(folder.tuning))
     return found
@@ -217,12 +221,10 @@ def _order(run: FinishedRun) -> tuple[str, int, str, int, str]:
 
 def to_csv(runs: Iterable[FinishedRun]) -> str:
     """The rows of these runs, with a header; numbers in full precision, unknown ones empty."""
-    text = StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
+    rows: list[list[object]] = []
     for run in runs:
         scores = run.scores
-        writer.writerow(
+        rows.append(
             [
                 *(run.config.run.preset, run.config.run.dial, run.method, run.seed),
                 sum(scores.scores.values()) / len(scores.scores),
@@ -234,7 +236,7 @@ def to_csv(runs: Iterable[FinishedRun]) -> str:
                 config_hash(run.config),
             ]
         )
-    return text.getvalue()
+    return format_csv(COLUMNS, rows)
 
 
 def _words(values: Iterable[object]) -> str:
@@ -250,7 +252,7 @@ def changed_flags(config: Config) -> list[str]:
 def is_csv(path: Path) -> bool:
     """Whether a file begins as `to_csv` writes it, or has written it before there were the columns of `ADDED_LATER`."""
     earlier = [[name for name in COLUMNS if name not in added] for added in ADDED_LATER]
-    with path.open("rb") as file:
+    with open_named_file(path, max_bytes=sys.maxsize) as file:
         header = file.readline(1000).rstrip(b"\r\n")
     return header in [",".join(columns).encode() for columns in (COLUMNS, *earlier)]
 
@@ -264,11 +266,11 @@ def read_csv(path: Path) -> list[FinishedRun]:
     """
     if not is_csv(path):
         raise ConfigError(f"{path} is no file of runs; give folders of runs, or a CSV file that `atlas results` wrote")
-    with path.open(newline="", encoding="utf-8", errors="replace") as file:
-        try:
-            rows = list(enumerate(csv.DictReader(file), start=2))
-        except csv.Error as error:
-            raise ConfigError(f"{path} cannot be read ({error}); restore the file") from None
+    try:
+        text = read_named_file(path, max_bytes=MOST_JSON_BYTES).decode(errors="replace")
+        rows = list(enumerate(csv.DictReader(StringIO(text, newline="")), start=2))
+    except csv.Error as error:
+        raise ConfigError(f"{path} cannot be read ({error}); restore the file") from None
     return [_read_row(row, f"line {line} of {path}") for line, row in rows]
 
 
@@ -276,10 +278,11 @@ def _read_row(row: Mapping[str, Any], where: str) -> FinishedRun:
     try:
         if None in row or None in row.values():
             raise ValueError("it has more or fewer cells than the header has names")
+        row = {name: unescape_cell(cell) for name, cell in row.items()}
         config = _config_of(row)
         scores = _scores_of(row, config.run.seed)
         tuning = _tuning_of(row)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, ConfigError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
         raise ConfigError(f"{where} is no row of a run ({error}); restore the file, or take the line out") from None
     if config_hash(config) != row["config_hash"]:
         raise ConfigError(
@@ -294,7 +297,7 @@ def _read_row(row: Mapping[str, Any], where: str) -> FinishedRun:
 def _tuning_of(row: Mapping[str, Any]) -> TunedMethod | None:
     if not row.get("tuning"):
         return None
-    content = json.loads(row["tuning"])
+    content = from_json(row["tuning"])
     if fault := TUNING(content, "tuning"):
         raise ValueError(fault)
     if len({frozenset(trial["settings"]) for trial in content["trials"]}) > 1:

@@ -1,8 +1,6 @@
 """Figures of masks (density, overlap), of scores over the scales of a task vector, and of what each cut leaks."""
 
-import csv
 from collections.abc import Mapping, Sequence
-from io import StringIO
 from statistics import fmean
 
 import matplotlib as mpl
@@ -12,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from atlas_fl.report.csv_text import format_csv
 from atlas_fl.report.record import Record
 from atlas_fl.report.style import (
     FAINT,
@@ -97,12 +96,12 @@ ByScale = Mapping[float, Mapping[str, float]]
 def scales_csv(test: ByScale, validation: ByScale) -> str:
     """A row a scale: accuracy of every run's task on test and on validation images, in full."""
     names = list(next(iter(test.values())))
-    text = StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["scale", *(f"test:{name}" for name in names), *(f"validation:{name}" for name in names)])
-    for scale, scores in test.items():
-        writer.writerow([scale, *(scores[name] for name in names), *(validation[scale][name] for name in names)])
-    return text.getvalue()
+    header = ["scale", *(f"test:{name}" for name in names), *(f"validation:{name}" for name in names)]
+    rows = [
+        [scale, *(scores[name] for name in names), *(validation[scale][name] for name in names)]
+        for scale, scores in test.items()
+    ]
+    return format_csv(header, rows)
 
 
 def draw_scales(test: ByScale) -> Figure:

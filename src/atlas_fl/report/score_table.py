@@ -4,10 +4,8 @@
 local training, bytes and seconds; the statistics of a comparison are in `report.method_comparison`.
 """
 
-import csv
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from io import StringIO
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Literal
@@ -15,6 +13,7 @@ from typing import Any, Literal
 from rich.markup import escape
 from rich.table import Table
 
+from atlas_fl.report.csv_text import format_csv
 from atlas_fl.report.finished_runs import read_summary
 from atlas_fl.report.format import EMPTY, add_columns, human_bytes, new_table, number, seconds
 from atlas_fl.storage.json_shapes import require_fields
@@ -183,13 +182,8 @@ def to_csv(rows: Sequence[ComparisonRow]) -> str:
     """The rows as CSV with a header, full precision, one column a task (`task:NAME`); unknown values are empty."""
     tasks = _tasks(rows)
     plain = [name for name in ComparisonRow.__dataclass_fields__ if name != "tasks"]
-    text = StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*plain, *(f"task:{task}" for task in tasks)])
-    for row in rows:
-        values = asdict(row)
-        writer.writerow([*(values[name] for name in plain), *(row.tasks.get(task) for task in tasks)])
-    return text.getvalue()
+    cells = [[*(getattr(row, name) for name in plain), *(row.tasks.get(task) for task in tasks)] for row in rows]
+    return format_csv([*plain, *(f"task:{task}" for task in tasks)], cells)
 
 
 def to_latex(rows: Sequence[ComparisonRow]) -> str:

@@ -21,7 +21,8 @@ from matplotlib.text import Text
 from matplotlib.transforms import ScaledTranslation
 
 from atlas_fl.report.record import Record
-from atlas_fl.storage.files import set_aside, write_atomic
+from atlas_fl.storage.files import set_aside
+from atlas_fl.storage.folder_access import memory_bytes, read_named_file, write_atomic
 
 DPI = 300
 SOFTWARE = "ATLAS"
@@ -108,27 +109,30 @@ def readable_on(rgba: Sequence[float]) -> str:
     return "white" if luminance < 0.18 else INK
 
 
-def save_figure(figure: Figure, path: Path) -> Path:
-    """Write a PNG at 300 DPI in one step and return its path; the same figure gives the same bytes."""
+def save_figure(figure: Figure, path: Path, *, within: Path | None = None) -> Path:
+    """Write a PNG at 300 DPI in one step and return its path; the same figure gives the same bytes.
+
+    No part of the path below `within` is a link.
+    """
     buffer = BytesIO()
     figure.savefig(buffer, format="png", dpi=DPI, metadata={"Software": SOFTWARE})
-    write_atomic(path, buffer.getvalue())
+    write_atomic(path, buffer.getvalue(), within=within)
     return path
 
 
-def save_vector(figure: Figure, path: Path) -> Path:
-    """Write a PDF in one step and return its path; the same figure gives the same bytes."""
+def save_vector(figure: Figure, path: Path, *, within: Path | None = None) -> Path:
+    """Write a PDF in one step and return its path, as `save_figure`; the same figure gives the same bytes."""
     buffer = BytesIO()
     figure.savefig(buffer, format="pdf", metadata={"Creator": SOFTWARE, "CreationDate": None})
-    write_atomic(path, buffer.getvalue())
+    write_atomic(path, buffer.getvalue(), within=within)
     return path
 
 
-def save_beside(figure: Figure, path: Path) -> Path:
+def save_beside(figure: Figure, path: Path, *, within: Path | None = None) -> Path:
     """`save_figure` into a folder of the user's: a figure that was not drawn here is kept under another name."""
-    if path.is_file() and f"Software\0{SOFTWARE}".encode() not in path.read_bytes():
+    if path.is_file() and f"Software\0{SOFTWARE}".encode() not in read_named_file(path, max_bytes=memory_bytes()):
         set_aside(path)
-    return save_figure(figure, path)
+    return save_figure(figure, path, within=within)
 
 
 MOST_LABELS = 60

@@ -1,10 +1,8 @@
 """Tables, CSV and figures of sweeps and searches: score over a setting, with error bars over seeds."""
 
-import csv
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from io import StringIO
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -16,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from atlas_fl.experiment.search import SearchResult, Trial
+from atlas_fl.report.csv_text import format_csv
 from atlas_fl.report.finished_runs import read_summary
 from atlas_fl.report.format import add_columns, new_table, number
 from atlas_fl.report.style import MARKERS, TASK_COLOURS, TICK_SIZE, annotate, new_figure, tidy
@@ -229,14 +228,12 @@ def search_table(search: SearchResult) -> Table:
 def search_csv(trials: Sequence[Trial]) -> str:
     """The trials as CSV with a header, in full precision."""
     names = list(trials[0].changes) if trials else []
-    text = StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["trial", *names, "validation", "best_round", "rounds", "pruned", "run"])
+    rows: list[list[object]] = []
     for trial in trials:
         chosen = [trial.changes[name] for name in names]
         scored = [trial.score, trial.best_round, max(trial.scores)] if trial.scores else ["", "", ""]
-        writer.writerow([trial.number, *chosen, *scored, str(trial.pruned).lower(), trial.run])
-    return text.getvalue()
+        rows.append([trial.number, *chosen, *scored, str(trial.pruned).lower(), trial.run])
+    return format_csv(["trial", *names, "validation", "best_round", "rounds", "pruned", "run"], rows)
 
 
 def _short(text: str) -> str:

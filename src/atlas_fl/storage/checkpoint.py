@@ -1,8 +1,8 @@
 """Checkpoints of the whole federation: written in one step, verified when read, the last good one used.
 
-`checkpoints/round-0003/` holds `state.safetensors` and `state.json`. Both are written into a hidden folder, flushed,
-and the folder is renamed: a run that is killed at any moment leaves complete checkpoints only. What a disk or a
-person does to them later is found out by two SHA-256 digests, one of the tensors' file and one of the rest.
+`checkpoints/round-0003/` holds `state.safetensors` and `state.json`. Both are written into a hidden folder of a new
+name, flushed, and the folder is renamed: a run that is killed at any moment leaves complete checkpoints only. What a
+disk or a person does to them later is found out by two SHA-256 digests, one of the tensors' file and one of the rest.
 """
 
 import os
@@ -17,15 +17,25 @@ import torch
 from safetensors import SafetensorError
 
 from atlas_fl.errors import CheckpointError, short_repr
-from atlas_fl.storage.files import set_aside, sync_folder, write_synced
+from atlas_fl.storage.files import set_aside
+from atlas_fl.storage.folder_access import (
+    draft_name,
+    list_folder,
+    make_folder,
+    memory_bytes,
+    opened_folder,
+    read_file,
+    write_atomic,
+)
 from atlas_fl.storage.jsonl import content_sha256, format_json, from_json, to_json
 from atlas_fl.storage.tensors import decode_tensors, write_tensors
 
 FORMAT = 3
 TENSORS, STATE = "state.safetensors", "state.json"
 NAME = re.compile(r"round-(\d{4,})(\.replaced)?")
-_HIDDEN = re.compile(rf"\.{NAME.pattern}\.(writing|removed)")
-_CHECKPOINT_FILES = frozenset({TENSORS, STATE, f".{TENSORS}.writing"})
+_HIDDEN = re.compile(rf"\.{NAME.pattern}\.(([0-9a-f]{{16}}\.)?writing|removed)")
+_NAMES = r"state\.(safetensors|json)"
+_CHECKPOINT_FILES = re.compile(rf"{_NAMES}|\.{_NAMES}\.([0-9a-f]{{16}}\.)?writing")
 """What lies in a checkpoint's folder, and for a moment in a draft."""
 
 
@@ -53,17 +63,16 @@ def save(folder: Path, *, round: int, tensors: Mapping[str, torch.Tensor], state
     """
     to_json(state)  # refuses before anything is written
     final = folder / f"round-{round:04d}"
-    draft, replaced = folder / f".{final.name}.writing", folder / f"{final.name}.replaced"
-    _remove(draft)
-    draft.mkdir(parents=True)
-    digest = write_tensors(draft / TENSORS, tensors)
-    write_synced(draft / STATE, [_encode_state(round, digest, state)])
-    sync_folder(draft)
+    draft = make_folder(folder / draft_name(final.name), within=folder.parent)
+    replaced = folder / f"{final.name}.replaced"
+    digest = write_tensors(draft / TENSORS, tensors, within=folder.parent)
+    write_atomic(draft / STATE, _encode_state(round, digest, state), within=folder.parent)
     if final.exists():  # a folder cannot be renamed onto another, so the old one stays readable under a second name
         _remove(replaced)
         final.rename(replaced)
     draft.rename(final)
-    sync_folder(folder)
+    with opened_folder(folder, within=folder.parent) as descriptor:
+        os.fsync(descriptor)
     for path in [path for path in folder.iterdir() if _is_leftover(path, round)]:
         _remove(path)
     return final
@@ -201,7 +210,7 @@ def _read_state(path: Path) -> dict[str, Any]:
     try:
         content: dict[str, Any] = from_json(_read(path / STATE))
         expected = content.pop("sha256")
-    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise CheckpointError(f"{STATE} is cut off or altered ({error})") from None
     if (digest := content_sha256(content)) != expected:
         raise CheckpointError(
@@ -219,7 +228,7 @@ def _read_state(path: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_file(path, max_bytes=memory_bytes(), within=path.parents[2])
     except FileNotFoundError:
         raise CheckpointError(f"{path.name} is missing") from None
     except OSError as error:  # a file where a folder should be, or the other way round, or a disk that fails
@@ -228,7 +237,8 @@ def _read(path: Path) -> bytes:
 
 def _newest_first(folder: Path) -> Iterator[Path]:
     """Complete checkpoints; one that was being replaced comes after the one that replaces it."""
-    matches = [(match, path) for path in folder.glob("round-*") if (match := NAME.fullmatch(path.name))]
+    names = list_folder(folder, within=folder.parent)
+    matches = [(match, folder / name) for name in names if (match := NAME.fullmatch(name))]
     matches.sort(key=lambda entry: (int(entry[0][1]), entry[0][2] is None), reverse=True)
     return (path for _, path in matches)
 
@@ -252,7 +262,7 @@ def _remove(path: Path) -> None:
         path.rename(hidden)
     if hidden.is_dir() and not hidden.is_symlink():
         for file in hidden.iterdir():
-            if file.name in _CHECKPOINT_FILES and file.is_file() and not file.is_symlink():
+            if _CHECKPOINT_FILES.fullmatch(file.name) and file.is_file() and not file.is_symlink():
                 file.unlink()
         if not any(hidden.iterdir()):
             hidden.rmdir()

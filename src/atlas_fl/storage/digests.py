@@ -15,6 +15,7 @@ from typing import Any
 
 from atlas_fl.errors import CheckpointError
 from atlas_fl.storage import checkpoint
+from atlas_fl.storage.folder_access import files_below, list_folder, memory_bytes, open_to_read
 from atlas_fl.storage.json_shapes import DIGESTS, STATE, check_shape, count, fields, ledger_row, list_of, metrics_row
 from atlas_fl.storage.jsonl import read_rows, read_sealed, write_sealed
 from atlas_fl.storage.run_folder import RunFolder
@@ -35,8 +36,11 @@ class Digests:
     lengths: Mapping[str, int] = field(default_factory=dict)
     """Of files that grow: the bytes that are meant, from the first on."""
 
-    def fault(self, folder: RunFolder, file: Path) -> str:
-        """How this file differs from what was written; empty where it does not, or where nothing is known of it."""
+    def fault(self, folder: RunFolder, file: Path, *, within: Path | None = None) -> str:
+        """How this file differs from what was written; empty where it does not, or where nothing is known of it.
+
+        No part of its path below `within`, or else below the folder, is a link.
+        """
         name = file.relative_to(folder.path).as_posix()
         written, length = self.sha256.get(name), self.lengths.get(name)
         if written is None:
@@ -45,7 +49,7 @@ class Digests:
             return "it is missing"
         if length is not None and (size := file.stat().st_size) < length:
             return f"it holds {size} bytes of {length} that were written"
-        digest = file_sha256(file, length=length).hexdigest()
+        digest = file_sha256(file, length=length, within=within or folder.path).hexdigest()
         part = "" if length is None else f" of the first {length} bytes"
         return (
             ""
@@ -77,15 +81,15 @@ def is_final_output(name: str) -> bool:
     return name in ("summary.json", "digests.json") or name.startswith(("adapters/", "models/"))
 
 
-def file_sha256(path: Path, *, length: int | None = None) -> Any:
-    """The running SHA-256 over a file, or over its first bytes.
+def file_sha256(path: Path, *, length: int | None = None, within: Path | None = None) -> Any:
+    """The running SHA-256 over a file, or over its first bytes; no part of its path below `within` is a link.
 
     Raises:
         CheckpointError: it cannot be read.
     """
     digest, remaining = sha256(), length
     try:
-        with path.open("rb") as file:
+        with open_to_read(path, max_bytes=memory_bytes(), within=within) as file:
             while block := file.read(BLOCK if remaining is None else min(BLOCK, remaining)):
                 digest.update(block)
                 remaining = None if remaining is None else remaining - len(block)
@@ -166,8 +170,10 @@ def read_checked_rows(folder: RunFolder, file: Path) -> list[dict[str, Any]]:
 
 def write_digests(folder: RunFolder, digest_by_path: Mapping[str, str]) -> None:
     """Write `digests.json`: these digests by path, and those of the exports, which are read for them."""
-    exports = [path for part in (folder.adapters, folder.models) for path in sorted(part.rglob("*")) if path.is_file()]
-    export_digests = {path.relative_to(folder.path).as_posix(): file_sha256(path).hexdigest() for path in exports}
+    exports = [path for part in (folder.adapters, folder.models) for path in files_below(part, within=folder.path)]
+    export_digests = {
+        path.relative_to(folder.path).as_posix(): file_sha256(path, within=folder.path).hexdigest() for path in exports
+    }
     write_sealed(folder.digests, {"files": {**digest_by_path, **export_digests}})
 
 
@@ -196,14 +202,18 @@ def find_faults(folder: RunFolder) -> Iterator[tuple[Path, str]]:
                 yield file, fault
     for path in checkpoint.paths_by_round(folder.checkpoints).values():
         yield from ((path / name, fault) for name, fault in checkpoint.checkpoint_faults(path))
-    for record in sorted(folder.audit.glob("*/record.json")):
-        yield from audit_record_faults(record)
+    for name in list_folder(folder.audit, within=folder.path):
+        if (record := folder.audit / name / "record.json").exists():
+            yield from audit_record_faults(record, within=folder.path)
 
 
-def audit_record_faults(record: Path) -> Iterator[tuple[Path, str]]:
-    """Every file of an audited round that is not what was written, by its record; nothing of earlier versions."""
+def audit_record_faults(record: Path, *, within: Path) -> Iterator[tuple[Path, str]]:
+    """Every file of an audited round that is not what was written, by its record; nothing of earlier versions.
+
+    `within` is the folder of the run.
+    """
     try:
-        content = read_sealed(record, unsealed=RECORD_ENTRIES)
+        content = read_sealed(record, unsealed=RECORD_ENTRIES, within=within)
     except CheckpointError as error:
         yield record, reason(error)
         return
@@ -215,7 +225,7 @@ def audit_record_faults(record: Path) -> Iterator[tuple[Path, str]]:
     yield from (
         (file, fault)
         for file in (record.parent / name for name in digests.sha256)
-        if (fault := digests.fault(audit_folder, file))
+        if (fault := digests.fault(audit_folder, file, within=within))
     )
 
 

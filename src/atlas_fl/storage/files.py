@@ -1,8 +1,6 @@
-"""Files written whole or not at all, locked for one writer, and read only where they are regular; a machine's secret.
+"""Folders written whole or not at all, what is set aside, the lock of one writer, and a machine's secret.
 
-A file is written under another name, flushed to the disk, and renamed: the rename is what the file system promises to
-do in one step. The folder is flushed too, because the new name is an entry of the folder. The lock keeps two processes
-from resuming the same run.
+Everything is opened by `storage.folder_access`. The lock keeps two processes from resuming the same run.
 """
 
 import errno
@@ -11,28 +9,31 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
+from io import BufferedWriter
 from pathlib import Path
-from typing import Any, TextIO
 
 from safetensors import SafetensorError
 
 from atlas_fl.errors import CheckpointError, ConfigError
-
-
-def check_regular(path: Path) -> None:
-    """Nothing where the path is of a file, of a folder, or of nothing at all, which its reader tells.
-
-    A device has no end, and a pipe may never begin.
-
-    Raises:
-        OSError: it is of something else.
-    """
-    if path.exists() and not (path.is_file() or path.is_dir()):
-        raise OSError(errno.EINVAL, "no regular file", str(path))
-
+from atlas_fl.storage.folder_access import (
+    DRAFT,
+    IS_LINK,
+    draft_name,
+    is_inner_file,
+    is_inner_folder,
+    list_folder,
+    names_in,
+    open_to_append,
+    open_to_read,
+    opened_folder,
+    read_file,
+    remove_drafts,
+    write_atomic,
+)
 
 DRAFT_MARKER = ".atlas"
 """Marks a folder of drafts as one that may be removed."""
@@ -40,73 +41,29 @@ _OS_ERROR = re.compile(r"os error (\d+)")
 
 
 @contextmanager
-def os_errors_with_path(path: Path) -> Iterator[None]:
-    """Errors of a full disk or a broken one, which the system raises without saying where, with the file's name."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush the names that a folder holds to the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def write_synced(path: Path, pieces: Iterable[Any]) -> None:
-    """Write pieces of bytes one after the other and flush them to the disk; this is no single step."""
-    # what a failed write left in the file's buffer is tried again when it is closed, and fails without a name
-    with os_errors_with_path(path), path.open("wb") as file:
-        for piece in pieces:
-            file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def write_atomic(path: Path, content: bytes) -> None:
-    """Replace a file in one step: a reader, or a crash at any moment, sees the old content or the new."""
-    write_pieces(path, [content])
-
-
-def write_pieces(path: Path, pieces: Iterable[Any]) -> None:
-    """`write_atomic` for content that comes in pieces of bytes and need not be held at once."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.writing")
-    try:
-        write_synced(draft, pieces)
-        draft.replace(path)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
-@contextmanager
-def atomic_folder(path: Path) -> Iterator[Path]:
+def atomic_folder(path: Path, *, within: Path | None = None) -> Iterator[Path]:
     """A folder to write files into; with all of them it becomes `path` in one step, or nothing is left of it.
 
-    Files that lie at `path` before are kept, but for those of the same names, which are replaced one by one.
+    Files that lie at `path` before are kept, but for those of the same names, which are replaced one by one. No part of
+    the path below `within` is a link, nor is `path` itself.
 
     Raises:
-        OSError: the disk takes no more, or failed; it names `path`, whoever wrote.
+        OSError: the disk takes no more, or failed, or there is a link; it names `path`, whoever wrote.
     """
-    drafts = path.with_name(f".{path.name}.writing")
-    _remove_drafts(drafts)
+    drafts = path.with_name(draft_name(path.name))
     content = drafts / "content"
     try:
-        drafts.mkdir(parents=True)
-        (drafts / DRAFT_MARKER).touch()
-        content.mkdir()
-        yield content
-        for file in sorted(content.iterdir()):
-            _sync_file(file)
-        sync_folder(content)
-        _publish(content, path)
-        sync_folder(path.parent)
+        with opened_folder(path.parent, within=within, create=True) as parent:
+            _remove_drafts(parent, of=path)
+            os.mkdir(drafts.name, 0o700, dir_fd=parent)
+            (drafts / DRAFT_MARKER).touch()
+            content.mkdir()
+            yield content
+            for file in sorted(content.iterdir()):
+                _sync_file(file)
+            _sync_folder(content)
+            _publish(content, path)
+            os.fsync(parent)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
     except SafetensorError as error:
@@ -114,7 +71,8 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         code = int(match[1]) if match else errno.EIO
         raise OSError(code, os.strerror(code), str(path)) from error
     finally:
-        _remove_drafts(drafts)
+        if is_inner_folder(drafts):
+            shutil.rmtree(drafts)
 
 
 def set_aside(path: Path, *, name: str | None = None) -> Path:
@@ -131,11 +89,19 @@ def set_aside(path: Path, *, name: str | None = None) -> Path:
 
 def _sync_file(file: Path) -> None:
     """Have a file on the disk that another library has written."""
-    with file.open("rb") as opened:
+    with open_to_read(file, max_bytes=sys.maxsize) as opened:
         os.fsync(opened.fileno())
 
 
+def _sync_folder(folder: Path) -> None:
+    """Flush the names that a folder holds to the disk."""
+    with opened_folder(folder) as descriptor:
+        os.fsync(descriptor)
+
+
 def _publish(content: Path, path: Path) -> None:
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, IS_LINK, str(path))
     if not path.exists() or not any(path.iterdir()):
         content.rename(path)
         return
@@ -143,18 +109,24 @@ def _publish(content: Path, path: Path) -> None:
         file.replace(path / file.name)
 
 
-def _remove_drafts(folder: Path) -> None:
-    """Remove what a write that did not end has left; raises `ConfigError` for a folder of this name of another's."""
-    if not folder.exists():
-        return
-    if any(folder.iterdir()) and not (folder / DRAFT_MARKER).is_file():
-        raise ConfigError(f"{folder} is in the way, and is not of ATLAS; move it away")
-    shutil.rmtree(folder)
+def _remove_drafts(parent: int, *, of: Path) -> None:
+    """Remove what writes of this folder that did not end have left: folders of a draft's name that bear its mark."""
+    for name in names_in(parent):
+        match = DRAFT.fullmatch(name)
+        drafts = of.with_name(name)
+        if match is None or match[1] != of.name or not is_inner_folder(drafts):
+            continue
+        if is_inner_file(drafts / DRAFT_MARKER) or not list_folder(drafts):
+            shutil.rmtree(drafts)
 
 
 LOCK = ".lock"
-DRAFTS = frozenset({LOCK, ".config.toml.writing"})
-"""What may lie in a folder where a run was only about to begin."""
+_DRAFT_OF_SETTINGS = re.compile(r"\.config\.toml\.([0-9a-f]{16}\.)?writing")
+
+
+def is_left_of_beginning(name: str) -> bool:
+    """Whether a file of this name may lie in a folder where a run was only about to begin."""
+    return name == LOCK or _DRAFT_OF_SETTINGS.fullmatch(name) is not None
 
 
 @contextmanager
@@ -163,10 +135,11 @@ def run_lock(folder: Path) -> Iterator[None]:
 
     Raises:
         CheckpointError: another process holds it.
+        OSError: what has the name of the lock is a link, or no regular file.
     """
     while True:
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / LOCK).open("a") as file:  # whoever else has put a file of this name there keeps what is in it
+        with open_to_append(folder / LOCK) as file:  # whoever else has put a file there keeps what is in it
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -178,7 +151,7 @@ def run_lock(folder: Path) -> Iterator[None]:
                 return
 
 
-def _is_same_file(path: Path, file: TextIO) -> bool:
+def _is_same_file(path: Path, file: BufferedWriter) -> bool:
     """Whether this file still has its name: a run that could not be planned may have removed the folder meanwhile."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
@@ -199,8 +172,10 @@ def load_or_create_secret(path: Path) -> bytes:
 
     Raises `ConfigError` where something else is there.
     """
-    if not path.exists():
-        _write_private(path, secrets.token_bytes(SECRET_BYTES).hex())
+    if not os.path.lexists(path):
+        if path.parent.is_dir():
+            remove_drafts(path.parent, of=re.compile(re.escape(path.name)))
+        write_atomic(path, secrets.token_bytes(SECRET_BYTES).hex().encode(), mode=0o600)
     return read_secret(path)
 
 
@@ -212,8 +187,8 @@ def read_secret(path: Path) -> bytes:
     if not path.exists():
         raise ConfigError(f"no secret {path}; copy it there from where its site keeps it, beside --to")
     try:
-        secret = bytes.fromhex(path.read_text(encoding="ascii")) if path.is_file() else b""
-    except ValueError:
+        secret = bytes.fromhex(read_file(path, max_bytes=8 * SECRET_BYTES).decode("ascii"))
+    except (OSError, ValueError):
         secret = b""
     if len(secret) != SECRET_BYTES:
         raise ConfigError(
@@ -226,14 +201,3 @@ def read_secret(path: Path) -> bytes:
 def secret_digest(secret: bytes | None) -> str:
     """Sixteen hexadecimal digits that tell two secrets apart and tell nothing of either; none of no secret."""
     return "" if secret is None else blake2b(secret, person=b"secret digest", digest_size=8).hexdigest()
-
-
-def _write_private(path: Path, text: str) -> None:
-    """Write a file with mode 0600 in one step, so that a process that is killed leaves none or the whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.writing")
-    draft.unlink(missing_ok=True)
-    draft.touch(mode=0o600, exist_ok=False)
-    write_synced(draft, [text.encode()])
-    draft.replace(path)
-    sync_folder(path.parent)

@@ -8,6 +8,7 @@ it, so that the rows of rounds that will be repeated are not there twice.
 import json
 import math
 import os
+import re
 from collections.abc import Collection, Iterable, Mapping
 from hashlib import sha256
 from pathlib import Path
@@ -16,10 +17,26 @@ from typing import Any, NoReturn, Protocol
 import numpy as np
 
 from atlas_fl.errors import CheckpointError, DataError
-from atlas_fl.storage.files import os_errors_with_path, sync_folder, write_atomic
+from atlas_fl.storage.folder_access import (
+    MOST_JSON_BYTES,
+    MOST_ROWS_BYTES,
+    cut_file,
+    open_to_append,
+    opened_folder,
+    os_errors_with_path,
+    read_file,
+    write_atomic,
+)
 from atlas_fl.storage.json_shapes import Shape, check_written, list_of
 
 LINE_WIDTH = 120
+MOST_DEPTH = 64
+"""Of lists and mappings inside each other: what is written here has less than ten, and its readers are recursive."""
+MOST_CONTAINERS, MOST_ENTRIES = 2_000_000, 20_000_000
+"""Of lists and mappings, and of what they hold: a few bytes of text make hundreds in memory."""
+_TEXTS = re.compile(r'"(?:[^"\\]++|\\.?)*+(?:"|\Z)', re.DOTALL)
+"""The texts of JSON; the last one may lack its end."""
+_OTHER_CHARACTERS = re.compile(r"[^\[\]{}]+")
 SEAL = "sha256"
 """The entry of a sealed file: the SHA-256 over all its other entries."""
 
@@ -67,16 +84,40 @@ def to_json(value: object) -> str:
 
 
 def from_json(text: str | bytes) -> Any:
-    """What strict JSON says.
+    """What strict JSON says; all JSON is read by this function.
 
     Raises:
-        ValueError: no JSON, or NaN or an infinity in it (`json.JSONDecodeError` is a ValueError too).
+        ValueError: no JSON in UTF-8, NaN or an infinity in it, or more and deeper lists than anything that is written
+            here (`json.JSONDecodeError` is a ValueError too).
     """
-    return json.loads(text, parse_constant=_refuse_constant)
+    decoded = text if isinstance(text, str) else text.decode()
+    _check_bounds(decoded)
+    try:
+        return _DECODER.decode(decoded)
+    except RecursionError:  # unfinished ones, deeper than Python goes
+        raise ValueError(_TOO_DEEP) from None
 
 
 def _refuse_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no JSON number")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+_TOO_DEEP = f"its lists are nested more than {MOST_DEPTH} deep"
+
+
+def _check_bounds(text: str) -> None:
+    """Raise ValueError for JSON with too many lists and mappings, or too deep ones; counted without reading it."""
+    containers = text.count("[") + text.count("{")
+    if containers <= MOST_DEPTH and len(text) <= MOST_ENTRIES:
+        return
+    if text.count(",") > MOST_ENTRIES or containers > MOST_CONTAINERS:
+        raise ValueError(f"more than {MOST_CONTAINERS:,} lists, or {MOST_ENTRIES:,} entries in them")
+    brackets = _OTHER_CHARACTERS.sub("", _TEXTS.sub("", text)).replace("{", "[").replace("}", "]")
+    for _ in range(MOST_DEPTH):
+        brackets = brackets.replace("[]", "")
+    if "[]" in brackets:
+        raise ValueError(_TOO_DEEP)
 
 
 def drop_undefined(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,8 +155,10 @@ def encode_json(value: object) -> bytes:
     return (format_json(from_json(to_json(value))) + "\n").encode()
 
 
-def write_json(path: Path, value: object, *, shape: Shape | None = None) -> str:
+def write_json(path: Path, value: object, *, shape: Shape | None = None, within: Path | None = None) -> str:
     """Write strict JSON in one step, laid out to be read by people; the file's SHA-256 as hexadecimal digits.
+
+    No part of the path below `within` is a link (`storage.folder_access`); so it is for all readers and writers here.
 
     Raises:
         DataError: a number is NaN or infinite, or the value has not the shape that readers of the file ask for.
@@ -123,23 +166,23 @@ def write_json(path: Path, value: object, *, shape: Shape | None = None) -> str:
     if shape is not None:
         check_written(from_json(to_json(value)), shape, file=path)
     content = encode_json(value)
-    write_atomic(path, content)
+    write_atomic(path, content, within=within)
     return sha256(content).hexdigest()
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, *, within: Path | None = None) -> Any:
     """What a JSON file says.
 
     Raises:
         CheckpointError: there is no such file, or it is damaged.
     """
     try:
-        return from_json(path.read_bytes())
+        return from_json(read_file(path, max_bytes=MOST_JSON_BYTES, within=within))
     except FileNotFoundError:
         raise CheckpointError(f"no file {path}; the run did not write it or it was removed") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}); restore it or repeat the run") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise CheckpointError(f"damaged file {path}: {error}; restore it or repeat the run") from error
 
 
@@ -148,17 +191,17 @@ def content_sha256(content: Mapping[str, Any]) -> str:
     return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
+def write_sealed(path: Path, content: Mapping[str, Any], *, within: Path | None = None) -> None:
     """Write a mapping as `write_json`, with the digest by which `read_sealed` finds it altered.
 
     Raises:
         DataError: a number is NaN or infinite.
     """
     plain = from_json(to_json(content))
-    write_json(path, plain | {SEAL: content_sha256(plain)})
+    write_json(path, plain | {SEAL: content_sha256(plain)}, within=within)
 
 
-def read_sealed(path: Path, *, unsealed: Collection[str] = ()) -> dict[str, Any]:
+def read_sealed(path: Path, *, unsealed: Collection[str] = (), within: Path | None = None) -> dict[str, Any]:
     """What a sealed file says, without its digest.
 
     `unsealed` are the names that such a file had before there were digests: one of these alone is taken as it is.
@@ -166,7 +209,7 @@ def read_sealed(path: Path, *, unsealed: Collection[str] = ()) -> dict[str, Any]
     Raises:
         CheckpointError: there is no such file, or it is damaged.
     """
-    content = read_json(path)
+    content = read_json(path, within=within)
     if isinstance(content, dict) and SEAL not in content and content.keys() <= set(unsealed):
         return content
     expected = content.pop(SEAL, None) if isinstance(content, dict) else None
@@ -190,8 +233,8 @@ def append_rows(
     if shape is not None:
         check_written([from_json(text) for text in texts], list_of(shape), file=path)
     lines = "".join([text + "\n" for text in texts]).encode()
-    is_new = not path.exists()
-    with os_errors_with_path(path), path.open("ab") as file:
+    is_new = not os.path.lexists(path)
+    with os_errors_with_path(path), open_to_append(path) as file:
         file.write(lines)
         file.flush()
         os.fsync(file.fileno())
@@ -199,7 +242,8 @@ def append_rows(
     if running is not None:
         running.update(lines)
     if is_new:
-        sync_folder(path.parent)
+        with opened_folder(path.parent) as folder:
+            os.fsync(folder)
     return length
 
 
@@ -213,9 +257,7 @@ def truncate_to(path: Path, offset: int) -> None:
     if length < offset:
         raise CheckpointError(f"{path} holds {length} bytes, its checkpoint {offset}: rows are lost; repeat the run")
     if length > offset:
-        with path.open("r+b") as file:
-            file.truncate(offset)
-            os.fsync(file.fileno())
+        cut_file(path, offset)
 
 
 def read_rows(path: Path, *, length: int | None = None) -> list[dict[str, Any]]:
@@ -225,17 +267,20 @@ def read_rows(path: Path, *, length: int | None = None) -> list[dict[str, Any]]:
 
     Raises:
         CheckpointError: another line is damaged; the message names it.
+        OSError: it cannot be read, is a link or no regular file, or is too large.
     """
-    if not path.exists():
+    try:
+        content = read_file(path, max_bytes=MOST_ROWS_BYTES)
+    except FileNotFoundError:
         return []
     rows = []
-    for number, line in enumerate(path.read_bytes()[:length].split(b"\n")[:-1], start=1):
+    for number, line in enumerate(content[:length].split(b"\n")[:-1], start=1):
         try:
             row = from_json(line)
             if not isinstance(row, dict):
                 raise ValueError(f"{row!r} is no row")
             rows.append(row)
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             message = f"damaged line {number} of {path}: {error}; restore the file or repeat the run"
             raise CheckpointError(message) from error
     return rows

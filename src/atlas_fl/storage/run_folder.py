@@ -6,15 +6,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from io import TextIOWrapper
 from pathlib import Path
 
 from atlas_fl.errors import CheckpointError, ConfigError
-from atlas_fl.storage.files import DRAFTS, LOCK, os_errors_with_path
+from atlas_fl.storage.files import LOCK, is_left_of_beginning
+from atlas_fl.storage.folder_access import (
+    is_inner_file,
+    is_inner_folder,
+    list_folder,
+    open_to_append,
+    os_errors_with_path,
+    remove_drafts,
+)
 
 PLANNED_RUNS = ".runs.json"
 """Ends the name of the file that names the runs of a comparison or a sweep."""
 SHOWN_RUNS = 8
-_AUDIT_FOLDERS = ("round-[0-9]*", "joined-[0-9]*")
+_AUDIT_FOLDERS = re.compile(r"(round|joined)-[0-9].*")
 _FILES = (
     "config.toml",
     "plan.json",
@@ -31,8 +40,10 @@ _FILES = (
 )
 _AUDIT_FILES = ("record.json", "start.safetensors", "trained.safetensors", "fresh.safetensors")
 _NAMES = "|".join(re.escape(name) for name in (*_FILES, *_AUDIT_FILES))
-_RUN_FILES = re.compile(rf"{_NAMES}|\.({_NAMES})\.writing|{re.escape(LOCK)}")
+_RUN_FILES = re.compile(rf"{_NAMES}|\.({_NAMES})\.([0-9a-f]{{16}}\.)?writing|{re.escape(LOCK)}")
 """Files that a run writes, and may have written before its first checkpoint."""
+_LOCKED_FILES = re.compile(rf"{_NAMES}|plan-\d{{4,}}\.(json|safetensors)")
+"""Files that nobody writes but who holds the run's lock."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +220,7 @@ def check_folder_is_free(folder: RunFolder) -> None:
         raise ConfigError(f"{folder.path} is a file; choose another --name or --runs-dir")
     if folder.config.exists() or not folder.path.exists():
         return
-    foreign = sorted(path.name for path in folder.path.iterdir() if path.name not in DRAFTS)
+    foreign = [name for name in list_folder(folder.path) if not is_left_of_beginning(name)]
     if foreign:
         raise ConfigError(
             f"{folder.path} exists, is no run and holds {foreign[0]}; choose another --name or --runs-dir"
@@ -221,14 +232,22 @@ def remove_aborted_run(path: Path, *, is_new: bool) -> None:
 
     `is_new` says that the run has made the folder: it goes too, where it is empty then.
     """
-    folders = [folder for pattern in _AUDIT_FOLDERS for folder in sorted((path / "audit").glob(pattern))]
+    audit = path / "audit"
+    names = list_folder(audit, within=path) if is_inner_folder(audit) else []
+    folders = [audit / name for name in names if _AUDIT_FOLDERS.fullmatch(name) and is_inner_folder(audit / name)]
     for folder in (*folders, path):
         for file in folder.iterdir() if folder.is_dir() else ():
-            if _RUN_FILES.fullmatch(file.name) and file.is_file() and not file.is_symlink():
+            if _RUN_FILES.fullmatch(file.name) and is_inner_file(file):
                 file.unlink()
-    for folder in (*folders, path / "audit", *([path] if is_new else [])):
+    made = [*folders, *([audit] if is_inner_folder(audit) else []), *([path] if is_new else [])]
+    for folder in made:
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove the drafts that a killed process has left in a run's folder; for who holds its lock."""
+    remove_drafts(path, of=_LOCKED_FILES)
 
 
 class _OneLineFormatter(logging.Formatter):
@@ -243,6 +262,9 @@ class _OneLineFormatter(logging.Formatter):
 
 class _LogFile(logging.FileHandler):
     """Ends the run where the disk takes no more, as every other file does; `logging` would print a traceback."""
+
+    def _open(self) -> TextIOWrapper:
+        return TextIOWrapper(open_to_append(Path(self.baseFilename)), encoding="utf-8", errors=self.errors)
 
     def emit(self, record: logging.LogRecord) -> None:
         assert self.stream is not None, "it is opened at once"

@@ -9,7 +9,6 @@ is that of its last use. Several processes may count at once, so the files may e
 sixteenth of it for each.
 """
 
-import errno
 import os
 import re
 import secrets
@@ -19,11 +18,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
-from stat import S_ISREG
 
 import platformdirs
 from torch import Tensor
 
+from atlas_fl.storage.folder_access import memory_bytes, read_file
 from atlas_fl.storage.tensors import decode_tensors, encode_tensors
 
 SEAL_BYTES = 32
@@ -60,9 +59,7 @@ class StateFiles:
         """The states of a key of 64 hexadecimal digits; None where there are none, or none that can be used."""
         path = self._path(key)
         try:
-            if not S_ISREG(path.stat().st_mode):  # a device has no end
-                raise OSError(errno.EINVAL, "no regular file", str(path))
-            content = path.read_bytes()
+            content = read_file(path, max_bytes=memory_bytes())
         except FileNotFoundError:
             return None
         except OSError as error:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from atlas_fl.errors import CheckpointError
 from atlas_fl.params import ByClient, Params, digest, flatten_by_client, is_full_model
-from atlas_fl.storage.files import write_pieces
+from atlas_fl.storage.folder_access import memory_bytes, read_file, write_pieces
 
 DTYPES: dict[torch.dtype, str] = {
     torch.int64: "I64",
@@ -108,8 +108,17 @@ def decode_tensors(payload: bytes) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], *, metadata: tuple[str, str] | None = None) -> str:
-    """Write a safetensors file in one step, with `metadata` as its metadata; its SHA-256 as hexadecimal digits."""
+def write_tensors(
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    metadata: tuple[str, str] | None = None,
+    within: Path | None = None,
+) -> str:
+    """Write a safetensors file in one step, with `metadata` as its metadata; its SHA-256 as hexadecimal digits.
+
+    No part of the path below `within` is a link (`storage.folder_access`); so it is for all readers and writers here.
+    """
     digest = sha256()
 
     def hash_pieces() -> Iterator[Piece]:
@@ -117,18 +126,18 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], *, metadata: 
             digest.update(part)
             yield part
 
-    write_pieces(path, hash_pieces())
+    write_pieces(path, hash_pieces(), within=within)
     return digest.hexdigest()
 
 
-def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+def read_tensors(path: Path, *, within: Path | None = None) -> dict[str, torch.Tensor]:
     """The tensors of a safetensors file, on the CPU.
 
     Raises:
         CheckpointError: there is no such file, or it is damaged.
     """
     try:
-        return decode_tensors(path.read_bytes())
+        return decode_tensors(read_file(path, max_bytes=memory_bytes(), within=within))
     except FileNotFoundError:
         raise CheckpointError(f"no file {path}; the run did not write it or it was removed") from None
     except OSError as error:
@@ -158,7 +167,7 @@ SAME = "same"
 """The entry of the metadata: as JSON, by the name under which a tensor stands, the other clients that hold it."""
 
 
-def write_models(path: Path, models: ByClient) -> str:
+def write_models(path: Path, models: ByClient, *, within: Path | None = None) -> str:
     """Write these models in one step, with keys `<client>/<parameter>`; the file's SHA-256 as hexadecimal digits.
 
     The audit has a reader of its own for them.
@@ -167,11 +176,10 @@ def write_models(path: Path, models: ByClient) -> str:
     than an undisturbed one, and leaves the same file.
     """
     if not any(is_full_model(params) for params in models.values()):
-        return write_tensors(path, flatten_by_client(models))
+        return write_tensors(path, flatten_by_client(models), within=within)
     unique, other_holders = _deduplicate(models)
-    return write_tensors(
-        path, unique, metadata=(SAME, json.dumps(other_holders, sort_keys=True)) if other_holders else None
-    )
+    metadata = (SAME, json.dumps(other_holders, sort_keys=True)) if other_holders else None
+    return write_tensors(path, unique, metadata=metadata, within=within)
 
 
 def _deduplicate(models: ByClient) -> tuple[dict[str, Tensor], dict[str, list[str]]]:

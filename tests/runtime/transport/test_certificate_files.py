@@ -244,7 +244,7 @@ def bad_requests() -> Iterator[tuple[bytes, str]]:
     yield requested("a", key=ec.generate_private_key(ec.SECP384R1())), "not on the curve P-256"
     yield requested("a", key=rsa.generate_private_key(65537, 2048)), "not on the curve P-256"
     yield b"nothing", "is no request that can be signed"
-    yield b"-----BEGIN CERTIFICATE REQUEST-----\n" + b"A" * 2**20, "more than 65536 bytes"
+    yield b"-----BEGIN CERTIFICATE REQUEST-----\n" + b"A" * 2**20, "at most 65,536 are read"
 
 
 def test_a_request_is_signed_where_its_own_key_has_signed_it_under_a_name_that_can_be(folder: Path) -> None:

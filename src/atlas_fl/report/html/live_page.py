@@ -6,13 +6,14 @@ looks for news.
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.parse import quote
 
 from atlas_fl.errors import CheckpointError
@@ -31,6 +32,7 @@ from atlas_fl.report.html.elements import (
 )
 from atlas_fl.report.html.run_page import run_page
 from atlas_fl.storage.digests import read_checked_rows
+from atlas_fl.storage.folder_access import MOST_LOG_BYTES, read_ends
 from atlas_fl.storage.run_folder import PLANNED_RUNS, RunFolder, is_readable_file
 
 RECENT = 3
@@ -65,8 +67,11 @@ class Progress:
 
 
 def read_progress(folder: RunFolder, *, now: datetime) -> Progress:
-    """How far the run in this folder is; of one without a log, nothing done. Raises OSError where it cannot be read."""
-    lines = _log_lines(folder.log) if folder.log.exists() else []
+    """How far the run in this folder is; of one without a log, nothing done. Raises OSError where it cannot be read.
+
+    Of a long log its first line and its last `MOST_LOG_BYTES` are read.
+    """
+    first, lines = _log_lines(folder.log) if folder.log.exists() else (None, [])
     done = [(when, int(m[1]), int(m[2])) for when, words in lines if (m := _DONE.match(words))]
     begun = [when for when, words in lines if (m := _BEGUN.fullmatch(words)) and (not done or int(m[1]) <= done[-1][1])]
     ends = [*begun[-1:], done[-1][0]] if len(done) == 1 else [when for when, _, _ in done]
@@ -79,22 +84,22 @@ def read_progress(folder: RunFolder, *, now: datetime) -> Progress:
         rounds=rounds,
         seconds_left=None if rounds is None or not taken else fmean(taken) * (rounds - last),
         silent=max(0.0, (now - lines[-1][0]).total_seconds()) if lines else 0.0,
-        seconds=max(0.0, (lines[-1][0] - lines[0][0]).total_seconds()) if lines else 0.0,
+        seconds=max(0.0, (lines[-1][0] - (first or lines[0][0])).total_seconds()) if lines else 0.0,
         is_over=folder.summary.exists(),
     )
 
 
-def _log_lines(log: Path) -> list[tuple[datetime, str]]:
-    """(time, words) of every line of a log; what is no such line is left out."""
-    found = []
-    for line in log.read_text("utf-8", errors="replace").splitlines():
-        match = _LINE.fullmatch(line)
-        try:
-            if match:
-                found.append((datetime.strptime(match[1], "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC), match[2]))
-        except ValueError:  # the form of a date, and none
-            continue
-    return found
+def _log_lines(log: Path) -> tuple[datetime | None, list[tuple[datetime, str]]]:
+    """(time of the first line, time and words of every line near the end); what is no such line is left out."""
+    head, tail = read_ends(log, max_bytes=MOST_LOG_BYTES)
+    return next((when for when, _ in _timed_lines(head)), None), list(_timed_lines(tail))
+
+
+def _timed_lines(text: bytes) -> Iterator[tuple[datetime, str]]:
+    for line in text.decode(errors="replace").splitlines():
+        if match := _LINE.fullmatch(line):
+            with suppress(ValueError):  # the form of a date, and none
+                yield datetime.fromisoformat(match[1]), match[2]
 
 
 def live_page(folder: RunFolder, *, now: datetime) -> Page:
@@ -178,9 +183,27 @@ def find_comparisons(runs_dir: Path) -> dict[str, Path]:
     return {os.fsencode(path.name).decode(errors="replace").removesuffix(PLANNED_RUNS): path for path in files}
 
 
-def list_page(folders: Mapping[str, Path], comparisons: Sequence[str] = (), *, now: datetime) -> Page:
-    """The page that lists runs by name, each with a link to its own, after those of comparisons and sweeps."""
-    rows = [[name, *summary_row(RunFolder(path), now=now)] for name, path in folders.items()]
+Row: TypeAlias = tuple[str, str, str]
+"""(state, rounds, newest mean validation score) of a run."""
+
+
+def list_page(
+    folders: Mapping[str, Path],
+    comparisons: Sequence[str] = (),
+    *,
+    now: datetime,
+    known: dict[Path, tuple[str, Row]] | None = None,
+) -> Page:
+    """The page that lists runs by name, each with a link to its own, after those of comparisons and sweeps.
+
+    `known` holds the row of each run and the state that it was made from: what has not changed is not read again.
+    """
+    known = {} if known is None else known
+    for path in folders.values():
+        state = state_of(path, now=now)
+        if path not in known or known[path][0] != state:
+            known[path] = (state, summary_row(RunFolder(path), now=now))
+    rows = [[name, *known[path][1]] for name, path in folders.items()]
     columns = ("run", "state", "rounds", "mean validation score")
     block = Table(title="Runs", columns=columns, rows=rows) if rows else Text(lines=["No run has begun here so far."])
     complete = sum(row[1] == "complete" for row in rows)
@@ -192,7 +215,7 @@ def list_page(folders: Mapping[str, Path], comparisons: Sequence[str] = (), *, n
     )
 
 
-def summary_row(folder: RunFolder, *, now: datetime) -> tuple[str, str, str]:
+def summary_row(folder: RunFolder, *, now: datetime) -> Row:
     """(state, rounds, newest mean validation score) of a run, for a list of runs."""
     try:
         progress = read_progress(folder, now=now)

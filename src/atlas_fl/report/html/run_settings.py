@@ -1,11 +1,11 @@
 """The section of a run's page on its settings, and on the commands that repeat it."""
 
 import shlex
-import tomllib
 from collections.abc import Mapping
 from typing import Any
 
 from atlas_fl.config import config_hash, differences, load_config
+from atlas_fl.config.files import read_tables
 from atlas_fl.config.presets import PRESETS, find_preset
 from atlas_fl.config.settings import settings
 from atlas_fl.config.values import to_words
@@ -38,7 +38,7 @@ def _commands(folder: RunFolder) -> list[Block]:
         what="From the run's own file with every setting alike, in the folder in which the run lies:",
     )
     try:
-        config = load_config(folder.config)
+        config = load_config(folder.config, within=folder.path)
         usual = find_preset(config.run.preset, dial=config.run.dial) if config.run.preset in PRESETS else None
     except ConfigError as error:
         return [Text(lines=[f"This version of ATLAS does not read these settings: {error}"]), same]
@@ -59,9 +59,9 @@ def _commands(folder: RunFolder) -> list[Block]:
 
 def _all_settings(folder: RunFolder) -> list[Block]:
     try:
-        tables = tomllib.loads(folder.config.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"damaged file {folder.config}: {error}; restore it from a copy") from None
+        tables = read_tables(folder.config, within=folder.path)
+    except ConfigError as error:
+        raise CheckpointError(f"damaged file {folder.config}: {error}") from None
     rows = [
         [table, name, str(value)]
         for table, values in tables.items()

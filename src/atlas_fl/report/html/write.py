@@ -1,5 +1,6 @@
 """Write `report.html` of a run, or of several."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -8,7 +9,8 @@ from atlas_fl.errors import ConfigError
 from atlas_fl.report.html.comparison_page import comparison_page
 from atlas_fl.report.html.elements import GENERATOR, Page, render
 from atlas_fl.report.html.run_page import run_page
-from atlas_fl.storage.files import set_aside, write_atomic
+from atlas_fl.storage.files import set_aside
+from atlas_fl.storage.folder_access import open_named_file, write_atomic
 from atlas_fl.storage.run_folder import find_run
 
 PAGE = "report.html"
@@ -52,5 +54,5 @@ def write_report(
 
 def is_page(path: Path) -> bool:
     """Whether a file is a page that `write_report` has written."""
-    with path.open("rb") as file:
+    with open_named_file(path, max_bytes=sys.maxsize) as file:
         return f'name=generator content="{GENERATOR}"'.encode() in file.read(HEAD)

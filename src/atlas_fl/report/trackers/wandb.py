@@ -1,10 +1,12 @@
 """Weights & Biases as a tracker: what it keeps lies in the run's folder, and a resumed run goes on under its old id."""
 
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 from atlas_fl.config.values import invalid_value
 from atlas_fl.report.trackers.track_run import TrackedRun, Tracker, importing
+from atlas_fl.storage.folder_access import list_folder, make_folder
 
 NOT_IN_NAMES = frozenset("/\\#?%:")
 """What W&B takes in no name of a project."""
@@ -28,12 +30,14 @@ class WandbTracker(Tracker):
 
     def begin(self, run: TrackedRun) -> None:
         """Begin a run, or go on with the one whose id the run's folder has."""
-        wandb, before = _wandb(), sorted((run.folder / "wandb").glob("*run-*-*"))
+        wandb = _wandb()
+        own = make_folder(run.folder / "wandb", within=run.folder)
+        before = [name for name in list_folder(own, within=run.folder) if fnmatchcase(name, "*run-*-*")]
         self._run = wandb.init(
             project=self.project,
             name=run.name,
             # a run that goes on is the same run there too: its folders end with its id
-            id=before[-1].name.rpartition("-")[2] if before else None,
+            id=before[-1].rpartition("-")[2] if before else None,
             resume="allow" if before else None,
             config=run.settings,
             dir=run.folder,

@@ -34,7 +34,7 @@ NEWEST, LAST = "newest", "last"
 neither."""
 _VERSION = re.compile("[0-9a-f]{64}")
 _FILE = re.compile(rf"({_VERSION.pattern}\.safetensors|{re.escape(INDEX)}|{re.escape(MARK)})")
-_DRAFT = re.compile(rf"\.{_FILE.pattern}\.writing")
+_DRAFT = re.compile(rf"\.{_FILE.pattern}\.([0-9a-f]{{16}}\.)?writing")
 
 
 @dataclass(frozen=True, kw_only=True)

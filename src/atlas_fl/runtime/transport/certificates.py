@@ -25,12 +25,13 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from atlas_fl.errors import ConfigError, short_repr
-from atlas_fl.storage.files import sync_folder
+from atlas_fl.storage.folder_access import read_named_file, write_atomic
 
 CA, CERT, KEY, REQUEST, CLIENTS = "ca.pem", "cert.pem", "key.pem", "request.pem", "clients.txt"
 AUTHORITY, SERVER, REVOKED = "ca", "server", ".revoked"
 MOST_DAYS = 3650
 MOST_BYTES = 64 * 2**10
+MOST_LIST_BYTES = 2**24
 """Of a request for a certificate, which comes from elsewhere."""
 EMPTY_SECONDS = 2.0
 """How long a list may be empty until it is taken for one of nobody."""
@@ -167,7 +168,7 @@ def open_certs(folder: Path, *, now: datetime | None = None) -> Certs:
             raise ConfigError(
                 f"no file {path}; a folder of `atlas certs make` holds {CA}, {CERT} and {KEY}: give one with --certs"
             )
-        pem[name] = path.read_bytes()
+        pem[name] = _read(path)
     try:
         cert = x509.load_pem_x509_certificate(pem[CERT])
         key = serialization.load_pem_private_key(pem[KEY], password=None)
@@ -207,7 +208,7 @@ def common_name(pem: bytes) -> str:
 
 def holds_until(folder: Path) -> datetime:
     """When the certificate in this folder ends."""
-    return x509.load_pem_x509_certificate((folder / CERT).read_bytes()).not_valid_after_utc
+    return x509.load_pem_x509_certificate(_read(folder / CERT)).not_valid_after_utc
 
 
 def read_list(folder: Path) -> dict[str, str | None]:
@@ -223,7 +224,7 @@ def read_list(folder: Path) -> dict[str, str | None]:
         )
     listed: dict[str, str | None] = {}
     last = None
-    lines = path.read_bytes().decode(errors="replace").splitlines()
+    lines = _read(path).decode(errors="replace").splitlines()
     for word in (word for line in lines if not line.lstrip().startswith("#") for word in line.split()):
         if _DIGEST.fullmatch(word.lower()) and last is not None:
             listed[last], last = word.lower(), None
@@ -308,7 +309,7 @@ def _list_certs(folder: Path, clients: Sequence[str]) -> None:
     """List these clients with the certificates that they have now, those who are new after the others."""
     path = folder / SERVER / CLIENTS
     listed = read_list(folder / SERVER) if path.exists() else {}
-    _write_list(folder, {**listed, **{name: digest_of((folder / name / CERT).read_bytes()) for name in clients}})
+    _write_list(folder, {**listed, **{name: digest_of(_read(folder / name / CERT)) for name in clients}})
 
 
 def _write_list(folder: Path, listed: Mapping[str, str | None]) -> None:
@@ -316,12 +317,8 @@ def _write_list(folder: Path, listed: Mapping[str, str | None]) -> None:
         "# nobody"
     ]
     path = folder / SERVER / CLIENTS
-    draft = path.with_name(f".{path.name}.writing")
     _private_folder(path.parent)
-    draft.unlink(missing_ok=True)  # of who was interrupted here
-    _write(draft.parent, {draft.name: "".join(f"{line}\n" for line in lines).encode()}, mode=0o600)
-    draft.replace(path)
-    sync_folder(path.parent)
+    write_atomic(path, "".join(f"{line}\n" for line in lines).encode(), mode=0o600)
 
 
 def _check_listed(folder: Path, clients: Sequence[str]) -> None:
@@ -349,7 +346,7 @@ def _key_kept_by(site: Path) -> ec.EllipticCurvePublicKey | None:
     """The key of a site that has its private half alone; None where a new one is to be made here."""
     if (site / KEY).exists() or not (site / CERT).exists():
         return None
-    key = _reading(site, lambda: x509.load_pem_x509_certificate((site / CERT).read_bytes())).public_key()
+    key = _reading(site, lambda: x509.load_pem_x509_certificate(_read(site / CERT))).public_key()
     assert isinstance(key, ec.EllipticCurvePublicKey), "`sign_request` signs no others"
     return key
 
@@ -358,11 +355,8 @@ def _read_request(path: Path) -> tuple[str, ec.EllipticCurvePublicKey]:
     """(name, key) of a request that its own key has signed."""
     if not path.is_file():
         raise ConfigError(f"no file {path}; give the {REQUEST} that `atlas certs request` has made at the site")
-    with path.open("rb") as file:
-        content = file.read(MOST_BYTES + 1)
     try:
-        if len(content) > MOST_BYTES:
-            raise ValueError(f"more than {MOST_BYTES} bytes")
+        content = read_named_file(path, max_bytes=MOST_BYTES)
         request = x509.load_pem_x509_csr(content)
         key, names = request.public_key(), request.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
         if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
@@ -371,9 +365,10 @@ def _read_request(path: Path) -> tuple[str, ec.EllipticCurvePublicKey]:
             raise ValueError("its key has not signed it")
         if len(names) != 1:
             raise ValueError("it has no name, or several")
-    except (ValueError, TypeError, InvalidSignature) as error:
+    except (OSError, ValueError, TypeError, InvalidSignature) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
-            f"{path} is no request that can be signed ({error}); make one with `atlas certs request`"
+            f"{path} is no request that can be signed ({reason}); make one with `atlas certs request`"
         ) from None
     name = str(names[0].value)
     _check_names([name], flag="")
@@ -454,8 +449,8 @@ def _new_authority(folder: Path, begin: datetime, end: datetime) -> _Issuer:
 def _old_authority(folder: Path, begin: datetime) -> _Issuer:
     """The authority in this folder; raises `ConfigError` where there is none, or its time is over."""
     try:
-        cert = x509.load_pem_x509_certificate((folder / CA).read_bytes())
-        key = serialization.load_pem_private_key((folder / KEY).read_bytes(), password=None)
+        cert = x509.load_pem_x509_certificate(_read(folder / CA))
+        key = serialization.load_pem_private_key(_read(folder / KEY), password=None)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder} holds no authority that can be read ({error}); make another folder") from None
     until = cert.not_valid_after_utc
@@ -532,6 +527,11 @@ def _private_folder(folder: Path) -> None:
     for missing in reversed([folder, *folder.parents]):
         if not missing.exists():
             missing.mkdir(mode=0o700)
+
+
+def _read(path: Path) -> bytes:
+    """The content of a certificate, a key or a list, which may be a link where secrets are mounted."""
+    return read_named_file(path, max_bytes=MOST_LIST_BYTES)
 
 
 def _write(folder: Path, files: Mapping[str, bytes], *, mode: int = 0o644) -> None:

@@ -1,0 +1,23 @@
+"""CSV in which no text is a formula, and from which every text is read back."""
+
+import csv
+from io import StringIO
+
+import pytest
+
+from atlas_fl.report.csv_text import format_csv, unescape_cell
+
+FORMULAS = ("=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1", "\r=1", "\n=1", "--lr 0.1", "'=1", "''=1", "=")
+PLAIN = ("movie-0", "", "'tis", "-0.5", "1e-3", "-0.1 0.2 -3", "a=1", "-7")
+
+
+@pytest.mark.parametrize("text", FORMULAS + PLAIN)
+def test_a_text_that_begins_a_formula_is_escaped_and_read_back(text: str) -> None:
+    written = format_csv(["name", "value"], [[text, -0.25]])
+    _, (cell, number) = csv.reader(StringIO(written, newline=""))
+    assert cell.startswith("'") if text in FORMULAS else cell == text
+    assert (unescape_cell(cell), number) == (text, "-0.25")
+
+
+def test_a_header_and_nothing_are_written_as_they_are() -> None:
+    assert format_csv(["=x", "y"], [[None, 3]]) == "'=x,y\n,3\n"

@@ -1,0 +1,96 @@
+"""Files are opened by `storage.folder_access`: every other place that opens one, or reads JSON, is named with why."""
+
+import ast
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import atlas_fl
+
+ROOT = Path(atlas_fl.__file__).parent
+HOME = "storage/folder_access.py"
+
+OPENS = frozenset(
+    {
+        *("open", "fdopen", "read_text", "write_text", "read_bytes", "write_bytes", "touch", "mkdir", "mkstemp"),
+        *("safe_open", "load_file", "save_file", "read_parquet", "fromfile", "tofile", "loadtxt", "memmap"),
+        *("FileHandler", "NamedTemporaryFile"),
+    }
+)
+"""Calls by their last name that open a file or make a folder, whatever they are called on."""
+READS = frozenset({"json.load", "json.loads", "tomllib.load", "tomllib.loads", "np.load", "np.save"})
+
+ALLOWED: Mapping[str, tuple[dict[str, int], str]] = {
+    "cli/main.py": ({"open": 1}, "the null device"),
+    "config/files.py": ({"tomllib.loads": 1}, "the one reader of TOML, after its bounds"),
+    "data/cifar.py": ({"open": 2, "read_bytes": 1}, "data that a user names"),
+    "data/embedded.py": ({"open": 2, "read_text": 1}, "data that `atlas fetch` has checked by their digests"),
+    "data/image_sets.py": ({"read_bytes": 2}, "data that a user names"),
+    "data/tables.py": ({"open": 2, "json.loads": 1, "read_parquet": 1}, "data that a user names"),
+    "data/user_files.py": ({"open": 1}, "data that a user names"),
+    "experiment/free_memory.py": ({"read_text": 4}, "what the system says of memory"),
+    "experiment/parallel_runs.py": ({"fdopen": 1, "json.loads": 2}, "between this process and its own workers"),
+    "flower/server_app.py": ({"read_bytes": 1}, "certificates in a temporary folder of this process"),
+    "models/files.py": (
+        {"open": 2, "read_bytes": 2, "safe_open": 1},
+        "the folder of a model that a user names, whose files it has found regular",
+    ),
+    "models/identity.py": ({"json.loads": 1}, "what the tokenizer in memory writes"),
+    "models/prefix_cache.py": ({"read_text": 1, "read_bytes": 1}, "this package, and what the system says of itself"),
+    "report/html/elements.py": ({"read_text": 1}, "a resource of this package"),
+    "runtime/transport/certificates.py": (
+        {"open": 1, "mkdir": 1, "fdopen": 1},
+        "new files alone (O_EXCL follows no link), a key for its owner alone from the first moment",
+    ),
+    "split/model.py": ({"safe_open": 1}, "the folder of a model that a user names"),
+    "storage/downloads.py": (
+        {"mkdir": 3, "open": 4, "read_bytes": 2},
+        "the user's own cache, in a folder of this fetch",
+    ),
+    "storage/files.py": (
+        {"mkdir": 3, "touch": 1},
+        "in a new folder of drafts; the folder of a run as the user names it",
+    ),
+    "storage/onnx_vit.py": ({"mkdir": 1, "write_text": 1}, "the user's own cache, in a folder of this fetch"),
+    "storage/run_folder.py": ({"mkdir": 1}, "the folder of a run as the user names it"),
+    "storage/state_files.py": ({"mkdir": 1, "open": 1}, "the user's own cache, a new file of a random name"),
+}
+"""By module: which calls, how often, and why no folder of somebody else is opened by them."""
+
+
+def opens_of(module: Path) -> Iterator[str]:
+    """The calls in a module that open a file or read JSON or TOML."""
+    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Call):
+            continue
+        function = node.func
+        name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+        written = ast.unparse(function)
+        if written in READS:
+            yield written
+        elif name in OPENS:
+            yield name
+
+
+def test_every_place_that_opens_a_file_by_itself_is_named_with_its_reason() -> None:
+    modules = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("*.py"))}
+    found = {name: dict(Counter(opens_of(path))) for name, path in modules.items() if name != HOME}
+    assert {name: calls for name, calls in found.items() if calls} == {
+        name: calls for name, (calls, _) in ALLOWED.items()
+    }, f"open it by {HOME}, or say in ALLOWED why nobody else can have put a link or a pipe there"
+
+
+def test_csv_is_written_in_one_place() -> None:
+    writers = [
+        path.relative_to(ROOT).as_posix()
+        for path in ROOT.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("csv.writer", "csv.DictWriter")
+    ]
+    assert writers == ["report/csv_text.py"], "write CSV by report.csv_text.format_csv, which escapes formulas"
+
+
+def test_a_new_opening_is_found(tmp_path: Path) -> None:
+    module = tmp_path / "new.py"
+    module.write_text("import json\ndef go(path):\n    path.read_text(); open(path); json.load(path); path.exists()\n")
+    assert sorted(opens_of(module)) == ["json.load", "open", "read_text"]
