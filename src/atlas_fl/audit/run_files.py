@@ -257,6 +257,11 @@ def open_run(path: Path) -> Run:
         settings = validate(load_config(path / "config.toml", within=path), at_sites=True)
     except ConfigError as error:
         raise CheckpointError(f"{path / 'config.toml'} cannot be read: {error}") from error
+    if "rounds" not in config.get("training", {}) or "mixing" not in config:
+        raise CheckpointError(
+            f"{path / 'config.toml'} lacks the settings of its run ([training] rounds, [mixing]); restore it from a"
+            " copy, or run again"
+        )
     numbers = _numbers(path / "audit", within=path)
     if 0 not in numbers or len(numbers) < 2:
         raise CheckpointError(f"{path} holds no audited round; run it again with --audit")
