@@ -239,10 +239,10 @@ def home_of_site(config: Config, name: str) -> At:
 def _home_at(settings: str, name: str) -> At:
     config = parse_config(settings, origin="a test")
     task, _, part = name.partition("-")
-    client = own_client(config, name, task=task, part=int(part))
     runs = Path(config.run.runs_dir)
     secrets = secrets_folder() if config.run.name == ANY else runs
     private, secret = runs / f"{name}-private", secrets / f"{name}-secret"
+    client = own_client(config, name, task=task, part=int(part), secret=secret)
     home = home_of(config, client, model=_model_of(config), private=private, secret=secret)
     return At(client=client, home=home, tokens=home.tokens)
 

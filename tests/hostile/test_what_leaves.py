@@ -5,6 +5,7 @@ The guide `docs/guides/across-machines.md` says what travels; these are its sent
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -100,7 +101,7 @@ def test_no_text_and_no_token_is_in_any_message(recorded: Callable[[str], Record
 def texts_of(recording: Recording, site: str) -> Iterator[tuple[str, np.ndarray]]:
     """The texts of a site with a few words, and their tokens without the special ones."""
     config = parse_config(recording.spoken[site].welcome["settings"], origin="a test")
-    client = own_client(config, site, task="movie", part=int(site[-1]))
+    client = own_client(config, site, task="movie", part=int(site[-1]), secret=Path("never-read"))
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(config.model.model)
@@ -116,7 +117,7 @@ def test_no_image_is_in_any_message(recorded: Callable[[str], Recording]) -> Non
     recording = recorded("images")
     for site in recording.spoken:
         config = parse_config(recording.spoken[site].welcome["settings"], origin="a test")
-        client = own_client(config, site, task="digits", part=int(site[-1]))
+        client = own_client(config, site, task="digits", part=int(site[-1]), secret=Path("never-read"))
         assert isinstance(client.train, Images)
         frames = b"".join(encode_frame(head, tensors) for head, tensors in said(recording, site))
         for pixels in client.train.pixels:
@@ -130,7 +131,7 @@ def test_labels_leave_as_counts_alone(recorded: Callable[[str], Recording], name
     recording = recorded(name)
     for site in recording.spoken:
         config = parse_config(recording.spoken[site].welcome["settings"], origin="a test")
-        client = own_client(config, site, task="movie", part=int(site[-1]))
+        client = own_client(config, site, task="movie", part=int(site[-1]), secret=Path("never-read"))
         (census,) = [head for head, _ in said(recording, site) if head["kind"] == "register"]
         counts = {split: list(map(int, np.bincount(getattr(client, split).label))) for split in census["labels"]}
         assert census["labels"] == counts

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from atlas_fl.config import Config, to_toml
+from atlas_fl.data.task import Rows
 from atlas_fl.deployment.site import own_client
 from atlas_fl.errors import ConfigError
 from atlas_fl.runtime.transport.certificates import make_certs
@@ -169,10 +170,26 @@ def test_a_port_in_use_is_one_line_before_the_model_is_loaded(
 def test_a_site_with_the_whole_task_takes_what_is_there(config: Callable[..., Config], tmp_path: Path) -> None:
     rows = [f"{'good' if n % 2 else 'bad'} film number {n},{n % 2}" for n in range(43)]
     (tmp_path / "mine.csv").write_text("\n".join(["text,label", *rows]))
-    client = own_client(config(), "site-1", task=f"mine={tmp_path / 'mine.csv'}", part=None)
+    mine, secret = f"mine={tmp_path / 'mine.csv'}", tmp_path / "site-1-secret"
+    client = own_client(config(), "site-1", task=mine, part=None, secret=secret)
     assert (client.name, client.task.name) == ("site-1", "mine")
     assert (len(client.train), len(client.validation), len(client.test)) == (20, 10, 12)
-    parts = [own_client(config(), name, task="movie", part=k) for k, name in enumerate(("a", "b"))]
+    parts = [own_client(config(), name, task="movie", part=k, secret=secret) for k, name in enumerate(("a", "b"))]
     assert not set(parts[0].train.text) & set(parts[1].train.text)
     with pytest.raises(ConfigError, match=r"--part is 2; allowed: 0 to 1, as --clients-per-task of the server says"):
-        own_client(config(), "site-1", task="movie", part=2)
+        own_client(config(), "site-1", task="movie", part=2, secret=secret)
+
+
+def test_a_sites_secret_chooses_its_rows_and_no_seed_of_a_server(config: Callable[..., Config], tmp_path: Path) -> None:
+    rows = [f"film number {n},{n % 2}" for n in range(200)]
+    (tmp_path / "mine.csv").write_text("\n".join(["text,label", *rows]))
+
+    def texts(name: str, seed: int) -> set[str]:
+        given = config(samples=24, seed=seed)
+        client = own_client(given, "s", task=f"mine={tmp_path / 'mine.csv'}", part=None, secret=tmp_path / name)
+        assert isinstance(client.train, Rows)
+        return set(client.train.text)
+
+    assert texts("one", 1) == texts("one", 2)
+    assert len(texts("one", 1)) == 24
+    assert texts("one", 1) != texts("another", 1)

@@ -16,7 +16,7 @@ from atlas_fl.data.partition import PARTITIONS, actual_mixes, assign_classes, de
 from atlas_fl.data.task import Examples, Images, Labels, Source, Task, TaskData, as_texts
 from atlas_fl.errors import ConfigError, DataError, unknown_name
 from atlas_fl.params import Split
-from atlas_fl.rng import generator
+from atlas_fl.rng import Seed, generator
 
 MOST_ALPHA = 1e6
 MOST_NAMED = 3
@@ -139,7 +139,7 @@ def make_clients(  # noqa: PLR0913 - one name for each setting of the data
     test_samples: int | None,
     partition: str,
     dirichlet_alpha: float,
-    seed: int,
+    seed: Seed,
     shuffle_labels: bool,
     classes_per_client: int | None = None,
     client_sizes: Sequence[int] = (),
@@ -191,7 +191,7 @@ def _deal_by_partition(
     *,
     partition: str,
     alpha: float,
-    seed: int,
+    seed: Seed,
     client_sizes: Sequence[int],
     test_mix: str,
 ) -> dict[Split, list[Labels]]:
@@ -248,7 +248,7 @@ def _deal_by_classes(
     sizes: Sizes,
     *,
     classes_per_client: int | None,
-    seed: int,
+    seed: Seed,
     test_mix: str,
 ) -> dict[Split, list[Labels]]:
     if classes_per_client is None:
@@ -322,7 +322,7 @@ def _together(data: TaskData, parts: Mapping[Split, list[Labels]], split: Split)
     return _rows(data, split).take(np.concatenate(parts[split]))
 
 
-def _with_shuffled_labels(client: ClientData, seed: int) -> ClientData:
+def _with_shuffled_labels(client: ClientData, seed: Seed) -> ClientData:
     order = generator(seed, "shuffle", client.name).permutation(len(client.train))
     if not client.task.writes:
         return replace(client, train=replace(client.train, label=client.train.label[order]))

@@ -223,7 +223,9 @@ def _class_names_of_parquet(path: Path) -> dict[str, Sequence[str]]:
     try:
         features = from_json(noted)["info"]["features"] if noted else {}
         kinds = {column: feature.get("_type") for column, feature in features.items() if isinstance(feature, dict)}
-        names = {column: list(features[column]["names"]) for column, kind in kinds.items() if kind == "ClassLabel"}
+        names: dict[str, Sequence[str]] = {
+            column: list(features[column]["names"]) for column, kind in kinds.items() if kind == "ClassLabel"
+        }
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError("what datasets has noted in it of its columns is damaged") from error
     return names

@@ -45,6 +45,7 @@ from atlas_fl.params import Params, digest
 from atlas_fl.partial_sharing import is_fully_shared
 from atlas_fl.planning.planner import full_model_receiver
 from atlas_fl.ranks.devices import find_devices
+from atlas_fl.rng import derive_secret
 from atlas_fl.runtime.coordinator.site_worker import SiteClient
 from atlas_fl.runtime.protocol.client_metadata import metadata_of, read_metadata
 from atlas_fl.runtime.protocol.messages import CutInfo
@@ -460,7 +461,8 @@ def _client_and_home(
     )
     # no server says where a site reads secrets
     config = replace(config, run=replace(config.run, secrets=None))
-    client = own_client(config, name, task=joining.task, part=joining.part)
+    secret = joining.secret or secret_file(joining.to.parent, name)
+    client = own_client(config, name, task=joining.task, part=joining.part, secret=secret)
     check_settings(settings, consent, client=name, task=client.task, device=device)
     check_examples(settings, consent, task=client.task, labels=client.train.label)
     check_held_out({"validation": len(client.validation), "test": len(client.test)})
@@ -470,7 +472,7 @@ def _client_and_home(
         client,
         model=model,
         private=_private_of(joining, name),
-        secret=joining.secret or secret_file(joining.to.parent, name),
+        secret=secret,
         run=config_hash(settings),
     )
     return client, home
@@ -594,11 +596,11 @@ def _settings_of(welcome: Head, joining: SiteOptions) -> Config:
     return config
 
 
-def own_client(config: Config, name: str, *, task: str, part: int | None) -> ClientData:
+def own_client(config: Config, name: str, *, task: str, part: int | None, secret: Path) -> ClientData:
     """This site's rows under its name in the federation.
 
     A `part` is dealt as in a simulation of the same config. Without one the site has the whole task, up to the config's
-    numbers of rows.
+    numbers of rows, which its secret chooses: the same in every run, whatever seed a server names.
     """
     client_task = find_tasks((), (task,))[0] if "=" in task else find_tasks((task,))[0]
     source, settings = source_of(config), config.data
@@ -623,7 +625,7 @@ def own_client(config: Config, name: str, *, task: str, part: int | None) -> Cli
         partition=BY_CLASSES if by_classes else settings.partition,
         classes_per_client=int(config.images.nc) if by_classes else None,
         dirichlet_alpha=settings.dirichlet_alpha,
-        seed=config.run.seed,
+        seed=derive_secret(load_or_create_secret(secret), "rows") if part is None else config.run.seed,
         shuffle_labels=settings.shuffle_labels,
     )
     return replace(clients[part or 0], name=name)
