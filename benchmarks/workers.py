@@ -26,7 +26,7 @@ from atlas_fl.params import digest
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.setup.assembly import Assembly
 from atlas_fl.setup.options import train_options
-from atlas_fl.storage.ledger import payload_bytes
+from atlas_fl.storage.tensors import encoded_size
 
 
 def a_round(assembly: Assembly, engine: Engine) -> tuple[float, str]:
@@ -92,7 +92,7 @@ def main() -> None:
                 f"{count} worker(s): {median(taken[count]):.2f} s a round, busiest {median(worked[count]):.2f} s of a"
                 f" processor; each {uss:.0f} MB USS, {pss:.0f} MB PSS"
             )
-        weights = payload_bytes(backends[1][0].site.backbone.frozen) / 1e6
+        weights = encoded_size(backends[1][0].site.backbone.frozen) / 1e6
         print(f"backbone: {weights:.0f} MB, once in memory for a run; the same models with both")
         print(f"ratio 1/2 of the busiest worker's processor: {median(worked[1]) / median(worked[2]):.2f}")
         print(f"ratio 1/2: {median(taken[1]) / median(taken[2]):.2f}")

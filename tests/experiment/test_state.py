@@ -3,7 +3,7 @@
 import torch
 
 from atlas_fl.experiment.state import RoundRecord
-from atlas_fl.storage.ledger import payload_bytes
+from atlas_fl.storage.tensors import encoded_size
 
 
 def test_who_took_no_part_gets_its_model_at_the_end_of_the_run_alone() -> None:
@@ -17,9 +17,7 @@ def test_who_took_no_part_gets_its_model_at_the_end_of_the_run_alone() -> None:
             eta=0.5, kept_local=(), outdated=frozenset(), communicates=True, aggregated=True, final=final,
         )  # fmt: skip
         rows = record.messages(("A", "B"))
-        assert {(row.direction, row.kind, row.bytes) for row in rows} == {
-            ("down", "adapter", payload_bytes(after["a"]))
-        }
+        assert {(row.direction, row.kind, row.bytes) for row in rows} == {("down", "adapter", encoded_size(after["a"]))}
         return [row.client for row in rows]
 
     assert receivers(final=False) == ["a"]

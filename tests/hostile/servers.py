@@ -19,7 +19,7 @@ from unittest.mock import patch
 from atlas_fl.config import Config, config_hash, parse_config
 from atlas_fl.deployment.site import AdapterSiteRuntime, SiteOptions, SiteResult, join_federation
 from atlas_fl.errors import AtlasError
-from atlas_fl.events import Event, Note
+from atlas_fl.events import Event, Note, OnEvent
 from atlas_fl.params import Params
 from atlas_fl.runtime.coordinator.coordinator import ClientManager
 from atlas_fl.runtime.transport.certificates import make_certs
@@ -146,9 +146,9 @@ def record(config: Config, folder: Path, names: Sequence[str], **words: Any) -> 
         config=config, changes={}, found=found, census=lambda _, told: told, folder=folder, words=words
     )
 
-    def exported(own: AdapterSiteRuntime, model: Params, to: Path) -> None:
+    def exported(own: AdapterSiteRuntime, model: Params, to: Path, *, on_event: OnEvent) -> None:
         recording.whole[own._client.name] = model
-        export(own, model, to)
+        export(own, model, to, on_event=on_event)
 
     export, places = AdapterSiteRuntime.export, patch.object(AdapterSiteRuntime, "export", exported)
     nowhere = patch.object(in_process, "home_of_site", lambda *_: None)  # each site loads its own
@@ -214,7 +214,11 @@ class Ended:
 
 
 def lie_to(spoken: Spoken, lie: Lie, folder: Path, name: str, **words: Any) -> Ended:
-    """How a site of this name ends whose server says this; anything but an error of ours goes through."""
+    """How a site of this name ends whose server says this; anything but an error of ours goes through.
+
+    It has the secret of the site that was recorded, so that honest answers fit what it asks.
+    """
+    words = {"secret": words["certs"].parents[1] / f"{name}-secret", **words}
     link, told = Lying(spoken=spoken, lie=lie), list[str]()
     joined, error = None, ""
     with our_links(), linked(lambda *_: link):

@@ -725,7 +725,7 @@ def test_a_site_of_images_does_what_the_settings_ask_and_nothing_else(
 ) -> None:
     images, (lie, message) = recorded("images"), IMAGES[ask]
     own = images.folder / "certs" / "digits-0"
-    found = lie_to(images.spoken["digits-0"], lie, tmp_path, "digits-0", certs=own)
+    found = lie_to(images.spoken["digits-0"], lie, tmp_path, "digits-0", certs=own, **images.words)
     assert re.search(message, found.error), found.error
     assert "\n" not in found.error
     assert found.said_after == []

@@ -218,7 +218,7 @@ def test_fp16_is_sgd_with_a_loss_scale_that_halves_and_doubles(
     monkeypatch.setattr(descent, "LOSS_SCALE", 2.0**24)
     monkeypatch.setattr(descent, "GROWTH_STEPS", 3)
     (found,) = train([job], site)
-    batches = list(batches_of(site.data["digits-0"].splits["train"], job))
+    batches = list(batches_of(site.data["digits-0"].splits["train"], job, secret=None))
     wanted, scales = by_hand(start, site, options, batches, scale=2.0**24, growth=3)
     steps = [after / before for before, after in pairwise(scales)]
     assert {0.5, 1.0, 2.0} == set(steps), "it overflowed, and grew again"

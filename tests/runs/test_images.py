@@ -37,8 +37,8 @@ from atlas_fl.runtime.local import LocalEngine
 from atlas_fl.setup.assembly import assemble
 from atlas_fl.setup.options import train_options
 from atlas_fl.sparse.masks import overlap
-from atlas_fl.storage.ledger import payload_bytes
 from atlas_fl.storage.run_folder import RunFolder
+from atlas_fl.storage.tensors import encoded_size
 from tests.runs.earlier import without_digests
 from tests.runs.reading import rows, same_tensors, state
 
@@ -139,7 +139,7 @@ def test_the_audit_keeps_one_model_once_and_finds_it_altered(config: Make) -> No
     file = result.folder / "audit/round-0001/start.safetensors"
     held = starts(result.folder, 1)
     assert len(held) == 8 and all(same_tensors(held["digits-0"], one) for one in held.values())
-    one = payload_bytes(held["digits-0"])
+    one = encoded_size(held["digits-0"])
     assert one < file.stat().st_size < 1.1 * one
     with safe_open(file, "pt") as there:
         metadata = there.metadata()
@@ -274,7 +274,7 @@ def test_frozen_weights_keep_every_bit_and_only_kept_ones_travel(config: Make, m
     for key, own in masks.items():
         assert torch.equal(first[key][~own], last[key][~own]), key
     assert any(not torch.equal(first[key], last[key]) for key in masks)
-    dense = payload_bytes({key: t for key, t in first.items() if not key.startswith("head.")})
+    dense = encoded_size({key: t for key, t in first.items() if not key.startswith("head.")})
     sent = [row for row in rows(result.folder, "ledger") if row["round"] > 1]
     assert {row["kind"] for row in sent} == {"weights"}
     assert max(row["bytes"] for row in sent) <= 0.105 * dense

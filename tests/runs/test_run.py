@@ -26,7 +26,7 @@ from atlas_fl.planning.planner import make_plan, plan_run
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.runtime.local import LocalEngine
 from atlas_fl.setup.assembly import Assembly, assemble
-from atlas_fl.storage.ledger import payload_bytes
+from atlas_fl.storage.tensors import encoded_size
 from tests.runs.finished import FinishedRuns
 from tests.runs.reading import rows, same_tensors, state
 
@@ -274,7 +274,7 @@ def test_local_sends_nothing_and_others_send_what_their_tensors_encode(config: M
     atlas = run_config(config(name="atlas", share=("A", "B"), eta="0.3"))
     trained = unflatten_by_client(load_file(atlas.folder / "audit/round-0002/trained.safetensors"))
     sent = {r["client"]: r["bytes"] for r in rows(atlas.folder, "ledger") if r["round"] == 2 and r["direction"] == "up"}
-    assert sent == {name: payload_bytes(shared_params(params, ("A", "B"))) for name, params in trained.items()}
+    assert sent == {name: encoded_size(shared_params(params, ("A", "B"))) for name, params in trained.items()}
     assert {row["kind"] for row in rows(atlas.folder, "ledger")} == {"fingerprint", "control", "adapter"}
 
 

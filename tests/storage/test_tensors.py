@@ -5,8 +5,7 @@ import torch
 from safetensors.torch import save
 
 from atlas_fl.errors import CheckpointError
-from atlas_fl.storage.ledger import payload_bytes
-from atlas_fl.storage.tensors import DTYPES, decode_tensors, encode_tensors, read_tensors, write_tensors
+from atlas_fl.storage.tensors import DTYPES, decode_tensors, encode_tensors, encoded_size, read_tensors, write_tensors
 
 
 def params(rank: int = 8) -> dict[str, torch.Tensor]:
@@ -31,7 +30,7 @@ def every_dtype() -> dict[str, torch.Tensor]:
 )
 def test_encoding_equals_the_library_of_safetensors_byte_for_byte(tensors: dict[str, torch.Tensor]) -> None:
     assert encode_tensors(tensors) == save(tensors)
-    assert payload_bytes(tensors) == len(save(tensors))
+    assert encoded_size(tensors) == len(save(tensors))
 
 
 def test_a_note_is_the_metadata_of_the_library(tmp_path) -> None:
@@ -55,7 +54,7 @@ def test_one_payload_by_hand() -> None:
     assert payload[:8] == (56).to_bytes(8, "little")
     assert payload[8:64] == (header + "  ").encode()
     assert payload[64:] == bytes.fromhex("0000803f00000040")
-    assert payload_bytes({"b": torch.tensor([1.0, 2.0])}) == 72
+    assert encoded_size({"b": torch.tensor([1.0, 2.0])}) == 72
 
 
 def test_views_transposes_and_shared_memory_encode_as_their_values() -> None:
@@ -70,7 +69,7 @@ def test_the_order_of_the_names_changes_nothing() -> None:
 
 
 def test_a_rank_costs_what_its_tensors_hold() -> None:
-    assert payload_bytes(params(rank=9)) - payload_bytes(params(rank=8)) == pytest.approx(24 * 4, abs=8)
+    assert encoded_size(params(rank=9)) - encoded_size(params(rank=8)) == pytest.approx(24 * 4, abs=8)
 
 
 def test_a_file_holds_the_payload_and_its_digest(tmp_path) -> None:

@@ -109,7 +109,8 @@ _TOML_TEXTS = re.compile(
     re.DOTALL,
 )
 """Texts and comments."""
-_LONG_KEY = re.compile(rf"(?<![\w-])[\w-]{{{MOST_KEY_CHARACTERS + 1}}}")
+_LONG_KEY = re.compile(rf"(?<![\w-])(?!\d+\b)[\w-]{{{MOST_KEY_CHARACTERS + 1}}}")
+"""What is no number, whose length Python bounds."""
 _KEY_OF_PARTS = re.compile(rf"(?<![\w-])[\w-]++(?:[ \t]*+\.[ \t]*+[\w-]++){{{MOST_KEY_PARTS}}}")
 
 

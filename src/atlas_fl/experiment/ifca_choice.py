@@ -26,7 +26,8 @@ from atlas_fl.rng import generator
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.setup.assembly import Assembly
 from atlas_fl.storage.jsonl import to_json
-from atlas_fl.storage.ledger import Kind, LedgerRow, payload_bytes
+from atlas_fl.storage.ledger import Kind, LedgerRow
+from atlas_fl.storage.tensors import encoded_size
 
 LOSSES = "losses"
 """The entry of the server state: of the clients that chose in this round the loss of every cluster's model."""
@@ -129,7 +130,7 @@ def _messages(
         kinds: tuple[tuple[bool, Kind], ...] = ((False, "adapter"), (True, "head"))
         for is_head, kind in kinds:
             size = sum(
-                payload_bytes({key: tensor for key, tensor in params.items() if key.startswith(HEAD) == is_head})
+                encoded_size({key: tensor for key, tensor in params.items() if key.startswith(HEAD) == is_head})
                 for params in models
             )
             rows.append(LedgerRow(round=round, client=name, direction="down", kind=kind, bytes=size))

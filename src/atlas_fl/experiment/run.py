@@ -51,7 +51,6 @@ from atlas_fl.storage.files import run_lock
 from atlas_fl.storage.folder_access import write_atomic
 from atlas_fl.storage.json_shapes import SUMMARY, check_shape, ledger_row, list_of, metrics_row, require_fields
 from atlas_fl.storage.jsonl import read_json, read_rows
-from atlas_fl.storage.ledger import payload_bytes
 from atlas_fl.storage.run_folder import (
     RunFolder,
     check_folder_is_free,
@@ -60,7 +59,7 @@ from atlas_fl.storage.run_folder import (
     remove_leftovers,
     run_log,
 )
-from atlas_fl.storage.tensors import read_sketches, read_tensors
+from atlas_fl.storage.tensors import encoded_size, read_sketches, read_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,7 +320,7 @@ def _summarise_run(config: Config, folder: RunFolder, assembly: Assembly, record
         phase_seconds=recorder.phase_seconds,
         memory=recorder.peak_memory(),
         versions=versions(),
-        full_model_bytes=payload_bytes(assembly.site.backbone.frozen),
+        full_model_bytes=encoded_size(assembly.site.backbone.frozen),
         round_seconds=recorder.round_seconds,
         attackers=configured_attackers(config, assembly.names),
     )

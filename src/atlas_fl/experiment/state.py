@@ -24,7 +24,8 @@ from atlas_fl.sparse.codec import values_size
 from atlas_fl.sparse.masks import Mask, num_kept
 from atlas_fl.split.channel import CutTraffic
 from atlas_fl.storage.jsonl import to_json
-from atlas_fl.storage.ledger import Direction, Kind, LedgerRow, payload_bytes
+from atlas_fl.storage.ledger import Direction, Kind, LedgerRow
+from atlas_fl.storage.tensors import encoded_size
 
 
 def sum_cut_traffic(updates: Iterable[Update]) -> dict[str, CutTraffic]:
@@ -148,13 +149,13 @@ class RoundRecord:
         )
         for direction, by_client in ways:
             for name, params in by_client.items():
-                size = payload_bytes(params)
+                size = encoded_size(params)
                 yield LedgerRow(round=self.round, client=name, direction=direction, kind="correction", bytes=size)
 
     def _centroid_messages(self) -> Iterator[LedgerRow]:
         for name, sent in self.centroids.items():
             if name not in self.missing:
-                size = payload_bytes(sent)
+                size = encoded_size(sent)
                 yield LedgerRow(round=self.round, client=name, direction="down", kind="features", bytes=size)
 
     def _cut_messages(self) -> Iterator[LedgerRow]:
@@ -222,13 +223,13 @@ class RoundRecord:
     def _frozen_rows(self, name: str, part: Params) -> list[LedgerRow]:
         if not part:
             return []
-        return [LedgerRow(round=self.round, client=name, direction="down", kind="frozen", bytes=payload_bytes(part))]
+        return [LedgerRow(round=self.round, client=name, direction="down", kind="frozen", bytes=encoded_size(part))]
 
     def _report_row(self, update: Update) -> list[LedgerRow]:
         if not update.report:
             return []
         kind: Kind = "halves" if self.report == "halves" else "features"
-        size = payload_bytes(update.report)
+        size = encoded_size(update.report)
         return [LedgerRow(round=self.round, client=update.client, direction="up", kind=kind, bytes=size)]
 
     def outdated_after(self) -> frozenset[str]:
@@ -263,7 +264,7 @@ class RoundRecord:
     def _message_size(self, part: Params) -> int:
         """Bytes of these tensors as a message; under a mask only the trainable values are sent."""
         if self.mask is None:
-            return payload_bytes(part)
+            return encoded_size(part)
         num_values = num_kept({key: self.mask[key] for key in part})
         return values_size(num_values) if num_values else 0
 
@@ -358,7 +359,7 @@ def plan_messages(planned: PlanResult, *, round: int = 0, only: Collection[str] 
             }
             if only is None or client.cluster == UNDECIDED or first[client.cluster] == client.name:
                 payload[IMPORTANCE] = torch.from_numpy(planned.plan.importance[index])
-            size = payload_bytes(payload)
+            size = encoded_size(payload)
             rows.append(LedgerRow(round=round, client=client.name, direction="up", kind="fingerprint", bytes=size))
         size = len(to_json(_control_payload(planned.plan, index)).encode())
         rows.append(LedgerRow(round=round, client=client.name, direction="down", kind="control", bytes=size))

@@ -105,8 +105,6 @@ def check_raw_config(name: str, source: ModelSource) -> None:
         return
     try:
         config = from_json(path.read_bytes())
-    except RecursionError:
-        raise ModelError(f"model {name!r}: {CONFIG} is nested too deeply; give the model's own file") from None
     except ValueError as error:
         raise ModelError(f"model {name!r}: {CONFIG} is no JSON ({error}); give the model's own file") from None
     if not isinstance(config, dict):

@@ -35,7 +35,8 @@ from atlas_fl.sparse.masks import (
     load_mask,
     num_kept,
 )
-from atlas_fl.storage.ledger import Direction, Kind, LedgerRow, payload_bytes
+from atlas_fl.storage.ledger import Direction, Kind, LedgerRow
+from atlas_fl.storage.tensors import encoded_size
 
 SCORES_AT_ONCE = 8
 """Clients whose sensitivities are in memory at the same time: each is as large as a model."""
@@ -120,7 +121,7 @@ def _sum_over_clients(
     for client, update in zip(assembly.clients, run_on_all_clients(engine, action, jobs), strict=True):
         so_far = sums.get(client.task.name)
         sums[client.task.name] = update.params if so_far is None else add(so_far, update.params)
-        messages.append(_ledger_row(client.name, "up", "head", payload_bytes(update.params)))
+        messages.append(_ledger_row(client.name, "up", "head", encoded_size(update.params)))
     return sums, messages
 
 
@@ -130,7 +131,7 @@ def _assign_heads(
     """Every client's model with its task's head: one mapping a task, so that clients with one model still share it."""
     fitted = {client.task.name: {**models[client.name], **heads[client.task.name]} for client in assembly.clients}
     messages = [
-        _ledger_row(client.name, "down", "head", payload_bytes(heads[client.task.name])) for client in assembly.clients
+        _ledger_row(client.name, "down", "head", encoded_size(heads[client.task.name])) for client in assembly.clients
     ]
     return {client.name: fitted[client.task.name] for client in assembly.clients}, messages
 
@@ -238,7 +239,7 @@ def _sum_sensitivities(
     for first in range(0, len(jobs), SCORES_AT_ONCE):
         for update in run_on_all_clients(engine, "sensitivity", jobs[first : first + SCORES_AT_ONCE]):
             total = update.params if total is None else add(total, update.params)
-            messages.append(_ledger_row(update.client, "up", "mask", payload_bytes(update.params)))
+            messages.append(_ledger_row(update.client, "up", "mask", encoded_size(update.params)))
     assert total is not None, "at least one client scores"
     return total, messages
 
@@ -267,7 +268,7 @@ def _full_model_cost(model: Params, device: Device, mask: Mask | None, *, share:
     sent_bytes = 0
     if shared := shared_params(model, share):
         num_values_sent = None if mask is None else num_kept({key: mask[key] for key in shared})
-        sent_bytes = payload_bytes(shared) if num_values_sent is None else values_size(num_values_sent)
+        sent_bytes = encoded_size(shared) if num_values_sent is None else values_size(num_values_sent)
     model_bytes = num_bytes(model)
     return {
         "ranks": (),

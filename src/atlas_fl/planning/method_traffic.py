@@ -16,7 +16,7 @@ from atlas_fl.config import Config
 from atlas_fl.config.methods import has_frozen_part, measures_halves, reads_features, rule_of
 from atlas_fl.params import LORA_A, LORA_B, Params, head_keys, select, shared_params
 from atlas_fl.partial_sharing import is_fully_shared
-from atlas_fl.storage.ledger import payload_bytes
+from atlas_fl.storage.tensors import encoded_size
 
 
 def method_bytes(
@@ -48,7 +48,7 @@ def method_bytes(
     if reads_features(config):
         nothing = summarize(torch.zeros(0, feature_width(model)), np.zeros(0, np.int64), num_labels=labels)
         centroids = {"means": nothing["means"], "seen": nothing["counts"] > 0}
-        return payload_bytes(nothing), payload_bytes(centroids) if config.training.feature_alignment else 0
+        return encoded_size(nothing), encoded_size(centroids) if config.training.feature_alignment else 0
     unsent = [_size({key: one for key, one in shared.items() if not options.trains(key, round=n)}) for n in (1, 2)]
     return (-sum(unsent) // 2, -sum(unsent) // 2) if _leaves_out_untrained(config) else (0, 0)
 
@@ -56,14 +56,14 @@ def method_bytes(
 def halves_bytes(config: Config, model: Params) -> int:
     """Bytes that this client sends once, of both halves under `atlas` and `kriging`; 0 under other rules."""
     shared = shared_params(model, config.mixing.share)
-    return payload_bytes(join_halves(shared, shared)) if measures_halves(config) else 0
+    return encoded_size(join_halves(shared, shared)) if measures_halves(config) else 0
 
 
 def _size(params: Params) -> int:
     """Of adapters and head in a message each."""
     head = head_keys(params)
     parts = (select(params, head), {key: tensor for key, tensor in params.items() if key not in head})
-    return sum(payload_bytes(part) for part in parts if part)
+    return sum(encoded_size(part) for part in parts if part)
 
 
 def _stack_factors(adapters: Params, count: int) -> Params:

@@ -34,7 +34,6 @@ from atlas_fl.setup.participation import num_participants
 from atlas_fl.split.channel import NORMS, Cut
 from atlas_fl.split.codec import message_size
 from atlas_fl.split.model import select_client_side
-from atlas_fl.storage.ledger import payload_bytes
 from atlas_fl.storage.tensors import encoded_size
 
 MOST_PREDICTED = 1e15
@@ -291,9 +290,7 @@ def _message_overhead(
         params = select(params, _client_side_keys(assembly, params, cut))
     client_ranks = ranks if cut is None else ranks[: cut.blocks]
     shared = shared_params(params, share)
-    return payload_bytes(shared) - message_bytes(
-        assembly.shape, client_ranks, share=share, head_params=step.head_params
-    )
+    return encoded_size(shared) - message_bytes(assembly.shape, client_ranks, share=share, head_params=step.head_params)
 
 
 def _client_side_keys(assembly: Assembly, params: Params, cut: Cut) -> Iterator[str]:

@@ -28,7 +28,7 @@ from atlas_fl.setup.assembly import Assembly, without_private
 from atlas_fl.setup.options import fingerprint_options, warmup_rank
 from atlas_fl.split.channel import NO_CUTS, Cut
 from atlas_fl.storage.jsonl import from_json, to_json
-from atlas_fl.storage.ledger import payload_bytes
+from atlas_fl.storage.tensors import encoded_size
 
 _ADDED_LATER = (
     "label_smoothing",
@@ -254,7 +254,7 @@ def _warm_up_report(updates: Sequence[Update], *, seconds: float) -> dict[str, A
     return {
         "steps": {update.client: int(update.metrics["steps"]) for update in updates},
         "agreement": {update.client: update.metrics["agreement"] for update in updates},
-        "fingerprint_bytes": max(payload_bytes(_sketches(update)) for update in updates),
+        "fingerprint_bytes": max(encoded_size(_sketches(update)) for update in updates),
         "seconds": seconds,
     }
 

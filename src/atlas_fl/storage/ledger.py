@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 from atlas_fl.errors import DataError
-from atlas_fl.params import Params
-from atlas_fl.storage.tensors import encoded_size
 
 Direction: TypeAlias = Literal["up", "down"]
 Kind: TypeAlias = Literal[
@@ -77,11 +75,6 @@ class Totals:
     def total(self) -> int:
         """Bytes in both directions."""
         return self.up + self.down
-
-
-def payload_bytes(params: Params) -> int:
-    """The length of the encoded tensors in bytes."""
-    return encoded_size(params)
 
 
 def parse_ledger_row(row: Mapping[str, Any]) -> LedgerRow:

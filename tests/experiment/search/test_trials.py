@@ -4,6 +4,7 @@ import csv
 import doctest
 import json
 import math
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.events import OnEvent, RoundFinished
 from atlas_fl.experiment.search import BEST, STUDY, SearchResult, parse_space, run_search
 from atlas_fl.report import sweep as table
+from atlas_fl.storage.extras import install_command
 
 SPACE = parse_space(["lr=1e-4..1e-1:log", "local-epochs=1..3", "schedule=constant,cosine"])
 
@@ -192,7 +194,7 @@ def test_without_optuna_one_line_says_what_to_install(
     base: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(ConfigError, match=r"pip install 'atlas-fl\[search\]'"):
+    with pytest.raises(ConfigError, match=re.escape(install_command("search"))):
         run_search(base, space=SPACE, trials=1)
     assert list(tmp_path.iterdir()) == []
 

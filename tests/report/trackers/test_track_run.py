@@ -1,6 +1,7 @@
 """What trackers are told of a run, and that nothing that fails there can end it."""
 
 import builtins
+import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from atlas_fl.report.trackers.tensorboard import TensorBoardTracker
 from atlas_fl.report.trackers.track_run import TrackedRun, Tracker, numbers_of, summary_numbers, track_run
 from atlas_fl.report.trackers.trackio import TrackioTracker
 from atlas_fl.report.trackers.wandb import WandbTracker
+from atlas_fl.storage.extras import install_command
 
 ROWS = (
     {"round": 2, "client": "a-0", "task": "a", "split": "test", "accuracy": 0.5, "examples": 4, "classes": [[1], [2]]},
@@ -62,7 +64,7 @@ def test_without_the_package_nothing_begins(package: str, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(builtins, "__import__", without)
     with (
-        pytest.raises(ConfigError, match=rf"--{package} needs .* pip install 'atlas-fl\[{package}\]'") as caught,
+        pytest.raises(ConfigError, match=rf"--{package} needs .* {re.escape(install_command(package))}") as caught,
         track_run([TRACKERS[package](str(tmp_path) if package == "tensorboard" else "p")], *RUN(tmp_path)),
     ):
         pytest.fail("it began")
