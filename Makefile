@@ -4,7 +4,7 @@
 # make test    lint, format, types, import rules, and the quick tests: laws, parity, units, a short real training that is
 #              audited, and of each kind of training a run, a resume after a kill, a served federation, a failing audit
 # make test-rest   the tests that `make test` leaves out: kills, faults, engines, combinations; all examples of the laws
-# make test-all    lint and every test with all examples
+# make test-all    lint and every test with all examples, products of all methods, families and tasks included: hours
 # make package-check    the wheel and the source archive: built, looked into, and the wheel run in an empty environment
 # make site    the documentation site, build/site/html/index.html; a link that leads nowhere ends it
 # make notebooks    the notebooks of examples/ executed, and stored with what they put out
@@ -53,7 +53,7 @@ unit: setup
 
 # three workers on two cores: servers and sites wait for each other
 test-rest: setup
-	$(PYTEST) -n 3 -m "slow or hypothesis" --durations-file=$(DURATIONS)/test-rest.tsv
+	$(PYTEST) -n 3 -m "(slow or hypothesis) and not product" --durations-file=$(DURATIONS)/test-rest.tsv
 
 package-check: setup
 	$(BIN)/python -m tools.package $(PYTHONS)

@@ -5,7 +5,8 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
-from atlas_fl.config import Config, to_toml, validate
+from atlas_fl.config import Config, to_toml
+from atlas_fl.config.methods import METHODS
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.params import digest
 from atlas_fl.runtime.transport.certificates import make_certs
@@ -48,13 +49,16 @@ class Federation:
     @property
     def consent(self) -> tuple[str, ...]:
         """What every site agrees to: all that these settings ask of one."""
-        config = validate(self._config)
+        config = self._config
         split = config.split
+        method = METHODS.get(config.mixing.strategy)
+        trained = {} if method is None else method.settings
         words = [] if split.split == "none" else ["cut", "labels"] if split.head == "server" else ["cut"]
         words += ["hosting"] if split.topology == "paired" else []
         images = any(task.images for task in find_tasks(config.data.tasks))
         words += ["linear-steps"] if config.optimizer(images=images) == "sgd" else []
-        words += ["partial-training"] if config.training.trained_parts != "all" else []
+        trained_parts = trained.get("trained_parts", config.training.trained_parts)
+        words += ["partial-training"] if trained_parts != "all" else []
         few = ("--least-examples", "2")  # the data here are small
         return (*few, "--allow", *words) if words else few
 

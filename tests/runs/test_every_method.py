@@ -219,6 +219,7 @@ def test_a_run_of_any_method_ends_with_finite_losses_or_is_refused_up_front(
 
 
 @pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.parametrize("kind", KINDS)
 def test_so_does_a_run_of_every_method_with_every_kind(
     kind: str, data: Path, model_of: Callable[[Kind], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -220,6 +220,7 @@ def test_every_family_and_task_exports_what_it_has_evaluated(small: Make, family
 
 
 @pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.parametrize("keep", ["mixed", "best"])
 @pytest.mark.parametrize("family", ARCHITECTURES)
 @pytest.mark.parametrize("method", EVERY_METHOD)

@@ -136,7 +136,7 @@ def import_adapter(folder: Path, *, family: Family) -> tuple[dict[str, torch.Ten
     except (OSError, ValueError, SafetensorError) as error:
         raise _no_adapter(folder, error) from error
     params: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
+    for name, tensor in sorted(tensors.items()):
         key = _internal_name(name, family)
         if key is None:
             raise ModelError(
