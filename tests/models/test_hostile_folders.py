@@ -119,7 +119,11 @@ def test_a_config_that_is_not_that_of_the_files_is_refused_before_anything_is_bu
     change(folder, **{names.get(key, key): value for key, value in HUGE[case].items()})
     assert outcome(folder)
     if architecture not in IMAGES:
-        assert outcome(folder, lambda path: load_client_part(str(path), blocks=1)) or case == "a little wider"
+        # a client's part may lack blocks, and reads no more of a matrix than it needs
+        assert outcome(folder, lambda path: load_client_part(str(path), blocks=1)) or case in (
+            "a little wider",
+            "one layer more",
+        )
 
 
 @pytest.mark.parametrize("load", [load_backbone, load_vision, lambda name: build_first_blocks(name, blocks=1)])

@@ -22,9 +22,9 @@ def die(*_: Any, **__: Any) -> None:
 def fill_the_disk() -> None:
     export = site.AdapterSiteRuntime.export
 
-    def full(home: Any, model: Any, to: Any) -> None:
+    def full(home: Any, model: Any, to: Any, **words: Any) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL, SMALL))
-        export(home, model, to)
+        export(home, model, to, **words)
 
     site.AdapterSiteRuntime.export = full  # type: ignore[method-assign]
 

@@ -59,7 +59,7 @@ class Federation:
         words += ["linear-steps"] if config.optimizer(images=images) == "sgd" else []
         trained_parts = trained.get("trained_parts", config.training.trained_parts)
         words += ["partial-training"] if trained_parts != "all" else []
-        few = ("--least-examples", "2")  # the data here are small
+        few = ("--least-examples", "2", "--max-rounds-per-example", "2")  # the data here are small
         return (*few, "--allow", *words) if words else few
 
     def serve(self, *more: str, port: int = 0, fault: str = "") -> tuple[Program, int]:

@@ -282,9 +282,10 @@ def checkpoint_blocks(backbone: Backbone) -> None:
         block.training = True
 
 
-def find_family(name: str) -> tuple[ModelSource, Family]:
+def find_family(name: str, *, in_part: bool = False) -> tuple[ModelSource, Family]:
     """Where a model's files are and what architecture it has, without loading its weights.
 
+    Files that are read `in_part` may lack blocks, as at a cut client.
     Raises `ModelError` where the folder, the config or the names of the tensors are no model's.
     """
     source = locate_model(name)
@@ -302,8 +303,10 @@ def find_family(name: str) -> tuple[ModelSource, Family]:
         check_packable(name, config)
         names = tensor_names(name, source)
         is_named = source.gguf_file is None and not family.images  # transformers renames what the others have
-        check_blocks(name, config, count_blocks(names, family) if is_named else len(names))
-    return source, with_trained_pooler(family) if is_named and lacks_pooler(family, names) else family
+        is_whole = check_blocks(name, config, count_blocks(names, family) if is_named else len(names), in_part=in_part)
+    # of a part nothing follows: the pooler stands above all blocks
+    is_without_pooler = is_named and is_whole and lacks_pooler(family, names)
+    return source, with_trained_pooler(family) if is_without_pooler else family
 
 
 def loading_options(source: ModelSource) -> dict[str, Any]:
@@ -390,7 +393,7 @@ def build_first_blocks(name: str, *, blocks: int | None) -> Backbone:
     Raises `ModelError` where the model is not to be had, is a GGUF file, or has no more blocks than these.
     """
     register_packed_attention()
-    source, family = find_family(name)
+    source, family = find_family(name, in_part=True)
     if source.gguf_file:
         raise ModelError(f"model {name!r} is a GGUF file, which cannot be read in parts; give a directory or hub name")
     with as_model_error(name, source), loading_lock():
