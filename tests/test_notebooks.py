@@ -48,8 +48,13 @@ def test_a_notebook_ends_with_an_exercise(name: str) -> None:
     assert re.findall(r"^## (.+)$", prose, re.MULTILINE)[-1] == "Exercise"
 
 
+QUICKEST = "own_data_and_model"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize(
+    "name", [name if name == QUICKEST else pytest.param(name, marks=pytest.mark.product) for name in names()]
+)
 def test_a_notebook_runs_in_an_empty_folder(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "IPYTHONDIR"):
         monkeypatch.setenv(variable, str(tmp_path / variable.lower()))

@@ -87,6 +87,7 @@ def test_no_order_of_a_set_reaches_a_file_of_a_run(config: Callable[..., Config]
     check_same(settings(config, tmp_path, QUICK), tmp_path)
 
 
+@pytest.mark.product
 @pytest.mark.slow
 def test_no_order_of_a_set_reaches_a_file_of_any_method(config: Callable[..., Config], tmp_path: Path) -> None:
     # rules of factor space alone need settings that their methods have: feddyn, flora, fedex

@@ -105,7 +105,8 @@ class RoundRecord:
     @property
     def missing(self) -> tuple[str, ...]:
         """Clients that did not answer in time; they keep their initial model."""
-        return tuple(name for name in self.sampled if name not in {*self.updates, *self.refused})
+        answered = self.updates.keys() | self.refused.keys()
+        return tuple(name for name in self.sampled if name not in answered)
 
     def notes(self) -> list[str]:
         """Notes on refused and scaled updates, on who keeps the model it started with, and on what was measured.
@@ -240,9 +241,11 @@ class RoundRecord:
     def _receivers(self) -> tuple[str, ...]:
         """Clients that receive a model at the end of the round: those that took part, and at the end of the run all."""
         if not self.final:
-            return tuple(name for name in self.sampled if name not in self.missing)
+            missing = set(self.missing)
+            return tuple(name for name in self.sampled if name not in missing)
         changed = {name for name, params in self.client_models.items() if params is not self.initial_models[name]}
-        return tuple(name for name in self.client_models if name in self.sampled or name in changed | self.outdated)
+        receivers = changed | self.outdated | set(self.sampled)
+        return tuple(name for name in self.client_models if name in receivers)
 
     def _model_rows(self, name: str, direction: Direction, model: Params, share: tuple[str, ...]) -> list[LedgerRow]:
         names = self.client_side_names.get(name, model.keys())

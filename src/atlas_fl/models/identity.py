@@ -87,9 +87,9 @@ def _text_input(tokenizer: Any) -> Mapping[str, Any]:
     if backend is None:
         content: dict[str, Any] = {"kind": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()}
     else:
-        content = json.loads(backend.to_str())
-        for name in ("version", "truncation", "padding"):
-            content.pop(name, None)
+        backend.no_truncation()
+        backend.no_padding()
+        content = {"backend": backend.to_str()}  # in one order, however the file was written
     return {**content, "special": special, "cut": tokenizer.truncation_side}
 
 

@@ -136,7 +136,7 @@ def load_tokenizer(name: str, source: ModelSource) -> PreTrainedTokenizerBase:
             f"the tokenizer of model {name!r} could not be loaded: {first_line(error)}; give the model's own files"
         ) from None
     _pair_ids(tokenizer)  # settings of other types show when it is used
-    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise ModelError(
             f"the tokenizer of model {name!r} knows no word: {source.path} has no file of its tokens; copy"
             " tokenizer.json, or the vocabulary that the model was published with, beside its config.json"
