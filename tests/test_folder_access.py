@@ -35,7 +35,6 @@ ALLOWED: Mapping[str, tuple[dict[str, int], str]] = {
         {"open": 2, "read_bytes": 2, "safe_open": 1},
         "the folder of a model that a user names, whose files it has found regular",
     ),
-    "models/identity.py": ({"json.loads": 1}, "what the tokenizer in memory writes"),
     "models/prefix_cache.py": ({"read_text": 1, "read_bytes": 1}, "this package, and what the system says of itself"),
     "report/html/elements.py": ({"read_text": 1}, "a resource of this package"),
     "runtime/transport/certificates.py": (

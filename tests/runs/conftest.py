@@ -49,7 +49,7 @@ def finished(shared_folder: Path) -> FinishedRuns:
 @pytest.fixture(scope="session")
 def tiny_model(shared_folder: Path) -> Path:
     """A random BERT with the embedded model's tokenizer, as a directory that `--model` takes."""
-    return saved_once(shared_folder / "tiny-bert", _save_bert)
+    return saved_once(shared_folder / "tiny-bert", save_bert)
 
 
 def saved_once(folder: Path, save: Callable[[Path], object]) -> Path:
@@ -62,7 +62,7 @@ def saved_once(folder: Path, save: Callable[[Path], object]) -> Path:
     return folder
 
 
-def _save_bert(folder: Path) -> None:
+def save_bert(folder: Path) -> None:
     folder.mkdir()
     source = model_dir(embedded_dir())
     for name in TOKENIZER:
@@ -133,10 +133,10 @@ def configs(tiny_model: Path, folder: Path) -> Callable[..., Config]:
 @pytest.fixture(scope="session")
 def tiny_vit(shared_folder: Path) -> Path:
     """A random ViT of two narrow blocks, as a directory that `--model` takes."""
-    return saved_once(shared_folder / "tiny-vit", _save_vit)
+    return saved_once(shared_folder / "tiny-vit", save_vit)
 
 
-def _save_vit(folder: Path) -> None:
+def save_vit(folder: Path) -> None:
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
@@ -148,12 +148,16 @@ def _save_vit(folder: Path) -> None:
 @pytest.fixture
 def image_config(tiny_vit: Path, tmp_path: Path) -> Callable[..., Config]:
     """Eight clients of the digits, half of them a round; keywords set single settings by their flat names."""
+    return image_configs(tiny_vit, tmp_path)
+
+
+def image_configs(tiny_vit: Path, folder: Path) -> Callable[..., Config]:
     base = with_values(
         find_preset("vision-quick"),
         {
             **{"model": str(tiny_vit), "image_size": 16, "tasks": "digits", "clients_per_task": 8, "samples": 40},
             **{"validation_samples": 10, "test_samples": 20, "participation": 0.5, "rounds": 3, "eval_every": 3},
-            **{"lr": 0.02, "audit": True, "runs_dir": str(tmp_path / "runs"), "name": "run"},
+            **{"lr": 0.02, "audit": True, "runs_dir": str(folder / "runs"), "name": "run"},
         },
     )
     return lambda **values: with_values(base, values)
