@@ -72,10 +72,10 @@ def _cases() -> dict[str, Case]:
         "paired": Case(settings={**cut, **paired, "strategy": "atlas_laplacian", "eta": 0.3}),
         "smoke": Case(preset="smoke", marks=product),
         "quick": Case(preset="quick", settings=quick, marks=product),
-        "images": Case(images=True, settings=momentum),
+        "images": Case(images=True, settings={**momentum, "participation": 1}),
         "images with a mask": Case(images=True, settings={"mask": "least_sensitive"}),
         "vision-quick": Case(preset="vision-quick", settings=quick, marks=product),
-        "vision-momentum": Case(preset="vision-quick", settings={**quick, **momentum}, marks=product),
+        "vision-momentum": Case(preset="vision-quick", settings={**quick, **momentum, "participation": 1, "clients_per_task": 8}, marks=product),
         "vision-sparse": Case(preset="vision-sparse", settings=quick, marks=product),
     }
 
