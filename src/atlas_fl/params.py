@@ -21,6 +21,8 @@ adapters are stacked, `<module>.lora_gate` may weigh them by the input (`models.
 
 ByClient: TypeAlias = Mapping[str, Params]
 """Params of every client by the client's name: the only road from server to client."""
+TreesByClient: TypeAlias = Mapping[str, ByClient]
+"""Tensors beside models: by kind, then by client."""
 
 ServerState: TypeAlias = Mapping[str, "torch.Tensor | ServerState"]
 """What a strategy remembers between rounds: nested mappings whose leaves are tensors, read-only; empty of most.

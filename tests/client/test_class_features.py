@@ -62,8 +62,8 @@ def test_they_are_of_the_model_before_training_and_change_nothing_in_it(tiny_of,
     ]
     plain, reporting = (train(one, site) for one in jobs)
     for without, update, job in zip(plain, reporting, jobs[1], strict=True):
-        assert without.report == {}
+        assert without.reported == {}
         assert all(torch.equal(without.params[key], tensor) for key, tensor in update.params.items())
         alone = class_features(job, site)
-        assert all(torch.equal(alone[key], tensor) for key, tensor in update.report.items())
-        assert int(update.report["counts"].sum()) == update.examples
+        assert all(torch.equal(alone[key], tensor) for key, tensor in update.reported["class_features"].items())
+        assert int(update.reported["class_features"]["counts"].sum()) == update.examples

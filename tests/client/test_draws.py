@@ -191,7 +191,7 @@ def test_with_another_secret_other_examples_are_taken_and_with_the_same_the_same
 
 def told(update: Update) -> str:
     metrics = {key: value for key, value in update.metrics.items() if key != "seconds"}
-    return f"{digest(update.params)} {digest(update.report)} {metrics}"
+    return f"{digest(update.params)} {digest(update.beside_model())} {metrics}"
 
 
 def test_images_are_cropped_and_mirrored_as_the_secret_says() -> None:

@@ -52,7 +52,7 @@ def test_a_round_equals_plain_torch_with_the_term_written_out(
         params=params,
         round=2,
         options=dataclasses.replace(OPTIONS, trained_parts=parts),
-        centroids=centroids_of(site, "a-0"),
+        sent={"centroids": centroids_of(site, "a-0")},
     )
     (update,) = train([job], site)
 
@@ -65,9 +65,9 @@ def test_a_round_equals_plain_torch_with_the_term_written_out(
         row = collate_packed([batch], device=site.backbone.device)
         with forward(row, [{**model, **identity}], site) as (features,):
             pulls: list[Tensor] = [
-                (own - job.centroids["means"][label]).square().sum() / width
+                (own - job.sent["centroids"]["means"][label]).square().sum() / width
                 for own, label in zip(features, row.labels[0].tolist(), strict=True)
-                if job.centroids["seen"][label]
+                if job.sent["centroids"]["seen"][label]
             ]
             logits = features @ model[last + "weight"].T + model[last + "bias"]
             loss = example_loss(logits, row.labels[0]) + 0.7 * sum(pulls) / len(features)
@@ -84,10 +84,10 @@ def test_a_round_equals_plain_torch_with_the_term_written_out(
 def test_without_weight_or_without_means_training_is_the_same_to_the_bit(tiny_of, site_of, spec_of) -> None:
     tiny, spec = tiny_of("bert"), spec_of(name="a-0", examples=10)
     site, params = site_of(tiny, spec), tiny.params(spec)
-    centroids = centroids_of(site, "a-0")
+    centroids = {"centroids": centroids_of(site, "a-0")}
     without = dataclasses.replace(OPTIONS, feature_alignment=0.0)
     plain, no_weight, no_means, pulled = (
-        train([Job(client="a-0", params=params, round=1, options=options, centroids=sent)], site)[0].params
+        train([Job(client="a-0", params=params, round=1, options=options, sent=sent)], site)[0].params
         for options, sent in ((without, {}), (without, centroids), (OPTIONS, {}), (OPTIONS, centroids))
     )
     for other in (no_weight, no_means):
@@ -104,7 +104,7 @@ def test_it_pulls_in_a_pack_as_alone(tiny_of, site_of, spec_of) -> None:
             params=tiny.params(one),
             round=1,
             options=OPTIONS,
-            centroids=centroids_of(site, one.name) if one is spec else {},
+            sent={"centroids": centroids_of(site, one.name)} if one is spec else {},
         )
         for one in (spec, other)
     ]

@@ -11,6 +11,7 @@ from atlas_fl.client.local_training import train
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.client.second_model import WEIGHT, combine, initial_gate, initial_second, keep_in_range
 from atlas_fl.models.lora import Segment, packed_linear
+from atlas_fl.params import Params
 
 
 def twice(_rank: int) -> float:
@@ -107,15 +108,15 @@ OPTIONS = TrainOptions(
 def gated_job(tiny, spec, *, seed: int, options: TrainOptions = OPTIONS) -> Job:
     own, rest = tiny.params(spec, seed=seed), tiny.params(spec, seed=seed + 10)
     gate = {key: tensor + 0.1 * seed for key, tensor in initial_gate(own).items()}
-    return Job(client=spec.name, params=own, round=1, options=options, companion=rest, gate=gate)
+    return Job(client=spec.name, params=own, round=1, options=options, sent={"companion": rest}, kept={"gate": gate})
 
 
 def in_float64(job: Job) -> Job:
-    parts = {
-        name: {key: value.double() for key, value in getattr(job, name).items()}
-        for name in ("params", "companion", "gate")
-    }
-    return dataclasses.replace(job, **parts)
+    def double(params: Params) -> Params:
+        return {key: value.double() for key, value in params.items()}
+
+    sent, kept = ({kind: double(params) for kind, params in trees.items()} for trees in (job.sent, job.kept))
+    return dataclasses.replace(job, params=double(job.params), sent=sent, kept=kept)
 
 
 def test_a_gate_trains_in_a_pack_as_alone(tiny_of, site_of, spec_of) -> None:
@@ -126,13 +127,14 @@ def test_a_gate_trains_in_a_pack_as_alone(tiny_of, site_of, spec_of) -> None:
     specs[1] = dataclasses.replace(specs[1], ranks=(1, 1, 2))
     site = site_of(tiny, *specs, backbone=exact)
     jobs = [gated_job(tiny, spec, seed=k) for k, spec in enumerate(specs)]
-    jobs[2] = dataclasses.replace(jobs[2], gate={})
-    jobs[3] = dataclasses.replace(jobs[3], gate={}, companion={}, options=dataclasses.replace(OPTIONS, dropout=0.0))
+    jobs[2] = dataclasses.replace(jobs[2], kept={})
+    jobs[3] = dataclasses.replace(jobs[3], kept={}, sent={}, options=dataclasses.replace(OPTIONS, dropout=0.0))
     jobs = [in_float64(job) for job in jobs]
     for job, update in zip(jobs, train(jobs, site), strict=True):
         (alone,) = train([job], site)
-        assert update.gate.keys() == job.gate.keys()
-        for mine, other, start in ((update.params, alone.params, job.params), (update.gate, alone.gate, job.gate)):
+        gate, alone_gate, gate_before = (one.kept.get("gate", {}) for one in (update, alone, job))
+        assert gate.keys() == gate_before.keys()
+        for mine, other, start in ((update.params, alone.params, job.params), (gate, alone_gate, gate_before)):
             for key, value in other.items():
                 torch.testing.assert_close(mine[key], value, atol=1e-10, rtol=1e-9)
                 assert not torch.equal(value, start[key]), f"{key} did not train"
@@ -147,7 +149,7 @@ def test_a_step_is_that_of_the_stock_model_with_the_gate_written_out(tiny_of, si
     site, job = site_of(tiny, spec), gated_job(tiny, spec, seed=1, options=options)
     (update,) = train([job], site)
 
-    leaves = {key: value.clone().requires_grad_() for key, value in {**job.params, **job.gate}.items()}
+    leaves = {key: value.clone().requires_grad_() for key, value in {**job.params, **job.kept["gate"]}.items()}
     stock = tiny.stock(2)
     inner = getattr(stock, stock.base_model_prefix)
     for name in (key.removesuffix(".lora_A") for key in job.params if key.endswith(".lora_A")):
@@ -156,7 +158,7 @@ def test_a_step_is_that_of_the_stock_model_with_the_gate_written_out(tiny_of, si
             (x,), scale = inputs, site.scale(len(leaves[name + ".lora_A"]))
             share = (x @ leaves[name + ".lora_gate"].T).softmax(-1)
             own = scale * x @ leaves[name + ".lora_A"].T @ leaves[name + ".lora_B"].T
-            rest = scale * x @ job.companion[name + ".lora_A"].T @ job.companion[name + ".lora_B"].T
+            rest = scale * x @ job.sent["companion"][name + ".lora_A"].T @ job.sent["companion"][name + ".lora_B"].T
             return output + share[..., :1] * own + share[..., 1:] * rest
 
         inner.get_submodule(name).register_forward_hook(add)
@@ -169,6 +171,6 @@ def test_a_step_is_that_of_the_stock_model_with_the_gate_written_out(tiny_of, si
     loss = torch.nn.functional.cross_entropy(torch.cat([row.logits for row in logits]), torch.from_numpy(data.labels))
     loss.backward()
     for key, leaf in leaves.items():
-        trained = {**update.params, **update.gate}[key]
+        trained = {**update.params, **update.kept["gate"]}[key]
         torch.testing.assert_close(trained, leaf.detach() - 0.1 * leaf.grad, atol=1e-5, rtol=1e-4, msg=key)
         assert leaf.grad.abs().max() > 0, f"{key} gets no gradient"

@@ -25,13 +25,18 @@ def test_what_is_reported_is_what_each_half_alone_would_have_trained(tiny_of, si
     site, params = site_of(tiny, spec), tiny.params(spec)
     job = Job(client="a-0", params=params, round=2, options=OPTIONS)
     (update,) = train([job], site)
-    assert update.report.keys() == {f"{half}/{key}" for half in ("first", "second") for key in params}
+    assert update.reported["halves"].keys() == {f"{half}/{key}" for half in ("first", "second") for key in params}
     for half, name in enumerate(("first", "second")):
         options = dataclasses.replace(OPTIONS, report="none", half=half, epochs=4)
         (alone,) = train([dataclasses.replace(job, options=options)], site)
         assert alone.examples == 5
-        assert all(torch.equal(update.report[f"{name}/{key}"], tensor) for key, tensor in alone.params.items())
-    assert any(not torch.equal(update.report[f"first/{key}"], update.report[f"second/{key}"]) for key in params)
+        assert all(
+            torch.equal(update.reported["halves"][f"{name}/{key}"], tensor) for key, tensor in alone.params.items()
+        )
+    assert any(
+        not torch.equal(update.reported["halves"][f"first/{key}"], update.reported["halves"][f"second/{key}"])
+        for key in params
+    )
 
 
 def test_the_update_is_the_same_as_without_a_report(tiny_of, site_of, spec_of) -> None:
@@ -54,4 +59,4 @@ def test_the_update_is_the_same_as_without_a_report(tiny_of, site_of, spec_of) -
 
     for plain, reporting in zip(updates("none", "none"), updates("none", "halves"), strict=True):
         assert all(torch.equal(plain.params[key], tensor) for key, tensor in reporting.params.items())
-        assert bool(reporting.report) == (reporting.client == "b-0")
+        assert bool(reporting.reported) == (reporting.client == "b-0")

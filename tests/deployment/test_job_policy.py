@@ -15,8 +15,8 @@ from atlas_fl.errors import ProtocolError
 
 MODEL = {"q.lora_A": torch.ones(2, 5), "q.lora_B": torch.zeros(4, 2), "head.weight": torch.ones(3, 4)}
 SENT = {"metrics": torch.zeros(3), **{f"param/{key}": tensor for key, tensor in MODEL.items()}}
-FEATURES = {f"report/{name}": torch.zeros(3) for name in ("counts", "means", "variances")}
-HALVES = {f"report/{key}": tensor for key, tensor in join_halves(MODEL, MODEL).items()}
+FEATURES = {f"report/class_features/{name}": torch.zeros(3) for name in ("counts", "means", "variances")}
+HALVES = {f"report/halves/{key}": tensor for key, tensor in join_halves(MODEL, MODEL).items()}
 
 
 def policy(config: Config) -> JobPolicy:
@@ -55,16 +55,16 @@ def test_halves_have_no_tensor_that_is_not_shared() -> None:
     job = Job(client="a", params=MODEL, round=1, options=TrainOptions(seed=0, report="halves"))
     shared = {key: tensor for key, tensor in {**SENT, **HALVES}.items() if "head" not in key}
     policy(kept).check_answer("train", job, shared)
-    with pytest.raises(ProtocolError, match=r"'report/first/head.weight' with its answer to train"):
-        policy(kept).check_answer("train", job, {**shared, "report/first/head.weight": MODEL["head.weight"]})
+    with pytest.raises(ProtocolError, match=r"'report/halves/first/head.weight' with its answer to train"):
+        policy(kept).check_answer("train", job, {**shared, "report/halves/first/head.weight": MODEL["head.weight"]})
 
 
 def test_class_means_come_with_training_from_the_second_round_to_the_last_that_is_averaged() -> None:
     config = validate(with_values(Config(), {"strategy": "fedpac", "rounds": 4, "personal_rounds": 1}))
     means = {"means": torch.zeros(3, 4), "seen": torch.ones(3, dtype=torch.bool)}
     for round in (1, 2, 3, 4):
-        job = Job(client="a", params=MODEL, round=round, options=TrainOptions(seed=0), centroids=means)
-        policy(config).check_model("train", replace(job, centroids={}))
+        job = Job(client="a", params=MODEL, round=round, options=TrainOptions(seed=0), sent={"centroids": means})
+        policy(config).check_model("train", replace(job, sent={}))
         if round in (2, 3):
             policy(config).check_model("train", job)
             continue

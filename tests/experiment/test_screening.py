@@ -10,20 +10,15 @@ MODEL = {"q.lora_A": torch.zeros(2, 3)}
 
 
 @pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("gate", "gate q.lora_A holds 2 values that are NaN or infinite"),
-        ("control", "control q.lora_A holds 2 values that are NaN or infinite"),
-        ("report", "report q.lora_A holds 2 values that are NaN or infinite"),
-    ],
+    ("what", "kind"), [("kept", "gate"), ("kept", "momentum"), ("reported", "control"), ("reported", "halves")]
 )
-def test_what_comes_beside_a_model_and_is_no_number_refuses_the_update(what: str, message: str) -> None:
+def test_what_comes_beside_a_model_and_is_no_number_refuses_the_update(what: str, kind: str) -> None:
     bad = {"q.lora_A": torch.tensor([1.0, float("nan"), float("inf")])}
-    honest = Update(client="a", params=MODEL, examples=1, metrics={}, **{what: MODEL})
-    poisoned = Update(client="b", params=MODEL, examples=1, metrics={}, **{what: bad})
+    honest = Update(client="a", params=MODEL, examples=1, metrics={}, **{what: {kind: MODEL}})
+    poisoned = Update(client="b", params=MODEL, examples=1, metrics={}, **{what: {kind: bad}})
     accepted, refused = check_updates({"a": MODEL, "b": MODEL}, [honest, poisoned], ("A", "B", "head"))
     assert set(accepted) == {"a"}
-    assert refused["b"].startswith(message)
+    assert refused["b"].startswith(f"{kind} q.lora_A holds 2 values that are NaN or infinite")
 
 
 @pytest.mark.parametrize(

@@ -309,15 +309,19 @@ def test_a_round_goes_on_without_who_answers_nonsense(federations: Federations, 
 
 REPORTING: Mapping[str, tuple[dict[str, object], Callable[[Head, Tensors], Any], str]] = {
     "no halves": ({"strategy": "kriging"}, without("report/"), "its report (halves): it lacks 'first/"),
-    "halves of NaN": ({"strategy": "kriging"}, tensors_as(full(math.nan), "report/second"), "holds values from nan"),
+    "halves of NaN": (
+        {"strategy": "kriging"},
+        tensors_as(full(math.nan), "report/halves/second"),
+        "holds values from nan",
+    ),
     "features nobody needs": (
         {"strategy": "fedavg"},
-        extra("report/counts", torch.ones(2)),
-        "its report (none): it has unknown 'counts'",
+        extra("report/class_features/counts", torch.ones(2)),
+        "its report (none): it has unknown 'class_features'",
     ),
     "counts of other data": (
         {"strategy": "fedpac"},
-        tensors_as(lambda counts: counts + 1, "report/counts"),
+        tensors_as(lambda counts: counts + 1, "report/class_features/counts"),
         "that were registered",
     ),
 }

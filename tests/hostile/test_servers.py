@@ -587,7 +587,7 @@ def with_means(change: Callable[[dict[str, Any]], Any], *, action: str = "train"
     def lie(head: dict[str, Any], tensors: dict[str, Any]) -> Any:
         if head.get("action") != action or head["round"] < since:
             return None
-        means = {"centroids/means": torch.zeros(2, 32), "centroids/seen": torch.ones(2, dtype=torch.bool)}
+        means = {"sent/centroids/means": torch.zeros(2, 32), "sent/centroids/seen": torch.ones(2, dtype=torch.bool)}
         return head, {**tensors, **means, **change(means)}
 
     return lie
@@ -629,30 +629,34 @@ REPORTS: Mapping[str, tuple[str, Lie, str]] = {
     ),
     "means of more classes": (
         "class features",
-        with_means(lambda _: {"centroids/means": torch.zeros(3, 32)}),
+        with_means(lambda _: {"sent/centroids/means": torch.zeros(3, 32)}),
         r"'means' is \(3, 32\) torch.float32; allowed: \(2, 32\)",
     ),
     "means of another width": (
         "class features",
-        with_means(lambda _: {"centroids/means": torch.zeros(2, 31)}),
+        with_means(lambda _: {"sent/centroids/means": torch.zeros(2, 31)}),
         r"'means' is \(2, 31\)",
     ),
     "means of no numbers": (
         "class features",
-        with_means(lambda own: {"centroids/means": own["centroids/means"] / 0}),
+        with_means(lambda own: {"sent/centroids/means": own["sent/centroids/means"] / 0}),
         "'means' holds values from nan",
     ),
     "huge means": (
         "class features",
-        with_means(lambda own: {"centroids/means": own["centroids/means"] + 1e7}),
+        with_means(lambda own: {"sent/centroids/means": own["sent/centroids/means"] + 1e7}),
         "'means' holds values from 1e\\+07",
     ),
     "seen in numbers": (
         "class features",
-        with_means(lambda _: {"centroids/seen": torch.ones(2)}),
+        with_means(lambda _: {"sent/centroids/seen": torch.ones(2)}),
         "'seen' is .* torch.float32; allowed",
     ),
-    "more than means": ("class features", with_means(lambda _: {"centroids/x": torch.ones(1)}), "asks for a pull to"),
+    "more than means": (
+        "class features",
+        with_means(lambda _: {"sent/centroids/x": torch.ones(1)}),
+        "asks for a pull to",
+    ),
 }
 
 

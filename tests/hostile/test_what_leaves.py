@@ -43,7 +43,7 @@ METRICS = frozenset(
 )
 ADAPTERS = r"param/.*\.lora_[AB]|param/head\..*"
 PLAN = r"param/sketch\.(first|second)|param/importance"
-HALVES = r"report/(first|second)/(.*\.lora_[AB]|head\..*)"
+HALVES = r"report/halves/(first|second)/(.*\.lora_[AB]|head\..*)"
 CUT = r"cut/[01]/(activation|gradient|control|fingerprint)"
 
 TENSORS: Mapping[str, str] = {
@@ -53,7 +53,7 @@ TENSORS: Mapping[str, str] = {
     "cut, head here": rf"metrics|{ADAPTERS}|{PLAN}|{CUT}",
     "paired": rf"metrics|{ADAPTERS}|{PLAN}|{CUT}|cut/0/label",
     "halves": rf"metrics|{ADAPTERS}|{PLAN}|{HALVES}",
-    "class features": rf"metrics|{ADAPTERS}|{PLAN}|report/(counts|means|variances)",
+    "class features": rf"metrics|{ADAPTERS}|{PLAN}|report/class_features/(counts|means|variances)",
     "images": r"metrics|param/(gram|cross|losses|values)|param/embeddings\..*|param/.*layer.*|param/.*norm.*",
 }
 """By federation, the names of all tensors that its sites send."""

@@ -1,6 +1,6 @@
 """Runs whose final states are recorded in `same_bits.json`, by machine; read by test_same_bits.py.
 
-python -m tests.runs.same_bits [NAME ...]         record all cases, or these, for this machine
+python -m tests.runs.same_bits [NAME ...]         record these cases for this machine, or those that are not yet
 """
 
 import json
@@ -18,12 +18,13 @@ from typing import Any
 import pytest
 import torch
 
-from atlas_fl.aggregation.registry import STRATEGIES
+from atlas_fl.aggregation.registry import IN_FACTORS, STRATEGIES
 from atlas_fl.config import with_values
 from atlas_fl.config.methods import METHODS
 from atlas_fl.config.presets import find_preset
 from atlas_fl.experiment.run import run_config
 from atlas_fl.params import digest
+from atlas_fl.storage.assets import embedded_dir
 from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import read_tensors
 from tests.runs.conftest import configs, image_configs, save_bert, save_vit
@@ -54,14 +55,17 @@ def _of_method(name: str) -> Case:
     row = METHODS.get(name)
     ranks = row.settings.get("ranks", "4") if row else "4"
     personal = {"personal_rounds": 1} if row and "personal_rounds" in row.suggested else {}
-    space = {"space": "factors"} if name in ("fedavg_dynamic", "fedavg_stacked", "fedavg_with_residual") else {}
-    return Case(settings={**SMALL, "strategy": name, "ranks": ranks, **personal, **space})
+    space = {"space": "factors"} if name in IN_FACTORS else {}
+    dynamic = {"proximal_mu": 0.1} if name == "fedavg_dynamic" else {}
+    return Case(settings={**SMALL, "strategy": name, "ranks": ranks, **personal, **space, **dynamic})
 
 
 def _cases() -> dict[str, Case]:
     product = (pytest.mark.product,)
     cut = {**SMALL, "ranks": "4", "participation": 1.0}
     paired = {"split": "cpu_2gb=1", "devices": "cpu_2gb+laptop_8gb", "topology": "paired"}
+    fetched = (embedded_dir() / "fashion-mnist").is_dir()
+    vision = (*product, pytest.mark.skipif(not fetched, reason="`atlas fetch vision` has not been run"))
     quick = {"rounds": 2, "eval_every": 2}
     momentum = {"carry_momentum": True, "optimizer": "sgd", "momentum": 0.9}
     by_name = {f"method {name}": _of_method(name) for name in {**STRATEGIES, **METHODS}}
@@ -74,9 +78,13 @@ def _cases() -> dict[str, Case]:
         "quick": Case(preset="quick", settings=quick, marks=product),
         "images": Case(images=True, settings={**momentum, "participation": 1}),
         "images with a mask": Case(images=True, settings={"mask": "least_sensitive"}),
-        "vision-quick": Case(preset="vision-quick", settings=quick, marks=product),
-        "vision-momentum": Case(preset="vision-quick", settings={**quick, **momentum, "participation": 1, "clients_per_task": 8}, marks=product),
-        "vision-sparse": Case(preset="vision-sparse", settings=quick, marks=product),
+        "vision-quick": Case(preset="vision-quick", settings=quick, marks=vision),
+        "vision-momentum": Case(
+            preset="vision-quick",
+            settings={**quick, **momentum, "participation": 1, "clients_per_task": 8},
+            marks=product,
+        ),
+        "vision-sparse": Case(preset="vision-sparse", settings=quick, marks=vision),
     }
 
 
@@ -118,13 +126,12 @@ def run_case(name: str) -> dict[str, Any]:
 
 def outcome(folder: Path) -> dict[str, Any]:
     """SHA-256 of the models by client, of the scores, and the bytes of the ledger."""
-    models = {
-        path.parent.name: digest(read_tensors(path))
-        for path in sorted(RunFolder(folder).adapters.glob("*/*.safetensors"))
-    }
+    run = RunFolder(folder)
+    files = [path for place in (run.adapters, run.models) for path in sorted(place.glob("*/*.safetensors"))]
+    models = {path.parent.name: digest(read_tensors(path)) for path in files}
     assert models, f"{folder} holds no model"
     scores = [{key: value for key, value in row.items() if key not in MEASURED} for row in rows(folder)]
-    ledger = [json.loads(line) for line in RunFolder(folder).ledger.read_text().splitlines()]
+    ledger = [json.loads(line) for line in run.ledger.read_text().splitlines()]
     return {
         "models": sha256(json.dumps(models, sort_keys=True).encode()).hexdigest()[:16],
         "scores": sha256(json.dumps(scores, sort_keys=True).encode()).hexdigest()[:16],
@@ -133,7 +140,7 @@ def outcome(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    names = sys.argv[1:] or list(CASES)
+    names = sys.argv[1:] or [name for name in CASES if name not in recorded().get(machine(), {})]
     known = dict(recorded())
     for name in names:
         known[machine()] = {**known.get(machine(), {}), name: run_case(name)}

@@ -100,8 +100,8 @@ def test_a_run_in_sessions_carries_the_same_momentum(image_config: Make, mask: s
     stored = state(undisturbed.folder, round=2)
     assert same_tensors(stored, state(parts.folder, round=2)) and rows(undisturbed.folder) == rows(parts.folder)
     assert audit_run(parts.folder).ok
-    held = {key: own for key, own in stored.items() if key.startswith("momentum/")}
-    assert {key.split("/")[1] for key in held} == {"digits-0", "digits-1", "digits-2"}
+    held = {key: own for key, own in stored.items() if key.startswith("by client/momentum/")}
+    assert {key.split("/")[2] for key in held} == {"digits-0", "digits-1", "digits-2"}
     assert all(bool(own.any()) for own in held.values())
     weights = {key.removeprefix("strategy/digits-0/"): own for key, own in stored.items() if key.startswith("strategy")}
     kept = load_file(parts.folder / "mask.safetensors") if mask != "none" else weights
@@ -115,7 +115,7 @@ def test_a_run_in_sessions_carries_the_same_momentum(image_config: Make, mask: s
 
 def test_nothing_is_kept_of_momentum_that_begins_anew(image_config: Make) -> None:
     folder = run_config(image_config(rounds=1)).folder
-    assert not any(key.startswith("momentum/") for key in state(folder, round=1))
+    assert not any(key.startswith("by client/momentum/") for key in state(folder, round=1))
 
 
 @pytest.mark.parametrize(("mask", "sparsity"), [("none", 0.9), ("random", 0.97), ("random", 0.4)])
@@ -133,14 +133,16 @@ def test_two_rounds_with_the_momentum_of_the_first_are_one_round_of_as_many_step
 
     def trained(params, round: int, steps: int, momentum):
         options = TrainOptions(seed=0, **SGD, epochs=steps, max_steps=steps, batch_size=40, lr=0.1, carry_momentum=True)
-        job = Job(client="digits-0", params=params, round=round, options=options, momentum=momentum, mask=masks)
+        job = Job(
+            client="digits-0", params=params, round=round, options=options, kept={"momentum": momentum}, mask=masks
+        )
         return train([job], assembly.site)[0]
 
     start = assembly.full_models()["digits-0"]
     first = trained(start, 1, 3, {})
-    before = {key: own.clone() for key, own in first.momentum.items()}
-    second = trained(first.params, 1, 2, first.momentum)
-    assert same_tensors(before, dict(first.momentum)), "what was handed over is not written to"
+    before = {key: own.clone() for key, own in first.kept["momentum"].items()}
+    second = trained(first.params, 1, 2, first.kept["momentum"])
+    assert same_tensors(before, dict(first.kept["momentum"])), "what was handed over is not written to"
     whole_round = train(
         [
             Job(

@@ -199,7 +199,7 @@ def test_a_gate_goes_on_after_a_kill_to_the_same_bits(config: MakeConfig, progra
     assert resume_run(killed).complete
     assert same_tensors(state(whole), state(killed))
     assert rows(whole) == rows(killed)
-    assert any(key.startswith("gate/") for key in state(killed))
+    assert any(key.startswith("by client/gate/") for key in state(killed))
     for client in ("movie-0", "movie-1", "movie-2"):
         mine, other = gated(whole, client), gated(killed, client)
         assert all(torch.equal(other[key], value) for key, value in mine.items())

@@ -95,6 +95,15 @@ class Site:
         return torch.autocast(self.backbone.device.type, dtype=dtype, enabled=self.bf16 or (self.fp16 and scaled))
 
 
+Trees: TypeAlias = Mapping[str, Params]
+"""Named trees of tensors: by kind, tensors by name."""
+
+
+def without_empty(trees: Trees) -> dict[str, Params]:
+    """The trees that hold a tensor."""
+    return {kind: params for kind, params in trees.items() if params}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """A request to one client: the model to start from and how to work."""
@@ -108,20 +117,15 @@ class Job:
     """Where this client's model is cut for training and evaluation; None: it holds the whole model."""
     hosting: GuestRequirement | HostCapacity | None = None
     """What it needs of a host, or has left as one; None: the server hosts everyone."""
-    momentum: Params = field(default_factory=dict)
-    """What it kept of its optimizer when it last trained; it never travels."""
     mask: Mask | None = None
     """Which weights may move; None for all."""
-    anchor: Params = field(default_factory=dict)
-    """The point that the proximal term pulls to, in the place of `params`; it stays in one process."""
-    companion: Params = field(default_factory=dict)
-    """The shared model that a client's second one is combined with; it stays in one process."""
-    gate: Params = field(default_factory=dict)
-    """What weighs the job's model against its companion by the input; it stays in one process."""
-    correction: Params = field(default_factory=dict)
-    """What is added to every gradient, by parameter; it stays in one process."""
-    centroids: Params = field(default_factory=dict)
-    """The classes' means over clients that features are pulled to."""
+    sent: Trees = field(default_factory=dict)
+    """Tensors that the server sends beside the model, by kind: `anchor`, the point that the proximal term pulls to in
+    the place of `params`; `companion`, the shared model that a client's second one is combined with; `correction`,
+    added to every gradient; `centroids`, the means of classes that features are pulled to."""
+    kept: Trees = field(default_factory=dict)
+    """Tensors that the client kept from the rounds before, by kind; they never travel: `momentum` of its optimizer, and
+    the `gate` that weighs the job's model against its companion by the input."""
 
 
 def cut_channel_of(job: Job, site: Site) -> CutChannel | None:
@@ -154,19 +158,16 @@ class Update:
     """It came over a network, and so its model did, also in a round that mixes none."""
     classes: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Of scored test images, examples by class and how many of them were recognised (`data.metrics.by_class`)."""
-    momentum: Params = field(default_factory=dict)
-    """What the client keeps of its optimizer for its next round, where it was asked to."""
-    gate: Params = field(default_factory=dict)
-    """What the client keeps of the job's gate for its next round."""
-    control: Params = field(default_factory=dict)
-    """The mean gradient of the round's steps, float32, where it was asked for."""
-    report: Params = field(default_factory=dict)
-    """What the rule asked for beside the update (`TrainOptions.report`)."""
+    reported: Trees = field(default_factory=dict)
+    """Tensors for the server beside the model, by kind, where they were asked for: `control`, the mean gradient of the
+    round's steps, float32; `class_features` and `halves` (`TrainOptions.report`)."""
+    kept: Trees = field(default_factory=dict)
+    """Tensors that the client keeps for its next round, by kind: `momentum`, `gate`."""
 
     def beside_model(self) -> dict[str, Tensor]:
-        """What it carries beside the model and the server or the client goes on with, by what it is and its name."""
-        parts = {"gate": self.gate, "control": self.control, "report": self.report}
-        return {f"{kind} {key}": tensor for kind, params in parts.items() for key, tensor in params.items()}
+        """Tensors that it carries beside the model, by their kind and name."""
+        trees = {**self.reported, **self.kept}
+        return {f"{kind} {key}": tensor for kind, params in trees.items() for key, tensor in params.items()}
 
 
 Action: TypeAlias = Callable[[Sequence[Job], Site], list[Update]]

@@ -42,7 +42,7 @@ from atlas_fl.client.batching import (
 from atlas_fl.client.class_features import class_features
 from atlas_fl.client.draws import Draws
 from atlas_fl.client.feature_alignment import alignment_loss
-from atlas_fl.client.job import Job, Site, Update, cut_channel_of
+from atlas_fl.client.job import Job, Site, Trees, Update, cut_channel_of, without_empty
 from atlas_fl.client.optimizer import GradientMean, LossScale, gradient_chain, gradient_norms, make_optimizer
 from atlas_fl.client.options import Schedule, TrainOptions
 from atlas_fl.client.prior_correction import correct_logits, log_prior
@@ -209,9 +209,12 @@ class LocalTrainer:
         options: TrainOptions = job.options
         self.job, self.options = job, options
         # Sorted, because the clipped norm is a sum and its last bits follow the order.
-        self.params, self.gate = (self._leaves_of(tensors, site) for tensors in (job.params, job.gate))
+        self.params = self._leaves_of(job.params, site)
+        self.gate = self._leaves_of(job.kept.get("gate", {}), site)
         # Read back from the leaves themselves: what is hashed is what computes.
-        self._companion = {key: tensor.to(site.backbone.device) for key, tensor in job.companion.items()}
+        self._companion = {
+            key: tensor.to(site.backbone.device) for key, tensor in job.sent.get("companion", {}).items()
+        }
         self.loaded = digest(with_frozen(self.params, self._frozen)) if options.hash_loaded else None
         data = site.data[job.client].splits["train"]
         # The server's half draws nothing of the client's: it takes the rows that come, and counts them.
@@ -231,7 +234,7 @@ class LocalTrainer:
         self._tells_skipped = site.fp16 and site.trainable == "full"
         own_leaves = {key: leaf for key, leaf in self.leaves.items() if key not in self.shared}
         self.optimizer = make_optimizer(own_leaves, options, masks=job.mask, skips=site.fp16)
-        load_momentum(self.optimizer, own_leaves, job.momentum, masks=job.mask)
+        load_momentum(self.optimizer, own_leaves, job.kept.get("momentum", {}), masks=job.mask)
         self.prior = log_prior(job, site)
         self.losses: list[Tensor] = []
         self.line = cut_channel_of(job, site)
@@ -242,8 +245,8 @@ class LocalTrainer:
             options,
             self.scale,
             on_norms=self._share_norms,
-            anchor=job.anchor,
-            correction=job.correction,
+            anchor=job.sent.get("anchor", {}),
+            correction=job.sent.get("correction", {}),
             mean=self._mean,
         )
 
@@ -278,11 +281,12 @@ class LocalTrainer:
 
         They are those that enter the head.
         """
-        if not self.job.centroids:
+        centroids = self.job.sent.get("centroids")
+        if not centroids:
             return loss
         with self._autocast():
             features = last_layer_inputs(self._family, self.params, features)
-        return loss + self.options.feature_alignment * alignment_loss(features, labels, self.job.centroids)
+        return loss + self.options.feature_alignment * alignment_loss(features, labels, centroids)
 
     def norms(self) -> Tensor:
         """The norm of every gradient, (leaves,) float32, in the order of the names."""
@@ -337,13 +341,16 @@ class LocalTrainer:
             loaded=self.loaded,
             keys=len(self.params) + len(self._frozen),
             crossed={} if self.line is None else dict(self.line.traffic),
-            momentum=self._momentum() if self.options.carry_momentum else {},
-            gate={key: leaf.detach().cpu() for key, leaf in self.gate.items()},
-            control={} if self._mean is None else self._mean.mean(),
+            reported=without_empty({"control": {} if self._mean is None else self._mean.mean()}),
+            kept=without_empty(
+                {
+                    "momentum": extract_momentum(self.optimizer, self.leaves, masks=self.job.mask)
+                    if self.options.carry_momentum
+                    else {},
+                    "gate": {key: leaf.detach().cpu() for key, leaf in self.gate.items()},
+                }
+            ),
         )
-
-    def _momentum(self) -> Params:
-        return extract_momentum(self.optimizer, self.leaves, masks=self.job.mask)
 
 
 class SharedAdapters:
@@ -459,14 +466,18 @@ def _gradients(members: Sequence[LocalTrainer], done: int, site: Site) -> dict[L
     return {member: len(labels) for member, labels in zip(members, row.labels, strict=True)}
 
 
-def _reports(jobs: Sequence[Job], site: Site) -> dict[str, tuple[Params, Counter[tuple[Kind, Direction]]]]:
-    """What each client reports beside its update, and what went through its cut for it, of those who are asked."""
-    features = {job.client: class_features(job, site) for job in jobs if job.options.report == "class_features"}
+def _reports(jobs: Sequence[Job], site: Site) -> dict[str, tuple[Trees, Counter[tuple[Kind, Direction]]]]:
+    """By client that is asked, its reports beside the update, and the bytes that went through its cut for them."""
+    features = {
+        job.client: {"class_features": class_features(job, site)}
+        for job in jobs
+        if job.options.report == "class_features"
+    }
     halves = [half_jobs(job) for job in jobs if job.options.report == "halves"]
     # first halves together, then the second ones: a pack is no larger than that of the round
     first, second = (train([pair[half] for pair in halves], site) if halves else [] for half in (0, 1))
     return {client: (report, Counter()) for client, report in features.items()} | {
-        one.client: (join_halves(one.params, other.params), Counter(one.crossed) + Counter(other.crossed))
+        one.client: ({"halves": join_halves(one.params, other.params)}, Counter(one.crossed) + Counter(other.crossed))
         for one, other in zip(first, second, strict=True)
     }
 
@@ -491,9 +502,11 @@ def train(jobs: Sequence[Job], site: Site, *, watch: Watch | None = None, step: 
         active = {k: member for k, member in active.items() if member.steps > done and k not in ended}
     seconds = (time.perf_counter() - began) / max(1, len(members))
     updates = [member.update(seconds) for member in members]
-    return [_with_report(update, *reports.get(update.client, ({}, Counter()))) for update in updates]
+    return [_with_reports(update, *reports.get(update.client, ({}, Counter()))) for update in updates]
 
 
-def _with_report(update: Update, report: Params, crossed: Counter[tuple[Kind, Direction]]) -> Update:
-    """The update with what is reported beside it; what went through the cut for that counts with the rest."""
-    return replace(update, report=report, crossed=Counter(update.crossed) + crossed) if report else update
+def _with_reports(update: Update, reports: Trees, crossed: Counter[tuple[Kind, Direction]]) -> Update:
+    """The update with these reports; the bytes that went through the cut for them count with the rest."""
+    if not reports:
+        return update
+    return replace(update, reported={**update.reported, **reports}, crossed=Counter(update.crossed) + crossed)

@@ -268,8 +268,8 @@ class JobPolicy:
         """
         _check_params(job.params, self._expected_params(job.cut), most=self._most_rank, what=f"the model of {action}")
         self.starts.check(action, job, named=self._named)
-        if job.centroids:
-            self._check_centroids(action, job)
+        if job.sent:
+            self._check_sent(action, job)
 
     def check_answer(self, action: str, job: Job, tensors: Params) -> None:
         """Nothing where an answer holds what this action brings back; raises `ProtocolError` where it has more.
@@ -282,7 +282,7 @@ class JobPolicy:
         model = frozenset(shared) if action in with_model else frozenset()
         allowed = {f"param/{key}" for key in ANSWERS.get(action, frozenset()) | model} | {"metrics", "param/values"}
         report: Report = job.options.report if action == "train" else "none"
-        allowed |= {REPORT + key for key in _report_names(report, {key: params[key] for key in model})}
+        allowed |= {f"{REPORT}{report}/{key}" for key in _report_names(report, {key: params[key] for key in model})}
         cut = self._word != NONE
         for key in tensors:
             if key not in allowed and not (cut and key.startswith("cut/")):
@@ -389,7 +389,7 @@ class JobPolicy:
             if not 1 <= rank <= self._most_rank:
                 raise _refusal(f"rank {rank}", f"1 to {self._most_rank}")
 
-    def _check_centroids(self, action: str, job: Job) -> None:
+    def _check_sent(self, action: str, job: Job) -> None:
         """Nothing where these are means that a round before has left; they cannot hide what the settings ask for."""
         last = self.config.training.rounds - self.config.mixing.personal_rounds
         if action != "train" or not self.config.training.feature_alignment or not 2 <= job.round <= last:
@@ -399,10 +399,13 @@ class JobPolicy:
             CENTROIDS: TensorSchema(shape=shape, dtype=torch.float32, least=-LARGEST_FEATURE, most=LARGEST_FEATURE),
             SEEN: TensorSchema(shape=shape[:1], dtype=torch.bool),
         }
-        if job.centroids.keys() != schemas.keys():
-            raise _refusal(f"a pull to {short_repr(sorted(job.centroids))}", f"to {CENTROIDS} and {SEEN}")
+        if job.sent.keys() != {"centroids"}:
+            raise _refusal(f"{short_repr(sorted(job.sent))} beside the model", "class means (centroids)")
+        centroids = job.sent["centroids"]
+        if centroids.keys() != schemas.keys():
+            raise _refusal(f"a pull to {short_repr(sorted(centroids))}", f"to {CENTROIDS} and {SEEN}")
         for name, schema in schemas.items():
-            schema.check(name, job.centroids[name])
+            schema.check(name, centroids[name])
 
     def _check_whole(self, action: str, job: Job, head: Mapping[str, Any]) -> None:
         body = {key for key in self.outline.like if not key.startswith(HEAD)}

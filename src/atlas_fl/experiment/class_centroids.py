@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from atlas_fl.aggregation.fedpac import class_centroids
-from atlas_fl.client.job import Job
+from atlas_fl.client.job import Job, without_empty
 from atlas_fl.config import Config
 from atlas_fl.experiment.state import FederationState
 
@@ -22,4 +22,7 @@ def with_centroids(jobs: Sequence[Job], config: Config, state: FederationState, 
     if not config.training.feature_alignment or is_personal:
         return list(jobs)
     centroids = class_centroids(state.server_state, tasks)
-    return [replace(job, centroids=centroids.get(tasks[job.client], {})) for job in jobs]
+    return [
+        replace(job, sent=without_empty({**job.sent, "centroids": centroids.get(tasks[job.client], {})}))
+        for job in jobs
+    ]

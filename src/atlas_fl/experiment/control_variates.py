@@ -35,7 +35,7 @@ def round_corrections(
         return {}
     if rule_of(config) == "fedavg_dynamic":
         return dynamic_corrections(state.server_state, clients, alpha=config.training.proximal_mu)
-    return corrections(state.controls, tasks, clients)
+    return corrections(state.of("control"), tasks, clients)
 
 
 def corrections(controls: ByClient, tasks: Mapping[str, str], clients: Collection[str]) -> dict[str, Params]:

@@ -21,9 +21,8 @@ from atlas_fl.events import Note, OnEvent, ignore
 from atlas_fl.experiment.early_stopping import best_rounds
 from atlas_fl.experiment.model_card import CARD, LACKS_PRIOR, ExportedModel, model_card
 from atlas_fl.experiment.recorder import (
-    checkpoint_gates,
+    checkpoint_by_client,
     checkpoint_models,
-    checkpoint_second_models,
     checkpoint_server_state,
     deduplicate_models,
 )
@@ -120,9 +119,13 @@ def export_client(
     check_files(folder, folder.path / saved.state["plan"])
     plan = Plan.from_json(read_json(folder.path / saved.state["plan"]))
     server_models, client_models = checkpoint_models(saved, [client.name for client in plan.clients])
-    second, gates = checkpoint_second_models(saved), checkpoint_gates(saved)
-    state = checkpoint_server_state(saved)
-    models = predicting_models(config, second, gates, state, client_models=client_models, server_models=server_models)
+    models = predicting_models(
+        config,
+        checkpoint_by_client(saved),
+        checkpoint_server_state(saved),
+        client_models=client_models,
+        server_models=server_models,
+    )
     index = _client_index(list(models), client)
     client_plan, params = plan.clients[index], models[plan.clients[index].name]
     if PRIVATE in params:

@@ -24,6 +24,7 @@ from atlas_fl.params import (
     ByClient,
     ServerState,
     Split,
+    TreesByClient,
     flatten_by_client,
     flatten_state,
     unflatten_by_client,
@@ -328,16 +329,11 @@ class Recorder:
         self._write_audit_models("start", record.client_models, round=record.round)
         if record.anchors:
             self._write_audit_models("anchor", record.anchors, round=record.round)
-        if state.second_models:
-            self._write_audit_models("second", state.second_models, round=record.round)
-        if state.gates:
-            self._write_audit_models("gate", state.gates, round=record.round)
-        if state.controls:
-            self._write_audit_models("control", state.controls, round=record.round)
-        if record.corrections:
-            self._write_audit_models("correction", record.corrections, round=record.round)
-        if record.centroids:
-            self._write_audit_models("centroids", record.centroids, round=record.round)
+        momentum = {"momentum"}  # nothing that is audited follows from it
+        kept = {kind: models for kind, models in state.by_client.items() if kind not in momentum}
+        for kind, models in {**kept, **record.sent}.items():
+            if models:
+                self._write_audit_models(kind, models, round=record.round)
         if record.state_changed:
             self._write_server_state(self.folder.audit_round(record.round), state.server_state)
         if record.out_of_bound:
@@ -393,10 +389,8 @@ class Recorder:
             name: params for name, params in state.client_models.items() if params is not state.server_models[name]
         }
         tensors |= {f"start/{name}": tensor for name, tensor in flatten_by_client(diverged).items()}
-        tensors |= {f"momentum/{name}": tensor for name, tensor in flatten_by_client(state.momentum).items()}
-        tensors |= {f"control/{name}": tensor for name, tensor in flatten_by_client(state.controls).items()}
-        tensors |= {f"second/{name}": tensor for name, tensor in flatten_by_client(state.second_models).items()}
-        tensors |= {f"gate/{name}": tensor for name, tensor in flatten_by_client(state.gates).items()}
+        for kind, by_client in state.by_client.items():
+            tensors |= {f"by client/{kind}/{name}": tensor for name, tensor in flatten_by_client(by_client).items()}
         distinct, same = distinct_tensors(state.server_state)
         tensors |= {f"server/{path}": tensor for path, tensor in distinct.items()}
         content = {
@@ -505,24 +499,10 @@ def checkpoint_models(saved: checkpoint.Checkpoint, names: Sequence[str]) -> tup
     return server_models, {name: diverged.get(name, server_models[name]) for name in names}
 
 
-def checkpoint_controls(saved: checkpoint.Checkpoint) -> ByClient:
-    """The mean gradient of each client's last round, of a checkpoint."""
-    return unflatten_by_client(unflatten_by_client(saved.tensors).get("control", {}))
-
-
-def checkpoint_second_models(saved: checkpoint.Checkpoint) -> ByClient:
-    """The clients' own models beside the shared one, of a checkpoint."""
-    return unflatten_by_client(unflatten_by_client(saved.tensors).get("second", {}))
-
-
-def checkpoint_gates(saved: checkpoint.Checkpoint) -> ByClient:
-    """What weighs each client's own adapter against the shared one, of a checkpoint."""
-    return unflatten_by_client(unflatten_by_client(saved.tensors).get("gate", {}))
-
-
-def checkpoint_momentum(saved: checkpoint.Checkpoint) -> ByClient:
-    """The optimizer momentum of each client, of a checkpoint."""
-    return unflatten_by_client(unflatten_by_client(saved.tensors).get("momentum", {}))
+def checkpoint_by_client(saved: checkpoint.Checkpoint) -> TreesByClient:
+    """The tensors that clients keep beside their models, by kind and client, of a checkpoint."""
+    kinds = unflatten_by_client(unflatten_by_client(saved.tensors).get("by client", {}))
+    return {kind: unflatten_by_client(flat) for kind, flat in kinds.items()}
 
 
 def _early_stopping_row(state: FederationState) -> dict[str, Any]:

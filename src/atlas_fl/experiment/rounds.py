@@ -20,7 +20,7 @@ from atlas_fl.aggregation.matrices import Federation, share_warnings, without_ed
 from atlas_fl.aggregation.mixing import sync_shared
 from atlas_fl.aggregation.robust import bound_updates, change_norms, small_groups
 from atlas_fl.aggregation.strategies import LARGEST, check_finite, check_update, unusable_models
-from atlas_fl.client.job import Job, Update
+from atlas_fl.client.job import Job, Update, without_empty
 from atlas_fl.client.options import EvaluateOptions
 from atlas_fl.config import Config
 from atlas_fl.config.methods import has_frozen_part, rule_of
@@ -35,9 +35,9 @@ from atlas_fl.experiment.late_join import add_late_clients
 from atlas_fl.experiment.recorder import Recorder
 from atlas_fl.experiment.reports import sharing_of_round, with_reports
 from atlas_fl.experiment.second_models import gate_of, predicting_models, predicts_as_sent, train_second_models
-from atlas_fl.experiment.state import FederationState, RoundRecord, mean_validation_score, sum_cut_traffic
+from atlas_fl.experiment.state import LEDGER_KINDS, FederationState, RoundRecord, mean_validation_score, sum_cut_traffic
 from atlas_fl.experiment.untrained import keep_untrained, unmoved_clients, unsent_names
-from atlas_fl.params import ByClient, Params, ServerState, Split, flatten_state
+from atlas_fl.params import ByClient, Params, ServerState, Split, TreesByClient, flatten_state
 from atlas_fl.partial_sharing import expected_update, has_hidden_factors
 from atlas_fl.planning.host_assignment import attach_hosts, match_round_hosts
 from atlas_fl.planning.plan import PlanResult
@@ -184,17 +184,11 @@ def make_jobs(
     *,
     round: int,
     cuts: Mapping[str, Cut],
-    momentum: ByClient = MappingProxyType({}),
     mask: Mask | None = None,
-    anchors: ByClient = MappingProxyType({}),
-    companions: ByClient = MappingProxyType({}),
-    gates: ByClient = MappingProxyType({}),
-    corrections: ByClient = MappingProxyType({}),
+    sent: TreesByClient = MappingProxyType({}),
+    kept: TreesByClient = MappingProxyType({}),
 ) -> list[Job]:
-    """A job for every model; `momentum` is that of the clients' optimizers, `anchors` what they are pulled to.
-
-    `companions` are what their models stand on, weighed by `gates`, and `corrections` are added to their gradients.
-    """
+    """A job for every model, with the tensors by kind and client that are `sent` beside it or were `kept`."""
     return [
         Job(
             client=name,
@@ -202,12 +196,9 @@ def make_jobs(
             round=round,
             options=options,
             cut=cuts.get(name),
-            momentum=momentum.get(name, {}),
             mask=mask,
-            anchor=anchors.get(name, {}),
-            companion=companions.get(name, {}),
-            gate=gates.get(name, {}),
-            correction=corrections.get(name, {}),
+            sent=without_empty({kind: by_client.get(name, {}) for kind, by_client in sent.items()}),
+            kept=without_empty({kind: by_client.get(name, {}) for kind, by_client in kept.items()}),
         )
         for name, params in models.items()
     ]
@@ -429,7 +420,8 @@ def one_round(
         mask=planned.mask,
         discarded=server_step.discarded,
         anchors=server_step.anchors if aggregated else {},
-        **_beside_models(jobs, strategy.report, server_step.sharing),
+        sent=_sent_beside_models(jobs),
+        sharing=server_step.sharing,
         state_changed=server_step.server_state is not state.server_state,
         frozen=frozen_messages(config, state.server_state, server_step.server_state),
         unsent=unsent_names(config, jobs[0], state.client_models, server_step.client_models, cuts=cuts),
@@ -451,11 +443,14 @@ def _beside_cuts(
     }
 
 
-def _beside_models(jobs: Sequence[Job], report: str, sharing: Sequence[MeasuredSharing]) -> dict[str, Any]:
-    """What a round's record says of what goes down and up beside models, and what followed from it."""
-    corrections = {job.client: job.correction for job in jobs if job.correction}
-    centroids = {job.client: job.centroids for job in jobs if job.centroids}
-    return {"report": report, "corrections": corrections, "centroids": centroids, "sharing": sharing}
+def _sent_beside_models(jobs: Sequence[Job]) -> dict[str, dict[str, Params]]:
+    """The tensors that go to clients beside their models, by kind and client; models of the ledger are left out."""
+    sent: dict[str, dict[str, Params]] = {}
+    for job in jobs:
+        for kind, params in job.sent.items():
+            if kind in LEDGER_KINDS:
+                sent.setdefault(kind, {})[job.client] = params
+    return sent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -480,8 +475,7 @@ class ServerStep:
     def predicting_models(self, config: Config, state: FederationState, received: ReceivedUpdates) -> dict[str, Params]:
         """What every client predicts with from here on: with its second model of this state, and its newest gate."""
         models = {"client_models": self.client_models, "server_models": self.server_models}
-        beside = state.second_models, state.newest_gates(received.updates), self.server_state
-        return predicting_models(config, *beside, **models)
+        return predicting_models(config, state.with_newest(received.updates), self.server_state, **models)
 
 
 def _train_jobs(assembly: Assembly, planned: PlanResult, state: FederationState, cuts: Mapping[str, Cut]) -> list[Job]:
@@ -496,12 +490,16 @@ def _train_jobs(assembly: Assembly, planned: PlanResult, state: FederationState,
         train_options(config, with_images=assembly.has_images),
         round=number,
         cuts=cuts,
-        momentum=state.momentum,
         mask=planned.mask,
-        anchors={} if is_stacked else anchors,
-        companions=anchors if is_stacked else frozen_companions(config, state.server_state, sampled),
-        gates={name: gate_of(config, state.gates, name, model) for name, model in models.items() if anchors},
-        corrections=round_corrections(config, state, tasks, sampled),
+        sent={
+            "anchor": {} if is_stacked else anchors,
+            "companion": anchors if is_stacked else frozen_companions(config, state.server_state, sampled),
+            "correction": round_corrections(config, state, tasks, sampled),
+        },
+        kept={
+            "momentum": state.of("momentum"),
+            "gate": {name: gate_of(config, state.of("gate"), name, model) for name, model in models.items() if anchors},
+        },
     )
     jobs = with_reports(jobs, config, state) if is_aggregation_round(config, number) else jobs
     return with_centroids(jobs, config, state, tasks)
@@ -525,7 +523,8 @@ def _aggregate(
             discarded={},
         )
     strategy, personal, server_state = strategy_of(config), config.mixing.personal_models, state.server_state
-    reports = {name: update.report for name, update in received.updates.items() if update.report}
+    report = strategy.report
+    reports = {name: update.reported[report] for name, update in received.updates.items() if report in update.reported}
     server_state = strategy.record_reports(server_state, reports) if reports else server_state
     result = strategy.aggregate(server_state, state.server_models, trained, federation, round=state.round + 1)
     models = result.client_models if mask is None else restore_frozen(result.client_models, state.client_models, mask)

@@ -26,11 +26,8 @@ from atlas_fl.experiment.recorder import (
     check_provenance,
     check_run_files,
     check_same_settings,
-    checkpoint_controls,
-    checkpoint_gates,
+    checkpoint_by_client,
     checkpoint_models,
-    checkpoint_momentum,
-    checkpoint_second_models,
     checkpoint_server_state,
     config_change_note,
     provenance_of,
@@ -167,8 +164,7 @@ def _train_remaining(
         emit(PhaseStarted("export"))
         models = predicting_models(
             config,
-            state.second_models,
-            state.gates,
+            state.by_client,
             state.server_state,
             client_models=state.client_models,
             server_models=state.server_models,
@@ -274,10 +270,7 @@ def _restore_checkpoint(
         history={int(round): score for round, score in saved.state.get("history", {}).items()},
         # checkpoints older than early stopping know no other end than the last round
         is_over=saved.state.get("over", saved.round == assembly.config.training.rounds),
-        momentum=checkpoint_momentum(saved),
-        second_models=checkpoint_second_models(saved),
-        gates=checkpoint_gates(saved),
-        controls=checkpoint_controls(saved),
+        by_client=checkpoint_by_client(saved),
     )
     mask = read_tensors(folder.mask) if plan.sparse else None
     sketches = read_sketches(folder.sketches_of(recorder.plan_file))

@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 from atlas_fl.aggregation.exact_average import frozen_part
-from atlas_fl.client.job import Job
+from atlas_fl.client.job import Job, without_empty
 from atlas_fl.client.second_model import combine, initial_gate, initial_second
 from atlas_fl.config import Config
 from atlas_fl.config.methods import has_frozen_part
 from atlas_fl.experiment.state import FederationState
-from atlas_fl.params import ByClient, Params, ServerState
+from atlas_fl.params import ByClient, Params, ServerState, TreesByClient
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.setup.assembly import scale_of
 
@@ -25,11 +25,9 @@ def train_second_models(config: Config, engine: Engine, jobs: list[Job], state: 
     second_jobs = [
         replace(
             job,
-            params=state.second_models.get(job.client) or initial_second(job.params, kind, weight),
-            anchor=job.params if is_proximal else {},
-            companion={} if is_proximal else job.params,
-            gate=gate_of(config, state.gates, job.client, job.params),
-            correction={},
+            params=state.of("second").get(job.client) or initial_second(job.params, kind, weight),
+            sent={"anchor" if is_proximal else "companion": job.params},
+            kept=without_empty({"gate": gate_of(config, state.of("gate"), job.client, job.params)}),
             options=replace(
                 job.options,
                 second_model=kind,
@@ -41,8 +39,8 @@ def train_second_models(config: Config, engine: Engine, jobs: list[Job], state: 
         for job in jobs
     ]
     updates = {update.client: update for update in engine.run("train", second_jobs)}
-    models = {**state.second_models, **{name: update.params for name, update in updates.items()}}
-    return replace(state, second_models=models, gates=state.newest_gates(updates))
+    models = {**state.of("second"), **{name: update.params for name, update in updates.items()}}
+    return replace(state, by_client={**state.with_newest(updates), "second": models})
 
 
 def predicts_as_sent(config: Config) -> bool:
@@ -62,8 +60,7 @@ def gate_of(config: Config, gates: ByClient, client: str, model: Params) -> Para
 
 def predicting_models(
     config: Config,
-    second: ByClient,
-    gates: ByClient,
+    by_client: TreesByClient,
     server_state: ServerState,
     *,
     client_models: ByClient,
@@ -79,6 +76,8 @@ def predicting_models(
         return {
             name: combine(params, frozen, "frozen", weight=1.0, scale=scale) for name, params in client_models.items()
         }
+    gates = by_client.get("gate", {})
+    second = by_client.get("second", {})
     own, shared = (client_models, server_models) if config.mixing.personal_models else (second, client_models)
     return {
         name: combine(

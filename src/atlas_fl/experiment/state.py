@@ -16,7 +16,17 @@ from atlas_fl.client.importance import IMPORTANCE
 from atlas_fl.client.job import Update
 from atlas_fl.clustering.labels import UNDECIDED
 from atlas_fl.experiment.frozen_parts import NO_FROZEN, FrozenMessages
-from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, Params, ServerState, Split, shared_params
+from atlas_fl.params import (
+    HEAD,
+    LORA_A,
+    LORA_B,
+    ByClient,
+    Params,
+    ServerState,
+    Split,
+    TreesByClient,
+    shared_params,
+)
 from atlas_fl.planning.host_assignment import HostAssignment
 from atlas_fl.planning.plan import Plan, PlanResult
 from atlas_fl.setup.assembly import Assembly
@@ -35,6 +45,18 @@ def sum_cut_traffic(updates: Iterable[Update]) -> dict[str, CutTraffic]:
         if update.crossed:
             sums.setdefault(update.client, Counter()).update(update.crossed)
     return {name: dict(sizes) for name, sizes in sums.items()}
+
+
+LEDGER_KINDS: Mapping[str, Kind] = {
+    "correction": "correction",
+    "control": "correction",
+    "centroids": "features",
+    "class_features": "features",
+    "halves": "halves",
+}
+"""By kind of the tensors beside a model that are sent, their kind in the ledger."""
+NEXT_ROUND = frozenset({"momentum", "gate", "control"})
+"""The kinds of an update's tensors that the client's next round begins with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,14 +109,10 @@ class RoundRecord:
     """By client none of whose parameters moved beyond rounding, the likely reasons."""
     anchors: ByClient = field(default_factory=dict)
     """What the clients are pulled to from here on, with `--personal-models` after an aggregation."""
-    report: str = "none"
-    """What the rule asks clients for beside their updates."""
     sharing: Sequence[MeasuredSharing] = ()
     """How much each client keeps of its own, in a round that measured it (`aggregation.kriging`)."""
-    corrections: ByClient = field(default_factory=dict)
-    """What was sent to be added to the gradients, with `--control-variates`."""
-    centroids: ByClient = field(default_factory=dict)
-    """The class means that were sent for features to be pulled to, with `--feature-alignment`."""
+    sent: TreesByClient = field(default_factory=dict)
+    """The tensors that went to clients beside their models, by kind and client."""
     state_changed: bool = False
     """Whether the server state changed in the round."""
     frozen: FrozenMessages = NO_FROZEN
@@ -139,25 +157,28 @@ class RoundRecord:
             *self._cut_messages(),
             *self._hosting_messages(),
             *(self._model_messages(share) if self.communicates else ()),
-            *self._control_messages(),
-            *self._centroid_messages(),
+            *self._messages_beside_models(),
         ]
 
-    def _control_messages(self) -> Iterator[LedgerRow]:
-        ways: tuple[tuple[Direction, ByClient], ...] = (
-            ("down", {name: sent for name, sent in self.corrections.items() if name not in self.missing}),
-            ("up", {name: update.control for name, update in self.updates.items() if update.control}),
-        )
-        for direction, by_client in ways:
-            for name, params in by_client.items():
-                size = encoded_size(params)
-                yield LedgerRow(round=self.round, client=name, direction=direction, kind="correction", bytes=size)
-
-    def _centroid_messages(self) -> Iterator[LedgerRow]:
-        for name, sent in self.centroids.items():
-            if name not in self.missing:
-                size = encoded_size(sent)
-                yield LedgerRow(round=self.round, client=name, direction="down", kind="features", bytes=size)
+    def _messages_beside_models(self) -> Iterator[LedgerRow]:
+        missing = set(self.missing)
+        down = [
+            (name, kind, params)
+            for kind, by_client in self.sent.items()
+            for name, params in by_client.items()
+            if name not in missing
+        ]
+        up = [(name, kind, params) for name, update in self.updates.items() for kind, params in update.reported.items()]
+        ways: tuple[tuple[Direction, list[tuple[str, str, Params]]], ...] = (("down", down), ("up", up))
+        for direction, trees in ways:
+            for name, kind, params in trees:
+                yield LedgerRow(
+                    round=self.round,
+                    client=name,
+                    direction=direction,
+                    kind=LEDGER_KINDS[kind],
+                    bytes=encoded_size(params),
+                )
 
     def _cut_messages(self) -> Iterator[LedgerRow]:
         sums: dict[str, Counter[tuple[Kind, Direction, str]]] = {}
@@ -194,10 +215,7 @@ class RoundRecord:
             for name in updated
         ]
         up = {name: update for name, update in self.updates.items() if self.aggregated or update.travelled}
-        messages += [
-            [*self._model_rows(name, "up", self._sent_part(update.params), share), *self._report_row(update)]
-            for name, update in up.items()
-        ]
+        messages += [self._model_rows(name, "up", self._sent_part(update.params), share) for name, update in up.items()]
         if self.aggregated:
             outdated = self.outdated - set(updated)
             models = {name: self.client_models[name] for name in self._receivers()}
@@ -225,13 +243,6 @@ class RoundRecord:
         if not part:
             return []
         return [LedgerRow(round=self.round, client=name, direction="down", kind="frozen", bytes=encoded_size(part))]
-
-    def _report_row(self, update: Update) -> list[LedgerRow]:
-        if not update.report:
-            return []
-        kind: Kind = "halves" if self.report == "halves" else "features"
-        size = encoded_size(update.report)
-        return [LedgerRow(round=self.round, client=update.client, direction="up", kind=kind, bytes=size)]
 
     def outdated_after(self) -> frozenset[str]:
         """Clients that have not received their newest model after the round, because they did not take part."""
@@ -304,18 +315,22 @@ class FederationState:
     """The mean validation score of every evaluated round, over the clients that answered."""
     is_over: bool = False
     """Whether the run has ended, with its last round or before it."""
-    momentum: ByClient = field(default_factory=dict)
-    """The optimizer momentum of each client, with `--carry-momentum`; it is never sent to the server."""
-    second_models: ByClient = field(default_factory=dict)
-    """The clients' own models beside the shared one, with `--second-model`; they never leave them."""
-    gates: ByClient = field(default_factory=dict)
-    """What weighs each client's own adapter against the shared one, with `--second-gate`; it never leaves it."""
-    controls: ByClient = field(default_factory=dict)
-    """The mean gradient of each client's last round, with `--control-variates`."""
+    by_client: TreesByClient = field(default_factory=dict)
+    """Tensors that outlive a round, by kind and client: `momentum` of its optimizer, its `second` model and the `gate`
+    between that and the shared one, which never leave it, and `control`, the mean gradient of its last round."""
 
-    def newest_gates(self, updates: Mapping[str, Update]) -> ByClient:
-        """The clients' gates with those that these updates trained."""
-        return {**self.gates, **{name: update.gate for name, update in updates.items() if update.gate}}
+    def of(self, kind: str) -> ByClient:
+        """The tensors of this kind by client; empty where nobody has any."""
+        return self.by_client.get(kind, {})
+
+    def with_newest(self, updates: Mapping[str, Update]) -> TreesByClient:
+        """The tensors by kind and client, with those that these updates bring (`NEXT_ROUND`)."""
+        newest = {kind: dict(by_client) for kind, by_client in self.by_client.items()}
+        for name, update in updates.items():
+            for kind, params in {**update.reported, **update.kept}.items():
+                if kind in NEXT_ROUND:
+                    newest.setdefault(kind, {})[name] = params
+        return newest
 
     def after(self, record: RoundRecord, *, server_models: ByClient, server_state: ServerState) -> "FederationState":
         """The state after this round, with the server's models and state."""
@@ -330,16 +345,7 @@ class FederationState:
             or self.validation_scores,
             history=self.history if mean is None else {**self.history, record.round: mean},
             is_over=record.final,
-            momentum={
-                **self.momentum,
-                **{name: update.momentum for name, update in record.updates.items() if update.momentum},
-            },
-            second_models=self.second_models,
-            gates=self.newest_gates(record.updates),
-            controls={
-                **self.controls,
-                **{name: update.control for name, update in record.updates.items() if update.control},
-            },
+            by_client=self.with_newest(record.updates),
         )
 
 

@@ -61,7 +61,7 @@ class ReusedResults:
         if result is None:
             start_time = time.perf_counter()
             updates = tuple(engine.run(action, jobs))
-            size = sum(num_bytes(update.params) + num_bytes(update.report) for update in updates)
+            size = sum(num_bytes(update.params) + num_bytes(update.beside_model()) for update in updates)
             result = _Result(updates=updates, seconds=time.perf_counter() - start_time, num_bytes=size)
             self.computed_seconds += result.seconds
         else:
@@ -100,11 +100,11 @@ class ReusingEngine:
 
 
 def _tensors_of(job: Job) -> tuple[Params, ...]:
-    return job.params, job.anchor, job.companion, job.gate, job.centroids
+    return job.params, *(trees[kind] for trees in (job.sent, job.kept) for kind in sorted(trees))
 
 
 def _is_reusable(job: Job, site: Site) -> bool:
-    keeps = job.momentum or job.correction or getattr(job.options, "control_variates", False)
+    keeps = "momentum" in job.kept or "correction" in job.sent or getattr(job.options, "control_variates", False)
     return site.trainable == "lora" and job.cut is None and job.hosting is None and job.mask is None and not keeps
 
 

@@ -66,17 +66,19 @@ def test_class_means_go_with_every_job_that_has_some_and_reports_come_back() -> 
     ends, means = Ends(), {"means": torch.ones(4, 3), "seen": torch.tensor([True, False, True, True])}
     options = replace(TURNS, trained_parts="all")
     for round, names in ((1, {A, B, HEAD}), (2, set[str]())):
-        job = Job(client="site", params=START, round=round, options=options, centroids=means)
+        job = Job(client="site", params=START, round=round, options=options, sent={"centroids": means})
         head, tensors = decode_frame(encode_frame(*ends.sender.job("train", job, number=1)))
-        assert set(tensors) == names | {"centroids/means", "centroids/seen"}
+        assert set(tensors) == names | {"sent/centroids/means", "sent/centroids/seen"}
         _, came, _ = ends.receiver.job(head, tensors, client="site")
-        assert same(came.centroids, means) and same(came.params, START)
-    update = Update(client="site", params=plus(START, A), examples=5, metrics={}, report={"counts": torch.ones(4)})
+        assert same(came.sent["centroids"], means) and same(came.params, START)
+    update = Update(
+        client="site", params=plus(START, A), examples=5, metrics={}, reported={"x": {"counts": torch.ones(4)}}
+    )
     head, tensors = decode_frame(encode_frame(*ends.receiver.update("train", update, came, number=1)))
     found = ends.sender.update("train", head, tensors, job=came)
-    assert same(found.report, update.report) and same(found.params, update.params)
+    assert same(found.reported["x"], update.reported["x"]) and same(found.params, update.params)
     plain = Job(client="site", params=START, round=3, options=options)
-    assert ends.receiver.job(*ends.sender.job("train", plain, number=2), client="site")[1].centroids == {}
+    assert ends.receiver.job(*ends.sender.job("train", plain, number=2), client="site")[1].sent == {}
 
 
 def test_an_end_that_holds_nothing_is_sent_everything() -> None:

@@ -91,21 +91,21 @@ def asked_for(report: Report) -> AnsweredRequest:
     return AnsweredRequest(action="train", job=job, metadata=METADATA, num_layers=3)
 
 
-def reported(report: Report) -> dict[str, torch.Tensor]:
-    """What an honest client reports; its class of place 1 has no example."""
+def reported(report: Report) -> dict[str, dict[str, torch.Tensor]]:
+    """The reports of an honest client; its class of place 1 has no example."""
     if report == "halves":
-        return join_halves(MODEL, MODEL)
+        return {report: join_halves(MODEL, MODEL)}
     features = torch.arange(20.0).reshape(5, 4)
-    return {} if report == "none" else dict(summarize(features, LABELS, num_labels=3))
+    return {} if report == "none" else {report: dict(summarize(features, LABELS, num_labels=3))}
 
 
 @pytest.mark.parametrize("report", get_args(Report))
 def test_an_answer_brings_the_report_that_its_job_asked_for_and_no_other(report: Report) -> None:
-    check_answer(asked_for(report), replace(TRAINED, report=reported(report)))
+    check_answer(asked_for(report), replace(TRAINED, reported=reported(report)))
     assert REPORTS.keys() == set(get_args(Report))
     for other in set(get_args(Report)) - {report}:
         with pytest.raises(ProtocolError, match=rf"its report \({report}\): it (lacks|has unknown) '"):
-            check_answer(asked_for(report), replace(TRAINED, report=reported(other)))
+            check_answer(asked_for(report), replace(TRAINED, reported=reported(other)))
 
 
 def test_scores_bring_no_report() -> None:
@@ -114,8 +114,8 @@ def test_scores_bring_no_report() -> None:
     scores = dict.fromkeys(("loss", "ece", "accuracy", "f1", "precision", "recall", "mcc", "primary", "seconds"), 0.5)
     scored = replace(TRAINED, metrics=scores)
     check_answer(request, scored)
-    with pytest.raises(ProtocolError, match=r"its report \(none\): it has unknown 'counts'"):
-        check_answer(request, replace(scored, report=reported("class_features")))
+    with pytest.raises(ProtocolError, match=r"its report \(none\): it has unknown 'class_features'"):
+        check_answer(request, replace(scored, reported=reported("class_features")))
 
 
 def put(key: str, value: Any) -> Callable[[dict[str, torch.Tensor]], Any]:
@@ -163,15 +163,15 @@ FAULTS: Mapping[str, tuple[Report, Callable[[dict[str, torch.Tensor]], Any], str
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_report_that_does_not_fit_is_refused(fault: str) -> None:
     report, change, message = FAULTS[fault]
-    tensors = reported(report)
-    check_answer(asked_for(report), replace(TRAINED, report=tensors))
-    change(tensors)
+    honest = reported(report)
+    check_answer(asked_for(report), replace(TRAINED, reported=honest))
+    change(honest[report])
     with pytest.raises(ProtocolError, match=message) as error:
-        check_answer(asked_for(report), replace(TRAINED, report=tensors))
+        check_answer(asked_for(report), replace(TRAINED, reported=honest))
     assert "\n" not in str(error.value)
 
 
 def test_who_has_registered_no_classes_has_no_class_features() -> None:
     request = replace(asked_for("class_features"), metadata=replace(METADATA, num_labels=1))
     with pytest.raises(ProtocolError, match="task mine has no classes; join with a task that has some"):
-        check_answer(request, replace(TRAINED, report=reported("class_features")))
+        check_answer(request, replace(TRAINED, reported=reported("class_features")))

@@ -102,12 +102,13 @@ def test_an_update_arrives_as_it_left() -> None:
 
 
 def test_a_report_travels_beside_the_model_and_is_no_part_of_it() -> None:
-    job, report = job_of("train"), {"first/a.lora_A": torch.ones(2, 3), "second/a.lora_A": torch.zeros(2, 3)}
-    update = Update(client="site-1", params=PARAMS | {"head.b": torch.zeros(4)}, examples=5, metrics={}, report=report)
+    job, half = job_of("train"), {"first/a.lora_A": torch.ones(2, 3), "second/a.lora_A": torch.zeros(2, 3)}
+    model, reported = PARAMS | {"head.b": torch.zeros(4)}, {"halves": half}
+    update = Update(client="site-1", params=model, examples=5, metrics={}, reported=reported)
     head, tensors = update_message(update, job, number=1)
     found = read_update(json.loads(json.dumps(head)), tensors, job=job)
-    assert digest(found.report) == digest(report) and found.params.keys() == PARAMS.keys()
-    assert read_update(head, update_message(replace(update, report={}), job, number=1)[1], job=job).report == {}
+    assert digest(found.reported["halves"]) == digest(half) and found.params.keys() == PARAMS.keys()
+    assert read_update(head, update_message(replace(update, reported={}), job, number=1)[1], job=job).reported == {}
 
 
 def test_a_model_that_has_not_changed_is_not_sent_back() -> None:

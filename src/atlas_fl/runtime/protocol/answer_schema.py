@@ -210,7 +210,9 @@ def _check_report(request: AnsweredRequest, update: Update) -> None:
     options = request.job.options
     report: Report = options.report if isinstance(options, TrainOptions) else "none"
     try:
-        _check_tensors(update.report, REPORTS[report](request))
+        if others := sorted(update.reported.keys() - {report}):
+            raise ProtocolError(f"it has unknown {_first(others)}")
+        _check_tensors(update.reported.get(report, {}), REPORTS[report](request))
         if report == "class_features":
             _check_class_counts(request, update)
     except ProtocolError as error:
@@ -239,12 +241,13 @@ def _class_features(request: AnsweredRequest) -> dict[str, TensorSchema]:
 
 def _check_class_counts(request: AnsweredRequest, update: Update) -> None:
     """The examples of each class are those that were registered; a class without any has zeros."""
-    counts, registered = update.report[COUNTS], [int(count) for count in request.metadata.labels["train"]]
+    features = update.reported["class_features"]
+    counts, registered = features[COUNTS], [int(count) for count in request.metadata.labels["train"]]
     if counts.tolist() != registered:
         shown = short_repr(counts.tolist())
         raise ProtocolError(f"{COUNTS} are {shown}; allowed: the {short_repr(registered)} that were registered")
     for name in (MEANS, VARIANCES):
-        if bool(update.report[name][counts == 0].any()):
+        if bool(features[name][counts == 0].any()):
             raise ProtocolError(f"{name} of a class without examples are not 0; install the server's version")
 
 

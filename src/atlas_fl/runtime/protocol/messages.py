@@ -13,7 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 
-from atlas_fl.client.job import Job, Update
+from atlas_fl.client.job import Job, Trees, Update
 from atlas_fl.client.options import (
     EvaluateOptions,
     FingerprintOptions,
@@ -82,9 +82,9 @@ COUNTS = ("hits", "examples")
 """What is counted by class, as `data.metrics.by_class` names it."""
 
 _SHA256 = re.compile("[0-9a-f]{64}")
-_METRICS, _PARAM, _CUT, _CENTROIDS = "metrics", "param/", "cut/", "centroids/"
+_METRICS, _PARAM, _CUT, _SENT = "metrics", "param/", "cut/", "sent/"
 REPORT = "report/"
-"""What the names of the tensors begin with that an answer brings beside its model (`Update.report`)."""
+"""What the names of the tensors begin with that an answer brings beside its model (`Update.reported`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,8 +134,7 @@ def job_message(
 
     To a client with a cut goes its own side of the job, with `cut_info` on the other side.
     """
-    kept = job.momentum, job.anchor, job.companion, job.gate, job.correction
-    assert not any(kept), "it is kept in one process, and configs with several are refused"
+    assert not job.kept and job.sent.keys() <= TRAVELLING, "the rest stays in one process; other configs are refused"
     private, params = model_message(job.params)
     model = digest(params)
     head = {
@@ -168,15 +167,34 @@ def read_job(head: Mapping[str, Any], params: Params, *, client: str) -> tuple[s
     return action, Job(client=client, params=params, round=head["round"], options=options, cut=cut), cut_info
 
 
-def write_centroids(job: Job) -> dict[str, torch.Tensor]:
-    """The class means of a job as they travel beside its model."""
-    return {_CENTROIDS + key: tensor for key, tensor in job.centroids.items()}
+TRAVELLING = frozenset({"centroids"})
+"""The kinds of `Job.sent` that go to sites; the others need all clients in one process."""
 
 
-def read_centroids(tensors: Params) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """(the tensors of the job's model, its class means) among those of a message."""
-    model = {key: tensor for key, tensor in tensors.items() if not key.startswith(_CENTROIDS)}
-    return model, {key.removeprefix(_CENTROIDS): tensor for key, tensor in tensors.items() if key not in model}
+def write_trees(prefix: str, trees: Trees) -> dict[str, torch.Tensor]:
+    """The tensors of these trees as they travel beside a model, under `PREFIX KIND / NAME`."""
+    return {f"{prefix}{kind}/{key}": tensor for kind, params in trees.items() for key, tensor in params.items()}
+
+
+def read_trees(prefix: str, tensors: Params) -> dict[str, dict[str, torch.Tensor]]:
+    """The trees among the tensors of a message."""
+    trees: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        if name.startswith(prefix):
+            kind, _, key = name.removeprefix(prefix).partition("/")
+            trees.setdefault(kind, {})[key] = tensor
+    return trees
+
+
+def write_sent(job: Job) -> dict[str, torch.Tensor]:
+    """The tensors that a job carries beside its model, as they travel."""
+    return write_trees(_SENT, job.sent)
+
+
+def read_sent(tensors: Params) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
+    """(the tensors of the job's model, the trees that the job carries beside it) of a message."""
+    model = {key: tensor for key, tensor in tensors.items() if not key.startswith(_SENT)}
+    return model, read_trees(_SENT, tensors)
 
 
 def update_message(update: Update, job: Job, *, number: int) -> tuple[Head, Params]:
@@ -195,8 +213,7 @@ def update_message(update: Update, job: Job, *, number: int) -> tuple[Head, Para
     }
     values = torch.tensor(list(update.metrics.values()), dtype=torch.float64)
     sent = {} if same else {_PARAM + key: tensor for key, tensor in update.params.items()}
-    report = {REPORT + key: tensor for key, tensor in update.report.items()}
-    return head, {_METRICS: values, **sent, **report}
+    return head, {_METRICS: values, **sent, **write_trees(REPORT, update.reported)}
 
 
 def read_update(head: Mapping[str, Any], tensors: Params, *, job: Job) -> Update:
@@ -216,7 +233,6 @@ def read_update(head: Mapping[str, Any], tensors: Params, *, job: Job) -> Update
     ):
         raise ProtocolError("the answer is no update; install the same atlas-fl on both ends")
     params: Params = {key.removeprefix(_PARAM): tensor for key, tensor in tensors.items() if key.startswith(_PARAM)}
-    report = {key.removeprefix(REPORT): tensor for key, tensor in tensors.items() if key.startswith(REPORT)}
     if (private := read_private(head)) is not None:
         left = {key: tensor for key, tensor in job.params.items() if key not in params and key != PRIVATE}
         params = with_placeholders({**params, **left}, left.keys(), sha256=private.sha256)
@@ -229,7 +245,7 @@ def read_update(head: Mapping[str, Any], tensors: Params, *, job: Job) -> Update
         keys=keys,
         crossed=_cut_traffic(head.get("crossed", [])),
         classes=_classes(head.get("classes", {}), examples=examples),
-        report=report,
+        reported=read_trees(REPORT, tensors),
     )
 
 

@@ -29,11 +29,11 @@ from atlas_fl.runtime.protocol.messages import (
     CutInfo,
     job_message,
     model_message,
-    read_centroids,
     read_job,
+    read_sent,
     read_update,
     update_message,
-    write_centroids,
+    write_sent,
 )
 from atlas_fl.runtime.transport.frames import Head
 from atlas_fl.sparse.codec import RandomMask, decode_mask, decode_values, encode_mask, encode_values
@@ -103,7 +103,7 @@ class AdapterSender:
         if params:
             base, params = self._encode_changes(head["model"], params)
             head = {**head, **base}
-        return head, {**params, **write_centroids(job)} if job.centroids else params
+        return head, {**params, **write_sent(job)} if job.sent else params
 
     def _encode_changes(self, name: str, params: Params) -> tuple[dict[str, str], Params]:
         """(the model that the rest of this one is taken from, what of it is sent); the other end holds it from then."""
@@ -181,9 +181,9 @@ class AdapterReceiver:
 
     def job(self, head: Mapping[str, Any], tensors: Params, *, client: str) -> tuple[str, Job, CutInfo | None]:
         """(action, job, what is told of its cut) of a message."""
-        model, centroids = read_centroids(tensors)
+        model, sent = read_sent(tensors)
         action, job, cut_info = read_job(head, self._model(head, model), client=client)
-        return action, replace(job, centroids=centroids), cut_info
+        return action, replace(job, sent=sent), cut_info
 
     def update(self, action: str, update: Update, job: Job, *, number: int) -> tuple[Head, Params]:
         """What goes back."""
@@ -311,7 +311,7 @@ class FullModelSender:
             "told": cut_info,
             **model,
         }
-        return head, {**tensors, **write_centroids(job)}
+        return head, {**tensors, **write_sent(job)}
 
     def update(self, action: str, head: Mapping[str, Any], tensors: Params, *, job: Job) -> Update:
         """The update that an answer holds."""
@@ -388,10 +388,10 @@ class FullModelReceiver:
 
     def job(self, head: Mapping[str, Any], tensors: Params, *, client: str) -> tuple[str, Job, CutInfo | None]:
         """(action, job, nothing) of a message."""
-        model, centroids = read_centroids(tensors)
+        model, sent = read_sent(tensors)
         params = self._model(head, model)
         action, job, cut_info = read_job(head, params, client=client)
-        job = replace(job, centroids=centroids)
+        job = replace(job, sent=sent)
         if action == "train" and self.mask is not None:
             heads = {key: tensor for key, tensor in params.items() if key not in self.mask}
             tops = {key: torch.full_like(tensor, self.trains_heads, dtype=torch.bool) for key, tensor in heads.items()}
