@@ -181,7 +181,7 @@ def test_what_trains_when_contradicts_nothing(values: dict[str, Any], message: s
             {"trainable": "full", "fingerprint": "fisher", "ranks": "8"},
             "--multitask and --trainable full do not go together",
         ),
-        ({"split": "2"}, "--multitask and --split 2 do not go together; leave one of them out"),
+        ({"split": "2"}, "--multitask and --split 2 do not go together; leave --split 2 out, or take another"),
         ({"arrive": ("movie-0=2",)}, "--arrive movie-0=2 comes later, and --centralized has no clients"),
     ],
 )

@@ -17,7 +17,7 @@ from yaml import MappingNode, Node, SafeLoader, ScalarNode, YAMLError, compose
 
 from atlas_fl.config.schema import Config
 from atlas_fl.config.settings import Setting, group_classes, replace_settings, settings, unknown_setting, value_of
-from atlas_fl.config.values import NONE, convert_value, describe, wrong_kind
+from atlas_fl.config.values import NONE, Mark, convert_value, describe, wrong_kind
 from atlas_fl.errors import ConfigError, short_repr, unknown_name
 from atlas_fl.storage.folder_access import read_file, read_named_file
 
@@ -82,10 +82,6 @@ def _read_scalar(node: ScalarNode) -> Any:
         raise ValueError(
             f"line {node.start_mark.line + 1}: {short_repr(text)} is more than anything here can be"
         ) from None
-
-
-WORD_OR_NUMBER = frozenset({"clusters", "ranks", "split", "nc"})
-"""Settings that are a word or a number, so that a file may hold `ranks = 8` without quotes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +229,7 @@ def _read_value(path: str | Path, group: str, key: str, value: object) -> Any:
         raise unknown_setting(key, where=str(path))
     if setting.group != group:
         raise ConfigError(f"{path}: {key} stands in [{group}]; it belongs to [{setting.group}]; move it there")
-    if key in WORD_OR_NUMBER and type(value) is int:
+    if Mark.WORD_OR_NUMBER in setting.marks and type(value) is int:
         value = str(value)
     try:
         return convert_value(value, setting.kind)
