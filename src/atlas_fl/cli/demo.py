@@ -31,7 +31,7 @@ class DemoOptions:
 
 def demo(words: Sequence[str]) -> int:
     """Run what these words name, write its page and print where it lies; 0."""
-    options = parse(DemoOptions(), split(words), command="atlas demo")
+    options = parse(DemoOptions, split(words), command="atlas demo")
     base = find_preset(options.preset)
     config = validate(replace(base, run=replace(base.run, runs_dir=options.runs_dir)))
     folder = run_folder(config)

@@ -40,7 +40,7 @@ class DoctorOptions:
 
 def doctor(words: Sequence[str]) -> int:
     """Show what there is; 0 where a run of the embedded presets needs nothing else, 1 where it does."""
-    options = parse(DoctorOptions(), split(words), command="atlas doctor")
+    options = parse(DoctorOptions, split(words), command="atlas doctor")
 
     from atlas_fl.experiment.installation import inspect_installation, problems_of
 

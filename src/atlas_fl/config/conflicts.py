@@ -98,6 +98,11 @@ def _has(config: Config, name: str, values: Values) -> bool:
     return values.contains(value_of(config, name), value_of(Config(), name))
 
 
+def flag_of(name: str) -> str:
+    """The flag of a setting, or of the rule."""
+    return "--strategy" if name == RULE else settings()[name].flag
+
+
 def _flag_words(config: Config, name: str) -> str:
     if name == RULE:
         return f"--strategy {config.mixing.strategy}"
