@@ -6,7 +6,7 @@ import pytest
 from atlas_fl.aggregation.registry import MATRICES, STRATEGIES
 from atlas_fl.cli.run import CATALOGUES
 from atlas_fl.config import Config, settings, validate, with_values
-from atlas_fl.config.conflicts import CONFLICTS, CONFLICTS_OF_HALVES, flag_of
+from atlas_fl.config.conflicts import conflicts, flag_of
 from atlas_fl.config.methods import METHODS
 from atlas_fl.config.presets import PRESETS
 from atlas_fl.data.registry import TASKS
@@ -188,5 +188,5 @@ def test_an_unknown_strategy_has_its_nearest(atlas: Atlas) -> None:
 def test_every_conflict_is_listed_with_its_reason_and_remedy(atlas: Atlas) -> None:
     said = atlas("list", "conflicts").out
     first = [line.split()[0] for line in said.splitlines() if line and not line.startswith(" ")]
-    assert first[1:] == [flag_of(row.name) for row in (*CONFLICTS, *CONFLICTS_OF_HALVES)]
+    assert first[1:] == [flag_of(row.setting) for row in conflicts()]
     assert not {"{", "}"} & set(said)

@@ -10,7 +10,7 @@ from rich.table import Table
 from atlas_fl.cli.arguments import Positional, Words, check_target, holds_json, last_value, parse, split
 from atlas_fl.cli.display import going_on, show, show_progress
 from atlas_fl.config import Config, load_config, pin_mask_file, run_folder, settings, validate, value_of
-from atlas_fl.config.conflicts import CONFLICTS, CONFLICTS_OF_HALVES, flag_of
+from atlas_fl.config.conflicts import conflicts, flag_of
 from atlas_fl.config.methods import METHODS, has_frozen_part, rule_of, with_method_settings
 from atlas_fl.config.settings import replace_settings
 from atlas_fl.config.values import to_words
@@ -284,10 +284,10 @@ def _knobs(name: str) -> Lines:
 
 def _conflicts() -> Lines:
     yield "setting", "with", "reason and remedy"
-    for row in (*CONFLICTS, *CONFLICTS_OF_HALVES):
-        flags = [flag_of(row.name), flag_of(row.other)]
+    for row in conflicts():
+        flags = [flag_of(row.setting), flag_of(row.other)]
         text = f"{row.reason}; {row.remedy}".format(*flags, candidates="--candidates")
-        yield f"{flags[0]} {row.value.words}", f"{flags[1]} {row.other_value.words}", text
+        yield f"{flags[0]} {row.value}", f"{flags[1]} {row.other_value}", text
 
 
 def _tasks() -> Lines:

@@ -7,7 +7,7 @@ numbers, or need a registry; these are imported inside the checks, because impor
 import re
 from collections.abc import Collection
 
-from atlas_fl.config.conflicts import CONFLICTS, CONFLICTS_OF_HALVES, check_conflicts
+from atlas_fl.config.conflicts import check_conflicts
 from atlas_fl.config.federations import check_turned
 from atlas_fl.config.methods import METHODS, check_equal_ranks, rule_of, with_method_settings
 from atlas_fl.config.schema import (
@@ -195,12 +195,12 @@ def validate(config: Config, *, at_sites: bool = False) -> Config:
     _check_rounds(config)
     _check_share(config.mixing.share)
     _check_run(config.run)
-    check_conflicts(config, CONFLICTS)
+    check_conflicts(config)
     _check_frozen_factor(config)
     check_whole_images(config)
     check_classes(config.images.nc)
     check_names(config, at_sites=at_sites)
-    check_conflicts(config, CONFLICTS_OF_HALVES)
+    check_conflicts(config, of_halves=True)
     check_measured_round(config)
     return config
 
