@@ -130,7 +130,7 @@ def check_flags(groups: Iterable[Words], *, flags: Sequence[str], command: str) 
 
 
 def is_flag(word: str) -> bool:
-    """Whether the word is a flag: -1, -.5 and -inf are numbers."""
+    """Return true for a flag: -1, -.5 and -inf are numbers."""
     return _FLAG.match(word) is not None
 
 
@@ -160,9 +160,9 @@ class Argument:
     key: str
     """Its name in the options, or among the settings."""
     flag: str
-    """How it is written, such as `--eta`; empty for a positional one."""
+    """Its spelling, such as `--eta`; empty for a positional one."""
     metavar: str
-    """What stands for its value; empty for a switch."""
+    """Placeholder of its value; empty for a switch."""
     kind: Any
     default: Any
     help: str
@@ -171,14 +171,14 @@ class Argument:
 
     @property
     def name(self) -> str:
-        """How the page calls it."""
+        """Its name on the page."""
         if self.kind is bool:
             return f"--[no-]{self.flag[2:]}"
         return f"{self.flag} {self.metavar}".strip()
 
     @property
     def is_required(self) -> bool:
-        """Whether the command cannot do without it."""
+        """Return true for one that the command cannot do without."""
         return self.default is dataclasses.MISSING and not self.metavar.endswith("...")
 
     @property
@@ -203,7 +203,7 @@ class Argument:
 
 
 def option_arguments(options: type[Any]) -> Iterator[Argument]:
-    """What the options of a command declare, its own before those that it extends, without the settings."""
+    """Arguments that the options of a command declare, its own before those that it extends, without the settings."""
     help_of = field_docs(options)
     kinds = get_type_hints(options)
     declared = get_type_hints(options, include_extras=True)
@@ -247,7 +247,7 @@ def arguments(options: type[Any], config: Config | None = None) -> list[Argument
 
 
 def metavar(kind: Any) -> str | None:
-    """What stands for a value of this kind; None for a type that is no setting's or a switch."""
+    """Placeholder of a value of this kind; None for a type that is no setting's or a switch."""
     if get_origin(kind) is Literal:
         return "CHOICE"
     if get_origin(kind) is tuple:
@@ -365,7 +365,7 @@ def new_folder(to: str) -> Path:
 
 
 def check_target(to: str | None, *, example: str, is_own: Callable[[Path], bool], flag: str = "--to") -> None:
-    """Nothing where the flag is not given, or is a file in a folder that is there, and new or of the command itself.
+    """Check that a file to write, if one is given, is in a folder that exists, and new or of the command itself.
 
     Raises:
         ConfigError: it is a folder, in no folder, or a file that the command has not written.
@@ -382,7 +382,7 @@ def check_target(to: str | None, *, example: str, is_own: Callable[[Path], bool]
 
 
 def holds_json(path: Path, *, keys: Collection[str]) -> bool:
-    """Whether a file holds JSON of which the mapping, or every one of a list of them, has these keys."""
+    """Return true for a file that holds JSON of which the mapping, or every one of a list of them, has these keys."""
     from atlas_fl.storage.jsonl import from_json  # NumPy, which most commands need not wait for here
 
     try:

@@ -29,7 +29,7 @@ class Command:
     run: Callable[[Sequence[str]], int]
     """From its words to an exit code."""
     options: type[Any]
-    """What its words set; a dataclass, whose fields without a default it cannot do without."""
+    """The dataclass of its options, whose fields without a default it cannot do without."""
     summary: str
 
 
@@ -119,7 +119,7 @@ def options_by_command() -> dict[str, tuple[type[Any], str]]:
 
 
 def page() -> str:
-    """What `atlas --help` prints."""
+    """The page of `atlas --help`."""
     rows = [(name, command.summary) for name, command in COMMANDS.items()]
     lines = table(rows, names=max(map(len, COMMANDS)))
     usage = "usage: atlas COMMAND [OPTIONS]"

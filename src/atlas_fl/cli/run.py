@@ -333,7 +333,7 @@ IN_SLOTS = frozenset({*TERMS, "share", "space", "personal_models", "second_model
 
 
 def _slots(name: str, rule: str) -> dict[str, str]:
-    """What a strategy does, by slot, for people."""
+    """Description of a strategy, by slot, for people."""
     from atlas_fl.aggregation.registry import IN_FACTORS, MATRICES
 
     config = with_method_settings(replace_settings({"strategy": name}, base=Config()))

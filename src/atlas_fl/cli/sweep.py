@@ -34,7 +34,7 @@ COMPARED = {flag: "--strategies" if name == "--strategy" else name for flag, nam
     "--methods": "--strategies",
     "--algorithms": "--strategies",
 }
-"""What flags of other programs are called in a comparison."""
+"""Flags of other programs, and what they are called in a comparison."""
 MOST_TRIALS = 20
 """Beyond it learning rates would be a thousand times the default and more."""
 WORDS: dict[RunState, str] = {"finished": "is finished", "unfinished": "goes on", "new": "starts"}
@@ -395,7 +395,7 @@ def _beside_strategy(point: Point) -> dict[str, str]:
 
 
 def label_of(point: Point) -> str:
-    """What sets the point apart from the others: its strategy, or the swept settings and their values."""
+    """Label of a point: its strategy, or the swept settings and their values."""
     if list(point.changes) == ["strategy"]:
         return point.changes["strategy"]
     return " ".join(f"{name}={value}" for name, value in point.changes.items())

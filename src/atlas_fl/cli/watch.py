@@ -54,13 +54,13 @@ class WatchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Watched:
-    """What a server shows, and to whom."""
+    """Pages of a server, and who may see them."""
 
     runs: tuple[Path, ...]
     """The runs that were named; empty for all in `runs_dir`."""
     runs_dir: Path
     token: str | None
-    """What a request needs; None where only this machine can ask."""
+    """Token that a request needs; None where only this machine can ask."""
     pages: dict[Path, tuple[str, str]] = field(default_factory=dict)
     """Of each run or comparison the state that its page was made from, and the page."""
     rows: dict[Path, tuple[str, Any]] = field(default_factory=dict)
@@ -295,7 +295,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Nothing: a request is no news."""
+        """Log nothing: a request is no news."""
 
 
 def _time_of(path: Path) -> int:

@@ -184,7 +184,7 @@ class SplitConfig:
 
 
 def cuts_by_name(text: str) -> Mapping[str, str]:
-    """What `--split` says: `none`, `auto` or a number by the name of a client, task or device, or by `WILDCARD`.
+    """Cuts that `--split` sets: `none`, `auto` or a number by the name of a client, task or device, or by `WILDCARD`.
 
     >>> dict(cuts_by_name("cpu_2gb=2,movie=auto"))
     {'*': 'none', 'cpu_2gb': '2', 'movie': 'auto'}
@@ -206,7 +206,7 @@ def cuts_by_name(text: str) -> Mapping[str, str]:
 
 
 def cut_setting(text: str, *, client: str, task: str, device: str) -> str:
-    """What `--split` says for this client: by its own name, else its task's, else its device's.
+    """Cut that `--split` sets for this client: by its own name, else its task's, else its device's.
 
     >>> cut_setting("cpu_2gb=2,movie=auto", client="movie-0", task="movie", device="cpu_2gb")
     'auto'
@@ -302,7 +302,7 @@ class AttackConfig:
 
 WHOLE = "whole"
 ALL_CLASSES = "iid"
-"""What `nc` says where every client has all classes."""
+"""Value of `nc` under which every client has all classes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,7 +370,7 @@ class SparseConfig:
 
     @property
     def has_mask(self) -> bool:
-        """Whether only some weights may move."""
+        """Return true where only some weights may move."""
         return self.mask != "none" or self.mask_file is not None
 
 
@@ -585,7 +585,7 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
 
     def trainable(self, *, images: bool) -> Literal["lora", "full"]:
-        """What clients of image tasks, or of text tasks, train."""
+        """Weights that clients of image tasks, or of text tasks, train."""
         if self.training.trainable != "auto":
             return self.training.trainable
         return "full" if images and self.images.tune == WHOLE else "lora"

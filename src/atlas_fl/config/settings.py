@@ -33,7 +33,7 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        """How the command line spells it."""
+        """The spelling on the command line."""
         return "--" + self.name.replace("_", "-")
 
 
@@ -91,7 +91,7 @@ def replace_settings(values: Mapping[str, Any], *, base: Config) -> Config:
 
 
 def field_docs(cls: type[Any]) -> dict[str, str]:
-    """What stands below each field of a dataclass in its source, on one line: Python itself does not keep it.
+    """Docstrings below the fields of a dataclass in its source, on one line each: Python itself does not keep them.
 
     The fields of the classes that it extends are among them.
     """

@@ -11,10 +11,7 @@ from atlas_fl.errors import ConfigError
 
 
 def check_kind(config: Config) -> None:
-    """Nothing where settings fit the kind of the tasks, texts or images, and what is trained of the model.
-
-    Raises `ConfigError` for the first that does not.
-    """
+    """Raise ConfigError unless settings fit the kind of the tasks, texts or images, and the weights that train."""
     from atlas_fl.data.registry import check_one_kind, find_tasks
 
     tasks = find_tasks(config.data.tasks, config.data.task)
@@ -45,7 +42,7 @@ def check_classes(nc: str) -> None:
 
 
 def _check_classes(config: Config, of_tasks: Sequence[int]) -> None:
-    """Nothing where the clients can share as many classes as each of these tasks has."""
+    """Raise ConfigError unless the clients can share as many classes as each of these tasks has."""
     from atlas_fl.data.partition import check_classes
 
     for classes in of_tasks if config.images.nc != ALL_CLASSES else ():
@@ -68,7 +65,7 @@ def _check_heads(config: Config, *, writing: Sequence[str]) -> None:
 
 
 def _check_full(config: Config, *, writing: Sequence[str]) -> None:
-    """Nothing where all weights can train under what is set."""
+    """Raise ConfigError unless all weights can train under these settings."""
     changed = _chosen(config, "model", "ranks", "split")
     if of_adapters := [one for one in changed if one.group != "model" or Mark.OF_ADAPTERS in one.marks]:
         raise ConfigError(
@@ -99,7 +96,7 @@ def _check_full(config: Config, *, writing: Sequence[str]) -> None:
 
 
 def _check_lora(config: Config, *, images: bool) -> None:
-    """Nothing where adapters can be trained under what is set."""
+    """Raise ConfigError unless adapters can be trained under these settings."""
     of_whole = [
         one
         for one in _changed_settings(config, "images", "sparse")
@@ -118,7 +115,7 @@ def _check_lora(config: Config, *, images: bool) -> None:
 
 
 def _check_sgd(config: Config, optimizer: str) -> None:
-    """Nothing where momentum is set for SGD alone."""
+    """Raise ConfigError where momentum is set for AdamW."""
     of_sgd = [one for one in _changed_settings(config, "images") if Mark.OF_SGD in one.marks]
     if of_sgd and optimizer != "sgd":
         raise ConfigError(
@@ -133,7 +130,7 @@ def _is_clustered(config: Config) -> bool:
 
 
 def check_precision(config: Config) -> None:
-    """Nothing where the precision can be had on the accelerator; raises `ConfigError` else."""
+    """Raise ConfigError unless the accelerator has the precision."""
     from atlas_fl.data.registry import find_tasks
 
     if config.model.precision == "fp16" and config.run.accelerator == "cpu":

@@ -43,11 +43,7 @@ def check_ranges(config: Config) -> None:
 
 
 def check_cluster_counts(clustering: ClusteringConfig, *, clients: int | None) -> None:
-    """Nothing where so many clients, or a number that is not known yet, can be in clusters as these settings say.
-
-    Raises:
-        ConfigError: they cannot.
-    """
+    """Raise ConfigError unless so many clients, or a number not known yet, can be in clusters as these settings say."""
     clusters, number = clustering.clusters, parse_integer(clustering.clusters) or 0
     if clusters not in ("auto", "oracle") and not 1 <= number <= (number if clients is None else clients):
         allowed = "1" if clients is None else f"1 to {clients}, the number of clients"
@@ -59,7 +55,7 @@ def check_cluster_counts(clustering: ClusteringConfig, *, clients: int | None) -
 
 
 def check_names(config: Config, *, at_sites: bool = False) -> None:
-    """Nothing where model, tasks, devices, strategy and allocator are known, and the clients unless they are at sites.
+    """Check that model, tasks, devices, strategy and allocator are known, and the clients unless they are at sites.
 
     Raises:
         AtlasError: one is not; the message has the nearest known name.
@@ -132,7 +128,7 @@ def _check_cut_names(config: Config) -> None:
 
 
 def check_cut_names(split: str, names: Collection[str]) -> None:
-    """Nothing where `--split` names these clients, tasks and devices alone.
+    """Check that `--split` names these clients, tasks and devices alone.
 
     Raises:
         ConfigError: it names another; the message has the nearest.
@@ -142,7 +138,7 @@ def check_cut_names(split: str, names: Collection[str]) -> None:
 
 
 def unknown_cut_names(split: str, names: Collection[str]) -> list[str]:
-    """What `--split` names beside these clients, tasks and devices."""
+    """Names in `--split` beside these clients, tasks and devices."""
     return sorted(set(cuts_by_name(split)) - {WILDCARD, *names})
 
 
@@ -206,11 +202,7 @@ def validate(config: Config, *, at_sites: bool = False) -> Config:
 
 
 def check_types(config: Config) -> None:
-    """Nothing where every value has the type that its setting declares, and every text is printable.
-
-    Raises:
-        ConfigError: one has not.
-    """
+    """Raise ConfigError unless every value has the type that its setting declares, and every text is printable."""
     for setting in settings().values():
         value = value_of(config, setting.name)
         try:

@@ -81,7 +81,7 @@ class UsedBy:
 
 
 def describe(kind: Any) -> str:
-    """What a value of this kind is, in words.
+    """Words for a value of this kind.
 
     >>> describe(tuple[int, ...] | None)
     'a list of whole numbers, or none'
