@@ -21,7 +21,6 @@ OWNERS = {
     "flwr": "flower/messages.py",
     "ray": "runtime/ray.py",
     "grpc": "runtime/transport/",
-    "tyro": "cli/",
     "tomlkit": "config/",
     "matplotlib": "report/",
     "platformdirs": "storage/",

@@ -11,15 +11,13 @@ import importlib.util
 import re
 import shlex
 from collections.abc import Iterable, Iterator
-from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
 
 import pytest
-import tyro
 
 import atlas_fl
-from atlas_fl.cli.arguments import ALIASES, base_config, known_flags, parse, split
+from atlas_fl.cli.arguments import ALIASES, HINTS, has_settings, known_flags, parse, split
 from atlas_fl.cli.main import COMMANDS
 from atlas_fl.config import load_config, settings, validate, with_values
 from atlas_fl.config.presets import PRESETS
@@ -192,7 +190,7 @@ def is_setting(dotted: str) -> bool:
 def every_flag() -> set[str]:
     flags = {flag for command in COMMANDS.values() for flag in known_flags(command.options)}
     scripts = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks").glob("*.py"))
-    return flags | set(ALIASES) | OTHER_FLAGS | FLOWER_FLAGS | set(re.findall(r'"(--[a-z0-9-]+)"', scripts))
+    return flags | {*ALIASES, *HINTS} | OTHER_FLAGS | FLOWER_FLAGS | set(re.findall(r'"(--[a-z0-9-]+)"', scripts))
 
 
 def command_lines(document: str) -> Iterator[list[str]]:
@@ -307,14 +305,11 @@ def accept(command: str, words: list[str]) -> None:
     """Read the words as the command would, and check the settings where they name no file of a user's."""
     groups = split(words)
     options_of = COMMANDS[command].options
-    without = {one.name: tyro.MISSING for one in fields(options_of) if one.default is MISSING is one.default_factory}
-    has_settings = "settings" in {one.name for one in fields(options_of)}
-    default = options_of(**without, **({"settings": base_config(groups)} if has_settings else {}))
-    options = parse(default, groups, command=f"atlas {command}")
+    options = parse(options_of, groups, command=f"atlas {command}")
     methods = getattr(options, "strategies", ())
     if methods:
         grid(options.settings, over={"strategy": methods}, seeds=(42,))
-    elif has_settings and "--task" not in words:
+    elif has_settings(options_of) and "--task" not in words:
         validate(options.settings)
     if command == "search":
         check_space(options.settings, parse_space(options.over))

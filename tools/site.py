@@ -12,15 +12,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import MISSING, fields
 from inspect import isfunction
 from pathlib import Path
-from typing import Any
-
-import tyro
 
 import atlas_fl
-from atlas_fl.cli.arguments import Argument, arguments
+from atlas_fl.cli.arguments import Argument, has_settings, option_arguments, setting_arguments
 from atlas_fl.cli.main import COMMANDS, Command
 from atlas_fl.config import Config
 from atlas_fl.config.settings import group_classes
@@ -82,21 +78,11 @@ def commands_page() -> str:
 
 
 def _command(command: Command) -> Iterator[str]:
-    default = _default(command.options)
     yield " ".join((command.options.__doc__ or "").split())
     yield from ("", "| argument | what it is |", "|---|---|")
-    yield from (_row(argument) for argument in arguments(default))
-    if hasattr(default, SETTINGS):
+    yield from (_row(argument) for argument in option_arguments(command.options))
+    if has_settings(command.options):
         yield from ("", "It takes every [setting](settings.md) as a flag, too.")
-
-
-def _default(options: type[Any]) -> object:
-    required = {
-        field.name: tyro.MISSING
-        for field in fields(options)
-        if field.default is MISSING and field.default_factory is MISSING
-    }
-    return options(**required)
 
 
 def settings_page() -> str:
@@ -109,7 +95,7 @@ def settings_page() -> str:
     for name, group in group_classes().items():
         lines += ["", f"## [{name}]", "", " ".join((group.__doc__ or "").split())]
         lines += ["", "| flag | what it is |", "|---|---|"]
-        lines += [_row(argument) for argument in arguments(getattr(Config(), name))]
+        lines += [_row(argument) for argument in setting_arguments(Config()) if argument.group == name]
     return "\n".join([*lines, ""])
 
 

@@ -4,7 +4,9 @@ from typing import Any
 import pytest
 
 from atlas_fl.aggregation.registry import MATRICES, STRATEGIES
-from atlas_fl.config import Config, validate, with_values
+from atlas_fl.cli.run import CATALOGUES
+from atlas_fl.config import Config, settings, validate, with_values
+from atlas_fl.config.conflicts import conflicts, flag_of
 from atlas_fl.config.methods import METHODS
 from atlas_fl.config.presets import PRESETS
 from atlas_fl.data.registry import TASKS
@@ -52,7 +54,7 @@ def test_old_names_of_strategies_are_told(atlas: Atlas) -> None:
     assert "local_only" in atlas("list", "strategies").out
 
 
-@pytest.mark.parametrize("words", [("list",), ("list", "taks"), ("list", "tasks", "models")])
+@pytest.mark.parametrize("words", [("list", "taks"), ("list", "tasks", "models"), ("list", "tasks", "movie", "trec")])
 def test_what_cannot_be_listed_is_one_line(words: tuple[str, ...], atlas: Atlas) -> None:
     said = atlas(*words)
     assert (said.code, said.out) == (2, "")
@@ -157,3 +159,34 @@ def test_who_needs_equal_ranks_or_factors_refuses_others(
     # a default that a method replaces is no contradiction
     assert name in METHODS or is_accepted(space="product") == (space != "factors")
     assert is_accepted(space=spaces[0], ranks="budget") == (needs.split("; ")[0] not in ("needs: equal ranks",))
+
+
+def test_without_a_word_it_says_what_can_be_listed(atlas: Atlas) -> None:
+    said = atlas("list")
+    first = [line.split()[0] for line in said.out.splitlines() if line and not line.startswith(" ")]
+    assert (said.code, first[1:]) == (0, list(CATALOGUES))
+
+
+@pytest.mark.parametrize("name", [*STRATEGIES, *METHODS, "local_only"])
+def test_a_strategy_alone_has_the_settings_that_are_its_own(name: str, atlas: Atlas) -> None:
+    said = atlas("list", "strategies", name)
+    assert (said.code, said.err) == (0, "")
+    method = METHODS.get(name)
+    for setting in {} if method is None else {**method.settings, **method.suggested}:
+        assert f"\n{settings()[setting].flag} " in said.out
+
+
+def test_settings_are_used_by_strategies_that_there_are() -> None:
+    named = {name for setting in settings().values() for name in setting.used_by}
+    assert named <= {*STRATEGIES, *METHODS}
+
+
+def test_an_unknown_strategy_has_its_nearest(atlas: Atlas) -> None:
+    assert "did you mean 'fedprox'?" in atlas("list", "strategies", "fedproxx").err
+
+
+def test_every_conflict_is_listed_with_its_reason_and_remedy(atlas: Atlas) -> None:
+    said = atlas("list", "conflicts").out
+    first = [line.split()[0] for line in said.splitlines() if line and not line.startswith(" ")]
+    assert first[1:] == [flag_of(row.setting) for row in conflicts()]
+    assert not {"{", "}"} & set(said)

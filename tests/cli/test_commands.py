@@ -43,7 +43,7 @@ def test_the_page_of_run_shows_groups_flags_and_defaults(atlas: Atlas) -> None:
     page = atlas("run", "--help", "--preset", "full").out
     for heading in ("[data]", "[training]", "[mixing]", "[run]"):
         assert f"\n{heading} " in page
-    for flag in ("--tasks TEXT ...", "--eta NUMBER", "--share CHOICE ...", "--[no-]audit", "--[no-]resume"):
+    for flag in ("--tasks TEXT ...", "--lr NUMBER", "--share CHOICE ...", "--[no-]audit", "--[no-]resume"):
         assert f"  {flag} " in page
     assert "(default: movie trec pairs" in " ".join(page.split())
     assert "Rounds of the whole run. (default: 15)" in page

@@ -26,9 +26,7 @@ def script(atlas: Atlas, tmp_path: Path) -> Path:
 def completions(script: Path, *words: str) -> list[str]:
     """What bash offers for the last of these words."""
     assert BASH is not None
-    code = (
-        'source "$1"; shift; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _tyro_atlas; printf "%s\\n" "${COMPREPLY[@]}"'
-    )
+    code = 'source "$1"; shift; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _atlas; printf "%s\\n" "${COMPREPLY[@]}"'
     done = subprocess.run([BASH, "-c", code, "bash", str(script), "atlas", *words], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     return [line for line in done.stdout.splitlines() if line]
@@ -54,10 +52,9 @@ def test_every_shell_has_a_script_with_all_commands(shell: str, atlas: Atlas) ->
     said = atlas("completion", shell)
     assert said.code == 0
     for name, command in COMMANDS.items():
+        assert name in said.out
         summary = command.summary.replace("'", "\N{RIGHT SINGLE QUOTATION MARK}")
-        assert f"'{name}': {{'description': '{summary}'" in said.out
-    (specification,) = (line for line in said.out.splitlines() if line.startswith("COMPLETION_SPEC = "))
-    assert "\\n" not in specification, "a shell would offer the second line of a help text as a word"
+        assert shell == "bash" or f"'{summary}'" in said.out
 
 
 def test_another_shell_is_refused_with_the_ones_that_there_are(atlas: Atlas) -> None:

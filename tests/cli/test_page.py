@@ -7,11 +7,12 @@ from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 import pytest
-import tyro
 
-from atlas_fl.cli.arguments import WIDEST, help_page
+from atlas_fl.cli.arguments import WIDEST, Positional, help_page
 from atlas_fl.cli.main import COMMANDS
 from atlas_fl.config import settings
+from atlas_fl.config.settings import marked
+from atlas_fl.config.values import Mark
 
 Atlas = Callable[..., Any]
 WIDTHS = ["64", "80", "100", "140"]
@@ -22,7 +23,7 @@ class Toy:
     """What a command
     does."""
 
-    place: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PLACE")]
+    place: Annotated[str, Positional("PLACE")]
     """Where."""
     kind: Literal["warm", "cold", "wet"] = "wet"
     """Which one, told in a sentence that is
@@ -39,7 +40,7 @@ class Toy:
 
 def test_a_page_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
-    assert help_page(Toy(place=tyro.MISSING), command="atlas toy").splitlines() == [
+    assert help_page(Toy, command="atlas toy").splitlines() == [
         "usage: atlas toy [OPTIONS] PLACE",
         "",
         "What a command does.",
@@ -63,7 +64,7 @@ def test_a_page_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("columns", WIDTHS)
-@pytest.mark.parametrize("words", [(), *((name, "--help") for name in COMMANDS)])
+@pytest.mark.parametrize("words", [(), ("run", "--help", "all"), *((name, "--help") for name in COMMANDS)])
 def test_no_line_is_longer_than_the_terminal_or_ends_early(
     words: tuple[str, ...], columns: str, atlas: Atlas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,16 +88,28 @@ def column(line: str) -> int:
 
 
 @pytest.mark.parametrize("columns", WIDTHS)
-def test_the_page_of_run_holds_every_setting_and_its_help(
+def test_the_whole_page_of_run_holds_every_setting_and_its_help(
     columns: str, atlas: Atlas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
-    page = atlas("run", "--help").out
+    page = atlas("run", "--help", "all").out
     text = " ".join(page.split())
     for setting in settings().values():
         name = f"--[no-]{setting.flag[2:]}" if setting.kind is bool else f"{setting.flag} "
         assert re.search(rf"^  {re.escape(name)}", page, re.MULTILINE), setting.name
         assert setting.help in text
+
+
+def test_the_page_of_run_holds_the_common_settings_and_says_where_the_others_are(atlas: Atlas) -> None:
+    page = atlas("run", "--help").out
+    shown = {
+        name
+        for name, setting in settings().items()
+        if re.search(rf"^  --(\[no-\])?{setting.flag[2:]}\b(?!-)", page, re.M)
+    }
+    assert shown == marked(Mark.COMMON)
+    assert 35 <= len(shown) <= 45
+    assert page.splitlines()[-1].startswith(f"`atlas run --help all` shows all {len(settings())} settings")
 
 
 def test_choices_and_what_is_missing_are_told(atlas: Atlas) -> None:
@@ -107,4 +120,4 @@ def test_choices_and_what_is_missing_are_told(atlas: Atlas) -> None:
     assert atlas("fetch", "--help").out.startswith("usage: atlas fetch [OPTIONS] [WHAT]\n")
     assert atlas("audit", "--help").out.startswith("usage: atlas audit [OPTIONS] RUN [OTHER ...]\n")
     assert atlas("export", "run").err == "atlas: missing: --client TEXT, --to TEXT; see `atlas export --help`\n"
-    assert atlas("list").err == "atlas: missing: WHAT; see `atlas list --help`\n"
+    assert atlas("resume").err == "atlas: missing: RUN; see `atlas resume --help`\n"

@@ -1,11 +1,13 @@
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
 
 import pytest
 
-from atlas_fl.cli.arguments import base_config, known_flags, parse, split
+from atlas_fl.cli.arguments import ALIASES, HINTS, known_flags, parse, split
+from atlas_fl.cli.main import COMMANDS
 from atlas_fl.cli.run import RunOptions
 from atlas_fl.cli.sweep import SweepOptions
 from atlas_fl.config import Config, settings, value_of, with_values
@@ -15,7 +17,7 @@ from atlas_fl.errors import ConfigError
 
 def options_of(words: Sequence[str]) -> RunOptions:
     groups = split(words)
-    return parse(RunOptions(settings=base_config(groups)), groups, command="atlas run")
+    return parse(RunOptions, groups, command="atlas run")
 
 
 def config_of(*words: str) -> Config:
@@ -86,6 +88,10 @@ def test_flags_and_texts_of_a_sweep_say_the_same() -> None:
         (["--share", "A", "B", "head"], "share", ("A", "B", "head")),
         (["--task", "a=b", "--task=c=d,text=e"], "task", ("a=b", "c=d,text=e")),
         (["--mode", "full"], "rounds", 15),
+        (["--learning-rate", "0.1"], "lr", 0.1),
+        (["--lora_rank=8"], "ranks", "8"),
+        (["--rank", "8"], "ranks", "8"),
+        (["--batch", "4"], "batch_size", 4),
         (["--mode", "full", "--rounds", "2"], "rounds", 2),
     ],
 )
@@ -114,6 +120,13 @@ def test_flags_set_their_setting(words: list[str], name: str, value: object) -> 
         (["--tune", "8"], r"^--tune: '8' is not one of whole, lora; .* are tried is `atlas compare --trials 8`; see"),
         (["--tune", "eight"], r"^--tune: 'eight' is not one of whole, lora; see `atlas run --help`$"),
         (["--accelerator", "gpu"], r"^--accelerator: 'gpu' is not one of auto, cpu, cuda; see"),
+        (
+            ["--num-clients", "3"],
+            r"^unknown flag '--num-clients'; clients are counted by task: --clients-per-task N; see",
+        ),
+        (["--epochs", "3"], r"in a round are --local-epochs N, rounds of the whole run --rounds N; see"),
+        (["--gpu"], r"^unknown flag '--gpu'; a GPU trains with --accelerator cuda; see"),
+        (["--device", "cuda"], r"^--device describes .*; where packs train is --accelerator cuda; see"),
         (["--rounds"], r"^--rounds lacks a value; allowed: a whole number; see `atlas run --help`$"),
         (["--k-range", "2"], r"^--k-range lacks a value; allowed: 2 times a whole number; see"),
         (["--audit", "yes"], r"^unexpected words: yes; see"),
@@ -127,6 +140,15 @@ def test_a_mistake_is_one_line(words: list[str], message: str, capsys: pytest.Ca
         options_of(words)
     assert not set("\n│╭╰─") & set(str(caught.value))
     assert capsys.readouterr() == ("", "")
+
+
+def test_no_word_of_other_programs_is_a_flag_here_and_each_leads_to_one() -> None:
+    known = {flag for command in COMMANDS.values() for flag in known_flags(command.options)}
+    assert not known & {*ALIASES}
+    assert not {*known_flags(RunOptions)} & {*HINTS}
+    assert {*ALIASES.values()} <= known
+    for hint in HINTS.values():
+        assert set(re.findall(r"--[a-z-]+", hint)) <= known
 
 
 def test_known_flags_are_those_of_the_page() -> None:

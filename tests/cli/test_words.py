@@ -1,6 +1,6 @@
 import pytest
 
-from atlas_fl.cli.arguments import Words, check_flags, is_flag, join_words, last_value, split
+from atlas_fl.cli.arguments import Words, check_flags, is_flag, last_value, split
 from atlas_fl.errors import ConfigError
 
 
@@ -10,13 +10,13 @@ def test_words_are_split_by_flag() -> None:
         Words("--eta", ("-1",)),
         Words("--tasks", ("x", "y")),
         Words("--audit", ()),
-        Words("--lr", ("-inf",), True),
+        Words("--lr", ("-inf",)),
     )
 
 
 def test_underscores_are_hyphens_in_flags_alone() -> None:
     assert split(["--clients_per_task", "a_b"])[1] == Words("--clients-per-task", ("a_b",))
-    assert split(["--task=a_b=c"])[1] == Words("--task", ("a_b=c",), True)
+    assert split(["--task=a_b=c"])[1] == Words("--task", ("a_b=c",))
 
 
 def test_old_flags_have_their_names_of_today() -> None:
@@ -25,16 +25,6 @@ def test_old_flags_have_their_names_of_today() -> None:
         "--strategy",
         "--preset",
     ]
-
-
-@pytest.mark.parametrize("words", [["a", "b"], ["--eta", "1"], ["a", "--eta=1", "--tasks", "x", "y", "--audit"], []])
-def test_words_are_joined_as_they_were(words: list[str]) -> None:
-    assert join_words(split(words)) == words
-
-
-def test_a_repeated_list_becomes_one() -> None:
-    words = ["--task", "a=1", "--eta", "1", "--task=b=2", "c=3", "--device", "d"]
-    assert join_words(split(words)) == ["--eta", "1", "--task", "a=1", "b=2", "c=3", "--device", "d"]
 
 
 def test_the_last_value_counts() -> None:

@@ -148,7 +148,10 @@ def test_a_dial_that_there_is_not_is_refused(words: tuple[str, ...], message: st
         ),
         ({"own_share": 0.5}, "--own-share 0.5 mixes the sources of one task; set --one-task"),
         ({"client_sizes": (50,), "partition": "quantity"}, "--client-sizes and --partition quantity both say how much"),
-        ({"client_sizes": (50,), "arrive": ("movie-1=3",)}, "--arrive movie-1=3 comes later, and --client-sizes is of"),
+        (
+            {"client_sizes": (50,), "arrive": ("movie-1=3",)},
+            "--arrive movie-1=3 comes later, and --client-sizes .* is of",
+        ),
         ({"flipped_clients": 1.5}, "--flipped-clients is 1.5; allowed: at least 0, at most 1"),
         ({"client_sizes": (1,)}, "--client-sizes is .1,.; allowed: at least 2"),
         ({"rating_cuts": (0.0,)}, "--rating-cuts turns values into classes, and task 'movie' has none"),

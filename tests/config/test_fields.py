@@ -1,7 +1,6 @@
 import re
 
 from atlas_fl.config import Config, settings, value_of
-from atlas_fl.config.identity import SESSION
 from atlas_fl.config.settings import group_classes, replace_settings
 
 
@@ -27,7 +26,3 @@ def test_values_change_their_own_group_alone() -> None:
     assert (value_of(changed, "eta"), value_of(changed, "seed")) == (0.25, 7)
     assert [name for name in settings() if value_of(changed, name) != value_of(base, name)] == ["eta", "seed"]
     assert changed.data is base.data
-
-
-def test_the_settings_of_a_session_exist() -> None:
-    assert set(settings()) > SESSION

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from atlas_fl.cli.arguments import base_config, parse, split
+from atlas_fl.cli.arguments import parse, split
 from atlas_fl.cli.run import RunOptions
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.config import Config, settings, validate, with_values
@@ -64,7 +64,7 @@ def test_a_setting_that_contradicts_the_method_is_refused() -> None:
 def test_a_typed_default_that_contradicts_the_method_is_refused_on_the_command_line() -> None:
     groups = split(["--strategy", "fedit", "--ranks", "8", "--space", "product"])
     with pytest.raises(ConfigError, match="--space is product, and --strategy fedit is --space factors"):
-        parse(RunOptions(settings=base_config(groups)), groups, command="atlas run")
+        parse(RunOptions, groups, command="atlas run")
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_typed_default_that_contradicts_the_method_is_refused_on_the_command_l
 def test_the_remedy_of_a_contradiction_works(others: str, wrong: str, right: str) -> None:
     def read(line: str) -> Config:
         groups = split(line.split())
-        return validate(parse(RunOptions(settings=base_config(groups)), groups, command="atlas run").settings)
+        return validate(parse(RunOptions, groups, command="atlas run").settings)
 
     with pytest.raises(ConfigError, match=f"; set {right}, or take another strategy$"):
         read(f"{others} {wrong}")
@@ -103,7 +103,7 @@ def test_a_knob_that_switches_the_method_off_is_refused_and_not_replaced() -> No
     )
     groups = split(["--strategy", "fedprox", "--proximal-mu", "0"])
     with pytest.raises(ConfigError, match=message):
-        parse(RunOptions(settings=base_config(groups)), groups, command="atlas run")
+        parse(RunOptions, groups, command="atlas run")
     with pytest.raises(ConfigError, match=message):
         grid(with_values(Config(), {"strategy": "fedprox"}), over={"proximal_mu": ("0", "0.1")}, seeds=(1,))
     points = grid(with_values(Config(), {"strategy": "fedprox"}), over={"proximal_mu": ("0.1", "1")}, seeds=(1,))
@@ -181,7 +181,7 @@ def test_what_trains_when_contradicts_nothing(values: dict[str, Any], message: s
             {"trainable": "full", "fingerprint": "fisher", "ranks": "8"},
             "--multitask and --trainable full do not go together",
         ),
-        ({"split": "2"}, "--multitask and --split 2 do not go together; leave one of them out"),
+        ({"split": "2"}, "--multitask and --split 2 do not go together; leave --split 2 out, or take another"),
         ({"arrive": ("movie-0=2",)}, "--arrive movie-0=2 comes later, and --centralized has no clients"),
     ],
 )

@@ -1,35 +1,77 @@
 """Arguments of the command line: words, flags, help pages, presets and config files that they start from.
 
-The words are normalised and unknown flags caught before tyro parses them; its errors become one line. A help page is
-plain text, as wide as the terminal up to `WIDEST`. Settings come from a recipe, over it a file, over both the flags.
+A command declares its options as a dataclass; one whose options hold a config takes every setting as a flag as well.
+Settings come from a recipe, over it a file, over both the flags. A help page is plain text, as wide as the terminal up
+to `WIDEST`.
 """
 
-import io
+import dataclasses
 import os
 import re
 import shutil
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-import tyro
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
-
-from atlas_fl.config import Config, load_config, settings
+from atlas_fl.config import Config, load_config, settings, value_of
 from atlas_fl.config.federations import turn_dial
 from atlas_fl.config.files import load_values
 from atlas_fl.config.methods import check_typed_settings
 from atlas_fl.config.presets import PRESETS, find_preset
-from atlas_fl.config.settings import field_docs, group_classes
-from atlas_fl.config.values import describe, from_words, item_kind, parse_integer, to_words, unwrap_optional
+from atlas_fl.config.settings import field_docs, group_classes, replace_settings
+from atlas_fl.config.values import Mark, describe, from_words, item_kind, parse_integer, to_words, unwrap_optional
 from atlas_fl.errors import ConfigError, did_you_mean, short_repr
 from atlas_fl.storage.folder_access import MOST_JSON_BYTES, read_named_file
 
-ALIASES = {"--ablation": "--strategy", "--mode": "--preset"}
-"""Flags of earlier programs and what they are called here."""
+ALIASES = {
+    "--ablation": "--strategy",
+    "--aggregation": "--strategy",
+    "--algorithm": "--strategy",
+    "--method": "--strategy",
+    "--mode": "--preset",
+    "--recipe": "--preset",
+    "--learning-rate": "--lr",
+    "--batch": "--batch-size",
+    "--bs": "--batch-size",
+    "--lora-rank": "--ranks",
+    "--lora-r": "--ranks",
+    "--rank": "--ranks",
+    "--num-rounds": "--rounds",
+    "--dataset": "--tasks",
+    "--datasets": "--tasks",
+    "--mu": "--proximal-mu",
+    "--max-seq-length": "--max-length",
+    "--client-fraction": "--participation",
+    "--fraction-fit": "--participation",
+    "--output-dir": "--runs-dir",
+    "--random-seed": "--seed",
+    "--num-workers": "--workers",
+}
+"""Flags of other programs, and what they are called here."""
+
+HINTS = {
+    "--num-clients": "clients are counted by task: --clients-per-task N",
+    "--clients": "clients are counted by task: --clients-per-task N",
+    "--n-clients": "clients are counted by task: --clients-per-task N",
+    "--epochs": "passes over a client's data in a round are --local-epochs N, rounds of the whole run --rounds N",
+    "--num-epochs": "passes over a client's data in a round are --local-epochs N, rounds of the whole run --rounds N",
+    "--help-all": "all settings are explained by --help all",
+    "--gpu": "a GPU trains with --accelerator cuda",
+    "--gpus": "a GPU trains with --accelerator cuda",
+    "--cuda": "a GPU trains with --accelerator cuda",
+    "--cpu": "the CPU trains with --accelerator cpu",
+    "--fp16": "the arithmetic is --precision fp16",
+    "--bf16": "the arithmetic is --precision bf16",
+    "--lora": "adapters train with --trainable lora",
+    "--non-iid": "uneven classes are --partition dirichlet --dirichlet-alpha NUMBER",
+    "--iid": "even classes are --partition iid",
+    "--output": "run folders lie in --runs-dir FOLDER, and --name NAME is the folder of this run",
+    "--out": "run folders lie in --runs-dir FOLDER, and --name NAME is the folder of this run",
+}
+"""Flags of other programs that are more than another name of one here, and what to write."""
+PROCESSORS = re.compile(r"(cpu|gpu|cuda|mps)(:\d+)?")
 
 JOINED = frozenset({"--task", "--device", "--over", "--server", "--client", "--arrive", "--without", "--allow"})
 """Flags with a list that may be given several times instead of once with several words."""
@@ -46,8 +88,6 @@ class Words:
 
     flag: str
     values: tuple[str, ...]
-    is_joined_by_sign: bool = False
-    """Whether it was written as `--flag=value`."""
 
 
 def split(args: Sequence[str], *, aliases: Mapping[str, str] = ALIASES) -> tuple[Words, ...]:
@@ -64,25 +104,12 @@ def split(args: Sequence[str], *, aliases: Mapping[str, str] = ALIASES) -> tuple
             raise ConfigError(f"{problem}; allowed: a word of at most {LONGEST:,} characters; shorten it")
         if not is_flag(word):
             last = groups[-1]
-            groups[-1] = Words(last.flag, (*last.values, word), last.is_joined_by_sign and not last.values)
+            groups[-1] = Words(last.flag, (*last.values, word))
             continue
         name, sign, value = word.partition("=")
         flag = name.replace("_", "-")
-        groups.append(Words(aliases.get(flag, flag), (value,) if sign else (), bool(sign)))
+        groups.append(Words(aliases.get(flag, flag), (value,) if sign else ()))
     return tuple(groups)
-
-
-def join_words(groups: Iterable[Words]) -> list[str]:
-    """The words of a command line again; the lists of `JOINED` flags that stand in several places become one."""
-    merged: dict[str, Words] = {}
-    others: list[Words] = []
-    for group in groups:
-        if group.flag not in JOINED:
-            others.append(group)
-            continue
-        before = merged.get(group.flag, Words(group.flag, ()))
-        merged[group.flag] = Words(group.flag, before.values + group.values)
-    return [word for group in (*others, *merged.values()) for word in _typed_words(group)]
 
 
 def last_value(groups: Iterable[Words], flag: str) -> str | None:
@@ -92,26 +119,19 @@ def last_value(groups: Iterable[Words], flag: str) -> str | None:
 
 
 def check_flags(groups: Iterable[Words], *, flags: Sequence[str], command: str) -> None:
-    """Nothing where every flag is known.
-
-    Raises:
-        ConfigError: one is not; the message has the one that is near, where one is.
-    """
+    """Raise ConfigError unless every flag is known, with what to write instead, or the nearest that is known."""
     for group in groups:
-        if group.flag and group.flag not in flags:
-            hint = did_you_mean(group.flag, flags)
-            raise ConfigError(f"unknown flag {short_repr(group.flag)}{hint} see `{command} --help`")
+        if not group.flag or group.flag in flags:
+            continue
+        if group.flag in HINTS and "--accelerator" in flags:
+            raise ConfigError(f"unknown flag {group.flag!r}; {HINTS[group.flag]}; see `{command} --help`")
+        hint = did_you_mean(group.flag, flags)
+        raise ConfigError(f"unknown flag {short_repr(group.flag)}{hint} see `{command} --help`")
 
 
 def is_flag(word: str) -> bool:
-    """Whether the word is a flag: -1, -.5 and -inf are numbers."""
+    """Return true for a flag: -1, -.5 and -inf are numbers."""
     return _FLAG.match(word) is not None
-
-
-def _typed_words(group: Words) -> list[str]:
-    if group.is_joined_by_sign:
-        return [f"{group.flag}={group.values[0]}", *group.values[1:]]
-    return [*([group.flag] if group.flag else []), *group.values]
 
 
 SETTINGS = "settings"
@@ -126,68 +146,108 @@ SPACE = "\N{NO-BREAK SPACE}"
 _METAVARS = {int: "INT", float: "NUMBER", str: "TEXT"}
 
 
+@dataclass(frozen=True)
+class Positional:
+    """Mark of an option that is words without a flag, such as `Annotated[str, Positional("RUN")]`."""
+
+    metavar: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Argument:
     """One flag or positional word of a command."""
 
+    key: str
+    """Its name in the options, or among the settings."""
     flag: str
-    """How it is written, such as `--eta`; empty for a positional one."""
+    """Its spelling, such as `--eta`; empty for a positional one."""
     metavar: str
-    """What stands for its value; empty for a switch."""
+    """Placeholder of its value; empty for a switch."""
     kind: Any
     default: Any
     help: str
+    group: str = ""
+    """The group of a setting; empty for an option of the command alone."""
 
     @property
     def name(self) -> str:
-        """How the page calls it."""
+        """Its name on the page."""
         if self.kind is bool:
             return f"--[no-]{self.flag[2:]}"
         return f"{self.flag} {self.metavar}".strip()
 
     @property
     def is_required(self) -> bool:
-        """Whether the command cannot do without it."""
-        return self.default is tyro.MISSING and not self.metavar.endswith("...")
+        """Return true for one that the command cannot do without."""
+        return self.default is dataclasses.MISSING and not self.metavar.endswith("...")
+
+    @property
+    def spellings(self) -> list[str]:
+        """The flags that set it."""
+        return [self.flag, f"--no-{self.flag[2:]}"] if self.kind is bool else [self.flag]
 
     @property
     def text(self) -> str:
         """Its help, the choices and the default; nothing of a default that says nothing."""
-        *others, last = _choices(self.kind) or ("",)
-        choices = f"{', '.join(others)} or {last}" if others else last
+        *others, last = choices(self.kind) or ("",)
+        listed = f"{', '.join(others)} or {last}" if others else last
         if self.kind is bool:
             default = "default: on" if self.default else ""
-        elif self.default is tyro.MISSING:
+        elif self.default is dataclasses.MISSING:
             default = "required" if self.is_required else ""
         else:
             words = [] if self.default in (None, ()) else to_words(self.default)
             default = (SPACE if len(words) < 3 else " ").join(["default:", *words]) if words else ""
-        hints = "; ".join(part for part in (choices, default) if part)
+        hints = "; ".join(part for part in (listed, default) if part)
         return f"{self.help} ({hints})" if hints else self.help
 
 
-def arguments(default: Any) -> Iterator[Argument]:
-    """What a dataclass declares, a group of settings or the options of a command, with the values of this instance."""
-    docs, hints = field_docs(type(default)), get_type_hints(type(default), include_extras=True)
-    own_first = sorted(hints, key=lambda name: name not in type(default).__annotations__)
-    for name in own_first:
-        kind = hints[name]
-        if name == SETTINGS:
+def option_arguments(options: type[Any]) -> Iterator[Argument]:
+    """Arguments that the options of a command declare, its own before those that it extends, without the settings."""
+    help_of = field_docs(options)
+    kinds = get_type_hints(options)
+    declared = get_type_hints(options, include_extras=True)
+    for field in sorted(dataclasses.fields(options), key=lambda field: field.name not in options.__annotations__):
+        if field.name == SETTINGS:
             continue
-        extras = getattr(kind, "__metadata__", ())
-        plain = kind.__origin__ if extras else kind
-        named = [extra.metavar for extra in extras if getattr(extra, "metavar", None)]
+        marks = [one for one in getattr(declared[field.name], "__metadata__", ()) if isinstance(one, Positional)]
         yield Argument(
-            flag="" if tyro.conf.Positional in extras else "--" + name.replace("_", "-"),
-            metavar=named[0] if named else metavar(plain) or "",
-            kind=plain,
-            default=getattr(default, name),
-            help=docs[name],
+            key=field.name,
+            flag="" if marks else "--" + field.name.replace("_", "-"),
+            metavar=marks[0].metavar if marks else metavar(kinds[field.name]) or "",
+            kind=kinds[field.name],
+            default=field.default,
+            help=help_of[field.name],
         )
 
 
+def setting_arguments(config: Config) -> Iterator[Argument]:
+    """Every setting as a flag whose default is its value in this config."""
+    for setting in settings().values():
+        yield Argument(
+            key=setting.name,
+            flag=setting.flag,
+            metavar=metavar(setting.kind) or "",
+            kind=setting.kind,
+            default=value_of(config, setting.name),
+            help=setting.help,
+            group=setting.group,
+        )
+
+
+def has_settings(options: type[Any]) -> bool:
+    """Return true for options that hold a config."""
+    return any(field.name == SETTINGS for field in dataclasses.fields(options))
+
+
+def arguments(options: type[Any], config: Config | None = None) -> list[Argument]:
+    """All that a command takes, with the defaults of this config."""
+    of_settings = setting_arguments(config or Config()) if has_settings(options) else ()
+    return [*option_arguments(options), *of_settings]
+
+
 def metavar(kind: Any) -> str | None:
-    """What stands for a value of this kind; None for a type that is no setting's or a switch."""
+    """Placeholder of a value of this kind; None for a type that is no setting's or a switch."""
     if get_origin(kind) is Literal:
         return "CHOICE"
     if get_origin(kind) is tuple:
@@ -197,21 +257,25 @@ def metavar(kind: Any) -> str | None:
     return metavar(inner) if (inner := unwrap_optional(kind)) is not None else _METAVARS.get(kind)
 
 
-def help_page(default: Any, *, command: str) -> str:
-    """The help of a command whose options have these values where no flag says another."""
-    options = list(arguments(default))
-    words = [argument for argument in options if not argument.flag]
-    flags = [argument for argument in options if argument.flag]
+def help_page(options: type[Any], *, command: str, config: Config | None = None, is_whole: bool = False) -> str:
+    """The help of a command with the defaults of this config; of the settings the common ones, or `is_whole` all."""
+    own = list(option_arguments(options))
+    words = [argument for argument in own if not argument.flag]
+    flags = [argument for argument in own if argument.flag]
     required = [argument.name for argument in flags if argument.is_required]
-    positional = [argument.name if argument.default is tyro.MISSING else f"[{argument.name}]" for argument in words]
+    positional = [a.name if a.default is dataclasses.MISSING else f"[{a.name}]" for a in words]
     usage = f"usage: {' '.join([command, *required, '[OPTIONS]', *positional])}"
     sections = [("", _rows(words)), ("options:", [*_rows(flags), ("-h, --help", "Show this page.")])]
-    sections += _groups(getattr(default, SETTINGS, None))
+    if has_settings(options):
+        sections += _groups(config or Config(), is_whole=is_whole)
     width = max(len(name) for _, rows in sections for name, _ in rows)
-    lines = [*wrap_lines(usage), "", *wrap_lines(" ".join((type(default).__doc__ or "").split()))]
+    lines = [*wrap_lines(usage), "", *wrap_lines(" ".join((options.__doc__ or "").split()))]
     for title, rows in sections:
         if title or rows:
             lines += ["", *wrap_lines(title), *table(rows, names=min(width, NAMES))]
+    if has_settings(options) and not is_whole:
+        more = f"`{command} --help all` shows all {len(settings())} settings, `atlas list strategies NAME` those of one"
+        lines += ["", *wrap_lines(f"{more} strategy.")]
     return "\n".join(lines)
 
 
@@ -239,24 +303,27 @@ def wrap_lines(text: str, *, indent: int = 0) -> list[str]:
     return [line.replace(SPACE, " ") for line in lines]
 
 
-def _groups(settings: Any) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+def _groups(config: Config, *, is_whole: bool) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """The heading and the rows of every table of settings; where and from what a run is made stands before how."""
-    if settings is None:
-        return
     yield "settings, by their table in config.toml:", []
     classes = group_classes()
+    shown = [one for one in setting_arguments(config) if is_whole or Mark.COMMON in settings()[one.key].marks]
     for group in sorted(classes, key=lambda group: group != "run"):
-        yield f"[{group}] {classes[group].__doc__}", _rows(arguments(getattr(settings, group)))
+        if rows := _rows(argument for argument in shown if argument.group == group):
+            yield f"[{group}] {classes[group].__doc__}", rows
 
 
 def _rows(options: Iterable[Argument]) -> list[tuple[str, str]]:
     return [(argument.name, argument.text) for argument in options]
 
 
-def _choices(kind: Any) -> tuple[str, ...]:
+def choices(kind: Any) -> tuple[str, ...]:
+    """The words that a value, or a part of it, may be; none where any may."""
     if get_origin(kind) is Literal:
         return get_args(kind)
-    return _choices(item_kind(kind)[0]) if get_origin(kind) is tuple else ()
+    if (inner := unwrap_optional(kind)) is not None:
+        return choices(inner)
+    return choices(item_kind(kind)[0]) if get_origin(kind) is tuple else ()
 
 
 DEFAULT_PRESET = "quick"
@@ -298,7 +365,7 @@ def new_folder(to: str) -> Path:
 
 
 def check_target(to: str | None, *, example: str, is_own: Callable[[Path], bool], flag: str = "--to") -> None:
-    """Nothing where the flag is not given, or is a file in a folder that is there, and new or of the command itself.
+    """Check that a file to write, if one is given, is in a folder that exists, and new or of the command itself.
 
     Raises:
         ConfigError: it is a folder, in no folder, or a file that the command has not written.
@@ -315,7 +382,7 @@ def check_target(to: str | None, *, example: str, is_own: Callable[[Path], bool]
 
 
 def holds_json(path: Path, *, keys: Collection[str]) -> bool:
-    """Whether a file holds JSON of which the mapping, or every one of a list of them, has these keys."""
+    """Return true for a file that holds JSON of which the mapping, or every one of a list of them, has these keys."""
     from atlas_fl.storage.jsonl import from_json  # NumPy, which most commands need not wait for here
 
     try:
@@ -327,112 +394,96 @@ def holds_json(path: Path, *, keys: Collection[str]) -> bool:
 
 
 OptionsT = TypeVar("OptionsT")
-UNEXPECTED = "unexpected words"
 
 
-def parse(default: OptionsT, groups: Sequence[Words], *, command: str) -> OptionsT:
-    """The options that these words give, on top of the default ones; `--help` prints the page and exits.
+def parse(options: type[OptionsT], groups: Sequence[Words], *, command: str, config: Config | None = None) -> OptionsT:
+    """The options that these words give, on top of a config; `--help` prints the page and exits.
+
+    Without a config it is the one that `--preset` and `--config` give.
 
     Raises:
         ConfigError: a flag is unknown, or a value is missing, of the wrong type or none of the choices.
     """
-    check_flags(groups, flags=known_flags(type(default)), command=command)
-    if {"-h", "--help"} & {group.flag for group in groups}:
-        print(help_page(default, command=command))
+    check_flags(groups, flags=known_flags(options), command=command)
+    if config is None and has_settings(options):
+        config = base_config(groups)
+    if asked := [group for group in groups if group.flag in ("-h", "--help")]:
+        is_whole = any("all" in group.values for group in asked)
+        print(help_page(options, command=command, config=config, is_whole=is_whole))
         raise SystemExit(0)
-    printed = io.StringIO()
     try:
-        with redirect_stderr(printed):
-            options = tyro.cli(
-                type(default),
-                prog=command,
-                args=join_words(groups),
-                default=default,
-                config=(tyro.conf.OmitArgPrefixes,),
-                registry=registry(),
-            )
-    except SystemExit:
-        problem = _parse_error(printed.getvalue(), options=list(_arguments(default)))
-        if (
-            hasattr(default, SETTINGS)
-            and problem.startswith(UNEXPECTED)
-            and (named := PRESETS.keys() & problem.split())
-        ):
-            problem += f"; did you mean --preset {min(named)}?"
+        values = _read(groups, arguments(options, config))
+    except ValueError as error:
+        problem = str(error)
         raise ConfigError(f"{problem}{' ' if problem.endswith('?') else '; '}see `{command} --help`") from None
-    if hasattr(options, SETTINGS) and not hasattr(options, "strategies"):  # a comparison names its strategies apart
+    if config is None:
+        return options(**values)
+    changes = {name: values.pop(name) for name in settings() if name in values}
+    config = replace_settings(changes, base=config)
+    if not hasattr(options, "strategies"):  # a comparison names its strategies apart
         typed = {group.flag.replace("--no-", "--", 1) for group in groups}  # a switch that is off is typed, too
-        check_typed_settings(getattr(options, SETTINGS), typed)
-    return options
+        check_typed_settings(config, typed)
+    return options(**values, **{SETTINGS: config})
 
 
 def known_flags(options: type[Any]) -> list[str]:
     """Every flag of a command, in the order of its page."""
-    flags = ["-h", "--help"]
-    for name, kind in get_type_hints(options, include_extras=True).items():
-        if name == SETTINGS:
-            flags += [flag for setting in settings().values() for flag in _spellings(setting.name, setting.kind)]
-        elif tyro.conf.Positional not in getattr(kind, "__metadata__", ()):
-            flags += _spellings(name, kind)
-    return flags
+    return ["-h", "--help", *(flag for one in arguments(options) if one.flag for flag in one.spellings)]
 
 
-def _spellings(name: str, kind: Any) -> list[str]:
-    word = name.replace("_", "-")
-    return [f"--{word}", f"--no-{word}"] if kind is bool else [f"--{word}"]
+def _read(groups: Sequence[Words], declared: Sequence[Argument]) -> dict[str, Any]:
+    """The values that words give to arguments, by key; raises ValueError where they give none."""
+    values, words = _read_flags(groups, {flag: one for one in declared if one.flag for flag in one.spellings})
+    for argument in declared:
+        if not argument.flag:
+            is_list = get_origin(argument.kind) is tuple
+            own = words if is_list else words[:1]
+            words = words[len(own) :]
+            if own or (is_list and argument.default is dataclasses.MISSING):
+                values[argument.key] = _read_value(argument, own)
+    if words:
+        has_presets = any(argument.key == "preset" and argument.group for argument in declared)
+        raise ValueError(_unexpected(words, has_presets=has_presets))
+    if missing := [argument.name for argument in declared if argument.is_required and argument.key not in values]:
+        raise ValueError(f"missing: {', '.join(missing)}")
+    return values
 
 
-def registry(*, with_choices: bool = False) -> ConstructorRegistry:
-    """Our own reading of every type but bool, so that a flag and a file take the same values and say the same.
-
-    `with_choices` tells tyro the choices, which it completes and would else check in words of its own.
-    """
-    rules = ConstructorRegistry()
-
-    @rules.primitive_rule
-    def rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-        kind: Any = info.type
-        if (name := metavar(kind)) is None:
-            return None
-        size = item_kind(kind)[1] if get_origin(kind) is tuple else 1
-        return PrimitiveConstructorSpec(
-            nargs=size or "*",
-            metavar=name,
-            instance_from_str=lambda words: from_words(words, kind),
-            is_instance=lambda _: True,
-            str_from_instance=to_words,
-            choices=(_choices(kind) or None) if with_choices else None,
-        )
-
-    return rules
-
-
-def _arguments(default: Any) -> Iterator[Argument]:
-    yield from arguments(default)
-    groups = getattr(default, SETTINGS, None)
-    for name in () if groups is None else group_classes():
-        yield from arguments(getattr(groups, name))
-
-
-def _parse_error(box: str, *, options: Sequence[Argument]) -> str:
-    """What the first section of a box of text says, without the title and the help that stand around it."""
-    is_framed = box.lstrip().startswith("╭")  # where the terminal has no such signs the title is the first section
-    sections: list[list[str]] = [[]]
-    for line in box.splitlines():
-        text = line.strip("│| \t")
-        if line[:1] in ("╭", "╰"):
+def _read_flags(groups: Sequence[Words], by_flag: Mapping[str, Argument]) -> tuple[dict[str, Any], list[str]]:
+    """The values that flags give, by key, and the words that are not theirs."""
+    values: dict[str, Any] = {}
+    others: list[str] = []
+    for group in groups:
+        argument = by_flag.get(group.flag)
+        if argument is None or argument.kind is bool:
+            others += group.values
+            if argument is not None:
+                values[argument.key] = group.flag == argument.flag
             continue
-        if text and not text.strip("─-"):
-            sections.append([])
-        elif text:
-            sections[-1].append(text)
-    lines = sections[0 if is_framed else 1]
-    problem = " ".join(lines)
-    if problem.startswith("Missing from "):
-        return f"missing: {', '.join(argument.name for argument in options if argument.name in lines)}"
-    if match := re.match(r"Missing value for argument '(\S+)'", problem):
-        (kind,) = (argument.kind for argument in options if argument.flag == match[1])
-        return f"{match[1]} lacks a value; allowed: {describe(kind)}"
-    if match := re.match(r"Error parsing --tune: '(\d+)'", problem):  # in papers tuning is a number of settings tried
-        problem += f"; how many settings of every method are tried is `atlas compare --trials {match[1]}`"
-    return problem.removeprefix("Error parsing ").replace("Unrecognized options", UNEXPECTED).rstrip(".")
+        size = item_kind(argument.kind)[1] if get_origin(argument.kind) is tuple else 1
+        own = group.values[:size] if size else group.values
+        value = _read_value(argument, own)
+        if argument.key == "device" and argument.group and own and PROCESSORS.fullmatch(own[0]):
+            where = "cpu" if own[0].startswith("cpu") else "cuda"
+            raise ValueError(f"--device describes a client's machine; where packs train is --accelerator {where}")
+        values[argument.key] = values.get(argument.key, ()) + value if group.flag in JOINED and not size else value
+        others += group.values[len(own) :]
+    return values, others
+
+
+def _read_value(argument: Argument, words: Sequence[str]) -> Any:
+    if len(words) < (item_kind(argument.kind)[1] if get_origin(argument.kind) is tuple else 1):
+        raise ValueError(f"{argument.flag} lacks a value; allowed: {describe(argument.kind)}")
+    try:
+        return from_words(words, argument.kind)
+    except ValueError as error:
+        problem = f"{argument.flag or argument.metavar}: {error}"
+        if argument.flag == "--tune" and words[0].isdecimal():  # in papers tuning is a number of settings tried
+            problem += f"; how many settings of every method are tried is `atlas compare --trials {words[0]}`"
+        raise ValueError(problem) from None
+
+
+def _unexpected(words: Sequence[str], *, has_presets: bool) -> str:
+    problem = f"unexpected words: {' '.join(words)}"
+    named = PRESETS.keys() & {*words}
+    return f"{problem}; did you mean --preset {min(named)}?" if has_presets and named else problem

@@ -1,17 +1,33 @@
-"""`atlas completion`: a script with which a shell completes commands, flags and choices; tyro writes it."""
+"""`atlas completion`: a script with which a shell completes commands, flags and choices."""
 
-import io
-import re
-from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout, suppress
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from operator import or_
 from typing import Annotated, Any, Literal
 
-import tyro
+from atlas_fl.cli.arguments import Argument, Positional, arguments, choices, known_flags, parse, split
 
-from atlas_fl.cli.arguments import parse, registry, split
+Commands = Mapping[str, tuple[type[Any], str]]
+
+BASH = """_atlas() {{
+  local words=""
+  case "$COMP_CWORD:${{COMP_WORDS[1]}}:${{COMP_WORDS[COMP_CWORD-1]}}" in
+    1:*) words="{commands}" ;;
+{cases}
+  esac
+  COMPREPLY=($(compgen -W "$words" -- "${{COMP_WORDS[COMP_CWORD]}}"))
+}}
+complete -o default -F _atlas atlas
+"""
+ZSH = """#compdef atlas
+_atlas() {{
+  local -a commands=({described})
+  if (( CURRENT == 2 )); then _describe command commands; return; fi
+  case "$CURRENT:${{words[2]}}:${{words[CURRENT-1]}}" in
+{cases}
+  esac
+}}
+compdef _atlas atlas
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,49 +35,53 @@ class CompletionOptions:
     """Print a script with which the shell completes the commands and flags of atlas; docs/guides/installation.md says
     where to put it."""
 
-    shell: Annotated[Literal["bash", "zsh", "fish"], tyro.conf.Positional, tyro.conf.arg(metavar="SHELL")]
+    shell: Annotated[Literal["bash", "zsh", "fish"], Positional("SHELL")]
     """The shell."""
 
 
-def completion(words: Sequence[str], commands: Mapping[str, tuple[type[Any], str]]) -> int:
+def completion(words: Sequence[str], commands: Commands) -> int:
     """Print the script for the shell that these words name; 0."""
-    options = parse(CompletionOptions(shell=tyro.MISSING), split(words), command="atlas completion")
-    print(completion_script(options.shell, commands))
+    options = parse(CompletionOptions, split(words), command="atlas completion")
+    print({"bash": _bash, "zsh": _zsh, "fish": _fish}[options.shell](commands), end="")
     return 0
 
 
-def completion_script(shell: str, commands: Mapping[str, tuple[type[Any], str]]) -> str:
-    """The script for this shell; `commands` are (type of the options, summary) by name."""
-    kind: Any = reduce(
-        or_,
-        (
-            Annotated[options, tyro.conf.subcommand(name=name, prefix_name=False)]
-            for name, (options, _) in commands.items()
-        ),
-    )
-    printed = io.StringIO()
-    with redirect_stdout(printed), suppress(SystemExit):
-        tyro.cli(
-            kind,
-            prog="atlas",
-            args=["--tyro-write-completion", shell, "-"],
-            registry=registry(with_choices=True),
-            config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
-        )
-    return _with_summaries(_with_short_lines(printed.getvalue()), commands)
+def _bash(commands: Commands) -> str:
+    cases = (f'    *:{place}) words="{" ".join(words)}" ;;' for place, words in _cases(commands))
+    return BASH.format(commands=" ".join([*commands, "-h", "--help"]), cases="\n".join(cases))
 
 
-def _with_short_lines(script: str) -> str:
-    """The script with every help text on one line: the shell would take a second one for another completion."""
-    return re.sub(r"(?<=COMPLETION_SPEC = ).*", lambda spec: re.sub(r"\\{1,2}n", " ", spec[0]), script)
+def _zsh(commands: Commands) -> str:
+    described = " ".join(f"{name}:{_quoted(summary)}" for name, (_, summary) in commands.items())
+    cases = (f"    *:{place}) compadd -- {' '.join(words)} ;;" for place, words in _cases(commands))
+    return ZSH.format(described=described, cases="\n".join(cases))
 
 
-def _with_summaries(script: str, commands: Mapping[str, tuple[type[Any], str]]) -> str:
-    """The script with the summary of each command, where tyro repeats its name.
+def _fish(commands: Commands) -> str:
+    lines = ["complete -c atlas -f -n __fish_use_subcommand -s h -l help"]
+    for name, (options, summary) in commands.items():
+        lines.append(f"complete -c atlas -f -n __fish_use_subcommand -a {name} -d {_quoted(summary)}")
+        here = f"complete -c atlas -n '__fish_seen_subcommand_from {name}'"
+        lines.append(f"{here} -s h -l help")
+        for argument in arguments(options):
+            listed = choices(argument.kind)
+            takes = f" -x -a '{' '.join(listed)}'" if listed else "" if argument.kind is bool else " -r"
+            flags = argument.spellings if argument.flag else []
+            lines += [f"{here} -l {flag[2:]}{takes} -d {_quoted(argument.help)}" for flag in flags]
+    return "\n".join([*lines, ""])
 
-    Apostrophes would end the strings that these texts stand in.
-    """
-    for name, (_, summary) in commands.items():
-        text = summary.replace("'", "\N{RIGHT SINGLE QUOTATION MARK}")
-        script = script.replace(f"'{name}': {{'description': '{name}'", f"'{name}': {{'description': '{text}'")
-    return script
+
+def _cases(commands: Commands) -> Iterator[tuple[str, Sequence[str]]]:
+    """The words that may follow, by COMMAND:WORD BEFORE; the choices of a flag stand before all flags."""
+    for name, (options, _) in commands.items():
+        yield from ((f"{name}:{one.flag}", choices(one.kind)) for one in arguments(options) if _has_choices(one))
+        yield f"{name}:*", known_flags(options)
+
+
+def _has_choices(argument: Argument) -> bool:
+    return bool(argument.flag) and bool(choices(argument.kind))
+
+
+def _quoted(text: str) -> str:
+    """The text in apostrophes, which would end at one of its own."""
+    return "'" + text.replace("'", "\N{RIGHT SINGLE QUOTATION MARK}") + "'"

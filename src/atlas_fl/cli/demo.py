@@ -31,7 +31,7 @@ class DemoOptions:
 
 def demo(words: Sequence[str]) -> int:
     """Run what these words name, write its page and print where it lies; 0."""
-    options = parse(DemoOptions(), split(words), command="atlas demo")
+    options = parse(DemoOptions, split(words), command="atlas demo")
     base = find_preset(options.preset)
     config = validate(replace(base, run=replace(base.run, runs_dir=options.runs_dir)))
     folder = run_folder(config)
@@ -54,7 +54,7 @@ def demo(words: Sequence[str]) -> int:
 
 
 def introduction(config: Config) -> Iterator[str]:
-    """What a run of this config does, in the words of a newcomer."""
+    """Description of a run of this config, in the words of a newcomer."""
     data, rounds = config.data, config.training.rounds
     tasks = ", ".join(data.tasks)
     clients = len(data.tasks) * data.clients_per_task
@@ -68,7 +68,7 @@ def introduction(config: Config) -> Iterator[str]:
 
 
 def time_lines(predicted: "RunTime") -> Iterator[str]:
-    """How long a run takes, from what was measured."""
+    """Time that a run takes, from what was measured."""
     before = predicted.loading + predicted.planning
     yield (
         f"about {seconds(predicted.total)} on this machine as busy as it is now: {seconds(before)} before round 1,"
@@ -111,7 +111,7 @@ def alike_line(folder: "RunFolder") -> str:
 
 
 def first_result(event: RoundFinished, *, seconds_of_training: float) -> str:
-    """What the first round has come to, and how long the others take at its pace."""
+    """Result of the first round, and the time of the others at its pace."""
     scores = list(event.scores.values())
     mean = number(sum(scores) / len(scores) if scores else None, 3)
     left, rest = event.rounds - event.round, (event.rounds - event.round) * event.seconds
@@ -120,7 +120,7 @@ def first_result(event: RoundFinished, *, seconds_of_training: float) -> str:
 
 
 def next_steps(config: Config, folder: "RunFolder") -> Iterator[str]:
-    """What to look at and to try after this run."""
+    """Next steps after this run."""
     preset = config.run.preset
     yield ""
     yield "What to look at next:"

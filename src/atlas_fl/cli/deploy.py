@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
-import tyro
-
-from atlas_fl.cli.arguments import Words, base_config, parse, split
+from atlas_fl.cli.arguments import Positional, Words, base_config, parse, split
 from atlas_fl.cli.display import going_on, show, show_progress
 from atlas_fl.config import Config, pinned_hash, validate
 from atlas_fl.deployment.consent import Allowance, Consent
@@ -42,13 +40,13 @@ class ServeOptions:
     """Let listed clients join that come after the plan was made; they take part from the next round on."""
     again: tuple[str, ...] = ()
     """Of a complete run, clients that get their model once more: they had it, and its files are lost."""
-    settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+    settings: Config = field(default_factory=Config)
 
 
 def serve(words: Sequence[str]) -> int:
     """Serve what these words say; 0."""
     groups = split(words)
-    options = parse(ServeOptions(settings=base_config(groups)), groups, command="atlas serve")
+    options = parse(ServeOptions, groups, command="atlas serve")
     config = validate(options.settings, at_sites=True)
     # gRPC writes its own view of every refused certificate to the terminal, where ours stands already.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -84,7 +82,7 @@ class JoinOptions:
     """Take part in a federation with the data of this machine. The data stays here; counts, label statistics, sketches
     and adapters travel. Ends when the server's run is complete; a connection that is lost is made again."""
 
-    address: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="HOST:PORT")]
+    address: Annotated[str, Positional("HOST:PORT")]
     """Where `atlas serve` runs."""
     certs: str
     """This site's folder of `atlas certs make`."""
@@ -129,8 +127,7 @@ class JoinOptions:
 def join(words: Sequence[str]) -> int:
     """Take part as these words say; 0."""
     groups = split(words)
-    default = JoinOptions(address=tyro.MISSING, certs=tyro.MISSING, task=tyro.MISSING, device=tyro.MISSING)
-    options = parse(default, groups, command="atlas join")
+    options = parse(JoinOptions, groups, command="atlas join")
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as in `atlas serve`
 
     from atlas_fl.deployment.site import SiteOptions
@@ -175,11 +172,9 @@ class CertsOptions:
     it off the list, while the server runs too. A site that makes its own key says `request NAME`, and `sign REQUEST`
     answers it where the authority lies. Nothing is overwritten."""
 
-    what: Annotated[
-        Literal["make", "renew", "revoke", "request", "sign"], tyro.conf.Positional, tyro.conf.arg(metavar="ACTION")
-    ]
+    what: Annotated[Literal["make", "renew", "revoke", "request", "sign"], Positional("ACTION")]
     """What is done."""
-    subject: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR|NAME|REQUEST")]
+    subject: Annotated[tuple[str, ...], Positional("DIR|NAME|REQUEST")]
     """Of make, where the folders are made: ca (keep it safe), server, and one named after each client. Of renew, revoke
     and request, names of sites. Of sign, the file request.pem that a site has made."""
     to: str | None = None
@@ -198,9 +193,8 @@ Lines: TypeAlias = list[str]
 
 def certs(words: Sequence[str]) -> int:
     """Carry out what these words say; 0."""
-    default = CertsOptions(what=tyro.MISSING, subject=tyro.MISSING)
     groups = split(words)
-    options = parse(default, groups, command="atlas certs")
+    options = parse(CertsOptions, groups, command="atlas certs")
     _check(options, groups)
     show(_ACTIONS[options.what](options))
     return 0

@@ -51,7 +51,7 @@ def show(items: Iterable[RenderableType]) -> None:
 
 @contextmanager
 def going_on(how: str) -> Iterator[None]:
-    """What Ctrl-C inside of it says, and a full disk: the run goes on where it was, and how."""
+    """Message of Ctrl-C inside of it, and of a full disk: the run goes on where it was, and how."""
     try:
         yield
     except KeyboardInterrupt:

@@ -40,7 +40,7 @@ class DoctorOptions:
 
 def doctor(words: Sequence[str]) -> int:
     """Show what there is; 0 where a run of the embedded presets needs nothing else, 1 where it does."""
-    options = parse(DoctorOptions(), split(words), command="atlas doctor")
+    options = parse(DoctorOptions, split(words), command="atlas doctor")
 
     from atlas_fl.experiment.installation import inspect_installation, problems_of
 
@@ -90,7 +90,7 @@ def as_json(found: "Installation", problems: "Sequence[Problem]", measured: "Mea
 
 
 def installation_page(found: "Installation") -> Iterator[RenderableType]:
-    """What is here, from packages to files."""
+    """Parts of the installation, from packages to files."""
     shown = [package for package in found.packages if package.name in ALWAYS_SHOWN or not package.fits]
     names = ", ".join(f"{package.name} {package.installed or EMPTY}" for package in shown)
     others = len(found.packages) - len(shown)
@@ -137,7 +137,7 @@ def _with_version(package: "Package") -> str:
 
 
 def speed_lines(measured: "Measurement") -> Iterator[str]:
-    """How long the presets take at the speed that was measured."""
+    """Time that the presets take at the speed that was measured."""
     tokens = 1 / measured.speed.token_seconds
     yield f"speed: {tokens:,.0f} tokens/s in a training step, on {measured.speed.device}, beside what else runs now"
     for name, run in measured.runs.items():

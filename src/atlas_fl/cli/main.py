@@ -29,7 +29,7 @@ class Command:
     run: Callable[[Sequence[str]], int]
     """From its words to an exit code."""
     options: type[Any]
-    """What its words set; a dataclass, whose fields without a default it cannot do without."""
+    """The dataclass of its options, whose fields without a default it cannot do without."""
     summary: str
 
 
@@ -39,7 +39,9 @@ COMMANDS: Mapping[str, Command] = {
         doctor.doctor, doctor.DoctorOptions, "what is installed, what is missing, and how long runs take here"
     ),
     "demo": Command(demo.demo, demo.DemoOptions, "train a first federation, told step by step, and write its page"),
-    "list": Command(catalogue.catalogue, catalogue.ListOptions, "tasks, models, strategies, devices, presets"),
+    "list": Command(
+        catalogue.catalogue, catalogue.ListOptions, "tasks, models, strategies, devices, presets, conflicts"
+    ),
     "plan": Command(run.plan, run.PlanOptions, "show clusters, ranks, bytes, memory and seconds before training"),
     "run": Command(run.run, run.RunOptions, "train a federation and leave a run folder"),
     "resume": Command(run.resume, run.ResumeOptions, "go on with a run that was stopped"),
@@ -75,6 +77,9 @@ COMMANDS: Mapping[str, Command] = {
     ),
 }
 """In the order in which a newcomer meets them."""
+
+SYNONYMS = {"train": "run", "visualize": "report", "visualise": "report", "plot": "report", "ls": "list"}
+"""Commands of other programs, and what they are called here."""
 
 ABOUT = "ATLAS: federated fine-tuning of transformers across clients with different tasks, devices and data."
 START = "Start with `atlas fetch embedded`, then `atlas run --preset quick`; `atlas COMMAND --help` explains a command."
@@ -114,7 +119,7 @@ def options_by_command() -> dict[str, tuple[type[Any], str]]:
 
 
 def page() -> str:
-    """What `atlas --help` prints."""
+    """The page of `atlas --help`."""
     rows = [(name, command.summary) for name, command in COMMANDS.items()]
     lines = table(rows, names=max(map(len, COMMANDS)))
     usage = "usage: atlas COMMAND [OPTIONS]"
@@ -129,6 +134,7 @@ def _dispatch(words: Sequence[str]) -> int:
     if first == "--version":
         print(f"atlas {version('atlas-fl')}")
         return 0
+    first = SYNONYMS.get(first, first)
     if first not in COMMANDS:
         raise ConfigError(
             f"unknown command {short_repr(first)}{did_you_mean(first, COMMANDS)} known: {', '.join(COMMANDS)}"

@@ -7,10 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import tyro
 from rich.console import RenderableType
 
-from atlas_fl.cli.arguments import base_config, check_target, holds_json, new_folder, parse, split
+from atlas_fl.cli.arguments import Positional, check_target, holds_json, new_folder, parse, split
 from atlas_fl.cli.display import labels_of, show, show_progress
 from atlas_fl.config import Config, validate
 from atlas_fl.config.values import LARGEST
@@ -22,7 +21,7 @@ class ReportOptions:
     """Write one page, report.html, that shows a run or compares several: a file that opens in any browser and loads
     nothing. Also draw the figures of each run, as PNG and PDF with their numbers as CSV, into its folder `figures`."""
 
-    runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...")]
+    runs: Annotated[tuple[str, ...], Positional("RUN ...")]
     """Folders of runs, or their names in --runs-dir."""
     runs_dir: str = "runs"
     """Where run folders lie."""
@@ -36,7 +35,7 @@ class ReportOptions:
 
 def report(words: Sequence[str]) -> int:
     """Write the page and draw the figures of the runs that these words name; 0."""
-    options = parse(ReportOptions(runs=tyro.MISSING), split(words), command="atlas report")
+    options = parse(ReportOptions, split(words), command="atlas report")
 
     if not options.runs:
         raise ConfigError(
@@ -62,7 +61,7 @@ class ResultsOptions:
     """Write one page of results, as Markdown, from all finished runs below some folders: a table of methods for each
     federation with tests against the control, and ranks over all of them."""
 
-    folders: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER ...")]
+    folders: Annotated[tuple[str, ...], Positional("FOLDER ...")]
     """Folders in which runs lie, at any depth, and CSV files that --csv wrote."""
     to: str | None = None
     """The file to write; printed by default."""
@@ -76,7 +75,7 @@ class ResultsOptions:
 
 def page_of_results(words: Sequence[str]) -> int:
     """Write the page that these words ask for; 0."""
-    options = parse(ResultsOptions(folders=tyro.MISSING), split(words), command="atlas results")
+    options = parse(ResultsOptions, split(words), command="atlas results")
     if not options.folders:
         raise ConfigError("no folder is named; give the folder in which runs lie, such as runs")
     check_target(options.to, example="results.md", is_own=_is_page_of_results)
@@ -140,9 +139,9 @@ class AuditOptions:
     """Recompute every round of a run that was made with --audit, from its plan, in float64 and by other code than the
     run's; compare what clients loaded with what the server sent; exits with 1 on any mismatch."""
 
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    run: Annotated[str, Positional("RUN")]
     """Folder of the run, or its name in --runs-dir."""
-    others: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="OTHER ...")] = ()
+    others: Annotated[tuple[str, ...], Positional("OTHER ...")] = ()
     """More runs: no two that should differ may have the same final models."""
     runs_dir: str = "runs"
     """Where run folders lie."""
@@ -150,7 +149,7 @@ class AuditOptions:
 
 def audit(words: Sequence[str]) -> int:
     """Audit the runs that these words name; 0 if all is well, 1 if not."""
-    options = parse(AuditOptions(run=tyro.MISSING), split(words), command="atlas audit")
+    options = parse(AuditOptions, split(words), command="atlas audit")
 
     from atlas_fl.audit.check import audit_run as audit_run
     from atlas_fl.cli.tables import audit_table, failure_lines
@@ -178,7 +177,7 @@ class ExportOptions:
     """Write the model of one client: adapter and head as `PeftModel.from_pretrained` reads them, or of a run that
     trained whole models all of it, as `AutoModelForImageClassification.from_pretrained` does."""
 
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    run: Annotated[str, Positional("RUN")]
     """Folder of the run, or its name in --runs-dir."""
     client: str
     """Name of the client, such as movie-0, or its number from 0 on in the order of the plan."""
@@ -193,8 +192,7 @@ class ExportOptions:
 
 def export(words: Sequence[str]) -> int:
     """Export what these words name; 0."""
-    default = ExportOptions(run=tyro.MISSING, client=tyro.MISSING, to=tyro.MISSING)
-    options = parse(default, split(words), command="atlas export")
+    options = parse(ExportOptions, split(words), command="atlas export")
 
     from atlas_fl.experiment.export import export_client as export_client
     from atlas_fl.storage.run_folder import find_run
@@ -213,7 +211,7 @@ class PlaceOptions:
     """Say to which cluster of a run a newcomer belongs: its fingerprint is taken as the run took those of its clients;
     trains nothing federally and writes nothing."""
 
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    run: Annotated[str, Positional("RUN")]
     """Folder of the run, or its name in --runs-dir."""
     task: str
     """The newcomer's data: your own as `name=path`, with text=, pair= and label= as needed, or a task's name."""
@@ -227,8 +225,7 @@ class PlaceOptions:
 
 def place(words: Sequence[str]) -> int:
     """Print the place of the newcomer that these words describe; 0."""
-    default = PlaceOptions(run=tyro.MISSING, task=tyro.MISSING)
-    options = parse(default, split(words), command="atlas place")
+    options = parse(PlaceOptions, split(words), command="atlas place")
 
     from atlas_fl.cli.tables import placement
     from atlas_fl.planning.place_client import place_client
@@ -254,13 +251,13 @@ class LeakageOptions:
     """Blocks on the client; every possible number by default."""
     to: str | None = None
     """Write the table as JSON to this file as well."""
-    settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+    settings: Config = field(default_factory=Config)
 
 
 def leakage(words: Sequence[str]) -> int:
     """Print what cuts give away under what these words say; 0."""
     groups = split(words)
-    options = parse(LeakageOptions(settings=base_config(groups)), groups, command="atlas leakage")
+    options = parse(LeakageOptions, groups, command="atlas leakage")
     config = validate(options.settings)
     check_target(options.to, example="leakage.json", is_own=lambda path: holds_json(path, keys=("dfil", "blocks")))
 
@@ -288,7 +285,7 @@ class MasksOptions:
     """Show and draw where masks let weights move, and how far several of them agree; with --merge write one mask for a
     run to come (`--mask-file`)."""
 
-    masks: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN|FILE ...")]
+    masks: Annotated[tuple[str, ...], Positional("RUN|FILE ...")]
     """Folders of runs, their names in --runs-dir, or files of masks."""
     clients: int | None = None
     """Instead of a run's one mask those that so many of its clients would make, each by its own scores alone; they are
@@ -305,7 +302,7 @@ class MasksOptions:
 
 def masks(words: Sequence[str]) -> int:
     """Show, draw and merge the masks that these words name; 0."""
-    options = parse(MasksOptions(masks=tyro.MISSING), split(words), command="atlas masks")
+    options = parse(MasksOptions, split(words), command="atlas masks")
     if not options.masks:
         raise ConfigError("no mask is named; give the folders of runs, or files of masks; see `atlas masks --help`")
     if (options.merge == "none") != (options.to is None):
@@ -431,7 +428,7 @@ class VectorsOptions:
     """Merge what finished runs on images have added to one model, and score the merged model on the tasks of all of
     them, at several scales. With --to the best one by validation is written, as stock transformers load it."""
 
-    runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...")]
+    runs: Annotated[tuple[str, ...], Positional("RUN ...")]
     """Folders of runs, or their names in --runs-dir."""
     base: str | None = None
     """What is subtracted: a run, an alias, a hub name or a directory; the model that all runs began with by default."""
@@ -449,7 +446,7 @@ class VectorsOptions:
 
 def vectors(words: Sequence[str]) -> int:
     """Merge, score and write what these words name; 0."""
-    options = parse(VectorsOptions(runs=tyro.MISSING), split(words), command="atlas vectors")
+    options = parse(VectorsOptions, split(words), command="atlas vectors")
     if not options.runs:
         raise ConfigError("no run is named; give the folders of finished runs; see `atlas vectors --help`")
     scales, to = _scales(options.scales), None if options.to is None else new_folder(options.to)

@@ -5,15 +5,16 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
-import tyro
 from rich.table import Table
 
-from atlas_fl.cli.arguments import base_config, check_target, holds_json, parse, split
+from atlas_fl.cli.arguments import Positional, Words, check_target, holds_json, last_value, parse, split
 from atlas_fl.cli.display import going_on, show, show_progress
-from atlas_fl.config import Config, load_config, pin_mask_file, run_folder, validate
-from atlas_fl.config.methods import METHODS, has_frozen_part, with_method_settings
+from atlas_fl.config import Config, load_config, pin_mask_file, run_folder, settings, validate, value_of
+from atlas_fl.config.conflicts import conflicts, flag_of
+from atlas_fl.config.methods import METHODS, has_frozen_part, rule_of, with_method_settings
 from atlas_fl.config.settings import replace_settings
-from atlas_fl.errors import ConfigError
+from atlas_fl.config.values import to_words
+from atlas_fl.errors import ConfigError, unknown_name
 from atlas_fl.events import OnEvent
 from atlas_fl.report.format import human_bytes
 
@@ -61,7 +62,7 @@ class RunOptions(TrackerOptions):
     """Go on with the run of these settings, if it was begun."""
     lambda_sweep: bool = False
     """Sweep eta of atlas_laplacian as `atlas sweep --lambda-sweep` does, with one seed."""
-    settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+    settings: Config = field(default_factory=Config)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,14 +74,14 @@ class PlanOptions:
     """A TOML or YAML file of settings, such as the config.toml of a run."""
     to: str | None = None
     """Write the plan as JSON to this file as well."""
-    settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+    settings: Config = field(default_factory=Config)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeOptions(TrackerOptions):
     """Go on with a run where its last checkpoint is; it ends with the same bits as one that was never stopped."""
 
-    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    run: Annotated[str, Positional("RUN")]
     """Folder of the run, or its name in --runs-dir."""
     max_rounds: int | None = None
     """Stop after this many rounds."""
@@ -91,7 +92,9 @@ class ResumeOptions(TrackerOptions):
 def run(words: Sequence[str]) -> int:
     """Run what these words say; 0."""
     groups = split(words)
-    options = parse(RunOptions(settings=base_config(groups)), groups, command="atlas run")
+    if (resumed := last_value(groups, "--resume")) is not None:
+        return _resume([Words("", (resumed,)), *(group for group in groups if group.flag != "--resume")])
+    options = parse(RunOptions, groups, command="atlas run")
     if options.lambda_sweep and (
         named := [one.name for one in fields(TrackerOptions) if getattr(options, one.name) is not None]
     ):
@@ -117,7 +120,7 @@ def run(words: Sequence[str]) -> int:
 def plan(words: Sequence[str]) -> int:
     """Print the plan of what these words say; 0."""
     groups = split(words)
-    options = parse(PlanOptions(settings=base_config(groups)), groups, command="atlas plan")
+    options = parse(PlanOptions, groups, command="atlas plan")
     config = pin_mask_file(validate(options.settings))
     check_target(
         options.to, example="plan.json", is_own=lambda path: holds_json(path, keys=("clients", "adjacency", "data"))
@@ -141,7 +144,11 @@ def plan(words: Sequence[str]) -> int:
 
 def resume(words: Sequence[str]) -> int:
     """Go on with the run that these words name; 0."""
-    options = parse(ResumeOptions(run=tyro.MISSING), split(words), command="atlas resume")
+    return _resume(split(words))
+
+
+def _resume(groups: Sequence[Words]) -> int:
+    options = parse(ResumeOptions, groups, command="atlas resume")
 
     from atlas_fl.experiment.run import resume_run as resume_run
     from atlas_fl.storage.run_folder import find_run
@@ -182,13 +189,13 @@ class FetchOptions:
     need, a DINOv2 ViT-S/14 and Fashion-MNIST, into a cache of the user's; checked by SHA-256, and nothing is fetched
     twice. ATLAS_CACHE names another folder."""
 
-    what: Annotated[Literal["embedded", "vision"], tyro.conf.Positional, tyro.conf.arg(metavar="WHAT")] = "embedded"
+    what: Annotated[Literal["embedded", "vision"], Positional("WHAT")] = "embedded"
     """What is fetched."""
 
 
 def fetch(words: Sequence[str]) -> int:
     """Fetch what these words name; 0."""
-    options = parse(FetchOptions(), split(words), command="atlas fetch")
+    options = parse(FetchOptions, split(words), command="atlas fetch")
 
     from atlas_fl.storage.assets import embedded_dir
     from atlas_fl.storage.downloads import fetch_embedded, fetch_vision
@@ -199,31 +206,88 @@ def fetch(words: Sequence[str]) -> int:
 
 
 Lines: TypeAlias = Iterator[tuple[str, ...]]
-What: TypeAlias = Literal["tasks", "models", "strategies", "devices", "presets"]
+What: TypeAlias = Literal["tasks", "models", "strategies", "devices", "presets", "conflicts"]
 
-WRAPPED = ("note", "what it does", "what it is")
+WRAPPED = ("note", "what it does", "what it is", "reason and remedy")
 """Columns of sentences; every other one keeps its words on one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ListOptions:
-    """Show what there is to choose from."""
+    """Show what there is to choose from. Without a word, what can be listed."""
 
-    what: Annotated[What, tyro.conf.Positional, tyro.conf.arg(metavar="WHAT")]
+    what: Annotated[What | None, Positional("WHAT")] = None
     """What is listed."""
+    name: Annotated[str | None, Positional("NAME")] = None
+    """Of strategies one alone, with the settings that are its own."""
 
 
 def catalogue(words: Sequence[str]) -> int:
     """Print the registry that these words name; 0."""
-    options = parse(ListOptions(what=tyro.MISSING), split(words), command="atlas list")
-    header, *lines = CATALOGUES[options.what]()
+    options = parse(ListOptions, split(words), command="atlas list")
+    if options.name is not None and options.what != "strategies":
+        raise ConfigError(f"unexpected words: {options.name}; a strategy alone can be named; see `atlas list --help`")
+    if options.name is not None:
+        show([_listing(_one_strategy(options.name)), _listing(_knobs(options.name))])
+    else:
+        show([_listing(_catalogues() if options.what is None else CATALOGUES[options.what]())])
+    return 0
+
+
+def _listing(rows: Lines) -> Table:
+    header, *lines = rows
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in header:
         table.add_column(title, overflow="fold", no_wrap=title not in WRAPPED)
     for line in lines:
         table.add_row(*line)
-    show([table])
-    return 0
+    return table
+
+
+def _catalogues() -> Lines:
+    yield "atlas list", "what it is"
+    yield "tasks", "data sets, their labels and metrics"
+    yield "models", "pretrained models by their alias"
+    yield "strategies", "the server's rules and published methods; with a name, the settings of that one"
+    yield "devices", "profiles of the clients' machines"
+    yield "presets", "recipes that all defaults come from"
+    yield "conflicts", "settings that contradict each other"
+
+
+def _one_strategy(name: str) -> Lines:
+    from atlas_fl.aggregation.registry import ALIASES
+
+    header, *lines = _strategies()
+    known = {line[0]: line for line in lines}
+    if (found := known.get(ALIASES.get(name, name))) is None:
+        raise unknown_name("strategy", name, [*known, *ALIASES])
+    yield from (header, found)
+
+
+def _knobs(name: str) -> Lines:
+    """The settings that a strategy has an effect on, or fixes, with their values under it."""
+    from atlas_fl.aggregation.registry import ALIASES
+
+    name = ALIASES.get(name, name)
+    method = METHODS.get(name)
+    config = with_method_settings(replace_settings({"strategy": name}, base=Config()))
+    fixed = {} if method is None else method.settings
+    suggested = {} if method is None else method.suggested
+    names = {name, rule_of(config)}
+    yield "flag", "value", "what it is"
+    for setting in settings().values():
+        is_own = setting.name in suggested or names & {*setting.used_by}
+        if is_own or setting.name in fixed:
+            note = "" if setting.name not in fixed else " Fixed by the strategy."
+            yield setting.flag, " ".join(to_words(value_of(config, setting.name))), setting.help + note
+
+
+def _conflicts() -> Lines:
+    yield "setting", "with", "reason and remedy"
+    for row in conflicts():
+        flags = [flag_of(row.setting), flag_of(row.other)]
+        text = f"{row.reason}; {row.remedy}".format(*flags, candidates="--candidates")
+        yield f"{flags[0]} {row.value}", f"{flags[1]} {row.other_value}", text
 
 
 def _tasks() -> Lines:
@@ -269,7 +333,7 @@ IN_SLOTS = frozenset({*TERMS, "share", "space", "personal_models", "second_model
 
 
 def _slots(name: str, rule: str) -> dict[str, str]:
-    """What a strategy does, by slot, for people."""
+    """Description of a strategy, by slot, for people."""
     from atlas_fl.aggregation.registry import IN_FACTORS, MATRICES
 
     config = with_method_settings(replace_settings({"strategy": name}, base=Config()))
@@ -342,4 +406,5 @@ CATALOGUES: Mapping[What, Callable[[], Lines]] = {
     "strategies": _strategies,
     "devices": _devices,
     "presets": _presets,
+    "conflicts": _conflicts,
 }

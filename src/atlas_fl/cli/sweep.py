@@ -5,9 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import tyro
-
-from atlas_fl.cli.arguments import ALIASES, Words, base_config, parse, split
+from atlas_fl.cli.arguments import ALIASES, Positional, Words, base_config, parse, split
 from atlas_fl.cli.display import going_on, show, show_progress
 from atlas_fl.config import Config, validate, with_values
 from atlas_fl.errors import MAX_REPR_CHARACTERS, ConfigError
@@ -32,6 +30,11 @@ if TYPE_CHECKING:
     from atlas_fl.report.method_comparison import MethodComparison
 
 STRATEGIES = ("local", "fedavg_cluster", "atlas")
+COMPARED = {flag: "--strategies" if name == "--strategy" else name for flag, name in ALIASES.items()} | {
+    "--methods": "--strategies",
+    "--algorithms": "--strategies",
+}
+"""Flags of other programs, and what they are called in a comparison."""
 MOST_TRIALS = 20
 """Beyond it learning rates would be a thousand times the default and more."""
 WORDS: dict[RunState, str] = {"finished": "is finished", "unfinished": "goes on", "new": "starts"}
@@ -53,7 +56,7 @@ class SweepOptions:
     gradient steps."""
     config: str | None = None
     """A TOML or YAML file of settings, such as the config.toml of a run."""
-    settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+    settings: Config = field(default_factory=Config)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +64,10 @@ class CompareOptions:
     """Run several strategies with several seeds; finished runs are left alone, begun ones go on. Ends in a table, its
     CSV and LaTeX files, a figure and a page."""
 
+    names: Annotated[tuple[str, ...], Positional("STRATEGY ...")] = ()
+    """The strategies (`atlas list strategies`)."""
     strategies: tuple[str, ...] = STRATEGIES
-    """The strategies (`atlas list strategies`); `--ablation` is the same flag."""
+    """The same as a flag; `--ablation` is the same flag."""
     over: tuple[str, ...] = ()
     """A setting and its values beside the strategies, `dial=1,3`, `eta=0,0.5` or `preset=null,label-skew`; may be
     repeated. Strategies are compared for each value, and ranked over all of them."""
@@ -80,14 +85,14 @@ class CompareOptions:
     """Runs at once, as many as fit into the free memory, each in a process of its own with its share of the cores."""
     config: str | None = None
     """A TOML or YAML file of settings, such as the config.toml of a run."""
-    settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+    settings: Config = field(default_factory=Config)
 
 
 def sweep(words: Sequence[str]) -> int:
     """Run the sweep that these words say; 0."""
     groups = split(words)
     _refuse(groups, "--seed", "how many seeds there are is --seeds, and which they are `atlas sweep --help` says")
-    options = parse(SweepOptions(settings=base_config(groups)), groups, command="atlas sweep")
+    options = parse(SweepOptions, groups, command="atlas sweep")
     over = [*options.over, *([LAMBDA_SWEEP] if options.lambda_sweep else [])]
     if not over:
         raise ConfigError(
@@ -99,7 +104,7 @@ def sweep(words: Sequence[str]) -> int:
 
 def compare(words: Sequence[str]) -> int:
     """Run the comparison that these words say; 0."""
-    groups = split(words, aliases={**ALIASES, "--ablation": "--strategies"})
+    groups = split(words, aliases=COMPARED)
     _refuse(groups, "--seed", "how many seeds there are is --seeds, and which they are `atlas compare --help` says")
     _refuse(groups, "--strategy", "name all that are compared with --strategies")
     options = _parse_comparison(groups)
@@ -134,7 +139,11 @@ def _parse_comparison(groups: Sequence[Words]) -> CompareOptions:
     from atlas_fl.aggregation.registry import ALIASES as OLD_NAMES
     from atlas_fl.experiment.tuning import DEVELOPMENT_SEEDS
 
-    options = parse(CompareOptions(settings=base_config(_with_preset(groups))), groups, command="atlas compare")
+    options = parse(CompareOptions, groups, command="atlas compare", config=base_config(_with_preset(groups)))
+    if options.names:
+        if any(group.flag == "--strategies" for group in groups):
+            raise ConfigError(f"{options.names[0]} is named beside --strategies; name all strategies in one place")
+        options = replace(options, strategies=options.names)
     if not options.strategies:
         raise ConfigError("--strategies is empty; name at least one; see `atlas list strategies`")
     names = tuple(OLD_NAMES.get(name, name) for name in options.strategies)
@@ -179,10 +188,7 @@ def _federations(
         if group.flag in ("--preset", "--config"):
             raise ConfigError(f"{group.flag} is given beside --over preset=...; leave one of them out")
     each = {preset: [*groups, Words("--preset", (preset,))] for preset in values["preset"]}
-    return {
-        preset: parse(CompareOptions(settings=base_config(words)), words, command="atlas compare").settings
-        for preset, words in each.items()
-    }
+    return {preset: parse(CompareOptions, words, command="atlas compare").settings for preset, words in each.items()}
 
 
 def _show_all_statistics(
@@ -389,7 +395,7 @@ def _beside_strategy(point: Point) -> dict[str, str]:
 
 
 def label_of(point: Point) -> str:
-    """What sets the point apart from the others: its strategy, or the swept settings and their values."""
+    """Label of a point: its strategy, or the swept settings and their values."""
     if list(point.changes) == ["strategy"]:
         return point.changes["strategy"]
     return " ".join(f"{name}={value}" for name, value in point.changes.items())
@@ -409,13 +415,13 @@ class SearchOptions:
     """`median` gives up a run whose best validation score so far is below the median of the others at that round."""
     config: str | None = None
     """A TOML or YAML file of settings, such as the config.toml of a run."""
-    settings: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+    settings: Config = field(default_factory=Config)
 
 
 def search(words: Sequence[str]) -> int:
     """Run the search that these words say; 0."""
     groups = split(words)
-    options = parse(SearchOptions(settings=base_config(groups)), groups, command="atlas search")
+    options = parse(SearchOptions, groups, command="atlas search")
     if not options.over:
         raise ConfigError("--over is missing; allowed: a setting and its range; write --over lr=1e-4..1e-2:log")
     validate(options.settings)

@@ -17,7 +17,7 @@ SHOWN_FAILURES = 10
 
 
 def outcome(folder: Path, summary: Mapping[str, Any], *, complete: bool) -> Iterator[RenderableType]:
-    """What a run has come to, from the content of `summary.json`; for one that is not complete, how to go on."""
+    """Result of a run, from the content of `summary.json`; for one that is not complete, how to go on."""
     yield closing_table(summary)
     if summary.get("sharing"):
         yield sharing_table(summary)
@@ -57,7 +57,7 @@ def audit_table(rounds: Sequence[RoundSummary]) -> Table:
 
 
 def failure_lines(failures: Sequence[AuditRow]) -> Iterator[str]:
-    """What did not hold, a line each; beyond the first `SHOWN_FAILURES` only how many there are."""
+    """Failed checks, a line each; beyond the first `SHOWN_FAILURES` only how many there are."""
     for row in failures[:SHOWN_FAILURES]:
         where = " ".join(part for part in (f"round {row.round}" if row.round else "", row.client, row.check) if part)
         yield f"FAILED {row.run} {where}: {row.detail}"

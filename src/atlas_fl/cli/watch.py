@@ -22,9 +22,7 @@ from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-import tyro
-
-from atlas_fl.cli.arguments import parse, split
+from atlas_fl.cli.arguments import Positional, parse, split
 from atlas_fl.cli.display import show
 from atlas_fl.errors import ConfigError, short_repr
 
@@ -44,7 +42,7 @@ class WatchOptions:
     in trouble, and below that their whole page; a comparison or a sweep as one page of its runs. It reads the folders
     and never writes there. Ctrl-C ends it."""
 
-    runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...")] = ()
+    runs: Annotated[tuple[str, ...], Positional("RUN ...")] = ()
     """Folders of runs, or their names in --runs-dir; all that lie there by default, new ones too."""
     runs_dir: str = "runs"
     """Where run folders lie."""
@@ -56,13 +54,13 @@ class WatchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Watched:
-    """What a server shows, and to whom."""
+    """Pages of a server, and who may see them."""
 
     runs: tuple[Path, ...]
     """The runs that were named; empty for all in `runs_dir`."""
     runs_dir: Path
     token: str | None
-    """What a request needs; None where only this machine can ask."""
+    """Token that a request needs; None where only this machine can ask."""
     pages: dict[Path, tuple[str, str]] = field(default_factory=dict)
     """Of each run or comparison the state that its page was made from, and the page."""
     rows: dict[Path, tuple[str, Any]] = field(default_factory=dict)
@@ -89,7 +87,7 @@ class Watched:
 
 def watch(words: Sequence[str]) -> int:
     """Serve the pages of the runs that these words name until Ctrl-C; 0."""
-    options = parse(WatchOptions(), split(words), command="atlas watch")
+    options = parse(WatchOptions, split(words), command="atlas watch")
 
     from atlas_fl.storage.run_folder import find_run
 
@@ -297,7 +295,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Nothing: a request is no news."""
+        """Log nothing: a request is no news."""
 
 
 def _time_of(path: Path) -> int:

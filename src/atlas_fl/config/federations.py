@@ -29,7 +29,7 @@ MIDDLE = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Dial:
-    """What differs between the clients of a federation, at five amounts."""
+    """A difference between the clients of a federation, at five amounts."""
 
     what: str
     """What is turned."""
@@ -112,7 +112,7 @@ DIALS: Mapping[str, Dial] = {
 
 
 def check_dial(preset: str, dial: int | None) -> None:
-    """Nothing where the preset has this dial, or none is given; raises `ConfigError` else."""
+    """Raise ConfigError unless the preset has this dial, or none is given."""
     if dial is None:
         return
     if preset not in DIALS:
@@ -133,7 +133,7 @@ def turn_dial(config: Config, dial: int) -> Config:
 
 
 def check_turned(config: Config) -> None:
-    """Nothing where the settings are those of the dial, or of none; raises `ConfigError` where they are of another."""
+    """Raise ConfigError where the settings are those of another position of the dial."""
     preset, dial = config.run.preset, config.run.dial
     check_dial(preset, dial)
     if dial is None or not (changed := _changed_settings(config, dial)):

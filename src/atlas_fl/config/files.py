@@ -17,7 +17,7 @@ from yaml import MappingNode, Node, SafeLoader, ScalarNode, YAMLError, compose
 
 from atlas_fl.config.schema import Config
 from atlas_fl.config.settings import Setting, group_classes, replace_settings, settings, unknown_setting, value_of
-from atlas_fl.config.values import NONE, convert_value, describe, wrong_kind
+from atlas_fl.config.values import NONE, Mark, convert_value, describe, wrong_kind
 from atlas_fl.errors import ConfigError, short_repr, unknown_name
 from atlas_fl.storage.folder_access import read_file, read_named_file
 
@@ -33,11 +33,11 @@ _UNQUOTED_SCALARS: tuple[tuple[re.Pattern[str], Callable[[str], Any]], ...] = (
     (re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"), float),
     (re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"), lambda text: float(text.replace(".", ""))),
 )
-"""What a scalar without quotes is; a text where it is none of these."""
+"""Values of a scalar without quotes; a text where it is none of these."""
 
 
 def read_yaml(text: str) -> Any:
-    """What the text says: mappings with texts as keys, lists, texts, numbers, true, false and None.
+    """Content of a YAML text: mappings with texts as keys, lists, texts, numbers, true, false and None.
 
     Raises:
         ValueError: it is no YAML, has a key twice in one mapping, or a tag of its own.
@@ -50,7 +50,7 @@ def read_yaml(text: str) -> Any:
 
 
 def _read_node(node: Node, cache: dict[int, Any]) -> Any:
-    """What a node says; one that several aliases name is read once, so that no short text means a huge value."""
+    """Value of a node; one that several aliases name is read once, so that no short text means a huge value."""
     if id(node) not in cache:
         if node.tag not in _STANDARD_TAGS:
             raise ValueError(f"line {node.start_mark.line + 1}: the tag {node.tag} means nothing here")
@@ -84,25 +84,21 @@ def _read_scalar(node: ScalarNode) -> Any:
         ) from None
 
 
-WORD_OR_NUMBER = frozenset({"clusters", "ranks", "split", "nc"})
-"""Settings that are a word or a number, so that a file may hold `ranks = 8` without quotes."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class FileFormat:
     """A form in which settings are written."""
 
     name: str
     parse: Callable[[str], Any]
-    """What a text says; raises `ValueError` where it is none of this form."""
+    """Content of a text; raises `ValueError` where it is none of this form."""
     table: str
-    """How a table begins."""
+    """Header of a table."""
 
 
 MOST_BYTES = 1 << 18
-"""Of a file of settings; one that is written here has some thousands, and a few more for each client."""
+"""Size of a file of settings; one that is written here has some thousands, and a few more for each client."""
 MOST_KEY_CHARACTERS, MOST_KEY_PARTS = 100, 8
-"""Of a key, and between its dots: `tomllib` takes time by the square of these parts."""
+"""Length of a key, and its parts between dots: `tomllib` takes time by the square of these parts."""
 _BOUNDS = f"allowed: {MOST_BYTES:,} bytes, keys of {MOST_KEY_CHARACTERS} characters and {MOST_KEY_PARTS} parts"
 _TOML_TEXTS = re.compile(
     r'''"""(?:[^"\\]|\\.|"(?!""))*+"""|'{3}(?:[^']|'(?!''))*+'{3}|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+'|\#[^\n]*+''',
@@ -110,7 +106,7 @@ _TOML_TEXTS = re.compile(
 )
 """Texts and comments."""
 _LONG_KEY = re.compile(rf"(?<![\w-])(?!\d+\b)[\w-]{{{MOST_KEY_CHARACTERS + 1}}}")
-"""What is no number, whose length Python bounds."""
+"""A key that is no number, whose length Python bounds."""
 _KEY_OF_PARTS = re.compile(rf"(?<![\w-])[\w-]++(?:[ \t]*+\.[ \t]*+[\w-]++){{{MOST_KEY_PARTS}}}")
 
 
@@ -233,7 +229,7 @@ def _read_value(path: str | Path, group: str, key: str, value: object) -> Any:
         raise unknown_setting(key, where=str(path))
     if setting.group != group:
         raise ConfigError(f"{path}: {key} stands in [{group}]; it belongs to [{setting.group}]; move it there")
-    if key in WORD_OR_NUMBER and type(value) is int:
+    if Mark.WORD_OR_NUMBER in setting.marks and type(value) is int:
         value = str(value)
     try:
         return convert_value(value, setting.kind)

@@ -1,63 +1,64 @@
 """The settings: frozen dataclasses with the default and the help text of every flag, a group for each part.
 
-The name of a setting is its flag and its key in a file, so no two groups share one; its docstring is its help.
+A setting is declared on one line. Its name is its flag and its key in a file, so no two groups share one; its
+docstring is its help; its annotation has its type, its range and its marks (`config.values`).
 """
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from atlas_fl.config.values import invalid_value, parse_integer
+from atlas_fl.config.values import Mark, Range, UsedBy, invalid_value, parse_integer
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Tasks, clients and their devices."""
 
-    tasks: tuple[str, ...] = ("movie", "trec", "pairs")
+    tasks: Annotated[tuple[str, ...], Mark.COMMON] = ("movie", "trec", "pairs")
     """Tasks of the federation (`atlas list tasks`)."""
-    task: tuple[str, ...] = ()
+    task: Annotated[tuple[str, ...], Mark.COMMON] = ()
     """Your own csv, jsonl or parquet: `name=path`, then as needed text=, pair= and label= (columns) and metric=, or
     text= and target= for text that is to be written; commas between; may be repeated."""
-    clients_per_task: int = 3
+    clients_per_task: Annotated[int, Range(least=1, most=10**6), Mark.COMMON] = 3
     """Clients that share each task."""
-    samples: int | None = 200
+    samples: Annotated[int | None, Range(least=2), Mark.COMMON] = 200
     """Training examples of a client; `none` deals out all that there are."""
-    validation_samples: int | None = 100
+    validation_samples: Annotated[int | None, Range(least=1)] = 100
     """Validation examples of a client, or `none`; choices are made on these."""
-    test_samples: int | None = 130
+    test_samples: Annotated[int | None, Range(least=1)] = 130
     """Test examples of a client, or `none`; results are reported on these."""
-    partition: Literal["iid", "dirichlet", "quantity"] = "iid"
+    partition: Annotated[Literal["iid", "dirichlet", "quantity"], Mark.COMMON] = "iid"
     """How a task's examples fall to its clients."""
-    dirichlet_alpha: float = 0.5
+    dirichlet_alpha: Annotated[float, Range(above=0, most=1e6), Mark.COMMON] = 0.5
     """Concentration of the Dirichlet partition; smaller is more uneven."""
-    client_sizes: tuple[int, ...] = ()
+    client_sizes: Annotated[tuple[int, ...], Range(least=2)] = ()
     """Training examples of the clients of a task in turn, in the place of `--samples`."""
     test_mix: Literal["own", "task", "balanced"] = "own"
     """Labels of a client's test examples: in its own mix, in that of its task, or as many of each class, as far as the
     data allow."""
-    rating_cuts: tuple[float, ...] = ()
+    rating_cuts: Annotated[tuple[float, ...], Range()] = ()
     """Concept shift: of a task with numbers, such as `movie_ratings`, the clients in turn call positive what lies above
     these, and the task has two classes."""
-    flipped_clients: float = 0.0
+    flipped_clients: Annotated[float, Range(least=0, most=1)] = 0.0
     """Contradiction: share of the clients of each task, its last ones, whose classes are reversed in all splits."""
     one_task: bool = False
     """The tasks are sources of one task: their classes are the same, and their clients share heads."""
-    own_share: float = 1.0
+    own_share: Annotated[float, Range(above=0, most=1)] = 1.0
     """With `--one-task`, share of a client's examples from its own source; the rest come from the others evenly."""
     centralized: bool = False
     """Reference: the examples of all clients of a task lie in one place, and it trains one model on them."""
-    max_length: int | None = None
+    max_length: Annotated[int | None, Range(least=4)] = None
     """Longest sequence in tokens; the task's own limit by default."""
-    devices: tuple[str, ...] = ("cpu_2gb", "tablet_4gb", "laptop_8gb", "gpu_16gb")
+    devices: Annotated[tuple[str, ...], Mark.COMMON] = ("cpu_2gb", "tablet_4gb", "laptop_8gb", "gpu_16gb")
     """Device profiles (`atlas list devices`), dealt out to the clients in turn."""
     device: tuple[str, ...] = ()
     """A profile of your own: `name=memory_gb=3,gflops=50,...` with every number from memory_gb to max_rank that
     `atlas list devices` shows; may be repeated."""
-    rouge_examples: int = 16
+    rouge_examples: Annotated[int, Range(least=0)] = 16
     """Most held-out prompts of a split that a client answers after the last round, for ROUGE; 0 for none."""
-    new_tokens: int = 32
+    new_tokens: Annotated[int, Range(least=1)] = 32
     """Most tokens of such an answer."""
     data_dir: str | None = None
     """A directory that holds data sets which would else come from the hub or its cache."""
@@ -91,35 +92,35 @@ def parse_arrivals(words: Sequence[str]) -> Mapping[str, int]:
 class TrainingConfig:
     """Rounds and local training."""
 
-    rounds: int = 12
+    rounds: Annotated[int, Range(least=1), Mark.COMMON] = 12
     """Rounds of the whole run."""
-    local_epochs: int = 1
+    local_epochs: Annotated[int, Range(least=1), Mark.COMMON] = 1
     """Passes of a client over its data in a round."""
-    batch_size: int = 16
+    batch_size: Annotated[int, Range(least=1), Mark.COMMON] = 16
     """Examples in a client's step."""
-    lr: float | None = None
+    lr: Annotated[float | None, Range(above=0), Mark.COMMON] = None
     """Peak learning rate; by default the model's own (`atlas list models`), which suits the optimizer of `auto`, and a
     tenth of it for all weights of a text model."""
     schedule: Literal["constant", "linear", "cosine", "step"] = "constant"
     """Learning rate over the steps of all rounds; `step`: a tenth after half, a hundredth after three quarters."""
-    warmup: float = 0.0
+    warmup: Annotated[float, Range(least=0, below=1)] = 0.0
     """Share of all steps in which the learning rate rises from zero."""
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, Range(least=0)] = 0.0
     """AdamW's decoupled weight decay, or SGD's."""
-    clip: float = 1.0
+    clip: Annotated[float, Range(least=0)] = 1.0
     """Largest gradient norm of a client; 0 switches clipping off."""
-    trainable: Literal["auto", "lora", "full"] = "auto"
+    trainable: Annotated[Literal["auto", "lora", "full"], Mark.COMMON] = "auto"
     """What clients train: LoRA adapters and a head on the frozen model, or all weights; `auto` is `lora` for texts and
     what `--tune` says for images."""
-    optimizer: Literal["auto", "adamw", "sgd"] = "auto"
+    optimizer: Annotated[Literal["auto", "adamw", "sgd"], Mark.COMMON] = "auto"
     """Optimizer of the clients; `auto` is SGD for whole image models and AdamW for all else. `--momentum` and
     `--nesterov` are of SGD."""
-    proximal_mu: float = 0.0
+    proximal_mu: Annotated[float, Range(least=0)] = 0.0
     """FedProx: weight mu of `mu / 2 ||w - w_start||^2` in every client's objective, where w_start is its model at the
     start of the round; 0 for none."""
     control_variates: bool = False
     """SCAFFOLD: add to every gradient of a client what its last round's mean gradient lacks of the mean of all."""
-    feature_alignment: float = 0.0
+    feature_alignment: Annotated[float, Range(least=0)] = 0.0
     """FedPAC: weight of the pull of features to the means of their class over clients; 0 for none."""
     trained_parts: Literal["all", "B", "head", "alternate", "head_then_rest", "without_head"] = "all"
     """Which of its parameters a client trains: all; of adapters B alone, A stays as drawn (FFA-LoRA); B in odd rounds
@@ -130,22 +131,22 @@ class TrainingConfig:
     prior_correction: bool = False
     """Add the log frequencies of a client's own classes to its logits, in training and in evaluation: the shared model
     learns what classes look like, and every client brings how frequent they are with it."""
-    participation: float = 1.0
+    participation: Annotated[float, Range(above=0, most=1), Mark.COMMON] = 1.0
     """Share of the clients that train in a round."""
-    eval_every: int = 1
+    eval_every: Annotated[int, Range(least=1), Mark.COMMON] = 1
     """Rounds between two evaluations; the last round is always evaluated."""
-    patience: int = 0
+    patience: Annotated[int, Range(least=0), Mark.COMMON] = 0
     """Rounds without a better mean validation score after which the run ends early; 0 for never."""
-    min_delta: float = 0.0
+    min_delta: Annotated[float, Range(least=0)] = 0.0
     """What a score must exceed the last better one by to be better, under `--patience`."""
-    pack_tokens: int | None = None
+    pack_tokens: Annotated[int | None, Range(least=1)] = None
     """Tokens that train together; chosen for the machine by default, and never above the memory budget."""
-    pack_memory_gb: float = 4.0
+    pack_memory_gb: Annotated[float, Range(above=0, most=1e6)] = 4.0
     """Memory that one pack's activations may take."""
-    prefix_cache_gb: float = 1.0
+    prefix_cache_gb: Annotated[float, Range(least=0, most=1e6), Mark.SESSION] = 1.0
     """Memory of each process for what enters the first adapted block under `--adapted-blocks`, which is then computed
     once for each example; 0 keeps nothing. It changes no number."""
-    prefix_disk_gb: float = 2.0
+    prefix_disk_gb: Annotated[float, Range(least=0, most=1e6), Mark.SESSION] = 2.0
     """Disk for the same, in the user's cache folder, which all processes and later runs of this machine share; 0 for
     never. What was not used for longest makes room. It changes no number."""
 
@@ -159,31 +160,31 @@ WILDCARD = "*"
 class SplitConfig:
     """Phase 3: models cut in two, the lower part on the client and the upper one on the server."""
 
-    split: str = NONE
+    split: Annotated[str, Mark.COMMON, Mark.WORD_OR_NUMBER] = NONE
     """Blocks that stay on the client: `none` (the whole model), a number, or `auto` (a cut where the device cannot hold
     the model); or one of these for each client, task or device that is named, `cpu_2gb=2,movie=auto,trec-0=1`, and none
     for the others. The client's name goes before its task's, and that before its device's."""
     split_objective: Literal["score", "time"] = "score"
     """What `auto` chooses by, among the cuts that fit: memory, communication, importance and balance weighed together,
     or the smallest predicted round time."""
-    wire: Literal["fp32", "bf16", "int8"] = "fp32"
+    wire: Annotated[Literal["fp32", "bf16", "int8"], Mark.COMMON] = "fp32"
     """Format of activations and gradients on the way; int8 has a scale a token."""
-    wire_noise: float = 0.0
+    wire_noise: Annotated[float, Range(least=0)] = 0.0
     """Gaussian noise on what leaves a cut client, in root mean squares of each token."""
     head: Literal["client", "server"] = "server"
     """Where the head of a cut model is; at the client the labels stay there too."""
     server_adapters: Literal["per_client", "per_cluster"] = "per_client"
     """Whose the adapters above a cut are: each client's own, or one set for all cut clients of a cluster, which the
     mean of their gradients moves."""
-    topology: Literal["server", "paired"] = "server"
+    topology: Annotated[Literal["server", "paired"], Mark.COMMON] = "server"
     """Who computes the upper parts of cut models: the server, or clients that hold the whole model and have room, the
     server for the rest. It changes no model, but what goes where and how long it takes."""
-    leakage: bool = False
+    leakage: Annotated[bool, Mark.SESSION] = False
     """Measure what the cuts give away of the clients' texts, for the plan (`atlas leakage` does so without a run)."""
 
 
 def cuts_by_name(text: str) -> Mapping[str, str]:
-    """What `--split` says: `none`, `auto` or a number by the name of a client, task or device, or by `WILDCARD`.
+    """Cuts that `--split` sets: `none`, `auto` or a number by the name of a client, task or device, or by `WILDCARD`.
 
     >>> dict(cuts_by_name("cpu_2gb=2,movie=auto"))
     {'*': 'none', 'cpu_2gb': '2', 'movie': 'auto'}
@@ -205,7 +206,7 @@ def cuts_by_name(text: str) -> Mapping[str, str]:
 
 
 def cut_setting(text: str, *, client: str, task: str, device: str) -> str:
-    """What `--split` says for this client: by its own name, else its task's, else its device's.
+    """Cut that `--split` sets for this client: by its own name, else its task's, else its device's.
 
     >>> cut_setting("cpu_2gb=2,movie=auto", client="movie-0", task="movie", device="cpu_2gb")
     'auto'
@@ -226,21 +227,21 @@ def _check_cut(word: str, text: str) -> str:
 class RobustConfig:
     """Robust aggregation: what an update, or a claim of examples, may do to the others."""
 
-    norm_bound: Literal["refuse", "clip", "off"] = "refuse"
+    norm_bound: Annotated[Literal["refuse", "clip", "off"], Mark.COMMON] = "refuse"
     """What happens to an update whose change is more than `--max-norm-ratio` times the median norm of the round: it is
     refused, or scaled down to that."""
-    max_norm_ratio: float = 10.0
+    max_norm_ratio: Annotated[float, Range(above=1)] = 10.0
     """Largest norm of a client's change, as a multiple of the median over the clients that trained in the round, of
     heads over those of the same task; compared from three clients on."""
-    max_share: float = 0.5
+    max_share: Annotated[float, Range(above=0, most=1)] = 0.5
     """Largest share of a weighted average that one client's examples may give it, where three or more are averaged; 1
     leaves the shares as they are."""
     within: Literal["all", "clusters"] = "all"
     """Where robust rules and server optimizers, such as `median` and `fedadam`, are applied: over all clients, or
     inside each cluster. With `clusters` `kriging` is what `atlas` is: it averages where clients hardly differ."""
-    trim: float = 0.2
+    trim: Annotated[float, Range(least=0, below=0.5), UsedBy("trimmed_mean")] = 0.2
     """Share of the clients whose values `trimmed_mean` leaves out at each end, rounded up."""
-    byzantine: int = 1
+    byzantine: Annotated[int, Range(least=0), UsedBy("krum", "multi_krum")] = 1
     """Hostile clients that `krum` and `multi_krum` expect among those that are aggregated."""
 
 
@@ -248,32 +249,36 @@ class RobustConfig:
 class ServerConfig:
     """Numbers of single strategies: how a server optimizer steps, and what rows and clusters follow from updates."""
 
-    server_lr: float | None = None
+    server_lr: Annotated[float | None, Range(above=0), UsedBy("fedavgm", "fedadagrad", "fedyogi", "fedadam")] = None
     """Learning rate of the server; by default 1 for `fedavgm` and 0.01 for `fedadagrad`, `fedyogi` and `fedadam`."""
-    server_beta1: float | None = None
+    server_beta1: Annotated[
+        float | None, Range(least=0, below=1), UsedBy("fedavgm", "fedadagrad", "fedyogi", "fedadam")
+    ] = None
     """Share of the server's first moment that stays, its momentum; by default 0.9, and 0 for `fedadagrad`."""
-    server_beta2: float = 0.99
+    server_beta2: Annotated[float, Range(least=0, below=1), UsedBy("fedyogi", "fedadam")] = 0.99
     """Share of the server's second moment that stays, for `fedadam` and `fedyogi`."""
-    server_tau: float = 1e-3
+    server_tau: Annotated[float, Range(above=0), UsedBy("fedadagrad", "fedyogi", "fedadam")] = 1e-3
     """What is added to the root of the second moment: the larger, the less adaptive the server's step."""
-    gram_by: Literal["all", "layer", "kind", "layer_and_kind"] = "all"
+    gram_by: Annotated[Literal["all", "layer", "kind", "layer_and_kind"], UsedBy("pfedgraph", "kriging", "atlas")] = (
+        "all"
+    )
     """Which parameters of `pfedgraph` and `kriging` have a mixing matrix of their own, by the Gram matrix of their own
     changes: none (under `kriging` heads do), each layer, each kind (A, B or their product, head), or both."""
-    gram_alpha: float = 0.8
+    gram_alpha: Annotated[float, Range(above=0), UsedBy("pfedgraph")] = 0.8
     """How much the rows of `pfedgraph` stay with the shares of the examples; if small, similarity counts more."""
-    attention_alpha: float = 1.0
+    attention_alpha: Annotated[float, Range(above=0, most=1), UsedBy("fedavg_by_distance")] = 1.0
     """The most that all others together weigh in what a client of `fedamp` is pulled to."""
-    attention_sigma: float = 1.0
+    attention_sigma: Annotated[float, Range(above=0), UsedBy("fedavg_by_distance")] = 1.0
     """Squared distance between models, in mean ones of the round, at which another counts for 1/e in `fedamp`."""
-    ifca_clusters: int = 3
+    ifca_clusters: Annotated[int, Range(least=1), UsedBy("ifca")] = 3
     """Cluster models of `ifca`, of which each client takes the one with the least loss in every round."""
-    bipartition_ratio: float = 0.4
+    bipartition_ratio: Annotated[float, Range(above=0, most=1), UsedBy("cfl")] = 0.4
     """`cfl` cuts a cluster in two when the average of its updates is shorter than this share of the longest."""
-    tree_step: int = 1
+    tree_step: Annotated[int, Range(least=1), UsedBy("fedtreelora")] = 1
     """By how many clusters a layer of `fedtreelora` may have more than the layer below it."""
-    tree_threshold: float = 0.1
+    tree_threshold: Annotated[float, Range(least=0, below=1), UsedBy("fedtreelora")] = 0.1
     """The silhouette above which `fedtreelora` cuts the clients of a layer at all."""
-    measure_round: int = 4
+    measure_round: Annotated[int, Range(least=1), UsedBy("kriging", "atlas")] = 4
     """The round in which `kriging` and `atlas` measure halves, after a third of the run where it has fewer rounds; in
     those before everyone is given averages, or with `atlas` predictions of clusters."""
 
@@ -282,67 +287,59 @@ class ServerConfig:
 class AttackConfig:
     """Hostile clients, in simulations alone: what they do, and what they do not harm under a robust rule."""
 
-    attack: Literal["none", "label_flip", "sign_flip", "scale", "model_replacement", "noise"] = "none"
+    attack: Annotated[
+        Literal["none", "label_flip", "sign_flip", "scale", "model_replacement", "noise"], Mark.COMMON
+    ] = "none"
     """What the attackers do: train on reversed labels, send their change reversed, times 30, or with noise of 10 times
     its size, or replace the average by a random model."""
-    attackers: tuple[str, ...] = ()
+    attackers: Annotated[tuple[str, ...], Mark.COMMON] = ()
     """Who attacks: clients by name, or a number of them, drawn by the seed; their scores are left out of `honest` in
     summary.json."""
-    attack_scale: float | None = None
+    attack_scale: Annotated[float | None, Range(above=0)] = None
     """Size of the attack in the place of its own: 1 of `sign_flip`, 30 of `scale`, 10 of `noise`, and what outweighs
     all others of `model_replacement`."""
 
 
 WHOLE = "whole"
-FULL_MODEL_SETTINGS = frozenset({"frozen_blocks", "ridge", "carry_momentum"})
-"""Settings of images that adapters have no use for."""
-OF_IMAGES = frozenset({"tune", "nc", "validation_share", "image_size", "head_first", "ridge", "crop", "flip"})
-"""Settings of images that texts have no use for."""
-OF_SGD = frozenset({"momentum", "nesterov"})
-"""Settings of SGD, whatever it trains."""
-ADAPTER_SETTINGS = frozenset(
-    {"targets", "adapted_blocks", "lora_alpha", "rslora", "init_adapter", "gradient_checkpointing"}
-)
-"""Settings of the model that whole models have no use for."""
 ALL_CLASSES = "iid"
-"""What `nc` says where every client has all classes."""
+"""Value of `nc` under which every client has all classes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImagesConfig:
     """Image tasks: all weights are trained by SGD, or adapters as on texts."""
 
-    tune: Literal["whole", "lora"] = "whole"
+    tune: Annotated[Literal["whole", "lora"], Mark.COMMON, Mark.OF_IMAGES] = "whole"
     """What trains of image models: `whole` is `--trainable full`, `lora` is `--trainable lora`, which comes first where
     it is given."""
-    nc: str = ALL_CLASSES
+    nc: Annotated[str, Mark.COMMON, Mark.WORD_OR_NUMBER, Mark.OF_IMAGES] = ALL_CLASSES
     """Classes of each client of an image task: `iid` (all of them), or a number."""
-    validation_share: float | None = None
+    validation_share: Annotated[float | None, Range(above=0, below=1), Mark.OF_IMAGES] = None
     """Share of a data set's training images that becomes its validation split, where it brings none; a fifth, and at
     most 2,000, by default."""
-    image_size: int | None = None
+    image_size: Annotated[int | None, Range(least=8), Mark.OF_IMAGES] = None
     """Side of the square that the model sees, in pixels; what it was pretrained on by default."""
-    frozen_blocks: int = 0
+    frozen_blocks: Annotated[int, Range(least=0), Mark.OF_WHOLE_MODELS] = 0
     """Blocks from the first one up that stay as they are, the embeddings with them; 0 freezes nothing."""
-    head_first: Literal["none", "ridge"] = "ridge"
+    head_first: Annotated[Literal["none", "ridge"], Mark.OF_IMAGES] = "ridge"
     """Fit the head before anything else, by ridge regression over all clients' sums (no image leaves a client).
     Of whole models: beside adapters it begins and trains as on texts."""
-    ridge: float = 10.0
+    ridge: Annotated[float, Range(above=0), Mark.OF_WHOLE_MODELS, Mark.OF_IMAGES] = 10.0
     """Penalty of that regression, in examples."""
-    local_steps: int | None = None
+    local_steps: Annotated[int | None, Range(least=1)] = None
     """Steps of a client in a round (J); whole passes (`--local-epochs`) by default."""
-    momentum: float = 0.9
+    momentum: Annotated[float, Range(least=0, below=1), Mark.OF_SGD] = 0.9
     """SGD's momentum; it begins anew in every round, or with `--carry-momentum` once."""
-    nesterov: bool = False
+    nesterov: Annotated[bool, Mark.OF_SGD] = False
     """Nesterov's momentum."""
-    carry_momentum: bool = False
+    carry_momentum: Annotated[bool, Mark.OF_WHOLE_MODELS, Mark.OF_SGD] = False
     """Let every client begin a round with the momentum that it ended its last one with; needs all clients in every
     round, and memory for one more model a client."""
-    label_smoothing: float = 0.0
+    label_smoothing: Annotated[float, Range(least=0, below=1)] = 0.0
     """Share of a label that is spread over all classes."""
-    crop: int = 0
+    crop: Annotated[int, Range(least=0), Mark.OF_IMAGES] = 0
     """Border in pixels, of the images as they are, out of which training images are cropped at random; 0 for none."""
-    flip: bool = False
+    flip: Annotated[bool, Mark.OF_IMAGES] = False
     """Mirror every second training image."""
 
 
@@ -350,29 +347,30 @@ class ImagesConfig:
 class SparseConfig:
     """Task arithmetic: only the weights under a mask move."""
 
-    mask: Literal["none", "least_sensitive", "most_sensitive", "lowest_magnitude", "highest_magnitude", "random"] = (
-        "none"
-    )
+    mask: Annotated[
+        Literal["none", "least_sensitive", "most_sensitive", "lowest_magnitude", "highest_magnitude", "random"],
+        Mark.COMMON,
+    ] = "none"
     """Which weights may move; the head, once fitted, is not among them."""
     mask_file: str | None = None
     """A mask that there is, in the place of one that is made: `mask.safetensors` of a run's folder, or what
     `atlas masks --merge` wrote. A run puts the digest of its content behind it and goes on with no other."""
-    sparsity: float = 0.9
+    sparsity: Annotated[float, Range(above=0, below=1), Mark.COMMON] = 0.9
     """Share of the weights that may not."""
     mask_scope: Literal["global", "layer"] = "global"
     """Choose over all weights together, or the same share of each tensor."""
-    calibration_rounds: int = 1
+    calibration_rounds: Annotated[int, Range(least=1)] = 1
     """Rounds in which the mask is made: in each a part is frozen and the rest is scored again."""
-    calibration_clients: int = 10
+    calibration_clients: Annotated[int, Range(least=1)] = 10
     """Clients, drawn once, that score the weights; all where there are fewer."""
-    calibration_examples: int = 32
+    calibration_examples: Annotated[int, Range(least=1)] = 32
     """Training examples of each of them that its scores are made from."""
     fisher_labels: Literal["sampled", "true"] = "sampled"
     """Labels of the Fisher information: drawn from the model, or the true ones (empirical Fisher)."""
 
     @property
     def has_mask(self) -> bool:
-        """Whether only some weights may move."""
+        """Return true where only some weights may move."""
         return self.mask != "none" or self.mask_file is not None
 
 
@@ -388,23 +386,23 @@ def parse_mask_file(mask_file: str | None) -> tuple[str | None, str | None]:
 class ModelConfig:
     """The frozen backbone and its adapters."""
 
-    model: str = "minilm"
+    model: Annotated[str, Mark.COMMON] = "minilm"
     """Alias (`atlas list models`), hub name or directory."""
-    targets: tuple[str, ...] = ()
+    targets: Annotated[tuple[str, ...], Mark.COMMON, Mark.OF_ADAPTERS] = ()
     """Module names that get LoRA, or `all-linear`; PEFT's table for the architecture by default."""
-    adapted_blocks: int | None = None
+    adapted_blocks: Annotated[int | None, Range(least=1), Mark.OF_ADAPTERS] = None
     """LoRA on this many uppermost blocks alone; all by default."""
-    lora_alpha: float | None = None
+    lora_alpha: Annotated[float | None, Range(above=0), Mark.OF_ADAPTERS] = None
     """LoRA alpha; twice the rank by default, so that the rank does not change the step size."""
-    rslora: bool = False
+    rslora: Annotated[bool, Mark.OF_ADAPTERS] = False
     """Scale by alpha / sqrt(rank) instead of alpha / rank."""
-    dropout: float = 0.0
+    dropout: Annotated[float, Range(least=0, below=1)] = 0.0
     """Dropout on the inputs of adapters and head, drawn from a generator of the client's own."""
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: Annotated[Literal["fp32", "bf16", "fp16"], Mark.COMMON] = "fp32"
     """Arithmetic of the model; bf16 and fp16 by autocast, fp16 with scaled losses, and of adapters on CUDA alone."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Annotated[bool, Mark.OF_ADAPTERS] = False
     """Recompute each block in the backward pass: less memory, more time."""
-    init_adapter: str | None = None
+    init_adapter: Annotated[str | None, Mark.OF_ADAPTERS] = None
     """A PEFT adapter folder that every client starts from."""
 
 
@@ -412,39 +410,39 @@ class ModelConfig:
 class ClusteringConfig:
     """Phase 1: which clients share a task."""
 
-    clusters: str = "auto"
+    clusters: Annotated[str, Mark.COMMON, Mark.WORD_OR_NUMBER] = "auto"
     """`auto`, `oracle` (the true tasks) or a number of clusters."""
     cluster_by: Literal["corrected", "atlas", "silhouette", "gap"] = "corrected"
     """How `auto` finds the clusters: noise-corrected similarity without k, or a k search by this score."""
     fingerprint: Literal["fisher", "delta", "gradient"] = "fisher"
     """What a client's fingerprint is made of."""
-    fingerprint_batches: int = 12
+    fingerprint_batches: Annotated[int, Range(least=2)] = 12
     """Batches of the gradient and fisher fingerprints."""
-    fingerprint_blocks: int = 2
+    fingerprint_blocks: Annotated[int, Range(least=1)] = 2
     """Blocks, from the last one down, whose gradients the gradient and fisher fingerprints read."""
-    fingerprint_samples: int | None = None
+    fingerprint_samples: Annotated[int | None, Range(least=2)] = None
     """Most examples of a client that its fingerprint is made from, half of them for each half; all by default."""
-    fingerprint_steps: int = 60
+    fingerprint_steps: Annotated[int, Range(least=1)] = 60
     """Most warm-up steps of each half for the delta fingerprint."""
-    sketch_dim: int = 1024
+    sketch_dim: Annotated[int, Range(least=2, most=10**6)] = 1024
     """Length of the sketch that leaves the client."""
-    pca_components: int = 64
+    pca_components: Annotated[int, Range(least=1)] = 64
     """Most principal components on the server; n clients have at most n - 1."""
-    k_range: tuple[int, int] = (2, 5)
+    k_range: Annotated[tuple[int, int], Range(least=2)] = (2, 5)
     """Smallest and largest k of the search."""
-    min_cluster_size: int = 1
+    min_cluster_size: Annotated[int, Range(least=1)] = 1
     """Clusters below this size are merged into their nearest."""
-    similarity_threshold: float = 0.8
+    similarity_threshold: Annotated[float, Range(above=-1, below=1)] = 0.8
     """Noise-corrected similarity from which clients share a cluster under `corrected`."""
-    merge_similarity: float | None = None
+    merge_similarity: Annotated[float | None, Range(above=-1, below=1)] = None
     """Cosine from which clusters are one whose labels vary alike with features (0.3 suits); none are by default."""
-    min_reliability: float = 0.1
+    min_reliability: Annotated[float, Range(above=-1, below=1)] = 0.1
     """Agreement of a client's own halves below which it is undecided and in no cluster."""
     incremental_pca: bool = False
     """Fit the principal components in batches of clients."""
-    recluster_every: int = 0
+    recluster_every: Annotated[int, Range(least=0), Mark.COMMON] = 0
     """Rounds between two clusterings; 0 clusters once."""
-    stability: float = 0.0
+    stability: Annotated[float, Range(least=0, below=1)] = 0.0
     """Weight of the previous clusters when clients are clustered again."""
 
 
@@ -452,21 +450,21 @@ class ClusteringConfig:
 class RanksConfig:
     """Phase 2: LoRA ranks per layer and client."""
 
-    ranks: str = "budget"
+    ranks: Annotated[str, Mark.COMMON, Mark.WORD_OR_NUMBER] = "budget"
     """`budget`, `greedy`, `matched` (to the bytes of uniform), `uniform`, or one rank for every layer and client."""
-    candidates: tuple[int, ...] = (4, 8, 16, 32, 64)
+    candidates: Annotated[tuple[int, ...], Range(least=1)] = (4, 8, 16, 32, 64)
     """Ranks that a layer may have."""
     importance: Literal["gradient", "rngwp"] = "gradient"
     """How the importance of a layer is measured."""
-    adapter_bytes: int | None = None
+    adapter_bytes: Annotated[int | None, Range(least=1)] = None
     """Most bytes of one client's adapters; the device's own upload budget by default."""
     budget: Literal["memory", "fractions"] = "memory"
     """Device memory by the true model, or by fixed fractions."""
-    alpha_base: float = 0.35
+    alpha_base: Annotated[float, Range(least=0, below=1)] = 0.35
     """Fraction of memory for the backbone, when budget is `fractions`."""
-    alpha_act: float = 0.25
+    alpha_act: Annotated[float, Range(least=0, below=1)] = 0.25
     """Fraction of memory for activations, when budget is `fractions`."""
-    alpha_opt: float = 0.15
+    alpha_opt: Annotated[float, Range(least=0, below=1)] = 0.15
     """Fraction of memory for the optimizer, when budget is `fractions`."""
     rerank: bool = False
     """Choose the ranks again whenever clients are clustered again, and bring every model to them."""
@@ -478,37 +476,37 @@ class RanksConfig:
 class MixingConfig:
     """Phase 4: the server's rule."""
 
-    strategy: str = "atlas"
+    strategy: Annotated[str, Mark.COMMON] = "atlas"
     """The rule (`atlas list strategies`); `--ablation` is the same flag and takes old names, such as local_only."""
-    eta: float = 0.5
+    eta: Annotated[float, Range(least=0, below=2), UsedBy("atlas_laplacian")] = 0.5
     """Step of the Laplacian: 0 mixes nothing."""
-    eta_decay: float = 1.0
+    eta_decay: Annotated[float, Range(above=0, most=1), UsedBy("atlas_laplacian")] = 1.0
     """Factor on eta after each round."""
-    laplacian: Literal["symmetric", "random_walk", "metropolis"] = "random_walk"
+    laplacian: Annotated[Literal["symmetric", "random_walk", "metropolis"], UsedBy("atlas_laplacian")] = "random_walk"
     """Which Laplacian, and so which mean is kept."""
-    alpha: float | None = None
+    alpha: Annotated[float | None, Range(above=0), UsedBy("atlas_laplacian")] = None
     """Sharpness of the graph's RBF; one over the median squared distance by default."""
-    graph: Literal["similarity", "uniform", "adaptive"] = "similarity"
+    graph: Annotated[Literal["similarity", "uniform", "adaptive"], UsedBy("atlas_laplacian")] = "similarity"
     """Edge weights: fingerprint similarity, equal, or similarity times validation performance."""
-    symmetrize: Literal["average", "max", "min"] = "average"
+    symmetrize: Annotated[Literal["average", "max", "min"], UsedBy("atlas_laplacian")] = "average"
     """How a directed graph becomes symmetric."""
-    neighbours: int = 0
+    neighbours: Annotated[int, Range(least=0), UsedBy("atlas_laplacian")] = 0
     """Keep only this many nearest neighbours of a client; 0 keeps all."""
-    singleton_neighbours: int = 1
+    singleton_neighbours: Annotated[int, Range(least=0), UsedBy("atlas_laplacian")] = 1
     """Nearest clients that a client alone in its cluster is joined to; 0 leaves it alone."""
-    graph_ema: float = 0.0
+    graph_ema: Annotated[float, Range(least=0, below=1), UsedBy("atlas_laplacian")] = 0.0
     """Share of the previous graph that re-clustering keeps."""
-    block_diagonal: bool = True
+    block_diagonal: Annotated[bool, UsedBy("atlas_laplacian")] = True
     """Cut the edges between clusters."""
     space: Literal["factors", "product"] = "product"
     """Mix A and B apart, or the update s B A itself."""
-    share: tuple[Literal["A", "B", "head"], ...] = ("A", "B", "head")
+    share: Annotated[tuple[Literal["A", "B", "head"], ...], Mark.COMMON] = ("A", "B", "head")
     """What leaves the client."""
     align: Literal["pad", "truncate"] = "pad"
     """How factors of different ranks meet in factor space."""
-    layer_weighting: Literal["none", "importance"] = "none"
+    layer_weighting: Annotated[Literal["none", "importance"], UsedBy("atlas_laplacian")] = "none"
     """Scale eta per layer by the layer's importance."""
-    aggregate_every: int = 1
+    aggregate_every: Annotated[int, Range(least=1)] = 1
     """Rounds between two aggregations; between them clients train on from their own models and nothing is mixed."""
     personal_models: bool = False
     """Every client goes on with the model that it trained, and what the server mixes is the point that `--proximal-mu`
@@ -518,13 +516,13 @@ class MixingConfig:
     interpolated with it by a trained weight (APFL), or stacked on it as a second adapter (FedDPA). It is what the
     client predicts with, and never leaves it. With `--personal-models`, `stacked` freezes what the server mixes under
     the client's own model, instead of pulling to it (FedALT)."""
-    second_weight: float = 0.5
+    second_weight: Annotated[float, Range(least=0), UsedBy("ditto", "apfl", "feddpa", "fedalt_fixed")] = 0.5
     """Weight of the pull of a proximal second model; share of the others' own model to begin with, or throughout where
     it is stacked without a gate."""
     second_gate: Literal["none", "input"] = "none"
     """`input`: in every adapted layer a gate weighs a stacked own adapter against the frozen one token by token. It
     trains with the own adapter and is never sent (FedALT)."""
-    personal_rounds: int = 0
+    personal_rounds: Annotated[int, Range(least=0), Mark.COMMON] = 0
     """Last rounds in which nothing is mixed: every client fine-tunes its model of the last aggregation for itself. A
     simulation counts no bytes for them; a site across machines reports its shared part to the server as ever."""
     keep: Literal["mixed", "best"] = "mixed"
@@ -535,35 +533,35 @@ class MixingConfig:
 class RunConfig:
     """Seed, records and machine."""
 
-    seed: int = 42
+    seed: Annotated[int, Range(least=0), Mark.COMMON] = 42
     """Every random choice derives from it, but for what `--secrets` are for."""
-    secrets: str | None = None
+    secrets: Annotated[str | None, Mark.SESSION] = None
     """Folder with the NAME-secret of every client, as `atlas join` keeps it: a simulation then draws the order, subsets
     and augmentation of examples, dropout and noise as these sites do. Without it all follow from --seed."""
-    preset: str = "quick"
+    preset: Annotated[str, Mark.COMMON] = "quick"
     """The recipe that all other defaults come from (`atlas list presets`). `--mode` is the same flag."""
-    dial: int | None = None
+    dial: Annotated[int | None, Range(least=0, most=4)] = None
     """Of a federation with a dial (`atlas list presets`), how far it is turned: 0 to 4; 2 by default."""
-    name: str | None = None
+    name: Annotated[str | None, Mark.SESSION, Mark.COMMON] = None
     """Name of the run's folder; preset, strategy, model, seed and config hash by default."""
-    runs_dir: str = "runs"
+    runs_dir: Annotated[str, Mark.SESSION, Mark.COMMON] = "runs"
     """Where run folders lie."""
-    audit: bool = False
+    audit: Annotated[bool, Mark.SESSION, Mark.COMMON] = False
     """Keep what every client trained and loaded, for `atlas audit`."""
-    max_rounds: int | None = None
+    max_rounds: Annotated[int | None, Range(least=1), Mark.SESSION, Mark.COMMON] = None
     """Stop after this many rounds of this session; `atlas resume` goes on."""
-    checkpoint_every: int = 1
+    checkpoint_every: Annotated[int, Range(least=1), Mark.SESSION] = 1
     """Rounds between two checkpoints; a session always ends with one."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: Annotated[int, Range(least=1), Mark.SESSION] = 2
     """Newest checkpoints that are kept."""
-    keep_best: int = 0
+    keep_best: Annotated[int, Range(least=0), Mark.SESSION] = 0
     """Best rounds by mean validation score whose checkpoints are kept too, for `atlas export --round best`."""
-    accelerator: Literal["auto", "cpu", "cuda"] = "cpu"
+    accelerator: Annotated[Literal["auto", "cpu", "cuda"], Mark.COMMON] = "cpu"
     """Where the packs are trained."""
-    engine: Literal["local", "ray"] = "local"
+    engine: Annotated[Literal["local", "ray"], Mark.SESSION] = "local"
     """Who trains the packs: processes of this machine, or the actors of a Ray cluster (`pip install 'ray>=2.40'`;
     RAY_ADDRESS names the cluster, without it one is started here)."""
-    workers: int | None = None
+    workers: Annotated[int | None, Range(least=1), Mark.SESSION, Mark.COMMON] = None
     """Processes that train packs at once, on shared backbone weights; by default this one alone, and with Ray one for
     each GPU, or CPU, of the cluster. With as many threads each, any number of them ends in the same bits."""
 
@@ -573,21 +571,21 @@ class Config:
     """A whole run."""
 
     data: DataConfig = field(default_factory=DataConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: Annotated[ModelConfig, Mark.COMMON] = field(default_factory=ModelConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     clustering: ClusteringConfig = field(default_factory=ClusteringConfig)
-    ranks: RanksConfig = field(default_factory=RanksConfig)
-    split: SplitConfig = field(default_factory=SplitConfig)
+    ranks: Annotated[RanksConfig, Mark.COMMON, Mark.WORD_OR_NUMBER] = field(default_factory=RanksConfig)
+    split: Annotated[SplitConfig, Mark.COMMON, Mark.WORD_OR_NUMBER] = field(default_factory=SplitConfig)
     mixing: MixingConfig = field(default_factory=MixingConfig)
     robust: RobustConfig = field(default_factory=RobustConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
-    attack: AttackConfig = field(default_factory=AttackConfig)
+    attack: Annotated[AttackConfig, Mark.COMMON] = field(default_factory=AttackConfig)
     images: ImagesConfig = field(default_factory=ImagesConfig)
     sparse: SparseConfig = field(default_factory=SparseConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
     def trainable(self, *, images: bool) -> Literal["lora", "full"]:
-        """What clients of image tasks, or of text tasks, train."""
+        """Weights that clients of image tasks, or of text tasks, train."""
         if self.training.trainable != "auto":
             return self.training.trainable
         return "full" if images and self.images.tune == WHOLE else "lora"

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, get_type_hints
 
 from atlas_fl.config.schema import Config
-from atlas_fl.config.values import from_text, wrong_kind
+from atlas_fl.config.values import Mark, Range, UsedBy, from_text, wrong_kind
 from atlas_fl.errors import ConfigError, did_you_mean, short_repr
 
 
@@ -25,10 +25,15 @@ class Setting:
     """Its type, as annotated."""
     help: str
     """Its docstring, on one line."""
+    range: Range | None = None
+    """Range of its number or numbers."""
+    marks: frozenset[Mark] = frozenset()
+    used_by: tuple[str, ...] = ()
+    """Strategies that it has an effect on; empty where it has one on any."""
 
     @property
     def flag(self) -> str:
-        """How the command line spells it."""
+        """The spelling on the command line."""
         return "--" + self.name.replace("_", "-")
 
 
@@ -38,10 +43,25 @@ def settings() -> Mapping[str, Setting]:
     table: dict[str, Setting] = {}
     for group, cls in group_classes().items():
         help_of = field_docs(cls)
+        declared = get_type_hints(cls, include_extras=True)
         for name, kind in get_type_hints(cls).items():
             assert name not in table, f"two groups share the name {name}"
-            table[name] = Setting(name=name, group=group, kind=kind, help=help_of[name])
+            extras = getattr(declared[name], "__metadata__", ())
+            table[name] = Setting(
+                name=name,
+                group=group,
+                kind=kind,
+                help=help_of[name],
+                range=next((extra for extra in extras if isinstance(extra, Range)), None),
+                marks=frozenset(extra for extra in extras if isinstance(extra, Mark)),
+                used_by=next((extra.strategies for extra in extras if isinstance(extra, UsedBy)), ()),
+            )
     return MappingProxyType(table)
+
+
+def marked(mark: Mark) -> frozenset[str]:
+    """Names of the settings with this mark."""
+    return frozenset(name for name, setting in settings().items() if mark in setting.marks)
 
 
 @cache
@@ -71,7 +91,7 @@ def replace_settings(values: Mapping[str, Any], *, base: Config) -> Config:
 
 
 def field_docs(cls: type[Any]) -> dict[str, str]:
-    """What stands below each field of a dataclass in its source, on one line: Python itself does not keep it.
+    """Docstrings below the fields of a dataclass in its source, on one line each: Python itself does not keep them.
 
     The fields of the classes that it extends are among them.
     """

@@ -1,31 +1,17 @@
 """Validation of training settings: what is trained, by which optimizer, under which mask, beside which second model."""
 
 from collections.abc import Sequence
-from dataclasses import fields
 
-from atlas_fl.config.methods import METHODS, has_frozen_part, measures_halves, reads_features, rule_of
+from atlas_fl.config.methods import METHODS, measures_halves, reads_features, rule_of
 from atlas_fl.config.presets import PRESETS, find_preset
-from atlas_fl.config.schema import (
-    ADAPTER_SETTINGS,
-    ALL_CLASSES,
-    FULL_MODEL_SETTINGS,
-    NONE,
-    OF_IMAGES,
-    OF_SGD,
-    WHOLE,
-    Config,
-    ServerConfig,
-)
+from atlas_fl.config.schema import ALL_CLASSES, WHOLE, Config, ServerConfig
 from atlas_fl.config.settings import Setting, settings, value_of
-from atlas_fl.config.values import invalid_value, parse_integer
+from atlas_fl.config.values import Mark, invalid_value, parse_integer
 from atlas_fl.errors import ConfigError
 
 
 def check_kind(config: Config) -> None:
-    """Nothing where settings fit the kind of the tasks, texts or images, and what is trained of the model.
-
-    Raises `ConfigError` for the first that does not.
-    """
+    """Raise ConfigError unless settings fit the kind of the tasks, texts or images, and the weights that train."""
     from atlas_fl.data.registry import check_one_kind, find_tasks
 
     tasks = find_tasks(config.data.tasks, config.data.task)
@@ -35,7 +21,7 @@ def check_kind(config: Config) -> None:
         _check_classes(config, [task.num_labels for task in tasks])
         if config.images.tune == "lora" and config.training.trainable == "full":
             raise ConfigError("--tune lora and --trainable full contradict each other; leave --tune out")
-    elif changed := [one for one in _changed_settings(config, "images") if one.name in OF_IMAGES]:
+    elif changed := [one for one in _changed_settings(config, "images") if Mark.OF_IMAGES in one.marks]:
         raise ConfigError(
             f"{changed[0].flag} is for image tasks, and --tasks has texts alone ({', '.join(t.name for t in tasks)});"
             " leave it out, or take a vision preset (`atlas list presets`)"
@@ -49,8 +35,14 @@ def check_kind(config: Config) -> None:
     _check_sgd(config, config.optimizer(images=images))
 
 
+def check_classes(nc: str) -> None:
+    """Raise ConfigError unless `--nc` is a number of classes, or all of them."""
+    if nc != ALL_CLASSES and (parse_integer(nc) or 0) < 1:
+        raise invalid_value("--nc", nc, "iid, or a number of classes from 1")
+
+
 def _check_classes(config: Config, of_tasks: Sequence[int]) -> None:
-    """Nothing where the clients can share as many classes as each of these tasks has."""
+    """Raise ConfigError unless the clients can share as many classes as each of these tasks has."""
     from atlas_fl.data.partition import check_classes
 
     for classes in of_tasks if config.images.nc != ALL_CLASSES else ():
@@ -73,9 +65,9 @@ def _check_heads(config: Config, *, writing: Sequence[str]) -> None:
 
 
 def _check_full(config: Config, *, writing: Sequence[str]) -> None:
-    """Nothing where all weights can train under what is set."""
+    """Raise ConfigError unless all weights can train under these settings."""
     changed = _chosen(config, "model", "ranks", "split")
-    if of_adapters := [one for one in changed if one.group != "model" or one.name in ADAPTER_SETTINGS]:
+    if of_adapters := [one for one in changed if one.group != "model" or Mark.OF_ADAPTERS in one.marks]:
         raise ConfigError(
             f"{of_adapters[0].flag} is for adapters, and these tasks train whole models; leave it out, or take"
             " --trainable lora"
@@ -104,11 +96,11 @@ def _check_full(config: Config, *, writing: Sequence[str]) -> None:
 
 
 def _check_lora(config: Config, *, images: bool) -> None:
-    """Nothing where adapters can be trained under what is set."""
+    """Raise ConfigError unless adapters can be trained under these settings."""
     of_whole = [
         one
         for one in _changed_settings(config, "images", "sparse")
-        if one.group == "sparse" or one.name in FULL_MODEL_SETTINGS
+        if one.group == "sparse" or Mark.OF_WHOLE_MODELS in one.marks
     ]
     if of_whole:
         raise ConfigError(
@@ -123,8 +115,8 @@ def _check_lora(config: Config, *, images: bool) -> None:
 
 
 def _check_sgd(config: Config, optimizer: str) -> None:
-    """Nothing where momentum is set for SGD alone."""
-    of_sgd = [one for one in _changed_settings(config, "images") if one.name in (*OF_SGD, "carry_momentum")]
+    """Raise ConfigError where momentum is set for AdamW."""
+    of_sgd = [one for one in _changed_settings(config, "images") if Mark.OF_SGD in one.marks]
     if of_sgd and optimizer != "sgd":
         raise ConfigError(
             f"{of_sgd[0].flag} is for SGD, and these clients train by AdamW; leave it out, or take --optimizer sgd"
@@ -138,7 +130,7 @@ def _is_clustered(config: Config) -> bool:
 
 
 def check_precision(config: Config) -> None:
-    """Nothing where the precision can be had on the accelerator; raises `ConfigError` else."""
+    """Raise ConfigError unless the accelerator has the precision."""
     from atlas_fl.data.registry import find_tasks
 
     if config.model.precision == "fp16" and config.run.accelerator == "cpu":
@@ -169,314 +161,35 @@ def _chosen(config: Config, *groups: str) -> list[Setting]:
     ]
 
 
-def check_image_settings(config: Config) -> None:
-    """Nothing where settings of images, masks and momentum do not contradict each other; raises `ConfigError` else."""
-    nc, partition = config.images.nc, config.data.partition
-    if nc != ALL_CLASSES and partition != "iid":
-        raise ConfigError(
-            f"--nc {nc} and --partition {partition} are two ways to deal out classes; leave one of them out"
-        )
-    _check_mask(config)
-    _check_momentum(config)
-    if nc != ALL_CLASSES and (parse_integer(nc) or 0) < 1:
-        raise invalid_value("--nc", nc, "iid, or a number of classes from 1")
-
-
-def _check_mask(config: Config) -> None:
-    sparse = config.sparse
-    made = [one.name for one in fields(sparse) if one.name != "mask_file" and getattr(sparse, one.name) != one.default]
-    if sparse.mask_file is not None and made:
-        raise ConfigError(
-            f"--{made[0].replace('_', '-')} {getattr(sparse, made[0])} says how a mask is made, and --mask-file brings"
-            " one; leave one of them out"
-        )
-    if sparse.has_mask and config.images.head_first == "none":
-        flag = f"--mask {sparse.mask}" if sparse.mask_file is None else "--mask-file"
-        raise ConfigError(
-            f"{flag} freezes the head, and with --head-first none that is a random one; leave --head-first at ridge, or"
-            f" {flag.split()[0]} out"
-        )
-    if sparse.has_mask and config.mixing.share == ("head",):
-        raise ConfigError("a mask freezes the head, and --share head shares nothing else; share A B head, or no mask")
-
-
-def _check_momentum(config: Config) -> None:
-    images, share = config.images, config.training.participation
-    if images.carry_momentum and images.momentum == 0:
-        raise ConfigError("--carry-momentum has nothing to carry with --momentum 0; set it, or leave the other out")
-    if images.carry_momentum and share < 1:
-        raise ConfigError(
-            f"--carry-momentum keeps what a client did in the round before, and with --participation {share:g} that is"
-            " mostly an older one; take --participation 1, or leave --carry-momentum out"
-        )
-    if images.carry_momentum and (config.run.engine != "local" or config.run.workers not in (None, 1)):
-        raise ConfigError(
-            "--carry-momentum keeps what clients did in one process, and --workers and --engine ray have several; leave"
-            " one of them out"
-        )
-
-
-def check_personal_models(config: Config) -> None:
-    """Nothing where each client may keep a model of its own and be pulled to what the server mixes."""
-    mixing = config.mixing
-    if not mixing.personal_models:
-        return
-    if mixing.space != "factors" or not config.ranks.ranks.isdecimal() or set(mixing.share) != {"A", "B", "head"}:
-        raise ConfigError(
-            "--personal-models pulls A and B to those of the others, which needs --space factors, --share A B head and"
-            f" one rank for all; set these, and --ranks to one of {', '.join(map(str, config.ranks.candidates))}"
-        )
-    _check_one_process(config, "--personal-models")
-
-
-def check_control_variates(config: Config) -> None:
-    """Nothing where each client's gradients may be corrected by those of the others."""
-    mixing = config.mixing
-    if not config.training.control_variates:
-        return
-    if mixing.space != "factors" or not config.ranks.ranks.isdecimal():
-        raise ConfigError(
-            "--control-variates averages gradients of A and B, which needs --space factors and one rank for all; set"
-            f" both, --ranks to one of {', '.join(map(str, config.ranks.candidates))}"
-        )
-    if mixing.personal_models:
-        raise ConfigError("--control-variates is for one shared model, and --personal-models has none; leave one out")
-    if rule_of(config) != "fedavg":
-        raise ConfigError(
-            f"--control-variates corrects by the gradients of all, and --strategy {mixing.strategy} mixes otherwise;"
-            " take --strategy scaffold, or leave it out"
-        )
-    if set(mixing.share) != {"A", "B", "head"}:
-        raise ConfigError(
-            f"--control-variates corrects by the gradients of all, and --share {' '.join(mixing.share)} keeps some"
-            " parameters to each client; share A B head, or leave it out"
-        )
-    _check_one_process(config, "--control-variates")
-
-
-def check_dynamic_regularization(config: Config) -> None:
-    """Nothing where clients may be corrected by their own changes, as FedDyn's are."""
-    mixing = config.mixing
-    if rule_of(config) != "fedavg_dynamic":
-        return
-    if mixing.space != "factors" or not config.ranks.ranks.isdecimal():
-        raise ConfigError(
-            f"--strategy {mixing.strategy} sums changes of A and B, which needs --space factors and one rank for all;"
-            f" set both, --ranks to one of {', '.join(map(str, config.ranks.candidates))}"
-        )
-    if config.training.proximal_mu == 0:
-        raise invalid_value("--proximal-mu", 0, f"above 0 with --strategy {mixing.strategy}, whose alpha it is")
-    for flag, value in {
-        "--personal-models": mixing.personal_models,
-        f"--aggregate-every {mixing.aggregate_every}": mixing.aggregate_every > 1,
-        "--second-model": mixing.second_model != "none",
-    }.items():
-        if value:
-            raise ConfigError(f"--strategy {mixing.strategy} and {flag} do not go together; leave one of them out")
-    _check_one_process(config, f"--strategy {mixing.strategy}")
-
-
-def check_frozen_part(config: Config) -> None:
-    """Nothing where everyone may hold a frozen part beside its adapter, as with FLoRA and FedEx-LoRA."""
-    mixing = config.mixing
-    if not has_frozen_part(config):
-        return
-    if not {"A", "B"} <= set(mixing.share) or mixing.space != "factors":
-        raise ConfigError(
-            f"--strategy {mixing.strategy} takes products apart into factors, which needs --space factors and --share"
-            " with A and B; set both, or take flexlora"
-        )
-    if rule_of(config) == "fedavg_with_residual" and not config.ranks.ranks.isdecimal():
-        raise ConfigError(
-            f"--strategy {mixing.strategy} averages factors of one rank, and --ranks {config.ranks.ranks} may give"
-            f" clients different ones; set --ranks to one of {', '.join(map(str, config.ranks.candidates))}, or take"
-            " flora"
-        )
-    for flag, value in {
-        "--personal-models": mixing.personal_models,
-        "--second-model": mixing.second_model != "none",
-        "--trained-parts alternate": config.training.trained_parts == "alternate",
-    }.items():
-        if value:
-            raise ConfigError(f"--strategy {mixing.strategy} and {flag} do not go together; leave one of them out")
-    _check_one_process(config, f"--strategy {mixing.strategy}")
-
-
-def check_second_model(config: Config) -> None:
-    """Nothing where each client may train a model of its own beside the shared one."""
-    mixing, kind = config.mixing, config.mixing.second_model
-    if mixing.second_gate != "none" and kind != "stacked":
-        raise ConfigError(
-            f"--second-gate {mixing.second_gate} weighs two adapters in one layer, and --second-model is {kind}; set it"
-            " to stacked, or leave --second-gate out"
-        )
-    if kind == "none":
-        return
-    if kind != "stacked" and (mixing.space != "factors" or not config.ranks.ranks.isdecimal()):
-        raise ConfigError(
-            f"--second-model {kind} compares A and B with those of the shared model, which needs --space factors and"
-            f" one rank for all; set both, --ranks to one of {', '.join(map(str, config.ranks.candidates))}"
-        )
-    if kind != "proximal" and mixing.second_weight > 1:
-        raise invalid_value("--second-weight", mixing.second_weight, f"at most 1 with --second-model {kind}")
-    if mixing.personal_models and kind != "stacked":
-        raise ConfigError(
-            f"--personal-models has one model a client, and --second-model {kind} a second; take stacked, or leave one"
-            " of them out"
-        )
-    if not {"A", "B"} <= set(mixing.share) or rule_of(config) == "local":
-        raise ConfigError(
-            "--second-model stands beside a shared model, and --strategy local and --share without A or B have none;"
-            " leave one of them out"
-        )
-    _check_one_process(config, "--second-model")
-
-
-def check_cluster_choice(config: Config) -> None:
-    """Nothing where clients may take each other's models, as IFCA's do."""
-    mixing = config.mixing
-    if rule_of(config) != "ifca":
-        return
-    if not config.ranks.ranks.isdecimal() or set(mixing.share) != {"A", "B", "head"}:
-        raise ConfigError(
-            "--strategy ifca lets a client take the model of others, which needs one rank for all and --share A B head;"
-            f" set both, --ranks to one of {', '.join(map(str, config.ranks.candidates))}"
-        )
-    for flag, value in {
-        "--trainable full": config.training.trainable == "full",
-        f"--split {config.split.split}": config.split.split != NONE,
-        "--rerank": config.ranks.rerank,
-        "--arrive": bool(config.data.arrive),
-        "--personal-models": mixing.personal_models,
-        f"--aggregate-every {mixing.aggregate_every}": mixing.aggregate_every > 1,
-    }.items():
-        if value:
-            raise ConfigError(f"--strategy ifca and {flag} do not go together so far; leave one of them out")
-
-
-def check_multitask(config: Config) -> None:
-    """Nothing where the tasks may train one set of adapters."""
+def check_whole_images(config: Config) -> None:
+    """Raise ConfigError where one adapter for all tasks is to train whole models of images."""
     from atlas_fl.data.registry import find_tasks
 
-    if not config.training.multitask:
-        return
-    if not config.data.centralized or rule_of(config) != "local":
-        raise ConfigError(
-            "--multitask trains one adapter on the examples of all clients in one place; take --strategy multitask, or"
-            " leave --multitask out"
-        )
-    if not config.ranks.ranks.isdecimal():
-        raise ConfigError(
-            f"--multitask trains one adapter, and --ranks {config.ranks.ranks} may give tasks different ranks; set"
-            f" --ranks to one of {', '.join(map(str, config.ranks.candidates))}"
-        )
-    training = config.training
-    has_images = any(task.images for task in find_tasks(config.data.tasks, config.data.task))
-    for flag, value in {
-        f"--tune {config.images.tune}": has_images and training.trainable == "auto" and config.images.tune == WHOLE,
-        "--trainable full": training.trainable == "full",
-        f"--trained-parts {training.trained_parts}": training.trained_parts != "all",
-        f"--split {config.split.split}": config.split.split != NONE,
-        "--rerank": config.ranks.rerank,
-        "--carry-momentum": config.images.carry_momentum,
-        "--personal-models": config.mixing.personal_models,
-    }.items():
-        if value:
-            raise ConfigError(f"--multitask and {flag} do not go together; leave one of them out")
+    is_whole = config.training.trainable == "auto" and config.images.tune == WHOLE
+    tasks = find_tasks(config.data.tasks, config.data.task) if config.training.multitask and is_whole else ()
+    if any(task.images for task in tasks):
+        raise ConfigError(f"--multitask and --tune {config.images.tune} do not go together; leave one of them out")
 
 
-def _check_plain_training(config: Config, name: str) -> None:
-    """Nothing where all clients train adapters, whole and from the first round on, as this setting needs so far."""
-    for flag, value in {
-        "--trainable full": config.training.trainable == "full",
-        f"--split {config.split.split}": config.split.split != NONE,
-        "--rerank": config.ranks.rerank,
-        "--keep best": config.mixing.keep == "best",
-        "--arrive": bool(config.data.arrive),
-        "--carry-momentum": config.images.carry_momentum,
-    }.items():
-        if value:
-            raise ConfigError(f"{name} and {flag} do not go together so far; {_remedy(config, name, flag)}")
-
-
-def _remedy(config: Config, name: str, other: str) -> str:
-    """What to do about two flags of which a method of the literature may have set the first."""
-    strategy = config.mixing.strategy
-    own = METHODS[strategy].settings if strategy in METHODS else {}
-    if name in {settings()[setting].flag for setting in own}:
-        return f"leave {other} out, or take another strategy than {strategy}, which sets {name}"
-    return "leave one of them out"
-
-
-def _check_one_process(config: Config, name: str) -> None:
-    """Nothing where what this setting sends beside a model has a way to the clients."""
-    _check_plain_training(config, name)
-    if config.run.engine != "local" or config.run.workers not in (None, 1):
-        raise ConfigError(
-            f"{name} has a second set of tensors beside the model, which no message of --workers or --engine ray"
-            f" holds yet; {_remedy(config, name, '--workers and --engine ray')}"
-        )
-
-
-def check_split_halves(config: Config) -> None:
-    """Nothing where halves of every client's training can be compared, as `kriging` does."""
+def check_measured_round(config: Config) -> None:
+    """Raise ConfigError where the halves of `kriging` are to be measured after its last aggregation."""
     mixing = config.mixing
-    if not measures_halves(config):
-        return
-    if set(mixing.share) != {"A", "B", "head"}:
-        raise ConfigError(
-            f"--strategy {mixing.strategy} compares all that clients train, and --share {' '.join(mixing.share)} leaves"
-            " a part of it out; take --share A B head, or --strategy atlas_laplacian"
-        )
-    last, measured = config.training.rounds - mixing.personal_rounds, config.server.measure_round
-    if measured > last and measured != ServerConfig().measure_round:
+    last = config.training.rounds - mixing.personal_rounds
+    measured = config.server.measure_round
+    if measures_halves(config) and measured > last and measured != ServerConfig().measure_round:
         needed = f"at most {last} with --strategy {mixing.strategy}, whose last aggregation ends that round"
         raise invalid_value("--measure-round", measured, needed)
-    for flag, value in {
-        "--personal-models": mixing.personal_models,
-        "--second-model": mixing.second_model != "none",
-        "--trainable full": config.training.trainable == "full",
-        "--rerank": config.ranks.rerank,
-        "--server-adapters per_cluster": config.split.server_adapters != "per_client",
-        "--carry-momentum": config.images.carry_momentum,
-    }.items():
-        if value:
-            raise ConfigError(
-                f"--strategy {mixing.strategy} compares what clients train on either half of their examples, and {flag}"
-                " does not go with that so far; leave it out, or take --strategy atlas_laplacian"
-            )
 
 
-def check_class_features(config: Config) -> None:
-    """Nothing where each client can report what its head reads by class, or need not; raises `ConfigError` else."""
+def check_task_features(config: Config) -> None:
+    """Raise ConfigError where clients are to report class features of a task that has none."""
     from atlas_fl.data.registry import find_tasks
 
-    strategy = config.mixing.strategy
-    if not reads_features(config):
-        if config.training.feature_alignment:
-            raise ConfigError(
-                f"--feature-alignment pulls to class means that --strategy {strategy} does not gather; take fedpac or"
-                " classifier_collaboration, or leave it out"
-            )
-        return
-    for task in find_tasks(config.data.tasks, config.data.task):
+    for task in find_tasks(config.data.tasks, config.data.task) if reads_features(config) else ():
         is_cut = task.is_regression and bool(config.data.rating_cuts)  # each client calls some ratings positive
         if task.images or not (task.has_classes or is_cut):
             kind = "of images" if task.images else "a regression" if task.is_regression else "text to write"
             raise ConfigError(
-                f"--strategy {strategy} compares features by classes of texts, and task {task.name!r} is {kind}; leave"
-                " the task out, or take fedavg"
+                f"--strategy {config.mixing.strategy} compares features by classes of texts, and task {task.name!r} is"
+                f" {kind}; leave the task out, or take fedavg"
             )
-    if "head" not in config.mixing.share:
-        raise ConfigError(
-            f"--strategy {strategy} combines heads, and --share {' '.join(config.mixing.share)} keeps them at the"
-            " clients; add head, or take fedper"
-        )
-    for flag, value in {
-        f"--split {config.split.split}": config.split.split != NONE,
-        "--personal-models": config.mixing.personal_models,
-        "--control-variates": config.training.control_variates,
-        f"--second-model {config.mixing.second_model}": config.mixing.second_model != "none",
-    }.items():
-        if value:
-            raise ConfigError(f"--strategy {strategy} and {flag} do not go together so far; leave one of them out")

@@ -5,7 +5,10 @@ these or None. Nothing is guessed: a number is not a text, and true is not 1.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
+from enum import Enum, auto
+from math import inf
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -14,12 +17,71 @@ from atlas_fl.errors import ConfigError, short_repr
 NONE = "none"
 LIST_SEPARATOR = "+"
 LARGEST = 10**15
+"""Beyond it a float no longer holds every whole number, and no setting means anything."""
 _SWITCH = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """Range of a setting that is a number, or of the numbers of a list."""
+
+    least: float = -LARGEST
+    above: float = -inf
+    most: float = LARGEST
+    below: float = inf
+
+    def contains(self, number: float) -> bool:
+        """Return true for a number in the range, and false for NaN."""
+        return self.least <= number <= self.most and self.above < number < self.below
+
+    def describe(self, number: float = 0) -> str:
+        """Words for the range; the bound of all numbers is among them only if this number is beyond it.
+
+        >>> Range(least=0, below=1).describe()
+        'at least 0, below 1'
+        """
+        bounds = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
+        said = {word: bound for word, bound in bounds.items() if abs(bound) < LARGEST}
+        if number > LARGEST and self.most == LARGEST:
+            said["at most"] = float(LARGEST)
+        words = [f"{word} {bound if isinstance(bound, int) else f'{bound:g}'}" for word, bound in said.items()]
+        return ", ".join(words) or "a number"
+
+
+class Mark(Enum):
+    """Property of a setting, beside its range."""
+
+    COMMON = auto()
+    """Shown by `--help`; the others by `--help all`."""
+    SESSION = auto()
+    """Changes no number of a run and is no part of its identity: where it lies, how long it goes on today, what is kept
+    and told of it, how many processes train it, what these remember, and where the secrets of its clients lie. Secrets
+    do change numbers: a resumed run compares them with digests (`experiment.recorder.check_provenance`)."""
+    WORD_OR_NUMBER = auto()
+    """A word or a number, so that a file may hold `ranks = 8` without quotes."""
+    OF_ADAPTERS = auto()
+    """Of the model, and without effect on whole models."""
+    OF_WHOLE_MODELS = auto()
+    """Of images, and without effect on adapters."""
+    OF_IMAGES = auto()
+    """Without effect on texts."""
+    OF_SGD = auto()
+    """Without effect on AdamW."""
+
+
+@dataclass(frozen=True)
+class UsedBy:
+    """Strategies, or their rules, that a setting has an effect on."""
+
+    strategies: tuple[str, ...]
+
+    def __init__(self, *strategies: str) -> None:
+        object.__setattr__(self, "strategies", strategies)
+
+
 def describe(kind: Any) -> str:
-    """What a value of this kind is, in words.
+    """Words for a value of this kind.
 
     >>> describe(tuple[int, ...] | None)
     'a list of whole numbers, or none'

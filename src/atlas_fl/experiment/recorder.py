@@ -75,7 +75,6 @@ def check_provenance(recorded: Mapping[str, Any], current: Mapping[str, Any], *,
         CheckpointError: a setting, a client's rows, a part of the model or a secret is another; the message names the
             first.
     """
-    # A setting younger than runs (`config.identity.ADDED_LATER`) is not among those of a run begun with its default.
     for name in dict.fromkeys([*recorded["settings"], *sorted(current["settings"])]):
         old, new = recorded["settings"].get(name), current["settings"].get(name)
         if new != old:

@@ -18,9 +18,9 @@ from statistics import fmean
 from typing import Any, Literal, TypeAlias
 
 from atlas_fl.config import Config, identity_settings, pin_mask_file, run_folder, to_toml, validate, with_values
-from atlas_fl.config.files import WORD_OR_NUMBER, load_values
+from atlas_fl.config.files import load_values
 from atlas_fl.config.settings import Setting, find_setting, parse_setting
-from atlas_fl.config.values import parse_integer, unwrap_optional
+from atlas_fl.config.values import Mark, parse_integer, unwrap_optional
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.events import Event, OnEvent, RoundFinished, ignore
 from atlas_fl.experiment.early_stopping import best_rounds
@@ -120,14 +120,14 @@ def _parse_choices(setting: Setting, parts: tuple[str, ...]) -> NumberRange | tu
 
 def _takes_integers(setting: Setting) -> bool | None:
     """Whether the setting takes whole numbers alone; None where it takes no numbers."""
-    if setting.name in WORD_OR_NUMBER:
+    if Mark.WORD_OR_NUMBER in setting.marks:
         return True
     kind = unwrap_optional(setting.kind) or setting.kind
     return kind is int if kind in (int, float) else None
 
 
 def _parse_number(setting: Setting, text: str, *, is_integer: bool) -> float:
-    value = parse_integer(text) if setting.name in WORD_OR_NUMBER else parse_setting(setting, text)
+    value = parse_integer(text) if Mark.WORD_OR_NUMBER in setting.marks else parse_setting(setting, text)
     if value is None:
         raise ConfigError(
             f"--over {setting.name} has {text!r} as an end of its range; allowed: a{' whole' if is_integer else ''}"

@@ -19,10 +19,9 @@ from atlas_fl.config import (
     with_values,
 )
 from atlas_fl.config.federations import turn_dial
-from atlas_fl.config.identity import SESSION
 from atlas_fl.config.methods import check_swept_setting, without_method_settings
 from atlas_fl.config.settings import find_setting
-from atlas_fl.config.values import LARGEST
+from atlas_fl.config.values import LARGEST, Mark
 from atlas_fl.errors import CheckpointError, ConfigError, short_repr
 from atlas_fl.events import Note, OnEvent, ignore
 from atlas_fl.storage.run_folder import PLANNED_RUNS
@@ -36,8 +35,6 @@ MOST_SEEDS = 1000
 LAMBDA_SWEEP = "eta=0,0.01,0.1,0.5,1"
 """The steps of the Laplacian that `--lambda-sweep` tries."""
 
-UNSWEPT = SESSION | {"preset"}
-"""Settings that change no number of a run."""
 RunState = Literal["finished", "unfinished", "new"]
 
 STEPS = "local_steps"
@@ -154,7 +151,7 @@ def parse_over(texts: Sequence[str], *, presets: bool = False) -> dict[str, tupl
             raise ConfigError(
                 f"--over is {text!r}; allowed: a setting and its values; write {setting.name}=VALUE,VALUE"
             )
-        if setting.name in UNSWEPT - ({"preset"} if presets else set()):
+        if Mark.SESSION in setting.marks or (setting.name == "preset" and not presets):
             raise ConfigError(
                 f"--over sweeps {setting.name}, which changes no number of a run; sweep a setting that does"
             )

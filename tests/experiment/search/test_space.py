@@ -58,7 +58,7 @@ def test_a_wrong_range_is_one_line(text: str, message: str) -> None:
         (["eta=0..3"], "--eta is 3.0; allowed: at least 0, below 2"),
         (["dropout=-0.5..0.5"], "--dropout is -0.5"),
         (["strategy=atlas,fedavgg"], "unknown strategy 'fedavgg'"),
-        (["patience=0,2", "min-delta=0..0.1"], "--min-delta is 0.1 and says what is better for --patience, which is 0"),
+        (["patience=0,2", "min-delta=0..0.1"], "--min-delta 0.1 says what is better for --patience, which is 0"),
     ],
 )
 def test_every_end_and_value_must_be_a_run_that_can_be_also_together(texts: list[str], message: str) -> None:

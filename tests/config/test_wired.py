@@ -1,0 +1,64 @@
+"""Every setting is read where something is done with it: a flag that is wired to nothing would be believed."""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import atlas_fl
+from atlas_fl.config import settings
+from atlas_fl.config.settings import group_classes
+
+SOURCES = Path(atlas_fl.__file__).parent
+READ_BY_CONFIG = {
+    "trainable": "`Config.trainable` decides by the kind of the tasks",
+    "tune": "`Config.trainable` decides by the kind of the tasks",
+    "optimizer": "`Config.optimizer` decides by the kind of the tasks",
+    "measure_round": "`config.methods.first_measured_round` fits it to the rounds",
+}
+"""Settings that nothing else reads, with the reason."""
+
+
+@cache
+def read_settings() -> set[tuple[str, str]]:
+    """(group, setting) of every reading, such as `config.training.lr`, outside of the command line and the config."""
+    paths = [path for path in SOURCES.rglob("*.py") if path.relative_to(SOURCES).parts[0] not in ("cli", "config")]
+    return {pair for path in paths for pair in readings(ast.parse(path.read_text(encoding="utf-8")))}
+
+
+def readings(module: ast.Module) -> Iterator[tuple[str, str]]:
+    """(group, attribute) wherever a module reads an attribute of a group, or of what it calls a group."""
+    nodes = list(ast.walk(module))
+    names = {(group, group) for group in group_classes()}
+    names |= {
+        (node.arg, group)
+        for node in nodes
+        if isinstance(node, ast.arg) and node.annotation is not None
+        for group, cls in group_classes().items()
+        if ast.unparse(node.annotation) == cls.__name__
+    }
+    names |= {
+        (name.id, value.attr)
+        for node in nodes
+        if isinstance(node, ast.Assign)
+        for name, value in zip(parts(node.targets[0]), parts(node.value))
+        if isinstance(name, ast.Name) and isinstance(value, ast.Attribute) and value.attr in group_classes()
+    }
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute):
+            yield node.value.attr, node.attr
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            yield from ((group, node.attr) for name, group in names if name == node.value.id)
+
+
+def parts(node: ast.expr) -> list[ast.expr]:
+    """The sides of an assignment of several values, or the one."""
+    return node.elts if isinstance(node, ast.Tuple) else [node]
+
+
+@pytest.mark.parametrize("name", settings())
+def test_a_setting_is_read_outside_of_the_config(name: str) -> None:
+    is_read = (settings()[name].group, name) in read_settings()
+    assert is_read is not (name in READ_BY_CONFIG), f"{settings()[name].flag} is wired to nothing"
