@@ -23,14 +23,7 @@ from atlas_fl.runtime.engine import Engine
 from atlas_fl.storage.files import secret_digest
 
 MAX_BYTES = 512 << 20
-"""Of tensors in remembered updates: hundreds of rounds of small adapters."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Result:
-    updates: tuple[Update, ...]
-    seconds: float
-    num_bytes: int
+"""Most bytes of tensors in remembered updates: hundreds of rounds of small adapters."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -40,15 +33,18 @@ class ReusedResults:
     max_bytes: int = 0
     """With 0 nothing is remembered."""
     computed_seconds: float = 0.0
-    """Spent on what was asked for while something was remembered."""
+    """Seconds spent on computing results that were remembered."""
     saved_seconds: float = 0.0
-    """That what was remembered had taken."""
-    _results: dict[str, _Result] = field(default_factory=dict)
+    """Seconds that the reused results had taken."""
+    _results: dict[str, tuple[list[Update], float, int]] = field(default_factory=dict)
+    """By key (updates, seconds, bytes), the least recently used first."""
 
     @contextmanager
     def remember(self, max_bytes: int = MAX_BYTES) -> Iterator["ReusedResults"]:
         """Remember results until the context ends."""
-        self.max_bytes, self.computed_seconds, self.saved_seconds = max_bytes, 0.0, 0.0
+        self.max_bytes = max_bytes
+        self.computed_seconds = 0.0
+        self.saved_seconds = 0.0
         try:
             yield self
         finally:
@@ -56,24 +52,24 @@ class ReusedResults:
             self._results.clear()
 
     def run(self, key: str, engine: Engine, action: str, jobs: Sequence[Job]) -> list[Update]:
-        """What the engine answers, or answered to these jobs before."""
+        """The engine's answer to these jobs, computed now or before."""
         result = self._results.pop(key, None)
         if result is None:
             start_time = time.perf_counter()
-            updates = tuple(engine.run(action, jobs))
+            updates = engine.run(action, jobs)
             size = sum(num_bytes(update.params) + num_bytes(update.report) for update in updates)
-            result = _Result(updates=updates, seconds=time.perf_counter() - start_time, num_bytes=size)
-            self.computed_seconds += result.seconds
+            result = updates, time.perf_counter() - start_time, size
+            self.computed_seconds += result[1]
         else:
-            self.saved_seconds += result.seconds
+            self.saved_seconds += result[1]
         self._results[key] = result
-        while sum(other.num_bytes for other in self._results.values()) > self.max_bytes:
+        while sum(size for _, _, size in self._results.values()) > self.max_bytes:
             del self._results[next(iter(self._results))]
-        return list(result.updates)
+        return list(result[0])
 
 
 REUSED_RESULTS = ReusedResults()
-"""Those of this process; nothing is remembered outside of `remember`."""
+"""The results of this process; nothing is remembered outside of `remember`."""
 
 
 @dataclass(frozen=True, kw_only=True)
