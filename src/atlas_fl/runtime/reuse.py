@@ -9,7 +9,7 @@ Models with cuts, masks, momentum or control variates, and whole models, are alw
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -51,12 +51,12 @@ class ReusedResults:
             self.max_bytes = 0
             self._results.clear()
 
-    def run(self, key: str, engine: Engine, action: str, jobs: Sequence[Job]) -> list[Update]:
-        """The engine's answer to these jobs, computed now or before."""
+    def run(self, key: str, compute: Callable[[], list[Update]]) -> list[Update]:
+        """The updates of this key, computed now or before."""
         result = self._results.pop(key, None)
         if result is None:
             start_time = time.perf_counter()
-            updates = engine.run(action, jobs)
+            updates = compute()
             size = sum(num_bytes(update.params) + num_bytes(update.report) for update in updates)
             result = updates, time.perf_counter() - start_time, size
             self.computed_seconds += result[1]
@@ -92,7 +92,7 @@ class ReusingEngine:
             " ".join([job.client, str(job.round), repr(job.options), *map(digest, _tensors_of(job))]) for job in jobs
         ]
         key = sha256("\n".join([self._site_key, action, *parts]).encode()).hexdigest()
-        return self.results.run(key, self.engine, action, jobs)
+        return self.results.run(key, lambda: self.engine.run(action, jobs))
 
 
 def _tensors_of(job: Job) -> tuple[Params, ...]:

@@ -287,7 +287,8 @@ class PeerRelay:
         while outbox is not None and not self._closed and not client.removal_reason and client.shutdown_message is None:
             if outbox.stale or self._is_batch_complete(client.name, outbox):
                 return self._next_batch(client.name, outbox)
-            if not outbox.items and not self._expects_requests(client.name):
+            guests = [self._clients[guest] for guest in self._guests_of(client.name)]
+            if not outbox.items and not any(guest.connected and guest.pending_job is not None for guest in guests):
                 return None
             client.wakeup.clear()
             wait_seconds = BATCH_WAIT_SECONDS if outbox.items else deadline - loop.time()
@@ -301,13 +302,6 @@ class PeerRelay:
         """Return whether all guests of this host have sent a request; the begin of a job waits for nobody."""
         num_open = sum(task.host == host and not task.moved for task in self._tasks.values())
         return any(head["kind"] == "begin" for head, _ in outbox.items) or 0 < num_open <= len(outbox.items)
-
-    def _expects_requests(self, host: str) -> bool:
-        """Return whether a guest of this host is connected and has an open job."""
-        return any(
-            self._clients[guest].connected and self._clients[guest].pending_job is not None
-            for guest in self._guests_of(host)
-        )
 
     def _next_batch(self, host: str, outbox: Outbox) -> tuple[Head, Params]:
         """The oldest items as one message, as many as a frame holds."""
