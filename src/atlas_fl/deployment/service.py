@@ -55,7 +55,12 @@ def write_sites(folder: RunFolder, proxies: Sequence[ClientProxy]) -> None:
 
 
 def read_sites(folder: RunFolder, names: Sequence[str]) -> dict[str, tuple[ClientMetadata, Device]]:
-    """The metadata and devices of these clients; raises `CheckpointError` where the file is missing or damaged."""
+    """The metadata and devices of these clients; raises `CheckpointError` where they are not known."""
+    if not folder.sites.exists():
+        raise CheckpointError(
+            f"run {folder.path} has no {folder.sites.name}, and cannot go on without {', '.join(names)}; let everybody"
+            " come once, and then it has"
+        )
     sites = read_sealed(folder.sites)
     by_client = {}
     for name in names:

@@ -138,7 +138,7 @@ class AdapterReceiver:
 
 
 def resolve_model(
-    held: dict[str, tuple[str, Params]], came: Params, *, expected: str, home: tuple[str, Params] = ("", {})
+    held: dict[str, tuple[str, Params]], came: Params, *, expected: str, home: tuple[str, Params] | None = None
 ) -> Params:
     """The tensors of this digest: those that came, which are held from now on, or others that are here already."""
     if digest(came) == expected:
@@ -146,7 +146,7 @@ def resolve_model(
         return came
     if came:
         raise ProtocolError("a model came with another digest than the server named; the message was altered")
-    for key, params in (*held.values(), home):
+    for key, params in held.values() if home is None else (*held.values(), home):
         if key == expected:
             return params
     raise ProtocolError("the server names a model that is not here; install its version of atlas-fl")
