@@ -43,7 +43,7 @@ def test_what_sites_said_of_themselves_is_read_as_it_was_and_later_ones_are_adde
 
 def test_what_is_not_known_or_was_altered_is_told(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    with pytest.raises(CheckpointError, match=r"has no sites\.json, and cannot go on without b; an earlier version"):
+    with pytest.raises(CheckpointError, match=r"has no sites\.json, and cannot go on without b; let everybody come"):
         read_sites(folder, ["b"])
     write_sites(folder, [seat("a", "cpu_2gb")])
     with pytest.raises(CheckpointError, match="does not know client 'b'"):

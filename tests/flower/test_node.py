@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from atlas_fl.deployment.consent import Consent
 from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.flower.messages import Invitation, Node, node_of, read_invitation
 from atlas_fl.runtime.transport.certificates import make_certs, open_certs
@@ -20,9 +21,9 @@ def test_a_node_is_named_by_its_config_or_by_its_number() -> None:
 
 def test_a_node_agrees_to_nothing_but_what_its_config_says() -> None:
     given = {"task": "movie", "device": "cpu_2gb"}
-    assert (node_of(given, node_id=7).allow, node_of(given, node_id=7).least_examples) == ((), 16)
+    assert node_of(given, node_id=7).consent == Consent(allow=(), least_examples=16)
     own = node_of({**given, "allow": "cut labels", "least-examples": 4, "most-sketch": 64}, node_id=7)
-    assert (own.allow, own.least_examples, own.most_sketch) == (("cut", "labels"), 4, 64)
+    assert own.consent == Consent(allow=("cut", "labels"), least_examples=4, most_sketch=64)
 
 
 def test_a_node_may_pin_the_settings_and_says_where_private_parts_lie() -> None:

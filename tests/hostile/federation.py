@@ -24,8 +24,9 @@ from typing import Any, TypeAlias
 from unittest.mock import patch
 
 from atlas_fl.config import Config, parse_config, to_toml
+from atlas_fl.data.registry import find_tasks
 from atlas_fl.deployment import server
-from atlas_fl.deployment.service import ServerOptions, client_manager_of, with_images
+from atlas_fl.deployment.service import ServerOptions, client_manager_of
 from atlas_fl.deployment.site import home_of, own_client
 from atlas_fl.errors import AtlasError
 from atlas_fl.events import Event, Note, OnEvent, ignore
@@ -38,7 +39,8 @@ from atlas_fl.runtime.coordinator.coordinator import ClientManager
 from atlas_fl.runtime.coordinator.site_worker import SiteClient
 from atlas_fl.runtime.protocol.client_metadata import metadata_of
 from atlas_fl.runtime.transport.event_loop import EventBridge, LoopThread
-from atlas_fl.runtime.transport.sessions import NO_TENSORS, InProcess, Message, Sessions
+from atlas_fl.runtime.transport.sessions import NO_TENSORS, Message, Sessions
+from tests.runtime.in_process import AcceptAll, InProcess
 
 Change: TypeAlias = Callable[[dict[str, Any], dict[str, Any], str], Message | list[Message] | None]
 """(head, tensors, action) -> what is sent instead of this answer: None for nothing ever, a list for several."""
@@ -181,7 +183,8 @@ class Federation:
             registration={**identity, **told, "device": DEVICE, "part": int(name[-1])},
             on_event=ignore,
             receiver=home.home.receiver,
-            actions=home.home.actions,
+            on_final_model=lambda *_: None,
+            policy=AcceptAll(),
         )
         with Ending(name, self.found):
             self.found.models[name] = worker.run()
@@ -189,7 +192,7 @@ class Federation:
 
 
 def _model_of(config: Config) -> str:
-    if with_images(config):
+    if any(task.images for task in find_tasks(config.data.tasks, config.data.task)):
         return digest(
             dict(load_vision(config.model.model, image_size=config.images.image_size).backbone.named_parameters())
         )

@@ -11,12 +11,13 @@ import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeAlias
 from unittest.mock import patch
 
 from atlas_fl.config import Config, config_hash, parse_config
+from atlas_fl.deployment.consent import Consent
 from atlas_fl.deployment.site import AdapterSiteRuntime, SiteOptions, SiteResult, join_federation
 from atlas_fl.errors import AtlasError
 from atlas_fl.events import Event, Note, OnEvent
@@ -25,9 +26,10 @@ from atlas_fl.runtime.coordinator.coordinator import ClientManager
 from atlas_fl.runtime.transport.certificates import make_certs
 from atlas_fl.runtime.transport.event_loop import LoopThread
 from atlas_fl.runtime.transport.frames import decode_frame, encode_frame
-from atlas_fl.runtime.transport.sessions import NO_TENSORS, InProcess, Message, Sessions
+from atlas_fl.runtime.transport.sessions import NO_TENSORS, Message, Sessions
 from tests.hostile import federation as in_process
 from tests.hostile.federation import DEVICE, Outcome, ServerGoneError
+from tests.runtime.in_process import InProcess
 
 Lie: TypeAlias = Callable[[dict[str, Any], dict[str, Any]], Message | None]
 """(head, tensors) of a server's message -> what it says instead; None for the same."""
@@ -135,6 +137,8 @@ def joining_of(folder: Path, name: str, **words: Any) -> SiteOptions:
     """How a site joins; its certificates lie under the folder, and its model is written there."""
     task, _, part = name.partition("-")
     own: dict[str, Any] = {"task": task, "part": int(part), "device": DEVICE, "to": folder / f"{name}-adapter"}
+    consent = {option.name: words.pop(option.name) for option in fields(Consent) if option.name in words}
+    own["consent"] = Consent(**consent)
     return SiteOptions(**{"address": "in:1", "certs": folder / "certs" / name, **own, **words})
 
 

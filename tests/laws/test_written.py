@@ -17,7 +17,7 @@ from atlas_fl.planning.plan import Plan
 from atlas_fl.ranks.devices import BOUNDS as DEVICE_BOUNDS
 from atlas_fl.ranks.devices import parse_device
 from atlas_fl.runtime.coordinator.client_registry import ClientProxy
-from atlas_fl.runtime.protocol.answer_schema import ROUGE, SCORES, SECONDS
+from atlas_fl.runtime.protocol.answer_schema import CORRELATIONS, ROUGE, SCORES, SECONDS
 from atlas_fl.runtime.protocol.client_metadata import read_metadata
 from atlas_fl.storage.json_shapes import METRICS, PLAN, STATE, SUMMARY, ledger_row, list_of, metrics_row
 from atlas_fl.storage.jsonl import append_rows, from_json, read_json, read_rows, to_json, write_json
@@ -129,7 +129,7 @@ def test_a_summary_of_rows_and_a_plan_that_were_written_is_one_that_can_be_read(
 @pytest.mark.parametrize("kind", SCORES)
 def test_whatever_a_client_may_answer_is_a_row_that_can_be_read(kind: str) -> None:
     """At the bounds of every score, rounding included: no answer that the server takes spoils the file."""
-    ranges = {**SCORES[kind], **ROUGE, "seconds": SECONDS}
+    ranges = {**SCORES[kind], **CORRELATIONS, **ROUGE, "seconds": SECONDS}
     for name, allowed in ranges.items():
         for bound in (allowed.least, allowed.most):
             for value in (bound, bound - 1e-6 * max(1.0, abs(bound)), bound + 1e-6 * max(1.0, abs(bound))):

@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias, get_args
 from atlas_fl.errors import ConfigError, short_repr
 
 Allowance: TypeAlias = Literal["cut", "labels", "hosting", "hub-model", "linear-steps", "partial-training"]
-"""What `--allow` takes."""
+"""Words of `--allow`."""
 
 ALLOWANCES: Mapping[Allowance, str] = {
     "cut": "activations of its texts go to the server, which can read nearly all of the text in them",
@@ -22,12 +22,12 @@ ALLOWANCES: Mapping[Allowance, str] = {
     " order of the examples, has read all texts of a site",
     "partial-training": "training that leaves out the head or the factors A has given the same away as linear steps",
 }
-"""What each word lets happen."""
+"""The consequence of each word."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Consent:
-    """What a site agrees to beside adapters, heads, sketches and counts."""
+    """The consent of a site beside adapters, heads, sketches and counts."""
 
     allow: tuple[Allowance, ...] = ()
     """Words of `ALLOWANCES`."""
@@ -43,7 +43,7 @@ class Consent:
 
 
 def check_consent(consent: Consent) -> None:
-    """Nothing where this can be agreed to; raises `ConfigError` where it cannot."""
+    """Raise `ConfigError` unless this can be agreed to."""
     if wrong := [word for word in consent.allow if word not in ALLOWANCES]:
         raise ConfigError(f"--allow has {short_repr(wrong[0])}; allowed: {', '.join(get_args(Allowance))}")
     if consent.least_examples < 1:

@@ -1,4 +1,4 @@
-"""Which jobs a site carries out and which it refuses: those that the settings it has accepted ask for, and no others.
+"""The jobs that a site carries out: those that the settings it has accepted ask for, and no others.
 
 A server names in every job the action, its options, the round and the cut. All of these follow from the settings, so
 the site works them out by itself and refuses a job that says anything else, before a part of the model is loaded and
@@ -57,15 +57,15 @@ from atlas_fl.setup.options import (
 from atlas_fl.split.channel import Cut
 
 MOST_REPEATS = 32
-"""How often one job may come: again after a fault of server or host, of several models of a round, and not for ever."""
+"""Most times that one job may come: again after a fault of server or host, or with several models of a round."""
 MOST_TOKENS = 2**20
-"""Of one message of a cut client's evaluation."""
+"""Most tokens of one message of a cut client's evaluation."""
 MOST_VALUE = 1e3
-"""Of a start model, in absolute value: larger ones can silence the gradients of all examples but a few."""
+"""Largest absolute value of a start model: larger ones can silence the gradients of all examples but a few."""
 MOST_MEASURED = 3
-"""In how many rounds a site reports halves: again where its answer was late or refused, which it is not told."""
+"""Most rounds in which a site reports halves: again where its answer was late or refused, which it is not told."""
 MOST_GUESTS = 64
-"""Of one host at a time: each takes adapters, an optimizer and a census in its memory."""
+"""Most guests of one host at a time: each takes adapters, an optimizer and a census in its memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,15 +73,11 @@ class Expected:
     """The jobs of one action that settings ask for."""
 
     options: Callable[[Config, Job, "Outline"], Any]
-    """(settings, a job of this action, the model's blocks) -> its options; what may differ is the job's own."""
-    rounds: Callable[[Config, int], bool]
-    """Whether such a job belongs to this round."""
+    """(settings, a job of this action, the model's outline) -> its options; free options are the job's own."""
+    rounds: Callable[[Config, int], bool] = lambda _, number: number == 0
+    """(settings, round) -> whether such a job belongs to this round; by default before round one."""
     asked: Callable[[Config], bool] = lambda _: True
-    """Whether the settings ask for it at all."""
-
-
-def _before_round_one(_: Config, number: int) -> bool:
-    return number == 0
+    """(settings) -> whether they ask for it at all."""
 
 
 def _is_training_round(config: Config, number: int) -> bool:
@@ -96,10 +92,6 @@ def _is_scored_round(config: Config, number: int) -> bool:
 
 def _is_clustering_round(config: Config, number: int) -> bool:
     return number == 0 or (_is_training_round(config, number) and is_reclustered(config, number))
-
-
-def _is_ranking_round(config: Config, number: int) -> bool:
-    return number == 0 or (config.ranks.rerank and _is_clustering_round(config, number))
 
 
 def _fingerprint(config: Config, job: Job, outline: "Outline") -> FingerprintOptions:
@@ -127,10 +119,6 @@ def _evaluation(config: Config, job: Job, _: "Outline") -> EvaluateOptions:
     )
 
 
-def _scale(_: Config, job: Job, __: "Outline") -> ScaleOptions:
-    return ScaleOptions(examples=min(max(1, job.options.examples), SCALED_BY))
-
-
 def _sensitivity(config: Config, job: Job, _: "Outline") -> SensitivityOptions:
     sparse = config.sparse
     return SensitivityOptions(
@@ -151,7 +139,7 @@ ADAPTER_JOBS: Mapping[str, Expected] = {
         options=lambda config, *_: ImportanceOptions(
             kind=config.ranks.importance, train=warmup_options(config), batches=IMPORTANCE_BATCHES
         ),
-        rounds=_is_ranking_round,
+        rounds=lambda config, number: number == 0 or (config.ranks.rerank and _is_clustering_round(config, number)),
     ),
     "train": Expected(options=_training, rounds=_is_training_round),
     "evaluate": Expected(options=_evaluation, rounds=_is_scored_round),
@@ -159,15 +147,12 @@ ADAPTER_JOBS: Mapping[str, Expected] = {
 """By action, of clients with adapters."""
 
 WHOLE_JOBS: Mapping[str, Expected] = {
-    "ridge": Expected(
-        options=lambda *_: RidgeOptions(),
-        rounds=_before_round_one,
+    "ridge": Expected(options=lambda *_: RidgeOptions(), asked=lambda config: config.images.head_first == "ridge"),
+    "scale": Expected(
+        options=lambda _, job, __: ScaleOptions(examples=min(max(1, job.options.examples), SCALED_BY)),
         asked=lambda config: config.images.head_first == "ridge",
     ),
-    "scale": Expected(
-        options=_scale, rounds=_before_round_one, asked=lambda config: config.images.head_first == "ridge"
-    ),
-    "sensitivity": Expected(options=_sensitivity, rounds=_before_round_one, asked=asks_sensitivity),
+    "sensitivity": Expected(options=_sensitivity, asked=asks_sensitivity),
     "fingerprint": Expected(
         options=_fingerprint, rounds=_is_clustering_round, asked=lambda config: strategy_of(config).clustered
     ),
@@ -187,22 +172,22 @@ ANSWERS: Mapping[str, frozenset[str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Outline:
-    """What a site knows of the model that it is to train, before any of it is loaded."""
+    """Names and shapes of the model that a site is to train, before any of it is loaded."""
 
     like: Mapping[str, Tensor]
     """The trainable tensors of the whole model by name, adapters at rank one."""
     names: Callable[[Cut | None], frozenset[str]]
-    """Which of them are at the site with this cut."""
+    """Names of those that are at the site with this cut."""
     initial: Initial
     """The tensors of round one."""
     places: Callable[[Cut, TrainOptions], tuple[int, ...]]
-    """Where the trained ones of a cut client stand among all that these options train."""
+    """Indices of the trained ones of a cut client among all that these options train."""
     blocks: int
-    """Of the model."""
+    """Blocks of the model."""
     images: bool = False
-    """Whether the model sees images."""
+    """The model sees images."""
     whole: bool = False
-    """Whether all weights train, and no adapters."""
+    """All weights train, and no adapters."""
     body: str = ""
     """Digest of the weights in the files that train, but for the head, of whole models."""
 
@@ -212,7 +197,7 @@ class JobPolicy:
     """`runtime.coordinator.site_worker.Policy` of a site that has accepted these settings."""
 
     config: Config
-    """As the server sent them: its own name for the model says the learning rate."""
+    """The settings as the server sent them: its own name for the model says the learning rate."""
     client: str
     task: str
     device: str
@@ -220,9 +205,9 @@ class JobPolicy:
     num_labels: int
     """Classes of the task; 1 of numbers, 0 of text to be written."""
     starts: StartModels
-    """What is known of the models that come."""
+    """The site's knowledge of the models that come."""
     most_rounds: int
-    """In how many rounds this site trains at most."""
+    """Most rounds in which this site trains."""
     _named: str = ""
     """Digests of the parts of the newest job's model, which its receiver has held against the tensors."""
     _trained: set[int] = field(default_factory=set)
@@ -234,7 +219,7 @@ class JobPolicy:
     """Blocks below the cut that this site was first trained with, 0 of a whole model; `auto` moves no cut after it."""
 
     def check_job(self, head: Mapping[str, Any]) -> None:
-        """Nothing where the settings ask for this job; raises `ProtocolError` where they do not.
+        """Raise `ProtocolError` unless the settings ask for this job.
 
         The head of its message suffices: no tensor is looked at, and nothing is loaded.
         """
@@ -262,7 +247,7 @@ class JobPolicy:
             raise _refusal(f"{action} of round {job.round} for the {MOST_REPEATS + 1}th time", "a few times at most")
 
     def check_model(self, action: str, job: Job) -> None:
-        """Nothing where a job's model has the tensors of this site, finite and of the settings' ranks and shapes.
+        """Raise `ProtocolError` unless a job's model has the tensors of this site, finite and of the settings' shapes.
 
         Class means to pull features to come with it only where the settings align features.
         """
@@ -272,9 +257,9 @@ class JobPolicy:
             self._check_sent(action, job)
 
     def check_answer(self, action: str, job: Job, tensors: Params) -> None:
-        """Nothing where an answer holds what this action brings back; raises `ProtocolError` where it has more.
+        """Raise `ProtocolError` where an answer holds more than this action brings back.
 
-        A last look at what leaves: whatever a job was, nothing that is not shared goes out.
+        The last check before sending: whatever a job was, nothing that is not shared goes out.
         """
         params = self.outline.like
         shared = params.keys() if self.outline.whole else shared_params(dict(params), self.config.mixing.share).keys()
@@ -292,11 +277,12 @@ class JobPolicy:
             self.starts.remember(job, own)
 
     def check_host(self, head: Mapping[str, Any]) -> None:
-        """Nothing where this message to a host asks for upper parts of jobs that the settings ask of their guests."""
+        """Raise `ProtocolError` unless this message to a host asks for jobs that the settings ask of its guests."""
         if self.config.split.topology != "paired":
             raise _refusal("work for other sites", "none: clients do not host each other (--topology server)")
         items = head.get("items")
-        jobs = [item for item in items if _begins(item)] if isinstance(items, list) else []
+        entries = items if isinstance(items, list) else []
+        jobs = [item for item in entries if isinstance(item, dict) and item.get("kind") == "begin"]
         for guests in (jobs, head.get("live"), head.get("guests")):
             if isinstance(guests, list) and len(guests) > MOST_GUESTS:
                 raise ProtocolError(
@@ -310,7 +296,7 @@ class JobPolicy:
                 self._check_way(job.cut)
 
     def check_final_model(self, params: Params) -> None:
-        """Nothing where this can be the client's own model at the end; raises `ProtocolError` where it cannot."""
+        """Raise `ProtocolError` unless this can be the client's own model at the end."""
         _check_params(params, self._expected_params(None), most=self._most_rank, what="the model at the end")
 
     def _check_rounds(self, job: Job) -> None:
@@ -328,15 +314,13 @@ class JobPolicy:
         jobs = self._jobs
         expected = jobs.get(action)
         if expected is None or not expected.asked(self.config):
-            raise _refusal(action, f"{', '.join(name for name, one in jobs.items() if one.asked(self.config))}")
+            raise _refusal(action, ", ".join(name for name, known in jobs.items() if known.asked(self.config)))
         if not expected.rounds(self.config, job.round):
             raise _refusal(f"{action} in round {job.round}", f"--rounds {self.config.training.rounds}")
         expected_options = expected.options(self.config, job, self.outline)
         if name := _difference(job.options, expected_options):
-            raise _refusal(
-                f"{action} with {name} {one_line(_at(job.options, name), limit=60)}",
-                f"{one_line(_at(expected_options, name), limit=60)}",
-            )
+            came = one_line(_at(job.options, name), limit=60)
+            raise _refusal(f"{action} with {name} {came}", one_line(_at(expected_options, name), limit=60))
 
     @property
     def _jobs(self) -> Mapping[str, Expected]:
@@ -364,13 +348,14 @@ class JobPolicy:
         self._check_way(cut)
 
     def _check_way(self, cut: Cut) -> None:
-        """Nothing where what crosses this cut is written as the settings say, with a block on each side."""
+        """Raise `ProtocolError` unless this cut is as the settings say, with a block on each side."""
         if not 1 <= cut.blocks < self.outline.blocks:
             raise _refusal(f"a cut at block {cut.blocks}", f"1 to {self.outline.blocks - 1} blocks at the site")
         shares = self.config.split.server_adapters == "per_cluster"
         expected = cut_of(self.config, cut.blocks, shared=cut.shared if shares else None)
         if cut != expected:
-            name = next(one.name for one in fields(cut) if getattr(cut, one.name) != getattr(expected, one.name))
+            names = [field.name for field in fields(cut)]
+            name = next(name for name in names if getattr(cut, name) != getattr(expected, name))
             raise _refusal(f"a cut with {name} {short_repr(getattr(cut, name))}", short_repr(getattr(expected, name)))
 
     def _check_cut_info(self, action: str, job: Job, cut_info: CutInfo, cut: Cut) -> None:
@@ -383,14 +368,14 @@ class JobPolicy:
             raise _refusal("other tensors below the cut", "those of the model")
 
     def _check_private(self, head: Mapping[str, Any]) -> None:
-        """Nothing where of a part that is not shared only ranks of the settings are named; they cost memory here."""
+        """Raise `ProtocolError` unless all ranks named of a private part are the settings'; they cost memory here."""
         private = read_private(head)
         for rank in () if private is None else private.ranks:
             if not 1 <= rank <= self._most_rank:
                 raise _refusal(f"rank {rank}", f"1 to {self._most_rank}")
 
     def _check_sent(self, action: str, job: Job) -> None:
-        """Nothing where these are means that a round before has left; they cannot hide what the settings ask for."""
+        """Raise `ProtocolError` unless these can be means of an earlier round, under settings that ask for them."""
         last = self.config.training.rounds - self.config.mixing.personal_rounds
         if action != "train" or not self.config.training.feature_alignment or not 2 <= job.round <= last:
             raise _refusal(f"{action} in round {job.round} with class means to pull to", "none then")
@@ -442,11 +427,6 @@ def _report_names(report: Report, model: Params) -> set[str]:
     return names.get(report, set())
 
 
-def _begins(item: Any) -> bool:
-    """Whether this item of a message to a host begins a guest's job."""
-    return isinstance(item, dict) and item.get("kind") == "begin"
-
-
 def _refusal(request: str, agreed: str) -> ProtocolError:
     return ProtocolError(
         f"the server asks for {request}, and the settings that this site accepted say {agreed}; nothing was sent: ask"
@@ -457,17 +437,18 @@ def _refusal(request: str, agreed: str) -> ProtocolError:
 def _difference(options: Any, expected: Any, before: str = "") -> str:
     """The name of the first option that is another than is wanted; empty where there is none.
 
-    Whether what was loaded is hashed, for an audit, is the server's to say from session to session.
+    Hashing of the loaded model, for an audit, is the server's choice from session to session.
     """
-    for one in fields(expected):
-        value, other = getattr(options, one.name), getattr(expected, one.name)
-        if value == other or one.name == "hash_loaded":
+    for option in fields(expected):
+        value = getattr(options, option.name)
+        other = getattr(expected, option.name)
+        if value == other or option.name == "hash_loaded":
             continue
         if hasattr(other, "__dataclass_fields__") and type(value) is type(other):
-            if inner := _difference(value, other, f"{before}{one.name}."):
+            if inner := _difference(value, other, f"{before}{option.name}."):
                 return inner
             continue
-        return before + one.name
+        return before + option.name
     return ""
 
 
@@ -478,7 +459,7 @@ def _at(options: Any, name: str) -> Any:
 
 
 def _check_params(params: Params, like: Mapping[str, Tensor], *, most: int, what: str) -> None:
-    """Nothing where these are such tensors, adapters of any rank up to `most`; raises `ProtocolError` else."""
+    """Raise `ProtocolError` unless these are such tensors, adapters of any rank up to `most`."""
     if odd := sorted(params.keys() ^ like.keys()):
         kind = "has" if odd[0] in params else "lacks"
         raise ProtocolError(
@@ -500,7 +481,7 @@ def _check_params(params: Params, like: Mapping[str, Tensor], *, most: int, what
 
 
 def _fits(name: str, params: Params, like: Tensor, *, most: int) -> bool:
-    """Whether a tensor has the shape of one at rank one, at a rank that both factors of its module have."""
+    """Return whether a tensor has the shape of `like` at a rank that both factors of its module have."""
     shape = tuple(params[name].shape)
     if name.endswith((LORA_A, LORA_B)):
         axis, other = (0, LORA_B) if name.endswith(LORA_A) else (1, LORA_A)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from atlas_fl.errors import CheckpointError, ConfigError, DataError
 from atlas_fl.runtime.coordinator.site_worker import ModelMismatchError, confirm_saved
-from atlas_fl.runtime.protocol.private_params import Owner, clear_store
 from atlas_fl.runtime.transport.client import Link
 from atlas_fl.storage.digests import file_sha256
 from atlas_fl.storage.files import atomic_folder
@@ -27,7 +26,7 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 @dataclass(frozen=True, kw_only=True)
 class Receipt:
-    """What a folder says of the model in it."""
+    """The file beside a model that says whose it is."""
 
     client: str
     config: str
@@ -35,11 +34,11 @@ class Receipt:
     model: str
     """The server's name for the model."""
     files: dict[str, str] = field(default_factory=dict)
-    """The SHA-256 of every file of it."""
+    """SHA-256 of every file of the model."""
 
 
 def read_receipt(to: Path, *, client: str) -> Receipt | None:
-    """What says that this client's model lies there in full; None where nothing is there.
+    """The receipt of this client's model, which lies there in full; None where nothing is there.
 
     Raises:
         ConfigError: something else is there, or a file of the model is missing or altered.
@@ -68,7 +67,7 @@ def occupied_error(to: Path) -> ConfigError:
 
 
 def write_model(to: Path, receipt: Receipt, export: Callable[[Path], None]) -> None:
-    """Write a model with what says whose it is; it is there in full then, or nothing is.
+    """Write a model with its receipt; it is there in full then, or nothing is.
 
     Raises:
         ConfigError: something has come to lie there.
@@ -90,7 +89,7 @@ def write_model(to: Path, receipt: Receipt, export: Callable[[Path], None]) -> N
 
 
 def confirm_again(link: Link, receipt: Receipt, *, to: Path) -> None:
-    """Tell the server that the model lies here, which was killed or cut off before it could hear so.
+    """Tell the server again that the model lies here, after the site or the link was cut off before it heard so.
 
     Raises:
         ConfigError: the model is of another run.
@@ -101,8 +100,3 @@ def confirm_again(link: Link, receipt: Receipt, *, to: Path) -> None:
         confirm_saved(link, receipt.model)
     except ModelMismatchError:
         raise occupied_error(to) from None
-
-
-def clear_private(private: Path, receipt: Receipt) -> str:
-    """Remove what the client has not shared, which is in its model now; what stays of it, in a line."""
-    return clear_store(private, Owner(client=receipt.client, config=receipt.config))

@@ -63,7 +63,9 @@ def remote_backend(
     @contextmanager
     def backend(config: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
         check_served(config, service)
-        folder, certs, listed = run_folder(config), open_certs(service.certs), listed_clients(service.certs)
+        folder = run_folder(config)
+        certs = open_certs(service.certs)
+        listed = listed_clients(service.certs)
         expected, left_out = _expected_clients(folder, listed, service.without)
         if service.min_clients > len(expected):
             raise ConfigError(
@@ -95,7 +97,7 @@ def remote_backend(
 
 
 def reason_for_sites(error: AtlasError) -> str:
-    """Why a run has ended, for every site: what is wrong with the settings, and no name or device of another site."""
+    """The reason why a run has ended, for every site: the fault of the settings, and no name or device of a site."""
     if isinstance(error, BudgetError):
         return "the run cannot be planned for the devices that have come; ask who runs the server"
     return f"{str(error).partition(';')[0]}; ask who runs the server"
@@ -111,7 +113,7 @@ def _wait_and_assemble(
     late: bool,
     left_out: tuple[str, ...],
 ) -> Iterator[tuple[Assembly, Engine]]:
-    """Assembly and engine, once those who are waited for have come."""
+    """Assembly and engine, once the expected clients have come."""
     least = service.min_clients or len(expected)
     come = bridge.call(manager.wait_for_clients(expected, min_clients=least, seconds=service.wait_seconds))
     for line in check_sites(config, [manager.clients[name] for name in come], listed=tuple(manager.clients), late=late):
@@ -119,16 +121,26 @@ def _wait_and_assemble(
     folder = run_folder(config)
     clients = come if not left_out else tuple(name for name in _planned_clients(folder) if name in {*come, *left_out})
     assembly = _assembly(config, manager, bridge, clients)
-    start_deliveries(folder)
+    if not folder.deliveries.exists():
+        write_sealed(folder.deliveries, {"heard": []})
     write_sites(folder, [manager.clients[name] for name in come])
-    with _split_server(assembly) as split_server:
-        yield assembly, _engine(manager, bridge, split_server, service)
+    with nullcontext() if assembly.is_full else SplitServer(assembly.site) as split_server:
+        engine = RemoteEngine(
+            manager=manager,
+            bridge=bridge,
+            split_server=split_server,
+            deadline_seconds=service.deadline_seconds,
+            min_clients=service.min_clients,
+            max_concurrent=AT_ONCE if split_server is None else None,
+            excluded=frozenset(service.without),
+        )
+        yield assembly, engine
 
 
 def check_sites(
     config: Config, proxies: Sequence[ClientProxy], *, listed: tuple[str, ...], late: bool
 ) -> tuple[str, ...]:
-    """Notes on what the config says of clients, tasks and devices, where it fits those who have come.
+    """Notes on the clients, tasks and devices that the config names, where it fits the clients that have come.
 
     Raises `ConfigError` where it does not: `late` ones may still have a name that nobody here has.
     """
@@ -143,142 +155,119 @@ def check_sites(
     return (f"--split names {', '.join(named)}, and nobody here is called so: it is kept for who comes late",)
 
 
-def _split_server(assembly: Assembly) -> AbstractContextManager[SplitServer | None]:
-    return nullcontext() if assembly.is_full else SplitServer(assembly.site)
-
-
-def _engine(
-    manager: ClientManager, bridge: EventBridge, split_server: SplitServer | None, service: ServerOptions
-) -> RemoteEngine:
-    return RemoteEngine(
-        manager=manager,
-        bridge=bridge,
-        split_server=split_server,
-        deadline_seconds=service.deadline_seconds,
-        min_clients=service.min_clients,
-        max_concurrent=AT_ONCE if split_server is None else None,
-        excluded=frozenset(service.without),
-    )
-
-
 def check_served(config: Config, service: ServerOptions) -> None:
-    """Nothing where this config means the same across machines; raises `ConfigError` where it does not."""
-    mixing = config.mixing
-    if config.run.secrets is not None:
-        raise ConfigError(
-            f"--secrets {config.run.secrets} is for a simulation, and every site keeps its own secret, which no server"
-            " may have; leave it out"
-        )
-    _check_simulated(config)
+    """Raise `ConfigError` unless this config means the same across machines."""
+    for is_set, reason in _simulated_settings(config):
+        if is_set:
+            raise ConfigError(reason)
     pick_device(config.run.accelerator)
-    if not strategy_of(config).communicates:
-        raise ConfigError(
-            f"--strategy {mixing.strategy} sends nothing, so there is nothing to serve; use `atlas run` at every site"
-        )
-    tasks = find_tasks(config.data.tasks, config.data.task)
-    trainable = trainable_of(config, tasks)
-    if not is_fully_shared(mixing.share) and trainable == "full":
-        raise ConfigError(
-            f"--share {' '.join(mixing.share)} keeps parts of a model at its client, and whole models travel whole;"
-            " share A B head, take --trainable lora, or simulate it with `atlas run`"
-        )
-    if not is_fully_shared(mixing.share) and (config.ranks.rerank or config.model.init_adapter is not None):
-        raise ConfigError(
-            f"--share {' '.join(mixing.share)} keeps parts of a model at its client, and --rerank and --init-adapter"
-            " make whole models at the server; leave these out, or share A B head"
-        )
-    if config.split.split != NONE and config.model.precision == "fp16":
-        raise ConfigError(
-            "--precision fp16 scales losses by what overflows, which two sides of a cut do not tell each other; use"
-            " bf16 or fp32 with --split"
-        )
-    if config.run.engine != "local" or config.run.workers not in (None, 1):
-        raise ConfigError(
-            "--engine and --workers are for simulations, and across machines every site trains its own client; leave"
-            " them out"
-        )
     if service.min_clients < 0 or service.wait_seconds <= 0 or service.deadline_seconds <= 0:
         raise ConfigError("--min-clients is at least 0, --wait and --deadline are above 0 seconds")
     if not 0 <= service.port <= 65535:
         raise ConfigError(f"--port is {service.port}; allowed: 1 to 65535, or 0 for a free one")
 
 
-def _check_simulated(config: Config) -> None:
+def _simulated_settings(config: Config) -> Iterator[tuple[object, str]]:
+    """(whether it is set, the reason against it) of each setting that has no meaning or no message across machines."""
     data = config.data
-    if data.rating_cuts or data.flipped_clients or data.one_task or data.client_sizes or data.centralized:
-        raise ConfigError(
-            "--rating-cuts, --flipped-clients, --one-task, --client-sizes and --centralized deal out rows that are"
-            " here, and across machines clients bring their own; leave them out, or use `atlas run`"
-        )
-    _check_messages(config)
-    if config.attack.attack != "none":
-        raise ConfigError(
-            f"--attack {config.attack.attack} simulates hostile clients, and across machines clients are who they are;"
-            " leave it out, or use `atlas run`"
-        )
-    if config.images.carry_momentum:
-        raise ConfigError(
-            "--carry-momentum keeps what clients did in one process, and here there are several; leave it out"
-        )
-    if config.data.arrive:
-        raise ConfigError(
-            "--arrive says who is late in a simulation, and across machines clients come when they come; leave it out"
-        )
-    if config.split.leakage:
-        raise ConfigError(
-            "--leakage reads the clients' texts, and across machines these stay at their sites; leave it out, and use"
-            " `atlas leakage` where the texts are"
-        )
-
-
-def _check_messages(config: Config) -> None:
-    """Nothing where all that a strategy sends has a message between server and site."""
+    mixing = config.mixing
+    is_cut = config.split.split != NONE
+    yield (
+        config.run.secrets is not None,
+        f"--secrets {config.run.secrets} is for a simulation, and every site keeps its own secret, which no server may"
+        " have; leave it out",
+    )
+    yield (
+        data.rating_cuts or data.flipped_clients or data.one_task or data.client_sizes or data.centralized,
+        "--rating-cuts, --flipped-clients, --one-task, --client-sizes and --centralized deal out rows that are here,"
+        " and across machines clients bring their own; leave them out, or use `atlas run`",
+    )
+    has_second_tensors = rule_of(config) == "fedavg_dynamic" or has_frozen_part(config)
     for flag, is_set in (
-        ("--personal-models", config.mixing.personal_models),
+        ("--personal-models", mixing.personal_models),
         ("--control-variates", config.training.control_variates),
-        ("--second-model", config.mixing.second_model != "none"),
-        (
-            f"--strategy {config.mixing.strategy}",
-            rule_of(config) == "fedavg_dynamic" or has_frozen_part(config),
-        ),
+        ("--second-model", mixing.second_model != "none"),
+        (f"--strategy {mixing.strategy}", has_second_tensors),
     ):
-        if is_set:
-            raise ConfigError(
-                f"{flag} has a second set of tensors beside the model, which no message across machines holds yet;"
-                " leave it out, or use `atlas run`"
-            )
-    if measures_halves(config) and config.split.split != NONE:
-        raise ConfigError(
-            f"--strategy {config.mixing.strategy} has every client train on either half of its examples, which no"
-            f" message through a cut holds yet, and --split is {config.split.split}; leave it out, or take --strategy"
-            " atlas_laplacian"
+        yield (
+            is_set,
+            f"{flag} has a second set of tensors beside the model, which no message across machines holds yet; leave it"
+            " out, or use `atlas run`",
         )
-    if rule_of(config) == "ifca":
-        raise ConfigError(
-            "--strategy ifca scores the models of all clusters at each client before a round, which no site does yet;"
-            " take another strategy, or use `atlas run`"
-        )
+    yield (
+        measures_halves(config) and is_cut,
+        f"--strategy {mixing.strategy} has every client train on either half of its examples, which no message through"
+        f" a cut holds yet, and --split is {config.split.split}; leave it out, or take --strategy atlas_laplacian",
+    )
+    yield (
+        rule_of(config) == "ifca",
+        "--strategy ifca scores the models of all clusters at each client before a round, which no site does yet; take"
+        " another strategy, or use `atlas run`",
+    )
+    yield (
+        config.attack.attack != "none",
+        f"--attack {config.attack.attack} simulates hostile clients, and across machines clients are who they are;"
+        " leave it out, or use `atlas run`",
+    )
+    yield (
+        config.images.carry_momentum,
+        "--carry-momentum keeps what clients did in one process, and here there are several; leave it out",
+    )
+    yield (
+        data.arrive,
+        "--arrive says who is late in a simulation, and across machines clients come when they come; leave it out",
+    )
+    yield (
+        config.split.leakage,
+        "--leakage reads the clients' texts, and across machines these stay at their sites; leave it out, and use"
+        " `atlas leakage` where the texts are",
+    )
+    yield (
+        not strategy_of(config).communicates,
+        f"--strategy {mixing.strategy} sends nothing, so there is nothing to serve; use `atlas run` at every site",
+    )
+    keeps = "" if is_fully_shared(mixing.share) else f"--share {' '.join(mixing.share)} keeps parts of a model at its"
+    yield (
+        keeps and trainable_of(config, find_tasks(data.tasks, data.task)) == "full",
+        f"{keeps} client, and whole models travel whole; share A B head, take --trainable lora, or simulate it with"
+        " `atlas run`",
+    )
+    yield (
+        keeps and (config.ranks.rerank or config.model.init_adapter is not None),
+        f"{keeps} client, and --rerank and --init-adapter make whole models at the server; leave these out, or share A"
+        " B head",
+    )
+    yield (
+        is_cut and config.model.precision == "fp16",
+        "--precision fp16 scales losses by what overflows, which two sides of a cut do not tell each other; use bf16 or"
+        " fp32 with --split",
+    )
+    yield (
+        config.run.engine != "local" or config.run.workers not in (None, 1),
+        "--engine and --workers are for simulations, and across machines every site trains its own client; leave them"
+        " out",
+    )
 
 
 def _planned_clients(folder: RunFolder) -> tuple[str, ...]:
-    """The clients of the plan to go on with; none where there is none."""
+    """The clients of the plan to go on with; empty where there is no plan."""
     last = last_plan(folder)
     return () if last is None else last[1]
 
 
 def _known_clients(folder: RunFolder) -> dict[str, ClientMetadata]:
-    """What the clients of the plan to go on with had said of themselves, as far as the folder knows."""
-    if not folder.sites.exists():  # nobody was planned, or an earlier version began the run
+    """The metadata of the clients of the plan to go on with."""
+    if not folder.sites.exists():
         return {}
     known = read_sealed(folder.sites)
-    names = [name for name in _planned_clients(folder) if name in known]
-    return {name: metadata for name, (metadata, _) in read_sites(folder, names).items()}
+    sites = read_sites(folder, [name for name in _planned_clients(folder) if name in known])
+    return {name: metadata for name, (metadata, _) in sites.items()}
 
 
 def _expected_clients(
     folder: RunFolder, listed: tuple[str, ...], without: tuple[str, ...]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(who is waited for, which clients of the plan are left out).
+    """(expected clients, clients of the plan that are left out).
 
     The clients of the plan where there is one to go on with, else all that are listed; but for those to be left out.
     """
@@ -300,26 +289,25 @@ def _leave_out(folder: RunFolder, manager: ClientManager, names: tuple[str, ...]
         return
     for name, (metadata, device) in read_sites(folder, names).items():
         proxy = manager.clients[name]
-        proxy.metadata, proxy.device, proxy.given_up = metadata, device, True
+        proxy.metadata = metadata
+        proxy.device = device
+        proxy.given_up = True
     on_event(
         Note(f"goes on without {', '.join(names)}: missing in every round; their last models stay what others mix with")
     )
 
 
 def _assembly(config: Config, manager: ClientManager, bridge: EventBridge, names: tuple[str, ...]) -> Assembly:
-    """The parts of a run with placeholder clients in the place of the data, which stays where it is."""
-    folder, proxies = run_folder(config), [manager.clients[name] for name in names]
-    metadata_by_client: Mapping[str, ClientMetadata] = {
-        proxy.name: proxy.metadata for proxy in proxies if proxy.metadata is not None
-    }
-    placeholders = {name: placeholder_client(name, metadata) for name, metadata in metadata_by_client.items()}
-    tokens = {name: client_tokens for name, (_, client_tokens) in placeholders.items()}
-    clients = tuple(client for client, _ in placeholders.values())
+    """The parts of a run with placeholder clients in the place of the data, which stays at the sites."""
+    proxies = [manager.clients[name] for name in names]
+    placeholders = [placeholder_client(proxy.name, proxy.metadata) for proxy in proxies if proxy.metadata is not None]
+    tokens = {client.name: client_tokens for client, client_tokens in placeholders}
+    clients = tuple(client for client, _ in placeholders)
     devices = tuple(proxy.device for proxy in proxies if proxy.device is not None)
     assembly = assemble(config, clients=clients, tokens=tokens, devices=devices)
     return replace(
         assembly,
-        join_queue=_join_queue(folder, manager, bridge, tokens),
+        join_queue=_join_queue(run_folder(config), manager, bridge, tokens),
         uses_placeholders=not is_fully_shared(config.mixing.share),
     )
 
@@ -339,11 +327,10 @@ def _join_queue(
     def waiting(_round: int) -> tuple[Newcomer, ...]:
         newcomers = []
         for proxy in bridge.call(late_clients(manager)):
-            metadata, device = proxy.metadata, proxy.device
-            if metadata is not None and device is not None:
-                client, client_tokens = placeholder_client(proxy.name, metadata)
+            if proxy.metadata is not None and proxy.device is not None:
+                client, client_tokens = placeholder_client(proxy.name, proxy.metadata)
                 tokens[proxy.name] = client_tokens
-                newcomers.append(Newcomer(client=client, device=device, tokens=client_tokens))
+                newcomers.append(Newcomer(client=client, device=proxy.device, tokens=client_tokens))
         return tuple(newcomers)
 
     return JoinQueue(
@@ -352,12 +339,6 @@ def _join_queue(
         reject_client=lambda name, error: bridge.call(reject_client(manager, name, str(error))),
         exclude_client=lambda name, _: bridge.call(exclude_client(manager, name)),
     )
-
-
-def start_deliveries(folder: RunFolder) -> None:
-    """Write down that nobody has got its model, where that is not known from before."""
-    if not folder.deliveries.exists():
-        write_sealed(folder.deliveries, {"heard": []})
 
 
 def deliver_final_models(
@@ -369,31 +350,15 @@ def deliver_final_models(
     writing_seconds: float,
     awaited: Collection[str] = (),
 ) -> None:
-    """Give all who are here, or come within so many seconds where they are awaited, the model of this complete run.
+    """Give all that are here, or come within so many seconds where they are awaited, the model of this complete run.
 
-    Who writes its model then has at least `writing_seconds` for it. Writes down who has done so, and tells who has not.
+    A client that is writing its model then has at least `writing_seconds` for it. Writes down which have done so, and
+    notes which have not.
     """
-    models, heard = _final_models(folder), _delivered_names(folder)
-    manager.on_model_saved = _delivery_recorder(folder, heard)
-    bridge.call(
-        coordinator.shutdown_clients(
-            manager, models, seconds=seconds, writing_seconds=writing_seconds, wait_for=awaited
-        )
-    )
-    write_sealed(folder.deliveries, {"heard": sorted(heard)})
-    if rest := [name for name in models if name not in heard]:
-        bridge.on_event(
-            Note(
-                f"{', '.join(rest)} did not get the model at the end of the run; start the same command again, here and"
-                " there"
-            )
-        )
+    models = _final_models(folder)
+    heard = _delivered_names(folder)
 
-
-def _delivery_recorder(folder: RunFolder, heard: set[str]) -> Callable[[str], None]:
-    """What writes down that a client has its model; raises `ProtocolError` where that is not possible."""
-
-    def write(name: str) -> None:
+    def record_saved(name: str) -> None:
         heard.add(name)
         try:
             write_sealed(folder.deliveries, {"heard": sorted(heard)})
@@ -403,7 +368,16 @@ def _delivery_recorder(folder: RunFolder, heard: set[str]) -> Callable[[str], No
                 " again once it can"
             ) from None
 
-    return write
+    manager.on_model_saved = record_saved
+    shutdown = coordinator.shutdown_clients(
+        manager, models, seconds=seconds, writing_seconds=writing_seconds, wait_for=awaited
+    )
+    bridge.call(shutdown)
+    write_sealed(folder.deliveries, {"heard": sorted(heard)})
+    if rest := ", ".join(name for name in models if name not in heard):
+        bridge.on_event(
+            Note(f"{rest} did not get the model at the end of the run; start the same command again, here and there")
+        )
 
 
 def deliver_again(config: Config, names: Collection[str]) -> None:
@@ -411,13 +385,14 @@ def deliver_again(config: Config, names: Collection[str]) -> None:
 
     Raises `ConfigError` where the run is not complete, was not served, or has no model for one of them.
     """
-    folder = run_folder(pin_mask_file(config))
+    config = pin_mask_file(config)
+    folder = run_folder(config)
     if not (folder.summary.exists() and folder.deliveries.exists()):
         raise ConfigError(
             f"--again is for a served run that is complete, and {folder.path} is none; leave --again out, or name the"
             " run as it was served"
         )
-    check_same_settings(pin_mask_file(config), load_config(folder.config, within=folder.path), folder=folder.path)
+    check_same_settings(config, load_config(folder.config, within=folder.path), folder=folder.path)
     models = _final_models(folder)
     for name in names:
         if name not in models:
@@ -427,7 +402,7 @@ def deliver_again(config: Config, names: Collection[str]) -> None:
 
 
 def serve_final_models(config: Config, service: ServerOptions, on_event: OnEvent) -> None:
-    """Nothing, once those of a complete run who did not get their model have it, or `wait_seconds` are over.
+    """Wait until the clients of a complete run that did not get their model have it, or `wait_seconds` are over.
 
     Raises an `AtlasError` as the run itself would: for other settings, certificates, or an address that is taken.
     """
@@ -439,7 +414,9 @@ def serve_final_models(config: Config, service: ServerOptions, on_event: OnEvent
     rest = [name for name in _final_models(folder) if name not in _delivered_names(folder)]
     if not rest:
         return
-    seconds, certs, listed = service.wait_seconds, open_certs(service.certs), listed_clients(service.certs)
+    seconds = service.wait_seconds
+    certs = open_certs(service.certs)
+    listed = listed_clients(service.certs)
     awaited = [name for name in rest if name in listed and name not in service.without]
     if not awaited:
         names = ", ".join(rest)
@@ -449,16 +426,15 @@ def serve_final_models(config: Config, service: ServerOptions, on_event: OnEvent
     mask = read_tensors(folder.mask) if folder.mask.exists() else None
     listens = listening(config, service, certs, on_event=on_event, listed=listed, late=False, mask=mask)
     with run_lock(folder.path), listens as (manager, bridge, where):
-        names, until = ", ".join(awaited), f"for up to {seconds:g} seconds"
-        on_event(Note(f"run {folder.path} is complete; listening on {where} {until} for {names}, without a model yet"))
+        until = f"for up to {seconds:g} seconds for {', '.join(awaited)}, without a model yet"
+        on_event(Note(f"run {folder.path} is complete; listening on {where} {until}"))
+        writing = service.deadline_seconds
         with service.companion(manager, bridge):
-            deliver_final_models(
-                folder, manager, bridge, seconds=seconds, writing_seconds=service.deadline_seconds, awaited=awaited
-            )
+            deliver_final_models(folder, manager, bridge, seconds=seconds, writing_seconds=writing, awaited=awaited)
 
 
 def last_plan(folder: RunFolder) -> tuple[checkpoint.Checkpoint, tuple[str, ...]] | None:
-    """The newest checkpoint and who is in its plan; None where there is none to go on from."""
+    """(newest checkpoint, clients of its plan); None where there is no checkpoint to go on from."""
     newest, _ = checkpoint.load_latest(folder.checkpoints, check=check_state)
     if newest is None:
         return None
@@ -468,7 +444,7 @@ def last_plan(folder: RunFolder) -> tuple[checkpoint.Checkpoint, tuple[str, ...]
 
 
 def _delivered_names(folder: RunFolder) -> set[str]:
-    return set(read_sealed(folder.deliveries, unsealed=("heard",))["heard"])
+    return set(read_sealed(folder.deliveries)["heard"])
 
 
 def _final_models(folder: RunFolder) -> Mapping[str, Params]:

@@ -1,10 +1,10 @@
-"""How a server listens (`atlas serve`), whom it waits for, and the client metadata that its run folder keeps.
+"""The listening server (`atlas serve`), its options, and the client metadata that its run folder keeps.
 
 Strategies, audit and records need each client's task, label counts, lengths and device. Its site reports them when it
 registers (`runtime.protocol.client_metadata`); they are stored, so that a run can go on without one of the sites.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import nn
 
-from atlas_fl.client.job import Trainable
 from atlas_fl.config import Config, RunConfig, config_hash, to_toml
 from atlas_fl.config.schema import NONE
 from atlas_fl.data.registry import TASKS, find_tasks
@@ -20,26 +19,22 @@ from atlas_fl.errors import BudgetError, CheckpointError, ConfigError, ProtocolE
 from atlas_fl.events import OnEvent
 from atlas_fl.experiment.summary import versions
 from atlas_fl.models.backbone import Backbone
-from atlas_fl.models.identity import ModelIdentity, model_identity
+from atlas_fl.models.identity import model_identity
 from atlas_fl.models.vision_loading import tokens_per_image
 from atlas_fl.params import Params
 from atlas_fl.planning.planner import check_clients, full_model_sender
 from atlas_fl.ranks.devices import Device
 from atlas_fl.runtime.coordinator.client_registry import CheckClient, ClientProxy, Requirements
 from atlas_fl.runtime.coordinator.coordinator import ClientManager
-from atlas_fl.runtime.protocol.client_metadata import (
-    ClientMetadata,
-    labels_of_task,
-    placeholder_client,
-    read_metadata,
-)
+from atlas_fl.runtime.protocol.client_metadata import ClientMetadata, labels_of_task, placeholder_client, read_metadata
 from atlas_fl.runtime.protocol.messages import Identity
+from atlas_fl.runtime.protocol.model_sync import AdapterSender
 from atlas_fl.runtime.transport.certificates import Certs, Listed
 from atlas_fl.runtime.transport.connections import descriptors_note
 from atlas_fl.runtime.transport.event_loop import EventBridge, LoopThread
 from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Head
 from atlas_fl.runtime.transport.server import Server, check_free
-from atlas_fl.runtime.transport.sessions import Admit, Sessions, Tokens
+from atlas_fl.runtime.transport.sessions import Sessions, Tokens
 from atlas_fl.setup.assembly import assemble, backbone_of, max_sequence_length, trainable_of, trained_body
 from atlas_fl.setup.options import strategy_of, warmup_rank
 from atlas_fl.sparse.masks import Mask
@@ -49,7 +44,7 @@ from atlas_fl.storage.tensors import encoded_size
 
 
 def write_sites(folder: RunFolder, proxies: Sequence[ClientProxy]) -> None:
-    """Write what these clients have said of themselves beside what others had."""
+    """Write the metadata and devices of these clients beside those of others."""
     sites = read_sealed(folder.sites) if folder.sites.exists() else {}
     reported = {
         proxy.name: {"census": asdict(proxy.metadata), "device": asdict(proxy.device)}
@@ -60,15 +55,11 @@ def write_sites(folder: RunFolder, proxies: Sequence[ClientProxy]) -> None:
 
 
 def read_sites(folder: RunFolder, names: Sequence[str]) -> dict[str, tuple[ClientMetadata, Device]]:
-    """What these clients had said of themselves.
-
-    Raises:
-        CheckpointError: it is not known, since an earlier version began the run, or the file is damaged.
-    """
+    """The metadata and devices of these clients; raises `CheckpointError` where they are not known."""
     if not folder.sites.exists():
         raise CheckpointError(
-            f"run {folder.path} has no {folder.sites.name}, and cannot go on without {', '.join(names)}; an earlier"
-            " version began it: let everybody come once, and then it has"
+            f"run {folder.path} has no {folder.sites.name}, and cannot go on without {', '.join(names)}; let everybody"
+            " come once, and then it has"
         )
     sites = read_sealed(folder.sites)
     by_client = {}
@@ -83,7 +74,7 @@ def read_sites(folder: RunFolder, names: Sequence[str]) -> dict[str, tuple[Clien
 
 
 def check_without(without: Sequence[str], *, planned: Sequence[str], listed: Sequence[str]) -> None:
-    """Nothing where somebody is left without these clients, and there are such; raises `ConfigError` else."""
+    """Raise `ConfigError` unless these are clients, and some are left without them."""
     clients = dict.fromkeys((*planned, *listed))
     for name in without:
         if name not in clients:
@@ -93,41 +84,74 @@ def check_without(without: Sequence[str], *, planned: Sequence[str], listed: Seq
 
 
 REST_BYTES = 16 * 2**20
-"""Of a request beside a model: a census, sketches, heads, importance."""
+"""Most bytes of a request beside a model: a census, sketches, heads, importance."""
 
 
 def client_manager_of(
     config: Config, listed: tuple[str, ...], bridge: EventBridge, *, late: bool, mask: Mask | None = None
 ) -> ClientManager:
-    """Where the clients wait; `mask` is that of a run which has one before its first job here."""
-    how: dict[str, Any] = {"settings": to_toml(without_places(config)), "on_note": bridge.note, "accepts_late": late}
+    """The client manager of this config; `mask` is that of a run which has one before its first job here."""
     tasks = find_tasks(config.data.tasks, config.data.task)
     backbone = backbone_of(config, tasks)
-    body = trained_body(backbone, config) if trainable_of(config, tasks) == "full" else None
-    if body is not None:
-        how["new_sender"] = full_model_sender(backbone, config, keeps_trained=True, mask=mask)
-    identity = identity_of(model_identity(backbone), config)
-    most_tokens = longest_example(backbone, trainable_of(config, tasks))
+    is_full = trainable_of(config, tasks) == "full"
+    body = trained_body(backbone, config) if is_full else None
+    new_sender = full_model_sender(backbone, config, keeps_trained=True, mask=mask) if is_full else AdapterSender
+    model = model_identity(backbone)
+    identity = Identity(
+        version=versions()["atlas_fl"],
+        config=config_hash(config),
+        model=str(model.weights),
+        architecture=model.architecture,
+        tokenizer=model.tokenizer,
+        vocabulary=model.vocabulary,
+    )
+    if backbone.vision is None:
+        most_tokens = max_sequence_length(backbone)
+    else:
+        most_tokens = 1 if is_full else tokens_per_image(backbone.vision)
+    max_request_bytes = request_limit(config, backbone.model, body=body)
+    # names and sizes alone, from which it is known what trains
+    backbone.model.to("meta")
+    vocabulary = None if backbone.vocabulary is None else backbone.vocabulary.to("meta")
+    outline = replace(backbone, vocabulary=vocabulary)
     requirements = Requirements(
         images=backbone.vision is not None,
-        one_head=trainable_of(config, tasks) == "full" and config.sparse.has_mask,
+        one_head=is_full and config.sparse.has_mask,
         task_labels={task.name: labels_of_task(task) for task in (*TASKS.values(), *tasks)},
-        check_client=client_check(config, outline_of(backbone), most_tokens=most_tokens),
+        check_client=client_check(config, outline, most_tokens=most_tokens),
     )
-    manager = ClientManager(listed, identity, requirements=requirements, **how)
-    manager.max_request_bytes = request_limit(config, backbone.model, body=body)
+    manager = ClientManager(
+        listed,
+        identity,
+        settings=to_toml(without_places(config)),
+        on_note=bridge.note,
+        accepts_late=late,
+        new_sender=new_sender,
+        requirements=requirements,
+    )
+    manager.max_request_bytes = max_request_bytes
     return manager
 
 
 def client_check(config: Config, backbone: Backbone, *, most_tokens: int) -> CheckClient:
     """The check of one client that registers: that it could be planned with this model on its device.
 
-    `backbone` needs names and sizes alone, and reads examples of at most so many tokens. What the settings ask of
+    `backbone` needs names and sizes alone, and reads examples of at most so many tokens. A fault of the settings for
     everybody, such as a cut beyond the model, is left to planning, and ends the run.
     """
 
     def check(name: str, metadata: ClientMetadata, device: Device) -> None:
-        check_examples_fit(name, metadata, backbone, most_tokens=most_tokens)
+        longest = max(tokens for lengths in metadata.lengths.values() for tokens, _, _ in lengths)
+        if longest > most_tokens:
+            raise ProtocolError(
+                f"{name} has an example of {longest} tokens, and {backbone.name} reads {most_tokens}; install the"
+                " server's version, or give its model with --model"
+            )
+        if metadata.num_labels == 0 and backbone.vocabulary is None:
+            raise ProtocolError(
+                f"task {metadata.task!r} of {name} is to write text, and no task of the settings does; bring a task"
+                " with labels, or ask who runs the server for one with target="
+            )
         client, tokens = placeholder_client(name, metadata)
         assembly = assemble(config, clients=(client,), tokens={name: tokens}, devices=(device,), backbone=backbone)
         try:
@@ -141,37 +165,8 @@ def client_check(config: Config, backbone: Backbone, *, most_tokens: int) -> Che
     return check
 
 
-def check_examples_fit(name: str, metadata: ClientMetadata, backbone: Backbone, *, most_tokens: int) -> None:
-    """Raise `ProtocolError` where the model cannot have read examples of these lengths and labels."""
-    longest = max(tokens for lengths in metadata.lengths.values() for tokens, _, _ in lengths)
-    if longest > most_tokens:
-        raise ProtocolError(
-            f"{name} has an example of {longest} tokens, and {backbone.name} reads {most_tokens}; install the server's"
-            " version, or give its model with --model"
-        )
-    if metadata.num_labels == 0 and backbone.vocabulary is None:
-        raise ProtocolError(
-            f"task {metadata.task!r} of {name} is to write text, and no task of the settings does; bring a task with"
-            " labels, or ask who runs the server for one with target="
-        )
-
-
-def longest_example(backbone: Backbone, trainable: Trainable) -> int:
-    """The most tokens that an example of a client can have; an image is one where the whole model trains."""
-    if backbone.vision is None:
-        return max_sequence_length(backbone)
-    return tokens_per_image(backbone.vision) if trainable == "lora" else 1
-
-
-def outline_of(backbone: Backbone) -> Backbone:
-    """The backbone without its weights, which names and sizes of what trains are known from; its model is changed."""
-    backbone.model.to("meta")
-    vocabulary = None if backbone.vocabulary is None else backbone.vocabulary.to("meta")
-    return replace(backbone, vocabulary=vocabulary)
-
-
 def without_places(config: Config) -> Config:
-    """The settings as a site needs them: where the server keeps its runs, and what it calls this one, is its own.
+    """The settings as a site needs them: the place of the server's runs, and the name of this one, is its own.
 
     These are settings of the session, so that the hash is the same.
     """
@@ -200,30 +195,13 @@ def answer_limit(config: Config, model: nn.Module, *, body: Params | None = None
     return max(FRAME_LIMIT, request_limit(config, model, body=body))
 
 
-def identity_of(model: ModelIdentity, config: Config) -> Identity:
-    """What clients of this config must have in common with their server, whose model this is."""
-    return Identity(
-        version=versions()["atlas_fl"],
-        config=config_hash(config),
-        model=str(model.weights),
-        architecture=model.architecture,
-        tokenizer=model.tokenizer,
-        vocabulary=model.vocabulary,
-    )
-
-
-def with_images(config: Config) -> bool:
-    """Whether this config's tasks are of images."""
-    return any(task.images for task in find_tasks(config.data.tasks, config.data.task))
-
-
 NOT_LISTED = "it is not listed any more"
-"""Why a client is lost that was taken off the list while the server runs."""
+"""The reason why a client is lost that was taken off the list while the server runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """How a server is reached and whom it waits for."""
+    """Address, certificates and waiting times of a server."""
 
     certs: Path
     """The folder `server` of `atlas certs make`."""
@@ -233,45 +211,17 @@ class ServerOptions:
     min_clients: int = 0
     """Fewest clients that the plan and a round need; 0 for all that are listed."""
     wait_seconds: float = 600.0
-    """How long the server waits for all of them before it begins with fewer, or gives up."""
+    """Longest wait for all of them before the server begins with fewer, or gives up."""
     deadline_seconds: float = 600.0
-    """How long a job may take."""
+    """Longest time of a job."""
     tokens: Tokens | None = None
-    """What clients bring beside their certificate; None where that is enough."""
+    """Tokens that clients bring beside their certificate; None where that is enough."""
     late: bool = True
-    """Whether clients may join that come after the plan was made."""
+    """Clients may join that come after the plan was made."""
     without: tuple[str, ...] = ()
     """Clients of the plan without which the run goes on."""
     companion: Callable[[ClientManager, EventBridge], AbstractContextManager[None]] = lambda *_: nullcontext()
     """Entered when the server listens and left when the run ends: whatever else starts and watches its clients."""
-
-
-def _not_left_out(without: Collection[str], admit: Admit) -> Admit:
-    """`admit` for all but the clients without which the run goes on."""
-
-    def admit_if_kept(name: str, hello: Mapping[str, Any]) -> Head:
-        if name in without:
-            raise ProtocolError(f"the run goes on without {name}; who runs the server can let it in again")
-        return admit(name, hello)
-
-    return admit_if_kept
-
-
-def _listed_again(manager: ClientManager, admit: Admit) -> Admit:
-    """`admit`, which forgets that a client was taken off the list: who gets here is on it."""
-
-    def admit_if_listed(name: str, hello: Mapping[str, Any]) -> Head:
-        welcome = admit(name, hello)
-        if manager.clients[name].removal_reason == NOT_LISTED:
-            manager.clients[name].removal_reason = ""
-        return welcome
-
-    return admit_if_listed
-
-
-def _lose(manager: ClientManager, bridge: EventBridge, name: str) -> None:
-    if name in manager.clients:
-        bridge.threads.submit(manager.remove(name, NOT_LISTED))
 
 
 @contextmanager
@@ -294,15 +244,29 @@ def listening(
         bridge = EventBridge(threads=threads, on_event=on_event)
         manager = client_manager_of(config, listed, bridge, late=late, mask=mask)
         allowed = Listed(service.certs, on_note=bridge.note)
-        admit = _listed_again(manager, _not_left_out(service.without, manager.handshake))
+
+        def admit(name: str, hello: Mapping[str, Any]) -> Head:
+            if name in service.without:
+                raise ProtocolError(f"the run goes on without {name}; who runs the server can let it in again")
+            welcome = manager.handshake(name, hello)
+            if manager.clients[name].removal_reason == NOT_LISTED:
+                manager.clients[name].removal_reason = ""  # it is on the list again
+            if service.tokens is not None:
+                service.tokens.redeem(name, hello)
+            return welcome
+
+        def lose(name: str) -> None:
+            if name in manager.clients:
+                threads.submit(manager.remove(name, NOT_LISTED))
+
         sessions = Sessions(
             answer=manager.answer,
-            admit=admit if service.tokens is None else service.tokens.guard(admit),
+            admit=admit,
             allowed=allowed,
             certificate_of=allowed.certificate,
             on_presence=manager.on_presence,
             on_refused=manager.on_refused,
-            on_unlisted=lambda name: _lose(manager, bridge, name),
+            on_unlisted=lose,
             limit_of=lambda _name: manager.max_request_bytes,
         )
         server = Server(sessions, certs, host=service.host, port=service.port)

@@ -1,4 +1,4 @@
-"""Which settings of a server a site accepts or refuses: `--allow`, too few examples; and what leaves under them.
+"""The settings of a server that a site accepts: `--allow`, numbers of examples; and what leaves under them.
 
 A server's settings are checked against the site's consent (`deployment.consent`) once, when the site connects; every
 job is checked against the settings (`deployment.job_policy`). Settings are bounded in what they give away and in what
@@ -49,7 +49,7 @@ MOST_NAME = 255
 LEAST_HELD_OUT = 5
 """Examples of a validation or test split: the score of one is its loss, and its label count its label."""
 MOST_DECAY = 0.1
-"""Of learning rate times weight decay, or times FedProx's mu: what one step may undo of those before it, or an update
+"""Most of learning rate times weight decay, or FedProx's mu: with more, a step undoes those before it, and an update
 is of the last examples alone."""
 
 
@@ -71,7 +71,8 @@ def settings_here(
     chosen = replace(config.model, model=model or config.model.model, init_adapter=None)
     # who has a whole task has no part of its classes
     images = config.images if part is not None else replace(config.images, nc=ALL_CLASSES)
-    run = replace(config.run, runs_dir="runs", name=None)
+    # no server says where a site reads secrets
+    run = replace(config.run, runs_dir="runs", name=None, secrets=None)
     # a text can be guessed from its states, and no server decides what of them stays on a site's disk
     training = replace(config.training, prefix_disk_gb=0.0)
     here = replace(config, data=data, model=chosen, images=images, training=training, run=run)
@@ -80,7 +81,7 @@ def settings_here(
 
 
 def check_settings(config: Config, consent: Consent, *, client: str, task: Task, device: str) -> None:
-    """Nothing where a site of this name, task and device agrees to these settings; raises `ConfigError` else."""
+    """Raise `ConfigError` unless a site of this name, task and device agrees to these settings."""
     _check_sizes(config, consent, task)
     needed = allowances_needed(config, client=client, task=task, device=device)
     if missing := {word: setting for word, setting in needed.items() if word not in consent.allow}:
@@ -97,7 +98,8 @@ def allowances_needed(config: Config, *, client: str, task: Task, device: str) -
 
     With `auto`, which cuts a device that cannot hold the model, the site has to agree to a cut before it is known.
     """
-    split, needed = config.split, dict[Allowance, str]()
+    split = config.split
+    needed = dict[Allowance, str]()
     cuts = f"--split {short_repr(split.split)}"
     if cut_setting(split.split, client=client, task=task.name, device=device) != NONE:
         needed["cut"] = cuts
@@ -113,12 +115,13 @@ def allowances_needed(config: Config, *, client: str, task: Task, device: str) -
 
 
 def check_rounds(config: Config, consent: Consent, *, examples: int) -> None:
-    """Nothing where a site with so many training examples agrees to so many rounds; raises `ConfigError` else.
+    """Raise `ConfigError` unless a site with so many training examples agrees to so many rounds.
 
     Of a share of the clients in each round (`--participation`) that many rounds are expected of it, and four standard
     deviations more. `JobPolicy` holds the server to it.
     """
-    training, most = config.training, most_rounds(consent, examples=examples)
+    training = config.training
+    most = most_rounds(consent, examples=examples)
     mean = training.rounds * training.participation
     expected = min(training.rounds, ceil(mean + 4 * sqrt(mean * (1 - training.participation))))
     if expected > most:
@@ -132,12 +135,12 @@ def check_rounds(config: Config, consent: Consent, *, examples: int) -> None:
 
 
 def most_rounds(consent: Consent, *, examples: int) -> int:
-    """In how many rounds a site with so many training examples trains at most."""
+    """Most rounds in which a site with so many training examples trains."""
     return max(1, floor(consent.max_rounds_per_example * examples))
 
 
 def check_held_out(counts: Mapping[str, int]) -> None:
-    """Nothing where the scores and the label counts of each split are of more than a few examples."""
+    """Raise `ConfigError` unless the scores and label counts of each split are of more than a few examples."""
     for split, count in counts.items():
         if count < LEAST_HELD_OUT:
             raise ConfigError(
@@ -147,7 +150,7 @@ def check_held_out(counts: Mapping[str, int]) -> None:
 
 
 def check_model_name(name: str, consent: Consent) -> None:
-    """Nothing where a model that a server names is of this package's list or lies here; raises `ConfigError` else."""
+    """Raise `ConfigError` unless a model that a server names is of this package's list or lies here."""
     if name.startswith("~") or len(name.encode()) > MOST_NAME:
         raise ConfigError(
             f"the server's settings name the model {short_repr(name)}; a site takes names of at most {MOST_NAME} bytes,"
@@ -163,7 +166,7 @@ def check_model_name(name: str, consent: Consent) -> None:
 
 
 def check_examples(config: Config, consent: Consent, *, task: Task, labels: Labels) -> None:
-    """Nothing where enough training examples of this site are behind all that leaves it; raises `ConfigError` else.
+    """Raise `ConfigError` unless enough training examples of this site are behind all that leaves it.
 
     So many are behind each thing, and by so many at least two of them differ over the whole run: what is made of some
     of the examples, held against what is made of others, shows the difference. `labels` are those of all its training
@@ -188,8 +191,8 @@ def check_examples(config: Config, consent: Consent, *, task: Task, labels: Labe
 
 
 def _behind(config: Config, task: Task, examples: int) -> dict[str, int]:
-    """How many different training examples, at most, each thing that leaves the site is made of."""
-    training, size = config.training, config.training.batch_size
+    """Most training examples that are behind each thing that leaves the site."""
+    size = config.training.batch_size
     steps = config.images.local_steps
     counts_by_use = {"the census": examples, "an update": examples if steps is None else min(examples, steps * size)}
     if trainable_of(config, [task]) == "full" and asks_sensitivity(config):
@@ -198,13 +201,14 @@ def _behind(config: Config, task: Task, examples: int) -> dict[str, int]:
         phase = config.clustering
         passes = phase.fingerprint_steps if phase.fingerprint == "delta" else phase.fingerprint_batches
         taken = examples if phase.fingerprint_samples is None else min(examples, phase.fingerprint_samples)
-        counts_by_use["a fingerprint"] = min(taken, 2 * passes * training.batch_size)
+        counts_by_use["a fingerprint"] = min(taken, 2 * passes * size)
     return counts_by_use
 
 
 def _behind_report(config: Config, labels: Labels) -> dict[str, int]:
-    """The same of each thing that the rule asks for beside updates: a half, or the means of the smallest class."""
-    report, steps = strategy_of(config).report, config.images.local_steps
+    """The same for the report that the rule asks for beside updates: a half, or the means of the smallest class."""
+    report = strategy_of(config).report
+    steps = config.images.local_steps
     if report == "halves":
         half = len(labels) // 2
         return {"a model of half": half if steps is None else min(half, steps * config.training.batch_size)}
@@ -214,13 +218,13 @@ def _behind_report(config: Config, labels: Labels) -> dict[str, int]:
 
 
 def takes_fingerprints(config: Config, task: Task) -> bool:
-    """Whether clients of this task are asked for fingerprints: for clusters, or as a warm-up of adapters."""
+    """Return whether clients of this task are asked for fingerprints: for clusters, or as a warm-up of adapters."""
     warms_up = config.clustering.fingerprint == "delta" and trainable_of(config, [task]) == "lora"
     return strategy_of(config).clustered or warms_up
 
 
 def asks_sensitivity(config: Config) -> bool:
-    """Whether clients with whole models score weights for a mask."""
+    """Return whether clients with whole models score weights for a mask."""
     return config.sparse.mask_file is None and config.sparse.mask in BY_SENSITIVITY
 
 
@@ -234,18 +238,13 @@ def _check_sizes(config: Config, consent: Consent, task: Task) -> None:
                 " other settings"
             )
     rate = learning_rate_of(config, with_images=task.images)
-    decay = rate * config.training.weight_decay
-    if decay > MOST_DECAY:
-        raise ConfigError(
-            f"the server's --lr times --weight-decay is {decay:g}; a site takes at most {MOST_DECAY:g}, because with"
-            " more an update shows the last examples alone; ask for other settings"
-        )
-    pull = rate * config.training.proximal_mu
-    if pull > MOST_DECAY:
-        raise ConfigError(
-            f"the server's --lr times --proximal-mu is {pull:g}; a site takes at most {MOST_DECAY:g}, because with more"
-            " an update shows the last examples alone; ask for other settings"
-        )
+    for name in ("weight_decay", "proximal_mu"):
+        decay = rate * getattr(config.training, name)
+        if decay > MOST_DECAY:
+            raise ConfigError(
+                f"the server's --lr times {settings()[name].flag} is {decay:g}; a site takes at most {MOST_DECAY:g},"
+                " because with more an update shows the last examples alone; ask for other settings"
+            )
     size = config.clustering.sketch_dim
     if takes_fingerprints(config, task) and size > consent.most_sketch:
         raise ConfigError(
@@ -258,11 +257,11 @@ REPORTED: Mapping[str, str] = {
     "halves": "; once, two models trained on either half of its examples",
     "class_features": "; with each update class frequencies, means and variances of its features by class",
 }
-"""What a rule asks for beside updates, in words."""
+"""Reports that a rule asks for beside updates, in words."""
 
 
 def what_leaves(config: Config, *, client: str, task: Task, device: str, blocks: int, examples: int) -> tuple[str, ...]:
-    """What leaves this site under settings that it has accepted, and what never does, a line each.
+    """Lines on the data that leave this site under settings that it has accepted, and on those that never do.
 
     `examples` are its training examples.
     """
@@ -295,7 +294,7 @@ def what_leaves(config: Config, *, client: str, task: Task, device: str, blocks:
 
 
 def _noise_line(config: Config, examples: int) -> str:
-    """What noise on a cut comes to after as many looks as a server may take."""
+    """The effective noise on a cut after as many looks as a server may take, in words."""
     noise = config.split.wire_noise
     if not noise:
         return ""

@@ -1,27 +1,26 @@
 """A site of a deployment (`atlas join`): its own data, as much of the model as its jobs need, and the server's jobs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from atlas_fl.client.job import ClientTokens, Job, Update, initial_params
 from atlas_fl.client.job import Site as AdapterSite
+from atlas_fl.client.job import initial_params
 from atlas_fl.client.local_training import client_side_indices
-from atlas_fl.client.registry import ACTIONS
 from atlas_fl.config import Config, config_hash, parse_config
 from atlas_fl.config.schema import ALL_CLASSES, NONE
 from atlas_fl.data.cache import load_task
 from atlas_fl.data.clients import BY_CLASSES, ClientData, make_clients
 from atlas_fl.data.registry import find_tasks
-from atlas_fl.deployment.consent import Allowance, Consent, check_consent
+from atlas_fl.deployment.consent import Consent, check_consent
 from atlas_fl.deployment.job_policy import JobPolicy, Outline, meta_params
-from atlas_fl.deployment.receipt import Receipt, clear_private, confirm_again, read_receipt, write_model
+from atlas_fl.deployment.receipt import Receipt, confirm_again, read_receipt, write_model
 from atlas_fl.deployment.service import answer_limit
 from atlas_fl.deployment.settings_policy import (
     check_examples,
@@ -44,13 +43,19 @@ from atlas_fl.models.loading import build_first_blocks
 from atlas_fl.params import Params, digest
 from atlas_fl.partial_sharing import is_fully_shared
 from atlas_fl.planning.planner import full_model_receiver
-from atlas_fl.ranks.devices import find_devices
 from atlas_fl.rng import derive_secret
 from atlas_fl.runtime.coordinator.site_worker import SiteClient
-from atlas_fl.runtime.protocol.client_metadata import metadata_of, read_metadata
+from atlas_fl.runtime.protocol.client_metadata import metadata_of, read_device, read_metadata
 from atlas_fl.runtime.protocol.messages import CutInfo
-from atlas_fl.runtime.protocol.model_sync import AdapterReceiver, Receiver
-from atlas_fl.runtime.protocol.private_params import Owner, PrivateParamStore, PrivateReceiver, check_store
+from atlas_fl.runtime.protocol.model_sync import AdapterReceiver
+from atlas_fl.runtime.protocol.private_params import (
+    Owner,
+    PrivateParamStore,
+    PrivateReceiver,
+    SiteReceiver,
+    check_store,
+    clear_store,
+)
 from atlas_fl.runtime.transport.certificates import Certs, open_certs
 from atlas_fl.runtime.transport.client import Link, UnreachableError
 from atlas_fl.runtime.transport.frames import Head
@@ -80,76 +85,14 @@ PARTS: Mapping[str, str] = {
 """The entries of a model's identity in the handshake, in words."""
 
 
-class SiteRuntime(Protocol):
-    """What a site brings to the work: its model, how it reads jobs, and where its own model goes."""
-
-    known: Backbone
-    """As much of the model as there is before the first job."""
-    model: ModelIdentity
-    """What its model computes with; without weights where none are loaded yet."""
-    tokens: ClientTokens
-    """The client's examples, of which the server is told how many there are."""
-    receiver: Receiver
-    actions: Mapping[str, Callable[[Sequence[Job], Any], list[Update]]]
-
-    @property
-    def answer_limit(self) -> int:
-        """Most bytes of what the server may send at once."""
-        ...
-
-    @property
-    def outline(self) -> Outline:
-        """What is known of the model before it is loaded, which jobs are held against."""
-        ...
-
-    def __call__(self, cut: Cut | None, cut_info: CutInfo | None) -> Any:
-        """The site with as much of the model as this job needs (`runtime.coordinator.site_worker.SiteLoader`)."""
-        ...
-
-    def export(self, model: Params, to: Path, *, on_event: OnEvent) -> None:
-        """Write the client's own model, and say what its files lack."""
-        ...
-
-    def leave(self) -> str:
-        """Remove what was kept for the run, which is complete; what stays of it, in a line."""
-        ...
-
-
-def home_of(
-    config: Config,
-    client: ClientData,
-    *,
-    model: str,
-    private: Path,
-    secret: Path,
-    run: str | None = None,
-) -> SiteRuntime:
-    """The site of this client for a server whose model has this digest; `private` is for what it does not share.
-
-    `secret` is the file of what it draws from about its own examples (`client.draws`), and the noise on a cut; it is
-    made where there is none. It outlives the run, so that a site which is started again draws the same, and the same
-    rows get the same noise whenever they are sent.
-    `run` is the hash of the server's settings, in which this site's own places are not; that of `config` without it.
-    Raises `ConfigError` where something else lies at `private` or `secret`.
-    """
-    if trainable_of(config, [client.task]) == "full":
-        return FullModelSiteRuntime(config, client, secret=secret)
-    owner = Owner(client=client.name, config=run or config_hash(config))
-    return AdapterSiteRuntime(config, client, model=model, private=private, secret=secret, owner=owner)
-
-
-def _with_secret(site: AdapterSite, secrets: Mapping[str, bytes]) -> AdapterSite:
-    """The site of a client with a secret of its own: nothing that it draws follows from what the server knows."""
-    return replace(site, secrets=secrets, seed=None)
-
-
 class FullModelSiteRuntime:
     """A site whose client trains all weights of the model."""
 
     def __init__(self, config: Config, client: ClientData, *, secret: Path) -> None:
         self._head = head_of_client(config, client)
         assembly = assemble(config, clients=(client,))
-        self._site = _with_secret(assembly.site, {client.name: load_or_create_secret(secret)})
+        # nothing that it draws follows from what the server knows
+        self._site = replace(assembly.site, secrets={client.name: load_or_create_secret(secret)}, seed=None)
         backbone = self._site.backbone
         self.known = backbone
         self.model = model_identity(backbone)
@@ -158,8 +101,7 @@ class FullModelSiteRuntime:
         self.answer_limit = answer_limit(config, backbone.model, body=body)
         whole = assembly.full_models()[client.name]
         like = meta_params(whole)
-        self.receiver: Receiver = full_model_receiver(backbone, config, keeps_trained=True)
-        self.actions: Mapping[str, Any] = ACTIONS
+        self.receiver = full_model_receiver(backbone, config, keeps_trained=True)
         self.outline = Outline(
             like=like,
             names=lambda _: frozenset(like),
@@ -182,10 +124,6 @@ class FullModelSiteRuntime:
         for line in write_whole(self._site.backbone, model, to, head=self._head):
             on_event(Note(line))
 
-    def leave(self) -> str:
-        """Nothing is kept, and nothing stays."""
-        return ""
-
 
 class AdapterSiteRuntime:
     """The model at a site: as much of it as the newest job needs, and only from then on.
@@ -197,16 +135,31 @@ class AdapterSiteRuntime:
     def __init__(
         self, config: Config, client: ClientData, *, model: str, private: Path, secret: Path, owner: Owner
     ) -> None:
-        self._config, self._client, self._server_weights = config, client, model
-        self._store = None if is_fully_shared(config.mixing.share) else self._store_in(private, owner)
-        self._secrets = {client.name: load_or_create_secret(secret)}
-        self.receiver: Receiver = AdapterReceiver() if self._store is None else PrivateReceiver(store=self._store)
-        self.actions: Mapping[str, Any] = ACTIONS
+        self._config = config
+        self._client = client
+        self._server_weights = model
+        self.receiver: SiteReceiver = AdapterReceiver()
+        if not is_fully_shared(config.mixing.share):
+            check_store(private, owner)
+            back = config.run.checkpoint_every * config.run.keep_checkpoints
+            store = PrivateParamStore(
+                folder=private,
+                owner=owner,
+                share=config.mixing.share,
+                names=self._names,
+                draw=self._initial_params,
+                scale=scale_of(config),
+                rounds=back + config.mixing.aggregate_every + config.mixing.personal_rounds,
+            )
+            self.receiver = PrivateReceiver(store=store)
+        # nothing that it draws follows from what the server knows
+        self._draws: dict[str, Any] = {"secrets": {client.name: load_or_create_secret(secret)}, "seed": None}
         self._site: AdapterSite | None = None
         self._blocks: int | None = None
         if config.split.split == NONE:
-            self._site = _with_secret(assemble(config, clients=(client,)).site, self._secrets)
-            self.known, self.tokens = self._site.backbone, self._site.data[client.name]
+            self._site = replace(assemble(config, clients=(client,)).site, **self._draws)
+            self.known = self._site.backbone
+            self.tokens = self._site.data[client.name]
         else:
             with torch.device("meta"):
                 self.known = build_first_blocks(config.model.model, blocks=0)
@@ -233,7 +186,8 @@ class AdapterSiteRuntime:
         noise than the settings have.
         """
         blocks = None if cut is None else cut.blocks
-        if cut is not None and cut.noise != (noise := self._config.split.wire_noise):
+        noise = self._config.split.wire_noise
+        if cut is not None and cut.noise != noise:
             raise ProtocolError(
                 f"the server asks for noise of {cut.noise:g} at a cut, and its settings say {noise:g}; nothing was"
                 " sent: ask who runs it"
@@ -243,40 +197,20 @@ class AdapterSiteRuntime:
         self._site = None  # what is not needed any more goes before anything else comes
         tokens = {self._client.name: self.tokens}
         if blocks is None or cut_info is None:
-            site, expected = assemble(self._config, clients=(self._client,), tokens=tokens).site, self._server_weights
+            site = assemble(self._config, clients=(self._client,), tokens=tokens).site
+            expected = self._server_weights
         else:
-            site, expected = (
-                client_side_runtime(self._config, tokens, blocks=blocks, max_tokens=cut_info.tokens),
-                cut_info.part,
-            )
+            site = client_side_runtime(self._config, tokens, blocks=blocks, max_tokens=cut_info.tokens)
+            expected = cut_info.part
         if (digest := weights_digest(site.backbone)) != expected:
             part = "" if blocks is None else f" up to block {blocks}"
             raise ModelError(
                 f"model {site.backbone.name!r}{part} is {digest:.16} here and {expected:.16} at the server; give the"
                 " server's model with --model"
             )
-        self._site, self._blocks = _with_secret(site, self._secrets), blocks
+        self._site = replace(site, **self._draws)
+        self._blocks = blocks
         return self._site
-
-    def leave(self) -> str:
-        """Remove what was not shared: it is in the client's own model now; what stays of it, in a line."""
-        return "" if self._store is None else self._store.clear()
-
-    def _store_in(self, folder: Path, owner: Owner) -> PrivateParamStore:
-        share, run = self._config.mixing.share, self._config.run
-        check_store(folder, owner)
-        mixing = self._config.mixing
-        back = run.checkpoint_every * run.keep_checkpoints + mixing.aggregate_every + mixing.personal_rounds
-        scale = scale_of(self._config)
-        return PrivateParamStore(
-            folder=folder,
-            owner=owner,
-            share=share,
-            names=self._names,
-            draw=self._initial_params,
-            scale=scale,
-            rounds=back,
-        )
 
     @cached_property
     def _outline(self) -> tuple[Backbone, dict[str, nn.Module]]:
@@ -290,13 +224,13 @@ class AdapterSiteRuntime:
 
     @property
     def answer_limit(self) -> int:
-        """Most bytes of what the server may send at once."""
+        """Most bytes that the server may send at once."""
         whole, _ = self._outline
         return answer_limit(self._config, whole.model)
 
     @cached_property
     def outline(self) -> Outline:
-        """What is known of the model and its adapters, with none of its blocks loaded."""
+        """Names and shapes of the model and its adapters, with none of its blocks loaded."""
         whole, modules = self._outline
         like = meta_params(self._initial_params(dict.fromkeys(modules, 1)))
         return Outline(
@@ -321,62 +255,66 @@ class AdapterSiteRuntime:
         return initial_params(whole, modules, ranks=ranks, task=self._client.task, seed=self._config.run.seed)
 
 
+SiteRuntime: TypeAlias = AdapterSiteRuntime | FullModelSiteRuntime
+
+
+def home_of(
+    config: Config, client: ClientData, *, model: str, private: Path, secret: Path, run: str | None = None
+) -> SiteRuntime:
+    """The site of this client for a server whose model has this digest; `private` is for the parts that it keeps.
+
+    `secret` is the file of its secret, from which it draws about its own examples (`client.draws`), and the noise on a
+    cut; it is made where there is none. It outlives the run, so that a site which is started again draws the same, and
+    the same rows get the same noise whenever they are sent.
+    `run` is the hash of the server's settings, in which this site's own places are not; that of `config` without it.
+    Raises `ConfigError` where something else lies at `private` or `secret`.
+    """
+    if trainable_of(config, [client.task]) == "full":
+        return FullModelSiteRuntime(config, client, secret=secret)
+    owner = Owner(client=client.name, config=run or config_hash(config))
+    return AdapterSiteRuntime(config, client, model=model, private=private, secret=secret, owner=owner)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SiteOptions:
-    """What a site brings."""
+    """Data, model, device and consent of a site, and the address of its server."""
 
     address: str
     """`host:port` of the server."""
     certs: Path
     """The site's own folder of `atlas certs make`."""
     token: str | None = None
-    """What the server gave out for this one session; None where it asks for certificates alone."""
+    """The token that the server gave out for this one session; None where it asks for certificates alone."""
     task: str
     """`name=path` with the options of `--task`, or a registered task's name."""
     device: str
     """A profile's name or description."""
     part: int | None = None
-    """Which of the task's `clients_per_task` parts this site has, from 0; None for all of it."""
+    """Index of the part of the task's `clients_per_task` that this site has; None for all of it."""
     model: str | None = None
-    """Where the backbone lies here, if not under the server's name for it."""
+    """Path of the backbone here, if not the server's name for it."""
     data_dir: str | None = None
-    """Where data sets lie here that would else come from the hub."""
+    """Folder of data sets here that would else come from the hub."""
     config: str | None = None
     """Hash that the server's config must have; None accepts any."""
     patience_seconds: float = 600.0
-    """How long a server that has gone is tried again."""
+    """Seconds for which a server that has gone is tried again."""
     first_seconds: float = 30.0
-    """How long it is tried at the very first."""
+    """Seconds for which it is tried at the very first."""
     private: Path | None = None
-    """Where what it does not share is kept until the run is complete; None for `NAME-private` beside `to`."""
+    """Folder of the parts that it does not share, until the run is complete; None for `NAME-private` beside `to`."""
     secret: Path | None = None
-    """The file of what it draws from about its own examples, made where there is none; None for `NAME-secret` beside
-    `to`."""
-    allow: tuple[Allowance, ...] = ()
-    """What may leave the site, or happen at it, beside the usual: words of `consent.ALLOWANCES`."""
-    least_examples: int = Consent.least_examples
-    """Fewest training examples behind an update or a fingerprint, and fewest by which two of them differ."""
-    max_rounds_per_example: float = Consent.max_rounds_per_example
-    """Most rounds of training for each training example."""
-    most_sketch: int = Consent.most_sketch
-    """Most numbers of a sketch."""
+    """File of the secret from which it draws about its own examples, made where there is none; None for `NAME-secret`
+    beside `to`."""
+    consent: Consent = field(default_factory=Consent)
+    """Consent to what may leave the site, or happen at it."""
     to: Path
-    """Where the client's own model is written at the end: in PEFT's format, or a whole model in transformers' own."""
-
-    @property
-    def consent(self) -> Consent:
-        """What the site agrees to."""
-        return Consent(
-            allow=self.allow,
-            least_examples=self.least_examples,
-            max_rounds_per_example=self.max_rounds_per_example,
-            most_sketch=self.most_sketch,
-        )
+    """Folder of the client's own model at the end: in PEFT's format, or a whole model in transformers' own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SiteResult:
-    """What a site has come to."""
+    """Model and traffic of a site at the end of a run."""
 
     name: str
     adapter: Path | None
@@ -391,7 +329,7 @@ def join_federation(joining: SiteOptions, *, on_event: OnEvent = ignore) -> Site
     Raises an `AtlasError` for whatever the user can mend; `ProtocolError` where the server refuses or stays away.
     """
     certs = open_certs(joining.certs)
-    device = _device_of(joining.device)
+    device = read_device(joining.device).name
     check_consent(joining.consent)
     if joining.private is not None:
         check_store(joining.private)
@@ -404,19 +342,21 @@ def join_federation(joining: SiteOptions, *, on_event: OnEvent = ignore) -> Site
         on_event(PhaseStarted("loading"))
         settings = _settings_of(link.welcome, joining)
         client, home = _client_and_home(settings, joining, link.welcome, name=certs.name, device=device)
-        run, task, outline = config_hash(settings), client.task, home.outline
+        run = config_hash(settings)
+        task = client.task
+        outline = home.outline
         said |= {"config": run, **identity_said(home.model)}
         check_same_model(home.model, link, said, name=settings.model.model)
         link.answer_limit = home.answer_limit
-        examples, rounds = len(client.train), most_rounds(joining.consent, examples=len(client.train))
-        for line in what_leaves(
+        examples = len(client.train)
+        rounds = most_rounds(joining.consent, examples=examples)
+        sent = what_leaves(
             settings, client=certs.name, task=task, device=device, blocks=outline.blocks, examples=examples
-        ):
-            on_event(Note(line))
-        for line in truncation_notes({certs.name: home.tokens}, home.known):
+        )
+        for line in (*sent, *truncation_notes({certs.name: home.tokens}, home.known)):
             on_event(Note(line))
         metadata = metadata_of(client, home.tokens)
-        read_metadata(metadata)  # what the server would refuse is refused here, before anything is said
+        read_metadata(metadata)  # the server would refuse it, so it is refused here, before anything is said
         worker = SiteClient(
             name=certs.name,
             load_site=home,
@@ -424,7 +364,6 @@ def join_federation(joining: SiteOptions, *, on_event: OnEvent = ignore) -> Site
             registration={**said, **metadata, "device": joining.device, "part": joining.part},
             on_event=on_event,
             receiver=home.receiver,
-            actions=home.actions,
             on_final_model=lambda model, sha256: write_model(
                 joining.to,
                 Receipt(client=certs.name, config=run, model=sha256),
@@ -441,14 +380,26 @@ def join_federation(joining: SiteOptions, *, on_event: OnEvent = ignore) -> Site
                 most_rounds=rounds,
             ),
         )
-        return _end_of(joining, worker, home, link, private=private)
+        left = ""
+        try:
+            has_model = bool(worker.run())
+            if has_model and not is_fully_shared(settings.mixing.share):
+                left = clear_store(private, Owner(client=certs.name, config=run))
+        except UnreachableError as error:
+            if not joining.to.exists():
+                raise
+            has_model = True
+            left = _unconfirmed_note(error, to=joining.to, private=private)
+        if left:
+            on_event(Note(left))
+        return _join_result(joining, certs.name, link, has_model=has_model)
 
 
 def _client_and_home(
     settings: Config, joining: SiteOptions, welcome: Head, *, name: str, device: str
 ) -> tuple[ClientData, SiteRuntime]:
     """The site's data and model under settings that it accepts; raises an `AtlasError` for those that it does not."""
-    consent, model = joining.consent, str(welcome.get("model"))
+    consent = joining.consent
     if joining.model is None:
         check_model_name(settings.model.model, consent)
     config = settings_here(
@@ -459,8 +410,6 @@ def _client_and_home(
         model=joining.model,
         data_dir=joining.data_dir,
     )
-    # no server says where a site reads secrets
-    config = replace(config, run=replace(config.run, secrets=None))
     secret = joining.secret or secret_file(joining.to.parent, name)
     client = own_client(config, name, task=joining.task, part=joining.part, secret=secret)
     check_settings(settings, consent, client=name, task=client.task, device=device)
@@ -470,7 +419,7 @@ def _client_and_home(
     home = home_of(
         config,
         client,
-        model=model,
+        model=str(welcome.get("model")),
         private=_private_of(joining, name),
         secret=secret,
         run=config_hash(settings),
@@ -479,7 +428,7 @@ def _client_and_home(
 
 
 def identity_said(model: ModelIdentity) -> dict[str, str | None]:
-    """What a site says of its model in the words of the handshake (`runtime.protocol.messages.Identity`)."""
+    """The identity of a site's model in the words of the handshake (`runtime.protocol.messages.Identity`)."""
     return {
         "model": model.weights,
         "vocabulary": model.vocabulary,
@@ -506,20 +455,6 @@ def check_same_model(model: ModelIdentity, link: Exchange, said: Head, *, name: 
         )
 
 
-def _end_of(joining: SiteOptions, worker: SiteClient, home: SiteRuntime, link: Link, *, private: Path) -> SiteResult:
-    """What the site comes to; its private part goes once its whole model lies here and the server knows so."""
-    try:
-        has_model = bool(worker.run())
-        left = home.leave() if has_model else ""
-    except UnreachableError as error:
-        if not joining.to.exists():
-            raise
-        has_model, left = True, _unconfirmed_note(error, to=joining.to, private=private)
-    if left:
-        worker.on_event(Note(left))
-    return _join_result(joining, worker.name, link, has_model=has_model)
-
-
 def _join_result(joining: SiteOptions, name: str, link: Link, *, has_model: bool) -> SiteResult:
     return SiteResult(
         name=name,
@@ -530,7 +465,7 @@ def _join_result(joining: SiteOptions, name: str, link: Link, *, has_model: bool
 
 
 def _unconfirmed_note(error: UnreachableError, *, to: Path, private: Path) -> str:
-    """What is said where a model lies here in full, and nobody is there to be told so."""
+    """The note where a model lies here in full, and the server cannot be told so."""
     stays = f"; {private} stays until the server knows so, or you remove it" if private.exists() else ""
     return f"{str(error).partition(';')[0]}, and {to} is complete without it{stays}"
 
@@ -538,14 +473,14 @@ def _unconfirmed_note(error: UnreachableError, *, to: Path, private: Path) -> st
 def _joined_before(
     joining: SiteOptions, certs: Certs, receipt: Receipt, *, private: Path, on_event: OnEvent
 ) -> SiteResult:
-    """What a site has come to whose model lies there already: it was killed before its run was over for the server."""
+    """The result of a site whose model lies there already: it was killed before its run was over for the server."""
     on_event(Note(f"the model of {certs.name} is in {joining.to} already; telling {joining.address}"))
     said = {"version": versions()["atlas_fl"], "config": joining.config, "model": None}
     link = _link(joining, certs, said, on_event)
     try:
         with link:
             confirm_again(link, receipt, to=joining.to)
-        if left := clear_private(private, receipt):
+        if left := clear_store(private, Owner(client=receipt.client, config=receipt.config)):
             on_event(Note(left))
     except UnreachableError as error:
         on_event(Note(_unconfirmed_note(error, to=joining.to, private=private)))
@@ -553,7 +488,7 @@ def _joined_before(
 
 
 def _link(joining: SiteOptions, certs: Certs, said: Head, on_event: OnEvent) -> Link:
-    """The way to the server; `said` is read at each handshake, so that what is found out later is said too."""
+    """The link to the server; `said` is read at each handshake, so that later entries are said too."""
     token = {} if joining.token is None else {"token": joining.token}
     return Link(
         joining.address,
@@ -566,19 +501,14 @@ def _link(joining: SiteOptions, certs: Certs, said: Head, on_event: OnEvent) -> 
 
 
 def _private_of(joining: SiteOptions, name: str) -> Path:
-    """Where the parts lie that are not shared."""
+    """The folder of the parts that are not shared."""
     return joining.private or joining.to.with_name(f"{name}-private")
-
-
-def _device_of(device: str) -> str:
-    """The name of this profile."""
-    (profile,) = find_devices((), (device,)) if "=" in device else find_devices((device,))
-    return profile.name
 
 
 def _settings_of(welcome: Head, joining: SiteOptions) -> Config:
     """The server's settings, which are those that the site was given, where it was given any."""
-    text, server_hash = welcome.get("settings"), welcome.get("config")
+    text = welcome.get("settings")
+    server_hash = welcome.get("config")
     if not isinstance(text, str):
         raise ProtocolError("the server sent no settings; install its version of atlas-fl")
     config = parse_config(text, origin=f"what {joining.address} sent")
@@ -603,7 +533,8 @@ def own_client(config: Config, name: str, *, task: str, part: int | None, secret
     numbers of rows, which its secret chooses: the same in every run, whatever seed a server names.
     """
     client_task = find_tasks((), (task,))[0] if "=" in task else find_tasks((task,))[0]
-    source, settings = source_of(config), config.data
+    source = source_of(config)
+    settings = config.data
     sizes = {"samples": settings.samples, "validation": settings.validation_samples, "test": settings.test_samples}
     if part is None:
         data = load_task(client_task, source)

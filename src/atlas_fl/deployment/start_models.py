@@ -54,7 +54,7 @@ WORDS: Mapping[str, str] = {
 }
 """Each figure in words."""
 SAME_STARTS = 3
-"""In how many rounds one start may come while the site's training moves it, or in a quarter as many as it has examples:
+"""Most rounds in which one start may come while the site's training moves it, or a quarter as many as it has examples:
 a system of equations for all examples needs about as many as there are. A server that leaves a site's updates out sends
 the same start again."""
 STILL = 1e-3
@@ -64,54 +64,20 @@ DEAD = 1e-6
 SMALLEST = 1e-12
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Product:
-    """An update `b @ a`, whose scale is in b; float64."""
-
-    a: Tensor
-    """(rank, d_in)."""
-    b: Tensor
-    """(d_out, rank)."""
-
-    @property
-    def norm(self) -> float:
-        """The Frobenius norm, from the Gram matrices of the factors."""
-        return math.sqrt(max(float(((self.b.T @ self.b) * (self.a @ self.a.T)).sum()), 0.0))
-
-    @property
-    def numel(self) -> int:
-        """Numbers of B, which is what moves at first."""
-        return self.b.numel()
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Whole:
-    """A tensor that is trained as it is."""
-
-    value: Tensor
-
-    @property
-    def norm(self) -> float:
-        """The Euclidean norm."""
-        return float(torch.linalg.vector_norm(self.value, dtype=torch.float64))
-
-    @property
-    def numel(self) -> int:
-        """Numbers of the tensor."""
-        return self.value.numel()
-
-
-Part: TypeAlias = Product | Whole
+Part: TypeAlias = Tensor | tuple[Tensor, Tensor]
+"""A tensor that is trained as it is, or the factors (a, b) of an update `b @ a`, whose scale is in b; float64."""
 Parts: TypeAlias = Mapping[str, Part]
-"""A model by what moves as one: the update of each adapted module, and every other tensor."""
+"""A model by the parts that move as one: the update of each adapted module, and every other tensor."""
 
 
 def _distance(part: Part, other: Part) -> float:
-    """The norm of the difference."""
-    if isinstance(part, Product) and isinstance(other, Product):
-        return Product(a=torch.cat([part.a, other.a]), b=torch.cat([part.b, -other.b], 1)).norm
-    assert isinstance(part, Whole) and isinstance(other, Whole), "both are parts of one model"
-    return Whole(value=part.value - other.value).norm
+    """The Frobenius norm of the difference, of updates from the Gram matrices of their factors."""
+    if isinstance(part, Tensor):
+        assert isinstance(other, Tensor), "both are parts of one model"
+        return float(torch.linalg.vector_norm(part - other, dtype=torch.float64))
+    a = torch.cat([part[0], other[0]])
+    b = torch.cat([part[1], -other[1]], 1)
+    return math.sqrt(max(float(((b.T @ b) * (a @ a.T)).sum()), 0.0))
 
 
 def dead_ratio(a: Tensor, b: Tensor, *, scale: float) -> float:
@@ -130,25 +96,25 @@ def _left_singular(a: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(kw_only=True, eq=False)
 class StartModels:
-    """What one site knows of the models that it is sent."""
+    """The knowledge of one site about the models that it is sent."""
 
     config: Config
     initial: Initial
     options: TrainOptions
-    """Of its training in every round."""
+    """Options of its training in every round."""
     steps: int
-    """Of its training in a round."""
+    """Steps of its training in a round."""
     same_starts: int = SAME_STARTS
-    """In how many rounds it trains from one start at most."""
+    """Most rounds in which it trains from one start."""
     _own: Parts = field(default_factory=dict)
-    """What the site has trained last."""
+    """The model that the site has trained last."""
     _own_params: Params = field(default_factory=dict)
-    """The same as tensors."""
+    """Tensors of this model."""
     _own_round: int = 0
     _moves: dict[str, float] = field(default_factory=dict)
     """The furthest that a round of its training has moved each part."""
     _last_move: float = 0.0
-    """How far the last one has moved all."""
+    """Distance that the last one has moved all."""
     _models: dict[tuple[str, int, str], set[str]] = field(default_factory=dict)
     """By action, round and split the digests of the models that came."""
     _anchor: Parts = field(default_factory=dict)
@@ -159,7 +125,7 @@ class StartModels:
     def check(self, action: str, job: Job, *, named: str = "") -> None:
         """Raise `ProtocolError` for a model that no honest round has produced, with its figure and the bound.
 
-        `named` is its digest where somebody has worked it out already.
+        `named` is its digest where it is known already.
         """
         params = {key: tensor for key, tensor in job.params.items() if key != PRIVATE}
         self._check_count(action, job, named or digest(params))
@@ -179,19 +145,22 @@ class StartModels:
             self._check_still(job, parts)
 
     def remember(self, job: Job, trained: Params) -> None:
-        """Keep what the site has made of a job's model; `trained` may lack what did not train."""
+        """Keep the model that the site has trained in a job; `trained` may lack tensors that did not train."""
         params = {key: tensor for key, tensor in job.params.items() if key != PRIVATE}
         own = {**params, **{key: tensor for key, tensor in trained.items() if key in params}}
         start = self._parts(params)
-        self._own, self._own_params = self._parts(own), own
+        self._own = self._parts(own)
+        self._own_params = own
         moves = {name: _distance(self._own[name], part) for name, part in start.items()}
         self._moves = {name: max(self._moves.get(name, 0.0), move) for name, move in moves.items()}
-        self._own_round, self._last_move = job.round, math.hypot(*moves.values())
+        self._own_round = job.round
+        self._last_move = math.hypot(*moves.values())
 
     def _check_count(self, action: str, job: Job, named: str) -> None:
         """Raise `ProtocolError` for more different models than one round has: each is another look at the data."""
         split = getattr(job.options, "split", "")
-        models, most = self._models.setdefault((action, job.round, split), set()), most_models(self.config, split)
+        models = self._models.setdefault((action, job.round, split), set())
+        most = most_models(self.config, split)
         models.add(named)
         if len(models) > most:
             raise ProtocolError(
@@ -200,17 +169,19 @@ class StartModels:
             )
 
     def _begins_anew(self, action: str, job: Job) -> bool:
-        """Whether the model is the initialisation, but for what was warmed up or imported."""
+        """Return whether the model is the initialisation, but for warmed-up or imported tensors."""
         first = job.round == 0 or (action == "train" and job.round == 1)
         return action == "fingerprint" or (first and self.config.model.init_adapter is None)
 
     def _check_initial(self, action: str, params: Params, initial: Params) -> None:
         warmed = self.config.clustering.fingerprint == "delta" and action != "fingerprint"
+        fits_heads = self.config.images.head_first == "ridge" and self.config.trainable(images=True) == "full"
         low = warmup_rank(self.config)
         for name, tensor in params.items():
-            if name.startswith(HEAD) and (warmed or self._fits_heads):
+            if name.startswith(HEAD) and (warmed or fits_heads):
                 continue
-            fresh, drawn = tensor, initial[name]
+            fresh = tensor
+            drawn = initial[name]
             if action == "sensitivity" and self.config.sparse.calibration_rounds > 1:
                 # weights that a round of the mask's making has frozen come turned down, and no weight comes larger
                 fresh = torch.where(fresh.abs() <= drawn.to(fresh).abs(), drawn.to(fresh), fresh)
@@ -223,18 +194,14 @@ class StartModels:
                     " 0); nothing was sent: ask who runs the server"
                 )
 
-    @property
-    def _fits_heads(self) -> bool:
-        """Whether heads are fitted before anything else."""
-        return self.config.images.head_first == "ridge" and self.config.trainable(images=True) == "full"
-
     def _figures(
         self, action: str, job: Job, parts: Parts, params: Params, initial: Params
     ) -> Iterator[tuple[str, str, float]]:
         """(tensor or module, kind of figure, value)."""
         moves = math.hypot(*self._moves.values())
-        if self._is_own(params):
-            return  # what the site has trained itself, which no server has made up
+        own = self._own_params
+        if params.keys() == own.keys() and all(torch.equal(params[key], own[key]) for key in params):
+            return  # the site has trained it itself, and no server has made it up
         rounds = max(0, job.round - (action == "train"))
         for module in lora_modules(params):
             yield from self._factors(module, params, initial, rounds=rounds)
@@ -249,31 +216,31 @@ class StartModels:
         elif rounds > 0:
             yield from self._far(parts, initial, rounds=rounds)
 
-    def _is_own(self, params: Params) -> bool:
-        own = self._own_params
-        return params.keys() == own.keys() and all(torch.equal(params[key], own[key]) for key in params)
-
     def _factors(
         self, module: str, params: Params, initial: Params, *, rounds: int
     ) -> Iterator[tuple[str, str, float]]:
         a, b = params[module + LORA_A].double(), params[module + LORA_B].double()
         yield module, "dead", dead_ratio(a, b, scale=scale_of(self.config)(len(a))) / (1 + rounds)
-        sizes, fresh = _left_singular(a)[1], _left_singular(initial[module + LORA_A].double())[1]
+        _, sizes = _left_singular(a)
+        _, fresh = _left_singular(initial[module + LORA_A].double())
         yield module, "large", float(sizes[-1] / fresh[-1]) / (1 + rounds)
         if self.config.mixing.space == "factors":
             yield module, "small", float(fresh[0] / sizes[0].clamp(min=SMALLEST))
 
     def _far(self, parts: Parts, initial: Params, *, rounds: int) -> Iterator[tuple[str, str, float]]:
-        """Where the site has no model of its own yet; nothing of SGD that does not clip, whose steps have no bound."""
-        options, fresh = self.options, self._parts(initial)
+        """Figures of a site without a model of its own yet; none of unclipped SGD, whose steps have no bound."""
+        options = self.options
+        fresh = self._parts(initial)
         is_sgd = options.optimizer == "sgd"
         step = options.lr * options.clip / (1 - options.momentum) if is_sgd else options.lr
         for name, part in parts.items():
+            moving = part if isinstance(part, Tensor) else part[1]  # of an adapter, B is what moves at first
             # SGD's clipped step is as long as it is, in all; AdamW moves every number by the rate
-            count, length = 1 if is_sgd else part.numel, 1.0
-            if isinstance(part, Product):
+            count = 1 if is_sgd else moving.numel()
+            length = 1.0
+            if not isinstance(part, Tensor):
                 first = _left_singular(initial[name + LORA_A].double())[1][-1]
-                length = scale_of(self.config)(len(part.a)) * float(first)
+                length = scale_of(self.config)(len(part[0])) * float(first)
             if step > 0 and name in fresh:
                 most = rounds * self.steps * step * length * math.sqrt(count)
                 yield name, "far", _distance(part, fresh[name]) / most
@@ -294,22 +261,20 @@ class StartModels:
 
     @staticmethod
     def _distance(parts: Parts, others: Parts, names: Iterable[str]) -> float:
-        """How far apart two models are in these parts; of what one of them lacks, nothing."""
+        """The distance of two models in these parts, as far as both have them."""
         return math.hypot(*(_distance(parts[name], others[name]) for name in names if name in parts and name in others))
 
     def _parts(self, params: Params) -> Parts:
         scale = scale_of(self.config)
-        parts: dict[str, Part] = {
-            key: Whole(value=tensor) for key, tensor in params.items() if not key.endswith((LORA_A, LORA_B))
-        }
+        parts: dict[str, Part] = {key: own for key, own in params.items() if not key.endswith((LORA_A, LORA_B))}
         for module in lora_modules(params):
-            a, b = params[module + LORA_A].double(), params[module + LORA_B].double()
-            parts[module] = Product(a=a, b=scale(len(a)) * b)
+            a = params[module + LORA_A].double()
+            parts[module] = a, scale(len(a)) * params[module + LORA_B].double()
         return parts
 
 
 def start_models_of(config: Config, initial: Initial, *, examples: int, images: bool) -> StartModels:
-    """What a site with so many training examples knows before it has trained."""
+    """The knowledge of a site with so many training examples before it has trained."""
     options = train_options(config, with_images=images)
     return StartModels(
         config=config,

@@ -32,7 +32,7 @@ def who(_: Message, context: Context) -> Reply:
 
 
 def work(message: Message, context: Context) -> Reply:
-    """What this node has come to, at the end of the run."""
+    """The result of this node at the end of the run."""
     from atlas_fl.config import load_config, pinned_hash  # a question needs no torch
     from atlas_fl.deployment.site import SiteOptions, join_federation
 
@@ -57,10 +57,7 @@ def work(message: Message, context: Context) -> Reply:
                 config=config,
                 private=None if node.private is None else Path(node.private),
                 patience_seconds=node.patience,
-                allow=node.allow,
-                least_examples=node.least_examples,
-                max_rounds_per_example=node.max_rounds_per_example,
-                most_sketch=node.most_sketch,
+                consent=node.consent,
                 to=Path(node.to or f"{node.name}-adapter") / str(context.run_id),
             ),
             on_event=on_event,

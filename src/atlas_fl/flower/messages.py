@@ -1,11 +1,11 @@
 """Messages between Flower's ServerApp and ClientApp, and `--node-config`; the only importer of Flower, an extra."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from atlas_fl.deployment.consent import Allowance, Consent, check_consent
+from atlas_fl.deployment.consent import Consent, check_consent
 from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.runtime.transport.certificates import CA, CERT, KEY, check_name
 from atlas_fl.storage.extras import install_command
@@ -31,42 +31,36 @@ except ModuleNotFoundError as error:
 RECORD = "atlas"
 """Name of the one record in every message."""
 INVITATION = ("address", "token", CA, CERT, KEY)
-"""What the long message holds: where the stream is, a token for one session, and this node's certificate."""
+"""Keys of the long message: the address of the stream, a token for one session, and this node's certificate."""
 SAMPLE = 'name="site-1" task="mine=reviews.csv" device="laptop_8gb"'
 
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """What a node has; the keys of `--node-config` with `_` for `-`."""
+    """Data, device and consent of a node; the keys of `--node-config` with `_` for `-`."""
 
     task: str
     """`name=path` with the options of `--task`, or a registered task's name."""
     device: str
     """A profile's name or description."""
     name: str
-    """Of the client in the federation; the node's number where the config gives none."""
+    """Name of the client in the federation; the node's number where the config gives none."""
     part: int | None = None
-    """Which of the task's parts is here, from 0; all of it by default."""
+    """Index of the task's part that is here; all of it by default."""
     model: str | None = None
-    """Where the backbone lies here."""
+    """Path of the backbone here."""
     data_dir: str | None = None
-    """Where data sets lie here that would else come from the hub."""
+    """Folder of data sets here that would else come from the hub."""
     config: str | None = None
     """A TOML or YAML file of settings here; this node works for no run with others, as `--config` of `atlas join`."""
     private: str | None = None
-    """Where what the settings' --share leaves out is kept until the run is complete; beside `to` by default."""
+    """Folder of the parts that the settings' --share leaves out, until the run is complete; beside `to` by default."""
     patience: float = 60.0
     """Seconds to try a server again that has gone."""
-    allow: tuple[Allowance, ...] = ()
-    """What this node agrees to, as `--allow` of `atlas join`; in the config one text with spaces between."""
-    least_examples: int = Consent.least_examples
-    """Fewest training examples behind an update or a fingerprint."""
-    max_rounds_per_example: float = Consent.max_rounds_per_example
-    """Most rounds of training for each training example."""
-    most_sketch: int = Consent.most_sketch
-    """Most numbers of a sketch."""
+    consent: Consent = field(default_factory=Consent)
+    """The keys of `atlas join`'s consent; `allow` is in the config one text with spaces between."""
     to: str = ""
-    """Where the models of this client are written, a folder for each run; NAME-adapter by default."""
+    """Folder of this client's models, a folder for each run; NAME-adapter by default."""
 
 
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
@@ -96,16 +90,10 @@ def node_of(config: Mapping[str, Any], *, node_id: int) -> Node:
             raise ConfigError(f"{key.replace('_', '-')} in --node-config is {value!r}; it must be {kind}")
     if "allow" in values:
         values["allow"] = tuple(values["allow"].split())
-    node = Node(**{"name": str(node_id), **values})
+    consented = {option.name: values.pop(option.name) for option in fields(Consent) if option.name in values}
+    node = Node(**{"name": str(node_id), **values, "consent": Consent(**consented)})
     check_name(node.name)
-    check_consent(
-        Consent(
-            allow=node.allow,
-            least_examples=node.least_examples,
-            max_rounds_per_example=node.max_rounds_per_example,
-            most_sketch=node.most_sketch,
-        )
-    )
+    check_consent(node.consent)
     return node
 
 
@@ -119,7 +107,7 @@ class Invitation:
     """Authority, certificate and key by the names of their files."""
 
     def record(self) -> dict[str, str | bytes]:
-        """It as a record of a message."""
+        """The invitation as a record of a message."""
         return {"address": self.address, "token": self.token, **self.pem}
 
     def write(self, folder: Path) -> None:

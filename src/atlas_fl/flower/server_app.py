@@ -38,15 +38,15 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.5
 DAY_SECONDS = 86400.0
 RUN_DAYS = 30
-"""How long a node's long message holds, and with it a run."""
+"""Days that a node's long message holds, and with it a run."""
 GONE = 5
 GONE_REMEDY = " Start its SuperNode again, or the run once `flwr supernode list` shows it offline"
 CRASHED = (GONE, 8)
 """Flower's codes for a SuperNode that has gone and for a ClientApp that has ended without a word."""
 MOST_STARTS = 4
-"""How often a node's part of one run is begun."""
+"""Most times that a node's part of one run is begun."""
 LAST_SECONDS = 20.0
-"""How long replies are waited for once the run has ended."""
+"""Seconds that replies are waited for once the run has ended."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -71,22 +71,20 @@ class _Sent:
 
 
 class NodeQuery:
-    """Who is there: asked when it is made, of at least so many nodes, or for 0 of those that are connected."""
+    """The question for the names of at least so many nodes, or for 0 of those that are connected; asked when made."""
 
     def __init__(self, grid: Grid, *, count: int, seconds: float) -> None:
-        self._seconds, self._until = seconds, time.monotonic() + seconds
+        self._seconds = seconds
+        self._until = time.monotonic() + seconds
         self._asked = _Sent(grid=grid, kind=MessageType.QUERY, ttl=max(seconds, 60.0))
-        self._asked.push({node: RecordDict() for node in self._connected_nodes(grid, max(count, 1))})
-
-    def _connected_nodes(self, grid: Grid, count: int) -> list[int]:
-        while len(ids := sorted(grid.get_node_ids())) < count:
+        while len(nodes := sorted(grid.get_node_ids())) < max(count, 1):
             if time.monotonic() > self._until:
                 raise ProtocolError(
-                    f"{len(ids)} of {count} SuperNodes are connected after {self._seconds:g} seconds; start them, or"
-                    " lower nodes in --run-config"
+                    f"{len(nodes)} of {max(count, 1)} SuperNodes are connected after {seconds:g} seconds; start them,"
+                    " or lower nodes in --run-config"
                 )
             time.sleep(POLL_SECONDS)
-        return ids
+        self._asked.push({node: RecordDict() for node in nodes})
 
     def nodes(self, *, min_clients: int = 0, on_event: OnEvent = ignore) -> dict[str, int]:
         """The node behind every client's name.
@@ -100,12 +98,8 @@ class NodeQuery:
         for node in sorted(names):
             holder = nodes.setdefault(names[node], node)
             if holder != node:
-                on_event(
-                    Note(
-                        f"node {node} was refused: node {holder} is named {names[node]!r} too; give one another name in"
-                        " its --node-config"
-                    )
-                )
+                taken = f"node {holder} is named {names[node]!r} too"
+                on_event(Note(f"node {node} was refused: {taken}; give one another name in its --node-config"))
         lines = [faults[node] for node in sorted(faults)]
         if len(nodes) < max(min_clients, 1) or (lines and min_clients == 0):
             reason = lines[0] if lines else f"{len(nodes)} of {min_clients} clients have a name of their own"
@@ -115,7 +109,7 @@ class NodeQuery:
         return nodes
 
     def _answers(self) -> tuple[dict[int, str], dict[int, str]]:
-        """(the name of every node that has one, why the others cannot take part, in a line each)."""
+        """(the name of every node that has one, by node a line on why it cannot take part)."""
         names: dict[int, str] = {}
         faults: dict[int, str] = {}
         while self._asked.pending and time.monotonic() < self._until:
@@ -147,7 +141,7 @@ class Invitations:
     grid: Grid
     nodes: Mapping[str, int]
     certs: Path
-    """As `make_certs` leaves it."""
+    """The folder that `make_certs` made."""
     tokens: "Tokens"
     address: str
 
@@ -160,7 +154,7 @@ class Invitations:
 
     @contextmanager
     def beside(self, manager: "ClientManager", bridge: "EventBridge") -> Iterator[None]:
-        """Everybody is invited and watched; at the end, everybody is waited for, and told where the run has failed."""
+        """Invite and watch all nodes; at the end, wait for them, and tell them where the run has failed."""
         watcher = threading.Thread(target=self._watch, args=(manager, bridge), name="atlas-replies", daemon=True)
         watcher.start()
         try:
@@ -204,7 +198,8 @@ class Invitations:
             self._sent.push(content)
 
     def _give_up_node(self, node: int, error: Error, manager: "ClientManager", bridge: "EventBridge") -> None:
-        name, reason = self._names[node], one_line(str(error.reason).strip())
+        name = self._names[node]
+        reason = one_line(str(error.reason).strip())
         if error.code in CRASHED and self._starts[node] < MOST_STARTS:
             bridge.note(f"{name}: {reason} It is started again")
             self._waiting.add(node)
@@ -215,15 +210,15 @@ class Invitations:
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What `flwr run --run-config` says."""
+    """The settings of `flwr run --run-config`."""
 
     config: Path
     address: str
     """`host:port` under which the nodes reach the stream."""
     host: str
-    """What the stream listens on."""
+    """The address that the stream listens on."""
     nodes: int
-    """How many SuperNodes are waited for; 0 for those that are connected."""
+    """Number of SuperNodes that are waited for; 0 for those that are connected."""
     min_clients: int
     wait_seconds: float
     deadline_seconds: float

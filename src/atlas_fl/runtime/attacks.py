@@ -53,7 +53,7 @@ class Attack:
     size: float | None
     """Default strength; None: all examples over the client's own."""
     flips_labels: bool = False
-    """Whether it trains on reversed labels."""
+    """It trains on reversed labels."""
 
 
 def _scale_change(before: Params, after: Params, context: AttackContext, *, factor: float) -> Params:
@@ -126,13 +126,17 @@ def choose_attackers(words: Sequence[str], names: Sequence[str], *, seed: int) -
 
 def with_flipped_labels(clients: Sequence[ClientData], attackers: Sequence[str]) -> tuple[ClientData, ...]:
     """The clients, the attackers' training labels reversed; raises ConfigError for a task without classes."""
-    return tuple(_flip_labels(client) if client.name in attackers else client for client in clients)
-
-
-def _flip_labels(client: ClientData) -> ClientData:
-    if not client.task.has_classes:
-        raise ConfigError(f"--attack label_flip reverses classes, and task {client.task.name!r} has none; take another")
-    return replace(client, train=replace(client.train, label=client.task.num_labels - 1 - client.train.label))
+    flipped = []
+    for client in clients:
+        if client.name in attackers:
+            task = client.task
+            if not task.has_classes:
+                raise ConfigError(
+                    f"--attack label_flip reverses classes, and task {task.name!r} has none; take another"
+                )
+            client = replace(client, train=replace(client.train, label=task.num_labels - 1 - client.train.label))
+        flipped.append(client)
+    return tuple(flipped)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +155,8 @@ class HostileEngine:
 
     def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
         """The updates of these jobs, in their order; attackers alter theirs after training."""
-        updates, job_by_client = self.engine.run(action, jobs), {job.client: job for job in jobs}
+        updates = self.engine.run(action, jobs)
+        job_by_client = {job.client: job for job in jobs}
         if action != "train":
             return updates
         return [
@@ -160,10 +165,9 @@ class HostileEngine:
         ]
 
     def _alter_update(self, job: Job, update: Update) -> Update:
-        replacement_size = sum(self.examples.values()) / self.examples[job.client]
-        size = next(
-            (candidate for candidate in (self.size, self.attack.size) if candidate is not None), replacement_size
-        )
+        size = self.attack.size if self.size is None else self.size
+        if size is None:
+            size = sum(self.examples.values()) / self.examples[job.client]
         random = torch_generator(self.seed, "attack", job.client, job.round)
         params = self.attack.alter(job.params, update.params, AttackContext(size=size, space=self.space, random=random))
         # what does not train in a round is not sent, and the server has it

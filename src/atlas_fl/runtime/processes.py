@@ -57,7 +57,8 @@ class WorkerProcess:
                 # workers can import what this process can
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
-        self.name, self.pid = name, self._process.pid
+        self.name = name
+        self.pid = self._process.pid
 
     def ask(self, frames: list[bytes]) -> list[bytes]:
         """The answer to these frames, which are consumed; raises `ProtocolError` where the process has ended."""
@@ -66,15 +67,12 @@ class WorkerProcess:
             frames.clear()  # not needed while the worker computes
             return receive_frames(self._link)
         except (EOFError, OSError):
-            raise ProtocolError(self._exit_message()) from None
-
-    def _exit_message(self) -> str:
-        code = self._process.wait()
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return (
-            f"{self.name} (process {self.pid}) {how}; start the run again: it goes on from its last checkpoint, and"
-            " with fewer --workers it takes less memory"
-        )
+            code = self._process.wait()
+            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            raise ProtocolError(
+                f"{self.name} (process {self.pid}) {how}; start the run again: it goes on from its last checkpoint, and"
+                " with fewer --workers it takes less memory"
+            ) from None
 
     def kill(self) -> None:
         """Kill the process and wait until it has ended."""

@@ -22,7 +22,7 @@ from atlas_fl.storage.extras import install_command
 RAY_LOG_LEVEL = 40
 """Errors only: at lower levels Ray logs every step of its start."""
 CONNECT_SECONDS = 10.0
-"""How long a cluster may take to accept a connection."""
+"""Longest time that a cluster may take to accept a connection."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,9 @@ class Actor:
     """One actor, at the driver's end."""
 
     def __init__(self, ray: Any, handle: Any, name: str) -> None:
-        self._ray, self._handle, self.name = ray, handle, name
+        self._ray = ray
+        self._handle = handle
+        self.name = name
 
     def ask(self, frames: list[bytes]) -> list[bytes]:
         """The answer to these frames; raises `ProtocolError` where the actor or the cluster has ended."""

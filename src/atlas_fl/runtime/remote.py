@@ -19,7 +19,7 @@ class RemoteEngine:
     manager: ClientManager
     bridge: EventBridge
     deadline_seconds: float
-    """How long a job may take, network included."""
+    """Longest time of a job, network included."""
     split_server: SplitServer | None
     """Computes the server halves of cut clients; None where no client is cut."""
     min_clients: int
@@ -40,31 +40,28 @@ class RemoteEngine:
         size = self.max_concurrent or max(1, len(jobs))
         updates = list[Update]()
         for first in range(0, len(jobs), size):
-            updates += spill_to_disk(action, self._run_batch(action, jobs, first, size), updates)
+            batch = jobs[first : first + size]
+            answers = self.bridge.call(
+                self.manager.run_jobs(
+                    action,
+                    batch,
+                    seconds=self.deadline_seconds,
+                    split_server=self.split_server,
+                    on_done=lambda done, first=first: self.bridge.progress(action, first + done, len(jobs)),  # type: ignore[misc]
+                )
+            )
+            for job, answer in zip(batch, answers, strict=True):
+                if isinstance(answer, str):
+                    self.bridge.on_event(Note(f"no {action} of {job.client} in round {job.round}: {answer}"))
+            answered = [answer for answer in answers if isinstance(answer, Update)]
+            updates += spill_to_disk(action, answered, updates)
         needed = min(self.min_clients or len(jobs), len(jobs))
         if len(updates) < needed:
-            answered = {update.client for update in updates}
-            missing = [job.client for job in jobs if job.client not in answered]
+            clients = {update.client for update in updates}
+            missing = [job.client for job in jobs if job.client not in clients]
             raise ProtocolError(
                 f"{len(updates)} of {len(jobs)} clients answered {action} in round {jobs[0].round}, not"
                 f" {', '.join(missing)}, and {needed} are needed; bring them back and start `atlas serve` again: it"
                 " goes on from its last checkpoint; or lower --min-clients"
             )
         return [replace(update, travelled=True) for update in updates]
-
-    def _run_batch(self, action: str, jobs: Sequence[Job], first: int, size: int) -> list[Update]:
-        """The updates of `size` jobs from the first one on; a note says why a job has none."""
-        batch = jobs[first : first + size]
-        answers = self.bridge.call(
-            self.manager.run_jobs(
-                action,
-                batch,
-                seconds=self.deadline_seconds,
-                split_server=self.split_server,
-                on_done=lambda done: self.bridge.progress(action, first + done, len(jobs)),
-            )
-        )
-        for job, answer in zip(batch, answers, strict=True):
-            if isinstance(answer, str):
-                self.bridge.on_event(Note(f"no {action} of {job.client} in round {job.round}: {answer}"))
-        return [answer for answer in answers if isinstance(answer, Update)]

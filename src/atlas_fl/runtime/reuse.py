@@ -9,7 +9,7 @@ Models with cuts, masks, momentum or control variates, and whole models, are alw
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,19 +18,12 @@ from hashlib import sha256
 import torch
 
 from atlas_fl.client.job import ClientTokens, Job, Site, Update
-from atlas_fl.params import Params, digest, num_bytes
+from atlas_fl.params import digest, num_bytes
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.storage.files import secret_digest
 
 MAX_BYTES = 512 << 20
-"""Of tensors in remembered updates: hundreds of rounds of small adapters."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Result:
-    updates: tuple[Update, ...]
-    seconds: float
-    num_bytes: int
+"""Most bytes of tensors in remembered updates: hundreds of rounds of small adapters."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -40,40 +33,43 @@ class ReusedResults:
     max_bytes: int = 0
     """With 0 nothing is remembered."""
     computed_seconds: float = 0.0
-    """Spent on what was asked for while something was remembered."""
+    """Seconds spent on computing results that were remembered."""
     saved_seconds: float = 0.0
-    """That what was remembered had taken."""
-    _results: dict[str, _Result] = field(default_factory=dict)
+    """Seconds that the reused results had taken."""
+    _results: dict[str, tuple[list[Update], float, int]] = field(default_factory=dict)
+    """By key (updates, seconds, bytes), the least recently used first."""
 
     @contextmanager
     def remember(self, max_bytes: int = MAX_BYTES) -> Iterator["ReusedResults"]:
         """Remember results until the context ends."""
-        self.max_bytes, self.computed_seconds, self.saved_seconds = max_bytes, 0.0, 0.0
+        self.max_bytes = max_bytes
+        self.computed_seconds = 0.0
+        self.saved_seconds = 0.0
         try:
             yield self
         finally:
             self.max_bytes = 0
             self._results.clear()
 
-    def run(self, key: str, engine: Engine, action: str, jobs: Sequence[Job]) -> list[Update]:
-        """What the engine answers, or answered to these jobs before."""
+    def run(self, key: str, compute: Callable[[], list[Update]]) -> list[Update]:
+        """The updates of this key, computed now or before."""
         result = self._results.pop(key, None)
         if result is None:
             start_time = time.perf_counter()
-            updates = tuple(engine.run(action, jobs))
+            updates = compute()
             size = sum(num_bytes(update.params) + num_bytes(update.beside_model()) for update in updates)
-            result = _Result(updates=updates, seconds=time.perf_counter() - start_time, num_bytes=size)
-            self.computed_seconds += result.seconds
+            result = updates, time.perf_counter() - start_time, size
+            self.computed_seconds += result[1]
         else:
-            self.saved_seconds += result.seconds
+            self.saved_seconds += result[1]
         self._results[key] = result
-        while sum(other.num_bytes for other in self._results.values()) > self.max_bytes:
+        while sum(size for _, _, size in self._results.values()) > self.max_bytes:
             del self._results[next(iter(self._results))]
-        return list(result.updates)
+        return list(result[0])
 
 
 REUSED_RESULTS = ReusedResults()
-"""Those of this process; nothing is remembered outside of `remember`."""
+"""The results of this process; nothing is remembered outside of `remember`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,15 +88,14 @@ class ReusingEngine:
         """The updates of these jobs, in their order."""
         if not self.results.max_bytes or not all(_is_reusable(job, self.site) for job in jobs):
             return self.engine.run(action, jobs)
-        parts = [
-            " ".join([job.client, str(job.round), repr(job.options), *map(digest, _tensors_of(job))]) for job in jobs
-        ]
+        parts = [f"{job.client} {job.round} {job.options!r} {_digests_of(job)}" for job in jobs]
         key = sha256("\n".join([self._site_key, action, *parts]).encode()).hexdigest()
-        return self.results.run(key, self.engine, action, jobs)
+        return self.results.run(key, lambda: self.engine.run(action, jobs))
 
 
-def _tensors_of(job: Job) -> tuple[Params, ...]:
-    return job.params, *(trees[kind] for trees in (job.sent, job.kept) for kind in sorted(trees))
+def _digests_of(job: Job) -> dict[str, str]:
+    """The digest of the job's model and of each tree beside it, by kind."""
+    return {kind: digest(params) for kind, params in sorted({"model": job.params, **job.sent, **job.kept}.items())}
 
 
 def _is_reusable(job: Job, site: Site) -> bool:

@@ -25,7 +25,7 @@ MAX_FRAME_BYTES = 2**40
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerContext:
-    """What a worker needs to run jobs."""
+    """The site and the receiver with which a worker runs jobs."""
 
     site: Site
     receiver: Receiver
@@ -87,7 +87,16 @@ class PoolEngine:
     def _run_pack(self, action: str, pack: Sequence[Job]) -> list[Update]:
         worker, sender = self._free.get()
         try:
-            return decode_updates(action, worker.ask(encode_jobs(action, pack, sender)), pack, sender)
+            frames = []
+            for number, job in enumerate(pack):
+                head, tensors = sender.job(action, job, number=number)
+                frames.append(encode_frame({**head, "client": job.client}, tensors, limit=MAX_FRAME_BYTES))
+            updates = list[Update]()
+            for head, tensors in _decode_frames(worker.ask(frames)):
+                raise_failure(head)
+                updates.append(sender.update(action, head, tensors, job=pack[len(updates)]))
+            assert len(updates) == len(pack), "a worker answers every job"
+            return updates
         except AtlasError:
             sender.forget()  # as a worker does after an error
             raise
@@ -100,25 +109,6 @@ def init_workers(workers: Sequence[Worker], heads: Sequence[Head], threads: Exec
     frames = [encode_frame(head, {}) for head in heads]
     for answer in threads.map(lambda worker, frame: worker.ask([frame]), workers, frames):
         raise_failure(decode_frame(answer[0])[0])
-
-
-def encode_jobs(action: str, pack: Sequence[Job], sender: Sender) -> list[bytes]:
-    """The frames that send this pack to a worker."""
-    frames = []
-    for number, job in enumerate(pack):
-        head, tensors = sender.job(action, job, number=number)
-        frames.append(encode_frame({**head, "client": job.client}, tensors, limit=MAX_FRAME_BYTES))
-    return frames
-
-
-def decode_updates(action: str, frames: list[bytes], pack: Sequence[Job], sender: Sender) -> list[Update]:
-    """The updates in a worker's answer to this pack; raises the worker's error. The frames are consumed."""
-    updates = list[Update]()
-    for head, tensors in _decode_frames(frames):
-        raise_failure(head)
-        updates.append(sender.update(action, head, tensors, job=pack[len(updates)]))
-    assert len(updates) == len(pack), "a worker answers every job"
-    return updates
 
 
 def _decode_frames(frames: list[bytes]) -> Iterator[tuple[Head, Params]]:
@@ -149,17 +139,18 @@ class WorkerLoop:
                 ((head, _),) = _decode_frames(frames)
                 self._context = self._init_worker(head, self._memory())
                 return [encode_frame({"kind": "ready"}, {})]
-            return self._execute(self._context, frames)
+            action = ""
+            jobs = list[Job]()
+            for head, tensors in _decode_frames(frames):
+                action, job, _ = self._context.receiver.job(head, tensors, client=str(head["client"]))
+                jobs.append(job)
+            updates = ACTIONS[action](jobs, self._context.site)
+            answers = []
+            for number, (update, job) in enumerate(zip(updates, jobs, strict=True)):
+                head, tensors = self._context.receiver.update(action, update, job, number=number)
+                answers.append(encode_frame(head, tensors, limit=MAX_FRAME_BYTES))
+            return answers
         except AtlasError as error:
             if self._context is not None:
                 self._context.receiver.forget()
             return [encode_frame({"kind": "failed", "error": type(error).__name__, "reason": str(error)}, {})]
-
-    def _execute(self, context: WorkerContext, frames: list[bytes]) -> list[bytes]:
-        action, jobs = "", list[Job]()
-        for head, tensors in _decode_frames(frames):
-            action, job, _ = context.receiver.job(head, tensors, client=str(head["client"]))
-            jobs.append(job)
-        pairs = enumerate(zip(ACTIONS[action](jobs, context.site), jobs, strict=True))
-        messages = (context.receiver.update(action, update, job, number=n) for n, (update, job) in pairs)
-        return [encode_frame(*message, limit=MAX_FRAME_BYTES) for message in messages]

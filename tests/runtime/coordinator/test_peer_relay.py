@@ -152,9 +152,7 @@ def test_a_host_is_sent_a_guests_adapters_once_for_the_same_model(clients) -> No
             assert found is not None
             return {key.partition(":")[2] for key in found[1]} - {f"/{GUEST_INFO}"}
 
-        first, second, third = (
-            PeerRelay(jobs, proxies, split_server, host_wait_seconds=0, on_note=print) for _ in range(3)
-        )
+        first, second, third = (PeerRelay(jobs, proxies, split_server, seconds=0, on_note=print) for _ in range(3))
         above = {key for key in jobs[0].params if ".layer.0." not in key}
         assert await sent(1, first) == above
         assert await sent(2, second) == set()

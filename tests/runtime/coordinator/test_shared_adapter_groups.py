@@ -63,9 +63,9 @@ def test_those_who_share_wait_for_each_other_and_end_in_the_bits_of_a_simulation
 def test_who_is_held_while_the_last_one_ends_is_not_forgotten(clients, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last step of one is taken while it is worked out that another has to wait for it."""
     site, path, jobs = clients
-    computed, over = SplitServer._compute, SplitServer._wait_for_group
+    computed, over = SplitServer._compute, SplitServer.finish_job
 
-    async def later(self: SplitServer, *args: Any) -> bool:
+    async def later(self: SplitServer, *args: Any) -> Any:
         await asyncio.sleep(0.05)
         return await over(self, *args)
 
@@ -75,7 +75,7 @@ def test_who_is_held_while_the_last_one_ends_is_not_forgotten(clients, monkeypat
             await asyncio.sleep(0.2)
         return found
 
-    monkeypatch.setattr(SplitServer, "_wait_for_group", later)
+    monkeypatch.setattr(SplitServer, "finish_job", later)
     monkeypatch.setattr(SplitServer, "_compute", late)
     with federation(site, path, list(CUTS)) as fed:
         for job in jobs:

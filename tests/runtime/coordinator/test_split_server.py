@@ -23,15 +23,17 @@ from atlas_fl.runtime.coordinator.coordinator import ClientManager, shutdown_cli
 from atlas_fl.runtime.coordinator.site_worker import SiteClient, SiteLoader
 from atlas_fl.runtime.coordinator.split_server import SplitServer
 from atlas_fl.runtime.protocol.messages import read_payloads
+from atlas_fl.runtime.protocol.model_sync import AdapterReceiver
 from atlas_fl.runtime.remote import RemoteEngine
 from atlas_fl.runtime.transport.event_loop import EventBridge, LoopThread
 from atlas_fl.runtime.transport.frames import decode_frame, encode_frame
-from atlas_fl.runtime.transport.sessions import InProcess, Sessions
+from atlas_fl.runtime.transport.sessions import Sessions
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.model import load_client_part
 from tests.client.split.test_measure import options_of
 from tests.laws.test_packs import HARD
 from tests.runtime.coordinator.test_coordinator import CENSUS, IDENTITY
+from tests.runtime.in_process import AcceptAll, InProcess
 
 CUTS = {"a-0": Cut(blocks=1), "b-0": Cut(blocks=2, head="client"), "c-0": None, "d-0": Cut(blocks=1, wire="int8")}
 
@@ -84,6 +86,9 @@ class Federation:
             link=link,
             registration=census,
             on_event=ignore,
+            receiver=AdapterReceiver(),
+            on_final_model=lambda *_: None,
+            policy=AcceptAll(),
         )
         thread = threading.Thread(target=quietly(worker.run), daemon=True)
         self.running.append(thread)

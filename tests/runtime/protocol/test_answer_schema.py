@@ -13,6 +13,7 @@ from atlas_fl.client.options import EvaluateOptions, Report, TrainOptions
 from atlas_fl.client.split_halves import join_halves
 from atlas_fl.errors import ProtocolError
 from atlas_fl.runtime.protocol.answer_schema import (
+    CORRELATIONS,
     LARGEST_FEATURE,
     LARGEST_WEIGHT,
     REPORTS,
@@ -34,7 +35,7 @@ def test_every_action_has_a_schema() -> None:
 
 @pytest.mark.parametrize("kind", SCORES)
 def test_every_score_has_a_range_that_nothing_huge_is_in(kind: str) -> None:
-    for name, own in SCORES[kind].items():
+    for name, own in {**SCORES[kind], **CORRELATIONS}.items():
         assert own.holds(1.0)
         if name != "perplexity":  # that of a guess among many words is as large as they are many
             assert not own.holds(1e300), name

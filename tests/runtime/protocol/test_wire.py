@@ -46,20 +46,20 @@ def test_every_action_can_travel() -> None:
 
 @pytest.mark.parametrize("action", JOBS)
 def test_a_job_arrives_as_it_left(action: str) -> None:
-    head, params = job_message(action, job_of(action), number=1, sent_digests={})
+    head, params = job_message(action, job_of(action), number=1, sent_digests=())
     found = read_job(json.loads(json.dumps(head)), params, client="site-1")
     assert found == (action, job_of(action), None)
 
 
 def test_a_cut_travels_with_its_job() -> None:
     job = replace(job_of("train"), cut=CUT)
-    head, params = job_message("train", job, number=1, sent_digests={})
+    head, params = job_message("train", job, number=1, sent_digests=())
     assert read_job(json.loads(json.dumps(head)), params, client="site-1") == ("train", job, None)
 
 
 def test_a_model_that_is_held_does_not_travel() -> None:
-    assert job_message("train", job_of("train"), number=1, sent_digests={"got": digest(PARAMS)})[1] == {}
-    assert job_message("train", job_of("train"), number=1, sent_digests={"got": "another"})[1] is PARAMS
+    assert job_message("train", job_of("train"), number=1, sent_digests=[digest(PARAMS)])[1] == {}
+    assert job_message("train", job_of("train"), number=1, sent_digests=["another"])[1] is PARAMS
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_model_that_is_held_does_not_travel() -> None:
     ],
 )
 def test_a_job_that_is_none_is_refused(change: dict[str, Any]) -> None:
-    head, params = job_message("train", job_of("train"), number=1, sent_digests={})
+    head, params = job_message("train", job_of("train"), number=1, sent_digests=())
     with pytest.raises(ProtocolError, match=r"install its version"):
         read_job({**json.loads(json.dumps(head)), **change}, params, client="site-1")
 

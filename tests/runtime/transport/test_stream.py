@@ -19,7 +19,8 @@ from atlas_fl.runtime.transport.client import Link, split_address
 from atlas_fl.runtime.transport.event_loop import LoopThread
 from atlas_fl.runtime.transport.frames import BEAT_SECONDS, CHUNK, FRAME_LIMIT, encode_frame
 from atlas_fl.runtime.transport.server import LIMITS, Limits, Server
-from atlas_fl.runtime.transport.sessions import PROTOCOL, InProcess, Sessions
+from atlas_fl.runtime.transport.sessions import PROTOCOL, Sessions
+from tests.runtime.in_process import InProcess
 
 
 @dataclass

@@ -46,15 +46,16 @@ def test_a_server_with_tokens_refuses_a_copy_of_the_message_after_the_first_has_
     async def answer(*_: object) -> tuple[dict[str, object], dict[str, object]]:
         return {}, {}
 
-    def admit(name: str, _: object) -> dict[str, str]:
+    def admit(name: str, said: dict[str, str]) -> dict[str, str]:
         asked.append(name)
+        tokens.redeem(name, said)
         return {"config": "c"}
 
     def hello(session: str, token: str) -> bytes:
         return encode_frame({"session": session, "protocol": PROTOCOL, "token": token}, {})
 
     async def script() -> None:
-        sessions = Sessions(answer=answer, admit=tokens.guard(admit), allowed=("site-1",), on_presence=lambda *_: None)
+        sessions = Sessions(answer=answer, admit=admit, allowed=("site-1",), on_presence=lambda *_: None)
         token = tokens.issue("site-1")
         session, stream, _ = sessions.enter("site-1", hello("first", token))
         sessions.leave(session, stream)

@@ -4,16 +4,19 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from atlas_fl.client.job import Job, Update
 from atlas_fl.errors import ProtocolError, one_line
 from atlas_fl.params import Params
 from atlas_fl.ranks.devices import Device
 from atlas_fl.runtime.protocol.client_metadata import ClientMetadata, TaskLabels
-from atlas_fl.runtime.protocol.messages import CutInfo
 from atlas_fl.runtime.protocol.model_sync import AdapterSender, Sender
 from atlas_fl.runtime.transport.frames import Head
+
+if TYPE_CHECKING:
+    from atlas_fl.runtime.coordinator.peer_relay import PeerRelay
+    from atlas_fl.runtime.coordinator.split_server import SplitServer
 
 MAX_REASON_LENGTH = 500
 """Longest reason of a refusal in the log."""
@@ -28,26 +31,6 @@ MAX_PAUSE_ROUNDS = 8
 """Longest pause of a client that failed again and again."""
 
 
-class SplitBackend(Protocol):
-    """Runs the server halves of cut clients, one for each job: here, or at another client."""
-
-    def begin_job(self, number: int, action: str, job: Job) -> tuple[Job, CutInfo]:
-        """(the client's half of the job, its cut info); the server half begins anew."""
-        ...
-
-    async def answer_request(self, number: int, head: Mapping[str, Any], tensors: Params) -> tuple[Head, Params] | None:
-        """The answer to a client's request; None where the client has to begin the job again."""
-        ...
-
-    async def finish_job(self, number: int, update: Update, tensors: Params) -> Update | None:
-        """The update of both halves; None where the client has to begin the job again."""
-        ...
-
-    def drop_job(self, number: int, client: str) -> None:
-        """Forget the server half of a closed job."""
-        ...
-
-
 @dataclass(eq=False)
 class PendingJob:
     """A job that a client has not answered yet."""
@@ -55,10 +38,10 @@ class PendingJob:
     number: int
     action: str
     job: Job
-    """Of both halves."""
+    """The job of both halves."""
     future: asyncio.Future[Update | str]
-    split_backend: SplitBackend | None = None
-    """Runs the server half, if the client is cut."""
+    split_backend: "SplitServer | PeerRelay | None" = None
+    """Runs the server half, if the client is cut: here, or at another client."""
     client_job: Job | None = None
     """The half that a cut client was sent; None before."""
     num_layers: int | None = None
@@ -75,9 +58,9 @@ class ClientProxy:
     part: int | None = None
     connected: bool = False
     has_come: bool = False
-    """Whether it has connected at all."""
+    """It has connected at least once."""
     rejection: ProtocolError | None = None
-    """Why it was turned away before the plan was made; it may register again, with other data."""
+    """The reason why it was turned away before the plan was made; it may register again, with other data."""
     given_up: bool = False
     """It missed deadlines or was removed, and gets no jobs until it sends a request."""
     missed_deadlines: int = 0
@@ -87,15 +70,15 @@ class ClientProxy:
     accepted_answers: int = 0
     """Since the last missed deadline or refusal."""
     pauses: int = 0
-    """How often it was paused."""
+    """Number of pauses so far."""
     pause_reason: str = ""
-    """Why it was paused last."""
+    """Reason of the last pause."""
     resume_round: int = 0
     """The first round in which it gets jobs again."""
     removal_reason: str = ""
-    """Why it was removed; empty where it was not."""
+    """Reason of its removal; empty where it was not removed."""
     refusal_reason: str = ""
-    """Why a request or connection of it was refused last."""
+    """Reason of the last refusal of a request or connection."""
     pending_job: PendingJob | None = None
     sender: Sender = field(default_factory=AdapterSender)
     """Encodes its jobs, given what its process has in memory."""
@@ -103,9 +86,9 @@ class ClientProxy:
     """By guest, the digest of the server half that this client was sent last as its host."""
     shutdown_message: tuple[Head, Params] | None = None
     shutdown_sent: bool = False
-    """Whether it was sent its shutdown message."""
+    """It was sent its shutdown message."""
     model_saved: bool = False
-    """Whether it has confirmed that its model is saved, and that is recorded."""
+    """It has confirmed that its model is saved, and that is recorded."""
     wakeup: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -115,47 +98,15 @@ CheckClient: TypeAlias = Callable[[str, ClientMetadata, Device], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Requirements:
-    """What a client that registers must fit, whoever the others are."""
+    """Requirements of a client that registers, whoever the others are."""
 
     images: bool = False
-    """Whether the run trains on images."""
+    """The run trains on images."""
     one_head: bool = False
-    """Whether one mask holds for the heads of all clients, so that all need as many labels."""
+    """One mask holds for the heads of all clients, so that all need as many labels."""
     task_labels: Mapping[str, TaskLabels] = field(default_factory=dict)
     """The labels of the tasks that the server knows by itself."""
     check_client: CheckClient | None = None
-
-
-def check_registration(
-    client: ClientProxy,
-    metadata: ClientMetadata,
-    *,
-    task_labels: Mapping[str, TaskLabels],
-    known: ClientMetadata | None,
-    images: bool,
-    is_late: bool,
-    accepts_late: bool,
-) -> None:
-    """Raise `ProtocolError` where this client cannot register with this metadata.
-
-    The kind of its examples must be the run's, and the labels of its task those in `task_labels`, where its task is one
-    of them. A client outside the plan may register where late clients may join; one that comes back must have the
-    metadata that it had before, `known` from the run's folder where the server was started again.
-    """
-    if metadata.images is not images:
-        kinds = {True: "images", False: "texts"}
-        raise ProtocolError(
-            f"{client.name} has {kinds[metadata.images]} (task {metadata.task!r}), and this run trains on"
-            f" {kinds[images]}; give a --task of {kinds[images]}"
-        )
-    labels = task_labels.get(metadata.task, metadata.task_labels)
-    if labels != metadata.task_labels:
-        raise other_labels(client, metadata, labels)
-    if is_late and not accepts_late:
-        raise ProtocolError(f"this federation was planned without {client.name}; it can join the next one")
-    before = client.metadata or known
-    if not is_late and before is not None and before != metadata:
-        raise ProtocolError(f"{client.name} came back with other data than it had; join with the same --task")
 
 
 def other_labels(client: ClientProxy, metadata: ClientMetadata, labels: TaskLabels) -> ProtocolError:
@@ -171,7 +122,7 @@ def other_labels(client: ClientProxy, metadata: ClientMetadata, labels: TaskLabe
 def disagreeing_clients(
     clients: Sequence[ClientProxy], task_labels: Mapping[str, TaskLabels], *, one_head: bool, head: int | None = None
 ) -> dict[str, ProtocolError]:
-    """By client, why it cannot take part beside the others, all of whom have registered.
+    """By client, the reason why it cannot take part beside the others, all of whom have registered.
 
     The labels of a task are those in `task_labels`, or those of most of its clients; of equally many, of the client
     that is listed first. So no order of arrival decides, and no single client. With `one_head`, because one mask holds
@@ -224,29 +175,12 @@ def same_part_note(client: ClientProxy, clients: Iterable[ClientProxy]) -> str:
 
 
 def describe_connected(clients: Collection[ClientProxy]) -> str:
-    """How many of these clients are connected, in words."""
+    """The number of these clients that are connected, in words."""
     return f"{sum(client.connected and client.metadata is not None for client in clients)} of {len(clients)} here"
 
 
-def registered_clients(
-    clients: Sequence[ClientProxy], *, min_clients: int, seconds: float
-) -> tuple[tuple[str, ...], str]:
-    """(the clients that have registered, in their order, the others in words, with what was in the way of each).
-
-    Raises `ProtocolError` where fewer than `min_clients` have registered.
-    """
-    registered = tuple(client.name for client in clients if client.metadata and not client.removal_reason)
-    missing = ", ".join(_describe_missing(client) for client in clients if client.name not in registered)
-    if len(registered) < min_clients:
-        within = "" if any(client.removal_reason for client in clients) else f" within {seconds:g} seconds"
-        raise ProtocolError(
-            f"{len(registered)} of {len(clients)} clients have come{within}, missing: {missing};"
-            f" {min_clients} are needed: start them, raise --wait or lower --min-clients"
-        )
-    return registered, missing
-
-
-def _describe_missing(client: ClientProxy) -> str:
+def describe_missing(client: ClientProxy) -> str:
+    """The name of a client that has not registered, with the reason where it is known."""
     if client.removal_reason:
         return f"{client.name} ({client.removal_reason})"
     if client.refusal_reason:
@@ -254,15 +188,6 @@ def _describe_missing(client: ClientProxy) -> str:
     if client.has_come:
         return f"{client.name} (it was here and did not register; its own last line says why)"
     return client.name
-
-
-def refusal_note(client: ClientProxy | None, name: str, reason: str) -> str | None:
-    """The log line of a refusal, printable; None where the same was logged before."""
-    if client is not None:
-        previous, client.refusal_reason = (client.removal_reason, client.refusal_reason), reason
-        if reason in previous:
-            return None
-    return f"{name} was refused: {printable_reason(reason)}"
 
 
 def printable_reason(text: str) -> str:
@@ -275,7 +200,8 @@ def record_missed_deadline(client: ClientProxy, *, round: int) -> None:
 
     The pause after being given up doubles each time.
     """
-    client.missed_deadlines, client.accepted_answers = client.missed_deadlines + client.connected, 0
+    client.missed_deadlines += client.connected
+    client.accepted_answers = 0
     if client.missed_deadlines >= MAX_MISSED_DEADLINES:
         _pause(client, f"it let {client.missed_deadlines} deadlines pass", round=round)
     client.given_up = not client.connected or client.missed_deadlines >= MAX_MISSED_DEADLINES
@@ -283,7 +209,8 @@ def record_missed_deadline(client: ClientProxy, *, round: int) -> None:
 
 def record_refusal(client: ClientProxy, *, round: int) -> None:
     """Record a refused answer; after too many the client gets no jobs until it registers again."""
-    client.refusals, client.accepted_answers = client.refusals + 1, 0
+    client.refusals += 1
+    client.accepted_answers = 0
     if client.refusals >= MAX_REFUSALS:
         _pause(client, f"{client.refusals} of its answers were refused", round=round)
 
@@ -301,12 +228,13 @@ def allow_retry(client: ClientProxy) -> None:
 
 
 def _pause(client: ClientProxy, reason: str, *, round: int) -> None:
-    client.pauses, client.pause_reason = client.pauses + 1, reason
+    client.pauses += 1
+    client.pause_reason = reason
     client.resume_round = round + min(MAX_PAUSE_ROUNDS, 2 ** (client.pauses - 1))
 
 
 def skip_reason(client: ClientProxy, *, round: int) -> str:
-    """Why this client has no job in this round; empty where it gets one."""
+    """The reason why this client has no job in this round; empty where it gets one."""
     if client.refusals >= MAX_REFUSALS:
         return f"{client.refusals} of its answers were refused; it is asked again once it has registered anew"
     if client.given_up and client.connected:

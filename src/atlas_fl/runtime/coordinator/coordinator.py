@@ -21,30 +21,22 @@ from atlas_fl.runtime.coordinator.client_registry import (
     ClientProxy,
     PendingJob,
     Requirements,
-    SplitBackend,
     allow_retry,
-    check_registration,
     describe_connected,
+    describe_missing,
     disagreeing_clients,
+    other_labels,
     printable_reason,
     record_accepted_answer,
     record_missed_deadline,
     record_refusal,
-    refusal_note,
-    registered_clients,
     same_part_note,
     skip_reason,
 )
-from atlas_fl.runtime.coordinator.peer_relay import PeerRelay, create_peer_relay
+from atlas_fl.runtime.coordinator.peer_relay import PeerRelay
 from atlas_fl.runtime.coordinator.split_server import SplitServer
 from atlas_fl.runtime.protocol.answer_schema import AnsweredRequest, check_answer
-from atlas_fl.runtime.protocol.client_metadata import (
-    ClientMetadata,
-    TaskLabels,
-    read_device,
-    read_metadata,
-    read_part,
-)
+from atlas_fl.runtime.protocol.client_metadata import ClientMetadata, TaskLabels, read_device, read_metadata, read_part
 from atlas_fl.runtime.protocol.messages import Identity
 from atlas_fl.runtime.protocol.model_sync import AdapterSender, NewSender
 from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Head
@@ -52,7 +44,7 @@ from atlas_fl.runtime.transport.sessions import MOST_TOLD, NO_TENSORS, RefusalLo
 
 ANY_TASK = Requirements()
 CONFIRM_SECONDS = 5.0
-"""How long the confirmation of a saved model waits for a server that has just started and has no models yet."""
+"""Seconds that the confirmation of a saved model waits for a server that has just started and has no models yet."""
 REQUEST_KINDS = ("register", "next", "result", "failed", "cut", "hosted", "kept")
 """Kinds of requests that a client may send."""
 KINDS_WITHOUT_TENSORS = ("register", "next", "kept")
@@ -74,13 +66,18 @@ class ClientManager:
         requirements: Requirements = ANY_TASK,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._new_sender, self._requirements = new_sender, requirements
+        self._new_sender = new_sender
+        self._requirements = requirements
         self.clients = {name: ClientProxy(name, sender=new_sender()) for name in names}
         self.planned: set[str] | None = None  # names in the plan, once there is one
         self.known: Mapping[str, ClientMetadata] = {}
-        """What clients of the plan had said of themselves before the server was started again."""
-        self._identity, self._settings, self._on_note, self._accepts_late = identity, settings, on_note, accepts_late
-        self._job_count, self._registration_changed = 0, asyncio.Condition()
+        """Metadata of the plan's clients from before the server was started again."""
+        self._identity = identity
+        self._settings = settings
+        self._on_note = on_note
+        self._accepts_late = accepts_late
+        self._job_count = 0
+        self._registration_changed = asyncio.Condition()
         self._checking = asyncio.Lock()
         self._peer_relay: PeerRelay | None = None
         self._presence_log = RefusalLog(tell=lambda name, note: on_note(f"{name} {note}"), clock=clock)
@@ -99,8 +96,9 @@ class ClientManager:
     def on_presence(self, name: str, connected: bool) -> None:
         """Record that this client has connected or disconnected."""
         client = self.clients[name]
-        client.connected, client.has_come = connected, client.has_come or connected
+        client.connected = connected
         if connected:
+            client.has_come = True
             client.given_up = False
         if self._peer_relay is not None:
             self._peer_relay.on_presence(name, connected)
@@ -110,36 +108,43 @@ class ClientManager:
         self._presence_log.look()
 
     def on_refused(self, name: str, reason: str) -> None:
-        """Log that a connection or request was refused, and why."""
-        if line := refusal_note(self.clients.get(name), name, reason):
-            self._on_note(line)
+        """Log that a connection or request was refused, and why, unless the same was logged before."""
+        client = self.clients.get(name)
+        if client is None or reason not in (client.removal_reason, client.refusal_reason):
+            self._on_note(f"{name} was refused: {printable_reason(reason)}")
+        if client is not None:
+            client.refusal_reason = reason
 
     async def answer(self, name: str, head: Mapping[str, Any], tensors: Params) -> tuple[Head, Params]:
         """Answer a client's request, with its next job as soon as there is one."""
         client = self.clients[name]
-        if head.get("kind") not in REQUEST_KINDS:
-            raise ProtocolError(f"{name} says {short_repr(head.get('kind'))}; allowed: {', '.join(REQUEST_KINDS)}")
-        if tensors and head.get("kind") in KINDS_WITHOUT_TENSORS:
-            raise ProtocolError(
-                f"a request {head['kind']!r} of {name} has tensors; only an answer to a job may bring them"
-            )
-        if head.get("kind") == "register":
+        kind = head.get("kind")
+        if kind not in REQUEST_KINDS:
+            raise ProtocolError(f"{name} says {short_repr(kind)}; allowed: {', '.join(REQUEST_KINDS)}")
+        if tensors and kind in KINDS_WITHOUT_TENSORS:
+            raise ProtocolError(f"a request {kind!r} of {name} has tensors; only an answer to a job may bring them")
+        if kind == "register":
             await self._register(client, head)
-        elif head.get("kind") == "kept":
+        elif kind == "kept":
             return await self._confirm_saved(client, head)
         elif client.metadata is None:
             return {"kind": "register"}, NO_TENSORS  # the server was started again and knows nobody
-        elif (
-            head.get("kind") == "cut" and (answer := await self._answer_cut_request(client, head, tensors)) is not None
-        ):
-            return answer
-        elif head.get("kind") == "hosted" and self._peer_relay is not None:
-            self._peer_relay.handle_answers(name, head, tensors)
-        elif head.get("kind") in ("result", "failed"):
+        return await self._answer_registered(client, head, tensors) or await self._next_message(client)
+
+    async def _answer_registered(
+        self, client: ClientProxy, head: Mapping[str, Any], tensors: Params
+    ) -> tuple[Head, Params] | None:
+        """The answer to this request of a registered client; None where it is the next message."""
+        kind = head.get("kind")
+        if kind == "cut":
+            return await self._answer_cut_request(client, head, tensors)
+        if kind == "hosted" and self._peer_relay is not None:
+            self._peer_relay.handle_answers(client.name, head, tensors)
+        if kind in ("result", "failed"):
             await self._accept_answer(client, head, tensors)
             if head.get("leaves") is True:
                 return {"kind": "left"}, NO_TENSORS
-        return await self._next_message(client)
+        return None
 
     async def _next_message(self, client: ClientProxy) -> tuple[Head, Params]:
         """The next message to this client, as soon as there is one: a job, work as a host, or shutdown."""
@@ -193,7 +198,8 @@ class ClientManager:
         return answer if client.pending_job is pending else None
 
     def _job_message(self, client: ClientProxy, pending: PendingJob) -> tuple[Head, Params]:
-        job, cut_info = pending.job, None
+        job = pending.job
+        cut_info = None
         if job.cut is not None and pending.split_backend is not None:
             # A job that is sent, also again, begins at its start, and so does its server half.
             job, cut_info = pending.split_backend.begin_job(pending.number, pending.action, job)
@@ -202,21 +208,27 @@ class ClientManager:
 
     async def _register(self, client: ClientProxy, head: Mapping[str, Any]) -> None:
         self._identity.check(client.name, head)
-        metadata, device, part = read_metadata(head), read_device(str(head.get("device"))), read_part(head)
+        metadata = read_metadata(head)
+        device = read_device(str(head.get("device")))
+        part = read_part(head)
         await self._check_registration(client, metadata, device)
         is_late = self._is_late(client)
         if is_late:
-            client.removal_reason, client.given_up = "", False  # a rejected client may register with other data
-        is_new, client.metadata, client.device = client.metadata is None, metadata, device
-        client.rejection, client.refusal_reason = None, ""
+            client.removal_reason = ""  # a rejected client may register with other data
+            client.given_up = False
+        is_new = client.metadata is None
+        client.metadata = metadata
+        client.device = device
+        client.part = part
+        client.rejection = None
+        client.refusal_reason = ""
+        client.hosted_digests = {}
         client.sender.forget()
         allow_retry(client)
-        client.part, client.hosted_digests = part, {}
         if is_new:
-            num_examples, connected = metadata.examples["train"], describe_connected(self.clients.values())
-            self._on_note(
-                f"{client.name}: {metadata.task}, {num_examples} training examples, {device.name} ({connected})"
-            )
+            connected = describe_connected(self.clients.values())
+            count = metadata.examples["train"]
+            self._on_note(f"{client.name}: {metadata.task}, {count} training examples, {device.name} ({connected})")
             if is_late:
                 self._on_note(f"{client.name} came after the plan was made and joins before the next round")
             if note := same_part_note(client, self.clients.values()):
@@ -225,16 +237,27 @@ class ClientManager:
             self._registration_changed.notify_all()
 
     async def _check_registration(self, client: ClientProxy, metadata: ClientMetadata, device: Device) -> None:
-        """Raise `ProtocolError` where this client cannot register: nothing of it is kept then."""
-        check_registration(
-            client,
-            metadata,
-            task_labels=self.agreed_labels(),
-            known=self.known.get(client.name),
-            images=self._requirements.images,
-            is_late=self._is_late(client),
-            accepts_late=self._accepts_late,
-        )
+        """Raise `ProtocolError` where this client cannot register with this metadata; nothing of it is kept then.
+
+        The kind of its examples must be the run's, and the labels of its task the agreed ones. A client outside the
+        plan may register where late clients may join; one that comes back must have the metadata that it had before.
+        """
+        images = self._requirements.images
+        if metadata.images is not images:
+            kinds = {True: "images", False: "texts"}
+            raise ProtocolError(
+                f"{client.name} has {kinds[metadata.images]} (task {metadata.task!r}), and this run trains on"
+                f" {kinds[images]}; give a --task of {kinds[images]}"
+            )
+        labels = self.agreed_labels().get(metadata.task, metadata.task_labels)
+        if labels != metadata.task_labels:
+            raise other_labels(client, metadata, labels)
+        before = client.metadata or self.known.get(client.name)
+        if self._is_late(client):
+            if not self._accepts_late:
+                raise ProtocolError(f"this federation was planned without {client.name}; it can join the next one")
+        elif before is not None and before != metadata:
+            raise ProtocolError(f"{client.name} came back with other data than it had; join with the same --task")
         if self._requirements.check_client is not None:
             # as much work and memory as planning one client: one at a time, and the loop answers others meanwhile
             async with self._checking:
@@ -249,19 +272,20 @@ class ClientManager:
         return {**planned, **self._requirements.task_labels}
 
     def _planned_metadata(self) -> list[ClientMetadata]:
-        """Of the clients of the plan; of none before there is one."""
+        """The metadata of the plan's clients; empty before there is a plan."""
         names = self.known if self.planned is None else self.planned
         metadata = [self.clients[name].metadata or self.known.get(name) for name in names if name in self.clients]
         return [known for known in metadata if known is not None]
 
     def reject_disagreeing(self, clients: Sequence[ClientProxy]) -> bool:
-        """Turn away those of these registered clients that the others outvote; whether there are such."""
+        """Turn away those of these registered clients that the others outvote; return whether there are such."""
         head = next((metadata.num_labels for metadata in self._planned_metadata()), None)
         one_head = self._requirements.one_head
         refused = disagreeing_clients(clients, self.agreed_labels(), one_head=one_head, head=head)
         for name, error in refused.items():
             client = self.clients[name]
-            client.metadata, client.rejection = None, error
+            client.metadata = None
+            client.rejection = error
             self.on_refused(name, error.logged)
             client.wakeup.set()
         return bool(refused)
@@ -340,7 +364,14 @@ class ClientManager:
                     await asyncio.wait_for(self._registration_changed.wait_for(is_decided), max(rest, 0))
             if not self.reject_disagreeing([client for client in clients if client.metadata]):
                 break  # who was turned away may register anew while there is time
-        registered, missing = registered_clients(clients, min_clients=min_clients, seconds=seconds)
+        registered = tuple(client.name for client in clients if client.metadata and not client.removal_reason)
+        missing = ", ".join(describe_missing(client) for client in clients if client.name not in registered)
+        if len(registered) < min_clients:
+            within = "" if any(client.removal_reason for client in clients) else f" within {seconds:g} seconds"
+            raise ProtocolError(
+                f"{len(registered)} of {len(clients)} clients have come{within}, missing: {missing};"
+                f" {min_clients} are needed: start them, raise --wait or lower --min-clients"
+            )
         if missing:
             self._on_note(f"begins without {missing}")
         self.planned = set(registered)
@@ -355,7 +386,7 @@ class ClientManager:
         on_done: Callable[[int], None],
         split_server: SplitServer | None = None,
     ) -> list[Update | str]:
-        """The update of every job, or why there is none, in their order, after at most `seconds`.
+        """The update of every job, or the reason why there is none, in their order, after at most `seconds`.
 
         `split_server` computes the server halves of jobs with a cut.
         """
@@ -363,10 +394,22 @@ class ClientManager:
         loop = asyncio.get_running_loop()
         futures = [loop.create_future() for _ in jobs]
         num_layers = None if split_server is None else len(split_server.site.backbone.blocks)
-        self._peer_relay = create_peer_relay(jobs, self.clients, split_server, seconds=seconds, on_note=self._on_note)
+        self._peer_relay = None
+        if split_server is not None and any(job.hosting is not None for job in jobs):
+            self._peer_relay = PeerRelay(jobs, self.clients, split_server, seconds=seconds, on_note=self._on_note)
+        split_backend = self._peer_relay or split_server
         for job, future in zip(jobs, futures, strict=True):
-            self._assign_job(action, job, future, self._peer_relay or split_server, num_layers=num_layers)
-        waiting, deadline = {future for future in futures if not future.done()}, loop.time() + seconds
+            client = self.clients[job.client]
+            if reason := skip_reason(client, round=job.round):
+                future.set_result(reason)
+                if split_backend is not None:
+                    split_backend.drop_job(0, job.client)
+                continue
+            self._job_count += 1
+            client.pending_job = PendingJob(self._job_count, action, job, future, split_backend, num_layers=num_layers)
+            client.wakeup.set()
+        deadline = loop.time() + seconds
+        waiting = {future for future in futures if not future.done()}
         while waiting and loop.time() < deadline:
             _, waiting = await asyncio.wait(
                 waiting, timeout=deadline - loop.time(), return_when=asyncio.FIRST_COMPLETED
@@ -381,29 +424,11 @@ class ClientManager:
             self._peer_relay.close()
         return [future.result() for future in futures]
 
-    def _assign_job(
-        self,
-        action: str,
-        job: Job,
-        future: asyncio.Future[Update | str],
-        split_backend: SplitBackend | None,
-        *,
-        num_layers: int | None,
-    ) -> None:
-        client = self.clients[job.client]
-        if reason := skip_reason(client, round=job.round):
-            future.set_result(reason)
-            if split_backend is not None:
-                split_backend.drop_job(0, job.client)
-            return
-        self._job_count += 1
-        client.pending_job = PendingJob(self._job_count, action, job, future, split_backend, num_layers=num_layers)
-        client.wakeup.set()
-
     async def remove(self, name: str, reason: str) -> None:
         """Close this client's job and refuse its further requests with this reason."""
         client = self.clients[name]
-        client.removal_reason, client.given_up = reason, True
+        client.removal_reason = reason
+        client.given_up = True
         client.wakeup.set()
         if client.pending_job is not None:
             self._close_job(client, client.pending_job, reason)
@@ -458,7 +483,12 @@ async def shutdown_clients(
     client's confirmation only: before that it may be killed, or miss the last message of a stream that is closed.
     """
     for name, client in manager.clients.items():
-        client.shutdown_message = _shutdown_message(client, models.get(name), reason=reason)
+        if reason is not None:
+            client.shutdown_message = {"kind": "ended", "reason": reason}, NO_TENSORS
+        elif name in models:
+            client.shutdown_message = client.sender.final_model_message(models[name])
+        else:
+            client.shutdown_message = {"kind": "done", "model": False}, NO_TENSORS
         client.wakeup.set()
     start = asyncio.get_running_loop().time()
     while not _all_finished(manager.clients, wait_for):
@@ -475,19 +505,12 @@ def _all_finished(clients: Mapping[str, ClientProxy], wait_for: Collection[str])
 
 
 def _is_any_saving(clients: Iterable[ClientProxy]) -> bool:
-    """Whether a client was sent its model and has not confirmed that it is saved."""
+    """Return whether a client was sent its model and has not confirmed that it is saved."""
     return any(
-        client.connected and client.shutdown_sent and not client.model_saved and _sends_model(client)
+        client.connected
+        and client.shutdown_sent
+        and not client.model_saved
+        and client.shutdown_message is not None
+        and client.shutdown_message[0].get("model") is True
         for client in clients
     )
-
-
-def _sends_model(client: ClientProxy) -> bool:
-    return client.shutdown_message is not None and client.shutdown_message[0].get("model") is True
-
-
-def _shutdown_message(client: ClientProxy, model: Params | None, *, reason: str | None) -> tuple[Head, Params]:
-    """The last message to a client: its final model, or why there is none."""
-    if reason is not None:
-        return {"kind": "ended", "reason": reason}, NO_TENSORS
-    return ({"kind": "done", "model": False}, NO_TENSORS) if model is None else client.sender.final_model_message(model)

@@ -13,7 +13,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -56,9 +56,15 @@ class HostedTask:
     """The host's answer that the guest waits for; None where the host has disconnected."""
     moved: bool = False
     finished: bool = False
-    """Whether the host has returned its update and dropped it."""
+    """The host has returned its update and dropped it."""
     refusal_reason: str = ""
-    """Why the host refused it."""
+    """The reason why the host refused it."""
+
+    def leave_host(self) -> None:
+        """Give the task up at its host; the guest that waits for an answer begins again elsewhere."""
+        self.moved = True
+        if self.answer is not None and not self.answer.done():
+            self.answer.set_result(None)
 
     def record_shape(self, payloads: Payloads) -> None:
         """Record the size of the guest's message; raises `ProtocolError` where it cannot be read."""
@@ -82,7 +88,8 @@ class HostedTask:
                 raise ProtocolError(f"its {name} is not {shape} float32")
 
     def _expected_shapes(self, what: object) -> dict[str, tuple[int, ...]]:
-        job, backbone = self.side.job, self.side.site.backbone
+        job = self.side.job
+        backbone = self.side.site.backbone
         if what == "features":
             return {"0/activation": (self.num_outputs, backbone.hidden)}
         if what not in ("loss", "gradient"):
@@ -102,7 +109,7 @@ class Outbox:
 
     items: list[tuple[Head, Params]] = field(default_factory=list)
     stale: bool = False
-    """Whether the host may have server halves that are closed."""
+    """The host may have server halves that are closed."""
 
 
 def item_tensors(tensors: Params, index: int) -> Params:
@@ -111,16 +118,14 @@ def item_tensors(tensors: Params, index: int) -> Params:
     return {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
 
 
-OnNote: TypeAlias = Callable[[str], None]
-
 HOST_WAIT_FRACTION = 0.25
-"""Of a deadline, how long a host waits for the next request of its guests before it gets its own job."""
+"""Share of a deadline that a host waits for the next request of its guests before it gets its own job."""
 ANSWER_WAIT_FRACTION = 0.4
-"""Of a deadline, how long a guest waits for its host before it begins again with the server."""
+"""Share of a deadline that a guest waits for its host before it begins again with the server."""
 
 
 class PeerRelay:
-    """A `SplitBackend` for the jobs of one action: guests with a host at that host, all others at the `SplitServer`."""
+    """Server halves for the jobs of one action: of guests with a host at that host, of others at the `SplitServer`."""
 
     def __init__(
         self,
@@ -128,12 +133,14 @@ class PeerRelay:
         clients: Mapping[str, ClientProxy],
         split_server: SplitServer,
         *,
-        host_wait_seconds: float,
-        on_note: OnNote,
-        answer_seconds: float | None = None,
+        seconds: float,
+        on_note: Callable[[str], None],
     ) -> None:
-        self._clients, self._split_server, self._on_note = clients, split_server, on_note
-        self._host_wait_seconds, self._answer_seconds = host_wait_seconds, answer_seconds
+        self._clients = clients
+        self._split_server = split_server
+        self._on_note = on_note
+        self._host_wait_seconds = seconds * HOST_WAIT_FRACTION
+        self._answer_seconds = seconds * ANSWER_WAIT_FRACTION
         self._guests = {job.client: job.hosting for job in jobs if isinstance(job.hosting, GuestRequirement)}
         self._hosts = {job.client: job.hosting for job in jobs if isinstance(job.hosting, HostCapacity)}
         available = [
@@ -142,7 +149,8 @@ class PeerRelay:
         self._matches: dict[str, HostMatch] = match_hosts(self._guests.values(), available)
         self._tasks: dict[int, HostedTask] = {}
         self._outboxes = {name: Outbox() for name in self._hosts}
-        self._task_numbers, self._closed = itertools.count(), False
+        self._task_numbers = itertools.count()
+        self._closed = False
         for name in self._hosts:
             digests = clients[name].hosted_digests
             clients[name].hosted_digests = {
@@ -154,31 +162,29 @@ class PeerRelay:
 
     def begin_job(self, number: int, action: str, job: Job) -> tuple[Job, CutInfo]:
         """(the guest's half of the job, its cut info); the server half begins anew at the host."""
-        host, split_server, old = self._matches[job.client].host, self._split_server, self._tasks.pop(number, None)
+        host = self._matches[job.client].host
+        old = self._tasks.pop(number, None)
         if old is not None and not old.moved:
             self._outboxes[old.host].stale = True
         if host is None:
-            return split_server.begin_job(number, action, job)
-        side = CutMessages(job, split_server.site)
+            return self._split_server.begin_job(number, action, job)
+        site = self._split_server.site
+        side = CutMessages(job, site)
         task = HostedTask(f"{number}.{next(self._task_numbers)}", side, host, action)
         self._tasks[number] = task
-        guest, digests = self._clients[job.client], self._clients[host].hosted_digests
-        assert guest.metadata is not None, "who has a job has registered"
-        guest_info = to_json(
-            {"census": asdict(redacted_metadata(guest.metadata)), "below": list(side.below.params)}
-        ).encode()
+        metadata = self._clients[job.client].metadata
+        assert metadata is not None, "who has a job has registered"
+        guest_info = to_json({"census": asdict(redacted_metadata(metadata)), "below": list(side.below.params)}).encode()
+        digests = self._clients[host].hosted_digests
         above = replace(job, params=side.above)
-        sent_before = {key: model for key, model in digests.items() if key == job.client}
-        head, params = job_message(action, above, number=number, sent_digests=sent_before)
+        head, params = job_message(action, above, number=number, sent_digests=[digests.get(job.client, "")])
         digests[job.client] = head["model"]
         tensors = {**params, f"/{GUEST_INFO}": torch.frombuffer(bytearray(guest_info), dtype=torch.uint8)}
         self._enqueue(task, {**head, "kind": "begin", "client": job.client}, tensors)
-        names, options = job.params, job.options
-        client_side = (
-            client_side_indices(split_server.site.backbone, names, options, side.cut) if action == "train" else []
-        )
-        part = split_server.part_digest(side.cut.blocks)
-        return side.below, CutInfo(places=tuple(client_side), tokens=split_server.site.max_tokens, part=part)
+        trains = action == "train"
+        indices = client_side_indices(site.backbone, job.params, job.options, side.cut) if trains else []
+        part = self._split_server.part_digest(side.cut.blocks)
+        return side.below, CutInfo(places=tuple(indices), tokens=site.max_tokens, part=part)
 
     def _enqueue(self, task: HostedTask, head: Head, tensors: Params) -> None:
         self._outboxes[task.host].items.append(({**head, "half": task.id}, tensors))
@@ -221,10 +227,10 @@ class PeerRelay:
 
     def _return_to_server(self, task: HostedTask, reason: str) -> None:
         """Move the guest's job from the host to the server, where it begins again."""
-        guest, host = task.side.job.client, task.host
-        task.moved, self._outboxes[host].stale = True, True
-        if task.answer is not None and not task.answer.done():
-            task.answer.set_result(None)
+        guest = task.side.job.client
+        host = task.host
+        self._outboxes[host].stale = True
+        task.leave_host()
         self._clients[host].hosted_digests.pop(guest, None)
         self._matches[guest] = replace(self._matches[guest], host=None, reason=f"{host} was left")
         self._clients[host].wakeup.set()
@@ -234,7 +240,7 @@ class PeerRelay:
         """The messages through the cut among these tensors; their bytes are counted here, whatever the sites report."""
         payloads = read_payloads(tensors)
         for name, message in payloads.items():
-            kind = next((kind for kind in KINDS if kind == name.partition("/")[2]), None)
+            kind = next((known for known in KINDS if known == name.partition("/")[2]), None)
             if kind is None:
                 raise ProtocolError(f"{name!r:.40} came through a cut; install the same atlas-fl on both ends")
             task.side.crossed[kind, direction] += len(message)
@@ -246,12 +252,14 @@ class PeerRelay:
         if task is None:
             whole = await self._split_server.finish_job(number, update, tensors)
             return None if whole is None else replace(whole, hosted=self._matches[update.client])
-        if (reply := await self._host_answer(task, {"kind": "end"}, tensors)) is None:
+        reply = await self._host_answer(task, {"kind": "end"}, tensors)
+        if reply is None:
             return None
-        side, guest = task.side, self._clients[update.client]
-        assert guest.metadata is not None, "who has a job has registered"
+        side = task.side
+        metadata = self._clients[update.client].metadata
+        assert metadata is not None, "who has a job has registered"
         layers = len(side.site.backbone.blocks)
-        expected = AnsweredRequest(action=task.action, job=side.job, metadata=guest.metadata, num_layers=layers)
+        expected = AnsweredRequest(action=task.action, job=side.job, metadata=metadata, num_layers=layers)
         try:
             host_update = read_update(*reply, job=replace(side.job, params=side.above))
             if host_update.params is not side.above:
@@ -273,37 +281,33 @@ class PeerRelay:
 
     async def next_message(self, client: ClientProxy) -> tuple[Head, Params] | None:
         """The next message to this client as a host; None without guests, or where they send nothing for long."""
-        outbox, loop = self._outboxes.get(client.name), asyncio.get_running_loop()
+        outbox = self._outboxes.get(client.name)
+        loop = asyncio.get_running_loop()
         deadline = loop.time() + self._host_wait_seconds
         while outbox is not None and not self._closed and not client.removal_reason and client.shutdown_message is None:
             if outbox.stale or self._is_batch_complete(client.name, outbox):
                 return self._next_batch(client.name, outbox)
-            if not outbox.items and not self._expects_requests(client.name):
+            guests = [self._clients[guest] for guest in self._guests_of(client.name)]
+            if not outbox.items and not any(guest.connected and guest.pending_job is not None for guest in guests):
                 return None
             client.wakeup.clear()
+            wait_seconds = BATCH_WAIT_SECONDS if outbox.items else deadline - loop.time()
             try:
-                await asyncio.wait_for(
-                    client.wakeup.wait(), BATCH_WAIT_SECONDS if outbox.items else deadline - loop.time()
-                )
+                await asyncio.wait_for(client.wakeup.wait(), wait_seconds)
             except TimeoutError:
                 return self._next_batch(client.name, outbox) if outbox.items else None
         return None
 
     def _is_batch_complete(self, host: str, outbox: Outbox) -> bool:
-        """Whether all guests of this host have sent a request; the begin of a job waits for nobody."""
+        """Return whether all guests of this host have sent a request; the begin of a job waits for nobody."""
         num_open = sum(task.host == host and not task.moved for task in self._tasks.values())
         return any(head["kind"] == "begin" for head, _ in outbox.items) or 0 < num_open <= len(outbox.items)
 
-    def _expects_requests(self, host: str) -> bool:
-        """Whether a guest of this host is connected and has an open job."""
-        return any(
-            self._clients[guest].connected and self._clients[guest].pending_job is not None
-            for guest in self._guests_of(host)
-        )
-
     def _next_batch(self, host: str, outbox: Outbox) -> tuple[Head, Params]:
         """The oldest items as one message, as many as a frame holds."""
-        items, tensors, size = list[Head](), dict[str, torch.Tensor](), 0
+        items = list[Head]()
+        tensors = dict[str, torch.Tensor]()
+        size = 0
         while outbox.items:
             head, params = outbox.items[0]
             size += sum(tensor.nbytes for tensor in params.values())
@@ -347,9 +351,7 @@ class PeerRelay:
         moved = [self._guests[guest] for guest in self._guests_of(name) if self._clients[guest].pending_job is not None]
         for task in self._tasks.values():
             if task.host == name and not task.moved:
-                task.moved = True
-                if task.answer is not None and not task.answer.done():
-                    task.answer.set_result(None)
+                task.leave_host()
         # the same process may come back with server halves that are elsewhere by then
         self._outboxes[name].items.clear()
         self._clients[name].hosted_digests.clear()
@@ -369,24 +371,3 @@ class PeerRelay:
             for name, capacity in self._hosts.items()
             if self._clients[name].connected
         ]
-
-
-def create_peer_relay(
-    jobs: Sequence[Job],
-    clients: Mapping[str, ClientProxy],
-    split_server: SplitServer | None,
-    *,
-    seconds: float,
-    on_note: OnNote,
-) -> PeerRelay | None:
-    """The relay for these jobs with this deadline; None where clients do not compute for each other."""
-    if split_server is None or all(job.hosting is None for job in jobs):
-        return None
-    return PeerRelay(
-        jobs,
-        clients,
-        split_server,
-        host_wait_seconds=seconds * HOST_WAIT_FRACTION,
-        on_note=on_note,
-        answer_seconds=seconds * ANSWER_WAIT_FRACTION,
-    )

@@ -4,7 +4,7 @@ A host runs the server halves of its guests and answers their requests, which th
 guests' data, only the number of their examples and tokens.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias
 
@@ -19,9 +19,9 @@ from atlas_fl.errors import AtlasError, ModelError, ProtocolError, one_line
 from atlas_fl.events import OnEvent, PhaseStarted
 from atlas_fl.params import Params, digest
 from atlas_fl.runtime.coordinator.peer_relay import GUEST_INFO, item_tensors
-from atlas_fl.runtime.protocol.client_metadata import ClientMetadata, placeholder_client, read_metadata
+from atlas_fl.runtime.protocol.client_metadata import placeholder_client, read_metadata
 from atlas_fl.runtime.protocol.messages import CutInfo, read_job, read_payloads, update_message, write_payloads
-from atlas_fl.runtime.protocol.model_sync import AdapterReceiver, Receiver
+from atlas_fl.runtime.protocol.private_params import SiteReceiver
 from atlas_fl.runtime.transport.frames import Head
 from atlas_fl.runtime.transport.sessions import NO_TENSORS, Exchange, Message
 from atlas_fl.split.channel import Cut
@@ -46,15 +46,18 @@ class HostedClients:
 
         Raises `ProtocolError` for a malformed message; a malformed item is refused in its answer.
         """
-        items, live, guests = (_check_list(head.get(name)) for name in ("items", "live", "guests"))
+        if not all(isinstance(head.get(name), list) for name in ("items", "live", "guests")):
+            raise ProtocolError("the server's message to a host has no list; install its version of atlas-fl")
+        items: list[Any] = head["items"]
         if not all(isinstance(item, dict) for item in items):
             raise ProtocolError("the server's message to a host has an item that is none; install its version")
-        self._halves = {key: half for key, half in self._halves.items() if key in live}
-        self._models = {key: model for key, model in self._models.items() if key in guests}
+        self._halves = {key: half for key, half in self._halves.items() if key in head["live"]}
+        self._models = {key: model for key, model in self._models.items() if key in head["guests"]}
         answers: dict[int, tuple[Head, Params]] = {}
         requests: dict[int, CutRequest] = {}
         for index, item in enumerate(items):
-            key, item_params = str(item.get("half")), item_tensors(tensors, index)
+            key = str(item.get("half"))
+            item_params = item_tensors(tensors, index)
             try:
                 if item.get("kind") == "begin":
                     self._halves[key] = self._begin_half(item, item_params, site)
@@ -65,20 +68,31 @@ class HostedClients:
             except ProtocolError as error:
                 answers[index] = {"refused": str(error)}, {}
         for index, answer in zip(requests, answers_to(list(requests.values()), site), strict=True):
-            refused = isinstance(answer, ProtocolError)
-            answers[index] = ({"refused": str(answer)}, {}) if refused else ({}, write_payloads(answer))  # type: ignore[arg-type]
-        heads = [{**answers[index][0], "half": items[index].get("half")} for index in answers]
-        sent = {f"{n}:{key}": tensor for n, index in enumerate(answers) for key, tensor in answers[index][1].items()}
+            assert answer is not None, "a host has no groups that wait for each other"
+            if isinstance(answer, ProtocolError):
+                answers[index] = {"refused": str(answer)}, {}
+            else:
+                answers[index] = {}, write_payloads(answer)
+        heads = [{**answer_head, "half": items[index].get("half")} for index, (answer_head, _) in answers.items()]
+        sent = {
+            f"{n}:{key}": tensor for n, (_, params) in enumerate(answers.values()) for key, tensor in params.items()
+        }
         return {"kind": "hosted", "items": heads}, sent
 
     def _begin_half(self, item: Mapping[str, Any], tensors: Params, site: Site) -> ServerHalf:
         """A new server half for a guest whose job begins, for the first time or again."""
-        guest, guest_info = str(item.get("client")), tensors.get(f"/{GUEST_INFO}")
+        guest = str(item.get("client"))
+        encoded_info = tensors.get(f"/{GUEST_INFO}")
         above = {key: tensor for key, tensor in tensors.items() if key != f"/{GUEST_INFO}"} or self._models.get(guest)
-        if guest_info is None or above is None or digest(above) != item.get("model"):
-            raise ProtocolError("a guest came without its model or what is known of it; install the server's version")
+        if encoded_info is None or above is None or digest(above) != item.get("model"):
+            raise ProtocolError("a guest came without its model or its metadata; install the server's version")
         self._models[guest] = above
-        below, metadata = _parse_guest_info(guest_info)
+        try:
+            guest_info = from_json(encoded_info.numpy().tobytes())
+            below = [str(name) for name in guest_info["below"]]
+            metadata = read_metadata(guest_info["census"])
+        except (KeyError, TypeError, ValueError):
+            raise ProtocolError("the metadata of a guest cannot be read; install the server's version") from None
         action, job, _ = read_job(item, {**dict.fromkeys(below, torch.empty(0)), **above}, client=guest)
         _, data = placeholder_client(guest, metadata)
         if job.cut is None or action not in SERVER_SIDE:
@@ -87,11 +101,12 @@ class HostedClients:
 
     def _half_of(self, key: str) -> ServerHalf:
         if key not in self._halves:
-            raise ProtocolError("a guest asks for what its host does not have; install the same atlas-fl on both ends")
+            raise ProtocolError("a guest asks for a job that its host does not have; install the same atlas-fl")
         return self._halves[key]
 
     def _cut_request(self, key: str, item: Mapping[str, Any], tensors: Params) -> CutRequest:
-        what, done = item.get("what"), item.get("done")
+        what = item.get("what")
+        done = item.get("done")
         if not isinstance(what, str) or type(done) is not int:
             raise ProtocolError("a question about a cut names no step or kind; install the same atlas-fl on both ends")
         return CutRequest(half=self._half_of(key), what=what, done=done, payloads=read_payloads(tensors))
@@ -104,21 +119,6 @@ class HostedClients:
         return update_message(update, job, number=0)
 
 
-def _parse_guest_info(encoded: torch.Tensor) -> tuple[list[str], ClientMetadata]:
-    """(names of the tensors in a guest's own half, its metadata); raises `ProtocolError` for anything else."""
-    try:
-        guest_info = from_json(encoded.numpy().tobytes())
-        return [str(name) for name in guest_info["below"]], read_metadata(guest_info["census"])
-    except (KeyError, TypeError, ValueError):
-        raise ProtocolError("what is said of a guest cannot be read; install the server's version") from None
-
-
-def _check_list(value: Any) -> Sequence[Any]:
-    if not isinstance(value, list):
-        raise ProtocolError("the server's message to a host has no list; install its version of atlas-fl")
-    return value
-
-
 SiteLoader: TypeAlias = Callable[[Cut | None, CutInfo | None], Any]
 """(cut, cut info) -> this site with the blocks below the cut, or with the whole model where there is no cut."""
 
@@ -128,18 +128,18 @@ class ModelMismatchError(ProtocolError):
 
 
 MAX_REGISTRATIONS = 16
-"""How often in a row a server may ask this client to register; a restarted server asks once."""
+"""Most times in a row that a server may ask this client to register; a restarted server asks once."""
 
 
 class Policy(Protocol):
-    """What a site has agreed to; each method raises `ProtocolError` for anything else."""
+    """The consent of a site; each method raises `ProtocolError` for anything else."""
 
     def check_job(self, head: Mapping[str, Any]) -> None:
         """Check a job by its head, before anything is loaded."""
         ...
 
     def check_model(self, action: str, job: Job) -> None:
-        """Check the model of a job and what came beside it, before anything is computed."""
+        """Check the model of a job and the tensors beside it, before anything is computed."""
         ...
 
     def check_answer(self, action: str, job: Job, tensors: Params) -> None:
@@ -153,25 +153,6 @@ class Policy(Protocol):
     def check_final_model(self, params: Params) -> None:
         """Check the client's final model, before it is saved."""
         ...
-
-
-class AcceptAll:
-    """The policy that accepts everything, for a client in the same process as its server."""
-
-    def check_job(self, head: Mapping[str, Any]) -> None:
-        """Accept any job."""
-
-    def check_model(self, action: str, job: Job) -> None:
-        """Accept any model."""
-
-    def check_answer(self, action: str, job: Job, tensors: Params) -> None:
-        """Accept any answer."""
-
-    def check_host(self, head: Mapping[str, Any]) -> None:
-        """Accept any guest."""
-
-    def check_final_model(self, params: Params) -> None:
-        """Accept any model."""
 
 
 class JobCancelledError(Exception):
@@ -215,18 +196,16 @@ class SiteClient:
     load_site: SiteLoader
     link: Exchange
     registration: Head
-    """What the client registers with: identity, metadata, device."""
+    """Identity, metadata and device that the client registers with."""
     on_event: OnEvent
-    receiver: Receiver = field(default_factory=AdapterReceiver)
+    receiver: SiteReceiver
     """Decodes jobs, with the models that the server has sent before."""
-    actions: Mapping[str, Callable[[Sequence[Job], Any], list[Update]]] = field(default_factory=lambda: ACTIONS)
-    """The actions of a client whose model is not cut."""
-    on_final_model: Callable[[Params, str], None] = lambda _model, _sha256: None
+    on_final_model: Callable[[Params, str], None]
     """Saves the final model, given its digest at the server."""
-    policy: Policy = field(default_factory=AcceptAll)
-    """What the site has agreed to."""
+    policy: Policy
+    """The consent of the site."""
     _registrations: int = 0
-    """How often in a row the server asked it to register."""
+    """Times in a row that the server asked it to register."""
     _hosted_clients: HostedClients = field(default_factory=HostedClients)
 
     def run(self) -> Params:
@@ -240,12 +219,14 @@ class SiteClient:
             if head.get("kind") == "register":
                 head, tensors = self._register()
             elif head.get("kind") == "job":
-                head, tensors = self._handle_job(head, tensors)
+                try:
+                    head, tensors = self.link.exchange(*self._run_job(head, tensors))
+                except JobCancelledError as cancelled:
+                    head, tensors = cancelled.message
             elif head.get("kind") == "host":
                 self.policy.check_host(head)
-                head, tensors = self.link.exchange(
-                    *self._hosted_clients.answer(head, tensors, self.load_site(None, None))
-                )
+                answer = self._hosted_clients.answer(head, tensors, self.load_site(None, None))
+                head, tensors = self.link.exchange(*answer)
             elif head.get("kind") == "ended":
                 raise ProtocolError(f"the server has ended: {one_line(head.get('reason'))}")
             else:
@@ -256,13 +237,6 @@ class SiteClient:
             self.on_final_model(model, str(head.get("sha256")))
             confirm_saved(self.link, str(head.get("sha256")))
         return model
-
-    def _handle_job(self, head: Mapping[str, Any], tensors: Params) -> Message:
-        """Run a job and send its answer; the server's next message, also where it closes the job meanwhile."""
-        try:
-            return self.link.exchange(*self._run_job(head, tensors))
-        except JobCancelledError as cancelled:
-            return cancelled.message
 
     def _register(self) -> tuple[Mapping[str, Any], Params]:
         self._registrations += 1
@@ -277,7 +251,8 @@ class SiteClient:
         return self.link.exchange({"kind": "register", **self.registration})
 
     def _run_job(self, head: Mapping[str, Any], params: Params) -> tuple[Head, Params]:
-        number, closing_messages = head.get("number"), dict[str, bytes]()
+        number = head.get("number")
+        closing_messages: Payloads = {}
         self.policy.check_job(head)
         self._registrations = 0
         try:
@@ -289,11 +264,10 @@ class SiteClient:
             self.policy.check_model(action, job)
             site = self.load_site(job.cut, cut_info)
             if job.cut is None or cut_info is None:
-                (update,) = self.actions[action]([job], site)
+                (update,) = ACTIONS[action]([job], site)
             else:
-                crossing = client_side_of(
-                    job, site, indices=cut_info.places, server=RemoteCutChannel(link=self.link, number=number)
-                )
+                channel = RemoteCutChannel(link=self.link, number=number)
+                crossing = client_side_of(job, site, indices=cut_info.places, server=channel)
                 update = CLIENT_SIDE[action](job, site, crossing)
                 closing_messages = crossing.closing
         except ProtocolError:

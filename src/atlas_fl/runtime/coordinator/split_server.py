@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +20,6 @@ from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.registry import SERVER_SIDE
 from atlas_fl.client.split_server import (
     CutRequest,
-    Payloads,
     ServerHalf,
     SharedAdapterGroup,
     TrainingHalf,
@@ -33,7 +33,7 @@ from atlas_fl.runtime.protocol.messages import CutInfo, read_payloads, write_pay
 from atlas_fl.runtime.transport.frames import Head
 
 BATCH_WAIT_SECONDS = 0.003
-"""How long a batch waits for further requests after the newest one."""
+"""Seconds that a batch waits for further requests after the newest one."""
 
 ResultT = TypeVar("ResultT")
 
@@ -74,20 +74,19 @@ class SplitServer:
         for job in jobs if action == "train" else ():
             if job.cut is not None and job.cut.shared is not None:
                 groups.setdefault(job.cut.shared, []).append(job)
-        for group in groups.values():
-            self._form_group(group)
-
-    def _form_group(self, jobs: Sequence[Job]) -> None:
-        group = SharedAdapterGroup(jobs, self.site)
-        self._group_by_client |= {job.client: group for job in jobs}
+        for group_jobs in groups.values():
+            self._group_by_client |= dict.fromkeys(
+                [job.client for job in group_jobs], SharedAdapterGroup(group_jobs, self.site)
+            )
 
     def _restart_group(self, group: SharedAdapterGroup, *, without: str | None = None) -> None:
         """Void what this group has trained; its clients begin again, without the one that is gone."""
         group.is_void = True
         for job in group.jobs:
             self._group_by_client.pop(job.client, None)
-        if rest := [job for job in group.jobs if job.client != without]:
-            self._form_group(rest)
+        rest = [job for job in group.jobs if job.client != without]
+        if rest:
+            self._group_by_client |= dict.fromkeys([job.client for job in rest], SharedAdapterGroup(rest, self.site))
         self._resolve_void()
 
     def _resolve_void(self) -> None:
@@ -112,20 +111,18 @@ class SplitServer:
         if group is not None and job.client in group.begun:
             self._restart_group(group)
             group = self._group_by_client[job.client]
-        make_half = SERVER_SIDE[action]
-        half = self._halves[number] = (
-            make_half(job, self.site) if group is None else TrainingHalf(job, self.site, together=group)
+        half: ServerHalf = (
+            SERVER_SIDE[action](job, self.site) if group is None else TrainingHalf(job, self.site, together=group)
         )
-        return half.side.below, CutInfo(
-            places=half.places, tokens=self.site.max_tokens, part=self.part_digest(half.side.cut.blocks)
-        )
+        self._halves[number] = half
+        part = self.part_digest(half.side.cut.blocks)
+        return half.side.below, CutInfo(places=half.places, tokens=self.site.max_tokens, part=part)
 
     def part_digest(self, blocks: int) -> str:
         """The digest of the frozen tensors of a client with this many blocks."""
         if blocks not in self._part_digests:
-            self._part_digests[blocks] = digest(
-                select(self._frozen, first_block_tensors(self.site.backbone, blocks=blocks))
-            )
+            names = first_block_tensors(self.site.backbone, blocks=blocks)
+            self._part_digests[blocks] = digest(select(self._frozen, names))
         return self._part_digests[blocks]
 
     async def answer_request(self, number: int, head: Mapping[str, Any], tensors: Params) -> tuple[Head, Params] | None:
@@ -133,7 +130,9 @@ class SplitServer:
 
         None where the job has to begin again.
         """
-        what, done, half = head.get("what"), head.get("done"), self._halves.get(number)
+        what = head.get("what")
+        done = head.get("done")
+        half = self._halves.get(number)
         if half is None or not isinstance(what, str) or type(done) is not int:
             raise ProtocolError("a question about a cut names no job, step or kind; install the same atlas-fl")
         if half.together is not None:
@@ -154,24 +153,22 @@ class SplitServer:
 
     async def finish_job(self, number: int, update: Update, tensors: Params) -> Update | None:
         """The update of both halves; None where the job begins again. The server half ends."""
-        half, payloads = self._halves[number], read_payloads(tensors)
-        if half.together is not None and not await self._wait_for_group(half, half.together, payloads):
-            return None
+        half = self._halves[number]
+        payloads = read_payloads(tensors)
+        if half.together is not None:
+            if half.together.is_void:
+                return None
+            await self._compute(lambda: half.last(payloads))
+            finished = asyncio.get_running_loop().create_future()
+            self._finishing.append((half.together, finished))
+            self._resolve_void()
+            # Requests that waited for this client's last step.
+            self._waiting, self._deferred = [*self._deferred, *self._waiting], []
+            self._start_runner()
+            if not await finished:
+                return None  # the group became void before it had taken all its steps
         self._halves.pop(number, None)
         return await self._compute(lambda: merge_updates(half.side, update, half.end(payloads)))
-
-    async def _wait_for_group(self, half: ServerHalf, group: SharedAdapterGroup, payloads: Payloads) -> bool:
-        """Wait until the group has taken all its steps; False where it became void."""
-        if group.is_void:
-            return False
-        await self._compute(lambda: half.last(payloads))
-        finished = asyncio.get_running_loop().create_future()
-        self._finishing.append((group, finished))
-        self._resolve_void()
-        # Requests that waited for this client's last step.
-        self._waiting, self._deferred = [*self._deferred, *self._waiting], []
-        self._start_runner()
-        return bool(await finished)
 
     def drop_job(self, number: int, client: str) -> None:
         """Forget the server half of a closed job."""
@@ -182,12 +179,18 @@ class SplitServer:
 
     async def _answer_waiting(self) -> None:
         while self._waiting:
-            await self._wait_for_others()
-            batch, self._waiting, self._deferred = [*self._deferred, *self._waiting], [], []
+            while not self._is_batch_complete():
+                self._new_request.clear()
+                try:
+                    await asyncio.wait_for(self._new_request.wait(), BATCH_WAIT_SECONDS)
+                except TimeoutError:
+                    break
             # A client that has left meanwhile gets a new half when it is back.
-            batch = [pending for pending in batch if not pending.answer.done()]
+            batch = [pending for pending in (*self._deferred, *self._waiting) if not pending.answer.done()]
+            self._waiting = []
+            self._deferred = []
             requests = [pending.request for pending in batch]
-            work = asyncio.ensure_future(self._compute(lambda requests=requests: answers_to(requests, self.site)))  # type: ignore[misc]
+            work = asyncio.ensure_future(self._compute(partial(answers_to, requests, self.site)))
             await asyncio.wait([work])
             for index, pending in enumerate(batch):
                 answer = work.exception() or work.result()[index]
@@ -205,17 +208,8 @@ class SplitServer:
             self._deferred = [pending for pending in self._deferred if pending not in ready]
             self._resolve_void()
 
-    async def _wait_for_others(self) -> None:
-        """Wait for requests that are about to arrive."""
-        while not self._is_batch_complete():
-            self._new_request.clear()
-            try:
-                await asyncio.wait_for(self._new_request.wait(), BATCH_WAIT_SECONDS)
-            except TimeoutError:
-                return
-
     def _is_batch_complete(self) -> bool:
-        """Whether every client has sent a request, or no more fit a batch."""
+        """Return whether every client has sent a request, or no more fit a batch."""
         size = sum(len(message) for pending in self._waiting for message in pending.request.payloads.values())
         max_bytes = self.site.max_tokens * self.site.backbone.hidden * torch.float32.itemsize
         return len(self._waiting) + len(self._deferred) >= len(self._halves) or size >= max_bytes

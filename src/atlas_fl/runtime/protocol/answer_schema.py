@@ -29,11 +29,11 @@ from atlas_fl.runtime.protocol.client_metadata import ClientMetadata
 from atlas_fl.storage.json_shapes import LARGEST_SCORE
 
 LARGEST_WEIGHT = 1e6
-"""Of a model that a client has warmed up by itself, or trained on half of its examples; trained ones are below one."""
+"""Largest weight of a model that a client has warmed up, or trained on half of its examples; others are below one."""
 LARGEST_SUM = 1e30
-"""Of a client's sums, so that those of all clients are finite in float32."""
+"""Largest of a client's sums, so that those of all clients are finite in float32."""
 LARGEST_FEATURE = 1e6
-"""What the head reads has passed a layer norm, and is of the order of one."""
+"""Largest feature that the head reads: it has passed a layer norm, and is of the order of one."""
 _ROUNDING = 1e-6
 _SHA256 = re.compile("[0-9a-f]{64}")
 
@@ -48,15 +48,16 @@ class Range:
     """NaN and infinity are allowed: rows leave them out."""
 
     def holds(self, value: float) -> bool:
-        """Whether this value is one of them."""
+        """Return whether this value is one of them."""
         if not math.isfinite(value):
             return self.may_be_undefined
         below, above = (_ROUNDING * max(1.0, abs(bound)) for bound in (self.least, self.most))
         return self.least - below <= value <= self.most + above
 
 
-SHARE, CORRELATION = Range(most=1.0), Range(least=-1.0, most=1.0)
-STEPS, SECONDS = Range(most=1e9), Range(most=1e9)
+SHARE = Range(most=1.0)
+CORRELATION = Range(least=-1.0, most=1.0)
+STEPS = SECONDS = Range(most=1e9)
 FLOAT32_LOSS = Range(most=float(torch.finfo(torch.float32).max))
 """Losses in training are of float32."""
 SCORED_LOSS = Range(most=1e78, may_be_undefined=True)
@@ -64,7 +65,7 @@ SCORED_LOSS = Range(most=1e78, may_be_undefined=True)
 CALIBRATION = Range(most=1.0, may_be_undefined=True)
 """Undefined as the loss is."""
 PERPLEXITY = Range(least=1.0, most=LARGEST_SCORE / 10, may_be_undefined=True)
-"""What `metrics.jsonl` may hold, with room for rounding."""
+"""The range that `metrics.jsonl` may hold, with room for rounding."""
 
 Ranges = Mapping[str, Range]
 SCORES: Mapping[str, Ranges] = {
@@ -78,21 +79,22 @@ SCORES: Mapping[str, Ranges] = {
         "mcc": CORRELATION,
         "primary": CORRELATION,
     },
-    "values": {"loss": SCORED_LOSS, "pearson": CORRELATION, "spearman": CORRELATION, "primary": CORRELATION},
+    "values": {"loss": SCORED_LOSS, "primary": CORRELATION},
     "text": {"loss": SCORED_LOSS, "perplexity": PERPLEXITY, "accuracy": SHARE, "primary": SHARE},
 }
-"""Scores by what a task's labels are (`data.metrics`)."""
+"""Scores that every model has, by the kind of a task's labels (`data.metrics`)."""
+CORRELATIONS: Ranges = {"pearson": CORRELATION, "spearman": CORRELATION}
 ROUGE: Ranges = {"rouge1": SHARE, "rouge2": SHARE, "rougeL": SHARE}
-"""Only where clients write text, and only in a round that asks for it."""
+"""Scores only where clients write text, and only in a round that asks for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnsweredRequest:
-    """What the server knows of the job that an answer is to."""
+    """The job that an answer is to, as the server knows it."""
 
     action: str
     job: Job
-    """Of the whole client, cut or not."""
+    """The job of the whole client, cut or not."""
     metadata: ClientMetadata
     num_layers: int | None
     """Blocks of the backbone; None where models are whole, which are measured by weight."""
@@ -100,7 +102,7 @@ class AnsweredRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSchema:
-    """What one tensor must be."""
+    """Shape, type and range of one tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -118,21 +120,22 @@ class TensorSchema:
         low, high = (float(bound) for bound in torch.aminmax(tensor))
         # NaN is in neither range
         if not (max(self.least, -_LARGEST) <= low and high <= min(self.most, _LARGEST)):
-            raise ProtocolError(f"{short_repr(name)} holds values from {low:g} to {high:g}; allowed: {self._range}")
-
-    @property
-    def _range(self) -> str:
-        if math.isinf(self.least) and math.isinf(self.most):
-            return "finite numbers"
-        return f"{self.least:g} to {self.most:g}"
+            is_bounded = math.isfinite(self.least) or math.isfinite(self.most)
+            allowed = f"{self.least:g} to {self.most:g}" if is_bounded else "finite numbers"
+            raise ProtocolError(f"{short_repr(name)} holds values from {low:g} to {high:g}; allowed: {allowed}")
 
 
 _LARGEST = float(torch.finfo(torch.float64).max)
 
 
+def _like(tensor: Tensor, *, least: float = -LARGEST_WEIGHT, most: float = LARGEST_WEIGHT) -> TensorSchema:
+    """The schema of a tensor of this shape and type."""
+    return TensorSchema(shape=tuple(tensor.shape), dtype=tensor.dtype, least=least, most=most)
+
+
 @dataclass(frozen=True, kw_only=True)
 class AnswerSchema:
-    """What an answer to one action must hold."""
+    """Metrics, examples and tensors of an answer to one action."""
 
     metrics: Callable[[AnsweredRequest], Ranges] = lambda _: {}
     optional: Callable[[AnsweredRequest], Ranges] = lambda _: {}
@@ -143,11 +146,11 @@ class AnswerSchema:
     keeps_model: bool = False
     """The answer brings no tensors."""
     also: Callable[[AnsweredRequest, Update], None] = field(default=lambda _asked, _update: None)
-    """What its numbers must be to each other; raises `ProtocolError`."""
+    """Check of its numbers against each other; raises `ProtocolError`."""
 
 
 def check_answer(request: AnsweredRequest, update: Update) -> None:
-    """Nothing where this update can be an answer to what was asked; raises `ProtocolError` for anything else."""
+    """Raise `ProtocolError` unless this update can be an answer to this request."""
     schema = SCHEMAS[request.action]
     _check_metrics(update.metrics, required=schema.metrics(request), optional=schema.optional(request))
     if update.examples != (expected := schema.examples(request)):
@@ -174,7 +177,7 @@ def _check_metrics(metrics: Mapping[str, float], *, required: Ranges, optional: 
 
 
 def _check_loaded(request: AnsweredRequest, update: Update) -> None:
-    """The digest of what was loaded has the form of one, and is there where it was asked for."""
+    """Raise `ProtocolError` unless the digest of the loaded model is one, and is there where it is asked for."""
     is_due = request.action == "train" and request.job.options.hash_loaded
     if (update.loaded is not None) is not is_due or (update.loaded and not _SHA256.fullmatch(update.loaded)):
         raise ProtocolError(
@@ -196,7 +199,7 @@ def _check_tensors(params: Params, schemas: Mapping[str, TensorSchema]) -> None:
 
 
 def _check_classes(request: AnsweredRequest, update: Update) -> None:
-    """Counts by class are of the images of a test split, and add up to what was registered of it."""
+    """Raise `ProtocolError` unless counts by class are of test images alone, and are those that were registered."""
     job, metadata = request.job, request.metadata
     counted = request.action == "evaluate" and metadata.images and job.options.split == "test"
     if bool(update.classes) is not counted:
@@ -206,7 +209,7 @@ def _check_classes(request: AnsweredRequest, update: Update) -> None:
 
 
 def _check_report(request: AnsweredRequest, update: Update) -> None:
-    """What came beside the model is what the job asked for, and nothing where it asked for none."""
+    """Raise `ProtocolError` unless the tensors beside the model are those that the job asked for."""
     options = request.job.options
     report: Report = options.report if isinstance(options, TrainOptions) else "none"
     try:
@@ -221,28 +224,27 @@ def _check_report(request: AnsweredRequest, update: Update) -> None:
 
 def _halves(request: AnsweredRequest) -> dict[str, TensorSchema]:
     params = request.job.params
-    return {
-        name: TensorSchema(shape=tuple(tensor.shape), dtype=tensor.dtype, least=-LARGEST_WEIGHT, most=LARGEST_WEIGHT)
-        for name, tensor in join_halves(params, params).items()
-    }
+    return {name: _like(tensor) for name, tensor in join_halves(params, params).items()}
 
 
 def _class_features(request: AnsweredRequest) -> dict[str, TensorSchema]:
     classes = request.metadata.num_labels
     if classes < 2:
         raise ProtocolError(f"task {request.metadata.task} has no classes; join with a task that has some")
-    width, square = feature_width(request.job.params), LARGEST_FEATURE**2
+    width = feature_width(request.job.params)
+    most = LARGEST_FEATURE
     return {
         COUNTS: TensorSchema(shape=(classes,), dtype=torch.int64),
-        MEANS: TensorSchema(shape=(classes, width), dtype=torch.float32, least=-LARGEST_FEATURE, most=LARGEST_FEATURE),
-        VARIANCES: TensorSchema(shape=(classes,), dtype=torch.float32, least=0.0, most=width * square),
+        MEANS: TensorSchema(shape=(classes, width), dtype=torch.float32, least=-most, most=most),
+        VARIANCES: TensorSchema(shape=(classes,), dtype=torch.float32, least=0.0, most=width * most**2),
     }
 
 
 def _check_class_counts(request: AnsweredRequest, update: Update) -> None:
-    """The examples of each class are those that were registered; a class without any has zeros."""
+    """Raise `ProtocolError` unless the examples of each class are the registered ones; an empty class has zeros."""
     features = update.reported["class_features"]
-    counts, registered = features[COUNTS], [int(count) for count in request.metadata.labels["train"]]
+    counts = features[COUNTS]
+    registered = [int(count) for count in request.metadata.labels["train"]]
     if counts.tolist() != registered:
         shown = short_repr(counts.tolist())
         raise ProtocolError(f"{COUNTS} are {shown}; allowed: the {short_repr(registered)} that were registered")
@@ -268,34 +270,25 @@ def _kind(metadata: ClientMetadata) -> str:
     return "classes" if metadata.num_labels > 1 else "values" if metadata.num_labels == 1 else "text"
 
 
-def _scores(request: AnsweredRequest) -> Ranges:
-    """Those that every model has: a correlation with a constant is undefined, and left out."""
-    ranges = SCORES[_kind(request.metadata)]
-    return {name: score_range for name, score_range in ranges.items() if name not in ("pearson", "spearman")} | {
-        "seconds": SECONDS
-    }
-
-
-def _more_scores(request: AnsweredRequest) -> Ranges:
+def _optional_scores(request: AnsweredRequest) -> Ranges:
+    """The scores that an answer may lack: a correlation with a constant is undefined."""
     if request.metadata.num_labels == 0:
         return ROUGE if request.job.options.new_tokens and request.job.cut is None else {}
-    return {
-        name: score_range
-        for name, score_range in SCORES[_kind(request.metadata)].items()
-        if name in ("pearson", "spearman")
-    }
+    return CORRELATIONS if request.metadata.num_labels == 1 else {}
 
 
 def _check_primary(request: AnsweredRequest, update: Update) -> None:
-    """The score that decides is that of the task's metric, and 0 where this is undefined."""
-    metric, metrics = request.metadata.metric, update.metrics
+    """Raise `ProtocolError` unless the primary score is that of the task's metric, or 0 where this is undefined."""
+    metric = request.metadata.metric
+    metrics = update.metrics
     if metrics["primary"] != metrics.get(metric, 0.0):
         raise ProtocolError(f"primary is {metrics['primary']:g}; allowed: its {metric}, {metrics.get(metric, 0.0):g}")
 
 
 def _num_trained(request: AnsweredRequest) -> int:
-    """How many training examples these options are about."""
-    count, options = request.metadata.examples["train"], request.job.options
+    """The number of training examples that these options are about."""
+    count = request.metadata.examples["train"]
+    options = request.job.options
     if isinstance(options, TrainOptions):
         count = count if options.half is None else len(range(options.half, count, 2))
         return count if options.most is None else min(count, options.most)
@@ -303,14 +296,13 @@ def _num_trained(request: AnsweredRequest) -> int:
 
 
 def _like_model(request: AnsweredRequest, update_is_private: bool) -> dict[str, TensorSchema]:
-    """The job's own tensors, after a warm-up; of those that stay at the client what stands for them."""
+    """The job's own tensors, after a warm-up; placeholders for those that stay at the client."""
     schemas = {}
     for key, tensor in request.job.params.items():
-        shape = tuple(tensor.shape)
-        if update_is_private and key != PRIVATE and is_placeholder(tensor):
-            shape = tuple(placeholder(key, tensor).shape)
-        least, most = (-math.inf, math.inf) if key == PRIVATE else (-LARGEST_WEIGHT, LARGEST_WEIGHT)
-        schemas[key] = TensorSchema(shape=shape, dtype=tensor.dtype, least=least, most=most)
+        if key == PRIVATE:
+            schemas[key] = _like(tensor, least=-math.inf, most=math.inf)
+        else:
+            schemas[key] = _like(placeholder(key, tensor) if update_is_private and is_placeholder(tensor) else tensor)
     return schemas
 
 
@@ -337,23 +329,24 @@ def _importance(request: AnsweredRequest) -> dict[str, TensorSchema]:
 
 
 def _check_importance(_: AnsweredRequest, update: Update) -> None:
-    if abs(total := float(update.params[IMPORTANCE].sum()) - 1) > _ROUNDING:
-        raise ProtocolError(f"importance sums to {total + 1:g}; allowed: 1")
+    total = float(update.params[IMPORTANCE].sum())
+    if abs(total - 1) > _ROUNDING:
+        raise ProtocolError(f"importance sums to {total:g}; allowed: 1")
 
 
 def _ridge(request: AnsweredRequest) -> dict[str, TensorSchema]:
     classes, features = request.job.params[WEIGHT].shape
     most = request.metadata.examples["train"] * LARGEST_FEATURE**2
-    gram, cross = (features + 1, features + 1), (features + 1, classes)
+    shapes = {GRAM: (features + 1, features + 1), CROSS: (features + 1, classes)}
     return {
-        name: TensorSchema(shape=shape, dtype=torch.float64, least=-most, most=most)
-        for name, shape in ((GRAM, gram), (CROSS, cross))
+        name: TensorSchema(shape=shape, dtype=torch.float64, least=-most, most=most) for name, shape in shapes.items()
     }
 
 
 def _check_ridge(request: AnsweredRequest, update: Update) -> None:
-    """X^T X is symmetric, positive semidefinite, and counts the examples in its last place."""
-    gram, count = update.params[GRAM], request.metadata.examples["train"]
+    """Raise `ProtocolError` unless X^T X is symmetric, positive semidefinite, and its last number that of examples."""
+    gram = update.params[GRAM]
+    count = request.metadata.examples["train"]
     scale = float(gram.diagonal().abs().max())
     lifted = gram + torch.eye(len(gram), dtype=gram.dtype) * (scale * len(gram) * 1e-9)
     _, failed = torch.linalg.cholesky_ex(lifted)
@@ -362,15 +355,8 @@ def _check_ridge(request: AnsweredRequest, update: Update) -> None:
 
 
 def _sensitivity(request: AnsweredRequest) -> dict[str, TensorSchema]:
-    return {
-        name: TensorSchema(
-            shape=tuple(request.job.params[name].shape),
-            dtype=request.job.params[name].dtype,
-            least=0.0,
-            most=LARGEST_SUM,
-        )
-        for name in request.job.options.names
-    }
+    job = request.job
+    return {name: _like(job.params[name], least=0.0, most=LARGEST_SUM) for name in job.options.names}
 
 
 SCHEMAS: Mapping[str, AnswerSchema] = {
@@ -386,8 +372,8 @@ SCHEMAS: Mapping[str, AnswerSchema] = {
         examples=_num_trained,
     ),
     "evaluate": AnswerSchema(
-        metrics=_scores,
-        optional=_more_scores,
+        metrics=lambda asked: {**SCORES[_kind(asked.metadata)], "seconds": SECONDS},
+        optional=_optional_scores,
         examples=lambda asked: asked.metadata.examples[asked.job.options.split],
         keeps_model=True,
         also=_check_primary,

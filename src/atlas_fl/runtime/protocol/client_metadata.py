@@ -39,7 +39,7 @@ BOUNDS: Mapping[str, Bounds] = {
     "tokens to be predicted": Bounds(least=0, most=2**20, whole=True),
     "examples of a length": Bounds(least=1, most=MOST_EXAMPLES, whole=True),
 }
-"""What each number of a registration may be; a device's are `ranks.devices.BOUNDS`.
+"""The range of each number of a registration; a device's are `ranks.devices.BOUNDS`.
 
 Beyond these metadata are a mistake, or an attempt to make the server allocate (a few numbers an example) or plan with
 numbers that no file of a run may hold (`storage.json_shapes`).
@@ -48,7 +48,7 @@ numbers that no file of a run may hold (`storage.json_shapes`).
 
 @dataclass(frozen=True, kw_only=True)
 class TaskLabels:
-    """What all clients of one task must have in common."""
+    """The labels that all clients of one task must have in common."""
 
     num_labels: int
     metric: str
@@ -62,14 +62,14 @@ class TaskLabels:
         return f"{shown} judged by {self.metric}"
 
 
-def labels_of_task(task: Task) -> TaskLabels:
-    """The labels of a task that the server itself knows."""
+def labels_of_task(task: "Task | ClientMetadata") -> TaskLabels:
+    """The labels of this task, or of the task of a client with this metadata."""
     return TaskLabels(num_labels=task.num_labels, metric=task.metric, label_names=task.label_names, images=task.images)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClientMetadata:
-    """What the server knows of one client's data."""
+    """The server's knowledge of one client's data."""
 
     task: str
     num_labels: int
@@ -83,20 +83,18 @@ class ClientMetadata:
     lengths: Mapping[str, tuple[tuple[int, int, int], ...]]
     """By split: (tokens, tokens to be predicted, examples that have so many)."""
     images: bool = False
-    """Whether the examples are images."""
+    """The examples are images."""
     left_out: int = 0
     """Rows that its task was given and the client has not."""
 
     @property
     def task_labels(self) -> TaskLabels:
-        """What clients of its task must have in common with it."""
-        return TaskLabels(
-            num_labels=self.num_labels, metric=self.metric, label_names=self.label_names, images=self.images
-        )
+        """The labels that clients of its task must have in common with it."""
+        return labels_of_task(self)
 
 
 def metadata_of(client: ClientData, tokens: ClientTokens) -> dict[str, Any]:
-    """What this client tells the server: plain data for strict JSON."""
+    """The metadata that this client sends to the server: plain data for strict JSON."""
     task = client.task
     rows = {"train": client.train, "validation": client.validation, "test": client.test}
     return {
@@ -172,9 +170,9 @@ def _length_fault(value: Any, location: str) -> str:
     """The fault of a row of lengths: tokens, how many of them are to be predicted, examples that have so many."""
     if not isinstance(value, list | tuple) or len(value) != len(_LENGTH):
         return f"{location} is {short_repr(value)}; allowed: {', '.join(_LENGTH)}"
-    faults = (BOUNDS[name].shape(number, f"{location}, {name},") for name, number in zip(_LENGTH, value, strict=True))
-    if fault := next((fault for fault in faults if fault), ""):
-        return fault
+    for name, number in zip(_LENGTH, value, strict=True):
+        if fault := BOUNDS[name].shape(number, f"{location}, {name},"):
+            return fault
     return "" if value[1] <= value[0] else f"{location} has more tokens to be predicted than tokens"
 
 
@@ -221,38 +219,39 @@ _REGISTRATION = fields(
 
 def _token_fault(lengths: Mapping[str, Any]) -> str:
     """The fault of splits with more tokens than a server counts."""
-    sums = {split: sum(tokens * count for tokens, _, count in lengths[split]) for split in SPLITS}
-    return next(
-        (f"lengths.{split} sum to {n} tokens; allowed: {MOST_TOKENS}" for split, n in sums.items() if n > MOST_TOKENS),
-        "",
-    )
+    for split in SPLITS:
+        total = sum(tokens * count for tokens, _, count in lengths[split])
+        if total > MOST_TOKENS:
+            return f"lengths.{split} sum to {total} tokens; allowed: {MOST_TOKENS}"
+    return ""
 
 
 def _split_fault(metadata: ClientMetadata) -> str:
     """The fault of numbers that contradict each other; empty where they hold together."""
     if len(metadata.label_names) not in (0, metadata.num_labels):
         return f"{len(metadata.label_names)} names of {metadata.num_labels} labels"
-    faults = (_label_fault(metadata, split) or _count_fault(metadata, split) for split in SPLITS)
-    return next((fault for fault in faults if fault), "")
-
-
-def _count_fault(metadata: ClientMetadata, split: Split) -> str:
-    counted = sum(count for _, _, count in metadata.lengths[split])
-    examples = metadata.examples[split]
-    return "" if counted == examples else f"lengths.{split} are of {counted} examples and there are {examples}"
+    for split in SPLITS:
+        if fault := _label_fault(metadata, split):
+            return fault
+        counted = sum(count for _, _, count in metadata.lengths[split])
+        if counted != metadata.examples[split]:
+            return f"lengths.{split} are of {counted} examples and there are {metadata.examples[split]}"
+    return ""
 
 
 def _label_fault(metadata: ClientMetadata, split: Split) -> str:
-    values, classes, examples = metadata.labels[split], metadata.num_labels, metadata.examples[split]
+    values = metadata.labels[split]
+    classes = metadata.num_labels
+    examples = metadata.examples[split]
     if classes > 1:
         bounds = [BOUNDS["examples of a class"]] * classes
     else:
         bounds = [BOUNDS["mean label"], BOUNDS["deviation of labels"]]
     if len(values) != len(bounds):
         return f"labels.{split} has {len(values)} numbers; allowed: {len(bounds)}"
-    faults = (bound.shape(value, f"labels.{split}") for value, bound in zip(values, bounds, strict=True))
-    if fault := next((fault for fault in faults if fault), ""):
-        return fault
+    for value, bound in zip(values, bounds, strict=True):
+        if fault := bound.shape(value, f"labels.{split}"):
+            return fault
     if classes > 1 and sum(values) != examples:
         return f"labels.{split} are of {sum(values):g} examples and there are {examples}"
     return ""
@@ -283,7 +282,7 @@ def placeholder_client(name: str, metadata: ClientMetadata) -> tuple[ClientData,
 
 
 def redacted_metadata(metadata: ClientMetadata) -> ClientMetadata:
-    """What the host of this client's upper part needs of it: the numbers of examples and tokens, and no labels' spread.
+    """The metadata that the host of this client's upper part needs: numbers of examples and tokens, no label counts.
 
     The host works on rows and on labels as they come, and asks how many there are, how long, and of which kind.
     """
@@ -300,20 +299,16 @@ def _at_the_site(_: Source) -> TaskData:
 
 
 def _rows(metadata: ClientMetadata, task: Task, split: Split) -> Rows:
-    count, spread = metadata.examples[split], metadata.labels[split]
+    count = metadata.examples[split]
+    spread = metadata.labels[split]
     if task.has_classes:
         label: Labels = np.repeat(np.arange(task.num_labels), np.asarray(spread, dtype=np.int64))
-    else:
-        label = _values(count, mean=spread[0], std=spread[1])
-    return Rows(text=("",) * count, label=label)
-
-
-def _values(count: int, *, mean: float, std: float) -> Labels:
-    """So many values with this mean and standard deviation, half of them on either side."""
-    half = count // 2
+        return Rows(text=("",) * count, label=label)
+    mean, std = spread
+    half = count // 2  # of the values lie on either side of the mean
     away = std * np.sqrt(count / (2 * half)) if half else 0.0
     values = np.concatenate([np.full(half, mean - away), np.full(count - 2 * half, mean), np.full(half, mean + away)])
-    return values.astype(np.float32)
+    return Rows(text=("",) * count, label=values.astype(np.float32))
 
 
 def _placeholder_tokens(metadata: ClientMetadata, task: Task, split: Split, label: Labels) -> EncodedExamples:

@@ -6,7 +6,7 @@ does not know.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -43,10 +43,10 @@ REMEDIES: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """What both ends must have in common."""
+    """The properties that both ends must have in common."""
 
     version: str
-    """Of this package."""
+    """Version of this package."""
     config: str
     """Hash of the config."""
     model: str
@@ -54,12 +54,12 @@ class Identity:
     architecture: str
     """Digest of the backbone's architecture (`models.identity`)."""
     tokenizer: str
-    """Digest of its tokenizer, or of how it sees images."""
+    """Digest of its tokenizer, or of its image processing."""
     vocabulary: str | None = None
     """Digest of an output embedding of its own; None where it writes no text."""
 
     def check(self, name: str, said: Mapping[str, Any]) -> None:
-        """Nothing where what this client says is the same, or is left open; raises `ProtocolError` where it is not."""
+        """Raise `ProtocolError` unless this client says the same, or leaves it open."""
         for key, value in vars(self).items():
             if value is not None and said.get(key) not in (None, value):
                 raise ProtocolError(
@@ -79,20 +79,20 @@ OPTIONS: Mapping[str, type[Any]] = {
 """The options of every action of `client.registry.ACTIONS`."""
 
 COUNTS = ("hits", "examples")
-"""What is counted by class, as `data.metrics.by_class` names it."""
+"""The counts by class, as `data.metrics.by_class` names them."""
 
 _SHA256 = re.compile("[0-9a-f]{64}")
 _METRICS, _PARAM, _CUT, _SENT = "metrics", "param/", "cut/", "sent/"
 REPORT = "report/"
-"""What the names of the tensors begin with that an answer brings beside its model (`Update.reported`)."""
+"""Prefix of the names of an answer's tensors beside its model (`Update.reported`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CutInfo:
-    """What a client is told of its cut beside where and how."""
+    """The facts that a client is told of its cut beside `Cut`."""
 
     places: tuple[int, ...]
-    """Where its trained tensors stand among those of the whole model."""
+    """Indices of its trained tensors among those of the whole model."""
     tokens: int
     """Most tokens of one message of an evaluation: the server's memory bounds them too."""
     part: str
@@ -101,25 +101,24 @@ class CutInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class PrivateRef:
-    """What a message says of the part of a client's model that stays at the client."""
+    """The name of the part of a client's model that stays at the client."""
 
     sha256: str | None
     """Digest of its values; None for those that the client draws."""
     ranks: tuple[int, ...] = ()
-    """Of the modules of which nothing is sent, in the order of their names."""
+    """Ranks of the modules of which nothing is sent, in the order of their names."""
 
 
 def model_message(params: Params) -> tuple[Head, Params]:
-    """What is said, and what is sent, of a model of the server to its client."""
+    """(entries of the head, tensors) that send a model of the server to its client."""
     if PRIVATE not in params:
         return {}, params
-    return {
-        "private": asdict(PrivateRef(sha256=private_digest(params), ranks=hidden_ranks(params)))
-    }, transmitted_params(params)
+    reference = PrivateRef(sha256=private_digest(params), ranks=hidden_ranks(params))
+    return {"private": asdict(reference)}, transmitted_params(params)
 
 
 def read_private(head: Mapping[str, Any]) -> PrivateRef | None:
-    """What the head of a message says of a private part; raises `ProtocolError` for anything else."""
+    """The private part that the head of a message names; raises `ProtocolError` for anything else."""
     private: PrivateRef | None = _read(PrivateRef | None, head.get("private"), where="private")
     # it names a file
     if private is not None and private.sha256 is not None and not _SHA256.fullmatch(private.sha256):
@@ -127,35 +126,32 @@ def read_private(head: Mapping[str, Any]) -> PrivateRef | None:
     return private
 
 
-def job_message(
-    action: str, job: Job, *, number: int, sent_digests: Mapping[str, str], cut_info: CutInfo | None = None
-) -> tuple[Head, Params]:
-    """What goes to the client: the job, and its model unless one of `sent_digests` is the model's.
-
-    To a client with a cut goes its own side of the job, with `cut_info` on the other side.
-    """
-    assert not job.kept and job.sent.keys() <= TRAVELLING, "the rest stays in one process; other configs are refused"
-    private, params = model_message(job.params)
-    model = digest(params)
-    head = {
+def job_head(action: str, job: Job, *, number: int, cut_info: CutInfo | None) -> dict[str, Any]:
+    """The head of a job, without its model; of a client with a cut, its own side with `cut_info` on the other side."""
+    return {
         "kind": "job",
         "number": number,
         "action": action,
         "round": job.round,
         "options": asdict(job.options),
-        "model": model,
         "cut": None if job.cut is None else asdict(job.cut),
         "told": None if cut_info is None else asdict(cut_info),
-        **private,
     }
-    return head, {} if model in sent_digests.values() else params
+
+
+def job_message(
+    action: str, job: Job, *, number: int, sent_digests: Collection[str], cut_info: CutInfo | None = None
+) -> tuple[Head, Params]:
+    """The job for the client, and its model unless the digest is among `sent_digests`."""
+    assert not job.kept and job.sent.keys() <= TRAVELLING, "the rest stays in one process; other configs are refused"
+    private, params = model_message(job.params)
+    model = digest(params)
+    head = job_head(action, job, number=number, cut_info=cut_info)
+    return {**head, "model": model, **private}, {} if model in sent_digests else params
 
 
 def read_job(head: Mapping[str, Any], params: Params, *, client: str) -> tuple[str, Job, CutInfo | None]:
-    """(action, job, what is told of its cut) of a message.
-
-    Raises `ProtocolError` for an action, options or a cut that there are not.
-    """
+    """(action, job, cut info) of a message; raises `ProtocolError` for an unknown action, options or cut."""
     action = head.get("action")
     if action not in OPTIONS:
         raise ProtocolError(f"the server asks for {action!r:.40}; known: {', '.join(OPTIONS)}; install its version")
@@ -163,7 +159,8 @@ def read_job(head: Mapping[str, Any], params: Params, *, client: str) -> tuple[s
     if type(head.get("round")) is not int:
         raise ProtocolError("the server's job names no round; install its version")
     options = _read(OPTIONS[action], head.get("options"), where=action)
-    cut, cut_info = (_read(kind | None, head.get(name), where=name) for kind, name in ((Cut, "cut"), (CutInfo, "told")))
+    cut = _read(Cut | None, head.get("cut"), where="cut")
+    cut_info = _read(CutInfo | None, head.get("told"), where="told")
     return action, Job(client=client, params=params, round=head["round"], options=options, cut=cut), cut_info
 
 
@@ -198,7 +195,7 @@ def read_sent(tensors: Params) -> tuple[dict[str, torch.Tensor], dict[str, dict[
 
 
 def update_message(update: Update, job: Job, *, number: int) -> tuple[Head, Params]:
-    """What goes back to the server; a model that is the job's own is not sent."""
+    """The message with this update for the server; a model that is the job's own is not sent."""
     same = update.params is job.params
     head = {
         "kind": "result",
@@ -281,7 +278,7 @@ def _cut_traffic(rows: Any) -> CutTraffic:
 
 
 def write_payloads(payloads: Mapping[str, bytes]) -> dict[str, torch.Tensor]:
-    """Messages through a cut as tensors of bytes: what a ledger counts travels as it is."""
+    """Messages through a cut as tensors of bytes, so that the bytes that a ledger counts travel as they are."""
     return {_CUT + name: torch.frombuffer(bytearray(message), dtype=torch.uint8) for name, message in payloads.items()}
 
 
@@ -297,7 +294,7 @@ def _read(kind: Any, value: Any, *, where: str) -> Any:
     """A value of this type from plain data; raises `ProtocolError` for anything else."""
     if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
         hints = get_type_hints(kind)
-        if value.keys() == {one.name for one in fields(kind)}:
+        if value.keys() == {option.name for option in fields(kind)}:
             made: Any = kind
             return made(**{name: _read(hints[name], item, where=f"{where}.{name}") for name, item in value.items()})
     elif get_origin(kind) is Literal:
@@ -306,7 +303,7 @@ def _read(kind: Any, value: Any, *, where: str) -> Any:
     elif get_origin(kind) in (Union, UnionType):
         if value is None and NoneType in get_args(kind):
             return None
-        (inner,) = (one for one in get_args(kind) if one is not NoneType)
+        (inner,) = (member for member in get_args(kind) if member is not NoneType)
         return _read(inner, value, where=where)
     elif get_origin(kind) is tuple and isinstance(value, list):
         return tuple(_read(get_args(kind)[0], item, where=where) for item in value)

@@ -14,10 +14,10 @@ in both directions, since frozen weights keep every bit. The mask is sent to a c
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -27,6 +27,7 @@ from atlas_fl.params import HEAD, PRIVATE, Params, digest
 from atlas_fl.partial_sharing import transmitted_params
 from atlas_fl.runtime.protocol.messages import (
     CutInfo,
+    job_head,
     job_message,
     model_message,
     read_job,
@@ -40,110 +41,45 @@ from atlas_fl.sparse.codec import RandomMask, decode_mask, decode_values, encode
 from atlas_fl.sparse.masks import Mask
 
 
-class Sender(Protocol):
-    """The server's end of one client or worker."""
+@dataclass(kw_only=True, eq=False)
+class AdapterSender:
+    """Sends of a model the tensors that neither the last one that was sent nor the last one trained there has."""
+
+    held: dict[str, tuple[str, dict[str, str]]] = field(default_factory=dict)
+    """Digest, and digests of the tensors, of these two."""
 
     def job(self, action: str, job: Job, *, number: int, cut_info: CutInfo | None = None) -> tuple[Head, Params]:
-        """What asks for this job."""
-        ...
+        """The message that asks for this job."""
+        held = [model for model, _ in self.held.values()]
+        head, params = job_message(action, job, number=number, sent_digests=held, cut_info=cut_info)
+        if params:
+            digests = _digests(params)
+            candidates = [model for model in self.held.values() if model[1].keys() == digests.keys()]
+            # the one that has the most of these tensors
+            base, there = max(candidates, key=lambda model: len(model[1].items() & digests.items()), default=("", {}))
+            changed = {key: tensor for key, tensor in params.items() if digests[key] != there.get(key)}
+            self.held["got"] = head["model"], digests
+            if len(changed) < len(params):
+                head, params = {**head, "base": base}, changed
+        return head, {**params, **write_sent(job)} if job.sent else params
 
     def update(self, action: str, head: Mapping[str, Any], tensors: Params, *, job: Job) -> Update:
         """The update that an answer holds; raises `ProtocolError` for one that is not of its form."""
-        ...
-
-    def final_model_message(self, model: Params) -> tuple[Head, Params]:
-        """What brings the client its own model at the end of the run; the head's `sha256` names that model."""
-        ...
-
-    def forget_trained(self) -> None:
-        """What the other end trained last is unknown here."""
-        ...
-
-    def forget(self) -> None:
-        """The other end holds nothing."""
-        ...
-
-
-class Receiver(Protocol):
-    """The end of a client or worker."""
-
-    def job(self, head: Mapping[str, Any], tensors: Params, *, client: str) -> tuple[str, Job, CutInfo | None]:
-        """(action, job, what is told of its cut) of a message; raises `ProtocolError` for one that is none."""
-        ...
-
-    def update(self, action: str, update: Update, job: Job, *, number: int) -> tuple[Head, Params]:
-        """What goes back."""
-        ...
-
-    def read_final_model(self, head: Mapping[str, Any], tensors: Params) -> Params:
-        """The client's own model at the end of the run; empty where there is none."""
-        ...
-
-    def forget(self) -> None:
-        """Hold nothing any more."""
-        ...
-
-
-NewSender: TypeAlias = Callable[[], Sender]
-"""A sender to an end that holds nothing yet."""
-
-
-@dataclass(kw_only=True, eq=False)
-class AdapterSender:
-    """Sends of a model what neither the last one that was sent nor the last one trained there has."""
-
-    held: dict[str, str] = field(default_factory=dict)
-    """Digests of these two."""
-    tensors: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Digests of their tensors."""
-
-    def job(self, action: str, job: Job, *, number: int, cut_info: CutInfo | None = None) -> tuple[Head, Params]:
-        """What asks for this job."""
-        head, params = job_message(action, job, number=number, sent_digests=self.held, cut_info=cut_info)
-        if params:
-            base, params = self._encode_changes(head["model"], params)
-            head = {**head, **base}
-        return head, {**params, **write_sent(job)} if job.sent else params
-
-    def _encode_changes(self, name: str, params: Params) -> tuple[dict[str, str], Params]:
-        """(the model that the rest of this one is taken from, what of it is sent); the other end holds it from then."""
-        digests = _digests(params)
-        base = self._base(digests)
-        self.held["got"], self.tensors["got"] = name, digests
-        if base is None:
-            return {}, params
-        base_name, there = base
-        return {"base": base_name}, {key: params[key] for key in params if digests[key] != there[key]}
-
-    def _base(self, digests: Mapping[str, str]) -> tuple[str, dict[str, str]] | None:
-        """(digest, digests of its tensors) of the model there that has the most of these tensors; None without any."""
-        known = [(self.held[name], there) for name, there in self.tensors.items() if there.keys() == digests.keys()]
-        common = [sum(there[key] == value for key, value in digests.items()) for _, there in known]
-        return known[common.index(max(common))] if any(common) else None
-
-    def update(self, action: str, head: Mapping[str, Any], tensors: Params, *, job: Job) -> Update:
-        """The update that an answer holds."""
         received = read_update(head, tensors, job=job)
         if action == "train" and received.params is not job.params:
             received = replace(received, params=_with_untrained(received.params, job, head))
             sent = transmitted_params(received.params)
-            self.held["trained"], self.tensors["trained"] = digest(sent), _digests(sent)
+            self.held["trained"] = digest(sent), _digests(sent)
         return received
 
     def final_model_message(self, model: Params) -> tuple[Head, Params]:
-        """The model, or of one that is at its client in part what is not there."""
+        """The client's own model at the end, without the part that stays at the client; `sha256` names the model."""
         private, sent = model_message(model)
         return {"kind": "done", "model": True, "sha256": digest(model), **private}, sent
 
-    def forget_trained(self) -> None:
-        """What the other end trained last is unknown here."""
-        self.held.pop("trained", None)
-        self.tensors.pop("trained", None)
-
     def forget(self) -> None:
-        """The other end holds nothing."""
+        """Assume that the other end holds nothing."""
         self.held.clear()
-        self.tensors.clear()
 
 
 def _digests(params: Params) -> dict[str, str]:
@@ -152,24 +88,20 @@ def _digests(params: Params) -> dict[str, str]:
 
 
 def _untrained_keys(job: Job) -> set[str]:
-    """The names of what does not train in the round of this training job, of a client with the whole model."""
+    """The names of the tensors that do not train in the round of this job of a client with the whole model."""
     names = set() if job.cut is not None or PRIVATE in job.params else job.params.keys()
     return {key for key in names if not job.options.trains(key, round=job.round)}
 
 
 def _with_untrained(params: Params, job: Job, head: Mapping[str, Any]) -> Params:
-    """The trained model with what did not come back because it does not train; raises `ProtocolError` where it came."""
+    """The trained model completed with the tensors that do not train; raises `ProtocolError` where one of them came."""
     untrained = set() if head.get("private") is not None else _untrained_keys(job)
     if came := sorted(untrained & params.keys()):
         raise ProtocolError(f"{came[0]} came back and does not train in round {job.round}; install the same atlas-fl")
     if not untrained:
         return params
-    known = {
-        key: job.params[key] if key in untrained else params[key]
-        for key in job.params
-        if key in untrained | params.keys()
-    }
-    return {**known, **{key: tensor for key, tensor in params.items() if key not in known}}
+    whole = {**params, **{key: job.params[key] for key in untrained}}
+    return {key: whole[key] for key in (*job.params, *whole) if key in whole}
 
 
 @dataclass(kw_only=True, eq=False)
@@ -180,13 +112,15 @@ class AdapterReceiver:
     """The last one that came whole and the last one trained here, each with its digest."""
 
     def job(self, head: Mapping[str, Any], tensors: Params, *, client: str) -> tuple[str, Job, CutInfo | None]:
-        """(action, job, what is told of its cut) of a message."""
+        """(action, job, cut info) of a message; raises `ProtocolError` for one that is none."""
         model, sent = read_sent(tensors)
-        action, job, cut_info = read_job(head, self._model(head, model), client=client)
+        base = {} if head.get("base") is None else resolve_model(self.held, {}, expected=str(head["base"]))
+        params = resolve_model(self.held, {**base, **model}, expected=str(head.get("model")))
+        action, job, cut_info = read_job(head, params, client=client)
         return action, replace(job, sent=sent), cut_info
 
     def update(self, action: str, update: Update, job: Job, *, number: int) -> tuple[Head, Params]:
-        """What goes back."""
+        """The message with this update."""
         if action == "train" and update.params is not job.params:
             self.held["trained"] = digest(update.params), update.params
             untrained = _untrained_keys(job) if update.params.keys() == job.params.keys() else set()
@@ -195,57 +129,47 @@ class AdapterReceiver:
         return update_message(update, job, number=number)
 
     def read_final_model(self, head: Mapping[str, Any], tensors: Params) -> Params:
-        """The model that came."""
+        """The client's own model at the end of the run; empty where there is none."""
         return tensors if head.get("model") is True else {}
 
     def forget(self) -> None:
-        """Hold nothing any more."""
+        """Forget all models."""
         self.held.clear()
 
-    def _model(self, head: Mapping[str, Any], params: Params) -> Params:
-        """The job's model: what came with it, or one that is here."""
-        expected = str(head.get("model"))
-        if not params and expected != digest({}):
-            return self._held_model(expected)
-        if (base := head.get("base")) is not None:
-            params = {**self._held_model(str(base)), **params}
-        if digest(params) != expected:
-            raise ProtocolError("a model came with another digest than the server named; the message was altered")
-        self.held["got"] = expected, params
-        return params
 
-    def _held_model(self, expected: str) -> Params:
-        """The model of this digest that is here."""
-        model = next((params_of_digest for key, params_of_digest in self.held.values() if key == expected), None)
-        if model is None:
-            raise ProtocolError("the server names a model that is not here; install its version of atlas-fl")
-        return model
+def resolve_model(
+    held: dict[str, tuple[str, Params]], came: Params, *, expected: str, home: tuple[str, Params] | None = None
+) -> Params:
+    """The tensors of this digest: those that came, which are held from now on, or others that are here already."""
+    if digest(came) == expected:
+        held["got"] = expected, came
+        return came
+    if came:
+        raise ProtocolError("a model came with another digest than the server named; the message was altered")
+    for key, params in held.values() if home is None else (*held.values(), home):
+        if key == expected:
+            return params
+    raise ProtocolError("the server names a model that is not here; install its version of atlas-fl")
 
 
 @dataclass(kw_only=True, eq=False)
 class SharedModelCache:
-    """What the senders of a run have in common."""
+    """The parts of models that all senders of a run have in common."""
 
     home: str
     """Digest of the body that every other end has in its files."""
     mask: Mask | None = None
-    """Which weights of the body may move, from the first job on that says so."""
+    """The weights of the body that may move, from the first job on that brings a mask."""
     drawn: RandomMask | None = None
-    """How the mask was drawn, if it was."""
+    """The seed and sparsity of a mask that was drawn."""
+    lock: Any = field(default_factory=threading.RLock)
     _message: torch.Tensor | None = None
-    _lock: Any = field(default_factory=threading.RLock)
     _known: dict[tuple[int, ...], tuple[tuple[weakref.ref[torch.Tensor], ...], str]] = field(default_factory=dict)
-
-    def see(self, job: Job) -> None:
-        """Take note of the mask that this job brings."""
-        with self._lock:
-            if job.mask is not None and self.mask is None:
-                self.mask = split_body_and_head(job.mask)[0]
 
     def mask_message(self) -> torch.Tensor:
         """The mask as it travels, (bytes,) uint8."""
         assert self.mask is not None, "asked for under a mask alone"
-        with self._lock:
+        with self.lock:
             if self._message is None:
                 self._message = as_tensor(encode_mask(self.mask, random_mask=self.drawn))
             return self._message
@@ -253,7 +177,7 @@ class SharedModelCache:
     def digest(self, params: Params) -> str:
         """The digest of these tensors, computed once as long as they live: many clients are sent the very same."""
         key = tuple(map(id, params.values()))
-        with self._lock:
+        with self.lock:
             # without the tensor an id means nothing: another one may have got it
             self._known = {
                 key: entry for key, entry in self._known.items() if all(ref() is not None for ref in entry[0])
@@ -286,32 +210,24 @@ _BODY, _HEAD, _MASK, _VALUES = "body/", "top/", "mask", "values"
 
 @dataclass(kw_only=True, eq=False)
 class FullModelSender:
-    """Sends of every model the part that the other end has not."""
+    """Sends of every model the parts that the other end has not."""
 
     common: SharedModelCache
     bodies: dict[str, str] = field(default_factory=dict)
-    """Digests of what the other end holds beside its home: the last body that it got, and the last one it trained."""
+    """Digests of the bodies at the other end beside its home: the last one that it got, and the last one it trained."""
     heads: dict[str, str] = field(default_factory=dict)
     counts_on_trained: bool = True
-    """Whether the other end keeps what it trained last."""
+    """The other end keeps the model that it trained last."""
     has_mask: bool = False
 
     def job(self, action: str, job: Job, *, number: int, cut_info: CutInfo | None = None) -> tuple[Head, Params]:
-        """What asks for this job."""
+        """The message that asks for this job."""
         assert job.cut is None and cut_info is None, "whole models are not cut"
-        self.common.see(job)
+        with self.common.lock:
+            if job.mask is not None and self.common.mask is None:
+                self.common.mask = split_body_and_head(job.mask)[0]
         model, tensors = self._model(job.params)
-        head = {
-            "kind": "job",
-            "number": number,
-            "action": action,
-            "round": job.round,
-            "options": asdict(job.options),
-            "cut": None,
-            "told": cut_info,
-            **model,
-        }
-        return head, {**tensors, **write_sent(job)}
+        return job_head(action, job, number=number, cut_info=None) | model, {**tensors, **write_sent(job)}
 
     def update(self, action: str, head: Mapping[str, Any], tensors: Params, *, job: Job) -> Update:
         """The update that an answer holds."""
@@ -320,52 +236,46 @@ class FullModelSender:
             received = replace(received, params=self._trained_model(received.params, job.params))
             if self.counts_on_trained:
                 body, top = split_body_and_head(received.params)
-                self.bodies["trained"], self.heads["trained"] = self.common.digest(body), self.common.digest(top)
+                self.bodies["trained"] = self.common.digest(body)
+                self.heads["trained"] = self.common.digest(top)
         return received
 
     def final_model_message(self, model: Params) -> tuple[Head, Params]:
-        """What of the client's own model it has not."""
+        """The parts of the client's own model that it has not."""
         head, tensors = self._model(model)
         whole = sha256(f"{head['body']} {head['top']}".encode()).hexdigest()
         return {"kind": "done", "model": True, "sha256": whole, **head}, tensors
 
-    def forget_trained(self) -> None:
-        """What the other end trained last is unknown here."""
-        self.bodies.pop("trained", None)
-        self.heads.pop("trained", None)
-
     def forget(self) -> None:
-        """The other end holds nothing but its home."""
+        """Assume that the other end holds nothing but its home."""
         self.bodies.clear()
         self.heads.clear()
         self.has_mask = False
 
     def _model(self, params: Params) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """(what names the parts of a model, what of them is sent)."""
+        """(names of the parts of a model, the tensors that are sent of them)."""
         body, top = split_body_and_head(params)
         named = {"body": self.common.digest(body), "top": self.common.digest(top)}
-        masked = self.common.mask is not None
+        mask = self.common.mask
         tensors: dict[str, torch.Tensor] = {}
-        if masked and not self.has_mask:
-            tensors[_MASK], self.has_mask = self.common.mask_message(), True
+        if mask is not None and not self.has_mask:
+            tensors[_MASK] = self.common.mask_message()
+            self.has_mask = True
         if named["body"] not in (self.common.home, *self.bodies.values()):
             self.bodies["got"] = named["body"]
-            tensors |= self._body_message(body)
+            if mask is None:
+                tensors |= {_BODY + key: tensor for key, tensor in body.items()}
+            else:
+                tensors[_VALUES] = as_tensor(encode_values(body, mask))
         if named["top"] not in self.heads.values():
             self.heads["got"] = named["top"]
             tensors |= {_HEAD + key: tensor for key, tensor in top.items()}
-        return {**named, "masked": masked}, tensors
-
-    def _body_message(self, body: Params) -> dict[str, torch.Tensor]:
-        if self.common.mask is None:
-            return {_BODY + key: tensor for key, tensor in body.items()}
-        return {_VALUES: as_tensor(encode_values(body, self.common.mask))}
+        return {**named, "masked": mask is not None}, tensors
 
     def _trained_model(self, params: Params, start: Params) -> Params:
-        """The trained model of what came back for this one."""
+        """The whole trained model, from the tensors that came back and the start."""
         if _VALUES not in params:
-            order = [*(key for key in start if key in params), *(key for key in params if key not in start)]
-            return {key: params[key].clone() for key in order}
+            return {key: params[key].clone() for key in (*start, *params) if key in params}
         body, top = split_body_and_head(start)
         heads = {key: tensor.clone() for key, tensor in params.items() if key != _VALUES}
         if self.common.mask is None or not heads.keys() <= top.keys():
@@ -375,19 +285,19 @@ class FullModelSender:
 
 @dataclass(kw_only=True, eq=False)
 class FullModelReceiver:
-    """Holds of models what the other end counts on: the body of the files, and the last one that came."""
+    """Holds the models that the other end counts on: the body of the files, and the last one that came."""
 
     home: Params
     keeps_trained: bool = True
-    """Whether the last one trained here is held too, whose scores a server may ask for."""
+    """The last one trained here is held too, whose scores a server may ask for."""
     trains_heads: bool = False
-    """Whether heads train where a mask freezes weights; those that are fitted before round one do not."""
+    """Heads train where a mask freezes weights; those that are fitted before round one do not."""
     bodies: dict[str, tuple[str, Params]] = field(default_factory=dict)
     heads: dict[str, tuple[str, Params]] = field(default_factory=dict)
     mask: Mask | None = None
 
     def job(self, head: Mapping[str, Any], tensors: Params, *, client: str) -> tuple[str, Job, CutInfo | None]:
-        """(action, job, nothing) of a message."""
+        """(action, job, None) of a message."""
         model, sent = read_sent(tensors)
         params = self._model(head, model)
         action, job, cut_info = read_job(head, params, client=client)
@@ -399,11 +309,12 @@ class FullModelReceiver:
         return action, job, cut_info
 
     def update(self, action: str, update: Update, job: Job, *, number: int) -> tuple[Head, Params]:
-        """What goes back: of a trained model under a mask its values."""
+        """The message with this update; under a mask it has the masked values of a trained model."""
         if action == "train":
             body, top = split_body_and_head(update.params)
             if self.keeps_trained:
-                self.bodies["trained"], self.heads["trained"] = (digest(body), body), (digest(top), top)
+                self.bodies["trained"] = digest(body), body
+                self.heads["trained"] = digest(top), top
             if self.mask is not None:
                 values = {_VALUES: as_tensor(encode_values(body, self.mask))}
                 update = replace(update, params={**values, **(top if self.trains_heads else {})})
@@ -414,13 +325,13 @@ class FullModelReceiver:
         return self._model(head, tensors) if head.get("model") is True else {}
 
     def forget(self) -> None:
-        """Hold nothing but the home."""
+        """Forget all but the home."""
         self.bodies.clear()
         self.heads.clear()
         self.mask = None
 
     def _model(self, head: Mapping[str, Any], tensors: Params) -> Params:
-        """The model that a message names, of what came with it and what is here."""
+        """The model that a message names, from the parts that came with it and those that are here."""
         if head.get("masked") is True and _MASK in tensors:
             self.mask = decode_mask(as_bytes(tensors[_MASK]), self.home)
         if (head.get("masked") is True) is (self.mask is None):
@@ -428,43 +339,26 @@ class FullModelReceiver:
         received_head = {
             key.removeprefix(_HEAD): tensor.clone() for key, tensor in tensors.items() if key.startswith(_HEAD)
         }
-        top = _resolve_part(self.heads, received_head, expected=str(head.get("top")), besides=())
-        came = any(key == _VALUES or key.startswith(_BODY) for key in tensors)
-        if came:
+        top = resolve_model(self.heads, received_head, expected=str(head.get("top")))
+        body: Params = {}
+        if any(key == _VALUES or key.startswith(_BODY) for key in tensors):
             self.bodies.pop("got", None)  # before another one comes into memory
-        body = _resolve_part(
-            self.bodies,
-            self._body(tensors) if came else {},
-            expected=str(head.get("body")),
-            besides=((self._home_digest, self.home),),
-        )
-        return {**body, **top}
-
-    def _body(self, tensors: Params) -> Params:
-        if self.mask is not None and _VALUES in tensors:
-            return decode_values(as_bytes(tensors[_VALUES]), self.mask, self.home, into=self.home)
-        # memory of its own: what came in a message lies wherever it happens to, and sums may end in other last bits
-        return {key: tensors[_BODY + key].clone() for key in self.home if _BODY + key in tensors}
+            if self.mask is not None and _VALUES in tensors:
+                body = decode_values(as_bytes(tensors[_VALUES]), self.mask, self.home, into=self.home)
+            else:
+                # memory of its own: in a message it lies anywhere, and sums may end in other last bits
+                body = {key: tensors[_BODY + key].clone() for key in self.home if _BODY + key in tensors}
+        home = self._home_digest, self.home
+        return {**resolve_model(self.bodies, body, expected=str(head.get("body")), home=home), **top}
 
     @cached_property
     def _home_digest(self) -> str:
         return digest(self.home)
 
 
-def _resolve_part(
-    parts_by_name: dict[str, tuple[str, Params]],
-    came: Params,
-    *,
-    expected: str,
-    besides: tuple[tuple[str, Params], ...],
-) -> Params:
-    """What came, which is held from now on, or what of this digest is here already."""
-    if came:
-        if digest(came) != expected:
-            raise ProtocolError("a model came with another digest than the server named; the message was altered")
-        parts_by_name["got"] = expected, came
-        return came
-    part = next((params for key, params in (*parts_by_name.values(), *besides) if key == expected), None)
-    if part is None:
-        raise ProtocolError("the server names a model that is not here; install its version of atlas-fl")
-    return part
+Sender: TypeAlias = AdapterSender | FullModelSender
+"""The server's end of one client or worker."""
+Receiver: TypeAlias = AdapterReceiver | FullModelReceiver
+"""The end of a client or worker."""
+NewSender: TypeAlias = Callable[[], Sender]
+"""Makes a sender to an end that holds nothing yet."""

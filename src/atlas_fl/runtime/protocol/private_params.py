@@ -4,7 +4,8 @@ A server that is killed goes back to its last checkpoint and then names an older
 the server can no longer go back to it. A version lies under the digest of its values before the server hears of it; so
 a site that is killed goes on with whatever the server names next.
 
-`vault.json` says whose the folder is. A folder that no store has made is refused, and nothing is removed that a store
+`vault.json` says whose the folder is, which version is the newest, which one the server named at the end, and the last
+round in which each was made or named. A folder that no store has made is refused, and nothing is removed that a store
 has not written.
 """
 
@@ -12,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -22,24 +23,22 @@ from atlas_fl.models.lora import expand_rank
 from atlas_fl.params import LORA_A, LORA_B, PRIVATE, Params, digest, select
 from atlas_fl.partial_sharing import digest_tensor, placeholder, unshared_keys
 from atlas_fl.runtime.protocol.messages import CutInfo, PrivateRef, read_private
-from atlas_fl.runtime.protocol.model_sync import AdapterReceiver
+from atlas_fl.runtime.protocol.model_sync import AdapterReceiver, Receiver
 from atlas_fl.runtime.transport.frames import Head
 from atlas_fl.split.channel import Cut
 from atlas_fl.storage.jsonl import read_json, write_json
 from atlas_fl.storage.tensors import read_tensors, write_tensors
 
-INDEX, MARK = "rounds.json", "vault.json"
-NEWEST, LAST = "newest", "last"
-"""In the mark: the version that was trained last, and the one that the server named at the end; vaults of before have
-neither."""
+MARK = "vault.json"
+NEWEST, LAST, ROUNDS = "newest", "last", "rounds"
 _VERSION = re.compile("[0-9a-f]{64}")
-_FILE = re.compile(rf"({_VERSION.pattern}\.safetensors|{re.escape(INDEX)}|{re.escape(MARK)})")
+_FILE = re.compile(rf"({_VERSION.pattern}\.safetensors|{re.escape(MARK)})")
 _DRAFT = re.compile(rf"\.{_FILE.pattern}\.([0-9a-f]{{16}}\.)?writing")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """Whose private parts lie in a folder."""
+    """The client and the run whose private parts lie in a folder."""
 
     client: str
     config: str
@@ -47,33 +46,28 @@ class Owner:
 
 
 def check_store(folder: Path, owner: Owner | None = None) -> None:
-    """Nothing where private parts may be kept in this folder: it is not there, or empty, or a store of this owner's.
-
-    Stores of earlier versions have no mark, and are known by their files. Without an owner any store will do.
-
-    Raises:
-        ConfigError: it holds what no store has written, or is another client's or another run's.
-    """
+    """Raise `ConfigError` unless this folder is missing, empty, or a store: this owner's, or without one anybody's."""
     if not folder.exists():
         return
     if not folder.is_dir():
         raise ConfigError(f"{folder} is a file; name a new folder with --private")
-    if not (folder / MARK).exists():
-        if strange := _strange(folder):
-            raise ConfigError(
-                f"{folder} holds {strange[0]}, which `atlas join` has not written; name a new or an empty folder with"
-                " --private"
-            )
-        return
-    marked = _owner_of(folder)
-    if owner is not None and marked.client != owner.client:
+    mark = _read_mark(folder)
+    strange = _strange(folder)
+    if not mark and strange:
         raise ConfigError(
-            f"{folder} holds what {marked.client} does not share, and this is {owner.client}; name another folder with"
+            f"{folder} holds {strange[0]}, which `atlas join` has not written; name a new or an empty folder with"
             " --private"
         )
-    if owner is not None and marked != owner:
+    if not mark or owner is None:
+        return
+    if mark["client"] != owner.client:
         raise ConfigError(
-            f"{folder} holds what {marked.client} did not share in another run (settings {marked.config:.8}, here"
+            f"{folder} holds what {mark['client']} does not share, and this is {owner.client}; name another folder with"
+            " --private"
+        )
+    if mark["config"] != owner.config:
+        raise ConfigError(
+            f"{folder} holds what {mark['client']} did not share in another run (settings {mark['config']:.8}, here"
             f" {owner.config:.8}); name another folder with --private, or remove it once that run is over"
         )
 
@@ -84,9 +78,9 @@ def clear_store(folder: Path, owner: Owner) -> str:
     Sub-folders, links and files of other names stay, and all of it where the server has named another version at the
     end than the newest, which would be lost. The mark goes last, so that what was begun can be done again.
     """
-    if not folder.is_dir() or ((folder / MARK).exists() and _owner_of(folder) != owner):
+    mark = _read_mark(folder)
+    if not folder.is_dir() or (mark and (mark["client"], mark["config"]) != (owner.client, owner.config)):
         return ""
-    mark = _mark_of(folder)
     if NEWEST in mark and mark.get(LAST) != mark[NEWEST]:
         return (
             f"{folder} stays: the server's model at the end is without the newest of what this site does not share"
@@ -106,30 +100,30 @@ def clear_store(folder: Path, owner: Owner) -> str:
     return ""
 
 
-def _owner_of(folder: Path) -> Owner:
-    content = read_json(folder / MARK)
-    try:
-        return Owner(client=str(content["client"]), config=str(content["config"]))
-    except (KeyError, TypeError):
-        raise CheckpointError(f"damaged file {folder / MARK}; restore it, or name another folder") from None
-
-
-def _mark_of(folder: Path) -> dict[str, Any]:
-    """What the mark says; empty where there is none."""
-    if not (folder / MARK).exists():
+def _read_mark(folder: Path) -> dict[str, Any]:
+    """The content of the mark, whose names of versions become those of files; empty where there is none."""
+    path = folder / MARK
+    if not path.exists():
         return {}
-    _owner_of(folder)
-    return dict(read_json(folder / MARK))
+    mark = read_json(path)
+    if not isinstance(mark, dict) or not all(isinstance(mark.get(name), str) for name in ("client", "config")):
+        raise CheckpointError(f"damaged file {path}; restore it, or name another folder")
+    rounds = mark.get(ROUNDS, {})
+    if not isinstance(rounds, dict) or not all(_VERSION.fullmatch(key) for key in rounds):
+        raise CheckpointError(f"damaged file {path}: it has other names than digests; restore it")
+    if not all(type(last) is int for last in rounds.values()):
+        raise CheckpointError(f"damaged file {path}: it has other rounds than numbers; restore it")
+    return mark
 
 
 def _is_own(path: Path) -> bool:
-    """Whether a store has written this: a file of its names, and no link."""
+    """Return whether a store has written this: a file of its names, and no link."""
     named = _FILE.fullmatch(path.name) or _DRAFT.fullmatch(path.name)
     return named is not None and path.is_file() and not path.is_symlink()
 
 
 def _strange(folder: Path) -> list[str]:
-    """What lies there that no store has written, sorted."""
+    """Sorted names of the entries that no store has written."""
     return sorted(path.name for path in folder.iterdir() if not _is_own(path))
 
 
@@ -140,7 +134,7 @@ class PrivateParamStore:
     folder: Path
     owner: Owner
     share: tuple[str, ...]
-    """What leaves the client."""
+    """Parts of the model that leave the client."""
     names: Callable[[Cut | None], frozenset[str]]
     """The trainable tensors that the client has with this cut."""
     draw: Callable[[Mapping[str, int]], Params]
@@ -148,9 +142,7 @@ class PrivateParamStore:
     scale: Callable[[int], float]
     """LoRA's factor of a rank."""
     rounds: int
-    """How many rounds a server may go back."""
-    _used: dict[str, int] = field(default_factory=dict)
-    """By digest, the last round in which it was made or named."""
+    """Most rounds that a server may go back."""
 
     def whole(self, sent: Params, reference: PrivateRef | None, *, cut: Cut | None, round: int) -> Params:
         """The model of what the server sent and of what it names of this client.
@@ -161,16 +153,14 @@ class PrivateParamStore:
             return sent
         missing = self.names(cut).difference(sent)
         if reference.sha256 is None:
-            return {**select(self._initial_params(missing, sent, reference.ranks), sorted(missing)), **sent}
+            return {**select(self.draw(_ranks(missing, sent, reference.ranks)), sorted(missing)), **sent}
         stored = self._read(reference.sha256)
-        self._note(reference.sha256, round)
+        self._record(reference.sha256, round)
         ranks = _ranks(missing, sent, reference.ranks)
-        if stored.keys() == missing and all(
-            _rank(key, expanded) == ranks.get(_module(key)) for key, expanded in stored.items()
-        ):
+        if stored.keys() == missing and all(_rank(key, own) == ranks.get(_module(key)) for key, own in stored.items()):
             return {**stored, **sent}
         # planned at other ranks than it trains at, and of the rest nothing was trained yet
-        expanded = expand_rank(self._initial_params(missing, sent, reference.ranks), stored, self.scale)
+        expanded = expand_rank(self.draw(ranks), stored, self.scale)
         lost = sorted(key for key in missing if key not in stored and not key.endswith(LORA_A))
         if lost:
             raise ModelError(f"{lost[0]} is neither here nor sent; install the server's version of atlas-fl")
@@ -187,23 +177,22 @@ class PrivateParamStore:
         unshared = unshared_keys(job.params, self.share)
         if update.params is job.params or reference is None or not unshared or unshared[0] not in update.params:
             return update, None
-        private_params, private = select(update.params, unshared), reference
+        private_params = select(update.params, unshared)
+        private = reference
         if any(tensor is not job.params[key] for key, tensor in private_params.items()):
             private = PrivateRef(sha256=self._keep(private_params, job.round))
         left = {key: tensor for key, tensor in update.params.items() if key not in private_params}
         update = replace(update, params=left, keys=update.keys + 1)
         if update.loaded is not None and update.loaded == digest(job.params):
-            update = replace(update, loaded=digest(_seen(job.params, sent, reference)))
+            hidden = {key: placeholder(key, tensor) for key, tensor in job.params.items() if key not in sent}
+            seen_by_server = {**sent, **hidden, PRIVATE: digest_tensor(reference.sha256)}
+            update = replace(update, loaded=digest(seen_by_server))
         return update, private
 
     def end(self, reference: PrivateRef | None) -> None:
         """Write down which version the server has named at the end."""
-        if mark := _mark_of(self.folder):
+        if mark := _read_mark(self.folder):
             write_json(self.folder / MARK, {**mark, LAST: None if reference is None else reference.sha256})
-
-    def clear(self) -> str:
-        """Remove all versions, as the run is complete; what stays in the folder, in a line."""
-        return clear_store(self.folder, self.owner)
 
     def _keep(self, params: Params, round: int) -> str:
         sha256 = digest(params)
@@ -211,9 +200,7 @@ class PrivateParamStore:
             write_json(self.folder / MARK, asdict(self.owner))
         if not self._file(sha256).exists():
             write_tensors(self._file(sha256), params)
-        if (mark := _mark_of(self.folder)).get(NEWEST) != sha256:
-            write_json(self.folder / MARK, {**mark, NEWEST: sha256})
-        self._note(sha256, round)
+        self._record(sha256, round, newest=sha256)
         return sha256
 
     def _read(self, sha256: str) -> Params:
@@ -229,62 +216,48 @@ class PrivateParamStore:
             ) from None
         return params
 
-    def _note(self, sha256: str, round: int) -> None:
-        """This version was made or named now; those that no checkpoint can name any more go, but never the newest."""
-        index = self.folder / INDEX
-        used = self._used
-        if not used and index.exists():
-            used.update(_read_index(index))
-        if used.get(sha256) == round:
-            return
-        used[sha256] = max(round, used.get(sha256, round))
-        stay = {sha256, _mark_of(self.folder).get(NEWEST)}
-        for old in [key for key, last in used.items() if key not in stay and last < round - self.rounds]:
-            del used[old]
-            if _is_own(self._file(old)):
-                self._file(old).unlink()
-        write_json(index, used)
+    def _record(self, sha256: str, round: int, **newest: str) -> None:
+        """Record that this version was made or named now; remove what no checkpoint can name, but never the newest."""
+        before = _read_mark(self.folder)
+        mark = {**asdict(self.owner), **before, **newest}
+        rounds = dict(mark.get(ROUNDS, {}))
+        rounds[sha256] = max(round, rounds.get(sha256, round))
+        for old, last in list(rounds.items()):
+            if old not in (sha256, mark.get(NEWEST)) and last < round - self.rounds:
+                del rounds[old]
+                if _is_own(self._file(old)):
+                    self._file(old).unlink()
+        if (after := {**mark, ROUNDS: rounds}) != before:
+            write_json(self.folder / MARK, after)
 
     def _file(self, sha256: str) -> Path:
         return self.folder / f"{sha256}.safetensors"
 
-    def _initial_params(self, missing: frozenset[str], sent: Params, hidden: Sequence[int]) -> Params:
-        return self.draw(_ranks(missing, sent, hidden))
-
-
-def _read_index(path: Path) -> dict[str, int]:
-    """The round of every version; its names become those of files, so nothing else may stand there."""
-    versions = read_json(path)
-    good = isinstance(versions, dict) and all(
-        _VERSION.fullmatch(key) and type(at) is int for key, at in versions.items()
-    )
-    if not good:
-        raise CheckpointError(f"damaged file {path}: it has other names than digests, or other rounds than numbers")
-    return dict(versions)
-
 
 @dataclass(kw_only=True, eq=False)
 class PrivateReceiver:
-    """`runtime.protocol.model_sync.Receiver` for a client that keeps a part of its model to itself."""
+    """The receiver of a client that keeps a part of its model to itself."""
 
     store: PrivateParamStore
     plain: AdapterReceiver = field(default_factory=AdapterReceiver)
     """Keeps what is shared."""
     _opened: tuple[Params, PrivateRef | None] = ({}, None)
-    """What came of the newest job's model, and what was named of it."""
+    """The part of the newest job's model that came, and the name of the rest."""
 
     def job(self, head: Mapping[str, Any], tensors: Params, *, client: str) -> tuple[str, Job, CutInfo | None]:
-        """(action, job with its whole model, what is told of its cut); raises `ModelError` where its part is lost."""
+        """(action, job with its whole model, cut info); raises `ModelError` where its private part is lost."""
         action, job, cut_info = self.plain.job(head, tensors, client=client)
-        sent, private = self._opened = job.params, read_private(head)
-        return action, replace(job, params=self.store.whole(sent, private, cut=job.cut, round=job.round)), cut_info
+        private = read_private(head)
+        self._opened = job.params, private
+        whole = self.store.whole(job.params, private, cut=job.cut, round=job.round)
+        return action, replace(job, params=whole), cut_info
 
     def update(self, action: str, update: Update, job: Job, *, number: int) -> tuple[Head, Params]:
-        """What goes back: what is shared, and the name of what stays."""
+        """The message with the update's shared part and the name of the rest."""
         sent, private = self._opened
         update, reference = self.store.split_private(update, job, sent, private)
         head, tensors = self.plain.update(action, update, job, number=number)
-        return {**head, **({} if reference is None else {"private": asdict(reference)})}, tensors
+        return head if reference is None else {**head, "private": asdict(reference)}, tensors
 
     def read_final_model(self, head: Mapping[str, Any], tensors: Params) -> Params:
         """The whole model at the end of the run; empty where there is none."""
@@ -297,8 +270,11 @@ class PrivateReceiver:
         return model
 
     def forget(self) -> None:
-        """Hold nothing that is shared any more; what is not stays."""
+        """Forget the shared parts; the private ones stay."""
         self.plain.forget()
+
+
+SiteReceiver: TypeAlias = Receiver | PrivateReceiver
 
 
 def _ranks(missing: frozenset[str], sent: Params, hidden: Sequence[int]) -> dict[str, int]:
@@ -324,11 +300,3 @@ def _rank(key: str, tensor: torch.Tensor) -> int | None:
     if key.endswith(LORA_A):
         return int(tensor.shape[0])
     return int(tensor.shape[1]) if key.endswith(LORA_B) else None
-
-
-def _seen(params: Params, sent: Params, reference: PrivateRef | None) -> Params:
-    """The job's model as the server has it."""
-    if reference is None:
-        return params
-    left = {key: placeholder(key, tensor) for key, tensor in params.items() if key not in sent}
-    return {**sent, **left, PRIVATE: digest_tensor(reference.sha256)}

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
+from itertools import count
 from pathlib import Path
 
 from cryptography import x509
@@ -30,20 +31,20 @@ from atlas_fl.storage.folder_access import read_named_file, write_atomic
 CA, CERT, KEY, REQUEST, CLIENTS = "ca.pem", "cert.pem", "key.pem", "request.pem", "clients.txt"
 AUTHORITY, SERVER, REVOKED = "ca", "server", ".revoked"
 MOST_DAYS = 3650
-MOST_BYTES = 64 * 2**10
+MOST_REQUEST_BYTES = 64 * 2**10
+"""Most bytes of a request for a certificate, which comes from elsewhere."""
 MOST_LIST_BYTES = 2**24
-"""Of a request for a certificate, which comes from elsewhere."""
 EMPTY_SECONDS = 2.0
-"""How long a list may be empty until it is taken for one of nobody."""
+"""Seconds that a list may be empty until it is taken for one of nobody."""
 EARLY = timedelta(hours=1)
-"""How long before it is made a certificate holds: clocks differ."""
+"""Time that a certificate holds before it is made: clocks differ."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,62}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")  # longer than a name may be
 
 
 @dataclass(frozen=True, kw_only=True)
 class Certs:
-    """What one end of a connection shows and trusts, in PEM."""
+    """The certificates that one end of a connection shows and trusts, in PEM."""
 
     name: str
     """The common name of its certificate."""
@@ -72,8 +73,8 @@ def make_certs(
 
     Raises `ConfigError` for a bad name, a number of days out of range, and whatever would be overwritten.
     """
-    _check(folder, servers, clients, days)
     begin, end = _span(days, now)
+    _check_new(folder, servers, clients)
     made = []
     if servers:
         issuer = _new_authority(folder / AUTHORITY, begin, end)
@@ -86,18 +87,15 @@ def make_certs(
     return tuple(made)
 
 
-def renew_certs(
-    folder: Path, *, clients: Sequence[str], days: int = 365, now: datetime | None = None
-) -> tuple[Path, ...]:
+def renew_certs(folder: Path, *, clients: Sequence[str], days: int = 365) -> tuple[Path, ...]:
     """The folders of these clients with new certificates, which are listed in the place of the old ones.
 
     With a new key, or where the site keeps its key to itself, for the same one. The old folders lie in `.revoked`.
     Raises `ConfigError` for a client that is not listed, and as `make_certs` does.
     """
-    _check_days(days)
     _check_names(clients, flag="")
     _check_listed(folder, clients)
-    begin, end = _span(days, now)
+    begin, end = _span(days)
     issuer = _old_authority(folder / AUTHORITY, begin)
     keys = {name: _key_kept_by(folder / name) for name in clients}
     for name in clients:
@@ -108,15 +106,15 @@ def renew_certs(
 
 
 def revoke_certs(folder: Path, *, clients: Sequence[str]) -> tuple[Path, ...]:
-    """Where the folders of these clients lie now, who may not join from this moment on.
+    """Take these clients off the list; return the places where their folders lie now.
 
     Raises `ConfigError` for a client that is not listed.
     """
     _check_names(clients, flag="")
-    _check_listed(folder, clients)
-    listed = read_list(folder / SERVER)
+    listed = _check_listed(folder, clients)
     _write_list(folder, {name: fingerprint for name, fingerprint in listed.items() if name not in clients})
-    return tuple(moved for name in clients if (moved := _set_aside(folder, name)) is not None)
+    moved = [_set_aside(folder, name) for name in clients]
+    return tuple(path for path in moved if path is not None)
 
 
 def request_cert(folder: Path, *, name: str) -> Path:
@@ -134,21 +132,18 @@ def request_cert(folder: Path, *, name: str) -> Path:
     return folder / REQUEST
 
 
-def sign_request(request: Path, *, folder: Path, days: int = 365, now: datetime | None = None) -> Path:
-    """The folder with certificate and authority for who made this request, and whom `clients.txt` lists from now on.
+def sign_request(request: Path, *, folder: Path, days: int = 365) -> Path:
+    """The folder with certificate and authority for the site of this request, which `clients.txt` lists from now on.
 
     Raises `ConfigError` where it is no request that its own key has signed, or its name cannot be or is listed already.
     """
-    _check_days(days)
-    requested = _read_request(request)
-    name, key = requested
-    listed = read_list(folder / SERVER)
-    if name in listed:
+    begin, end = _span(days)
+    name, key = _read_request(request)
+    if name in read_list(folder / SERVER):
         raise ConfigError(
             f"client {name!r} of {request} is listed already; `atlas certs revoke {name} --to {folder}` first, if this"
             " is to take its place"
         )
-    begin, end = _span(days, now)
     issuer = _old_authority(folder / AUTHORITY, begin)
     _set_aside(folder, name)
     made = _issue(folder / name, issuer, name, begin, end, key=key)
@@ -157,9 +152,9 @@ def sign_request(request: Path, *, folder: Path, days: int = 365, now: datetime 
 
 
 def open_certs(folder: Path, *, now: datetime | None = None) -> Certs:
-    """What lies in a folder that `make_certs` made.
+    """The certificates in a folder that `make_certs` made.
 
-    Raises `ConfigError` where a file is missing or none of the format, the key is another's, or the time is over.
+    Raises `ConfigError` where a file is missing or malformed, the key is another's, or the time is over.
     """
     pem = {}
     for name in (CA, CERT, KEY):
@@ -207,15 +202,15 @@ def common_name(pem: bytes) -> str:
 
 
 def holds_until(folder: Path) -> datetime:
-    """When the certificate in this folder ends."""
+    """The time at which the certificate in this folder ends."""
     return x509.load_pem_x509_certificate(_read(folder / CERT)).not_valid_after_utc
 
 
 def read_list(folder: Path) -> dict[str, str | None]:
-    """Who may join, from `clients.txt` in the server's folder, in its order: by name the SHA-256 of its certificate.
+    """The clients that may join, from `clients.txt` in the server's folder: by name the SHA-256 of its certificate.
 
-    None stands for any certificate of that name that the authority has signed: older lists have names alone. A line
-    that begins with # says nothing. Raises `ConfigError` where there is no list, or none that can be read.
+    None, for a name alone, stands for any certificate of that name that the authority has signed. A line that begins
+    with # is a comment. Raises `ConfigError` where there is no list, or none that can be read.
     """
     path = folder / CLIENTS
     if not path.is_file():
@@ -227,12 +222,14 @@ def read_list(folder: Path) -> dict[str, str | None]:
     lines = _read(path).decode(errors="replace").splitlines()
     for word in (word for line in lines if not line.lstrip().startswith("#") for word in line.split()):
         if _DIGEST.fullmatch(word.lower()) and last is not None:
-            listed[last], last = word.lower(), None
+            listed[last] = word.lower()
+            last = None
         elif not _NAME.fullmatch(word) or word in listed:
-            twice = f"lists a client twice, {word}" if word in listed else f"has {short_repr(word)}"
-            raise ConfigError(f"{path} {twice}; one name a line, each once, with the SHA-256 of its certificate")
+            fault = f"lists a client twice, {word}" if word in listed else f"has {short_repr(word)}"
+            raise ConfigError(f"{path} {fault}; one name a line, each once, with the SHA-256 of its certificate")
         else:
-            listed[word], last = None, word
+            listed[word] = None
+            last = word
     return listed
 
 
@@ -254,13 +251,17 @@ class Listed(Collection[str]):
         on_note: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._folder, self._on_note, self._clock = folder, on_note, clock
+        self._folder = folder
+        self._on_note = on_note
+        self._clock = clock
         self._empty_since: float | None = None
         listed_clients(folder)
-        self._seen, self._list, self._told = self._stamp(), read_list(folder), ""
+        self._seen = self._stamp()
+        self._list = read_list(folder)
+        self._told = ""
 
     def certificate(self, name: str) -> str | None:
-        """The SHA-256 that this client's certificate must have; None for any, or for who is not listed."""
+        """The SHA-256 that this client's certificate must have; None for any, or for a client that is not listed."""
         return self._now().get(name)
 
     def _stamp(self) -> tuple[int, int, int]:
@@ -282,7 +283,7 @@ class Listed(Collection[str]):
         return self._list
 
     def _is_being_written(self, size: int) -> bool:
-        """Whether a file of this size is one that somebody is just writing: it is empty, and was not so for long."""
+        """Return whether a file of this size is just being written: it is empty, and was not so for long."""
         if size:
             self._empty_since = None
             return False
@@ -300,7 +301,10 @@ class Listed(Collection[str]):
         return len(self._now())
 
 
-def _span(days: int, now: datetime | None) -> tuple[datetime, datetime]:
+def _span(days: int, now: datetime | None = None) -> tuple[datetime, datetime]:
+    """(begin, end) of certificates for so many days from now."""
+    if not 1 <= days <= MOST_DAYS:
+        raise ConfigError(f"--days is {days}; allowed: 1 to {MOST_DAYS}")
     begin = (now or datetime.now(UTC)) - EARLY
     return begin, begin + EARLY + timedelta(days=days)
 
@@ -313,31 +317,30 @@ def _list_certs(folder: Path, clients: Sequence[str]) -> None:
 
 
 def _write_list(folder: Path, listed: Mapping[str, str | None]) -> None:
-    lines = [name if fingerprint is None else f"{name} {fingerprint}" for name, fingerprint in listed.items()] or [
-        "# nobody"
-    ]
+    lines = [name if fingerprint is None else f"{name} {fingerprint}" for name, fingerprint in listed.items()]
     path = folder / SERVER / CLIENTS
     _private_folder(path.parent)
-    write_atomic(path, "".join(f"{line}\n" for line in lines).encode(), mode=0o600)
+    write_atomic(path, "".join(f"{line}\n" for line in lines or ["# nobody"]).encode(), mode=0o600)
 
 
-def _check_listed(folder: Path, clients: Sequence[str]) -> None:
+def _check_listed(folder: Path, clients: Sequence[str]) -> dict[str, str | None]:
+    """The list; raises `ConfigError` unless these clients are on it."""
     listed = read_list(folder / SERVER)
     for name in clients:
         if name not in listed:
             raise ConfigError(
                 f"client {name!r} is not in {folder / SERVER / CLIENTS}; listed: {', '.join(listed) or 'nobody'}"
             )
+    return listed
 
 
 def _set_aside(folder: Path, name: str) -> Path | None:
-    """Where the folder of this client lies now, whose certificate is not listed any more; None where there is none."""
+    """Move the folder of this client, whose certificate is not listed any more; None where there is none."""
     if not (folder / name).exists():
         return None
     _private_folder(folder / REVOKED)
-    number = 1
-    while (target := folder / REVOKED / f"{name}-{number}").exists():
-        number += 1
+    places = (folder / REVOKED / f"{name}-{number}" for number in count(1))
+    target = next(place for place in places if not place.exists())
     (folder / name).rename(target)
     return target
 
@@ -346,7 +349,10 @@ def _key_kept_by(site: Path) -> ec.EllipticCurvePublicKey | None:
     """The key of a site that has its private half alone; None where a new one is to be made here."""
     if (site / KEY).exists() or not (site / CERT).exists():
         return None
-    key = _reading(site, lambda: x509.load_pem_x509_certificate(_read(site / CERT))).public_key()
+    try:
+        key = x509.load_pem_x509_certificate(_read(site / CERT)).public_key()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{site} holds no certificates that can be read ({error}); make them again") from None
     assert isinstance(key, ec.EllipticCurvePublicKey), "`sign_request` signs no others"
     return key
 
@@ -356,9 +362,9 @@ def _read_request(path: Path) -> tuple[str, ec.EllipticCurvePublicKey]:
     if not path.is_file():
         raise ConfigError(f"no file {path}; give the {REQUEST} that `atlas certs request` has made at the site")
     try:
-        content = read_named_file(path, max_bytes=MOST_BYTES)
-        request = x509.load_pem_x509_csr(content)
-        key, names = request.public_key(), request.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+        request = x509.load_pem_x509_csr(read_named_file(path, max_bytes=MOST_REQUEST_BYTES))
+        key = request.public_key()
+        names = request.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
         if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
             raise ValueError("its key is not on the curve P-256")
         if not request.is_signature_valid:
@@ -375,13 +381,8 @@ def _read_request(path: Path) -> tuple[str, ec.EllipticCurvePublicKey]:
     return name, key
 
 
-def _check_days(days: int) -> None:
-    if not 1 <= days <= MOST_DAYS:
-        raise ConfigError(f"--days is {days}; allowed: 1 to {MOST_DAYS}")
-
-
-def _check(folder: Path, servers: Sequence[str], clients: Sequence[str], days: int) -> None:
-    _check_days(days)
+def _check_new(folder: Path, servers: Sequence[str], clients: Sequence[str]) -> None:
+    """Raise `ConfigError` for a bad name, and where one of these is there already."""
     _check_names(clients)
     for host in servers:
         if not _NAME.fullmatch(host) and not _address(host):
@@ -436,11 +437,8 @@ def _new_authority(folder: Path, begin: datetime, end: datetime) -> _Issuer:
     key = ec.generate_private_key(ec.SECP256R1())
     # Two federations must not take each other's authority for their own, so its name is its key's.
     name = _x509_name(f"atlas {x509.SubjectKeyIdentifier.from_public_key(key.public_key()).digest.hex()[:16]}")
-    builder = _builder(name, name, key.public_key(), begin, end).add_extension(
-        x509.BasicConstraints(True, 0), critical=True
-    )
-    cert = builder.add_extension(_usage(signs=True), critical=True).sign(key, hashes.SHA256())
-    pem = cert.public_bytes(serialization.Encoding.PEM)
+    builder = _builder(name, name, key.public_key(), begin, end, signs=True)
+    pem = builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
     _private_folder(folder)
     _write(folder, {CA: pem, KEY: _private(key)})
     return _Issuer(name=name, key=key, pem=pem, until=end)
@@ -474,52 +472,51 @@ def _issue(
 
     It is for `key` where the other half of that is elsewhere. No certificate outlives its authority.
     """
-    new_key = None if key is not None else ec.generate_private_key(ec.SECP256R1())
-    public = key if new_key is None else new_key.public_key()
-    assert public is not None
+    files = {CA: issuer.pem}
+    if key is None:
+        new_key = ec.generate_private_key(ec.SECP256R1())
+        key = new_key.public_key()
+        files[KEY] = _private(new_key)
     role = ExtendedKeyUsageOID.SERVER_AUTH if hosts else ExtendedKeyUsageOID.CLIENT_AUTH
-    alternatives = [
-        x509.IPAddress(address) if (address := _address(host)) else x509.DNSName(host) for host in hosts or (name,)
-    ]
+    addresses = {host: _address(host) for host in hosts or (name,)}
+    alternatives = [x509.IPAddress(own) if own else x509.DNSName(host) for host, own in addresses.items()]
     builder = (
-        _builder(_x509_name(name), issuer.name, public, begin, min(end, issuer.until))
-        .add_extension(x509.BasicConstraints(False, None), critical=True)
-        .add_extension(_usage(signs=False), critical=True)
+        _builder(_x509_name(name), issuer.name, key, begin, min(end, issuer.until), signs=False)
         .add_extension(x509.ExtendedKeyUsage([role]), critical=False)
         .add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer.key.public_key()), critical=False)
     )
-    cert = builder.sign(issuer.key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+    files[CERT] = builder.sign(issuer.key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
     _private_folder(folder)
-    _write(folder, {CA: issuer.pem, CERT: cert, **({} if new_key is None else {KEY: _private(new_key)})})
+    _write(folder, files)
     return folder
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, begin: datetime, end: datetime
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePublicKey,
+    begin: datetime,
+    end: datetime,
+    *,
+    signs: bool,
 ) -> x509.CertificateBuilder:
-    builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key)
-    builder = builder.serial_number(x509.random_serial_number()).not_valid_before(begin).not_valid_after(end)
-    return builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
-
-
-def _usage(*, signs: bool) -> x509.KeyUsage:
+    """A certificate of this key, which signs others, or serves for TLS."""
     rest = dict.fromkeys(
         ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "encipher_only"), False
     )
-    return x509.KeyUsage(digital_signature=not signs, key_cert_sign=signs, crl_sign=signs, decipher_only=False, **rest)
+    usage = x509.KeyUsage(digital_signature=not signs, key_cert_sign=signs, crl_sign=signs, decipher_only=False, **rest)
+    builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key)
+    builder = builder.serial_number(x509.random_serial_number()).not_valid_before(begin).not_valid_after(end)
+    builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+    builder = builder.add_extension(x509.BasicConstraints(signs, 0 if signs else None), critical=True)
+    return builder.add_extension(usage, critical=True)
 
 
 def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
-    encoding, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
-    return key.private_bytes(encoding, form, serialization.NoEncryption())
-
-
-def _reading(folder: Path, read: Callable[[], x509.Certificate]) -> x509.Certificate:
-    try:
-        return read()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder} holds no certificates that can be read ({error}); make them again") from None
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
 
 
 def _private_folder(folder: Path) -> None:
@@ -534,10 +531,10 @@ def _read(path: Path) -> bytes:
     return read_named_file(path, max_bytes=MOST_LIST_BYTES)
 
 
-def _write(folder: Path, files: Mapping[str, bytes], *, mode: int = 0o644) -> None:
+def _write(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write these new files; a key is never readable by others, not even for a moment."""
     for name, content in files.items():
-        handle = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if name == KEY else mode)
+        handle = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if name == KEY else 0o644)
         with os.fdopen(handle, "wb") as file:
             file.write(content)
             file.flush()

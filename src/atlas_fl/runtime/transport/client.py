@@ -36,7 +36,7 @@ from atlas_fl.runtime.transport.frames import (
     make_frame,
     split_frame,
 )
-from atlas_fl.runtime.transport.server import METHOD, SERVICE, channel_options
+from atlas_fl.runtime.transport.server import METHOD, SERVICE, channel_options, target
 from atlas_fl.runtime.transport.sessions import NO_TENSORS, PROTOCOL, Message, read_answer
 
 SECONDS = 10.0
@@ -126,7 +126,7 @@ async def _status(call: Any, error: Exception) -> tuple[grpc.StatusCode | None, 
 
 
 READY_SECONDS = 30.0
-"""How long a welcome may take: a server first makes sure that who had this name before is gone."""
+"""Longest wait for a welcome: a server first makes sure that the former session of this name is gone."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
 WELCOME_LIMIT = HEAD_LIMIT + 2**10
 """Most bytes of a server's welcome, which has no tensors."""
@@ -154,11 +154,15 @@ class Link:
         on_event: OnEvent,
     ) -> None:
         self._host, self._port = split_address(address)
-        self._address, self._certs, self._hello = address, certs, hello
+        self._address = address
+        self._certs = certs
+        self._hello = hello
         # Read once: what is sent again goes under the same certificate, whatever lies in the folder by then.
         self._context = _context(certs)
-        self._patience, self._left = patience, first_patience
-        self._session, self._number = secrets.token_hex(16), 0
+        self._patience = patience
+        self._left = first_patience
+        self._session = secrets.token_hex(16)
+        self._number = 0
         self._threads = LoopThread()
         self._bridge = EventBridge(threads=self._threads, on_event=on_event)
         self._channel: grpc.aio.Channel | None = None
@@ -166,7 +170,7 @@ class Link:
         self._writing = asyncio.Lock()  # of whole frames: what says that this end is there goes between them
         self._opened = contextlib.ExitStack()
         self.welcome: dict[str, Any] = {}
-        """What the server said of itself when the newest stream began."""
+        """The server's welcome when the newest stream began."""
         self.sent_bytes = self.received_bytes = 0
         """Bytes of all frames."""
         self.answer_limit = FRAME_LIMIT
@@ -236,7 +240,10 @@ class Link:
         await self._drop()
 
     async def _drop(self) -> None:
-        call, channel, self._call, self._channel = self._call, self._channel, None, None
+        call = self._call
+        channel = self._channel
+        self._call = None
+        self._channel = None
         if call is not None:
             call.cancel()
         if channel is not None:
@@ -246,7 +253,9 @@ class Link:
         """The stream, begun anew where there is none; pauses grow from a tenth of a second to five seconds."""
         if self._call is not None:
             return self._call
-        until, pause, again = time.monotonic() + self._left, FIRST_PAUSE, self._number > 0
+        until = time.monotonic() + self._left
+        pause = FIRST_PAUSE
+        again = self._number > 0
         while True:
             reason = await asyncio.to_thread(probe, self._host, self._port, self._certs, self._context)
             if reason is None:
@@ -271,12 +280,12 @@ class Link:
         return self._call
 
     async def _begin(self) -> str | None:
-        """Why no stream has begun; None where one has. Raises `ProtocolError` where the server refuses."""
+        """The reason why no stream has begun; None where one has. Raises `ProtocolError` where the server refuses."""
         certs = self._certs
         credentials = grpc.ssl_channel_credentials(certs.ca, certs.key, certs.cert)
         # Its own connection and no proxy of the environment: the probe has just gone this very way.
         options = [*channel_options(), ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
-        channel = grpc.aio.secure_channel(self._target(), credentials, options=options)
+        channel = grpc.aio.secure_channel(target(self._host, self._port), credentials, options=options)
         try:
             # Without a timeout this never ends where a certificate is refused.
             await asyncio.wait_for(channel.channel_ready(), READY_SECONDS)
@@ -284,24 +293,24 @@ class Link:
             hello = {"session": self._session, "protocol": PROTOCOL, **self._hello()}
             await call.write(bytes(make_frame(hello, {})))
             payload = await asyncio.wait_for(join_chunks(call.read, limit=WELCOME_LIMIT), READY_SECONDS)
+            if payload is None:
+                return "the stream ended at once"
+            head, _ = decode_frame(payload)
+            welcome = head.get("welcome")
+            limit = head.get("limit")
+            if not isinstance(welcome, dict) or type(limit) is not int:
+                raise ProtocolError("the server's welcome says nothing of itself; install its version of atlas-fl")
+            self._channel = channel
+            self._call = call
+            self.welcome = welcome
+            self._request_limit = limit
+            return None
         except TimeoutError:
-            await channel.close()
             return f"no stream within {READY_SECONDS:g} seconds"
         except grpc.aio.AioRpcError as error:
-            await channel.close()
             if error.code() is grpc.StatusCode.PERMISSION_DENIED:
                 raise ProtocolError(one_line(error.details())) from None
             return f"{error.code().name}: {one_line(error.details())}"
-        if payload is None:
-            await channel.close()
-            return "the stream ended at once"
-        head, _ = decode_frame(payload)
-        welcome, limit = head.get("welcome"), head.get("limit")
-        if not isinstance(welcome, dict) or type(limit) is not int:
-            await channel.close()
-            raise ProtocolError("the server's welcome says nothing of itself; install its version of atlas-fl")
-        self._channel, self._call, self.welcome, self._request_limit = channel, call, welcome, limit
-        return None
-
-    def _target(self) -> str:
-        return f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
+        finally:
+            if self._channel is not channel:
+                await channel.close()

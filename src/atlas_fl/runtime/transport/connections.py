@@ -126,7 +126,7 @@ class Waiting:
     port: int
     most: int
     admitted: Collection[Peer]
-    """Those over which one has."""
+    """The connections over which one has a stream."""
     _since: dict[Peer, int] = field(default_factory=dict)
     """The look at which each was first seen."""
     _looks: int = 0
@@ -148,7 +148,7 @@ class Waiting:
 
 
 def surplus(since: dict[Peer, int], *, most: int) -> set[Peer]:
-    """Those of these connections that are to end, so that `most` are left: the oldest of the address with the most."""
+    """The connections that are to end, so that `most` are left: the oldest of the address with the most."""
     left, ended = Counter(address for address, _ in since), set[Peer]()
     by_age = {address: list[Peer]() for address in left}
     for peer in sorted(since, key=lambda peer: -since[peer]):

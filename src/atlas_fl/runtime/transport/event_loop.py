@@ -58,11 +58,11 @@ class LoopThread:
         await asyncio.gather(*rest, return_exceptions=True)
 
     def submit(self, work: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
-        """Begin this work; what it will give."""
+        """Begin this work; return the future of its result."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def call(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """What this work gives; blocks until it is done, and cancels it where the wait is interrupted."""
+        """The result of this work; blocks until it is done, and cancels it where the wait is interrupted."""
         future = self.submit(work)
         try:
             return future.result()
@@ -88,7 +88,7 @@ class EventBridge:
         self._told.put(Progress(action, done, total))
 
     def call(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """What this work gives; while it lasts, what is told reaches `on_event` from the calling thread."""
+        """The result of this work; while it lasts, events reach `on_event` from the calling thread."""
         future = self.threads.submit(work)
         future.add_done_callback(lambda _: self._told.put(None))
         try:

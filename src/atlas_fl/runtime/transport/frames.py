@@ -31,11 +31,11 @@ from atlas_fl.storage.jsonl import from_json, to_json
 from atlas_fl.storage.tensors import DTYPES, Piece, encode_pieces, encoded_size
 
 Head: TypeAlias = Mapping[str, Any]
-"""What a message says beside its tensors: plain data for strict JSON."""
+"""The entries of a message beside its tensors: plain data for strict JSON."""
 
 VERSION = 1
 FRAME_LIMIT = 256 * 2**20
-"""Most bytes of a frame where no model says more."""
+"""Most bytes of a frame where no model needs more."""
 HEAD_LIMIT = 256 * 2**10
 """Most bytes of a head, and of the list of its tensors: parsed JSON is some fifty times as large as its text."""
 
@@ -181,7 +181,7 @@ def _whole(values: Any, *, most: int) -> TypeGuard[list[int]]:
 CHUNK = 2**20
 """Bytes of a piece; gRPC takes no longer message."""
 BEAT, LONG = b"", b"L"
-"""What says that its sender is there; shorter than any frame."""
+"""Signs of life of a sender; shorter than any frame."""
 BEAT_SECONDS = 3.0
 
 

@@ -5,7 +5,7 @@ import contextlib
 import socket
 from collections import Counter
 from collections.abc import Awaitable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -38,17 +38,17 @@ SERVICE, METHOD = "atlas.Stream", "Exchange"
 PING_SECONDS = 10
 """A peer that has said nothing for so long is asked whether it is there."""
 SILENCE_SECONDS = 10
-"""How long it may take to say so."""
+"""Seconds that it may take to answer that."""
 LOOK_AGAIN_SECONDS = 0.05
-"""How often who waits for room, or for a place, looks for it."""
+"""Seconds between two looks of a stream that waits for room, or for a place."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What the other ends may take of a server's memory and time."""
+    """Bounds of a server's memory and time that the other ends may take."""
 
     hello_bytes: int = 64 * 2**10
-    """Of the first frame of a stream."""
+    """Most bytes of the first frame of a stream."""
     handshake_seconds: float = 10.0
     """For that of TLS."""
     look_seconds: float = 1.0
@@ -61,14 +61,14 @@ class Limits:
     piece_looks: int = 120
     """For each piece of a frame, of at most 1 MiB, either way."""
     streams: int = 4
-    """Of one client: its own, one that hangs, and those that try to take its place."""
+    """Streams of one client: its own, one that hangs, and those that try to take its place."""
     unfinished_bytes: int = 16 * FRAME_LIMIT
-    """Of all requests of which more is to come; all but the oldest wait for room, and not for longer than for a
+    """Bytes of all requests of which more is to come; all but the oldest wait for room, and not for longer than for a
     piece."""
     silent_looks: int = 15
-    """In which a client that waits, or trains, has not said that it is there, before it is gone."""
+    """Looks without a sign of life of a client that waits, or trains, before it is gone."""
     alive_looks: int = 8
-    """The same, where another session of its name asks to come in."""
+    """The same where another session of its name asks to come in."""
     penalty_seconds: float = 1.0
     """For which a name is refused whose frame was too long; each time twice as long, up to `most_penalty_seconds`."""
     most_penalty_seconds: float = 600.0
@@ -82,7 +82,7 @@ LIMITS = Limits()
 
 
 def channel_options() -> list[tuple[str, int]]:
-    """What both ends set."""
+    """The options that both ends set."""
     return [
         ("grpc.max_receive_message_length", CHUNK),
         ("grpc.max_send_message_length", CHUNK),
@@ -95,28 +95,23 @@ def channel_options() -> list[tuple[str, int]]:
     ]
 
 
-def _server_options(limits: Limits, *, descriptors: int) -> list[tuple[str, int]]:
-    """What bounds those of whom nothing is known yet."""
-    return [
-        # Without this, Linux lets two servers share a port and deals the clients out between them.
-        ("grpc.so_reuseport", 0),
-        ("grpc.max_concurrent_streams", limits.streams),
-        ("grpc.server_handshake_timeout_ms", int(limits.handshake_seconds * 1000)),
-        ("grpc.max_connection_idle_ms", int(limits.idle_seconds * 1000)),
-        ("grpc.max_allowed_incoming_connections", most_connections(descriptors)),
-    ]
-
-
 class Server:
     """Streams of clients into `Sessions`. Its methods run in the loop that it was started in."""
 
     def __init__(self, sessions: Sessions, certs: Certs, *, host: str, port: int, limits: Limits = LIMITS) -> None:
-        self._sessions, self._certs, self._host, self._port = sessions, certs, host, port
-        self._limits, self._unfinished = limits, Unfinished()
+        self._sessions = sessions
+        self._certs = certs
+        self._host = host
+        self._port = port
+        self._limits = limits
+        self._unfinished: dict[Visit, int] = {}
+        """Bytes of each request of which more is to come, the oldest one first."""
         self._penalties = Penalties(
             clock=sessions.clock, first_seconds=limits.penalty_seconds, most_seconds=limits.most_penalty_seconds
         )
-        self._streams, self._visits, self._looks = dict[str, int](), set[Visit](), 0
+        self._streams: dict[str, int] = {}
+        self._visits: set[Visit] = set()
+        self._looks = 0
         self._admitted = Counter[Peer]()
         self._server: grpc.aio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -129,18 +124,28 @@ class Server:
         check_free(self._host, self._port)
         keep_freed_memory()
         descriptors = raise_descriptor_limit()
-        options = [*channel_options(), *_server_options(self._limits, descriptors=descriptors)]
+        limits = self._limits
+        options = [
+            *channel_options(),
+            # Without this, Linux lets two servers share a port and deals the clients out between them.
+            ("grpc.so_reuseport", 0),
+            ("grpc.max_concurrent_streams", limits.streams),
+            ("grpc.server_handshake_timeout_ms", int(limits.handshake_seconds * 1000)),
+            ("grpc.max_connection_idle_ms", int(limits.idle_seconds * 1000)),
+            ("grpc.max_allowed_incoming_connections", most_connections(descriptors)),
+        ]
         server = grpc.aio.server(options=options)
         handler = grpc.stream_stream_rpc_method_handler(self._stream)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
         certs = self._certs
         credentials = grpc.ssl_server_credentials([(certs.key, certs.cert)], certs.ca, require_client_auth=True)
         try:
-            port: int = server.add_secure_port(_target(self._host, self._port), credentials)
+            port: int = server.add_secure_port(target(self._host, self._port), credentials)
         except RuntimeError:
             raise _port_taken(self._host, self._port, "it cannot be bound") from None
         await server.start()
-        self._server, self._port = server, port
+        self._server = server
+        self._port = port
         waiting = Waiting(port=port, most=most_waiting(descriptors), admitted=self._admitted)
         self._tasks = [asyncio.create_task(self._look()), asyncio.create_task(self._sweep(waiting))]
         return port
@@ -166,7 +171,9 @@ class Server:
             await self._server.stop(grace=0)
 
     async def _stream(self, _: Any, context: "grpc.aio.ServicerContext[bytes, bytes]") -> None:
-        name, certificate = _shown_by(context)
+        (pem,) = context.auth_context()["x509_pem_cert"]  # the authority has signed it
+        name = common_name(pem)
+        certificate = digest_of(pem)
         visit = Visit(context, self._limits, self._unfinished)
         self._streams[name] = self._streams.get(name, 0) + 1
         try:
@@ -204,7 +211,13 @@ class Server:
 
     async def _serve_visit(self, name: str, certificate: str, visit: "Visit") -> None:
         """One stream from its hello to its end; raises `ProtocolError` where the client or what it says is refused."""
-        await self._check_door(name, certificate, visit)
+        try:
+            self._sessions.check_listed(name, certificate)
+            self._penalties.check(name)
+        except ProtocolError:
+            # Its hello is on the way: gRPC at the other end loses the reason of a stream that ends before it is sent.
+            await visit.skip(seconds=self._limits.skip_looks * self._limits.look_seconds)
+            raise
         self._admitted[visit.peer] += 1
         try:
             hello = await visit.frame(limit=self._limits.hello_bytes, looks=self._limits.hello_looks)
@@ -234,23 +247,14 @@ class Server:
                 raise
             await visit.write(await visit.answer(self._sessions.handle(session, request)))
 
-    async def _check_door(self, name: str, certificate: str, visit: "Visit") -> None:
-        """Raise `ProtocolError` unless this client may come now, before anything is made of what it says."""
-        try:
-            self._sessions.check_listed(name, certificate)
-            self._penalties.check(name)
-        except ProtocolError:
-            # Its hello is on the way: gRPC at the other end loses the reason of a stream that ends before it is sent.
-            await visit.skip(seconds=self._limits.skip_looks * self._limits.look_seconds)
-            raise
-
     async def _enter_session(self, name: str, certificate: str, hello: bytearray) -> tuple[Session, int, Frame]:
-        """As `Sessions.enter`, once it is known whether the session that has this name lives; a silent one is ended."""
+        """Enter as `Sessions.enter` does, once it is known whether a session of this name lives; end a silent one."""
         try:
             return self._sessions.enter(name, hello, certificate=certificate)
         except HereAlreadyError as error:
             session = error.session
-            heard, looks = session.stream.heard, self._looks
+            heard = session.stream.heard
+            looks = self._looks
             while session.here and session.stream.heard == heard and not session.stream.is_busy:
                 if self._looks - looks > self._limits.alive_looks:
                     session.stream.end("another process with this certificate has come, and this one was silent")
@@ -259,30 +263,15 @@ class Server:
             return self._sessions.enter(name, hello, certificate=certificate)
 
 
-@dataclass(eq=False)
-class Unfinished:
-    """Bytes of all requests of which more is to come."""
-
-    by_visit: dict["Visit", int] = field(default_factory=dict)
-    """The oldest one first."""
-
-    @property
-    def size(self) -> int:
-        """Bytes of all of them."""
-        return sum(self.by_visit.values())
-
-    def must_wait(self, visit: "Visit", *, most: int) -> bool:
-        """Whether there is no room for more of this one; the oldest never waits, or all might wait for each other."""
-        return self.size > most and next(iter(self.by_visit)) is not visit
-
-
 class Visit:
     """One stream: whole frames in and out, each piece of them within its time, and signs of life between them."""
 
     def __init__(
-        self, context: "grpc.aio.ServicerContext[bytes, bytes]", limits: Limits, unfinished: Unfinished
+        self, context: "grpc.aio.ServicerContext[bytes, bytes]", limits: Limits, unfinished: dict["Visit", int]
     ) -> None:
-        self._context, self._limits, self._unfinished = context, limits, unfinished
+        self._context = context
+        self._limits = limits
+        self._unfinished = unfinished
         self.peer = peer_of(context.peer())
         self._ahead: asyncio.Task[Any] | None = None
         self._is_answering = False
@@ -290,14 +279,14 @@ class Visit:
         self._looks_left: int | None = None
         self.clock = asyncio.timeout(None)
         self.reason = ""
-        """Why it was ended."""
+        """The reason why it was ended."""
         self.code = grpc.StatusCode.UNAVAILABLE
         self.heard = 0
         """Signs of life so far."""
 
     @property
     def is_busy(self) -> bool:
-        """Whether a frame is under way, whose pieces have their own time."""
+        """Return whether a frame is under way, whose pieces have their own time."""
         return self._looks_left is not None
 
     def end(self, reason: str, *, for_good: bool = True) -> None:
@@ -310,7 +299,8 @@ class Visit:
     def look(self) -> None:
         """End it where its step, or its silence, has lasted for too many looks."""
         if self._looks_left is not None:
-            self._looks_left, self._silent_looks = self._looks_left - 1, 0
+            self._looks_left -= 1
+            self._silent_looks = 0
             if self._looks_left < 0:
                 self.end("nothing came, or was taken, for too long", for_good=False)
             return
@@ -321,7 +311,7 @@ class Visit:
             self._read_ahead()
 
     def close(self) -> None:
-        """Nothing is read any more."""
+        """Stop reading."""
         if self._ahead is not None:
             self._ahead.cancel()
 
@@ -332,16 +322,18 @@ class Visit:
     def _came(self, ahead: "asyncio.Task[Any]") -> None:
         """Take what came while an answer is worked out; whatever is no sign of life is the next request's."""
         if not ahead.cancelled() and ahead.exception() is None and ahead.result() == BEAT and self._is_answering:
-            self.heard, self._silent_looks = self.heard + 1, 0
+            self.heard += 1
+            self._silent_looks = 0
             self._read_ahead()
 
     async def _read(self) -> Any:
-        if (ahead := self._ahead) is None:
+        if self._ahead is None:
             piece = await self._context.read()
         else:
-            piece = await ahead
+            piece = await self._ahead
             self._ahead = None
-        self.heard, self._silent_looks = self.heard + 1, 0
+        self.heard += 1
+        self._silent_looks = 0
         return piece
 
     async def _first(self) -> Any:
@@ -356,12 +348,15 @@ class Visit:
 
         Raises `ProtocolError` as `join_chunks` does.
         """
-        self._looks_left, sizes = looks, self._unfinished.by_visit
+        self._looks_left = looks
+        sizes = self._unfinished
+        most = self._limits.unfinished_bytes
 
         async def read() -> Any:
             if self in sizes and looks is None:
                 self._looks_left = self._limits.piece_looks
-                while self._unfinished.must_wait(self, most=self._limits.unfinished_bytes):
+                # the oldest never waits, or all might wait for each other
+                while sum(sizes.values()) > most and next(iter(sizes)) is not self:
                     await asyncio.sleep(LOOK_AGAIN_SECONDS)
             piece = await (self._read() if self in sizes else self._first())
             if piece is not grpc.aio.EOF:
@@ -375,7 +370,7 @@ class Visit:
             self._looks_left = None
 
     async def is_sending(self) -> bool:
-        """Whether more comes than signs of life; who waits to be answered sends nothing else."""
+        """Return whether more comes than signs of life; a client that waits to be answered sends nothing else."""
         try:
             async with asyncio.timeout(LOOK_AGAIN_SECONDS):
                 return await self._first() is not grpc.aio.EOF
@@ -399,7 +394,7 @@ class Visit:
             await asyncio.wait_for(self._context.read(), seconds)
 
     async def answer(self, work: Awaitable[Frame]) -> Frame:
-        """What this work gives; while it lasts long, signs of life are read (`look`)."""
+        """The result of this work; while it lasts long, signs of life are read (`look`)."""
         self._is_answering = True
         try:
             return await work
@@ -414,18 +409,13 @@ class Visit:
         self._looks_left = None
 
 
-def _shown_by(context: "grpc.aio.ServicerContext[bytes, bytes]") -> tuple[str, str]:
-    """(name, SHA-256) of the certificate that the other end has shown, which the authority has signed."""
-    (pem,) = context.auth_context()["x509_pem_cert"]
-    return common_name(pem), digest_of(pem)
-
-
-def _target(host: str, port: int) -> str:
+def target(host: str, port: int) -> str:
+    """The address as gRPC takes it."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def check_free(host: str, port: int) -> None:
-    """Nothing where this can be listened on; else raises `ConfigError`: gRPC fails without the system's reason."""
+    """Raise `ConfigError` unless this can be listened on: gRPC fails without the system's reason."""
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = addresses[0]
@@ -438,6 +428,6 @@ def check_free(host: str, port: int) -> None:
 
 def _port_taken(host: str, port: int, reason: str) -> ConfigError:
     return ConfigError(
-        f"cannot listen on {_target(host, port)} ({reason}); choose another --port from 1 to 65535 that no program"
+        f"cannot listen on {target(host, port)} ({reason}); choose another --port from 1 to 65535 that no program"
         " uses, and for --host an address of this machine, or 0.0.0.0 for all"
     )

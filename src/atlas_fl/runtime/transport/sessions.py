@@ -1,8 +1,8 @@
 """Client sessions: every request is carried out exactly once; one-time tokens; rate-limited log of refusals.
 
 One message path serves control and tensors: a client asks, the server answers. `exchange(head, tensors) ->
-(head, tensors)` is the whole of it, in this process (`InProcess`) or over mutual TLS (`runtime.transport.client`,
-`runtime.transport.server`); the bytes are the same (`runtime.transport.frames`).
+(head, tensors)` is the whole of it, over mutual TLS (`runtime.transport.client`, `runtime.transport.server`); the
+bytes are those of `runtime.transport.frames`.
 
 A client's requests are numbered within its session. The answer to the newest is kept, and worked out by a task that
 outlives the stream, so a request that is sent again after a lost connection is answered from it.
@@ -32,13 +32,13 @@ MOST_NAMES = 1000
 """Names that are told apart; who comes after them counts as one."""
 OTHERS = "others"
 SHOWN_SIGNS = 63
-"""Most of a name that is told: as long as one may be."""
+"""Most characters of a name in a log: as long as one may be."""
 
 
 @dataclass(eq=False)
 class _Count:
     since: float
-    """When this name was told of last."""
+    """Time at which this name was logged last."""
     more: int = 0
     """Refusals since then."""
     reason: str = ""
@@ -51,13 +51,14 @@ class RefusalLog:
     tell: Callable[[str, str], None]
     clock: Callable[[], float]
     _told: dict[str, list[float]] = field(default_factory=dict)
-    """When each name was told of within the last minute."""
+    """Times at which each name was logged within the last minute."""
     _counts: dict[str, _Count] = field(default_factory=dict)
-    """Names of which more was to be told than may be."""
+    """Names of which more was to be logged than may be."""
 
     def add(self, name: str, reason: str, *, most: int = 1) -> None:
-        """This one was refused for this reason."""
-        name, now = printable(name), self.clock()
+        """Log that this one was refused for this reason, or count it."""
+        now = self.clock()
+        name = one_line(name, limit=SHOWN_SIGNS)
         if name not in self._told and len(self._told) >= MOST_NAMES:
             name = OTHERS
         recent = [at for at in self._told.get(name, ()) if at > now - MINUTE]
@@ -66,10 +67,11 @@ class RefusalLog:
             self.tell(name, reason)
             return
         count = self._counts.setdefault(name, _Count(since=now))
-        count.more, count.reason = count.more + 1, reason
+        count.more += 1
+        count.reason = reason
 
     def look(self) -> None:
-        """Tell how many more there were, of names where that is a minute ago."""
+        """Log how many more there were, of names that were logged a minute ago."""
         now = self.clock()
         for name, count in list(self._counts.items()):
             if now - count.since >= MINUTE:
@@ -107,18 +109,13 @@ class Penalties:
         until, seconds = self._penalties.get(name, (0.0, 0.0))
         if (left := until - self.clock()) > 0:
             raise ProtocolError(
-                f"client {printable(name)!r} sent a message that was too long and is refused for {seconds:g} seconds,"
-                f" {left:.0f} of them from now; install the same atlas-fl on both ends"
+                f"client {one_line(name, limit=SHOWN_SIGNS)!r} sent a message that was too long and is refused for"
+                f" {seconds:g} seconds, {left:.0f} of them from now; install the same atlas-fl on both ends"
             )
 
 
-def printable(name: str) -> str:
-    """A name from a certificate as a terminal may have it."""
-    return one_line(name, limit=SHOWN_SIGNS)
-
-
 PROTOCOL = 4
-"""Version of what requests and answers mean; ends of different versions refuse each other."""
+"""Version of the meaning of requests and answers; ends of different versions refuse each other."""
 
 NO_TENSORS: Params = {}
 MOST_TOLD = 10
@@ -126,13 +123,13 @@ MOST_TOLD = 10
 
 Message: TypeAlias = tuple[dict[str, Any], dict[str, torch.Tensor]]
 Answer: TypeAlias = Callable[[str, Mapping[str, Any], Params], Awaitable[tuple[Head, Params]]]
-"""(client, head, tensors) -> (head, tensors); a `ProtocolError` goes back to the client as what it is."""
+"""(client, head, tensors) -> (head, tensors); a `ProtocolError` goes back to the client as a refusal."""
 Admit: TypeAlias = Callable[[str, Mapping[str, Any]], Head]
-"""(client, what it says of itself) -> what the server says of itself; raises `ProtocolError` to refuse."""
+"""(client, its hello) -> the server's welcome; raises `ProtocolError` to refuse."""
 
 
 class NotListedError(ProtocolError):
-    """Who asks may not join, or not with this certificate."""
+    """A client that may not join, or not with this certificate."""
 
 
 class HereAlreadyError(ProtocolError):
@@ -146,30 +143,19 @@ class HereAlreadyError(ProtocolError):
 
 
 class Stream(Protocol):
-    """What carries a session."""
+    """The carrier of a session."""
 
     heard: int
     """Signs of life of the other end so far."""
 
     @property
     def is_busy(self) -> bool:
-        """Whether a message is under way."""
+        """Return whether a message is under way."""
         ...
 
     def end(self, reason: str) -> None:
         """End it now, and for good."""
         ...
-
-
-@dataclass(eq=False)
-class InProcessStream:
-    """A stream within this process, which nobody ends."""
-
-    heard: int = 0
-    is_busy: bool = False
-
-    def end(self, reason: str) -> None:
-        """Without effect."""
 
 
 class Exchange(Protocol):
@@ -189,32 +175,32 @@ class Session:
     sequence: int | None = None
     """Number of the newest request; None before the first."""
     task: asyncio.Task[Frame] | None = None
-    """Works out the answer to it, and keeps it."""
+    """Computes the answer to it, and keeps it."""
     streams: int = 0
     """Streams so far; the newest one counts."""
     here: bool = False
     certificate: str | None = None
-    """SHA-256 of what it has shown; None where it needs none."""
+    """SHA-256 of the certificate that it has shown; None where it needs none."""
     left: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while it is not here."""
-    stream: "Stream" = field(default_factory=lambda: InProcessStream())
-    """The newest one."""
+    stream: Stream = field(init=False, repr=False)
+    """The newest one, set by whoever has let it enter."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Sessions:
-    """The server's side of the path, without a network: who is here, and the newest answer of each."""
+    """The server's side of the path, without a network: the clients that are here, and the newest answer of each."""
 
     answer: Answer
     admit: Admit
     allowed: Collection[str]
-    """Names that may enter; looked into whenever somebody knocks."""
+    """Names that may enter; looked up whenever a client connects."""
     on_presence: Callable[[str, bool], None]
-    """Told (client, whether it is here) whenever that changes."""
+    """Called with (client, whether it is here) whenever that changes."""
     on_refused: Callable[[str, str], None] = lambda _name, _reason: None
-    """Told (who knocked or asked, why it was refused)."""
+    """Called with (client, reason) of a refused connection or request."""
     on_unlisted: Callable[[str], None] = lambda _name: None
-    """Told who was taken off the list while it had a session here."""
+    """Called with a client that was taken off the list while it had a session here."""
     certificate_of: Callable[[str], str | None] = lambda _name: None
     """The SHA-256 that the certificate of a listed client must have; None for any that was signed."""
     limit_of: Callable[[str], int] = lambda _name: FRAME_LIMIT
@@ -226,12 +212,13 @@ class Sessions:
         self._refusals = RefusalLog(tell=self.on_refused, clock=self.clock)
 
     def check_listed(self, name: str, certificate: str | None = None) -> None:
-        """Nothing where a client of this name may join with this certificate; raises `NotListedError` else.
+        """Raise `NotListedError` unless a client of this name may join with this certificate.
 
-        Who is refused learns nothing of anybody else.
+        A refused client learns nothing of any other.
         """
         if name not in self.allowed:
-            raise NotListedError(f"client {printable(name)!r} is not listed here; ask who runs the server")
+            shown = one_line(name, limit=SHOWN_SIGNS)
+            raise NotListedError(f"client {shown!r} is not listed here; ask who runs the server")
         expected = self.certificate_of(name)
         if expected is not None and certificate != expected:
             raise NotListedError(
@@ -240,27 +227,25 @@ class Sessions:
             )
 
     def refuse(self, name: str, reason: str) -> None:
-        """Tell of this refusal, or count it where there were many."""
+        """Log this refusal, or count it where there were many."""
         self._refusals.add(name, reason, most=MOST_TOLD if name in self.allowed else 1)
 
     def look(self) -> None:
-        """End the sessions of those who may not be here any more, and tell of refusals; to be done again and again."""
+        """End the sessions of clients that may not be here any more, and log refusals; to be called regularly."""
         for session in list(self.by_name.values()):
             try:
                 self.check_listed(session.name, session.certificate)
             except NotListedError as error:
-                self._evict(session, str(error))
+                reason = str(error)
+                del self.by_name[session.name]
+                self.refuse(session.name, reason)
+                if session.here:
+                    session.stream.end(reason)
+                elif session.task is not None:
+                    session.task.cancel()  # nobody will ask again
+                if session.name not in self.allowed:
+                    self.on_unlisted(session.name)
         self._refusals.look()
-
-    def _evict(self, session: Session, reason: str) -> None:
-        del self.by_name[session.name]
-        self.refuse(session.name, reason)
-        if session.here:
-            session.stream.end(reason)
-        elif session.task is not None:
-            session.task.cancel()  # nobody will ask again
-        if session.name not in self.allowed:
-            self.on_unlisted(session.name)
 
     def enter(
         self, name: str, payload: bytes | bytearray, *, certificate: str | None = None
@@ -295,7 +280,7 @@ class Sessions:
         return session, session.streams, make_frame({"welcome": welcome, "limit": self.limit_of(name)}, {})
 
     def leave(self, session: Session, stream: int) -> None:
-        """The stream of this number has ended; the client is gone unless a newer one has begun."""
+        """Record that the stream of this number has ended; the client is gone unless a newer one has begun."""
         if session.streams == stream and session.here:
             session.here = False
             session.left.set()
@@ -344,77 +329,33 @@ def read_answer(payload: bytes | bytearray, *, number: int, limit: int = FRAME_L
     return head["body"], tensors
 
 
-class InProcess:
-    """A client of a server in the same process: the same frames and the same rules, without a network.
-
-    `exchange` is called from a thread of its own; the sessions live in `loop`.
-    """
-
-    def __init__(self, sessions: Sessions, loop: asyncio.AbstractEventLoop, *, name: str, hello: Head) -> None:
-        self._sessions, self._loop, self._number = sessions, loop, 0
-        payload = bytes(make_frame({"session": name, "protocol": PROTOCOL, **hello}, {}))
-        self._session, _, welcome = self._in_loop(self._enter(name, payload))
-        said, _ = decode_frame(bytes(welcome))
-        self._limit: int = said["limit"]
-        self.welcome: dict[str, Any] = said["welcome"]
-
-    async def _enter(self, name: str, payload: bytes | bytearray) -> tuple[Session, int, Frame]:
-        return self._sessions.enter(name, payload)
-
-    def _in_loop(self, work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-    def exchange(self, head: Head, tensors: Params = NO_TENSORS) -> Message:
-        """The server's answer."""
-        number = self._number + 1
-        request = make_frame({"sequence": number, "body": head}, tensors, limit=self._limit)
-        self._number = number
-        answer = self._in_loop(self._sessions.handle(self._session, bytes(request)))
-        return read_answer(bytes(answer), number=number, limit=max(FRAME_LIMIT, self._limit))
-
-
-@dataclass(eq=False)
-class _Issued:
-    token: str
-    session: str | None = None
-    """Who brought it."""
-
-
 @dataclass(eq=False)
 class Tokens:
     """The token of every client, and the session that has used it."""
 
-    _issued: dict[str, _Issued] = field(default_factory=dict)
+    _issued: dict[str, str] = field(default_factory=dict)
+    _sessions: dict[str, str] = field(default_factory=dict)
+    """By token, the session that brought it."""
 
     def issue(self, name: str) -> str:
-        """A new token for this client; what it was given before is worth nothing from now on."""
-        self._issued[name] = _Issued(secrets.token_urlsafe(32))
-        return self._issued[name].token
+        """A new token for this client; the one that it was given before is worth nothing from now on."""
+        self._issued[name] = secrets.token_urlsafe(32)
+        return self._issued[name]
 
     def redeem(self, name: str, hello: Mapping[str, Any]) -> None:
-        """Nothing where the session that says this brings the client's token, first or again.
+        """Raise `ProtocolError` unless the session with this hello brings the client's token, first or again.
 
-        Raises `ProtocolError` for no token, another's, one that was replaced, and one that another session has used.
+        Refused are no token, another's, one that was replaced, and one that another session has used.
         """
-        issued, token, session = self._issued.get(name), str(hello.get("token")), str(hello.get("session"))
-        if issued is None or not secrets.compare_digest(issued.token.encode(), token.encode()):
+        issued = self._issued.get(name)
+        session = str(hello.get("session"))
+        if issued is None or not secrets.compare_digest(issued.encode(), str(hello.get("token")).encode()):
             raise ProtocolError(
                 f"client {name!r} brings {'no token' if 'token' not in hello else 'a token that is not its own now'};"
                 " a client of this server is started by what runs the server, with a token of its own"
             )
-        if issued.session not in (None, session):
+        if self._sessions.setdefault(issued, session) != session:
             raise ProtocolError(
                 f"the token of client {name!r} was used already, and it lets one session in; if this client has never"
                 " been in, somebody else has read its message: start the run again, over TLS"
             )
-        issued.session = session
-
-    def guard(self, admit: Admit) -> Admit:
-        """`admit` for clients that bring their token."""
-
-        def admit_with_token(name: str, hello: Mapping[str, Any]) -> Head:
-            welcome = admit(name, hello)
-            self.redeem(name, hello)
-            return welcome
-
-        return admit_with_token
