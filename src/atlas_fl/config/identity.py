@@ -1,4 +1,4 @@
-"""The hash of a config, what may differ on resume, settings added later, digests of the files that it names.
+"""The hash of a config, what may differ on resume, digests of the files that it names.
 
 What is read from a file is part of a run's identity, and a path does not say what lies there. So a run's settings hold
 both: where the file is, and the first sixteen digits of its SHA-256 (`union.safetensors#sha256=0123456789abcdef`).
@@ -27,57 +27,11 @@ SESSION = frozenset(
 how many processes train it, what these remember, and where the secrets of its clients lie. Secrets do change numbers: a
 run that is resumed holds them against digests of its own (`experiment.recorder.check_provenance`)."""
 
-ADDED_LATER = frozenset(
-    {
-        "topology",
-        "arrive",
-        "patience",
-        "min_delta",
-        "server_adapters",
-        "trainable",
-        "optimizer",
-        "proximal_mu",
-        "feature_alignment",
-        "measure_round",
-        "trained_parts",
-        "personal_rounds",
-        "personal_models",
-        "control_variates",
-        "second_model",
-        "second_weight",
-        "second_gate",
-        "adapted_blocks",
-        "prior_correction",
-        *("client_sizes", "test_mix", "rating_cuts", "flipped_clients", "one_task", "own_share", "dial", "centralized"),
-        "multitask",
-        "merge_similarity",
-    }
-)
-GROUPS_ADDED_LATER = frozenset({"images", "sparse", "robust", "server", "attack"})
-"""Settings that are younger than runs: at their default they are no part of the identity, and older runs stay the same
-runs."""
-
-FORMERLY_INTEGERS = frozenset({"samples", "validation_samples", "test_samples"})
-"""Settings that were whole numbers before they could be none: the hash takes them as such, and older runs stay the same
-runs."""
-
 
 def identity_settings(config: Config) -> dict[str, Any]:
-    """The settings that make a run what it is, by name: all but `SESSION`, and of `ADDED_LATER` what was set."""
-    defaults = _hashed_values(Config())
-    values = _hashed_values(config)
-    return {name: value for name, value in values.items() if not _is_added_later(name) or value != defaults[name]}
-
-
-def _is_added_later(name: str) -> bool:
-    return name in ADDED_LATER or settings()[name].group in GROUPS_ADDED_LATER
-
-
-def _hashed_values(config: Config) -> dict[str, Any]:
-    kinds = {
-        name: int if name in FORMERLY_INTEGERS else settings()[name].kind for name in settings() if name not in SESSION
-    }
-    values = {name: _normalize_number(value_of(config, name), kind) for name, kind in kinds.items()}
+    """The settings that make a run what it is, by name: all but `SESSION`."""
+    names = [name for name in settings() if name not in SESSION]
+    values = {name: _normalize_number(value_of(config, name), settings()[name].kind) for name in names}
     path, digest = parse_mask_file(config.sparse.mask_file)
     return {**values, "mask_file": path if digest is None else f"sha256={digest}"}  # its content, wherever it lies
 
@@ -85,10 +39,12 @@ def _hashed_values(config: Config) -> dict[str, Any]:
 def config_hash(config: Config) -> str:
     """Sixteen hexadecimal digits that depend on every setting but those of the session.
 
-    Equal configs have equal hashes on every machine; a setting that a new version adds changes all of them, but for
-    those of `ADDED_LATER`.
+    Equal configs have equal hashes on every machine. A setting at its default is no part of the hash, so that a setting
+    that a new version adds changes none.
     """
-    text = json.dumps(identity_settings(config), sort_keys=True)
+    defaults = identity_settings(Config())
+    changed = {name: value for name, value in identity_settings(config).items() if value != defaults[name]}
+    text = json.dumps(changed, sort_keys=True)
     return sha256(text.encode()).hexdigest()[:16]
 
 
@@ -97,7 +53,8 @@ def differences(first: Config, second: Config) -> dict[str, tuple[Any, Any]]:
 
     It is empty if and only if the hashes are equal, and says what to mend where they are not.
     """
-    left, right = _hashed_values(first), _hashed_values(second)
+    left = identity_settings(first)
+    right = identity_settings(second)
     return {name: (value_of(first, name), value_of(second, name)) for name in left if left[name] != right[name]}
 
 
@@ -152,10 +109,10 @@ def pinned_hash(config: Config, *, origin: str) -> str:
 
 
 def check_mask_file(config: Config) -> None:
-    """Nothing where the file has the content that the config says, is gone, or its content is not said.
+    """Check that the mask file, where it is there, has the content that the config says, if it says one.
 
     Raises:
-        ConfigError: it has another.
+        ConfigError: it has another content.
         CheckpointError: it cannot be read.
     """
     path, digest = parse_mask_file(config.sparse.mask_file)

@@ -468,7 +468,7 @@ def last_plan(folder: RunFolder) -> tuple[checkpoint.Checkpoint, tuple[str, ...]
 
 
 def _delivered_names(folder: RunFolder) -> set[str]:
-    return set(read_sealed(folder.deliveries, unsealed=("heard",))["heard"])
+    return set(read_sealed(folder.deliveries)["heard"])
 
 
 def _final_models(folder: RunFolder) -> Mapping[str, Params]:

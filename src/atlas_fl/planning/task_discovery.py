@@ -14,7 +14,7 @@ from atlas_fl.aggregation.graph import Graph, GraphOptions, make_graph, similari
 from atlas_fl.client.fingerprint import FIRST, SECOND
 from atlas_fl.client.job import Job, Update
 from atlas_fl.client.label_covariance import LABELS
-from atlas_fl.client.options import EvaluateOptions, FingerprintOptions, TrainOptions
+from atlas_fl.client.options import EvaluateOptions, FingerprintOptions
 from atlas_fl.clustering.cluster import cluster_clients, oracle_clustering
 from atlas_fl.clustering.labels import ClusteringSettings
 from atlas_fl.clustering.merge import merge_clusters
@@ -29,28 +29,6 @@ from atlas_fl.setup.options import fingerprint_options, warmup_rank
 from atlas_fl.split.channel import NO_CUTS, Cut
 from atlas_fl.storage.jsonl import from_json, to_json
 from atlas_fl.storage.tensors import encoded_size
-
-_ADDED_LATER = (
-    "label_smoothing",
-    "crop",
-    "flip",
-    "optimizer",
-    "momentum",
-    "nesterov",
-    "carry_momentum",
-    "rate_by_round",
-    "proximal_mu",
-    "trained_parts",
-    "personal_rounds",
-    "prior_correction",
-    "control_variates",
-    "second_model",
-    "second_weight",
-    "report",
-    "feature_alignment",
-    "multitask",
-)
-"""Options that older sketches lack: left out of the signature at their default, so that those still compare."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,18 +110,8 @@ def fingerprint_signature(config: Config, options: FingerprintOptions) -> dict[s
     model = config.model
     shared = {"model": model.model, "targets": model.targets, "precision": model.precision, "alpha": model.lora_alpha}
     shared |= {"rslora": model.rslora, "rank": warmup_rank(config), "max_length": config.data.max_length}
-    if model.adapted_blocks is not None:
-        shared["adapted_blocks"] = model.adapted_blocks
-    if config.images.image_size is not None:
-        shared["image_size"] = config.images.image_size
-    settings = {**shared, **asdict(options)}
-    defaults = asdict(TrainOptions(seed=0))
-    unchanged = {key for key in _ADDED_LATER if settings["train"][key] == defaults[key]}
-    settings["train"] = {key: value for key, value in settings["train"].items() if key not in unchanged}
-    settings["train"]["frozen"] = []  # what older plans hold
-    if not settings["labels"]:
-        del settings["labels"]
-    signature: dict[str, Any] = from_json(to_json(settings))
+    shared |= {"adapted_blocks": model.adapted_blocks, "image_size": config.images.image_size}
+    signature: dict[str, Any] = from_json(to_json({**shared, **asdict(options)}))
     return signature
 
 

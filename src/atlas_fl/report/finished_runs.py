@@ -45,12 +45,6 @@ COLUMNS = (
 )
 """Of the file. `clients`, `tasks` and `scores` have one word a client; `tuning` is the JSON of what was tried, empty
 where nothing is written of it; what flags or scores say as well (strategy, seed, mean) is there for readers."""
-ADDED_LATER = (
-    {"memory_bytes"},
-    {"memory_bytes", "loss", "calibration_error"},
-    {"memory_bytes", "loss", "calibration_error", "seconds_reused", "tuning"},
-)
-"""The columns that files lack which were written before there was the newest of each, the newer files first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,11 +244,10 @@ def changed_flags(config: Config) -> list[str]:
 
 
 def is_csv(path: Path) -> bool:
-    """Whether a file begins as `to_csv` writes it, or has written it before there were the columns of `ADDED_LATER`."""
-    earlier = [[name for name in COLUMNS if name not in added] for added in ADDED_LATER]
+    """Whether a file begins as `to_csv` writes it."""
     with open_named_file(path, max_bytes=sys.maxsize) as file:
         header = file.readline(1000).rstrip(b"\r\n")
-    return header in [",".join(columns).encode() for columns in (COLUMNS, *earlier)]
+    return header == ",".join(COLUMNS).encode()
 
 
 def read_csv(path: Path) -> list[FinishedRun]:
@@ -286,8 +279,8 @@ def _read_row(row: Mapping[str, Any], where: str) -> FinishedRun:
         raise ConfigError(f"{where} is no row of a run ({error}); restore the file, or take the line out") from None
     if config_hash(config) != row["config_hash"]:
         raise ConfigError(
-            f"{where} is of a run {row['config_hash']:.16}, and its flags mean {config_hash(config)} today: a preset or"
-            " a default has changed since; take such lines out and run them again"
+            f"{where} is of a run {row['config_hash']:.16}, and its flags mean {config_hash(config)} today: a preset"
+            " has changed since; take such lines out and run them again"
         )
     run = FinishedRun(config=config, scores=scores, tuning=tuning)
     _check_tuning(run, where)

@@ -285,7 +285,7 @@ PLAN = both(
     ),
     _plan_fault,
 )
-"""`plan.json`; older ones lack parts."""
+"""`plan.json`."""
 
 _NUMBERS = {
     **dict.fromkeys((*METRICS, "seconds", "examples", "best_round", "validation"), number),
@@ -408,7 +408,7 @@ _numeral = _scalar_shape(
 )
 STATE = fields(
     {
-        "origin": fields({"settings": mapping, "data": mapping_of(text)}, model=mapping_of(optional(text))),
+        "origin": fields({"settings": mapping, "data": mapping_of(text), "model": mapping_of(optional(text))}),
         "same": mapping_of(text),
         "metrics_bytes": count,
         "ledger_bytes": count,
@@ -418,10 +418,10 @@ STATE = fields(
         "seconds": mapping_of(number),
         "peak": mapping_of(number),
         "round_seconds": mapping_of(number, names=_numeral),
-    },
-    reused_seconds=number,
-    history=mapping_of(score, names=_numeral),
-    over=flag,
+        "reused_seconds": number,
+        "history": mapping_of(score, names=_numeral),
+        "over": flag,
+    }
 )
 """The state of a checkpoint of a run."""
 

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -201,17 +201,13 @@ def write_sealed(path: Path, content: Mapping[str, Any], *, within: Path | None 
     write_json(path, plain | {SEAL: content_sha256(plain)}, within=within)
 
 
-def read_sealed(path: Path, *, unsealed: Collection[str] = (), within: Path | None = None) -> dict[str, Any]:
-    """What a sealed file says, without its digest.
-
-    `unsealed` are the names that such a file had before there were digests: one of these alone is taken as it is.
+def read_sealed(path: Path, *, within: Path | None = None) -> dict[str, Any]:
+    """The content of a sealed file, without its digest.
 
     Raises:
         CheckpointError: there is no such file, or it is damaged.
     """
     content = read_json(path, within=within)
-    if isinstance(content, dict) and SEAL not in content and content.keys() <= set(unsealed):
-        return content
     expected = content.pop(SEAL, None) if isinstance(content, dict) else None
     if expected is None or content_sha256(content) != expected:
         raise CheckpointError(f"damaged file {path}: it is not what was written; restore it from a copy, or run again")
