@@ -22,7 +22,7 @@ from atlas_fl.client.options import FingerprintOptions
 from atlas_fl.data.clients import ClientData
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.params import LORA_A, LORA_B, head_keys
-from atlas_fl.planning.round_costs import SERVER_DEVICE, heaviest_step, num_head_params
+from atlas_fl.planning.round_costs import SERVER_DEVICE, heaviest_step, meta_tensor, num_head_params
 from atlas_fl.ranks.cost_model import (
     TRAINING_COPIES,
     VALUE_BYTES,
@@ -98,12 +98,12 @@ class _ClientTraffic:
     ) -> Iterator[tuple[str, int]]:
         hidden, wire = self.assembly.shape.hidden, self.cut.wire
         rows, outputs = round(count * stats.tokens), round(count * stats.outputs)
-        extra = {"lengths": _meta_tensor(count, torch.int32)}
+        extra = {"lengths": meta_tensor(count, torch.int32)}
         if stats.writes_text:
-            extra["places"] = _meta_tensor(outputs, torch.int32)
+            extra["places"] = meta_tensor(outputs, torch.int32)
         yield "up", message_size(rows, hidden, wire=wire, extra=extra)
         if self.cut.head == "server":
-            yield "up", encoded_size({"labels": _meta_tensor(outputs, stats.label_dtype)})
+            yield "up", encoded_size({"labels": meta_tensor(outputs, stats.label_dtype)})
         else:
             yield "down", message_size(outputs, hidden, wire=wire)
             if backward:
@@ -140,9 +140,9 @@ def _warm_up_bytes(traffic: _ClientTraffic, options: FingerprintOptions) -> Size
     for counts in warm_up_counts(len(traffic.train), options):
         sizes.update(traffic.pass_bytes(traffic.train, counts, backward=True))
         if options.train.clip > 0:
-            sizes["up"] += len(counts) * encoded_size({NORMS: _meta_tensor(len(client_side), torch.float32)})
+            sizes["up"] += len(counts) * encoded_size({NORMS: meta_tensor(len(client_side), torch.float32)})
             sizes["down"] += len(counts) * encoded_size(
-                {NORMS: _meta_tensor(len(trained) - len(client_side), torch.float32)}
+                {NORMS: meta_tensor(len(trained) - len(client_side), torch.float32)}
             )
     checks = num_agreement_checks(options)
     factors = sum(name.endswith(LORA_B) for name in client_side)
@@ -189,10 +189,6 @@ def _example_stats(data: EncodedExamples) -> _ExampleStats:
         writes_text=data.target_mask is not None,
         label_dtype=torch.float32 if data.labels.dtype.kind == "f" else torch.int64,
     )
-
-
-def _meta_tensor(count: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(count, dtype=dtype, device="meta")
 
 
 @dataclass(frozen=True, kw_only=True)

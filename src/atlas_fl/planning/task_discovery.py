@@ -25,7 +25,7 @@ from atlas_fl.config.values import invalid_value
 from atlas_fl.params import Params, select
 from atlas_fl.runtime.engine import Engine, run_on_all_clients
 from atlas_fl.setup.assembly import Assembly, without_private
-from atlas_fl.setup.options import fingerprint_options, warmup_rank
+from atlas_fl.setup.options import fingerprint_options, settings_for, warmup_rank
 from atlas_fl.split.channel import NO_CUTS, Cut
 from atlas_fl.storage.jsonl import from_json, to_json
 from atlas_fl.storage.tensors import encoded_size
@@ -166,19 +166,10 @@ def models_after_fingerprints(
 def _cluster_sketches(
     assembly: Assembly, sketches: np.ndarray, tasks: Sequence[str], previous: Clustering | None
 ) -> Clustering:
-    config = assembly.config
-    options = config.clustering
+    options = assembly.config.clustering
     settings = ClusteringSettings(
-        seed=config.run.seed,
-        clusters=options.clusters,
-        cluster_by=options.cluster_by,
-        k_range=options.k_range,
-        min_cluster_size=options.min_cluster_size,
-        pca_components=options.pca_components,
-        incremental_pca=options.incremental_pca,
+        **settings_for(assembly.config, ClusteringSettings),
         threshold=options.similarity_threshold,
-        min_reliability=options.min_reliability,
-        stability=options.stability,
         # Fisher information is positive everywhere; what tells clients apart is its difference from the mean.
         centre=options.fingerprint == "fisher",
     )
@@ -240,29 +231,20 @@ def make_client_graph(
 
     The `adaptive` graph needs a validation score of every client; where none is given, the warmed-up models are scored.
     """
-    config = assembly.config.mixing
-    # Without structure everyone stays alone: the nearest of strangers is still a stranger.
-    searches_clusters = assembly.config.clustering.clusters == "auto"
-    no_structure = (
-        discovery.clustering is not None and searches_clusters and not discovery.clustering.structure["found"]
-    )
+    mixing = assembly.config.mixing
     if discovery.clustering is None:
         size = len(assembly.clients)
         return Graph(adjacency=np.zeros((size, size)), warnings=())
-    if config.graph == "adaptive" and performance is None:
+    options = settings_for(assembly.config, GraphOptions) | {"ema": mixing.graph_ema}
+    # Without structure everyone stays alone: the nearest of strangers is still a stranger.
+    if assembly.config.clustering.clusters == "auto" and not discovery.clustering.structure["found"]:
+        options["singleton_neighbours"] = 0
+    if mixing.graph == "adaptive" and performance is None:
         performance = _validation_scores(assembly, engine, discovery, cuts)
     return make_graph(
         similarity_distances(discovery.clustering.similarity),
         np.array(discovery.labels, dtype=np.int64),
-        GraphOptions(
-            graph=config.graph,
-            alpha=config.alpha,
-            symmetrize=config.symmetrize,
-            neighbours=config.neighbours,
-            singleton_neighbours=0 if no_structure else config.singleton_neighbours,
-            ema=config.graph_ema,
-            block_diagonal=config.block_diagonal,
-        ),
+        GraphOptions(**options),
         clients=assembly.names,
         tasks=[client.task.name for client in assembly.clients],
         performance=performance,
