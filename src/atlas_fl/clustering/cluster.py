@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -151,7 +150,10 @@ def _decide(
     previous_decided = None if previous_labels is None else _alone_where_undecided(previous_labels[decided])
     proposal = method.propose(*halves, settings, previous=previous_decided)
     verdict = structure_test(
-        *halves, partial(method.statistic, settings=settings), draws=settings.draws, seed=settings.seed
+        *halves,
+        lambda first, second: method.statistic(first, second, settings),
+        draws=settings.draws,
+        seed=settings.seed,
     )
     verdict = _without_choice(verdict, proposal.labels, settings)
     proposed = proposal.labels

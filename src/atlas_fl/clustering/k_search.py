@@ -23,7 +23,7 @@ be isotropic in the sketch. With fewer than three clients there is nothing to te
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from scipy.cluster.hierarchy import cut_tree, fcluster
@@ -442,31 +442,14 @@ def labels_without_structure(
     return np.zeros(num, dtype=np.int64) if mean >= settings.threshold else np.arange(num)
 
 
-class Propose(Protocol):
-    """Clusters from both halves (n, d), (n, d) of decided clients."""
-
-    def __call__(
-        self, first: np.ndarray, second: np.ndarray, settings: ClusteringSettings, *, previous: np.ndarray | None = None
-    ) -> Proposal:
-        """The proposal; `previous` are the labels (n,) of an earlier clustering."""
-        ...
-
-
-class MethodStatistic(Protocol):
-    """A statistic of both halves (n, d), (n, d) of decided clients."""
-
-    def __call__(self, first: np.ndarray, second: np.ndarray, settings: ClusteringSettings) -> float:
-        """The statistic."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Method:
     """A way to cluster."""
 
-    propose: Propose
-    """Clusters and the k table."""
-    statistic: MethodStatistic
+    propose: Callable[..., Proposal]
+    """(first, second, settings, *, previous) -> clusters and the k table, of decided clients' halves (n, d);
+    `previous` are the labels (n,) of the clustering before, or None."""
+    statistic: Callable[[np.ndarray, np.ndarray, ClusteringSettings], float]
     """What the test for structure compares with rotated clients."""
     without_structure: Callable[[np.ndarray, np.ndarray, ClusteringSettings, np.ndarray], np.ndarray]
     """Labels (n,) from the proposed ones when the verdict is "no structure"."""

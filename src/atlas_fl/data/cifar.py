@@ -295,13 +295,10 @@ def cifar_files(source: Source, *, cifar: Cifar) -> tuple[Path, ...]:
 
 
 def _hub_source(cifar: Cifar) -> Published:
-    repository = f"uoft-cs/{cifar.name}"
     return Published(
         title=cifar.title,
-        repository=repository,
+        repository=f"uoft-cs/{cifar.name}",
         config=cifar.name if cifar.name == "cifar100" else "plain_text",
-        cached_as=(repository, cifar.name),
-        dataset_name=cifar.name,
         splits=("train", "validation", "test"),
         files=f"{{train,test}}.parquet (or a save_to_disk folder), or with DIR/{cifar.archive} or DIR/"
         f"{_TARS[cifar.name]}",

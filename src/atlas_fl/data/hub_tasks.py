@@ -66,15 +66,12 @@ def load_hub_task(source: Source, *, form: Format) -> TaskData:
 
 
 def _hub_source(form: Format) -> Published:
-    dataset_name = form.repository.partition("/")[2]
     is_glue = form.repository == GLUE_REPOSITORY
     return Published(
         title=f"GLUE task {form.name!r}" if is_glue else f"task {form.name!r}",
         repository=form.repository,
         config=form.config or form.name,
         folder=form.name,
-        cached_as=(form.repository, dataset_name),
-        dataset_name=dataset_name,
         splits=tuple(name for names in SPLITS.values() for name in names),
     )
 

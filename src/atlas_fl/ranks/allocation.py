@@ -17,10 +17,10 @@ ranks fit. All rules share one frame, so every one of them validates alike and n
 `assign_ranks` goes from a device and the importance of its layers to ranks: budget, allocation and memory check.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol, runtime_checkable
+from typing import TypeAlias
 
 import numpy as np
 from jaxtyping import Float, Num
@@ -68,20 +68,22 @@ def layer_importance(
     return normalise_importance(_per_parameter(square_sums, num_params))
 
 
+DECAY = 0.9
+"""Share of the passes before in what `rngwp` smooths."""
+
+
 def rngwp(
     previous: Float[np.ndarray, " layers"] | None,
     product_sums: Num[np.ndarray, " layers"],
     num_params: Num[np.ndarray, " layers"],
-    *,
-    decay: float = 0.9,
 ) -> Float[np.ndarray, " layers"]:
-    """The smoothed mean |w * g| of every layer: `decay * previous + (1 - decay) * mean`, or the mean at first.
+    """The smoothed mean |w * g| of every layer: `DECAY * previous + (1 - DECAY) * mean`, or the mean at first.
 
     `product_sums` are the sums of |w * g| over a layer's parameters. Not normalised, so that passes can be
     chained; `shares` makes an importance of it.
     """
     mean = _per_parameter(product_sums, num_params)
-    return mean if previous is None else decay * previous + (1 - decay) * mean
+    return mean if previous is None else DECAY * previous + (1 - DECAY) * mean
 
 
 def _per_parameter(
@@ -130,13 +132,8 @@ def scale_budget(budget_bytes: int, factor: float, *, least_bytes: int) -> int:
 _EPSILON = 1e-9  # a target of 7.999999999 is 8: sums in another order must not change a rank
 
 
-@runtime_checkable
-class RankRule(Protocol):
-    """One rule."""
-
-    def __call__(self, importance: np.ndarray, cost: np.ndarray, ranks: np.ndarray, *, budget: int) -> np.ndarray:
-        """The index of every layer's candidate."""
-        ...
+RankRule: TypeAlias = Callable[..., np.ndarray]
+"""(importance, cost, ranks, *, budget) -> the index of every layer's candidate."""
 
 
 def _total_cost(table: np.ndarray, levels: np.ndarray) -> float:
@@ -261,24 +258,12 @@ def proportional_within_uniform(
     return proportional(importance, cost, ranks, budget=int(_total_cost(cost, levels)))
 
 
-@runtime_checkable
-class Allocator(Protocol):
-    """A rule as the registry holds it: the rank of every layer, 0 for a layer that has no adapted module.
+Allocator: TypeAlias = Callable[..., tuple[int, ...]]
+"""(importance (layers,), cost (layers, candidates), candidates, *, budget_bytes, max_rank) -> the rank of every layer.
 
-    Raises `ConfigError` for malformed candidates or importance, `BudgetError` where the smallest one does not fit.
-    """
-
-    def __call__(
-        self,
-        importance: Num[np.ndarray, " layers"],
-        cost: Num[np.ndarray, "rows candidates"],
-        candidates: Sequence[int],
-        *,
-        budget_bytes: int,
-        max_rank: int,
-    ) -> tuple[int, ...]:
-        """The ranks; `cost` and `budget_bytes` in one unit, `importance` on any scale."""
-        ...
+`cost` and `budget_bytes` are in one unit, `importance` on any scale; a layer without adapted modules has rank 0. Raises
+`ConfigError` for malformed candidates or importance, `BudgetError` where the smallest candidate does not fit.
+"""
 
 
 def _make_allocator(rule: RankRule) -> Allocator:

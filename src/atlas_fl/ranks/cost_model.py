@@ -155,23 +155,14 @@ def activation_bytes(
     return (values + working) * tokens * VALUE_BYTES
 
 
-def device_memory(
-    shape: ModelShape,
-    device: Device,
-    *,
-    ranks: Sequence[int],
-    step: TrainingStep,
-    reserve_bytes: int = RESERVE_BYTES,
-) -> Memory:
+def device_memory(shape: ModelShape, device: Device, *, ranks: Sequence[int], step: TrainingStep) -> Memory:
     """The memory of a device that trains these ranks, part by part; raises nothing where it does not fit."""
     blocks = shape.num_layers if step.blocks is None else step.blocks
     parameters = adapter_bytes(shape, ranks[:blocks])
-    return _memory(shape, device, step, parameters=parameters, rank=max(ranks, default=0), reserve_bytes=reserve_bytes)
+    return _memory(shape, device, step, parameters=parameters, rank=max(ranks, default=0))
 
 
-def _memory(
-    shape: ModelShape, device: Device, step: TrainingStep, *, parameters: int, rank: int, reserve_bytes: int
-) -> Memory:
+def _memory(shape: ModelShape, device: Device, step: TrainingStep, *, parameters: int, rank: int) -> Memory:
     blocks = shape.num_layers if step.blocks is None else step.blocks
     trained = parameters + step.head_params * VALUE_BYTES
     alive = activation_bytes(
@@ -190,7 +181,7 @@ def _memory(
         activations_bytes=HEAP_COPIES * (alive + step.crossing * VALUE_BYTES)
         # A vocabulary's worth of numbers is a block that goes back as soon as it is freed.
         + LOGIT_COPIES * step.logits * VALUE_BYTES,
-        reserve_bytes=reserve_bytes,
+        reserve_bytes=RESERVE_BYTES,
         parameters_bytes=trained,
         gradients_bytes=trained,
         moments_bytes=2 * trained,
@@ -215,7 +206,6 @@ def rank_budget(
     step: TrainingStep,
     upload_bytes: int | None,
     fractions: MemoryFractions | None = None,
-    reserve_bytes: int = RESERVE_BYTES,
 ) -> int:
     """Training bytes that the adapters of a device may take: the lesser of its free memory and four times its upload.
 
@@ -229,7 +219,7 @@ def rank_budget(
         left = _fraction_bytes(device, fractions)
     else:
         # adapters of no size, but activations at the largest rank, so that no choice of ranks overruns the device
-        empty = _memory(shape, device, step, parameters=0, rank=device.max_rank, reserve_bytes=reserve_bytes)
+        empty = _memory(shape, device, step, parameters=0, rank=device.max_rank)
         check_memory(empty, name=device.name)
         left = empty.free_bytes
     return left if upload_bytes is None else min(left, upload_bytes * TRAINING_COPIES)

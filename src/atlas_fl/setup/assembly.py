@@ -23,7 +23,7 @@ from atlas_fl.data.heterogeneity import centralize, flip_classes, merge_sources,
 from atlas_fl.data.registry import check_one_kind, find_tasks
 from atlas_fl.data.task import Examples, Rows, Source, Task, as_texts
 from atlas_fl.errors import AtlasError, BudgetError, ConfigError, ModelError, unknown_name
-from atlas_fl.models.backbone import Backbone, block_index, model_shape, plain_shape, trainable_names
+from atlas_fl.models.backbone import Backbone, block_index, model_shape, trainable_names
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.lora import lora_scale
 from atlas_fl.models.peft_io import default_targets
@@ -230,8 +230,8 @@ def assemble(
         prefix_cache=_prefix_cache(config, backbone),
         secrets=_read_secrets(config, clients),
     )
-    is_plain = images and trainable == "full"
-    shape = plain_shape(backbone) if is_plain else model_shape(backbone, site.modules, first_adapted=site.first_adapted)
+    modules = None if images and trainable == "full" else site.modules
+    shape = model_shape(backbone, modules, first_adapted=site.first_adapted)
     return Assembly(
         config=config,
         clients=clients,

@@ -111,16 +111,6 @@ def mask_size(mask: Mask, *, random_mask: RandomMask | None = None) -> int:
     return min(encoded_size(form) for form in _forms(mask, random_mask))
 
 
-def bitmap_size(num_values: int) -> int:
-    """How long a mask over so many weights is as a bitmap, in bytes, without any mask."""
-    return encoded_size(
-        {
-            _LAYOUT: torch.empty(1, dtype=torch.int64, device="meta"),
-            "bitmap": torch.empty(-(-num_values // 8), dtype=torch.uint8, device="meta"),
-        }
-    )
-
-
 def decode_mask(message: bytes, like: Params) -> dict[str, Tensor]:
     """The mask of a message, for a model of the shapes of `like`.
 

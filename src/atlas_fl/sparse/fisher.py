@@ -257,18 +257,6 @@ class Fisher:
         return {name: tensor / self.examples for name, tensor in self.sums.items()}
 
 
-def sum_fisher(parts: Iterable[Fisher]) -> Fisher:
-    """The Fisher information over the examples of all parts together, in float64 in the order of the parts."""
-    parts = list(parts)
-    if not parts or any(part.sums.keys() != parts[0].sums.keys() for part in parts):
-        raise ConfigError(f"{len(parts)} Fisher informations do not add up; take one or more of the same parameters")
-    sums = {
-        name: torch.stack([part.sums[name].double() for part in parts]).sum(0).to(tensor.dtype)
-        for name, tensor in parts[0].sums.items()
-    }
-    return Fisher(sums=sums, examples=sum(part.examples for part in parts))
-
-
 def fisher_scores(
     logits: LogitsFn,
     params: Params,

@@ -78,12 +78,8 @@ def save(folder: Path, *, round: int, tensors: Mapping[str, torch.Tensor], state
     return final
 
 
-def accept(_checkpoint: Checkpoint) -> None:
-    """Nothing: a checkpoint that is intact is good enough."""
-
-
 def load_latest(
-    folder: Path, *, check: Callable[[Checkpoint], None] = accept
+    folder: Path, *, check: Callable[[Checkpoint], None] | None = None
 ) -> tuple[Checkpoint | None, tuple[str, ...]]:
     """The newest checkpoint that is intact, and one line for each newer one that is not.
 
@@ -94,7 +90,8 @@ def load_latest(
     for path in _newest_first(folder):
         try:
             candidate = load(path)
-            check(candidate)
+            if check is not None:
+                check(candidate)
         except CheckpointError as error:
             messages.append(f"checkpoint {path.name} passed over: {error}")
         else:
@@ -102,7 +99,7 @@ def load_latest(
     return None, tuple(messages)
 
 
-def load_newest(folder: Path, *, check: Callable[[Checkpoint], None] = accept) -> Checkpoint | None:
+def load_newest(folder: Path, *, check: Callable[[Checkpoint], None] | None = None) -> Checkpoint | None:
     """The newest checkpoint, None where there is none: for what would say something else from an older one.
 
     Raises:

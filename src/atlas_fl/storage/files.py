@@ -59,9 +59,11 @@ def atomic_folder(path: Path, *, within: Path | None = None) -> Iterator[Path]:
             (drafts / DRAFT_MARKER).touch()
             content.mkdir()
             yield content
-            for file in sorted(content.iterdir()):
-                _sync_file(file)
-            _sync_folder(content)
+            for file in sorted(content.iterdir()):  # another library may have written them
+                with open_to_read(file, max_bytes=sys.maxsize) as opened:
+                    os.fsync(opened.fileno())
+            with opened_folder(content) as descriptor:
+                os.fsync(descriptor)
             _publish(content, path)
             os.fsync(parent)
     except OSError as error:
@@ -85,18 +87,6 @@ def set_aside(path: Path, *, name: str | None = None) -> Path:
         number += 1
     path.rename(backup)
     return backup
-
-
-def _sync_file(file: Path) -> None:
-    """Have a file on the disk that another library has written."""
-    with open_to_read(file, max_bytes=sys.maxsize) as opened:
-        os.fsync(opened.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    """Flush the names that a folder holds to the disk."""
-    with opened_folder(folder) as descriptor:
-        os.fsync(descriptor)
 
 
 def _publish(content: Path, path: Path) -> None:

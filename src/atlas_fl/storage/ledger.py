@@ -3,11 +3,9 @@
 Of what crosses the cut of a model, one row for all messages of one kind and direction in a round.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
-
-from atlas_fl.errors import DataError
 
 Direction: TypeAlias = Literal["up", "down"]
 Kind: TypeAlias = Literal[
@@ -75,23 +73,6 @@ class Totals:
     def total(self) -> int:
         """Bytes in both directions."""
         return self.up + self.down
-
-
-def parse_ledger_row(row: Mapping[str, Any]) -> LedgerRow:
-    """The row that a line of `ledger.jsonl` holds.
-
-    Raises:
-        DataError: an unknown direction or kind, or a number of bytes that is none.
-    """
-    if row.get("direction") not in DIRECTIONS or row.get("kind") not in KINDS:
-        raise DataError(f"no ledger row: {dict(row)}; directions: {', '.join(DIRECTIONS)}; kinds: {', '.join(KINDS)}")
-    if not isinstance(row.get("bytes"), int) or row["bytes"] < 0:
-        raise DataError(f"no ledger row: {dict(row)}; bytes is a whole number from 0")
-    if not all(isinstance(row.get(name, ""), str) for name in ("peer", "guest", "phase")):
-        raise DataError(f"no ledger row: {dict(row)}; peer and guest are clients' names, phase is a word")
-    if type(row.get("relayed", False)) is not bool:
-        raise DataError(f"no ledger row: {dict(row)}; relayed is true or absent")
-    return LedgerRow(**row)
 
 
 def totals(rows: Iterable[LedgerRow]) -> Totals:
