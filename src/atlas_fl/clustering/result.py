@@ -55,7 +55,7 @@ class Clustering:
     points: np.ndarray = field(default_factory=lambda: np.zeros((0, 2)))
     """First two principal components of every client, float64 (n, 2), for the scatter plot."""
     centroids: np.ndarray = field(default_factory=lambda: np.zeros((0, 0, 0)))
-    """By ascending label, for `predict`: (1, k, d) mean unit sketches, or (2, k, d) of each half over sqrt(c_kk)."""
+    """By ascending label, for `predict_cluster`: (1, k, d) mean unit sketches, or (2, k, d) of halves over sqrt(c_kk)."""
     offsets: np.ndarray = field(default_factory=lambda: np.zeros((2, 0)))
     """The means (2, d) that were subtracted from each half; zero unless centred."""
     before_merging: tuple[int, ...] = ()
@@ -94,7 +94,7 @@ class Clustering:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where a client that joins later stands beside the clusters."""
+    """Place of a client that joins later beside the clusters."""
 
     cluster: int
     """Label of its cluster; -1 if it is undecided."""
@@ -109,7 +109,7 @@ class Placement:
 def predict_cluster(clustering: Clustering, first: np.ndarray, second: np.ndarray) -> int:
     """The cluster of a client that joins later, from its two sketches (d,), (d,); -1 if it is undecided.
 
-    As `placed`, which also says how near each cluster is.
+    As `assign_client`, which also says how near each cluster is.
     """
     return assign_client(clustering, first, second).cluster
 

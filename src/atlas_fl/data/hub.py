@@ -18,16 +18,16 @@ class Published:
     """A data set as the hub knows it."""
 
     title: str
-    """What an error calls it."""
+    """Name in messages."""
     repository: str
     config: str
-    """Which of the repository's data sets."""
+    """Name of the data set within the repository."""
     splits: tuple[str, ...]
     """Names that its splits may have."""
     folder: str = ""
     """Its folder in a directory of the user's; `config` by default."""
     files: str = "{train,validation}.parquet (or .csv, .jsonl, or a save_to_disk folder)"
-    """What its folder in a directory of the user's may hold."""
+    """Files that its folder in a directory of the user's may hold."""
 
     @property
     def dataset_name(self) -> str:

@@ -27,7 +27,7 @@ SPLITS = {"train": ("train",), "validation": ("validation", "validation_matched"
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """Where a data set lies on the hub, and its columns."""
+    """Place of a data set on the hub, and its columns."""
 
     name: str
     text: str
@@ -43,11 +43,11 @@ class Format:
     """Column that stands before `text` in the prompt."""
     repository: str = GLUE_REPOSITORY
     config: str | None = None
-    """Which of the repository's data sets; the task's name by default."""
+    """Name of the data set within the repository; the task's name by default."""
 
     @property
     def title(self) -> str:
-        """What an error calls it."""
+        """Name in messages."""
         return f"GLUE {self.name}" if self.repository == GLUE_REPOSITORY else self.name
 
 
@@ -104,7 +104,7 @@ def _rows_to_write(table: Table, form: Format, target: str, *, origin: str) -> R
 
 
 def _first_answer(value: Any) -> Any:
-    """Of SQuAD's answers, `{"text": [..], ..}`, the first, "" where there is none; anything else as it is."""
+    """First of SQuAD's answers, `{"text": [..], ..}`, or "" where there is none; anything else as it is."""
     return next(iter(value.get("text", ())), "") if isinstance(value, Mapping) else value
 
 

@@ -24,11 +24,11 @@ SPLITS: Mapping[str, Sequence[str]] = {
 """Names that the files and folders of a split may have, in any case."""
 LONGEST_CELL = 1 << 30
 MOST_UNPACKED_BYTES = 1 << 30
-"""Of a parquet file: one of some kilobytes may say the same text a million times."""
+"""Most bytes of an unpacked parquet file: one of some kilobytes may say the same text a million times."""
 _BATCH_ROWS = 256
 """Rows that are unpacked at once to count them."""
 _NO_VALUE = frozenset({"nan", "null", "<na>", "#n/a", "nat"})
-"""What programs write where a value is missing."""
+"""Words that programs write where a value is missing."""
 
 
 def read_table(path: Path, *, class_names: bool = False) -> Table:

@@ -38,7 +38,7 @@ class Folder:
     """A folder of images and how they are read."""
 
     name: str
-    """Of the task."""
+    """Name of the task."""
     splits: tuple[tuple[str, Path], ...]
     """Every split with its folder of classes; `all` where there is one for all."""
     left_out: tuple[Path, ...] = ()
@@ -54,7 +54,7 @@ class Folder:
 
 
 def holds_images(path: Path) -> bool:
-    """Whether a folder holds folders with images, for splits or classes."""
+    """Return whether a folder holds folders with images, for splits or classes."""
     return any(_files(folder) for folder in _split_folders(path).values() for folder in _folders(folder))
 
 
@@ -212,14 +212,14 @@ _OPTIONS = ("text", "pair", "label", "metric", "target")
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """What the options of a task say."""
+    """Options of a task."""
 
     text: str = "text"
     pair: str | None = None
     label: str = "label"
     metric: Metric = "accuracy"
     target: str | None = None
-    """What the model is to write: after the text, or the text itself where both are one column."""
+    """Column that the model is to write: after the text, or the text itself where both are one column."""
 
 
 def parse_task(description: str) -> Task:

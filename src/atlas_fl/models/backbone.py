@@ -42,7 +42,7 @@ class Backbone:
     vocabulary: Tensor | None = None
     """(tokens, hidden), the frozen output embedding of a model that writes text; not loaded where none is written."""
     vision: Vision | None = None
-    """How it sees images; None of a model that reads text."""
+    """Its image side; None of a model that reads text."""
 
     @property
     def hidden(self) -> int:
@@ -63,7 +63,7 @@ class Backbone:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights lie."""
+        """Device of the weights."""
         device: torch.device = next(self.model.parameters()).device
         return device
 
@@ -95,7 +95,7 @@ def backbone_features(
 
 
 def token_inputs(backbone: Backbone, ids: Tensor, types: Tensor, layout: PackedLayout) -> dict[str, Tensor]:
-    """What the stock model's embeddings take of a row, (1, tokens) int64 each."""
+    """Inputs of the stock model's embeddings for a row, (1, tokens) int64 each."""
     positions = layout.position_ids
     if backbone.family.counts_from_padding:
         positions = _positions_behind_padding(ids, layout, padding=int(backbone.model.config.pad_token_id))
@@ -301,7 +301,7 @@ def norm_and_pool(backbone: Backbone, hidden: Tensor, positions: Tensor) -> Tens
 
 
 def _block_inputs(backbone: Backbone, hidden: Tensor, layout: PackedLayout) -> dict[str, Any]:
-    """What the blocks of a family want besides the tokens: rotations, which all blocks share."""
+    """Inputs of a family's blocks besides the tokens: rotations, which all blocks share."""
     if backbone.family.rotary is None:
         return {}
     rotary = backbone.model.get_submodule(backbone.family.rotary)

@@ -73,7 +73,7 @@ UNREADABLE = (
     StrictDataclassError,
     vars(torch.serialization)["pickle"].UnpicklingError,
 )
-"""What libraries raise that read a config, a tokenizer or weights which somebody else has written: of a setting of
+"""Errors of libraries that read a config, a tokenizer or weights which somebody else has written: of a setting of
 another type or another name whatever happens first; the last where an old file of weights would run code, which torch
 does not do."""
 
@@ -297,7 +297,7 @@ def checkpoint_blocks(backbone: Backbone) -> None:
 
 
 def find_family(name: str, *, in_part: bool = False) -> tuple[ModelSource, Family]:
-    """Where a model's files are and what architecture it has, without loading its weights.
+    """Source of a model's files and its architecture, without loading its weights.
 
     Files that are read `in_part` may lack blocks, as at a cut client.
     Raises `ModelError` where the folder, the config or the names of the tensors are no model's.
@@ -445,7 +445,7 @@ def first_block_tensors(backbone: Backbone, *, blocks: int) -> dict[str, Tensor]
 
 
 def first_line(error: Exception) -> str:
-    """What an error of a library says, in a line; its kind where that is a mere key or nothing."""
+    """Message of a library's error, in a line; its kind where that is a mere key or nothing."""
     lines = str(error).strip().splitlines()
     if lines and lines[0].endswith(":"):
         lines[0] = " ".join(lines[0:2])

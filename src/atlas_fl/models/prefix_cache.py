@@ -97,7 +97,7 @@ class PrefixCache:
         """With `budget_bytes` 0 nothing is kept in memory; `chunk_tokens` decides the last bits."""
         self.budget_bytes, self.chunk_tokens = budget_bytes, chunk_tokens
         self.files = files
-        """Where states are kept on the disk; None for nowhere."""
+        """Files of states on the disk; None where none are kept."""
         self.key = key
         """All that decides the bits of a state besides its chunk."""
         self.used_bytes = 0
@@ -172,7 +172,7 @@ class PrefixCache:
 
 @cache
 def machine_key() -> str:
-    """What decides last bits besides a model, its input and its threads: this code, the libraries, the processor."""
+    """Key of what decides last bits besides model, input and threads: this code, the libraries, the processor."""
     code = sha256()
     for path in sorted(Path(atlas_fl.__file__).parent.rglob("*.py")):
         code.update(path.read_bytes())

@@ -30,7 +30,7 @@ RESAMPLE = {2: "bilinear", 3: "bicubic"}
 """Pillow's numbers of the filters that PyTorch has too."""
 _TABLE = "embeddings.position_embeddings"
 MOST_PIXELS = 4096
-"""Of an image's side, where a model's own processor says it; those that are published have 1,024 at most."""
+"""Most pixels of an image's side that a model's own processor may name; those of published ones are 1,024 at most."""
 
 
 def load_vision(

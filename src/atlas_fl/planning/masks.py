@@ -68,7 +68,7 @@ def fit_heads_and_mask(assembly: Assembly, engine: Engine, models: ByClient | No
 
 
 def should_fit_heads(assembly: Assembly) -> bool:
-    """Whether heads are fitted before round one: those of images, where the config says so."""
+    """Return whether heads are fitted before round one: those of images, where the config says so."""
     return assembly.has_images and assembly.config.images.head_first == "ridge"
 
 
@@ -253,7 +253,7 @@ MODEL_COPIES = 3
 
 
 def full_model_costs(assembly: Assembly, mask_plan: MaskPlan) -> list[dict[str, Any]]:
-    """What a round costs every client, as `ClientPlan` holds it: bytes each way, seconds on its link, and memory.
+    """Costs of a round for every client, as `ClientPlan` holds it: bytes each way, seconds on its link, and memory.
 
     The memory is that of weights, gradients and momentum; activations are in no prediction.
     """

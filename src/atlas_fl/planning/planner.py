@@ -213,7 +213,7 @@ def _plan_lora(assembly: Assembly, engine: Engine, *, on_event: OnEvent) -> Plan
 
 
 def _halves_notes(assembly: Assembly, clients: Sequence[ClientPlan]) -> tuple[str, ...]:
-    """What the halves of clients cost that `kriging` measures once, and what they say."""
+    """Note on the halves of clients that `kriging` measures once: their cost, and what they tell the server."""
     config, planned = assembly.config, {client.name: tuple(client.ranks) for client in clients}
     models = (assembly.initial_params(client, planned[client.name]) for client in assembly.clients)
     if not (size := sum(halves_bytes(config, model) for model in models)):
@@ -226,7 +226,7 @@ def _halves_notes(assembly: Assembly, clients: Sequence[ClientPlan]) -> tuple[st
 
 
 def _data_notes(assembly: Assembly, data: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """What the plan notes of the clients' data, of which `data` are the statistics."""
+    """Notes of the plan on the clients' data, of which `data` are the statistics."""
     return (
         *dial_note(assembly.config),
         *left_out_notes(assembly.clients),
@@ -238,7 +238,7 @@ def _data_notes(assembly: Assembly, data: Sequence[Mapping[str, Any]]) -> tuple[
 
 
 def _prefix_notes(assembly: Assembly) -> tuple[str, ...]:
-    """What is not computed again where the lowest blocks carry no adapters, and the memory and disk that this takes."""
+    """Note on what is computed once where the lowest blocks carry no adapters, and on its memory and disk."""
     shape, training = assembly.shape, assembly.config.training
     if not shape.first_adapted:
         return ()

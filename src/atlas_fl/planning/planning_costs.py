@@ -1,4 +1,4 @@
-"""What planning costs each client, by phase: bytes, seconds and memory of fingerprints, importance, scores.
+"""Costs of planning for each client, by phase: bytes, seconds and memory of fingerprints, importance, scores.
 
 Bytes: what goes through a client's cut for its fingerprint, its importance and the scores of an adaptive graph. Every
 example is counted with the client's mean length: exact where all are equally long.
@@ -70,7 +70,7 @@ class _ExampleStats:
     """Mean sizes of some examples."""
 
     tokens: float
-    """Of one example, in the mean."""
+    """Mean tokens of one example."""
     outputs: float
     """Positions of one example at which the head predicts, in the mean."""
     writes_text: bool
@@ -165,7 +165,7 @@ def warm_up_counts(examples: int, options: FingerprintOptions) -> list[list[int]
 
 
 def num_agreement_checks(options: FingerprintOptions) -> int:
-    """How often a warm-up checks the agreement of its halves, where it takes all its steps."""
+    """Number of times that a warm-up checks the agreement of its halves, where it takes all its steps."""
     return sum(is_agreement_check(step, options) for step in range(1, options.steps + 1))
 
 
@@ -198,7 +198,7 @@ class _PhaseWork:
     probe: MeasurementCost
     data: EncodedExamples
     examples: int
-    """Of all passes together."""
+    """Examples of all passes together."""
     passes: int
     batches_per_row: int = 1
     """Batches that lie in one row."""

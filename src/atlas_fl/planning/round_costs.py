@@ -1,4 +1,4 @@
-"""What a round costs one client, its model whole or cut: heaviest step, ranks, bytes, seconds, memory."""
+"""Costs of a round for one client, its model whole or cut: heaviest step, ranks, bytes, seconds, memory."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -194,7 +194,7 @@ def crossing_bytes(assembly: Assembly, client: ClientData, cut: Cut) -> dict[str
 
 
 def _num_trained_tensors(assembly: Assembly, client: ClientData, cut: Cut) -> tuple[int, int]:
-    """How many tensors train on the client's side of its cut, and on the server's."""
+    """Number of tensors that train on the client's side of its cut, and on the server's."""
     names = assembly.initial_params(client, (1,) * assembly.shape.num_layers)
     below = len(select_client_side(assembly.site.backbone, names, blocks=cut.blocks, head=cut.head == "client"))
     return below, len(names) - below

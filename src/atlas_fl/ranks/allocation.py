@@ -63,7 +63,7 @@ def layer_importance(
 ) -> Float[np.ndarray, " layers"]:
     """Importance of every layer from the sums of its squared gradients over `num_params` parameters; sums to one.
 
-    importance_l = (||g_l||^2 / n_l) / sum_m (||g_m||^2 / n_m). Raises `DataError` as `shares` does.
+    importance_l = (||g_l||^2 / n_l) / sum_m (||g_m||^2 / n_m). Raises `DataError` as `normalise_importance` does.
     """
     return normalise_importance(_per_parameter(square_sums, num_params))
 
@@ -80,7 +80,7 @@ def rngwp(
     """The smoothed mean |w * g| of every layer: `DECAY * previous + (1 - DECAY) * mean`, or the mean at first.
 
     `product_sums` are the sums of |w * g| over a layer's parameters. Not normalised, so that passes can be
-    chained; `shares` makes an importance of it.
+    chained; `normalise_importance` makes an importance of it.
     """
     mean = _per_parameter(product_sums, num_params)
     return mean if previous is None else DECAY * previous + (1 - DECAY) * mean
@@ -288,7 +288,7 @@ def _make_allocator(rule: RankRule) -> Allocator:
 
 
 def check_candidates(candidates: Sequence[int]) -> None:
-    """Nothing where the candidates are positive and strictly ascending; else a `ConfigError`."""
+    """Raise `ConfigError` unless the candidates are positive and strictly ascending."""
     if not candidates or candidates[0] < 1 or any(low >= high for low, high in pairwise(candidates)):
         raise ConfigError(
             f"rank candidates {tuple(candidates)} are not allowed; give positive ranks in ascending order"
@@ -367,7 +367,7 @@ def fixed_rank(rank: int) -> Allocator:
 
 
 def find_allocator(name: str) -> Allocator:
-    """The allocator of this name, or `fixed` for a number; a `ConfigError` with the nearest name for anything else."""
+    """The allocator of this name, or `fixed_rank` of a number; a `ConfigError` with the nearest name for others."""
     if name.lstrip("-").isdecimal():
         return fixed_rank(int(name))
     if name not in ALLOCATORS:
@@ -391,7 +391,7 @@ class RankAssignment:
     """Estimate: the largest rank that every layer could have within the budget."""
     memory: Memory
     notes: tuple[str, ...] = ()
-    """What the user should know of how the budget came about."""
+    """Notes for the user on how the budget came about."""
 
 
 def assign_ranks(

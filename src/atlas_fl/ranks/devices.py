@@ -26,7 +26,7 @@ BOUNDS: Mapping[str, Bounds] = {
     "max_rank": Bounds(least=1, most=2**14, whole=True),
     "adapter_bytes": Bounds(least=1, most=10**12, whole=True),
 }
-"""What a device may say of itself: from a microcontroller on a slow radio link to a data centre. Predictions of any
+"""Ranges of a device's numbers: from a microcontroller on a slow radio link to a data centre. Predictions of any
 model on it are finite, and a device that says more is mistaken, or wants a plan that nobody can read."""
 
 

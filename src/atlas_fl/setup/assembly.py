@@ -67,7 +67,7 @@ def _raise_error(_name: str, error: AtlasError) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class JoinQueue:
-    """How a run learns of clients that join later; in a simulation from its config, and a rejection ends the run."""
+    """Queue of clients that join later; in a simulation from its config, and a rejection ends the run."""
 
     waiting_clients: Callable[[int], tuple[Newcomer, ...]] = _no_newcomers
     """(round) -> the clients that would take part from this round on."""
@@ -91,7 +91,7 @@ LEAST_LENGTH = 4
 MOST_HASHED = 200_000_000
 """Weights of a frozen model that are hashed at the start of a run: a fifth of a second."""
 HEAD_STD = 0.02
-"""Of the head of a whole image model that is not fitted: what transformers draws its new layers with."""
+"""Deviation of the head of a whole image model that is not fitted: what transformers draws its new layers with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,7 @@ class Assembly:
     """Block of every adapted module."""
     join_queue: JoinQueue = NO_LATE_CLIENTS
     uses_placeholders: bool = False
-    """Whether placeholders stand for parameters that clients do not share (`partial_sharing`)."""
+    """True if placeholders stand for parameters that clients do not share (`partial_sharing`)."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -117,12 +117,12 @@ class Assembly:
 
     @property
     def has_images(self) -> bool:
-        """Whether the clients' tasks are of images; else they are of texts."""
+        """Return whether the clients' tasks are of images; else they are of texts."""
         return self.site.backbone.vision is not None
 
     @property
     def is_full(self) -> bool:
-        """Whether the clients train all weights."""
+        """Return whether the clients train all weights."""
         return self.site.trainable == "full"
 
     def full_models(self) -> dict[str, Params]:
@@ -295,7 +295,7 @@ def backbone_of(
 
 
 def trainable_of(config: Config, tasks: Sequence[Task]) -> Trainable:
-    """Whether clients of these tasks train adapters or all weights under this config.
+    """Return whether clients of these tasks train adapters or all weights under this config.
 
     Raises `ConfigError` where some have images and others texts, which no one model reads.
     """
@@ -311,7 +311,7 @@ def trained_body(backbone: Backbone, config: Config) -> Params:
 
 
 def targets_of(config: Config, backbone: Backbone) -> tuple[str, ...]:
-    """Which layers get adapters: the user's, or those that PEFT takes for the architecture."""
+    """The layers that get adapters: the user's, or those that PEFT takes for the architecture."""
     return tuple(config.model.targets or default_targets(backbone.family.model_type))
 
 

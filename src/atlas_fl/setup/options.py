@@ -59,13 +59,13 @@ def with_attackers(engine: Engine, config: Config, clients: Sequence[ClientData]
 
 
 def configured_attackers(config: Config, names: Sequence[str]) -> tuple[str, ...]:
-    """Which of these clients attack under this config."""
+    """The clients among these that attack under this config."""
     attack = config.attack
     return choose_attackers(attack.attackers, names, seed=config.run.seed) if attack.attack != "none" else ()
 
 
 def is_reclustered(config: Config, number: int) -> bool:
-    """Whether clients are clustered again before the round of this number."""
+    """Return whether clients are clustered again before the round of this number."""
     every = config.clustering.recluster_every
     return strategy_of(config).clustered and every > 0 and number > 1 and (number - 1) % every == 0
 
@@ -107,13 +107,13 @@ def train_options(config: Config, *, with_images: bool) -> TrainOptions:
 
 
 def _trained_parts(config: Config) -> TrainedParts:
-    """Which parts train; of rules by class features (FedPAC) the head is its last layer, which reads these features."""
+    """The parts that train; under rules by class features (FedPAC) the head is its last layer, which reads them."""
     parts = config.training.trained_parts
     return "last_layer_then_rest" if parts == "head_then_rest" and reads_features(config) else parts
 
 
 def _second_model(config: Config) -> SecondModel:
-    """What the shared model that clients train is to its companion; second models have options of their own."""
+    """Role of the shared model that clients train towards its companion; second models have options of their own."""
     if has_frozen_part(config):
         return "frozen"
     return config.mixing.second_model if config.mixing.personal_models else "none"

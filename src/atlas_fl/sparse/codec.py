@@ -31,7 +31,7 @@ from atlas_fl.storage.tensors import DTYPES, decode_tensors, encode_tensors, enc
 
 _Array: TypeAlias = np.ndarray[Any, Any]
 MOST_DIGITS = 8
-"""Of a length; 2^56 values are more than any model has."""
+"""Most digits of a length; 2^56 values are more than any model has."""
 
 
 def encode_runs(bits: Bool[np.ndarray, " n"]) -> UInt8[np.ndarray, "bytes"]:
@@ -88,7 +88,7 @@ _LAYOUT, _PREFIX = "layout", "values."
 
 @dataclass(frozen=True, kw_only=True)
 class RandomMask:
-    """How a mask of the strategy `random` was made, which is all that needs to travel of it."""
+    """Seed, sparsity and scope of a mask of the strategy `random`: all that needs to travel of it."""
 
     seed: int
     sparsity: float
@@ -107,7 +107,7 @@ def encode_mask(mask: Mask, *, random_mask: RandomMask | None = None) -> bytes:
 
 
 def mask_size(mask: Mask, *, random_mask: RandomMask | None = None) -> int:
-    """How long `encode_mask` is, in bytes."""
+    """Bytes of `encode_mask`."""
     return min(encoded_size(form) for form in _forms(mask, random_mask))
 
 
@@ -144,7 +144,7 @@ def encode_values(params: Params, mask: Mask) -> bytes:
 
 
 def values_size(count: int, *, dtype: torch.dtype = torch.float32) -> int:
-    """How many bytes `encode_values` makes of so many kept values of one dtype, without any values."""
+    """Bytes that `encode_values` makes of this number of kept values of one dtype, without any values."""
     return encoded_size({_PREFIX + DTYPES[dtype]: torch.empty(count, dtype=dtype, device="meta")})
 
 

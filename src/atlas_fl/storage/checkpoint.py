@@ -36,12 +36,12 @@ NAME = re.compile(r"round-(\d{4,})(\.replaced)?")
 _HIDDEN = re.compile(rf"\.{NAME.pattern}\.(([0-9a-f]{{16}}\.)?writing|removed)")
 _NAMES = r"state\.(safetensors|json)"
 _CHECKPOINT_FILES = re.compile(rf"{_NAMES}|\.{_NAMES}\.([0-9a-f]{{16}}\.)?writing")
-"""What lies in a checkpoint's folder, and for a moment in a draft."""
+"""Files of a checkpoint's folder, and for a moment of a draft."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """What a run needs to go on after a round."""
+    """State from which a run goes on after a round."""
 
     round: int
     """The last round that is complete."""
@@ -113,7 +113,7 @@ def load_newest(folder: Path, *, check: Callable[[Checkpoint], None] | None = No
 
 
 def check_newest_state(folder: Path) -> None:
-    """Nothing where the newest checkpoint's state is intact, or there is none.
+    """Check that the newest checkpoint's state is intact, if there is one.
 
     Raises:
         CheckpointError: it is damaged; a resumed run passes over it.

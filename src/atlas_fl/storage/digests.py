@@ -29,15 +29,15 @@ MESSAGE_DIGITS = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Digests:
-    """What files of a run were when they were written."""
+    """Digests of a run's files as they were written."""
 
     sha256: Mapping[str, str]
     """By the path inside the run's folder."""
     lengths: Mapping[str, int] = field(default_factory=dict)
-    """Of files that grow: the bytes that are meant, from the first on."""
+    """Bytes that are meant of files that grow, from the first on."""
 
     def fault(self, folder: RunFolder, file: Path, *, within: Path | None = None) -> str:
-        """How this file differs from what was written; empty where it does not, or where nothing is known of it.
+        """The difference of this file from what was written; empty where there is none, or nothing is known of it.
 
         No part of its path below `within`, or else below the folder, is a link.
         """
@@ -58,7 +58,7 @@ class Digests:
         )
 
     def check(self, folder: RunFolder, *files: Path) -> None:
-        """Nothing where these files are what was written.
+        """Check that these files are what was written.
 
         Raises:
             CheckpointError: one of them is not; the message names it.
@@ -77,7 +77,7 @@ def damaged_file_error(folder: RunFolder, file: Path, fault: str) -> CheckpointE
 
 
 def is_final_output(name: str) -> bool:
-    """Whether the end of a run writes this file, from its last checkpoint, its plan and its rows."""
+    """Return whether the end of a run writes this file, from its last checkpoint, its plan and its rows."""
     return name in ("summary.json", "digests.json") or name.startswith(("adapters/", "models/"))
 
 
@@ -99,7 +99,7 @@ def file_sha256(path: Path, *, length: int | None = None, within: Path | None = 
 
 
 def check_state(candidate: checkpoint.Checkpoint) -> None:
-    """Nothing where the state of this checkpoint is that of a run.
+    """Check that the state of this checkpoint is that of a run.
 
     Raises:
         CheckpointError: it is not; the message says what is not.
@@ -222,5 +222,5 @@ def audit_record_faults(record: Path, *, within: Path) -> Iterator[tuple[Path, s
 
 
 def reason(error: CheckpointError) -> str:
-    """What is wrong with a file, of a message that begins with its name and ends with what mends it."""
+    """The fault of a file, out of a message that begins with its name and ends with what mends it."""
     return str(error).partition(": ")[2].partition("; ")[0] or str(error)

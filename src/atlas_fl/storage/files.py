@@ -78,7 +78,7 @@ def atomic_folder(path: Path, *, within: Path | None = None) -> Iterator[Path]:
 
 
 def set_aside(path: Path, *, name: str | None = None) -> Path:
-    """Where what lay at a path lies now: beside it, as `NAME.kept-1` or the next that is free.
+    """Move what lies at a path beside it, as `NAME.kept-1` or the next that is free, and return its place.
 
     So is kept what is in the way and was not written here.
     """
@@ -115,7 +115,7 @@ _DRAFT_OF_SETTINGS = re.compile(r"\.config\.toml\.([0-9a-f]{16}\.)?writing")
 
 
 def is_left_of_beginning(name: str) -> bool:
-    """Whether a file of this name may lie in a folder where a run was only about to begin."""
+    """Return whether a file of this name may lie in a folder where a run was only about to begin."""
     return name == LOCK or _DRAFT_OF_SETTINGS.fullmatch(name) is not None
 
 
@@ -142,7 +142,7 @@ def run_lock(folder: Path) -> Iterator[None]:
 
 
 def _is_same_file(path: Path, file: BufferedWriter) -> bool:
-    """Whether this file still has its name: a run that could not be planned may have removed the folder meanwhile."""
+    """Return whether this file still has its name: a run that could not be planned may have removed the folder."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except FileNotFoundError:
@@ -153,7 +153,7 @@ SECRET_BYTES = 32
 
 
 def secret_file(folder: Path, name: str) -> Path:
-    """Where the secret of the client of this name lies in a folder."""
+    """Path of this client's secret in a folder."""
     return folder / f"{name}-secret"
 
 

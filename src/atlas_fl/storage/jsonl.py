@@ -31,9 +31,9 @@ from atlas_fl.storage.json_shapes import Shape, check_written, list_of
 
 LINE_WIDTH = 120
 MOST_DEPTH = 64
-"""Of lists and mappings inside each other: what is written here has less than ten, and its readers are recursive."""
+"""Most lists and mappings inside each other: what is written here has less than ten, and its readers are recursive."""
 MOST_CONTAINERS, MOST_ENTRIES = 2_000_000, 20_000_000
-"""Of lists and mappings, and of what they hold: a few bytes of text make hundreds in memory."""
+"""Most lists and mappings, and most entries in them: a few bytes of text make hundreds in memory."""
 _TEXTS = re.compile(r'"(?:[^"\\]++|\\.?)*+(?:"|\Z)', re.DOTALL)
 """The texts of JSON; the last one may lack its end."""
 _OTHER_CHARACTERS = re.compile(r"[^\[\]{}]+")
@@ -58,7 +58,7 @@ def _to_builtin(value: object) -> object:
 
 
 def _find_undefined(value: object, path: str = "") -> str:
-    """Where a NaN or an infinity lies, as `key[index].key`; empty where there is none."""
+    """Place of a NaN or an infinity, as `key[index].key`; empty where there is none."""
     value = value.tolist() if isinstance(value, np.generic | np.ndarray) else value
     if isinstance(value, float) and not math.isfinite(value):
         return f"{path or 'the value'} is {value}"
@@ -84,7 +84,7 @@ def to_json(value: object) -> str:
 
 
 def from_json(text: str | bytes) -> Any:
-    """What strict JSON says; all JSON is read by this function.
+    """Value of strict JSON; all JSON is read by this function.
 
     Raises:
         ValueError: no JSON in UTF-8, NaN or an infinity in it, or more and deeper lists than anything that is written
@@ -171,7 +171,7 @@ def write_json(path: Path, value: object, *, shape: Shape | None = None, within:
 
 
 def read_json(path: Path, *, within: Path | None = None) -> Any:
-    """What a JSON file says.
+    """Value of a JSON file.
 
     Raises:
         CheckpointError: there is no such file, or it is damaged.

@@ -1,4 +1,4 @@
-"""What crosses the network: one row for each message, with the bytes of the encoded payload.
+"""The ledger of what crosses the network: one row for each message, with the bytes of the encoded payload.
 
 Of what crosses the cut of a model, one row for all messages of one kind and direction in a round.
 """
@@ -29,7 +29,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerRow:
-    """What went between a client and the server, or its `peer`; round 0 is what happens before training."""
+    """Message between a client and the server, or its `peer`; round 0 is what happens before training."""
 
     round: int
     client: str
@@ -43,7 +43,7 @@ class LedgerRow:
     relayed: bool = False
     """It goes to the `peer` over the server, which hands it on."""
     phase: str = ""
-    """What of planning crossed a cut: `fingerprint`, `importance` or `evaluate`; empty: of a round, or of no cut."""
+    """Phase of planning that crossed a cut: `fingerprint`, `importance` or `evaluate`; empty: a round, or no cut."""
 
     def to_json(self) -> dict[str, Any]:
         """The row as `ledger.jsonl` holds it; without `peer`, `guest`, `relayed` and `phase` where there is none."""
@@ -65,9 +65,9 @@ class Totals:
     by_round: dict[int, dict[str, int]]
     """Bytes by round, then by direction."""
     between_clients: int = 0
-    """Of all bytes those that do not touch the server."""
+    """Bytes that do not touch the server."""
     relayed: int = 0
-    """Of all bytes those that go between two clients over the server, which gets and sends them once each."""
+    """Bytes that go between two clients over the server, which gets and sends them once each."""
 
     @property
     def total(self) -> int:

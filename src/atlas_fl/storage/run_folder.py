@@ -78,7 +78,7 @@ class RunFolder:
 
     @property
     def mask(self) -> Path:
-        """Which weights may move: a truth value for each, by the names of the tensors."""
+        """The weights that may move: a truth value for each, by the names of the tensors."""
         return self.path / "mask.safetensors"
 
     @property
@@ -98,22 +98,22 @@ class RunFolder:
 
     @property
     def digests(self) -> Path:
-        """What the files of a complete run were when it was completed."""
+        """Digests of the files of a complete run."""
         return self.path / "digests.json"
 
     @property
     def tuning(self) -> Path:
-        """How the run's settings were chosen, where `atlas compare --trials` chose them."""
+        """Trials by which the run's settings were chosen, where `atlas compare --trials` chose them."""
         return self.path / "tuning.json"
 
     @property
     def deliveries(self) -> Path:
-        """Which clients of a served run have got their model at its end."""
+        """Clients of a served run that have got their model at its end."""
         return self.path / "heard.json"
 
     @property
     def sites(self) -> Path:
-        """What the clients of a served run have said of themselves."""
+        """Metadata that the clients of a served run have sent."""
         return self.path / "sites.json"
 
     @property
@@ -133,12 +133,12 @@ class RunFolder:
 
     @property
     def figures(self) -> Path:
-        """What `atlas report` draws."""
+        """Figures of `atlas report`."""
         return self.path / "figures"
 
     @property
     def audit(self) -> Path:
-        """What clients trained and loaded, by round."""
+        """Models that clients trained and loaded, by round."""
         return self.path / "audit"
 
     @property
@@ -151,7 +151,7 @@ class RunFolder:
         return self.audit / f"round-{round:04d}"
 
     def audit_arrival(self, round: int) -> Path:
-        """What clients that joined before a round brought to it and began it with."""
+        """Models that clients that joined before a round brought to it and began it with."""
         return self.audit / f"joined-{round:04d}"
 
     def adapter(self, client: str) -> Path:
@@ -159,16 +159,16 @@ class RunFolder:
         return self.adapters / client
 
     def is_resumable(self) -> bool:
-        """Whether the folder holds a run that can be resumed, be it one that was stopped while it planned."""
+        """Return whether the folder holds a run that can be resumed, be it one that was stopped while it planned."""
         return is_readable_file(self.config)
 
     def is_run(self) -> bool:
-        """Whether the folder holds a run that can be read."""
+        """Return whether the folder holds a run that can be read."""
         return self.is_resumable() and self.plan.is_file()
 
 
 def is_readable_file(path: Path) -> bool:
-    """Whether there is a file, no pipe and no device, behind this name; False too in a folder that may not be read."""
+    """Return whether there is a regular file behind this name; False too in a folder that may not be read."""
     try:
         return path.is_file()
     except OSError:
