@@ -55,7 +55,7 @@ class Clustering:
     points: np.ndarray = field(default_factory=lambda: np.zeros((0, 2)))
     """First two principal components of every client, float64 (n, 2), for the scatter plot."""
     centroids: np.ndarray = field(default_factory=lambda: np.zeros((0, 0, 0)))
-    """By ascending label, for `predict_cluster`: (1, k, d) mean unit sketches, or (2, k, d) of halves over sqrt(c_kk)."""
+    """By ascending label, for `predict_cluster`: (1, k, d) mean unit sketches, or (2, k, d) halves over sqrt(c_kk)."""
     offsets: np.ndarray = field(default_factory=lambda: np.zeros((2, 0)))
     """The means (2, d) that were subtracted from each half; zero unless centred."""
     before_merging: tuple[int, ...] = ()

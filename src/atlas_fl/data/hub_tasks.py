@@ -144,8 +144,7 @@ GLUE: tuple[Task, ...] = (
     _task(Format(name="cola", text="sentence", label_names=("unacceptable", "acceptable")), metric="mcc"),
     _task(Format(name="qnli", text="question", pair="sentence", label_names=_ENTAILED), max_length=256),
     _task(
-        Format(name="qqp", text="question1", pair="question2", label_names=("not_duplicate", "duplicate")),
-        metric="f1",
+        Format(name="qqp", text="question1", pair="question2", label_names=("not_duplicate", "duplicate")), metric="f1"
     ),
     _task(
         Format(name="mnli", text="premise", pair="hypothesis", label_names=("entailment", "neutral", "contradiction"))
@@ -160,13 +159,7 @@ _SENTIMENT = ("negative", "positive")
 HUB_TASKS: tuple[Task, ...] = (
     *GLUE,
     _task(
-        Format(
-            name="imdb",
-            text="text",
-            label_names=_SENTIMENT,
-            repository="stanfordnlp/imdb",
-            config="plain_text",
-        ),
+        Format(name="imdb", text="text", label_names=_SENTIMENT, repository="stanfordnlp/imdb", config="plain_text"),
         max_length=256,
         note="film reviews of the hub",
     ),
@@ -182,11 +175,7 @@ HUB_TASKS: tuple[Task, ...] = (
     ),
     _task(
         Format(
-            name="yelp",
-            text="text",
-            label_names=_SENTIMENT,
-            repository="fancyzhx/yelp_polarity",
-            config="plain_text",
+            name="yelp", text="text", label_names=_SENTIMENT, repository="fancyzhx/yelp_polarity", config="plain_text"
         ),
         max_length=256,
         note="reviews of places, of the hub",
@@ -214,13 +203,7 @@ HUB_TASKS: tuple[Task, ...] = (
         note="writes a sentence about a restaurant from its attributes; of the hub",
     ),
     _task(
-        Format(
-            name="xsum",
-            text="document",
-            target="summary",
-            repository="EdinburghNLP/xsum",
-            config="default",
-        ),
+        Format(name="xsum", text="document", target="summary", repository="EdinburghNLP/xsum", config="default"),
         max_length=512,
         note="writes a sentence that sums up an article; of the hub",
     ),

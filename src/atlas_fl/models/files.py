@@ -266,16 +266,17 @@ class _GgufReader:
         self._file.close()
 
     def take(self, size: int) -> bytes:
-        if size > self._left:
-            raise ValueError("the file ends before what its header says")
-        self._left -= size
+        self._use(size)
         return self._file.read(size)
 
     def skip(self, size: int) -> None:
+        self._use(size)
+        self._file.seek(size, os.SEEK_CUR)
+
+    def _use(self, size: int) -> None:
         if size > self._left:
             raise ValueError("the file ends before what its header says")
         self._left -= size
-        self._file.seek(size, os.SEEK_CUR)
 
     def number(self, form: str) -> int:
         value: int = struct.unpack(form, self.take(struct.calcsize(form)))[0]

@@ -170,7 +170,7 @@ def image_features_above(
     The stock model runs with what lies below left out: what stands behind the blocks differs between architectures.
     """
     below = {vision.backbone.get_submodule("embeddings"): lambda *_, **__: hidden}
-    below |= dict.fromkeys(_first_blocks(vision, blocks), _pass_through)
+    below |= dict.fromkeys(_first_blocks(vision, blocks), lambda hidden, *_, **__: hidden)
     for module, forward in below.items():
         module.forward = forward
     try:
@@ -183,10 +183,6 @@ def image_features_above(
 
 def _first_blocks(vision: Vision, count: int) -> list[nn.Module]:
     return list(vision.backbone.get_submodule(vision.blocks).children())[:count]
-
-
-def _pass_through(hidden: Tensor, *_: object, **__: object) -> Tensor:
-    return hidden
 
 
 def image_logits(

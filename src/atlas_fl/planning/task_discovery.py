@@ -205,15 +205,12 @@ def clustering_report(
     }
 
 
-def _sketches(update: Update) -> Params:
-    return select(update.params, [name for name in (FIRST, SECOND, LABELS) if name in update.params])
-
-
 def _warm_up_report(updates: Sequence[Update], *, seconds: float) -> dict[str, Any]:
+    sketches = [select(update.params, update.params.keys() & {FIRST, SECOND, LABELS}) for update in updates]
     return {
         "steps": {update.client: int(update.metrics["steps"]) for update in updates},
         "agreement": {update.client: update.metrics["agreement"] for update in updates},
-        "fingerprint_bytes": max(encoded_size(_sketches(update)) for update in updates),
+        "fingerprint_bytes": max(map(encoded_size, sketches)),
         "seconds": seconds,
     }
 

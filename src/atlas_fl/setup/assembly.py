@@ -53,14 +53,6 @@ class Newcomer:
     tokens: ClientTokens
 
 
-def _no_newcomers(_round: int) -> tuple[Newcomer, ...]:
-    return ()
-
-
-def _do_nothing(_name: str) -> None:
-    return None
-
-
 def _raise_error(_name: str, error: AtlasError) -> None:
     raise error
 
@@ -69,9 +61,9 @@ def _raise_error(_name: str, error: AtlasError) -> None:
 class JoinQueue:
     """Queue of clients that join later; in a simulation from its config, and a rejection ends the run."""
 
-    waiting_clients: Callable[[int], tuple[Newcomer, ...]] = _no_newcomers
+    waiting_clients: Callable[[int], tuple[Newcomer, ...]] = lambda _: ()
     """(round) -> the clients that would take part from this round on."""
-    accept_client: Callable[[str], None] = _do_nothing
+    accept_client: Callable[[str], None] = lambda _: None
     """Called with every client that is in the plan from now on."""
     reject_client: Callable[[str, AtlasError], None] = _raise_error
     """Called with (client, reason) for every client that cannot be in it."""
@@ -174,21 +166,17 @@ def load_clients(config: Config) -> tuple[ClientData, ...]:
         client_sizes=config.data.client_sizes,
         test_mix=config.data.test_mix,
     )
-    clients = _make_heterogeneous(clients, config.data)
+    if config.data.one_task:
+        clients = merge_sources(clients, config.data.own_share)
+    if config.data.rating_cuts:
+        clients = shift_concepts(clients, config.data.rating_cuts)
+    clients = flip_classes(clients, config.data.flipped_clients)
+    if config.data.centralized:
+        clients = centralize(clients)
     if config.attack.attack == "none":
         return clients
     attackers = choose_attackers(config.attack.attackers, [client.name for client in clients], seed=config.run.seed)
     return with_flipped_labels(clients, attackers) if ATTACKS[config.attack.attack].flips_labels else clients
-
-
-def _make_heterogeneous(clients: tuple[ClientData, ...], data: DataConfig) -> tuple[ClientData, ...]:
-    """The clients, made to differ as the settings say."""
-    if data.one_task:
-        clients = merge_sources(clients, data.own_share)
-    if data.rating_cuts:
-        clients = shift_concepts(clients, data.rating_cuts)
-    clients = flip_classes(clients, data.flipped_clients)
-    return centralize(clients) if data.centralized else clients
 
 
 def assemble(
@@ -534,17 +522,12 @@ def defer_late_clients(assembly: Assembly) -> Assembly:
         for client, device in zip(assembly.clients, assembly.devices, strict=True)
         if client.name in rounds
     ]
-    present = [index for index, name in enumerate(assembly.names) if name not in rounds]
-    return replace(
-        assembly,
-        clients=tuple(assembly.clients[index] for index in present),
-        devices=tuple(assembly.devices[index] for index in present),
-        join_queue=JoinQueue(
-            waiting_clients=lambda number: tuple(
-                newcomer for newcomer in newcomers if rounds[newcomer.client.name] <= number
-            )
-        ),
+    queue = JoinQueue(
+        waiting_clients=lambda number: tuple(
+            newcomer for newcomer in newcomers if rounds[newcomer.client.name] <= number
+        )
     )
+    return replace(without_clients(assembly, rounds), join_queue=queue)
 
 
 def with_newcomer(assembly: Assembly, newcomer: Newcomer) -> Assembly:

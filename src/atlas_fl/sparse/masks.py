@@ -234,22 +234,14 @@ def _magnitude(evidence: Evidence) -> Ranking:
     return lambda name: evidence.params[name].detach().abs()
 
 
-def _least_sensitive(evidence: Evidence) -> Ranking:
-    return _sensitivity(evidence)
+def _highest_first(strategy: Callable[[Evidence], Ranking]) -> Callable[[Evidence], Ranking]:
+    """The same numbers in the other order."""
 
+    def rank(evidence: Evidence) -> Ranking:
+        ranking = strategy(evidence)
+        return lambda name: -ranking(name)
 
-def _most_sensitive(evidence: Evidence) -> Ranking:
-    ranking = _sensitivity(evidence)
-    return lambda name: -ranking(name)
-
-
-def _lowest_magnitude(evidence: Evidence) -> Ranking:
-    return _magnitude(evidence)
-
-
-def _highest_magnitude(evidence: Evidence) -> Ranking:
-    ranking = _magnitude(evidence)
-    return lambda name: -ranking(name)
+    return rank
 
 
 def _random(evidence: Evidence) -> Ranking:
@@ -267,10 +259,10 @@ def _random(evidence: Evidence) -> Ranking:
 
 
 MASKS: Mapping[str, Callable[[Evidence], Ranking]] = {
-    "least_sensitive": _least_sensitive,
-    "most_sensitive": _most_sensitive,
-    "lowest_magnitude": _lowest_magnitude,
-    "highest_magnitude": _highest_magnitude,
+    "least_sensitive": _sensitivity,
+    "most_sensitive": _highest_first(_sensitivity),
+    "lowest_magnitude": _magnitude,
+    "highest_magnitude": _highest_first(_magnitude),
     "random": _random,
 }
 """Ranking of weights by strategy: the lowest are kept."""

@@ -124,20 +124,20 @@ def digests_in_state(state: Mapping[str, Any]) -> Digests:
 def read_digests(folder: RunFolder) -> Digests | None:
     """The digests of a run: of a complete one all, else those of its newest good checkpoint.
 
-    None where there is no checkpoint yet.
+    None where there is no checkpoint.
 
     Raises:
-        CheckpointError: `digests.json` is damaged or missing.
+        CheckpointError: `digests.json` is damaged, or missing beside checkpoints.
     """
-    if not folder.summary.is_file():
-        state = checkpoint.newest_state(folder.checkpoints)
-        return None if state is None else digests_in_state(state)
-    if not folder.digests.is_file():
+    if folder.summary.is_file() and folder.digests.is_file():
+        content = read_sealed(folder.digests)
+        if fault := fields({"files": DIGESTS})(content, ""):
+            raise damaged_file_error(folder, folder.digests, fault)
+        return Digests(sha256=content["files"])
+    state = checkpoint.newest_state(folder.checkpoints)
+    if state is not None and folder.summary.is_file():
         raise damaged_file_error(folder, folder.digests, "it is missing")
-    content = read_sealed(folder.digests)
-    if fault := fields({"files": DIGESTS})(content, ""):
-        raise damaged_file_error(folder, folder.digests, fault)
-    return Digests(sha256=content["files"])
+    return None if state is None else digests_in_state(state)
 
 
 def check_files(folder: RunFolder, *files: Path) -> None:

@@ -163,9 +163,10 @@ def write_json(path: Path, value: object, *, shape: Shape | None = None, within:
     Raises:
         DataError: a number is NaN or infinite, or the value has not the shape that readers of the file ask for.
     """
+    plain = from_json(to_json(value))
     if shape is not None:
-        check_written(from_json(to_json(value)), shape, file=path)
-    content = encode_json(value)
+        check_written(plain, shape, file=path)
+    content = encode_json(plain)
     write_atomic(path, content, within=within)
     return sha256(content).hexdigest()
 

@@ -46,26 +46,28 @@ _LOCKED_FILES = re.compile(rf"{_NAMES}|plan-\d{{4,}}\.(json|safetensors)")
 """Files that nobody writes but who holds the run's lock."""
 
 
+class _Inside:
+    """The path of this name inside a run's folder, as an attribute."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, folder: "RunFolder", _: type["RunFolder"]) -> Path:
+        return folder.path / self.name
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """The paths inside a run's folder; nothing is created by asking for one."""
 
     path: Path
 
-    @property
-    def config(self) -> Path:
-        """The settings that reproduce the run."""
-        return self.path / "config.toml"
-
-    @property
-    def plan(self) -> Path:
-        """Clusters, graph and ranks."""
-        return self.path / "plan.json"
-
-    @property
-    def sketches(self) -> Path:
-        """The clients' sketches: `sketch/first` and `sketch/second`, each (clients, dim)."""
-        return self.path / "plan.safetensors"
+    config = _Inside("config.toml")
+    """The settings that reproduce the run."""
+    plan = _Inside("plan.json")
+    """Clusters, graph and ranks."""
+    sketches = _Inside("plan.safetensors")
+    """The clients' sketches: `sketch/first` and `sketch/second`, each (clients, dim)."""
 
     def plans(self) -> list[Path]:
         """The files of the first plan and of every later one, in their order."""
@@ -76,75 +78,34 @@ class RunFolder:
         """The sketches beside the plan of this file name."""
         return (self.path / plan).with_suffix(".safetensors")
 
-    @property
-    def mask(self) -> Path:
-        """The weights that may move: a truth value for each, by the names of the tensors."""
-        return self.path / "mask.safetensors"
-
-    @property
-    def metrics(self) -> Path:
-        """A row for each round, client and split."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def ledger(self) -> Path:
-        """A row for each message."""
-        return self.path / "ledger.jsonl"
-
-    @property
-    def summary(self) -> Path:
-        """The outcome; it is there once the run is complete."""
-        return self.path / "summary.json"
-
-    @property
-    def digests(self) -> Path:
-        """Digests of the files of a complete run."""
-        return self.path / "digests.json"
-
-    @property
-    def tuning(self) -> Path:
-        """Trials by which the run's settings were chosen, where `atlas compare --trials` chose them."""
-        return self.path / "tuning.json"
-
-    @property
-    def deliveries(self) -> Path:
-        """Clients of a served run that have got their model at its end."""
-        return self.path / "heard.json"
-
-    @property
-    def sites(self) -> Path:
-        """Metadata that the clients of a served run have sent."""
-        return self.path / "sites.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of `round-000N`."""
-        return self.path / "checkpoints"
-
-    @property
-    def adapters(self) -> Path:
-        """A PEFT folder for each client."""
-        return self.path / "adapters"
-
-    @property
-    def models(self) -> Path:
-        """A folder for each different whole model."""
-        return self.path / "models"
-
-    @property
-    def figures(self) -> Path:
-        """Figures of `atlas report`."""
-        return self.path / "figures"
-
-    @property
-    def audit(self) -> Path:
-        """Models that clients trained and loaded, by round."""
-        return self.path / "audit"
-
-    @property
-    def log(self) -> Path:
-        """Lines of time, level and message."""
-        return self.path / "log.txt"
+    mask = _Inside("mask.safetensors")
+    """The weights that may move: a truth value for each, by the names of the tensors."""
+    metrics = _Inside("metrics.jsonl")
+    """A row for each round, client and split."""
+    ledger = _Inside("ledger.jsonl")
+    """A row for each message."""
+    summary = _Inside("summary.json")
+    """The outcome; it is there once the run is complete."""
+    digests = _Inside("digests.json")
+    """Digests of the files of a complete run."""
+    tuning = _Inside("tuning.json")
+    """Trials by which the run's settings were chosen, where `atlas compare --trials` chose them."""
+    deliveries = _Inside("heard.json")
+    """Clients of a served run that have got their model at its end."""
+    sites = _Inside("sites.json")
+    """Metadata that the clients of a served run have sent."""
+    checkpoints = _Inside("checkpoints")
+    """The folder of `round-000N`."""
+    adapters = _Inside("adapters")
+    """A PEFT folder for each client."""
+    models = _Inside("models")
+    """A folder for each different whole model."""
+    figures = _Inside("figures")
+    """Figures of `atlas report`."""
+    audit = _Inside("audit")
+    """Models that clients trained and loaded, by round."""
+    log = _Inside("log.txt")
+    """Lines of time, level and message."""
 
     def audit_round(self, round: int) -> Path:
         """The folder of one audited round."""
