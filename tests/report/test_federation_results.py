@@ -303,12 +303,6 @@ def test_losses_of_different_kinds_have_no_mean() -> None:
     assert finished_runs._mean_of(clients | {"c": {"final": {"test": other}}}, "final", "loss") is None
 
 
-def without_columns(text: str, *names: str) -> str:
-    lines = [line.split(",") for line in text.splitlines()]  # no cell of these rows has a comma
-    kept = [index for index, name in enumerate(lines[0]) if name not in names]
-    return "".join(",".join(line[index] for index in kept) + "\n" for line in lines)
-
-
 def test_a_record_of_more_trials_stays_and_one_that_chose_another_does_not(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     fewer = TunedMethod(strategy="ditto", trials=DITTO.trials[2:])
