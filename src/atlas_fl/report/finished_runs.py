@@ -288,7 +288,7 @@ def _read_row(row: Mapping[str, Any], where: str) -> FinishedRun:
 
 
 def _tuning_of(row: Mapping[str, Any]) -> TunedMethod | None:
-    if not row.get("tuning"):
+    if not row["tuning"]:
         return None
     content = from_json(row["tuning"])
     if fault := TUNING(content, "tuning"):
@@ -319,14 +319,14 @@ def _scores_of(row: Mapping[str, Any], seed: int) -> RunScores:
         seed=seed,
         tasks=dict(zip(clients, tasks, strict=True)),
         scores={name: float(score) for name, score in zip(clients, scores, strict=True)},
-        loss=_number(row.get("loss") or ""),
-        calibration_error=_number(row.get("calibration_error") or ""),
+        loss=_number(row["loss"]),
+        calibration_error=_number(row["calibration_error"]),
         gain_over_majority=_number(row["gain_over_majority"], least=-1.0),
         num_bytes=_whole_number(row["bytes"]),
         bytes_below_whole=_number(row["bytes_below_whole"], least=-inf),
         seconds=_number(row["seconds"]),
-        reused_seconds=_number(row.get("seconds_reused") or ""),
-        memory_bytes=_number(row.get("memory_bytes") or ""),
+        reused_seconds=_number(row["seconds_reused"]),
+        memory_bytes=_number(row["memory_bytes"]),
     )
 
 

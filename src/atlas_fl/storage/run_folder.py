@@ -24,29 +24,9 @@ PLANNED_RUNS = ".runs.json"
 """Ends the name of the file that names the runs of a comparison or a sweep."""
 SHOWN_RUNS = 8
 _AUDIT_FOLDERS = re.compile(r"(round|joined)-[0-9].*")
-_FILES = (
-    "config.toml",
-    "plan.json",
-    "plan.safetensors",
-    "mask.safetensors",
-    "metrics.jsonl",
-    "ledger.jsonl",
-    "summary.json",
-    "tuning.json",
-    "digests.json",
-    "heard.json",
-    "sites.json",
-    "log.txt",
-)
-_AUDIT_FILES = ("record.json", "start.safetensors", "trained.safetensors", "fresh.safetensors")
-_NAMES = "|".join(re.escape(name) for name in (*_FILES, *_AUDIT_FILES))
-_RUN_FILES = re.compile(rf"{_NAMES}|\.({_NAMES})\.([0-9a-f]{{16}}\.)?writing|{re.escape(LOCK)}")
-"""Files that a run writes, and may have written before its first checkpoint."""
-_LOCKED_FILES = re.compile(rf"{_NAMES}|plan-\d{{4,}}\.(json|safetensors)")
-"""Files that nobody writes but who holds the run's lock."""
 
 
-class _Inside:
+class InnerPath:
     """The path of this name inside a run's folder, as an attribute."""
 
     def __init__(self, name: str) -> None:
@@ -62,11 +42,11 @@ class RunFolder:
 
     path: Path
 
-    config = _Inside("config.toml")
+    config = InnerPath("config.toml")
     """The settings that reproduce the run."""
-    plan = _Inside("plan.json")
+    plan = InnerPath("plan.json")
     """Clusters, graph and ranks."""
-    sketches = _Inside("plan.safetensors")
+    sketches = InnerPath("plan.safetensors")
     """The clients' sketches: `sketch/first` and `sketch/second`, each (clients, dim)."""
 
     def plans(self) -> list[Path]:
@@ -78,33 +58,33 @@ class RunFolder:
         """The sketches beside the plan of this file name."""
         return (self.path / plan).with_suffix(".safetensors")
 
-    mask = _Inside("mask.safetensors")
+    mask = InnerPath("mask.safetensors")
     """The weights that may move: a truth value for each, by the names of the tensors."""
-    metrics = _Inside("metrics.jsonl")
+    metrics = InnerPath("metrics.jsonl")
     """A row for each round, client and split."""
-    ledger = _Inside("ledger.jsonl")
+    ledger = InnerPath("ledger.jsonl")
     """A row for each message."""
-    summary = _Inside("summary.json")
+    summary = InnerPath("summary.json")
     """The outcome; it is there once the run is complete."""
-    digests = _Inside("digests.json")
+    digests = InnerPath("digests.json")
     """Digests of the files of a complete run."""
-    tuning = _Inside("tuning.json")
+    tuning = InnerPath("tuning.json")
     """Trials by which the run's settings were chosen, where `atlas compare --trials` chose them."""
-    deliveries = _Inside("heard.json")
+    deliveries = InnerPath("heard.json")
     """Clients of a served run that have got their model at its end."""
-    sites = _Inside("sites.json")
+    sites = InnerPath("sites.json")
     """Metadata that the clients of a served run have sent."""
-    checkpoints = _Inside("checkpoints")
+    checkpoints = InnerPath("checkpoints")
     """The folder of `round-000N`."""
-    adapters = _Inside("adapters")
+    adapters = InnerPath("adapters")
     """A PEFT folder for each client."""
-    models = _Inside("models")
+    models = InnerPath("models")
     """A folder for each different whole model."""
-    figures = _Inside("figures")
+    figures = InnerPath("figures")
     """Figures of `atlas report`."""
-    audit = _Inside("audit")
+    audit = InnerPath("audit")
     """Models that clients trained and loaded, by round."""
-    log = _Inside("log.txt")
+    log = InnerPath("log.txt")
     """Lines of time, level and message."""
 
     def audit_round(self, round: int) -> Path:
@@ -126,6 +106,15 @@ class RunFolder:
     def is_run(self) -> bool:
         """Return whether the folder holds a run that can be read."""
         return self.is_resumable() and self.plan.is_file()
+
+
+_FILES = [path.name for path in vars(RunFolder).values() if isinstance(path, InnerPath) and "." in path.name]
+_AUDIT_FILES = ("record.json", "start.safetensors", "trained.safetensors", "fresh.safetensors")
+_NAMES = "|".join(re.escape(name) for name in (*_FILES, *_AUDIT_FILES))
+_RUN_FILES = re.compile(rf"{_NAMES}|\.({_NAMES})\.([0-9a-f]{{16}}\.)?writing|{re.escape(LOCK)}")
+"""Files that a run writes, and may have written before its first checkpoint."""
+_LOCKED_FILES = re.compile(rf"{_NAMES}|plan-\d{{4,}}\.(json|safetensors)")
+"""Files that nobody writes but who holds the run's lock."""
 
 
 def is_readable_file(path: Path) -> bool:
