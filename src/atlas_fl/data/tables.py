@@ -200,12 +200,14 @@ def _read_jsonl(path: Path) -> Table:
 def _read_parquet(path: Path, *, class_names: bool = False) -> Table:
     arrow = import_module("pyarrow")  # half a second that other commands need not pay
     batches: list[Any] = []
+    unpacked = 0
     try:
         with import_module("pyarrow.parquet").ParquetFile(path) as file:
             schema = file.schema_arrow
             for batch in file.iter_batches(batch_size=_BATCH_ROWS):
                 batches.append(batch)
-                if sum(one.nbytes for one in batches) > MOST_UNPACKED_BYTES:
+                unpacked += batch.nbytes
+                if unpacked > MOST_UNPACKED_BYTES:
                     raise ValueError(f"its values take more than the {MOST_UNPACKED_BYTES:,} bytes that are read")
         table: Table = arrow.Table.from_batches(batches, schema).to_pandas().to_dict("list")
     except (arrow.ArrowException, MemoryError, OverflowError) as error:
