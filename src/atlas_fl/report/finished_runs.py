@@ -255,7 +255,7 @@ def read_csv(path: Path) -> list[FinishedRun]:
 
     Raises:
         ConfigError: it is none, a row does not say what one says, or the flags of a row mean other settings than those
-            that its run had: a default or a preset has changed since.
+            that its run had: a preset has changed since.
     """
     if not is_csv(path):
         raise ConfigError(f"{path} is no file of runs; give folders of runs, or a CSV file that `atlas results` wrote")
