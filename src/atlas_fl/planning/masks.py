@@ -320,7 +320,7 @@ def full_client_plans(assembly: Assembly, mask_plan: MaskPlan, labels: Sequence[
     for client, device, label in zip(assembly.clients, assembly.devices, labels, strict=True):
         cost = _full_model_cost(mask_plan.initial_models[client.name], device, mask_plan.mask, share=share)
         check_costs(client, device, {"a round": cost["predicted"]})
-        common = {"name": client.name, "task": client.task.name, "device": device.name}
+        common: dict[str, Any] = {"name": client.name, "task": client.task.name, "device": device.name}
         plans.append(ClientPlan(**common, examples=len(client.train), cluster=label, **cost))
     return tuple(plans)
 
