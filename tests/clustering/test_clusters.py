@@ -6,7 +6,7 @@ import pytest
 
 from atlas_fl.clustering.cluster import cluster_clients, oracle_clustering
 from atlas_fl.clustering.k_search import METHODS, RULES
-from atlas_fl.clustering.labels import ClusteringSettings
+from atlas_fl.clustering.labels import ClusteringSettings, decided_labels
 from atlas_fl.clustering.result import Clustering, agreement, assign_client, predict_cluster
 from atlas_fl.errors import CheckpointError, ConfigError, DataError
 
@@ -22,7 +22,7 @@ def noise(num, *, dim=256, seed=9):
 def test_every_decision_is_recorded(planted):
     first, second, _ = planted([3, 3, 3])
     found = cluster_clients(first, second, settings=SETTINGS)
-    assert found.labels == (0, 0, 0, 1, 1, 1, 2, 2, 2) and found.num_clusters == 3
+    assert found.labels == (0, 0, 0, 1, 1, 1, 2, 2, 2)
     assert found.settings == SETTINGS and found.method == "corrected"
     assert (found.components, found.explained_variance) == (8, pytest.approx(1)) and not found.warnings
     assert found.structure["found"] and found.structure["p_value"] == 0.05 and "above" in found.structure["reason"]
@@ -50,7 +50,7 @@ def test_undecided_clients_change_nothing_for_the_others(planted):
 def test_all_undecided(method):
     settings = replace(SETTINGS, cluster_by=method)
     found = cluster_clients(noise(4), noise(4, seed=1), settings=settings)
-    assert found.labels == (-1,) * 4 and not found.structure["found"] and found.num_clusters == 0
+    assert found.labels == (-1,) * 4 and not found.structure["found"]
     assert any(line.startswith("no structure: no client's halves agree to 0.1; give") for line in found.warnings)
     assert Clustering.from_json(found.to_json()).to_json() == found.to_json()
     assert predict_cluster(found, noise(1)[0], noise(1)[0]) == -1
@@ -91,15 +91,17 @@ def test_gap_may_find_nothing_itself(planted, monkeypatch):
 def test_fixed_k_overrules_the_verdict_and_says_so(method, planted):
     first, second, _ = planted([6], signal=0.8)
     found = cluster_clients(first, second, settings=replace(SETTINGS, cluster_by=method, clusters="3"))
-    assert found.num_clusters == 3 and not found.structure["found"]
+    assert len(decided_labels(found.labels)) == 3 and not found.structure["found"]
     assert "the 3 clusters asked for are used all the same" in found.warnings[-1]
 
 
 def test_min_cluster_size_is_applied_last(planted):
     first, second, _ = planted([3, 3, 1])
-    assert cluster_clients(first, second, settings=SETTINGS).num_clusters == 3
+    assert len(decided_labels(cluster_clients(first, second, settings=SETTINGS).labels)) == 3
     found = cluster_clients(first, second, settings=replace(SETTINGS, min_cluster_size=2))
-    assert found.num_clusters == 2 and "below min_cluster_size 2 joined its nearest" in found.warnings[-1]
+    assert (
+        len(decided_labels(found.labels)) == 2 and "below min_cluster_size 2 joined its nearest" in found.warnings[-1]
+    )
 
 
 def test_few_components_are_reported(planted):
@@ -126,7 +128,7 @@ def test_centring_finds_tasks_behind_a_common_part(planted):
     first, second, tasks = planted([3, 3, 3])
     common = 3 * noise(1)
     hidden = [common + half for half in (first, second)]
-    assert cluster_clients(*hidden, settings=SETTINGS).num_clusters == 1
+    assert len(decided_labels(cluster_clients(*hidden, settings=SETTINGS).labels)) == 1
     found = cluster_clients(*hidden, settings=replace(SETTINGS, centre=True, min_reliability=0.3))
     assert agreement(found.labels, tasks)["ari"] == 1
     assert [predict_cluster(found, *pair) for pair in zip(*hidden, strict=True)] == list(found.labels)

@@ -186,7 +186,7 @@ def test_the_state_of_a_checkpoint_holds_the_digests_of_the_model() -> None:
     state = {
         **{"origin": {"settings": {}, "data": {}, "model": {"weights": "0a", "vocabulary": None}}, "same": {}},
         **{"metrics_bytes": 0, "ledger_bytes": 0, "stale": [], "validation": {}, "plan": "plan.json"},
-        **{"seconds": {}, "peak": {}, "round_seconds": {}},
+        **{"seconds": {}, "peak": {}, "round_seconds": {}, "reused_seconds": 0.0, "history": {}, "over": False},
     }
     assert STATE(from_json(to_json(state)), "") == ""
     assert "model.weights is 3" in STATE(with_value(state, ("origin", "model", "weights"), 3), "")

@@ -54,7 +54,7 @@ def test_rngwp_by_hand() -> None:
     first = rngwp(None, np.array([4.0, 6.0]), np.array([2, 2]))
     np.testing.assert_allclose(first, [2.0, 3.0])
     # 0.9 * 2 + 0.1 * 12 = 3.0 and 0.9 * 3 + 0.1 * 3 = 3
-    np.testing.assert_allclose(rngwp(first, np.array([24.0, 6.0]), np.array([2, 2]), decay=0.9), [3.0, 3.0])
+    np.testing.assert_allclose(rngwp(first, np.array([24.0, 6.0]), np.array([2, 2])), [3.0, 3.0])
 
 
 def test_cluster_importance_is_the_mean_over_members_and_spares_the_undecided() -> None:

@@ -189,9 +189,10 @@ def test_logits_are_alive_four_times_at_the_peak() -> None:
     with live:
         logits = head(features).float()
         torch.nn.functional.cross_entropy(logits, torch.arange(tokens)).backward()
-    sizes = {"ranks": [8] * 6, "reserve_bytes": 0}
     found, without = (
-        device_memory(MINILM, DEVICES["cpu_2gb"], step=TrainingStep(tokens=1, logits=count), **sizes).activations_bytes
+        device_memory(
+            MINILM, DEVICES["cpu_2gb"], ranks=[8] * 6, step=TrainingStep(tokens=1, logits=count)
+        ).activations_bytes
         for count in (tokens * vocabulary, 0)
     )
     # blocks of this size are no part of the heap, so nothing is added to what is alive

@@ -153,30 +153,6 @@ def test_some_runs_without_a_record_are_counted(tuned: Path) -> None:
     assert results_of(tuned).tuned["ditto"].endswith("; 1 of 3 runs have no such record")
 
 
-@pytest.mark.parametrize(
-    "missing",
-    [
-        ("memory_bytes",),
-        ("memory_bytes", "loss", "calibration_error"),
-        ("memory_bytes", "loss", "calibration_error", "tuning", "seconds_reused"),
-    ],
-)
-def test_rows_of_before_there_were_these_columns_are_read(
-    missing: tuple[str, ...], make_federation: MakeFederation, tmp_path: Path
-) -> None:
-    make_federation(2)
-    runs = find_finished_runs([tmp_path])
-    file = tmp_path / "rows.csv"
-    file.write_text(without_columns(to_csv(runs), *missing))
-    read = find_finished_runs([file])
-    assert len(read) == len(runs) and all(run.scores.memory_bytes is None for run in read)
-    page = results_page(read, control="fedavg")
-    assert "no tuning on record" in page and "*Costs*" in page
-    is_older = "loss" in missing
-    assert all((run.scores.loss is None) == is_older for run in read)
-    assert ("*Probabilities*" not in page) == is_older
-
-
 def test_the_memory_of_a_method_is_that_of_the_client_that_needs_most(
     make_federation: MakeFederation, tmp_path: Path
 ) -> None:
@@ -325,12 +301,6 @@ def test_losses_of_different_kinds_have_no_mean() -> None:
     clients = {"a": {"final": {"test": loss}}, "b": {"final": {"test": loss}}}
     assert finished_runs._mean_of(clients, "final", "loss") == 1
     assert finished_runs._mean_of(clients | {"c": {"final": {"test": other}}}, "final", "loss") is None
-
-
-def without_columns(text: str, *names: str) -> str:
-    lines = [line.split(",") for line in text.splitlines()]  # no cell of these rows has a comma
-    kept = [index for index, name in enumerate(lines[0]) if name not in names]
-    return "".join(",".join(line[index] for index in kept) + "\n" for line in lines)
 
 
 def test_a_record_of_more_trials_stays_and_one_that_chose_another_does_not(tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ def test_a_row_that_is_none_or_means_another_run_by_now_is_one_line(
     file = tmp_path / "runs.csv"
     text = to_csv(find_finished_runs([tmp_path]))
     for old, new, said in (
-        ("--seed 1,", "--seed 4,", r"line \d+ of .*runs\.csv is of a run .*, and its flags mean .* today: a preset or"),
+        ("--seed 1,", "--seed 4,", r"line \d+ of .*runs\.csv is of a run .*, and its flags mean .* today: a preset"),
         ("--seed 1,", "--sed 1,", r"line \d+ of .* is no row of a run \('sed'\); restore the file"),
         ("contradiction", "contradict", r"is no row of a run \(unknown preset"),
         ("movie-1 ", "", r"is no row of a run \(zip\(\) argument"),

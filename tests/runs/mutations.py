@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from tests.runs.earlier import resealed
+from tests.runs.resealing import resealed
 
 STRANGE: tuple[Any, ...] = (
     *(None, True, -1, 0, 3, 0.5, 1e308, -1e308, 10**30, 10**400, 2**63, "", "x", "../../..", "a\nb", "\ud800", "1"),

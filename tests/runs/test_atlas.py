@@ -11,8 +11,7 @@ from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config, MixingConfig, with_values
 from atlas_fl.config.methods import first_measured_round
 from atlas_fl.config.validation import validate
-from atlas_fl.errors import CheckpointError, ConfigError
-from atlas_fl.experiment.reports import check_measured_state
+from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.run import run_config
 from atlas_fl.report.finished_runs import find_finished_runs
 from tests.runs.reading import rows, same_tensors
@@ -150,13 +149,8 @@ def test_who_is_better_alone_may_keep_its_own_at_the_end(config: MakeConfig) -> 
     assert audit_run(kept.folder).ok
 
 
-def test_it_is_the_default_and_a_run_of_the_older_one_does_not_go_on_as_it(config: MakeConfig) -> None:
+def test_it_is_the_default() -> None:
     assert MixingConfig().strategy == "atlas"
-    for strategy in ("atlas", "kriging"):
-        with pytest.raises(CheckpointError, match="when --strategy atlas was what atlas_laplacian is today"):
-            check_measured_state(config(strategy=strategy), {}, folder=Path("run"))
-        check_measured_state(config(strategy=strategy), {"initial": {}}, folder=Path("run"))
-    check_measured_state(config(strategy="atlas_laplacian"), {}, folder=Path("run"))
 
 
 def test_results_name_a_run_of_before_by_what_it_was(config: MakeConfig, tmp_path: Path) -> None:

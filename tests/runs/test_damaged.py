@@ -15,9 +15,6 @@ from atlas_fl.events import Note
 from atlas_fl.experiment.export import export_client
 from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.report.record import read_record
-from atlas_fl.storage.digests import read_digests
-from atlas_fl.storage.run_folder import RunFolder
-from tests.runs.earlier import without_digests
 from tests.runs.reading import rows, same_tensors, state
 
 Make = Callable[..., Config]
@@ -199,28 +196,3 @@ def test_a_complete_run_does_not_lose_its_digests_unnoticed(complete: Path) -> N
     with pytest.raises(CheckpointError, match=r"damaged file .*digests\.json: it is missing"):
         read_record(complete)
     assert [row.detail[:20] for row in audit_run(complete).failures] == ["digests.json is dama"]
-
-
-def test_runs_of_earlier_versions_go_on_and_get_digests(partial: Path, whole: Path) -> None:
-    before = without_digests(partial)
-    assert read_digests(RunFolder(before)) is None
-    assert audit_run(before).undigested == ("run",)
-    assert read_record(before).metrics
-    told: list[object] = []
-    assert resume_run(before, on_event=told.append).complete
-    assert any("has no digests: an earlier version wrote it" in str(event) for event in told)
-    assert same_tensors(state(before), state(whole))
-    report = audit_run(before)
-    assert report.ok
-    assert not report.undigested
-    assert read_digests(RunFolder(before)) is not None
-
-
-def test_complete_runs_of_earlier_versions_are_read_as_they_are(
-    complete: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = without_digests(complete)
-    assert main(["audit", str(folder)]) == 0
-    assert "run has no digests of its files: an earlier version wrote it" in capsys.readouterr().out
-    assert resume_run(folder).complete
-    assert export_client(folder, client="0", to=tmp_path / "out").is_dir()

@@ -15,8 +15,8 @@ from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.storage import checkpoint
 from atlas_fl.storage.files import run_lock
 from atlas_fl.storage.folder_access import os_errors_with_path
-from tests.runs.earlier import without_digests
 from tests.runs.finished import FinishedRuns
+from tests.runs.resealing import with_new_digests
 
 Make = Callable[..., Config]
 TOO_MANY = 10**6
@@ -166,12 +166,13 @@ def test_a_damaged_plan_is_one_line(stopped: Path, content: str) -> None:
     with pytest.raises(CheckpointError, match=r"damaged file .*plan\.json: its SHA-256 is .*; restore it from a copy"):
         resume_run(stopped)
     with pytest.raises(CheckpointError, match="the plan"):
-        resume_run(without_digests(stopped))
+        resume_run(with_new_digests(stopped))
 
 
 def test_a_line_that_is_no_row_is_named(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with (without_digests(stopped) / "metrics.jsonl").open("a") as file:
+    with (stopped / "metrics.jsonl").open("a") as file:
         file.write("5\n")
+    with_new_digests(stopped)
     assert main(["report", str(stopped)]) == 2
     assert re.search(r"damaged line \d+ of .*metrics\.jsonl: 5 is no row", capsys.readouterr().err)
 

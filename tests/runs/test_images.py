@@ -39,8 +39,8 @@ from atlas_fl.setup.options import train_options
 from atlas_fl.sparse.masks import overlap
 from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import encoded_size
-from tests.runs.earlier import without_digests
 from tests.runs.reading import rows, same_tensors, state
+from tests.runs.resealing import with_new_digests
 
 Make = Callable[..., Config]
 MASKS = ("least_sensitive", "most_sensitive", "lowest_magnitude", "highest_magnitude", "random")
@@ -363,7 +363,7 @@ def test_the_audit_finds_a_frozen_weight_that_moved(config: Make) -> None:
     assert [row.detail[:28] for row in audit_run(result.folder).failures if row.check == "files"] == [
         "mask.safetensors is damaged:"
     ]
-    failures = audit_run(without_digests(result.folder)).failures
+    failures = audit_run(with_new_digests(result.folder)).failures
     assert {row.check for row in failures} == {"frozen"} and "frozen weights of" in failures[0].detail
 
 
@@ -373,7 +373,7 @@ def test_a_masked_run_without_its_mask_passes_no_audit(config: Make) -> None:
     (folder / "mask.safetensors").unlink()
     assert {row.check for row in audit_run(folder).failures} == {"files"}
     with pytest.raises(CheckpointError, match=r"mask.safetensors is missing.*trained under a mask"):
-        audit_run(without_digests(folder))
+        audit_run(with_new_digests(folder))
 
 
 def test_one_step_of_all_on_all_their_images_is_a_step_on_all_images_in_one_place(config: Make) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from atlas_fl.audit.check import audit_run
 from atlas_fl.client.job import Job, Update
-from atlas_fl.config import Config, config_hash, identity_settings
+from atlas_fl.config import Config, config_hash
 from atlas_fl.errors import AtlasError
 from atlas_fl.events import OnEvent
 from atlas_fl.experiment.run import RunResult, resume_run, run_config
@@ -225,4 +225,3 @@ def test_mistakes_are_one_line_and_leave_nothing(config: Make, values: dict[str,
 
 def test_a_run_in_which_nobody_is_late_is_the_run_that_it_was(config: Make) -> None:
     assert config_hash(config(arrive="movie-1=2")) != config_hash(config())
-    assert "arrive" not in identity_settings(config())

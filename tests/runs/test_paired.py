@@ -22,7 +22,7 @@ from atlas_fl.report.tables import plan_tables
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.setup.assembly import Assembly, assemble
 from atlas_fl.storage.jsonl import read_json
-from atlas_fl.storage.ledger import parse_ledger_row, totals
+from atlas_fl.storage.ledger import LedgerRow, totals
 from tests.runs.reading import rows, same_tensors, state
 
 Make = Callable[..., Config]
@@ -71,7 +71,7 @@ def test_pairing_changes_who_computes_and_no_bit(config: Make, paired: RunResult
 
 
 def test_the_server_is_spared_what_crosses_the_cuts(paired: RunResult) -> None:
-    ledger = [parse_ledger_row(row) for row in rows(paired.folder, "ledger")]
+    ledger = [LedgerRow(**row) for row in rows(paired.folder, "ledger")]
     found = totals(ledger)
     crossed = sum(row.bytes for row in ledger if row.peer)
     assert paired.summary["bytes"]["between_clients"] == found.between_clients == crossed > 0.5 * found.total

@@ -7,8 +7,6 @@ from atlas_fl.sparse.task_vectors import (
     MERGES,
     apply_vector,
     merge_vectors,
-    scale_vector,
-    sum_vectors,
     task_vector,
     trim_mask,
 )
@@ -22,8 +20,7 @@ def test_difference_addition_negation_and_scale_by_hand() -> None:
     assert vector["w"].tolist() == [0.5, -1.0]
     assert apply_vector(START, vector)["w"].tolist() == TRAINED["w"].tolist()
     assert apply_vector(START, vector, scale=0.5)["w"].tolist() == [1.25, 1.5]
-    assert apply_vector(START, scale_vector(vector, -1.0))["w"].tolist() == [0.5, 3.0], "a negated vector"
-    assert sum_vectors([vector, scale_vector(vector, 3.0)])["w"].tolist() == [2.0, -4.0]
+    assert apply_vector(START, vector, scale=-1.0)["w"].tolist() == [0.5, 3.0], "a negated vector"
     assert apply_vector(START, {"w": vector["w"]})["b"].tolist() == [3.0], "what the vector lacks stays"
 
 
@@ -83,6 +80,6 @@ def test_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(ModelError, match="only one has 'b'"):
         task_vector(TRAINED, {"w": START["w"]})
     with pytest.raises(ModelError, match=r"'w' is \(2,\) and \(3,\)"):
-        sum_vectors([vector, vector | {"w": torch.zeros(3)}])
+        merge_vectors([vector, vector | {"w": torch.zeros(3)}], method="mean")
     with pytest.raises(ModelError, match="only one has 'v'"):
         apply_vector(START, {"v": torch.zeros(1)})

@@ -4,7 +4,7 @@ import re
 import pytest
 
 from atlas_fl.errors import CheckpointError
-from atlas_fl.storage.run_folder import RunFolder, find_run, list_runs, remove_aborted_run, run_log, run_name
+from atlas_fl.storage.run_folder import InnerPath, RunFolder, find_run, list_runs, remove_aborted_run, run_log, run_name
 
 
 def make_run(path) -> None:
@@ -30,7 +30,7 @@ def test_the_paths_are_those_of_the_design(tmp_path) -> None:
 def test_every_file_of_a_run_goes_where_its_planning_failed_and_nothing_else_does(tmp_path, made: bool) -> None:
     path = tmp_path / "run"
     folder = RunFolder(path)
-    own = [getattr(folder, name) for name, kind in vars(RunFolder).items() if isinstance(kind, property)]
+    own = [getattr(folder, name) for name, kind in vars(RunFolder).items() if isinstance(kind, InnerPath)]
     own = [file for file in own if file.suffix]
     assert len(own) >= 11
     own += [path / ".lock", path / ".plan.json.writing"]

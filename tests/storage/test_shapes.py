@@ -62,7 +62,18 @@ def test_a_row_is_told_by_its_number(row: object, fault: str) -> None:
     assert list_of(metrics_row)([SCORED, SCORED, SCORED, row], "") == fault
 
 
-@pytest.mark.parametrize("change", [{"direction": "left"}, {"kind": []}, {"bytes": -1}, {"strange": 1}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"direction": "left"},
+        {"kind": []},
+        {"kind": "gossip"},
+        {"bytes": -1},
+        {"bytes": 1.5},
+        {"peer": 3},
+        {"strange": 1},
+    ],
+)
 def test_a_ledger_row_of_another_kind_is_none(change: dict[str, object]) -> None:
     assert ledger_row({**SENT, **change}, "[0]").startswith("[0]")
 

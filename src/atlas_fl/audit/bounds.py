@@ -29,7 +29,7 @@ class Bounds:
     """What a run says of its bounds in one round."""
 
     mode: str
-    """`refuse`, `clip` or `off`; runs older than the bound have none."""
+    """`refuse`, `clip` or `off`."""
     ratio: float
     """Largest norm over the median."""
     clipped: tuple[str, ...]
@@ -46,9 +46,9 @@ def read_bounds(run: Run, round: int) -> Bounds:
     robust = run.config.get("robust", {})
     try:
         record = read_json(folder / "record.json", within=run.path)
-        clipped, restored = (tuple(dict(record.get(name, {}))) for name in ("clipped", "restored"))
+        clipped, restored = (tuple(dict(record[name])) for name in ("clipped", "restored"))
         mode, ratio = str(robust.get("norm_bound", "off")), float(robust.get("max_norm_ratio", 10.0))
-    except (AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder / 'record.json'} is no record of a round: {error!r}") from error
     there = (folder / "out_of_bound.safetensors").exists()
     sent = read_models(run, round, "out_of_bound") if there else {}

@@ -78,7 +78,7 @@ from atlas_fl.audit.update_clusters import (
 from atlas_fl.errors import CheckpointError
 from atlas_fl.events import OnEvent, Progress, ignore
 from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE, digest, is_last_layer, with_frozen
-from atlas_fl.storage.digests import find_faults, has_digests
+from atlas_fl.storage.digests import find_faults
 from atlas_fl.storage.run_folder import RunFolder
 
 DECISIVE = {
@@ -180,8 +180,7 @@ def audit_run(run_dir: Path | str, others: Sequence[Path | str] = (), *, on_even
             continue
         rows, unseen = [*rows, *checked], [*unseen, *hidden]
         runs += [] if damaged else [run]
-    undigested = tuple(path.name for path in paths if not has_digests(path))
-    return AuditReport(rows=(*rows, *compare_runs(runs)), unseen=tuple(unseen), undigested=undigested)
+    return AuditReport(rows=(*rows, *compare_runs(runs)), unseen=tuple(unseen))
 
 
 def damaged_files(path: Path) -> Iterator[AuditRow]:
@@ -261,7 +260,7 @@ def _check_record(
     """A row for the record of a round, and for what each client says that it loaded, and was sent beside it."""
     recorded = {*record.participants, *record.refused, *initial, *after}
     absent = sorted(recorded - set(plan.clients))
-    faults = [_eta_fault(run, record, round), _edges_fault(run, record), *_trained_faults(record, trained)]
+    faults = [_eta_fault(run, record, round), _edges_fault(record), *_trained_faults(record, trained)]
     faults += [f"{absent} are not in the plan"] if absent else []
     yield _row(run, round, "record", "", "; ".join(fault for fault in faults if fault))
     frozen = frozen_tensors(state) if kind_of(run.mixing.strategy) in (STACKED, RESIDUAL) else {}
@@ -299,7 +298,7 @@ def _check_round(
             yield row("mixed", "", f"of an anchor: {fault}")
             return
     before = {**(initial if kind == "own" else server_models), **present}
-    yield from (row("common", *one) for one in common_faults(plan, present, after, excluded=record.kept or ()))
+    yield from (row("common", *one) for one in common_faults(plan, present, after, excluded=record.kept))
     shared = with_common_tensors(plan, before, present)
     step = recompute_server_step(run, plan, kind, present=present, before=server_models, trained=shared, state=state)
     there = [client in present for client in plan.clients]
@@ -395,10 +394,10 @@ def _eta_fault(run: Run, record: AuditRecord, round: int) -> str:
     return "" if same or kind_of(run.mixing.strategy) != "laplacian" else f"eta was {record.eta}, not {eta:g}"
 
 
-def _edges_fault(run: Run, record: AuditRecord) -> str:
-    """Whether those without neighbours are those who were refused; in runs older than the norm bound nobody is."""
+def _edges_fault(record: AuditRecord) -> str:
+    """The fault where those without neighbours are not those who were refused."""
     refused = {client for client, reason in record.refused.items() if reason != NO_ANSWER}
-    if set(record.without_edges) == refused or ("robust" not in run.config and not record.without_edges):
+    if set(record.without_edges) == refused:
         return ""
     return f"the updates of {sorted(refused)} were refused, and without edges were {sorted(record.without_edges)}"
 
@@ -563,7 +562,7 @@ def _compare(
     """Faults of value, faults of standing still, and the largest error of client k."""
     client = truth.round.plan.clients[k]
     unchanged = all(truth.is_still(k, key) for key in truth.round.before[client])
-    if run.mixing.keep == "best" and (client in record.kept if record.kept is not None else unchanged):
+    if run.mixing.keep == "best" and client in record.kept:
         return ("" if unchanged else "it was to keep its own model, but it changed"), "", 0.0
     worst, largest = max(comparisons, key=lambda one: one[1].error)
     mixed = moved = ""

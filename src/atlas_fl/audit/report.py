@@ -47,8 +47,6 @@ class AuditReport:
 
     rows: tuple[AuditRow, ...]
     """In the order of runs, rounds and clients."""
-    undigested: tuple[str, ...] = ()
-    """The runs that an earlier version wrote, without digests of their files."""
     unseen: tuple[str, ...] = ()
     """`RUN: CLIENT` of everyone who keeps a part of its model at its site. Of it an audit knows the digest: that the
     server left it alone, and that the client says to have loaded what it kept; not what is in it."""

@@ -17,7 +17,7 @@ from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE, is_last_layer
 
 @dataclass(frozen=True, kw_only=True)
 class Robust:
-    """What a run's settings say of robust aggregation; runs older than these had no bound on shares."""
+    """A run's settings of robust aggregation."""
 
     within: str = "all"
     trim: float = 0.2

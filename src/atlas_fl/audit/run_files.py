@@ -215,8 +215,8 @@ class AuditRecord:
     """File of the plan in force."""
     loaded: Mapping[str, Mapping[str, Any]]
     """Digest and number of keys that each client says it loaded."""
-    kept: tuple[str, ...] | None = None
-    """Who kept its own model because it was better on validation; None if it was not written down."""
+    kept: tuple[str, ...] = ()
+    """Who kept its own model because it was better on validation."""
     without_edges: tuple[str, ...] = ()
     """Who was nobody's neighbour in the server's step, because its update was refused."""
 
@@ -396,7 +396,7 @@ def read_audit_record(run: Run, round: int) -> AuditRecord:
             eta=None if content["eta"] is None else _finite(content["eta"]),
             plan=content["plan"],
             loaded={client: dict(one.items()) for client, one in content["loaded"].items()},
-            kept=_names(content["kept"]) if "kept" in content else None,
+            kept=_names(content["kept"]),
             without_edges=_names(content.get("without_edges", [])),
         )
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:

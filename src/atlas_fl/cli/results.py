@@ -160,7 +160,6 @@ def audit(words: Sequence[str]) -> int:
         report = audit_run(run, tuple(others), on_event=tell)
     show([audit_table(report.rounds()), *failure_lines(report.failures)])
     verdict = "audit passed" if report.ok else f"audit FAILED: {len(report.failures)} checks did not hold"
-    show(f"{name} has no digests of its files: an earlier version wrote it" for name in report.undigested)
     if report.unseen:
         show(
             [

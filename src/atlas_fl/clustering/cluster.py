@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -86,8 +85,8 @@ def oracle_clustering(
 ) -> Clustering:
     """The clusters of the clients' true tasks (n,), for debugging and as the ceiling of every method.
 
-    With sketches and settings, similarity, reliability and centroids are measured as `cluster` does;
-    without, clients of one task have similarity 1 and others 0, and `predict` is refused.
+    With sketches and settings, similarity, reliability and centroids are measured as `cluster_clients` does;
+    without, clients of one task have similarity 1 and others 0, and `predict_cluster` is refused.
     """
     names = {task: index for index, task in enumerate(dict.fromkeys(tasks))}
     labels = np.array([names[task] for task in tasks], dtype=np.int64)
@@ -151,7 +150,10 @@ def _decide(
     previous_decided = None if previous_labels is None else _alone_where_undecided(previous_labels[decided])
     proposal = method.propose(*halves, settings, previous=previous_decided)
     verdict = structure_test(
-        *halves, partial(method.statistic, settings=settings), draws=settings.draws, seed=settings.seed
+        *halves,
+        lambda first, second: method.statistic(first, second, settings),
+        draws=settings.draws,
+        seed=settings.seed,
     )
     verdict = _without_choice(verdict, proposal.labels, settings)
     proposed = proposal.labels
@@ -222,7 +224,7 @@ def _variance_warning(space: PrincipalComponents) -> tuple[str, ...]:
 
 
 def _centroids(evidence: _Evidence, labels: np.ndarray, settings: ClusteringSettings, *, corrected: bool) -> np.ndarray:
-    """What `predict` compares with (halves, k, d), rounded so that the plan stays small."""
+    """Means that `predict_cluster` compares with, (halves, k, d), rounded so that the plan stays small."""
     rows: list[Any] = [mean_sketch(evidence.first, evidence.second)]
     if corrected:
         scale = np.sqrt(np.maximum(evidence.reliability, max(settings.min_reliability, 1e-3)))[:, None]

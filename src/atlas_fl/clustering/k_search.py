@@ -1,4 +1,4 @@
-"""How many clusters there are: the ways to cluster, the scores of the k table, and a test for structure.
+"""Number of clusters: the ways to cluster, the scores of the k table, and a test for structure.
 
 `METHODS` is the registry of ways to cluster. Each proposes clusters, is tested by its own statistic, and says which
 labels clients get without structure. `corrected` cuts average linkage of the noise-corrected similarity where it means
@@ -23,7 +23,7 @@ be isotropic in the sketch. With fewer than three clients there is nothing to te
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from scipy.cluster.hierarchy import cut_tree, fcluster
@@ -47,11 +47,11 @@ KTableRow: TypeAlias = dict[str, Any]
 
 
 NO_SCATTER = 1e-12
-"""What stands for W_k = 0, where a cluster holds one client or identical ones: this share of W_1."""
+"""Stand-in for W_k = 0, where a cluster holds one client or identical ones: this share of W_1."""
 
 
 def cluster_sizes(labels: np.ndarray) -> list[int]:
-    """How many clients each cluster holds, largest first."""
+    """Numbers of clients in each cluster, largest first."""
     return sorted(np.unique(labels, return_counts=True)[1].tolist(), reverse=True)
 
 
@@ -154,14 +154,14 @@ RULES: dict[str, Callable[[Sequence[KTableRow]], int]] = {
     "silhouette": highest_score("silhouette"),
     "gap": first_gap,
 }
-"""How the k search chooses k from the k table."""
+"""Rules by which the k search chooses k from the k table."""
 
 
 Halves: TypeAlias = tuple[np.ndarray, np.ndarray]
 """Sketches (n, d) of the first and of the second half of every client's examples."""
 
 Statistic: TypeAlias = Callable[[np.ndarray, np.ndarray], float]
-"""What a method measures on both halves."""
+"""Number that a method measures on both halves."""
 
 MIN_CLIENTS = 3
 """Clients below which no grouping can be told from chance."""
@@ -172,7 +172,7 @@ class Verdict:
     """Outcome of the test."""
 
     has_structure: bool
-    """Whether the clusters may be used."""
+    """True if the clusters may be used."""
     reason: str
     """One line for the plan."""
     statistic: float | None = None
@@ -254,14 +254,14 @@ NUM_REFERENCES = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """What a method proposes before the test for structure."""
+    """Proposal of a method before the test for structure."""
 
     labels: np.ndarray
     """Cluster of each client, int (n,)."""
     k_table: tuple[KTableRow, ...]
     """The alternatives that were weighed; the chosen one has `chosen`."""
     warnings: tuple[str, ...] = ()
-    """What the user should know."""
+    """Warnings for the user."""
 
 
 def mean_sketch(first: np.ndarray, second: np.ndarray) -> np.ndarray:
@@ -442,36 +442,19 @@ def labels_without_structure(
     return np.zeros(num, dtype=np.int64) if mean >= settings.threshold else np.arange(num)
 
 
-class Propose(Protocol):
-    """Clusters from both halves (n, d), (n, d) of decided clients."""
-
-    def __call__(
-        self, first: np.ndarray, second: np.ndarray, settings: ClusteringSettings, *, previous: np.ndarray | None = None
-    ) -> Proposal:
-        """The proposal; `previous` are the labels (n,) of an earlier clustering."""
-        ...
-
-
-class MethodStatistic(Protocol):
-    """A statistic of both halves (n, d), (n, d) of decided clients."""
-
-    def __call__(self, first: np.ndarray, second: np.ndarray, settings: ClusteringSettings) -> float:
-        """The statistic."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Method:
     """A way to cluster."""
 
-    propose: Propose
-    """Clusters and the k table."""
-    statistic: MethodStatistic
-    """What the test for structure compares with rotated clients."""
+    propose: Callable[..., Proposal]
+    """(first, second, settings, *, previous) -> clusters and the k table, of decided clients' halves (n, d);
+    `previous` are the labels (n,) of the clustering before, or None."""
+    statistic: Callable[[np.ndarray, np.ndarray, ClusteringSettings], float]
+    """Number that the test for structure compares with rotated clients."""
     without_structure: Callable[[np.ndarray, np.ndarray, ClusteringSettings, np.ndarray], np.ndarray]
     """Labels (n,) from the proposed ones when the verdict is "no structure"."""
     uses_corrected_similarity: bool
-    """Whether a new client is placed by corrected similarity, or else by the nearest centroid."""
+    """True if a new client is placed by corrected similarity, or else by the nearest centroid."""
 
 
 def single_cluster(

@@ -15,7 +15,7 @@ from atlas_fl.errors import ConfigError, unknown_name
 
 @dataclass(frozen=True, kw_only=True)
 class ClusteringSettings:
-    """How clients are clustered."""
+    """Settings of a clustering."""
 
     seed: int
     """Seed of k-means, of the gap's references and of the rotations."""

@@ -55,16 +55,11 @@ class Clustering:
     points: np.ndarray = field(default_factory=lambda: np.zeros((0, 2)))
     """First two principal components of every client, float64 (n, 2), for the scatter plot."""
     centroids: np.ndarray = field(default_factory=lambda: np.zeros((0, 0, 0)))
-    """By ascending label, for `predict`: (1, k, d) mean unit sketches, or (2, k, d) of each half over sqrt(c_kk)."""
+    """By ascending label, for `predict_cluster`: (1, k, d) mean unit sketches, or (2, k, d) halves over sqrt(c_kk)."""
     offsets: np.ndarray = field(default_factory=lambda: np.zeros((2, 0)))
     """The means (2, d) that were subtracted from each half; zero unless centred."""
     before_merging: tuple[int, ...] = ()
     """Labels before clusters were joined (`clustering.merge`), which `centroids` are of; empty where none were."""
-
-    @property
-    def num_clusters(self) -> int:
-        """Clusters in use, undecided clients not counted."""
-        return len(decided_labels(self.labels))
 
     def to_json(self) -> dict[str, Any]:
         """Every field as plain data for strict JSON."""
@@ -99,7 +94,7 @@ class Clustering:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where a client that joins later stands beside the clusters."""
+    """Place of a client that joins later beside the clusters."""
 
     cluster: int
     """Label of its cluster; -1 if it is undecided."""
@@ -114,7 +109,7 @@ class Placement:
 def predict_cluster(clustering: Clustering, first: np.ndarray, second: np.ndarray) -> int:
     """The cluster of a client that joins later, from its two sketches (d,), (d,); -1 if it is undecided.
 
-    As `placed`, which also says how near each cluster is.
+    As `assign_client`, which also says how near each cluster is.
     """
     return assign_client(clustering, first, second).cluster
 
@@ -170,10 +165,8 @@ def append_client(clustering: Clustering, sketches: np.ndarray, *, label: int) -
         normalise_sketches(half, offset=mean) for half, mean in zip(sketches, clustering.offsets, strict=True)
     )
     cross = cross_similarity(left, right)
-    reliabilities, floor = (
-        reliability(cross),
-        0.0 if clustering.settings is None else clustering.settings.min_reliability,
-    )
+    reliabilities = reliability(cross)
+    floor = 0.0 if clustering.settings is None else clustering.settings.min_reliability
     decided = np.append(clustering.reliability >= floor, reliabilities[-1] >= floor)
     new_row = corrected_similarity(cross, floor=max(floor, 0.0))[-1] * (decided & decided[-1])
     new_row[-1] = 1.0
@@ -214,18 +207,17 @@ def agreement(labels: Sequence[int], truth: Sequence[str]) -> dict[str, float]:
 
 
 def summarise_clusters(
-    clustering: Clustering, *, clients: Sequence[str], tasks: Sequence[str], losses: Mapping[str, float] | None = None
+    clustering: Clustering, *, clients: Sequence[str], tasks: Sequence[str], losses: Mapping[str, float]
 ) -> tuple[dict[str, Any], ...]:
     """One summary a cluster: its clients, their tasks with counts, purity, reliability, cohesion and difficulty.
 
     Cohesion is the mean similarity of pairs inside (absent for one client); difficulty is the mean loss, absent where
     no loss of a member is known. Undecided clients come last, as cluster -1.
     """
-    client_losses = losses or {}
     names = [*decided_labels(clustering.labels), *([UNDECIDED] if UNDECIDED in clustering.labels else [])]
     members = {name: [index for index, label in enumerate(clustering.labels) if label == name] for name in names}
     return tuple(
-        _summary(name, members[name], clustering=clustering, clients=clients, tasks=tasks, losses=client_losses)
+        _summary(name, members[name], clustering=clustering, clients=clients, tasks=tasks, losses=losses)
         for name in names
     )
 
@@ -254,13 +246,13 @@ def _summary(
     return {**summary, **cohesion, **({"difficulty": float(np.mean(loss))} if loss else {})}
 
 
-def purity_warnings(labels: Sequence[int], truth: Sequence[str], *, least: float = LOW_PURITY) -> tuple[str, ...]:
+def purity_warnings(labels: Sequence[int], truth: Sequence[str]) -> tuple[str, ...]:
     """One line for each decided cluster whose most frequent task has less than this share of it."""
     lines = []
     for name in decided_labels(labels):
         counts = Counter(task for label, task in zip(labels, truth, strict=True) if label == name)
         task, count = counts.most_common(1)[0]
-        if count / counts.total() < least:
-            share = f"{count} of {counts.total()} clients on {task}"
-            lines.append(f"cluster {name} mixes tasks: {share}, a purity of {count / counts.total():.2f} below {least}")
+        if count / counts.total() < LOW_PURITY:
+            share = f"{count} of {counts.total()} clients on {task}, a purity of {count / counts.total():.2f}"
+            lines.append(f"cluster {name} mixes tasks: {share} below {LOW_PURITY}")
     return tuple(lines)

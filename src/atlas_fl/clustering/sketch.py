@@ -38,9 +38,9 @@ def sketch(tensors: Mapping[str, torch.Tensor], *, dim: int, seed: int) -> np.nd
 
 
 def sketch_parts(tensors: Mapping[str, torch.Tensor], *, dim: int, seed: int) -> dict[str, np.ndarray]:
-    """What every tensor adds to their sketch before it is divided by its norm, float64 (dim,), by name.
+    """Addend of every tensor to their sketch before it is divided by its norm, float64 (dim,), by name.
 
-    A sketch is linear: tensors that lie on two machines are sketched there, and `joined` here.
+    A sketch is linear: tensors that lie on two machines are sketched there, and put together by `combine_parts`.
     Raises ConfigError for `dim` below 2 and DataError for NaN or infinity.
     """
     if dim < 2:

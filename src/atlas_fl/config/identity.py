@@ -32,9 +32,12 @@ def identity_settings(config: Config) -> dict[str, Any]:
 def config_hash(config: Config) -> str:
     """Sixteen hexadecimal digits that depend on every setting but those of the session.
 
-    Equal configs have equal hashes on every machine; a setting that a new version adds changes all of them.
+    Equal configs have equal hashes on every machine. A setting at its default is no part of the hash, so that a setting
+    that a new version adds changes none.
     """
-    text = json.dumps(identity_settings(config), sort_keys=True)
+    defaults = identity_settings(Config())
+    changed = {name: value for name, value in identity_settings(config).items() if value != defaults[name]}
+    text = json.dumps(changed, sort_keys=True)
     return sha256(text.encode()).hexdigest()[:16]
 
 

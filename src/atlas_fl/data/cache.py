@@ -18,7 +18,7 @@ import numpy as np
 from atlas_fl.data.task import Images, Rows, Source, Task, TaskData
 
 MAX_BYTES = 256 << 20
-"""Of texts, pixels and labels that stay in memory for later readers: CIFAR-10 whole, or some millions of sentences."""
+"""Bytes of texts, pixels and labels that stay in memory: CIFAR-10 whole, or some millions of sentences."""
 CLOCK_TICK_SECONDS = 0.02
 """File systems take their times from a clock that stands still for up to some hundredths of a second."""
 
@@ -28,12 +28,12 @@ Value = TypeVar("Value")
 
 
 def file_signature(paths: Iterable[Path]) -> Signature:
-    """What tells files, and folders with everything in them, from later versions of themselves, without opening any."""
+    """Signature that tells files, and folders with all in them, from later versions, without opening any."""
     return tuple(entry for path in paths for entry in _entries(path, above=()))
 
 
 def _entries(path: Path, *, above: tuple[tuple[int, int], ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Of a path and of what it leads to, through links too; `above` are the folders that it lies in."""
+    """Entries of a path and of all below it, through links too; `above` are the folders that it lies in."""
     try:
         stat = path.stat()
         folder = (stat.st_dev, stat.st_ino)
@@ -72,7 +72,7 @@ class DataCache:
         return sum(entry.num_bytes for entry in self._entries.values())
 
     def get(self, key: Hashable, *, files: Iterable[Path], read: Callable[[], Value]) -> Value:
-        """What `read` returns, or returned for this key while these files were as they are now.
+        """Value that `read` returns, or returned for this key while these files were as they are now.
 
         A value of more than `max_bytes` is returned and not kept. What `read` raises is raised every time.
         """

@@ -47,13 +47,13 @@ class _Array:
 
 @dataclass(frozen=True, kw_only=True)
 class _Machine:
-    """What the opcodes so far have built."""
+    """State of the reader after the opcodes so far."""
 
     stack: list[Any] = field(default_factory=list)
     memo: dict[int, Any] = field(default_factory=dict)
 
     def above_mark(self) -> list[Any]:
-        """What lies above the topmost mark; it and the mark are taken off."""
+        """Take off the values above the topmost mark, and the mark, and return them."""
         mark = max(index for index, value in enumerate(self.stack) if value is _MARK)
         values = self.stack[mark + 1 :]
         del self.stack[mark:]
@@ -227,7 +227,7 @@ class Cifar:
     files: Mapping[str, tuple[str, ...]]
     """Files of the archive by split."""
     key: str
-    """What the archive calls the labels."""
+    """Name of the labels in the archive."""
     columns: tuple[str, str]
     """Image and label in the hub's tables."""
     label_names: tuple[str, ...]
@@ -280,7 +280,7 @@ def load_cifar(source: Source, *, cifar: Cifar) -> TaskData:
 
 
 def cifar_files(source: Source, *, cifar: Cifar) -> tuple[Path, ...]:
-    """What is read: the Python archive, unpacked or not, where the user's directory holds it; else the hub's tables."""
+    """Files that are read: the Python archive, unpacked or not, of the user's directory; else the hub's tables."""
     if source.data_dir is None:
         return source_files(_hub_source(cifar), None)
     folder = source.data_dir
@@ -295,13 +295,10 @@ def cifar_files(source: Source, *, cifar: Cifar) -> tuple[Path, ...]:
 
 
 def _hub_source(cifar: Cifar) -> Published:
-    repository = f"uoft-cs/{cifar.name}"
     return Published(
         title=cifar.title,
-        repository=repository,
+        repository=f"uoft-cs/{cifar.name}",
         config=cifar.name if cifar.name == "cifar100" else "plain_text",
-        cached_as=(repository, cifar.name),
-        dataset_name=cifar.name,
         splits=("train", "validation", "test"),
         files=f"{{train,test}}.parquet (or a save_to_disk folder), or with DIR/{cifar.archive} or DIR/"
         f"{_TARS[cifar.name]}",

@@ -19,7 +19,7 @@ _SHOWN = 120
 
 
 def keys(rows: Labelled) -> Iterator[str]:
-    """Of every row a key; two rows with one key are the same example.
+    """Key of every row; two rows with one key are the same example.
 
     That is the text and pair with case and spacing normalised, or a hash of the pixels.
     """
@@ -62,7 +62,7 @@ def clean(data: TaskData) -> TaskData:
 
 
 def why_fewer(given: Mapping[str, Examples]) -> tuple[str, str] | None:
-    """What cleaning took of these splits and how to mend it, in words; None where it took repetitions at most."""
+    """Cause and remedy of rows that cleaning took of these splits, in words; None where it took repetitions at most."""
     whats, remedies = list[str](), list[str]()
     for split, rows in given.items():
         if positions := _contradictions(rows):
@@ -115,7 +115,7 @@ def check_no_leak(train: Examples, validation: Examples, test: Examples) -> None
             else:
                 shown = example.replace(_SEPARATOR, " | ")[:_SHOWN]
                 what = f"texts are in {left} and in {right}, such as {shown!r}"
-            raise DataError(f"{len(shared)} {what}; remove them from one of the two (tasks.clean does)")
+            raise DataError(f"{len(shared)} {what}; remove them from one of the two")
 
 
 def _normal(text: str) -> str:
@@ -129,7 +129,7 @@ SEED = 0
 NUM_BINS = 5
 """Strata of a regression: equally filled ranges of the label."""
 CARVED_SHARE, MOST_CARVED = 0.2, 2000
-"""What a missing split takes of the training rows: a fifth, and never more than this many."""
+"""Part of the training rows that a missing split takes: a fifth, and never more than this many."""
 
 
 def strata(labels: Labels, *, edges: Labels | None = None) -> Labels:
@@ -240,7 +240,7 @@ _TO_LEARN = {
     True: "give train rows of it, or remove it from the other splits",
     False: "add rows of it, three at the least, or remove them",
 }
-"""What to do about a class without training rows, by whether the splits were given."""
+"""Remedy for a class without training rows, by whether the splits were given."""
 
 
 def _mistake(what: str, given: Mapping[str, Examples], *, remedy: str) -> DataError:

@@ -22,7 +22,7 @@ MOST_ALPHA = 1e6
 MOST_NAMED = 3
 """Skipped files that a note names."""
 BY_CLASSES = "classes"
-"""The partition in which every client has rows of exactly so many classes (`sharding`)."""
+"""The partition in which every client has rows of exactly so many classes (`partition.assign_classes`)."""
 OWN, BALANCED = "own", "balanced"
 """Mixes of test rows: the client's own, and equal numbers of every class."""
 Mix: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
@@ -40,12 +40,12 @@ _LEAST: dict[Split, int] = {"train": 2, "validation": 1, "test": 1}
 
 @dataclass(frozen=True, kw_only=True)
 class Concept:
-    """What a client calls the examples of its task, p(y given x) where the labels are exact."""
+    """Labels that a client gives the examples of its task, p(y given x) where the labels are exact."""
 
     cut: float | None = None
     """Values above it are positive; None where the task has classes."""
     flipped: bool = False
-    """Whether class c of C is called C - 1 - c."""
+    """True if class c of C is called C - 1 - c."""
 
     def judge(self, labels: Labels, num_labels: int) -> Labels:
         """Its classes, int64, for the task's values or classes; `num_labels` are the classes that come out."""
@@ -55,7 +55,7 @@ class Concept:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ClientData:
-    """What one client holds."""
+    """Data of one client."""
 
     name: str
     """`<task>-<number>`."""
@@ -68,7 +68,7 @@ class ClientData:
     unread: tuple[str, ...] = ()
     """Files of its task that were skipped (`TaskData.unread`)."""
     concept: Concept = Concept()
-    """What made its labels of those that its task has (`data.heterogeneity`)."""
+    """Concept that made its labels of those that its task has (`data.heterogeneity`)."""
     given: Labels | None = None
     """The labels of its training rows before that; None where nobody's were changed."""
     own_rows: int | None = None

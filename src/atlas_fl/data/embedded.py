@@ -37,7 +37,7 @@ def scramble(sentences: Sequence[str], rng: np.random.Generator) -> Rows:
 
 
 def _has_orders(words: list[str]) -> bool:
-    """Whether every run of the sentence has a second order, as "no no no no no" has not."""
+    """Return whether every run of the sentence has a second order, as "no no no no no" has not."""
     runs = [words[start : start + RUN] for start in range(1, len(words) - RUN)]
     return bool(runs) and all(len({word.casefold() for word in run}) > 1 for run in runs)
 
@@ -144,7 +144,7 @@ def _parse_questions(path: Path) -> tuple[Rows, tuple[str, ...]]:
 
 
 def read_descriptions(path: Path) -> dict[tuple[str, str], str]:
-    """What a fine type means, by its coarse and fine word: ("HUMAN", "ind") is "an individual"."""
+    """Meaning of a fine type, by its coarse and fine word: ("HUMAN", "ind") is "an individual"."""
     with path.open(encoding="utf-8", newline="") as file:
         return {(row[0].strip(), row[1].strip()): row[2].strip() for row in csv.reader(file)}
 

@@ -32,7 +32,7 @@ def check_heterogeneity(
     one_task: bool,
     test_mix: str = "own",
 ) -> None:
-    """Nothing where tasks have the labels that these settings need; raises `ConfigError` else. No data is read."""
+    """Raise `ConfigError` unless the tasks have the labels that these settings need. No data is read."""
     if one_task:
         common_task(tasks)
     for task in tasks:

@@ -18,20 +18,21 @@ class Published:
     """A data set as the hub knows it."""
 
     title: str
-    """What an error calls it."""
+    """Name in messages."""
     repository: str
     config: str
-    """Which of the repository's data sets."""
-    cached_as: tuple[str, ...]
-    """Repositories under which a cache may hold it: versions of `datasets` before 2.14 used short names."""
-    dataset_name: str
-    """The repository without its owner."""
+    """Name of the data set within the repository."""
     splits: tuple[str, ...]
     """Names that its splits may have."""
     folder: str = ""
     """Its folder in a directory of the user's; `config` by default."""
     files: str = "{train,validation}.parquet (or .csv, .jsonl, or a save_to_disk folder)"
-    """What its folder in a directory of the user's may hold."""
+    """Files that its folder in a directory of the user's may hold."""
+
+    @property
+    def dataset_name(self) -> str:
+        """The repository without its owner; versions of `datasets` before 2.14 cached under it."""
+        return self.repository.partition("/")[2]
 
 
 def find_tables(published: Published, folder: Path | None) -> dict[str, Table]:
@@ -57,7 +58,8 @@ def source_files(published: Published, folder: Path | None) -> tuple[Path, ...]:
     import datasets  # two seconds that other commands need not pay
 
     cache = Path(datasets.config.HF_DATASETS_CACHE)
-    cached = (cache / name.replace("/", "___") / published.config for name in published.cached_as)
+    names = (published.repository, published.dataset_name)
+    cached = (cache / name.replace("/", "___") / published.config for name in names)
     return (*(() if folder is None else (folder,)), *cached)
 
 
@@ -65,7 +67,7 @@ def _read_cache(published: Published) -> dict[str, Table] | None:
     from datasets.packaged_modules.cache.cache import Cache
 
     # Asked before the hub: load_dataset would retry for half a minute before it looks here.
-    for repository in published.cached_as:
+    for repository in (published.repository, published.dataset_name):
         try:
             name, config = published.dataset_name, published.config
             builder = Cache(repo_id=repository, dataset_name=name, config_name=config, version="auto", hash="auto")

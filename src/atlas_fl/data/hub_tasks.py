@@ -27,7 +27,7 @@ SPLITS = {"train": ("train",), "validation": ("validation", "validation_matched"
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """Where a data set lies on the hub, and its columns."""
+    """Place of a data set on the hub, and its columns."""
 
     name: str
     text: str
@@ -43,11 +43,11 @@ class Format:
     """Column that stands before `text` in the prompt."""
     repository: str = GLUE_REPOSITORY
     config: str | None = None
-    """Which of the repository's data sets; the task's name by default."""
+    """Name of the data set within the repository; the task's name by default."""
 
     @property
     def title(self) -> str:
-        """What an error calls it."""
+        """Name in messages."""
         return f"GLUE {self.name}" if self.repository == GLUE_REPOSITORY else self.name
 
 
@@ -66,15 +66,12 @@ def load_hub_task(source: Source, *, form: Format) -> TaskData:
 
 
 def _hub_source(form: Format) -> Published:
-    dataset_name = form.repository.partition("/")[2]
     is_glue = form.repository == GLUE_REPOSITORY
     return Published(
         title=f"GLUE task {form.name!r}" if is_glue else f"task {form.name!r}",
         repository=form.repository,
         config=form.config or form.name,
         folder=form.name,
-        cached_as=(form.repository, dataset_name),
-        dataset_name=dataset_name,
         splits=tuple(name for names in SPLITS.values() for name in names),
     )
 
@@ -107,7 +104,7 @@ def _rows_to_write(table: Table, form: Format, target: str, *, origin: str) -> R
 
 
 def _first_answer(value: Any) -> Any:
-    """Of SQuAD's answers, `{"text": [..], ..}`, the first, "" where there is none; anything else as it is."""
+    """First of SQuAD's answers, `{"text": [..], ..}`, or "" where there is none; anything else as it is."""
     return next(iter(value.get("text", ())), "") if isinstance(value, Mapping) else value
 
 
@@ -147,8 +144,7 @@ GLUE: tuple[Task, ...] = (
     _task(Format(name="cola", text="sentence", label_names=("unacceptable", "acceptable")), metric="mcc"),
     _task(Format(name="qnli", text="question", pair="sentence", label_names=_ENTAILED), max_length=256),
     _task(
-        Format(name="qqp", text="question1", pair="question2", label_names=("not_duplicate", "duplicate")),
-        metric="f1",
+        Format(name="qqp", text="question1", pair="question2", label_names=("not_duplicate", "duplicate")), metric="f1"
     ),
     _task(
         Format(name="mnli", text="premise", pair="hypothesis", label_names=("entailment", "neutral", "contradiction"))
@@ -163,13 +159,7 @@ _SENTIMENT = ("negative", "positive")
 HUB_TASKS: tuple[Task, ...] = (
     *GLUE,
     _task(
-        Format(
-            name="imdb",
-            text="text",
-            label_names=_SENTIMENT,
-            repository="stanfordnlp/imdb",
-            config="plain_text",
-        ),
+        Format(name="imdb", text="text", label_names=_SENTIMENT, repository="stanfordnlp/imdb", config="plain_text"),
         max_length=256,
         note="film reviews of the hub",
     ),
@@ -185,11 +175,7 @@ HUB_TASKS: tuple[Task, ...] = (
     ),
     _task(
         Format(
-            name="yelp",
-            text="text",
-            label_names=_SENTIMENT,
-            repository="fancyzhx/yelp_polarity",
-            config="plain_text",
+            name="yelp", text="text", label_names=_SENTIMENT, repository="fancyzhx/yelp_polarity", config="plain_text"
         ),
         max_length=256,
         note="reviews of places, of the hub",
@@ -217,13 +203,7 @@ HUB_TASKS: tuple[Task, ...] = (
         note="writes a sentence about a restaurant from its attributes; of the hub",
     ),
     _task(
-        Format(
-            name="xsum",
-            text="document",
-            target="summary",
-            repository="EdinburghNLP/xsum",
-            config="default",
-        ),
+        Format(name="xsum", text="document", target="summary", repository="EdinburghNLP/xsum", config="default"),
         max_length=512,
         note="writes a sentence that sums up an article; of the hub",
     ),

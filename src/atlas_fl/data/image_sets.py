@@ -41,7 +41,7 @@ def read_idx(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 SYSTEM_FOLDER = Path("/usr/share/datasets/fashion-mnist")
-"""Where the Debian package dataset-fashion-mnist puts its files."""
+"""Folder of the Debian package dataset-fashion-mnist."""
 _FILES = {"train": "train", "test": "t10k"}
 _CLOTHES = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 
@@ -79,7 +79,7 @@ def _fashion_folder(source: Source) -> Path:
 
 
 def _fashion_folders(source: Source) -> tuple[Path, ...]:
-    """Where the files may be, in the order in which they are looked for."""
+    """Folders that the files may be in, in the order in which they are looked for."""
     folders = (SYSTEM_FOLDER, source.cache_dir / FASHION.name)
     if source.data_dir is None:
         return folders

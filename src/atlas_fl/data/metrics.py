@@ -93,7 +93,7 @@ def predicted_classes(logits: Float[Array, "n labels"]) -> Labels:
 
 
 def confusion(labels: Labels, predicted: Labels, num_labels: int) -> Array:
-    """How often class i (row) was predicted as class j (column), (num_labels, num_labels + 1) int64.
+    """Counts of class i (row) predicted as class j (column), (num_labels, num_labels + 1) int64.
 
     The last column is of examples without a prediction.
     """
@@ -102,7 +102,7 @@ def confusion(labels: Labels, predicted: Labels, num_labels: int) -> Array:
 
 
 def by_class(labels: Labels, logits: Float[Array, "n labels"]) -> dict[str, list[int]]:
-    """Of every class, in order, how many examples there are and how many of them were recognised (`hits`)."""
+    """Number of examples of every class, in order, and of those that were recognised (`hits`)."""
     counts = confusion(labels, predicted_classes(logits), logits.shape[1])
     return {"hits": np.diag(counts).tolist(), "examples": counts.sum(axis=1).tolist()}
 

@@ -179,7 +179,7 @@ SWITCHES = 10
 
 
 def assign_classes(num_clients: int, num_classes: int, classes_per_client: int, rng: np.random.Generator) -> Array:
-    """Which classes every client has: bool (clients, classes), `classes_per_client` in a row, columns even to one.
+    """Classes of every client: bool (clients, classes), `classes_per_client` in a row, columns even to one.
 
     Drawn by the switch chain, whose moves keep the sums of rows and columns, from a dealt start; it reaches every
     assignment. A `ConfigError` says what is impossible: more classes than there are, or a class without a client.
@@ -194,7 +194,7 @@ def assign_classes(num_clients: int, num_classes: int, classes_per_client: int, 
 
 
 def check_classes(num_clients: int, num_classes: int, classes_per_client: int) -> None:
-    """Nothing where so many clients can share these classes; a `ConfigError` says why they cannot.
+    """Raise `ConfigError`, with the reason, unless this number of clients can share these classes.
 
     A client would have more classes than there are, or a class no client.
     """
@@ -225,7 +225,7 @@ def _switch_classes(has_class: Array, rng: np.random.Generator) -> Array:
 
 @dataclass(frozen=True, kw_only=True)
 class _Bounds:
-    """What a plan must keep: rows of a client in a class, of a client, and of a class."""
+    """Bounds of a plan: rows of a client in a class, of a client, and of a class."""
 
     cells: tuple[Array, Array]
     clients: tuple[Array, Array]
@@ -233,7 +233,7 @@ class _Bounds:
 
 
 def plan_rows(has_class: Array, supply: Array, *, size: int | None) -> Array:
-    """How many rows of every class each client gets, int64 (clients, classes): none of a class that is not its own.
+    """Number of rows of each class that each client gets, int64 (clients, classes): none of classes not its own.
 
     With a `size` every client has exactly so many, spread over its classes as evenly as the supply allows; without one
     every row is dealt out, to clients as equal as the assignment allows and of every class as equally as that leaves

@@ -36,7 +36,7 @@ def find_tasks(names: Sequence[str], descriptions: Sequence[str] = ()) -> tuple[
 
 
 def check_one_kind(tasks: Sequence[Task]) -> None:
-    """Nothing where all tasks have texts, or all have images.
+    """Check that all tasks have texts, or all have images.
 
     Raises:
         ConfigError: some have images and others texts, which no one model reads.

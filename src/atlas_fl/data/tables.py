@@ -24,11 +24,11 @@ SPLITS: Mapping[str, Sequence[str]] = {
 """Names that the files and folders of a split may have, in any case."""
 LONGEST_CELL = 1 << 30
 MOST_UNPACKED_BYTES = 1 << 30
-"""Of a parquet file: one of some kilobytes may say the same text a million times."""
+"""Most bytes of an unpacked parquet file: one of some kilobytes may say the same text a million times."""
 _BATCH_ROWS = 256
 """Rows that are unpacked at once to count them."""
 _NO_VALUE = frozenset({"nan", "null", "<na>", "#n/a", "nat"})
-"""What programs write where a value is missing."""
+"""Words that programs write where a value is missing."""
 
 
 def read_table(path: Path, *, class_names: bool = False) -> Table:
@@ -45,9 +45,7 @@ def read_table(path: Path, *, class_names: bool = False) -> Table:
         raise DataError(f"{path} is of no kind that can be read; give a file that ends in {', '.join(READERS)}")
     try:
         check_regular(path)
-        table = reader(path)
-        if class_names and path.suffix.lower() == ".parquet":
-            table = _with_class_names(table, _class_names_of_parquet(path))
+        table = reader(path, class_names=class_names) if reader is _read_parquet else reader(path)
     except UnicodeDecodeError as error:
         raise DataError(f"cannot read {path}: byte {error.start} is no UTF-8; save the file as UTF-8") from error
     except (OSError, ValueError, RecursionError, csv.Error) as error:
@@ -199,39 +197,39 @@ def _read_jsonl(path: Path) -> Table:
     return {name: [row.get(name) for row in rows] for name in names}
 
 
-def _read_parquet(path: Path) -> Table:
-    import pandas as pd  # half a second that other commands need not pay
-
-    arrow_error = import_module("pyarrow").ArrowException
+def _read_parquet(path: Path, *, class_names: bool = False) -> Table:
+    arrow = import_module("pyarrow")  # half a second that other commands need not pay
+    batches: list[Any] = []
+    unpacked = 0
     try:
         with import_module("pyarrow.parquet").ParquetFile(path) as file:
-            unpacked = 0
+            schema = file.schema_arrow
             for batch in file.iter_batches(batch_size=_BATCH_ROWS):
+                batches.append(batch)
                 unpacked += batch.nbytes
                 if unpacked > MOST_UNPACKED_BYTES:
                     raise ValueError(f"its values take more than the {MOST_UNPACKED_BYTES:,} bytes that are read")
-        columns: Table = pd.read_parquet(path).to_dict("list")
-    except (arrow_error, MemoryError, OverflowError) as error:
+        table: Table = arrow.Table.from_batches(batches, schema).to_pandas().to_dict("list")
+    except (arrow.ArrowException, MemoryError, OverflowError) as error:
         raise ValueError(str(error) or "its values take more memory than there is") from None
-    return columns
+    return _with_class_names(table, _noted_class_names(schema)) if class_names else table
 
 
-def _class_names_of_parquet(path: Path) -> dict[str, Sequence[str]]:
+def _noted_class_names(schema: Any) -> dict[str, Sequence[str]]:
     """Names of the classes by column, where `datasets` has written the file with a `ClassLabel`."""
-    parquet = import_module("pyarrow.parquet")  # half a second that other commands need not pay
-    noted = (parquet.read_schema(path).metadata or {}).get(b"huggingface")
+    noted = (schema.metadata or {}).get(b"huggingface")
     try:
         features = from_json(noted)["info"]["features"] if noted else {}
-        kinds = {column: feature.get("_type") for column, feature in features.items() if isinstance(feature, dict)}
-        names: dict[str, Sequence[str]] = {
-            column: list(features[column]["names"]) for column, kind in kinds.items() if kind == "ClassLabel"
+        return {
+            column: list(feature["names"])
+            for column, feature in features.items()
+            if isinstance(feature, dict) and feature.get("_type") == "ClassLabel"
         }
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError("what datasets has noted in it of its columns is damaged") from error
-    return names
 
 
-READERS: dict[str, Callable[[Path], Table]] = {
+READERS: dict[str, Callable[..., Table]] = {
     ".csv": _read_csv,
     ".tsv": _read_csv,
     ".jsonl": _read_jsonl,

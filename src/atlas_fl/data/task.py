@@ -81,11 +81,11 @@ class Rows:
 
 
 Examples: TypeAlias = Rows | Images
-"""What a split holds."""
+"""Examples of a split."""
 
 
 class Labelled(Protocol):
-    """What texts and images have in common."""
+    """Common interface of texts and images."""
 
     @property
     def label(self) -> Labels:
@@ -116,14 +116,14 @@ class TaskData:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where tasks are read from."""
+    """Folders that tasks are read from."""
 
     cache_dir: Path
     """The folder of the embedded data (`storage.assets.embedded_dir()`)."""
     data_dir: Path | None = None
     """The user's directory of data sets that would else come from the hub."""
     validation_share: float | None = None
-    """Of the images that a data set gives to train on, the share that becomes the validation split where it has none.
+    """Share of a data set's training images that becomes the validation split where it has none.
 
     None is a fifth, and never more than 2,000.
     """
@@ -140,11 +140,11 @@ class Task:
     max_length: int = 128
     """Longest sequence in tokens."""
     images: bool = False
-    """Whether its splits are `Images` and no `Rows`."""
+    """True if its splits are `Images` and no `Rows`."""
     label_names: tuple[str, ...] = ()
     """One name per class; empty for a regression."""
     note: str = ""
-    """What a reader must know: where the rows come from, how labels and splits were made."""
+    """Note for readers: where the rows come from, how labels and splits were made."""
     load: Callable[[Source], TaskData]
     """Reads it. Two that are equal read the same: `cache.load_task` keeps what they return."""
     files: Callable[[Source], Sequence[Path]] | None = None
@@ -152,17 +152,17 @@ class Task:
 
     @property
     def is_regression(self) -> bool:
-        """Whether the labels are values and no classes."""
+        """Return whether the labels are values and no classes."""
         return self.num_labels == 1
 
     @property
     def writes(self) -> bool:
-        """Whether there are no labels at all, but text that is to be predicted token by token."""
+        """Return whether there are no labels at all, but text that is to be predicted token by token."""
         return self.num_labels == 0
 
     @property
     def has_classes(self) -> bool:
-        """Whether the labels are classes."""
+        """Return whether the labels are classes."""
         return self.num_labels > 1
 
 

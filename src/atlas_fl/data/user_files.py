@@ -2,9 +2,8 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ class Folder:
     """A folder of images and how they are read."""
 
     name: str
-    """Of the task."""
+    """Name of the task."""
     splits: tuple[tuple[str, Path], ...]
     """Every split with its folder of classes; `all` where there is one for all."""
     left_out: tuple[Path, ...] = ()
@@ -55,7 +54,7 @@ class Folder:
 
 
 def holds_images(path: Path) -> bool:
-    """Whether a folder holds folders with images, for splits or classes."""
+    """Return whether a folder holds folders with images, for splits or classes."""
     return any(_files(folder) for folder in _split_folders(path).values() for folder in _folders(folder))
 
 
@@ -106,7 +105,12 @@ def _load(source: Source, folder: Folder) -> TaskData:
     read = {split: _read(split_folder, folder) for split, split_folder in folder.splits}
     unread = tuple(str(file) for entries in read.values() for pixels, _, file in entries if pixels is None)
     unread += tuple(map(str, folder.left_out))
-    readable = _all_of_one_kind({split: _readable(entries) for split, entries in read.items()})
+    readable = _all_of_one_kind(
+        {
+            split: [(pixels, label, file) for pixels, label, file in entries if pixels is not None]
+            for split, entries in read.items()
+        }
+    )
     names, share = folder.label_names, source.validation_share
     if "all" in readable:
         data = split_rows(readable["all"], name=name, label_names=names, validation_share=share)
@@ -115,10 +119,6 @@ def _load(source: Source, folder: Folder) -> TaskData:
     else:
         raise DataError(f"the folders of task {name!r} have no train split; they are {', '.join(readable)}")
     return replace(data, unread=unread)
-
-
-def _readable(entries: Sequence[tuple[Pixels | None, int, Path]]) -> list[tuple[Pixels, int, Path]]:
-    return [(pixels, label, file) for pixels, label, file in entries if pixels is not None]
 
 
 def _folders(path: Path) -> list[Path]:
@@ -212,14 +212,14 @@ _OPTIONS = ("text", "pair", "label", "metric", "target")
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """What the options of a task say."""
+    """Options of a task."""
 
     text: str = "text"
     pair: str | None = None
     label: str = "label"
     metric: Metric = "accuracy"
     target: str | None = None
-    """What the model is to write: after the text, or the text itself where both are one column."""
+    """Column that the model is to write: after the text, or the text itself where both are one column."""
 
 
 def parse_task(description: str) -> Task:
@@ -244,7 +244,7 @@ def parse_task(description: str) -> Task:
         metric=columns.metric,
         label_names=names,
         note=f"your own: {path}",
-        load=partial(_already_read, data=data),
+        load=lambda _: data,
     )
 
 
@@ -270,10 +270,6 @@ def _read_task(name: str, path: Path, columns: Columns) -> tuple[TaskData, tuple
     else:
         data = split_rows(rows["all"], name=name, labelled=labelled, label_names=names)
     return data, names
-
-
-def _already_read(_: Source, *, data: TaskData) -> TaskData:
-    return data
 
 
 def _parse_description(description: str) -> tuple[str, Path, dict[str, str]]:
@@ -362,7 +358,8 @@ def _unlabelled_rows(table: Table, columns: Columns, *, origin: str) -> Rows:
 def _class_names(values: Sequence[Any], label: str, *, origin: Path) -> tuple[str, ...]:
     words = {_word(value) for value in values}
     # `01` and `1` are two classes and one number: without the word beside it the order would be that of a set
-    names = sorted(words, key=lambda word: (int(word), word)) if _are_whole(words) else sorted(words)
+    are_whole = all(re.fullmatch(_WHOLE_NUMBER, word) for word in words)
+    names = sorted(words, key=lambda word: (int(word), word)) if are_whole else sorted(words)
     if len(names) < 2:
         only = short_repr(names[0])
         raise DataError(f"column {label!r} of {origin} has one class only ({only}); a task needs two or more")
@@ -372,10 +369,6 @@ def _class_names(values: Sequence[Any], label: str, *, origin: Path) -> tuple[st
             "of classes; name the label column with label=, or ask for a regression with metric=pearson"
         )
     return tuple(names)
-
-
-def _are_whole(words: Iterable[str]) -> bool:
-    return all(re.fullmatch(_WHOLE_NUMBER, word) for word in words)
 
 
 def _word(value: Any) -> str:

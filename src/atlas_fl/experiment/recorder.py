@@ -88,8 +88,7 @@ def check_provenance(recorded: Mapping[str, Any], current: Mapping[str, Any], *,
                 f"the data of client {name} are not those that run {folder} was begun with; restore them, or begin"
                 " another run: rows that were trained on could now be tested on"
             )
-    # checkpoints of earlier versions do not say
-    for part, digest in recorded.get("model", {}).items():
+    for part, digest in recorded["model"].items():
         if current["model"].get(part) != digest:
             raise CheckpointError(
                 f"the {part} of the model {current['settings']['model']!r} is not the one that run {folder} was begun"
@@ -138,16 +137,12 @@ def check_run_files(folder: RunFolder, saved: Checkpoint) -> None:
     """
     digests.check_state(saved)
     recorded = digests.digests_in_state(saved.state)
-    if recorded is not None:
-        recorded.check(folder, *(folder.path / name for name in recorded.sha256 if name != folder.config.name))
+    recorded.check(folder, *(folder.path / name for name in recorded.sha256 if name != folder.config.name))
 
 
 def config_change_note(folder: RunFolder, saved: Checkpoint) -> str:
     """A note where `config.toml` was changed in settings that do not identify the run; else empty."""
-    recorded = digests.digests_in_state(saved.state)
-    if recorded is None:
-        return f"checkpoint {saved.path.name} has no digests: an earlier version wrote it; the next one will have them"
-    if not recorded.fault(folder, folder.config):
+    if not digests.digests_in_state(saved.state).fault(folder, folder.config):
         return ""
     return f"{folder.config} is not what it was at {saved.path.name}; no setting that the run depends on differs"
 
@@ -448,7 +443,7 @@ class Recorder:
         for phase, seconds in saved.state["seconds"].items():
             self.phase_seconds[phase] = self.phase_seconds.get(phase, 0.0) + seconds
         self.earlier_peak = dict(saved.state["peak"])
-        self.earlier_reused = saved.state.get("reused_seconds", 0.0)  # older checkpoints do not say
+        self.earlier_reused = saved.state["reused_seconds"]
         self.round_seconds = {int(round): seconds for round, seconds in saved.state["round_seconds"].items()}
 
 

@@ -7,29 +7,18 @@ given averages, or predictions of clusters, so that its halves begin with what e
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import get_args
 
-from atlas_fl.aggregation.kriging import HALVES, INITIAL, MeasuredSharing, measured_sharing
+from atlas_fl.aggregation.kriging import HALVES, MeasuredSharing, measured_sharing
 from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.aggregation.strategies import RoundModels
 from atlas_fl.client.job import Job
 from atlas_fl.client.options import Report
 from atlas_fl.config import Config
 from atlas_fl.config.methods import first_measured_round
-from atlas_fl.errors import CheckpointError
 from atlas_fl.experiment.state import FederationState
 from atlas_fl.params import ServerState
 from atlas_fl.setup.options import strategy_of, strategy_options
-
-
-def check_measured_state(config: Config, server_state: ServerState, *, folder: Path) -> None:
-    """Nothing where the state is of the config's strategy; raises `CheckpointError` for that of the older `atlas`."""
-    if strategy_of(config).report == "halves" and INITIAL not in server_state:
-        raise CheckpointError(
-            f"{folder} was begun when --strategy atlas was what atlas_laplacian is today, and cannot go on; run it"
-            " again with --strategy atlas_laplacian"
-        )
 
 
 def report_of_round(config: Config, round: int) -> Report:

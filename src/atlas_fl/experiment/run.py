@@ -32,7 +32,6 @@ from atlas_fl.experiment.recorder import (
     config_change_note,
     provenance_of,
 )
-from atlas_fl.experiment.reports import check_measured_state
 from atlas_fl.experiment.rounds import run_rounds
 from atlas_fl.experiment.second_models import predicting_models
 from atlas_fl.experiment.state import FederationState
@@ -256,7 +255,6 @@ def _restore_checkpoint(
     recorder.rewind_to(saved)
     _check_clients(plan, assembly, folder)
     server_state = checkpoint_server_state(saved)
-    check_measured_state(assembly.config, server_state, folder=folder.path)
     server_models, client_models = checkpoint_models(saved, assembly.names)
     emit(Note(f"resumed after round {saved.round}"))
     clustering = Clustering.from_json(plan.clustering) if "similarity" in plan.clustering else None
@@ -267,9 +265,8 @@ def _restore_checkpoint(
         client_models=client_models,
         outdated=frozenset(saved.state["stale"]),
         validation_scores=saved.state["validation"],
-        history={int(round): score for round, score in saved.state.get("history", {}).items()},
-        # checkpoints older than early stopping know no other end than the last round
-        is_over=saved.state.get("over", saved.round == assembly.config.training.rounds),
+        history={int(round): score for round, score in saved.state["history"].items()},
+        is_over=saved.state["over"],
         by_client=checkpoint_by_client(saved),
     )
     mask = read_tensors(folder.mask) if plan.sparse else None

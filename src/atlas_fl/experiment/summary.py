@@ -44,7 +44,7 @@ import torch
 
 from atlas_fl.experiment.early_stopping import best_rounds
 from atlas_fl.storage.json_shapes import METRICS, SHARING
-from atlas_fl.storage.ledger import Totals, parse_ledger_row, totals
+from atlas_fl.storage.ledger import LedgerRow, Totals, totals
 
 LIBRARIES = ("torch", "transformers", "peft", "safetensors", "numpy", "scikit-learn")
 
@@ -297,7 +297,7 @@ def summarise(
         attackers: clients that attack in this simulation.
     """
     by_client = histories(metrics)
-    traffic = totals(parse_ledger_row(row) for row in ledger)
+    traffic = totals(LedgerRow(**row) for row in ledger)
     rounds = [int(row["round"]) for row in metrics]
     # before the first evaluation only those have rows that have trained
     sizes = Counter(entry["task"] for entry in plan.get("clients", ()) if "task" in entry)

@@ -34,7 +34,7 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedLayout:
-    """Where each sequence lies in the row, and how rows are gathered for attention."""
+    """Places of the sequences in the row, and indices that gather rows for attention."""
 
     position_ids: Tensor  # (tokens,) int64, restarting at every sequence
     starts: Tensor  # (sequences,) int64, first token of every sequence
@@ -90,7 +90,7 @@ def make_layout(lengths: Sequence[int], *, device: torch.device | str = "cpu") -
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _HeadRows:
-    """Where the rows of every head lie: (tokens * heads) rows as a layer gives them, (slots * heads) as products need.
+    """Places of the rows of every head: (tokens * heads) rows as a layer gives them, (slots * heads) as products need.
 
     Inside a bucket the slots are ordered (sequence, head, place), so that each product is one contiguous batch and
     the gathering is the only copy.
@@ -186,7 +186,7 @@ class _PackedAttention(torch.autograd.Function):
 
 
 class _FirstTokenAttention(torch.autograd.Function):
-    """What every sequence's first token attends to, softmax(q k^T scale) v; the rows of all other tokens are zero."""
+    """Attention of every sequence's first token, softmax(q k^T scale) v; the rows of all other tokens are zero."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, scale: float, layout: PackedLayout) -> Tensor:
@@ -234,7 +234,7 @@ def _first_tokens(layout: PackedLayout) -> Tensor:
 
 
 def _rows_of_firsts(layout: PackedLayout, heads: int) -> Iterator[slice]:
-    """Where each bucket's sequences lie among `_first_tokens`, a row a head."""
+    """Slices of each bucket's sequences among `_first_tokens`, a row a head."""
     start = 0
     for bucket in layout.buckets:
         yield slice(start * heads, (start + bucket.count) * heads)

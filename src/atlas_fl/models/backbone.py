@@ -42,7 +42,7 @@ class Backbone:
     vocabulary: Tensor | None = None
     """(tokens, hidden), the frozen output embedding of a model that writes text; not loaded where none is written."""
     vision: Vision | None = None
-    """How it sees images; None of a model that reads text."""
+    """Its image side; None of a model that reads text."""
 
     @property
     def hidden(self) -> int:
@@ -63,7 +63,7 @@ class Backbone:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights lie."""
+        """Device of the weights."""
         device: torch.device = next(self.model.parameters()).device
         return device
 
@@ -95,7 +95,7 @@ def backbone_features(
 
 
 def token_inputs(backbone: Backbone, ids: Tensor, types: Tensor, layout: PackedLayout) -> dict[str, Tensor]:
-    """What the stock model's embeddings take of a row, (1, tokens) int64 each."""
+    """Inputs of the stock model's embeddings for a row, (1, tokens) int64 each."""
     positions = layout.position_ids
     if backbone.family.counts_from_padding:
         positions = _positions_behind_padding(ids, layout, padding=int(backbone.model.config.pad_token_id))
@@ -225,52 +225,43 @@ def trainable_names(backbone: Backbone, *, frozen_blocks: int = 0) -> tuple[str,
     )
 
 
-def plain_shape(backbone: Backbone) -> ModelShape:
-    """The sizes of a model of any architecture whose weights all train: what is known of all of them."""
-    blocks = backbone.blocks
-    sizes = tuple(sum(p.numel() * p.element_size() for p in block.parameters()) for block in blocks)
-    total = sum(p.numel() * p.element_size() for p in backbone.frozen.values())
-    return ModelShape(
-        hidden=backbone.width,
-        intermediate=4 * backbone.width,
-        heads=1,
-        layers=((),) * len(blocks),
-        block_bytes=sizes,
-        block_params=tuple(sum(p.numel() for p in block.parameters()) for block in blocks),
-        embedding_bytes=total - sum(sizes),
-        tail_bytes=0,
-        vocabulary=0,
-    )
+def model_shape(backbone: Backbone, modules: Mapping[str, nn.Module] | None, *, first_adapted: int = 0) -> ModelShape:
+    """The sizes that cost models need, for these adapted modules in the blocks from `first_adapted` up.
 
-
-def model_shape(backbone: Backbone, modules: Mapping[str, nn.Module], *, first_adapted: int = 0) -> ModelShape:
-    """The sizes that cost models need, for these adapted modules in the blocks from `first_adapted` up."""
+    None for the modules is for a model of any architecture whose weights all train: the sizes that all have.
+    """
     config, blocks = backbone.model.config, backbone.blocks
+    block_bytes = tuple(_num_bytes(block) for block in blocks)
+    total = sum(p.numel() * p.element_size() for p in backbone.frozen.values())
+    common: dict[str, Any] = {
+        "block_bytes": block_bytes,
+        "block_params": tuple(sum(p.numel() for p in block.parameters()) for block in blocks),
+        "embedding_bytes": total - sum(block_bytes),
+    }
+    if modules is None:
+        width = backbone.width
+        return ModelShape(hidden=width, intermediate=4 * width, heads=1, layers=((),) * len(blocks), **common)
     layers: list[list[tuple[int, int]]] = [[] for _ in blocks]
     for name, module in modules.items():
         layers[block_index(backbone, name)].append(module_dims(module))
-    block_bytes = tuple(sum(p.numel() * p.element_size() for p in block.parameters()) for block in blocks)
-    total = sum(p.numel() * p.element_size() for p in backbone.frozen.values())
-    keys = ("intermediate_size", "hidden_dim", "n_inner")
-    inner = next((width for key in keys if (width := getattr(config, key, None))), 4 * backbone.hidden)
+    widths = (getattr(config, key, None) for key in ("intermediate_size", "hidden_dim", "n_inner"))
+    inner = next((width for width in widths if width), 4 * backbone.hidden)
     ratio = getattr(config, "mlp_ratio", None)  # what DINOv2 has in the place of a width
+    stem_bytes = sum(_num_bytes(backbone.model.get_submodule(name)) for name in backbone.family.stem)
     return ModelShape(
         hidden=backbone.hidden,
         intermediate=int(inner if ratio is None else ratio * backbone.hidden),
         heads=int(config.num_attention_heads),
         layers=tuple(tuple(layer) for layer in layers),
-        block_bytes=block_bytes,
-        block_params=tuple(sum(p.numel() for p in block.parameters()) for block in blocks),
-        embedding_bytes=total - sum(block_bytes),
-        tail_bytes=total - sum(block_bytes) - _stem_bytes(backbone),
+        tail_bytes=total - sum(block_bytes) - stem_bytes,
         vocabulary=0 if backbone.vocabulary is None else backbone.vocabulary.shape[0],
         first_adapted=first_adapted,
+        **common,
     )
 
 
-def _stem_bytes(backbone: Backbone) -> int:
-    stem = [backbone.model.get_submodule(name) for name in backbone.family.stem]
-    return sum(p.numel() * p.element_size() for module in stem for p in module.parameters())
+def _num_bytes(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())
 
 
 def embed_tokens(backbone: Backbone, ids: Tensor, types: Tensor, layout: PackedLayout) -> Tensor:
@@ -310,7 +301,7 @@ def norm_and_pool(backbone: Backbone, hidden: Tensor, positions: Tensor) -> Tens
 
 
 def _block_inputs(backbone: Backbone, hidden: Tensor, layout: PackedLayout) -> dict[str, Any]:
-    """What the blocks of a family want besides the tokens: rotations, which all blocks share."""
+    """Inputs of a family's blocks besides the tokens: rotations, which all blocks share."""
     if backbone.family.rotary is None:
         return {}
     rotary = backbone.model.get_submodule(backbone.family.rotary)

@@ -30,28 +30,28 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 OLD_WEIGHTS, OLD_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".ot"})
 MOST_TEXT_BYTES = 64 * 2**20
-"""Of a config, a tokenizer or another file that is no weights: the largest that are published have half of that."""
+"""Most bytes of a config, a tokenizer or another file that is no weights; published ones have at most half."""
 MOST_HEADER_BYTES = 64 * 2**20
 MOST_REPEATS = 1 << 16
-"""Of whatever a config counts and a library makes one by one: layers, heads, classes."""
+"""Most of whatever a config counts and a library makes one by one: layers, heads, classes."""
 _COUNTED = ("layer", "depth", "block", "stage", "head", "label")
 _LARGEST = 2**62
 _OLD_NAMES = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
-"""What the norms of early BERT checkpoints are called; transformers renames them on loading."""
+"""Names of the norms in early BERT checkpoints; transformers renames them on loading."""
 
 
 def is_local(source: ModelSource) -> bool:
-    """Whether files are looked for on this machine alone: in a directory, or where the hub does not answer."""
+    """Return whether files are looked for on this machine alone: in a directory, or where the hub does not answer."""
     return is_directory(source.path) or not is_hub_reachable()
 
 
 def is_directory(name: str) -> bool:
-    """Whether a model's name is a directory on this machine."""
+    """Return whether a model's name is a directory on this machine."""
     return Path(name).expanduser().is_dir()
 
 
 def find_file(source: ModelSource, file: str) -> Path | None:
-    """Where a file of the model lies, fetched from the hub if need be; None where there is none."""
+    """Path of a file of the model, fetched from the hub if need be; None where there is none."""
     path = cached_file(
         source.path, file, _raise_exceptions_for_missing_entries=False, local_files_only=is_local(source)
     )
@@ -175,7 +175,7 @@ def _shards(name: str, index: Path) -> dict[str, str]:
 
 
 def shard_file(name: str, source: ModelSource, shard: str) -> Path:
-    """Where a shard lies, fetched from the hub if need be; raises `ModelError` where it is not to be had."""
+    """Path of a shard, fetched from the hub if need be; raises `ModelError` where it is not to be had."""
     path = find_file(source, shard)
     if path is None:
         raise ModelError(f"model {name!r} ({source.path}) lacks {shard}, which its index names; give all files")
@@ -266,16 +266,17 @@ class _GgufReader:
         self._file.close()
 
     def take(self, size: int) -> bytes:
-        if size > self._left:
-            raise ValueError("the file ends before what its header says")
-        self._left -= size
+        self._use(size)
         return self._file.read(size)
 
     def skip(self, size: int) -> None:
+        self._use(size)
+        self._file.seek(size, os.SEEK_CUR)
+
+    def _use(self, size: int) -> None:
         if size > self._left:
             raise ValueError("the file ends before what its header says")
         self._left -= size
-        self._file.seek(size, os.SEEK_CUR)
 
     def number(self, form: str) -> int:
         value: int = struct.unpack(form, self.take(struct.calcsize(form)))[0]
@@ -344,7 +345,7 @@ def _read_gguf(path: Path) -> tuple[Shapes, dict[str, int]]:
 
 
 def lacks_pooler(family: Family, names: Collection[str]) -> bool:
-    """Whether the stock classifier reads a pooler that these files do not have, as those of masked language models."""
+    """Return whether the stock classifier reads a pooler that these files lack, as those of masked models do."""
     if family.pooler is None:
         return False
     poolers = checkpoint_names(f"{family.pooler}.", family.prefix)
@@ -352,7 +353,7 @@ def lacks_pooler(family: Family, names: Collection[str]) -> bool:
 
 
 MOST_BLOCKS = 1000
-"""Of a model of which a site may hold a part; none that is known has a fifth of them."""
+"""Most blocks of a model of which a site may hold a part; none that is known has a fifth of them."""
 
 
 def check_blocks(name: str, config: Any, held: int, *, in_part: bool = False) -> bool:
@@ -372,7 +373,7 @@ def check_blocks(name: str, config: Any, held: int, *, in_part: bool = False) ->
 
 
 def count_blocks(names: Collection[str], family: Family) -> int:
-    """How many blocks, from the first on, have tensors in files with these names."""
+    """Number of blocks, from the first on, that have tensors in files with these names."""
     fronts = checkpoint_names(f"{family.blocks}.", family.prefix)
     found = {name.removeprefix(front).split(".")[0] for name in names for front in fronts if name.startswith(front)}
     count = 0

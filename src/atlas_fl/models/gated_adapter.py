@@ -31,11 +31,11 @@ NOTE = (
     f"adapters have a gate: they are written as {WEIGHTS}, which plain PEFT cannot load;"
     " atlas_fl.load_gated_adapter puts one on the stock model"
 )
-"""What a user is told where such folders are written."""
+"""Note for the user where such folders are written."""
 
 
 def is_gated(params: Params) -> bool:
-    """Whether a gate weighs what is stacked in this model."""
+    """Return whether a gate weighs what is stacked in this model."""
     return any(key.endswith(LORA_GATE) for key in params)
 
 

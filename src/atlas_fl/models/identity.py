@@ -33,16 +33,16 @@ _SPECIAL = ("pad_token_id", "unk_token_id", "bos_token_id", "eos_token_id", "cls
 
 @dataclass(frozen=True, kw_only=True)
 class ModelIdentity:
-    """What a model computes with, a SHA-256 each."""
+    """Digests of all that a model computes with, a SHA-256 each."""
 
     weights: str | None
-    """Of all tensors below an output embedding; None where none are loaded yet."""
+    """Digest of all tensors below an output embedding; None where none are loaded yet."""
     vocabulary: str | None
-    """Of an output embedding that is no copy of the input's; None where none is loaded."""
+    """Digest of an output embedding that is no copy of the input's; None where none is loaded."""
     architecture: str
-    """Of what `config.json` says that takes part in computing."""
+    """Digest of the entries of `config.json` that take part in computing."""
     tokenizer: str
-    """Of how texts become tokens; of images, of how pixels become the model's input."""
+    """Digest of what turns texts into tokens, or pixels into the model's input."""
 
 
 def model_identity(backbone: Backbone, *, has_weights: bool = True) -> ModelIdentity:
@@ -81,7 +81,7 @@ def _architecture(backbone: Backbone) -> Mapping[str, Any]:
 
 
 def _text_input(tokenizer: Any) -> Mapping[str, Any]:
-    """What a tokenizer computes; how it cuts and fills up is set by each call and left out."""
+    """Settings by which a tokenizer computes; how it cuts and fills up is set by each call and left out."""
     special = {name: getattr(tokenizer, name) for name in _SPECIAL}
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:

@@ -5,10 +5,12 @@ model without the rest.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from threading import RLock
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -71,7 +73,7 @@ UNREADABLE = (
     StrictDataclassError,
     vars(torch.serialization)["pickle"].UnpicklingError,
 )
-"""What libraries raise that read a config, a tokenizer or weights which somebody else has written: of a setting of
+"""Errors of libraries that read a config, a tokenizer or weights which somebody else has written: of a setting of
 another type or another name whatever happens first; the last where an old file of weights would run code, which torch
 does not do."""
 
@@ -125,16 +127,28 @@ def _check_config(name: str, source: ModelSource, family: Family, auto: Any) -> 
     check_size(name, outline, shapes)
 
 
+@dataclass(frozen=True)
+class _TokenizerErrors(AbstractContextManager[None]):
+    """Raise `ModelError` for the plain `Exception`, and for no class below it.
+
+    The tokenizers library raises it, without a class of its own, for a damaged file.
+    """
+
+    model: str
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if kind is Exception:
+            assert isinstance(error, Exception)
+            raise ModelError(
+                f"the tokenizer of model {self.model!r} could not be loaded: {first_line(error)}; give the model's own"
+                " files"
+            ) from None
+
+
 def load_tokenizer(name: str, source: ModelSource) -> PreTrainedTokenizerBase:
     """The model's tokenizer; raises `ModelError` where its files are damaged, or there are none."""
-    try:
+    with _TokenizerErrors(name):
         tokenizer = AutoTokenizer.from_pretrained(source.path, **loading_options(source))
-    except Exception as error:
-        if type(error) is not Exception:  # the plain class is what the tokenizers library raises for a damaged file
-            raise
-        raise ModelError(
-            f"the tokenizer of model {name!r} could not be loaded: {first_line(error)}; give the model's own files"
-        ) from None
     _pair_ids(tokenizer)  # settings of other types show when it is used
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise ModelError(
@@ -283,7 +297,7 @@ def checkpoint_blocks(backbone: Backbone) -> None:
 
 
 def find_family(name: str, *, in_part: bool = False) -> tuple[ModelSource, Family]:
-    """Where a model's files are and what architecture it has, without loading its weights.
+    """Source of a model's files and its architecture, without loading its weights.
 
     Files that are read `in_part` may lack blocks, as at a cut client.
     Raises `ModelError` where the folder, the config or the names of the tensors are no model's.
@@ -431,7 +445,7 @@ def first_block_tensors(backbone: Backbone, *, blocks: int) -> dict[str, Tensor]
 
 
 def first_line(error: Exception) -> str:
-    """What an error of a library says, in a line; its kind where that is a mere key or nothing."""
+    """Message of a library's error, in a line; its kind where that is a mere key or nothing."""
     lines = str(error).strip().splitlines()
     if lines and lines[0].endswith(":"):
         lines[0] = " ".join(lines[0:2])

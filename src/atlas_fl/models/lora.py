@@ -152,7 +152,7 @@ DropoutMaskFn: TypeAlias = Callable[[int, str, tuple[int, int]], Tensor | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Adapters:
-    """What the tokens of a pack meet: the clients' params, their segments, their scale and dropout."""
+    """Adapters of the clients of a pack: the clients' params, their segments, their scale and dropout."""
 
     clients: Sequence[Params]
     segments: Sequence[Segment]

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 import atlas_fl
-from atlas_fl.models.tokenization import EncodedExamples
+from atlas_fl.models.tokenization import EncodedExamples, arrays_digest
 from atlas_fl.storage.state_files import StateFiles
 
 CPU_CHUNK_TOKENS, CUDA_CHUNK_TOKENS = 64, 1024
@@ -56,13 +56,13 @@ class Chunks:
     """The chunk of every example of the split, (n,) int64."""
     start: np.ndarray
     """Its first token inside the chunk, (n,) int64."""
-    run: int
+    run: int = 0
     """The number of the last run that used them."""
     kept: dict[int, Tensor] = field(default_factory=dict)
     """States of chunks, (tokens, width)."""
 
 
-def make_chunks(lengths: np.ndarray, *, tokens: int, run: int = 0) -> Chunks:
+def make_chunks(lengths: np.ndarray, *, tokens: int) -> Chunks:
     """Chunks of about `tokens` tokens of examples of these lengths, (n,) int64; short ones first: less is padded.
 
     >>> [chunk.tolist() for chunk in make_chunks(np.array([5, 3, 9, 3, 70, 2]), tokens=10).members]
@@ -76,7 +76,7 @@ def make_chunks(lengths: np.ndarray, *, tokens: int, run: int = 0) -> Chunks:
     for number, places in enumerate(members):
         chunk[places] = number
         start[places] = np.cumsum(lengths[places]) - lengths[places]
-    return Chunks(members=members, chunk=chunk, start=start, run=run)
+    return Chunks(members=members, chunk=chunk, start=start)
 
 
 class PrefixCache:
@@ -97,7 +97,7 @@ class PrefixCache:
         """With `budget_bytes` 0 nothing is kept in memory; `chunk_tokens` decides the last bits."""
         self.budget_bytes, self.chunk_tokens = budget_bytes, chunk_tokens
         self.files = files
-        """Where states are kept on the disk; None for nowhere."""
+        """Files of states on the disk; None where none are kept."""
         self.key = key
         """All that decides the bits of a state besides its chunk."""
         self.used_bytes = 0
@@ -150,7 +150,9 @@ class PrefixCache:
         """The states of a whole chunk, from the disk where they are kept there."""
         if self.files is None:
             return compute(examples)
-        key = sha256(f"{self.key} {_input_digest(examples)}".encode()).hexdigest()
+        # no labels, so that tasks on the same texts share their states
+        seen = arrays_digest(examples.ids, examples.types, examples.lengths, examples.pixels)
+        key = sha256(f"{self.key} {seen}".encode()).hexdigest()
         # in inference mode, as evaluations have it, what is read could not be kept for training
         with torch.inference_mode(False):
             states = self.files.read(key)
@@ -168,18 +170,9 @@ class PrefixCache:
             self.used_bytes -= sum(states.nbytes for states in self._splits.pop(digest).kept.values())
 
 
-def _input_digest(examples: EncodedExamples) -> str:
-    """SHA-256 of what blocks see of examples: no labels, so that tasks on the same texts share their states."""
-    state = sha256()
-    for array in (examples.ids, examples.types, examples.lengths, examples.pixels):
-        state.update(b"none" if array is None else f"{array.dtype}{array.shape}".encode())
-        state.update(b"" if array is None else np.ascontiguousarray(array).data)
-    return state.hexdigest()
-
-
 @cache
 def machine_key() -> str:
-    """What decides last bits besides a model, its input and its threads: this code, the libraries, the processor."""
+    """Key of what decides last bits besides model, input and threads: this code, the libraries, the processor."""
     code = sha256()
     for path in sorted(Path(atlas_fl.__file__).parent.rglob("*.py")):
         code.update(path.read_bytes())

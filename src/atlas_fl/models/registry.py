@@ -34,7 +34,7 @@ class ModelShape:
     heads: int
     """Attention heads."""
     layers: tuple[tuple[tuple[int, int], ...], ...]
-    """Of every block: (d_in, d_out) of each adapted module."""
+    """(d_in, d_out) of each adapted module, by block."""
     block_bytes: tuple[int, ...]
     """Frozen bytes of every block."""
     block_params: tuple[int, ...]
@@ -42,7 +42,7 @@ class ModelShape:
     embedding_bytes: int
     """Frozen bytes of the embeddings and of what stands outside the blocks."""
     tail_bytes: int = 0
-    """Of these, what stands behind the last block: norm, pooler, an output embedding of its own."""
+    """Part of these behind the last block: norm, pooler, an output embedding of its own."""
     vocabulary: int = 0
     """Tokens that are told apart where text is written; 0 where none is."""
     first_adapted: int = 0
@@ -87,19 +87,19 @@ class Family:
     blocks: str
     """Path of the list of blocks inside the headless model."""
     pool: Literal["first", "last"]
-    """Which token of a sequence its features are read from."""
+    """The token of a sequence that its features are read from."""
     head: tuple[Dense, ...]
     """The stock classification head; the last layer gives the logits."""
     pooler: str | None = None
     """A frozen layer of the backbone between the token and the head; where files lack it, it is a part of the head."""
     token_types: bool = False
-    """Whether its embeddings take types of tokens, as a tokenizer may give them to the two texts of a pair."""
+    """True if its embeddings take types of tokens, as a tokenizer may give them to the two texts of a pair."""
     counts_from_padding: bool = False
-    """Whether positions begin behind the id of the config's padding token, which is its own position, and not at 0."""
+    """True if positions begin behind the id of the config's padding token, which is its own position, and not at 0."""
     conv1d: bool = False
-    """Whether its layers hold their weights as (d_in, d_out)."""
+    """True if its layers hold their weights as (d_in, d_out)."""
     stem: tuple[str, ...] = ("embeddings",)
-    """What stands in front of the blocks: one module of embeddings, or the tables of tokens and positions."""
+    """Modules in front of the blocks: one module of embeddings, or the tables of tokens and positions."""
     norm: str | None = None
     """The norm behind the last block."""
     rotary: str | None = None
@@ -107,7 +107,7 @@ class Family:
     after_attention: str | None = None
     """A module of the last block that takes (attended, residual): from there on only pooled tokens are computed."""
     images: bool = False
-    """Whether its tokens are patches of images; what its head reads is then the stock classifier's to say."""
+    """True if its tokens are patches of images; what its head reads is then the stock classifier's to say."""
 
     @property
     def word_table(self) -> str:
@@ -123,7 +123,7 @@ class Family:
 
     @property
     def causal(self) -> bool:
-        """Whether a token sees only those before it, so that the last speaks for all and the model can write text."""
+        """Return whether a token sees only those before it: the last one stands for all, and text can be written."""
         return self.pool == "last"
 
 
@@ -146,7 +146,7 @@ def apply_head(family: Family, params: Params, features: Tensor) -> Tensor:
 
 
 def last_layer_inputs(family: Family, params: Params, features: Tensor) -> Tensor:
-    """What the last layer of the head reads, (examples, hidden): the features themselves where there is no other."""
+    """Inputs of the last layer of the head, (examples, hidden): the features themselves where there is no other."""
     return _apply_layers(family.head[:-1], params, features)
 
 
@@ -259,13 +259,13 @@ class RegisteredModel:
     lr: float
     """Peak learning rate that suits LoRA on it, or SGD on all of it where it sees images."""
     images: bool = False
-    """Whether it sees images and reads no text."""
+    """True if it sees images and reads no text."""
     note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """Where the files of a model are looked for."""
+    """Place of the files of a model."""
 
     path: str
     gguf_file: str | None = None
@@ -305,7 +305,7 @@ MODELS: dict[str, RegisteredModel] = {
 
 
 def locate_model(name: str) -> ModelSource:
-    """Where the files of this alias, hub name, directory or GGUF file are.
+    """Place of the files of this alias, hub name, directory or GGUF file.
 
     Raises `ConfigError` for a name that is none of these, `ModelError` for a path where nothing is or that cannot be
     looked at, and `DataError` for an embedded model not fetched yet.
@@ -345,7 +345,7 @@ def _source_at_path(name: str) -> ModelSource | None:
 
 
 def is_hub_reachable(*, timeout_seconds: float = 3.0) -> bool:
-    """Whether the hub of models can be reached; its own client tries for half a minute before it says that it cannot.
+    """Return whether the hub of models can be reached; its own client would try for half a minute.
 
     Behind a proxy this cannot be told in advance and is taken as a yes.
     """

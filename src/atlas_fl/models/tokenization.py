@@ -39,19 +39,8 @@ class EncodedExamples:
     @cached_property
     def digest(self) -> str:
         """SHA-256 of all arrays: their dtypes, shapes and bytes."""
-        state = sha256()
-        for array in (
-            self.ids,
-            self.types,
-            self.offsets,
-            self.labels,
-            self.target_mask,
-            self.pixels,
-            self.target_counts,
-        ):
-            state.update(b"none" if array is None else f"{array.dtype}{array.shape}".encode())
-            state.update(b"" if array is None else np.ascontiguousarray(array).data)
-        return state.hexdigest()
+        texts = (self.ids, self.types, self.offsets, self.labels, self.target_mask)
+        return arrays_digest(*texts, self.pixels, self.target_counts)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -87,6 +76,15 @@ class EncodedExamples:
             target_mask=target_mask,
             taken_from=taken_from,
         )
+
+
+def arrays_digest(*arrays: np.ndarray | None) -> str:
+    """SHA-256 of these arrays: their dtypes, shapes and bytes."""
+    state = sha256()
+    for array in arrays:
+        state.update(b"none" if array is None else f"{array.dtype}{array.shape}".encode())
+        state.update(b"" if array is None else np.ascontiguousarray(array).data)
+    return state.hexdigest()
 
 
 def concatenate(parts: Sequence[EncodedExamples]) -> EncodedExamples:

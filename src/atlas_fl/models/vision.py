@@ -60,12 +60,12 @@ class Vision:
     image_size: int
     """Pixels of a side of the images that it sees."""
     mean: tuple[float, ...]
-    """Of the channels, after scaling."""
+    """Mean of the channels, after scaling."""
     std: tuple[float, ...]
     rescale: float
-    """What pixels from 0 to 255 are multiplied by."""
+    """Factor of pixels from 0 to 255."""
     resample: str
-    """How images are resized: bilinear or bicubic."""
+    """Filter that resizes images: bilinear or bicubic."""
     blocks: str
     """Path of the list of blocks inside the backbone."""
 
@@ -84,7 +84,7 @@ class Vision:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights lie."""
+        """Device of the weights."""
         return next(self.backbone.parameters()).device
 
     @cached_property
@@ -95,7 +95,7 @@ class Vision:
 
     @cached_property
     def has_tied_weights(self) -> bool:
-        """Whether a tensor has several names in the model; to look for them in every step takes 2% of a small one."""
+        """Return whether a tensor has several names in the model; a search in every step takes 2% of a small one."""
         every = sum(1 for _ in self.model.named_parameters(remove_duplicate=False))
         return every > sum(1 for _ in self.model.named_parameters())
 
@@ -135,7 +135,7 @@ def without_first_blocks(
 def image_features(
     vision: Vision, params: Params, pixels: Float[Tensor, "n 3 height width"]
 ) -> Float[Tensor, "n hidden"]:
-    """What the stock classifier would read, with `params` in the place of the backbone's tensors of these names.
+    """Features that the stock classifier would read, with `params` in the place of the backbone's tensors.
 
     Tensors that `params` lacks are the backbone's own; its head is not looked at. A `ModelError` names a tensor that
     the backbone does not have.
@@ -165,12 +165,12 @@ def run_image_blocks(
 def image_features_above(
     vision: Vision, hidden: Float[Tensor, "n tokens hidden"], *, blocks: int
 ) -> Float[Tensor, "n features"]:
-    """What the stock classifier would read, from the output of its first `blocks` blocks.
+    """Features that the stock classifier would read, from the output of its first `blocks` blocks.
 
     The stock model runs with what lies below left out: what stands behind the blocks differs between architectures.
     """
     below = {vision.backbone.get_submodule("embeddings"): lambda *_, **__: hidden}
-    below |= dict.fromkeys(_first_blocks(vision, blocks), _pass_through)
+    below |= dict.fromkeys(_first_blocks(vision, blocks), lambda hidden, *_, **__: hidden)
     for module, forward in below.items():
         module.forward = forward
     try:
@@ -183,10 +183,6 @@ def image_features_above(
 
 def _first_blocks(vision: Vision, count: int) -> list[nn.Module]:
     return list(vision.backbone.get_submodule(vision.blocks).children())[:count]
-
-
-def _pass_through(hidden: Tensor, *_: object, **__: object) -> Tensor:
-    return hidden
 
 
 def image_logits(
@@ -206,7 +202,7 @@ def image_logits(
 def preprocess(
     vision: Vision, pixels: UInt8[np.ndarray, "n height width channels"] | UInt8[Tensor, "n height width channels"]
 ) -> Float[Tensor, "n 3 size size"]:
-    """What the model sees of these images, float32 on its device: resized to its size, scaled and normalised.
+    """Input of the model for these images, float32 on its device: resized to its size, scaled and normalised.
 
     Grey images become three equal channels. The whole image is seen: a processor's centre crop is left out.
     """

@@ -1,6 +1,6 @@
 """Loading stock image classifiers as frozen vision backbones, and exporting a client's whole model.
 
-`load_vision` goes from an alias, a hub name or a directory to a backbone at the given image size. `vision_backbone`
+`load_vision` goes from an alias, a hub name or a directory to a model at the given image size. `load_image_backbone`
 makes it the backbone of a pack: the patches of every image are tokens of its client. All images of a pack have one size
 and so the same number of tokens. They go through the stock model as one batch, whose rows the adapted layers process
 one after another, with neither padding nor packed attention. `save_vision` writes a client's whole model as a folder
@@ -30,7 +30,7 @@ RESAMPLE = {2: "bilinear", 3: "bicubic"}
 """Pillow's numbers of the filters that PyTorch has too."""
 _TABLE = "embeddings.position_embeddings"
 MOST_PIXELS = 4096
-"""Of an image's side, where a model's own processor says it; those that are published have 1,024 at most."""
+"""Most pixels of an image's side that a model's own processor may name; those of published ones are 1,024 at most."""
 
 
 def load_vision(
@@ -200,33 +200,25 @@ def load_image_backbone(
     Raises `ModelError` as `load_vision` does, and where the architecture is no plain vision transformer.
     """
     vision = load_vision(name, image_size=image_size, device=device, weights=weights)
-    backbone = vision_backbone(vision) if adapted else as_whole(vision)
+    backbone = _backbone(vision, _adapted_family(vision)) if adapted else as_whole(vision)
     if gradient_checkpointing:
         checkpoint_blocks(backbone)
     return backbone
 
 
-def vision_backbone(vision: Vision) -> Backbone:
-    """The same frozen model for packs; raises `ModelError` where the architecture is no plain vision transformer."""
+def _adapted_family(vision: Vision) -> Family:
+    """The family of a plain vision transformer; raises `ModelError` for another architecture."""
     model_type = vision.model.config.model_type
     if model_type not in VISION_FAMILIES or not hasattr(vision.model, "classifier"):
         raise ModelError(
             f"model {vision.name!r} has the architecture {model_type!r}, and adapters on images need one of"
             f" {', '.join(sorted(VISION_FAMILIES))} with a single classifier; choose such a model, or --tune whole"
         )
-    return Backbone(
-        name=vision.name,
-        source=vision.source,
-        model=vision.model.base_model,
-        tokenizer=None,
-        family=VISION_FAMILIES[model_type],
-        vision=vision,
-    )
+    return VISION_FAMILIES[model_type]
 
 
 def as_whole(vision: Vision) -> Backbone:
     """The same model for clients that train all its weights, with a linear head of their own."""
-    base = vision.backbone
     family = Family(
         model_type=str(vision.model.config.model_type),
         prefix=vision.model.base_model_prefix,
@@ -235,7 +227,12 @@ def as_whole(vision: Vision) -> Backbone:
         head=(Dense(name=""),),
         images=True,
     )
-    return Backbone(name=vision.name, source=vision.source, model=base, tokenizer=None, family=family, vision=vision)
+    return _backbone(vision, family)
+
+
+def _backbone(vision: Vision, family: Family) -> Backbone:
+    model = vision.model.base_model
+    return Backbone(name=vision.name, source=vision.source, model=model, tokenizer=None, family=family, vision=vision)
 
 
 def tokens_per_image(vision: Vision) -> int:

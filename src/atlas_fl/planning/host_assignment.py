@@ -1,4 +1,4 @@
-"""Which host client runs which guest's server half, in the plan and in every round (`--topology`).
+"""Assignment of guests' server halves to host clients, in the plan and in every round (`--topology`).
 
 Training results do not depend on it. The plan matches all clients. A round matches the clients that are present by the
 same rule, so that guests of a host that is absent or has dropped get another host in the same round. A simulation
@@ -31,7 +31,7 @@ from atlas_fl.split.host_matching import (
 GUESTS = "guests"
 """The part of a host's memory that its guests take."""
 _UNPAIRED = "unpaired"
-"""What was predicted of a client before it became a guest or a host."""
+"""Predictions for a client before it became a guest or a host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class HostAssignment:
     training: Mapping[str, HostMatch] = field(default_factory=dict)
     evaluation: Mapping[str, HostMatch] = field(default_factory=dict)
     relayed: bool = False
-    """Whether messages between two clients are relayed by the server."""
+    """True if messages between two clients are relayed by the server."""
 
 
 def match_round_hosts(

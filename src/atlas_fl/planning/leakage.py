@@ -1,4 +1,4 @@
-"""What the cuts of a model give away of the clients' texts: Fisher leakage (dFIL) and a token probe.
+"""Leakage of the clients' texts through the cuts of a model: Fisher leakage (dFIL) and a token probe.
 
 Two measures of the activations that cross a cut, both of the client's half alone:
 
@@ -44,18 +44,18 @@ was killed mixes the round again without a client."""
 
 
 def most_models(config: Config, split: str) -> int:
-    """How many different models a site scores on a split, or trains, in one round: `--keep best` scores two."""
+    """Number of different models that a site scores on a split, or trains, in one round: `--keep best` scores two."""
     return MODELS_A_ROUND + (config.mixing.keep == "best" and split == "validation")
 
 
 def is_scored_round(config: Config, number: int) -> bool:
-    """Whether a site's model is scored after this round; before round one it may be, for the graph."""
+    """Return whether a site's model is scored after this round; before round one it may be, for the graph."""
     last = config.training.rounds
     return number in (0, last) or (0 < number < last and number % config.training.eval_every == 0)
 
 
 def most_looks(config: Config, *, examples: int) -> dict[Split, int]:
-    """How often a server may see the row of one token of each split at a cut, each time with other noise.
+    """Number of times that a server may see the row of one token of each split at a cut, with other noise each.
 
     `examples` are a client's training examples, which it may also see in a fingerprint and for the importance.
     """
@@ -130,7 +130,7 @@ class CutLeakage:
     read: float
     """Share of the unseen tokens that the probe reads in one look at each."""
     looks: int
-    """How often a server may look at a row of training texts with other noise; 1 without noise."""
+    """Number of times that a server may look at a row of training texts with other noise; 1 without noise."""
     read_averaged: float
     """Share of them that it reads in the mean of so many looks."""
     commonest: float

@@ -68,7 +68,7 @@ def fit_heads_and_mask(assembly: Assembly, engine: Engine, models: ByClient | No
 
 
 def should_fit_heads(assembly: Assembly) -> bool:
-    """Whether heads are fitted before round one: those of images, where the config says so."""
+    """Return whether heads are fitted before round one: those of images, where the config says so."""
     return assembly.has_images and assembly.config.images.head_first == "ridge"
 
 
@@ -252,23 +252,16 @@ MODEL_COPIES = 3
 """Copies of a model that its training holds: weights, gradients and momentum."""
 
 
-def full_model_costs(assembly: Assembly, mask_plan: MaskPlan) -> list[dict[str, Any]]:
-    """What a round costs every client, as `ClientPlan` holds it: bytes each way, seconds on its link, and memory.
+def _full_model_cost(model: Params, device: Device, mask: Mask | None, *, share: Sequence[str]) -> dict[str, Any]:
+    """Costs of a round for a client, as `ClientPlan` holds them: bytes each way, seconds on its link, and memory.
 
     The memory is that of weights, gradients and momentum; activations are in no prediction.
     """
-    share = assembly.config.mixing.share if strategy_of(assembly.config).communicates else ()
-    return [
-        _full_model_cost(mask_plan.initial_models[client.name], device, mask_plan.mask, share=share)
-        for client, device in zip(assembly.clients, assembly.devices, strict=True)
-    ]
-
-
-def _full_model_cost(model: Params, device: Device, mask: Mask | None, *, share: Sequence[str]) -> dict[str, Any]:
     sent_bytes = 0
     if shared := shared_params(model, share):
-        num_values_sent = None if mask is None else num_kept({key: mask[key] for key in shared})
-        sent_bytes = encoded_size(shared) if num_values_sent is None else values_size(num_values_sent)
+        sent_bytes = encoded_size(shared)
+        if mask is not None:
+            sent_bytes = values_size(num_kept({key: mask[key] for key in shared}))
     model_bytes = num_bytes(model)
     return {
         "ranks": (),
@@ -322,20 +315,14 @@ def check_training_memory(assembly: Assembly) -> None:
 
 def full_client_plans(assembly: Assembly, mask_plan: MaskPlan, labels: Sequence[int]) -> tuple[ClientPlan, ...]:
     """The plans of clients that train whole models; `labels` are their clusters."""
-    costs = full_model_costs(assembly, mask_plan)
-    for client, device, cost in zip(assembly.clients, assembly.devices, costs, strict=True):
+    share = assembly.config.mixing.share if strategy_of(assembly.config).communicates else ()
+    plans = []
+    for client, device, label in zip(assembly.clients, assembly.devices, labels, strict=True):
+        cost = _full_model_cost(mask_plan.initial_models[client.name], device, mask_plan.mask, share=share)
         check_costs(client, device, {"a round": cost["predicted"]})
-    return tuple(
-        ClientPlan(
-            name=client.name,
-            task=client.task.name,
-            device=device.name,
-            examples=len(client.train),
-            cluster=label,
-            **cost,
-        )
-        for client, device, label, cost in zip(assembly.clients, assembly.devices, labels, costs, strict=True)
-    )
+        common: dict[str, Any] = {"name": client.name, "task": client.task.name, "device": device.name}
+        plans.append(ClientPlan(**common, examples=len(client.train), cluster=label, **cost))
+    return tuple(plans)
 
 
 def full_notes(assembly: Assembly, mask_plan: MaskPlan) -> tuple[str, ...]:

@@ -60,7 +60,7 @@ def halves_bytes(config: Config, model: Params) -> int:
 
 
 def _size(params: Params) -> int:
-    """Of adapters and head in a message each."""
+    """Encoded size of the adapters plus that of the head."""
     head = head_keys(params)
     parts = (select(params, head), {key: tensor for key, tensor in params.items() if key not in head})
     return sum(encoded_size(part) for part in parts if part)
@@ -76,7 +76,7 @@ def _stack_factors(adapters: Params, count: int) -> Params:
 
 
 def _leaves_out_untrained(config: Config) -> bool:
-    """Whether what does not train in a round stays as it is everywhere, and is not sent (`experiment.untrained`)."""
+    """Return whether parameters that do not train in a round are not sent (`experiment.untrained`)."""
     mixing = config.mixing
     is_mean = rule_of(config) == "fedavg" and mixing.space == "factors" and not mixing.personal_models
     return is_mean and mixing.aggregate_every == 1 and is_fully_shared(mixing.share)

@@ -65,7 +65,9 @@ def place_client(
     config, plan = load_config(folder.config, within=folder.path), Plan.from_json(read_json(folder.plan))
     clustering = _load_clustering(folder, config, plan)
     check_files(folder, folder.config)
-    profile = None if device is None else _device_profile(config, device)
+    profile = None
+    if device is not None:
+        profile = find_devices((), (device,))[0] if "=" in device else find_devices((device,), config.data.device)[0]
     on_event(PhaseStarted("loading"))
     client = _make_client(config, plan, task, samples)
     assembly = assemble(config, clients=(client,))
@@ -111,10 +113,6 @@ def _first_difference(name: str, old: object, new: object) -> tuple[str, object,
             if key not in old or old[key] != new[key]:
                 return _first_difference(f"{name}.{key}", old.get(key), new[key])
     return name, old, new
-
-
-def _device_profile(config: Config, device: str) -> Device:
-    return find_devices((), (device,))[0] if "=" in device else find_devices((device,), config.data.device)[0]
 
 
 def _make_client(config: Config, plan: Plan, description: str, samples: int | None) -> ClientData:

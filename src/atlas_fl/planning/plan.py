@@ -17,7 +17,7 @@ from atlas_fl.storage.ledger import LedgerRow
 
 @dataclass(frozen=True, kw_only=True)
 class ClientPlan:
-    """What was decided for one client."""
+    """Decisions for one client."""
 
     name: str
     task: str
@@ -37,10 +37,10 @@ class ClientPlan:
     predicted: Mapping[str, float]
     """Per round: `up_bytes`, `down_bytes`, `memory_bytes`, `seconds`."""
     split: Mapping[str, Any] = field(default_factory=dict)
-    """Why there is a cut or none (`reason`), and where there is one what it costs by part on both sides; `shared` is
+    """The reason for a cut or none (`reason`), and the costs of a cut by part on both sides; `shared` is
     the cluster with which the client shares the server's adapters, or without a cut all of them (`--multitask`)."""
     planning: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """What planning took by phase, predicted: `client_seconds`, `server_seconds` and `link_seconds`, `memory_bytes` of
+    """Predicted costs of planning by phase: `client_seconds`, `server_seconds` and `link_seconds`, `memory_bytes` of
     the device and `server_memory_bytes` of the server beside its frozen weights."""
 
     @property
@@ -60,18 +60,18 @@ class Plan:
     lora: Mapping[str, Any]
     """`alpha` (null: twice the rank) and `rslora`."""
     clustering: Mapping[str, Any] = field(default_factory=dict)
-    """How the clusters came about: method, k table, similarity, reliability, verdict, agreement with the tasks."""
+    """Report on the clustering: method, k table, similarity, reliability, verdict, agreement with the tasks."""
     warmup: Mapping[str, Any] = field(default_factory=dict)
-    """What the fingerprints cost: steps by client, agreement of the halves, seconds, bytes of one."""
+    """Costs of the fingerprints: steps by client, agreement of the halves, seconds, bytes of one."""
     graph: Mapping[str, Any] = field(default_factory=dict)
     """`effective_neighbours` of each client."""
     data: tuple[Mapping[str, Any], ...] = ()
-    """Of each client: examples per split, labels, and how far its mix of labels is from its task's."""
+    """Statistics of each client: examples per split, labels, and distance of its mix of labels from its task's."""
     leakage: tuple[Mapping[str, Any], ...] = ()
     """With `--leakage`, what every cut gives away of the tasks with a cut client (`planning.leakage.CutLeakage`)."""
     notes: tuple[str, ...] = ()
     sparse: Mapping[str, Any] = field(default_factory=dict)
-    """Of a mask: strategy, sparsity, how many weights it keeps, and the share kept of every tensor."""
+    """Report on the mask: strategy, sparsity, how many weights it keeps, and the share kept of every tensor."""
 
     def federation(self) -> Federation:
         """The clients as the server's rule takes them: weights, clusters, graph, heads, importance, cuts."""
@@ -141,7 +141,7 @@ class PlanResult:
     clustering: Clustering | None
     """The `Clustering` itself, or None for a rule that uses no clusters."""
     mask: Mask | None = None
-    """Which weights of a whole model may move; None for all, and for adapters."""
+    """The weights of a whole model that may move; None for all, and for adapters."""
     messages: tuple[LedgerRow, ...] = ()
     """Ledger rows of fitting heads and sending the mask, at first or for clients that have just joined."""
     cut_traffic: tuple[LedgerRow, ...] = ()

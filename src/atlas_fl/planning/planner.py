@@ -135,15 +135,10 @@ def _plan_full(assembly: Assembly, engine: Engine, *, on_event: OnEvent) -> Plan
         graph=_graph_entry(graph.adjacency) if strategy.clustered else {},
         data=data,
         sparse=sparse_report(mask_plan.mask, config.sparse),
-        notes=(
-            *_data_notes(assembly, data),
-            *discovery.notes,
-            *graph.warnings,
-            *full_notes(assembly, mask_plan),
-        ),
+        notes=(*_data_notes(assembly, data), *discovery.notes, *graph.warnings, *full_notes(assembly, mask_plan)),
     )
     return PlanResult(
-        plan=_announce_notes(_with_eta_warnings(plan, config), on_event),
+        plan=_announce(plan, config, on_event),
         initial_models=mask_plan.initial_models,
         sketches=discovery.sketches,
         clustering=discovery.clustering,
@@ -156,14 +151,12 @@ def _graph_entry(adjacency: np.ndarray) -> dict[str, Any]:
     return {"effective_neighbours": effective_neighbours(adjacency).tolist()}
 
 
-def _with_eta_warnings(plan: Plan, config: Config) -> Plan:
+def _announce(plan: Plan, config: Config, on_event: OnEvent) -> Plan:
+    """The plan with notes on the step of its rule; all of its notes are told."""
     eta = strategy_of(config).eta(1)
-    if eta <= 0:
-        return plan
-    return replace(plan, notes=(*plan.notes, *eta_warnings(plan.federation(), kind=config.mixing.laplacian, eta=eta)))
-
-
-def _announce_notes(plan: Plan, on_event: OnEvent) -> Plan:
+    if eta > 0:
+        warnings = eta_warnings(plan.federation(), kind=config.mixing.laplacian, eta=eta)
+        plan = replace(plan, notes=(*plan.notes, *warnings))
     for note in plan.notes:
         on_event(Note(note))
     return plan
@@ -202,7 +195,7 @@ def _plan_lora(assembly: Assembly, engine: Engine, *, on_event: OnEvent) -> Plan
             *graph.warnings,
         ),
     )
-    plan = _announce_notes(_with_eta_warnings(plan, config), on_event)
+    plan = _announce(plan, config, on_event)
     return PlanResult(
         plan=plan,
         initial_models=_shared_initial_models(assembly, discovery, plan, start),
@@ -213,7 +206,7 @@ def _plan_lora(assembly: Assembly, engine: Engine, *, on_event: OnEvent) -> Plan
 
 
 def _halves_notes(assembly: Assembly, clients: Sequence[ClientPlan]) -> tuple[str, ...]:
-    """What the halves of clients cost that `kriging` measures once, and what they say."""
+    """Note on the halves of clients that `kriging` measures once: their cost, and what they tell the server."""
     config, planned = assembly.config, {client.name: tuple(client.ranks) for client in clients}
     models = (assembly.initial_params(client, planned[client.name]) for client in assembly.clients)
     if not (size := sum(halves_bytes(config, model) for model in models)):
@@ -226,7 +219,7 @@ def _halves_notes(assembly: Assembly, clients: Sequence[ClientPlan]) -> tuple[st
 
 
 def _data_notes(assembly: Assembly, data: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """What the plan notes of the clients' data, of which `data` are the statistics."""
+    """Notes of the plan on the clients' data, of which `data` are the statistics."""
     return (
         *dial_note(assembly.config),
         *left_out_notes(assembly.clients),
@@ -238,7 +231,7 @@ def _data_notes(assembly: Assembly, data: Sequence[Mapping[str, Any]]) -> tuple[
 
 
 def _prefix_notes(assembly: Assembly) -> tuple[str, ...]:
-    """What is not computed again where the lowest blocks carry no adapters, and the memory and disk that this takes."""
+    """Note on what is computed once where the lowest blocks carry no adapters, and on its memory and disk."""
     shape, training = assembly.shape, assembly.config.training
     if not shape.first_adapted:
         return ()

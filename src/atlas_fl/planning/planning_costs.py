@@ -1,4 +1,4 @@
-"""What planning costs each client, by phase: bytes, seconds and memory of fingerprints, importance, scores.
+"""Costs of planning for each client, by phase: bytes, seconds and memory of fingerprints, importance, scores.
 
 Bytes: what goes through a client's cut for its fingerprint, its importance and the scores of an adaptive graph. Every
 example is counted with the client's mean length: exact where all are equally long.
@@ -22,7 +22,7 @@ from atlas_fl.client.options import FingerprintOptions
 from atlas_fl.data.clients import ClientData
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.params import LORA_A, LORA_B, head_keys
-from atlas_fl.planning.round_costs import SERVER_DEVICE, heaviest_step, num_head_params
+from atlas_fl.planning.round_costs import SERVER_DEVICE, heaviest_step, meta_tensor, num_head_params
 from atlas_fl.ranks.cost_model import (
     TRAINING_COPIES,
     VALUE_BYTES,
@@ -70,7 +70,7 @@ class _ExampleStats:
     """Mean sizes of some examples."""
 
     tokens: float
-    """Of one example, in the mean."""
+    """Mean tokens of one example."""
     outputs: float
     """Positions of one example at which the head predicts, in the mean."""
     writes_text: bool
@@ -98,12 +98,12 @@ class _ClientTraffic:
     ) -> Iterator[tuple[str, int]]:
         hidden, wire = self.assembly.shape.hidden, self.cut.wire
         rows, outputs = round(count * stats.tokens), round(count * stats.outputs)
-        extra = {"lengths": _meta_tensor(count, torch.int32)}
+        extra = {"lengths": meta_tensor(count, torch.int32)}
         if stats.writes_text:
-            extra["places"] = _meta_tensor(outputs, torch.int32)
+            extra["places"] = meta_tensor(outputs, torch.int32)
         yield "up", message_size(rows, hidden, wire=wire, extra=extra)
         if self.cut.head == "server":
-            yield "up", encoded_size({"labels": _meta_tensor(outputs, stats.label_dtype)})
+            yield "up", encoded_size({"labels": meta_tensor(outputs, stats.label_dtype)})
         else:
             yield "down", message_size(outputs, hidden, wire=wire)
             if backward:
@@ -140,9 +140,9 @@ def _warm_up_bytes(traffic: _ClientTraffic, options: FingerprintOptions) -> Size
     for counts in warm_up_counts(len(traffic.train), options):
         sizes.update(traffic.pass_bytes(traffic.train, counts, backward=True))
         if options.train.clip > 0:
-            sizes["up"] += len(counts) * encoded_size({NORMS: _meta_tensor(len(client_side), torch.float32)})
+            sizes["up"] += len(counts) * encoded_size({NORMS: meta_tensor(len(client_side), torch.float32)})
             sizes["down"] += len(counts) * encoded_size(
-                {NORMS: _meta_tensor(len(trained) - len(client_side), torch.float32)}
+                {NORMS: meta_tensor(len(trained) - len(client_side), torch.float32)}
             )
     checks = num_agreement_checks(options)
     factors = sum(name.endswith(LORA_B) for name in client_side)
@@ -165,7 +165,7 @@ def warm_up_counts(examples: int, options: FingerprintOptions) -> list[list[int]
 
 
 def num_agreement_checks(options: FingerprintOptions) -> int:
-    """How often a warm-up checks the agreement of its halves, where it takes all its steps."""
+    """Number of times that a warm-up checks the agreement of its halves, where it takes all its steps."""
     return sum(is_agreement_check(step, options) for step in range(1, options.steps + 1))
 
 
@@ -191,10 +191,6 @@ def _example_stats(data: EncodedExamples) -> _ExampleStats:
     )
 
 
-def _meta_tensor(count: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(count, dtype=dtype, device="meta")
-
-
 @dataclass(frozen=True, kw_only=True)
 class _PhaseWork:
     """One phase of one client."""
@@ -202,7 +198,7 @@ class _PhaseWork:
     probe: MeasurementCost
     data: EncodedExamples
     examples: int
-    """Of all passes together."""
+    """Examples of all passes together."""
     passes: int
     batches_per_row: int = 1
     """Batches that lie in one row."""

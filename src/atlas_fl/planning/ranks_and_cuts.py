@@ -114,7 +114,7 @@ class ClientFit:
     prediction: RoundPrediction
     cut: Cut | None
     reason: str
-    """Why there is this cut, or none; empty where splitting was not asked for."""
+    """The reason for this cut, or for none; empty where splitting was not asked for."""
 
 
 Fitter: TypeAlias = Callable[[int | None, str], ClientFit]
@@ -370,7 +370,7 @@ def _planning_notes(assembly: Assembly, fits: Sequence[Mapping[str, Any]]) -> li
 
 
 def _task_difficulty(client: ClientData) -> float:
-    """How far guessing is from right: one less the share of the most frequent label; one without classes."""
+    """Error of guessing: one less the share of the most frequent label; one without classes."""
     return 1.0 - (majority(client.train) or 0.0)
 
 

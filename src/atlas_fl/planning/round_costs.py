@@ -1,6 +1,6 @@
-"""What a round costs one client, its model whole or cut: heaviest step, ranks, bytes, seconds, memory."""
+"""Costs of a round for one client, its model whole or cut: heaviest step, ranks, bytes, seconds, memory."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -72,6 +72,9 @@ def assign_client_ranks(
     `factor` scales the budget; raises `BudgetError` where nothing fits.
     """
     config = assembly.config.ranks
+    fractions = None
+    if config.budget != "memory":
+        fractions = MemoryFractions(base=config.alpha_base, activations=config.alpha_act, optimizer=config.alpha_opt)
     return assign_ranks(
         assembly.shape,
         device,
@@ -80,16 +83,9 @@ def assign_client_ranks(
         candidates=config.candidates,
         step=heaviest_step(assembly, client, cut),
         allowance_bytes=config.adapter_bytes,
-        fractions=_memory_fractions(assembly),
+        fractions=fractions,
         factor=factor,
     )
-
-
-def _memory_fractions(assembly: Assembly) -> MemoryFractions | None:
-    config = assembly.config.ranks
-    if config.budget == "memory":
-        return None
-    return MemoryFractions(base=config.alpha_base, activations=config.alpha_act, optimizer=config.alpha_opt)
 
 
 def heaviest_step(assembly: Assembly, client: ClientData, cut: Cut | None) -> TrainingStep:
@@ -159,19 +155,14 @@ def _predict_client_side(
     )
     if not share or cut is not None:
         return prediction
-    up, down = _method_bytes(assembly, client, ranks)
-    return with_extra_bytes(prediction, device, up=up, down=down)
-
-
-def _method_bytes(assembly: Assembly, client: ClientData, ranks: Sequence[int]) -> tuple[int, int]:
-    training = assembly.config.training
-    return method_bytes(
+    up, down = method_bytes(
         assembly.config,
         train_options(assembly.config, with_images=assembly.has_images),
         assembly.initial_params(client, tuple(ranks)),
-        participants=num_participants(len(assembly.clients), training.participation),
+        participants=num_participants(len(assembly.clients), assembly.config.training.participation),
         labels=client.task.num_labels,
     )
+    return with_extra_bytes(prediction, device, up=up, down=down)
 
 
 def _num_passes(assembly: Assembly, data: EncodedExamples) -> float:
@@ -195,7 +186,7 @@ def crossing_bytes(assembly: Assembly, client: ClientData, cut: Cut) -> dict[str
         sizes["gradient_up"] = _even_message_bytes(outputs, steps, lambda n: message_size(n, hidden, wire=cut.wire))
     if training.clip > 0:
         below, above = (
-            steps * encoded_size({NORMS: _meta_tensor(n, torch.float32)})
+            steps * encoded_size({NORMS: meta_tensor(n, torch.float32)})
             for n in _num_trained_tensors(assembly, client, cut)
         )
         sizes |= {"control_up": below, "control_down": above}
@@ -203,7 +194,7 @@ def crossing_bytes(assembly: Assembly, client: ClientData, cut: Cut) -> dict[str
 
 
 def _num_trained_tensors(assembly: Assembly, client: ClientData, cut: Cut) -> tuple[int, int]:
-    """How many tensors train on the client's side of its cut, and on the server's."""
+    """Number of tensors that train on the client's side of its cut, and on the server's."""
     names = assembly.initial_params(client, (1,) * assembly.shape.num_layers)
     below = len(select_client_side(assembly.site.backbone, names, blocks=cut.blocks, head=cut.head == "client"))
     return below, len(names) - below
@@ -218,9 +209,9 @@ def evaluation_bytes(assembly: Assembly, client: ClientData, cut: Cut) -> int:
 def _pass_bytes(assembly: Assembly, data: EncodedExamples, cut: Cut, *, steps: int, epochs: int = 1) -> dict[str, int]:
     """Bytes of forward passes over these examples, without any gradient."""
     hidden, outputs, tokens = assembly.shape.hidden, _num_outputs(data) * epochs, int(data.lengths.sum()) * epochs
-    extra = {"lengths": _meta_tensor(len(data) * epochs // steps, torch.int32)}
+    extra = {"lengths": meta_tensor(len(data) * epochs // steps, torch.int32)}
     if data.target_mask is not None:
-        extra["places"] = _meta_tensor(outputs // steps, torch.int32)
+        extra["places"] = meta_tensor(outputs // steps, torch.int32)
     up = _even_message_bytes(tokens, steps, lambda n: message_size(n, hidden, wire=cut.wire, extra=extra))
     if cut.head == "client":
         down = _even_message_bytes(outputs, steps, lambda n: message_size(n, hidden, wire=cut.wire))
@@ -228,7 +219,7 @@ def _pass_bytes(assembly: Assembly, data: EncodedExamples, cut: Cut, *, steps: i
     dtype = torch.float32 if data.labels.dtype.kind == "f" else torch.int64
     return {
         "activation_up": up,
-        "label_up": _even_message_bytes(outputs, steps, lambda n: encoded_size({"labels": _meta_tensor(n, dtype)})),
+        "label_up": _even_message_bytes(outputs, steps, lambda n: encoded_size({"labels": meta_tensor(n, dtype)})),
     }
 
 
@@ -238,7 +229,8 @@ def _even_message_bytes(total: int, steps: int, size_of: Callable[[int], int]) -
     return (steps - num_larger) * size_of(rows) + num_larger * size_of(rows + 1)
 
 
-def _meta_tensor(count: int, dtype: torch.dtype) -> torch.Tensor:
+def meta_tensor(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of so many values that takes no memory."""
     return torch.empty(count, dtype=dtype, device="meta")
 
 
@@ -286,16 +278,13 @@ def _message_overhead(
     if not share:
         return 0
     params: Params = assembly.initial_params(client, tuple(ranks))
+    client_ranks = ranks
     if cut is not None:
-        params = select(params, _client_side_keys(assembly, params, cut))
-    client_ranks = ranks if cut is None else ranks[: cut.blocks]
+        client_ranks = ranks[: cut.blocks]
+        client_side = select_client_side(assembly.site.backbone, params, blocks=cut.blocks, head=cut.head == "client")
+        params = select(params, [name for name in params if name in client_side])
     shared = shared_params(params, share)
     return encoded_size(shared) - message_bytes(assembly.shape, client_ranks, share=share, head_params=step.head_params)
-
-
-def _client_side_keys(assembly: Assembly, params: Params, cut: Cut) -> Iterator[str]:
-    client_side = select_client_side(assembly.site.backbone, params, blocks=cut.blocks, head=cut.head == "client")
-    return (name for name in params if name in client_side)
 
 
 def num_head_params(assembly: Assembly, client: ClientData) -> int:

@@ -17,6 +17,8 @@ from atlas_fl.models.registry import head_shapes
 from atlas_fl.params import HEAD, LORA_A, LORA_B, Params, lora_modules
 from atlas_fl.setup.assembly import Assembly
 
+_NAMED = 6
+"""Names in a note."""
 _EQUAL = 1e-6
 """Share of an adapter's squared norm below which a cut of its ranks is a matter of rounding."""
 
@@ -132,9 +134,8 @@ def _rank_notes(start: StartAdapter, assembly: Assembly, ranks: Sequence[Sequenc
     highest = max(len(start.params[module + LORA_A]) for module in lora_modules(start.params))
     whole = _energy(start.params, assembly)
     kept = {own: _energy(_at_ranks(start, assembly, own), assembly) for own in dict.fromkeys(map(tuple, ranks))}
-    cut = [
-        client.name for client, own in zip(assembly.clients, ranks, strict=True) if _is_less(kept[tuple(own)], whole)
-    ]
+    enough = whole * (1 - _EQUAL)
+    cut = [client.name for client, own in zip(assembly.clients, ranks, strict=True) if kept[tuple(own)] < enough]
     if not cut:
         return ()
     return (
@@ -142,10 +143,6 @@ def _rank_notes(start: StartAdapter, assembly: Assembly, ranks: Sequence[Sequenc
         f" from an approximation with {min(kept.values()) / whole:.1%} of its squared norm; --ranks {highest} keeps all"
         " of it",
     )
-
-
-def _is_less(kept: float, whole: float) -> bool:
-    return kept < whole * (1 - _EQUAL)
 
 
 def _energy(params: Params, assembly: Assembly) -> float:
@@ -157,8 +154,8 @@ def _energy(params: Params, assembly: Assembly) -> float:
     return total
 
 
-def _listed(names: Sequence[str], *, most: int = 6) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
 def _head_notes(start: StartAdapter, assembly: Assembly) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from atlas_fl.aggregation.graph import Graph, GraphOptions, make_graph, similari
 from atlas_fl.client.fingerprint import FIRST, SECOND
 from atlas_fl.client.job import Job, Update
 from atlas_fl.client.label_covariance import LABELS
-from atlas_fl.client.options import EvaluateOptions, FingerprintOptions, TrainOptions
+from atlas_fl.client.options import EvaluateOptions, FingerprintOptions
 from atlas_fl.clustering.cluster import cluster_clients, oracle_clustering
 from atlas_fl.clustering.labels import ClusteringSettings
 from atlas_fl.clustering.merge import merge_clusters
@@ -25,32 +25,10 @@ from atlas_fl.config.values import invalid_value
 from atlas_fl.params import Params, select
 from atlas_fl.runtime.engine import Engine, run_on_all_clients
 from atlas_fl.setup.assembly import Assembly, without_private
-from atlas_fl.setup.options import fingerprint_options, warmup_rank
+from atlas_fl.setup.options import fingerprint_options, settings_for, warmup_rank
 from atlas_fl.split.channel import NO_CUTS, Cut
 from atlas_fl.storage.jsonl import from_json, to_json
 from atlas_fl.storage.tensors import encoded_size
-
-_ADDED_LATER = (
-    "label_smoothing",
-    "crop",
-    "flip",
-    "optimizer",
-    "momentum",
-    "nesterov",
-    "carry_momentum",
-    "rate_by_round",
-    "proximal_mu",
-    "trained_parts",
-    "personal_rounds",
-    "prior_correction",
-    "control_variates",
-    "second_model",
-    "second_weight",
-    "report",
-    "feature_alignment",
-    "multitask",
-)
-"""Options that older sketches lack: left out of the signature at their default, so that those still compare."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,18 +110,8 @@ def fingerprint_signature(config: Config, options: FingerprintOptions) -> dict[s
     model = config.model
     shared = {"model": model.model, "targets": model.targets, "precision": model.precision, "alpha": model.lora_alpha}
     shared |= {"rslora": model.rslora, "rank": warmup_rank(config), "max_length": config.data.max_length}
-    if model.adapted_blocks is not None:
-        shared["adapted_blocks"] = model.adapted_blocks
-    if config.images.image_size is not None:
-        shared["image_size"] = config.images.image_size
-    settings = {**shared, **asdict(options)}
-    defaults = asdict(TrainOptions(seed=0))
-    unchanged = {key for key in _ADDED_LATER if settings["train"][key] == defaults[key]}
-    settings["train"] = {key: value for key, value in settings["train"].items() if key not in unchanged}
-    settings["train"]["frozen"] = []  # what older plans hold
-    if not settings["labels"]:
-        del settings["labels"]
-    signature: dict[str, Any] = from_json(to_json(settings))
+    shared |= {"adapted_blocks": model.adapted_blocks, "image_size": config.images.image_size}
+    signature: dict[str, Any] = from_json(to_json({**shared, **asdict(options)}))
     return signature
 
 
@@ -198,19 +166,10 @@ def models_after_fingerprints(
 def _cluster_sketches(
     assembly: Assembly, sketches: np.ndarray, tasks: Sequence[str], previous: Clustering | None
 ) -> Clustering:
-    config = assembly.config
-    options = config.clustering
+    options = assembly.config.clustering
     settings = ClusteringSettings(
-        seed=config.run.seed,
-        clusters=options.clusters,
-        cluster_by=options.cluster_by,
-        k_range=options.k_range,
-        min_cluster_size=options.min_cluster_size,
-        pca_components=options.pca_components,
-        incremental_pca=options.incremental_pca,
+        **settings_for(assembly.config, ClusteringSettings),
         threshold=options.similarity_threshold,
-        min_reliability=options.min_reliability,
-        stability=options.stability,
         # Fisher information is positive everywhere; what tells clients apart is its difference from the mean.
         centre=options.fingerprint == "fisher",
     )
@@ -246,15 +205,12 @@ def clustering_report(
     }
 
 
-def _sketches(update: Update) -> Params:
-    return select(update.params, [name for name in (FIRST, SECOND, LABELS) if name in update.params])
-
-
 def _warm_up_report(updates: Sequence[Update], *, seconds: float) -> dict[str, Any]:
+    sketches = [select(update.params, update.params.keys() & {FIRST, SECOND, LABELS}) for update in updates]
     return {
         "steps": {update.client: int(update.metrics["steps"]) for update in updates},
         "agreement": {update.client: update.metrics["agreement"] for update in updates},
-        "fingerprint_bytes": max(encoded_size(_sketches(update)) for update in updates),
+        "fingerprint_bytes": max(map(encoded_size, sketches)),
         "seconds": seconds,
     }
 
@@ -272,29 +228,20 @@ def make_client_graph(
 
     The `adaptive` graph needs a validation score of every client; where none is given, the warmed-up models are scored.
     """
-    config = assembly.config.mixing
-    # Without structure everyone stays alone: the nearest of strangers is still a stranger.
-    searches_clusters = assembly.config.clustering.clusters == "auto"
-    no_structure = (
-        discovery.clustering is not None and searches_clusters and not discovery.clustering.structure["found"]
-    )
+    mixing = assembly.config.mixing
     if discovery.clustering is None:
         size = len(assembly.clients)
         return Graph(adjacency=np.zeros((size, size)), warnings=())
-    if config.graph == "adaptive" and performance is None:
+    options = settings_for(assembly.config, GraphOptions) | {"ema": mixing.graph_ema}
+    # Without structure everyone stays alone: the nearest of strangers is still a stranger.
+    if assembly.config.clustering.clusters == "auto" and not discovery.clustering.structure["found"]:
+        options["singleton_neighbours"] = 0
+    if mixing.graph == "adaptive" and performance is None:
         performance = _validation_scores(assembly, engine, discovery, cuts)
     return make_graph(
         similarity_distances(discovery.clustering.similarity),
         np.array(discovery.labels, dtype=np.int64),
-        GraphOptions(
-            graph=config.graph,
-            alpha=config.alpha,
-            symmetrize=config.symmetrize,
-            neighbours=config.neighbours,
-            singleton_neighbours=0 if no_structure else config.singleton_neighbours,
-            ema=config.graph_ema,
-            block_diagonal=config.block_diagonal,
-        ),
+        GraphOptions(**options),
         clients=assembly.names,
         tasks=[client.task.name for client in assembly.clients],
         performance=performance,

@@ -17,10 +17,10 @@ ranks fit. All rules share one frame, so every one of them validates alike and n
 `assign_ranks` goes from a device and the importance of its layers to ranks: budget, allocation and memory check.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol, runtime_checkable
+from typing import TypeAlias
 
 import numpy as np
 from jaxtyping import Float, Num
@@ -63,25 +63,27 @@ def layer_importance(
 ) -> Float[np.ndarray, " layers"]:
     """Importance of every layer from the sums of its squared gradients over `num_params` parameters; sums to one.
 
-    importance_l = (||g_l||^2 / n_l) / sum_m (||g_m||^2 / n_m). Raises `DataError` as `shares` does.
+    importance_l = (||g_l||^2 / n_l) / sum_m (||g_m||^2 / n_m). Raises `DataError` as `normalise_importance` does.
     """
     return normalise_importance(_per_parameter(square_sums, num_params))
+
+
+DECAY = 0.9
+"""Share of the passes before in what `rngwp` smooths."""
 
 
 def rngwp(
     previous: Float[np.ndarray, " layers"] | None,
     product_sums: Num[np.ndarray, " layers"],
     num_params: Num[np.ndarray, " layers"],
-    *,
-    decay: float = 0.9,
 ) -> Float[np.ndarray, " layers"]:
-    """The smoothed mean |w * g| of every layer: `decay * previous + (1 - decay) * mean`, or the mean at first.
+    """The smoothed mean |w * g| of every layer: `DECAY * previous + (1 - DECAY) * mean`, or the mean at first.
 
     `product_sums` are the sums of |w * g| over a layer's parameters. Not normalised, so that passes can be
-    chained; `shares` makes an importance of it.
+    chained; `normalise_importance` makes an importance of it.
     """
     mean = _per_parameter(product_sums, num_params)
-    return mean if previous is None else decay * previous + (1 - decay) * mean
+    return mean if previous is None else DECAY * previous + (1 - DECAY) * mean
 
 
 def _per_parameter(
@@ -130,13 +132,8 @@ def scale_budget(budget_bytes: int, factor: float, *, least_bytes: int) -> int:
 _EPSILON = 1e-9  # a target of 7.999999999 is 8: sums in another order must not change a rank
 
 
-@runtime_checkable
-class RankRule(Protocol):
-    """One rule."""
-
-    def __call__(self, importance: np.ndarray, cost: np.ndarray, ranks: np.ndarray, *, budget: int) -> np.ndarray:
-        """The index of every layer's candidate."""
-        ...
+RankRule: TypeAlias = Callable[..., np.ndarray]
+"""(importance, cost, ranks, *, budget) -> the index of every layer's candidate."""
 
 
 def _total_cost(table: np.ndarray, levels: np.ndarray) -> float:
@@ -261,24 +258,12 @@ def proportional_within_uniform(
     return proportional(importance, cost, ranks, budget=int(_total_cost(cost, levels)))
 
 
-@runtime_checkable
-class Allocator(Protocol):
-    """A rule as the registry holds it: the rank of every layer, 0 for a layer that has no adapted module.
+Allocator: TypeAlias = Callable[..., tuple[int, ...]]
+"""(importance (layers,), cost (layers, candidates), candidates, *, budget_bytes, max_rank) -> the rank of every layer.
 
-    Raises `ConfigError` for malformed candidates or importance, `BudgetError` where the smallest one does not fit.
-    """
-
-    def __call__(
-        self,
-        importance: Num[np.ndarray, " layers"],
-        cost: Num[np.ndarray, "rows candidates"],
-        candidates: Sequence[int],
-        *,
-        budget_bytes: int,
-        max_rank: int,
-    ) -> tuple[int, ...]:
-        """The ranks; `cost` and `budget_bytes` in one unit, `importance` on any scale."""
-        ...
+`cost` and `budget_bytes` are in one unit, `importance` on any scale; a layer without adapted modules has rank 0. Raises
+`ConfigError` for malformed candidates or importance, `BudgetError` where the smallest candidate does not fit.
+"""
 
 
 def _make_allocator(rule: RankRule) -> Allocator:
@@ -303,7 +288,7 @@ def _make_allocator(rule: RankRule) -> Allocator:
 
 
 def check_candidates(candidates: Sequence[int]) -> None:
-    """Nothing where the candidates are positive and strictly ascending; else a `ConfigError`."""
+    """Raise `ConfigError` unless the candidates are positive and strictly ascending."""
     if not candidates or candidates[0] < 1 or any(low >= high for low, high in pairwise(candidates)):
         raise ConfigError(
             f"rank candidates {tuple(candidates)} are not allowed; give positive ranks in ascending order"
@@ -382,7 +367,7 @@ def fixed_rank(rank: int) -> Allocator:
 
 
 def find_allocator(name: str) -> Allocator:
-    """The allocator of this name, or `fixed` for a number; a `ConfigError` with the nearest name for anything else."""
+    """The allocator of this name, or `fixed_rank` of a number; a `ConfigError` with the nearest name for others."""
     if name.lstrip("-").isdecimal():
         return fixed_rank(int(name))
     if name not in ALLOCATORS:
@@ -406,7 +391,7 @@ class RankAssignment:
     """Estimate: the largest rank that every layer could have within the budget."""
     memory: Memory
     notes: tuple[str, ...] = ()
-    """What the user should know of how the budget came about."""
+    """Notes for the user on how the budget came about."""
 
 
 def assign_ranks(

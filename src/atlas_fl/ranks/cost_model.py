@@ -36,7 +36,7 @@ where every block is mapped by itself (`MALLOC_MMAP_THRESHOLD_=262144`)."""
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingStep:
-    """What a training step holds on the device besides the adapters."""
+    """Memory of a training step on the device besides the adapters."""
 
     tokens: int
     """Real tokens of the largest batch, over all its sequences."""
@@ -47,7 +47,7 @@ class TrainingStep:
     feed_forward_copies: int = 1
     """Tensors of the inner width that the activation keeps: 1 for a fused GELU or ReLU, 3 gated, 4 for GPT-2's."""
     checkpointing: bool = False
-    """Whether blocks are computed again in the backward pass."""
+    """True if blocks are computed again in the backward pass."""
     logits: int = 0
     """Numbers that the batch's predictions of text are made of: tokens to be written times the vocabulary."""
     crossing: int = 0
@@ -65,7 +65,7 @@ class MemoryFractions:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Where the memory of a device goes, in bytes."""
+    """Memory of a device by use, in bytes."""
 
     total_bytes: int
     weights_bytes: int
@@ -82,7 +82,7 @@ class Memory:
 
     @property
     def free_bytes(self) -> int:
-        """What is left; negative where the device is too small."""
+        """Bytes that are left; negative where the device is too small."""
         return self.total_bytes - self.used_bytes
 
     def parts(self) -> tuple[tuple[str, int], ...]:
@@ -155,23 +155,14 @@ def activation_bytes(
     return (values + working) * tokens * VALUE_BYTES
 
 
-def device_memory(
-    shape: ModelShape,
-    device: Device,
-    *,
-    ranks: Sequence[int],
-    step: TrainingStep,
-    reserve_bytes: int = RESERVE_BYTES,
-) -> Memory:
+def device_memory(shape: ModelShape, device: Device, *, ranks: Sequence[int], step: TrainingStep) -> Memory:
     """The memory of a device that trains these ranks, part by part; raises nothing where it does not fit."""
     blocks = shape.num_layers if step.blocks is None else step.blocks
     parameters = adapter_bytes(shape, ranks[:blocks])
-    return _memory(shape, device, step, parameters=parameters, rank=max(ranks, default=0), reserve_bytes=reserve_bytes)
+    return _memory(shape, device, step, parameters=parameters, rank=max(ranks, default=0))
 
 
-def _memory(
-    shape: ModelShape, device: Device, step: TrainingStep, *, parameters: int, rank: int, reserve_bytes: int
-) -> Memory:
+def _memory(shape: ModelShape, device: Device, step: TrainingStep, *, parameters: int, rank: int) -> Memory:
     blocks = shape.num_layers if step.blocks is None else step.blocks
     trained = parameters + step.head_params * VALUE_BYTES
     alive = activation_bytes(
@@ -190,7 +181,7 @@ def _memory(
         activations_bytes=HEAP_COPIES * (alive + step.crossing * VALUE_BYTES)
         # A vocabulary's worth of numbers is a block that goes back as soon as it is freed.
         + LOGIT_COPIES * step.logits * VALUE_BYTES,
-        reserve_bytes=reserve_bytes,
+        reserve_bytes=RESERVE_BYTES,
         parameters_bytes=trained,
         gradients_bytes=trained,
         moments_bytes=2 * trained,
@@ -198,7 +189,7 @@ def _memory(
 
 
 def check_memory(memory: Memory, *, name: str) -> None:
-    """Nothing where the parts fit into the device; else a `BudgetError` with every part and what would help."""
+    """Raise `BudgetError`, with every part and what would help, unless the parts fit into the device."""
     if memory.free_bytes >= 0:
         return
     parts = ", ".join(f"{part} {_mb(size)}" for part, size in memory.parts())
@@ -215,7 +206,6 @@ def rank_budget(
     step: TrainingStep,
     upload_bytes: int | None,
     fractions: MemoryFractions | None = None,
-    reserve_bytes: int = RESERVE_BYTES,
 ) -> int:
     """Training bytes that the adapters of a device may take: the lesser of its free memory and four times its upload.
 
@@ -229,7 +219,7 @@ def rank_budget(
         left = _fraction_bytes(device, fractions)
     else:
         # adapters of no size, but activations at the largest rank, so that no choice of ranks overruns the device
-        empty = _memory(shape, device, step, parameters=0, rank=device.max_rank, reserve_bytes=reserve_bytes)
+        empty = _memory(shape, device, step, parameters=0, rank=device.max_rank)
         check_memory(empty, name=device.name)
         left = empty.free_bytes
     return left if upload_bytes is None else min(left, upload_bytes * TRAINING_COPIES)
@@ -257,7 +247,7 @@ def _mb(size: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasurementCost:
-    """What one measurement does in every block of the whole model."""
+    """Cost of one measurement in every block of the whole model."""
 
     lowest_block: int
     """The lowest block that its backward pass reaches; the number of blocks where there is none."""
@@ -416,12 +406,12 @@ def with_extra_bytes(prediction: RoundPrediction, device: Device, *, up: int, do
 
 @dataclass(frozen=True, kw_only=True)
 class RoundTraffic:
-    """What crosses a client's cut in a round of training, all steps together."""
+    """Traffic through a client's cut in a round of training, all steps together."""
 
     up_bytes: int
     down_bytes: int
     messages: int
-    """Of both directions, one after the other."""
+    """Messages in both directions, one after the other."""
 
 
 def crossing_seconds(crossings: RoundTraffic, device: Device) -> float:

@@ -26,7 +26,7 @@ BOUNDS: Mapping[str, Bounds] = {
     "max_rank": Bounds(least=1, most=2**14, whole=True),
     "adapter_bytes": Bounds(least=1, most=10**12, whole=True),
 }
-"""What a device may say of itself: from a microcontroller on a slow radio link to a data centre. Predictions of any
+"""Ranges of a device's numbers: from a microcontroller on a slow radio link to a data centre. Predictions of any
 model on it are finite, and a device that says more is mistaken, or wants a plan that nobody can read."""
 
 
@@ -66,8 +66,8 @@ def _profile(
     up_mbps: float,
     down_mbps: float,
     latency_ms: float,
-    max_rank: int,
-    adapter_bytes: int | None = None,
+    max_rank: float,
+    adapter_bytes: float | None = None,
 ) -> Device:
     return Device(
         name=name,
@@ -76,8 +76,8 @@ def _profile(
         up_bytes_per_second=up_mbps * 1e6 / 8,
         down_bytes_per_second=down_mbps * 1e6 / 8,
         latency_seconds=latency_ms / 1e3,
-        max_rank=max_rank,
-        own_adapter_bytes=adapter_bytes,
+        max_rank=int(max_rank),
+        own_adapter_bytes=None if adapter_bytes is None else int(adapter_bytes),
     )
 
 
@@ -122,16 +122,7 @@ def parse_device(text: str) -> Device:
         values[key] = _number(name, key, value)
     if missing := [key for key in _REQUIRED if key not in values]:
         raise ConfigError(f"device {name!r} lacks {', '.join(missing)}; a profile needs {', '.join(_REQUIRED)}")
-    return _profile(
-        name,
-        memory_gb=values["memory_gb"],
-        gflops=values["gflops"],
-        up_mbps=values["up_mbps"],
-        down_mbps=values["down_mbps"],
-        latency_ms=values["latency_ms"],
-        max_rank=int(values["max_rank"]),
-        adapter_bytes=int(values["adapter_bytes"]) if "adapter_bytes" in values else None,
-    )
+    return _profile(name, **values)
 
 
 def _number(name: str, key: str, text: str) -> float:

@@ -45,12 +45,6 @@ COLUMNS = (
 )
 """Of the file. `clients`, `tasks` and `scores` have one word a client; `tuning` is the JSON of what was tried, empty
 where nothing is written of it; what flags or scores say as well (strategy, seed, mean) is there for readers."""
-ADDED_LATER = (
-    {"memory_bytes"},
-    {"memory_bytes", "loss", "calibration_error"},
-    {"memory_bytes", "loss", "calibration_error", "seconds_reused", "tuning"},
-)
-"""The columns that files lack which were written before there was the newest of each, the newer files first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,11 +244,10 @@ def changed_flags(config: Config) -> list[str]:
 
 
 def is_csv(path: Path) -> bool:
-    """Whether a file begins as `to_csv` writes it, or has written it before there were the columns of `ADDED_LATER`."""
-    earlier = [[name for name in COLUMNS if name not in added] for added in ADDED_LATER]
+    """Whether a file begins as `to_csv` writes it."""
     with open_named_file(path, max_bytes=sys.maxsize) as file:
         header = file.readline(1000).rstrip(b"\r\n")
-    return header in [",".join(columns).encode() for columns in (COLUMNS, *earlier)]
+    return header == ",".join(COLUMNS).encode()
 
 
 def read_csv(path: Path) -> list[FinishedRun]:
@@ -262,7 +255,7 @@ def read_csv(path: Path) -> list[FinishedRun]:
 
     Raises:
         ConfigError: it is none, a row does not say what one says, or the flags of a row mean other settings than those
-            that its run had: a default or a preset has changed since.
+            that its run had: a preset has changed since.
     """
     if not is_csv(path):
         raise ConfigError(f"{path} is no file of runs; give folders of runs, or a CSV file that `atlas results` wrote")
@@ -286,8 +279,8 @@ def _read_row(row: Mapping[str, Any], where: str) -> FinishedRun:
         raise ConfigError(f"{where} is no row of a run ({error}); restore the file, or take the line out") from None
     if config_hash(config) != row["config_hash"]:
         raise ConfigError(
-            f"{where} is of a run {row['config_hash']:.16}, and its flags mean {config_hash(config)} today: a preset or"
-            " a default has changed since; take such lines out and run them again"
+            f"{where} is of a run {row['config_hash']:.16}, and its flags mean {config_hash(config)} today: a preset"
+            " has changed since; take such lines out and run them again"
         )
     run = FinishedRun(config=config, scores=scores, tuning=tuning)
     _check_tuning(run, where)
@@ -295,7 +288,7 @@ def _read_row(row: Mapping[str, Any], where: str) -> FinishedRun:
 
 
 def _tuning_of(row: Mapping[str, Any]) -> TunedMethod | None:
-    if not row.get("tuning"):
+    if not row["tuning"]:
         return None
     content = from_json(row["tuning"])
     if fault := TUNING(content, "tuning"):
@@ -326,14 +319,14 @@ def _scores_of(row: Mapping[str, Any], seed: int) -> RunScores:
         seed=seed,
         tasks=dict(zip(clients, tasks, strict=True)),
         scores={name: float(score) for name, score in zip(clients, scores, strict=True)},
-        loss=_number(row.get("loss") or ""),
-        calibration_error=_number(row.get("calibration_error") or ""),
+        loss=_number(row["loss"]),
+        calibration_error=_number(row["calibration_error"]),
         gain_over_majority=_number(row["gain_over_majority"], least=-1.0),
         num_bytes=_whole_number(row["bytes"]),
         bytes_below_whole=_number(row["bytes_below_whole"], least=-inf),
         seconds=_number(row["seconds"]),
-        reused_seconds=_number(row.get("seconds_reused") or ""),
-        memory_bytes=_number(row.get("memory_bytes") or ""),
+        reused_seconds=_number(row["seconds_reused"]),
+        memory_bytes=_number(row["memory_bytes"]),
     )
 
 

@@ -13,7 +13,7 @@ from atlas_fl.experiment.summary import MEASURED, History, histories
 from atlas_fl.storage.digests import check_files, read_checked_rows
 from atlas_fl.storage.json_shapes import PLAN, check_shape
 from atlas_fl.storage.jsonl import read_json
-from atlas_fl.storage.ledger import LedgerRow, Totals, parse_ledger_row, totals
+from atlas_fl.storage.ledger import LedgerRow, Totals, totals
 from atlas_fl.storage.run_folder import RunFolder, find_run
 from atlas_fl.storage.tensors import read_sketches
 
@@ -103,7 +103,7 @@ def read_record(run: Path | str) -> Record:
         name=folder.path.resolve().name,
         plan=plan,
         metrics=read_checked_rows(folder, folder.metrics),
-        ledger=[parse_ledger_row(row) for row in read_checked_rows(folder, folder.ledger)],
+        ledger=[LedgerRow(**row) for row in read_checked_rows(folder, folder.ledger)],
         sketches=None if sketches is None else (sketches[0], sketches[1]),
     )
 

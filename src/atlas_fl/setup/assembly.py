@@ -23,7 +23,7 @@ from atlas_fl.data.heterogeneity import centralize, flip_classes, merge_sources,
 from atlas_fl.data.registry import check_one_kind, find_tasks
 from atlas_fl.data.task import Examples, Rows, Source, Task, as_texts
 from atlas_fl.errors import AtlasError, BudgetError, ConfigError, ModelError, unknown_name
-from atlas_fl.models.backbone import Backbone, block_index, model_shape, plain_shape, trainable_names
+from atlas_fl.models.backbone import Backbone, block_index, model_shape, trainable_names
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.lora import lora_scale
 from atlas_fl.models.peft_io import default_targets
@@ -53,25 +53,17 @@ class Newcomer:
     tokens: ClientTokens
 
 
-def _no_newcomers(_round: int) -> tuple[Newcomer, ...]:
-    return ()
-
-
-def _do_nothing(_name: str) -> None:
-    return None
-
-
 def _raise_error(_name: str, error: AtlasError) -> None:
     raise error
 
 
 @dataclass(frozen=True, kw_only=True)
 class JoinQueue:
-    """How a run learns of clients that join later; in a simulation from its config, and a rejection ends the run."""
+    """Queue of clients that join later; in a simulation from its config, and a rejection ends the run."""
 
-    waiting_clients: Callable[[int], tuple[Newcomer, ...]] = _no_newcomers
+    waiting_clients: Callable[[int], tuple[Newcomer, ...]] = lambda _: ()
     """(round) -> the clients that would take part from this round on."""
-    accept_client: Callable[[str], None] = _do_nothing
+    accept_client: Callable[[str], None] = lambda _: None
     """Called with every client that is in the plan from now on."""
     reject_client: Callable[[str, AtlasError], None] = _raise_error
     """Called with (client, reason) for every client that cannot be in it."""
@@ -91,7 +83,7 @@ LEAST_LENGTH = 4
 MOST_HASHED = 200_000_000
 """Weights of a frozen model that are hashed at the start of a run: a fifth of a second."""
 HEAD_STD = 0.02
-"""Of the head of a whole image model that is not fitted: what transformers draws its new layers with."""
+"""Deviation of the head of a whole image model that is not fitted: what transformers draws its new layers with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +100,7 @@ class Assembly:
     """Block of every adapted module."""
     join_queue: JoinQueue = NO_LATE_CLIENTS
     uses_placeholders: bool = False
-    """Whether placeholders stand for parameters that clients do not share (`partial_sharing`)."""
+    """True if placeholders stand for parameters that clients do not share (`partial_sharing`)."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -117,12 +109,12 @@ class Assembly:
 
     @property
     def has_images(self) -> bool:
-        """Whether the clients' tasks are of images; else they are of texts."""
+        """Return whether the clients' tasks are of images; else they are of texts."""
         return self.site.backbone.vision is not None
 
     @property
     def is_full(self) -> bool:
-        """Whether the clients train all weights."""
+        """Return whether the clients train all weights."""
         return self.site.trainable == "full"
 
     def full_models(self) -> dict[str, Params]:
@@ -174,21 +166,17 @@ def load_clients(config: Config) -> tuple[ClientData, ...]:
         client_sizes=config.data.client_sizes,
         test_mix=config.data.test_mix,
     )
-    clients = _make_heterogeneous(clients, config.data)
+    if config.data.one_task:
+        clients = merge_sources(clients, config.data.own_share)
+    if config.data.rating_cuts:
+        clients = shift_concepts(clients, config.data.rating_cuts)
+    clients = flip_classes(clients, config.data.flipped_clients)
+    if config.data.centralized:
+        clients = centralize(clients)
     if config.attack.attack == "none":
         return clients
     attackers = choose_attackers(config.attack.attackers, [client.name for client in clients], seed=config.run.seed)
     return with_flipped_labels(clients, attackers) if ATTACKS[config.attack.attack].flips_labels else clients
-
-
-def _make_heterogeneous(clients: tuple[ClientData, ...], data: DataConfig) -> tuple[ClientData, ...]:
-    """The clients, made to differ as the settings say."""
-    if data.one_task:
-        clients = merge_sources(clients, data.own_share)
-    if data.rating_cuts:
-        clients = shift_concepts(clients, data.rating_cuts)
-    clients = flip_classes(clients, data.flipped_clients)
-    return centralize(clients) if data.centralized else clients
 
 
 def assemble(
@@ -230,8 +218,8 @@ def assemble(
         prefix_cache=_prefix_cache(config, backbone),
         secrets=_read_secrets(config, clients),
     )
-    is_plain = images and trainable == "full"
-    shape = plain_shape(backbone) if is_plain else model_shape(backbone, site.modules, first_adapted=site.first_adapted)
+    modules = None if images and trainable == "full" else site.modules
+    shape = model_shape(backbone, modules, first_adapted=site.first_adapted)
     return Assembly(
         config=config,
         clients=clients,
@@ -295,7 +283,7 @@ def backbone_of(
 
 
 def trainable_of(config: Config, tasks: Sequence[Task]) -> Trainable:
-    """Whether clients of these tasks train adapters or all weights under this config.
+    """Return whether clients of these tasks train adapters or all weights under this config.
 
     Raises `ConfigError` where some have images and others texts, which no one model reads.
     """
@@ -311,7 +299,7 @@ def trained_body(backbone: Backbone, config: Config) -> Params:
 
 
 def targets_of(config: Config, backbone: Backbone) -> tuple[str, ...]:
-    """Which layers get adapters: the user's, or those that PEFT takes for the architecture."""
+    """The layers that get adapters: the user's, or those that PEFT takes for the architecture."""
     return tuple(config.model.targets or default_targets(backbone.family.model_type))
 
 
@@ -534,17 +522,12 @@ def defer_late_clients(assembly: Assembly) -> Assembly:
         for client, device in zip(assembly.clients, assembly.devices, strict=True)
         if client.name in rounds
     ]
-    present = [index for index, name in enumerate(assembly.names) if name not in rounds]
-    return replace(
-        assembly,
-        clients=tuple(assembly.clients[index] for index in present),
-        devices=tuple(assembly.devices[index] for index in present),
-        join_queue=JoinQueue(
-            waiting_clients=lambda number: tuple(
-                newcomer for newcomer in newcomers if rounds[newcomer.client.name] <= number
-            )
-        ),
+    queue = JoinQueue(
+        waiting_clients=lambda number: tuple(
+            newcomer for newcomer in newcomers if rounds[newcomer.client.name] <= number
+        )
     )
+    return replace(without_clients(assembly, rounds), join_queue=queue)
 
 
 def with_newcomer(assembly: Assembly, newcomer: Newcomer) -> Assembly:

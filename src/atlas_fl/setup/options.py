@@ -1,6 +1,7 @@
 """From a config to the options that clients, server rules, cuts and attackers take."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 from atlas_fl.aggregation.registry import find_strategy
@@ -10,6 +11,7 @@ from atlas_fl.client.options import FingerprintOptions, TrainedParts, TrainOptio
 from atlas_fl.client.second_model import SecondModel
 from atlas_fl.config import Config
 from atlas_fl.config.methods import has_frozen_part, reads_features, rule_of
+from atlas_fl.config.settings import settings, value_of
 from atlas_fl.data.clients import ClientData
 from atlas_fl.models.registry import suggested_lr
 from atlas_fl.runtime.attacks import ATTACKS, HostileEngine, choose_attackers
@@ -19,6 +21,11 @@ from atlas_fl.sparse.codec import RandomMask
 from atlas_fl.split.channel import Cut
 
 
+def settings_for(config: Config, options: type) -> dict[str, Any]:
+    """The values of this config's settings after which fields of an options class are named, by name."""
+    return {field.name: value_of(config, field.name) for field in fields(options) if field.name in settings()}
+
+
 def strategy_of(config: Config) -> Strategy:
     """The server's rule with this config's numbers."""
     return find_strategy(rule_of(config), strategy_options(config))
@@ -26,32 +33,8 @@ def strategy_of(config: Config) -> Strategy:
 
 def strategy_options(config: Config) -> StrategyOptions:
     """The options of this config that server rules are made from."""
-    mixing, robust = config.mixing, config.robust
-    return StrategyOptions(
-        eta=mixing.eta,
-        eta_decay=mixing.eta_decay,
-        laplacian=mixing.laplacian,
-        space=mixing.space,
-        share=mixing.share,
-        align=mixing.align,
-        layer_weighting=mixing.layer_weighting,
-        scale=scale_of(config),
-        max_share=robust.max_share,
-        within=CLUSTERS if rule_of(config) == "atlas" else robust.within,
-        trim=robust.trim,
-        byzantine=robust.byzantine,
-        server_lr=config.server.server_lr,
-        server_beta1=config.server.server_beta1,
-        server_beta2=config.server.server_beta2,
-        server_tau=config.server.server_tau,
-        gram_by=config.server.gram_by,
-        gram_alpha=config.server.gram_alpha,
-        attention_alpha=config.server.attention_alpha,
-        attention_sigma=config.server.attention_sigma,
-        bipartition_ratio=config.server.bipartition_ratio,
-        tree_step=config.server.tree_step,
-        tree_threshold=config.server.tree_threshold,
-    )
+    within = CLUSTERS if rule_of(config) == "atlas" else config.robust.within
+    return StrategyOptions(**settings_for(config, StrategyOptions) | {"scale": scale_of(config), "within": within})
 
 
 def space_of(config: Config) -> Space:
@@ -76,13 +59,13 @@ def with_attackers(engine: Engine, config: Config, clients: Sequence[ClientData]
 
 
 def configured_attackers(config: Config, names: Sequence[str]) -> tuple[str, ...]:
-    """Which of these clients attack under this config."""
+    """The clients among these that attack under this config."""
     attack = config.attack
     return choose_attackers(attack.attackers, names, seed=config.run.seed) if attack.attack != "none" else ()
 
 
 def is_reclustered(config: Config, number: int) -> bool:
-    """Whether clients are clustered again before the round of this number."""
+    """Return whether clients are clustered again before the round of this number."""
     every = config.clustering.recluster_every
     return strategy_of(config).clustered and every > 0 and number > 1 and (number - 1) % every == 0
 
@@ -105,47 +88,32 @@ def adapter_learning_rate(config: Config) -> float:
 
 def train_options(config: Config, *, with_images: bool) -> TrainOptions:
     """The options of local training of text tasks, or of image tasks, in every round of this config."""
-    training, images = config.training, config.images
-    return TrainOptions(
-        seed=config.run.seed,
-        rounds=training.rounds,
-        # so many passes hold so many steps, however few examples a client has
-        epochs=images.local_steps or training.local_epochs,
-        max_steps=images.local_steps,
-        batch_size=training.batch_size,
-        lr=learning_rate_of(config, with_images=with_images),
-        schedule=training.schedule,
-        warmup=training.warmup,
-        weight_decay=training.weight_decay,
-        clip=training.clip,
+    steps = config.images.local_steps
+    is_personal = config.mixing.personal_models
+    values: dict[str, Any] = {
+        **settings_for(config, TrainOptions),
         **optimizer_options(config, config.optimizer(images=with_images)),
-        proximal_mu=training.proximal_mu,
-        feature_alignment=training.feature_alignment,
-        trained_parts=_trained_parts(config),
-        prior_correction=training.prior_correction,
-        multitask=training.multitask,
-        control_variates=training.control_variates,
-        second_model=_second_model(config),
-        second_weight=config.mixing.second_weight if config.mixing.personal_models else 0.5,
-        personal_rounds=config.mixing.personal_rounds,
-        dropout=config.model.dropout,
-        label_smoothing=images.label_smoothing,
-        crop=images.crop,
-        flip=images.flip,
-        hash_loaded=config.run.audit,
-        rate_by_round=with_images and config.trainable(images=True) == "full",
-        carry_momentum=images.carry_momentum,
-    )
+        # so many passes hold so many steps, however few examples a client has
+        "epochs": steps or config.training.local_epochs,
+        "max_steps": steps,
+        "lr": learning_rate_of(config, with_images=with_images),
+        "trained_parts": _trained_parts(config),
+        "second_model": _second_model(config),
+        "second_weight": config.mixing.second_weight if is_personal else TrainOptions.second_weight,
+        "hash_loaded": config.run.audit,
+        "rate_by_round": with_images and config.trainable(images=True) == "full",
+    }
+    return TrainOptions(**values)
 
 
 def _trained_parts(config: Config) -> TrainedParts:
-    """Which parts train; of rules by class features (FedPAC) the head is its last layer, which reads these features."""
+    """The parts that train; under rules by class features (FedPAC) the head is its last layer, which reads them."""
     parts = config.training.trained_parts
     return "last_layer_then_rest" if parts == "head_then_rest" and reads_features(config) else parts
 
 
 def _second_model(config: Config) -> SecondModel:
-    """What the shared model that clients train is to its companion; second models have options of their own."""
+    """Role of the shared model that clients train towards its companion; second models have options of their own."""
     if has_frozen_part(config):
         return "frozen"
     return config.mixing.second_model if config.mixing.personal_models else "none"
@@ -174,13 +142,7 @@ def cut_of(config: Config, blocks: int | None, *, shared: int | None = None) -> 
     if blocks is None:
         return None
     split = config.split
-    return Cut(
-        blocks=blocks,
-        wire=split.wire,
-        noise=split.wire_noise,
-        head=split.head,
-        shared=shared,
-    )
+    return Cut(blocks=blocks, wire=split.wire, noise=split.wire_noise, head=split.head, shared=shared)
 
 
 def warmup_options(config: Config) -> TrainOptions:

@@ -1,4 +1,4 @@
-"""Which clients take part in a round (`--participation`)."""
+"""Sampling of the clients that take part in a round (`--participation`)."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from atlas_fl.rng import generator
 
 
 def num_participants(clients: int, participation: float) -> int:
-    """Of so many clients those that train in a round: the nearest whole number, halves up, and at least one."""
+    """Number of clients that train in a round: the nearest whole number, halves up, and at least one."""
     # Python's own rounding goes to the even one.
     return max(1, int(participation * clients + 0.5))
 

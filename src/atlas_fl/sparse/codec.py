@@ -31,7 +31,7 @@ from atlas_fl.storage.tensors import DTYPES, decode_tensors, encode_tensors, enc
 
 _Array: TypeAlias = np.ndarray[Any, Any]
 MOST_DIGITS = 8
-"""Of a length; 2^56 values are more than any model has."""
+"""Most digits of a length; 2^56 values are more than any model has."""
 
 
 def encode_runs(bits: Bool[np.ndarray, " n"]) -> UInt8[np.ndarray, "bytes"]:
@@ -88,7 +88,7 @@ _LAYOUT, _PREFIX = "layout", "values."
 
 @dataclass(frozen=True, kw_only=True)
 class RandomMask:
-    """How a mask of the strategy `random` was made, which is all that needs to travel of it."""
+    """Seed, sparsity and scope of a mask of the strategy `random`: all that needs to travel of it."""
 
     seed: int
     sparsity: float
@@ -107,18 +107,8 @@ def encode_mask(mask: Mask, *, random_mask: RandomMask | None = None) -> bytes:
 
 
 def mask_size(mask: Mask, *, random_mask: RandomMask | None = None) -> int:
-    """How long `encode_mask` is, in bytes."""
+    """Bytes of `encode_mask`."""
     return min(encoded_size(form) for form in _forms(mask, random_mask))
-
-
-def bitmap_size(num_values: int) -> int:
-    """How long a mask over so many weights is as a bitmap, in bytes, without any mask."""
-    return encoded_size(
-        {
-            _LAYOUT: torch.empty(1, dtype=torch.int64, device="meta"),
-            "bitmap": torch.empty(-(-num_values // 8), dtype=torch.uint8, device="meta"),
-        }
-    )
 
 
 def decode_mask(message: bytes, like: Params) -> dict[str, Tensor]:
@@ -154,7 +144,7 @@ def encode_values(params: Params, mask: Mask) -> bytes:
 
 
 def values_size(count: int, *, dtype: torch.dtype = torch.float32) -> int:
-    """How many bytes `encode_values` makes of so many kept values of one dtype, without any values."""
+    """Bytes that `encode_values` makes of this number of kept values of one dtype, without any values."""
     return encoded_size({_PREFIX + DTYPES[dtype]: torch.empty(count, dtype=dtype, device="meta")})
 
 

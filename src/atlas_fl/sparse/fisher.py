@@ -48,7 +48,7 @@ MatrixUse: TypeAlias = tuple[str, int]
 """The i-th place where a matrix is used."""
 
 UnfoldOptions: TypeAlias = Mapping[str, Any]
-"""How `unfold` cuts the input of a convolution; empty for a linear layer."""
+"""Options with which `unfold` cuts the input of a convolution; empty for a linear layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Product:
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardTrace:
-    """What one example has shown of a model."""
+    """Products and memory of a model's forward pass on one example."""
 
     products: Mapping[MatrixUse, Product]
     """Every product with a matrix that is used in nothing but products."""
@@ -108,7 +108,7 @@ class _ProductRecorder(TorchFunctionMode):
 
 
 def _unfold_options(func: Any, args: Sequence[Any]) -> UnfoldOptions | None:
-    """How the input of this call becomes tokens; None where it is no product with a matrix that is known here."""
+    """Options by which the input of this call becomes tokens; None for no product with a matrix known here."""
     if func is linear:
         return {} if len(args) > 1 else None
     # nn.Conv2d gives all of input, weight, bias, stride, padding, dilation and groups by position
@@ -136,7 +136,7 @@ def math_attention() -> Iterator[None]:
 def capture(
     objective: Objective, params: Params, names: Sequence[str], *, inputs: Tensor, draws: Tensor
 ) -> ForwardTrace:
-    """What one example shows: run forward on the first of `inputs`, watching every parameter in `names`."""
+    """Trace of one example: run forward on the first of `inputs`, watching every parameter in `names`."""
     recorders: list[_ProductRecorder] = []
 
     def record(traced: Params, value: Tensor, draw: Tensor) -> Tensor:
@@ -257,18 +257,6 @@ class Fisher:
         return {name: tensor / self.examples for name, tensor in self.sums.items()}
 
 
-def sum_fisher(parts: Iterable[Fisher]) -> Fisher:
-    """The Fisher information over the examples of all parts together, in float64 in the order of the parts."""
-    parts = list(parts)
-    if not parts or any(part.sums.keys() != parts[0].sums.keys() for part in parts):
-        raise ConfigError(f"{len(parts)} Fisher informations do not add up; take one or more of the same parameters")
-    sums = {
-        name: torch.stack([part.sums[name].double() for part in parts]).sum(0).to(tensor.dtype)
-        for name, tensor in parts[0].sums.items()
-    }
-    return Fisher(sums=sums, examples=sum(part.examples for part in parts))
-
-
 def fisher_scores(
     logits: LogitsFn,
     params: Params,
@@ -309,7 +297,7 @@ def fisher_scores(
 
 
 def chunk_size(bytes_per_example: int, memory_bytes: int) -> int:
-    """How many examples are computed at once."""
+    """Number of examples that are computed at once."""
     if bytes_per_example > memory_bytes:
         raise BudgetError(
             f"the gradient of one example takes {bytes_per_example} bytes and {memory_bytes} are allowed; allow more"
@@ -339,7 +327,7 @@ def draw_label(logits: Tensor, uniform: Tensor) -> Tensor:
 def _label_draws(
     logits: LogitsFn, count: int, *, labels: str, targets: Tensor | None, seed: Seed, ids: Sequence[int] | None
 ) -> tuple[Tensor, Objective]:
-    """What settles the label of each example, and log p of one example given that."""
+    """Numbers that settle the label of each example, and log p of one example given its number."""
 
     def log_prob(params: Params, value: Tensor, draw: Tensor) -> Tensor:
         class_logits = logits(params, value[None])[0]

@@ -65,7 +65,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, kw_only=True)
 class _UpdateMode:
-    """How the weights of one parameter are stepped: some of them, all under bits, or all."""
+    """Way to step the weights of one parameter: some of them, all under bits, or all."""
 
     index: Tensor | None = None
     bits: Tensor | None = None
@@ -129,7 +129,7 @@ class SparseSGDM(torch.optim.Optimizer):
         return loss
 
     def is_gathered(self, parameter: Tensor) -> bool:
-        """Whether this parameter's momentum is that of its kept weights alone, (kept,), and not of its own shape."""
+        """Return whether this parameter's momentum is that of its kept weights alone, (kept,)."""
         return self._mode_of(parameter).index is not None
 
     def _update_parameter(self, parameter: Tensor, group: Mapping[str, Any]) -> None:

@@ -40,7 +40,7 @@ from atlas_fl.rng import generator
 from atlas_fl.storage.tensors import read_tensors
 
 Mask: TypeAlias = Mapping[str, Tensor]
-"""Which weights may move: a bool tensor for every chosen parameter, of its shape."""
+"""The weights that may move: a bool tensor for every chosen parameter, of its shape."""
 
 Ranking: TypeAlias = Callable[[str], Tensor]
 """The numbers of a parameter by its name; the lower, the sooner a weight is kept. Asked twice, so that no second copy
@@ -136,13 +136,13 @@ def _describe(tensor: Tensor) -> str:
 
 
 def union(masks: Sequence[Mask]) -> dict[str, Tensor]:
-    """What at least one mask lets move."""
+    """Weights that at least one mask lets move."""
     _check_masks(masks)
     return {name: reduce(torch.logical_or, [mask[name] for mask in masks]).clone() for name in masks[0]}
 
 
 def intersection(masks: Sequence[Mask]) -> dict[str, Tensor]:
-    """What every mask lets move."""
+    """Weights that every mask lets move."""
     _check_masks(masks)
     return {name: reduce(torch.logical_and, [mask[name] for mask in masks]).clone() for name in masks[0]}
 
@@ -183,7 +183,7 @@ def density_by_layer(mask: Mask) -> dict[str, float]:
 
 
 def _layer_order(layer: str) -> tuple[int, str, int]:
-    """Where a layer stands: a file holds its tensors in an order of its own."""
+    """Sort key of a layer: a file holds its tensors in an order of its own."""
     name, _, number = layer.rpartition(".")
     if number.isdecimal():
         return 1, name, int(number)
@@ -191,7 +191,7 @@ def _layer_order(layer: str) -> tuple[int, str, int]:
 
 
 def num_kept(mask: Mask) -> int:
-    """How many weights may move."""
+    """Number of weights that may move."""
     return sum(int(torch.count_nonzero(bits)) for bits in mask.values())
 
 
@@ -207,7 +207,7 @@ Scope: TypeAlias = Literal["global", "layer"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Evidence:
-    """What a strategy may look at."""
+    """Inputs of a mask strategy."""
 
     params: Params
     """The weights to choose from."""
@@ -234,22 +234,14 @@ def _magnitude(evidence: Evidence) -> Ranking:
     return lambda name: evidence.params[name].detach().abs()
 
 
-def _least_sensitive(evidence: Evidence) -> Ranking:
-    return _sensitivity(evidence)
+def _highest_first(strategy: Callable[[Evidence], Ranking]) -> Callable[[Evidence], Ranking]:
+    """The same numbers in the other order."""
 
+    def rank(evidence: Evidence) -> Ranking:
+        ranking = strategy(evidence)
+        return lambda name: -ranking(name)
 
-def _most_sensitive(evidence: Evidence) -> Ranking:
-    ranking = _sensitivity(evidence)
-    return lambda name: -ranking(name)
-
-
-def _lowest_magnitude(evidence: Evidence) -> Ranking:
-    return _magnitude(evidence)
-
-
-def _highest_magnitude(evidence: Evidence) -> Ranking:
-    ranking = _magnitude(evidence)
-    return lambda name: -ranking(name)
+    return rank
 
 
 def _random(evidence: Evidence) -> Ranking:
@@ -267,13 +259,13 @@ def _random(evidence: Evidence) -> Ranking:
 
 
 MASKS: Mapping[str, Callable[[Evidence], Ranking]] = {
-    "least_sensitive": _least_sensitive,
-    "most_sensitive": _most_sensitive,
-    "lowest_magnitude": _lowest_magnitude,
-    "highest_magnitude": _highest_magnitude,
+    "least_sensitive": _sensitivity,
+    "most_sensitive": _highest_first(_sensitivity),
+    "lowest_magnitude": _magnitude,
+    "highest_magnitude": _highest_first(_magnitude),
     "random": _random,
 }
-"""How each strategy ranks weights: the lowest are kept."""
+"""Ranking of weights by strategy: the lowest are kept."""
 
 BY_SENSITIVITY: tuple[str, ...] = ("least_sensitive", "most_sensitive")
 """The strategies that need scores."""
@@ -288,7 +280,7 @@ def make_mask(
     scope: Scope = "global",
     seed: int | None = None,
 ) -> dict[str, Tensor]:
-    """Which of `params` may move: exactly round((1 - sparsity) n) weights, true in a bool tensor of each parameter.
+    """Mask of the `params` that may move: exactly round((1 - sparsity) n) weights, a bool tensor for each parameter.
 
     n counts all the weights together (`scope="global"`) or those of each parameter (`"layer"`). Ties are broken by name
     and position, so the mask depends on nothing but its arguments. `scores` are needed by the strategies of
@@ -341,7 +333,7 @@ ScoreFn: TypeAlias = Callable[[Params], Params]
 """The sensitivity of the chosen weights at these weights of the whole model."""
 
 SHRINK = 0.1
-"""What is left of a weight that is already frozen while the others are scored."""
+"""Share that is left of an already frozen weight while the others are scored."""
 
 
 def calibrate_mask(
@@ -390,7 +382,7 @@ MASK_MERGES: Mapping[str, Callable[[Sequence[Mask]], dict[str, Tensor]]] = {
     "union": union,
     "intersection": intersection,
 }
-"""How several masks become one."""
+"""Ways to make one mask of several."""
 
 
 def read_mask(path: Path) -> dict[str, Tensor]:

@@ -26,17 +26,6 @@ def apply_vector(start: Params, vector: Params, *, scale: float = 1.0) -> dict[s
     return {name: tensor + scale * vector[name] if name in vector else tensor for name, tensor in start.items()}
 
 
-def scale_vector(vector: Params, factor: float) -> dict[str, Tensor]:
-    """factor tau."""
-    return {name: factor * tensor for name, tensor in vector.items()}
-
-
-def sum_vectors(vectors: Sequence[Params]) -> dict[str, Tensor]:
-    """The sum of task vectors, in their order."""
-    _check_same_shapes(vectors)
-    return {name: torch.stack([vector[name] for vector in vectors]).sum(0) for name in vectors[0]}
-
-
 def merge_vectors(vectors: Sequence[Params], *, method: str, keep: float = 0.2) -> dict[str, Tensor]:
     """One task vector out of several: their `mean`, or `ties`, which keeps the share `keep` of each first.
 

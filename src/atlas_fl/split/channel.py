@@ -37,16 +37,16 @@ NORMS = "norms"
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """Where and how one client's model is cut."""
+    """Cut of one client's model."""
 
     blocks: int
     """Blocks on the client, from the bottom; at least one stays on the server."""
     wire: WireName = "fp32"
-    """How rows are encoded in both directions."""
+    """Encoding of rows in both directions."""
     noise: float = 0.0
     """Standard deviation of the noise on what leaves the client, in root mean squares of each row."""
     head: Literal["client", "server"] = "server"
-    """Who holds the head, and so who needs the labels."""
+    """Side that holds the head, and so needs the labels."""
     shared: int | None = None
     """The cluster that this client shares the adapters above its cut with; None: they are its own."""
 

@@ -1,4 +1,4 @@
-"""What crosses a cut as bytes: rows of numbers, one per token, as fp32, bf16 or int8, with optional noise.
+"""Messages through a cut as bytes: rows of numbers, one per token, as fp32, bf16 or int8, with optional noise.
 
 | wire | bytes of a token | error of a value x in a row whose largest magnitude is m |
 |---|---|---|
@@ -136,7 +136,7 @@ def _unpack_rows(tensors: dict[str, Tensor]) -> Tensor:
 
 
 def message_size(count: int, width: int, *, wire: WireName, extra: Mapping[str, Tensor] | None = None) -> int:
-    """How many bytes `encode_rows` makes of `count` rows of this width, without any rows."""
+    """Bytes that `encode_rows` makes of `count` rows of this width, without any rows."""
     return encoded_size({**_PACK[wire](torch.empty(count, width, device="meta")), **(extra or {})})
 
 

@@ -1,4 +1,4 @@
-"""Which client computes the upper part of whose cut model: strong devices host weak ones, and the server the rest.
+"""Matching of hosts to guests: strong devices compute the upper part of weak ones' models, and the server the rest.
 
     seconds(guest, host) = guest's own computing + the host's for all of its guests + the link between the two
 
@@ -15,12 +15,12 @@ UNDECIDED = -1
 
 @dataclass(frozen=True, kw_only=True)
 class HostingCost:
-    """What a round of one guest takes on one host."""
+    """Seconds of one guest's round on one host."""
 
     compute_seconds: float
-    """Of the upper part at the host's speed."""
+    """Computing of the upper part at the host's speed."""
     link_seconds: float
-    """Of everything that the guest sends and gets, where the host is at the other end of its cut."""
+    """Traffic that the guest sends and gets, where the host is at the other end of its cut."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +30,9 @@ class GuestRequirement:
     name: str
     cluster: int
     bytes: int
-    """What its upper part takes on a host."""
+    """Bytes of its upper part on a host."""
     device_seconds: float
-    """Of computing on its own device."""
+    """Computing on its own device."""
     costs: Mapping[str, HostingCost]
     """By the name of every host."""
 
@@ -48,7 +48,7 @@ class HostCapacity:
 
 @dataclass(frozen=True, kw_only=True)
 class HostMatch:
-    """Who computes the upper part of a guest's model."""
+    """Host that computes the upper part of a guest's model."""
 
     host: str | None
     """None: the server."""

@@ -29,14 +29,14 @@ from atlas_fl.params import HEAD, PRIVATE
 
 
 def client_forward(backbone: Backbone, ids: Tensor, types: Tensor, layout: PackedLayout, *, blocks: int) -> Tensor:
-    """What leaves a client that holds `blocks` blocks: (tokens, hidden) of its row; ids and types (tokens,) int64."""
+    """Rows that leave a client with `blocks` blocks: (tokens, hidden) of its row; ids and types (tokens,) int64."""
     return run_blocks(backbone, embed_tokens(backbone, ids, types, layout), layout, range(blocks))
 
 
 def server_forward(
     backbone: Backbone, hidden: Tensor, layout: PackedLayout, *, blocks: int, output_positions: Tensor | None = None
 ) -> Tensor:
-    """What the head reads, (reads, hidden), of rows (tokens, hidden) that come out of the first `blocks` blocks.
+    """Features that the head reads, (reads, hidden), of rows (tokens, hidden) out of the first `blocks` blocks.
 
     The rows may be those of many clients, one after another: the layout keeps their sequences apart.
     """
@@ -45,7 +45,7 @@ def server_forward(
 
 
 def select_client_side(backbone: Backbone, names: Iterable[str], *, blocks: int, head: bool) -> frozenset[str]:
-    """Which of a model's trainable tensors are on the client: adapters of its blocks, and the head if it keeps it."""
+    """Names of a model's trainable tensors on the client: adapters of its blocks, and the head if it keeps it."""
     return frozenset(
         name
         for name in names

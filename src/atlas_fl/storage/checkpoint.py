@@ -36,12 +36,12 @@ NAME = re.compile(r"round-(\d{4,})(\.replaced)?")
 _HIDDEN = re.compile(rf"\.{NAME.pattern}\.(([0-9a-f]{{16}}\.)?writing|removed)")
 _NAMES = r"state\.(safetensors|json)"
 _CHECKPOINT_FILES = re.compile(rf"{_NAMES}|\.{_NAMES}\.([0-9a-f]{{16}}\.)?writing")
-"""What lies in a checkpoint's folder, and for a moment in a draft."""
+"""Files of a checkpoint's folder, and for a moment of a draft."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """What a run needs to go on after a round."""
+    """State from which a run goes on after a round."""
 
     round: int
     """The last round that is complete."""
@@ -78,12 +78,8 @@ def save(folder: Path, *, round: int, tensors: Mapping[str, torch.Tensor], state
     return final
 
 
-def accept(_checkpoint: Checkpoint) -> None:
-    """Nothing: a checkpoint that is intact is good enough."""
-
-
 def load_latest(
-    folder: Path, *, check: Callable[[Checkpoint], None] = accept
+    folder: Path, *, check: Callable[[Checkpoint], None] | None = None
 ) -> tuple[Checkpoint | None, tuple[str, ...]]:
     """The newest checkpoint that is intact, and one line for each newer one that is not.
 
@@ -94,7 +90,8 @@ def load_latest(
     for path in _newest_first(folder):
         try:
             candidate = load(path)
-            check(candidate)
+            if check is not None:
+                check(candidate)
         except CheckpointError as error:
             messages.append(f"checkpoint {path.name} passed over: {error}")
         else:
@@ -102,7 +99,7 @@ def load_latest(
     return None, tuple(messages)
 
 
-def load_newest(folder: Path, *, check: Callable[[Checkpoint], None] = accept) -> Checkpoint | None:
+def load_newest(folder: Path, *, check: Callable[[Checkpoint], None] | None = None) -> Checkpoint | None:
     """The newest checkpoint, None where there is none: for what would say something else from an older one.
 
     Raises:
@@ -116,7 +113,7 @@ def load_newest(folder: Path, *, check: Callable[[Checkpoint], None] = accept) -
 
 
 def check_newest_state(folder: Path) -> None:
-    """Nothing where the newest checkpoint's state is intact, or there is none.
+    """Check that the newest checkpoint's state is intact, if there is one.
 
     Raises:
         CheckpointError: it is damaged; a resumed run passes over it.

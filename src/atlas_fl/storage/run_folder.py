@@ -24,26 +24,16 @@ PLANNED_RUNS = ".runs.json"
 """Ends the name of the file that names the runs of a comparison or a sweep."""
 SHOWN_RUNS = 8
 _AUDIT_FOLDERS = re.compile(r"(round|joined)-[0-9].*")
-_FILES = (
-    "config.toml",
-    "plan.json",
-    "plan.safetensors",
-    "mask.safetensors",
-    "metrics.jsonl",
-    "ledger.jsonl",
-    "summary.json",
-    "tuning.json",
-    "digests.json",
-    "heard.json",
-    "sites.json",
-    "log.txt",
-)
-_AUDIT_FILES = ("record.json", "start.safetensors", "trained.safetensors", "fresh.safetensors")
-_NAMES = "|".join(re.escape(name) for name in (*_FILES, *_AUDIT_FILES))
-_RUN_FILES = re.compile(rf"{_NAMES}|\.({_NAMES})\.([0-9a-f]{{16}}\.)?writing|{re.escape(LOCK)}")
-"""Files that a run writes, and may have written before its first checkpoint."""
-_LOCKED_FILES = re.compile(rf"{_NAMES}|plan-\d{{4,}}\.(json|safetensors)")
-"""Files that nobody writes but who holds the run's lock."""
+
+
+class InnerPath:
+    """The path of this name inside a run's folder, as an attribute."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, folder: "RunFolder", _: type["RunFolder"]) -> Path:
+        return folder.path / self.name
 
 
 @dataclass(frozen=True)
@@ -52,20 +42,12 @@ class RunFolder:
 
     path: Path
 
-    @property
-    def config(self) -> Path:
-        """The settings that reproduce the run."""
-        return self.path / "config.toml"
-
-    @property
-    def plan(self) -> Path:
-        """Clusters, graph and ranks."""
-        return self.path / "plan.json"
-
-    @property
-    def sketches(self) -> Path:
-        """The clients' sketches: `sketch/first` and `sketch/second`, each (clients, dim)."""
-        return self.path / "plan.safetensors"
+    config = InnerPath("config.toml")
+    """The settings that reproduce the run."""
+    plan = InnerPath("plan.json")
+    """Clusters, graph and ranks."""
+    sketches = InnerPath("plan.safetensors")
+    """The clients' sketches: `sketch/first` and `sketch/second`, each (clients, dim)."""
 
     def plans(self) -> list[Path]:
         """The files of the first plan and of every later one, in their order."""
@@ -76,82 +58,41 @@ class RunFolder:
         """The sketches beside the plan of this file name."""
         return (self.path / plan).with_suffix(".safetensors")
 
-    @property
-    def mask(self) -> Path:
-        """Which weights may move: a truth value for each, by the names of the tensors."""
-        return self.path / "mask.safetensors"
-
-    @property
-    def metrics(self) -> Path:
-        """A row for each round, client and split."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def ledger(self) -> Path:
-        """A row for each message."""
-        return self.path / "ledger.jsonl"
-
-    @property
-    def summary(self) -> Path:
-        """The outcome; it is there once the run is complete."""
-        return self.path / "summary.json"
-
-    @property
-    def digests(self) -> Path:
-        """What the files of a complete run were when it was completed."""
-        return self.path / "digests.json"
-
-    @property
-    def tuning(self) -> Path:
-        """How the run's settings were chosen, where `atlas compare --trials` chose them."""
-        return self.path / "tuning.json"
-
-    @property
-    def deliveries(self) -> Path:
-        """Which clients of a served run have got their model at its end."""
-        return self.path / "heard.json"
-
-    @property
-    def sites(self) -> Path:
-        """What the clients of a served run have said of themselves."""
-        return self.path / "sites.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of `round-000N`."""
-        return self.path / "checkpoints"
-
-    @property
-    def adapters(self) -> Path:
-        """A PEFT folder for each client."""
-        return self.path / "adapters"
-
-    @property
-    def models(self) -> Path:
-        """A folder for each different whole model."""
-        return self.path / "models"
-
-    @property
-    def figures(self) -> Path:
-        """What `atlas report` draws."""
-        return self.path / "figures"
-
-    @property
-    def audit(self) -> Path:
-        """What clients trained and loaded, by round."""
-        return self.path / "audit"
-
-    @property
-    def log(self) -> Path:
-        """Lines of time, level and message."""
-        return self.path / "log.txt"
+    mask = InnerPath("mask.safetensors")
+    """The weights that may move: a truth value for each, by the names of the tensors."""
+    metrics = InnerPath("metrics.jsonl")
+    """A row for each round, client and split."""
+    ledger = InnerPath("ledger.jsonl")
+    """A row for each message."""
+    summary = InnerPath("summary.json")
+    """The outcome; it is there once the run is complete."""
+    digests = InnerPath("digests.json")
+    """Digests of the files of a complete run."""
+    tuning = InnerPath("tuning.json")
+    """Trials by which the run's settings were chosen, where `atlas compare --trials` chose them."""
+    deliveries = InnerPath("heard.json")
+    """Clients of a served run that have got their model at its end."""
+    sites = InnerPath("sites.json")
+    """Metadata that the clients of a served run have sent."""
+    checkpoints = InnerPath("checkpoints")
+    """The folder of `round-000N`."""
+    adapters = InnerPath("adapters")
+    """A PEFT folder for each client."""
+    models = InnerPath("models")
+    """A folder for each different whole model."""
+    figures = InnerPath("figures")
+    """Figures of `atlas report`."""
+    audit = InnerPath("audit")
+    """Models that clients trained and loaded, by round."""
+    log = InnerPath("log.txt")
+    """Lines of time, level and message."""
 
     def audit_round(self, round: int) -> Path:
         """The folder of one audited round."""
         return self.audit / f"round-{round:04d}"
 
     def audit_arrival(self, round: int) -> Path:
-        """What clients that joined before a round brought to it and began it with."""
+        """Models that clients that joined before a round brought to it and began it with."""
         return self.audit / f"joined-{round:04d}"
 
     def adapter(self, client: str) -> Path:
@@ -159,16 +100,25 @@ class RunFolder:
         return self.adapters / client
 
     def is_resumable(self) -> bool:
-        """Whether the folder holds a run that can be resumed, be it one that was stopped while it planned."""
+        """Return whether the folder holds a run that can be resumed, be it one that was stopped while it planned."""
         return is_readable_file(self.config)
 
     def is_run(self) -> bool:
-        """Whether the folder holds a run that can be read."""
+        """Return whether the folder holds a run that can be read."""
         return self.is_resumable() and self.plan.is_file()
 
 
+_FILES = [path.name for path in vars(RunFolder).values() if isinstance(path, InnerPath) and "." in path.name]
+_AUDIT_FILES = ("record.json", "start.safetensors", "trained.safetensors", "fresh.safetensors")
+_NAMES = "|".join(re.escape(name) for name in (*_FILES, *_AUDIT_FILES))
+_RUN_FILES = re.compile(rf"{_NAMES}|\.({_NAMES})\.([0-9a-f]{{16}}\.)?writing|{re.escape(LOCK)}")
+"""Files that a run writes, and may have written before its first checkpoint."""
+_LOCKED_FILES = re.compile(rf"{_NAMES}|plan-\d{{4,}}\.(json|safetensors)")
+"""Files that nobody writes but who holds the run's lock."""
+
+
 def is_readable_file(path: Path) -> bool:
-    """Whether there is a file, no pipe and no device, behind this name; False too in a folder that may not be read."""
+    """Return whether there is a regular file behind this name; False too in a folder that may not be read."""
     try:
         return path.is_file()
     except OSError:

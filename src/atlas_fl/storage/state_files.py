@@ -41,7 +41,7 @@ class StateFiles:
     """States in the files of one folder, up to a number of bytes."""
 
     def __init__(self, folder: Path, *, budget_bytes: int) -> None:
-        """Nothing is made or read before it is asked for."""
+        """Set the folder and the budget; no file is made or read yet."""
         self.folder, self.budget_bytes = folder, budget_bytes
         self.report: Callable[[str], None] = warnings.warn
         """Takes a line that the user must see."""
@@ -104,7 +104,7 @@ class StateFiles:
         return self.folder / f"{key}.states"
 
     def _has_room(self, size: int) -> bool:
-        """Whether so many bytes may be written; files are removed for them."""
+        """Return whether so many bytes may be written; files are removed for them."""
         if self._is_full or size <= self._room or size > self.budget_bytes:
             return not self._is_full and size <= self.budget_bytes
         files = sorted(self._files())

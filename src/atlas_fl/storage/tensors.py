@@ -85,7 +85,7 @@ def encode_pieces(params: Params, *, metadata: tuple[str, str] | None = None) ->
 
 
 def encoded_size(params: Params) -> int:
-    """How long `encode_tensors(params)` is, in bytes, without encoding: the header, and what every tensor takes."""
+    """Bytes of `encode_tensors(params)`, without encoding: the header, and those of every tensor."""
     header, _ = _layout(_signature(params))
     return len(header) + sum(tensor.nbytes for tensor in params.values())
 
