@@ -56,7 +56,8 @@ NEEDED: Mapping[str, Mapping[str, Any]] = {
     **{name: {"personal_rounds": 1, "rounds": 2} for name in ("fedbabu", "fedavg_ft", "fedavg_cluster_ft")},
 }
 """What a method needs beside its name."""
-EVERY_METHOD = sorted({*METHODS, *STRATEGIES})
+EVERY_METHOD = sorted({*METHODS, *STRATEGIES} - {row.rule for row in METHODS.values()})
+"""Methods, and the rules that no method has: what a method exports is what its rule has left."""
 OF_CLASSES = ("fedpac", "classifier_collaboration")
 """Methods that compare features by classes of texts."""
 
