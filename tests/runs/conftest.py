@@ -36,10 +36,12 @@ from tests.runs.federation import SITES, Federation
 from tests.runs.finished import FinishedRuns, locked
 from tests.runs.processes import Programs
 
+QUICK = pytest.mark.usefixtures("models_loaded_once", "importance_is_measured_on_one_batch")
+"""Of modules with many runs, which then share what they load, and plan with less."""
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def models_loaded_once() -> Iterator[None]:
     """Let all runs of a module read a model's folder once: a tokenizer of thirty thousand words takes longer than a
     round. No run may leave a weight of it other than it found it."""
@@ -65,9 +67,9 @@ def models_loaded_once() -> Iterator[None]:
     assert all(digest(backbone.frozen) == before for backbone, before in loaded.values()), "a run altered its model"
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def importance_is_measured_on_one_batch(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Plan with a batch a client in the place of four, but where programs are started, which know of no fixture."""
+    """Plan with a batch a client in the place of four, but in modules that start programs, which know of no fixture."""
     module = [item for item in request.session.items if getattr(item, "module", None) is request.module]
     with pytest.MonkeyPatch.context() as patch:
         if not any("programs" in item.fixturenames for item in module):

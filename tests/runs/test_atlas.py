@@ -15,9 +15,10 @@ from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.experiment.reports import check_measured_state
 from atlas_fl.experiment.run import run_config
 from atlas_fl.report.finished_runs import find_finished_runs
+from tests.runs.conftest import QUICK
 from tests.runs.reading import rows, same_tensors
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, QUICK]
 
 MakeConfig = Callable[..., Config]
 ATLAS = {"strategy": "atlas", "measure_round": 2}

@@ -12,11 +12,12 @@ from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config, to_toml, validate
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.run import resume_run, run_config
+from tests.runs.conftest import QUICK
 from tests.runs.finished import FinishedRuns
 from tests.runs.processes import Programs
 from tests.runs.reading import rows, same_tensors, state
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, QUICK]
 
 MakeConfig = Callable[..., Config]
 SCAFFOLD = {"strategy": "scaffold", "ranks": "4"}

@@ -32,11 +32,11 @@ from atlas_fl.experiment.run import RunResult, run_config
 from atlas_fl.setup.assembly import load_clients
 from tests.architectures import ARCHITECTURES
 from tests.models.tiny_vision import save_tiny
-from tests.runs.conftest import saved_once
+from tests.runs.conftest import QUICK, saved_once
 from tests.runs.reading import rows, same_tensors, state
 
 # PEFT still asks for it under its old name.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"), QUICK]
 
 Make = Callable[..., Config]
 MAX_LENGTH = 60

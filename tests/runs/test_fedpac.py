@@ -17,11 +17,12 @@ from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.params import is_last_layer
 from atlas_fl.storage.tensors import encoded_size
 from tests.conftest import Tiny
+from tests.runs.conftest import QUICK
 from tests.runs.finished import FinishedRuns
 from tests.runs.processes import Programs
 from tests.runs.reading import rows, same_tensors, state
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, QUICK]
 
 MakeConfig = Callable[..., Config]
 

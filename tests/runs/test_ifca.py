@@ -13,12 +13,13 @@ from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config, to_toml, validate
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.run import resume_run, run_config
+from tests.runs.conftest import QUICK
 from tests.runs.finished import FinishedRuns
 from tests.runs.processes import Programs
 from tests.runs.reading import rows, same_tensors, state
 from tests.runs.workers import in_threads
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, QUICK]
 
 MakeConfig = Callable[..., Config]
 IFCA = {"strategy": "ifca", "ranks": "4", "ifca_clusters": 2}

@@ -39,9 +39,12 @@ from atlas_fl.setup.options import train_options
 from atlas_fl.sparse.masks import overlap
 from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import encoded_size
+from tests.runs.conftest import QUICK
 from tests.runs.earlier import without_digests
 from tests.runs.finished import FinishedRuns
 from tests.runs.reading import rows, same_tensors, state
+
+pytestmark = QUICK
 
 Make = Callable[..., Config]
 MASKS = ("least_sensitive", "most_sensitive", "lowest_magnitude", "highest_magnitude", "random")

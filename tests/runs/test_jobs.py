@@ -13,9 +13,9 @@ from atlas_fl.experiment.parallel_runs import run_in_processes
 from atlas_fl.experiment.run import run_config
 from atlas_fl.experiment.sweep import grid, run_all
 from atlas_fl.runtime.reuse import REUSED_RESULTS
-from tests.runs.conftest import configs
+from tests.runs.conftest import QUICK, configs
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, QUICK]
 
 
 def test_runs_at_once_end_beside_one_that_fails_and_says_why_and_are_not_repeated(

@@ -21,10 +21,11 @@ from atlas_fl.report.figures import draw_all
 from atlas_fl.report.tables import sharing_table
 from atlas_fl.storage.jsonl import read_json
 from atlas_fl.storage.tensors import encoded_size
+from tests.runs.conftest import QUICK
 from tests.runs.finished import FinishedRuns
 from tests.runs.reading import rows, same_tensors
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, QUICK]
 
 MakeConfig = Callable[..., Config]
 KRIGING = {"strategy": "kriging", "measure_round": 2}

@@ -9,8 +9,11 @@ import pytest
 from atlas_fl.config import Config
 from atlas_fl.config.methods import METHODS
 from atlas_fl.experiment.run import run_config
+from tests.runs.conftest import QUICK
 from tests.runs.finished import FinishedRuns
 from tests.runs.reading import rows
+
+pytestmark = QUICK
 
 Make = Callable[..., Config]
 SMALL: Mapping[str, Any] = {

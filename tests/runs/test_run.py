@@ -28,8 +28,11 @@ from atlas_fl.runtime.engine import Engine
 from atlas_fl.runtime.local import LocalEngine
 from atlas_fl.setup.assembly import Assembly, assemble
 from atlas_fl.storage.tensors import encoded_size
+from tests.runs.conftest import QUICK
 from tests.runs.finished import FinishedRuns
 from tests.runs.reading import rows, same_tensors, state
+
+pytestmark = QUICK
 
 Make = Callable[..., Config]
 

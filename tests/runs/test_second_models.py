@@ -19,11 +19,12 @@ from atlas_fl.experiment.export import export_client
 from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.models.gated_adapter import WEIGHTS, load_gated_adapter
 from atlas_fl.setup.assembly import assemble
+from tests.runs.conftest import QUICK
 from tests.runs.finished import FinishedRuns
 from tests.runs.processes import Programs
 from tests.runs.reading import rows, same_tensors, state
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, QUICK]
 
 MakeConfig = Callable[..., Config]
 METHODS = ("ditto", "apfl", "feddpa")
