@@ -23,11 +23,8 @@ from atlas_fl.planning.planner import make_plan
 from atlas_fl.runtime.local import LocalEngine
 from atlas_fl.setup.assembly import assemble
 from atlas_fl.setup.options import train_options
-from tests.runs.conftest import QUICK
 from tests.runs.reading import rows, same_tensors, state
 from tests.runs.workers import check_same, in_threads
-
-pytestmark = QUICK
 
 Make = Callable[..., Config]
 

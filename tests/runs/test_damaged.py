@@ -17,11 +17,8 @@ from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.report.record import read_record
 from atlas_fl.storage.digests import read_digests
 from atlas_fl.storage.run_folder import RunFolder
-from tests.runs.conftest import QUICK
 from tests.runs.earlier import without_digests
 from tests.runs.reading import rows, same_tensors, state
-
-pytestmark = QUICK
 
 Make = Callable[..., Config]
 

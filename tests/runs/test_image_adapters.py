@@ -25,14 +25,10 @@ from atlas_fl.setup.assembly import assemble
 from atlas_fl.setup.options import train_options
 from atlas_fl.storage.jsonl import read_json
 from tests.models.tiny_vision import save_tiny
-from tests.runs.conftest import QUICK
 from tests.runs.reading import rows, same_tensors, state
 from tests.runs.workers import in_threads
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT's
-    QUICK,
-]
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT's
 
 Make = Callable[..., Config]
 

@@ -18,10 +18,7 @@ from atlas_fl.events import Event, Note
 from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.params import Params
 from atlas_fl.runtime.attacks import ATTACKS, Attack, AttackContext
-from tests.runs.conftest import QUICK
 from tests.runs.reading import rows, same_tensors, state
-
-pytestmark = QUICK
 
 Make = Callable[..., Config]
 ATTACKED = {"strategy": "fedavg", "attack": "scale", "attack_scale": 1e6, "attackers": ("movie-1",), "rounds": 2}

@@ -12,11 +12,8 @@ from atlas_fl.config import Config, config_hash
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.storage.run_folder import RunFolder
-from tests.runs.conftest import QUICK
 from tests.runs.federation import Federation
 from tests.runs.reading import rows, same_tensors, state
-
-pytestmark = QUICK
 
 Make = Callable[..., Config]
 REMEMBERS = {

@@ -20,10 +20,7 @@ from atlas_fl.report.tables import plan_tables
 from atlas_fl.setup.assembly import assemble
 from atlas_fl.storage.jsonl import read_json
 from atlas_fl.storage.run_folder import RunFolder
-from tests.runs.conftest import QUICK
 from tests.runs.reading import rows, same_tensors, state
-
-pytestmark = QUICK
 
 Make = Callable[..., Config]
 # So small that the whole model does not fit: the runtime alone takes 427,819,008 bytes.

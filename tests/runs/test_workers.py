@@ -22,11 +22,8 @@ from atlas_fl.experiment.backends import init_worker, share_weights, worker_init
 from atlas_fl.experiment.run import RunResult, run_config
 from atlas_fl.runtime.worker_pool import WorkerLoop, init_workers
 from atlas_fl.setup.assembly import assemble
-from tests.runs.conftest import QUICK
 from tests.runs.reading import rows, same_tensors, state
 from tests.runs.workers import SETTINGS, check_same, in_threads, into
-
-pytestmark = QUICK
 
 Make = Callable[..., Config]
 
