@@ -55,8 +55,10 @@ ROBUST = ("median", "trimmed_mean", "krum", "multi_krum", "geometric_median")
     [
         (words, strategy)
         for words, strategy in product(HONEST, [*STRATEGIES, *ALIASES])
+        # no other rule reads how the Laplacian steps
+        if (strategy == "atlas_laplacian" or words in ("product", "factors", "truncate", "head", "A", "B"))
         # who takes or compares whole models shares all of them, who combines heads its heads
-        if (strategy not in ("ifca", *MEASURED) or len(HONEST[words].share) == 3)
+        and (strategy not in ("ifca", *MEASURED) or len(HONEST[words].share) == 3)
         and (strategy != "classifier_collaboration" or "head" in HONEST[words].share)
         and (strategy not in BY_FACTORS[1:] or {"A", "B"} <= set(HONEST[words].share))
     ],

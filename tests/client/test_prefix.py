@@ -102,14 +102,13 @@ def test_models_and_scores_are_the_same_bits_from_any_mixture_of_memory_and_disk
     """The first of a disk fills it, the second reads all of it; a small disk holds a part."""
     site, jobs = federation(tiny, site_of, spec_of, **changes)
     none = two_rounds(jobs, with_budget(site, 0))
-    for disk_bytes in (6000, 10**9):
-        for budget in BUDGETS:
-            disk = tmp_path / f"{disk_bytes}-{budget}"
-            for _ in range(2):
-                own = with_budget(site, budget, disk=disk, disk_bytes=disk_bytes)
-                assert_same_bits(two_rounds(jobs, own), none)
-                assert own.prefix_cache.files is not None
-                assert 0 < own.prefix_cache.files.used_bytes() <= disk_bytes
+    for disk_bytes, budget in zip((10**9, 6000, 10**9), BUDGETS, strict=True):
+        disk = tmp_path / f"{disk_bytes}-{budget}"
+        for _ in range(2):
+            own = with_budget(site, budget, disk=disk, disk_bytes=disk_bytes)
+            assert_same_bits(two_rounds(jobs, own), none)
+            assert own.prefix_cache.files is not None
+            assert 0 < own.prefix_cache.files.used_bytes() <= disk_bytes
 
 
 def test_what_another_process_has_computed_is_read_and_not_computed(tiny_of, site_of, spec_of, tmp_path: Path) -> None:

@@ -58,8 +58,7 @@ def assert_bits(found: Sequence[Update], expected: Sequence[Update]) -> None:
         assert all(torch.equal(update.params[key], other.params[key]) for key in other.params), update.client
 
 
-@pytest.mark.parametrize("head", ["server", "client"])
-@pytest.mark.parametrize("blocks", [0, 1, 2])
+@pytest.mark.parametrize(("blocks", "head"), [(0, "client"), (1, "server"), (2, "client")])
 def test_training_over_a_cut_ends_in_the_bits_of_training_without(tiny, site_of, spec_of, blocks: int, head) -> None:
     site, jobs = federation(tiny, site_of, spec_of, [Cut(blocks=blocks, head=head)] * 3)
     found = train(jobs, site)
@@ -160,8 +159,7 @@ def descend(params: Mapping[str, Tensor]) -> None:
                 leaf.grad = None
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.25])
-@pytest.mark.parametrize("blocks", [0, 1, 2])
+@pytest.mark.parametrize(("blocks", "dropout"), [(0, 0.25), (1, 0.0), (2, 0.25)])
 def test_two_machines_have_the_losses_and_gradients_of_one_for_five_steps(
     tiny, site_of, spec_of, blocks: int, dropout: float
 ) -> None:

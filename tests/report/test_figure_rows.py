@@ -4,6 +4,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from atlas_fl.report.figure_rows import EVERY_CLIENT, ROWS, to_csv
 from atlas_fl.report.figures import FIGURES, MEASURED, draw_all
@@ -14,9 +15,15 @@ def test_every_figure_has_rows() -> None:
     assert set(ROWS) == {*FIGURES, *MEASURED}
 
 
-def test_each_figure_lies_there_as_png_and_pdf_with_its_numbers(make_run) -> None:
+def test_each_figure_lies_there_as_png_of_300_dpi_and_pdf_with_its_numbers(make_run) -> None:
     run = make_run(tasks=2, clients_per_task=2, rounds=1)
-    for path in draw_all(run):
+    paths = draw_all(run)
+    assert paths == [run / "figures" / f"{name}.png" for name in FIGURES] and len(paths) == 7
+    for path in paths:
+        with Image.open(path) as image:
+            assert image.format == "PNG"
+            assert image.info["dpi"] == pytest.approx((300, 300), abs=0.1)
+            assert min(image.size) >= 1000
         assert path.with_suffix(".pdf").read_bytes().startswith(b"%PDF")
         rows = list(csv.DictReader(StringIO(path.with_suffix(".csv").read_text("utf-8"))))
         drawn = ROWS[path.stem](read_record(run))
@@ -25,7 +32,9 @@ def test_each_figure_lies_there_as_png_and_pdf_with_its_numbers(make_run) -> Non
             assert row == {name: "" if value is None else str(value) for name, value in values.items()}
 
 
-def test_drawing_again_gives_the_same_bytes_and_no_numbers_that_are_gone(make_run) -> None:
+def test_drawing_again_gives_the_same_bytes_and_no_numbers_that_are_gone(make_run, monkeypatch) -> None:
+    for name in set(FIGURES) - {"bytes", "clusters"}:
+        monkeypatch.delitem(FIGURES, name)
     run = make_run(tasks=1, clients_per_task=1, rounds=1, sketches=False)
     draw_all(run)
     first = {path.name: path.read_bytes() for path in (run / "figures").iterdir()}

@@ -11,7 +11,6 @@ from matplotlib.axis import XTick
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
-from PIL import Image
 from sklearn.decomposition import PCA
 
 from atlas_fl.errors import CheckpointError
@@ -56,19 +55,6 @@ def overlaps(figure: Figure) -> list[tuple[str, str]]:
         if box.overlaps(place)
     ]
     return outside + pairs
-
-
-def test_seven_figures_at_300_dpi(make_run) -> None:
-    run = make_run()
-    paths = draw_all(run)
-    assert [path.name for path in paths] == [f"{name}.png" for name in FIGURES]
-    assert len(paths) == 7
-    for path in paths:
-        assert path.parent == run / "figures"
-        with Image.open(path) as image:
-            assert image.format == "PNG"
-            assert image.info["dpi"] == pytest.approx((300, 300), abs=0.1)
-            assert min(image.size) >= 1000
 
 
 @pytest.mark.parametrize("scene", SCENES.values(), ids=SCENES)

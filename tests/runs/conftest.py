@@ -23,12 +23,59 @@ from atlas_fl.config import (
     with_values,
 )
 from atlas_fl.config.presets import find_preset
+from atlas_fl.deployment import job_policy
+from atlas_fl.experiment import run_time
+from atlas_fl.models.backbone import Backbone
+from atlas_fl.models.loading import load_backbone
+from atlas_fl.models.vision_loading import load_image_backbone
+from atlas_fl.params import Params, digest
+from atlas_fl.planning import planning_costs, ranks_and_cuts
+from atlas_fl.setup import assembly
 from atlas_fl.storage.assets import embedded_dir, model_dir
 from tests.runs.federation import SITES, Federation
 from tests.runs.finished import FinishedRuns, locked
 from tests.runs.processes import Programs
 
+QUICK = pytest.mark.usefixtures("models_loaded_once", "importance_is_measured_on_one_batch")
+"""Of modules with many runs, which then share what they load, and plan with less."""
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
+
+
+@pytest.fixture(scope="module")
+def models_loaded_once() -> Iterator[None]:
+    """Let all runs of a module read a model's folder once: a tokenizer of thirty thousand words takes longer than a
+    round. No run may leave a weight of it other than it found it."""
+    loaded: dict[object, tuple[Backbone, str]] = {}
+
+    def loads_once(load: Callable[..., Backbone]) -> Callable[..., Backbone]:
+        def once(name: str, *, weights: Params | None = None, **options: object) -> Backbone:
+            if weights is not None or not Path(name).is_dir():
+                return load(name, weights=weights, **options)
+            files = [(path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in Path(name).iterdir()]
+            key = (load.__name__, name, tuple(sorted(files)), tuple(sorted(options.items())))
+            if key not in loaded:
+                backbone = load(name, **options)
+                loaded[key] = backbone, digest(backbone.frozen)
+            return loaded[key][0]
+
+        return once
+
+    with pytest.MonkeyPatch.context() as patch:
+        for load in (load_backbone, load_image_backbone):
+            patch.setattr(assembly, load.__name__, loads_once(load))
+        yield
+    assert all(digest(backbone.frozen) == before for backbone, before in loaded.values()), "a run altered its model"
+
+
+@pytest.fixture(scope="module")
+def importance_is_measured_on_one_batch(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Plan with a batch a client in the place of four, but in modules that start programs, which know of no fixture."""
+    module = [item for item in request.session.items if getattr(item, "module", None) is request.module]
+    with pytest.MonkeyPatch.context() as patch:
+        if not any("programs" in item.fixturenames for item in module):
+            for place in (planning_costs, ranks_and_cuts, run_time, job_policy):
+                patch.setattr(place, "IMPORTANCE_BATCHES", 1)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from atlas_fl.config import Config, run_folder, to_toml, with_values
 from atlas_fl.experiment.run import RunResult, run_config
+from atlas_fl.planning import ranks_and_cuts
 from atlas_fl.storage.jsonl import read_json, write_json
 
 
@@ -31,9 +32,10 @@ class FinishedRuns:
         """The result of `run(config)`, in the config's own folder, which is the test's to alter.
 
         Runs differ by every setting but folder and name, so by `audit` and `max_rounds` too, which are no part of the
-        hash.
+        hash, and by the batches of their planning (`importance_is_measured_on_one_batch`).
         """
-        original = self.folder / sha256(to_toml(_placed(config, self.folder)).encode()).hexdigest()[:16]
+        settings = f"{ranks_and_cuts.IMPORTANCE_BATCHES}\n{to_toml(_placed(config, self.folder))}"
+        original = self.folder / sha256(settings.encode()).hexdigest()[:16]
         with locked(original.with_suffix(".lock")):
             if not original.exists():
                 unfinished = original.with_suffix(".part")

@@ -12,17 +12,19 @@ from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config, to_toml, validate
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.run import resume_run, run_config
+from tests.runs.conftest import QUICK
+from tests.runs.finished import FinishedRuns
 from tests.runs.processes import Programs
 from tests.runs.reading import rows, same_tensors, state
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, QUICK]
 
 MakeConfig = Callable[..., Config]
 SCAFFOLD = {"strategy": "scaffold", "ranks": "4"}
 
 
-def test_a_run_passes_its_audit_and_what_is_sent_is_in_the_ledger(config: MakeConfig) -> None:
-    folder = run_config(config(**SCAFFOLD)).folder
+def test_a_run_passes_its_audit_and_what_is_sent_is_in_the_ledger(config: MakeConfig, finished: FinishedRuns) -> None:
+    folder = finished(config(**SCAFFOLD)).folder
     report = audit_run(folder)
     assert report.ok
     assert "corrected" in {row.check for row in report.rows}
@@ -36,9 +38,9 @@ def test_a_run_passes_its_audit_and_what_is_sent_is_in_the_ledger(config: MakeCo
     assert sum(int(str(row["bytes"])) for row in same) == pytest.approx(int(str(own["bytes"])), rel=0.1)
 
 
-def test_it_is_fedavg_in_round_one_and_no_longer_in_round_two(config: MakeConfig) -> None:
+def test_it_is_fedavg_in_round_one_and_no_longer_in_round_two(config: MakeConfig, finished: FinishedRuns) -> None:
     plain = {"strategy": "fedavg", "space": "factors", "ranks": "4", "name": "fedavg"}
-    folders = [run_config(config(**one)).folder for one in (SCAFFOLD, plain)]
+    folders = [finished(config(**one)).folder for one in (SCAFFOLD, plain)]
     for round, is_same in ((1, True), (2, False)):
         first, second = (load_file(folder / f"audit/round-000{round}/trained.safetensors") for folder in folders)
         assert all((first[key] == second[key]).all() for key in first) == is_same
@@ -66,16 +68,18 @@ def test_a_run_that_is_killed_goes_on_to_the_same_bits(config: MakeConfig, progr
     assert rows(whole) == rows(killed) and rows(whole, "ledger") == rows(killed, "ledger")
 
 
-def test_in_personal_rounds_nobody_is_corrected_or_tells_its_control(config: MakeConfig) -> None:
-    folder = run_config(config(**SCAFFOLD, personal_rounds=1)).folder
+def test_in_personal_rounds_nobody_is_corrected_or_tells_its_control(
+    config: MakeConfig, finished: FinishedRuns
+) -> None:
+    folder = finished(config(**SCAFFOLD, personal_rounds=1)).folder
     report = audit_run(folder)
     assert report.ok, report.failures[:3]
     assert {row["round"] for row in rows(folder, "ledger") if row["kind"] == "correction"} == {1, 2}
     assert not (folder / "audit/round-0003/correction.safetensors").exists()
 
 
-def test_an_audit_finds_a_correction_in_a_personal_round(config: MakeConfig) -> None:
-    folder = run_config(config(**SCAFFOLD, personal_rounds=1)).folder
+def test_an_audit_finds_a_correction_in_a_personal_round(config: MakeConfig, finished: FinishedRuns) -> None:
+    folder = finished(config(**SCAFFOLD, personal_rounds=1)).folder
     name = "correction.safetensors"
     (folder / "audit/round-0003" / name).write_bytes((folder / "audit/round-0002" / name).read_bytes())
     failures = [row for row in audit_run(folder).failures if row.check == "corrected"]
@@ -84,8 +88,8 @@ def test_an_audit_finds_a_correction_in_a_personal_round(config: MakeConfig) -> 
 
 
 @pytest.mark.parametrize("file", ["control", "correction"])
-def test_an_audit_finds_what_was_altered(config: MakeConfig, file: str) -> None:
-    folder = run_config(config(**SCAFFOLD)).folder
+def test_an_audit_finds_what_was_altered(config: MakeConfig, finished: FinishedRuns, file: str) -> None:
+    folder = finished(config(**SCAFFOLD)).folder
     path = folder / f"audit/round-0002/{file}.safetensors"
     with safe_open(path, "pt") as handle:
         metadata = handle.metadata()

@@ -24,11 +24,11 @@ from atlas_fl.cli.main import main
 from atlas_fl.config.methods import METHODS
 from tests.conftest import Tiny
 from tests.models.tiny_vision import save_tiny
-from tests.runs.conftest import saved_once
+from tests.runs.conftest import QUICK, saved_once
 from tests.runs.reading import rows
 
 # PEFT still asks for it under its old name.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"), QUICK]
 
 EVERY = (*STRATEGIES, *METHODS)
 FACTORS = frozenset({*IN_FACTORS, "fedavg_by_distance", "fedavg_of_others", "ifca"})
@@ -85,7 +85,7 @@ class Condition:
 
 
 CLIENTS = {"one": 1, "two": 2, "four": 4, "late": 3}
-"""Clients of a task; late: the second one comes before round three."""
+"""Clients of a task; late: the second one comes before round two."""
 CONDITIONS = tuple(Condition(*one) for one in itertools.product(CLIENTS, (0.25, 0.5), (1, 2)))
 SOME = (0, 5, 10, 15, 3)
 """Places of conditions in which each of the clients, of the shares and of the numbers of tasks occurs."""
@@ -137,7 +137,7 @@ def command(method: str, kind: Kind, condition: Condition, *, model: Path, data:
     definitions = TEXTS[kind.tasks][: condition.tasks]
     names = [definition.partition("=")[0] for definition in definitions]
     words = ["run", "--strategy", method, "--model", str(model), "--runs-dir", str(runs), "--name", "run"]
-    words += ["--rounds", "4", "--participation", str(condition.participation), "--eval-every", "2", "--lr", "0.01"]
+    words += ["--rounds", "3", "--participation", str(condition.participation), "--eval-every", "2", "--lr", "0.01"]
     words += ["--clients-per-task", str(CLIENTS[condition.clients]), "--samples", "8", "--batch-size", "4"]
     words += ["--validation-samples", "4", "--test-samples", "4", "--tasks", *names]
     if kind.tasks == "images":
@@ -150,7 +150,7 @@ def command(method: str, kind: Kind, condition: Condition, *, model: Path, data:
     if method in FACTORS:
         words += ["--space", "factors", "--share", "A", "B", "head"]
     words += ["--proximal-mu", "0.1"] if method == "fedavg_dynamic" else []
-    words += ["--arrive", f"{names[0]}-1=3"] if condition.clients == "late" else []
+    words += ["--arrive", f"{names[0]}-1=2"] if condition.clients == "late" else []
     of_kind = list(kind.words)
     if method == "hsplitlora" and "--ranks" in of_kind:  # it chooses ranks by a budget
         del of_kind[of_kind.index("--ranks") : of_kind.index("--ranks") + 2]

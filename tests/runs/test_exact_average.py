@@ -14,10 +14,12 @@ from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config, to_toml, validate
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.run import resume_run, run_config
+from tests.runs.conftest import QUICK
+from tests.runs.finished import FinishedRuns
 from tests.runs.processes import Programs
 from tests.runs.reading import rows, same_tensors, state
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, QUICK]
 
 MakeConfig = Callable[..., Config]
 METHODS = {"flora": {"strategy": "flora", "ranks": "4"}, "fedex": {"strategy": "fedex", "ranks": "4"}}
@@ -37,8 +39,10 @@ def product(params: dict[str, Tensor], module: str) -> Tensor:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_run_passes_its_audit_and_what_is_sent_is_in_the_ledger(config: MakeConfig, method: str) -> None:
-    folder = run_config(config(**METHODS[method])).folder
+def test_a_run_passes_its_audit_and_what_is_sent_is_in_the_ledger(
+    config: MakeConfig, finished: FinishedRuns, method: str
+) -> None:
+    folder = finished(config(**METHODS[method])).folder
     report = audit_run(folder)
     assert report.ok, report.failures[:3]
     assert {"server", "mixed", "loaded"} <= {row.check for row in report.rows}
@@ -55,9 +59,9 @@ def test_a_run_passes_its_audit_and_what_is_sent_is_in_the_ledger(config: MakeCo
 
 @pytest.mark.parametrize("method", METHODS)
 def test_what_a_client_ends_with_and_exports_is_the_frozen_part_and_its_adapter(
-    config: MakeConfig, method: str
+    config: MakeConfig, finished: FinishedRuns, method: str
 ) -> None:
-    folder = run_config(config(**METHODS[method])).folder
+    folder = finished(config(**METHODS[method])).folder
     own, frozen = load_file(folder / "audit/round-0003/start.safetensors"), server_part(folder, 3, "residual")
     client = next(key for key in own if key.endswith("lora_A")).partition("/")[0]
     params = {key.removeprefix(f"{client}/"): tensor for key, tensor in own.items() if key.startswith(f"{client}/")}
@@ -74,10 +78,12 @@ def test_what_a_client_ends_with_and_exports_is_the_frozen_part_and_its_adapter(
             assert not product(params, module).any(), "its own adapter has begun again"
 
 
-def test_round_one_trains_as_fedavg_does_and_round_two_stands_on_the_frozen_part(config: MakeConfig) -> None:
+def test_round_one_trains_as_fedavg_does_and_round_two_stands_on_the_frozen_part(
+    config: MakeConfig, finished: FinishedRuns
+) -> None:
     plain = {"strategy": "fedit", "ranks": "4", "name": "fedit"}
     folders = [
-        run_config(config(**one)).folder for one in (plain, *({**one, "name": name} for name, one in METHODS.items()))
+        finished(config(**one)).folder for one in (plain, *({**one, "name": name} for name, one in METHODS.items()))
     ]
     for round, is_same in ((1, True), (2, False)):
         first, *others = (load_file(folder / f"audit/round-000{round}/trained.safetensors") for folder in folders)
@@ -122,8 +128,10 @@ def test_who_missed_rounds_is_sent_the_whole_frozen_part(config: MakeConfig) -> 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("file", "check"), [("server", "server"), ("start", "mixed")])
-def test_an_audit_finds_what_was_altered(config: MakeConfig, method: str, file: str, check: str) -> None:
-    folder = run_config(config(**METHODS[method])).folder
+def test_an_audit_finds_what_was_altered(
+    config: MakeConfig, finished: FinishedRuns, method: str, file: str, check: str
+) -> None:
+    folder = finished(config(**METHODS[method])).folder
     path = folder / f"audit/round-0002/{file}.safetensors"
     with safe_open(path, "pt") as handle:
         metadata = handle.metadata()

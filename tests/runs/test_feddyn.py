@@ -13,17 +13,19 @@ from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config, to_toml, validate
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.run import resume_run, run_config
+from tests.runs.conftest import QUICK
+from tests.runs.finished import FinishedRuns
 from tests.runs.processes import Programs
 from tests.runs.reading import rows, same_tensors, state
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, QUICK]
 
 MakeConfig = Callable[..., Config]
 FEDDYN = {"strategy": "feddyn", "ranks": "4", "proximal_mu": 0.1}
 
 
-def test_a_run_passes_its_audit_and_what_is_sent_is_in_the_ledger(config: MakeConfig) -> None:
-    folder = run_config(config(**FEDDYN)).folder
+def test_a_run_passes_its_audit_and_what_is_sent_is_in_the_ledger(config: MakeConfig, finished: FinishedRuns) -> None:
+    folder = finished(config(**FEDDYN)).folder
     report = audit_run(folder)
     assert report.ok, report.failures[:3]
     assert {"corrected", "server", "mixed"} <= {row.check for row in report.rows}
@@ -38,9 +40,9 @@ def test_a_run_passes_its_audit_and_what_is_sent_is_in_the_ledger(config: MakeCo
         torch.testing.assert_close(correction[key], 0.1 * change, atol=1e-8, rtol=1e-4)
 
 
-def test_round_one_trains_as_fedprox_does(config: MakeConfig) -> None:
+def test_round_one_trains_as_fedprox_does(config: MakeConfig, finished: FinishedRuns) -> None:
     plain = {**FEDDYN, "strategy": "fedprox", "space": "factors", "name": "fedprox"}
-    folders = [run_config(config(**one)).folder for one in (FEDDYN, plain)]
+    folders = [finished(config(**one)).folder for one in (FEDDYN, plain)]
     for round, is_same in ((1, True), (2, False)):
         first, second = (load_file(folder / f"audit/round-000{round}/trained.safetensors") for folder in folders)
         assert all((first[key] == second[key]).all() for key in first) == is_same
@@ -60,8 +62,8 @@ def test_a_run_that_is_killed_goes_on_to_the_same_bits(config: MakeConfig, progr
 
 
 @pytest.mark.parametrize(("file", "check"), [("correction", "corrected"), ("server", "server"), ("start", "mixed")])
-def test_an_audit_finds_what_was_altered(config: MakeConfig, file: str, check: str) -> None:
-    folder = run_config(config(**FEDDYN)).folder
+def test_an_audit_finds_what_was_altered(config: MakeConfig, finished: FinishedRuns, file: str, check: str) -> None:
+    folder = finished(config(**FEDDYN)).folder
     path = folder / f"audit/round-0002/{file}.safetensors"
     with safe_open(path, "pt") as handle:
         metadata = handle.metadata()

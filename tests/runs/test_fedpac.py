@@ -17,10 +17,12 @@ from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.params import is_last_layer
 from atlas_fl.storage.tensors import encoded_size
 from tests.conftest import Tiny
+from tests.runs.conftest import QUICK
+from tests.runs.finished import FinishedRuns
 from tests.runs.processes import Programs
 from tests.runs.reading import rows, same_tensors, state
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, QUICK]
 
 MakeConfig = Callable[..., Config]
 
@@ -92,8 +94,8 @@ def test_who_joins_later_reports_from_its_first_round_on(config: MakeConfig) -> 
     assert names == {"movie-0", "movie-1", "trec-0", "trec-1"}
 
 
-def test_an_audit_finds_reports_and_heads_that_were_altered(config: MakeConfig) -> None:
-    folder = run_config(config(strategy="fedpac", tasks="movie")).folder
+def test_an_audit_finds_reports_and_heads_that_were_altered(config: MakeConfig, finished: FinishedRuns) -> None:
+    folder = finished(config(strategy="fedpac", tasks="movie")).folder
     start, reports = (folder / f"audit/round-0002/{name}.safetensors" for name in ("start", "server"))
     kept = {path: path.read_bytes() for path in (start, reports)}
 
@@ -140,8 +142,8 @@ def test_features_are_pulled_to_the_means_of_the_round_before(config: MakeConfig
     assert not same_tensors(state(plain), state(pulled))
 
 
-def test_an_audit_finds_class_means_that_were_altered(config: MakeConfig) -> None:
-    folder = run_config(config(strategy="fedpac", tasks="movie")).folder
+def test_an_audit_finds_class_means_that_were_altered(config: MakeConfig, finished: FinishedRuns) -> None:
+    folder = finished(config(strategy="fedpac", tasks="movie")).folder
     path = folder / "audit/round-0002/centroids.safetensors"
     kept = path.read_bytes()
     for change in (

@@ -13,24 +13,29 @@ from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config, to_toml, validate
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.run import resume_run, run_config
+from tests.runs.conftest import QUICK
+from tests.runs.finished import FinishedRuns
 from tests.runs.processes import Programs
 from tests.runs.reading import rows, same_tensors, state
+from tests.runs.workers import in_threads
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, QUICK]
 
 MakeConfig = Callable[..., Config]
 IFCA = {"strategy": "ifca", "ranks": "4", "ifca_clusters": 2}
 
 
-def test_a_run_passes_its_audit_and_models_of_other_clusters_are_counted(config: MakeConfig) -> None:
-    folder = run_config(config(**IFCA)).folder
+def test_a_run_passes_its_audit_and_models_of_other_clusters_are_counted(
+    config: MakeConfig, finished: FinishedRuns
+) -> None:
+    folder = finished(config(**IFCA)).folder
     report = audit_run(folder)
     assert report.ok, report.failures[:3]
     assert {"chosen", "server", "mixed"} <= {row.check for row in report.rows}
     kept = load_file(folder / "audit/round-0002/server.safetensors")
     clusters = {int(value) for key, value in kept.items() if key.startswith("clusters/")}
     assert any(key.startswith("losses/") for key in kept) and clusters <= {0, 1}
-    plain = run_config(config(strategy="fedavg", ranks="4", name="fedavg")).folder
+    plain = finished(config(strategy="fedavg", ranks="4", name="fedavg")).folder
     sizes = [
         sum(int(str(row["bytes"])) for row in rows(one, "ledger") if row["direction"] == "down")
         for one in (folder, plain)
@@ -38,9 +43,9 @@ def test_a_run_passes_its_audit_and_models_of_other_clusters_are_counted(config:
     assert sizes[0] > sizes[1]
 
 
-def test_with_one_cluster_it_is_fedavg_to_the_last_bit(config: MakeConfig) -> None:
+def test_with_one_cluster_it_is_fedavg_to_the_last_bit(config: MakeConfig, finished: FinishedRuns) -> None:
     one = run_config(config(**{**IFCA, "ifca_clusters": 1})).folder
-    plain = run_config(config(strategy="fedavg", ranks="4", name="fedavg")).folder
+    plain = finished(config(strategy="fedavg", ranks="4", name="fedavg")).folder
     first, second = (load_file(folder / "audit/round-0003/start.safetensors") for folder in (one, plain))
     assert all(torch.equal(first[key], second[key]) for key in first)
 
@@ -54,8 +59,9 @@ def test_a_client_alone_trains_locally_to_the_last_bit(config: MakeConfig) -> No
 
 
 def test_two_workers_end_as_one_process_does_and_few_clients_a_round_pass_the_audit(config: MakeConfig) -> None:
-    partly = {**IFCA, "participation": 0.75}
-    one, two = (run_config(config(**partly, name=f"workers-{n}", workers=n)).folder for n in (1, 2))
+    partly = {**IFCA, "participation": 0.75, "pack_tokens": 200}
+    one = run_config(config(**partly, name="one")).folder
+    two = run_config(config(**partly, name="two"), backend=in_threads(2)).folder
     assert audit_run(two).ok, audit_run(two).failures[:3]
     assert rows(one, "ledger") == rows(two, "ledger")
     for round in (1, 2, 3):
@@ -63,8 +69,10 @@ def test_two_workers_end_as_one_process_does_and_few_clients_a_round_pass_the_au
         assert all(torch.equal(first[key], second[key]) for key in first if key.startswith("clusters/"))
 
 
-def test_a_run_that_is_killed_goes_on_to_the_same_bits(config: MakeConfig, programs: Programs, tmp_path: Path) -> None:
-    whole = run_config(config(**IFCA)).folder
+def test_a_run_that_is_killed_goes_on_to_the_same_bits(
+    config: MakeConfig, finished: FinishedRuns, programs: Programs, tmp_path: Path
+) -> None:
+    whole = finished(config(**IFCA)).folder
     (tmp_path / "config.toml").write_text(to_toml(config(**IFCA, name="killed")))
     fault = "dies before the checkpoint of round two"
     programs.start("run", "--config", "config.toml", folder=tmp_path, fault=fault).end(-signal.SIGKILL)
@@ -85,14 +93,16 @@ def alter(path: Path, part: str, change: float) -> None:
 
 
 @pytest.mark.parametrize(("file", "part", "check"), [("begun", "lora_A", "chosen"), ("server", "clusters/", "server")])
-def test_an_audit_finds_what_was_altered(config: MakeConfig, file: str, part: str, check: str) -> None:
-    folder = run_config(config(**IFCA)).folder
+def test_an_audit_finds_what_was_altered(
+    config: MakeConfig, finished: FinishedRuns, file: str, part: str, check: str
+) -> None:
+    folder = finished(config(**IFCA)).folder
     alter(folder / f"audit/round-0002/{file}.safetensors", part, 1)
     assert check in {row.check for row in audit_run(folder).failures}
 
 
-def test_an_audit_finds_a_round_in_which_nobody_measured(config: MakeConfig) -> None:
-    folder = run_config(config(**IFCA)).folder
+def test_an_audit_finds_a_round_in_which_nobody_measured(config: MakeConfig, finished: FinishedRuns) -> None:
+    folder = finished(config(**IFCA)).folder
     path, before = (folder / f"audit/round-000{round}/server.safetensors" for round in (3, 2))
     old = {key: value for key, value in load_file(before).items() if key.startswith("clusters/")}
     save_file(old, path)

@@ -39,8 +39,12 @@ from atlas_fl.setup.options import train_options
 from atlas_fl.sparse.masks import overlap
 from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import encoded_size
+from tests.runs.conftest import QUICK
+from tests.runs.finished import FinishedRuns
 from tests.runs.reading import rows, same_tensors, state
 from tests.runs.resealing import with_new_digests
+
+pytestmark = QUICK
 
 Make = Callable[..., Config]
 MASKS = ("least_sensitive", "most_sensitive", "lowest_magnitude", "highest_magnitude", "random")
@@ -355,8 +359,8 @@ def test_a_mask_of_another_model_is_refused_and_leaves_nothing(config: Make, tmp
         run_config(config(mask_file=str(tmp_path / "nowhere.safetensors")))
 
 
-def test_the_audit_finds_a_frozen_weight_that_moved(config: Make) -> None:
-    result = run_config(config(mask="random", rounds=1))
+def test_the_audit_finds_a_frozen_weight_that_moved(config: Make, finished: FinishedRuns) -> None:
+    result = finished(config(mask="random", rounds=1))
     file = result.folder / "mask.safetensors"
     masks = load_file(file)
     save_file({key: ~own for key, own in masks.items()}, file)
@@ -367,8 +371,8 @@ def test_the_audit_finds_a_frozen_weight_that_moved(config: Make) -> None:
     assert {row.check for row in failures} == {"frozen"} and "frozen weights of" in failures[0].detail
 
 
-def test_a_masked_run_without_its_mask_passes_no_audit(config: Make) -> None:
-    folder = run_config(config(mask="random", rounds=1)).folder
+def test_a_masked_run_without_its_mask_passes_no_audit(config: Make, finished: FinishedRuns) -> None:
+    folder = finished(config(mask="random", rounds=1)).folder
     assert audit_run(folder).ok
     (folder / "mask.safetensors").unlink()
     assert {row.check for row in audit_run(folder).failures} == {"files"}

@@ -21,17 +21,21 @@ from atlas_fl.report.figures import draw_all
 from atlas_fl.report.tables import sharing_table
 from atlas_fl.storage.jsonl import read_json
 from atlas_fl.storage.tensors import encoded_size
+from tests.runs.conftest import QUICK
+from tests.runs.finished import FinishedRuns
 from tests.runs.reading import rows, same_tensors
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, QUICK]
 
 MakeConfig = Callable[..., Config]
 KRIGING = {"strategy": "kriging", "measure_round": 2}
 
 
-def test_until_it_measures_it_is_fedavg_to_the_bit_and_then_models_differ(config: MakeConfig) -> None:
-    folder = run_config(config(**KRIGING)).folder
-    average = run_config(config(strategy="fedavg", name="average")).folder
+def test_until_it_measures_it_is_fedavg_to_the_bit_and_then_models_differ(
+    config: MakeConfig, finished: FinishedRuns
+) -> None:
+    folder = finished(config(**KRIGING)).folder
+    average = finished(config(strategy="fedavg", name="average")).folder
     for round, is_same in ((1, True), (2, False)):
         ours, theirs = (load_file(path / f"audit/round-000{round}/start.safetensors") for path in (folder, average))
         assert same_tensors(ours, theirs) == is_same
@@ -81,8 +85,8 @@ def test_a_run_tells_how_personal_its_models_are_and_why(config: MakeConfig) -> 
     assert "layer 1" in shown.getvalue() and "head" in shown.getvalue()
 
 
-def test_the_plan_says_the_bytes_of_the_halves(config: MakeConfig) -> None:
-    folder = run_config(config(**KRIGING)).folder
+def test_the_plan_says_the_bytes_of_the_halves(config: MakeConfig, finished: FinishedRuns) -> None:
+    folder = finished(config(**KRIGING)).folder
     sent = sum(int(str(row["bytes"])) for row in rows(folder, "ledger") if row["kind"] == "halves")
     (note,) = (note for note in read_json(folder / "plan.json")["notes"] if "either half" in note)
     assert f"{sent / 1e6:.2g} MB in all, once" in note

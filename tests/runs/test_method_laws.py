@@ -9,8 +9,11 @@ import pytest
 from atlas_fl.config import Config
 from atlas_fl.config.methods import METHODS
 from atlas_fl.experiment.run import run_config
+from tests.runs.conftest import QUICK
 from tests.runs.finished import FinishedRuns
 from tests.runs.reading import rows
+
+pytestmark = QUICK
 
 Make = Callable[..., Config]
 SMALL: Mapping[str, Any] = {
@@ -31,12 +34,6 @@ NOT_LOCAL_ALONE = {
 """Methods that are something else than local training where a client is alone, each with its reason."""
 EQUAL = 1e-4
 """Relative difference of losses that float32 sums of another order may make."""
-
-
-@pytest.fixture(autouse=True)
-def importance_is_measured_on_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks are given here, and what layers matter changes nothing."""
-    monkeypatch.setattr("atlas_fl.planning.ranks_and_cuts.IMPORTANCE_BATCHES", 1)
 
 
 def words_of(method: str) -> dict[str, Any]:
@@ -79,7 +76,9 @@ def test_one_client_trains_locally(config: Make, finished: FinishedRuns, method:
 @pytest.mark.parametrize("method", METHODS)
 def test_permuting_clients_permutes_scores(config: Make, method: str) -> None:
     straight, turned = (
-        run_config(config(**words_of(method) | {"samples": 8, "tasks": tasks, "name": "-".join(tasks)}))
+        run_config(
+            config(**words_of(method) | {"samples": 8, "local_epochs": 1, "tasks": tasks, "name": "-".join(tasks)})
+        )
         for tasks in (("movie", "trec"), ("trec", "movie"))
     )
     first = next(str(row["client"]) for row in rows(turned.folder) if "client" in row)

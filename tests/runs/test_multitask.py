@@ -12,17 +12,21 @@ from safetensors.torch import load_file, save_file
 from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config, to_toml
 from atlas_fl.experiment.run import resume_run, run_config
+from tests.runs.conftest import QUICK
+from tests.runs.finished import FinishedRuns
 from tests.runs.processes import Programs
 from tests.runs.reading import rows, same_tensors, state
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, QUICK]
 
 MakeConfig = Callable[..., Config]
 MULTITASK = {"strategy": "multitask", "ranks": "4", "dropout": 0.1}
 
 
-def test_tasks_have_one_adapter_and_heads_of_their_own_and_nothing_is_sent(config: MakeConfig) -> None:
-    folder = run_config(config(**MULTITASK)).folder
+def test_tasks_have_one_adapter_and_heads_of_their_own_and_nothing_is_sent(
+    config: MakeConfig, finished: FinishedRuns
+) -> None:
+    folder = finished(config(**MULTITASK)).folder
     report = audit_run(folder)
     assert report.ok, report.failures[:3]
     assert {row.check for row in report.rows} >= {"common", "mixed"}
@@ -59,8 +63,8 @@ def test_a_run_that_is_killed_goes_on_to_the_same_bits(
     assert rows(whole) == rows(killed) and rows(whole, "ledger") == rows(killed, "ledger")
 
 
-def test_an_audit_finds_a_task_with_another_adapter(config: MakeConfig) -> None:
-    folder = run_config(config(**MULTITASK)).folder
+def test_an_audit_finds_a_task_with_another_adapter(config: MakeConfig, finished: FinishedRuns) -> None:
+    folder = finished(config(**MULTITASK)).folder
     path = folder / "audit/round-0003/start.safetensors"
     with safe_open(path, "pt") as handle:
         metadata = handle.metadata()

@@ -12,10 +12,12 @@ from safetensors.torch import load_file, save_file
 from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config, to_toml
 from atlas_fl.experiment.run import resume_run, run_config
+from tests.runs.conftest import QUICK
+from tests.runs.finished import FinishedRuns
 from tests.runs.processes import Programs
 from tests.runs.reading import rows, same_tensors, state
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, QUICK]
 
 MakeConfig = Callable[..., Config]
 MR_MTL = {"strategy": "mr_mtl", "ranks": "4", "proximal_mu": 0.5}
@@ -57,8 +59,10 @@ def test_a_strong_pull_holds_clients_nearer_to_each_other(config: MakeConfig) ->
     assert spread(50.0) < 0.8 * spread(0.001)
 
 
-def test_a_run_that_is_killed_goes_on_to_the_same_bits(config: MakeConfig, programs: Programs, tmp_path: Path) -> None:
-    whole = run_config(config(**MR_MTL)).folder
+def test_a_run_that_is_killed_goes_on_to_the_same_bits(
+    config: MakeConfig, finished: FinishedRuns, programs: Programs, tmp_path: Path
+) -> None:
+    whole = finished(config(**MR_MTL)).folder
     (tmp_path / "config.toml").write_text(to_toml(config(**MR_MTL, name="killed")))
     fault = "dies before the checkpoint of round two"
     programs.start("run", "--config", "config.toml", folder=tmp_path, fault=fault).end(-signal.SIGKILL)
@@ -77,8 +81,8 @@ def test_bytes_are_those_of_fedavg(config: MakeConfig) -> None:
 
 
 @pytest.mark.parametrize(("file", "check"), [("anchor", "mixed"), ("start", "own")])
-def test_an_audit_finds_what_was_altered(config: MakeConfig, file: str, check: str) -> None:
-    folder = run_config(config(**MR_MTL)).folder
+def test_an_audit_finds_what_was_altered(config: MakeConfig, finished: FinishedRuns, file: str, check: str) -> None:
+    folder = finished(config(**MR_MTL)).folder
     path = folder / f"audit/round-0002/{file}.safetensors"
     with safe_open(path, "pt") as handle:
         metadata = handle.metadata()

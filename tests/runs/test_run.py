@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -27,8 +28,11 @@ from atlas_fl.runtime.engine import Engine
 from atlas_fl.runtime.local import LocalEngine
 from atlas_fl.setup.assembly import Assembly, assemble
 from atlas_fl.storage.tensors import encoded_size
+from tests.runs.conftest import QUICK
 from tests.runs.finished import FinishedRuns
 from tests.runs.reading import rows, same_tensors, state
+
+pytestmark = QUICK
 
 Make = Callable[..., Config]
 
@@ -188,8 +192,8 @@ NEEDED: Mapping[str, Mapping[str, object]] = {
 """What validation asks of a strategy beside its name."""
 
 
-@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
-@pytest.mark.parametrize("space", ["product", "factors"])
+# tests/audit/test_honest.py has every strategy in both spaces, on rounds that are written without training
+@pytest.mark.parametrize(("strategy", "space"), list(zip(sorted(STRATEGIES), cycle(("product", "factors")))))
 def test_every_strategy_passes_its_audit(config: Make, strategy: str, space: str) -> None:
     words = {"space": space, **NEEDED.get(strategy, {})}
     result = run_config(config(strategy=strategy, eta="0.4", participation="0.75", rounds=2, **words))
@@ -201,11 +205,11 @@ def test_every_strategy_passes_its_audit(config: Make, strategy: str, space: str
 
 def test_strategies_that_should_differ_do(config: Make) -> None:
     results = [
-        run_config(config(strategy=name, eta="0.3", name=name))
+        run_config(config(strategy=name, eta="0.3", name=name, rounds=2))
         for name in ("local", "fedavg", "fedavg_cluster", "atlas_laplacian")
     ]
     assert audit_run(results[0].folder, others=[result.folder for result in results[1:]]).ok
-    states = [state(result.folder) for result in results]
+    states = [state(result.folder, round=2) for result in results]
     for left in range(len(states)):
         for right in range(left):
             assert not same_tensors(states[left], states[right])
@@ -213,7 +217,7 @@ def test_strategies_that_should_differ_do(config: Make) -> None:
 
 def test_eta_has_an_effect_and_zero_is_local_training(config: Make) -> None:
     zero, tenth, half, local = (
-        run_config(config(eta=eta, strategy=strategy, name=f"{strategy}-{eta}", ranks=4))
+        run_config(config(eta=eta, strategy=strategy, name=f"{strategy}-{eta}", ranks=4, rounds=2))
         for eta, strategy in (
             ("0", "atlas_laplacian"),
             ("0.1", "atlas_laplacian"),
@@ -221,9 +225,10 @@ def test_eta_has_an_effect_and_zero_is_local_training(config: Make) -> None:
             ("0.1", "local"),
         )
     )
-    assert same_tensors(state(zero.folder), state(local.folder))
-    assert not same_tensors(state(tenth.folder), state(half.folder))
-    assert not same_tensors(state(tenth.folder), state(local.folder))
+    alone, none, little, much = (state(result.folder, round=2) for result in (local, zero, tenth, half))
+    assert same_tensors(none, alone)
+    assert not same_tensors(little, much)
+    assert not same_tensors(little, alone)
 
 
 @pytest.mark.parametrize("strategy", ["atlas_laplacian", "fedavg"])
@@ -340,13 +345,13 @@ def test_who_is_refused_at_an_aggregation_goes_back_to_what_the_server_has(confi
 def test_a_bad_update_is_refused_and_recorded_and_the_round_goes_on(config: Make, kind: str) -> None:
     spoil, text = SPOILS[kind]
     told: list[Event] = []
-    result = run_config(config(eta="0.3"), on_event=told.append, backend=spoilt(spoil))
+    result = run_config(config(eta="0.3", rounds=2), on_event=told.append, backend=spoilt(spoil))
     refused = [row for row in rows(result.folder) if row.get("event") == "refused"]
     assert [(row["round"], row["client"]) for row in refused] == [(2, "movie-1")]
     assert text in str(refused[0]["reason"])
     assert any(isinstance(event, Note) and "movie-1" in event.text for event in told)
     assert result.complete and audit_run(result.folder).ok
-    assert all(bool(torch.isfinite(tensor).all()) for tensor in state(result.folder).values())
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in state(result.folder, round=2).values())
 
 
 def test_an_existing_run_is_not_overwritten(config: Make, finished: FinishedRuns) -> None:

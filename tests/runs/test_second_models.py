@@ -19,10 +19,12 @@ from atlas_fl.experiment.export import export_client
 from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.models.gated_adapter import WEIGHTS, load_gated_adapter
 from atlas_fl.setup.assembly import assemble
+from tests.runs.conftest import QUICK
+from tests.runs.finished import FinishedRuns
 from tests.runs.processes import Programs
 from tests.runs.reading import rows, same_tensors, state
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, QUICK]
 
 MakeConfig = Callable[..., Config]
 METHODS = ("ditto", "apfl", "feddpa")
@@ -58,9 +60,11 @@ def loss_of(config: Config, folder: Path, *, client: str) -> float:
 
 
 @pytest.mark.parametrize("strategy", METHODS)
-def test_a_run_passes_its_audit_and_the_shared_model_is_that_of_fedavg(config: MakeConfig, strategy: str) -> None:
+def test_a_run_passes_its_audit_and_the_shared_model_is_that_of_fedavg(
+    config: MakeConfig, finished: FinishedRuns, strategy: str
+) -> None:
     folder = run_config(config(**PLAIN, strategy=strategy)).folder
-    fedavg = run_config(config(**PLAIN, strategy="fedavg", name="fedavg")).folder
+    fedavg = finished(config(**PLAIN, strategy="fedavg", name="fedavg")).folder
     assert audit_run(folder).ok
     assert {"second", "mixed"} <= {row.check for row in audit_run(folder).rows}
     for name in ("start", "trained"):
@@ -179,9 +183,9 @@ def test_an_interpolated_model_learns_its_weight(config: MakeConfig) -> None:
     assert not any(WEIGHT in key for one in adapters(folder) for key in one)
 
 
-def test_a_second_adapter_beside_fedavg_may_have_a_gate_too(config: MakeConfig) -> None:
+def test_a_second_adapter_beside_fedavg_may_have_a_gate_too(config: MakeConfig, finished: FinishedRuns) -> None:
     folder = run_config(config(**PLAIN, strategy="feddpa", second_gate="input")).folder
-    fedavg = run_config(config(**PLAIN, strategy="fedavg", name="fedavg")).folder
+    fedavg = finished(config(**PLAIN, strategy="fedavg", name="fedavg")).folder
     assert audit_run(folder).ok
     assert {"gate", "second"} <= {row.check for row in audit_run(folder).rows}
     assert rows(folder, "ledger") == rows(fedavg, "ledger"), "no byte more"

@@ -12,10 +12,12 @@ from safetensors.torch import load_file, save
 from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config, to_toml
 from atlas_fl.experiment.run import resume_run, run_config
+from tests.runs.conftest import QUICK
+from tests.runs.finished import FinishedRuns
 from tests.runs.processes import Programs
 from tests.runs.reading import rows, same_tensors, state
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, QUICK]
 
 MakeConfig = Callable[..., Config]
 ROLORA = {"strategy": "rolora", "ranks": "4", "rounds": 4}
@@ -29,8 +31,8 @@ def adapter_bytes(folder: Path) -> Counter[tuple[object, ...]]:
     return sums
 
 
-def test_a_round_sends_the_factor_that_moved_alone(config: MakeConfig) -> None:
-    folder = run_config(config(**ROLORA)).folder
+def test_a_round_sends_the_factor_that_moved_alone(config: MakeConfig, finished: FinishedRuns) -> None:
+    folder = finished(config(**ROLORA)).folder
     report = audit_run(folder)
     assert report.ok, report.failures[:3]
     assert len([row for row in report.rows if row.check == "sent"]) == 4 * 4
@@ -99,8 +101,8 @@ def test_bytes_pass_the_audit(config: MakeConfig, values: dict[str, object]) -> 
     assert [row for row in report.rows if row.check == "sent"]
 
 
-def test_an_audit_finds_bytes_that_were_not_counted(config: MakeConfig) -> None:
-    folder = run_config(config(**ROLORA)).folder
+def test_an_audit_finds_bytes_that_were_not_counted(config: MakeConfig, finished: FinishedRuns) -> None:
+    folder = finished(config(**ROLORA)).folder
     path = folder / "ledger.jsonl"
     lines = path.read_text().splitlines()
     (first, *_) = [k for k, line in enumerate(lines) if '"adapter"' in line and '"round": 2' in line]
