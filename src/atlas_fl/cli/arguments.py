@@ -31,7 +31,9 @@ from atlas_fl.storage.folder_access import MOST_JSON_BYTES, read_named_file
 ALIASES = {"--ablation": "--strategy", "--mode": "--preset"}
 """Flags of earlier programs and what they are called here."""
 
-JOINED = frozenset({"--task", "--device", "--over", "--server", "--client", "--arrive", "--without", "--allow"})
+JOINED = frozenset(
+    {"--task", "--device", "--over", "--server", "--client", "--arrive", "--without", "--allow", "--plugin"}
+)
 """Flags with a list that may be given several times instead of once with several words."""
 
 LONGEST = 4096

@@ -28,8 +28,8 @@ class DataConfig:
     """Validation examples of a client, or `none`; choices are made on these."""
     test_samples: int | None = 130
     """Test examples of a client, or `none`; results are reported on these."""
-    partition: Literal["iid", "dirichlet", "quantity"] = "iid"
-    """How a task's examples fall to its clients."""
+    partition: str = "iid"
+    """How a task's examples fall to its clients: `iid`, `dirichlet`, `quantity`, or the name that a plug-in gives."""
     dirichlet_alpha: float = 0.5
     """Concentration of the Dirichlet partition; smaller is more uneven."""
     client_sizes: tuple[int, ...] = ()
@@ -544,6 +544,9 @@ class RunConfig:
     """The recipe that all other defaults come from (`atlas list presets`). `--mode` is the same flag."""
     dial: int | None = None
     """Of a federation with a dial (`atlas list presets`), how far it is turned: 0 to 4; 2 by default."""
+    plugin: tuple[str, ...] = ()
+    """Plug-ins that register partitions, tasks, strategies and more: a .py file, a module, or an entry point of the
+    group `atlas_fl`; may be repeated. A run puts the digest of its code behind each and goes on with no other."""
     name: str | None = None
     """Name of the run's folder; preset, strategy, model, seed and config hash by default."""
     runs_dir: str = "runs"

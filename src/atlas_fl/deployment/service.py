@@ -24,6 +24,7 @@ from atlas_fl.models.identity import ModelIdentity, model_identity
 from atlas_fl.models.vision_loading import tokens_per_image
 from atlas_fl.params import Params
 from atlas_fl.planning.planner import check_clients, full_model_sender
+from atlas_fl.plugins import plugin_digests
 from atlas_fl.ranks.devices import Device
 from atlas_fl.runtime.coordinator.client_registry import CheckClient, ClientProxy, Requirements
 from atlas_fl.runtime.coordinator.coordinator import ClientManager
@@ -33,7 +34,7 @@ from atlas_fl.runtime.protocol.client_metadata import (
     placeholder_client,
     read_metadata,
 )
-from atlas_fl.runtime.protocol.messages import Identity
+from atlas_fl.runtime.protocol.messages import NO_PLUGINS, Identity
 from atlas_fl.runtime.transport.certificates import Certs, Listed
 from atlas_fl.runtime.transport.connections import descriptors_note
 from atlas_fl.runtime.transport.event_loop import EventBridge, LoopThread
@@ -200,11 +201,17 @@ def answer_limit(config: Config, model: nn.Module, *, body: Params | None = None
     return max(FRAME_LIMIT, request_limit(config, model, body=body))
 
 
+def plugins_said(names: Sequence[str]) -> str:
+    """The digests of pinned plug-ins in the words of the handshake (`runtime.protocol.messages.Identity`)."""
+    return " ".join(plugin_digests(names)) or NO_PLUGINS
+
+
 def identity_of(model: ModelIdentity, config: Config) -> Identity:
     """What clients of this config must have in common with their server, whose model this is."""
     return Identity(
         version=versions()["atlas_fl"],
         config=config_hash(config),
+        plugins=plugins_said(config.run.plugin),
         model=str(model.weights),
         architecture=model.architecture,
         tokenizer=model.tokenizer,

@@ -22,7 +22,7 @@ from atlas_fl.data.registry import find_tasks
 from atlas_fl.deployment.consent import Allowance, Consent, check_consent
 from atlas_fl.deployment.job_policy import JobPolicy, Outline, meta_params
 from atlas_fl.deployment.receipt import Receipt, clear_private, confirm_again, read_receipt, write_model
-from atlas_fl.deployment.service import answer_limit
+from atlas_fl.deployment.service import answer_limit, plugins_said
 from atlas_fl.deployment.settings_policy import (
     check_examples,
     check_held_out,
@@ -44,6 +44,7 @@ from atlas_fl.models.loading import build_first_blocks
 from atlas_fl.params import Params, digest
 from atlas_fl.partial_sharing import is_fully_shared
 from atlas_fl.planning.planner import full_model_receiver
+from atlas_fl.plugins import pin_plugins
 from atlas_fl.ranks.devices import find_devices
 from atlas_fl.rng import derive_secret
 from atlas_fl.runtime.coordinator.site_worker import SiteClient
@@ -341,6 +342,8 @@ class SiteOptions:
     """Where the backbone lies here, if not under the server's name for it."""
     data_dir: str | None = None
     """Where data sets lie here that would else come from the hub."""
+    plugin: tuple[str, ...] = ()
+    """Plug-ins of the federation as they lie here: no others are loaded, whatever the server says."""
     config: str | None = None
     """Hash that the server's config must have; None accepts any."""
     patience_seconds: float = 600.0
@@ -398,7 +401,7 @@ def join_federation(joining: SiteOptions, *, on_event: OnEvent = ignore) -> Site
     private = _private_of(joining, certs.name)
     if (receipt := read_receipt(joining.to, client=certs.name)) is not None:
         return _joined_before(joining, certs, receipt, private=private, on_event=on_event)
-    said: dict[str, str | None] = {"version": versions()["atlas_fl"], "config": joining.config, "model": None}
+    said = _first_said(joining)
     with _link(joining, certs, said, on_event) as link:
         on_event(Note(f"{certs.name} is connected to {joining.address}"))
         on_event(PhaseStarted("loading"))
@@ -458,6 +461,7 @@ def _client_and_home(
         part=joining.part,
         model=joining.model,
         data_dir=joining.data_dir,
+        plugin=joining.plugin,
     )
     # no server says where a site reads secrets
     config = replace(config, run=replace(config.run, secrets=None))
@@ -540,7 +544,7 @@ def _joined_before(
 ) -> SiteResult:
     """What a site has come to whose model lies there already: it was killed before its run was over for the server."""
     on_event(Note(f"the model of {certs.name} is in {joining.to} already; telling {joining.address}"))
-    said = {"version": versions()["atlas_fl"], "config": joining.config, "model": None}
+    said = _first_said(joining)
     link = _link(joining, certs, said, on_event)
     try:
         with link:
@@ -550,6 +554,12 @@ def _joined_before(
     except UnreachableError as error:
         on_event(Note(_unconfirmed_note(error, to=joining.to, private=private)))
     return _join_result(joining, certs.name, link, has_model=True)
+
+
+def _first_said(joining: SiteOptions) -> dict[str, str | None]:
+    """What a site says of itself before it knows the server's settings."""
+    plugins = plugins_said(pin_plugins(joining.plugin))
+    return {"version": versions()["atlas_fl"], "config": joining.config, "plugins": plugins, "model": None}
 
 
 def _link(joining: SiteOptions, certs: Certs, said: Head, on_event: OnEvent) -> Link:
