@@ -339,7 +339,9 @@ def validate(config: Config, *, at_sites: bool = False) -> Config:
         AtlasError: the first setting that does not; one line with its value, what is allowed and the remedy.
     """
     check_types(config)
-    config = replace(config, run=replace(config.run, plugin=load_plugins(config.run.plugin)))
+    plugins = load_plugins(config.run.plugin)
+    if plugins != config.run.plugin:
+        config = replace(config, run=replace(config.run, plugin=plugins))
     config = with_method_settings(config)
     check_ranges(config)
     _check_data(config.data)
