@@ -113,8 +113,8 @@ def test_flags_set_their_setting(words: list[str], name: str, value: object) -> 
         (["--k-range", "2", "x"], r"--k-range: 'x' is not a whole number;"),
         (["--max-length", "long"], r"--max-length: 'long' is not a whole number;"),
         (
-            ["--partition", "dirichlett"],
-            r"^--partition: 'dirichlett' is not one of iid, dirichlet, quantity; did you mean 'dirichlet'\? "
+            ["--graph", "similarty"],
+            r"^--graph: 'similarty' is not one of similarity, uniform, adaptive; did you mean 'similarity'\? "
             r"see `atlas run --help`$",
         ),
         (["--tune", "8"], r"^--tune: '8' is not one of whole, lora; .* are tried is `atlas compare --trials 8`; see"),

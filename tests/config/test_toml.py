@@ -51,7 +51,7 @@ def test_the_file_is_grouped_and_every_setting_is_explained() -> None:
     text = to_toml(Config())
     assert tomllib.loads(text)["mixing"]["eta"] == 0.5
     assert "# Phase 4: the server's rule.\n[mixing]\n" in text
-    assert "# How a task's examples fall to its clients. (one of iid, dirichlet, quantity)\npartition = " in text
+    assert "(one of similarity, uniform, adaptive)\ngraph = " in text
     lines = text.splitlines()
     for setting in settings().values():
         (at,) = (at for at, line in enumerate(lines) if line.startswith(f"{setting.name} = "))

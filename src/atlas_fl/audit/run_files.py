@@ -19,6 +19,7 @@ from torch import Tensor
 from atlas_fl.config import MixingConfig, load_config, validate
 from atlas_fl.config.files import read_tables
 from atlas_fl.errors import CheckpointError, ConfigError, short_repr
+from atlas_fl.plugins import load_plugins
 from atlas_fl.storage.folder_access import (
     MOST_JSON_BYTES,
     MOST_ROWS_BYTES,
@@ -254,7 +255,9 @@ def open_run(path: Path) -> Run:
         raise CheckpointError(f"{path} is no run: it has no config.toml")
     try:
         config = read_tables(path / "config.toml", within=path)
-        settings = validate(load_config(path / "config.toml", within=path), at_sites=True)
+        recorded = load_config(path / "config.toml", within=path)
+        load_plugins(recorded.run.plugin, outside=path)
+        settings = validate(recorded, at_sites=True)
     except ConfigError as error:
         raise CheckpointError(f"{path / 'config.toml'} cannot be read: {error}") from error
     if "rounds" not in config.get("training", {}) or "mixing" not in config:

@@ -73,7 +73,9 @@ HINTS = {
 """Flags of other programs that are more than another name of one here, and what to write."""
 PROCESSORS = re.compile(r"(cpu|gpu|cuda|mps)(:\d+)?")
 
-JOINED = frozenset({"--task", "--device", "--over", "--server", "--client", "--arrive", "--without", "--allow"})
+JOINED = frozenset(
+    {"--task", "--device", "--over", "--server", "--client", "--arrive", "--without", "--allow", "--plugin"}
+)
 """Flags with a list that may be given several times instead of once with several words."""
 
 LONGEST = 4096

@@ -97,6 +97,9 @@ class JoinOptions:
     """Where the model lies here, if the server's name for it leads nowhere on this machine."""
     data_dir: str | None = None
     """A directory that holds data sets which would else come from the hub or its cache."""
+    plugin: tuple[str, ...] = ()
+    """Plug-ins of the federation as they lie here, a .py file or a module each; may be repeated. Only these are loaded,
+    and they must have the digests of the server's."""
     config: str | None = None
     """A TOML or YAML file of settings; this site works for no server with others."""
     patience: float = 600.0
@@ -144,6 +147,7 @@ def join(words: Sequence[str]) -> int:
         part=options.part,
         model=options.model,
         data_dir=options.data_dir,
+        plugin=options.plugin,
         config=None if options.config is None else pinned_hash(base_config(groups), origin=options.config),
         patience_seconds=options.patience,
         consent=Consent(

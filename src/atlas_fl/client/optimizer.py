@@ -49,8 +49,8 @@ def fedprox(options: TermOptions, anchor: Params) -> Term | None:
     return None if mu == 0 else lambda name, value: mu * (value - anchor[name])
 
 
-TERMS: Mapping[str, TermOf] = {"fedprox": fedprox}
-"""Every term by the name of its algorithm."""
+TERMS: dict[str, TermOf] = {"fedprox": fedprox}
+"""Every term by the name of its algorithm. One of a plug-in acts wherever the plug-in is named."""
 
 
 def client_terms(options: TermOptions, leaves: Params, anchor: Params = MappingProxyType({})) -> list[Term]:

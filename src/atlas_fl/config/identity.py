@@ -14,6 +14,7 @@ from atlas_fl.config.schema import Config, parse_mask_file
 from atlas_fl.config.settings import settings, value_of
 from atlas_fl.config.values import Mark, item_kind
 from atlas_fl.errors import CheckpointError, ConfigError
+from atlas_fl.plugins import pin_plugins, plugin_digests
 from atlas_fl.storage.folder_access import memory_bytes, open_named_file
 from atlas_fl.storage.run_folder import RunFolder, run_name
 
@@ -26,7 +27,9 @@ def identity_settings(config: Config) -> dict[str, Any]:
         if Mark.SESSION not in setting.marks
     }
     path, digest = parse_mask_file(config.sparse.mask_file)
-    return {**values, "mask_file": path if digest is None else f"sha256={digest}"}  # its content, wherever it lies
+    # their content, wherever they lie
+    mask_file = path if digest is None else f"sha256={digest}"
+    return {**values, "mask_file": mask_file, "plugin": plugin_digests(config.run.plugin)}
 
 
 def config_hash(config: Config) -> str:
@@ -87,10 +90,11 @@ def pin_mask_file(config: Config) -> Config:
 
 
 def pinned_hash(config: Config, *, origin: str) -> str:
-    """The hash that a server has of the same settings: with the digest of what lies in their mask file.
+    """The hash that a server has of the same settings: with the digests of their mask file and their plug-ins.
 
     Raises:
-        ConfigError: the mask is not here, and the settings, which `origin` names, do not say its digest.
+        ConfigError: a plug-in is not here; or the mask is not, and the settings, which `origin` names, do not say its
+            digest.
     """
     path, digest = parse_mask_file(config.sparse.mask_file)
     if path is not None and digest is None and not Path(path).exists():
@@ -98,7 +102,8 @@ def pinned_hash(config: Config, *, origin: str) -> str:
             f"{origin} names the mask {path}, which is not here to be compared with the server's; copy it here, give"
             " the config.toml of the server's run, which has the mask's digest, or leave --config out"
         )
-    return config_hash(pin_mask_file(config))
+    pinned = replace(config.run, plugin=pin_plugins(config.run.plugin))
+    return config_hash(pin_mask_file(replace(config, run=pinned)))
 
 
 def check_mask_file(config: Config) -> None:

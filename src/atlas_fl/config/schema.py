@@ -29,8 +29,8 @@ class DataConfig:
     """Validation examples of a client, or `none`; choices are made on these."""
     test_samples: Annotated[int | None, Range(least=1)] = 130
     """Test examples of a client, or `none`; results are reported on these."""
-    partition: Annotated[Literal["iid", "dirichlet", "quantity"], Mark.COMMON] = "iid"
-    """How a task's examples fall to its clients."""
+    partition: Annotated[str, Mark.COMMON] = "iid"
+    """The way a task's examples fall to its clients: `iid`, `dirichlet`, `quantity`, or that of a plug-in."""
     dirichlet_alpha: Annotated[float, Range(above=0, most=1e6), Mark.COMMON] = 0.5
     """Concentration of the Dirichlet partition; smaller is more uneven."""
     client_sizes: Annotated[tuple[int, ...], Range(least=2)] = ()
@@ -542,6 +542,9 @@ class RunConfig:
     """The recipe that all other defaults come from (`atlas list presets`). `--mode` is the same flag."""
     dial: Annotated[int | None, Range(least=0, most=4)] = None
     """Of a federation with a dial (`atlas list presets`), how far it is turned: 0 to 4; 2 by default."""
+    plugin: Annotated[tuple[str, ...], Mark.COMMON] = ()
+    """Plug-ins that register partitions, tasks, strategies and more: a .py file, a module, or an entry point of the
+    group `atlas_fl`; may be repeated. A run puts the digest of its code behind each and goes on with no other."""
     name: Annotated[str | None, Mark.SESSION, Mark.COMMON] = None
     """Name of the run's folder; preset, strategy, model, seed and config hash by default."""
     runs_dir: Annotated[str, Mark.SESSION, Mark.COMMON] = "runs"

@@ -6,6 +6,7 @@ numbers, or need a registry; these are imported inside the checks, because impor
 
 import re
 from collections.abc import Collection
+from dataclasses import replace
 
 from atlas_fl.config.conflicts import check_conflicts
 from atlas_fl.config.federations import check_turned
@@ -31,6 +32,7 @@ from atlas_fl.config.training_checks import (
 )
 from atlas_fl.config.values import convert_value, invalid_value, parse_integer, wrong_kind
 from atlas_fl.errors import ConfigError, unknown_name
+from atlas_fl.plugins import load_plugins
 
 
 def check_ranges(config: Config) -> None:
@@ -61,6 +63,7 @@ def check_names(config: Config, *, at_sites: bool = False) -> None:
         AtlasError: one is not; the message has the nearest known name.
     """
     _check_strategy(config)
+    _check_partition(config.data.partition)
     _check_allocator(config.ranks.ranks)
     _check_devices(config.data.devices, config.data.device)
     _check_tasks(config)
@@ -98,6 +101,13 @@ def _check_strategy(config: Config) -> None:
             f"--strategy {name} --within clusters has moments of each cluster, and --recluster-every {every} may change"
             " who that is; set it to 0, or take --within all"
         )
+
+
+def _check_partition(name: str) -> None:
+    from atlas_fl.data.partition import PARTITIONS
+
+    if name not in PARTITIONS:
+        raise unknown_name("name in --partition", name, PARTITIONS)
 
 
 def _check_allocator(name: str) -> None:
@@ -172,7 +182,8 @@ MAX_NAME_BYTES = 200
 def validate(config: Config, *, at_sites: bool = False) -> Config:
     """The same config, if every setting has its type and range, contradicts no other and names what there is.
 
-    The settings of a method of the literature are written into it (`config.methods`).
+    The settings of a method of the literature are written into it (`config.methods`), as are the digests of its
+    plug-ins, which are loaded.
 
     With `at_sites` the clients are those who come, whoever that is: nothing is held against the config's own.
 
@@ -180,6 +191,9 @@ def validate(config: Config, *, at_sites: bool = False) -> Config:
         AtlasError: the first setting that does not; one line with its value, what is allowed and the remedy.
     """
     check_types(config)
+    plugins = load_plugins(config.run.plugin)
+    if plugins != config.run.plugin:
+        config = replace(config, run=replace(config.run, plugin=plugins))
     config = with_method_settings(config)
     check_ranges(config)
     _check_data(config.data)

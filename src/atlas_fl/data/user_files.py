@@ -236,7 +236,7 @@ def parse_task(description: str) -> Task:
     if path.is_dir() and holds_images(path):
         return folder_task(name, path, options)
     columns = _columns(name, options)
-    key = (_read_task, name, path, columns)
+    key = (_read_task, name, path, columns, *READERS.values())
     data, names = DATA_CACHE.get(key, files=(path,), read=lambda: _read_task(name, path, columns))
     return Task(
         name=name,

@@ -23,11 +23,12 @@ from atlas_fl.models.identity import model_identity
 from atlas_fl.models.vision_loading import tokens_per_image
 from atlas_fl.params import Params
 from atlas_fl.planning.planner import check_clients, full_model_sender
+from atlas_fl.plugins import plugin_digests
 from atlas_fl.ranks.devices import Device
 from atlas_fl.runtime.coordinator.client_registry import CheckClient, ClientProxy, Requirements
 from atlas_fl.runtime.coordinator.coordinator import ClientManager
 from atlas_fl.runtime.protocol.client_metadata import ClientMetadata, labels_of_task, placeholder_client, read_metadata
-from atlas_fl.runtime.protocol.messages import Identity
+from atlas_fl.runtime.protocol.messages import NO_PLUGINS, Identity
 from atlas_fl.runtime.protocol.model_sync import AdapterSender
 from atlas_fl.runtime.transport.certificates import Certs, Listed
 from atlas_fl.runtime.transport.connections import descriptors_note
@@ -100,6 +101,7 @@ def client_manager_of(
     identity = Identity(
         version=versions()["atlas_fl"],
         config=config_hash(config),
+        plugins=plugins_said(config.run.plugin),
         model=str(model.weights),
         architecture=model.architecture,
         tokenizer=model.tokenizer,
@@ -193,6 +195,11 @@ def request_limit(config: Config, model: nn.Module, *, body: Params | None = Non
 def answer_limit(config: Config, model: nn.Module, *, body: Params | None = None) -> int:
     """Most bytes that a client takes at once, as the server sends them: what it may send itself, or `FRAME_LIMIT`."""
     return max(FRAME_LIMIT, request_limit(config, model, body=body))
+
+
+def plugins_said(names: Sequence[str]) -> str:
+    """The digests of pinned plug-ins in the words of the handshake (`runtime.protocol.messages.Identity`)."""
+    return " ".join(plugin_digests(names)) or NO_PLUGINS
 
 
 NOT_LISTED = "it is not listed any more"

@@ -54,9 +54,18 @@ is of the last examples alone."""
 
 
 def settings_here(
-    config: Config, *, task: str, device: str, part: int | None, model: str | None, data_dir: str | None
+    config: Config,
+    *,
+    task: str,
+    device: str,
+    part: int | None,
+    model: str | None,
+    data_dir: str | None,
+    plugin: tuple[str, ...] = (),
 ) -> Config:
     """A server's settings as a site works with them: with its own task, device and places, and no path of the server.
+
+    Of plug-ins it loads those that its owner names, `plugin`, and none that the server names.
 
     Raises an `AtlasError` for settings that `atlas serve` itself would refuse.
     """
@@ -72,7 +81,7 @@ def settings_here(
     # who has a whole task has no part of its classes
     images = config.images if part is not None else replace(config.images, nc=ALL_CLASSES)
     # no server says where a site reads secrets
-    run = replace(config.run, runs_dir="runs", name=None, secrets=None)
+    run = replace(config.run, runs_dir="runs", name=None, secrets=None, plugin=plugin)
     # a text can be guessed from its states, and no server decides what of them stays on a site's disk
     training = replace(config.training, prefix_disk_gb=0.0)
     here = replace(config, data=data, model=chosen, images=images, training=training, run=run)

@@ -21,7 +21,7 @@ from atlas_fl.data.registry import find_tasks
 from atlas_fl.deployment.consent import Consent, check_consent
 from atlas_fl.deployment.job_policy import JobPolicy, Outline, meta_params
 from atlas_fl.deployment.receipt import Receipt, confirm_again, read_receipt, write_model
-from atlas_fl.deployment.service import answer_limit
+from atlas_fl.deployment.service import answer_limit, plugins_said
 from atlas_fl.deployment.settings_policy import (
     check_examples,
     check_held_out,
@@ -43,6 +43,7 @@ from atlas_fl.models.loading import build_first_blocks
 from atlas_fl.params import Params, digest
 from atlas_fl.partial_sharing import is_fully_shared
 from atlas_fl.planning.planner import full_model_receiver
+from atlas_fl.plugins import pin_plugins
 from atlas_fl.rng import derive_secret
 from atlas_fl.runtime.coordinator.site_worker import SiteClient
 from atlas_fl.runtime.protocol.client_metadata import metadata_of, read_device, read_metadata
@@ -295,6 +296,8 @@ class SiteOptions:
     """Path of the backbone here, if not the server's name for it."""
     data_dir: str | None = None
     """Folder of data sets here that would else come from the hub."""
+    plugin: tuple[str, ...] = ()
+    """Plug-ins of the federation as they lie here: no others are loaded, whatever the server says."""
     config: str | None = None
     """Hash that the server's config must have; None accepts any."""
     patience_seconds: float = 600.0
@@ -336,7 +339,7 @@ def join_federation(joining: SiteOptions, *, on_event: OnEvent = ignore) -> Site
     private = _private_of(joining, certs.name)
     if (receipt := read_receipt(joining.to, client=certs.name)) is not None:
         return _joined_before(joining, certs, receipt, private=private, on_event=on_event)
-    said: dict[str, str | None] = {"version": versions()["atlas_fl"], "config": joining.config, "model": None}
+    said = _first_said(joining)
     with _link(joining, certs, said, on_event) as link:
         on_event(Note(f"{certs.name} is connected to {joining.address}"))
         on_event(PhaseStarted("loading"))
@@ -409,6 +412,7 @@ def _client_and_home(
         part=joining.part,
         model=joining.model,
         data_dir=joining.data_dir,
+        plugin=joining.plugin,
     )
     secret = joining.secret or secret_file(joining.to.parent, name)
     client = own_client(config, name, task=joining.task, part=joining.part, secret=secret)
@@ -475,7 +479,7 @@ def _joined_before(
 ) -> SiteResult:
     """The result of a site whose model lies there already: it was killed before its run was over for the server."""
     on_event(Note(f"the model of {certs.name} is in {joining.to} already; telling {joining.address}"))
-    said = {"version": versions()["atlas_fl"], "config": joining.config, "model": None}
+    said = _first_said(joining)
     link = _link(joining, certs, said, on_event)
     try:
         with link:
@@ -485,6 +489,12 @@ def _joined_before(
     except UnreachableError as error:
         on_event(Note(_unconfirmed_note(error, to=joining.to, private=private)))
     return _join_result(joining, certs.name, link, has_model=True)
+
+
+def _first_said(joining: SiteOptions) -> dict[str, str | None]:
+    """What a site says of itself before it knows the server's settings."""
+    plugins = plugins_said(pin_plugins(joining.plugin))
+    return {"version": versions()["atlas_fl"], "config": joining.config, "plugins": plugins, "model": None}
 
 
 def _link(joining: SiteOptions, certs: Certs, said: Head, on_event: OnEvent) -> Link:

@@ -21,6 +21,7 @@ from atlas_fl.errors import DataError
 from atlas_fl.events import Note, OnEvent, Progress
 from atlas_fl.models.backbone import buffer_entries, tensor_views, write_weights
 from atlas_fl.planning.planner import local_engine, worker_receiver, worker_sender
+from atlas_fl.plugins import check_registered, load_plugins, registered_names
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.runtime.processes import SharedMemory, run_worker_loop, worker_processes
 from atlas_fl.runtime.ray import ray_cluster
@@ -125,6 +126,7 @@ def worker_init_messages(
     """The first message to each worker; `devices` are those of torch, one a worker."""
     common = {
         "settings": to_toml(assembly.config),
+        "registered": registered_names(),
         "data": _data_digest(assembly),
         "weights": entries,
         "threads": threads,
@@ -136,6 +138,8 @@ def init_worker(head: Head, memory: Any) -> WorkerContext:
     """The context of a worker, from its `worker_init_messages`; raises `DataError` where the data here are others."""
     torch.set_num_threads(head["threads"])
     config = parse_config(head["settings"], origin="the settings of this run")
+    load_plugins(config.run.plugin)
+    check_registered(head["registered"])
     assembly = assemble(config, weights=tensor_views(memory, head["weights"]), backbone_device=head["place"])
     if _data_digest(assembly) != head["data"]:
         raise DataError(

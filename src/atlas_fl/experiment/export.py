@@ -36,6 +36,7 @@ from atlas_fl.models.registry import Family
 from atlas_fl.models.vision_loading import as_whole, load_vision, save_vision
 from atlas_fl.params import HEAD, PRIVATE, ByClient, Params, head_keys
 from atlas_fl.planning.plan import Plan
+from atlas_fl.plugins import load_plugins
 from atlas_fl.setup.assembly import Assembly, scale_of
 from atlas_fl.storage import checkpoint
 from atlas_fl.storage.digests import check_files, check_state
@@ -115,6 +116,7 @@ def export_client(
     folder = find_run(run)
     check_files(folder, folder.config)
     config = load_config(folder.config, within=folder.path)
+    load_plugins(config.run.plugin, outside=folder.path)
     saved = _load_checkpoint(folder, round)
     check_files(folder, folder.path / saved.state["plan"])
     plan = Plan.from_json(read_json(folder.path / saved.state["plan"]))

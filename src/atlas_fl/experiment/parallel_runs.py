@@ -23,6 +23,7 @@ from atlas_fl.errors import AtlasError, CheckpointError
 from atlas_fl.events import Note, OnEvent, ignore
 from atlas_fl.experiment.free_memory import bytes_of_a_run, free_bytes, jobs_that_fit, memory_note
 from atlas_fl.experiment.sweep import Point, RunState, run_state, saving_note
+from atlas_fl.plugins import check_registered, load_plugins, registered_names
 
 PROGRAM = "from atlas_fl.experiment.parallel_runs import serve_runs; serve_runs()"
 
@@ -116,7 +117,7 @@ class RunProcess:
         """Begin or resume this run; its `problem`, empty if none, and the seconds so far."""
         assert self.process.stdin is not None and self.process.stdout is not None
         try:
-            self.process.stdin.write(json.dumps(to_toml(config)) + "\n")
+            self.process.stdin.write(json.dumps([to_toml(config), registered_names()]) + "\n")
             self.process.stdin.flush()
         except BrokenPipeError:
             return {"problem": self._last_words()}
@@ -162,7 +163,11 @@ def serve_runs() -> None:
         for line in sys.stdin:
             problem = ""
             try:
-                run_config(parse_config(json.loads(line), origin="the settings of a run"), resume=True)
+                text, registered = json.loads(line)
+                config = parse_config(text, origin="the settings of a run")
+                load_plugins(config.run.plugin)
+                check_registered(registered)
+                run_config(config, resume=True)
             except AtlasError as error:
                 problem = str(error)
             told = {"problem": problem, "computed": results.computed_seconds, "saved": results.saved_seconds}

@@ -39,6 +39,7 @@ from atlas_fl.experiment.summary import attack_note, summarise, versions
 from atlas_fl.models.identity import model_identity
 from atlas_fl.planning.plan import Plan, PlanResult
 from atlas_fl.planning.planner import check_clients, plan_run
+from atlas_fl.plugins import load_plugins
 from atlas_fl.runtime.engine import Engine, MissingAnswersError
 from atlas_fl.setup.assembly import Assembly, defer_late_clients, with_joined_clients, without_clients
 from atlas_fl.setup.options import configured_attackers, strategy_of, with_attackers
@@ -110,9 +111,9 @@ def resume_run(folder: str | Path, *, max_rounds: int | None = None, on_event: O
     Raises `CheckpointError` where the folder holds no run.
     """
     existing = find_run(folder, allow_unplanned=True)
-    config = validate(
-        load_config(existing.config, within=existing.path), at_sites=True
-    )  # it was begun; where, is told from its clients
+    recorded = load_config(existing.config, within=existing.path)
+    load_plugins(recorded.run.plugin, outside=existing.path)
+    config = validate(recorded, at_sites=True)  # it was begun; where, is told from its clients
     run_settings = replace(
         config.run, runs_dir=str(existing.path.parent), name=existing.path.name, max_rounds=max_rounds
     )

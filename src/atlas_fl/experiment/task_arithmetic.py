@@ -23,6 +23,7 @@ from atlas_fl.models.vision_loading import load_vision, save_vision
 from atlas_fl.params import HEAD, ByClient, Params, Split, head_keys
 from atlas_fl.planning.masks import client_masks
 from atlas_fl.planning.planner import local_engine
+from atlas_fl.plugins import load_plugins
 from atlas_fl.setup.assembly import Assembly, assemble, trainable_of
 from atlas_fl.sparse.masks import BY_SENSITIVITY, Mask
 from atlas_fl.sparse.task_vectors import apply_vector, task_vector
@@ -57,6 +58,7 @@ def masks_by_client(folder: RunFolder, *, clients: int) -> dict[str, Mask]:
     """
     check_files(folder, folder.config)
     config = load_config(folder.config, within=folder.path)
+    load_plugins(config.run.plugin, outside=folder.path)
     if config.sparse.mask not in BY_SENSITIVITY:
         raise ConfigError(
             f"--clients compares masks by the clients' own scores, and run {folder.path} has --mask"
@@ -92,6 +94,7 @@ def load_trained_run(folder: RunFolder) -> TrainedRun:
     """
     check_files(folder, folder.config)
     config = load_config(folder.config, within=folder.path)
+    load_plugins(config.run.plugin, outside=folder.path)
     tasks = find_tasks(config.data.tasks, config.data.task)
     if trainable_of(config, tasks) == "lora" or not any(task.images for task in tasks):
         raise ConfigError(

@@ -7,7 +7,7 @@ of a transformer: sizes and nothing else.
 """
 
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -171,7 +171,7 @@ def with_trained_pooler(family: Family) -> Family:
     return replace(family, pooler=None, head=(layer, *family.head))
 
 
-FAMILIES: Mapping[str, Family] = {
+FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
         Family(
@@ -227,7 +227,7 @@ FAMILIES: Mapping[str, Family] = {
     )
 }
 
-VISION_FAMILIES: Mapping[str, Family] = {
+VISION_FAMILIES: dict[str, Family] = {
     model_type: Family(
         model_type=model_type,
         prefix=model_type,

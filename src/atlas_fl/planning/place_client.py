@@ -23,6 +23,7 @@ from atlas_fl.planning.plan import Plan
 from atlas_fl.planning.planner import local_engine
 from atlas_fl.planning.ranks_and_cuts import fit_client, importance_by_client
 from atlas_fl.planning.task_discovery import collect_fingerprints, fingerprint_signature
+from atlas_fl.plugins import load_plugins
 from atlas_fl.ranks.devices import Device, find_devices
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.setup.assembly import Assembly, assemble, load_clients, source_of
@@ -65,6 +66,7 @@ def place_client(
     config, plan = load_config(folder.config, within=folder.path), Plan.from_json(read_json(folder.plan))
     clustering = _load_clustering(folder, config, plan)
     check_files(folder, folder.config)
+    load_plugins(config.run.plugin, outside=folder.path)
     profile = None
     if device is not None:
         profile = find_devices((), (device,))[0] if "=" in device else find_devices((device,), config.data.device)[0]

@@ -19,6 +19,7 @@ import torch
 
 from atlas_fl.client.job import ClientTokens, Job, Site, Update
 from atlas_fl.params import digest, num_bytes
+from atlas_fl.plugins import active_plugins
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.storage.files import secret_digest
 
@@ -108,6 +109,7 @@ def site_key(site: Site) -> str:
     settings = (
         *(site.targets, site.scale(1), site.scale(2), site.max_tokens, site.trainable, site.first_adapted),
         *(site.bf16, site.fp16, site.prefix_cache.chunk_tokens, str(site.backbone.device), torch.get_num_threads()),
+        *active_plugins(),
     )
     clients = [
         f"{name} {_tokens_key(data)} {secret_digest(site.secrets.get(name))}"

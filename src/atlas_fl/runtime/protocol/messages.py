@@ -38,7 +38,10 @@ REMEDIES: Mapping[str, str] = {
     "vocabulary": _OTHER_MODEL,
     "architecture": f"its config.json computes something else: {_OTHER_MODEL}",
     "tokenizer": f"its texts would be other tokens: {_OTHER_MODEL}",
+    "plugins": "a site names the plug-ins of the federation with --plugin, and no others: ask who runs the server for"
+    " their files, and read them",
 }
+NO_PLUGINS = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +58,8 @@ class Identity:
     """Digest of the backbone's architecture (`models.identity`)."""
     tokenizer: str
     """Digest of its tokenizer, or of its image processing."""
+    plugins: str = NO_PLUGINS
+    """Digests of the plug-ins of the config, sorted, with blanks between."""
     vocabulary: str | None = None
     """Digest of an output embedding of its own; None where it writes no text."""
 

@@ -1,0 +1,205 @@
+"""Runs with plug-ins: the same bits with workers and after a resume, at sites, and never with another file."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from atlas_fl.audit.check import audit_run
+from atlas_fl.cli.main import main
+from atlas_fl.client.optimizer import TERMS, fedprox
+from atlas_fl.config import Config, run_folder
+from atlas_fl.errors import CheckpointError, ConfigError
+from atlas_fl.experiment.export import export_client
+from atlas_fl.experiment.parallel_runs import run_in_processes
+from atlas_fl.experiment.run import resume_run, run_config
+from atlas_fl.experiment.sweep import grid, run_all
+from atlas_fl.plugins import load_plugins
+from atlas_fl.report.html.write import write_report
+from atlas_fl.storage.jsonl import read_json
+from tests.runs.federation import Federation
+from tests.runs.reading import rows, same_tensors, state
+from tests.runs.workers import check_same, in_threads
+
+Make = Callable[..., Config]
+EXAMPLE = Path(__file__).parents[2] / "examples/plugins/partition.py"
+TERM = """
+from atlas_fl.plugins import register
+
+@register("term", "pull_to_zero")
+def pull_to_zero(options, start):
+    return lambda name, value: 0.5 * value
+"""
+KINDS = """
+from dataclasses import replace
+
+from atlas_fl.aggregation.strategies import fedavg
+from atlas_fl.data.registry import TASKS
+from atlas_fl.plugins import register
+from atlas_fl.ranks.allocation import ALLOCATORS
+
+register("task", "films")(replace(TASKS["movie"], name="films"))
+register("strategy", "own_average")(lambda options: replace(fedavg(options)))
+register("allocator", "own_ranks")(ALLOCATORS["uniform"])
+"""
+
+
+@pytest.fixture(autouse=True)
+def _no_plugins() -> Iterator[None]:
+    yield
+    load_plugins(())
+
+
+@pytest.fixture
+def example(tmp_path: Path) -> Path:
+    """A copy of the example's partition, which a test may change."""
+    return Path(shutil.copy(EXAMPLE, tmp_path / "partition.py"))
+
+
+@pytest.fixture
+def term(tmp_path: Path) -> str:
+    path = tmp_path / "term.py"
+    path.write_text(TERM)
+    return str(path)
+
+
+@pytest.mark.core
+def test_a_partition_of_ones_own_gives_the_same_bits_with_workers_and_after_a_resume(
+    config: Make, example: Path, tmp_path: Path
+) -> None:
+    settings = {"plugin": (str(example),), "partition": "staircase", "pack_tokens": 200}
+    whole = run_config(config(name="alone", **settings))
+    check_same(whole.folder, run_config(config(name="workers", **settings), backend=in_threads(2)).folder)
+    stopped = run_config(config(name="stopped", max_rounds=1, **settings))
+    load_plugins(())  # what resumes it knows nothing but the folder
+    check_same(whole.folder, resume_run(stopped.folder).folder)
+    labels = {row["client"]: row["labels"] for row in read_json(run_folder(config(name="alone")).plan)["data"]}
+    assert labels["movie-0"]["negative"] > labels["movie-1"]["negative"]
+    assert f'plugin = ["{example}#sha256=' in (whole.folder / "config.toml").read_text()
+    load_plugins(())
+    assert audit_run(whole.folder).ok
+    load_plugins(())
+    export_client(whole.folder, client="movie-0", to=tmp_path / "exported")
+    assert write_report([whole.folder]).is_file()
+
+
+@pytest.mark.slow
+def test_two_processes_make_the_run_of_a_partition_of_ones_own(config: Make, example: Path) -> None:
+    settings = {"plugin": (str(example),), "partition": "staircase", "pack_tokens": 200}
+    whole = run_config(config(name="alone", **settings))
+    check_same(whole.folder, run_config(config(name="workers", workers=2, **settings)).folder)
+
+
+def test_a_run_goes_on_with_no_other_plugin(
+    config: Make, example: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    settings = {"plugin": (str(example),), "partition": "staircase", "rounds": 2}
+    stopped = run_config(config(max_rounds=1, **settings))
+    elsewhere = Path(shutil.copy(example, tmp_path / "elsewhere.py"))
+    example.write_text(example.read_text().replace("alpha)", "alpha / 2)"))
+    assert main(["resume", str(stopped.folder)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"atlas: the plug-in {example} was altered: its SHA-256 begins with ")
+    with pytest.raises(CheckpointError, match=rf"was begun with plugin = \('{example}#sha256="):
+        run_config(config(**settings), resume=True)
+    text = (stopped.folder / "config.toml").read_text()
+    example.unlink()
+    with pytest.raises(ConfigError, match=r"partition\.py cannot be read"):
+        resume_run(stopped.folder)
+    (stopped.folder / "config.toml").write_text(text.replace(str(example), str(elsewhere)))
+    assert resume_run(stopped.folder).complete, "the same file at another place is the same plug-in"
+
+
+@pytest.mark.slow
+def test_a_client_term_acts_with_workers_as_it_does_alone(config: Make, term: str) -> None:
+    settings = {"rounds": 2, "pack_tokens": 200}
+    without = run_config(config(name="without", **settings))
+    alone = run_config(config(name="alone", plugin=(term,), **settings))
+    assert not same_tensors(state(without.folder, round=2), state(alone.folder, round=2))
+    workers = run_config(config(name="workers", workers=2, plugin=(term,), **settings))
+    check_same(alone.folder, workers.folder, round=2)
+    assert rows(alone.folder) != rows(without.folder)
+
+
+@pytest.mark.slow
+def test_a_client_term_that_a_script_put_into_the_registry_is_not_dropped_in_silence_by_workers(
+    config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(TERMS, "pull_to_zero", fedprox)
+    with pytest.raises(ConfigError, match="the term 'pull_to_zero' was put into a registry by hand") as raised:
+        run_config(config(workers=2))
+    assert "--plugin FILE" in str(raised.value)
+
+
+@pytest.mark.slow
+def test_runs_at_once_have_the_plugin_and_results_with_another_are_not_reused(config: Make, term: str) -> None:
+    with_term, without = (
+        config(name="none", rounds=1, samples=8, plugin=(term,)),
+        config(name="none", rounds=1, samples=8),
+    )
+    points = grid(with_term, over={"strategy": ("fedavg",)}, seeds=(1,))
+    (alone,) = run_all(points)
+    others = grid(without, over={"strategy": ("fedavg",)}, seeds=(1,))
+    (plain,) = run_all(others)
+    assert not same_tensors(state(alone, round=1), state(plain, round=1))
+    kept = state(alone, round=1)
+    shutil.rmtree(alone)
+    (at_once,) = run_in_processes(grid(with_term, over={"strategy": ("fedavg",)}, seeds=(1,)), jobs=1)
+    assert same_tensors(kept, state(at_once, round=1))
+
+
+def test_tasks_strategies_and_allocators_of_a_plugin_make_a_run(config: Make, tmp_path: Path) -> None:
+    path = tmp_path / "kinds.py"
+    path.write_text(KINDS)
+    settings = {"tasks": ("films", "trec"), "strategy": "own_average", "ranks": "own_ranks", "rounds": 1}
+    run = run_config(config(plugin=(str(path),), **settings))
+    assert run.complete
+    same = run_config(
+        config(name="ours", tasks=("films", "trec"), plugin=(str(path),), strategy="fedavg", ranks="uniform", rounds=1)
+    )
+    assert same_tensors(state(run.folder, round=1), state(same.folder, round=1))
+    with pytest.raises(CheckpointError, match="no audit is written for strategy 'own_average'"):
+        audit_run(run.folder)
+
+
+@pytest.mark.slow
+def test_sites_that_name_the_plugins_train_as_in_the_simulation(
+    federation: Callable[..., Federation], example: Path, term: str
+) -> None:
+    fed = federation(plugin=(str(example), term), partition="staircase")
+    server, port = fed.serve()
+    # another place, and another order: the digests are what counts
+    sites = [fed.join(name, port, "--plugin", "term.py", "partition.py") for name in fed.sites]
+    for site in sites:
+        site.end()
+    server.end()
+    fed.is_as_simulated()
+
+
+def test_a_site_that_does_not_name_the_plugins_is_told_so_at_the_handshake_and_loads_nothing(
+    federation: Callable[..., Federation], term: str, tmp_path: Path
+) -> None:
+    marker = tmp_path / "loaded"
+    Path(term).write_text(TERM + f"open({str(marker)!r}, 'a').write('x')\n")
+    fed = federation(plugin=(term,))
+    server, port = fed.serve()
+    loads = marker.read_text()
+    other = tmp_path / "other.py"
+    other.write_text(TERM + "# another version\n")
+    said = fed.join("movie-0", port).end(2).splitlines()[-1]
+    assert "client 'movie-0' has plugins none, the server " in said
+    assert "a site names the plug-ins of the federation with --plugin" in said
+    said = fed.join("movie-1", port, "--plugin", str(other)).end(2).splitlines()[-1]
+    assert "client 'movie-1' has plugins " in said
+    assert marker.read_text() == loads, "a site loads nothing that its owner does not name"
+    assert server.wait_for("movie-0.* has plugins none")
+    server.kill()
+
+
+def test_a_site_names_no_plugin_that_the_federation_lacks(federation: Callable[..., Federation], term: str) -> None:
+    fed = federation()
+    server, port = fed.serve()
+    said = fed.join("movie-0", port, "--plugin", term).end(2).splitlines()[-1]
+    assert "the server none; a site names the plug-ins of the federation with --plugin, and no others" in said
+    server.kill()

@@ -1,0 +1,242 @@
+"""Plug-ins in a process: what is registered, what is refused, and what a digest is of."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from atlas_fl.cli.main import main
+from atlas_fl.client.optimizer import fedprox
+from atlas_fl.config import Config, config_hash, differences, parse_config, pinned_hash, to_toml, validate, with_values
+from atlas_fl.errors import ConfigError
+from atlas_fl.experiment.recorder import provenance_of
+from atlas_fl.plugins import (
+    KINDS,
+    active_plugins,
+    check_registered,
+    load_plugins,
+    pin_plugins,
+    register,
+    registered_names,
+)
+
+EXAMPLE = Path(__file__).parents[1] / "examples/plugins/partition.py"
+HEAD = "from atlas_fl.plugins import register\n"
+
+
+@pytest.fixture(autouse=True)
+def _no_plugins() -> Iterator[None]:
+    yield
+    load_plugins(())
+
+
+@pytest.fixture
+def plugin(tmp_path: Path) -> Callable[..., str]:
+    """The path of a file with this code."""
+
+    def write(code: str, name: str = "own.py") -> str:
+        path = tmp_path / name
+        path.write_text(HEAD + code)
+        return str(path)
+
+    return write
+
+
+def test_a_registry_holds_a_plugin_while_a_config_names_it_and_no_longer() -> None:
+    config = with_values(Config(), {"plugin": [str(EXAMPLE)], "partition": "staircase"})
+    pinned = validate(config)
+    assert "staircase" in registered_names()["partition"]
+    assert active_plugins() == (pinned.run.plugin[0].partition("#sha256=")[2],)
+    validate(Config())
+    assert "staircase" not in registered_names()["partition"]
+    assert active_plugins() == ()
+    with pytest.raises(ConfigError, match="unknown name in --partition 'staircase'; known: dirichlet, iid, quantity"):
+        validate(with_values(Config(), {"partition": "staircase"}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_takes_a_name_and_refuses_one_that_any_registry_of_these_names_has(
+    plugin: Callable[..., str], kind: str
+) -> None:
+    taken = registered_names()[kind][0]
+    load_plugins((plugin(f"register({kind!r}, 'entry-of-mine')(0)\n"),))
+    assert "entry-of-mine" in registered_names()[kind]
+    path = plugin(f"register({kind!r}, 'another')(0)\nregister({kind!r}, {taken!r})(0)\n", "taken.py")
+    with pytest.raises(ConfigError, match=f"taken.py registers the {kind} '{taken}', a name that is taken"):
+        load_plugins((path,))
+    assert "another" not in registered_names()[kind]
+    assert "entry-of-mine" not in registered_names()[kind]
+
+
+def test_a_strategy_does_not_take_the_name_of_a_method(plugin: Callable[..., str]) -> None:
+    with pytest.raises(ConfigError, match="registers the strategy 'ditto', a name that is taken"):
+        load_plugins((plugin("register('strategy', 'ditto')(0)\n"),))
+
+
+def test_two_plugins_do_not_take_one_name(plugin: Callable[..., str]) -> None:
+    one = plugin("register('partition', 'mine')(1)\n", "one.py")
+    two = plugin("register('partition', 'mine')(2)\n", "two.py")
+    with pytest.raises(ConfigError, match=r"two.py registers the partition 'mine', a name that is taken"):
+        load_plugins((one, two))
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("1 / 0\n", r"cannot be imported \(line 2: ZeroDivisionError: division by zero\); mend it"),
+        ("def (:\n", r"cannot be imported \(line 2: SyntaxError: invalid syntax"),
+        ("import no_such_module\n", r"cannot be imported \(line 2: ModuleNotFoundError: No module named"),
+        ("raise SystemExit(0)\n", r"cannot be imported \(line 2: SystemExit: 0\)"),
+        ("", "registers nothing; give it a line such as @register"),
+        ("register('partition', 'iid')(0)\n", "registers the partition 'iid', a name that is taken; give it another"),
+        ("register('partitions', 'mine')(0)\n", "unknown kind of registration 'partitions'; did you mean 'partition'"),
+        ("register('partition', 'a b')(0)\n", "a partition has the name 'a b'; allowed: letters, digits"),
+    ],
+)
+def test_a_plugin_that_is_of_no_use_ends_the_command_with_one_line(
+    plugin: Callable[..., str], capsys: pytest.CaptureFixture[str], code: str, message: str, tmp_path: Path
+) -> None:
+    path = plugin(code)
+    assert main(["run", "--plugin", path, "--runs-dir", str(tmp_path / "runs")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"atlas: the plug-in {path} ")
+    with pytest.raises(ConfigError, match=message):
+        load_plugins((path,))
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (
+            ("nowhere.py",),
+            r"the plug-in nowhere.py cannot be read \(No such file or directory\); give --plugin a Python",
+        ),
+        (("no_such_module",), "--plugin 'no_such_module' is no module that can be imported"),
+        (("__main__",), "is no module that can be imported"),
+        ((str(EXAMPLE), str(EXAMPLE)), "twice; name a plug-in once"),
+        (("json",), "the plug-in json cannot be used: its module was imported before"),
+    ],
+)
+def test_what_is_no_plugin_is_refused_in_a_line(names: tuple[str, ...], message: str) -> None:
+    assert json
+    with pytest.raises(ConfigError, match=message) as raised:
+        load_plugins(names)
+    assert "\n" not in str(raised.value)
+
+
+def test_nothing_is_registered_from_a_script() -> None:
+    with pytest.raises(ConfigError, match=r"register\('term', 'mine'\) was called outside of a plug-in"):
+        register("term", "mine")(fedprox)
+    assert "mine" not in registered_names()["term"]
+
+
+def test_another_process_refuses_what_a_script_put_into_a_registry() -> None:
+    names = registered_names()
+    check_registered(names)
+    with pytest.raises(ConfigError, match="the term 'noise' was put into a registry by hand and does not reach other"):
+        check_registered({**names, "term": [*names["term"], "noise"]})
+
+
+def test_the_digest_is_part_of_the_identity_and_the_place_is_not(tmp_path: Path) -> None:
+    copy = shutil.copy(EXAMPLE, tmp_path / "elsewhere.py")
+    here, there = (validate(with_values(Config(), {"plugin": [str(path)]})) for path in (EXAMPLE, copy))
+    assert config_hash(here) == config_hash(there) != config_hash(validate(Config()))
+    assert config_hash(here) == pinned_hash(with_values(Config(), {"plugin": [str(copy)]}), origin="fed.toml")
+    Path(copy).write_text(EXAMPLE.read_text() + "\n")
+    changed = validate(with_values(Config(), {"plugin": [str(copy)]}))
+    assert config_hash(changed) != config_hash(here)
+    assert differences(here, changed) == {"plugin": (here.run.plugin, changed.run.plugin)}
+    digest = here.run.plugin[0].partition("#sha256=")[2]
+    assert provenance_of(here, (), {}, {})["settings"]["plugin"] == [digest]
+    assert parse_config(to_toml(here), origin="config.toml") == here
+
+
+def test_another_content_than_the_settings_say_is_refused(plugin: Callable[..., str]) -> None:
+    path = plugin("register('partition', 'mine')(1)\n")
+    pinned = pin_plugins((path,))
+    plugin("register('partition', 'mine')(2)\n")
+    with pytest.raises(ConfigError, match=r"own.py was altered: its SHA-256 begins with [0-9a-f]{16}, and that of the"):
+        load_plugins(pinned)
+
+
+def test_a_file_that_changes_between_two_runs_of_a_process_is_read_again(plugin: Callable[..., str]) -> None:
+    from atlas_fl.data.partition import PARTITIONS
+
+    load_plugins((plugin("register('partition', 'mine')(1)\n"),))
+    load_plugins((plugin("register('partition', 'mine')(2)\n"),))
+    assert PARTITIONS["mine"] == 2  # type: ignore[comparison-overlap]
+
+
+def test_a_file_defines_dataclasses_and_is_run_once_in_a_process(plugin: Callable[..., str]) -> None:
+    code = "from __future__ import annotations\n" + HEAD + "from dataclasses import dataclass\n@dataclass\nclass A:\n"
+    path = Path(plugin(""))
+    path.write_text(code + "    x: int = 1\nregister('partition', 'mine')(A())\n")
+    load_plugins((str(path),))
+    first = sys.modules[f"atlas_fl_plugin_{active_plugins()[0]}"]
+    load_plugins(())
+    load_plugins((str(path),))
+    assert sys.modules[f"atlas_fl_plugin_{active_plugins()[0]}"] is first
+
+
+def package(folder: Path, name: str) -> Path:
+    """A package that registers a partition in one module and computes it in another."""
+    root = folder / name
+    root.mkdir()
+    (root / "__init__.py").write_text("")
+    (root / "helper.py").write_text("VALUE = 1\n")
+    (root / "plugin.py").write_text(
+        HEAD + f"from {name}.helper import VALUE\nregister('partition', '{name}-part')(VALUE)\n"
+    )
+    return root
+
+
+def test_the_digest_of_a_module_is_of_all_files_of_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = package(tmp_path, "atlas_test_package")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    pinned = load_plugins(("atlas_test_package.plugin",))
+    assert "atlas_test_package-part" in registered_names()["partition"]
+    (root / "helper.py").write_text("VALUE = 2\n")
+    with pytest.raises(ConfigError, match=r"the plug-in atlas_test_package.plugin was altered"):
+        load_plugins(pinned)
+    with pytest.raises(ConfigError, match="its module was imported before, or has changed since; start Python again"):
+        load_plugins(("atlas_test_package.plugin",))
+
+
+def test_an_entry_point_is_named_by_its_name_and_loaded_only_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package(tmp_path, "atlas_test_installed")
+    info = tmp_path / "atlas_test_installed-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: atlas-test-installed\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[atlas_fl]\nmy-parts = atlas_test_installed.plugin\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    validate(Config())
+    assert "atlas_test_installed" not in sys.modules
+    with pytest.raises(ConfigError, match=r"'my-part' is no module .*\(my-parts are\)"):
+        load_plugins(("my-part",))
+    (pinned,) = load_plugins(("my-parts",))
+    assert pinned.startswith("my-parts#sha256=")
+    assert "atlas_test_installed-part" in registered_names()["partition"]
+
+
+def test_a_run_does_not_bring_its_own_code(tmp_path: Path) -> None:
+    inside = tmp_path / "run" / "evil.py"
+    inside.parent.mkdir()
+    inside.write_text("raise AssertionError\n")
+    link = tmp_path / "link.py"
+    link.symlink_to(inside)
+    for path in (inside, link):
+        with pytest.raises(ConfigError, match="lies in the folder of the run that names it"):
+            load_plugins((str(path),), outside=tmp_path / "run")
+
+
+def test_plugins_are_told_apart_from_a_list_of_words_that_is_none() -> None:
+    config = Config()
+    with pytest.raises(ConfigError, match=r"--plugin is 'x\.py'; allowed: a list of texts"):
+        validate(replace(config, run=replace(config.run, plugin="x.py")))  # type: ignore[arg-type]
