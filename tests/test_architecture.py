@@ -23,7 +23,6 @@ OWNERS = {
     "grpc": "runtime/transport/",
     "tyro": "cli/",
     "tomlkit": "config/",
-    "matplotlib": "report/",
     "platformdirs": "storage/",
     "psutil": ("experiment/summary.py", "storage/downloads.py"),
     "rouge_score": "data/",
@@ -39,7 +38,7 @@ OWNERS = {
     "yaml": "config/",
     "packaging": "storage/extras.py",
     "jinja2": "report/html/elements.py",
-    "vl_convert": "report/html/elements.py",
+    "vl_convert": ("report/drawing.py", "report/html/elements.py"),
 }
 """The only place that may import a package."""
 
