@@ -1,7 +1,6 @@
 """Figures as files: the charts and tables of a page as one Vega-Lite specification, and that as PNG and PDF.
 
-In: elements of `report.html`. Out: the bytes of an image, which are the same for the same elements.
-vl-convert draws without a network and in a font of its own.
+In: elements of `report.html`. Out: a drawing, and its files. vl-convert draws without a network, in a font of its own.
 """
 
 import struct
@@ -29,6 +28,7 @@ HEADING = 14
 LETTER = 5.2
 """Points of a letter of a note, on average."""
 FONT = "Liberation Sans, sans-serif"
+"""In one weight: a PDF names several faces in an order that differs from one drawing to the next."""
 PROPERTIES_OF_OBJECTS = frozenset(
     (
         *("constructor", "hasOwnProperty", "isPrototypeOf", "propertyIsEnumerable", "toLocaleString", "toString"),
@@ -63,7 +63,14 @@ def figure_spec(blocks: Sequence[Chart | Table], *, columns: int = 1, empty: str
 
 def _view(block: Chart | Table, *, width: int) -> Spec:
     element = block if isinstance(block, Chart) else _table_chart(block)
-    title = {"text": element.title, "anchor": "start", "fontSize": 13, "color": "var(--ink)", "offset": 12}
+    title = {
+        "text": element.title,
+        "anchor": "start",
+        "fontSize": 14,
+        "fontWeight": "normal",
+        "color": "var(--ink)",
+        "offset": 12,
+    }
     if element.note:
         title |= {
             "subtitle": wrap(element.note, int(width / LETTER)),
@@ -142,7 +149,10 @@ def save_png(svg: str, path: Path, *, within: Path | None = None) -> Path:
 
 
 def save_pdf(svg: str, path: Path, *, within: Path | None = None) -> Path:
-    """Write a figure as PDF in one step and return its path, as `save_png`."""
+    """Write a figure as PDF in one step and return its path, as `save_png`.
+
+    The same figure gives the same bytes unless its names need the letters of further fonts.
+    """
     write_atomic(path, vl_convert.svg_to_pdf(svg), within=within)
     return path
 

@@ -278,7 +278,7 @@ def _score_chart(rows: Sequence[Row], *, index: int, task: str) -> Chart:
         },
         {
             "data": {"name": "last"},
-            "mark": {"type": "text", "align": "left", "dx": 6, "fontWeight": "bold", "color": colour(index)},
+            "mark": {"type": "text", "align": "left", "dx": 6, "color": colour(index)},
             "encoding": {"text": {"field": "value", "type": "quantitative", "format": ".3f"}},
         },
     ]
