@@ -146,9 +146,10 @@ def test_names_that_would_do_harm_are_words_of_a_figure(make_run) -> None:
     assert {NAMES["pairs-1"], NAMES["trec-2"]} <= {line.removesuffix("\u200b") for line in text.split("\n")}
 
 
-def test_a_table_without_rows_and_columns_of_long_names_are_drawn() -> None:
+def test_a_table_with_a_long_heading_is_drawn() -> None:
     table = Table(title="Title", columns=("one two three four", "five"), rows=[["a", "b"]], footer=[["c", "d"]])
-    assert text_of(draw([table])).split("\n")[-4:] == ["a", "b", "c", "d"]
+    lines = text_of(draw([table])).split("\n")
+    assert [line for line in lines if line in "abcd"] == ["a", "b", "c", "d"]
     assert overlaps(draw([table])) == []
 
 

@@ -3,9 +3,11 @@
 In: elements of `report.html`. Out: a drawing, and its files. vl-convert draws without a network, in a font of its own.
 """
 
+import re
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -28,7 +30,8 @@ HEADING = 14
 LETTER = 5.2
 """Points of a letter of a note, on average."""
 FONT = "Liberation Sans, sans-serif"
-"""In one weight: a PDF names several faces in an order that differs from one drawing to the next."""
+FADED = 0.4
+"""Opacity of lines that lie over each other."""
 PROPERTIES_OF_OBJECTS = frozenset(
     (
         *("constructor", "hasOwnProperty", "isPrototypeOf", "propertyIsEnumerable", "toLocaleString", "toString"),
@@ -42,7 +45,9 @@ def draw(blocks: Sequence[Chart | Table], *, columns: int = 1, empty: str = "") 
     """Draw these charts and tables as one SVG, so many in a row; or a sentence where there is none."""
     colours = {f"var(--{name})": value for name, value in theme_colours("light").items()}
     spec = _resolve(figure_spec(blocks, columns=columns, empty=empty), colours)
-    return str(vl_convert.vegalite_to_svg(spec, allowed_base_urls=[]))
+    svg = str(vl_convert.vegalite_to_svg(spec, allowed_base_urls=[]))
+    numbers = list(dict.fromkeys(re.findall(r"gradient_\d+", svg)))  # counted on from one drawing to the next
+    return re.sub(r"gradient_\d+", lambda found: f"gradient_{numbers.index(found[0])}", svg)
 
 
 def figure_spec(blocks: Sequence[Chart | Table], *, columns: int = 1, empty: str = "") -> Spec:
@@ -52,7 +57,8 @@ def figure_spec(blocks: Sequence[Chart | Table], *, columns: int = 1, empty: str
         sentence = {"type": "text", "text": empty, "fontSize": 13}
         views = [{"data": {"values": [{}]}, "mark": sentence, "width": WIDTH, "height": 160}]
     return {
-        "config": CONFIG | {"font": FONT, "background": "var(--ground)"},
+        "config": CONFIG
+        | {"font": FONT, "background": "var(--ground)", "point": {"opacity": 1}, "tick": {"opacity": 1}},
         "padding": 14,
         "concat": views,
         "columns": columns,
@@ -89,8 +95,11 @@ def _still(node: Any, data: Mapping[str, Sequence[Mapping[str, Any]]]) -> Any:
         return node
     if "param" in node.get("condition", ()):
         return {"value": node["condition"]["value"]}
-    if isinstance(node.get("opacity"), dict):  # a line with an opacity is drawn on a layer as large as the image
-        node = {**node, "opacity": {"value": 1}} | dict.fromkeys(("strokeOpacity", "fillOpacity"), node["opacity"])
+    if isinstance(node.get("opacity"), dict):
+        value = _still(node["opacity"], data)["value"]
+        node = {**node, "opacity": {"value": 1}, "strokeOpacity": {"value": 1 if value == 1 else FADED}}
+    elif "opacity" in node:
+        node = {**node, "opacity": 1}
     kept = {key: _still(value, data) for key, value in node.items() if key not in ("params", "tooltip")}
     if "name" in node.get("data", ()):
         kept["data"] = {"values": [dict(row) for row in data[node["data"]["name"]]]}
@@ -149,11 +158,13 @@ def save_png(svg: str, path: Path, *, within: Path | None = None) -> Path:
 
 
 def save_pdf(svg: str, path: Path, *, within: Path | None = None) -> Path:
-    """Write a figure as PDF in one step and return its path, as `save_png`.
+    """Write a figure as PDF in one step and return its path, unless this figure lies there already.
 
-    The same figure gives the same bytes unless its names need the letters of further fonts.
+    vl-convert lists colours and faces of a PDF in no fixed order, so the last line has the digest of the drawing.
     """
-    write_atomic(path, vl_convert.svg_to_pdf(svg), within=within)
+    mark = f"\n% ATLAS {sha256(svg.encode()).hexdigest()}\n".encode()
+    if not (path.is_file() and read_named_file(path, max_bytes=memory_bytes()).endswith(mark)):
+        write_atomic(path, vl_convert.svg_to_pdf(svg) + mark, within=within)
     return path
 
 
