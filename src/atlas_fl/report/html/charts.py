@@ -171,7 +171,7 @@ def of_clients(spec: Spec, rows: Sequence[Mapping[str, Any]], tasks: Sequence[st
         "encoding": {
             "x": {"value": 0},
             "x2": {"value": "width"},
-            "y": {**y, "bandPosition": 0},
+            "y": {name: y[name] for name in y if name != "scale"} | {"bandPosition": 0},
         },
     }
     further = {
@@ -179,7 +179,8 @@ def of_clients(spec: Spec, rows: Sequence[Mapping[str, Any]], tasks: Sequence[st
         "layer": [*spec["layer"], bar, *([edge] if starts else [])],
         "resolve": {"scale": {"color": "independent"}},
     }
-    return spec | further, {"clients": rows} | ({"starts": starts} if starts else {})
+    bars = [{"client": row["client"], "task": row["task"]} for row in rows]
+    return spec | further, {"clients": bars} | ({"starts": starts} if starts else {})
 
 
 def class_axis(classes: Sequence[Any]) -> Spec:

@@ -332,16 +332,20 @@ def _pair_map(record: Record, rows: Sequence[Row], *, name: str, title: str) -> 
         tooltip=known,
         domain=(min(0.0, *values), max(values)),
     )
-    spec, beside = of_clients(heat, members, record.tasks)
+    is_graph = name == "weight"
+    spec, beside = of_clients(heat, members, record.tasks) if is_graph else (heat, {})
     if "starts" in beside:
-        x = {**heat["encoding"]["x"], "field": "client", "bandPosition": 0}
+        x = {name: value for name, value in heat["encoding"]["x"].items() if name != "scale"}
+        x |= {"field": "client", "bandPosition": 0}
         encoding = {"x": x, "y": {"value": 0}, "y2": {"value": "height"}}
         spec["layer"].append({"data": {"name": "starts"}, "mark": {"type": "rule", "color": INK}, "encoding": encoding})
     return [
         Chart(
             name=name,
             title=title,
-            note="lines between clusters; " + (_edges(rows, order) if name == "weight" else "on both axes alike"),
+            note=f"lines between clusters; {_edges(rows, order)}"
+            if is_graph
+            else "clients by cluster, on both axes alike",
             spec=spec,
             data={"rows": [row for row in rows if row["client"] != row["other"]], **beside},
             is_wide=len(order) > 12,
