@@ -22,7 +22,6 @@ OWNERS = {
     "ray": "runtime/ray.py",
     "grpc": "runtime/transport/",
     "tomlkit": "config/",
-    "matplotlib": "report/",
     "platformdirs": "storage/",
     "psutil": ("experiment/summary.py", "storage/downloads.py"),
     "rouge_score": "data/",
@@ -38,7 +37,7 @@ OWNERS = {
     "yaml": "config/",
     "packaging": "storage/extras.py",
     "jinja2": "report/html/elements.py",
-    "vl_convert": "report/html/elements.py",
+    "vl_convert": ("report/drawing.py", "report/html/elements.py"),
 }
 """The only place that may import a package."""
 

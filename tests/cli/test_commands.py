@@ -124,7 +124,7 @@ def in_a_process(code: str) -> subprocess.CompletedProcess[str]:
 def test_help_imports_nothing_heavy(words: list[str]) -> None:
     done = in_a_process(
         f"import sys; from atlas_fl.cli.main import main; main({words}); "
-        "print(sorted({'torch', 'numpy', 'transformers', 'matplotlib', 'sklearn'} & set(sys.modules)))"
+        "print(sorted({'torch', 'numpy', 'transformers', 'vl_convert', 'sklearn'} & set(sys.modules)))"
     )
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
 

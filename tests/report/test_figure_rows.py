@@ -3,10 +3,12 @@ import json
 from io import StringIO
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
+from sklearn.decomposition import PCA
 
-from atlas_fl.report.figure_rows import EVERY_CLIENT, ROWS, to_csv
+from atlas_fl.report.figure_rows import EVERY_CLIENT, ROWS, principal_components, to_csv
 from atlas_fl.report.figures import FIGURES, MEASURED, draw_all
 from atlas_fl.report.record import read_record
 
@@ -62,3 +64,21 @@ def test_csv_keeps_every_digit_and_quotes_what_needs_it() -> None:
         ["d\ne", "", "1"],
     ]
     assert to_csv([]) == ""
+
+
+def test_principal_components_agree_with_scikit_learn() -> None:
+    draw = np.random.default_rng(0)
+    first, second = draw.normal(size=(2, 12, 30))
+    one, two, shares = principal_components(first, second)
+    model = PCA(n_components=2, svd_solver="full").fit((first + second) / 2)
+    expected = model.transform((first + second) / 2)
+    np.testing.assert_allclose(np.abs((one + two) / 2), np.abs(expected), atol=1e-10)
+    np.testing.assert_allclose(np.abs(one), np.abs(model.transform(first)), atol=1e-10)
+    np.testing.assert_allclose(shares, model.explained_variance_ratio_)
+
+
+def test_two_clients_have_one_component() -> None:
+    one, two, shares = principal_components(np.array([[0.0, 1.0], [0.0, 3.0]]), np.array([[0.0, 1.0], [0.0, 3.0]]))
+    np.testing.assert_allclose(one, [[-1, 0], [1, 0]], atol=1e-12)
+    np.testing.assert_allclose(two, one)
+    np.testing.assert_allclose(shares, [1, 0], atol=1e-12)

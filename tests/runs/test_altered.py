@@ -49,8 +49,8 @@ def read(folder: Path, number: int) -> Mapping[str, Callable[[], Any]]:
 
     def drawn() -> None:
         record = read_record(folder)
-        for draw in FIGURES.values() if number % DRAWN_EVERY == 0 else ():
-            draw(record)
+        for figure in FIGURES.values() if number % DRAWN_EVERY == 0 else ():
+            figure.draw(figure.section(record))
 
     def gone_on_with() -> None:
         if RunFolder(folder).summary.exists():

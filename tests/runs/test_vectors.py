@@ -29,7 +29,6 @@ from atlas_fl.models.vision import image_logits, preprocess
 from atlas_fl.sparse.task_vectors import apply_vector, merge_vectors
 from atlas_fl.storage.jsonl import read_json, write_json
 from atlas_fl.storage.run_folder import RunFolder
-from tests.report.test_plots import overlaps
 
 NAMES = ("seed 42", "seed 7")
 
@@ -194,11 +193,3 @@ def test_runs_of_different_models_need_a_base(runs: dict[str, TrainedRun]) -> No
     )
     with pytest.raises(ConfigError, match=r"began with different models .*dinov2-vits14.; say with --base"):
         base_weights([runs["seed 42"], moved])
-
-
-@pytest.mark.parametrize("count", [1, 8])
-def test_no_words_of_the_figure_cover_each_other(count: int) -> None:
-    from atlas_fl.report.mask_figures import draw_scales
-
-    names = [f"tasks fashion_mnist, seed {seed}" for seed in range(count)]
-    assert overlaps(draw_scales({scale: dict.fromkeys(names, scale) for scale in (0.0, 0.25, 1.0)})) == []

@@ -404,21 +404,21 @@ def _figures(options: MasksOptions, files: Mapping[Path, Path]) -> Path:
 
 def _draw(masks_by_name: Mapping[str, Mapping[str, Any]], *, folder: Path) -> list[Path]:
     from atlas_fl.params import num_values
-    from atlas_fl.report.mask_figures import draw_density, draw_overlap
-    from atlas_fl.report.style import save_beside, save_figure
+    from atlas_fl.report.drawing import draw, save_beside, save_png
+    from atlas_fl.report.mask_charts import density_chart, overlap_chart
     from atlas_fl.sparse.masks import density_by_layer, num_kept, overlap
     from atlas_fl.storage.run_folder import RunFolder
 
     is_of_run = RunFolder(folder.parent).is_run() and folder.name == "figures"
     within = folder.parent if is_of_run else folder
-    save = partial(save_figure if is_of_run else save_beside, within=within)
+    save = partial(save_png if is_of_run else save_beside, within=within)
     shares = [num_kept(mask) / num_values(mask) for mask in masks_by_name.values()]
     common = shares[0] if max(shares) - min(shares) < 1e-3 else None
-    density = draw_density({name: density_by_layer(mask) for name, mask in masks_by_name.items()}, share=common)
-    paths = [save(density, folder / "masks-density.png")]
+    density = density_chart({name: density_by_layer(mask) for name, mask in masks_by_name.items()}, share=common)
+    paths = [save(draw([density]), folder / "masks-density.png")]
     if len(masks_by_name) > 1:
-        figure = draw_overlap(list(masks_by_name), overlap(list(masks_by_name.values())), densities=shares)
-        paths.append(save(figure, folder / "masks-overlap.png"))
+        chart = overlap_chart(list(masks_by_name), overlap(list(masks_by_name.values())), densities=shares)
+        paths.append(save(draw([chart]), folder / "masks-overlap.png"))
     return paths
 
 
@@ -518,8 +518,8 @@ def _write_model(
     to: Path,
 ) -> Iterator[str]:
     from atlas_fl.experiment.task_arithmetic import best_scale, save_merged
-    from atlas_fl.report.mask_figures import draw_scales, scales_csv
-    from atlas_fl.report.style import save_figure
+    from atlas_fl.report.drawing import draw, save_png
+    from atlas_fl.report.mask_charts import scales_chart, scales_csv
     from atlas_fl.sparse.task_vectors import apply_vector
     from atlas_fl.storage.folder_access import write_atomic
 
@@ -529,4 +529,4 @@ def _write_model(
         yield f"wrote {folder}: scale {best.scale:g}, the best on validation images"
     write_atomic(to / "scales.csv", scales_csv(tested, {row.scale: row.validation for row in rows}).encode())
     yield f"the table as CSV: {to / 'scales.csv'}"
-    yield f"and as a figure: {save_figure(draw_scales(tested), to / 'scales.png')}"
+    yield f"and as a figure: {save_png(draw([scales_chart(tested)]), to / 'scales.png')}"

@@ -369,12 +369,13 @@ def _show_comparison(points: Sequence[Point], folders: Sequence[Path], *, path: 
 
 
 def _draw(points: Sequence[Point], folders: Sequence[Path], *, path: Path, note: str) -> Path:
-    from atlas_fl.report.style import save_figure, save_vector
-    from atlas_fl.report.sweep import draw_sweep, read_sweep_scores
+    from atlas_fl.report.drawing import draw, save_pdf, save_png
+    from atlas_fl.report.sweep import read_sweep_scores, sweep_chart
 
-    figure = draw_sweep(read_sweep_scores([point.changes for point in points], folders), note=note)
-    save_vector(figure, path.with_suffix(".pdf"))
-    return save_figure(figure, path)
+    chart = sweep_chart(read_sweep_scores([point.changes for point in points], folders), note=note)
+    figure = draw([] if chart is None else [chart], empty="no run of this sweep has test scores")
+    save_pdf(figure, path.with_suffix(".pdf"))
+    return save_png(figure, path)
 
 
 def local_runs(points: Sequence[Point], folders: Sequence[Path]) -> dict[str, list[Path]]:

@@ -4,6 +4,7 @@ A row is a mapping from column to text or number; the columns of one figure are 
 does not hold has no row.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -77,6 +78,12 @@ def similarity_rows(record: Record) -> list[Row]:
     return pair_rows(record, (record.plan.get("clustering") or {}).get("similarity"), name="similarity")
 
 
+def member_rows(record: Record) -> list[Row]:
+    """Task and cluster of every client, in the order of the heat maps."""
+    clients = [record.clients[index] for index in record.sorted_clients]
+    return [{"client": name, "task": record.task_of[name], "cluster": record.cluster_of[name]} for name in clients]
+
+
 def component_rows(record: Record, places: np.ndarray, *, names: tuple[str, str] = ("x", "y")) -> list[Row]:
     """Where each client lies, (clients, 2), with its task and cluster."""
     return [
@@ -90,11 +97,26 @@ def sketch_rows(record: Record) -> list[Row]:
     """The principal components of every client's sketch: the mean of its two halves, and both halves."""
     if record.sketches is None:
         return []
-    from atlas_fl.report.graph_figures import principal_components
-
     first, second, _ = principal_components(*record.sketches)
     halves = [dict(zip(("x1", "y1", "x2", "y2"), (*a, *b))) for a, b in zip(first.tolist(), second.tolist())]
     return [row | half for row, half in zip(component_rows(record, (first + second) / 2), halves)]
+
+
+def principal_components(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Both halves on the first two principal components of their means, (n, 2) each, and the shares of variance (2,).
+
+    Sketches are (n, dim). With fewer than three clients the missing components are zero.
+    """
+    mean = (first.astype(np.float64) + second.astype(np.float64)) / 2
+    centre = mean.mean(axis=0)
+    _, sizes, directions = np.linalg.svd(mean - centre, full_matrices=False)
+    axes = np.zeros((2, mean.shape[1]))
+    axes[: len(directions[:2])] = directions[:2]
+    axes *= np.where(axes[np.arange(2), np.abs(axes).argmax(axis=1)] < 0, -1.0, 1.0)[:, None]  # the sign is free
+    shares = np.zeros(2)
+    variance = np.square(sizes)
+    shares[: len(variance[:2])] = variance[:2] / max(float(variance.sum()), 1e-300)
+    return (first - centre) @ axes.T, (second - centre) @ axes.T, shares
 
 
 def rank_rows(record: Record) -> list[Row]:
@@ -144,6 +166,11 @@ def sharing_rows(record: Record) -> list[Row]:
     latest = {(row["client"], row["parameters"]): row for row in record.sharing}
     shown = ("client", "parameters", "own_share", "effective_clients", "variance_over_noise", "round")
     return [{name: row.get(name) for name in shown} for row in latest.values()]
+
+
+def group_order(group: str) -> tuple[bool, list[int], str]:
+    """The place of a group of parameters: layers by their number, heads after all of them."""
+    return group == "head", [int(number) for number in re.findall(r"\d+", group)], group
 
 
 def mask_rows(record: Record) -> list[Row]:

@@ -1,39 +1,75 @@
-"""draw_all: all figures of a run. It loads matplotlib; import it where figures are wanted and nowhere else."""
+"""draw_all: all figures of a run as files, each made of charts and tables of its page."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
-from atlas_fl.report import graph_figures, mask_figures, run_figures
+from atlas_fl.report.drawing import draw, save_pdf, save_png
 from atlas_fl.report.figure_rows import ROWS, to_csv
+from atlas_fl.report.html.elements import Chart, Section, Table
+from atlas_fl.report.html.run_clients import data_of_clients, likeness, moving_weights, ranks, sharing
+from atlas_fl.report.html.run_costs import leakage, traffic
+from atlas_fl.report.html.run_scores import convergence
 from atlas_fl.report.record import Record, read_record
-from atlas_fl.report.style import save_figure, save_vector
 from atlas_fl.storage.folder_access import write_atomic
 from atlas_fl.storage.run_folder import find_run
 
-FIGURES: dict[str, Callable[[Record], Figure]] = {
-    "convergence": run_figures.draw_convergence,
-    "scores": run_figures.draw_scores,
-    "adjacency": graph_figures.draw_adjacency,
-    "clusters": graph_figures.draw_clusters,
-    "ranks": run_figures.draw_ranks,
-    "bytes": run_figures.draw_traffic,
-    "classes": run_figures.draw_label_distribution,
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A figure of a run: the blocks of one section of its page whose names begin like this."""
+
+    section: Callable[[Record], Section | None]
+    charts: tuple[str, ...]
+    """Names of charts up to their number, and titles of tables."""
+    empty: str
+    """What a figure says where the run has nothing to show."""
+    columns: int = 1
+
+    def draw(self, section: Section | None) -> str:
+        """The figure as SVG, from its section of the page."""
+        blocks = [] if section is None else section.blocks
+        shown = [block for block in blocks if isinstance(block, Chart | Table) and _name(block) in self.charts]
+        return draw(shown, columns=self.columns, empty=self.empty)
+
+
+def _name(block: Chart | Table) -> str:
+    return block.title if isinstance(block, Table) else block.name.rstrip("-0123456789")
+
+
+def _traffic(record: Record) -> Section | None:
+    return traffic(record, None)
+
+
+FIGURES: dict[str, Figure] = {
+    "convergence": Figure(
+        section=convergence, charts=("score", "loss"), columns=2, empty="no round has been evaluated yet"
+    ),
+    "scores": Figure(section=convergence, charts=("scores",), empty="no round has been evaluated yet"),
+    "adjacency": Figure(section=likeness, charts=("weight",), empty="the plan holds no graph"),
+    "clusters": Figure(
+        section=likeness,
+        charts=("clusters", "Numbers of clusters that were weighed"),
+        empty="no sketches were clustered in this run",
+    ),
+    "ranks": Figure(section=ranks, charts=("ranks",), empty="the plan holds no ranks"),
+    "bytes": Figure(section=_traffic, charts=("bytes", "By kind of message"), empty="this run sent nothing"),
+    "classes": Figure(section=data_of_clients, charts=("classes",), empty="no task of this run has classes"),
 }
-"""A figure by the name of its file."""
+"""A figure by the name of its file; where a run lacks what it shows, the file holds a sentence that says so."""
 
 OF_ADAPTERS = frozenset({"adjacency", "clusters", "ranks"})
 """Those of `FIGURES` that whole models have nothing for: they are not fingerprinted and have no ranks."""
 
-MEASURED: dict[str, tuple[Callable[[Record], bool], Callable[[Record], Figure]]] = {
-    "leakage": (lambda record: bool(record.plan.get("leakage")), mask_figures.draw_leakage),
-    "sharing": (lambda record: bool(record.sharing), graph_figures.draw_sharing),
-    "mask": (lambda record: bool((record.plan.get("sparse") or {}).get("layers")), mask_figures.draw_mask),
-    "by-class": (lambda record: any("classes" in row for row in record.metrics), run_figures.draw_accuracy_by_class),
+MEASURED: dict[str, Figure] = {
+    "leakage": Figure(section=leakage, charts=("leakage",), empty=""),
+    "sharing": Figure(section=sharing, charts=("sharing", "By group of parameters"), empty=""),
+    "mask": Figure(section=moving_weights, charts=("mask",), empty=""),
+    "by-class": Figure(section=convergence, charts=("by-class",), empty="no test images have been scored yet"),
 }
-"""Figures of what only some runs measure, by the name of their file: whether this one does, and the figure."""
+"""Figures of what only some runs measure, by the name of their file: drawn where `ROWS` has numbers for them."""
 
 
 def draw_all(run_dir: Path | str) -> list[Path]:
@@ -48,17 +84,26 @@ def draw_all(run_dir: Path | str) -> list[Path]:
     """
     folder = find_run(run_dir)
     record = read_record(folder.path)
-    figures = {name: draw for name, draw in FIGURES.items() if record.has_adapters or name not in OF_ADAPTERS}
-    figures |= {name: draw for name, (holds, draw) in MEASURED.items() if holds(record)}
+    sections = cache(lambda section: section(record))
     return [
-        _save(draw(record), folder.figures / f"{name}.png", rows=ROWS[name](record), within=folder.path)
-        for name, draw in figures.items()
+        _save(
+            figure.draw(sections(figure.section)),
+            folder.figures / f"{name}.png",
+            rows=ROWS[name](record),
+            within=folder.path,
+        )
+        for name, figure in figures_of(record).items()
     ]
 
 
-def _save(figure: Figure, path: Path, *, rows: Sequence[Mapping[str, Any]], within: Path) -> Path:
+def figures_of(record: Record) -> dict[str, Figure]:
+    """The figures that this run has."""
+    always = {name: figure for name, figure in FIGURES.items() if record.has_adapters or name not in OF_ADAPTERS}
+    return always | {name: figure for name, figure in MEASURED.items() if ROWS[name](record)}
+
+
+def _save(svg: str, path: Path, *, rows: Sequence[Mapping[str, Any]], within: Path) -> Path:
     """Write a figure as PNG and PDF, and its numbers as CSV, in the folder of a run; the path of the PNG."""
-    save_figure(figure, path, within=within)
-    save_vector(figure, path.with_suffix(".pdf"), within=within)
+    save_pdf(svg, path.with_suffix(".pdf"), within=within)
     write_atomic(path.with_suffix(".csv"), to_csv(rows).encode(), within=within)
-    return path
+    return save_png(svg, path, within=within)

@@ -1,4 +1,4 @@
-"""Tables, CSV and figures of sweeps and searches: score over a setting, with error bars over seeds."""
+"""Tables, CSV and charts of sweeps and searches: score over a setting, with error bars over seeds."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -7,9 +7,6 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from rich.markup import escape
 from rich.table import Table
 
@@ -17,7 +14,9 @@ from atlas_fl.experiment.search import SearchResult, Trial
 from atlas_fl.report.csv_text import format_csv
 from atlas_fl.report.finished_runs import read_summary
 from atlas_fl.report.format import add_columns, new_table, number
-from atlas_fl.report.style import MARKERS, TASK_COLOURS, TICK_SIZE, annotate, new_figure, tidy
+from atlas_fl.report.html.charts import TALLEST, Spec, category, chart, colours, quantity, tips
+from atlas_fl.report.html.elements import Chart, Row
+from atlas_fl.report.html.palette import colour
 
 EVENLY = "iid"
 """The end of an axis of classes per client: all of them."""
@@ -124,87 +123,71 @@ def _sort_values(values: Sequence[str], lines: Mapping[str, Mapping[str, Cell]])
     return tuple(sorted(values, key=lambda value: means[value], reverse=True))
 
 
-APART = 0.07
-"""Between the points of two lines at one value, in steps of the axis, so that error bars do not cover each other."""
-WIDTH = 8.0
-LETTER, KEY = 0.075, 0.6
-"""Inches of a letter of the legend, and of the sign before a name."""
+def sweep_chart(swept: SweepScores, *, note: str = "") -> Chart | None:
+    """Mean score by value, with error bars over seeds; None where no run has test scores.
 
-
-def draw_sweep(swept: SweepScores, *, note: str = "") -> Figure:
-    """Numbers lie along the bottom and are joined to lines; words stand at the left, the best above.
-
-    Values are evenly spaced, whatever the numbers are.
+    Numbers lie along the bottom and are joined to lines, evenly spaced; words stand at the left, the best above.
     """
-    rows = len(swept.values) if not swept.is_numeric else 0
-    kinds = len(swept.lines)
-    figure = new_figure(
-        width=WIDTH,
-        height=float(np.clip(2.2 + 0.42 * rows * max(1, kinds / 2), 4.6, 12.0)),
+    rows = _rows(swept)
+    if not rows:
+        return None
+    names = list(swept.lines)
+    values = [value if swept.is_numeric else value.replace("_", " ") for value in swept.values]
+    along, across = ("x", "y") if swept.is_numeric else ("y", "x")
+    field = colours("line", None, domain=names, values=[colour(index) for index in range(len(names))])
+    legend = {"columns": 2, "labelLimit": 340, "symbolOpacity": 1} if any(names) else None
+    shared: Spec = {
+        along: category("value", word_of(swept.along) if swept.is_numeric else None, order=values, labelAngle=0),
+        "color": field | {"legend": legend},
+        "tooltip": tips(("line", "of", ""), ("value", word_of(swept.along), ""), ("mean", "mean", ".4f")),
+    }
+    score = quantity("mean", f"test {swept.metric}")
+    dot = {"type": "point", "filled": True}
+    layers: list[Spec] = [{"mark": {**dot, "size": 70, "opacity": 1}, "encoding": {across: score}}]
+    if swept.is_numeric:
+        layers.append({"mark": {"type": "line", "strokeWidth": 2}, "encoding": {across: score}})
+    if swept.seeds > 1:
+        # points of two lines at one value stand apart, so that error bars do not cover each other
+        shared[f"{along}Offset"] = {"field": "line", "type": "nominal", "sort": names, "scale": {"paddingOuter": 3}}
+        bar = {across: score | {"field": "low"}, f"{across}2": {"field": "high"}}
+        layers += [
+            {"mark": {"type": "rule", "strokeWidth": 1.5}, "encoding": bar},
+            {"data": {"name": "seeds"}, "mark": {**dot, "size": 18, "opacity": 0.45}, "encoding": {across: score}},
+        ]
+    lines = len(values) * max(1.0, len(names) / 2)
+    return Chart(
+        name="sweep",
         title=f"Test {swept.metric} over {word_of(swept.along)}",
-        subtitle="; ".join(part for part in (_how(swept), note) if part),
+        note="; ".join(part for part in (_how(swept), note) if part),
+        spec=chart(
+            {"data": {"name": "rows"}, "encoding": shared, "layer": layers},
+            height=300 if swept.is_numeric else int(min(max(160, 30 * lines), TALLEST)),
+        ),
+        data={"rows": rows, "seeds": _rows(swept, by_seed=True)},
     )
-    axes = figure.add_subplot()
-    if not any(cell.scores for cells in swept.lines.values() for cell in cells.values()):
-        annotate(axes, "no run of this sweep has test scores")
-        return figure
-    (_numbers if swept.is_numeric else _words)(axes, swept)
-    if any(swept.lines):
-        columns = int(np.clip(WIDTH // (KEY + LETTER * max(map(len, swept.lines))), 1, kinds))
-        figure.legend(loc="outside lower center", ncols=columns, frameon=False, fontsize=TICK_SIZE)
-    return figure
+
+
+def _rows(swept: SweepScores, *, by_seed: bool = False) -> list[Row]:
+    """A row for each cell that has scores, or for each of its seeds, whose score is then the mean."""
+    return [
+        {
+            "line": line,
+            "value": value if swept.is_numeric else value.replace("_", " "),
+            "mean": mean,
+            "low": cells[value].mean - cells[value].std,
+            "high": cells[value].mean + cells[value].std,
+        }
+        for line, cells in swept.lines.items()
+        for value in swept.values
+        if value in cells and cells[value].scores
+        for mean in (cells[value].scores if by_seed else [cells[value].mean])
+    ]
 
 
 def _how(swept: SweepScores) -> str:
     if swept.seeds < 2:
         return "mean over clients, one seed"
     return f"mean over clients and {swept.seeds} seeds; bars: std over seeds; dots: each seed"
-
-
-def _numbers(axes: Axes, swept: SweepScores) -> None:
-    tidy(axes, x=word_of(swept.along), y=f"test {swept.metric}")
-    for index, (line, cells) in enumerate(swept.lines.items()):
-        positions, shown = _positions(swept, cells, index)
-        colour, marker = _look(index)
-        spread = [cell.std for cell in shown]
-        axes.errorbar(
-            positions, [cell.mean for cell in shown], yerr=spread if any(spread) else None, color=colour, marker=marker,
-            label=line or None, markersize=6, linewidth=1.8, capsize=3, elinewidth=1.2,
-        )  # fmt: skip
-        for position, cell in zip(positions, shown, strict=True):
-            if len(cell.scores) > 1:
-                axes.plot([position] * len(cell.scores), cell.scores, ".", color=colour, alpha=0.45, markersize=5)
-    axes.set_xticks(range(len(swept.values)), labels=list(swept.values))
-    axes.set_xlim(-0.5, len(swept.values) - 0.5)
-
-
-def _words(axes: Axes, swept: SweepScores) -> None:
-    tidy(axes, x=f"test {swept.metric}", grid="x")
-    for index, (line, cells) in enumerate(swept.lines.items()):
-        positions, shown = _positions(swept, cells, index)
-        colour, marker = _look(index)
-        spread = [cell.std for cell in shown]
-        axes.errorbar(
-            [cell.mean for cell in shown], positions, xerr=spread if any(spread) else None, color=colour, marker=marker,
-            label=line or None, markersize=6, linestyle="", capsize=3, elinewidth=1.2,
-        )  # fmt: skip
-        for position, cell in zip(positions, shown, strict=True):
-            if len(cell.scores) > 1:
-                axes.plot(cell.scores, [position] * len(cell.scores), ".", color=colour, alpha=0.45, markersize=5)
-    axes.set_yticks(range(len(swept.values)), labels=[value.replace("_", " ") for value in swept.values])
-    axes.set_ylim(len(swept.values) - 0.5, -0.5)
-
-
-def _positions(swept: SweepScores, cells: Mapping[str, Cell], index: int) -> tuple[Sequence[float], list[Cell]]:
-    """Where the cells of a line lie on the axis; one without scores is left out."""
-    shift = APART * (index - (len(swept.lines) - 1) / 2) if swept.seeds > 1 else 0.0
-    pairs = [(position + shift, cells.get(value, Cell(scores=()))) for position, value in enumerate(swept.values)]
-    filled = [(position, cell) for position, cell in pairs if cell.scores]
-    return [position for position, _ in filled], [cell for _, cell in filled]
-
-
-def _look(index: int) -> tuple[str, str]:
-    return TASK_COLOURS[index % len(TASK_COLOURS)], MARKERS[index % len(MARKERS)]
 
 
 SHOWN_DIGITS, LONGEST = 3, 8

@@ -6,6 +6,8 @@ Names out of a run's files stand in rows, domains and options alone: never in an
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from atlas_fl.report.html.palette import colour
+
 Spec = dict[str, Any]
 
 TALLEST = 960
@@ -17,8 +19,29 @@ MOST_NUMBERED_COLUMNS = 14
 MOST_NUMBERED_ROWS = 44
 MOST_LEVEL_LETTERS = 36
 MOST_TICKS = 8
+BAR = {"x": {"value": -9}, "x2": {"value": -3}}
+"""Where the bar of a row's task lies, in pixels left of the cells."""
 INK = "var(--ink)"
 FAINT = "var(--faint)"
+LINE = "var(--line)"
+_TEXT = {"labelColor": INK, "titleColor": FAINT, "titleFontWeight": "normal", "labelFontSize": 11, "titleFontSize": 11}
+CONFIG: Spec = {
+    "background": None,
+    "view": {"stroke": None},
+    "axis": _TEXT
+    | {"gridColor": LINE, "domainColor": LINE, "tickColor": LINE, "labelLimit": 130, "labelSeparation": 4},
+    "legend": _TEXT
+    | {
+        "orient": "top",
+        "labelLimit": 200,
+        "titleLimit": 320,
+        "columns": 3,
+        "layout": {"top": {"direction": "vertical"}},
+    }
+    | {"symbolBaseFillColor": INK, "symbolBaseStrokeColor": INK},
+    "text": {"fill": INK},
+}
+"""The look of all charts but their font, of which a page has the reader's own."""
 
 
 def chart(spec: Mapping[str, Any], *, height: Any = 240) -> Spec:
@@ -41,8 +64,8 @@ def quantity(
 
 
 def category(field: str, title: str | None, *, order: Sequence[Any], **axis: Any) -> Spec:
-    """An axis of names in this order."""
-    return {"field": field, "type": "nominal", "title": title, "sort": list(order), "axis": axis}
+    """An axis of these names in their order, with or without a row for each."""
+    return {"field": field, "type": "nominal", "title": title, "scale": {"domain": list(order)}, "axis": axis}
 
 
 def rounds(title: str | None = "round") -> Spec:
@@ -96,7 +119,8 @@ def heat_map(
         text: the field that is written into a cell and its format, where it is another one.
         levels: all values, in rising order, where they are few and each has a colour of its own.
     """
-    few = len(x["sort"]) <= MOST_NUMBERED_COLUMNS and len(y["sort"]) <= MOST_NUMBERED_ROWS
+    num_columns, num_rows = (len(axis["scale"]["domain"]) for axis in (x, y))
+    few = num_columns <= MOST_NUMBERED_COLUMNS and num_rows <= MOST_NUMBERED_ROWS
     written, written_form = text or (value, form)
     middle = levels[len(levels) // 2] if len(levels) > 1 else sum(domain) / 2
     colour: Spec = {"field": value, "title": title}
@@ -120,13 +144,43 @@ def heat_map(
     }
     return chart(
         {"data": {"name": "rows"}, "encoding": {"x": x, "y": y}, "layer": [cells, numbers] if few else [cells]},
-        height=row_height(len(y["sort"])),
+        height=row_height(num_rows),
     )
 
 
 def line(stroke: str, *, width: float = 2, points: int = 30) -> Spec:
     """A line of one colour through points of this size."""
     return {"type": "line", "color": stroke, "strokeWidth": width, "point": {"size": points, "color": stroke}}
+
+
+def of_clients(spec: Spec, rows: Sequence[Mapping[str, Any]], tasks: Sequence[str]) -> tuple[Spec, dict[str, Any]]:
+    """A heat map of clients with a bar in the colour of each one's task, and lines between clusters; its further data.
+
+    Args:
+        spec: the heat map, with clients as its rows.
+        rows: of each client in the order of the map: `client`, `task` and `cluster`.
+        tasks: all tasks in the order of their colours.
+    """
+    task = colours("task", "task", domain=tasks, values=[colour(index) for index in range(len(tasks))])
+    starts = [row for row, before in zip(rows[1:], rows) if row["cluster"] < 0 or row["cluster"] != before["cluster"]]
+    y = spec["encoding"]["y"] | {"axis": {**spec["encoding"]["y"]["axis"], "offset": 12, "ticks": False}}
+    bar = {"data": {"name": "clients"}, "mark": {"type": "rect"}, "encoding": {**BAR, "color": task}}
+    edge = {
+        "data": {"name": "starts"},
+        "mark": {"type": "rule", "color": INK},
+        "encoding": {
+            "x": {"value": 0},
+            "x2": {"value": "width"},
+            "y": {name: y[name] for name in y if name != "scale"} | {"bandPosition": 0},
+        },
+    }
+    further = {
+        "encoding": {**spec["encoding"], "y": y},
+        "layer": [*spec["layer"], bar, *([edge] if starts else [])],
+        "resolve": {"scale": {"color": "independent"}},
+    }
+    bars = [{"client": row["client"], "task": row["task"]} for row in rows]
+    return spec | further, {"clients": bars} | ({"starts": starts} if starts else {})
 
 
 def class_axis(classes: Sequence[Any]) -> Spec:

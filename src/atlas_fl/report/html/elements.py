@@ -18,6 +18,7 @@ import vl_convert
 from jinja2 import DictLoader, Environment, StrictUndefined
 
 from atlas_fl.report.format import EMPTY, human_bytes, number, percent, seconds
+from atlas_fl.report.html.charts import CONFIG
 from atlas_fl.report.html.palette import colour_variables
 from atlas_fl.storage.jsonl import to_json
 
@@ -247,6 +248,7 @@ def render(page: Page, *, state: str | None = None) -> str:
             page=page,
             generator=GENERATOR,
             has_charts=has_charts,
+            look=in_script(to_json(CONFIG)),
             style=style,
             scripts=scripts,
             policy=policy if state is None else f"{policy}; connect-src 'self'",

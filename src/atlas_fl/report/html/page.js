@@ -21,21 +21,8 @@
   }
 
   const font = "system-ui, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif";
-  const config = {
-    background: null,
-    font,
-    view: { stroke: null },
-    axis: {
-      labelColor: "var(--ink)", titleColor: "var(--faint)", gridColor: "var(--line)", domainColor: "var(--line)",
-      tickColor: "var(--line)", labelFontSize: 11, titleFontSize: 11, titleFontWeight: "normal", labelLimit: 130, labelSeparation: 4,
-    },
-    legend: {
-      labelColor: "var(--ink)", titleColor: "var(--faint)", titleFontWeight: "normal", labelFontSize: 11,
-      titleFontSize: 11, orient: "top", labelLimit: 200, titleLimit: 320, columns: 3, symbolBaseFillColor: "var(--ink)",
-      symbolBaseStrokeColor: "var(--ink)", layout: { top: { direction: "vertical" } },
-    },
-    text: { fill: "var(--ink)" },
-  };
+  const look = document.getElementById("look");
+  const config = look && { font, ...JSON.parse(look.textContent) };
 
   // Vega groups by names in plain objects, which have these names themselves; a space without width makes others of them.
   function harmless(_, value) {

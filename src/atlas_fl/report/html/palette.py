@@ -1,8 +1,30 @@
-"""Colours of a page in its light and dark theme: those of the figures, moved until they stand out from the ground."""
+"""Colours of charts: those of series and of kinds of messages, in a light and a dark theme.
+
+Each colour is moved until it stands out from the ground of its theme. Figures as files have the light theme.
+"""
 
 from collections.abc import Mapping
 
-from atlas_fl.report.style import KIND_COLOURS, TASK_COLOURS
+# Okabe and Ito (2008) without yellow and black, then four of Tol's muted scheme: safe for every common deficiency.
+TASK_COLOURS = (
+    *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"),
+    *("#882255", "#999933", "#332288", "#44AA99"),
+)
+KIND_COLOURS = {
+    "adapter": "#0072B2",
+    "head": "#56B4E9",
+    "fingerprint": "#CC79A7",
+    "weights": "#009E73",
+    "activation": "#D55E00",
+    "gradient": "#E69F00",
+    "label": "#882255",
+    "mask": "#999933",
+    "control": "#888888",
+    "correction": "#661100",
+    "features": "#332288",
+    "halves": "#DDCC77",
+    "frozen": "#44AA99",
+}
 
 THEMES: Mapping[str, Mapping[str, str]] = {
     "light": {
@@ -58,8 +80,13 @@ def series_colours(theme: str) -> dict[str, str]:
     return {name: contrasting(value, ground=ground) for name, value in (series | kinds).items()}
 
 
+def theme_colours(theme: str) -> dict[str, str]:
+    """All colours of a theme, by the name of their variable."""
+    return {**THEMES[theme], **series_colours(theme)}
+
+
 def _variables(theme: str) -> str:
-    return "".join(f"--{name}:{value};" for name, value in {**THEMES[theme], **series_colours(theme)}.items())
+    return "".join(f"--{name}:{value};" for name, value in theme_colours(theme).items())
 
 
 def contrasting(value: str, *, ground: str, least: float = LEAST_CONTRAST) -> str:

@@ -10,15 +10,30 @@ import numpy as np
 from atlas_fl.report.figure_rows import (
     adjacency_rows,
     component_rows,
+    group_order,
     label_rows,
+    mask_rows,
+    member_rows,
+    principal_components,
     rank_rows,
     sharing_rows,
     similarity_rows,
     sketch_rows,
 )
 from atlas_fl.report.format import EMPTY, cluster_name
-from atlas_fl.report.graph_figures import group_order, principal_components
-from atlas_fl.report.html.charts import category, chart, class_axis, colours, heat_map, picker, quantity, tips
+from atlas_fl.report.html.charts import (
+    INK,
+    MOST_NUMBERED_ROWS,
+    category,
+    chart,
+    class_axis,
+    colours,
+    heat_map,
+    of_clients,
+    picker,
+    quantity,
+    tips,
+)
 from atlas_fl.report.html.elements import (
     Block,
     Cell,
@@ -39,6 +54,7 @@ from atlas_fl.report.html.elements import (
     size,
 )
 from atlas_fl.report.html.palette import colour
+from atlas_fl.report.mask_charts import density_chart
 from atlas_fl.report.record import Record
 
 LEAST_EMBEDDED = 6
@@ -94,12 +110,14 @@ def _label_maps(record: Record) -> list[Block]:
         if not of_task:
             continue
         known = tips(("client", "client", ""), ("class", "class", ""), ("examples", "examples", "d"))
-        classes = next(list(row["labels"]) for row in record.plan["data"] if row["task"] == task)
+        data = [row for row in record.plan["data"] if row["task"] == task]
+        classes, apart = list(data[0]["labels"]), fmean(row["distance"] for row in data)
         charts.append(
             Chart(
                 name=f"classes-{index}",
                 title=f"{isolate(task)}: training examples by class",
-                note="number: examples; colour: share of the client's; empty: none",
+                note="number: examples; colour: share of the client's; empty: none;"
+                f" mean distance of their mix to the task's: {apart:.2f} of 1",
                 spec=heat_map(
                     x=class_axis(classes),
                     y=category("client", None, order=_members(record, task), labelOverlap="greedy"),
@@ -158,6 +176,8 @@ def _scatters(record: Record) -> list[Block]:
     if record.sketches is None:
         return []
     shares = principal_components(*record.sketches)[2]
+    structure = (record.plan.get("clustering") or {}).get("structure") or {}
+    verdict = [structure["reason"]] if structure.get("reason") else []
     known = tips(("client", "client", ""), ("task", "task", ""), ("cluster", "cluster", ""))
     rows = [row | {"cluster": cluster_name(row["cluster"])} for row in sketch_rows(record)]
     titles = [f"{name} component, {part:.0%} of the variance" for name, part in zip(("first", "second"), shares)]
@@ -172,7 +192,7 @@ def _scatters(record: Record) -> list[Block]:
         Chart(
             name="clusters",
             title="Principal components of the sketches",
-            note="a line ends at the two halves of a client: its length is the noise",
+            note="; ".join([*verdict, "a line ends at the two halves of a client: its length is the noise"]),
             spec=_scatter(record, rows, titles=titles, tooltip=known, below=[noise]),
             data={"rows": rows},
             is_wide=False,
@@ -299,27 +319,46 @@ def _pair_map(record: Record, rows: Sequence[Row], *, name: str, title: str) -> 
     """Clients by clients, those of a cluster side by side."""
     if not rows or len(record.clients) < 2:
         return []
-    order = [record.clients[index] for index in record.sorted_clients]
+    members = member_rows(record)
+    order = [row["client"] for row in members]
     values = [row[name] for row in rows if row["client"] != row["other"]]
     known = tips(("client", "client", ""), ("other", "and", ""), (name, name, ".4f"))
+    heat = heat_map(
+        x=category("other", None, order=order, labelOverlap="greedy", labelAngle=-60),
+        y=category("client", None, order=order, labelOverlap="greedy"),
+        value=name,
+        title=name,
+        form=".2f",
+        tooltip=known,
+        domain=(min(0.0, *values), max(values)),
+    )
+    is_graph = name == "weight"
+    spec, beside = of_clients(heat, members, record.tasks) if is_graph else (heat, {})
+    if "starts" in beside:
+        x = {name: value for name, value in heat["encoding"]["x"].items() if name != "scale"}
+        x |= {"field": "client", "bandPosition": 0}
+        encoding = {"x": x, "y": {"value": 0}, "y2": {"value": "height"}}
+        spec["layer"].append({"data": {"name": "starts"}, "mark": {"type": "rule", "color": INK}, "encoding": encoding})
     return [
         Chart(
             name=name,
             title=title,
-            note="clients by cluster, on both axes alike" + ("; empty: no edge" if name == "weight" else ""),
-            spec=heat_map(
-                x=category("other", None, order=order, labelOverlap="greedy", labelAngle=-60),
-                y=category("client", None, order=order, labelOverlap="greedy"),
-                value=name,
-                title=name,
-                form=".2f",
-                tooltip=known,
-                domain=(min(0.0, *values), max(values)),
-            ),
-            data={"rows": [row for row in rows if row["client"] != row["other"]]},
+            note=f"lines between clusters; {_edges(rows, order)}"
+            if is_graph
+            else "clients by cluster, on both axes alike",
+            spec=spec,
+            data={"rows": [row for row in rows if row["client"] != row["other"]], **beside},
             is_wide=len(order) > 12,
         )
     ]
+
+
+def _edges(rows: Sequence[Row], clients: Sequence[str]) -> str:
+    """How many edges a graph has, and how many clients are without any."""
+    pairs = {frozenset((row["client"], row["other"])) for row in rows if row["client"] != row["other"]}
+    alone = len(clients) - len(frozenset[str]().union(*pairs))
+    lone = f", {alone} of {len(clients)} clients without any" if alone else ""
+    return f"{len(pairs)} edges{lone}; empty: no edge"
 
 
 def ranks(record: Record) -> Section | None:
@@ -328,33 +367,44 @@ def ranks(record: Record) -> Section | None:
     held = [row for row in rows if row["rank"]]
     if not held:
         return None
-    order = [record.clients[index] for index in record.sorted_clients]
+    members = member_rows(record)
     layers = sorted({row["layer"] for row in rows})
     levels = sorted({row["rank"] for row in held})
     known = tips(("client", "client", ""), ("device", "device", ""), ("layer", "layer", "d"), ("rank", "rank", "d"))
-    heat = Chart(
+    heat = heat_map(
+        x=category("layer", "layer", order=layers, labelAngle=0),
+        y=category("client", None, order=[row["client"] for row in members], labelOverlap="greedy"),
+        value="rank",
+        title="rank",
+        form="d",
+        tooltip=known,
+        scheme="yellowgreenblue",
+        domain=(levels[0], levels[-1]),
+        levels=levels,
+    )
+    spec, beside = of_clients(heat, members, record.tasks)
+    if len(members) <= MOST_NUMBERED_ROWS:
+        devices = {row["client"]: row["device"] for row in rows}
+        beside["devices"] = [{"client": name, "device": device} for name, device in devices.items()]
+        mark = {"type": "text", "align": "left", "dx": 6, "fontSize": 10}
+        encoding = {"x": {"value": "width"}, "text": {"field": "device"}}
+        spec["layer"].append({"data": {"name": "devices"}, "mark": mark, "encoding": encoding})
+    ranks_chart = Chart(
         name="ranks",
         title="LoRA rank of every layer and client",
-        note="empty: no adapter",
-        spec=heat_map(
-            x=category("layer", "layer", order=layers, labelAngle=0, scale={"domain": layers}),
-            y=category("client", None, order=order, labelOverlap="greedy"),
-            value="rank",
-            title="rank",
-            form="d",
-            tooltip=known,
-            scheme="yellowgreenblue",
-            domain=(levels[0], levels[-1]),
-            levels=levels,
-        ),
-        data={"rows": held},
+        note="lines between clusters; empty: no adapter",
+        spec=spec,
+        data={"rows": held, **beside},
     )
     columns = ("client", "device", "cluster", "sum of ranks", "largest rank that fits", "budget", "device memory")
     return Section(
         name="ranks",
         title="Ranks by layer and device",
         lead="More rank is more room to learn, more bytes and more memory; the budget of a client's device bounds it.",
-        blocks=[heat, Table(title="Budgets", columns=columns, rows=[_budget(row) for row in record.plan["clients"]])],
+        blocks=[
+            ranks_chart,
+            Table(title="Budgets", columns=columns, rows=[_budget(row) for row in record.plan["clients"]]),
+        ],
     )
 
 
@@ -372,26 +422,28 @@ def sharing(record: Record) -> Section | None:
     if not rows:
         return None
     groups = sorted({row["parameters"] for row in rows}, key=group_order)
-    order = [record.clients[index] for index in record.sorted_clients]
+    members = member_rows(record)
     known = tips(
         *(("client", "client", ""), ("parameters", "parameters", ""), ("own_share", "of its own", ".1%")),
         *(("effective_clients", "as if averaged over", ".2f"), ("variance_over_noise", "variance over noise", ".3f")),
     )
-    heat = Chart(
+    heat = heat_map(
+        x=category("parameters", None, order=groups, labelAngle=0),
+        y=category("client", None, order=[row["client"] for row in members], labelOverlap="greedy"),
+        value="own_share",
+        title="of its own",
+        form=".0%",
+        tooltip=known,
+        scheme="blues",
+        domain=(0.0, 1.0),
+    )
+    spec, beside = of_clients(heat, members, record.tasks)
+    kept = Chart(
         name="sharing",
         title="Share of its own model that each client keeps",
-        note="the rest are other clients' models",
-        spec=heat_map(
-            x=category("parameters", None, order=groups, labelAngle=0),
-            y=category("client", None, order=order, labelOverlap="greedy"),
-            value="own_share",
-            title="of its own",
-            form=".0%",
-            tooltip=known,
-            scheme="blues",
-            domain=(0.0, 1.0),
-        ),
-        data={"rows": rows},
+        note="the rest are other clients' models; lines between clusters",
+        spec=spec,
+        data={"rows": rows, **beside},
     )
     cells = [_sharing_cells(group, [row for row in rows if row["parameters"] == group]) for group in groups]
     columns = ("parameters", "clients", "least of its own", "most", "as if averaged over", "variance over noise")
@@ -400,7 +452,7 @@ def sharing(record: Record) -> Section | None:
         " compared, over the noise of one"
     )
     table = Table(title="By group of parameters", columns=columns, rows=cells, note=note)
-    return Section(name="sharing", title="How personal each model is", blocks=[heat, table])
+    return Section(name="sharing", title="How personal each model is", blocks=[kept, table])
 
 
 def _sharing_cells(group: str, rows: Sequence[Row]) -> list[Cell]:
@@ -409,3 +461,14 @@ def _sharing_cells(group: str, rows: Sequence[Row]) -> list[Cell]:
     ratio: Number = plain(fmean(ratios) if ratios else None, 2)
     together = plain(fmean(row["effective_clients"] for row in rows), 1)
     return [group, count(len(rows)), share(min(own)), share(max(own)), together, ratio]
+
+
+def moving_weights(record: Record) -> Section | None:
+    """The share of the weights of each layer that a mask lets move; None where no mask is part of the plan."""
+    rows = mask_rows(record)
+    if not rows:
+        return None
+    sparse = record.plan["sparse"]
+    shares = {str(sparse["mask"]).replace("_", " "): {row["tensor"]: row["moving"] for row in rows}}
+    chart_of_layers = density_chart(shares, share=1 - sparse["sparsity"])
+    return Section(name="mask", title="Which weights may move", blocks=[chart_of_layers])

@@ -336,8 +336,39 @@ def leakage(record: Record) -> Section | None:
         " a server take, whose noise averages away; commonest token: what always guessing it reads; dFIL: Fisher"
         " information leakage"
     )
+    table = Table(title="By task and cut", columns=columns, rows=cells, note=note)
     return Section(
-        name="privacy",
-        title="What the cuts give away",
-        blocks=[Table(title="By task and cut", columns=columns, rows=cells, note=note)],
+        name="privacy", title="What the cuts give away", blocks=[_leakage_chart(record, leakage_rows(record)), table]
+    )
+
+
+def _leakage_chart(record: Record, rows: Sequence[Row]) -> Chart:
+    """Tokens that the probe reads over each cut: a line a task; rings are the cuts that were taken."""
+    used = {(client["task"], client.get("cut")) for client in record.plan["clients"]}
+    colour_of = {task: colour(index) for index, task in enumerate(record.tasks)}
+    tasks = [task for task in record.tasks if any(row["task"] == task for row in rows)]
+    known = tips(("task", "task", ""), ("blocks", "blocks on the client", "d"), ("read", "tokens read", ".1%"))
+    read = quantity("read", "tokens read", form=".0%", domain=(0.0, 1.0))
+    layers: list[dict[str, Any]] = [
+        {"mark": {"type": "line", "point": {"size": 30}}, "encoding": {"y": read, "tooltip": known}},
+        {
+            "mark": {"type": "rule", "strokeDash": [4, 3]},
+            "encoding": {"x": None, "y": {"aggregate": "max", "field": "commonest", "type": "quantitative"}},
+        },
+        {
+            "data": {"name": "taken"},
+            "mark": {"type": "point", "size": 180, "strokeWidth": 2},
+            "encoding": {"y": read, "tooltip": known},
+        },
+    ]
+    encoding = {
+        "x": quantity("blocks", "blocks on the client", form="d", tickMinStep=1, grid=False),
+        "color": colours("task", "task", domain=tasks, values=[colour_of[task] for task in tasks]),
+    }
+    return Chart(
+        name="leakage",
+        title="Tokens of unseen texts that a linear probe reads out of what crosses a cut",
+        note="ring: a cut of this run; dashed: always the commonest token",
+        spec=chart({"data": {"name": "rows"}, "encoding": encoding, "layer": layers}, height=280),
+        data={"rows": rows, "taken": [row for row in rows if (row["task"], row["blocks"]) in used]},
     )

@@ -7,7 +7,7 @@ from typing import Any
 from atlas_fl.experiment.summary import attack_note
 from atlas_fl.report.finished_runs import read_summary
 from atlas_fl.report.html.elements import Page
-from atlas_fl.report.html.run_clients import data_of_clients, likeness, ranks, sharing
+from atlas_fl.report.html.run_clients import data_of_clients, likeness, moving_weights, ranks, sharing
 from atlas_fl.report.html.run_costs import leakage, memory, mishaps, time, traffic
 from atlas_fl.report.html.run_scores import convergence, outcome
 from atlas_fl.report.html.run_settings import settings_section
@@ -35,6 +35,7 @@ def run_page(run: Path | str) -> Page:
         likeness(record),
         ranks(record),
         sharing(record),
+        moving_weights(record),
         convergence(record),
         traffic(record, summary),
         memory(record, summary),

@@ -1,10 +1,11 @@
 """Sections of a run's page about scores: what came out, and how it came to that, round by round."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from atlas_fl.experiment.summary import client_scores, group_scores
-from atlas_fl.report.figure_rows import EVERY_CLIENT, class_rows, convergence_rows, score_rows
+from atlas_fl.report.figure_rows import EVERY_CLIENT, class_rows, convergence_rows, member_rows, score_rows
 from atlas_fl.report.format import EMPTY, cluster_name
 from atlas_fl.report.html.charts import (
     FAINT,
@@ -16,6 +17,7 @@ from atlas_fl.report.html.charts import (
     colours,
     heat_map,
     line,
+    of_clients,
     picker,
     quantity,
     rounds,
@@ -41,6 +43,10 @@ from atlas_fl.report.html.palette import colour
 from atlas_fl.report.record import Record
 
 Summary = Mapping[str, Any]
+ALL = "(all clients)"
+"""In the column of clients: all test examples of a task."""
+FRAME = {"filled": False, "stroke": "var(--warning)", "strokeWidth": 2}
+"""Round the cell of an update that was refused."""
 
 OTHER_SCORES = {"perplexity": 2, "rouge1": 3, "rouge2": 3, "rougeL": 3, "f1": 3, "mcc": 3}
 """Further test scores that a task may have, and their decimals."""
@@ -247,7 +253,10 @@ def convergence(record: Record) -> Section | None:
 
 def _score_chart(rows: Sequence[Row], *, index: int, task: str) -> Chart:
     scores = _series(rows, "validation score")
-    mean, majority = scores[EVERY_CLIENT], _series(rows, "majority class").get(EVERY_CLIENT, [])
+    mean, majority, accuracy = (
+        _series(rows, name).get(EVERY_CLIENT, [])
+        for name in ("validation score", "majority class", "validation accuracy")
+    )
     clients = [row for name, members in scores.items() if name != EVERY_CLIENT for row in members]
     names = list(dict.fromkeys(row["client"] for row in clients))
     y = quantity("value", "validation score")
@@ -267,15 +276,28 @@ def _score_chart(rows: Sequence[Row], *, index: int, task: str) -> Chart:
             "mark": line(colour(index), width=3, points=40),
             "encoding": {"tooltip": known},
         },
+        {
+            "data": {"name": "last"},
+            "mark": {"type": "text", "align": "left", "dx": 6, "color": colour(index)},
+            "encoding": {"text": {"field": "value", "type": "quantitative", "format": ".3f"}},
+        },
     ]
+    note = "thin: one client; bold: their mean"
+    data = {"rows": clients, "mean": mean, "last": mean[-1:]}
     if majority:
+        note += "; dashed: majority class"
+        data["majority"] = majority[-1:]
         layers.append(rule_at("value", data="majority"))
+    if accuracy and [row["value"] for row in accuracy] != [row["value"] for row in mean]:
+        note += "; dotted: accuracy, which is not the score"
+        data["accuracy"] = accuracy
+        mark = {"type": "line", "color": colour(index), "strokeWidth": 1.5, "strokeDash": [1, 3]}
+        layers.append({"data": {"name": "accuracy"}, "mark": mark, "encoding": {"tooltip": known}})
     spec = chart({"data": {"name": "rows"}, "encoding": {"x": rounds(), "y": y}, "layer": layers})
-    data = {"rows": clients, "mean": mean} | ({"majority": majority[-1:]} if majority else {})
     return Chart(
         name=f"score-{index}",
         title=f"{isolate(task)}: validation score",
-        note="thin: one client; bold: their mean; dashed: majority class",
+        note=note,
         spec=spec,
         data=data,
         is_wide=False,
@@ -321,36 +343,52 @@ def _round_map(record: Record, rows: Sequence[Row]) -> Chart:
     has_gain = all(row["gain"] is not None for row in rows)
     value, title = ("gain", "over the majority class") if has_gain else ("score", "score")
     values = [row[value] for row in rows]
-    clients = [record.clients[index] for index in record.sorted_clients]
+    members = member_rows(record)
     at = sorted({row["round"] for row in rows})
     known = tips(("client", "client", ""), ("task", "task", ""), ("round", "round", "d"), ("score", "score", ".4f"))
     known += tips(("gain", "over majority", "+.4f")) if has_gain else []
+    heat = heat_map(
+        x=category("round", "round", order=at, labelAngle=0, labelOverlap="greedy"),
+        y=category("client", None, order=_distinct(members, "client"), labelOverlap="greedy"),
+        value=value,
+        title=title,
+        form=".2f",
+        tooltip=known,
+        domain=(min(values), max(values)),
+        text=("score", ".2f"),
+    )
+    spec, beside = of_clients(heat, members, record.tasks)
+    refused = [row for row in record.metrics if row.get("event") == "refused" and row["round"] in at]
+    if refused:
+        spec["layer"].append({"data": {"name": "refused"}, "mark": {"type": "rect", **FRAME}})
+        beside["refused"] = [{name: row[name] for name in ("client", "round")} for row in refused]
     return Chart(
         name="scores",
         title="Validation score of every client, round by round",
-        note=f"colour: {title}; number: score; clients by cluster",
-        spec=heat_map(
-            x=category("round", "round", order=at, labelAngle=0, labelOverlap="greedy"),
-            y=category("client", None, order=clients, labelOverlap="greedy"),
-            value=value,
-            title=title,
-            form=".2f",
-            tooltip=known,
-            domain=(min(values), max(values)),
-            text=("score", ".2f"),
-        ),
-        data={"rows": rows},
+        note=f"colour: {title}; number: score; lines between clusters"
+        + ("; framed: update refused" if refused else ""),
+        spec=spec,
+        data={"rows": rows, **beside},
     )
 
 
 def _class_maps(record: Record) -> list[Block]:
-    """Accuracy by class and client of every task whose test images were counted by class."""
-    rows = [row | {"accuracy": row["hits"] / row["examples"]} for row in class_rows(record) if row["examples"]]
+    """Accuracy by class and client of every task whose test images were counted by class, above it of all clients."""
+    counted = [row for row in class_rows(record) if row["examples"]]
+    sums: dict[tuple[str, str, str], Counter[str]] = {}
+    for row in counted:
+        for client in (ALL, row["client"]):
+            counts = sums.setdefault((row["task"], client, row["class"]), Counter())
+            counts.update(hits=row["hits"], examples=row["examples"])
+    rows = [
+        {"task": task, "client": client, "class": name, **counts, "accuracy": counts["hits"] / counts["examples"]}
+        for (task, client, name), counts in sums.items()
+    ]
     return [
         Chart(
             name=f"by-class-{index}",
             title=f"{isolate(task)}: test accuracy by class",
-            note="empty: no test example of that class",
+            note=f"of all classes: {_overall(of_task):.3f}; empty: no test example of that class",
             spec=heat_map(
                 x=class_axis(_distinct(of_task, "class")),
                 y=category("client", None, order=_distinct(of_task, "client"), labelOverlap="greedy"),
@@ -368,6 +406,12 @@ def _class_maps(record: Record) -> list[Block]:
         for index, task in enumerate(record.tasks)
         if (of_task := [row for row in rows if row["task"] == task])
     ]
+
+
+def _overall(rows: Iterable[Row]) -> float:
+    """Accuracy over all test examples of a task."""
+    of_all = [row for row in rows if row["client"] == ALL]
+    return float(sum(row["hits"] for row in of_all) / sum(row["examples"] for row in of_all))
 
 
 def _distinct(rows: Iterable[Row], name: str) -> list[Any]:
