@@ -47,6 +47,7 @@ lint: .venv/dev.stamp
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tools.code_lines
 
 unit: setup
 	HYPOTHESIS_PROFILE=quick $(PYTEST) -n 2 -m "not slow" --durations-file=$(DURATIONS)/test.tsv
