@@ -1,6 +1,6 @@
 """Count the code lines of `src`: lines with a token that is no comment and no docstring.
 
-    python -m tools.code_lines        a line with the count, the cap and the difference; exit code 1 above the cap
+python -m tools.code_lines        a line with the count, the cap and the difference; exit code 1 above the cap
 """
 
 import ast

@@ -15,6 +15,7 @@ from atlas_fl.aggregation.strategies import StrategyOptions
 from atlas_fl.config import Config, MixingConfig, RanksConfig, RobustConfig, ServerConfig, TrainingConfig, to_toml
 from atlas_fl.errors import ConfigError
 from atlas_fl.params import digest, flatten_by_client, flatten_state, with_frozen
+from atlas_fl.storage.jsonl import read_sealed, write_sealed
 
 CLIENTS = ("movie-0", "movie-1", "movie-2", "trec-0", "trec-1", "pairs-0")
 TASKS = ("movie", "movie", "movie", "trec", "trec", "pairs")
@@ -204,16 +205,19 @@ def write_run(
             "plan": "plan.json",
             "loaded": loaded,
             "kept": [],
+            "clipped": {},
+            "restored": {},
+            "files": {},
         }
         if refused:
             record["without_edges"] = list(refused)
-        (folder / "record.json").write_text(json.dumps(record))
+        write_sealed(folder / "record.json", record)
     return path
 
 
 def edit_record(path, round, **changes):
     file = path / "audit" / f"round-{round:04d}" / "record.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    write_sealed(file, read_sealed(file) | changes)
 
 
 def edit_tensors(path, round, name, change):

@@ -1,6 +1,7 @@
 """Every setting is read where something is done with it: a flag that is wired to nothing would be believed."""
 
 import ast
+import dataclasses
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -8,6 +9,10 @@ from pathlib import Path
 import pytest
 
 import atlas_fl
+from atlas_fl.aggregation.graph import GraphOptions
+from atlas_fl.aggregation.strategies import StrategyOptions
+from atlas_fl.client.options import TrainOptions
+from atlas_fl.clustering.labels import ClusteringSettings
 from atlas_fl.config import settings
 from atlas_fl.config.settings import group_classes
 
@@ -15,7 +20,6 @@ SOURCES = Path(atlas_fl.__file__).parent
 READ_BY_CONFIG = {
     "trainable": "`Config.trainable` decides by the kind of the tasks",
     "tune": "`Config.trainable` decides by the kind of the tasks",
-    "optimizer": "`Config.optimizer` decides by the kind of the tasks",
     "measure_round": "`config.methods.first_measured_round` fits it to the rounds",
 }
 """Settings that nothing else reads, with the reason."""
@@ -25,7 +29,17 @@ READ_BY_CONFIG = {
 def read_settings() -> set[tuple[str, str]]:
     """(group, setting) of every reading, such as `config.training.lr`, outside of the command line and the config."""
     paths = [path for path in SOURCES.rglob("*.py") if path.relative_to(SOURCES).parts[0] not in ("cli", "config")]
-    return {pair for path in paths for pair in readings(ast.parse(path.read_text(encoding="utf-8")))}
+    modules = [ast.parse(path.read_text(encoding="utf-8")) for path in paths]
+    return {pair for module in modules for pair in readings(module)} | set(copied(modules))
+
+
+def copied(modules: list[ast.Module]) -> Iterator[tuple[str, str]]:
+    """(group, setting) of every field that `setup.options.settings_for` fills in and that is read."""
+    attributes = {node.attr for module in modules for node in ast.walk(module) if isinstance(node, ast.Attribute)}
+    for options in (TrainOptions, StrategyOptions, ClusteringSettings, GraphOptions):
+        for field in dataclasses.fields(options):
+            if field.name in settings() and field.name in attributes:
+                yield settings()[field.name].group, field.name
 
 
 def readings(module: ast.Module) -> Iterator[tuple[str, str]]:

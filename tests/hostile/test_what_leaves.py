@@ -23,7 +23,7 @@ HEADS: Mapping[str, frozenset[str]] = {
     "register": frozenset(
         {
             *("kind", "version", "config", "model", "device", "part", "images", "left_out"),
-            *("vocabulary", "architecture", "tokenizer"),
+            *("vocabulary", "architecture", "tokenizer", "plugins"),
             *("task", "num_labels", "metric", "label_names", "max_length", "examples", "labels", "lengths"),
         }
     ),

@@ -166,7 +166,7 @@ def test_results_name_a_run_of_before_by_what_it_was(config: MakeConfig, tmp_pat
     [
         (
             {"second_model": "proximal", "ranks": "8", "space": "factors"},
-            "and --second-model does not go with that so far; .* atlas_laplacian",
+            "and --second-model .* does not go with that so far; .* atlas_laplacian",
         ),
         ({"recluster_every": 1, "rerank": True}, "and --rerank does not go with that so far; .* atlas_laplacian"),
         ({"split": "1", "server_adapters": "per_cluster"}, "and --server-adapters per_cluster does not go with that"),

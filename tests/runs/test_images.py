@@ -437,7 +437,7 @@ def _pooled(clients: tuple[ClientData, ...]) -> ClientData:
         ({"mask": "random", "head_first": "none"}, "--mask random freezes the head.*a random one"),
         ({"mask": "random", "mask_file": "m"}, "--mask random says how a mask is made, and --mask-file brings one"),
         ({"sparsity": 0.5, "mask_file": "m"}, "--sparsity 0.5 says how a mask is made"),
-        ({"mask_file": "m", "head_first": "none"}, "--mask-file freezes the head"),
+        ({"mask_file": "m", "head_first": "none"}, "--mask-file m freezes the head"),
         ({"split": "1"}, "--split is for adapters"),
         ({"init_adapter": "nowhere"}, "--init-adapter is for adapters, and these tasks train whole models"),
         ({"gradient_checkpointing": True}, "--gradient-checkpointing is for adapters"),

@@ -16,7 +16,7 @@ from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.run import RunResult, run_config
 from atlas_fl.planning.place_client import place_client
 from atlas_fl.planning.planner import local_engine
-from atlas_fl.planning.task_discovery import collect_fingerprints, fingerprint_signature
+from atlas_fl.planning.task_discovery import collect_fingerprints
 from atlas_fl.setup.assembly import assemble
 from atlas_fl.setup.options import fingerprint_options
 from atlas_fl.storage.run_folder import RunFolder
@@ -88,12 +88,6 @@ def test_a_client_that_joins_later_stands_in_both_lists(config: Make) -> None:
     later = [json.loads(path.read_text())["clustering"] for path in sorted(result.folder.rglob("plan*.json"))]
     assert any(len(one["labels"]) == len(one["before_merging"]) == 4 for one in later if "before_merging" in one)
     assert audit_run(result.folder).ok
-
-
-def test_plans_that_are_older_than_the_setting_have_the_same_sketches(config: Make) -> None:
-    off, on = config(**TWO_SOURCES), config(**TWO_SOURCES, **ANYTHING)
-    signatures = [fingerprint_signature(one, fingerprint_options(one)) for one in (off, on)]
-    assert "labels" not in signatures[0] and signatures[1] == {**signatures[0], "labels": True}
 
 
 def test_sketches_of_labels_come_from_every_client(config: Make) -> None:
