@@ -346,6 +346,9 @@ def test_the_project_has_its_licence_is_installed_editable_and_make_lints_and_te
             r"^(\w+):[^\n]*\n((?:\t[^\n]*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE
         )
     }
-    tools = {f"$(BIN)/{tool}" for tool in ("ruff check", "ruff format --check", "mypy", "lint-imports")}
+    tools = {
+        f"$(BIN)/{tool}"
+        for tool in ("ruff check", "ruff format --check", "mypy", "lint-imports", "python -m tools.code_lines")
+    }
     assert recipes["lint"] == tools
     assert any("$(PYTEST)" in line for line in recipes["unit"])

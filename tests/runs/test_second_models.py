@@ -277,7 +277,10 @@ def test_an_audit_finds_a_gate_that_moved_while_its_client_rested_or_is_gone(con
         ({"strategy": "apfl", "second_weight": 1.5}, r"^--second-weight 1.5 is a share .*; allowed: at most 1"),
         ({"strategy": "local", "second_model": "stacked"}, r"^--second-model stacked stands beside a shared model"),
         ({"strategy": "feddpa", "workers": 2}, r"^--second-model stacked has a second set of tensors beside the model"),
-        ({"strategy": "feddpa", "split": "movie-0=1"}, r"^--second-model stacked and --split movie-0=1 do not go together"),
+        (
+            {"strategy": "feddpa", "split": "movie-0=1"},
+            r"^--second-model stacked and --split movie-0=1 do not go together",
+        ),
     ],
 )
 def test_what_it_cannot_do_is_refused_in_one_line(config: MakeConfig, values: dict, message: str) -> None:
