@@ -15,6 +15,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from hashlib import sha256
 from importlib import import_module
@@ -268,12 +269,11 @@ def _run_file(source: Source) -> None:
     """Run the very bytes that the digest is of, as a module that dataclasses and tracebacks find."""
     module = ModuleType(f"atlas_fl_plugin_{source.digest}")
     module.__file__ = source.name
-    sys.modules[module.__name__] = module
-    try:
+    with ExitStack() as undo:
+        sys.modules[module.__name__] = module
+        undo.callback(sys.modules.pop, module.__name__)
         exec(compile(source.code, source.name, "exec"), vars(module))
-    except BaseException:
-        del sys.modules[module.__name__]
-        raise
+        undo.pop_all()
 
 
 def _reason(error: BaseException, source: Source) -> str:
