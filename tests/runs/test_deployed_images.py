@@ -14,7 +14,7 @@ from atlas_fl.experiment.export import export_client
 from atlas_fl.experiment.rounds import round_participants
 from atlas_fl.experiment.run import RunResult, run_config
 from atlas_fl.params import digest
-from atlas_fl.storage.jsonl import read_json, read_sealed, write_json
+from atlas_fl.storage.jsonl import read_json, read_sealed, write_sealed
 from atlas_fl.storage.run_folder import RunFolder
 from tests.models.tiny_vision import save_tiny
 from tests.runs.federation import Federation, adapters
@@ -145,7 +145,7 @@ def test_a_server_that_starts_again_hands_out_models_as_values_under_their_mask(
     got = fed.folder / "digits-1-adapter/model.safetensors"
     model = load_file(got)
     shutil.rmtree(got.parent)
-    write_json(fed.served.deliveries, {"heard": [name for name in SITES if name != "digits-1"]})
+    write_sealed(fed.served.deliveries, {"heard": [name for name in SITES if name != "digits-1"]})
     server, port = fed.serve()
     proxy = Proxy(port)
     try:
