@@ -30,13 +30,15 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
 from atlas_fl.aggregation.matrices import Federation, without_edges
-from atlas_fl.aggregation.registry import find_strategy
-from atlas_fl.aggregation.robust import Space, bound_updates
-from atlas_fl.aggregation.strategies import Strategy, StrategyOptions, check_update, twice_the_rank, unusable_models
+from atlas_fl.aggregation.norm_bound import Space, bound_updates
+from atlas_fl.aggregation.rules import StrategyOptions, twice_the_rank
+from atlas_fl.aggregation.update_checks import check_update, unusable_models
 from atlas_fl.config import Config, with_values
 from atlas_fl.config.presets import find_preset
 from atlas_fl.data.clients import ClientData
 from atlas_fl.errors import ProtocolError
+from atlas_fl.methods.method import Method
+from atlas_fl.methods.registry import find_method
 from atlas_fl.params import ByClient, Params
 from atlas_fl.rng import torch_generator
 from atlas_fl.runtime.attacks import ATTACKS, AttackContext, with_flipped_labels
@@ -249,7 +251,7 @@ def relabel(case: Case, data: tuple[Tensor, Tensor], group: int) -> tuple[Tensor
 
 
 def server_step(
-    strategy: Strategy, case: Case, current: ByClient, sent: ByClient, federation: Federation, round: int
+    strategy: Method, case: Case, current: ByClient, sent: ByClient, federation: Federation, round: int
 ) -> tuple[ByClient, list[str]]:
     """What everyone goes on with, and whose update was refused."""
     good: dict[str, Params] = {}
@@ -287,7 +289,7 @@ def run(case: Case, alpha: float | None) -> dict[str, object]:
         clients = with_flipped_labels(clients, hostile)
     net = Net(frozen=torch.randn(FEATURES, 64, generator=torch_generator(case.seed, "frozen")) / 8)
     options = StrategyOptions(eta=0.5, byzantine=case.hostile, trim=case.hostile / case.clients)
-    strategy, federation = find_strategy(case.rule, options), federation_of(case, names)
+    strategy, federation = find_method(case.rule, options), federation_of(case, names)
     data = {
         client.name: {
             split: relabel(case, images_of(client, split), int(group)) for split in ("train", "validation", "test")

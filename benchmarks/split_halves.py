@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from atlas_fl import find_preset, run_config, with_values
-from atlas_fl.aggregation.kriging import measure, variance_between
 from atlas_fl.audit.kriging import HALVES, read_halves
 from atlas_fl.client import local_training
 from atlas_fl.client.options import TrainOptions
+from atlas_fl.methods.kriging import measure, variance_between
 from atlas_fl.params import HEAD, LORA_A, LORA_B, unflatten_by_client
 from atlas_fl.storage import checkpoint
 from atlas_fl.storage.run_folder import RunFolder

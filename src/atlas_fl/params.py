@@ -30,6 +30,25 @@ ServerState: TypeAlias = Mapping[str, "torch.Tensor | ServerState"]
 Names hold no slash: a leaf's path through the mappings, joined by slashes, is its name in a checkpoint.
 """
 
+
+def subtree(state: ServerState, name: str) -> ServerState:
+    """The mapping of this name in a server state; empty where there is none."""
+    entry = state.get(name, {})
+    assert not isinstance(entry, torch.Tensor), f"{name} is a mapping"
+    return entry
+
+
+def tensors(state: ServerState) -> dict[str, torch.Tensor]:
+    """The tensors of a mapping of a server state by name."""
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def params_by_client(state: ServerState, name: str) -> dict[str, Params]:
+    """The mapping of this name in a server state, whose entries are tensors by client and name."""
+    entry = subtree(state, name)
+    return {client: tensors(subtree(entry, client)) for client in entry}
+
+
 Split: TypeAlias = Literal["train", "validation", "test"]
 
 

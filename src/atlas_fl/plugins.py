@@ -37,7 +37,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "model": ("models.registry.MODELS",),
     "family": ("models.registry.FAMILIES", "models.registry.VISION_FAMILIES"),
     "vision_family": ("models.registry.VISION_FAMILIES", "models.registry.FAMILIES"),
-    "strategy": ("aggregation.registry.STRATEGIES", "aggregation.registry.ALIASES", "config.methods.METHODS"),
+    "method": ("methods.registry.RULES", "methods.registry.ALIASES", "methods.registry.METHODS"),
 }
 """By kind the registry that an entry goes to, followed by others that share its names. They are named and not imported,
 because registries lie in all layers and importing them takes seconds."""

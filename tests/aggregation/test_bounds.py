@@ -6,15 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from atlas_fl.aggregation.robust import (
-    BODY,
-    HEADS,
-    Space,
-    bound_updates,
-    change_norms,
-    clip_update,
-    find_excesses,
-)
+from atlas_fl.aggregation.norm_bound import BODY, HEADS, Space, bound_updates, change_norms, clip_update, find_excesses
 
 PRODUCT = Space(space="product", share=("A", "B", "head"), scale=lambda rank: 16 / rank)
 FACTORS = Space(space="factors", share=("A", "B", "head"), scale=lambda rank: 16 / rank)

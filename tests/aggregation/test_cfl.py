@@ -8,15 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atlas_fl.aggregation.cfl import CLUSTERS, bipartition, clusters_in, pull_apart
 from atlas_fl.aggregation.change_similarity import cosines
 from atlas_fl.aggregation.matrices import Federation
-from atlas_fl.aggregation.registry import find_strategy
-from atlas_fl.aggregation.strategies import StrategyOptions
+from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.config import with_values
 from atlas_fl.config.presets import find_preset
 from atlas_fl.config.validation import validate
 from atlas_fl.errors import ConfigError
+from atlas_fl.methods.cfl import CLUSTERS, bipartition, clusters_in, pull_apart
+from atlas_fl.methods.registry import find_method
 
 
 def federation(n=4):
@@ -34,7 +34,7 @@ def vectors(*points):
 
 
 def after_round(before, updates, state=None, **words):
-    done = find_strategy("cfl", StrategyOptions(**words)).aggregate(
+    done = find_method("cfl", StrategyOptions(**words)).aggregate(
         state or {}, before, updates, federation(len(before)), round=1
     )
     return clusters_in(done.server_state[CLUSTERS], federation(len(before))).tolist(), done

@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from atlas_fl.aggregation.exact_average import add_factors, frozen_part, newest_part, residual, stack_products
+from atlas_fl.aggregation.exact_average import add_factors, residual, stack_products
 from atlas_fl.aggregation.lora_product import stack_factors, truncated_svd
 from atlas_fl.aggregation.matrices import Federation
-from atlas_fl.aggregation.registry import STRATEGIES, find_strategy
-from atlas_fl.aggregation.strategies import StrategyOptions
+from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.errors import ConfigError
+from atlas_fl.methods.frozen_part import WithFrozenPart
+from atlas_fl.methods.registry import RULES, find_method
 
 WEIGHTS = [0.5, 0.3, 0.2]
 SIDES = [(12, 20), (20, 12), (4, 20), (20, 4)]
@@ -122,7 +123,7 @@ def update_of(params: Mapping[str, Tensor], module: str) -> Tensor:
 @pytest.mark.parametrize("name", ["fedavg_stacked", "fedavg_with_residual"])
 def test_over_rounds_with_absent_clients_everyone_computes_with_the_sum_of_all_products(name: str) -> None:
     """By the papers' own bookkeeping, dense: W += the exact average in each round, with what adapters hold on top."""
-    strategy, fed = find_strategy(name, StrategyOptions(space="factors")), federation()
+    strategy, fed = find_method(name, StrategyOptions(space="factors")), federation()
     models = {client: {**params, **{key: 0 * params[key] for key in params if key.endswith("lora_B")}}
               for client, params in drawn_models(0).items()}  # fmt: skip
     state, base = (
@@ -137,12 +138,13 @@ def test_over_rounds_with_absent_clients_everyone_computes_with_the_sum_of_all_p
             terms = [p * update_of(updates[client], module) for p, client in zip(shares / shares.sum(), there)]
             mean = torch.stack(terms).sum(0)
             for client, params in done.client_models.items():
-                got = update_of(frozen_part(done.server_state), module) + update_of(params, module)
+                frozen = WithFrozenPart.frozen_part(done.server_state)
+                got = update_of(frozen, module) + update_of(params, module)
                 torch.testing.assert_close(got, base[module] + mean, rtol=1e-5, atol=1e-5)
                 if name == "fedavg_stacked":
                     assert params[f"{module}.lora_A"] is models[client][f"{module}.lora_A"]
                     assert not params[f"{module}.lora_B"].any()
-            base[module] += update_of(newest_part(done.server_state), module)
+            base[module] += update_of(WithFrozenPart.newest_part(done.server_state), module)
         state, models = done.server_state, dict(done.client_models)
 
 
@@ -156,29 +158,32 @@ def test_stack_fedex_and_flexlora_of_any_rank_are_one_update() -> None:
         }
         for client, params in updates.items()
     }
-    flexlora = find_strategy("fedavg", StrategyOptions(space="product"))
+    flexlora = find_method("fedavg", StrategyOptions(space="product"))
     whole = flexlora.aggregate({}, padded, padded, fed, round=1).client_models["one"]
     for name in ("fedavg_stacked", "fedavg_with_residual"):
-        done = find_strategy(name, StrategyOptions(space="factors")).aggregate({}, updates, updates, fed, round=1)
+        done = find_method(name, StrategyOptions(space="factors")).aggregate({}, updates, updates, fed, round=1)
         for module in MODULES:
-            got = update_of(frozen_part(done.server_state), module) + update_of(done.client_models["one"], module)
+            frozen = WithFrozenPart.frozen_part(done.server_state)
+            got = update_of(frozen, module) + update_of(done.client_models["one"], module)
             torch.testing.assert_close(got, update_of(whole, module), rtol=1e-4, atol=1e-4)
 
 
 def test_stacks_take_clients_of_different_ranks_and_one_without_an_adapter_and_fedex_refuses_them() -> None:
     fed, updates = federation(), drawn_models(1, ranks=(2, 0, 4))
-    done = STRATEGIES["fedavg_stacked"](StrategyOptions()).aggregate({}, updates, updates, fed, round=1)
+    done = RULES["fedavg_stacked"](StrategyOptions()).aggregate({}, updates, updates, fed, round=1)
     for module in MODULES:
         mean = 0.5 * update_of(updates["one"], module) + 0.2 * update_of(updates["three"], module)
-        torch.testing.assert_close(update_of(frozen_part(done.server_state), module), mean, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            update_of(WithFrozenPart.frozen_part(done.server_state), module), mean, rtol=1e-5, atol=1e-5
+        )
     with pytest.raises(ConfigError, match=r"these have \[0, 2, 4\]: set --ranks, or take flora"):
-        STRATEGIES["fedavg_with_residual"](StrategyOptions()).check(updates, fed)
+        RULES["fedavg_with_residual"](StrategyOptions()).check(updates, fed)
 
 
 def test_what_a_round_sends_has_the_rank_of_all_and_of_all_but_one() -> None:
     fed, updates = federation(), drawn_models(1)
     ranks = {}
     for name in ("fedavg_stacked", "fedavg_with_residual"):
-        done = STRATEGIES[name](StrategyOptions()).aggregate({}, updates, updates, fed, round=1)
-        ranks[name] = len(newest_part(done.server_state)["layer.0.q.lora_A"])
+        done = RULES[name](StrategyOptions()).aggregate({}, updates, updates, fed, round=1)
+        ranks[name] = len(WithFrozenPart.newest_part(done.server_state)["layer.0.q.lora_A"])
     assert ranks == {"fedavg_stacked": 9, "fedavg_with_residual": 6}

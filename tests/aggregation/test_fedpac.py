@@ -7,12 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 
-from atlas_fl.aggregation.fedpac import classifier_collaboration, combination_rows, estimate, minimize_on_simplex
 from atlas_fl.aggregation.matrices import Federation
-from atlas_fl.aggregation.strategies import StrategyOptions
+from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.audit.class_features import Report, head_row, smallest_on_simplex
-from atlas_fl.client.class_features import summarize
 from atlas_fl.errors import ConfigError
+from atlas_fl.methods.fedpac import ClassifierCollaboration, combination_rows, estimate, minimize_on_simplex, summarize
 
 
 def report(counts, means, variances):
@@ -123,7 +122,7 @@ def federation(tasks=("x", "x", "x", "y")):
 
 
 def test_adapters_are_averaged_over_all_and_heads_by_features_inside_a_task() -> None:
-    strategy = classifier_collaboration(StrategyOptions(space="factors"))
+    strategy = ClassifierCollaboration(StrategyOptions(space="factors"))
     models = {
         name: {"q.lora_A": torch.tensor([[float(k)]]), "head.weight": torch.tensor([[10.0 * k]])}
         for k, name in enumerate("abcd")
@@ -139,7 +138,7 @@ def test_adapters_are_averaged_over_all_and_heads_by_features_inside_a_task() ->
 
 
 def test_a_layer_below_the_last_one_is_averaged_by_examples_inside_its_task() -> None:
-    strategy = classifier_collaboration(StrategyOptions(space="factors"))
+    strategy = ClassifierCollaboration(StrategyOptions(space="factors"))
     models = {
         name: {
             "head.pre_classifier.weight": torch.tensor([[float(k)]]),
@@ -159,4 +158,4 @@ def test_a_layer_below_the_last_one_is_averaged_by_examples_inside_its_task() ->
 
 def test_heads_that_stay_at_the_clients_cannot_be_combined() -> None:
     with pytest.raises(ConfigError, match="--share A B leaves out heads, which this strategy combines; add head"):
-        classifier_collaboration(StrategyOptions(share=("A", "B")))
+        ClassifierCollaboration(StrategyOptions(share=("A", "B")))

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from atlas_fl.aggregation.strategies import LARGEST, check_update, unusable_models
+from atlas_fl.aggregation.update_checks import LARGEST, check_update, unusable_models
 from atlas_fl.errors import ProtocolError
 
 SENT = {"q.lora_A": torch.ones(2, 3), "q.lora_B": torch.zeros(4, 2), "head.bias": torch.ones(2)}

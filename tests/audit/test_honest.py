@@ -11,10 +11,10 @@ import pytest
 from safetensors.torch import load_file
 
 import atlas_fl.audit
-from atlas_fl.aggregation.registry import ALIASES, STRATEGIES
-from atlas_fl.aggregation.server_optimizers import SERVER_OPTIMIZERS
 from atlas_fl.audit.check import audit_run
 from atlas_fl.config import MixingConfig, RobustConfig
+from atlas_fl.methods.registry import ALIASES, RULES
+from atlas_fl.methods.server_optimizers import ServerStep
 from tests.audit.written import (
     CLIENTS,
     ROUNDS,
@@ -46,6 +46,7 @@ HONEST = {
 BY_FACTORS = ("fedavg_dynamic", "fedavg_stacked", "fedavg_with_residual")
 """Rules of A and B, which validation says."""
 MEASURED = ("atlas", "kriging")
+SERVER_OPTIMIZERS = tuple(name for name, rule in RULES.items() if issubclass(rule, ServerStep))
 STATEFUL = (*SERVER_OPTIMIZERS, *BY_FACTORS, "pfedgraph", "cfl", "fedtreelora", "classifier_collaboration", *MEASURED)
 ROBUST = ("median", "trimmed_mean", "krum", "multi_krum", "geometric_median")
 
@@ -54,7 +55,7 @@ ROBUST = ("median", "trimmed_mean", "krum", "multi_krum", "geometric_median")
     ("words", "strategy"),
     [
         (words, strategy)
-        for words, strategy in product(HONEST, [*STRATEGIES, *ALIASES])
+        for words, strategy in product(HONEST, [*RULES, *ALIASES])
         # no other rule reads how the Laplacian steps
         if (strategy == "atlas_laplacian" or words in ("product", "factors", "truncate", "head", "A", "B"))
         # who takes or compares whole models shares all of them, who combines heads its heads

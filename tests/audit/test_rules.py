@@ -5,18 +5,18 @@ import json
 import numpy as np
 import pytest
 
-from atlas_fl.aggregation.registry import ALIASES, STRATEGIES
 from atlas_fl.audit.check import audit_run
 from atlas_fl.audit.rule_weights import RULES, Rule, kind_of, weights
 from atlas_fl.audit.run_files import AuditPlan
 from atlas_fl.config import MixingConfig
-from atlas_fl.config.methods import METHODS
 from atlas_fl.errors import CheckpointError
+from atlas_fl.methods import registry
+from atlas_fl.methods.registry import ALIASES, METHODS
 from tests.audit.written import plan_json, write_run
 
 
 def test_every_strategy_has_an_independent_rule():
-    assert RULES.keys() == STRATEGIES.keys() | ALIASES.keys() | METHODS.keys()
+    assert RULES.keys() == registry.RULES.keys() | ALIASES.keys() | METHODS.keys()
     assert all(RULES[name] == RULES[method.rule] for name, method in METHODS.items())
 
 

@@ -7,13 +7,13 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from atlas_fl.aggregation.exact_average import frozen_part
-from atlas_fl.aggregation.feddyn import dynamic_corrections
 from atlas_fl.aggregation.matrices import Federation, without_edges
-from atlas_fl.aggregation.registry import find_strategy
-from atlas_fl.aggregation.strategies import StrategyOptions
+from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.config import Config, MixingConfig, RanksConfig, RobustConfig, ServerConfig, TrainingConfig, to_toml
 from atlas_fl.errors import ConfigError
+from atlas_fl.methods.feddyn import dynamic_corrections
+from atlas_fl.methods.frozen_part import WithFrozenPart
+from atlas_fl.methods.registry import find_method
 from atlas_fl.params import digest, flatten_by_client, flatten_state, with_frozen
 from atlas_fl.storage.jsonl import read_sealed, write_sealed
 
@@ -165,7 +165,7 @@ def write_run(
         scale=lambda rank: (2 * rank if alpha is None else alpha) / (rank**0.5 if rslora else rank),
         **{name: value for name, value in vars(server).items() if name in StrategyOptions.__dataclass_fields__},
     )  # fmt: skip
-    strategy = find_strategy(real.strategy, options)
+    strategy = find_method(real.strategy, options)
     each = accepted_ranks(strategy)
     # of those in the plan only a strategy that takes no others asks for one rank in the settings
     ranks = RanksConfig(ranks="8") if mixing.strategy in ONE_RANK else RanksConfig()
@@ -183,7 +183,7 @@ def write_run(
         asked, refused = who(round)
         updates = {client: params for client, params in trained(start, round=round).items() if client in asked}
         good = {client: params for client, params in updates.items() if client not in refused}
-        held = {client: with_frozen(start[client], frozen_part(state)) for client in good}
+        held = {client: with_frozen(start[client], WithFrozenPart.frozen_part(state)) for client in good}
         loaded = {client: {"digest": digest(held[client]), "keys": len(held[client])} for client in good}
         corrections = dynamic_corrections(state, asked, alpha=ALPHA)
         state = strategy.record_reports(state, reported(strategy, state, good, round=round))

@@ -3,21 +3,21 @@ from typing import Any
 
 import pytest
 
-from atlas_fl.aggregation.registry import MATRICES, STRATEGIES
 from atlas_fl.cli.run import CATALOGUES
 from atlas_fl.config import Config, settings, validate, with_values
 from atlas_fl.config.conflicts import conflicts, flag_of
-from atlas_fl.config.methods import METHODS
 from atlas_fl.config.presets import PRESETS
 from atlas_fl.data.registry import TASKS
 from atlas_fl.errors import ConfigError
+from atlas_fl.methods.method import Method
+from atlas_fl.methods.registry import METHODS, RULES
 from atlas_fl.models.registry import MODELS
 from atlas_fl.ranks.devices import DEVICES, parse_device
 
 Atlas = Callable[..., Any]
 REGISTRIES = {
     **{"tasks": TASKS, "models": MODELS, "devices": DEVICES, "presets": PRESETS},
-    "strategies": [*STRATEGIES, *METHODS],
+    "strategies": [*RULES, *METHODS],
 }
 
 
@@ -98,7 +98,7 @@ SLOTS = ["matrix", "share", "space", "keep", "local term"]
 
 
 def test_every_strategy_is_shown_slot_by_slot_with_what_it_needs(atlas: Atlas, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert MATRICES.keys() == STRATEGIES.keys()
+    assert all(rule.matrix != Method.matrix for rule in RULES.values())
     for name, (_, slots, needs) in entries(atlas, monkeypatch).items():
         parts = slots.split("; ")
         assert [part.split(":")[0] for part in parts if part.split(":")[0] in SLOTS] == SLOTS, name
@@ -138,7 +138,7 @@ def test_slots_by_hand(name: str, slots: str, needs: str, atlas: Atlas, monkeypa
     assert entries(atlas, monkeypatch)[name][1:] == [slots, f"needs: {needs}"]
 
 
-@pytest.mark.parametrize("name", [*STRATEGIES, *METHODS])
+@pytest.mark.parametrize("name", [*RULES, *METHODS])
 def test_who_needs_equal_ranks_or_factors_refuses_others(
     name: str, atlas: Atlas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,7 +167,7 @@ def test_without_a_word_it_says_what_can_be_listed(atlas: Atlas) -> None:
     assert (said.code, first[1:]) == (0, list(CATALOGUES))
 
 
-@pytest.mark.parametrize("name", [*STRATEGIES, *METHODS, "local_only"])
+@pytest.mark.parametrize("name", [*RULES, *METHODS, "local_only"])
 def test_a_strategy_alone_has_the_settings_that_are_its_own(name: str, atlas: Atlas) -> None:
     said = atlas("list", "strategies", name)
     assert (said.code, said.err) == (0, "")
@@ -178,7 +178,7 @@ def test_a_strategy_alone_has_the_settings_that_are_its_own(name: str, atlas: At
 
 def test_settings_are_used_by_strategies_that_there_are() -> None:
     named = {name for setting in settings().values() for name in setting.used_by}
-    assert named <= {*STRATEGIES, *METHODS}
+    assert named <= {*RULES, *METHODS}
 
 
 def test_an_unknown_strategy_has_its_nearest(atlas: Atlas) -> None:

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from atlas_fl.client.batching import collate_packed, forward
-from atlas_fl.client.class_features import class_features, summarize
 from atlas_fl.client.job import Job
-from atlas_fl.client.local_training import train
 from atlas_fl.client.options import TrainOptions
+from atlas_fl.client.reports import PackReport, train_and_report
+from atlas_fl.methods.fedpac import ClassifierCollaboration, summarize
 
 OPTIONS = TrainOptions(seed=3, batch_size=4, lr=1e-2)
 
@@ -34,7 +34,7 @@ def test_features_are_what_enters_the_last_layer_of_the_head(
     site, params = site_of(tiny, spec, max_tokens=max_tokens), tiny.params(spec)
     trained = {key: tensor + 0.05 if key.endswith("lora_B") else tensor for key, tensor in params.items()}
     job = Job(client="a-0", params=trained, round=1, options=OPTIONS)
-    report = class_features(job, site)
+    report = ClassifierCollaboration.measure(PackReport(jobs=[job], site=site))["a-0"]
     data, width = site.data["a-0"].splits["train"], site.backbone.width
     last = site.backbone.family.head[-1].key
     identity = {last + "weight": torch.eye(width), last + "bias": torch.zeros(width)}
@@ -60,10 +60,10 @@ def test_they_are_of_the_model_before_training_and_change_nothing_in_it(tiny_of,
         [Job(client=one.name, params=tiny.params(one), round=1, options=options) for one in (spec, other)]
         for options in (OPTIONS, asked)
     ]
-    plain, reporting = (train(one, site) for one in jobs)
+    plain, reporting = (train_and_report(one, site) for one in jobs)
     for without, update, job in zip(plain, reporting, jobs[1], strict=True):
         assert without.reported == {}
         assert all(torch.equal(without.params[key], tensor) for key, tensor in update.params.items())
-        alone = class_features(job, site)
+        alone = ClassifierCollaboration.measure(PackReport(jobs=[job], site=site))[job.client]
         assert all(torch.equal(alone[key], tensor) for key, tensor in update.reported["class_features"].items())
         assert int(update.reported["class_features"]["counts"].sum()) == update.examples

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from atlas_fl.client.batching import collate_packed, forward
-from atlas_fl.client.feature_alignment import alignment_loss
 from atlas_fl.client.job import Job, Site
 from atlas_fl.client.local_training import batches, example_loss, train
 from atlas_fl.client.options import TrainOptions
+from atlas_fl.methods.fedpac import alignment_loss
 from atlas_fl.params import Params
 
 OPTIONS = TrainOptions(seed=3, rounds=6, batch_size=4, lr=1e-2, clip=0.0, epochs=2, feature_alignment=0.7)

@@ -8,10 +8,10 @@ import torch
 
 from atlas_fl.client.batching import collate_packed, forward
 from atlas_fl.client.evaluation import evaluate
-from atlas_fl.client.job import Job
+from atlas_fl.client.job import Job, log_prior
 from atlas_fl.client.local_training import batches, train
 from atlas_fl.client.options import EvaluateOptions, TrainOptions
-from atlas_fl.client.prior_correction import correct_logits, log_prior
+from atlas_fl.methods.prior_correction import correct_logits
 from atlas_fl.models.tokenization import EncodedExamples
 
 OPTIONS = TrainOptions(seed=3, batch_size=4, lr=1e-2, clip=0.0, max_steps=3, prior_correction=True)

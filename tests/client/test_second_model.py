@@ -6,12 +6,16 @@ import dataclasses
 import pytest
 import torch
 
+from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.client.job import Job
 from atlas_fl.client.local_training import train
 from atlas_fl.client.options import TrainOptions
-from atlas_fl.client.second_model import WEIGHT, combine, initial_gate, initial_second, keep_in_range
+from atlas_fl.methods.apfl import WEIGHT, Apfl
+from atlas_fl.methods.feddpa import FedDpa
+from atlas_fl.methods.second_model import initial_gate
 from atlas_fl.models.lora import Segment, packed_linear
 from atlas_fl.params import Params
+from tests.second_model import combine
 
 
 def twice(_rank: int) -> float:
@@ -70,14 +74,14 @@ def test_the_shared_model_gets_no_gradient_and_a_proximal_one_is_alone() -> None
 
 def test_a_trained_weight_stays_between_zero_and_one() -> None:
     leaves = {WEIGHT: torch.tensor(1.2, requires_grad=True), "w": torch.tensor([7.0])}
-    keep_in_range(leaves)
+    Apfl().after_step(leaves)
     assert (float(leaves[WEIGHT].detach()), float(leaves["w"])) == (1.0, 7.0)
 
 
 def test_only_an_interpolated_model_holds_a_weight() -> None:
     start = model(2, 0)
-    assert WEIGHT in initial_second(start, "interpolated", 0.4)
-    assert initial_second(start, "stacked", 0.4) is start
+    assert float(Apfl(StrategyOptions(second_weight=0.25)).initial(start)[WEIGHT]) == 0.25
+    assert FedDpa().initial(start) is start
 
 
 def test_a_gate_of_zeros_is_the_fixed_weight() -> None:

@@ -9,11 +9,12 @@ from atlas_fl.cli.run import RunOptions
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.config import Config, settings, validate, with_values
 from atlas_fl.config.federations import DIALS
-from atlas_fl.config.methods import METHODS, rule_of, with_method_settings, without_method_settings
+from atlas_fl.config.methods import rule_of, with_method_settings, without_method_settings
 from atlas_fl.config.presets import find_preset
 from atlas_fl.config.settings import value_of
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.sweep import grid
+from atlas_fl.methods.registry import METHODS
 from atlas_fl.setup.options import strategy_options, train_options
 
 

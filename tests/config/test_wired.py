@@ -10,7 +10,7 @@ import pytest
 
 import atlas_fl
 from atlas_fl.aggregation.graph import GraphOptions
-from atlas_fl.aggregation.strategies import StrategyOptions
+from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.clustering.labels import ClusteringSettings
 from atlas_fl.config import settings

@@ -7,11 +7,11 @@ import torch
 
 from atlas_fl.client.job import Job
 from atlas_fl.client.options import Report, TrainOptions
-from atlas_fl.client.split_halves import join_halves
 from atlas_fl.config import Config, validate, with_values
 from atlas_fl.deployment.job_policy import JobPolicy, Outline
 from atlas_fl.deployment.start_models import start_models_of
 from atlas_fl.errors import ProtocolError
+from atlas_fl.methods.kriging import join_halves
 
 MODEL = {"q.lora_A": torch.ones(2, 5), "q.lora_B": torch.zeros(4, 2), "head.weight": torch.ones(3, 4)}
 SENT = {"metrics": torch.zeros(3), **{f"param/{key}": tensor for key, tensor in MODEL.items()}}

@@ -6,7 +6,7 @@ import torch
 
 from atlas_fl.client.optimizer import GradientMean, LossScale, gradient_chain, make_optimizer
 from atlas_fl.client.options import TrainOptions
-from atlas_fl.experiment.control_variates import corrections
+from atlas_fl.methods.scaffold import corrections
 
 TASKS = {"a": "movie", "b": "movie", "c": "trec"}
 

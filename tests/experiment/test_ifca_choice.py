@@ -10,15 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from atlas_fl.aggregation.cfl import CLUSTERS
 from atlas_fl.aggregation.matrices import Federation
-from atlas_fl.aggregation.registry import find_strategy
-from atlas_fl.aggregation.strategies import StrategyOptions
+from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.client.job import Job, Update
 from atlas_fl.config import with_values
 from atlas_fl.config.presets import find_preset
-from atlas_fl.experiment.ifca_choice import LOSSES, choose_clusters, draw_clusters
+from atlas_fl.experiment.choice import choose_models
+from atlas_fl.experiment.rounds import round_start
 from atlas_fl.experiment.state import FederationState
+from atlas_fl.methods.cfl import CLUSTERS
+from atlas_fl.methods.ifca import LOSSES, draw_clusters
+from atlas_fl.methods.registry import find_method
 
 TASKS = {"a": "movie", "b": "movie", "c": "movie", "d": "trec"}
 
@@ -72,8 +74,6 @@ def chosen(engine: Losses, clusters: dict[str, int], **words: Any) -> Any:
     config = with_values(find_preset("smoke"), {"strategy": "ifca", "ranks": "8", "rounds": 5, **words})
     clients = [SimpleNamespace(name=name, task=SimpleNamespace(name=task)) for name, task in TASKS.items()]
     assembly = SimpleNamespace(config=config, clients=clients, names=tuple(TASKS))
-    federation = SimpleNamespace(clients=tuple(TASKS))
-    planned = SimpleNamespace(plan=SimpleNamespace(federation=lambda: federation))
     models = {name: model(float(clusters[name]), head=float(index)) for index, name in enumerate(TASKS)}
     state = FederationState(
         round=1,
@@ -81,11 +81,34 @@ def chosen(engine: Losses, clusters: dict[str, int], **words: Any) -> Any:
         client_models=models,
         server_state={CLUSTERS: {name: torch.tensor(label) for name, label in clusters.items()}},
     )
-    return choose_clusters(assembly, planned, engine, state, list(TASKS)), models  # type: ignore[arg-type]
+    return Chosen(*choose(assembly, engine, state), before=state), models
+
+
+def choose(assembly: Any, engine: Any, state: FederationState) -> tuple[FederationState, Any]:
+    return choose_models(assembly, engine, state, round_start(assembly, state))
+
+
+@dataclass
+class Chosen:
+    """The state after a choice, and its messages."""
+
+    state: FederationState
+    messages: Any
+    before: FederationState
+
+    @property
+    def moved(self) -> dict[str, int]:
+        """The new cluster of each client that left its own."""
+        old, new = labels_of(self.before), labels_of(self.state)
+        return {name: label for name, label in new.items() if label != old[name]}
+
+
+def labels_of(state: FederationState) -> dict[str, int]:
+    return {name: int(label) for name, label in state.server_state[CLUSTERS].items()}  # type: ignore[union-attr, arg-type]
 
 
 def labels(choice: Any) -> dict[str, int]:
-    return {name: int(label) for name, label in choice.state.server_state[CLUSTERS].items()}
+    return labels_of(choice.state)
 
 
 def test_everyone_takes_the_model_with_the_least_loss_on_its_training_examples() -> None:
@@ -148,14 +171,13 @@ def test_a_planted_federation_is_found(seed: int) -> None:
     )
     clients = [SimpleNamespace(name=name, task=SimpleNamespace(name="t")) for name in names]
     assembly: Any = SimpleNamespace(config=config, clients=clients, names=tuple(names))
-    planned: Any = SimpleNamespace(plan=SimpleNamespace(federation=lambda: federation))
-    strategy = find_strategy("ifca", StrategyOptions(space="factors"))
+    strategy = find_method("ifca", StrategyOptions(space="factors"))
     start = {name: {"q.lora_A": torch.zeros(1, 1), "q.lora_B": torch.ones(1, 1)} for name in names}
     state = FederationState(round=0, server_models=start, client_models=start)
     drawn = draw_clusters(names, count=2, seed=seed)
     numpy_labels, centres = np.array([drawn[name] for name in names]), np.zeros(2)
     for round in range(5):
-        state = choose_clusters(assembly, planned, Quadratic(dict(zip(names, optima))), state, names).state
+        state, _ = choose(assembly, Quadratic(dict(zip(names, optima))), state)
         if round:
             numpy_labels = np.argmin((optima[:, None] - centres[None, :]) ** 2, axis=1)
         trained = (centres[numpy_labels] + optima) / 2

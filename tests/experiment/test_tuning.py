@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from atlas_fl.aggregation.registry import STRATEGIES
 from atlas_fl.config import Config, RunConfig, run_folder, validate, with_values
-from atlas_fl.config.methods import METHODS
 from atlas_fl.config.presets import smoke
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.experiment.sweep import SEEDS, Point
 from atlas_fl.experiment.sweep import seeds as seeds_of
 from atlas_fl.experiment.tuning import DEVELOPMENT_SEEDS, KNOBS, candidates, tune_methods
+from atlas_fl.methods.registry import METHODS, RULES
 
 
 @pytest.fixture
@@ -31,7 +30,7 @@ def test_candidates_by_hand() -> None:
     assert candidates("kriging", 3, lr=1.0, is_cut=True) == candidates("local", 3, lr=1.0)
 
 
-@pytest.mark.parametrize("strategy", [*STRATEGIES, *METHODS])
+@pytest.mark.parametrize("strategy", [*RULES, *METHODS])
 @pytest.mark.parametrize("number", [1, 8, 20])
 def test_every_method_is_tried_as_often_and_never_twice_the_same(strategy: str, number: int) -> None:
     tried = candidates(strategy, number, lr=1e-3)
@@ -40,7 +39,7 @@ def test_every_method_is_tried_as_often_and_never_twice_the_same(strategy: str, 
 
 
 def test_every_knob_is_of_a_method_that_there_is() -> None:
-    assert KNOBS.keys() <= STRATEGIES.keys() | METHODS.keys()
+    assert KNOBS.keys() <= RULES.keys() | METHODS.keys()
 
 
 def test_the_best_by_validation_is_chosen_over_the_development_seeds(base: Config) -> None:

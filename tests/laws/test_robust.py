@@ -10,24 +10,23 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize
 from scipy.stats import trim_mean
 
+from atlas_fl.aggregation.distances import squared_distances
 from atlas_fl.aggregation.matrices import Federation
-from atlas_fl.aggregation.registry import find_strategy
-from atlas_fl.aggregation.robust import (
-    WITHSTANDS,
+from atlas_fl.aggregation.rules import StrategyOptions
+from atlas_fl.errors import ProtocolError
+from atlas_fl.methods.registry import RULES, find_method
+from atlas_fl.methods.robust import (
+    Robust,
     coordinate_median,
     krum_scores,
     krum_weights,
     num_trimmed,
-    small_groups,
-    squared_distances,
     trimmed_average,
     weiszfeld_weights,
 )
-from atlas_fl.aggregation.strategies import StrategyOptions
-from atlas_fl.errors import ProtocolError
 from tests.examples import examples
 
-ROBUST = tuple(WITHSTANDS)
+ROBUST = tuple(name for name, rule in RULES.items() if issubclass(rule, Robust))
 SIZES = [(5, 1), (9, 2), (9, 3)]
 """(clients, hostile ones among them) that all rules withstand when told so."""
 
@@ -49,7 +48,7 @@ def vectors(points):
 
 
 def aggregate(name, models, *, fed=None, **words):
-    strategy = find_strategy(name, StrategyOptions(**words))
+    strategy = find_method(name, StrategyOptions(**words))
     return strategy.aggregate({}, dict(models), models, fed or federation(len(models)), round=1).client_models
 
 
@@ -243,14 +242,14 @@ def test_models_that_hold_other_tensors_cannot_be_compared():
 def test_groups_that_are_too_small_for_a_rule_are_named():
     fed = federation(5, tasks=("x", "x", "x", "y", "y"), clusters=(0, 0, 0, 1, -1))
     options = StrategyOptions(byzantine=1)
-    assert small_groups("krum", fed, options) == (
+    assert find_method("krum", options).warnings(fed) == (
         "krum: the heads of x: 3 clients withstand 0 hostile ones, and --byzantine is 1",
         "krum: the heads of y: 2 clients withstand 0 hostile ones, and --byzantine is 1",
     )
-    assert small_groups("median", fed, options) == (
+    assert find_method("median", options).warnings(fed) == (
         "median: the heads of y: 2 clients withstand 0 hostile ones, and --byzantine is 1",
     )
-    inside = small_groups("krum", fed, replace(options, within="clusters"))
+    inside = find_method("krum", replace(options, within="clusters")).warnings(fed)
     assert inside[0] == "krum: cluster 0: 3 clients withstand 0 hostile ones, and --byzantine is 1"
-    assert not small_groups("fedavg", fed, options)
-    assert not small_groups("geometric_median", federation(5), replace(options, byzantine=2))
+    assert not find_method("fedavg", options).warnings(fed)
+    assert not find_method("geometric_median", replace(options, byzantine=2)).warnings(federation(5))

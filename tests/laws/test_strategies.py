@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from atlas_fl.aggregation.exact_average import frozen_part
 from atlas_fl.aggregation.matrices import Federation
-from atlas_fl.aggregation.registry import ALIASES, STRATEGIES, find_strategy
-from atlas_fl.aggregation.strategies import RoundModels, StrategyOptions, twice_the_rank
-from atlas_fl.client.second_model import combine
+from atlas_fl.aggregation.rules import RoundModels, StrategyOptions, twice_the_rank
 from atlas_fl.errors import ConfigError
+from atlas_fl.methods.frozen_part import WithFrozenPart
+from atlas_fl.methods.registry import ALIASES, RULES, find_method
 from atlas_fl.params import flatten_by_client, flatten_state, unflatten_by_client, unflatten_state
+from tests.second_model import combine
 
 CLIENTS = ("movie-0", "movie-1", "movie-2", "trec-0", "trec-1")
 TASKS = ("movie", "movie", "movie", "trec", "trec")
@@ -25,8 +25,8 @@ BLOCKS = np.array([0, 0, 0, 1, 1])
 INSIDE = StrategyOptions(within="clusters")
 BEGIN_IN_CLUSTERS = {"atlas", "kriging"}
 """Rules that average inside clusters only until they have measured, over all clients, who belongs together."""
-CLUSTERED = [name for name in STRATEGIES if find_strategy(name, INSIDE).clustered and name not in BEGIN_IN_CLUSTERS]
-COMMUNICATING = [name for name in STRATEGIES if name != "local"]
+CLUSTERED = [name for name in RULES if find_method(name, INSIDE).clustered and name not in BEGIN_IN_CLUSTERS]
+COMMUNICATING = [name for name in RULES if name != "local"]
 OPTIONS = [
     # updates drawn at random are nearly orthogonal: with a small alpha, rows of pfedgraph would be those of local
     # and clients would not pull against each other enough for cfl and fedtreelora to part them
@@ -110,14 +110,14 @@ REPORTS = {"class_features": class_means, "halves": halves}
 
 def first_state(name, options, federation, before):
     """The server state after a first round in which everyone took part."""
-    strategy = find_strategy(name, options)
+    strategy = find_method(name, options)
     updates = {client: {key: tensor.flip(-1) for key, tensor in params.items()} for client, params in before.items()}
     return strategy.aggregate(strategy.init(before), before, updates, federation, round=1).server_state
 
 
 def informed(name, options, state, updates):
     """The server state with all that a run tells the server before it aggregates: reports, and chosen clusters."""
-    strategy = find_strategy(name, options)
+    strategy = find_method(name, options)
     chosen = {"clusters": {client: torch.tensor(k % 2) for k, client in enumerate(CLIENTS)}} if name == "ifca" else {}
     report = REPORTS.get(strategy.report)
     reports = {client: report(params) for client, params in updates.items()} if report else {}
@@ -132,7 +132,7 @@ def step(name, options, federation, updates, *, before=None, state=None, round=2
     before = models(100, accepted_ranks(name, options, federation)) if before is None else before
     state = first_state(name, options, federation, before) if state is None else state
     state = informed(name, options, state, updates)
-    done = find_strategy(name, options).aggregate(state, before, updates, federation, round=round)
+    done = find_method(name, options).aggregate(state, before, updates, federation, round=round)
     return done.server_state, done.client_models
 
 
@@ -142,13 +142,13 @@ def rows_of(name, options, federation, updates):
     state, _ = step(name, options, federation, updates)
     shown = RoundModels(before=before, after={**before, **updates}, server_state=state)
     present = [client in updates for client in CLIENTS]
-    return find_strategy(name, options).matrices(federation, present, round=2, models=shown)
+    return find_method(name, options).matrices(federation, present, round=2, models=shown)
 
 
 def accepted_ranks(name, options, federation):
     """Ranks of the clients that the strategy takes: different ones where it can."""
     try:
-        find_strategy(name, options).check(models(0), federation)
+        find_method(name, options).check(models(0), federation)
     except ConfigError:
         return EQUAL_RANKS
     return RANKS
@@ -160,7 +160,7 @@ def function(params, module):
 
 def computed(state, start):
     """What clients compute with after a step: their models, stacked on what a strategy has them hold frozen."""
-    frozen = frozen_part(state)
+    frozen = WithFrozenPart.frozen_part(state)
     return {
         client: combine(params, frozen, "frozen", weight=1.0, scale=twice_the_rank) if frozen else params
         for client, params in start.items()
@@ -207,7 +207,7 @@ AS_FEDAVG = {
 """What some rules do as FedAvg does, by one of its names; all else must differ, or laws would be about FedAvg alone."""
 
 
-@cases(STRATEGIES)
+@cases(RULES)
 def test_a_rule_differs_from_fedavg_and_from_local_training(name, options, federation):
     updates = models(0, EQUAL_RANKS)
     own, average, alone = (
@@ -223,7 +223,7 @@ def test_a_rule_differs_from_fedavg_and_from_local_training(name, options, feder
         assert (from_alone == 0) if name == "local" else (from_alone > 0.1), key
 
 
-@cases(STRATEGIES)
+@cases(RULES)
 def test_a_client_without_others_trains_locally(name, options):
     alone = Federation(
         clients=CLIENTS[:1],
@@ -243,10 +243,10 @@ def test_local_changes_none(federation):
     updates = models(0)
     _, start = step("local", StrategyOptions(), federation, updates)
     assert all(start[client] is updates[client] for client in CLIENTS)
-    assert not find_strategy("local", StrategyOptions()).communicates
+    assert not find_method("local", StrategyOptions()).communicates
 
 
-@cases(STRATEGIES)
+@cases(RULES)
 def test_permuting_clients_permutes_results(name, options, federation):
     ranks = accepted_ranks(name, options, federation)
     order = [3, 0, 4, 2, 1]
@@ -269,10 +269,10 @@ def test_permuting_clients_permutes_results(name, options, federation):
     assert max(distance(other[client], straight[client]) for client in CLIENTS) < 1e-5
 
 
-@cases(STRATEGIES)
+@cases(RULES)
 def test_identical_clients_are_a_fixed_point(name, options, federation):
     same = dict.fromkeys(CLIENTS, model(7, 4, 2))
-    strategy = find_strategy(name, options)
+    strategy = find_method(name, options)
     first = strategy.aggregate(strategy.init(same), same, same, federation, round=1)
     # what a strategy has clients hold frozen is not in what they begin the next round with
     held = first.client_models
@@ -280,7 +280,7 @@ def test_identical_clients_are_a_fixed_point(name, options, federation):
     assert max(distance(start[client], same[client]) for client in CLIENTS) < 1e-6
 
 
-@cases(STRATEGIES)
+@cases(RULES)
 def test_inputs_are_untouched(name, options, federation):
     ranks = accepted_ranks(name, options, federation)
     held, updates = models(100, ranks), models(0, ranks)
@@ -293,7 +293,7 @@ def test_inputs_are_untouched(name, options, federation):
 
 
 @pytest.mark.parametrize("present", [(1, 1, 1, 1, 1), (1, 0, 1, 0, 1), (0, 0, 0, 1, 1), (0, 0, 0, 0, 0)])
-@cases(STRATEGIES)
+@cases(RULES)
 def test_rows_of_every_matrix_sum_to_one(name, options, federation, present):
     ranks = accepted_ranks(name, options, federation)
     updates = {client: params for client, params in models(0, ranks).items() if present[CLIENTS.index(client)]}
@@ -303,7 +303,7 @@ def test_rows_of_every_matrix_sum_to_one(name, options, federation, present):
         assert matrices(key).dtype == np.float64
 
 
-@cases(STRATEGIES)
+@cases(RULES)
 def test_heads_never_cross_tasks(name, options, federation):
     ranks = accepted_ranks(name, options, federation)
     updates, tasks = models(0, ranks), np.array(TASKS)
@@ -340,7 +340,7 @@ def test_an_undecided_client_is_alone(name, options, federation):
     assert name == "krum" or start["movie-0"] is not updates["movie-0"]
 
 
-@cases(STRATEGIES)
+@cases(RULES)
 def test_who_took_no_part_gives_nothing_to_an_average_and_its_held_model_to_a_graph(name, options, federation):
     ranks = accepted_ranks(name, options, federation)
     held, updates = models(100, ranks), models(0, ranks)
@@ -359,7 +359,7 @@ def test_who_took_no_part_gives_nothing_to_an_average_and_its_held_model_to_a_gr
         assert distance(start["movie-2"], held["movie-2"]) > 1e-2, "it gets the average all the same"
 
 
-@cases(STRATEGIES)
+@cases(RULES)
 def test_a_round_without_updates_leaves_averages_as_they_were(name, options, federation):
     ranks = accepted_ranks(name, options, federation)
     held = models(100, ranks)
@@ -367,7 +367,7 @@ def test_a_round_without_updates_leaves_averages_as_they_were(name, options, fed
     assert all(start[client] is held[client] for client in CLIENTS)
 
 
-@cases(STRATEGIES)
+@cases(RULES)
 def test_a_state_that_went_through_a_checkpoint_continues_with_the_same_bits(name, options, federation):
     ranks = accepted_ranks(name, options, federation)
     state, after = step(name, options, federation, models(0, ranks))
@@ -394,9 +394,9 @@ def test_eta_zero_is_local_training(laplacian, federation):
 
 @pytest.mark.parametrize("alias", ALIASES)
 def test_an_alias_is_its_strategy(alias):
-    assert find_strategy(alias, StrategyOptions()).name == ALIASES[alias]
+    assert find_method(alias, StrategyOptions()).name == ALIASES[alias]
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", RULES)
 def test_every_strategy_is_called_by_its_name(name):
-    assert find_strategy(name, StrategyOptions()).name == name
+    assert find_method(name, StrategyOptions()).name == name

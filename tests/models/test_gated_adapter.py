@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from atlas_fl.client.batching import collate_packed, forward
 from atlas_fl.client.evaluation import write
-from atlas_fl.client.second_model import combine
 from atlas_fl.errors import ModelError
 from atlas_fl.models.gated_adapter import SETTINGS, WEIGHTS, export_gated_adapter, is_gated, load_gated_adapter
 from atlas_fl.models.peft_io import import_adapter
+from tests.second_model import combine
 
 
 def scale(rank: int) -> float:

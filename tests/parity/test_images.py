@@ -18,8 +18,8 @@ from atlas_fl.client.job import ClientTokens, Job, Site, Update
 from atlas_fl.client.local_training import train
 from atlas_fl.client.options import EvaluateOptions, FingerprintOptions, ImportanceOptions, TrainOptions
 from atlas_fl.client.registry import ACTIONS
-from atlas_fl.client.second_model import combine, initial_gate
 from atlas_fl.data.task import Task
+from atlas_fl.methods.second_model import initial_gate
 from atlas_fl.models.backbone import Backbone, block_index, module_dims
 from atlas_fl.models.gated_adapter import export_gated_adapter, load_gated_adapter
 from atlas_fl.models.lora import init_head
@@ -31,6 +31,7 @@ from atlas_fl.models.vision import preprocess
 from atlas_fl.models.vision_loading import load_image_backbone, tokens_per_image
 from atlas_fl.storage.state_files import StateFiles
 from tests.models.tiny_vision import save_tiny
+from tests.second_model import combine
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT's
 

@@ -6,8 +6,8 @@ from functools import cached_property
 from pathlib import Path
 
 from atlas_fl.config import Config, to_toml
-from atlas_fl.config.methods import METHODS
 from atlas_fl.data.registry import find_tasks
+from atlas_fl.methods.registry import METHODS
 from atlas_fl.params import digest
 from atlas_fl.runtime.transport.certificates import make_certs
 from atlas_fl.storage.run_folder import RunFolder

@@ -18,11 +18,10 @@ from typing import Any
 import pytest
 import torch
 
-from atlas_fl.aggregation.registry import IN_FACTORS, STRATEGIES
 from atlas_fl.config import with_values
-from atlas_fl.config.methods import METHODS
 from atlas_fl.config.presets import find_preset
 from atlas_fl.experiment.run import run_config
+from atlas_fl.methods.registry import METHODS, RULES
 from atlas_fl.params import digest
 from atlas_fl.storage.assets import embedded_dir
 from atlas_fl.storage.run_folder import RunFolder
@@ -55,7 +54,7 @@ def _of_method(name: str) -> Case:
     row = METHODS.get(name)
     ranks = row.settings.get("ranks", "4") if row else "4"
     personal = {"personal_rounds": 1} if row and "personal_rounds" in row.suggested else {}
-    space = {"space": "factors"} if name in IN_FACTORS else {}
+    space = {"space": "factors"} if RULES.get(name) and RULES[name].in_factors else {}
     dynamic = {"proximal_mu": 0.1} if name == "fedavg_dynamic" else {}
     return Case(settings={**SMALL, "strategy": name, "ranks": ranks, **personal, **space, **dynamic})
 
@@ -68,7 +67,7 @@ def _cases() -> dict[str, Case]:
     vision = (*product, pytest.mark.skipif(not fetched, reason="`atlas fetch vision` has not been run"))
     quick = {"rounds": 2, "eval_every": 2}
     momentum = {"carry_momentum": True, "optimizer": "sgd", "momentum": 0.9}
-    by_name = {f"method {name}": _of_method(name) for name in {**STRATEGIES, **METHODS}}
+    by_name = {f"method {name}": _of_method(name) for name in {**RULES, **METHODS}}
     return {
         **by_name,
         "cut": Case(settings={**cut, "strategy": "fedavg_cluster", "split": "2", "wire": "int8", "dropout": 0.1}),

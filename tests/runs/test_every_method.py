@@ -19,9 +19,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from atlas_fl.aggregation.registry import IN_FACTORS, STRATEGIES
 from atlas_fl.cli.main import main
-from atlas_fl.config.methods import METHODS
+from atlas_fl.methods.registry import METHODS, RULES
 from tests.conftest import Tiny
 from tests.models.tiny_vision import save_tiny
 from tests.runs.conftest import QUICK, saved_once
@@ -30,8 +29,10 @@ from tests.runs.reading import rows
 # PEFT still asks for it under its old name.
 pytestmark = [pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"), QUICK]
 
-EVERY = (*STRATEGIES, *METHODS)
-FACTORS = frozenset({*IN_FACTORS, "fedavg_by_distance", "fedavg_of_others", "ifca"})
+EVERY = (*RULES, *METHODS)
+FACTORS = frozenset(
+    {*(name for name, rule in RULES.items() if rule.in_factors), "fedavg_by_distance", "fedavg_of_others", "ifca"}
+)
 """Rules that a user must ask for factors and one rank; their methods say so by themselves."""
 TEXTS = {
     "classes": ("kind=text=text,label=label", "sort=text=text,label=label"),

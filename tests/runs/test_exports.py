@@ -19,16 +19,15 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 from transformers import AutoImageProcessor, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
-from atlas_fl.aggregation.registry import STRATEGIES
 from atlas_fl.cli.main import main
 from atlas_fl.config import Config, validate, with_values
-from atlas_fl.config.methods import METHODS
 from atlas_fl.config.presets import find_preset
 from atlas_fl.data.clients import ClientData
 from atlas_fl.data.task import Images, Rows
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.model_card import LACKS_PRIOR
 from atlas_fl.experiment.run import RunResult, run_config
+from atlas_fl.methods.registry import METHODS, RULES
 from atlas_fl.setup.assembly import load_clients
 from tests.architectures import ARCHITECTURES
 from tests.models.tiny_vision import save_tiny
@@ -56,7 +55,7 @@ NEEDED: Mapping[str, Mapping[str, Any]] = {
     **{name: {"personal_rounds": 1, "rounds": 2} for name in ("fedbabu", "fedavg_ft", "fedavg_cluster_ft")},
 }
 """What a method needs beside its name."""
-EVERY_METHOD = sorted({*METHODS, *STRATEGIES} - {row.rule for row in METHODS.values()})
+EVERY_METHOD = sorted({*METHODS, *RULES} - {row.rule for row in METHODS.values()})
 """Methods, and the rules that no method has: what a method exports is what its rule has left."""
 OF_CLASSES = ("fedpac", "classifier_collaboration")
 """Methods that compare features by classes of texts."""

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from atlas_fl.aggregation.registry import IN_FACTORS, STRATEGIES
 from atlas_fl.config import Config, to_toml
-from atlas_fl.config.methods import METHODS
+from atlas_fl.methods.registry import METHODS, RULES
 
 SEEDS = (0, 1)
 LABELS = ("1", "01", "001", "2", "02")
@@ -91,7 +90,5 @@ def test_no_order_of_a_set_reaches_a_file_of_a_run(config: Callable[..., Config]
 @pytest.mark.slow
 def test_no_order_of_a_set_reaches_a_file_of_any_method(config: Callable[..., Config], tmp_path: Path) -> None:
     # rules of factor space alone need settings that their methods have: feddyn, flora, fedex
-    left_out = {*QUICK, *IN_FACTORS}
-    check_same(
-        settings(config, tmp_path, [name for name in {**STRATEGIES, **METHODS} if name not in left_out]), tmp_path
-    )
+    left_out = {*QUICK, *(name for name, rule in RULES.items() if rule.in_factors)}
+    check_same(settings(config, tmp_path, [name for name in {**RULES, **METHODS} if name not in left_out]), tmp_path)

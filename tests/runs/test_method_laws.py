@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from atlas_fl.config import Config
-from atlas_fl.config.methods import METHODS
 from atlas_fl.experiment.run import run_config
+from atlas_fl.methods.registry import METHODS
 from tests.runs.conftest import QUICK
 from tests.runs.finished import FinishedRuns
 from tests.runs.reading import rows

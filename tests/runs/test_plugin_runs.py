@@ -34,13 +34,13 @@ def pull_to_zero(options, start):
 KINDS = """
 from dataclasses import replace
 
-from atlas_fl.aggregation.strategies import fedavg
+from atlas_fl.methods.averages import FedAvg
 from atlas_fl.data.registry import TASKS
 from atlas_fl.plugins import register
 from atlas_fl.ranks.allocation import ALLOCATORS
 
 register("task", "films")(replace(TASKS["movie"], name="films"))
-register("strategy", "own_average")(lambda options: replace(fedavg(options)))
+register("strategy", "own_average")(lambda options: replace(FedAvg(options)))
 register("allocator", "own_ranks")(ALLOCATORS["uniform"])
 """
 

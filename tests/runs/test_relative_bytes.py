@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from atlas_fl.aggregation.registry import RELATIVE_BYTES, STRATEGIES
 from atlas_fl.config import Config
-from atlas_fl.config.methods import METHODS
+from atlas_fl.methods.registry import METHODS, RULES
 from atlas_fl.storage.jsonl import read_json
 from tests.runs.finished import FinishedRuns
 from tests.runs.reading import rows
@@ -49,14 +48,14 @@ def bytes_by_kind(folder: Path) -> Counter[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in (*STRATEGIES, *METHODS) if name not in IN_ONE_PLACE])
+@pytest.mark.parametrize("name", [name for name in (*RULES, *METHODS) if name not in IN_ONE_PLACE])
 def test_bytes_relative_to_fedavg_are_those_of_the_ledger(
     config: Callable[..., Config], finished: FinishedRuns, name: str
 ) -> None:
     whole = bytes_by_kind(finished(config(**same_adapters_averaged(name), name="fedavg")).folder)
     sent = bytes_by_kind(finished(config(**words_of(name))).folder)
-    rule = METHODS[name].rule if name in METHODS else name
-    column = RELATIVE_BYTES.get(rule) or (f"{METHODS[name].relative_bytes:g}" if name in METHODS else "1")
+    rule = RULES[METHODS[name].rule if name in METHODS else name].relative_bytes
+    column = f"{METHODS[name].relative_bytes:g}" if rule == "1" and name in METHODS else rule
     beside = {"features"} if AS_LARGE_AS_MODELS & sent.keys() else {"features", "head"}
     total, reference = (sum(size for kind, size in found.items() if kind not in beside) for found in (sent, whole))
     tolerance = STACKED_HEADERS if "frozen" in sent else HEADERS
@@ -66,7 +65,7 @@ def test_bytes_relative_to_fedavg_are_those_of_the_ledger(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in (*STRATEGIES, *METHODS) if name not in IN_ONE_PLACE])
+@pytest.mark.parametrize("name", [name for name in (*RULES, *METHODS) if name not in IN_ONE_PLACE])
 def test_bytes_of_the_plan_are_those_of_the_ledger(
     config: Callable[..., Config], finished: FinishedRuns, name: str
 ) -> None:

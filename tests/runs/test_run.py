@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from atlas_fl.aggregation.registry import STRATEGIES
 from atlas_fl.audit.check import audit_run
 from atlas_fl.client.job import Job, Update
 from atlas_fl.config import Config, load_config
@@ -21,6 +20,7 @@ from atlas_fl.events import Event, Note, OnEvent, PhaseStarted
 from atlas_fl.experiment.backends import Backend, in_process_backend
 from atlas_fl.experiment.export import export_client
 from atlas_fl.experiment.run import RunResult, resume_run, run_config
+from atlas_fl.methods.registry import RULES
 from atlas_fl.params import shared_params, unflatten_by_client
 from atlas_fl.planning.plan import Plan
 from atlas_fl.planning.planner import make_plan, plan_run
@@ -193,7 +193,7 @@ NEEDED: Mapping[str, Mapping[str, object]] = {
 
 
 # tests/audit/test_honest.py has every strategy in both spaces, on rounds that are written without training
-@pytest.mark.parametrize(("strategy", "space"), list(zip(sorted(STRATEGIES), cycle(("product", "factors")))))
+@pytest.mark.parametrize(("strategy", "space"), list(zip(sorted(RULES), cycle(("product", "factors")))))
 def test_every_strategy_passes_its_audit(config: Make, strategy: str, space: str) -> None:
     words = {"space": space, **NEEDED.get(strategy, {})}
     result = run_config(config(strategy=strategy, eta="0.4", participation="0.75", rounds=2, **words))

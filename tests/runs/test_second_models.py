@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
 from atlas_fl.audit.check import audit_run
-from atlas_fl.client.second_model import WEIGHT
 from atlas_fl.config import Config, to_toml, validate
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.export import export_client
 from atlas_fl.experiment.run import resume_run, run_config
+from atlas_fl.methods.apfl import WEIGHT
 from atlas_fl.models.gated_adapter import WEIGHTS, load_gated_adapter
 from atlas_fl.setup.assembly import assemble
 from tests.runs.conftest import QUICK

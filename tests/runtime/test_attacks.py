@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from atlas_fl.aggregation.robust import Space
+from atlas_fl.aggregation.norm_bound import Space
 from atlas_fl.client.job import Job, Update
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.config import AttackConfig

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from jaxtyping import Float64
 
+from atlas_fl.aggregation.distances import change_gram
 from atlas_fl.aggregation.matrices import Federation
-from atlas_fl.aggregation.robust import change_gram
-from atlas_fl.aggregation.strategies import StrategyOptions
+from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.params import HEAD, LORA_B, ByClient, shared_params
 
 

@@ -11,7 +11,7 @@ from atlas_fl.cli.arguments import Positional, Words, check_target, holds_json, 
 from atlas_fl.cli.display import going_on, show, show_progress
 from atlas_fl.config import Config, load_config, pin_mask_file, run_folder, settings, validate, value_of
 from atlas_fl.config.conflicts import conflicts, flag_of
-from atlas_fl.config.methods import METHODS, has_frozen_part, rule_of, with_method_settings
+from atlas_fl.config.methods import method_class, published_methods, rule_of, with_method_settings
 from atlas_fl.config.settings import replace_settings
 from atlas_fl.config.values import to_words
 from atlas_fl.errors import ConfigError, unknown_name
@@ -20,6 +20,7 @@ from atlas_fl.report.format import human_bytes
 
 if TYPE_CHECKING:
     from atlas_fl.experiment.run import RunResult
+    from atlas_fl.methods.method import Method, PublishedMethod
     from atlas_fl.report.trackers.track_run import Tracker
 
 
@@ -255,7 +256,7 @@ def _catalogues() -> Lines:
 
 
 def _one_strategy(name: str) -> Lines:
-    from atlas_fl.aggregation.registry import ALIASES
+    from atlas_fl.methods.registry import ALIASES
 
     header, *lines = _strategies()
     known = {line[0]: line for line in lines}
@@ -266,10 +267,10 @@ def _one_strategy(name: str) -> Lines:
 
 def _knobs(name: str) -> Lines:
     """The settings that a strategy has an effect on, or fixes, with their values under it."""
-    from atlas_fl.aggregation.registry import ALIASES
+    from atlas_fl.methods.registry import ALIASES
 
     name = ALIASES.get(name, name)
-    method = METHODS.get(name)
+    method = published_methods().get(name)
     config = with_method_settings(replace_settings({"strategy": name}, base=Config()))
     fixed = {} if method is None else method.settings
     suggested = {} if method is None else method.suggested
@@ -308,21 +309,21 @@ def _models() -> Lines:
 
 
 def _strategies() -> Lines:
-    from atlas_fl.aggregation.registry import ALIASES, EXTRA_PASSES, NEEDS, RELATIVE_BYTES, STRATEGIES
+    from atlas_fl.methods.registry import ALIASES, METHODS, RULES
 
     yield "strategy", "bytes", "what it does"
-    for name in (*STRATEGIES, *METHODS):
+    for name in (*RULES, *METHODS):
         method = METHODS.get(name)
-        rule = name if method is None else method.rule
+        rule = RULES[name if method is None else method.rule]
         aliases = [alias for alias, target in ALIASES.items() if target == name]
-        summary = _first_line(STRATEGIES[name]) if method is None else method.summary
+        summary = _first_line(rule) if method is None else method.summary
         also = f" Also {', '.join(aliases)}." if aliases else ""
         has_equal_ranks = method is not None and method.equal_ranks
-        needs = ["equal ranks"] if has_equal_ranks else [NEEDS[rule]] if rule in NEEDS else []
+        needs = ["equal ranks"] if has_equal_ranks else [rule.needs] if rule.needs else []
         needs += ["twice the training"] if method is not None and method.trains_twice else []
-        needs += [EXTRA_PASSES[rule]] if rule in EXTRA_PASSES else []
-        size = RELATIVE_BYTES.get(rule) or ("1" if method is None else f"{method.relative_bytes:g}")
-        slots = (f"{slot}: {words}" for slot, words in _slots(name, rule).items())
+        needs += [rule.extra_passes] if rule.extra_passes else []
+        size = rule.relative_bytes if rule.relative_bytes != "1" or method is None else f"{method.relative_bytes:g}"
+        slots = (f"{slot}: {words}" for slot, words in _slots(name, method, rule).items())
         yield name, size, f"{summary}{also}\n{'; '.join(slots)}\nneeds: {'; '.join(needs) or 'nothing'}"
 
 
@@ -332,20 +333,18 @@ IN_SLOTS = frozenset({*TERMS, "share", "space", "personal_models", "second_model
 """Settings of a method that its slots say; others stand in the last one."""
 
 
-def _slots(name: str, rule: str) -> dict[str, str]:
+def _slots(name: str, method: "PublishedMethod | None", rule: "type[Method]") -> dict[str, str]:
     """Description of a strategy, by slot, for people."""
-    from atlas_fl.aggregation.registry import IN_FACTORS, MATRICES
-
     config = with_method_settings(replace_settings({"strategy": name}, base=Config()))
-    method, mixing, is_local = METHODS.get(name), config.mixing, rule == "local"
+    mixing, is_local = config.mixing, not rule.communicates
     own = {} if method is None else {**method.settings, **method.suggested}
-    has_space = "space" in own or rule in IN_FACTORS
+    has_space = "space" in own or rule.in_factors
     return {
-        "matrix": MATRICES[rule] if method is None else f"{rule}, {MATRICES[rule]}",
+        "matrix": rule.matrix if method is None else f"{rule.name}, {rule.matrix}",
         "share": "nothing" if is_local else "+".join(mixing.share),
-        "space": "any" if not has_space else "factors" if rule in IN_FACTORS else mixing.space,
+        "space": "any" if not has_space else "factors" if rule.in_factors else mixing.space,
         "keep": "own model" if is_local else _keep_slot(config),
-        "local term": _local_term(own, rule),
+        "local term": _local_term(own, rule.name),
         **({"trains": config.training.trained_parts} if "trained_parts" in own else {}),
         **({"sets": sets} if (sets := _others(own)) else {}),
     }
@@ -359,7 +358,7 @@ def _keep_slot(config: Config) -> str:
         return f"own {mixing.second_model} model beside the mixed one"
     if mixing.personal_rounds:
         return f"mixed model, fine-tuned for {mixing.personal_rounds} rounds"
-    return "mixed model" + (" and a frozen part" if has_frozen_part(config) else "")
+    return "mixed model" + (" and a frozen part" if method_class(config).holds_frozen else "")
 
 
 def _local_term(own: Mapping[str, Any], rule: str) -> str:

@@ -136,8 +136,8 @@ def compare(words: Sequence[str]) -> int:
 
 def _parse_comparison(groups: Sequence[Words]) -> CompareOptions:
     """The options of these words, strategies by their names of today; raises `ConfigError` for one that is wrong."""
-    from atlas_fl.aggregation.registry import ALIASES as OLD_NAMES
     from atlas_fl.experiment.tuning import DEVELOPMENT_SEEDS
+    from atlas_fl.methods.registry import ALIASES as OLD_NAMES
 
     options = parse(CompareOptions, groups, command="atlas compare", config=base_config(_with_preset(groups)))
     if options.names:

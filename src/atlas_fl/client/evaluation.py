@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from atlas_fl.client.batching import forward, make_row, same_models, split_by_tokens
-from atlas_fl.client.job import Job, Site, Update, cut_channel_of
+from atlas_fl.client.job import Job, Site, Update, cut_channel_of, log_prior
 from atlas_fl.client.options import EvaluateOptions
-from atlas_fl.client.prior_correction import correct_logits, log_prior
 from atlas_fl.data.metrics import by_class, rouge, scores, writing_scores
 from atlas_fl.data.task import Task
+from atlas_fl.methods.prior_correction import correct_logits
 from atlas_fl.models.backbone import decode_step, head_logits, pad_left, stock_attention
 from atlas_fl.models.lora import Adapters, Segment, attach_adapters
 from atlas_fl.models.tokenization import EncodedExamples, concatenate

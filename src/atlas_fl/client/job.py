@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from atlas_fl.data.clients import ClientData
 from atlas_fl.data.task import Examples, Images, Task
+from atlas_fl.methods.prior_correction import log_frequencies
 from atlas_fl.models.backbone import Backbone, module_dims, target_modules
 from atlas_fl.models.lora import init_adapters, init_head
 from atlas_fl.models.prefix_cache import PrefixCache
@@ -171,6 +172,16 @@ class Update:
 
 
 Action: TypeAlias = Callable[[Sequence[Job], Site], list[Update]]
+
+
+def log_prior(job: Job, site: Site) -> Tensor | None:
+    """log pi_k, (classes,) float32; None where the job asks for none, or the client's task has no classes."""
+    data = site.data[job.client]
+    if not job.options.prior_correction or not data.task.has_classes:
+        return None
+    labels = torch.from_numpy(data.splits["train"].labels)
+    counts = torch.bincount(labels, minlength=data.task.num_labels)
+    return log_frequencies(counts).to(site.backbone.device)
 
 
 def image_tokens(client: ClientData, *, length: int) -> ClientTokens:

@@ -21,7 +21,6 @@ learning", doi 10.1023/A:1007379606734). Each head is moved by its own gradient.
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
@@ -30,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.client.batching import (
     Dropout,
     dropout_masks,
@@ -39,15 +39,13 @@ from atlas_fl.client.batching import (
     read_logits,
     rows,
 )
-from atlas_fl.client.class_features import class_features
 from atlas_fl.client.draws import Draws
-from atlas_fl.client.feature_alignment import alignment_loss
-from atlas_fl.client.job import Job, Site, Trees, Update, cut_channel_of, without_empty
+from atlas_fl.client.job import Job, Site, Update, cut_channel_of, log_prior, without_empty
 from atlas_fl.client.optimizer import GradientMean, LossScale, gradient_chain, gradient_norms, make_optimizer
 from atlas_fl.client.options import Schedule, TrainOptions
-from atlas_fl.client.prior_correction import correct_logits, log_prior
-from atlas_fl.client.second_model import combine, keep_in_range
-from atlas_fl.client.split_halves import half_jobs, join_halves
+from atlas_fl.methods.fedpac import alignment_loss
+from atlas_fl.methods.prior_correction import correct_logits
+from atlas_fl.methods.registry import SECOND_MODELS
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.registry import last_layer_inputs
 from atlas_fl.models.tokenization import EncodedExamples
@@ -56,7 +54,6 @@ from atlas_fl.params import HEAD, PRIVATE, Params, digest, with_frozen
 from atlas_fl.sparse.masked_sgd import extract_momentum, load_momentum
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.model import select_client_side
-from atlas_fl.storage.ledger import Direction, Kind
 
 SCHEDULES: Mapping[str, Callable[[float], float]] = {
     "constant": lambda _: 1.0,
@@ -224,7 +221,9 @@ class LocalTrainer:
         self.batches = batches(data, job, secret=secret)
         self._draws = Draws(client=job.client, seed=options.seed, secret=secret)
         self._is_above = modules_above(site.backbone, job.cut)
-        self._scale_of_rank = site.scale
+        self._second = SECOND_MODELS[options.second_model](
+            StrategyOptions(second_weight=options.second_weight, scale=site.scale)
+        )
         self._family, self._autocast = site.backbone.family, site.autocast
         self.leaves = {key: leaf for key, leaf in (*self.params.items(), *self.gate.items()) if leaf.requires_grad}
         cut = job.cut or above
@@ -261,10 +260,7 @@ class LocalTrainer:
     @property
     def model(self) -> Params:
         """What this client computes with: its parameters, beside the shared model where they are those of a second."""
-        if not self._companion:
-            return self.params
-        kind, weight = self.options.second_model, self.options.second_weight
-        return combine(self.params, self._companion, kind, weight=weight, scale=self._scale_of_rank, gate=self.gate)
+        return self._second.combine(self.params, self._companion, self.gate) if self._companion else self.params
 
     @property
     def _frozen(self) -> Params:
@@ -314,7 +310,7 @@ class LocalTrainer:
     def optimizer_step(self, done: int) -> None:
         """One optimizer step of what is the client's own, at the rate of this step of its schedule."""
         optimizer_step(self.optimizer, self.options, round=self.job.round, done=done, steps=self.steps)
-        keep_in_range(self.leaves)
+        self._second.after_step(self.leaves)
         self.zero_grad()
 
     def zero_grad(self) -> None:
@@ -466,22 +462,6 @@ def _gradients(members: Sequence[LocalTrainer], done: int, site: Site) -> dict[L
     return {member: len(labels) for member, labels in zip(members, row.labels, strict=True)}
 
 
-def _reports(jobs: Sequence[Job], site: Site) -> dict[str, tuple[Trees, Counter[tuple[Kind, Direction]]]]:
-    """By client that is asked, its reports beside the update, and the bytes that went through its cut for them."""
-    features = {
-        job.client: {"class_features": class_features(job, site)}
-        for job in jobs
-        if job.options.report == "class_features"
-    }
-    halves = [half_jobs(job) for job in jobs if job.options.report == "halves"]
-    # first halves together, then the second ones: a pack is no larger than that of the round
-    first, second = (train([pair[half] for pair in halves], site) if halves else [] for half in (0, 1))
-    return {client: (report, Counter()) for client, report in features.items()} | {
-        one.client: ({"halves": join_halves(one.params, other.params)}, Counter(one.crossed) + Counter(other.crossed))
-        for one, other in zip(first, second, strict=True)
-    }
-
-
 def train(jobs: Sequence[Job], site: Site, *, watch: Watch | None = None, step: Step | None = None) -> list[Update]:
     """Every client's trained model, in the order of the jobs.
 
@@ -490,7 +470,6 @@ def train(jobs: Sequence[Job], site: Site, *, watch: Watch | None = None, step: 
     when `watch`, which sees the pack after every step, says so.
     """
     began = time.perf_counter()
-    reports = _reports(jobs, site)
     members = [LocalTrainer(job, site) for job in jobs]
     step = step or whole_step(shared_adapters_of(members))
     active = {index: member for index, member in enumerate(members) if member.steps > 0}
@@ -501,12 +480,4 @@ def train(jobs: Sequence[Job], site: Site, *, watch: Watch | None = None, step: 
         ended = () if watch is None else watch(done, {index: member.params for index, member in active.items()})
         active = {k: member for k, member in active.items() if member.steps > done and k not in ended}
     seconds = (time.perf_counter() - began) / max(1, len(members))
-    updates = [member.update(seconds) for member in members]
-    return [_with_reports(update, *reports.get(update.client, ({}, Counter()))) for update in updates]
-
-
-def _with_reports(update: Update, reports: Trees, crossed: Counter[tuple[Kind, Direction]]) -> Update:
-    """The update with these reports; the bytes that went through the cut for them count with the rest."""
-    if not reports:
-        return update
-    return replace(update, reported={**update.reported, **reports}, crossed=Counter(update.crossed) + crossed)
+    return [member.update(seconds) for member in members]

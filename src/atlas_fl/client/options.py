@@ -6,14 +6,12 @@ A job carries one of these across the wire; `setup.options` makes them from the 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from atlas_fl.client.second_model import SecondModel
 from atlas_fl.params import HEAD, LORA_A, LORA_B, Split, is_last_layer
 
 TrainedParts: TypeAlias = Literal[
     "all", "B", "head", "alternate", "head_then_rest", "last_layer_then_rest", "without_head"
 ]
 OptimizerName: TypeAlias = Literal["adamw", "sgd"]
-Report: TypeAlias = Literal["none", "class_features", "halves"]
 Schedule: TypeAlias = Literal["constant", "linear", "cosine", "step"]
 
 
@@ -45,7 +43,7 @@ class TrainOptions:
     personal_rounds: int = 0
     """Last rounds of the run, in which all parameters train."""
     half: int | None = None
-    """Train on the first (0) or second (1) half of the examples only: `client.split_halves`, fingerprints that check
+    """Train on the first (0) or second (1) half of the examples only: `methods.kriging`, fingerprints that check
     themselves."""
     most: int | None = None
     """Train on at most so many of these examples; which ones is drawn once for all rounds."""
@@ -60,11 +58,11 @@ class TrainOptions:
     rate_by_round: bool = False
     """Follow the schedule round by round, not step by step."""
     prior_correction: bool = False
-    """Add the log frequencies of the client's classes to its logits (`client.prior_correction`)."""
+    """Add the log frequencies of the client's classes to its logits (`methods.prior_correction`)."""
     multitask: bool = False
     """All clients train one set of adapters, each with a head of its own (`client.local_training`)."""
-    second_model: SecondModel = "none"
-    """What the job's model is to its `companion` (`client.second_model`)."""
+    second_model: str = "none"
+    """Kind of the job's model, beside its `companion` (`methods.registry.SECOND_MODELS`)."""
     second_weight: float = 0.5
     """Share of the job's model in what is stacked."""
     control_variates: bool = False
@@ -72,9 +70,9 @@ class TrainOptions:
     carry_momentum: bool = False
     """Begin with the job's momentum, and hand back what there is at the end."""
     feature_alignment: float = 0.0
-    """Weight of the pull to the job's centroids (`client.feature_alignment`); 0 for none."""
-    report: Report = "none"
-    """What is reported beside the update: `client.class_features` or `client.split_halves`."""
+    """Weight of the pull to the job's centroids (`methods.fedpac`); 0 for none."""
+    report: str = "none"
+    """Kind of what is reported beside the update (`methods.method.Method.report`)."""
 
     def trains(self, name: str, *, round: int) -> bool:
         """Whether the parameter of this name trains in this round (from 1; 0 before round one).
@@ -98,7 +96,7 @@ class TrainOptions:
 
         With `head_then_rest` the head moves in the first half and the rest in the second: FedRep (Collins et al. 2021,
         arXiv:2102.07078), whose passes over the head come before those over the representation. With
-        `last_layer_then_rest` the first half is of the last layer of the head alone: FedPAC (`aggregation.fedpac`).
+        `last_layer_then_rest` the first half is of the last layer of the head alone: FedPAC (`methods.fedpac`).
         """
         is_first_half = 2 * done < steps
         if self.is_personal(round):

@@ -7,7 +7,7 @@ from atlas_fl.client.evaluation import evaluate
 from atlas_fl.client.fingerprint import fingerprint
 from atlas_fl.client.importance import importance
 from atlas_fl.client.job import Action, Job, Site, Update
-from atlas_fl.client.local_training import train
+from atlas_fl.client.reports import train_and_report
 from atlas_fl.client.split_client import ClientSide, evaluate_below, fingerprint_below, importance_below, train_below
 from atlas_fl.client.split_planning import fingerprint_half, importance_half
 from atlas_fl.client.split_server import EvaluationHalf, ServerHalf, TrainingHalf
@@ -18,7 +18,7 @@ ACTIONS: Mapping[str, Action] = {
     "ridge": ridge_sums,
     "scale": scale_losses,
     "sensitivity": sensitivity,
-    "train": train,
+    "train": train_and_report,
     "evaluate": evaluate,
 }
 

@@ -13,7 +13,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from atlas_fl.config.methods import METHODS, rule_of
+from atlas_fl.config.methods import is_of_method, rule_of
 from atlas_fl.config.schema import AUTO, NONE, Config, cuts_by_name
 from atlas_fl.config.settings import settings, value_of
 from atlas_fl.config.values import from_text, to_words
@@ -58,7 +58,7 @@ class Conflict:
         candidates = ", ".join(map(str, config.ranks.candidates))
         remedy = self.remedy
         strategy = config.mixing.strategy
-        if remedy == LEAVE_ONE and strategy in METHODS and self.setting in METHODS[strategy].settings:
+        if remedy == LEAVE_ONE and is_of_method(strategy, self.setting):
             remedy = f"leave {{1}} out, or take another strategy than {strategy}, which sets {flags[0].split()[0]}"
         return f"{self.reason}; {remedy}".format(*flags, candidates=candidates)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from atlas_fl.config.methods import METHODS, measures_halves, reads_features, rule_of
+from atlas_fl.config.methods import is_of_method, last_aggregation, method_class, rule_of
 from atlas_fl.config.presets import PRESETS, find_preset
 from atlas_fl.config.schema import ALL_CLASSES, WHOLE, Config, ServerConfig
 from atlas_fl.config.settings import Setting, settings, value_of
@@ -54,7 +54,7 @@ def _check_heads(config: Config, *, writing: Sequence[str]) -> None:
     parts, strategy = config.training.trained_parts, config.mixing.strategy
     if not writing or parts not in ("head", "head_then_rest"):
         return
-    is_methods = strategy in METHODS and "trained_parts" in METHODS[strategy].settings
+    is_methods = is_of_method(strategy, "trained_parts")
     source = f"--strategy {strategy}" if is_methods else f"--trained-parts {parts}"
     remedy = "take another strategy" if is_methods else f"leave {source} out"
     order = "alone" if parts == "head" else "before the rest"
@@ -109,7 +109,7 @@ def _check_lora(config: Config, *, images: bool) -> None:
         )
     if images and (changed := _changed_settings(config, "split")):
         strategy = config.mixing.strategy
-        is_methods = strategy in METHODS and changed[0].name in METHODS[strategy].settings
+        is_methods = is_of_method(strategy, changed[0].name)
         whose, remedy = (f" of --strategy {strategy}", "take another strategy") if is_methods else ("", "leave it out")
         raise ConfigError(f"{changed[0].flag}{whose} cuts models of texts, and these tasks have images; {remedy}")
 
@@ -124,9 +124,10 @@ def _check_sgd(config: Config, optimizer: str) -> None:
 
 
 def _is_clustered(config: Config) -> bool:
-    from atlas_fl.aggregation.registry import StrategyOptions, find_strategy
+    from atlas_fl.aggregation.rules import StrategyOptions
+    from atlas_fl.methods.registry import find_method
 
-    return find_strategy(rule_of(config), StrategyOptions(within=config.robust.within)).clustered
+    return find_method(rule_of(config), StrategyOptions(within=config.robust.within)).clustered
 
 
 def check_precision(config: Config) -> None:
@@ -173,11 +174,10 @@ def check_whole_images(config: Config) -> None:
 
 def check_measured_round(config: Config) -> None:
     """Raise ConfigError where the halves of `kriging` are to be measured after its last aggregation."""
-    mixing = config.mixing
-    last = config.training.rounds - mixing.personal_rounds
+    last = last_aggregation(config)
     measured = config.server.measure_round
-    if measures_halves(config) and measured > last and measured != ServerConfig().measure_round:
-        needed = f"at most {last} with --strategy {mixing.strategy}, whose last aggregation ends that round"
+    if method_class(config).asks_once and measured > last and measured != ServerConfig().measure_round:
+        needed = f"at most {last} with --strategy {config.mixing.strategy}, whose last aggregation ends that round"
         raise invalid_value("--measure-round", measured, needed)
 
 
@@ -185,7 +185,7 @@ def check_task_features(config: Config) -> None:
     """Raise ConfigError where clients are to report class features of a task that has none."""
     from atlas_fl.data.registry import find_tasks
 
-    for task in find_tasks(config.data.tasks, config.data.task) if reads_features(config) else ():
+    for task in find_tasks(config.data.tasks, config.data.task) if method_class(config).needs_classes else ():
         is_cut = task.is_regression and bool(config.data.rating_cuts)  # each client calls some ratings positive
         if task.images or not (task.has_classes or is_cut):
             kind = "of images" if task.images else "a regression" if task.is_regression else "text to write"

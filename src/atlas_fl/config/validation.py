@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from atlas_fl.config.conflicts import check_conflicts
 from atlas_fl.config.federations import check_turned
-from atlas_fl.config.methods import METHODS, check_equal_ranks, rule_of, with_method_settings
+from atlas_fl.config.methods import check_equal_ranks, rule_of, with_method_settings
 from atlas_fl.config.schema import (
     WILDCARD,
     ClusteringConfig,
@@ -79,13 +79,12 @@ def check_names(config: Config, *, at_sites: bool = False) -> None:
 
 
 def _check_strategy(config: Config) -> None:
-    from atlas_fl.aggregation.registry import ALIASES, STRATEGIES, StrategyOptions, find_strategy
+    from atlas_fl.aggregation.rules import StrategyOptions
+    from atlas_fl.methods.registry import find_method
 
     name, every = config.mixing.strategy, config.clustering.recluster_every
-    if name not in STRATEGIES and name not in ALIASES and name not in METHODS:
-        raise unknown_name("strategy", name, [*STRATEGIES, *METHODS, *ALIASES])
+    strategy = find_method(rule_of(config), StrategyOptions(within=config.robust.within))
     check_equal_ranks(config)
-    strategy = find_strategy(rule_of(config), StrategyOptions(within=config.robust.within))
     if config.split.server_adapters == "per_cluster" and not strategy.communicates:
         raise ConfigError(
             f"--server-adapters per_cluster trains one set by several clients, and --strategy {name} shares nothing;"

@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 
 from atlas_fl.client.calibration import CROSS, GRAM, LOSSES, SCALED_BY
-from atlas_fl.client.class_features import COUNTS, MEANS, VARIANCES, feature_width
-from atlas_fl.client.feature_alignment import CENTROIDS, SEEN
 from atlas_fl.client.fingerprint import FIRST, SECOND, half_job
 from atlas_fl.client.importance import IMPORTANCE
 from atlas_fl.client.job import Job
@@ -26,25 +24,23 @@ from atlas_fl.client.options import (
     EvaluateOptions,
     FingerprintOptions,
     ImportanceOptions,
-    Report,
     RidgeOptions,
     ScaleOptions,
     SensitivityOptions,
     TrainOptions,
 )
-from atlas_fl.client.split_halves import join_halves
 from atlas_fl.client.split_planning import blocks_below
 from atlas_fl.config import Config
 from atlas_fl.config.schema import AUTO, NONE, cut_setting
 from atlas_fl.deployment.settings_policy import asks_sensitivity
 from atlas_fl.deployment.start_models import Initial, StartModels
 from atlas_fl.errors import ProtocolError, one_line, short_repr
-from atlas_fl.experiment.reports import report_of_round
 from atlas_fl.experiment.rounds import is_aggregation_round
+from atlas_fl.methods.registry import reporting
 from atlas_fl.params import HEAD, LORA_A, LORA_B, Params, shared_params
 from atlas_fl.planning.leakage import is_scored_round
 from atlas_fl.planning.planning_costs import IMPORTANCE_BATCHES
-from atlas_fl.runtime.protocol.answer_schema import LARGEST_FEATURE, TensorSchema
+from atlas_fl.runtime.protocol.answer_schema import schema_of
 from atlas_fl.runtime.protocol.messages import REPORT, CutInfo, read_job, read_private
 from atlas_fl.setup.options import (
     cut_of,
@@ -63,7 +59,7 @@ MOST_TOKENS = 2**20
 MOST_VALUE = 1e3
 """Largest absolute value of a start model: larger ones can silence the gradients of all examples but a few."""
 MOST_MEASURED = 3
-"""Most rounds in which a site reports halves: again where its answer was late or refused, which it is not told."""
+"""Most rounds in which a site reports what is asked for once: where its answer was late or refused, it is not told."""
 MOST_GUESTS = 64
 """Most guests of one host at a time: each takes adapters, an optimizer and a census in its memory."""
 
@@ -103,10 +99,12 @@ def _fingerprint(config: Config, job: Job, outline: "Outline") -> FingerprintOpt
 
 def _training(config: Config, job: Job, outline: "Outline") -> TrainOptions:
     options = train_options(config, with_images=outline.images)
-    report = report_of_round(config, job.round) if is_aggregation_round(config, job.round) else "none"
-    if report == "halves" and job.options.report == "none":
-        return options  # who has reported its halves is not asked again
-    return replace(options, report=report)
+    method = strategy_of(config)
+    if not is_aggregation_round(config, job.round) or not method.reports_in(job.round):
+        return options
+    if method.asks_once and job.options.report == "none":
+        return options  # who has reported is not asked again
+    return replace(options, report=method.report)
 
 
 def _evaluation(config: Config, job: Job, _: "Outline") -> EvaluateOptions:
@@ -214,7 +212,7 @@ class JobPolicy:
     """The rounds in which it was asked to train."""
     _seen: Counter[tuple[Any, ...]] = field(default_factory=Counter)
     _measured: set[int] = field(default_factory=set)
-    """The rounds in which halves were asked for."""
+    """The rounds in which what is reported once was asked for."""
     _trained_cut: list[int] = field(default_factory=list)
     """Blocks below the cut that this site was first trained with, 0 of a whole model; `auto` moves no cut after it."""
 
@@ -237,10 +235,12 @@ class JobPolicy:
             self._check_whole(action, job, head)
         if action == "train":
             self._check_rounds(job)
-        if action == "train" and job.options.report == "halves":
+        if action == "train" and job.options.report != "none" and strategy_of(self.config).asks_once:
             self._measured.add(job.round)
             if len(self._measured) > MOST_MEASURED:
-                raise _refusal(f"halves of its examples in a {len(self._measured)}th round", "once, and again if late")
+                raise _refusal(
+                    f"its {job.options.report} in a {len(self._measured)}th round", "once, and again if late"
+                )
         seen = (action, job.round, getattr(job.options, "split", ""))
         self._seen[seen] += 1
         if self._seen[seen] > MOST_REPEATS:
@@ -266,8 +266,10 @@ class JobPolicy:
         with_model = ("train", "sensitivity") if self.outline.whole else ("fingerprint", "train", "sensitivity")
         model = frozenset(shared) if action in with_model else frozenset()
         allowed = {f"param/{key}" for key in ANSWERS.get(action, frozenset()) | model} | {"metrics", "param/values"}
-        report: Report = job.options.report if action == "train" else "none"
-        allowed |= {f"{REPORT}{report}/{key}" for key in _report_names(report, {key: params[key] for key in model})}
+        report = job.options.report if action == "train" else "none"
+        if report != "none":
+            schemas = reporting(report).report_tensors({key: params[key] for key in model}, classes=self.num_labels)
+            allowed |= {f"{REPORT}{report}/{key}" for key in schemas}
         cut = self._word != NONE
         for key in tensors:
             if key not in allowed and not (cut and key.startswith("cut/")):
@@ -375,22 +377,18 @@ class JobPolicy:
                 raise _refusal(f"rank {rank}", f"1 to {self._most_rank}")
 
     def _check_sent(self, action: str, job: Job) -> None:
-        """Raise `ProtocolError` unless these can be means of an earlier round, under settings that ask for them."""
-        last = self.config.training.rounds - self.config.mixing.personal_rounds
-        if action != "train" or not self.config.training.feature_alignment or not 2 <= job.round <= last:
-            raise _refusal(f"{action} in round {job.round} with class means to pull to", "none then")
-        shape = self.num_labels, feature_width(self.outline.like)
-        schemas = {
-            CENTROIDS: TensorSchema(shape=shape, dtype=torch.float32, least=-LARGEST_FEATURE, most=LARGEST_FEATURE),
-            SEEN: TensorSchema(shape=shape[:1], dtype=torch.bool),
-        }
-        if job.sent.keys() != {"centroids"}:
-            raise _refusal(f"{short_repr(sorted(job.sent))} beside the model", "class means (centroids)")
-        centroids = job.sent["centroids"]
-        if centroids.keys() != schemas.keys():
-            raise _refusal(f"a pull to {short_repr(sorted(centroids))}", f"to {CENTROIDS} and {SEEN}")
-        for name, schema in schemas.items():
-            schema.check(name, centroids[name])
+        """Raise `ProtocolError` unless the settings' method sends these tensors beside the model in this round."""
+        method = strategy_of(self.config)
+        allowed = method.sent_tensors(self.outline.like, classes=self.num_labels, round=job.round)
+        if action != "train" or not job.sent.keys() <= allowed.keys():
+            raise _refusal(
+                f"{action} in round {job.round} with {short_repr(sorted(job.sent))} beside the model", "none then"
+            )
+        for kind, tensors in job.sent.items():
+            if tensors.keys() != allowed[kind].keys():
+                raise _refusal(f"{kind} of {short_repr(sorted(tensors))}", f"{kind} of {sorted(allowed[kind])}")
+            for name, schema in allowed[kind].items():
+                schema_of(schema).check(name, tensors[name])
 
     def _check_whole(self, action: str, job: Job, head: Mapping[str, Any]) -> None:
         body = {key for key in self.outline.like if not key.startswith(HEAD)}
@@ -416,15 +414,6 @@ class JobPolicy:
 
 def _blocks_of(cut: Cut | None) -> int:
     return 0 if cut is None else cut.blocks
-
-
-def _report_names(report: Report, model: Params) -> set[str]:
-    """The names of the tensors that a client reports beside this model."""
-    names: dict[Report, set[str]] = {
-        "class_features": {COUNTS, MEANS, VARIANCES},
-        "halves": {*join_halves(model, model)},
-    }
-    return names.get(report, set())
 
 
 def _refusal(request: str, agreed: str) -> ProtocolError:

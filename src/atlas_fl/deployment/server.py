@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from atlas_fl.client.job import ClientTokens
 from atlas_fl.config import Config, load_config, pin_mask_file, run_folder
-from atlas_fl.config.methods import has_frozen_part, measures_halves, rule_of
+from atlas_fl.config.methods import method_class
 from atlas_fl.config.schema import NONE
 from atlas_fl.config.validation import check_cluster_counts, check_cut_names, unknown_cut_names
 from atlas_fl.data.registry import find_tasks
@@ -19,6 +19,7 @@ from atlas_fl.deployment.service import ServerOptions, check_without, listening,
 from atlas_fl.errors import AtlasError, BudgetError, CheckpointError, ConfigError, ProtocolError, unknown_name
 from atlas_fl.events import Note, OnEvent
 from atlas_fl.experiment.recorder import check_same_settings, checkpoint_models
+from atlas_fl.methods.method import SECOND_TENSORS
 from atlas_fl.params import Params
 from atlas_fl.partial_sharing import is_fully_shared
 from atlas_fl.planning.plan import Plan
@@ -182,27 +183,21 @@ def _simulated_settings(config: Config) -> Iterator[tuple[object, str]]:
         "--rating-cuts, --flipped-clients, --one-task, --client-sizes and --centralized deal out rows that are here,"
         " and across machines clients bring their own; leave them out, or use `atlas run`",
     )
-    has_second_tensors = rule_of(config) == "fedavg_dynamic" or has_frozen_part(config)
+    method = method_class(config)
     for flag, is_set in (
         ("--personal-models", mixing.personal_models),
         ("--control-variates", config.training.control_variates),
         ("--second-model", mixing.second_model != "none"),
-        (f"--strategy {mixing.strategy}", has_second_tensors),
     ):
-        yield (
-            is_set,
-            f"{flag} has a second set of tensors beside the model, which no message across machines holds yet; leave it"
-            " out, or use `atlas run`",
-        )
+        yield is_set, f"{flag} {SECOND_TENSORS}; leave it out, or use `atlas run`"
     yield (
-        measures_halves(config) and is_cut,
-        f"--strategy {mixing.strategy} has every client train on either half of its examples, which no message through"
-        f" a cut holds yet, and --split is {config.split.split}; leave it out, or take --strategy atlas_laplacian",
+        method.across_machines,
+        f"--strategy {mixing.strategy} {method.across_machines}; take another strategy, or use `atlas run`",
     )
     yield (
-        rule_of(config) == "ifca",
-        "--strategy ifca scores the models of all clusters at each client before a round, which no site does yet; take"
-        " another strategy, or use `atlas run`",
+        method.report != "none" and is_cut,
+        f"--strategy {mixing.strategy} asks for reports ({method.report}), which no message through a cut holds yet,"
+        f" and --split is {config.split.split}; leave it out, or take --strategy atlas_laplacian",
     )
     yield (
         config.attack.attack != "none",

@@ -182,7 +182,7 @@ def request_limit(config: Config, model: nn.Module, *, body: Params | None = Non
     three models instead of one. What crosses a cut depends on batches and lengths too, so there it is no less than
     `FRAME_LIMIT`.
     """
-    models = 3 if strategy_of(config).report == "halves" else 1
+    models = 1 + strategy_of(config).models_in_report
     if body is not None:
         return REST_BYTES + 2 * encoded_size(body) * models
     ranks = [*config.ranks.candidates, warmup_rank(config)]

@@ -216,14 +216,12 @@ def _behind(config: Config, task: Task, examples: int) -> dict[str, int]:
 
 def _behind_report(config: Config, labels: Labels) -> dict[str, int]:
     """The same for the report that the rule asks for beside updates: a half, or the means of the smallest class."""
-    report = strategy_of(config).report
+    method = strategy_of(config)
+    if method.report == "none":
+        return {}
     steps = config.images.local_steps
-    if report == "halves":
-        half = len(labels) // 2
-        return {"a model of half": half if steps is None else min(half, steps * config.training.batch_size)}
-    if report == "class_features":
-        return {"the mean features of a class": int(np.unique(labels, return_counts=True)[1].min())}
-    return {}
+    most = None if steps is None else steps * config.training.batch_size
+    return dict(method.examples_behind(np.asarray(labels), most=most))
 
 
 def takes_fingerprints(config: Config, task: Task) -> bool:
@@ -262,20 +260,14 @@ def _check_sizes(config: Config, consent: Consent, task: Task) -> None:
         )
 
 
-REPORTED: Mapping[str, str] = {
-    "halves": "; once, two models trained on either half of its examples",
-    "class_features": "; with each update class frequencies, means and variances of its features by class",
-}
-"""Reports that a rule asks for beside updates, in words."""
-
-
 def what_leaves(config: Config, *, client: str, task: Task, device: str, blocks: int, examples: int) -> tuple[str, ...]:
     """Lines on the data that leave this site under settings that it has accepted, and on those that never do.
 
     `examples` are its training examples.
     """
     words = allowances_needed(config, client=client, task=task, device=device)
-    report = REPORTED.get(strategy_of(config).report, "")
+    method = strategy_of(config)
+    report = "" if method.report == "none" else f"; {method.report_words}"
     sent = (_sent_whole if trainable_of(config, [task]) == "full" else _sent_adapters)(config, task) + report
     counts = "" if task.images else "token lengths, "
     label_statistics = "labels' names and counts" if task.has_classes else "mean and spread of its labels"

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atlas_fl.client.prior_correction import fold_prior, log_frequencies
 from atlas_fl.config import Config, load_config
 from atlas_fl.config.values import invalid_value, parse_integer
 from atlas_fl.data.clients import ClientData
@@ -26,7 +25,7 @@ from atlas_fl.experiment.recorder import (
     checkpoint_server_state,
     deduplicate_models,
 )
-from atlas_fl.experiment.second_models import predicting_models
+from atlas_fl.methods.prior_correction import fold_prior, log_frequencies
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.gated_adapter import NOTE as GATED_NOTE
 from atlas_fl.models.gated_adapter import export_gated_adapter, is_gated
@@ -38,6 +37,7 @@ from atlas_fl.params import HEAD, PRIVATE, ByClient, Params, head_keys
 from atlas_fl.planning.plan import Plan
 from atlas_fl.plugins import load_plugins
 from atlas_fl.setup.assembly import Assembly, scale_of
+from atlas_fl.setup.options import predicting_models
 from atlas_fl.storage import checkpoint
 from atlas_fl.storage.digests import check_files, check_state
 from atlas_fl.storage.files import atomic_folder

@@ -14,7 +14,6 @@ import numpy as np
 
 from atlas_fl.aggregation.graph import effective_neighbours
 from atlas_fl.aggregation.mixing import reuse_equal_tensors
-from atlas_fl.aggregation.strategies import Strategy
 from atlas_fl.client.fingerprint import FIRST, SECOND
 from atlas_fl.client.job import Job
 from atlas_fl.client.options import EvaluateOptions
@@ -24,6 +23,7 @@ from atlas_fl.data.clients import label_statistics
 from atlas_fl.errors import AtlasError, CheckpointError, ConfigError
 from atlas_fl.events import Note, OnEvent, PhaseStarted
 from atlas_fl.experiment.state import FederationState, JoinResult
+from atlas_fl.methods.method import Method
 from atlas_fl.params import HEAD, ByClient, Params
 from atlas_fl.planning.host_assignment import assign_hosts
 from atlas_fl.planning.leakage import every_cut, leakage_of
@@ -93,7 +93,7 @@ def add_late_clients(
 
 
 def _join_result(
-    assembly: Assembly, planned: PlanResult, state: FederationState, newcomer_models: ByClient, *, strategy: Strategy
+    assembly: Assembly, planned: PlanResult, state: FederationState, newcomer_models: ByClient, *, strategy: Method
 ) -> JoinResult:
     """The federation with the newcomers; the strategy makes their models and their entries in the server state."""
     federation = planned.plan.federation()

@@ -15,28 +15,33 @@ from typing import Any
 import numpy as np
 
 from atlas_fl.aggregation.graph import Diversity, diversity
-from atlas_fl.aggregation.kriging import MeasuredSharing
 from atlas_fl.aggregation.matrices import Federation, share_warnings, without_edges
 from atlas_fl.aggregation.mixing import sync_shared
-from atlas_fl.aggregation.robust import bound_updates, change_norms, small_groups
-from atlas_fl.aggregation.strategies import LARGEST, check_finite, check_update, unusable_models
+from atlas_fl.aggregation.norm_bound import bound_updates, change_norms
+from atlas_fl.aggregation.rules import Answers, RoundModels
+from atlas_fl.aggregation.update_checks import LARGEST, check_finite, check_update, unusable_models
 from atlas_fl.client.job import Job, Update, without_empty
 from atlas_fl.client.options import EvaluateOptions
 from atlas_fl.config import Config
-from atlas_fl.config.methods import has_frozen_part, rule_of
+from atlas_fl.config.methods import last_aggregation
 from atlas_fl.errors import ProtocolError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, RoundFinished
-from atlas_fl.experiment.class_centroids import with_centroids
-from atlas_fl.experiment.control_variates import round_corrections
+from atlas_fl.experiment.choice import choose_models
 from atlas_fl.experiment.early_stopping import best_rounds, should_stop
-from atlas_fl.experiment.frozen_parts import frozen_companions, frozen_messages
-from atlas_fl.experiment.ifca_choice import choose_clusters
 from atlas_fl.experiment.late_join import add_late_clients
 from atlas_fl.experiment.recorder import Recorder
-from atlas_fl.experiment.reports import sharing_of_round, with_reports
-from atlas_fl.experiment.second_models import gate_of, predicting_models, predicts_as_sent, train_second_models
-from atlas_fl.experiment.state import LEDGER_KINDS, FederationState, RoundRecord, mean_validation_score, sum_cut_traffic
+from atlas_fl.experiment.state import (
+    MODELS,
+    NO_FROZEN,
+    FederationState,
+    FrozenMessages,
+    RoundRecord,
+    mean_validation_score,
+    sum_cut_traffic,
+)
 from atlas_fl.experiment.untrained import keep_untrained, unmoved_clients, unsent_names
+from atlas_fl.methods.kriging import MeasuredSharing
+from atlas_fl.methods.method import Method, Part, RoundStart
 from atlas_fl.params import ByClient, Params, ServerState, Split, TreesByClient, flatten_state
 from atlas_fl.partial_sharing import expected_update, has_hidden_factors
 from atlas_fl.planning.host_assignment import attach_hosts, match_round_hosts
@@ -44,7 +49,15 @@ from atlas_fl.planning.plan import PlanResult
 from atlas_fl.planning.planner import client_side_names, cuts_of, recluster, resize_adapters
 from atlas_fl.runtime.engine import Engine, MissingAnswersError
 from atlas_fl.setup.assembly import Assembly
-from atlas_fl.setup.options import is_reclustered, space_of, strategy_of, strategy_options, train_options
+from atlas_fl.setup.options import (
+    is_reclustered,
+    parts_of_config,
+    predicting_models,
+    predicts_as_sent,
+    space_of,
+    strategy_of,
+    train_options,
+)
 from atlas_fl.setup.participation import sample
 from atlas_fl.sparse.masked_sgd import restore_frozen
 from atlas_fl.sparse.masks import Mask
@@ -320,11 +333,9 @@ def run_rounds(
             recorder.record_join(join)
         if is_reclustered(assembly.config, number):
             planned, state = _recluster(assembly, planned, engine, state, recorder, on_event=on_event)
-        names = round_participants(assembly.config, assembly.names, round=number)
-        choice = choose_clusters(assembly, planned, engine, state, names)
-        if choice.state is not state:
-            state = choice.state
-            recorder.record_choice(choice.messages, state)
+        state, messages = choose_models(assembly, engine, state, round_start(assembly, state))
+        if messages is not None:
+            recorder.record_choice(messages, state)
         state, record = one_round(assembly, planned, engine, state)
         rows = recorder.record_round(record, state, seconds=time.perf_counter() - start_time, is_last=number == last)
         for line in record.notes():
@@ -341,15 +352,31 @@ def round_participants(config: Config, names: Sequence[str], *, round: int) -> t
 
     After the last aggregation everyone trains.
     """
-    if round > config.training.rounds - config.mixing.personal_rounds:
+    if round > last_aggregation(config):
         return tuple(names)
     first = round - (round - 1) % config.mixing.aggregate_every
     return sample(names, participation=config.training.participation, seed=config.run.seed, round=first)
 
 
+def round_start(assembly: Assembly, state: FederationState) -> RoundStart:
+    """What a method sees as the round after this state begins."""
+    config, number = assembly.config, state.round + 1
+    return RoundStart(
+        round=number,
+        clients=round_participants(config, assembly.names, round=number),
+        tasks={client.name: client.task.name for client in assembly.clients},
+        client_models=state.client_models,
+        server_models=state.server_models,
+        server_state=state.server_state,
+        by_client=state.by_client,
+        is_personal=number > last_aggregation(config),
+        aggregates=is_aggregation_round(config, number),
+    )
+
+
 def is_aggregation_round(config: Config, round: int) -> bool:
     """Whether the server aggregates after this round; after every round with a rule that sends nothing."""
-    last = config.training.rounds - config.mixing.personal_rounds
+    last = last_aggregation(config)
     is_due = round == last or (round < last and round % config.mixing.aggregate_every == 0)
     return is_due or not strategy_of(config).communicates
 
@@ -388,12 +415,21 @@ def one_round(
 ) -> tuple[FederationState, RoundRecord]:
     """Train, screen, aggregate and evaluate once: the state after the round, and its record."""
     config, number, strategy = assembly.config, state.round + 1, strategy_of(assembly.config)
-    cuts, engine = cuts_of(assembly, planned.plan), attach_hosts(assembly, planned.plan.clients, engine)
-    updates = engine.run("train", jobs := _train_jobs(assembly, planned, state, cuts))
-    state = train_second_models(config, engine, jobs, state)
+    start, parts = round_start(assembly, state), parts_of_config(config)
+    cuts = cuts_of(assembly, planned.plan)
+    engine = attach_hosts(assembly, planned.plan.clients, engine)
+    jobs = _train_jobs(assembly, planned, start, parts, cuts)
+    updates = engine.run("train", jobs)
+    state = _train_own_models(engine, jobs, state, start, parts)
     received, aggregated = screen_updates(assembly, state, updates), is_aggregation_round(config, number)
     trained, server_step = received.models, _aggregate(assembly, state, received, planned, apply=aggregated)
-    models = server_step.predicting_models(config, state, received)
+    models = predicting_models(
+        config,
+        state.with_newest(received.updates),
+        server_step.server_state,
+        client_models=server_step.client_models,
+        server_models=server_step.server_models,
+    )
     outcome = finish_round(assembly, engine, state, models, trained, cuts=cuts, is_mixed=aggregated)
     record = RoundRecord(
         round=number,
@@ -423,7 +459,7 @@ def one_round(
         sent=_sent_beside_models(jobs),
         sharing=server_step.sharing,
         state_changed=server_step.server_state is not state.server_state,
-        frozen=frozen_messages(config, state.server_state, server_step.server_state),
+        frozen=_frozen_messages(strategy, state.server_state, server_step.server_state),
         unsent=unsent_names(config, jobs[0], state.client_models, server_step.client_models, cuts=cuts),
         **_beside_cuts(assembly, planned, updates, outcome),
         client_side_names=client_side_names(assembly, cuts, state.client_models),
@@ -448,7 +484,7 @@ def _sent_beside_models(jobs: Sequence[Job]) -> dict[str, dict[str, Params]]:
     sent: dict[str, dict[str, Params]] = {}
     for job in jobs:
         for kind, params in job.sent.items():
-            if kind in LEDGER_KINDS:
+            if kind not in MODELS:
                 sent.setdefault(kind, {})[job.client] = params
     return sent
 
@@ -472,37 +508,63 @@ class ServerStep:
     sharing: tuple[MeasuredSharing, ...] = ()
     """How much each client keeps of its own, in a round that measured it."""
 
-    def predicting_models(self, config: Config, state: FederationState, received: ReceivedUpdates) -> dict[str, Params]:
-        """What every client predicts with from here on: with its second model of this state, and its newest gate."""
-        models = {"client_models": self.client_models, "server_models": self.server_models}
-        return predicting_models(config, state.with_newest(received.updates), self.server_state, **models)
 
-
-def _train_jobs(assembly: Assembly, planned: PlanResult, state: FederationState, cuts: Mapping[str, Cut]) -> list[Job]:
-    """The training jobs of the clients that take part in the round after this state."""
-    config, tasks = assembly.config, {client.name: client.task.name for client in assembly.clients}
-    number = state.round + 1
-    sampled = round_participants(config, assembly.names, round=number)
-    anchors = state.server_models if config.mixing.personal_models else {}
-    is_stacked, models = config.mixing.second_model == "stacked", {name: state.client_models[name] for name in sampled}
+def _train_jobs(
+    assembly: Assembly, planned: PlanResult, start: RoundStart, parts: Sequence[Part], cuts: Mapping[str, Cut]
+) -> list[Job]:
+    """The training jobs of the clients that take part in this round."""
+    config, method = assembly.config, strategy_of(assembly.config)
+    sent = [part.send(start) for part in parts]
+    kept = [part.keep(start) for part in parts]
     jobs = make_jobs(
-        models,
+        {name: start.client_models[name] for name in start.clients},
         train_options(config, with_images=assembly.has_images),
-        round=number,
+        round=start.round,
         cuts=cuts,
         mask=planned.mask,
-        sent={
-            "anchor": {} if is_stacked else anchors,
-            "companion": anchors if is_stacked else frozen_companions(config, state.server_state, sampled),
-            "correction": round_corrections(config, state, tasks, sampled),
-        },
-        kept={
-            "momentum": state.of("momentum"),
-            "gate": {name: gate_of(config, state.of("gate"), name, model) for name, model in models.items() if anchors},
-        },
+        sent={kind: by_client for trees in sent for kind, by_client in trees.items()},
+        kept={"momentum": start.of("momentum"), **{kind: one for trees in kept for kind, one in trees.items()}},
     )
-    jobs = with_reports(jobs, config, state) if is_aggregation_round(config, number) else jobs
-    return with_centroids(jobs, config, state, tasks)
+    asked = set(method.ask(start))
+    return [
+        replace(job, options=replace(job.options, report=method.report)) if job.client in asked else job for job in jobs
+    ]
+
+
+def _train_own_models(
+    engine: Engine, jobs: Sequence[Job], state: FederationState, start: RoundStart, parts: Sequence[Part]
+) -> FederationState:
+    """The state with the models of their own that clients train beside the shared ones, on the same examples."""
+    for part in parts:
+        own = part.own_training(start)
+        if own is None:
+            continue
+        own_jobs = [
+            replace(
+                job,
+                params=own.models[job.client],
+                sent=without_empty({kind: by_client.get(job.client, {}) for kind, by_client in own.sent.items()}),
+                kept=without_empty({kind: by_client.get(job.client, {}) for kind, by_client in own.kept.items()}),
+                options=replace(job.options, report="none", **own.options),
+            )
+            for job in jobs
+        ]
+        updates = {update.client: update for update in engine.run("train", own_jobs)}
+        models = {**state.of("second"), **{name: update.params for name, update in updates.items()}}
+        state = replace(state, by_client={**state.with_newest(updates), "second": models})
+    return state
+
+
+def _frozen_messages(method: Method, before: ServerState, after: ServerState) -> FrozenMessages:
+    """What a round between these server states sends of a part that everyone holds frozen."""
+    if not method.holds_frozen:
+        return NO_FROZEN
+    return FrozenMessages(
+        before=method.frozen_part(before),
+        newest={} if after is before else method.newest_part(after),
+        after=method.frozen_part(after),
+        begins_again=method.begins_again,
+    )
 
 
 def _aggregate(
@@ -522,11 +584,22 @@ def _aggregate(
             client_models=sync_shared({**state.client_models, **trained}, federation, list(trained)),
             discarded={},
         )
-    strategy, personal, server_state = strategy_of(config), config.mixing.personal_models, state.server_state
-    report = strategy.report
-    reports = {name: update.reported[report] for name, update in received.updates.items() if report in update.reported}
-    server_state = strategy.record_reports(server_state, reports) if reports else server_state
-    result = strategy.aggregate(server_state, state.server_models, trained, federation, round=state.round + 1)
+    method, personal, server_state = strategy_of(config), config.mixing.personal_models, state.server_state
+    reports = {
+        name: update.reported[method.report]
+        for name, update in received.updates.items()
+        if method.report in update.reported
+    }
+    if reports:
+        server_state = method.record_reports(server_state, reports)
+    answers = Answers(
+        metrics={name: update.metrics for name, update in received.updates.items()},
+        validation=state.validation_scores,
+        reports={method.report: reports} if reports else {},
+    )
+    result = method.aggregate(
+        server_state, state.server_models, trained, federation, round=state.round + 1, answers=answers
+    )
     models = result.client_models if mask is None else restore_frozen(result.client_models, state.client_models, mask)
     options = train_options(config, with_images=assembly.has_images)
     models = keep_untrained(config, options, state.client_models, models, round=state.round + 1)
@@ -536,22 +609,31 @@ def _aggregate(
         client_models={**state.client_models, **trained} if personal else models,
         discarded=result.discarded,
         anchors=models if personal else {},
-        sharing=sharing_of_round(config, federation, state, server_state, trained) if reports else (),
+        sharing=_measured(method, federation, state, server_state, trained) if reports else (),
     )
     return _restore_unusable(mixed, state, trained, assembly)
 
 
+def _measured(
+    method: Method, federation: Federation, state: FederationState, server_state: ServerState, present: ByClient
+) -> tuple[MeasuredSharing, ...]:
+    """What the reports have shown of a round that follows this state and ends with the server state."""
+    models = RoundModels(before=state.server_models, after=state.server_models, server_state=server_state)
+    there = [client in present for client in federation.clients]
+    matrices = method.matrices(federation, there, round=state.round + 1, models=models)
+    return method.measured(state.server_state, server_state, federation, matrices)
+
+
 def _warnings(config: Config, federation: Federation) -> list[str]:
-    """Warnings about the strategy and these clients before the first round."""
-    small = small_groups(rule_of(config), federation, strategy_options(config))
-    return [*share_warnings(federation, config.robust.max_share), *small]
+    """Warnings about the method and these clients before the first round."""
+    return [*share_warnings(federation, config.robust.max_share), *strategy_of(config).warnings(federation)]
 
 
 def _diversity(assembly: Assembly, planned: PlanResult, before: ByClient, outcome: RoundOutcome) -> Diversity | None:
     """How the server's step changed the distances between clients; None without evaluation or finite figures."""
     # distances between all pairs of a hundred whole models would cost more than the round, and where factors are at
     # the clients alone nobody has the updates of all; a gate has another update for every token
-    is_stacked = assembly.config.mixing.second_gate != "none" or has_frozen_part(assembly.config)
+    is_stacked = assembly.config.mixing.second_gate != "none" or strategy_of(assembly.config).holds_frozen
     hidden = is_stacked or any(has_hidden_factors(params) for params in before.values())
     if not outcome.scores or assembly.is_full or hidden:
         return None
@@ -573,7 +655,7 @@ def _restore_unusable(server: ServerStep, state: FederationState, trained: ByCli
     unusable = set(unusable_models(mixed)) if is_finite else set(mixed)
     if not unusable:
         return server
-    has_frozen = has_frozen_part(assembly.config)
+    has_frozen = strategy_of(assembly.config).holds_frozen
     if assembly.config.split.server_adapters != "per_client" or assembly.config.training.multitask or has_frozen:
         unusable = set(mixed)
     norms = {

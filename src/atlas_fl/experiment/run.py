@@ -33,7 +33,6 @@ from atlas_fl.experiment.recorder import (
     provenance_of,
 )
 from atlas_fl.experiment.rounds import run_rounds
-from atlas_fl.experiment.second_models import predicting_models
 from atlas_fl.experiment.state import FederationState
 from atlas_fl.experiment.summary import attack_note, summarise, versions
 from atlas_fl.models.identity import model_identity
@@ -42,7 +41,7 @@ from atlas_fl.planning.planner import check_clients, plan_run
 from atlas_fl.plugins import load_plugins
 from atlas_fl.runtime.engine import Engine, MissingAnswersError
 from atlas_fl.setup.assembly import Assembly, defer_late_clients, with_joined_clients, without_clients
-from atlas_fl.setup.options import configured_attackers, strategy_of, with_attackers
+from atlas_fl.setup.options import configured_attackers, predicting_models, strategy_of, with_attackers
 from atlas_fl.storage import checkpoint, digests
 from atlas_fl.storage.files import run_lock
 from atlas_fl.storage.folder_access import write_atomic

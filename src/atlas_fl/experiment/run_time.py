@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from atlas_fl.client.job import ClientTokens, Job
 from atlas_fl.client.local_training import batches, num_steps
 from atlas_fl.client.options import EvaluateOptions, TrainOptions
-from atlas_fl.client.split_halves import PASSES
 from atlas_fl.config import Config
 from atlas_fl.events import ignore
+from atlas_fl.methods.kriging import PASSES
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.planning.planner import local_engine
 from atlas_fl.planning.planning_costs import IMPORTANCE_BATCHES
@@ -181,7 +181,7 @@ def work_of(config: Config, tokens: Mapping[str, ClientTokens]) -> Work:
     return Work(
         planning=_planning_passes(config, clients),
         round=Passes(steps=round(share * whole.steps), tokens=round(share * whole.tokens)),
-        halves=_sum([whole] * PASSES if strategy_of(config).report == "halves" else []),
+        halves=_sum([whole] * PASSES if strategy_of(config).asks_once else []),
         rounds=training.rounds,
         evaluated=sum(
             int(client.splits[split].lengths.sum()) for client in clients for split in ("validation", "test")

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from atlas_fl.aggregation.graph import Diversity
-from atlas_fl.aggregation.kriging import MeasuredSharing, sharing_words
 from atlas_fl.client.importance import IMPORTANCE
 from atlas_fl.client.job import Update
 from atlas_fl.clustering.labels import UNDECIDED
-from atlas_fl.experiment.frozen_parts import NO_FROZEN, FrozenMessages
+from atlas_fl.methods.kriging import MeasuredSharing, sharing_words
 from atlas_fl.params import (
     HEAD,
     LORA_A,
@@ -54,9 +53,32 @@ LEDGER_KINDS: Mapping[str, Kind] = {
     "class_features": "features",
     "halves": "halves",
 }
-"""By kind of the tensors beside a model that are sent, their kind in the ledger."""
+"""By kind of the tensors beside a model that are sent, their kind in the ledger; `report` of others."""
+MODELS = frozenset({"anchor", "companion"})
+"""The kinds of what is sent beside a model that are models of the ledger already."""
 NEXT_ROUND = frozenset({"momentum", "gate", "control"})
 """The kinds of an update's tensors that the client's next round begins with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenMessages:
+    """What of a part that everyone holds frozen a round sends, by who gets it.
+
+    Who takes part in every round is sent what each round adds. Who has missed some is sent the whole, with its model.
+    """
+
+    before: Params = field(default_factory=dict)
+    """The whole as the round began, for those who had missed some."""
+    newest: Params = field(default_factory=dict)
+    """What the round added, for those who took part."""
+    after: Params = field(default_factory=dict)
+    """The whole as the round ended, for those who had missed some and took no part."""
+    begins_again: bool = False
+    """Adapters are as they were drawn after every aggregation, so that nobody has to be sent any."""
+
+
+NO_FROZEN = FrozenMessages()
+"""Those of a method without a frozen part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,13 +132,13 @@ class RoundRecord:
     anchors: ByClient = field(default_factory=dict)
     """What the clients are pulled to from here on, with `--personal-models` after an aggregation."""
     sharing: Sequence[MeasuredSharing] = ()
-    """How much each client keeps of its own, in a round that measured it (`aggregation.kriging`)."""
+    """How much each client keeps of its own, in a round that measured it (`methods.kriging`)."""
     sent: TreesByClient = field(default_factory=dict)
     """The tensors that went to clients beside their models, by kind and client."""
     state_changed: bool = False
     """Whether the server state changed in the round."""
     frozen: FrozenMessages = NO_FROZEN
-    """What was sent of the part that everyone holds frozen, under FLoRA and FedEx-LoRA."""
+    """What was sent of the part that everyone holds frozen."""
     unsent: frozenset[str] = frozenset()
     """The names of what neither trained nor changed in the round; it goes to nobody but those who were outdated."""
 
@@ -176,7 +198,7 @@ class RoundRecord:
                     round=self.round,
                     client=name,
                     direction=direction,
-                    kind=LEDGER_KINDS[kind],
+                    kind=LEDGER_KINDS.get(kind, "report"),
                     bytes=encoded_size(params),
                 )
 

@@ -11,9 +11,9 @@ import torch
 from atlas_fl.client.job import Job, Update
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.config import Config
-from atlas_fl.config.methods import rule_of
 from atlas_fl.params import PRIVATE, ByClient, Params
 from atlas_fl.partial_sharing import is_fully_shared
+from atlas_fl.setup.options import strategy_of
 from atlas_fl.split.channel import Cut
 
 
@@ -25,7 +25,7 @@ def keep_untrained(
     The average of equal values may differ from them in the last bit, and would have to be sent. Only under FedAvg in
     the space of factors; a server optimizer, for one, goes on moving what does not train.
     """
-    if rule_of(config) != "fedavg" or config.mixing.space != "factors" or config.mixing.personal_models:
+    if not strategy_of(config).is_average or config.mixing.space != "factors" or config.mixing.personal_models:
         return dict(mixed)
     names = {key for key in _untrained_keys(options, before, round=round) if _is_common(before, key)}
     return {

@@ -16,12 +16,12 @@ from atlas_fl.aggregation.matrices import eta_warnings
 from atlas_fl.aggregation.mixing import average_initial, resize_ranks
 from atlas_fl.config import Config
 from atlas_fl.config.federations import dial_note
-from atlas_fl.config.methods import first_measured_round
 from atlas_fl.data.clients import balance_notes, label_statistics, left_out_notes, shard_notes
 from atlas_fl.data.heterogeneity import heterogeneity_notes
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, Progress, ignore
+from atlas_fl.methods.kriging import first_measured_round
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.lora import expand_rank
 from atlas_fl.params import ByClient, Params, digest
@@ -35,7 +35,7 @@ from atlas_fl.planning.masks import (
     full_notes,
     sparse_report,
 )
-from atlas_fl.planning.method_traffic import halves_bytes
+from atlas_fl.planning.method_traffic import report_bytes_once
 from atlas_fl.planning.plan import ClientPlan, Plan, PlanResult
 from atlas_fl.planning.ranks_and_cuts import RankPlan, cuts_for_planning, fit_ranks, measure_importance
 from atlas_fl.planning.start_adapter import StartAdapter, load_start_adapter, start_models, start_notes
@@ -61,7 +61,7 @@ from atlas_fl.setup.assembly import (
     truncation_notes,
     without_private,
 )
-from atlas_fl.setup.options import cut_of, random_mask_of, strategy_of
+from atlas_fl.setup.options import cut_of, random_mask_of, strategy_of, strategy_options
 from atlas_fl.sparse.masks import Mask
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.model import select_client_side
@@ -209,12 +209,12 @@ def _halves_notes(assembly: Assembly, clients: Sequence[ClientPlan]) -> tuple[st
     """Note on the halves of clients that `kriging` measures once: their cost, and what they tell the server."""
     config, planned = assembly.config, {client.name: tuple(client.ranks) for client in clients}
     models = (assembly.initial_params(client, planned[client.name]) for client in assembly.clients)
-    if not (size := sum(halves_bytes(config, model) for model in models)):
+    if not (size := sum(report_bytes_once(config, model) for model in models)):
         return ()
     return (
-        f"round {first_measured_round(config)} measures how much each client is to keep of its own: it trains twice"
-        f" more, on either half of its examples, and sends both models, {size / 1e6:.2g} MB in all, once; the server"
-        " then knows two models of half the examples each",
+        f"round {first_measured_round(strategy_options(config))} measures how much each client is to keep of its own:"
+        f" it trains twice more, on either half of its examples, and sends both models, {size / 1e6:.2g} MB in all,"
+        " once; the server then knows two models of half the examples each",
     )
 
 

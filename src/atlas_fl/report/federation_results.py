@@ -14,12 +14,12 @@ from typing import Any
 
 from atlas_fl.config import Config, differences, identity_settings
 from atlas_fl.config.federations import DIALS
-from atlas_fl.config.methods import METHODS
 from atlas_fl.config.presets import PRESETS, find_preset
 from atlas_fl.config.settings import value_of
 from atlas_fl.config.values import LIST_SEPARATOR, to_words
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.tuning import KNOBS, TunedMethod, value_words
+from atlas_fl.methods.registry import METHODS
 from atlas_fl.report.finished_runs import FinishedRun
 from atlas_fl.report.method_comparison import MethodComparison, compare_scores, default_control
 from atlas_fl.report.score_table import BASELINE

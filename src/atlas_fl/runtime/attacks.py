@@ -20,7 +20,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from atlas_fl.aggregation.robust import BODY, HEADS, Space, scaled_change
+from atlas_fl.aggregation.norm_bound import BODY, HEADS, Space, scaled_change
 from atlas_fl.client.job import Job, Update
 from atlas_fl.data.clients import ClientData
 from atlas_fl.errors import ConfigError

@@ -4,16 +4,17 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from atlas_fl.aggregation.registry import find_strategy
-from atlas_fl.aggregation.robust import Space
-from atlas_fl.aggregation.strategies import CLUSTERS, Strategy, StrategyOptions
+from atlas_fl.aggregation.norm_bound import Space
+from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.client.options import FingerprintOptions, TrainedParts, TrainOptions
-from atlas_fl.client.second_model import SecondModel
 from atlas_fl.config import Config
-from atlas_fl.config.methods import has_frozen_part, reads_features, rule_of
+from atlas_fl.config.methods import method_class, rule_of
 from atlas_fl.config.settings import settings, value_of
 from atlas_fl.data.clients import ClientData
+from atlas_fl.methods.method import Method, Part, RoundStart
+from atlas_fl.methods.registry import find_method, parts_of
 from atlas_fl.models.registry import suggested_lr
+from atlas_fl.params import ByClient, ServerState, TreesByClient
 from atlas_fl.runtime.attacks import ATTACKS, HostileEngine, choose_attackers
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.setup.assembly import scale_of
@@ -26,15 +27,49 @@ def settings_for(config: Config, options: type) -> dict[str, Any]:
     return {field.name: value_of(config, field.name) for field in fields(options) if field.name in settings()}
 
 
-def strategy_of(config: Config) -> Strategy:
-    """The server's rule with this config's numbers."""
-    return find_strategy(rule_of(config), strategy_options(config))
+def strategy_of(config: Config) -> Method:
+    """The method that aggregates, with this config's numbers."""
+    return find_method(rule_of(config), strategy_options(config))
+
+
+def parts_of_config(config: Config) -> tuple[Part, ...]:
+    """The method and what else this config switches on beside it (second models, control variates)."""
+    options = strategy_options(config)
+    return parts_of(find_method(rule_of(config), options), options)
 
 
 def strategy_options(config: Config) -> StrategyOptions:
-    """The options of this config that server rules are made from."""
-    within = CLUSTERS if rule_of(config) == "atlas" else config.robust.within
-    return StrategyOptions(**settings_for(config, StrategyOptions) | {"scale": scale_of(config), "within": within})
+    """The options of this config that methods are made from."""
+    return StrategyOptions(**settings_for(config, StrategyOptions) | {"scale": scale_of(config)})
+
+
+def predicting_models(
+    config: Config,
+    by_client: TreesByClient,
+    server_state: ServerState,
+    *,
+    client_models: ByClient,
+    server_models: ByClient,
+) -> ByClient:
+    """What each client predicts with in this state; its very model where no part says otherwise."""
+    state = RoundStart(
+        round=0,
+        clients=(),
+        tasks={},
+        client_models=client_models,
+        server_models=server_models,
+        server_state=server_state,
+        by_client=by_client,
+    )
+    for part in parts_of_config(config):
+        if models := part.predict(state):
+            return models
+    return client_models
+
+
+def predicts_as_sent(config: Config) -> bool:
+    """Return whether clients predict with the very models that the server sent, or that they keep in their place."""
+    return not any(part.changes_prediction for part in parts_of_config(config))
 
 
 def space_of(config: Config) -> Space:
@@ -109,12 +144,12 @@ def train_options(config: Config, *, with_images: bool) -> TrainOptions:
 def _trained_parts(config: Config) -> TrainedParts:
     """The parts that train; under rules by class features (FedPAC) the head is its last layer, which reads them."""
     parts = config.training.trained_parts
-    return "last_layer_then_rest" if parts == "head_then_rest" and reads_features(config) else parts
+    return "last_layer_then_rest" if parts == "head_then_rest" and method_class(config).head_is_last_layer else parts
 
 
-def _second_model(config: Config) -> SecondModel:
+def _second_model(config: Config) -> str:
     """Role of the shared model that clients train towards its companion; second models have options of their own."""
-    if has_frozen_part(config):
+    if method_class(config).holds_frozen:
         return "frozen"
     return config.mixing.second_model if config.mixing.personal_models else "none"
 

@@ -21,6 +21,7 @@ Kind: TypeAlias = Literal[
     "correction",
     "features",
     "halves",
+    "report",
     "frozen",
 ]
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from atlas_fl.client.class_features import summarize
 from atlas_fl.client.job import Job, Update
 from atlas_fl.client.options import EvaluateOptions, Report, TrainOptions
-from atlas_fl.client.split_halves import join_halves
 from atlas_fl.errors import ProtocolError
+from atlas_fl.methods.fedpac import summarize
+from atlas_fl.methods.kriging import join_halves
 from atlas_fl.runtime.protocol.answer_schema import (
     CORRELATIONS,
     LARGEST_FEATURE,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from atlas_fl.aggregation.strategies import check_update
+from atlas_fl.aggregation.update_checks import check_update
 from atlas_fl.client.job import Job, Update
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.errors import CheckpointError, ConfigError, ModelError, ProtocolError

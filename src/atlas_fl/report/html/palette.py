@@ -23,6 +23,7 @@ KIND_COLOURS = {
     "correction": "#661100",
     "features": "#332288",
     "halves": "#DDCC77",
+    "report": "#117733",
     "frozen": "#44AA99",
 }
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from atlas_fl.aggregation.strategies import check_update
+from atlas_fl.aggregation.update_checks import check_update
 from atlas_fl.client.job import Job, Update
 from atlas_fl.client.local_training import client_side_indices, trained_names
 from atlas_fl.client.split_server import CutMessages, Payloads, merge_updates

@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from atlas_fl.client.calibration import CROSS, GRAM, LOSSES, SCALES, WEIGHT
-from atlas_fl.client.class_features import COUNTS, MEANS, VARIANCES, feature_width
 from atlas_fl.client.fingerprint import FIRST, SECOND, sketches_labels
 from atlas_fl.client.importance import IMPORTANCE
 from atlas_fl.client.job import Job, Update
 from atlas_fl.client.label_covariance import LABELS
-from atlas_fl.client.options import Report, TrainOptions
-from atlas_fl.client.split_halves import join_halves
+from atlas_fl.client.options import TrainOptions
 from atlas_fl.errors import ProtocolError, short_repr
+from atlas_fl.methods.fedpac import LARGEST_FEATURE
+from atlas_fl.methods.method import Method, ReportTensor
+from atlas_fl.methods.registry import reporting
 from atlas_fl.params import PRIVATE, Params
 from atlas_fl.partial_sharing import is_placeholder, placeholder
 from atlas_fl.runtime.protocol.client_metadata import ClientMetadata
@@ -32,8 +33,6 @@ LARGEST_WEIGHT = 1e6
 """Largest weight of a model that a client has warmed up, or trained on half of its examples; others are below one."""
 LARGEST_SUM = 1e30
 """Largest of a client's sums, so that those of all clients are finite in float32."""
-LARGEST_FEATURE = 1e6
-"""Largest feature that the head reads: it has passed a layer norm, and is of the order of one."""
 _ROUNDING = 1e-6
 _SHA256 = re.compile("[0-9a-f]{64}")
 
@@ -211,54 +210,30 @@ def _check_classes(request: AnsweredRequest, update: Update) -> None:
 def _check_report(request: AnsweredRequest, update: Update) -> None:
     """Raise `ProtocolError` unless the tensors beside the model are those that the job asked for."""
     options = request.job.options
-    report: Report = options.report if isinstance(options, TrainOptions) else "none"
+    report = options.report if isinstance(options, TrainOptions) else "none"
     try:
         if others := sorted(update.reported.keys() - {report}):
             raise ProtocolError(f"it has unknown {_first(others)}")
-        _check_tensors(update.reported.get(report, {}), REPORTS[report](request))
-        if report == "class_features":
-            _check_class_counts(request, update)
+        if report != "none":
+            _check_report_of(reporting(report), request, update.reported.get(report, {}))
     except ProtocolError as error:
         raise ProtocolError(f"its report ({report}): {error}") from None
 
 
-def _halves(request: AnsweredRequest) -> dict[str, TensorSchema]:
-    params = request.job.params
-    return {name: _like(tensor) for name, tensor in join_halves(params, params).items()}
-
-
-def _class_features(request: AnsweredRequest) -> dict[str, TensorSchema]:
+def _check_report_of(method: type[Method], request: AnsweredRequest, report: Params) -> None:
     classes = request.metadata.num_labels
-    if classes < 2:
+    if method.needs_classes and classes < 2:
         raise ProtocolError(f"task {request.metadata.task} has no classes; join with a task that has some")
-    width = feature_width(request.job.params)
-    most = LARGEST_FEATURE
-    return {
-        COUNTS: TensorSchema(shape=(classes,), dtype=torch.int64),
-        MEANS: TensorSchema(shape=(classes, width), dtype=torch.float32, least=-most, most=most),
-        VARIANCES: TensorSchema(shape=(classes,), dtype=torch.float32, least=0.0, most=width * most**2),
-    }
+    schemas = method.report_tensors(request.job.params, classes=classes)
+    _check_tensors(report, {name: schema_of(one) for name, one in schemas.items()})
+    counts = [int(count) for count in request.metadata.labels["train"]] if classes > 1 else []
+    if fault := method.report_fault(report, counts=counts):
+        raise ProtocolError(fault)
 
 
-def _check_class_counts(request: AnsweredRequest, update: Update) -> None:
-    """Raise `ProtocolError` unless the examples of each class are the registered ones; an empty class has zeros."""
-    features = update.reported["class_features"]
-    counts = features[COUNTS]
-    registered = [int(count) for count in request.metadata.labels["train"]]
-    if counts.tolist() != registered:
-        shown = short_repr(counts.tolist())
-        raise ProtocolError(f"{COUNTS} are {shown}; allowed: the {short_repr(registered)} that were registered")
-    for name in (MEANS, VARIANCES):
-        if bool(features[name][counts == 0].any()):
-            raise ProtocolError(f"{name} of a class without examples are not 0; install the server's version")
-
-
-REPORTS: Mapping[Report, Callable[[AnsweredRequest], Mapping[str, TensorSchema]]] = {
-    "none": lambda _: {},
-    "class_features": _class_features,
-    "halves": _halves,
-}
-"""The tensors of an answer beside its model, by what its job asked for (`client.options.TrainOptions.report`)."""
+def schema_of(tensor: ReportTensor) -> TensorSchema:
+    """The schema of a tensor that a method declares."""
+    return TensorSchema(shape=tensor.shape, dtype=tensor.dtype, least=tensor.least, most=tensor.most)
 
 
 def _first(names: "Mapping[str, object] | list[str]") -> str:

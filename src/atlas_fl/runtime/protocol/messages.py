@@ -148,7 +148,7 @@ def job_message(
     action: str, job: Job, *, number: int, sent_digests: Collection[str], cut_info: CutInfo | None = None
 ) -> tuple[Head, Params]:
     """The job for the client, and its model unless the digest is among `sent_digests`."""
-    assert not job.kept and job.sent.keys() <= TRAVELLING, "the rest stays in one process; other configs are refused"
+    assert not job.kept, "it stays with the client; other configs are refused"
     private, params = model_message(job.params)
     model = digest(params)
     head = job_head(action, job, number=number, cut_info=cut_info)
@@ -167,10 +167,6 @@ def read_job(head: Mapping[str, Any], params: Params, *, client: str) -> tuple[s
     cut = _read(Cut | None, head.get("cut"), where="cut")
     cut_info = _read(CutInfo | None, head.get("told"), where="told")
     return action, Job(client=client, params=params, round=head["round"], options=options, cut=cut), cut_info
-
-
-TRAVELLING = frozenset({"centroids"})
-"""The kinds of `Job.sent` that go to sites; the others need all clients in one process."""
 
 
 def write_trees(prefix: str, trees: Trees) -> dict[str, torch.Tensor]:

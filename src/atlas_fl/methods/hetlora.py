@@ -12,7 +12,8 @@ import numpy as np
 from jaxtyping import Float64
 
 from atlas_fl.aggregation.matrices import average
-from atlas_fl.aggregation.strategies import MixingContext, Strategy, StrategyOptions, mixing_strategy
+from atlas_fl.aggregation.rules import MixingContext, StrategyOptions
+from atlas_fl.methods.method import Method, PublishedMethod
 from atlas_fl.params import LORA_A, LORA_B, Params, lora_modules
 from atlas_fl.partial_sharing import is_placeholder
 
@@ -31,16 +32,26 @@ def update_norm(params: Params, options: StrategyOptions) -> float:
     return float(np.sqrt(max(total, 0.0)))
 
 
-def fedavg_by_norm(options: StrategyOptions) -> Strategy:
+class FedAvgByNorm(Method):
     """One average over all clients, weighted by the Frobenius norms of their updates; heads by examples."""
 
-    def weights(step: MixingContext) -> Float64[np.ndarray, " n"]:
+    name = "fedavg_by_norm"
+    matrix = "shares of the updates' norms"
+
+    def rule(self, step: MixingContext) -> np.ndarray:
+        """The shares of the norms."""
+        weights = self._weights(step)
+        return np.asarray(average(weights, step.groups, step.present, max_share=self.options.max_share))
+
+    def _weights(self, step: MixingContext) -> Float64[np.ndarray, " n"]:
         if step.models is None or step.parameters.is_head:
             return step.federation.weights
-        norms = np.array([update_norm(step.models.after[name], options) for name in step.federation.clients])
+        norms = np.array([update_norm(step.models.after[name], self.options) for name in step.federation.clients])
         return norms if (norms * step.present).any() else step.federation.weights
 
-    def rule(step: MixingContext) -> np.ndarray:
-        return np.asarray(average(weights(step), step.groups, step.present, max_share=options.max_share))
 
-    return mixing_strategy("fedavg_by_norm", rule, options)
+HETLORA = PublishedMethod(
+    summary="HetLoRA: padded A and B averaged by the norms of s B A (Cho et al. 2024, arXiv:2401.06432).",
+    rule="fedavg_by_norm",
+    settings={"space": "factors", "align": "pad", "share": ("A", "B", "head")},
+)

@@ -9,7 +9,7 @@
     m_k  = argmin over m >= 0 of  m^T (R + (1 / c_k - 1) diag(mean n / n)) m - 2 m^T R_k,      scaled to sum to 1
 
 h_k^1 and h_k^2 are what client k's model has become since the run began when it is trained on either half of its
-examples (`client.split_halves`), in product space of s B A; K+ is the positive part of K, n are numbers of examples.
+examples (`Kriging.measure`), in product space of s B A; K+ is the positive part of K, n are numbers of examples.
 Lengths are left out: they say how fast a client learns, and in a task that is learnt slowly the client that has learnt
 least has the least noise, too, and would weigh most. The adapters have one matrix, or with `--gram-by` each layer or
 kind of parameter its own; heads have one inside each task. There is no strength to choose: clients whose halves agree
@@ -42,33 +42,37 @@ With weights of any sign and without the scaling this is simple kriging, the pos
 (Rasmussen and Williams 2006, "Gaussian processes for machine learning", section 2.2).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Float64
 from scipy.optimize import nnls
-from torch import Tensor
 
-from atlas_fl.aggregation.matrices import Federation, average
-from atlas_fl.aggregation.pfedgraph import check_layers
-from atlas_fl.aggregation.robust import change_gram
-from atlas_fl.aggregation.strategies import (
+from atlas_fl.aggregation.distances import change_gram
+from atlas_fl.aggregation.matrices import Federation
+from atlas_fl.aggregation.rules import (
     CLUSTERS,
     Matrices,
     MixingContext,
     ParameterGroup,
     RoundModels,
-    Strategy,
     StrategyOptions,
-    mixing_strategy,
+    clustered_average,
     parameter_group,
-    within_clusters,
+    weighted_average,
 )
-from atlas_fl.params import LORA_B, ByClient, Params, ServerState, shared_params
+from atlas_fl.methods.method import Report, ReportTensor, RoundStart
+from atlas_fl.methods.pfedgraph import FromStart, initial_models_of
+from atlas_fl.params import LORA_B, ByClient, Params, ServerState, shared_params, subtree, tensors
 
-HALVES, INITIAL = "halves", "initial"
-"""The entries of the server state: what each client has reported, and the model that it began the run with."""
+HALVES = "halves"
+"""The entry of the server state: what each client has reported."""
+PASSES = 2
+"""Passes over a half for each one over all examples."""
+LARGEST_WEIGHT = 1e6
+"""Largest weight of a model that was trained on half of the examples; others are below one."""
 RIDGE = 1e-9
 """Added to the noise, so that the program has one solution."""
 TINY = 1e-6
@@ -142,10 +146,10 @@ def half_gram(
     state: ServerState, names: Sequence[str], federation: Federation, group: ParameterGroup, options: StrategyOptions
 ) -> Float64[np.ndarray, "n2 n2"]:
     """The inner products of the changes in both halves of these clients, over the shared parameters of this group."""
-    initial, reports = _entry(state, INITIAL), _entry(state, HALVES)
+    initial, reports = initial_models_of(state), subtree(state, HALVES)
     places = [(half, name) for half in ("first", "second") for name in names]
-    after = {f"{half}/{name}": _params(_entry(_entry(reports, name), half)) for half, name in places}
-    before = {f"{half}/{name}": _params(initial[name]) for half, name in places}
+    after = {f"{half}/{name}": tensors(subtree(subtree(reports, name), half)) for half, name in places}
+    before = {f"{half}/{name}": initial[name] for half, name in places}
     return _gram(after, before, federation, group, options)
 
 
@@ -250,7 +254,7 @@ def predict_clusters(
 ) -> Float64[np.ndarray, "n n"]:
     """The matrix with the rows of clusters for the averages of those who share one and took part."""
     result, names = matrix.copy(), step.federation.clients
-    before = {name: _params(one) for name, one in _entry(models.server_state, INITIAL).items()}
+    before = initial_models_of(models.server_state)
     is_in = step.present & shares_cluster(step.federation.clusters)
     for label in set(step.groups.tolist()):
         places = np.flatnonzero((step.groups == label) & is_in)
@@ -265,53 +269,6 @@ def predict_clusters(
             rows = _bounded_rows(*measured, sizes, options)
             result[np.ix_(places, places)] = (rows @ averages)[cluster]
     return result
-
-
-def kriging(options: StrategyOptions) -> Strategy:
-    """Everyone gets the best linear prediction of its own model, by covariances and noise of split halves."""
-
-    def mean(step: MixingContext, groups: np.ndarray) -> np.ndarray:
-        return np.asarray(average(step.federation.weights, groups, step.present, max_share=options.max_share))
-
-    def share(step: MixingContext) -> np.ndarray:
-        is_clustered = shares_cluster(step.federation.clusters) & (options.within == CLUSTERS)
-        return np.where(is_clustered[:, None], mean(step, within_clusters(step)), mean(step, step.groups))
-
-    def rule(step: MixingContext) -> np.ndarray:
-        matrix, state = share(step), {} if step.models is None else step.models.server_state
-        names, reports = step.federation.clients, _entry(state, HALVES)
-        is_measured = np.array([name in reports for name in names], bool)
-        if clustered and step.models is not None and (step.present & ~is_measured).any():
-            matrix = np.where(is_measured[:, None], matrix, predict_clusters(step, step.models, matrix, options))
-        for label in set(step.groups.tolist()):
-            known = np.flatnonzero((step.groups == label) & is_measured).tolist()
-            gram = half_gram(state, [names[k] for k in known], step.federation, step.parameters, options)
-            if alike_over_all(gram, step.parameters, options):
-                matrix[known] = mean(step, step.groups)[known]
-                continue
-            alike = alike_in_cluster(gram, step.federation.clusters[known] if clustered else np.full(len(known), -1))
-            in_cluster = np.array(known, np.int64)[alike]
-            matrix[in_cluster] = mean(step, within_clusters(step))[in_cluster]
-            there = np.flatnonzero(step.present[known])
-            if not alike[there].all():
-                inside, others = np.array(known, np.int64)[there], ~alike[there]
-                rows = _bounded_rows(*measure(_of_members(gram, there)), step.federation.weights[inside], options)
-                matrix[inside[others]] = 0.0
-                matrix[np.ix_(inside[others], inside)] = rows[others]
-        keeps = ~step.present & is_measured
-        return np.asarray(np.where(keeps[:, None], np.eye(len(matrix)), matrix))
-
-    clustered = options.within == CLUSTERS
-    strategy = mixing_strategy(
-        "kriging", rule, options, arrival=share, clustered=clustered, granularity=options.gram_by
-    )
-    strategy = replace(strategy, init=_init(options), extend_state=_extend(options), check=check_layers(options))
-    return replace(strategy, report="halves", record_reports=_record)
-
-
-def atlas(options: StrategyOptions) -> Strategy:
-    """Predictions of clusters; once halves are measured averages of all or a cluster, and `kriging` for all others."""
-    return replace(kriging(replace(options, within=CLUSTERS)), name="atlas")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,6 +287,134 @@ class MeasuredSharing:
     what differs between them over the noise of one; None without noise."""
 
 
+class Kriging(FromStart):
+    """Everyone gets the best linear prediction of its own model, by covariances and noise of split halves."""
+
+    name = "kriging"
+    matrix = "by covariances of split halves"
+    extra_passes = "in one round each half of the examples, trained apart, and sent beside the model"
+    report = "halves"
+    asks_once = True
+    report_words = "once, two models trained on either half of its examples"
+    models_in_report = 2
+
+    def reports_in(self, round: int) -> bool:
+        """From the round on that measures halves."""
+        return round >= first_measured_round(self.options)
+
+    def ask(self, round: RoundStart) -> Collection[str]:
+        """The clients without halves."""
+        known = subtree(round.server_state, HALVES)
+        return [name for name in super().ask(round) if name not in known]
+
+    @classmethod
+    def examples_behind(cls, labels: np.ndarray, *, most: int | None) -> Mapping[str, int]:
+        """Half of the examples."""
+        half = len(labels) // 2
+        return {"a model of half": half if most is None else min(half, most)}
+
+    @classmethod
+    def measure(cls, report: Report) -> Mapping[str, Params]:
+        """The models of both halves, each tensor under the name of its half.
+
+        Both begin with the model that the client begins the round with, and make two passes over their half, so as many
+        steps as the round has. Halves are alternate examples, with a secret of an order that it draws.
+        """
+        # first halves together, then the second ones: a pack is no larger than that of the round
+        first, second = (report.train_half(half, passes=PASSES) for half in (0, 1))
+        return {client: join_halves(first[client], second[client]) for client in report.clients}
+
+    @classmethod
+    def report_tensors(cls, model: Params, *, classes: int) -> Mapping[str, ReportTensor]:
+        """Two models."""
+        del classes
+        return {
+            name: ReportTensor(
+                shape=tuple(tensor.shape), dtype=tensor.dtype, least=-LARGEST_WEIGHT, most=LARGEST_WEIGHT
+            )
+            for name, tensor in join_halves(model, model).items()
+        }
+
+    def record_reports(self, server_state: ServerState, reports: ByClient) -> ServerState:
+        """The state with these halves."""
+        halves = {
+            client: {half: _half(report, half) for half in ("first", "second")} for client, report in reports.items()
+        }
+        return {**server_state, HALVES: {**subtree(server_state, HALVES), **halves}}
+
+    def arrival(self, step: MixingContext) -> np.ndarray:
+        """The average by examples; inside clusters with `--within clusters`."""
+        is_clustered = shares_cluster(step.federation.clusters) & self.clustered
+        inside = clustered_average(self.options, step)
+        return np.where(is_clustered[:, None], inside, weighted_average(self.options, step))
+
+    def rule(self, step: MixingContext) -> np.ndarray:
+        """The predictions of those who are measured, averages where clients differ by less than their noise."""
+        matrix = self.arrival(step)
+        state: ServerState = {} if step.models is None else step.models.server_state
+        names, reports = step.federation.clients, subtree(state, HALVES)
+        is_measured = np.array([name in reports for name in names], bool)
+        if self.clustered and step.models is not None and (step.present & ~is_measured).any():
+            predicted = predict_clusters(step, step.models, matrix, self.options)
+            matrix = np.where(is_measured[:, None], matrix, predicted)
+        for label in set(step.groups.tolist()):
+            known = np.flatnonzero((step.groups == label) & is_measured)
+            matrix[known] = self._measured_rows(step, state, matrix, known)[known]
+        keeps = ~step.present & is_measured
+        return np.asarray(np.where(keeps[:, None], np.eye(len(matrix)), matrix))
+
+    def _measured_rows(
+        self, step: MixingContext, state: ServerState, matrix: np.ndarray, known: np.ndarray
+    ) -> np.ndarray:
+        """The matrix with the rows of the measured clients of one group, by their places."""
+        names = [step.federation.clients[k] for k in known.tolist()]
+        gram = half_gram(state, names, step.federation, step.parameters, self.options)
+        result = matrix.copy()
+        if alike_over_all(gram, step.parameters, self.options):
+            result[known] = weighted_average(self.options, step)[known]
+            return result
+        clusters = step.federation.clusters[known] if self.clustered else np.full(len(known), -1)
+        alike = alike_in_cluster(gram, clusters)
+        result[known[alike]] = clustered_average(self.options, step)[known[alike]]
+        there = np.flatnonzero(step.present[known])
+        if not alike[there].all():
+            inside, others = known[there], ~alike[there]
+            rows = _bounded_rows(*measure(_of_members(gram, there)), step.federation.weights[inside], self.options)
+            result[inside[others]] = 0.0
+            result[np.ix_(inside[others], inside)] = rows[others]
+        return result
+
+    def measured(
+        self, before: ServerState, after: ServerState, federation: Federation, matrices: Matrices
+    ) -> tuple[MeasuredSharing, ...]:
+        """How much each client keeps of its own; nothing in a round that measured nobody."""
+        if len(subtree(after, HALVES)) == len(subtree(before, HALVES)):
+            return ()
+        return measured_sharing(after, federation, matrices, self.options)
+
+
+class Atlas(Kriging):
+    """Predictions of clusters; once halves are measured averages of all or a cluster, and `kriging` for all others."""
+
+    name = "atlas"
+    matrix = "averages that fit, others by covariances of split halves"
+
+    def __init__(self, options: StrategyOptions | None = None) -> None:
+        super().__init__(replace(options or StrategyOptions(), within=CLUSTERS))
+
+
+def first_measured_round(options: StrategyOptions) -> int:
+    """The round in which halves are first measured: `--measure-round`, or after a third of a run that is shorter."""
+    last = max(1, options.last_aggregation)
+    return options.measure_round if options.measure_round <= last else math.ceil(last / 3)
+
+
+def join_halves(first: Params, second: Params) -> Params:
+    """What is reported of two trained halves, each tensor under the name of its half."""
+    named = (("first/", first), ("second/", second))
+    return {f"{half}{key}": tensor for half, params in named for key, tensor in params.items()}
+
+
 def measured_sharing(
     state: ServerState, federation: Federation, matrices: Matrices, options: StrategyOptions
 ) -> tuple[MeasuredSharing, ...]:
@@ -338,9 +423,10 @@ def measured_sharing(
     tau^2 = mean_k K_kk - mean_{k != l} K_kl is the variance between clients without bias; heads are compared inside
     their task. It is of all of a group together, not of a single value.
     """
-    reports, rows = _entry(state, HALVES), []
+    reports = subtree(state, HALVES)
+    rows = []
     positions = {name: k for k, name in enumerate(federation.clients)}
-    models = {name: _params(_entry(_entry(reports, name), "first")) for name in reports}
+    models = {name: tensors(subtree(subtree(reports, name), "first")) for name in reports}
     groups: dict[tuple[ParameterGroup, str], tuple[str, list[str]]] = {}
     for name, model in models.items():
         for key in sorted(shared_params(model, options.share)):
@@ -397,37 +483,6 @@ def variance_between(gram: Float64[np.ndarray, "n2 n2"]) -> float:
     covariance, n = measure(gram)[0], len(gram) // 2
     own = float(np.trace(covariance)) / max(1, n)
     return 0.0 if n < 2 else own - (float(covariance.sum()) - own * n) / (n * (n - 1))
-
-
-def _entry(state: ServerState, name: str) -> ServerState:
-    entry = state.get(name, {})
-    assert not isinstance(entry, Tensor), "it is by client"
-    return entry
-
-
-def _params(value: Tensor | ServerState) -> Params:
-    assert not isinstance(value, Tensor), "a model is by parameter"
-    return {key: tensor for key, tensor in value.items() if isinstance(tensor, Tensor)}
-
-
-def _init(options: StrategyOptions) -> Callable[[ByClient], ServerState]:
-    def init(client_models: ByClient) -> ServerState:
-        return {INITIAL: {client: shared_params(params, options.share) for client, params in client_models.items()}}
-
-    return init
-
-
-def _extend(options: StrategyOptions) -> Callable[[ServerState, ByClient], ServerState]:
-    def extend(server_state: ServerState, newcomers: ByClient) -> ServerState:
-        models = {client: shared_params(params, options.share) for client, params in newcomers.items()}
-        return {**server_state, INITIAL: {**_entry(server_state, INITIAL), **models}}
-
-    return extend
-
-
-def _record(server_state: ServerState, reports: ByClient) -> ServerState:
-    halves = {client: {half: _half(report, half) for half in ("first", "second")} for client, report in reports.items()}
-    return {**server_state, HALVES: {**_entry(server_state, HALVES), **halves}}
 
 
 def _half(report: Params, half: str) -> Params:

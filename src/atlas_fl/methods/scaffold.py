@@ -1,6 +1,4 @@
-"""Corrections that clients add to their gradients: SCAFFOLD's control variates; FedDyn's from the server state.
-
-SCAFFOLD's is what a client's gradient lacks of the mean gradient of all:
+"""SCAFFOLD: gradients corrected by what a client's own lacks of the mean gradient of all.
 
     c_k = mean over the steps of client k's last round of its gradients, clipped and not corrected
     c   = (1 / N) sum over all N clients of c_k
@@ -12,7 +10,7 @@ under any optimizer and schedule. Who has not trained yet has c_k = 0, so round 
 clients of its task, the only ones that it is averaged with. In personal rounds nobody is corrected.
 
 A client measures c_k while it trains (`client.optimizer.GradientMean`) and adds c - c_k behind clipping
-(`client.optimizer.gradient_chain`). FedDyn's corrections are computed in `aggregation.feddyn`, and added there too.
+(`client.optimizer.gradient_chain`).
 """
 
 from collections.abc import Collection, Mapping
@@ -20,22 +18,23 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
-from atlas_fl.aggregation.feddyn import dynamic_corrections
-from atlas_fl.config import Config
-from atlas_fl.config.methods import rule_of
-from atlas_fl.experiment.state import FederationState
-from atlas_fl.params import HEAD, ByClient, Params
+from atlas_fl.methods.method import FACTORS, Part, PublishedMethod, RoundStart, message_size
+from atlas_fl.params import HEAD, ByClient, Params, TreesByClient
 
 
-def round_corrections(
-    config: Config, state: FederationState, tasks: Mapping[str, str], clients: Collection[str]
-) -> dict[str, Params]:
-    """What is added to the gradients of these clients in the round after this state; empty where nothing is."""
-    if state.round >= config.training.rounds - config.mixing.personal_rounds:
-        return {}
-    if rule_of(config) == "fedavg_dynamic":
-        return dynamic_corrections(state.server_state, clients, alpha=config.training.proximal_mu)
-    return corrections(state.of("control"), tasks, clients)
+class ControlVariates(Part):
+    """`--control-variates`: c - c_k beside every model; c_k comes back with the update as its `control`."""
+
+    def send(self, round: RoundStart) -> TreesByClient:
+        """c - c_k of the clients of the round; nothing in personal rounds."""
+        if round.is_personal:
+            return {}
+        return {"correction": corrections(round.of("control"), round.tasks, round.clients)}
+
+    def extra_bytes(self, shared: Params, *, participants: int, classes: int) -> tuple[int, int]:
+        """A control up and a correction down, each as large as the model."""
+        del participants, classes
+        return message_size(shared), message_size(shared)
 
 
 def corrections(controls: ByClient, tasks: Mapping[str, str], clients: Collection[str]) -> dict[str, Params]:
@@ -64,3 +63,11 @@ def _means(controls: ByClient, tasks: Mapping[str, str]) -> dict[tuple[str, str]
             sums[group] = sums[group] + value.double() if group in sums else value.double()
     sizes = {task: sum(other == task for other in tasks.values()) for task in tasks.values()} | {"": len(tasks)}
     return {(key, task): total / sizes[task] for (key, task), total in sums.items()}
+
+
+SCAFFOLD = PublishedMethod(
+    summary="SCAFFOLD: gradients corrected by the mean of all (Karimireddy et al. 2020, arXiv:1910.06378).",
+    rule="fedavg",
+    settings={"control_variates": True, **FACTORS},
+    equal_ranks=True,
+)

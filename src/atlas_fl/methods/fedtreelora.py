@@ -10,8 +10,7 @@ the run, that of s B A in product space and of the shared factors otherwise; the
 first round in which everyone took part, before it there is one average, and it stays. Heads follow the highest layer.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Float64, Int64
@@ -20,20 +19,19 @@ from scipy.spatial.distance import squareform
 from sklearn.metrics import silhouette_score
 from torch import Tensor
 
-from atlas_fl.aggregation.cfl import average_inside, clusters_by_client, clusters_in
 from atlas_fl.aggregation.change_similarity import cosines, gram_of_changes
 from atlas_fl.aggregation.matrices import Federation
-from atlas_fl.aggregation.strategies import (
-    Aggregated,
+from atlas_fl.aggregation.rules import (
+    Answers,
     MixingContext,
-    Strategy,
     StrategyOptions,
     layer_of,
-    mixing_strategy,
     weighted_average,
     with_updates,
 )
 from atlas_fl.errors import ConfigError
+from atlas_fl.methods.cfl import average_inside, clusters_by_client, clusters_in
+from atlas_fl.methods.method import Aggregated, Method
 from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, ServerState, shared_params
 
 CUTS = "cuts"
@@ -79,22 +77,44 @@ def layer_distances(
     return {layer: distances(layer) for layer in layers}
 
 
-def fedtreelora(options: StrategyOptions) -> Strategy:
+class FedTreeLora(Method):
     """Averages inside nested clusters, finer in higher layers (`--tree-step`, `--tree-threshold`)."""
 
-    def rule(step: MixingContext) -> np.ndarray:
+    name = "fedtreelora"
+    matrix = "shares inside nested clusters by layer"
+    takes_newcomers = False
+    granularity = "layer"
+
+    def check(self, models: ByClient, federation: Federation) -> None:
+        """Raise ConfigError where a parameter is in no layer."""
+        for key in sorted({key for params in models.values() for key in shared_params(params, self.options.share)}):
+            if not key.startswith(HEAD) and key.removesuffix(LORA_A).removesuffix(LORA_B) not in federation.layer_of:
+                raise ConfigError(
+                    f"--strategy fedtreelora cuts clusters by layer, and {key} is in none; take fedavg_cluster, or"
+                    " --trainable lora"
+                )
+
+    def rule(self, step: MixingContext) -> np.ndarray:
+        """The shares of the examples inside the clusters of the layer; of heads, inside those of the highest."""
         cuts = None if step.models is None else step.models.server_state.get(CUTS)
         if cuts is None:
-            return weighted_average(options)(step)
+            return weighted_average(self.options, step)
         assert not isinstance(cuts, Tensor), "cuts are by layer"
         layer = max(map(int, cuts)) if step.parameters.layer is None else step.parameters.layer
-        return average_inside(clusters_in(cuts[str(layer)], step.federation), step, options)
-
-    base = mixing_strategy("fedtreelora", rule, options, granularity="layer")
+        return average_inside(clusters_in(cuts[str(layer)], step.federation), step, self.options)
 
     def aggregate(
-        server_state: ServerState, client_models: ByClient, updates: ByClient, federation: Federation, *, round: int
+        self,
+        server_state: ServerState,
+        client_models: ByClient,
+        updates: ByClient,
+        federation: Federation,
+        *,
+        round: int,
+        answers: Answers | None = None,
     ) -> Aggregated:
+        """Make the tree in the first round in which everyone took part, then average."""
+        options = self.options
         if CUTS not in server_state and all(client in updates for client in federation.clients):
             distances = layer_distances(client_models, with_updates(client_models, updates), federation, options)
             cuts = nested_cuts(list(distances.values()), step=options.tree_step, threshold=options.tree_threshold)
@@ -102,18 +122,4 @@ def fedtreelora(options: StrategyOptions) -> Strategy:
                 str(layer): clusters_by_client(federation, cut) for layer, cut in zip(distances, cuts, strict=True)
             }
             server_state = {CUTS: by_layer} if by_layer else {}
-        return base.aggregate(server_state, client_models, updates, federation, round=round)
-
-    return replace(base, aggregate=aggregate, check=_check(options), takes_newcomers=False)
-
-
-def _check(options: StrategyOptions) -> Callable[[ByClient, Federation], None]:
-    def check(models: ByClient, federation: Federation) -> None:
-        for key in sorted({key for params in models.values() for key in shared_params(params, options.share)}):
-            if not key.startswith(HEAD) and key.removesuffix(LORA_A).removesuffix(LORA_B) not in federation.layer_of:
-                raise ConfigError(
-                    f"--strategy fedtreelora cuts clusters by layer, and {key} is in none; take fedavg_cluster, or"
-                    " --trainable lora"
-                )
-
-    return check
+        return super().aggregate(server_state, client_models, updates, federation, round=round, answers=answers)

@@ -12,18 +12,9 @@ An exported model has log pi_k in the bias of its head, where the head has one (
 import torch
 from torch import Tensor
 
-from atlas_fl.client.job import Job, Site
+from atlas_fl.methods.method import PublishedMethod
 from atlas_fl.models.registry import Family
 from atlas_fl.params import Params
-
-
-def log_prior(job: Job, site: Site) -> Tensor | None:
-    """log pi_k, (classes,) float32; None where the job asks for none, or the client's task has no classes."""
-    data = site.data[job.client]
-    if not job.options.prior_correction or not data.task.has_classes:
-        return None
-    labels = torch.from_numpy(data.splits["train"].labels)
-    return log_frequencies(torch.bincount(labels, minlength=data.task.num_labels)).to(site.backbone.device)
 
 
 def log_frequencies(counts: Tensor) -> Tensor:
@@ -43,3 +34,20 @@ def fold_prior(params: Params, prior: Tensor, *, family: Family) -> Params | Non
     if bias not in params:
         return None
     return {**params, bias: params[bias] + prior.to(params[bias].device)}
+
+
+LOCAL_PRIOR = PublishedMethod(
+    summary="Local training with each client's own class frequencies in its logits, and nothing sent: a reference.",
+    rule="local",
+    settings={"prior_correction": True},
+)
+FEDAVG_PRIOR = PublishedMethod(
+    summary="FedAvg with each client's own class frequencies in its logits (Menon et al. 2021, arXiv:2007.07314).",
+    rule="fedavg",
+    settings={"prior_correction": True},
+)
+FEDAVG_CLUSTER_PRIOR = PublishedMethod(
+    summary="Clustered FedAvg with each client's own class frequencies in its logits.",
+    rule="fedavg_cluster",
+    settings={"prior_correction": True},
+)

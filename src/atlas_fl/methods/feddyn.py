@@ -17,29 +17,55 @@ import torch
 from torch import Tensor
 
 from atlas_fl.aggregation.matrices import Federation
-from atlas_fl.aggregation.server_optimizers import Cohort, cohorts
-from atlas_fl.aggregation.strategies import Aggregated, Strategy, StrategyOptions, fedavg
+from atlas_fl.aggregation.rules import Answers, StrategyOptions
 from atlas_fl.errors import ConfigError, ProtocolError
-from atlas_fl.params import HEAD, ByClient, Params, ServerState, shared_params
+from atlas_fl.methods.averages import FedAvg
+from atlas_fl.methods.method import FACTORS, SECOND_TENSORS, Aggregated, PublishedMethod, RoundStart, message_size
+from atlas_fl.methods.server_optimizers import Cohort, cohorts
+from atlas_fl.params import HEAD, ByClient, Params, ServerState, TreesByClient, params_by_client, shared_params
 
 CHANGES = "changes"
 """Where the server state has the e_k, by client and parameter."""
 
 
-def fedavg_dynamic(options: StrategyOptions) -> Strategy:
+class FedAvgDynamic(FedAvg):
     """The average, moved on by the mean of all changes of all clients; heads only inside their task."""
-    options = replace(options, space="factors", within="all")
-    base = fedavg(options)
+
+    name = "fedavg_dynamic"
+    matrix = "shares of the examples, moved by all changes"
+    needs = "equal ranks"
+    relative_bytes = "1.5"
+    in_factors = True
+    is_average = False
+    across_machines = SECOND_TENSORS
+
+    def __init__(self, options: StrategyOptions | None = None) -> None:
+        super().__init__(replace(options or StrategyOptions(), space="factors", within="all"))
+
+    def send(self, round: RoundStart) -> TreesByClient:
+        """alpha e_k, float32: what is added to each client's gradients besides the proximal term."""
+        if round.is_personal:
+            return {}
+        return {"correction": dynamic_corrections(round.server_state, round.clients, alpha=self.options.proximal_mu)}
+
+    def extra_bytes(self, shared: Params, *, participants: int, classes: int) -> tuple[int, int]:
+        """A correction down, as large as the model."""
+        del participants, classes
+        return 0, message_size(shared)
 
     def aggregate(
+        self,
         server_state: ServerState,
         client_models: ByClient,
         updates: ByClient,
         federation: Federation,
         *,
         round: int,
+        answers: Answers | None = None,
     ) -> Aggregated:
-        done = base.aggregate(server_state, client_models, updates, federation, round=round)
+        """x by cohort, and the changes of all clients."""
+        options = self.options
+        done = super().aggregate(server_state, client_models, updates, federation, round=round, answers=answers)
         present = [client in updates for client in federation.clients]
         whole = {one.name: one for one in cohorts(federation, [True] * len(present), options)}
         changes = {client: dict(params) for client, params in changes_of(server_state).items()}
@@ -58,7 +84,16 @@ def fedavg_dynamic(options: StrategyOptions) -> Strategy:
         state: ServerState = {CHANGES: changes} if changes else server_state
         return replace(done, server_state=state, client_models={**done.client_models, **models})
 
-    return replace(base, name="fedavg_dynamic", aggregate=aggregate, check=_check_ranks)
+    def check(self, models: ByClient, federation: Federation) -> None:
+        """Raise ConfigError where the ranks of clients differ."""
+        first, *others = federation.clients
+        for other in others:
+            for key in sorted(models[first].keys() & models[other].keys()):
+                if not key.startswith(HEAD) and models[other][key].shape != models[first][key].shape:
+                    raise ConfigError(
+                        f"--strategy feddyn sums changes of {key}, and the ranks of {first} and {other} differ; take"
+                        " one rank for all, such as --ranks 8"
+                    )
 
 
 def _keys(params: Params, cohort: Cohort, options: StrategyOptions) -> list[str]:
@@ -81,15 +116,9 @@ def _mean_change(changes: ByClient, key: str, cohort: Cohort, federation: Federa
     return total
 
 
-def changes_of(server_state: ServerState) -> dict[str, dict[str, Tensor]]:
+def changes_of(server_state: ServerState) -> dict[str, Params]:
     """e_k by client and parameter, float32; empty before round one."""
-    by_client = server_state.get(CHANGES, {})
-    assert not isinstance(by_client, Tensor), "changes are by client"
-    return {
-        client: {key: tensor for key, tensor in params.items() if isinstance(tensor, Tensor)}
-        for client, params in by_client.items()
-        if not isinstance(params, Tensor)
-    }
+    return params_by_client(server_state, CHANGES)
 
 
 def dynamic_corrections(server_state: ServerState, clients: Collection[str], *, alpha: float) -> dict[str, Params]:
@@ -98,13 +127,10 @@ def dynamic_corrections(server_state: ServerState, clients: Collection[str], *, 
     return {client: {key: alpha * e for key, e in changes[client].items()} for client in clients if client in changes}
 
 
-def _check_ranks(models: ByClient, federation: Federation) -> None:
-    """Raise ConfigError where the ranks of clients differ."""
-    first, *others = federation.clients
-    for other in others:
-        for key in sorted(models[first].keys() & models[other].keys()):
-            if not key.startswith(HEAD) and models[other][key].shape != models[first][key].shape:
-                raise ConfigError(
-                    f"--strategy feddyn sums changes of {key}, and the ranks of {first} and {other} differ; take one"
-                    " rank for all, such as --ranks 8"
-                )
+FEDDYN = PublishedMethod(
+    summary="FedDyn: clients held and corrected by their own changes (Acar et al. 2021, arXiv:2111.04263).",
+    rule="fedavg_dynamic",
+    settings=FACTORS,
+    suggested={"proximal_mu": 0.1},
+    equal_ranks=True,
+)

@@ -20,15 +20,8 @@ from torch import Tensor
 
 from atlas_fl.aggregation.change_similarity import cosines, gram_of_changes
 from atlas_fl.aggregation.matrices import Federation, average, group_ids
-from atlas_fl.aggregation.strategies import (
-    Aggregated,
-    MixingContext,
-    Strategy,
-    StrategyOptions,
-    mixing_strategy,
-    weighted_average,
-    with_updates,
-)
+from atlas_fl.aggregation.rules import Answers, MixingContext, StrategyOptions, weighted_average, with_updates
+from atlas_fl.methods.method import Aggregated, Method
 from atlas_fl.params import ByClient, ServerState
 
 CLUSTERS = "clusters"
@@ -52,7 +45,7 @@ def clusters_in(state: Tensor | ServerState | None, federation: Federation) -> I
 def average_inside(clusters: Int64[np.ndarray, " n"], step: MixingContext, options: StrategyOptions) -> np.ndarray:
     """The rows of averages inside these clusters and the step's groups."""
     groups = group_ids(list(zip(clusters.tolist(), step.groups.tolist())))
-    return weighted_average(options)(replace(step, groups=groups))
+    return weighted_average(options, replace(step, groups=groups))
 
 
 def bipartition(similarities: Float64[np.ndarray, "n n"]) -> Bool[np.ndarray, " n"]:
@@ -96,22 +89,32 @@ def next_clusters(
     return result
 
 
-def cfl(options: StrategyOptions) -> Strategy:
+class Cfl(Method):
     """Averages inside clusters that are cut in two where updates disagree (`--bipartition-ratio`)."""
 
-    def rule(step: MixingContext) -> np.ndarray:
-        state: ServerState = {} if step.models is None else step.models.server_state
-        return average_inside(clusters_in(state.get(CLUSTERS), step.federation), step, options)
+    name = "cfl"
+    matrix = "shares inside clusters of updates"
+    takes_newcomers = False
 
-    base = mixing_strategy("cfl", rule, options)
+    def rule(self, step: MixingContext) -> np.ndarray:
+        """The shares of the examples inside the clusters of the state."""
+        state: ServerState = {} if step.models is None else step.models.server_state
+        return average_inside(clusters_in(state.get(CLUSTERS), step.federation), step, self.options)
 
     def aggregate(
-        server_state: ServerState, client_models: ByClient, updates: ByClient, federation: Federation, *, round: int
+        self,
+        server_state: ServerState,
+        client_models: ByClient,
+        updates: ByClient,
+        federation: Federation,
+        *,
+        round: int,
+        answers: Answers | None = None,
     ) -> Aggregated:
+        """Cut clusters by these updates, then average inside them."""
         present = np.array([client in updates for client in federation.clients])
-        clusters, after = clusters_in(server_state.get(CLUSTERS), federation), with_updates(client_models, updates)
-        clusters = next_clusters(clusters, client_models, after, federation, present, options)
+        clusters = clusters_in(server_state.get(CLUSTERS), federation)
+        after = with_updates(client_models, updates)
+        clusters = next_clusters(clusters, client_models, after, federation, present, self.options)
         state: ServerState = {CLUSTERS: clusters_by_client(federation, clusters)}
-        return base.aggregate(state, client_models, updates, federation, round=round)
-
-    return replace(base, aggregate=aggregate, takes_newcomers=False)
+        return super().aggregate(state, client_models, updates, federation, round=round, answers=answers)

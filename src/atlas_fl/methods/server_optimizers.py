@@ -17,8 +17,8 @@ they are those of A and B, which then need equal ranks.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -27,18 +27,27 @@ from torch import Tensor
 from atlas_fl.aggregation.lora_product import energy_share, fit_clients, leading_dense, stack_factors
 from atlas_fl.aggregation.matrices import Federation, average, cluster_labels
 from atlas_fl.aggregation.mixing import sync_shared
-from atlas_fl.aggregation.strategies import (
+from atlas_fl.aggregation.rules import (
     CLUSTERS,
-    Aggregated,
+    Answers,
     MixingContext,
-    Strategy,
     StrategyOptions,
     groups_within,
-    mixing_strategy,
     with_updates,
 )
 from atlas_fl.errors import ConfigError, ProtocolError
-from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, Params, ServerState, lora_modules, shared_params
+from atlas_fl.methods.method import Aggregated, Method
+from atlas_fl.params import (
+    HEAD,
+    LORA_A,
+    LORA_B,
+    ByClient,
+    Params,
+    ServerState,
+    lora_modules,
+    params_by_client,
+    shared_params,
+)
 
 SecondMoment: TypeAlias = Callable[[Tensor, Tensor, float], Tensor]
 """v_t from v_{t-1}, Delta_t^2 and beta_2."""
@@ -46,7 +55,7 @@ SecondMoment: TypeAlias = Callable[[Tensor, Tensor, float], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptimizer:
-    """What one server optimizer differs from the others in."""
+    """Hyper-parameters and second moment of one server optimizer."""
 
     lr: float
     """eta, where the settings give none."""
@@ -66,15 +75,6 @@ def _yogi(v: Tensor, square: Tensor, beta2: float) -> Tensor:
 
 def _adam(v: Tensor, square: Tensor, beta2: float) -> Tensor:
     return beta2 * v + (1 - beta2) * square
-
-
-SERVER_OPTIMIZERS: dict[str, ServerOptimizer] = {
-    "fedavgm": ServerOptimizer(lr=1.0, beta1=0.9, second_moment=None),
-    "fedadagrad": ServerOptimizer(lr=0.01, beta1=0.0, second_moment=_adagrad),
-    "fedyogi": ServerOptimizer(lr=0.01, beta1=0.9, second_moment=_yogi),
-    "fedadam": ServerOptimizer(lr=0.01, beta1=0.9, second_moment=_adam),
-}
-"""By the strategy's name; learning rates and beta_1 are their defaults."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,7 @@ class _ServerStep:
         self._rule, self._options, self._clients = rule, options, tuple(after)
         self._before, self._after = tuple(before.values()), tuple(after.values())
         self.moments: dict[str, dict[str, dict[str, Tensor]]] = {
-            kind: {name: _tensors(moments) for name, moments in _mapping(state.get(kind, {})).items()}
+            kind: {name: dict(moments) for name, moments in params_by_client(state, kind).items()}
             for kind in ("first", "second")
         }
         self.models: dict[int, dict[str, Tensor]] = {}
@@ -201,15 +201,6 @@ class _ServerStep:
         return stack_b @ stack_a
 
 
-def _mapping(value: Tensor | ServerState) -> ServerState:
-    assert not isinstance(value, Tensor), "the state of a server optimizer has mappings by kind and cohort"
-    return value
-
-
-def _tensors(value: Tensor | ServerState) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in _mapping(value).items() if isinstance(tensor, Tensor)}
-
-
 def _weighted_sum(models: Sequence[Params], key: str, weights: Mapping[int, float]) -> Tensor:
     """sum_k p_k w_k in float64.
 
@@ -222,72 +213,89 @@ def _weighted_sum(models: Sequence[Params], key: str, weights: Mapping[int, floa
     return total
 
 
-def _check_ranks(name: str, options: StrategyOptions) -> Callable[[ByClient, Federation], None]:
-    """Raises ConfigError where clients of one cohort cannot have one A and B, because their ranks differ."""
+class ServerStep(Method):
+    """The average change of each cohort is the gradient of a step of the server."""
 
-    def check(models: ByClient, federation: Federation) -> None:
+    matrix = "shares of the examples, then a server step"
+    needs = "equal ranks with --space factors"
+    optimizer: ClassVar[ServerOptimizer]
+
+    @property
+    def clustered(self) -> bool:
+        """With `--within clusters`."""
+        return self.options.within == CLUSTERS
+
+    @property
+    def state_by_cluster(self) -> bool:
+        """Moments are of cohorts."""
+        return self.options.within == CLUSTERS
+
+    def check(self, models: ByClient, federation: Federation) -> None:
+        """Raise ConfigError where clients of one cohort cannot have one A and B, because their ranks differ."""
         everyone = [True] * len(federation.clients)
-        for cohort in cohorts(federation, everyone, options) if options.space == "factors" else ():
+        for cohort in cohorts(federation, everyone, self.options) if self.options.space == "factors" else ():
             first, *others = (federation.clients[k] for k in cohort.members)
-            factors = [key for key in shared_params(models[first], options.share) if key.endswith((LORA_A, LORA_B))]
+            shared = shared_params(models[first], self.options.share)
+            factors = [key for key in shared if key.endswith((LORA_A, LORA_B))]
             for key, other in ((key, other) for key in factors for other in others):
                 if key in models[other] and models[other][key].shape != models[first][key].shape:
                     raise ConfigError(
-                        f"--strategy {name} in --space factors has one moment for each value of {key}, and the ranks"
-                        f" of {first} and {other} differ; take --space product, or one rank for all, such as --ranks 8"
+                        f"--strategy {self.name} in --space factors has one moment for each value of {key}, and the"
+                        f" ranks of {first} and {other} differ; take --space product, or one rank for all, such as"
+                        " --ranks 8"
                     )
 
-    return check
-
-
-def _optimizer_strategy(name: str, options: StrategyOptions) -> Strategy:
-    rule = SERVER_OPTIMIZERS[name]
-
-    def rows(step: MixingContext) -> np.ndarray:
-        weights = step.federation.weights
-        return np.asarray(
-            average(weights, groups_within(step, options.within), step.present, max_share=options.max_share)
-        )
+    def rule(self, step: MixingContext) -> np.ndarray:
+        """The shares of the examples inside each cohort."""
+        groups = groups_within(step, self.options.within)
+        return np.asarray(average(step.federation.weights, groups, step.present, max_share=self.options.max_share))
 
     def aggregate(
+        self,
         server_state: ServerState,
         client_models: ByClient,
         updates: ByClient,
         federation: Federation,
         *,
         round: int,
+        answers: Answers | None = None,
     ) -> Aggregated:
-        del round  # moments without a correction of their bias depend on no count of rounds
+        """One step of every cohort of which somebody took part."""
+        del round, answers  # moments without a correction of their bias depend on no count of rounds
         after = sync_shared(with_updates(client_models, updates), federation, list(updates))
         before = {client: client_models[client] for client in federation.clients}
         after = {client: after[client] for client in federation.clients}
-        step = _ServerStep(rule, options, server_state, before, after)
-        for cohort in cohorts(federation, [client in updates for client in federation.clients], options):
+        step = _ServerStep(self.optimizer, self.options, server_state, before, after)
+        for cohort in cohorts(federation, [client in updates for client in federation.clients], self.options):
             step.run(cohort)
         models = {client: step.models.get(k, after[client]) for k, client in enumerate(after)}
         state = {kind: moments for kind, moments in step.moments.items() if moments}
         return Aggregated(server_state=state, client_models=models, discarded=energy_share(step.thrown, step.total))
 
-    base = mixing_strategy(name, rows, options, clustered=options.within == CLUSTERS)
-    by_cluster = options.within == CLUSTERS
-    return replace(base, aggregate=aggregate, check=_check_ranks(name, options), state_by_cluster=by_cluster)
 
-
-def fedavgm(options: StrategyOptions) -> Strategy:
+class FedAvgM(ServerStep):
     """Server momentum on the average change (`--server-lr`, `--server-beta1`)."""
-    return _optimizer_strategy("fedavgm", options)
+
+    name = "fedavgm"
+    optimizer = ServerOptimizer(lr=1.0, beta1=0.9, second_moment=None)
 
 
-def fedadagrad(options: StrategyOptions) -> Strategy:
+class FedAdagrad(ServerStep):
     """Adagrad of the server on the average change (`--server-lr`, `--server-tau`)."""
-    return _optimizer_strategy("fedadagrad", options)
+
+    name = "fedadagrad"
+    optimizer = ServerOptimizer(lr=0.01, beta1=0.0, second_moment=_adagrad)
 
 
-def fedyogi(options: StrategyOptions) -> Strategy:
+class FedYogi(ServerStep):
     """Yogi of the server on the average change (`--server-lr`, `--server-beta1`, `--server-beta2`, `--server-tau`)."""
-    return _optimizer_strategy("fedyogi", options)
+
+    name = "fedyogi"
+    optimizer = ServerOptimizer(lr=0.01, beta1=0.9, second_moment=_yogi)
 
 
-def fedadam(options: StrategyOptions) -> Strategy:
+class FedAdam(ServerStep):
     """Adam of the server on the average change (`--server-lr`, `--server-beta1`, `--server-beta2`, `--server-tau`)."""
-    return _optimizer_strategy("fedadam", options)
+
+    name = "fedadam"
+    optimizer = ServerOptimizer(lr=0.01, beta1=0.9, second_moment=_adam)

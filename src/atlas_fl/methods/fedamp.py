@@ -1,7 +1,7 @@
 """FedAMP's weights: the nearer another's model, the more it counts.
 
     m_kl = alpha / (n - 1) exp(-x_kl / sigma)   l != k          m_kk = 1 - sum_{l != k} m_kl
-    x_kl = d_kl^2 / (mean of d^2 over all pairs)                d_kl: distance of the models (`aggregation.robust`)
+    x_kl = d_kl^2 / (mean of d^2 over all pairs)                d_kl: distance of the models (`aggregation.distances`)
 
 Huang, Chu, Zhou, Wang, Liu, Pei and Zhang, "Personalized Cross-Silo Federated Learning on Non-IID Data", AAAI 2021,
 arXiv:2007.03797. In their algorithm every client has a model of its own, and what this rule makes is the anchor that
@@ -12,14 +12,9 @@ the round, so that it means the same for every model. Heads have distances of th
 import numpy as np
 from jaxtyping import Float64
 
-from atlas_fl.aggregation.robust import model_distances
-from atlas_fl.aggregation.strategies import (
-    MixingContext,
-    Strategy,
-    StrategyOptions,
-    mixing_strategy,
-    weighted_average,
-)
+from atlas_fl.aggregation.rules import MixingContext, weighted_average
+from atlas_fl.methods.method import FACTORS, Method, PublishedMethod
+from atlas_fl.methods.robust import model_distances
 
 
 def attention(squares: Float64[np.ndarray, "n n"], *, alpha: float, sigma: float) -> Float64[np.ndarray, "n n"]:
@@ -33,10 +28,15 @@ def attention(squares: Float64[np.ndarray, "n n"], *, alpha: float, sigma: float
     return np.asarray(rows + np.diag(1.0 - rows.sum(axis=1)))
 
 
-def fedavg_by_distance(options: StrategyOptions) -> Strategy:
+class FedAvgByDistance(Method):
     """FedAMP's mixture: the nearer a model the more it counts (`--attention-alpha`, `--attention-sigma`)."""
 
-    def rule(step: MixingContext) -> np.ndarray:
+    name = "fedavg_by_distance"
+    matrix = "by distances of the models"
+
+    def rule(self, step: MixingContext) -> np.ndarray:
+        """The rows m_k of those who are present."""
+        options = self.options
         matrix = np.eye(len(step.present))
         for label in set(step.groups.tolist()):
             inside = np.flatnonzero((step.groups == label) & step.present).tolist()
@@ -47,4 +47,15 @@ def fedavg_by_distance(options: StrategyOptions) -> Strategy:
             matrix[np.ix_(inside, inside)] = rows
         return matrix
 
-    return mixing_strategy("fedavg_by_distance", rule, options, arrival=weighted_average(options))
+    def arrival(self, step: MixingContext) -> np.ndarray:
+        """The average of the others."""
+        return weighted_average(self.options, step)
+
+
+FEDAMP = PublishedMethod(
+    summary="FedAMP: own models, pulled to a mixture in which the nearest count most (arXiv:2007.03797).",
+    rule="fedavg_by_distance",
+    settings={"personal_models": True, **FACTORS},
+    suggested={"proximal_mu": 0.1},
+    equal_ranks=True,
+)

@@ -1,0 +1,327 @@
+"""Mixing rules: from one round (`MixingContext`) to the mixing matrix of a group of parameters, and their application.
+
+A rule is called once for each group of parameters that its granularity tells apart. The weight of a claimed number of
+examples is bounded (`aggregation.matrices.bounded_weights`).
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+from jaxtyping import Bool, Float64, Int64
+
+from atlas_fl.aggregation.matrices import LAPLACIANS, Federation, average, cluster_labels, group_ids, layer_factors
+from atlas_fl.aggregation.mixing import Mixed, Reduce, check_mixing, mix, tie_rows
+from atlas_fl.errors import ConfigError, ProtocolError, unknown_name
+from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, Params, ServerState, TreesByClient, is_last_layer
+
+Matrices: TypeAlias = Callable[[str], np.ndarray]
+"""The matrix M (n, n) that a parameter of this name is mixed with."""
+
+CLUSTERS = "clusters"
+"""Of `StrategyOptions.within`: each cluster by itself."""
+
+GRANULARITIES = ("all", "layer", "kind", "layer_and_kind")
+"""Which parameters of a model share a mixing matrix, besides heads, which mix inside a task."""
+
+LAST_LAYER = "last layer"
+"""The granularity and the kind of rules that mix the last layer of a head otherwise than what stands below it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterGroup:
+    """The parameters that one mixing matrix is for."""
+
+    is_head: bool
+    """Whether they are heads."""
+    layer: int | None = None
+    """Their layer; None where the layers share a matrix, and for heads."""
+    kind: str | None = None
+    """`A`, `B`, `product` (A and B together), `weights`, `head` or `last layer`; None where the kinds share a
+    matrix."""
+
+    @property
+    def words(self) -> str:
+        """`head`, `adapters`, or the layer and the kind."""
+        layer = None if self.layer is None else f"layer {self.layer}"
+        return "head" if self.is_head else ", ".join(filter(None, (layer, self.kind))) or "adapters"
+
+
+def parameter_kind(key: str, space: str) -> str:
+    """What kind of parameter this is: `head`, `A`, `B`, `weights`, or in product space `product` for A and B."""
+    if key.startswith(HEAD):
+        return "head"
+    if key.endswith((LORA_A, LORA_B)):
+        return "product" if space == "product" else key[-1]
+    return "weights"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Answers:
+    """Figures and tensors that clients have sent beside their updates, by client."""
+
+    metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Of the training of this round: `loss`, the mean over its steps, `steps` and `seconds`."""
+    validation: Mapping[str, float] = field(default_factory=dict)
+    """The newest validation score of every client that has one: the primary metric of its task."""
+    reports: TreesByClient = field(default_factory=dict)
+    """What the method asked for, by kind and client."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RoundModels:
+    """What a rule sees of one round besides the federation."""
+
+    before: ByClient
+    """The models of the last aggregation, as the server has them."""
+    after: ByClient
+    """The same with the updates of the clients that took part."""
+    server_state: ServerState
+    """State of the method."""
+    answers: Answers = field(default_factory=Answers)
+    """Metrics, scores and reports of the clients."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MixingContext:
+    """What a rule makes a matrix from."""
+
+    federation: Federation
+    """The clients."""
+    groups: Int64[np.ndarray, " n"]
+    """Clients of different groups must not mix."""
+    present: Bool[np.ndarray, " n"]
+    """Who took part."""
+    eta: float
+    """Size of the step."""
+    parameters: ParameterGroup
+    """What the matrix is for."""
+    models: RoundModels | None = None
+    """The models of the round; None before there are updates."""
+
+
+Rule: TypeAlias = Callable[[MixingContext], np.ndarray]
+"""M (n, n), row-stochastic, of one step."""
+
+
+def within_clusters(step: MixingContext) -> Int64[np.ndarray, " n"]:
+    """The step's groups, cut at the borders of clusters; who is undecided is a group of its own."""
+    labels = zip(cluster_labels(step.federation.clusters), step.groups.tolist())
+    return group_ids(list(labels))
+
+
+def groups_within(step: MixingContext, within: str) -> Int64[np.ndarray, " n"]:
+    """The step's groups, with `within` as `clusters` cut at the borders of clusters."""
+    return within_clusters(step) if within == CLUSTERS else step.groups
+
+
+def layer_of(federation: Federation, key: str) -> int:
+    """The layer of an adapted module's tensor; raises ConfigError where the plan names none."""
+    module = key.removesuffix(LORA_A).removesuffix(LORA_B)
+    if module not in federation.layer_of:
+        raise ConfigError(f"no layer is known for {module}; layer_weighting 'importance' needs one, or use 'none'")
+    return federation.layer_of[module]
+
+
+def parameter_group(key: str, federation: Federation, *, granularity: str, space: str) -> ParameterGroup:
+    """The parameters that this one shares a matrix with."""
+    is_head = key.startswith(HEAD)
+    if granularity == LAST_LAYER:
+        return ParameterGroup(is_head=is_head, kind=LAST_LAYER if is_last_layer(key) else None)
+    by_layer, by_kind = granularity in ("layer", "layer_and_kind"), granularity in ("kind", "layer_and_kind")
+    return ParameterGroup(
+        is_head=is_head,
+        layer=layer_of(federation, key) if by_layer and not is_head else None,
+        kind=parameter_kind(key, space) if by_kind else None,
+    )
+
+
+def mixing_matrices(
+    rule: Rule,
+    federation: Federation,
+    present: Sequence[bool],
+    *,
+    eta: float,
+    layer_weighting: str,
+    max_share: float = 1.0,
+    granularity: str = "all",
+    space: str = "product",
+    models: RoundModels | None = None,
+) -> Matrices:
+    """The matrix for each name: heads stay inside their task, layers may scale eta; equal matrices are one object.
+
+    A rule is called once for each group of parameters that `granularity` tells apart.
+    What clients share above their cuts has one row for all of them (`aggregation.mixing`).
+    """
+    there = np.asarray(present, bool)
+    anyone, by_task = np.zeros(len(there), np.int64), group_ids(federation.head_groups)
+    factors = layer_factors(federation) if layer_weighting == "importance" else None
+    is_pooled = any(cut is not None for cut in federation.cuts)
+    made: dict[Hashable, Float64[np.ndarray, "n n"]] = {}
+
+    def matrix(key: str) -> Float64[np.ndarray, "n n"]:
+        is_head = key.startswith(HEAD)
+        layer = None if is_head or not (is_pooled or factors is not None) else layer_of(federation, key)
+        group = parameter_group(key, federation, granularity=granularity, space=space)
+        size = eta if factors is None or layer is None else eta * float(factors[layer])
+        if (group, size) not in made:
+            groups = by_task if is_head else anyone
+            made[group, size] = rule(
+                MixingContext(
+                    federation=federation, groups=groups, present=there, eta=size, parameters=group, models=models
+                )
+            )
+        if layer is None or not is_pooled:
+            return made[group, size]
+        if (group, size, layer) not in made:
+            row = tie_rows(made[group, size], federation, layer, present=there, max_share=max_share)
+            made[group, size, layer] = row
+        return made[group, size, layer]
+
+    return matrix
+
+
+def for_newcomers(rule: Rule) -> Rule:
+    """The rule for those alone who are not present; everyone else keeps its model."""
+    return lambda step: np.where(step.present[:, None], np.eye(len(step.present)), rule(step))
+
+
+LAYER_WEIGHTINGS = ("none", "importance")
+
+
+def twice_the_rank(_rank: int) -> float:
+    """The scale alpha / r with alpha = 2 r: always 2."""
+    return 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyOptions:
+    """The numbers and words that rules are made from."""
+
+    eta: float = 0.1
+    """Step of the Laplacian in round one."""
+    eta_decay: float = 1.0
+    """Factor on eta after each round."""
+    laplacian: str = "random_walk"
+    """Which Laplacian."""
+    space: str = "product"
+    """Where the adapters are mixed: `product` or `factors`."""
+    share: tuple[str, ...] = ("A", "B", "head")
+    """What leaves the client."""
+    align: str = "pad"
+    """How factors of different ranks meet."""
+    layer_weighting: str = "none"
+    """`importance` scales eta by each layer's importance."""
+    scale: Callable[[int], float] = twice_the_rank
+    """LoRA scale s of a rank."""
+    max_share: float = 1.0
+    """Largest share of a weighted average that one client's examples may give it (`matrices.bounded_weights`)."""
+    within: str = "all"
+    """Where robust rules, server optimizers and `pfedgraph` are applied, over `all` clients or inside `clusters`, with
+    which `kriging` averages where clients differ by less than their noise."""
+    trim: float = 0.2
+    """Share of the clients whose values `trimmed_mean` leaves out at each end."""
+    byzantine: int = 1
+    """Hostile clients that `krum` and `multi_krum` expect."""
+    server_lr: float | None = None
+    """Learning rate eta of a server optimizer; its own default where None."""
+    server_beta1: float | None = None
+    """Share of a server optimizer's first moment that stays; its own default where None."""
+    server_beta2: float = 0.99
+    """Share of the second moment of `fedadam` and `fedyogi` that stays."""
+    server_tau: float = 1e-3
+    """What is added to the root of the second moment; its square is the second moment to begin with."""
+    gram_by: str = "all"
+    """Which parameters of `pfedgraph` and `kriging` have a mixing matrix of their own (`GRANULARITIES`)."""
+    gram_alpha: float = 0.8
+    """How much the rows of `pfedgraph` stay with the shares of the examples."""
+    attention_alpha: float = 1.0
+    """The most that all others together weigh in a row of `fedavg_by_distance`."""
+    attention_sigma: float = 1.0
+    """Squared distance, in mean ones of the round, at which a model counts for 1/e there."""
+    bipartition_ratio: float = 0.4
+    """`cfl` cuts a cluster whose average update is shorter than this share of its longest."""
+    tree_step: int = 1
+    """By how many clusters a layer of `fedtreelora` may have more than the one below."""
+    tree_threshold: float = 0.1
+    """The silhouette that cuts of `fedtreelora` must exceed where the layer below has one cluster."""
+    ifca_clusters: int = 3
+    """Clusters of `ifca`."""
+    measure_round: int = 4
+    """The round from which `kriging` measures halves."""
+    proximal_mu: float = 0.0
+    """Weight of the pull to the anchor; alpha of `fedavg_dynamic`."""
+    feature_alignment: float = 0.0
+    """Weight of FedPAC's pull to class means; 0 for none."""
+    second_model: str = "none"
+    """Kind of the clients' second models."""
+    second_weight: float = 0.5
+    """Weight of a second model, or of its pull to the shared one."""
+    second_gate: str = "none"
+    """`input` weighs what is stacked by the input."""
+    personal_models: bool = False
+    """Clients go on with their own models, and the mixed one is what pulls them or stands beside them."""
+    control_variates: bool = False
+    """Gradients are corrected by SCAFFOLD's control variates."""
+    seed: int = 0
+    """Seed of the run."""
+    rounds: int = 1
+    """Rounds of the run."""
+    personal_rounds: int = 0
+    """Last rounds of the run, after the last aggregation."""
+
+    @property
+    def last_aggregation(self) -> int:
+        """The round that the last aggregation ends."""
+        return self.rounds - self.personal_rounds
+
+
+def check_options(options: StrategyOptions) -> None:
+    """Raise ConfigError for a number out of range, an unknown word or words that contradict each other."""
+    for name, value in (("eta", options.eta), ("eta_decay", options.eta_decay)):
+        if not (np.isfinite(value) and value >= 0):
+            raise ConfigError(f"{name} is {value}; it must be finite and 0 or more")
+    if options.laplacian not in LAPLACIANS:
+        raise unknown_name("Laplacian", options.laplacian, LAPLACIANS)
+    if options.layer_weighting not in LAYER_WEIGHTINGS:
+        raise unknown_name("layer weighting", options.layer_weighting, LAYER_WEIGHTINGS)
+    if options.gram_by not in GRANULARITIES:
+        raise unknown_name("granularity", options.gram_by, GRANULARITIES)
+    check_mixing(options.share, options.space, options.align)
+
+
+def with_updates(client_models: ByClient, updates: ByClient) -> dict[str, Params]:
+    """The model of every client after local training: its update, or its old model where it took no part."""
+    strangers = sorted(updates.keys() - client_models.keys())
+    if strangers:
+        raise ProtocolError(f"update of an unknown client {strangers[0]!r}; this run has {', '.join(client_models)}")
+    return {client: updates.get(client, params) for client, params in client_models.items()}
+
+
+def mix_by_space(
+    models: ByClient, matrices: Matrices, federation: Federation, options: StrategyOptions, reduce: Reduce | None
+) -> Mixed:
+    """The models mixed by these matrices, in the space of the options."""
+    return mix(
+        models,
+        matrices,
+        clients=federation.clients,
+        share=options.share,
+        space=options.space,
+        align=options.align,
+        scale=options.scale,
+        reduce=reduce,
+    )
+
+
+def weighted_average(options: StrategyOptions, step: MixingContext) -> np.ndarray:
+    """The rows of one average over each group, weighted by examples, over those who are present."""
+    weights = step.federation.weights
+    return np.asarray(average(weights, step.groups, step.present, max_share=options.max_share))
+
+
+def clustered_average(options: StrategyOptions, step: MixingContext) -> np.ndarray:
+    """The same inside each cluster."""
+    weights = step.federation.weights
+    return np.asarray(average(weights, within_clusters(step), step.present, max_share=options.max_share))

@@ -1,0 +1,111 @@
+"""Training with a report beside the update: what a method asks clients to measure (`methods.method.Method.measure`).
+
+Reports are measured before the training, by the model that a client begins the round with.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atlas_fl.client.batching import body_of, features_without_cut, make_row, split_by_tokens
+from atlas_fl.client.evaluation import evaluate
+from atlas_fl.client.job import Job, Site, Update
+from atlas_fl.client.local_training import train
+from atlas_fl.client.options import EvaluateOptions, TrainOptions
+from atlas_fl.methods.registry import reporting
+from atlas_fl.models.lora import Adapters, attach_adapters
+from atlas_fl.models.registry import last_layer_inputs
+from atlas_fl.params import Params
+from atlas_fl.storage.ledger import Direction, Kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackReport:
+    """What the clients of these jobs measure; each by itself, so that the bits do not follow the packs."""
+
+    jobs: Sequence[Job]
+    site: Site
+    crossed: dict[str, Counter[tuple[Kind, Direction]]] = field(default_factory=dict)
+    """By client, bytes that went through its cut for the report."""
+
+    @property
+    def clients(self) -> tuple[str, ...]:
+        """Who is asked."""
+        return tuple(job.client for job in self.jobs)
+
+    @cached_property
+    def _by_client(self) -> Mapping[str, Job]:
+        return {job.client: job for job in self.jobs}
+
+    def model(self, client: str) -> Params:
+        """The model that the client begins the round with."""
+        return self._by_client[client].params
+
+    def loss(self) -> Mapping[str, float]:
+        """The mean loss over all training examples, by client."""
+        jobs = []
+        for job in self.jobs:
+            options = EvaluateOptions(split="train", prior_correction=job.options.prior_correction)
+            jobs.append(replace(job, options=options, sent={}, kept={}))
+        updates = evaluate(jobs, self.site)
+        for update in updates:
+            self.crossed.setdefault(update.client, Counter()).update(update.crossed)
+        return {update.client: update.metrics["loss"] for update in updates}
+
+    @torch.inference_mode()
+    def features(self, client: str) -> tuple[Tensor, np.ndarray, int]:
+        """(inputs of the head's last layer (examples, width) float64, classes (examples,) int64, number of classes).
+
+        One forward pass over all training examples, without dropout.
+        """
+        site, held = self.site, self.site.data[client]
+        data = held.splits["train"]
+        params = {key: one.to(site.backbone.device) for key, one in self.model(client).items()}
+        order = np.argsort(data.lengths, kind="stable")  # short ones first: less is padded
+        parts: list[Tensor] = []
+        for chunk in split_by_tokens([data.lengths[order]], site.max_tokens):
+            ((_, places),) = chunk
+            row = make_row([data.take(order[places])], site)
+            adapters = Adapters(clients=[params], segments=row.segments, sequences=row.pooled, scale=site.scale)
+            with attach_adapters(site.modules, adapters), site.autocast(scaled=False):
+                features = features_without_cut(row, site.backbone, body_of([params], site))
+                parts.append(last_layer_inputs(site.backbone.family, params, features).double().cpu())
+        return torch.cat(parts), data.labels[order], held.task.num_labels
+
+    def train_half(self, half: int, *, passes: int) -> Mapping[str, Params]:
+        """The models after the round's training on one half of the examples, of which nothing but the model is told."""
+        jobs = []
+        for job in self.jobs:
+            options: TrainOptions = job.options
+            options = replace(options, half=half, epochs=passes * options.epochs, report="none", hash_loaded=False)
+            jobs.append(replace(job, options=options))
+        updates = train(jobs, self.site)
+        for update in updates:
+            self.crossed.setdefault(update.client, Counter()).update(update.crossed)
+        return {update.client: update.params for update in updates}
+
+
+def train_and_report(jobs: Sequence[Job], site: Site) -> list[Update]:
+    """Every client's trained model with the report that its job asks for, in the order of the jobs."""
+    reports: dict[str, Mapping[str, Params]] = {}
+    crossed: dict[str, Counter[tuple[Kind, Direction]]] = {}
+    for kind in sorted({job.options.report for job in jobs} - {"none"}):
+        asked = PackReport(jobs=[job for job in jobs if job.options.report == kind], site=site)
+        for client, params in reporting(kind).measure(asked).items():
+            reports[client] = {kind: params}
+        crossed |= asked.crossed
+    return [_with_report(update, reports.get(update.client, {}), crossed) for update in train(jobs, site)]
+
+
+def _with_report(
+    update: Update, report: Mapping[str, Params], crossed: Mapping[str, Counter[tuple[Kind, Direction]]]
+) -> Update:
+    if not report:
+        return update
+    through = Counter(update.crossed) + crossed.get(update.client, Counter())
+    return replace(update, reported={**update.reported, **report}, crossed=through)

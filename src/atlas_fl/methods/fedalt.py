@@ -1,0 +1,56 @@
+"""FedALT's rest of the world: for each client the weighted mean of all others, without itself.
+
+    m_kl = p_l / sum_{j != k} p_j    l != k          m_kk = 0
+
+over those who took part; who is alone keeps its model. Bian, Wang, Zhang and Xu, "FedALT: Federated Fine-Tuning through
+Adaptive Local Training with Rest-of-World LoRA", AAAI 2026, arXiv:2503.11880, where the p are equal. A client never
+goes on with this mean: it stands, frozen, beside the client's own adapter, and a gate weighs the two
+(`methods.feddpa`).
+"""
+
+import numpy as np
+
+from atlas_fl.aggregation.rules import MixingContext, weighted_average
+from atlas_fl.methods.method import FACTORS, Method, PublishedMethod
+
+
+class FedAvgOfOthers(Method):
+    """Everyone gets the weighted mean of all others, without its own model; heads only inside their task."""
+
+    name = "fedavg_of_others"
+    matrix = "shares of the others' examples"
+
+    def rule(self, step: MixingContext) -> np.ndarray:
+        """The rows m_k."""
+        rows = np.array(weighted_average(self.options, step))
+        np.fill_diagonal(rows, np.where(step.present, 0.0, np.diag(rows)))
+        sums = rows.sum(axis=1, keepdims=True)
+        return np.where(sums > 0, rows / np.where(sums > 0, sums, 1.0), np.eye(len(rows)))
+
+    def arrival(self, step: MixingContext) -> np.ndarray:
+        """The average of the others."""
+        return weighted_average(self.options, step)
+
+
+FEDALT = PublishedMethod(
+    summary="FedALT: an own adapter on the frozen mean of the others, weighed by a gate (arXiv:2503.11880).",
+    rule="fedavg_of_others",
+    settings={
+        "personal_models": True,
+        "second_model": "stacked",
+        "second_gate": "input",
+        **FACTORS,
+    },
+    equal_ranks=True,
+)
+FEDALT_FIXED = PublishedMethod(
+    summary="FedALT without its gate: --second-weight is the weight of every token.",
+    rule="fedavg_of_others",
+    settings={
+        "personal_models": True,
+        "second_model": "stacked",
+        "second_gate": "none",
+        **FACTORS,
+    },
+    equal_ranks=True,
+)

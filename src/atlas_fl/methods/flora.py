@@ -1,0 +1,65 @@
+"""FLoRA: all products join a part that everyone holds frozen, and adapters begin again.
+
+    W <- W + sum_k w_k s_k B_k A_k            A as drawn and B = 0 for everyone's next round
+
+over those who took part; any ranks. Wang, Shen, He, Sun, Wang and Lyu 2024, "FLoRA", arXiv:2409.05976. They draw A anew
+each round; here it is the first draw again.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from atlas_fl.aggregation.exact_average import Factors, stack_products
+from atlas_fl.aggregation.matrices import Federation
+from atlas_fl.aggregation.rules import Answers
+from atlas_fl.methods.frozen_part import WithFrozenPart
+from atlas_fl.methods.method import FACTORS, Aggregated, PublishedMethod
+from atlas_fl.params import LORA_A, LORA_B, ByClient, Params, ServerState
+
+
+class FedAvgStacked(WithFrozenPart):
+    """FLoRA: the sum of all products joins the frozen part, and adapters begin again; heads only inside their task."""
+
+    name = "fedavg_stacked"
+    begins_again = True
+
+    def new_factors(self, a: list[Tensor], b: list[Tensor], weights: list[float]) -> Factors:
+        """sum_k w_k s_k B_k A_k."""
+        return stack_products(a, b, [self.options.scale(len(factor)) for factor in a], weights)
+
+    def aggregate(
+        self,
+        server_state: ServerState,
+        client_models: ByClient,
+        updates: ByClient,
+        federation: Federation,
+        *,
+        round: int,
+        answers: Answers | None = None,
+    ) -> Aggregated:
+        """The products join the frozen part, and everyone has the adapter that it was sent, with B = 0."""
+        done = super().aggregate(server_state, client_models, updates, federation, round=round, answers=answers)
+        if done.server_state is server_state:
+            return done
+        models = {
+            client: {**params, **_begin_again(client_models[client])} for client, params in done.client_models.items()
+        }
+        return replace(done, client_models=models)
+
+
+def _begin_again(sent: Params) -> dict[str, Tensor]:
+    """The adapter of this model as it was drawn: A as it was sent, B = 0."""
+    return {
+        key: tensor if key.endswith(LORA_A) else torch.zeros_like(tensor)
+        for key, tensor in sent.items()
+        if key.endswith((LORA_A, LORA_B))
+    }
+
+
+FLORA = PublishedMethod(
+    summary="FLoRA: all products join a frozen part, adapters begin again (Wang et al. 2024, arXiv:2409.05976).",
+    rule="fedavg_stacked",
+    settings=FACTORS,
+)

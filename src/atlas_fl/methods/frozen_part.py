@@ -1,0 +1,137 @@
+"""A part that all clients hold frozen beside their adapters, to which every round adds: FLoRA and FedEx-LoRA.
+
+    h = W0 x + s B A x + s_w B_w A_w x          (A_w, B_w) what all hold frozen
+
+W itself stays as it is: clients compute with their adapter stacked on the factors of the frozen part. What a round
+adds is sent; who has missed some is sent the whole. Heads are averaged inside their task. A client without others keeps
+what it trained.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from atlas_fl.aggregation.exact_average import Factors, add_factors, from_adapter, to_adapter
+from atlas_fl.aggregation.matrices import Federation
+from atlas_fl.aggregation.rules import Answers, StrategyOptions
+from atlas_fl.methods.averages import FedAvg
+from atlas_fl.methods.method import SECOND_TENSORS, Aggregated, RoundStart, message_size
+from atlas_fl.methods.second_model import SecondModel, stack
+from atlas_fl.methods.server_optimizers import Cohort, cohorts
+from atlas_fl.params import LORA_A, LORA_B, ByClient, Params, ServerState, TreesByClient, lora_modules, subtree, tensors
+
+RESIDUAL, NEWEST = "residual", "newest"
+"""Where the server state has what everyone holds frozen, and what of it the newest round has added."""
+
+
+class FrozenCompanion(SecondModel):
+    """The role of the frozen part at a client: its companion, beside the only adapter that trains."""
+
+    kind = "frozen"
+
+    def combine(self, own: Params, shared: Params, gate: Params) -> Params:
+        """The adapter stacked on the frozen part, both with all of their weight."""
+        del gate
+        return stack(own, shared, weights=(1.0, 1.0), scale=self.options.scale)
+
+
+class WithFrozenPart(FedAvg):
+    """FedAvg of factors or a fresh start, and a frozen part that makes the average of the products exact."""
+
+    matrix = "shares of the examples, exact products"
+    relative_bytes = "(1+n)/2"
+    in_factors = True
+    is_average = False
+    takes_newcomers = False
+    across_machines = SECOND_TENSORS
+    holds_frozen = True
+
+    @property
+    def changes_prediction(self) -> bool:
+        """Always."""
+        return True
+
+    def __init__(self, options: StrategyOptions | None = None) -> None:
+        super().__init__(replace(options or StrategyOptions(), space="factors", within="all"))
+
+    def new_factors(self, a: list[Tensor], b: list[Tensor], weights: list[float]) -> Factors:
+        """What clients with these factors and weights add to one module."""
+        raise NotImplementedError
+
+    def send(self, round: RoundStart) -> TreesByClient:
+        """The frozen part."""
+        frozen = self.frozen_part(round.server_state)
+        return {"companion": dict.fromkeys(round.clients, frozen)} if frozen else {}
+
+    def predict(self, round: RoundStart) -> ByClient:
+        """Every model stacked on the frozen part."""
+        frozen = self.frozen_part(round.server_state)
+        if not frozen:
+            return round.client_models
+        companion = FrozenCompanion(self.options)
+        return {name: companion.combine(params, frozen, {}) for name, params in round.client_models.items()}
+
+    def extra_bytes(self, shared: Params, *, participants: int, classes: int) -> tuple[int, int]:
+        """What a round adds to the frozen part, of clients with this client's ranks."""
+        del classes
+        adapters = {key: tensor for key, tensor in shared.items() if key.endswith((LORA_A, LORA_B))}
+        if self.begins_again:  # in the place of adapters
+            return 0, message_size(_factors_of(adapters, participants)) - message_size(adapters)
+        return 0, message_size(_factors_of(adapters, participants - 1))
+
+    def aggregate(
+        self,
+        server_state: ServerState,
+        client_models: ByClient,
+        updates: ByClient,
+        federation: Federation,
+        *,
+        round: int,
+        answers: Answers | None = None,
+    ) -> Aggregated:
+        """The average of the factors, and the frozen part with what this round adds."""
+        done = super().aggregate(server_state, client_models, updates, federation, round=round, answers=answers)
+        present = [client in updates for client in federation.clients]
+        everyone = next((one for one in cohorts(federation, present, self.options) if not one.is_head), None)
+        if everyone is None:
+            return done
+        scale = self.options.scale
+        newest: dict[str, Tensor] = {}
+        whole: dict[str, Tensor] = {}
+        for module in lora_modules(next(iter(updates.values()))):
+            new = self._of_module(module, updates, everyone, federation)
+            newest |= to_adapter(module, new, scale)
+            held = from_adapter(module, self.frozen_part(server_state), scale, like=new)
+            whole |= to_adapter(module, add_factors(held, new), scale)
+        return replace(done, server_state={RESIDUAL: whole, NEWEST: newest})
+
+    def _of_module(self, module: str, updates: ByClient, cohort: Cohort, federation: Federation) -> Factors:
+        """What the round of these updates adds to one module; clients that carry no adapter there add nothing."""
+        weights = {federation.clients[k]: weight for k, weight in cohort.weights.items()}
+        clients = [client for client in weights if len(updates[client][module + LORA_A])]
+        if not clients:
+            client = next(iter(weights))
+            return Factors(a=updates[client][module + LORA_A].double(), b=updates[client][module + LORA_B].double())
+        a = [updates[client][module + LORA_A] for client in clients]
+        b = [updates[client][module + LORA_B] for client in clients]
+        return self.new_factors(a, b, [weights[client] for client in clients])
+
+    @staticmethod
+    def frozen_part(server_state: ServerState) -> Params:
+        """What everyone holds frozen, an adapter with A (R, d_in) and B (d_out, R), float32; empty before round one."""
+        return tensors(subtree(server_state, RESIDUAL))
+
+    @staticmethod
+    def newest_part(server_state: ServerState) -> Params:
+        """The same of what the newest round has added, which is what is sent."""
+        return tensors(subtree(server_state, NEWEST))
+
+
+def _factors_of(adapters: Params, count: int) -> Params:
+    """Factors of so many clients as one."""
+    return {
+        key: torch.cat([tensor] * count, dim=0 if key.endswith(LORA_A) else 1)
+        for key, tensor in adapters.items()
+        if count
+    }

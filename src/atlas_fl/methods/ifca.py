@@ -1,0 +1,103 @@
+"""IFCA: every client takes the cluster whose model has the least loss on its examples, and is averaged inside it.
+
+    c_k = argmin over the clusters j of F_k(w_j)        on the training examples of client k
+
+Ghosh, Chung, Yin and Ramchandran, "An Efficient Framework for Clustered Federated Learning", NeurIPS 2020,
+arXiv:2006.04088, algorithm 1, with model averaging. Adapters begin with B = 0, so that all cluster models would be one;
+the first clusters are therefore drawn by the seed, as even as can be, and round one makes the models differ. A
+cluster's model is what its members begin with: its adapters are one set, its head that of a member of the same task, or
+the client's own where it has none. A cluster that nobody chooses is gone. Of equal losses a client's own cluster wins;
+a loss that is NaN or infinite is left out, so that a model that has diverged at one client stops nobody else.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from atlas_fl.aggregation.rules import MixingContext
+from atlas_fl.methods.cfl import CLUSTERS, average_inside, clusters_in
+from atlas_fl.methods.method import Choice, Losses, Method, RoundStart, message_size
+from atlas_fl.params import HEAD, ByClient, Params, ServerState, subtree, tensors
+from atlas_fl.rng import generator
+
+LOSSES = "losses"
+"""The entry of the server state: of the clients that chose in this round the loss of every cluster's model."""
+
+
+class Ifca(Method):
+    """Averages inside clusters whose models the clients choose by their losses (`--ifca-clusters`); equal ranks."""
+
+    name = "ifca"
+    matrix = "shares inside clusters of least loss"
+    needs = "equal ranks"
+    relative_bytes = "(1+k)/2"
+    extra_passes = "passes over the training examples: k more"
+    across_machines = "scores the models of all clusters at each client before a round, which no site does yet"
+
+    def rule(self, step: MixingContext) -> np.ndarray:
+        """The shares of the examples inside the clusters of the state."""
+        state: ServerState = {} if step.models is None else step.models.server_state
+        return average_inside(clusters_in(state.get(CLUSTERS), step.federation), step, self.options)
+
+    def extra_bytes(self, shared: Params, *, participants: int, classes: int) -> tuple[int, int]:
+        """The models of all other clusters down."""
+        del participants, classes
+        return 0, (self.options.ifca_clusters - 1) * message_size(shared)
+
+    def choose(self, round: RoundStart, losses: Losses) -> Choice | None:
+        """The cluster of the least loss of every client of the round, and its model; at first clusters by the seed."""
+        if round.is_personal:
+            return None
+        if CLUSTERS not in round.server_state:
+            drawn = draw_clusters(list(round.tasks), count=self.options.ifca_clusters, seed=self.options.seed)
+            return Choice(server_state=_state_of(drawn, {}))
+        own = {name: int(label) for name, label in tensors(subtree(round.server_state, CLUSTERS)).items()}
+        candidates = {
+            label: {name: _cluster_model(label, name, round.client_models, own, round.tasks) for name in round.clients}
+            for label in sorted(set(own.values()))
+        }
+        found = losses(candidates)
+        best = {name: _least(by_label, own[name]) for name, by_label in found.items() if by_label}
+        moved = {name: label for name, label in best.items() if label != own[name]}
+        return Choice(
+            server_state=_state_of({**own, **best}, found),
+            client_models={name: candidates[label][name] for name, label in moved.items()},
+            sent={name: [candidates[j][name] for j in candidates if j != own[name]] for name in found},
+            losses=found,
+            moved=moved,
+        )
+
+
+def draw_clusters(names: Sequence[str], *, count: int, seed: int) -> dict[str, int]:
+    """The clusters of round one, as even as can be: a function of the seed."""
+    order = generator(seed, "ifca").permutation(len(names))
+    return {names[k]: place % count for place, k in enumerate(order.tolist())}
+
+
+def _least(losses: Mapping[int, float], own: int) -> int:
+    """The cluster of the least loss; its own among equals."""
+    return min(losses, key=lambda label: (losses[label], label != own))
+
+
+def _state_of(clusters: Mapping[str, int], losses: Mapping[str, Mapping[int, float]]) -> ServerState:
+    state: dict[str, ServerState] = {CLUSTERS: {name: torch.tensor(label) for name, label in clusters.items()}}
+    if losses:
+        state[LOSSES] = {
+            name: {str(label): torch.tensor(loss, dtype=torch.float64) for label, loss in by_label.items()}
+            for name, by_label in losses.items()
+        }
+    return state
+
+
+def _cluster_model(
+    label: int, name: str, models: ByClient, clusters: Mapping[str, int], tasks: Mapping[str, str]
+) -> Params:
+    """The model of this cluster for this client."""
+    if clusters[name] == label:
+        return models[name]
+    members = [other for other in models if clusters[other] == label]
+    if of_task := [other for other in members if tasks[other] == tasks[name]]:
+        return models[of_task[0]]
+    own_head = {key: tensor for key, tensor in models[name].items() if key.startswith(HEAD)}
+    return {key: tensor for key, tensor in models[members[0]].items() if not key.startswith(HEAD)} | own_head

@@ -1,0 +1,67 @@
+"""ATLAS with MIRA's Laplacian: everyone keeps a model of its own, and neighbours pull each other together.
+
+    w_k <- w_k - eta sum_l L_kl w_l          on the models as trained, L of the graph of clients
+
+Elbakary et al. 2024, "MIRA: A method of federated multi-task learning for large language models".
+"""
+
+import numpy as np
+
+from atlas_fl.aggregation.matrices import drop_edges, laplacian_step
+from atlas_fl.aggregation.rules import MixingContext, clustered_average
+from atlas_fl.methods.method import Method, PublishedMethod
+
+
+class AtlasLaplacian(Method):
+    """`w_k <- w_k - eta sum_l L_kl w_l` on the models as trained: everyone keeps a model of its own.
+
+    It replaces an average inside clusters; after one the step would be zero. Heads follow the graph without the
+    edges between tasks. Who took no part keeps its model and still counts as a neighbour.
+    """
+
+    name = "atlas_laplacian"
+    matrix = "I - eta L of the graph"
+    needs = "validation data with --graph adaptive"
+    clustered = True
+    has_eta = True
+
+    def rule(self, step: MixingContext) -> np.ndarray:
+        """I - eta L."""
+        graph = drop_edges(step.federation.adjacency, step.groups)
+        return np.asarray(laplacian_step(graph, kind=self.options.laplacian, eta=step.eta, present=step.present))
+
+    def arrival(self, step: MixingContext) -> np.ndarray:
+        """The mean of a newcomer's neighbours by the weights of its edges, `w_k = sum_l a_kl w_l / sum_l a_kl`.
+
+        It is the whole step of the random walk, of a client that has no model yet.
+        """
+        edges = drop_edges(step.federation.adjacency, step.groups) * step.present[None, :]
+        degree = edges.sum(axis=1, keepdims=True)
+        return np.where(degree > 0, edges / np.where(degree > 0, degree, 1.0), np.eye(len(edges)))
+
+
+class AtlasNoLaplacian(Method):
+    """ATLAS without phase 4: its clusters, its ranks and its space, but the in-cluster average for the Laplacian.
+
+    The matrix is that of `fedavg_cluster`; the two differ in what a run puts around them (ranks and space).
+    """
+
+    name = "atlas_no_laplacian"
+    matrix = "shares of the examples inside clusters"
+    clustered = True
+
+    def rule(self, step: MixingContext) -> np.ndarray:
+        """The shares of the examples inside clusters."""
+        return clustered_average(self.options, step)
+
+
+ATLAS_PAD = PublishedMethod(
+    summary="ATLAS as first described: the Laplacian on A and B apart, ranks padded with zeros.",
+    rule="atlas_laplacian",
+    settings={"space": "factors", "align": "pad"},
+)
+ATLAS_TRUNCATE = PublishedMethod(
+    summary="ATLAS as first described: the Laplacian on A and B apart, only the ranks that all have.",
+    rule="atlas_laplacian",
+    settings={"space": "factors", "align": "truncate"},
+)

@@ -1,0 +1,472 @@
+"""Method: what goes down beside a model, what comes up, what a client keeps, what the server makes of it.
+
+A method is a class of its own module with a row-stochastic matrix M as its `rule`, or a step of its own in
+`aggregate`. `Part` has what a method may need besides: tensors that travel with the model, reports, a second model.
+Several parts act in a run: the method itself, and those that settings such as `--control-variates` switch on.
+
+    @register("method", "halfway")
+    class Halfway(Method):
+        \"""Everyone who took part moves halfway to the average of all.\"""
+
+        def rule(self, step):
+            return 0.5 * np.eye(len(step.present)) + 0.5 * weighted_average(self.options)(step)
+
+Its docstring, `matrix`, `needs` and the other class attributes are what `atlas list strategies` and the checks of
+settings read. A method holds its options and nothing else: all that changes is in the server state.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atlas_fl.aggregation.matrices import Federation
+from atlas_fl.aggregation.mixing import Reduce, sync_shared
+from atlas_fl.aggregation.rules import (
+    Answers,
+    Matrices,
+    MixingContext,
+    RoundModels,
+    Rule,
+    StrategyOptions,
+    check_options,
+    for_newcomers,
+    mix_by_space,
+    mixing_matrices,
+    with_updates,
+)
+from atlas_fl.params import ByClient, Params, ServerState, TreesByClient, head_keys, select
+from atlas_fl.storage.tensors import encoded_size
+
+Losses: TypeAlias = Callable[[Mapping[int, ByClient]], Mapping[str, Mapping[int, float]]]
+"""From candidate models by number and client to each client's finite training losses by number; clients that did not
+answer for all are left out."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RoundStart:
+    """The federation as a round begins."""
+
+    round: int
+    """Its number, from 1."""
+    clients: tuple[str, ...]
+    """Who trains in it."""
+    tasks: Mapping[str, str]
+    """The task of every client of the run, in their order."""
+    client_models: ByClient
+    """The models that all clients hold."""
+    server_models: ByClient
+    """Those of the last aggregation."""
+    server_state: ServerState
+    """State of the method."""
+    by_client: TreesByClient = field(default_factory=dict)
+    """What clients have reported or kept in earlier rounds, by kind and client."""
+    is_personal: bool = False
+    """Every client trains for itself: the last aggregation is past."""
+    aggregates: bool = True
+    """The round ends in an aggregation."""
+
+    def of(self, kind: str) -> ByClient:
+        """The tensors of this kind by client; empty where nobody has any."""
+        return self.by_client.get(kind, {})
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Choice:
+    """Other models for clients to begin a round with."""
+
+    server_state: ServerState
+    client_models: ByClient = field(default_factory=dict)
+    """Of the clients whose model changes."""
+    sent: Mapping[str, Sequence[Params]] = field(default_factory=dict)
+    """The candidates that each client was sent."""
+    losses: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    """What each client answered."""
+    moved: Mapping[str, int] = field(default_factory=dict)
+    """The new group of each client that left its own."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OwnTraining:
+    """A second training of every client in the round, of a model of its own."""
+
+    models: ByClient
+    sent: TreesByClient
+    """Tensors beside these models, by kind and client."""
+    kept: TreesByClient
+    options: Mapping[str, Any]
+    """Options that differ from those of the first training, by name."""
+
+
+class Report(Protocol):
+    """What clients measure for a report beside their training, all that are asked together."""
+
+    @property
+    def clients(self) -> tuple[str, ...]:
+        """Who is asked."""
+        ...
+
+    def model(self, client: str) -> Params:
+        """The model that the client begins the round with."""
+        ...
+
+    def loss(self) -> Mapping[str, float]:
+        """The mean loss of these models over all training examples, by client; NaN of a model without numbers."""
+        ...
+
+    def features(self, client: str) -> tuple[Tensor, np.ndarray, int]:
+        """(inputs of the head's last layer (examples, width) float64, classes (examples,) int64, number of classes)."""
+        ...
+
+    def train_half(self, half: int, *, passes: int) -> Mapping[str, Params]:
+        """The models after the round's training on the first (0) or second (1) half of the examples."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportTensor:
+    """Shape, dtype and range of one tensor of a report, by which the server checks it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    least: float = -1e30
+    most: float = 1e30
+
+
+@dataclass(frozen=True)
+class Part:
+    """What travels and stays beside the models of a run; nothing by default."""
+
+    options: StrategyOptions = field(default_factory=StrategyOptions)
+
+    @property
+    def changes_prediction(self) -> bool:
+        """Clients predict with something else than the model that they train."""
+        return False
+
+    def send(self, round: RoundStart) -> TreesByClient:
+        """Tensors that go down beside the models, by kind and client."""
+        del round
+        return {}
+
+    def keep(self, round: RoundStart) -> TreesByClient:
+        """Tensors that clients begin the round with from what they kept, by kind and client; they do not travel."""
+        del round
+        return {}
+
+    def own_training(self, round: RoundStart) -> OwnTraining | None:
+        """A second training of every client beside that of the shared model."""
+        del round
+        return None
+
+    def extra_bytes(self, shared: Params, *, participants: int, classes: int) -> tuple[int, int]:
+        """(bytes up, bytes down) of a round of a client beyond this shared model once each way, as a plan predicts."""
+        del shared, participants, classes
+        return 0, 0
+
+    def predict(self, round: RoundStart) -> ByClient:
+        """What clients predict with where it is not their model; `round` is the state that they do it in."""
+        del round
+        return {}
+
+
+@dataclass(frozen=True)
+class Aggregated:
+    """The result of one server step."""
+
+    server_state: ServerState
+    client_models: ByClient
+    """The model of every client: what it starts the next round with."""
+    discarded: Mapping[str, float] = field(default_factory=dict)
+    """By client, the share of its mixed update's squared norm that its ranks could not hold (product space; else 0)."""
+
+
+@dataclass(frozen=True)
+class Method(Part):
+    """A federated method: `rule` gives the mixing matrix, or `aggregate` the whole server step."""
+
+    name: ClassVar[str] = ""
+    """Its name in the registry."""
+    matrix: ClassVar[str] = "its own"
+    """The mixing matrix in words."""
+    needs: ClassVar[str] = ""
+    """What it needs of a federation, in words."""
+    relative_bytes: ClassVar[str] = "1"
+    """Bytes of a round relative to FedAvg; 1+ with a report on top, n clients, k groups."""
+    extra_passes: ClassVar[str] = ""
+    """What clients compute beside training, in words."""
+    communicates: ClassVar[bool] = True
+    """Anything leaves the clients."""
+    takes_newcomers: ClassVar[bool] = True
+    """Clients may join late; not where updates that they missed say who belongs together."""
+    in_factors: ClassVar[bool] = False
+    """It mixes the factors A and B alone; others mix in either space."""
+    has_eta: ClassVar[bool] = False
+    """Its step has a size."""
+    is_average: ClassVar[bool] = False
+    """What is equal at all clients stays what it is, but for rounding."""
+    across_machines: ClassVar[str] = ""
+    """Why it works in simulations alone; empty where it works across machines."""
+    holds_frozen: ClassVar[bool] = False
+    """Everyone holds a frozen part beside its adapter (`frozen_part`)."""
+    begins_again: ClassVar[bool] = False
+    """Adapters are as they were drawn after every aggregation, so that nobody has to be sent any."""
+    needs_classes: ClassVar[bool] = False
+    """It reads features by class: tasks are classifications of texts."""
+    head_is_last_layer: ClassVar[bool] = False
+    """What trains first under `--trained-parts head_then_rest` is the last layer of the head alone."""
+    report: ClassVar[str] = "none"
+    """The kind of what it asks clients for beside their updates."""
+    asks_once: ClassVar[bool] = False
+    """A client reports once, and from then on it is known."""
+    report_words: ClassVar[str] = "with each update a report"
+    """What leaves a client as a report, in words."""
+    models_in_report: ClassVar[int] = 0
+    """How many tensors of the size of the model a report has for each of the model's."""
+
+    def __post_init__(self) -> None:
+        check_options(self.options)
+
+    @property
+    def clustered(self) -> bool:
+        """It needs clusters or a graph."""
+        return False
+
+    @property
+    def state_by_cluster(self) -> bool:
+        """Its server state is of clusters, which then have to stay what they are."""
+        return False
+
+    @property
+    def granularity(self) -> str:
+        """Which parameters have a matrix of their own (`aggregation.rules.GRANULARITIES`)."""
+        return "all"
+
+    @property
+    def reduce(self) -> Reduce | None:
+        """How the values of clients become one, where the rows only say who is aggregated with whom."""
+        return None
+
+    # what the server makes of updates
+
+    def init(self, client_models: ByClient) -> ServerState:
+        """The server state before round one, from the models that the clients start with."""
+        del client_models
+        return {}
+
+    def extend_state(self, server_state: ServerState, newcomers: ByClient) -> ServerState:
+        """The server state with an entry for each of these newcomers, from the models that they begin with."""
+        del newcomers
+        return server_state
+
+    def check(self, models: ByClient, federation: Federation) -> None:
+        """Raise ConfigError where it cannot aggregate models of these ranks and layers."""
+
+    def warnings(self, federation: Federation) -> tuple[str, ...]:
+        """What a user should know before a run with these clients."""
+        del federation
+        return ()
+
+    def rule(self, step: MixingContext) -> np.ndarray:
+        """M (n, n), row-stochastic, for one group of parameters."""
+        raise NotImplementedError(f"method {self.name!r} has neither a rule nor an aggregate of its own")
+
+    def arrival(self, step: MixingContext) -> np.ndarray:
+        """The rows by which newcomers begin, in which they are not present and the others are."""
+        return self.rule(step)
+
+    def eta(self, round: int) -> float:
+        """The size of the step in this round (the first is 1); 0 where the rule has none."""
+        return self.options.eta * self.options.eta_decay ** (round - 1) if self.has_eta else 0.0
+
+    def matrices(
+        self, federation: Federation, present: Sequence[bool], *, round: int, models: RoundModels | None = None
+    ) -> Matrices:
+        """The matrix for each parameter's name, when these clients took part.
+
+        A rule that depends on the updates needs `models`; without them it says who may mix with whom.
+        """
+        return mixing_matrices(
+            self.rule,
+            # what is reduced is the same for all of a group, and so for those who share a set
+            federation if self.reduce is None else replace(federation, cuts=()),
+            present,
+            eta=self.eta(round),
+            layer_weighting=self.options.layer_weighting if self.has_eta else "none",
+            max_share=self.options.max_share,
+            granularity=self.granularity,
+            space=self.options.space,
+            models=models,
+        )
+
+    def aggregate(
+        self,
+        server_state: ServerState,
+        client_models: ByClient,
+        updates: ByClient,
+        federation: Federation,
+        *,
+        round: int,
+        answers: Answers | None = None,
+    ) -> Aggregated:
+        """One server step: a pure function of state, models, the updates of who took part, and the federation.
+
+        `client_models` are those of the last aggregation, of every client.
+        """
+        after = sync_shared(with_updates(client_models, updates), federation, list(updates))
+        present = [client in updates for client in federation.clients]
+        models = RoundModels(before=client_models, after=after, server_state=server_state, answers=answers or Answers())
+        matrices = self.matrices(federation, present, round=round, models=models)
+        mixed = mix_by_space(after, matrices, federation, self.options, self.reduce)
+        return Aggregated(server_state=server_state, client_models=mixed.by_client, discarded=mixed.discarded)
+
+    def initial_models(
+        self, server_state: ServerState, client_models: ByClient, fresh: ByClient, federation: Federation
+    ) -> dict[str, Params]:
+        """The newcomers' models, mixed from those that the others hold; `federation` is of all of them."""
+        present = [client not in fresh for client in federation.clients]
+        everyone = {**client_models, **fresh}
+        models = RoundModels(before=everyone, after=everyone, server_state=server_state)
+        rule: Rule = for_newcomers(self.arrival)
+        rows = mixing_matrices(rule, federation, present, eta=1.0, layer_weighting="none", models=models)
+        by_client = mix_by_space(everyone, rows, federation, self.options, self.reduce).by_client
+        return {client: by_client[client] for client in fresh}
+
+    def choose(self, round: RoundStart, losses: Losses) -> Choice | None:
+        """Other models for clients to begin the round with, by their losses; None where they begin with their own."""
+        del round, losses
+        return None
+
+    # reports
+
+    def reports_in(self, round: int) -> bool:
+        """Return whether clients may be asked for a report in this round, where it ends in an aggregation."""
+        del round
+        return self.report != "none"
+
+    def ask(self, round: RoundStart) -> Collection[str]:
+        """The clients of this round that are asked for a report."""
+        return round.clients if round.aggregates and self.reports_in(round.round) else ()
+
+    @classmethod
+    def measure(cls, report: Report) -> Mapping[str, Params]:
+        """The report of each client; it runs where the client's examples are."""
+        raise NotImplementedError(f"method {cls.name!r} asks for {cls.report!r} and does not measure it")
+
+    @classmethod
+    def report_tensors(cls, model: Params, *, classes: int) -> Mapping[str, ReportTensor]:
+        """The tensors of a report of a client with this model, by name; by default any one number `value`."""
+        del model, classes
+        return {"value": ReportTensor(shape=())}
+
+    @classmethod
+    def report_fault(cls, report: Params, *, counts: Sequence[int]) -> str:
+        """What is wrong with the values of a report of a client with these training examples by class; else empty."""
+        del report, counts
+        return ""
+
+    @classmethod
+    def examples_behind(cls, labels: np.ndarray, *, most: int | None) -> Mapping[str, int]:
+        """By words for a tensor of a report the fewest examples behind it.
+
+        `labels` are of the training examples; `most` of them train in a round.
+        """
+        del most
+        return {"a report": len(labels)}
+
+    def sent_tensors(self, model: Params, *, classes: int, round: int) -> Mapping[str, Mapping[str, ReportTensor]]:
+        """The tensors that may go down beside this model in this round, by kind and name, for sites to check."""
+        del model, classes, round
+        return {}
+
+    def report_bytes(self, model: Params, *, classes: int) -> int:
+        """Bytes of one report of a client with this model; 0 where it asks for none."""
+        if self.report == "none":
+            return 0
+        schemas = self.report_tensors(model, classes=classes)
+        return encoded_size({name: torch.zeros(one.shape, dtype=one.dtype) for name, one in schemas.items()})
+
+    def extra_bytes(self, shared: Params, *, participants: int, classes: int) -> tuple[int, int]:
+        """The report, where it is asked for in every round."""
+        del participants
+        return 0 if self.asks_once else self.report_bytes(shared, classes=classes), 0
+
+    def record_reports(self, server_state: ServerState, reports: ByClient) -> ServerState:
+        """The server state with what these clients have reported."""
+        del reports
+        return server_state
+
+    def measured(
+        self, before: ServerState, after: ServerState, federation: Federation, matrices: Matrices
+    ) -> tuple[Any, ...]:
+        """Rows on what the reports of this round have shown, for the record of the round."""
+        del before, after, federation, matrices
+        return ()
+
+    # a part that everyone holds frozen
+
+    @staticmethod
+    def frozen_part(server_state: ServerState) -> Params:
+        """What everyone holds frozen beside its adapter."""
+        del server_state
+        return {}
+
+    @staticmethod
+    def newest_part(server_state: ServerState) -> Params:
+        """What the newest round has added to it."""
+        del server_state
+        return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedMethod:
+    """A method of the literature that is a rule with settings."""
+
+    summary: str
+    """What it does, and its paper."""
+    rule: str
+    """The name of the method that aggregates."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """What makes it this method: settings by name, which no other value may contradict."""
+    suggested: Mapping[str, Any] = field(default_factory=dict)
+    """Values of its own knobs, in the place of the defaults that switch it off."""
+    equal_ranks: bool = False
+    """Every client must have the same rank in every layer."""
+
+    @property
+    def relative_bytes(self) -> float:
+        """Bytes of a round relative to FedAvg of the same adapters: half for each factor; corrections are as large.
+
+        What does not train in a round is not sent.
+        """
+        if self.rule == "local":
+            return 0.0
+        share = self.settings.get("share", ("A", "B"))
+        is_dynamic = self.rule == "fedavg_dynamic"  # one correction down, and no control up
+        if self.settings.get("trained_parts") == "alternate":
+            return 0.5
+        copies = 1.5 if is_dynamic else 2 if self.settings.get("control_variates") else 1
+        return copies * 0.5 * (("A" in share) + ("B" in share))
+
+    @property
+    def trains_twice(self) -> bool:
+        """A client trains a model of its own beside the shared one."""
+        return "second_model" in self.settings and not self.settings.get("personal_models")
+
+
+SECOND_TENSORS = "has a second set of tensors beside the model, which no message across machines holds yet"
+"""Why a method works in simulations alone."""
+
+
+def message_size(params: Params) -> int:
+    """Encoded size of the adapters plus that of the head, as a model is sent."""
+    head = head_keys(params)
+    parts = (select(params, head), {key: tensor for key, tensor in params.items() if key not in head})
+    return sum(encoded_size(part) for part in parts if part)
+
+
+FACTORS: Mapping[str, Any] = {"space": "factors", "share": ("A", "B", "head")}
+"""Settings of methods that average A and B apart."""

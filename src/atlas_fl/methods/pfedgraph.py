@@ -1,0 +1,115 @@
+"""pFedGraph: mixing rows from the directions of the clients' changes, for all parameters or by layer and kind.
+
+    d_kl = -cos(w_k - w_k^0, w_l - w_l^0)                        w^0: what the client began the run with
+    m_k  = argmin over the simplex of sum_l m_l d_kl + alpha || m - p ||^2 = Proj_simplex(p - d_k / (2 alpha))
+
+p are the shares of the examples among those that took part; who did not keeps its model. Ye, Ni, Xu, Wang, Chen and
+Wang, "Personalized Federated Learning with Inferred Collaboration Graphs", ICML 2023. Their term of local training, and
+the step of their program that counts a cosine above .9 as 1, are left out.
+
+The cosines come from the Gram matrix of the changes, in product space of s B A: over all that is shared, or for each
+layer, kind of parameter or both a matrix of its own (`--gram-by`). Heads of different tasks have nothing in common.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float64
+
+from atlas_fl.aggregation.change_similarity import cosines, gram_of_changes
+from atlas_fl.aggregation.matrices import Federation, average
+from atlas_fl.aggregation.rules import CLUSTERS, MixingContext, StrategyOptions, groups_within, parameter_group
+from atlas_fl.errors import ConfigError
+from atlas_fl.methods.method import Method
+from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, ServerState, params_by_client, shared_params
+
+INITIAL = "initial"
+"""The entry of the server state: the models that the clients began with, as far as they are shared."""
+
+
+def project_onto_simplex(point: Float64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
+    """The nearest point whose entries are 0 or more and sum to 1. Duchi et al., 2008."""
+    falling = np.sort(point)[::-1]
+    excess = (np.cumsum(falling) - 1.0) / np.arange(1, len(point) + 1)
+    inside = np.maximum(point - excess[np.flatnonzero(falling > excess)[-1]], 0.0)
+    return np.asarray(inside / inside.sum())
+
+
+def initial_models_of(state: ServerState) -> ByClient:
+    """The models that the clients began with, by client."""
+    return params_by_client(state, INITIAL)
+
+
+def _similarities(step: MixingContext, clients: Sequence[int], options: StrategyOptions) -> Float64[np.ndarray, "n n"]:
+    """The cosines between the changes of these clients, by index."""
+    assert step.models is not None, "changes are of models"
+    initial, after = initial_models_of(step.models.server_state), step.models.after
+    federation, granularity = step.federation, options.gram_by
+
+    def is_in_group(key: str) -> bool:
+        return parameter_group(key, federation, granularity=granularity, space=options.space) == step.parameters
+
+    selects = None if granularity == "all" else is_in_group  # else heads and the rest are compared apart
+    return cosines(gram_of_changes(initial, after, clients, federation, options, selects=selects))
+
+
+class FromStart(Method):
+    """A method that compares clients by what has changed in their models since the run began."""
+
+    @property
+    def clustered(self) -> bool:
+        """With `--within clusters`."""
+        return self.options.within == CLUSTERS
+
+    @property
+    def granularity(self) -> str:
+        """`--gram-by`."""
+        return self.options.gram_by
+
+    def init(self, client_models: ByClient) -> ServerState:
+        """The shared part of the models that the clients begin with."""
+        share = self.options.share
+        return {INITIAL: {client: shared_params(params, share) for client, params in client_models.items()}}
+
+    def extend_state(self, server_state: ServerState, newcomers: ByClient) -> ServerState:
+        """The same with those of newcomers."""
+        models = {client: shared_params(params, self.options.share) for client, params in newcomers.items()}
+        return {**server_state, INITIAL: {**initial_models_of(server_state), **models}}
+
+    def check(self, models: ByClient, federation: Federation) -> None:
+        """Raise ConfigError where matrices are by layer and a parameter is in none."""
+        options = self.options
+        if options.gram_by not in ("layer", "layer_and_kind"):
+            return
+        for key in (key for params in models.values() for key in shared_params(params, options.share)):
+            if not key.startswith(HEAD) and key.removesuffix(LORA_A).removesuffix(LORA_B) not in federation.layer_of:
+                raise ConfigError(
+                    f"--gram-by {options.gram_by} needs a layer of every parameter, and {key} is in none; take"
+                    " --gram-by all or kind"
+                )
+
+
+class PFedGraph(FromStart):
+    """Everyone gets more of those whose changes point into its own direction (`--gram-by`, `--gram-alpha`)."""
+
+    name = "pfedgraph"
+    matrix = "by cosines of the changes"
+
+    def rule(self, step: MixingContext) -> np.ndarray:
+        """The rows m_k of those who are present; before there are updates, the shares of the examples."""
+        matrix = self.arrival(step)
+        groups = groups_within(step, self.options.within)
+        if step.models is None:
+            return matrix
+        for label in set(groups.tolist()):
+            inside = np.flatnonzero((groups == label) & step.present).tolist()
+            if len(inside) > 1:
+                similarities = _similarities(step, inside, self.options)
+                pull = matrix[inside[0], inside] + similarities / (2 * self.options.gram_alpha)
+                matrix[np.ix_(inside, inside)] = [project_onto_simplex(row) for row in pull]
+        return np.asarray(np.where(step.present[:, None], matrix, np.eye(len(matrix))))
+
+    def arrival(self, step: MixingContext) -> np.ndarray:
+        """The shares of the examples."""
+        groups = groups_within(step, self.options.within)
+        return np.asarray(average(step.federation.weights, groups, step.present, max_share=self.options.max_share))

@@ -1,0 +1,231 @@
+"""Robust aggregation against hostile clients: median, trimmed mean, Krum, multi-Krum, geometric median.
+
+    median             of every value, over the clients
+    trimmed_mean       the mean of every value without the ceil(trim n) lowest and highest
+    krum               the model with the least sum of squared distances to its n - f - 2 nearest
+    multi_krum         the mean of the n - f models with the least such sums
+    geometric_median   the point with the least sum of distances to all, by Weiszfeld's steps c_k = 1 / max(nu, d_k)
+
+Median and trimmed mean: Yin, Chen, Ramchandran and Bartlett, 2018. Krum: Blanchard, El Mhamdi, Guerraoui and Stainer,
+2017. Geometric median: RFA, Pillutla, Kakade and Harchaoui, 2022. Every client counts alike: a claim of examples has no
+effect.
+
+The first two are no mixing matrix. The rows of the others follow from the distances between the models
+(`aggregation.distances`). All are applied inside the groups that may mix: everyone, or each cluster; heads inside
+their task. An update's norm is bounded before any rule (`aggregation.norm_bound`).
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from math import ceil
+
+import numpy as np
+from jaxtyping import Float64
+from torch import Tensor
+
+from atlas_fl.aggregation.distances import squared_distances
+from atlas_fl.aggregation.matrices import Federation, average, cluster_labels
+from atlas_fl.aggregation.mixing import Reduce
+from atlas_fl.aggregation.rules import CLUSTERS, MixingContext, StrategyOptions, groups_within
+from atlas_fl.methods.method import Method
+
+TIE = 1e-9
+"""Relative difference of scores below which they are equal; equal ones are averaged, so that no order decides."""
+SMOOTHING = 1e-6
+"""nu: distances below it count as this."""
+STEPS, SETTLED = 1000, 1e-12
+"""Most steps of Weiszfeld's algorithm, and the change of a weight below which it has ended."""
+
+
+def coordinate_median(stack: Tensor) -> Tensor:
+    """The median over the first axis; of an even number the mean of the two in the middle."""
+    ordered, n = stack.sort(0).values, len(stack)
+    return (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
+
+
+def num_trimmed(n: int, trim: float) -> int:
+    """How many of n values are left out at each end: the share, rounded up, and never all but one or two."""
+    return min(ceil(trim * n - 1e-9), (n - 1) // 2)
+
+
+def trimmed_average(stack: Tensor, *, trim: float) -> Tensor:
+    """The mean over the first axis without the lowest and highest values."""
+    count = num_trimmed(len(stack), trim)
+    return stack.sort(0).values[count : len(stack) - count].mean(0)
+
+
+def krum_scores(squares: Float64[np.ndarray, "n n"], byzantine: int) -> Float64[np.ndarray, " n"]:
+    """The sum of squared distances to the n - f - 2 nearest others, at least one, where there are others."""
+    n = len(squares)
+    nearest = min(max(n - byzantine - 2, 1), n - 1)
+    others = np.array([np.delete(row, k) for k, row in enumerate(squares)]).reshape(n, n - 1)
+    return np.asarray(np.sort(others, axis=1)[:, :nearest].sum(axis=1))
+
+
+def krum_weights(squares: Float64[np.ndarray, "n n"], *, byzantine: int, selected: int) -> Float64[np.ndarray, " n"]:
+    """Equal weights of so many models with the least scores, and of those that tie with the last of them."""
+    scores = krum_scores(squares, byzantine)
+    chosen = scores <= np.sort(scores)[selected - 1] * (1 + TIE)
+    return np.asarray(chosen / chosen.sum())
+
+
+def weiszfeld_weights(squares: Float64[np.ndarray, "n n"]) -> Float64[np.ndarray, " n"]:
+    """The weights c of the geometric median `sum_k c_k w_k`, from the mean on.
+
+    The distance of a point to a model follows from those between models: d_k^2 = sum_l c_l d_kl^2 - half of c^T D c.
+    """
+    weights = np.full(len(squares), 1 / len(squares))
+    for _ in range(STEPS):
+        pull = squares @ weights
+        inverse = 1 / np.sqrt(np.maximum(pull - weights @ pull / 2, SMOOTHING**2))
+        new = inverse / inverse.sum()
+        moved, weights = float(np.abs(new - weights).max()), new
+        if moved < SETTLED:
+            break
+    return np.asarray(weights)
+
+
+def _num_selected(n: int, byzantine: int) -> int:
+    """Models that multi-Krum takes: all but f, and more than half."""
+    return n - min(byzantine, (n - 1) // 2)
+
+
+def model_distances(step: MixingContext, clients: Sequence[int], options: StrategyOptions) -> np.ndarray:
+    """The squared distances between the models of these clients, by index: of their heads, or of all the rest."""
+    assert step.models is not None, "distances are of models"
+    names = [step.federation.clients[k] for k in clients]
+    return np.asarray(
+        squared_distances(
+            step.models.after, names, head=step.parameters.is_head, share=options.share, scale=options.scale
+        )
+    )
+
+
+class Robust(Method):
+    """An aggregate of the present of each group that few hostile clients do not move far.
+
+    Its rows are the plain mean of each group, which says who is aggregated with whom.
+    """
+
+    @property
+    def clustered(self) -> bool:
+        """With `--within clusters`."""
+        return self.options.within == CLUSTERS
+
+    def withstands(self, n: int) -> int:
+        """How many hostile clients of n it withstands."""
+        return (n - 1) // 2
+
+    def rule(self, step: MixingContext) -> np.ndarray:
+        """The plain mean of the present of each group."""
+        groups = groups_within(step, self.options.within)
+        return np.asarray(average(np.ones(len(step.present)), groups, step.present))
+
+    def warnings(self, federation: Federation) -> tuple[str, ...]:
+        """The groups in which it withstands fewer than `--byzantine`."""
+        options, name = self.options, self.name
+        clusters = [str(label[1]) if label[0] == "cluster" else "" for label in cluster_labels(federation.clusters)]
+        apart = clusters if options.within == CLUSTERS else ["all clients"] * len(clusters)
+        bodies = [f"cluster {label}" if options.within == CLUSTERS else label for label in apart]
+        heads = [
+            f"the heads of {task}" + (f" in {body}" if options.within == CLUSTERS else "")
+            for task, body in zip(federation.head_groups, bodies)
+        ]
+        lines = []
+        for group in dict.fromkeys([*bodies, *heads]):
+            n = bodies.count(group) or heads.count(group)
+            withstood = self.withstands(n)
+            if withstood < options.byzantine and n > 1 and not group.endswith("cluster "):
+                lines.append(
+                    f"{name}: {group}: {n} clients withstand {withstood} hostile ones, and --byzantine is"
+                    f" {options.byzantine}"
+                )
+        return tuple(lines)
+
+
+class Median(Robust):
+    """The median of every value over the clients: less than half of them may be hostile."""
+
+    name = "median"
+    matrix = "none, the median of each value"
+
+    @property
+    def reduce(self) -> Reduce:
+        """The median by value."""
+        return coordinate_median
+
+
+class TrimmedMean(Robust):
+    """The mean of every value without its lowest and highest (`--trim`)."""
+
+    name = "trimmed_mean"
+    matrix = "none, the trimmed mean of each value"
+
+    @property
+    def reduce(self) -> Reduce:
+        """The trimmed mean by value."""
+        return partial(trimmed_average, trim=self.options.trim)
+
+    def withstands(self, n: int) -> int:
+        """As many as are left out at each end."""
+        return num_trimmed(n, self.options.trim)
+
+
+class ByDistance(Robust):
+    """Weights of each group's present, as the distances between their models give them."""
+
+    def weigh(self, squares: Float64[np.ndarray, "n n"]) -> Float64[np.ndarray, " n"]:
+        """The weights of a group from the squared distances between its models."""
+        raise NotImplementedError
+
+    def rule(self, step: MixingContext) -> np.ndarray:
+        """The weights of each group's present; before there are updates, the plain mean."""
+        groups = groups_within(step, self.options.within)
+        matrix = super().rule(step)
+        if step.models is None:
+            return matrix
+        for label in set(groups.tolist()):
+            inside = np.flatnonzero((groups == label) & step.present).tolist()
+            if len(inside) > 1:
+                row = np.zeros(len(matrix))
+                row[inside] = self.weigh(model_distances(step, inside, self.options))
+                matrix[groups == label] = row
+        return matrix
+
+
+class Krum(ByDistance):
+    """The one model that is nearest to its neighbours, for everyone (`--byzantine`)."""
+
+    name = "krum"
+    matrix = "one model for all, by distances"
+
+    def withstands(self, n: int) -> int:
+        """Fewer than half of n - 2."""
+        return max((n - 3) // 2, 0)
+
+    def weigh(self, squares: Float64[np.ndarray, "n n"]) -> Float64[np.ndarray, " n"]:
+        """All weight on the model with the least score."""
+        return krum_weights(squares, byzantine=self.options.byzantine, selected=1)
+
+
+class MultiKrum(Krum):
+    """The mean of the models that are near to their neighbours: all but `--byzantine`."""
+
+    name = "multi_krum"
+    matrix = "equal shares of the nearest models"
+
+    def weigh(self, squares: Float64[np.ndarray, "n n"]) -> Float64[np.ndarray, " n"]:
+        """Equal weights of the models with the least scores."""
+        f = self.options.byzantine
+        return krum_weights(squares, byzantine=f, selected=_num_selected(len(squares), f))
+
+
+class GeometricMedian(ByDistance):
+    """The point with the least sum of distances to all models: less than half of them may be hostile."""
+
+    name = "geometric_median"
+    matrix = "shares by distances"
+
+    def weigh(self, squares: Float64[np.ndarray, "n n"]) -> Float64[np.ndarray, " n"]:
+        """Weiszfeld's weights."""
+        return weiszfeld_weights(squares)

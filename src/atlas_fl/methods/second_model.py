@@ -1,0 +1,132 @@
+"""A second model of every client, its own, beside the shared one: what Ditto, APFL and FedDPA have in common.
+
+The shared model is the one that the server sent and stays as it is while the second one trains, on the same examples in
+the same order. What is stacked is one adapter of the ranks of both, A on A_w and a B beside (1 - a) B_w, so that
+nothing else of the product knows of two; its head is the second model's.
+
+FedALT's gate gives every layer and token x an a of its own, trained with v from G = 0 (`models.lora`):
+
+    (a(x), 1 - a(x)) = softmax(G x + (log a, log (1 - a)))
+
+With a = 1/2 that is the paper's; with a = 1 the gate is closed to w and nothing moves it.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from atlas_fl.methods.method import OwnTraining, Part, RoundStart
+from atlas_fl.params import HEAD, LORA_A, LORA_B, LORA_GATE, ByClient, Params, lora_modules
+
+
+class SecondModel(Part):
+    """A second model of one kind, at the client and in the round."""
+
+    kind: ClassVar[str] = "none"
+    """The value of `--second-model`."""
+
+    @property
+    def changes_prediction(self) -> bool:
+        """Always."""
+        return True
+
+    # at the client
+
+    def combine(self, own: Params, shared: Params, gate: Params) -> Params:
+        """What a client computes with: its second model and the shared one together; gradients reach the second.
+
+        With a `gate` (`initial_gate`) what is stacked is weighed by the input, and the gate is among the tensors.
+        """
+        del shared, gate
+        return own
+
+    def after_step(self, leaves: Mapping[str, Tensor]) -> None:
+        """Put trained values back into their range, in place."""
+
+    # in the round
+
+    def initial(self, start: Params) -> Params:
+        """The second model before its first round: the one that everyone starts with."""
+        return start
+
+    def beside(self, shared: ByClient) -> Mapping[str, ByClient]:
+        """Tensors that go to the second training: the shared model, by its role."""
+        return {"companion": shared}
+
+    def training_options(self) -> dict[str, Any]:
+        """Options of the second training that differ from the first."""
+        return {"proximal_mu": 0.0}
+
+    def own_training(self, round: RoundStart) -> OwnTraining:
+        """The second training of the clients of the round, beside the shared models as they were sent."""
+        shared = {name: round.client_models[name] for name in round.clients}
+        models = {name: round.of("second").get(name) or self.initial(params) for name, params in shared.items()}
+        return OwnTraining(
+            models=models,
+            sent=self.beside(shared),
+            kept={"gate": gates(round, shared, self.options.second_gate)},
+            options={
+                "second_model": self.kind,
+                "second_weight": self.options.second_weight,
+                "control_variates": False,
+                **self.training_options(),
+            },
+        )
+
+    def predict(self, round: RoundStart) -> ByClient:
+        """The second model beside the newest shared one; of a client without one the latter."""
+        return self.together(round, own=round.of("second"), shared=round.client_models)
+
+    def together(self, round: RoundStart, *, own: ByClient, shared: ByClient) -> ByClient:
+        """What each client predicts with that has a model of its own, with its newest gate."""
+        gate = gates(round, own, self.options.second_gate)
+        return {
+            name: self.combine(own[name], shared[name], gate.get(name, {})) if name in own else params
+            for name, params in round.client_models.items()
+        }
+
+
+def gates(round: RoundStart, models: ByClient, kind: str) -> ByClient:
+    """The gate of every client, that before its first round where it has none yet; empty without `--second-gate`.
+
+    `models` say which layers are adapted.
+    """
+    if kind == "none":
+        return {}
+    known = round.of("gate")
+    return {name: known.get(name) or initial_gate(model) for name, model in models.items()}
+
+
+def initial_gate(model: Params) -> dict[str, Tensor]:
+    """The gate before its first round: G = 0, (2, d_in) of every adapted module, so that its weight is a everywhere."""
+    return {
+        module + LORA_GATE: torch.zeros(2, model[module + LORA_A].shape[1], dtype=torch.float32)
+        for module in lora_modules(model)
+    }
+
+
+def stack(own: Params, shared: Params, *, weights: tuple[float, float], scale: Callable[[int], float]) -> Params:
+    """One adapter that computes the weighted sum of both, with the head of `own`."""
+    stacked: dict[str, Tensor] = {key: value for key, value in own.items() if key.startswith(HEAD)}
+    for module in lora_modules(own):
+        if module + LORA_A not in shared:  # nothing is frozen there
+            stacked |= {module + end: own[module + end] for end in (LORA_A, LORA_B)}
+            continue
+        (a, b), (other_a, other_b) = ((params[module + LORA_A], params[module + LORA_B]) for params in (own, shared))
+        both, own_scale = scale(len(a) + len(other_a)), scale(len(a)) if len(a) else 0.0
+        stacked[module + LORA_A] = torch.cat([a, other_a.to(a)])
+        parts = [weights[0] * own_scale / both * b, weights[1] * scale(len(other_a)) / both * other_b.to(b)]
+        stacked[module + LORA_B] = torch.cat(parts, dim=1)
+    return stacked
+
+
+def stack_by_gate(own: Params, shared: Params, gate: Params, *, weight: float, scale: Callable[[int], float]) -> Params:
+    """The same with weights by the input: the gate is among the tensors as a model holds it, (2, d_in + 1).
+
+    Its last column holds the logarithms of both weights.
+    """
+    offset = torch.tensor([[weight], [1 - weight]]).log()
+    held = {key: torch.cat([value, offset.to(value)], dim=1) for key, value in gate.items()}
+    return {**stack(own, shared, weights=(1.0, 1.0), scale=scale), **held}
