@@ -97,24 +97,32 @@ class _State:
 _STATE = _State()
 
 
-def register(kind: str, name: str) -> Callable[[EntryT], EntryT]:
+def register(kind: str, name: str = "") -> Callable[[EntryT], EntryT]:
     """Register what this is called with under a name of its own: a decorator, or `register("task", "mine")(task)`.
+
+    Without `name` it is the value's own, such as that of a method's class.
 
     Raises:
         ConfigError: the kind is unknown, the name is no word, or no plug-in is being loaded.
     """
 
     def add(value: EntryT) -> EntryT:
+        own = getattr(value, "name", "") if kind == "method" else ""
+        entry = name or own
+        if own and entry != own:
+            raise ConfigError(f"the {kind} {short_repr(own)} is registered as {short_repr(entry)}; give it one name")
         if _STATE.loading is None:
             raise ConfigError(
-                f"register({kind!r}, {name!r}) was called outside of a plug-in, and would not reach workers or a"
+                f"register({kind!r}, {entry!r}) was called outside of a plug-in, and would not reach workers or a"
                 " resumed run; put it in a file of its own, and name the file: --plugin FILE, or plugin of RunConfig"
             )
         if kind not in KINDS:
             raise unknown_name("kind of registration", kind, KINDS)
-        if not _NAME.fullmatch(name):
-            raise ConfigError(f"a {kind} has the name {short_repr(name)}; allowed: letters, digits, - and _; rename it")
-        _STATE.loading.append(Entry(kind=kind, name=name, value=value))
+        if not _NAME.fullmatch(entry):
+            raise ConfigError(
+                f"a {kind} has the name {short_repr(entry)}; allowed: letters, digits, - and _; rename it"
+            )
+        _STATE.loading.append(Entry(kind=kind, name=entry, value=value))
         return value
 
     return add
@@ -157,6 +165,11 @@ def load_plugins(names: Sequence[str], *, outside: Path | None = None) -> tuple[
 def plugin_digests(names: Sequence[str]) -> tuple[str, ...]:
     """The digests of these plug-ins, sorted, wherever they lie; the name of one that is not pinned."""
     return tuple(sorted(digest or name for name, digest in map(_split, names)))
+
+
+def registrations(pinned: str, kind: str) -> dict[str, Any]:
+    """What an active plug-in has registered of this kind, by name."""
+    return {entry.name: entry.value for entry in _STATE.active[pinned] if entry.kind == kind}
 
 
 def active_plugins() -> tuple[str, ...]:

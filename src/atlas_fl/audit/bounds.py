@@ -11,7 +11,7 @@ from torch import Tensor
 
 from atlas_fl.audit.recompute import TOLERANCE, decompose, is_best, is_mixed
 from atlas_fl.audit.report import AuditRow
-from atlas_fl.audit.rule_weights import kind_of
+from atlas_fl.audit.rule_weights import run_kind
 from atlas_fl.audit.run_files import AuditPlan, AuditRecord, Models, Run, read_json, read_models, round_folder
 from atlas_fl.errors import CheckpointError
 from atlas_fl.params import HEAD, LORA_A, LORA_B
@@ -63,7 +63,7 @@ def check_bounds(
         client: trained[client] for client in plan.clients if client in record.accepted_clients and client in trained
     }
     came = {**accepted, **bounds.sent}
-    bounded = bounds.mode != "off" and kind_of(run.mixing.strategy) != "own"
+    bounded = bounds.mode != "off" and run_kind(run) != "own"
     if not bounded and not bounds.sent:
         return
     ratios = _ratios(plan, run, initial, came) if bounded else {}

@@ -21,23 +21,24 @@ from atlas_fl.audit.companions import check_corrections, check_second_models
 from atlas_fl.audit.exact_average import ExactStep, frozen_tensors
 from atlas_fl.audit.feddyn import DynamicStep
 from atlas_fl.audit.kriging import Predictions, check_halves
-from atlas_fl.audit.plan_changes import check_joined, check_ranks, is_reranked, read_joined
+from atlas_fl.audit.plan_changes import JoinedClients, check_joined, check_ranks, is_reranked, read_joined
 from atlas_fl.audit.recompute import TOLERANCE, Comparison, Recomputed, Round, common_faults, with_common_tensors
 from atlas_fl.audit.report import AuditReport, AuditRow
 from atlas_fl.audit.rule_weights import (
     BY_UPDATES,
     HEADS_BY_FEATURES,
     KRIGING,
+    PLUGGED,
     RESIDUAL,
     STACKED,
     Rule,
     attention_of,
     has_state,
-    kind_of,
     norms_of,
     points_of,
     reducer,
     robust_of,
+    run_kind,
     weights,
 )
 from atlas_fl.audit.run_files import (
@@ -52,6 +53,7 @@ from atlas_fl.audit.run_files import (
     read_audit_record,
     read_models,
     read_plan,
+    recorded_rows,
     round_folder,
 )
 from atlas_fl.audit.sent_bytes import check_sent_bytes
@@ -108,12 +110,13 @@ def _round_signature(run: Run, round: int) -> list[object]:
     state = latest_state(run, round)
     rule = Rule(
         robust=robust_of(run),
-        kind=kind_of(mixing.strategy) if is_aggregated(run, round) else "own",
+        kind=run_kind(run) if is_aggregated(run, round) else "own",
         laplacian=mixing.laplacian,
         eta=mixing.eta * mixing.eta_decay ** (round - 1),
         by_layer=mixing.layer_weighting == "importance",
         present=present,
         clusters=_labels_of(state, plan),
+        recorded=recorded_rows(run, round) or None,
     )
     layers = sorted(set(plan.layer_of.values())) if rule.by_layer or rule.kind in BY_UPDATES else []
     body = [weights(plan, rule, head=False, layer=layer) for layer in layers]
@@ -139,7 +142,8 @@ def compare_runs(runs: Sequence[Run]) -> Iterator[AuditRow]:
         {client: digest(params) for client, params in read_models(run, run.rounds[-1], "start").items()} for run in runs
     ]
     signatures = [signature(run) for run in runs] if len(runs) > 1 else [""]
-    for one, other in combinations(range(len(runs)), 2):
+    known = [index for index, run in enumerate(runs) if run_kind(run) != PLUGGED or _has_rows(run)]
+    for one, other in combinations(known, 2):
         if signatures[one] != signatures[other]:
             same = ends[one] == ends[other]
             yield AuditRow(
@@ -166,6 +170,7 @@ def audit_run(run_dir: Path | str, others: Sequence[Path | str] = (), *, on_even
     rows: list[AuditRow] = []
     runs: list[Run] = []
     unseen: list[str] = []
+    unchecked: list[str] = []
     for path in paths:
         damaged = list(damaged_files(path))
         rows += damaged
@@ -173,6 +178,7 @@ def audit_run(run_dir: Path | str, others: Sequence[Path | str] = (), *, on_even
             run = open_run(path)
             checked = [*check_run(run, on_event=on_event), *check_sent_bytes(run)]
             hidden = list(_unseen(run))
+            unchecked += _unchecked(run)
         except CheckpointError as error:
             if not damaged:
                 raise
@@ -180,7 +186,7 @@ def audit_run(run_dir: Path | str, others: Sequence[Path | str] = (), *, on_even
             continue
         rows, unseen = [*rows, *checked], [*unseen, *hidden]
         runs += [] if damaged else [run]
-    return AuditReport(rows=(*rows, *compare_runs(runs)), unseen=tuple(unseen))
+    return AuditReport(rows=(*rows, *compare_runs(runs)), unseen=tuple(unseen), unchecked=tuple(unchecked))
 
 
 def damaged_files(path: Path) -> Iterator[AuditRow]:
@@ -189,6 +195,22 @@ def damaged_files(path: Path) -> Iterator[AuditRow]:
         name = file.relative_to(path).as_posix()
         detail = f"{name} is damaged: {fault}; restore it from a copy, or run again"
         yield AuditRow(run=path.name, round=0, client="", check="files", ok=False, detail=detail)
+
+
+def _has_rows(run: Run) -> bool:
+    return all(recorded_rows(run, round) for round in run.rounds if is_aggregated(run, round))
+
+
+def _unchecked(run: Run) -> Iterator[str]:
+    """A line for a run whose method is a plug-in's, on what was not computed a second time."""
+    if run_kind(run) != PLUGGED:
+        return
+    mixes = _has_rows(run)
+    checked = "models follow from the matrices that it recorded" if mixes else "its server step was not computed again"
+    yield (
+        f"{run.path.name}: --strategy {run.mixing.strategy} is a plug-in's, for which there is no second formula:"
+        f" {checked}; records, names, what clients loaded, norms and bytes were checked as ever"
+    )
 
 
 def _unseen(run: Run) -> Iterator[str]:
@@ -200,7 +222,7 @@ def _unseen(run: Run) -> Iterator[str]:
 
 def check_run(run: Run, *, on_event: OnEvent = ignore) -> Iterator[AuditRow]:
     """The rows of one run."""
-    kind_of(run.mixing.strategy)
+    run_kind(run)
     missing = sorted(set(range(1, max(run.done, run.rounds[-1]) + 1)) - set(run.rounds))
     if missing:
         yield AuditRow(run=run.path.name, round=0, client="", check="record", ok=False, detail=f"no rounds {missing}")
@@ -210,15 +232,14 @@ def check_run(run: Run, *, on_event: OnEvent = ignore) -> Iterator[AuditRow]:
         yield AuditRow(run=run.path.name, round=0, client="", check="record", ok=False, detail=detail)
     before = server_models = read_models(run, 0, "start")
     state: Flat = state_after(run, 0, {})
-    yield from check_unchanged(run, 0, with_initial(run, {}, server_models), state)
+    yield from _check_start(run, server_models, state)
     for index, round in enumerate(run.rounds):
         on_event(Progress(f"audit of {run.path.name}", index, len(run.rounds)))
         after = read_models(run, round, "start")
         record = read_audit_record(run, round)
         if (joined := read_joined(run, round, record.plan, before)) is not None:
-            yield from check_joined(run, round, joined, server_models)
             extended = read_state(run.path / "audit" / f"joined-{round:04d}", within=run.path) or state
-            yield from check_unchanged(run, round, with_initial(run, state, joined.start), extended)
+            yield from _check_join(run, round, joined, server_models, state, extended)
             state = extended
             before, server_models = {**before, **joined.start}, {**server_models, **joined.start}
         if is_reranked(run, record, round):
@@ -233,6 +254,21 @@ def check_run(run: Run, *, on_event: OnEvent = ignore) -> Iterator[AuditRow]:
             yield from _check_round(run, round, before, after, server_models=server_models, state=state)
         before, state = after, state_after(run, round, state)
         server_models = _mixed_models(run, round, after) if is_aggregated(run, round) else server_models
+
+
+def _check_join(
+    run: Run, round: int, joined: JoinedClients, server_models: Models, before: Flat, state: Flat
+) -> Iterator[AuditRow]:
+    """Rows on the models of clients that join before this round, and on the state with them."""
+    if run_kind(run) != PLUGGED:
+        yield from check_joined(run, round, joined, server_models)
+        yield from check_unchanged(run, round, with_initial(run, before, joined.start), state)
+
+
+def _check_start(run: Run, models: Models, state: Flat) -> Iterator[AuditRow]:
+    """A row for the server state before round one, from the models that clients start with."""
+    if run_kind(run) != PLUGGED:
+        yield from check_unchanged(run, 0, with_initial(run, {}, models), state)
 
 
 def _mixed_models(run: Run, round: int, after: Models) -> Models:
@@ -263,7 +299,7 @@ def _check_record(
     faults = [_eta_fault(run, record, round), _edges_fault(record), *_trained_faults(record, trained)]
     faults += [f"{absent} are not in the plan"] if absent else []
     yield _row(run, round, "record", "", "; ".join(fault for fault in faults if fault))
-    frozen = frozen_tensors(state) if kind_of(run.mixing.strategy) in (STACKED, RESIDUAL) else {}
+    frozen = frozen_tensors(state) if run_kind(run) in (STACKED, RESIDUAL) else {}
     stood_on = {client: with_frozen(params, frozen) for client, params in initial.items()}
     for client in plan.clients:
         if client in record.loaded or client in record.accepted_clients:
@@ -290,7 +326,7 @@ def _check_round(
     if any(wrong.values()):
         return  # what has other names or shapes, or no numbers, cannot be compared by value
     yield from check_bounds(run, round, bounds, plan=plan, record=record, initial=initial, trained=present)
-    kind = kind_of(run.mixing.strategy) if is_aggregated(run, round) else "own"
+    kind = run_kind(run) if is_aggregated(run, round) else "own"
     if run.mixing.personal_models and kind != "own":
         yield from _check_own_models(run, round, plan, {**initial, **present}, after)
         after = _mixed_models(run, round, after)
@@ -300,6 +336,9 @@ def _check_round(
     before = {**(initial if kind == "own" else server_models), **present}
     yield from (row("common", *one) for one in common_faults(plan, present, after, excluded=record.kept))
     shared = with_common_tensors(plan, before, present)
+    if kind == PLUGGED:
+        yield from _check_plugged(run, round, plan, record, shared, after)
+        return
     step = recompute_server_step(run, plan, kind, present=present, before=server_models, trained=shared, state=state)
     there = [client in present for client in plan.clients]
     updates = RoundUpdates(run=run, plan=plan, present=there, before=server_models, trained=before)
@@ -314,6 +353,35 @@ def _check_round(
     truth = _recompute(run, plan, shared, after, rule=replace(rule, clusters=_labels_of(expected, plan)), step=step)
     restored = {one: restored_fault(run, plan, initial[one], after[one], trained=present) for one in bounds.restored}
     yield from _compare_models(run, round, plan, record, truth, restored)
+
+
+def _check_plugged(
+    run: Run, round: int, plan: AuditPlan, record: AuditRecord, before: Models, after: Models
+) -> Iterator[AuditRow]:
+    """Rows on the step of a plug-in's method: its recorded matrices, and the models that follow from them.
+
+    Nothing of a step that is no mixing matrix can be computed again.
+    """
+    recorded = recorded_rows(run, round)
+    if not recorded:
+        return
+    fault = _rows_fault(plan, recorded)
+    yield _row(run, round, "rows", "", fault)
+    if fault:
+        return
+    rule = replace(_rule_of(run, record, plan, before, kind=PLUGGED, state={}), recorded=recorded)
+    yield from _compare_models(run, round, plan, record, _recompute(run, plan, before, after, rule=rule, step=None), {})
+
+
+def _rows_fault(plan: AuditPlan, recorded: Mapping[str, np.ndarray]) -> str:
+    n = len(plan.clients)
+    for part, matrix in recorded.items():
+        if matrix.shape != (n, n) or not np.allclose(matrix.sum(axis=1), 1.0, atol=1e-9):
+            return f"the matrix of {part} is {matrix.shape} or has a row that does not sum to 1"
+    apart = [[one != other for other in plan.tasks] for one in plan.tasks]
+    if "head" in recorded and np.abs(recorded["head"][np.array(apart)]).max(initial=0.0) > 0:
+        return "heads of different tasks were mixed"
+    return ""
 
 
 def _compare_models(
@@ -357,7 +425,7 @@ def _check_reports(
 def _is_chosen(run: Run, round: int, state: Flat) -> bool:
     """Whether clients chose or drew clusters before this round: once there are any, before every aggregated round."""
     is_kept = (round_folder(run, round) / "begun.safetensors").is_file()
-    return kind_of(run.mixing.strategy) == "ifca" and (is_kept or (bool(state) and is_aggregated(run, round)))
+    return run_kind(run) == "ifca" and (is_kept or (bool(state) and is_aggregated(run, round)))
 
 
 def _check_choice(
@@ -391,7 +459,7 @@ def _frozen_faults(run: Run, wrong: Mapping[str, str], initial: Models, present:
 def _eta_fault(run: Run, record: AuditRecord, round: int) -> str:
     eta = run.mixing.eta * run.mixing.eta_decay ** (round - 1) if is_aggregated(run, round) else 0.0
     same = record.eta is not None and abs(record.eta - eta) <= 1e-9 * max(eta, 1.0)
-    return "" if same or kind_of(run.mixing.strategy) != "laplacian" else f"eta was {record.eta}, not {eta:g}"
+    return "" if same or run_kind(run) != "laplacian" else f"eta was {record.eta}, not {eta:g}"
 
 
 def _edges_fault(record: AuditRecord) -> str:

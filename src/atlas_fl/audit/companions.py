@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from atlas_fl.audit.report import AuditRow
-from atlas_fl.audit.rule_weights import kind_of
+from atlas_fl.audit.rule_weights import run_kind
 from atlas_fl.audit.run_files import AuditPlan, AuditRecord, Models, Run, read_models, round_folder
 from atlas_fl.audit.server_state import latest_state
 from atlas_fl.params import HEAD
@@ -21,7 +21,7 @@ TOLERANCE = 1e-5
 
 def check_corrections(run: Run, round: int, plan: AuditPlan, record: AuditRecord) -> Iterator[AuditRow]:
     """A row for each client that trained: what was added to its gradients; nothing in runs without controls."""
-    training, is_dynamic = run.config.get("training", {}), kind_of(run.mixing.strategy) == "feddyn"
+    training, is_dynamic = run.config.get("training", {}), run_kind(run) == "feddyn"
     if not training.get("control_variates") and not is_dynamic:
         return
     alpha, changes = float(training.get("proximal_mu", 0.0)), latest_state(run, round - 1) if is_dynamic else {}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from atlas_fl.audit.recompute import TOLERANCE, Recomputed, Round, decompose, is_best
 from atlas_fl.audit.report import AuditRow
-from atlas_fl.audit.rule_weights import Rule, arrival_weights, kind_of, norms_of, points_of, reducer, robust_of
+from atlas_fl.audit.rule_weights import Rule, arrival_weights, norms_of, points_of, reducer, robust_of, run_kind
 from atlas_fl.audit.run_files import AuditPlan, AuditRecord, Models, Run, frozen_fault, models_in, read_plan
 from atlas_fl.params import HEAD, LORA_A, LORA_B
 
@@ -88,7 +88,7 @@ def _rank(plan: AuditPlan, client: str, key: str) -> int | None:
 
 def _recompute(run: Run, joined: JoinedClients, server_models: Models) -> Recomputed:
     plan, mixing = joined.plan, run.mixing
-    kind, present = kind_of(mixing.strategy), tuple(client in server_models for client in plan.clients)
+    kind, present = run_kind(run), tuple(client in server_models for client in plan.clients)
     before: dict[str, dict[str, Tensor]] = {**server_models, **joined.fresh}
     rule = Rule(
         kind=kind,

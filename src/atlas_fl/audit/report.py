@@ -51,6 +51,9 @@ class AuditReport:
     """`RUN: CLIENT` of everyone who keeps a part of its model at its site. Of it an audit knows the digest: that the
     server left it alone, and that the client says to have loaded what it kept; not what is in it."""
 
+    unchecked: tuple[str, ...] = ()
+    """A line for every run whose method is a plug-in's, on what was not computed a second time."""
+
     @property
     def ok(self) -> bool:
         """Whether everything held."""

@@ -238,6 +238,8 @@ class Rule:
     """Who is nobody's neighbour."""
     robust: Robust = field(default_factory=Robust)
     """What bounds weights, and what robust rules are made from."""
+    recorded: Mapping[str, np.ndarray] | None = None
+    """Of a plug-in's method the matrices that the run has recorded, `adapters` and `head`."""
     points: Callable[[Sequence[int], bool], np.ndarray] | None = None
     """Of these clients, and of their heads or the rest: points as far apart as the models; None where nobody asks."""
     project: Callable[[int, Sequence[int], list[float], str], list[float]] | None = None
@@ -268,6 +270,16 @@ def has_state(kind: str) -> bool:
         HEADS_BY_FEATURES,
         KRIGING,
     )
+
+
+PLUGGED = "of a plug-in"
+"""The kind of a method that a plug-in brings: there is no second formula for it."""
+
+
+def run_kind(run: Run) -> str:
+    """The kind of the run's method; raises CheckpointError where no audit is written for it."""
+    is_plugged = run.mixing.strategy not in RULES and bool(run.config.get("run", {}).get("plugin"))
+    return PLUGGED if is_plugged else kind_of(run.mixing.strategy)
 
 
 def kind_of(strategy: str) -> str:
@@ -408,6 +420,8 @@ def _step_size(plan: AuditPlan, rule: Rule, layer: int | None) -> float:
 
 def weights(plan: AuditPlan, rule: Rule, *, head: bool, layer: int | None = None, key: str = "") -> np.ndarray:
     """(n, n): row k holds the weight that each client's model has in the next model of client k, for this parameter."""
+    if rule.recorded is not None:
+        return rule.recorded["head" if head else "adapters"]
     each = _each(plan, rule, head=head, layer=layer, key=key)
     if head or layer is None or rule.kind == "own":
         return each

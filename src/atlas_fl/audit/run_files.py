@@ -386,6 +386,14 @@ def round_folder(run: Run, round: int) -> Path:
     return run.path / "audit" / f"round-{round:04d}"
 
 
+def recorded_rows(run: Run, round: int) -> dict[str, np.ndarray]:
+    """The mixing matrices of a plug-in's method in this round, `adapters` and `head`; empty where none are recorded."""
+    path = round_folder(run, round) / "mixing.safetensors"
+    if not path.is_file():
+        return {}
+    return {part: tensor.double().numpy() for part, tensor in read_audited(path, within=run.path).items()}
+
+
 def read_audit_record(run: Run, round: int) -> AuditRecord:
     """The record of a round; raises CheckpointError if it is missing or incomplete."""
     path = round_folder(run, round) / "record.json"

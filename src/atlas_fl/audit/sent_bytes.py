@@ -12,7 +12,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from atlas_fl.audit.report import AuditRow
-from atlas_fl.audit.rule_weights import kind_of
+from atlas_fl.audit.rule_weights import run_kind
 from atlas_fl.audit.run_files import (
     NO_ANSWER,
     Models,
@@ -56,7 +56,7 @@ def _is_partly_trained(run: Run) -> bool:
     is_simple = run.mask is None and run.config.get("split", {}).get("split", "none") == "none"
     is_complete = run.rounds == tuple(range(1, len(run.rounds) + 1))
     is_whole = set(mixing.share) == {"A", "B", "head"} and mixing.aggregate_every == 1 and not mixing.personal_models
-    is_mean = kind_of(mixing.strategy) == "mean" and not run.config.get("ranks", {}).get("rerank")
+    is_mean = run_kind(run) == "mean" and not run.config.get("ranks", {}).get("rerank")
     return training.get("trained_parts", "all") != "all" and is_simple and is_complete and is_whole and is_mean
 
 

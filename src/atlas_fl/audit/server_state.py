@@ -23,8 +23,8 @@ from atlas_fl.audit.rule_weights import (
     STACKED,
     Robust,
     bound_weights,
-    kind_of,
     robust_of,
+    run_kind,
 )
 from atlas_fl.audit.run_files import AuditPlan, Models, Run, read_with_note, round_folder
 from atlas_fl.errors import CheckpointError
@@ -273,7 +273,7 @@ def flat_arrays(state: Flat) -> dict[str, np.ndarray]:
 def with_initial(run: Run, state: Flat, models: Models) -> dict[str, np.ndarray]:
     """What the strategy is to remember once these clients begin with these models, as float64 arrays by path."""
     arrays = flat_arrays(state)
-    if kind_of(run.mixing.strategy) in ("pfedgraph", KRIGING):
+    if run_kind(run) in ("pfedgraph", KRIGING):
         for client, params in models.items():
             shared = {key: value for key, value in params.items() if is_mixed(key, run.mixing.share)}
             arrays |= {f"initial/{client}/{key}": value.double().numpy() for key, value in shared.items()}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-from atlas_fl.cli import completion, demo, deploy, doctor, results, run, sweep, watch
+from atlas_fl.cli import completion, demo, deploy, doctor, methods, results, run, sweep, watch
 from atlas_fl.cli import run as catalogue
 from atlas_fl.cli import run as fetch
 from atlas_fl.cli import sweep as search
@@ -41,6 +41,9 @@ COMMANDS: Mapping[str, Command] = {
     "demo": Command(demo.demo, demo.DemoOptions, "train a first federation, told step by step, and write its page"),
     "list": Command(
         catalogue.catalogue, catalogue.ListOptions, "tasks, models, strategies, devices, presets, conflicts"
+    ),
+    "check-method": Command(
+        methods.check_methods, methods.CheckMethodOptions, "check that methods of a plug-in obey the laws of methods"
     ),
     "plan": Command(run.plan, run.PlanOptions, "show clusters, ranks, bytes, memory and seconds before training"),
     "run": Command(run.run, run.RunOptions, "train a federation and leave a run folder"),

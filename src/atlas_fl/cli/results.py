@@ -167,6 +167,7 @@ def audit(words: Sequence[str]) -> int:
                 " the digest alone, and what trained it is the clients' own word"
             ]
         )
+    show(list(report.unchecked))
     show([f"{verdict} ({len(report.rows)} checks)"])
     return 0 if report.ok else MISMATCH
 

@@ -83,7 +83,10 @@ def check_typed_settings(config: Config, flags: AbstractSet[str]) -> None:
     A typed value that is the default can be told from one that nobody chose here alone.
     """
     strategy = config.mixing.strategy
-    if method_class(config).asks_once and (of_laplacian := sorted(flags & OF_LAPLACIAN)):
+    from atlas_fl.methods.registry import RULES
+
+    rule = RULES.get(rule_of(config))  # None of a plug-in's, which is not loaded yet, and of an unknown one
+    if rule is not None and rule.asks_once and (of_laplacian := sorted(flags & OF_LAPLACIAN)):
         raise ConfigError(
             f"{of_laplacian[0]} is a setting of the Laplacian, and --strategy {strategy} measures how much is shared;"
             " leave it out, or take the strategy atlas_laplacian"

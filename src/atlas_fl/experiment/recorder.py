@@ -11,6 +11,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from atlas_fl.client.job import Update
@@ -328,6 +330,10 @@ class Recorder:
         for kind, models in {**kept, **record.sent}.items():
             if models:
                 self._write_audit_models(kind, models, round=record.round)
+        if record.rows:
+            file = self.folder.audit_round(record.round) / "mixing.safetensors"
+            rows = {part: torch.from_numpy(np.ascontiguousarray(matrix)) for part, matrix in record.rows.items()}
+            self.audit_digests[file.name] = write_tensors(file, rows, within=self.folder.path)
         if record.state_changed:
             self._write_server_state(self.folder.audit_round(record.round), state.server_state)
         if record.out_of_bound:

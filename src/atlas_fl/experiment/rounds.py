@@ -458,6 +458,7 @@ def one_round(
         anchors=server_step.anchors if aggregated else {},
         sent=_sent_beside_models(jobs),
         sharing=server_step.sharing,
+        rows=server_step.rows,
         state_changed=server_step.server_state is not state.server_state,
         frozen=_frozen_messages(strategy, state.server_state, server_step.server_state),
         unsent=unsent_names(config, jobs[0], state.client_models, server_step.client_models, cuts=cuts),
@@ -507,6 +508,8 @@ class ServerStep:
     """By client whose mixed model was unusable, the reason why it keeps its initial one."""
     sharing: tuple[MeasuredSharing, ...] = ()
     """How much each client keeps of its own, in a round that measured it."""
+    rows: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """The mixing matrices of a method that is a plug-in's."""
 
 
 def _train_jobs(
@@ -610,8 +613,14 @@ def _aggregate(
         discarded=result.discarded,
         anchors=models if personal else {},
         sharing=_measured(method, federation, state, server_state, trained) if reports else (),
+        rows={} if _has_reference(method) else result.rows,
     )
     return _restore_unusable(mixed, state, trained, assembly)
+
+
+def _has_reference(method: Method) -> bool:
+    """Return whether the audit has a second formula for this method; of a plug-in's it reads the matrices."""
+    return type(method).__module__.startswith("atlas_fl.")
 
 
 def _measured(

@@ -7,6 +7,7 @@ from math import isfinite
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -139,6 +140,8 @@ class RoundRecord:
     """Whether the server state changed in the round."""
     frozen: FrozenMessages = NO_FROZEN
     """What was sent of the part that everyone holds frozen."""
+    rows: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """The mixing matrices of a method that is a plug-in's, `adapters` and `head`, for the audit."""
     unsent: frozenset[str] = frozenset()
     """The names of what neither trained nor changed in the round; it goes to nobody but those who were outdated."""
 

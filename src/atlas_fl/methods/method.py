@@ -38,7 +38,7 @@ from atlas_fl.aggregation.rules import (
     mixing_matrices,
     with_updates,
 )
-from atlas_fl.params import ByClient, Params, ServerState, TreesByClient, head_keys, select
+from atlas_fl.params import HEAD, PRIVATE, ByClient, Params, ServerState, TreesByClient, head_keys, select
 from atlas_fl.storage.tensors import encoded_size
 
 Losses: TypeAlias = Callable[[Mapping[int, ByClient]], Mapping[str, Mapping[int, float]]]
@@ -182,6 +182,8 @@ class Aggregated:
     """The model of every client: what it starts the next round with."""
     discarded: Mapping[str, float] = field(default_factory=dict)
     """By client, the share of its mixed update's squared norm that its ranks could not hold (product space; else 0)."""
+    rows: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """The mixing matrices that were applied, `adapters` and `head`; empty where there are others."""
 
 
 @dataclass(frozen=True)
@@ -321,7 +323,19 @@ class Method(Part):
         models = RoundModels(before=client_models, after=after, server_state=server_state, answers=answers or Answers())
         matrices = self.matrices(federation, present, round=round, models=models)
         mixed = mix_by_space(after, matrices, federation, self.options, self.reduce)
-        return Aggregated(server_state=server_state, client_models=mixed.by_client, discarded=mixed.discarded)
+        return Aggregated(
+            server_state=server_state,
+            client_models=mixed.by_client,
+            discarded=mixed.discarded,
+            rows=self._applied_rows(matrices, after, federation),
+        )
+
+    def _applied_rows(self, matrices: Matrices, models: ByClient, federation: Federation) -> dict[str, np.ndarray]:
+        if self.granularity != "all" or self.reduce is not None or any(cut is not None for cut in federation.cuts):
+            return {}
+        keys = dict.fromkeys(key for params in models.values() for key in params if key != PRIVATE)
+        parts = {"head" if key.startswith(HEAD) else "adapters": key for key in keys}
+        return {part: np.asarray(matrices(key)) for part, key in parts.items()}
 
     def initial_models(
         self, server_state: ServerState, client_models: ByClient, fresh: ByClient, federation: Federation
