@@ -72,9 +72,17 @@ def test_each_kind_takes_a_name_and_refuses_one_that_any_registry_of_these_names
     assert "entry-of-mine" not in registered_names()[kind]
 
 
-def test_a_strategy_does_not_take_the_name_of_a_method(plugin: Callable[..., str]) -> None:
-    with pytest.raises(ConfigError, match="registers the strategy 'ditto', a name that is taken"):
-        load_plugins((plugin("register('strategy', 'ditto')(0)\n"),))
+def test_a_method_does_not_take_the_name_of_a_published_one(plugin: Callable[..., str]) -> None:
+    with pytest.raises(ConfigError, match="registers the method 'ditto', a name that is taken"):
+        load_plugins((plugin("register('method', 'ditto')(0)\n"),))
+
+
+def test_a_method_has_one_name(plugin: Callable[..., str]) -> None:
+    own = "class Own:\n    name = 'own'\n\n\n"
+    load_plugins((plugin(own + "register('method')(Own)\n"),))
+    assert "own" in registered_names()["method"]
+    with pytest.raises(ConfigError, match="the method 'own' is registered as 'other'; give it one name"):
+        load_plugins((plugin(own + "register('method', 'other')(Own)\n"),))
 
 
 def test_two_plugins_do_not_take_one_name(plugin: Callable[..., str]) -> None:

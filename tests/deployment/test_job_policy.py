@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from atlas_fl.client.job import Job
-from atlas_fl.client.options import Report, TrainOptions
+from atlas_fl.client.options import TrainOptions
 from atlas_fl.config import Config, validate, with_values
 from atlas_fl.deployment.job_policy import JobPolicy, Outline
 from atlas_fl.deployment.start_models import start_models_of
@@ -37,7 +37,7 @@ def policy(config: Config) -> JobPolicy:
 
 @pytest.mark.parametrize(("report", "own"), [("none", {}), ("class_features", FEATURES), ("halves", HALVES)])
 def test_a_report_leaves_with_the_answer_to_the_job_that_asked_for_it(
-    report: Report, own: dict[str, torch.Tensor]
+    report: str, own: dict[str, torch.Tensor]
 ) -> None:
     job = Job(client="a", params=MODEL, round=1, options=TrainOptions(seed=0, report=report))
     policy(Config()).check_answer("train", job, {**SENT, **own})

@@ -1,10 +1,12 @@
 """Runs with plug-ins: the same bits with workers and after a resume, at sites, and never with another file."""
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from atlas_fl.audit.check import audit_run
 from atlas_fl.cli.main import main
@@ -18,11 +20,14 @@ from atlas_fl.experiment.sweep import grid, run_all
 from atlas_fl.plugins import load_plugins
 from atlas_fl.report.html.write import write_report
 from atlas_fl.storage.jsonl import read_json
+from atlas_fl.storage.run_folder import RunFolder
+from atlas_fl.storage.tensors import read_tensors, write_tensors
 from tests.runs.federation import Federation
 from tests.runs.reading import rows, same_tensors, state
 from tests.runs.workers import check_same, in_threads
 
 Make = Callable[..., Config]
+INVERSE_LOSS = Path(__file__).parents[2] / "examples/plugins/inverse_loss.py"
 EXAMPLE = Path(__file__).parents[2] / "examples/plugins/partition.py"
 TERM = """
 from atlas_fl.plugins import register
@@ -43,6 +48,10 @@ register("task", "films")(replace(TASKS["movie"], name="films"))
 register("strategy", "own_average")(lambda options: replace(FedAvg(options)))
 register("allocator", "own_ranks")(ALLOCATORS["uniform"])
 """
+
+
+def rows_of_ledger(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in RunFolder(folder).ledger.read_text().splitlines()]
 
 
 @pytest.fixture(autouse=True)
@@ -159,8 +168,95 @@ def test_tasks_strategies_and_allocators_of_a_plugin_make_a_run(config: Make, tm
         config(name="ours", tasks=("films", "trec"), plugin=(str(path),), strategy="fedavg", ranks="uniform", rounds=1)
     )
     assert same_tensors(state(run.folder, round=1), state(same.folder, round=1))
-    with pytest.raises(CheckpointError, match="no audit is written for strategy 'own_average'"):
-        audit_run(run.folder)
+    load_plugins(())
+    found = audit_run(run.folder)
+    assert found.ok and {"rows", "mixed", "moved", "loaded", "names", "record"} <= {row.check for row in found.rows}
+    (line,) = found.unchecked
+    assert "own_average is a plug-in's, for which there is no second formula" in line
+
+
+def test_a_tampered_matrix_or_model_of_a_plugins_method_fails_the_audit(config: Make) -> None:
+    run = run_config(config(plugin=(str(INVERSE_LOSS),), strategy="inverse_loss", rounds=1)).folder
+    round_one = run / "audit/round-0001"
+    rows = read_tensors(round_one / "mixing.safetensors")
+    assert rows["adapters"].sum(dim=1).allclose(torch.ones(4, dtype=torch.float64))
+    assert not rows["head"][0, 2:].any(), "heads of another task"
+    write_tensors(round_one / "mixing.safetensors", {**rows, "adapters": rows["adapters"].roll(1, 1)})
+    failed = {row.check for row in audit_run(run).failures}
+    assert {"files", "mixed"} <= failed
+    write_tensors(round_one / "mixing.safetensors", {**rows, "adapters": 2 * rows["adapters"]})
+    assert "rows" in {row.check for row in audit_run(run).failures}
+
+
+@pytest.mark.slow
+def test_a_method_of_ones_own_gives_the_same_bits_with_workers_at_sites_and_after_a_kill(
+    config: Make, federation: Callable[..., Federation]
+) -> None:
+    settings = {"plugin": (str(INVERSE_LOSS),), "strategy": "inverse_loss", "rounds": 3, "pack_tokens": 200}
+    whole = run_config(config(name="alone", **settings))
+    plain = run_config(config(name="plain", rounds=3, strategy="fedavg", pack_tokens=200))
+    assert not same_tensors(state(whole.folder, round=3), state(plain.folder, round=3)), "losses weigh"
+    workers = run_config(config(name="workers", workers=2, **settings))
+    check_same(whole.folder, workers.folder, round=3)
+    stopped = run_config(config(name="stopped", max_rounds=1, **settings))
+    load_plugins(())
+    check_same(whole.folder, resume_run(stopped.folder).folder, round=3)
+    load_plugins(())
+    assert audit_run(whole.folder).ok
+    fed = federation(plugin=(str(INVERSE_LOSS),), strategy="inverse_loss")
+    server, port = fed.serve()
+    sites = [fed.join(name, port, "--plugin", str(INVERSE_LOSS)) for name in fed.sites]
+    for site in sites:
+        site.end()
+    server.end()
+    fed.is_as_simulated()
+
+
+REPORTING = """
+import torch
+
+from atlas_fl.aggregation.matrices import average
+from atlas_fl.methods.method import Method
+from atlas_fl.plugins import register
+
+
+@register("method")
+class ByStartLoss(Method):
+    \"""Weights by the loss of the model that a client was sent, which it reports (as q-FedAvg's are).\"""
+
+    name = "by_start_loss"
+    report = "start_loss"
+
+    @classmethod
+    def measure(cls, report):
+        return {client: {"value": torch.tensor(loss)} for client, loss in report.loss().items()}
+
+    def rule(self, step):
+        reports = {} if step.models is None else step.models.answers.reports.get("start_loss", {})
+        losses = [float(reports[name]["value"]) if name in reports else 1.0 for name in step.federation.clients]
+        return average([max(loss, 1e-3) ** 2 for loss in losses], step.groups, step.present)
+"""
+
+
+@pytest.mark.slow
+def test_a_report_of_a_methods_own_reaches_the_server_and_the_ledger(
+    config: Make, federation: Callable[..., Federation], tmp_path: Path
+) -> None:
+    plugin = tmp_path / "reporting.py"
+    plugin.write_text(REPORTING)
+    settings = {"plugin": (str(plugin),), "strategy": "by_start_loss", "rounds": 2, "pack_tokens": 200}
+    whole = run_config(config(name="alone", **settings))
+    check_same(whole.folder, run_config(config(name="workers", workers=2, **settings)).folder, round=2)
+    sent = [row for row in rows_of_ledger(whole.folder) if row["kind"] == "report"]
+    assert {(row["direction"], row["round"]) for row in sent} == {("up", 1), ("up", 2)}
+    assert audit_run(whole.folder).ok
+    fed = federation(plugin=(str(plugin),), strategy="by_start_loss")
+    server, port = fed.serve()
+    sites = [fed.join(name, port, "--plugin", str(plugin)) for name in fed.sites]
+    for site in sites:
+        site.end()
+    server.end()
+    fed.is_as_simulated()
 
 
 @pytest.mark.slow

@@ -1,0 +1,157 @@
+"""The laws that `atlas check-method` holds methods to: all of ours and of the examples obey, and each law can fail."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from atlas_fl.cli.main import main
+from atlas_fl.methods.averages import FedAvg
+from atlas_fl.methods.laws import LAWS, check_method
+from atlas_fl.methods.method import Aggregated, Method
+from atlas_fl.methods.registry import RULES
+from atlas_fl.plugins import load_plugins
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples/plugins").glob("*.py"))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_method_obeys_all_laws(name: str) -> None:
+    assert check_method(RULES[name]) == []
+
+
+class Unnormalised(FedAvg):
+    """Rows that sum to two."""
+
+    def rule(self, step):
+        return 2 * super().rule(step)
+
+
+class AcrossTasks(FedAvg):
+    """Heads of all tasks mix."""
+
+    def rule(self, step):
+        return np.full((len(step.present),) * 2, 1 / len(step.present))
+
+
+class InPlace(FedAvg):
+    """It writes into the models that it is given."""
+
+    def aggregate(self, server_state, client_models, updates, federation, *, round, answers=None):
+        for params in updates.values():
+            params["head.weight"].add_(1)
+        return super().aggregate(server_state, client_models, updates, federation, round=round, answers=answers)
+
+
+class Drawn(FedAvg):
+    """A draw without a seed."""
+
+    def rule(self, step):
+        rows = super().rule(step) + torch.rand(1).item() * step.present
+        return rows / rows.sum(axis=1, keepdims=True) if not step.parameters.is_head else super().rule(step)
+
+
+class FirstOnly(FedAvg):
+    """Everyone gets the model of the first client that took part."""
+
+    def rule(self, step):
+        rows = np.eye(len(step.present))
+        for group in set(step.groups.tolist()):
+            inside = np.flatnonzero((step.groups == group) & step.present)
+            if len(inside):
+                rows[step.groups == group] = np.eye(len(rows))[inside[0]]
+        return rows
+
+
+class Forgets(FedAvg):
+    """A client that it has no model of is left out."""
+
+    def aggregate(self, server_state, client_models, updates, federation, *, round, answers=None):
+        done = super().aggregate(server_state, client_models, updates, federation, round=round, answers=answers)
+        return Aggregated(server_state={}, client_models={name: done.client_models[name] for name in updates})
+
+
+class OwnMemory(FedAvg):
+    """It counts its steps beside the server state."""
+
+    steps: list[int] = []  # noqa: RUF012
+
+    def rule(self, step):
+        self.steps.append(1)
+        weight = 1 / len(self.steps)
+        return weight * np.eye(len(step.present)) + (1 - weight) * super().rule(step)
+
+
+class Keeps(FedAvg):
+    """A client alone gets half of what it trained."""
+
+    def aggregate(self, server_state, client_models, updates, federation, *, round, answers=None):
+        done = super().aggregate(server_state, client_models, updates, federation, round=round, answers=answers)
+        halved = {name: {key: one / 2 for key, one in params.items()} for name, params in done.client_models.items()}
+        return Aggregated(server_state={}, client_models=halved)
+
+
+class Lists(FedAvg):
+    """A state that no checkpoint can hold."""
+
+    def aggregate(self, server_state, client_models, updates, federation, *, round, answers=None):
+        done = super().aggregate(server_state, client_models, updates, federation, round=round, answers=answers)
+        return Aggregated(server_state={"seen": list(updates)}, client_models=done.client_models)
+
+
+class KnowsAll(FedAvg):
+    """It looks up every client that trained in what it remembers of the last round."""
+
+    def aggregate(self, server_state, client_models, updates, federation, *, round, answers=None):
+        done = super().aggregate(server_state, client_models, updates, federation, round=round, answers=answers)
+        last = server_state.get("last", updates)
+        state = {"last": {name: {"w": last[name].get("w", params["head.weight"])} for name, params in updates.items()}}
+        return Aggregated(server_state=state, client_models=done.client_models)
+
+
+@pytest.mark.parametrize(
+    ("method", "law"),
+    [
+        (Unnormalised, "rows"),
+        (AcrossTasks, "rows"),
+        (InPlace, "inputs"),
+        (Drawn, "determinism"),
+        (FirstOnly, "order"),
+        (Forgets, "shapes"),
+        (OwnMemory, "determinism"),
+        (Keeps, "one client"),
+        (Lists, "state"),
+        (KnowsAll, "clients without a state"),
+        (Method, "shapes"),
+    ],
+)
+def test_a_method_that_breaks_a_law_is_told_so_in_words(method: type[Method], law: str) -> None:
+    faults = check_method(method)
+    assert any(fault.startswith(f"{law}: ") for fault in faults), faults
+
+
+def test_every_law_can_fail() -> None:
+    broken = (Unnormalised, AcrossTasks, InPlace, Drawn, FirstOnly, Forgets, OwnMemory, Keeps, Lists, KnowsAll)
+    failed = {fault.partition(":")[0] for method in broken for fault in check_method(method)}
+    assert failed == set(LAWS), set(LAWS) - failed
+
+
+def test_the_command_names_the_laws_that_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check-method", str(EXAMPLES[1])]) == 0
+    assert "inverse_loss: all 9 laws hold" in " ".join(capsys.readouterr().out.split())
+    assert main(["check-method", str(EXAMPLES[0])]) == 2
+    assert "registers no method" in capsys.readouterr().err
+    load_plugins(())
+
+
+def test_the_command_says_what_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plugin = tmp_path / "broken.py"
+    plugin.write_text(
+        "from atlas_fl.methods.averages import FedAvg\nfrom atlas_fl.plugins import register\n\n\n"
+        "@register('method')\nclass Twice(FedAvg):\n    name = 'twice'\n\n"
+        "    def rule(self, step):\n        return 2 * super().rule(step)\n"
+    )
+    assert main(["check-method", str(plugin)]) == 1
+    assert "twice: rows: the rows for layer.0.q.lora_A sum to" in " ".join(capsys.readouterr().out.split())
+    load_plugins(())
