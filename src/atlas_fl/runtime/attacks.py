@@ -10,7 +10,7 @@ An attacker trains like any other client and alters the update that it sends.
                        average by examples everyone gets x. Bagdasaryan et al., "How To Backdoor Federated Learning",
                        2020
 
-Changes of adapters are those of s B A, cut to the client's rank (`aggregation.robust.scaled_change`).
+Changes of adapters are those of s B A, cut to the client's rank (`aggregation.norm_bound.scaled_change`).
 """
 
 from collections.abc import Callable, Mapping, Sequence

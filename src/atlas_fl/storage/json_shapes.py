@@ -22,7 +22,7 @@ METRICS = (
 """Scores in rows of evaluations."""
 
 SHARING = ("own_share", "effective_clients", "variance_over_noise")
-"""Measures of a client's row under `kriging` (`aggregation.kriging.MeasuredSharing`)."""
+"""Measures of a client's row under `kriging` (`methods.kriging.MeasuredSharing`)."""
 
 Shape: TypeAlias = Callable[[Any, str], str]
 

@@ -124,7 +124,7 @@ def put(key: str, value: Any) -> Callable[[dict[str, torch.Tensor]], Any]:
     return lambda tensors: tensors.update({key: value(tensors[key]) if callable(value) else value})
 
 
-FAULTS: Mapping[str, tuple[Report, Callable[[dict[str, torch.Tensor]], Any], str]] = {
+FAULTS: Mapping[str, tuple[str, Callable[[dict[str, torch.Tensor]], Any], str]] = {
     "one half": (
         "halves",
         lambda tensors: [tensors.pop(f"second/{key}") for key in MODEL],

@@ -3,7 +3,7 @@
 An answer that can be read is not yet one that fits its job: planning, mixing and records go by names and shapes. So the
 server checks each where it arrives, and refuses what does not fit, from that client alone (`SCHEMAS`).
 
-The tensors of a training answer are checked where they would meet those of others (`aggregation.strategies`).
+The tensors of a training answer are checked where they would meet those of others (`aggregation.update_checks`).
 """
 
 import math
