@@ -1,6 +1,6 @@
 """Export of client models: an adapter as a PEFT folder, a gated one as ours, a whole model as a transformers folder.
 
-What is exported scores as what was evaluated. The log frequencies of a client's classes (`methods.prior_correction`) are
+What is exported scores as what was evaluated. Log frequencies of a client's classes (`methods.prior_correction`) are
 added to the bias of its head; where the head has none, the folder's README.md and a note say so.
 """
 
