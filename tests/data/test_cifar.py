@@ -97,6 +97,12 @@ def test_where_it_is_nowhere_one_line_names_the_ways(tmp_path: Path) -> None:
         load("cifar10", None)
 
 
+ITSELF = batch(np.zeros((2, 32, 32, 3), dtype=np.uint8), [0, 1], key="fine_labels").replace(
+    b"](K\x00K\x01e", b"]q\x09(h\x09h\x09e"
+)
+"""Labels that are a list of itself."""
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -105,6 +111,7 @@ def test_where_it_is_nowhere_one_line_names_the_ways(tmp_path: Path) -> None:
         (batch(np.zeros((2, 32, 32, 3), dtype=np.uint8), [0, 100], key="fine_labels"), "whole numbers from 0 to 99"),
         (batch(np.zeros((2, 32, 32, 3), dtype=np.uint8), [0], key="fine_labels"), "are not 2 whole numbers"),
         (b"\x80\x02]q\x00.", "holds no images of CIFAR-100"),
+        (ITSELF, "are not 2 whole numbers"),
     ],
 )
 def test_a_wrong_file_of_the_archive_is_one_line(content: bytes, message: str, tmp_path: Path) -> None:

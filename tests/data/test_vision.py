@@ -1,5 +1,6 @@
 import gzip
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from atlas_fl.data.cleaning import check_no_leak
 from atlas_fl.data.registry import TASKS
 from atlas_fl.data.task import Source, TaskData
 from atlas_fl.errors import DataError
+from atlas_fl.storage.assets import FASHION
 from tests.data.images import as_images
 
 
@@ -27,7 +29,7 @@ def write_idx(path: Path, values: np.ndarray) -> None:
 @pytest.fixture
 def fashion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A miniature of the four files; what the machine has does not count."""
-    monkeypatch.setattr(image_sets, "SYSTEM_FOLDER", tmp_path / "none")
+    monkeypatch.setattr(image_sets, "FASHION", replace(FASHION, system_dir=tmp_path / "none"))
     folder, draw = tmp_path / "files", np.random.default_rng(0)
     folder.mkdir()
     for start, count in (("train", 50), ("t10k", 20)):
@@ -64,7 +66,7 @@ def test_fashion_is_found_in_the_cache_on_the_machine_and_in_a_directory(
     (tmp_path / "fashion-mnist").symlink_to(fashion)
     assert len(load("fashion_mnist", cache_dir=tmp_path).test) == 20
     assert len(load("fashion_mnist", data_dir=tmp_path).test) == 20
-    monkeypatch.setattr(image_sets, "SYSTEM_FOLDER", fashion)
+    monkeypatch.setattr(image_sets, "FASHION", replace(FASHION, system_dir=fashion))
     assert len(load("fashion_mnist").test) == 20
 
 
