@@ -17,7 +17,7 @@ import numpy as np
 from atlas_fl.data.cleaning import arrange
 from atlas_fl.data.hub import Published, find_tables, missing_split, source_files
 from atlas_fl.data.tables import Table, column, texts
-from atlas_fl.data.task import Labels, Metric, Rows, Source, Task, TaskData
+from atlas_fl.data.task import Labels, Metric, Rows, Source, Task, TaskData, rows_to_write
 from atlas_fl.errors import DataError
 
 GLUE_REPOSITORY = "nyu-mll/glue"
@@ -50,10 +50,30 @@ class Format:
         """Name in messages."""
         return f"GLUE {self.name}" if self.repository == GLUE_REPOSITORY else self.name
 
+    @property
+    def published(self) -> Published:
+        """The data set as the hub knows it."""
+        is_glue = self.repository == GLUE_REPOSITORY
+        return Published(
+            title=f"{'GLUE task' if is_glue else 'task'} {self.name!r}",
+            repository=self.repository,
+            config=self.config or self.name,
+            folder=self.name,
+            splits=tuple(name for names in SPLITS.values() for name in names),
+        )
+
+    def folder(self, source: Source) -> Path | None:
+        """Its folder in the user's directory of data sets."""
+        return None if source.data_dir is None else source.data_dir / self.name
+
+    def files(self, source: Source) -> tuple[Path, ...]:
+        """The folders that it is read from or looked for in."""
+        return source_files(self.published, self.folder(source))
+
 
 def load_hub_task(source: Source, *, form: Format) -> TaskData:
     """The splits of a task; a `DataError` names what is missing and the three ways to supply it."""
-    tables = find_tables(_hub_source(form), _folder(source, form))
+    tables = find_tables(form.published, form.folder(source))
     rows = {}
     for split, names in SPLITS.items():
         name = next((name for name in names if name in tables), None)
@@ -63,21 +83,6 @@ def load_hub_task(source: Source, *, form: Format) -> TaskData:
     if "train" not in rows:
         raise missing_split(form.title, tuple(tables))
     return arrange(rows, name=form.name, labelled=form.target is None)
-
-
-def _hub_source(form: Format) -> Published:
-    is_glue = form.repository == GLUE_REPOSITORY
-    return Published(
-        title=f"GLUE task {form.name!r}" if is_glue else f"task {form.name!r}",
-        repository=form.repository,
-        config=form.config or form.name,
-        folder=form.name,
-        splits=tuple(name for names in SPLITS.values() for name in names),
-    )
-
-
-def _folder(source: Source, form: Format) -> Path | None:
-    return None if source.data_dir is None else source.data_dir / form.name
 
 
 def _rows(table: Table, form: Format, *, origin: str) -> Rows:
@@ -99,8 +104,7 @@ def _rows_to_write(table: Table, form: Format, target: str, *, origin: str) -> R
     if form.context is not None:
         contexts = texts(table, form.context, origin=origin)
         prompts = tuple(f"{context}\n{prompt}" for context, prompt in zip(contexts, prompts, strict=True))
-    words = np.asarray([len(text.split()) for text in written], dtype=np.float32)
-    return Rows(text=prompts, pair=written, label=words)
+    return rows_to_write(written, prompts=prompts)
 
 
 def _first_answer(value: Any) -> Any:
@@ -131,7 +135,7 @@ def _task(form: Format, *, metric: Metric = "accuracy", max_length: int = 128, n
         label_names=form.label_names,
         note=note or "GLUE; tested on its validation split",
         load=partial(load_hub_task, form=form),
-        files=lambda source: source_files(_hub_source(form), _folder(source, form)),
+        files=form.files,
     )
 
 

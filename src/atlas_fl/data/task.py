@@ -79,6 +79,14 @@ class Rows:
         return replace(self, text=text, pair=pair, label=self.label[positions])
 
 
+def rows_to_write(written: Sequence[str], *, prompts: Sequence[str] | None = None) -> Rows:
+    """Texts to be written, each after its prompt where there are prompts; the labels are their numbers of words."""
+    words = np.asarray([len(text.split()) for text in written], dtype=np.float32)
+    if prompts is None:
+        return Rows(text=tuple(written), label=words)
+    return Rows(text=tuple(prompts), pair=tuple(written), label=words)
+
+
 Examples: TypeAlias = Rows | Images
 """Examples of a split."""
 
