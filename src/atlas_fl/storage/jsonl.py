@@ -208,11 +208,24 @@ def read_sealed(path: Path, *, within: Path | None = None) -> dict[str, Any]:
     Raises:
         CheckpointError: there is no such file, or it is damaged.
     """
-    content = read_json(path, within=within)
-    expected = content.pop(SEAL, None) if isinstance(content, dict) else None
-    if expected is None or content_sha256(content) != expected:
-        raise CheckpointError(f"damaged file {path}: it is not what was written; restore it from a copy, or run again")
-    return dict(content)
+    try:
+        return unsealed(read_json(path, within=within))
+    except ValueError as error:
+        raise CheckpointError(f"damaged file {path}: {error}; restore it from a copy, or run again") from None
+
+
+def unsealed(content: Any) -> dict[str, Any]:
+    """The content of a sealed file, without its digest.
+
+    Raises:
+        ValueError: it is not what was written.
+    """
+    if not isinstance(content, dict) or SEAL not in content:
+        raise ValueError("it is not what was written")
+    plain = {name: value for name, value in content.items() if name != SEAL}
+    if content_sha256(plain) != content[SEAL]:
+        raise ValueError("it is not what was written")
+    return plain
 
 
 def append_rows(
