@@ -113,13 +113,9 @@ def test_majority_by_hand() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"clients_per_task": 0}, "clients_per_task is 0; it must be 1 or more"),
         ({"samples": 1}, "--samples is 1; it must be 2 or more"),
         ({"validation_samples": 0}, "--validation-samples is 0; it must be 1 or more"),
         ({"test_samples": -3}, "--test-samples is -3; it must be 1 or more"),
-        ({"dirichlet_alpha": 0.0}, "dirichlet_alpha is 0.0; it must be above 0"),
-        ({"dirichlet_alpha": float("nan")}, "dirichlet_alpha is nan"),
-        ({"partition": "dirchlet"}, "unknown partition 'dirchlet'; did you mean 'dirichlet'"),
     ],
 )
 def test_settings_out_of_range_are_named(changes: dict[str, Any], message: str) -> None:

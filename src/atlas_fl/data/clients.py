@@ -1,7 +1,6 @@
 """make_clients: every task's rows dealt out to clients, disjoint; statistics of their sizes and label distributions."""
 
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,11 +14,10 @@ from atlas_fl.data.cache import load_task
 from atlas_fl.data.cleaning import bin_edges, check_no_leak, strata
 from atlas_fl.data.partition import PARTITIONS, actual_mixes, assign_classes, deal, deal_balanced, deal_classes
 from atlas_fl.data.task import Examples, Images, Labels, Source, Task, TaskData, as_texts
-from atlas_fl.errors import ConfigError, DataError, unknown_name
+from atlas_fl.errors import ConfigError, DataError
 from atlas_fl.params import Split
 from atlas_fl.rng import Seed, generator
 
-MOST_ALPHA = 1e6
 MOST_NAMED = 3
 """Skipped files that a note names."""
 BY_CLASSES = "classes"
@@ -160,7 +158,13 @@ def make_clients(  # noqa: PLR0913 - one name for each setting of the data
     range, a `DataError` a task whose rows do not suffice.
     """
     sizes: Sizes = {"train": samples, "validation": validation_samples, "test": test_samples}
-    _check_settings(clients_per_task, sizes, partition, dirichlet_alpha, client_sizes=client_sizes)
+    for split, size in sizes.items():
+        if size is not None and size < _LEAST[split]:
+            raise ConfigError(f"{_FLAGS[split]} is {size}; it must be {_LEAST[split]} or more")
+    if client_sizes and partition in (BY_CLASSES, "quantity"):
+        raise ConfigError(
+            f"client_sizes and partition {partition} both say how much a client has; leave one of them out"
+        )
     deal_rows: Callable[..., dict[Split, list[Labels]]]
     deal_rows = partial(_deal_by_classes, classes_per_client=classes_per_client)
     if partition != BY_CLASSES:
@@ -254,8 +258,7 @@ def _deal_by_classes(
     seed: Seed,
     test_mix: str,
 ) -> dict[Split, list[Labels]]:
-    if classes_per_client is None:
-        raise ConfigError(f"--partition {BY_CLASSES} needs --nc, the number of classes that a client has")
+    assert classes_per_client is not None, "who takes this partition says how many classes"
     if not task.has_classes:
         raise ConfigError(f"task {task.name!r} has no classes for --partition {BY_CLASSES}; choose another partition")
     has_class = assign_classes(num_clients, task.num_labels, classes_per_client, generator(seed, "classes", task.name))
@@ -271,24 +274,6 @@ def _deal_by_classes(
         except DataError as error:
             raise DataError(f"{split} of task {task.name!r}: {error} ({_FLAGS[split]})") from error
     return parts
-
-
-def _check_settings(
-    num_clients: int, sizes: Sizes, partition: str, alpha: float, *, client_sizes: Sequence[int]
-) -> None:
-    if partition not in (*PARTITIONS, BY_CLASSES):
-        raise unknown_name("partition", partition, (*PARTITIONS, BY_CLASSES))
-    if client_sizes and partition in (BY_CLASSES, "quantity"):
-        raise ConfigError(
-            f"client_sizes and partition {partition} both say how much a client has; leave one of them out"
-        )
-    if num_clients < 1:
-        raise ConfigError(f"clients_per_task is {num_clients}; it must be 1 or more")
-    for split, size in sizes.items():
-        if size is not None and size < _LEAST[split]:
-            raise ConfigError(f"{_FLAGS[split]} is {size}; it must be {_LEAST[split]} or more")
-    if not 0 < alpha <= MOST_ALPHA or math.isnan(alpha):
-        raise ConfigError(f"dirichlet_alpha is {alpha}; it must be above 0 and at most {MOST_ALPHA:g}")
 
 
 def _check_room(

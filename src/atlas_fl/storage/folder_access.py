@@ -148,12 +148,8 @@ def _open_file(path: Path, flags: int, *, within: Path | None, max_bytes: int | 
             _check_kind(os.stat(path.name, dir_fd=folder, follow_symlinks=False))
         # what it was a moment ago it need not be: the descriptor is asked again, and a pipe is not waited for
         handle = os.open(path.name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666, dir_fd=folder)
-        try:
-            _check_opened(os.fstat(handle), writes=flags & os.O_ACCMODE != os.O_RDONLY, max_bytes=max_bytes)
-        except OSError:
-            os.close(handle)
-            raise
-    return handle
+        writes = flags & os.O_ACCMODE != os.O_RDONLY
+        return _checked(handle, writes=writes, max_bytes=max_bytes)
 
 
 def _check_kind(status: os.stat_result) -> None:
@@ -165,12 +161,19 @@ def _check_kind(status: os.stat_result) -> None:
         raise OSError(errno.EINVAL, NOT_REGULAR)
 
 
-def _check_opened(status: os.stat_result, *, writes: bool, max_bytes: int | None) -> None:
-    _check_kind(status)
-    if writes and status.st_nlink > 1:
-        raise OSError(errno.EMLINK, HAS_OTHER_NAME)
-    if max_bytes is not None and status.st_size > max_bytes:
-        raise OSError(errno.EFBIG, f"{status.st_size:,} bytes, and at most {max_bytes:,} are read")
+def _checked(handle: int, *, writes: bool = False, max_bytes: int | None) -> int:
+    """The descriptor, closed where it is of no regular file, of a larger one or of one that is not to be written to."""
+    try:
+        status = os.fstat(handle)
+        _check_kind(status)
+        if writes and status.st_nlink > 1:
+            raise OSError(errno.EMLINK, HAS_OTHER_NAME)
+        if max_bytes is not None and status.st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"{status.st_size:,} bytes, and at most {max_bytes:,} are read")
+    except OSError:
+        os.close(handle)
+        raise
+    return handle
 
 
 def open_to_read(path: Path, *, max_bytes: int, within: Path | None = None) -> BufferedReader:
@@ -207,12 +210,7 @@ def open_named_file(path: Path, *, max_bytes: int) -> BufferedReader:
     with os_errors_with_path(path):
         _check_kind(path.stat())
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            _check_opened(os.fstat(handle), writes=False, max_bytes=max_bytes)
-        except OSError:
-            os.close(handle)
-            raise
-    return os.fdopen(handle, "rb")
+        return os.fdopen(_checked(handle, max_bytes=max_bytes), "rb")
 
 
 def read_named_file(path: Path, *, max_bytes: int) -> bytes:
