@@ -34,7 +34,6 @@ class Format:
     """Column of the text, or of the prompt after which is written."""
     pair: str | None = None
     """Column of the second text."""
-    label: str = "label"
     label_names: tuple[str, ...] = ()
     """Empty for a regression, and for what is written."""
     target: str | None = None
@@ -44,6 +43,9 @@ class Format:
     repository: str = GLUE_REPOSITORY
     config: str | None = None
     """Name of the data set within the repository; the task's name by default."""
+    metric: Metric = "accuracy"
+    max_length: int = 128
+    note: str = "GLUE; tested on its validation split"
 
     @property
     def title(self) -> str:
@@ -78,7 +80,7 @@ def load_hub_task(source: Source, *, form: Format) -> TaskData:
     for split, names in SPLITS.items():
         name = next((name for name in names if name in tables), None)
         # Some copies leave the hidden labels out, others write -1.
-        if name is not None and (split != "test" or (form.target or form.label) in tables[name]):
+        if name is not None and (split != "test" or (form.target or "label") in tables[name]):
             rows[split] = _rows(tables[name], form, origin=f"{name} of {form.title}")
     if "train" not in rows:
         raise missing_split(form.title, tuple(tables))
@@ -88,7 +90,7 @@ def load_hub_task(source: Source, *, form: Format) -> TaskData:
 def _rows(table: Table, form: Format, *, origin: str) -> Rows:
     if form.target is not None:
         return _rows_to_write(table, form, form.target, origin=origin)
-    label = _labels(column(table, form.label, origin=origin), form, origin=origin)
+    label = _labels(column(table, "label", origin=origin), form, origin=origin)
     pair = None if form.pair is None else texts(table, form.pair, origin=origin)
     rows = Rows(text=texts(table, form.text, origin=origin), pair=pair, label=label)
     return rows.take(np.flatnonzero(label != HIDDEN))
@@ -126,90 +128,92 @@ def _labels(values: Sequence[Any], form: Format, *, origin: str) -> Labels:
     return label
 
 
-def _task(form: Format, *, metric: Metric = "accuracy", max_length: int = 128, note: str = "") -> Task:
+_SENTIMENT = ("negative", "positive")
+_EQUIVALENT = ("not_equivalent", "equivalent")
+_ENTAILED = ("entailment", "not_entailment")
+_NLI = ("entailment", "neutral", "contradiction")
+_ASKED_BEFORE = ("not_duplicate", "duplicate")
+
+_GLUE = (
+    Format(name="sst2", text="sentence", label_names=_SENTIMENT),
+    Format(name="mrpc", text="sentence1", pair="sentence2", label_names=_EQUIVALENT, metric="f1"),
+    Format(name="cola", text="sentence", label_names=("unacceptable", "acceptable"), metric="mcc"),
+    Format(name="qnli", text="question", pair="sentence", label_names=_ENTAILED, max_length=256),
+    Format(name="qqp", text="question1", pair="question2", label_names=_ASKED_BEFORE, metric="f1"),
+    Format(name="mnli", text="premise", pair="hypothesis", label_names=_NLI),
+    Format(name="rte", text="sentence1", pair="sentence2", label_names=_ENTAILED),
+    Format(name="wnli", text="sentence1", pair="sentence2", label_names=("not_entailment", "entailment")),
+    Format(name="stsb", text="sentence1", pair="sentence2", metric="pearson"),
+)
+_OTHERS = (
+    Format(
+        name="imdb",
+        text="text",
+        label_names=_SENTIMENT,
+        repository="stanfordnlp/imdb",
+        config="plain_text",
+        max_length=256,
+        note="film reviews of the hub",
+    ),
+    Format(
+        name="ag_news",
+        text="text",
+        label_names=("world", "sports", "business", "technology"),
+        repository="fancyzhx/ag_news",
+        config="default",
+        note="news by topic, of the hub",
+    ),
+    Format(
+        name="yelp",
+        text="text",
+        label_names=_SENTIMENT,
+        repository="fancyzhx/yelp_polarity",
+        config="plain_text",
+        max_length=256,
+        note="reviews of places, of the hub",
+    ),
+    Format(
+        name="squad",
+        text="question",
+        context="context",
+        target="answers",
+        repository="rajpurkar/squad",
+        config="plain_text",
+        max_length=384,
+        note="writes the answer after passage and question; of the hub",
+    ),
+    Format(
+        name="e2e",
+        text="meaning_representation",
+        target="human_reference",
+        repository="tuetschek/e2e_nlg",
+        config="default",
+        note="writes a sentence about a restaurant from its attributes; of the hub",
+    ),
+    Format(
+        name="xsum",
+        text="document",
+        target="summary",
+        repository="EdinburghNLP/xsum",
+        config="default",
+        max_length=512,
+        note="writes a sentence that sums up an article; of the hub",
+    ),
+)
+
+
+def _task(form: Format) -> Task:
     return Task(
         name=form.name,
         num_labels=0 if form.target is not None else len(form.label_names) or 1,
-        metric=metric,
-        max_length=max_length,
+        metric=form.metric,
+        max_length=form.max_length,
         label_names=form.label_names,
-        note=note or "GLUE; tested on its validation split",
+        note=form.note,
         load=partial(load_hub_task, form=form),
         files=form.files,
     )
 
 
-_EQUIVALENT = ("not_equivalent", "equivalent")
-_ENTAILED = ("entailment", "not_entailment")
-
-GLUE: tuple[Task, ...] = (
-    _task(Format(name="sst2", text="sentence", label_names=("negative", "positive"))),
-    _task(Format(name="mrpc", text="sentence1", pair="sentence2", label_names=_EQUIVALENT), metric="f1"),
-    _task(Format(name="cola", text="sentence", label_names=("unacceptable", "acceptable")), metric="mcc"),
-    _task(Format(name="qnli", text="question", pair="sentence", label_names=_ENTAILED), max_length=256),
-    _task(
-        Format(name="qqp", text="question1", pair="question2", label_names=("not_duplicate", "duplicate")), metric="f1"
-    ),
-    _task(
-        Format(name="mnli", text="premise", pair="hypothesis", label_names=("entailment", "neutral", "contradiction"))
-    ),
-    _task(Format(name="rte", text="sentence1", pair="sentence2", label_names=_ENTAILED)),
-    _task(Format(name="wnli", text="sentence1", pair="sentence2", label_names=("not_entailment", "entailment"))),
-    _task(Format(name="stsb", text="sentence1", pair="sentence2"), metric="pearson"),
-)
-
-_SENTIMENT = ("negative", "positive")
-
-HUB_TASKS: tuple[Task, ...] = (
-    *GLUE,
-    _task(
-        Format(name="imdb", text="text", label_names=_SENTIMENT, repository="stanfordnlp/imdb", config="plain_text"),
-        max_length=256,
-        note="film reviews of the hub",
-    ),
-    _task(
-        Format(
-            name="ag_news",
-            text="text",
-            label_names=("world", "sports", "business", "technology"),
-            repository="fancyzhx/ag_news",
-            config="default",
-        ),
-        note="news by topic, of the hub",
-    ),
-    _task(
-        Format(
-            name="yelp", text="text", label_names=_SENTIMENT, repository="fancyzhx/yelp_polarity", config="plain_text"
-        ),
-        max_length=256,
-        note="reviews of places, of the hub",
-    ),
-    _task(
-        Format(
-            name="squad",
-            text="question",
-            context="context",
-            target="answers",
-            repository="rajpurkar/squad",
-            config="plain_text",
-        ),
-        max_length=384,
-        note="writes the answer after passage and question; of the hub",
-    ),
-    _task(
-        Format(
-            name="e2e",
-            text="meaning_representation",
-            target="human_reference",
-            repository="tuetschek/e2e_nlg",
-            config="default",
-        ),
-        note="writes a sentence about a restaurant from its attributes; of the hub",
-    ),
-    _task(
-        Format(name="xsum", text="document", target="summary", repository="EdinburghNLP/xsum", config="default"),
-        max_length=512,
-        note="writes a sentence that sums up an article; of the hub",
-    ),
-)
-"""All of them."""
+GLUE: tuple[Task, ...] = tuple(_task(form) for form in _GLUE)
+HUB_TASKS: tuple[Task, ...] = (*GLUE, *(_task(form) for form in _OTHERS))
