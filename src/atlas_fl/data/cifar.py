@@ -230,6 +230,7 @@ class Cifar:
             repository=f"uoft-cs/{self.name}",
             config=self.name if self.name == "cifar100" else "plain_text",
             splits=("train", "validation", "test"),
+            folder=self.name,
             files=f"{{train,test}}.parquet (or a save_to_disk folder), or with DIR/{self.archive} or DIR/{self.tar}",
         )
 
@@ -273,7 +274,7 @@ def load_cifar(source: Source, *, cifar: Cifar) -> TaskData:
     """Its own test split, and a validation split cut from its train; a `DataError` names the ways to supply it."""
     splits = _read_archive(source, cifar)
     if splits is None:
-        tables = find_tables(cifar.published, None if source.data_dir is None else source.data_dir / cifar.name)
+        tables = find_tables(cifar.published, source)
         splits = {split: _of_table(table, cifar, origin=f"{split} of {cifar.title}") for split, table in tables.items()}
     if "train" not in splits:
         raise missing_split(cifar.title, tuple(splits))
@@ -282,14 +283,13 @@ def load_cifar(source: Source, *, cifar: Cifar) -> TaskData:
 
 def cifar_files(source: Source, *, cifar: Cifar) -> tuple[Path, ...]:
     """Files that are read: the Python archive, unpacked or not, of the user's directory; else the hub's tables."""
-    if source.data_dir is None:
-        return source_files(cifar.published, None)
-    folder = source.data_dir
-    archived = [folder / cifar.tar]
-    archived += [parent / name for parent in (folder / cifar.archive, folder) for name in cifar.file_names]
-    if any(path.exists() for path in archived):
-        return (*archived, folder / cifar.name)
-    return (*archived, *source_files(cifar.published, folder / cifar.name))
+    archived: list[Path] = []
+    if source.data_dir is not None:
+        parents = (source.data_dir / cifar.archive, source.data_dir / cifar.name, source.data_dir)
+        archived = [source.data_dir / cifar.tar, *(parent / name for parent in parents for name in cifar.file_names)]
+        if any(path.exists() for path in archived):
+            return tuple(archived)
+    return (*archived, *source_files(cifar.published, source))
 
 
 def _read_archive(source: Source, cifar: Cifar) -> dict[str, Examples] | None:

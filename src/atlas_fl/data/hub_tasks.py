@@ -9,7 +9,6 @@ the test, and validation is cut from train.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -64,18 +63,10 @@ class Format:
             splits=tuple(name for names in SPLITS.values() for name in names),
         )
 
-    def folder(self, source: Source) -> Path | None:
-        """Its folder in the user's directory of data sets."""
-        return None if source.data_dir is None else source.data_dir / self.name
-
-    def files(self, source: Source) -> tuple[Path, ...]:
-        """The folders that it is read from or looked for in."""
-        return source_files(self.published, self.folder(source))
-
 
 def load_hub_task(source: Source, *, form: Format) -> TaskData:
     """The splits of a task; a `DataError` names what is missing and the three ways to supply it."""
-    tables = find_tables(form.published, form.folder(source))
+    tables = find_tables(form.published, source)
     rows = {}
     for split, names in SPLITS.items():
         name = next((name for name in names if name in tables), None)
@@ -211,7 +202,7 @@ def _task(form: Format) -> Task:
         label_names=form.label_names,
         note=form.note,
         load=partial(load_hub_task, form=form),
-        files=form.files,
+        files=partial(source_files, form.published),
     )
 
 
