@@ -154,7 +154,7 @@ _CALLS: dict[str, Callable[..., Any]] = {
     "numpy dtype": _dtype,
     "_codecs encode": _encode,
 }
-"""What stands for a function, by its module and name as `pickletools` gives them."""
+"""Stand-ins for functions, by module and name as `pickletools` gives them."""
 
 _PUSHED = (
     *("BININT", "BININT1", "BININT2", "LONG1", "INT", "SHORT_BINSTRING", "BINSTRING", "BINUNICODE", "BINFLOAT"),

@@ -200,17 +200,14 @@ _CLIENT = fields(
     cluster=integer,
     ranks=list_of(count),
     cut=optional(count),
-    budget_bytes=number,
-    largest_rank=number,
-    memory=mapping_of(number),
-    predicted=mapping_of(number),
+    **dict.fromkeys(("budget_bytes", "largest_rank"), number),
+    **dict.fromkeys(("memory", "predicted"), mapping_of(number)),
     split=fields(shared=optional(integer)),
     planning=mapping_of(mapping_of(number)),
 )
 _CLUSTERING = fields(
     labels=list_of(integer),
     method=text,
-    similarity=matrix,
     reliability=list_of(number),
     structure=fields(reason=text),
     k_table=list_of(mapping_of(optional(one_of(number, flag, text, list_of(number))))),
@@ -218,9 +215,8 @@ _CLUSTERING = fields(
     explained_variance=number,
     components=integer,
     warnings=list_of(text),
-    points=matrix,
     centroids=list_of(matrix),
-    offsets=matrix,
+    **dict.fromkeys(("similarity", "points", "offsets"), matrix),
 )
 _DATA = fields(
     {"client": text, "task": text},
@@ -290,15 +286,8 @@ _COUNTS = both(
     lambda value, location: "" if len(value["hits"]) == len(value["examples"]) else f"{location} has unequal lists",
 )
 _SCORES_ROW = fields({"round": count, "client": text, "task": text, "split": text}, classes=_COUNTS, **_NUMBERS)
-_EVENT_ROW = fields(
-    {"round": count, "event": text},
-    client=text,
-    reason=text,
-    host=text,
-    work=text,
-    discarded=mapping_of(score),
-    **_NUMBERS,
-)
+_EVENT_TEXTS = dict.fromkeys(("client", "reason", "host", "work"), text)
+_EVENT_ROW = fields({"round": count, "event": text}, discarded=mapping_of(score), **_EVENT_TEXTS, **_NUMBERS)
 _BY_EVENT = {
     "refused": fields({"client": text, "reason": text}),
     "hosted": fields({"client": text, "host": text, "work": text}),
@@ -321,10 +310,8 @@ _LEDGER = fields(
         "kind": scalar("kind of message", lambda value: value in KINDS),
         "bytes": message_bytes,
     },
-    peer=text,
-    guest=text,
     relayed=flag,
-    phase=text,
+    **dict.fromkeys(("peer", "guest", "phase"), text),
 )
 
 
@@ -338,12 +325,9 @@ def ledger_row(value: Any, location: str) -> str:
 
 _SPLITS = fields(
     round=count,
-    train=mapping_of(score),
-    validation=mapping_of(score),
-    test=mapping_of(score),
     worst_client=fields({"client": text}, primary=score),
     worst_gain=fields({"client": text}),
-    spread=mapping_of(score),
+    **dict.fromkeys(("train", "validation", "test", "spread"), mapping_of(score)),
 )
 _GROUP_SUMMARY = fields(
     clients=count,
@@ -370,9 +354,7 @@ SUMMARY = fields(
     clients=mapping_of(_CLIENT_SUMMARY),
     bytes=fields(
         {"up": number, "down": number},
-        total=number,
-        between_clients=number,
-        relayed=number,
+        **dict.fromkeys(("total", "between_clients", "relayed"), number),
         by_kind=mapping_of(mapping_of(number)),
         full_model=fields(reduction=number),
     ),
@@ -400,13 +382,11 @@ STATE = fields(
     {
         "origin": fields({"settings": mapping, "data": mapping_of(text), "model": mapping_of(optional(text))}),
         "same": mapping_of(text),
-        "metrics_bytes": count,
-        "ledger_bytes": count,
+        **dict.fromkeys(("metrics_bytes", "ledger_bytes"), count),
         "stale": list_of(text),
         "validation": mapping_of(score),
         "plan": plan_name,
-        "seconds": mapping_of(number),
-        "peak": mapping_of(number),
+        **dict.fromkeys(("seconds", "peak"), mapping_of(number)),
         "round_seconds": mapping_of(number, names=round_name),
         "reused_seconds": number,
         "history": mapping_of(score, names=round_name),
