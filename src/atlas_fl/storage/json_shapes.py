@@ -174,7 +174,7 @@ def mapping_of(shape: Shape, *, names: Shape = text) -> Shape:
     return both(mapping, entries)
 
 
-def fields(required: Mapping[str, Shape] | None = None, **optional: Shape) -> Shape:
+def fields(required: Mapping[str, Shape] | None = None, /, **optional: Shape) -> Shape:
     """A mapping that has all the required names, and others of these perhaps."""
     needed = required or {}
     shapes = {**optional, **needed}
