@@ -45,7 +45,7 @@ def _files(groups: Iterable[str]) -> list[str]:
 
 
 def install_build(lock: Path, *, name: str, label: str) -> bool:
-    """Return whether this build of the package is installed now; an index or a folder has to hold it.
+    """Install this build of a package where an index or a folder has it; return whether it is installed now.
 
     Asked for by its label, because pip prefers a file whose hash an index states to one in a folder, whatever its
     version: of two builds that are locked it would take the public one, which comes with gigabytes of CUDA.
