@@ -229,7 +229,6 @@ class Cifar:
             title=self.title,
             repository=f"uoft-cs/{self.name}",
             config=self.name if self.name == "cifar100" else "plain_text",
-            splits=("train", "validation", "test"),
             folder=self.name,
             files=f"{{train,test}}.parquet (or a save_to_disk folder), or with DIR/{self.archive} or DIR/{self.tar}",
         )

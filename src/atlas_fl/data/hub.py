@@ -11,6 +11,8 @@ from atlas_fl.data.tables import Table, from_datasets, read_folder
 from atlas_fl.data.task import Source
 from atlas_fl.errors import DataError
 
+SPLITS = {"train": ("train",), "validation": ("validation", "validation_matched"), "test": ("test", "test_matched")}
+"""Names of the splits on the hub."""
 REACH_SECONDS = 5
 
 
@@ -23,8 +25,6 @@ class Published:
     repository: str
     config: str
     """Name of the data set within the repository."""
-    splits: tuple[str, ...]
-    """Names that its splits may have."""
     folder: str
     """Its folder in a directory of the user's."""
     files: str = "{train,validation}.parquet (or .csv, .jsonl, or a save_to_disk folder)"
@@ -44,7 +44,7 @@ def find_tables(published: Published, source: Source) -> dict[str, Table]:
     """The tables of a data set by split; a `DataError` names what is missing and the three ways to supply it."""
     folder = published.folder_in(source)
     if folder is not None and folder.is_dir():
-        return read_folder(folder, splits={name: (name,) for name in published.splits})
+        return read_folder(folder, splits=SPLITS)
     tables = _read_cache(published)
     if tables is not None:
         return tables
@@ -54,9 +54,10 @@ def find_tables(published: Published, source: Source) -> dict[str, Table]:
     import datasets
 
     try:
-        return from_datasets(datasets.load_dataset(published.repository, published.config, trust_remote_code=False))
+        data = datasets.load_dataset(published.repository, published.config, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise _missing(published, folder, " ".join(str(error).split())[:200]) from error
+    return from_datasets(data, splits=SPLITS)
 
 
 def source_files(published: Published, source: Source) -> tuple[Path, ...]:
@@ -80,7 +81,7 @@ def _read_cache(published: Published) -> dict[str, Table] | None:
         try:
             name, config = published.dataset_name, published.config
             builder = Cache(repo_id=repository, dataset_name=name, config_name=config, version="auto", hash="auto")
-            return from_datasets(builder.as_dataset())
+            return from_datasets(builder.as_dataset(), splits=SPLITS)
         except (ValueError, OSError):
             continue
     return None

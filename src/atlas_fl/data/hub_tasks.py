@@ -14,14 +14,13 @@ from typing import Any
 import numpy as np
 
 from atlas_fl.data.cleaning import arrange
-from atlas_fl.data.hub import Published, find_tables, missing_split, source_files
+from atlas_fl.data.hub import SPLITS, Published, find_tables, missing_split, source_files
 from atlas_fl.data.tables import Table, column, texts
 from atlas_fl.data.task import Labels, Metric, Rows, Source, Task, TaskData, rows_to_write
 from atlas_fl.errors import DataError
 
 GLUE_REPOSITORY = "nyu-mll/glue"
 HIDDEN = -1
-SPLITS = {"train": ("train",), "validation": ("validation", "validation_matched"), "test": ("test", "test_matched")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,19 +59,18 @@ class Format:
             repository=self.repository,
             config=self.config or self.name,
             folder=self.name,
-            splits=tuple(name for names in SPLITS.values() for name in names),
         )
 
 
 def load_hub_task(source: Source, *, form: Format) -> TaskData:
     """The splits of a task; a `DataError` names what is missing and the three ways to supply it."""
     tables = find_tables(form.published, source)
-    rows = {}
-    for split, names in SPLITS.items():
-        name = next((name for name in names if name in tables), None)
-        # Some copies leave the hidden labels out, others write -1.
-        if name is not None and (split != "test" or (form.target or "label") in tables[name]):
-            rows[split] = _rows(tables[name], form, origin=f"{name} of {form.title}")
+    rows = {
+        split: _rows(table, form, origin=f"{split} of {form.title}")
+        for split, table in tables.items()
+        # some copies leave the hidden labels out, others write -1
+        if split in SPLITS and (split != "test" or (form.target or "label") in table)
+    }
     if "train" not in rows:
         raise missing_split(form.title, tuple(tables))
     return arrange(rows, name=form.name, labelled=form.target is None)

@@ -127,18 +127,20 @@ def texts(table: Table, name: str, *, origin: object) -> tuple[str, ...]:
     return values
 
 
-def from_datasets(splits: Mapping[str, Any], *, class_names: bool = False) -> dict[str, Table]:
-    """Tables of a `datasets.DatasetDict`, with the names of classes in the place of their numbers where asked for."""
-    tables: dict[str, Table] = {split: rows.with_format(None)[:] for split, rows in splits.items()}
-    if not class_names:
-        return tables
+def from_datasets(
+    data: Mapping[str, Any], *, splits: Mapping[str, Sequence[str]] = SPLITS, class_names: bool = False
+) -> dict[str, Table]:
+    """Tables of a `datasets.DatasetDict` by split, with the names of classes for their numbers where asked for."""
     import datasets  # its objects are here already
 
-    names = {
-        split: {name: kind.names for name, kind in rows.features.items() if isinstance(kind, datasets.ClassLabel)}
-        for split, rows in splits.items()
-    }
-    return {split: _with_class_names(table, names[split]) for split, table in tables.items()}
+    tables = {}
+    for name, rows in data.items():
+        table: Table = rows.with_format(None)[:]
+        kinds = rows.features.items() if class_names else ()
+        names = {column: kind.names for column, kind in kinds if isinstance(kind, datasets.ClassLabel)}
+        split = next((split for split, known in splits.items() if name.lower() in known), name)
+        tables[split] = _with_class_names(table, names)
+    return tables
 
 
 def _with_class_names(table: Table, names: Mapping[str, Sequence[str]]) -> Table:
@@ -246,17 +248,11 @@ def _read_saved(folder: Path, *, splits: Mapping[str, Sequence[str]], class_name
 
     try:
         loaded = datasets.load_from_disk(str(folder))
-        whole = loaded if isinstance(loaded, datasets.DatasetDict) else {"train": loaded}
-        tables = from_datasets(whole, class_names=class_names)
+        data = loaded if isinstance(loaded, datasets.DatasetDict) else {"train": loaded}
+        return from_datasets(data, splits=splits, class_names=class_names)
     except (OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())[:200]
         raise DataError(f"cannot read {folder}: {reason}; save it again with datasets' save_to_disk") from error
-    return {_split_of(name, splits): table for name, table in tables.items()}
-
-
-def _split_of(name: str, splits: Mapping[str, Sequence[str]]) -> str:
-    """The split that has this name among its names; the name itself where none has."""
-    return next((split for split, names in splits.items() if name.lower() in names), name)
 
 
 def _tables_in(folder: Path) -> list[Path]:
