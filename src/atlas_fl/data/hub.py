@@ -11,8 +11,6 @@ from atlas_fl.data.tables import Table, from_datasets, read_folder
 from atlas_fl.data.task import Source
 from atlas_fl.errors import DataError
 
-SPLITS = {"train": ("train",), "validation": ("validation", "validation_matched"), "test": ("test", "test_matched")}
-"""Names of the splits on the hub."""
 REACH_SECONDS = 5
 
 
@@ -44,7 +42,7 @@ def find_tables(published: Published, source: Source) -> dict[str, Table]:
     """The tables of a data set by split; a `DataError` names what is missing and the three ways to supply it."""
     folder = published.folder_in(source)
     if folder is not None and folder.is_dir():
-        return read_folder(folder, splits=SPLITS)
+        return read_folder(folder)
     tables = _read_cache(published)
     if tables is not None:
         return tables
@@ -57,7 +55,7 @@ def find_tables(published: Published, source: Source) -> dict[str, Table]:
         data = datasets.load_dataset(published.repository, published.config, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise _missing(published, folder, " ".join(str(error).split())[:200]) from error
-    return from_datasets(data, splits=SPLITS)
+    return from_datasets(data)
 
 
 def source_files(published: Published, source: Source) -> tuple[Path, ...]:
@@ -81,7 +79,7 @@ def _read_cache(published: Published) -> dict[str, Table] | None:
         try:
             name, config = published.dataset_name, published.config
             builder = Cache(repo_id=repository, dataset_name=name, config_name=config, version="auto", hash="auto")
-            return from_datasets(builder.as_dataset(), splits=SPLITS)
+            return from_datasets(builder.as_dataset())
         except (ValueError, OSError):
             continue
     return None

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from atlas_fl.data.cleaning import arrange
-from atlas_fl.data.hub import SPLITS, Published, find_tables, missing_split, source_files
-from atlas_fl.data.tables import Table, column, texts
+from atlas_fl.data.hub import Published, find_tables, missing_split, source_files
+from atlas_fl.data.tables import SPLITS, Table, column, texts
 from atlas_fl.data.task import Labels, Metric, Rows, Source, Task, TaskData, rows_to_write
 from atlas_fl.errors import DataError
 

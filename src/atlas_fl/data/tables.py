@@ -18,10 +18,10 @@ Table: TypeAlias = Mapping[str, Sequence[Any]]
 
 SPLITS: Mapping[str, Sequence[str]] = {
     "train": ("train",),
-    "validation": ("validation", "valid", "val", "dev"),
-    "test": ("test",),
+    "validation": ("validation", "valid", "val", "dev", "validation_matched"),
+    "test": ("test", "test_matched"),
 }
-"""Names that the files and folders of a split may have, in any case."""
+"""Names that the files and folders of a split may have, in any case; MNLI has the last of each."""
 LONGEST_CELL = 1 << 30
 MOST_UNPACKED_BYTES = 1 << 30
 """Most bytes of an unpacked parquet file: one of some kilobytes may say the same text a million times."""
@@ -56,16 +56,11 @@ def read_table(path: Path, *, class_names: bool = False) -> Table:
     return table
 
 
-def read_folder(
-    folder: Path, *, splits: Mapping[str, Sequence[str]] = SPLITS, class_names: bool = False
-) -> dict[str, Table]:
-    """Tables of a folder by split: `<name>.<ending>`, its shards `<name>-*.<ending>`, or a saved `DatasetDict`.
-
-    `splits` has the names that each split may have.
-    """
+def read_folder(folder: Path, *, class_names: bool = False) -> dict[str, Table]:
+    """Tables of a folder by split: `<name>.<ending>`, its shards `<name>-*.<ending>`, or a saved `DatasetDict`."""
     if _is_saved(folder):
-        return _read_saved(folder, splits=splits, class_names=class_names)
-    files = {split: _split_files(folder, split, names) for split, names in splits.items()}
+        return _read_saved(folder, class_names=class_names)
+    files = {split: _split_files(folder, split, names) for split, names in SPLITS.items()}
     return {
         split: _concatenate([read_table(path, class_names=class_names) for path in paths])
         for split, paths in files.items()
@@ -127,9 +122,7 @@ def texts(table: Table, name: str, *, origin: object) -> tuple[str, ...]:
     return values
 
 
-def from_datasets(
-    data: Mapping[str, Any], *, splits: Mapping[str, Sequence[str]] = SPLITS, class_names: bool = False
-) -> dict[str, Table]:
+def from_datasets(data: Mapping[str, Any], *, class_names: bool = False) -> dict[str, Table]:
     """Tables of a `datasets.DatasetDict` by split, with the names of classes for their numbers where asked for."""
     import datasets  # its objects are here already
 
@@ -138,7 +131,7 @@ def from_datasets(
         table: Table = rows.with_format(None)[:]
         kinds = rows.features.items() if class_names else ()
         names = {column: kind.names for column, kind in kinds if isinstance(kind, datasets.ClassLabel)}
-        split = next((split for split, known in splits.items() if name.lower() in known), name)
+        split = next((split for split, known in SPLITS.items() if name.lower() in known), name)
         tables[split] = _with_class_names(table, names)
     return tables
 
@@ -243,13 +236,13 @@ def _is_saved(folder: Path) -> bool:
     return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
 
 
-def _read_saved(folder: Path, *, splits: Mapping[str, Sequence[str]], class_names: bool) -> dict[str, Table]:
+def _read_saved(folder: Path, *, class_names: bool) -> dict[str, Table]:
     import datasets  # two seconds that other commands need not pay
 
     try:
         loaded = datasets.load_from_disk(str(folder))
         data = loaded if isinstance(loaded, datasets.DatasetDict) else {"train": loaded}
-        return from_datasets(data, splits=splits, class_names=class_names)
+        return from_datasets(data, class_names=class_names)
     except (OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())[:200]
         raise DataError(f"cannot read {folder}: {reason}; save it again with datasets' save_to_disk") from error
