@@ -60,7 +60,7 @@ def read_folder(folder: Path, *, class_names: bool = False) -> dict[str, Table]:
     """Tables of a folder by split: `<name>.<ending>`, its shards `<name>-*.<ending>`, or a saved `DatasetDict`."""
     if _is_saved(folder):
         return _read_saved(folder, class_names=class_names)
-    files = {split: _split_files(folder, split, names) for split, names in SPLITS.items()}
+    files = {split: _split_files(folder, split) for split in SPLITS}
     return {
         split: _concatenate([read_table(path, class_names=class_names) for path in paths])
         for split, paths in files.items()
@@ -72,7 +72,7 @@ def files_of_no_split(folder: Path) -> tuple[str, ...]:
     """Tables in a folder that `read_folder` does not read, since their names are of no split."""
     if _is_saved(folder):
         return ()
-    read = {path for split, names in SPLITS.items() for path in _split_files(folder, split, names)}
+    read = {path for split in SPLITS for path in _split_files(folder, split)}
     return tuple(str(path) for path in _tables_in(folder) if path not in read)
 
 
@@ -252,13 +252,20 @@ def _tables_in(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.suffix.lower() in READERS)
 
 
-def _split_files(folder: Path, split: str, names: Sequence[str]) -> list[Path]:
-    readable = _tables_in(folder)
-    whole = [path for path in readable if path.stem.lower() in names]
-    if len(whole) > 1:
-        found = ", ".join(path.name for path in whole)
-        raise DataError(f"{folder} holds the {split} split more than once ({found}); keep one")
-    return whole or [path for path in readable if path.stem.lower().startswith(tuple(f"{name}-" for name in names))]
+def find_split(paths: Sequence[Path], split: str, *, origin: Path) -> list[Path]:
+    """The path that has a name of this split, if there is one; a `DataError` where there are two."""
+    named = [path for path in paths if path.stem.lower() in SPLITS[split]]
+    if len(named) > 1:
+        names = ", ".join(path.name for path in named)
+        raise DataError(f"{origin} holds the {split} split more than once ({names}); keep one")
+    return named
+
+
+def _split_files(folder: Path, split: str) -> list[Path]:
+    tables = _tables_in(folder)
+    beginnings = tuple(f"{name}-" for name in SPLITS[split])
+    shards = [path for path in tables if path.stem.lower().startswith(beginnings)]
+    return find_split(tables, split, origin=folder) or shards
 
 
 def _concatenate(tables: Sequence[Table]) -> Table:

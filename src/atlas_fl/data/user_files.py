@@ -18,6 +18,7 @@ from atlas_fl.data.tables import (
     classes,
     column,
     files_of_no_split,
+    find_split,
     read_folder,
     read_table,
     texts,
@@ -138,14 +139,7 @@ def _files(path: Path) -> list[Path]:
 
 def _split_folders(path: Path) -> dict[str, Path]:
     """The folder of every split; `all` where no folder is named train, and one is for all of them."""
-    folders: dict[str, Path] = {}
-    for split, names in SPLITS.items():
-        named = [folder for folder in _folders(path) if folder.name.lower() in names]
-        if len(named) > 1:
-            found = ", ".join(folder.name for folder in named)
-            raise DataError(f"{path} holds the {split} split more than once ({found}); keep one")
-        if named:
-            folders[split] = named[0]
+    folders = {split: folder for split in SPLITS for folder in find_split(_folders(path), split, origin=path)}
     return folders if "train" in folders else {"all": path}
 
 

@@ -21,6 +21,8 @@ from pathlib import Path
 from stat import S_ISDIR, S_ISLNK, S_ISREG
 from typing import Any
 
+from atlas_fl.errors import CheckpointError
+
 MOST_JSON_BYTES = 1 << 28
 """Most bytes of a file of JSON: a plan of 2,000 clients takes 160 MB."""
 MOST_ROWS_BYTES = 1 << 30
@@ -189,6 +191,20 @@ def read_file(path: Path, *, max_bytes: int, within: Path | None = None) -> byte
     """The content of a regular file of at most so many bytes; raises OSError as `open_to_read`."""
     with open_to_read(path, max_bytes=max_bytes, within=within) as file, os_errors_with_path(path):
         return file.read()
+
+
+def read_written(path: Path, *, max_bytes: int, within: Path | None = None) -> bytes:
+    """The content of a file that a run has written, as `read_file`.
+
+    Raises:
+        CheckpointError: it is not there, or cannot be read.
+    """
+    try:
+        return read_file(path, max_bytes=max_bytes, within=within)
+    except FileNotFoundError:
+        raise CheckpointError(f"no file {path}; the run did not write it or it was removed") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}); restore it or repeat the run") from None
 
 
 def read_ends(path: Path, *, max_bytes: int, within: Path | None = None) -> tuple[bytes, bytes]:

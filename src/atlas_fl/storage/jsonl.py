@@ -25,6 +25,7 @@ from atlas_fl.storage.folder_access import (
     opened_folder,
     os_errors_with_path,
     read_file,
+    read_written,
     write_atomic,
 )
 from atlas_fl.storage.json_shapes import Shape, check_written, list_of
@@ -178,11 +179,7 @@ def read_json(path: Path, *, within: Path | None = None) -> Any:
         CheckpointError: there is no such file, or it is damaged.
     """
     try:
-        return from_json(read_file(path, max_bytes=MOST_JSON_BYTES, within=within))
-    except FileNotFoundError:
-        raise CheckpointError(f"no file {path}; the run did not write it or it was removed") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror}); restore it or repeat the run") from None
+        return from_json(read_written(path, max_bytes=MOST_JSON_BYTES, within=within))
     except ValueError as error:
         raise CheckpointError(f"damaged file {path}: {error}; restore it or repeat the run") from error
 
