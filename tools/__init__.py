@@ -1,1 +1,1 @@
-"""What makes and checks the installation: lock files, a bill of materials, a look for known vulnerabilities."""
+"""Tools that make and check the installation: lock files, a bill of materials, a look for known vulnerabilities."""

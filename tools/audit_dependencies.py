@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def conclusion(output: str, last_line: str) -> tuple[str, int]:
-    """What pip-audit's JSON comes to, and the exit code; `last_line` is what it said instead where there is none."""
+    """The report from pip-audit's JSON, and the exit code; `last_line` is what it said instead where there is none."""
     try:
         packages: Sequence[Mapping[str, Any]] = json.loads(output)["dependencies"]
     except ValueError:

@@ -45,7 +45,7 @@ def _files(groups: Iterable[str]) -> list[str]:
 
 
 def install_build(lock: Path, *, name: str, label: str) -> bool:
-    """Whether the build of this package with this local label is installed now: where an index or a folder has it.
+    """Install this build of a package where an index or a folder has it; return whether it is installed now.
 
     Asked for by its label, because pip prefers a file whose hash an index states to one in a folder, whatever its
     version: of two builds that are locked it would take the public one, which comes with gigabytes of CUDA.
@@ -81,7 +81,7 @@ def _end_on_fault(done: "subprocess.CompletedProcess[str]") -> None:
 
 
 def mismatch_line(pin: str, url: str, hash: str) -> str:
-    """What to do about a file that is not the one that was locked, in one line."""
+    """The remedy for a file that is not the one that was locked, in one line."""
     return (
         f"{pin} was not installed: {url} has the SHA-256 {hash}, which requirements/ does not list; a file that was"
         " altered looks like this, and so does another build of the same version. Use the index that the lock was made"
@@ -90,7 +90,7 @@ def mismatch_line(pin: str, url: str, hash: str) -> str:
 
 
 def lacks_cuda() -> bool:
-    """Whether the build of torch that is installed needs packages of `requirements/cuda.txt` that are not here."""
+    """Return whether the installed build of torch lacks packages of `requirements/cuda.txt` that it needs."""
     importlib.invalidate_caches()
     from packaging.requirements import Requirement
 

@@ -27,11 +27,13 @@ from packaging.version import Version
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "requirements"
 TOOLS = ("pip", "setuptools", "editables")
-"""What installs and builds, besides the backend that `pyproject.toml` names: setuptools builds rouge-score, which is
-published as a source archive alone, and hatchling may ask for editables."""
+"""Packages that install and build, besides the backend that `pyproject.toml` names.
+
+Setuptools builds rouge-score, which is published as a source archive alone, and hatchling may ask for editables.
+"""
 PYTHONS = ("3.11", "3.12", "3.13")
 MACHINES = (("linux", "Linux", "x86_64"), ("linux", "Linux", "aarch64"), ("darwin", "Darwin", "arm64"))
-"""Where an installation must work; torch has no wheel for other machines that this project runs on."""
+"""Machines on which an installation must work; torch has no wheel for other machines that this project runs on."""
 HEADER = """\
 # Made by `make lock` from pyproject.toml and constraints.txt: every file that pip may install, by its SHA-256. What
 # is published as a source archive alone is built by the tools of build.txt; all others come as wheels.
@@ -97,7 +99,7 @@ def resolve(requirements: Iterable[str]) -> dict[str, Metadata]:
 
 
 def cuda_requirements(version: str) -> list[str]:
-    """What the public build of torch needs on Linux and a build for the CPU does not: NVIDIA's libraries and Triton.
+    """Packages that only the public build of torch needs on Linux: NVIDIA's libraries and Triton.
 
     `===` compares texts, so that a build with a local label is not taken.
     """

@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def names() -> list[str]:
-    """Of all notebooks, without the suffix."""
+    """The names of all notebooks, without the suffix."""
     return sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 
 

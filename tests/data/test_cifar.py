@@ -11,8 +11,9 @@ from PIL import Image
 
 from atlas_fl.data.cache import load_task
 from atlas_fl.data.registry import TASKS
-from atlas_fl.data.task import Images, Source, TaskData, as_images
+from atlas_fl.data.task import Images, Source, TaskData
 from atlas_fl.errors import DataError
+from tests.data.images import as_images
 from tests.data.pickles import batch, batch_of_python_3, write_cifar
 
 
@@ -25,7 +26,7 @@ def sizes(data: TaskData) -> list[int]:
 
 
 def same(left: TaskData, right: TaskData) -> bool:
-    pairs = [(as_images(getattr(left, s), task=""), as_images(getattr(right, s), task="")) for s in ("train", "test")]
+    pairs = [(as_images(getattr(left, s)), as_images(getattr(right, s))) for s in ("train", "test")]
     return all((one.pixels == two.pixels).all() and (one.label == two.label).all() for one, two in pairs)
 
 
@@ -50,7 +51,7 @@ def test_the_python_archive_is_read(name: str, classes: int, train: int, write, 
     whole = 5 * train if name == "cifar10" else train
     assert sizes(data) == [whole - whole // 10, whole // 10, 20]
     first = np.random.default_rng(0).integers(0, 256, (train, 32, 32, 3), dtype=np.uint8)[0]
-    held = np.concatenate([as_images(data.train, task="").pixels, as_images(data.validation, task="").pixels])
+    held = np.concatenate([as_images(data.train).pixels, as_images(data.validation).pixels])
     assert (held == first).all(axis=(1, 2, 3)).sum() == 1  # red, green and blue lie where they lay
     assert set(data.test.label) <= set(range(classes))
 
@@ -78,7 +79,7 @@ def test_a_saved_folder_of_the_hubs_format_is_read(tmp_path: Path) -> None:
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "cifar100")
     data = load("cifar100", tmp_path)
     assert sizes(data) == [18, 2, 10]
-    assert (as_images(data.test, task="").pixels == pixels[20:]).all()
+    assert (as_images(data.test).pixels == pixels[20:]).all()
     assert data.test.label.tolist() == [7 * i for i in range(10)]
     splits["train"].to_parquet(tmp_path / "other" / "cifar100" / "train-00000-of-00001.parquet")
     splits["test"].to_parquet(tmp_path / "other" / "cifar100" / "test-00000-of-00001.parquet")
@@ -96,6 +97,12 @@ def test_where_it_is_nowhere_one_line_names_the_ways(tmp_path: Path) -> None:
         load("cifar10", None)
 
 
+ITSELF = batch(np.zeros((2, 32, 32, 3), dtype=np.uint8), [0, 1], key="fine_labels").replace(
+    b"](K\x00K\x01e", b"]q\x09(h\x09h\x09e"
+)
+"""Labels that are a list of itself."""
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -104,6 +111,7 @@ def test_where_it_is_nowhere_one_line_names_the_ways(tmp_path: Path) -> None:
         (batch(np.zeros((2, 32, 32, 3), dtype=np.uint8), [0, 100], key="fine_labels"), "whole numbers from 0 to 99"),
         (batch(np.zeros((2, 32, 32, 3), dtype=np.uint8), [0], key="fine_labels"), "are not 2 whole numbers"),
         (b"\x80\x02]q\x00.", "holds no images of CIFAR-100"),
+        (ITSELF, "are not 2 whole numbers"),
     ],
 )
 def test_a_wrong_file_of_the_archive_is_one_line(content: bytes, message: str, tmp_path: Path) -> None:

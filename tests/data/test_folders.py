@@ -8,9 +8,10 @@ import pytest
 from PIL import Image
 
 from atlas_fl.data.registry import find_tasks
-from atlas_fl.data.task import Images, Source, TaskData, as_images
+from atlas_fl.data.task import Images, Source, TaskData
 from atlas_fl.data.user_files import parse_task
 from atlas_fl.errors import ConfigError, DataError
+from tests.data.images import as_images
 
 NOWHERE = Source(cache_dir=Path("/nowhere"))
 
@@ -29,7 +30,7 @@ def load(description: str, **source: float) -> TaskData:
 
 
 def splits(data: TaskData) -> list[Images]:
-    return [as_images(part, task="") for part in (data.train, data.validation, data.test)]
+    return [as_images(part) for part in (data.train, data.validation, data.test)]
 
 
 def test_one_folder_of_classes_is_cut_into_splits(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 
 from atlas_fl.data.partition import assign_classes, deal_classes, plan_rows
-from atlas_fl.data.task import as_images
 from atlas_fl.errors import ConfigError, DataError
 from atlas_fl.rng import generator
+from tests.data.images import as_images
 from tests.data.test_images import make, numbers
 from tests.examples import examples
 
@@ -164,7 +164,7 @@ def test_clients_have_the_same_classes_in_all_their_splits(per_client: int) -> N
 def test_the_seed_decides_who_has_what() -> None:
     def drawn(seed: int) -> list[list[int]]:
         clients = make(partition="classes", classes_per_client=1, clients_per_task=6, seed=seed, **WHOLE)
-        return [numbers(as_images(client.train, task="toy")) for client in clients]
+        return [numbers(as_images(client.train)) for client in clients]
 
     assert drawn(1) == drawn(1) != drawn(2)
 
@@ -185,8 +185,6 @@ def test_other_partitions_deal_a_whole_split_too(partition: str) -> None:
 
 
 def test_settings_that_do_not_fit_are_one_line() -> None:
-    with pytest.raises(ConfigError, match="--partition classes needs --nc, the number of classes that a client has"):
-        make(partition="classes")
     with pytest.raises(DataError, match=r"test of task 'toy': the classes have too few rows .* \(--test-samples\)"):
         make(partition="classes", classes_per_client=1, samples=30, validation_samples=5, test_samples=30)
     with pytest.raises(DataError, match=r"200 train rows and 101 clients of 2 need 202; lower --clients-per-task to"):

@@ -31,7 +31,7 @@ def test_duplicates_never_reach_two_splits() -> None:
     once = made(60)
     thrice = Rows(text=once.text * 3, label=np.tile(once.label, 3))
     data = split_rows(thrice, name="x")
-    check_no_leak(data.train, data.validation, data.test)
+    check_no_leak(data.splits)
     assert sorted(sum(texts(data), ())) == sorted(once.text)
 
 
@@ -78,7 +78,7 @@ def test_without_labelled_test_the_published_validation_is_the_test() -> None:
 def test_train_alone_gives_both_held_out_splits() -> None:
     data = arrange({"train": made(100)}, name="x")
     assert [len(part) for part in texts(data)] == [64, 16, 20]
-    check_no_leak(data.train, data.validation, data.test)
+    check_no_leak(data.splits)
 
 
 def test_no_more_than_two_thousand_rows_are_carved() -> None:

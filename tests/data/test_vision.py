@@ -1,5 +1,6 @@
 import gzip
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,10 @@ from atlas_fl.data import image_sets
 from atlas_fl.data.cache import load_task
 from atlas_fl.data.cleaning import check_no_leak
 from atlas_fl.data.registry import TASKS
-from atlas_fl.data.task import Source, TaskData, as_images
+from atlas_fl.data.task import Source, TaskData
 from atlas_fl.errors import DataError
+from atlas_fl.storage.assets import FASHION
+from tests.data.images import as_images
 
 
 def load(name: str, **source: object) -> TaskData:
@@ -26,7 +29,7 @@ def write_idx(path: Path, values: np.ndarray) -> None:
 @pytest.fixture
 def fashion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A miniature of the four files; what the machine has does not count."""
-    monkeypatch.setattr(image_sets, "SYSTEM_FOLDER", tmp_path / "none")
+    monkeypatch.setattr(image_sets, "FASHION", replace(FASHION, system_dir=tmp_path / "none"))
     folder, draw = tmp_path / "files", np.random.default_rng(0)
     folder.mkdir()
     for start, count in (("train", 50), ("t10k", 20)):
@@ -37,14 +40,14 @@ def fashion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_digits_are_those_of_scikit_learn_on_the_scale_of_bytes() -> None:
     data = load("digits")
-    check_no_leak(data.train, data.validation, data.test)
-    assert as_images(data.train, task="").size == (8, 8, 1)
+    check_no_leak(data.splits)
+    assert as_images(data.train).size == (8, 8, 1)
     assert len(data.train) + len(data.validation) + len(data.test) == 1797
-    held = {image.tobytes(): label for image, label in zip(as_images(data.test, task="").pixels, data.test.label)}
+    held = {image.tobytes(): label for image, label in zip(as_images(data.test).pixels, data.test.label)}
     found = load_digits()
     for image, label in zip(found.images[:200], found.target[:200]):
         assert held.get(np.rint(image * 15.9375).astype(np.uint8).tobytes(), label) == label
-    assert as_images(data.train, task="").pixels.max() == 255
+    assert as_images(data.train).pixels.max() == 255
 
 
 def test_fashion_keeps_its_test_split_in_its_order(fashion: Path) -> None:
@@ -52,7 +55,7 @@ def test_fashion_keeps_its_test_split_in_its_order(fashion: Path) -> None:
     assert [len(part) for part in (data.train, data.validation, data.test)] == [40, 10, 20]
     assert data.test.label.tolist() == [i % 10 for i in range(20)]
     expected = np.random.default_rng(0).integers(0, 256, (70, 28, 28), dtype=np.uint8)[50:]
-    assert (as_images(data.test, task="").pixels[..., 0] == expected).all()
+    assert (as_images(data.test).pixels[..., 0] == expected).all()
 
 
 def test_fashion_is_found_in_the_cache_on_the_machine_and_in_a_directory(
@@ -63,7 +66,7 @@ def test_fashion_is_found_in_the_cache_on_the_machine_and_in_a_directory(
     (tmp_path / "fashion-mnist").symlink_to(fashion)
     assert len(load("fashion_mnist", cache_dir=tmp_path).test) == 20
     assert len(load("fashion_mnist", data_dir=tmp_path).test) == 20
-    monkeypatch.setattr(image_sets, "SYSTEM_FOLDER", fashion)
+    monkeypatch.setattr(image_sets, "FASHION", replace(FASHION, system_dir=fashion))
     assert len(load("fashion_mnist").test) == 20
 
 

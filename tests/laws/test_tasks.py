@@ -61,7 +61,7 @@ def test_a_task_says_what_it_is(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_splits_have_no_duplicate_and_no_leak(name: str) -> None:
-    check_no_leak(*splits(name))
+    check_no_leak(load(name).splits)
     for rows in splits(name):
         assert len(deduplicate(rows)) == len(rows) > 0
 

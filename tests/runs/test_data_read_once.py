@@ -9,7 +9,7 @@ import pytest
 
 from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config, validate
-from atlas_fl.data import embedded, tables, user_files
+from atlas_fl.data import cleaning, embedded, tables
 from atlas_fl.data.cache import DATA_CACHE
 from atlas_fl.events import ignore
 from atlas_fl.experiment.run import resume_run, run_config
@@ -38,7 +38,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     monkeypatch.setitem(tables.READERS, ".csv", counted(tables.READERS[".csv"], lambda path: path.name))
     monkeypatch.setattr(embedded, "_lines", counted(embedded._lines, lambda path: path.name))
-    for module in (embedded, user_files):
+    for module in (embedded, cleaning):
         monkeypatch.setattr(module, "split_rows", counted(module.split_rows, lambda _, *, name, **__: name))
     DATA_CACHE.clear()
     return counts

@@ -185,7 +185,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_later(
             raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "write_atomic", full)
+        patch.setattr(checkpoint, "write_sealed", full)
         assert main(["resume", str(stopped)]) == 2
     error = capsys.readouterr().err
     assert re.search(r"state\.json: No space left on device; free some space; a run goes on with", error)

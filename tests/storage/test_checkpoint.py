@@ -1,4 +1,3 @@
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +9,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from atlas_fl.errors import CheckpointError, DataError
-from atlas_fl.storage.checkpoint import FORMAT, load, load_latest, paths_by_round, prune, save
-from atlas_fl.storage.jsonl import content_sha256
+from atlas_fl.storage.checkpoint import load, load_latest, paths_by_round, prune, save
+from atlas_fl.storage.jsonl import write_sealed
 from atlas_fl.storage.tensors import encode_tensors
 from tests.examples import examples
 
@@ -66,10 +65,9 @@ def other_number(path: Path) -> None:
     path.write_text(path.read_text().replace('"metrics": 300', '"metrics": 200'))
 
 
-def newer_format(path: Path) -> None:
-    content = json.loads(path.read_text()) | {"format": FORMAT + 1}
-    del content["sha256"]
-    path.write_text(json.dumps(content | {"sha256": content_sha256(content)}))
+def other_kind(path: Path) -> None:
+    path.unlink()
+    write_sealed(path, {"round": "three", "tensors_sha256": "", "state": {}})
 
 
 DAMAGES: dict[str, tuple[str, Callable[[Path], None], str]] = {
@@ -77,12 +75,16 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "tensors altered": ("state.safetensors", flip, "state.safetensors of [0-9]+ bytes has SHA-256"),
     "tensors gone": ("state.safetensors", Path.unlink, "state.safetensors is missing"),
     "state cut": ("state.json", cut, "state.json is cut off or altered"),
-    "state altered": ("state.json", other_number, "state.json is altered: its content has SHA-256"),
+    "state altered": ("state.json", other_number, r"cut off or altered \(it is not what was written\)"),
     "state empty": ("state.json", lambda path: path.write_bytes(b""), "state.json is cut off or altered"),
     "state no mapping": ("state.json", lambda path: path.write_text("[1]"), "state.json is cut off or altered"),
     "state no text": ("state.json", lambda path: path.write_bytes(b"\xff\xfe\x00"), "state.json is cut off or altered"),
-    "state without digest": ("state.json", lambda path: path.write_text("{}"), r"cut off or altered \('sha256'\)"),
-    "state of the future": ("state.json", newer_format, "state.json has format 4, this version reads 3"),
+    "state without digest": (
+        "state.json",
+        lambda path: path.write_text("{}"),
+        r"cut off or altered \(it is not what was written\)",
+    ),
+    "state of another kind": ("state.json", other_kind, "state.json is altered: round is 'three' and no whole number"),
     "state gone": ("state.json", Path.unlink, "state.json is missing"),
 }
 

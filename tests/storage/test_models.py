@@ -81,13 +81,6 @@ def test_adapters_stand_under_every_name_for_any_reader_of_the_format(tmp_path: 
     assert same(load_file(tmp_path / "x.safetensors"), models)
 
 
-def test_a_file_of_an_older_version_is_read_as_it_stands(tmp_path: Path) -> None:
-    models = {"a": model(0), "b": model(0)}
-    flat = {f"{client}/{key}": tensor for client, params in models.items() for key, tensor in params.items()}
-    save_file(flat, tmp_path / "x.safetensors")
-    assert same(read_audited(tmp_path / "x.safetensors"), models)
-
-
 @pytest.mark.parametrize(
     ("note", "message"),
     [

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from atlas_fl.errors import DataError
-from atlas_fl.storage import downloads
+from atlas_fl.storage import downloads, onnx_vit
 from atlas_fl.storage.assets import EMBEDDED_ASSETS, FASHION, VISION_ASSETS, VIT, Asset
 
 CONTENT = {"train.gz": b"pixels of clothes", "labels.gz": b"odd"}
@@ -143,7 +143,7 @@ def test_what_apt_says_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         run(part(), tmp_path / "cache")
 
 
-def test_what_is_converted_is_checked_before_it_appears(apt, tmp_path: Path) -> None:
+def test_what_is_converted_is_checked_before_it_appears(apt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def join(source: Path, target: Path) -> None:
         target.mkdir()
         (target / "joined").write_bytes((source / "train.gz").read_bytes() + (source / "labels.gz").read_bytes())
@@ -154,9 +154,9 @@ def test_what_is_converted_is_checked_before_it_appears(apt, tmp_path: Path) -> 
             **{name: getattr(one, name) for name in ("name", "requirement", "size_mb", "prefix", "installer", "group")},
             packed=one.files,
             files={"joined": sha256(content).hexdigest()},
-            convert=join,
         )
 
+    monkeypatch.setattr(onnx_vit, "convert", join)
     apt(deb())
     cache = tmp_path / "cache"
     with pytest.raises(DataError, match="clothes was converted into another joined than this version knows"):

@@ -115,27 +115,23 @@ def _wait_for_clock(signature: Signature) -> None:
 
 
 def _make_read_only(value: Any) -> int:
-    """The bytes of the texts, pixels and labels in a value, whose arrays are read-only from now on."""
-    return sum(_protect(examples) for examples in _examples(value))
+    """The bytes of the texts and arrays in a value; its arrays are read-only from now on."""
+    num_bytes = 0
+    for leaf in _leaves(value):
+        if isinstance(leaf, str):
+            num_bytes += getsizeof(leaf)
+        else:
+            leaf.flags.writeable = False
+            num_bytes += leaf.nbytes
+    return num_bytes
 
 
-def _examples(value: Any) -> Iterator[Rows | Images]:
-    if isinstance(value, Rows | Images):
+def _leaves(value: Any) -> Iterator[str | np.ndarray[Any, Any]]:
+    """The texts and arrays in the examples of a value."""
+    if isinstance(value, str | np.ndarray):
         yield value
-    elif isinstance(value, TaskData):
-        yield from _examples((value.train, value.validation, value.test))
+    elif isinstance(value, TaskData | Rows | Images):
+        yield from _leaves(tuple(vars(value).values()))
     elif isinstance(value, tuple):
         for part in value:
-            yield from _examples(part)
-
-
-def _protect(examples: Rows | Images) -> int:
-    arrays: list[np.ndarray[Any, Any]] = [examples.label]
-    if isinstance(examples, Images):
-        arrays.append(examples.pixels)
-    for array in arrays:
-        array.flags.writeable = False
-    num_bytes = sum(array.nbytes for array in arrays)
-    if isinstance(examples, Rows):
-        num_bytes += sum(map(getsizeof, (*examples.text, *(examples.pair or ()))))
-    return num_bytes
+            yield from _leaves(part)

@@ -6,11 +6,14 @@ A text counts once in a task, whatever its case and spacing, and an image by its
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
+from itertools import combinations
+from typing import Any
 
 import numpy as np
 
-from atlas_fl.data.task import Examples, Images, Kind, Labelled, Labels, Rows, TaskData
+from atlas_fl.data.task import Examples, Images, Kind, Labels, TaskData
 from atlas_fl.errors import DataError
+from atlas_fl.params import Split
 from atlas_fl.rng import generator
 
 _SEPARATOR = "\x1f"
@@ -18,7 +21,7 @@ _SHOWN = 120
 """Characters of a text in a message."""
 
 
-def keys(rows: Labelled) -> Iterator[str]:
+def keys(rows: Examples) -> Iterator[str]:
     """Key of every row; two rows with one key are the same example.
 
     That is the text and pair with case and spacing normalised, or a hash of the pixels.
@@ -27,7 +30,6 @@ def keys(rows: Labelled) -> Iterator[str]:
         size = str(rows.size).encode()
         yield from (blake2b(image.tobytes() + size, digest_size=16).hexdigest() for image in rows.pixels)
         return
-    assert isinstance(rows, Rows)
     if rows.pair is None:
         yield from (_normal(text) for text in rows.text)
     else:
@@ -63,21 +65,18 @@ def clean(data: TaskData) -> TaskData:
 
 def why_fewer(given: Mapping[str, Examples]) -> tuple[str, str] | None:
     """Cause and remedy of rows that cleaning took of these splits, in words; None where it took repetitions at most."""
-    whats, remedies = list[str](), list[str]()
+    causes, remedies = list[str](), list[str]()
     for split, rows in given.items():
         if positions := _contradictions(rows):
             of_split = "" if split == "all" else f"{split} "
             what = "images that have another label too" if isinstance(rows, Images) else "texts that have another label"
-            whats.append(f"{len(positions)} of {len(rows)} {of_split}rows are {what}{_such_as(rows, positions[0])}")
+            causes.append(f"{len(positions)} of {len(rows)} {of_split}rows are {what}{_such_as(rows, positions[0])}")
             remedies.append("give equal rows one label, or remove them")
-    for left, right in (("train", "validation"), ("train", "test"), ("validation", "test")):
-        if left in given and right in given and (positions := _shared_rows(given[left], given[right])):
-            rows = given[left]
-            whats.append(
-                f"{len(positions)} of {len(rows)} {left} rows are in {right} too{_such_as(rows, positions[0])}"
-            )
-            remedies.append("give each split rows of its own")
-    return (", and ".join(whats), ", and ".join(dict.fromkeys(remedies))) if whats else None
+    for left, right, positions in _shared_rows(given):
+        rows = given[left]
+        causes.append(f"{len(positions)} of {len(rows)} {left} rows are in {right} too{_such_as(rows, positions[0])}")
+        remedies.append("give each split rows of its own")
+    return (", and ".join(causes), ", and ".join(dict.fromkeys(remedies))) if causes else None
 
 
 def _contradictions(rows: Examples) -> list[int]:
@@ -88,9 +87,13 @@ def _contradictions(rows: Examples) -> list[int]:
     return [position for position, key in enumerate(row_keys) if len(labels[key]) > 1]
 
 
-def _shared_rows(rows: Examples, others: Examples) -> list[int]:
-    taken = set(keys(others))
-    return [position for position, key in enumerate(keys(rows)) if key in taken]
+def _shared_rows(given: Mapping[Any, Examples]) -> Iterator[tuple[Any, Any, list[int]]]:
+    """(split, another split, positions of the rows of the first that are in the second too), where there are any."""
+    row_keys = {split: list(keys(given[split])) for split in ("train", "validation", "test") if split in given}
+    for left, right in combinations(row_keys, 2):
+        others = set(row_keys[right])
+        if positions := [position for position, key in enumerate(row_keys[left]) if key in others]:
+            yield left, right, positions
 
 
 def _such_as(rows: Examples, position: int) -> str:
@@ -100,22 +103,15 @@ def _such_as(rows: Examples, position: int) -> str:
     return f", such as {(rows.text[position] + pair)[:_SHOWN]!r}"
 
 
-def check_no_leak(train: Examples, validation: Examples, test: Examples) -> None:
+def check_no_leak(splits: Mapping[Split, Examples]) -> None:
     """A `DataError` with an example if two splits share a text or an image (`keys`)."""
-    rows_by_key = {
-        name: {key: row for row, key in enumerate(keys(rows))}
-        for name, rows in (("train", train), ("validation", validation), ("test", test))
-    }
-    for left, right in (("train", "validation"), ("train", "test"), ("validation", "test")):
-        shared = rows_by_key[left].keys() & rows_by_key[right].keys()
-        if shared:
-            example = min(shared)
-            if isinstance(train, Images):
-                what = f"images are in {left} and in {right}, such as number {rows_by_key[left][example]} of {left}"
-            else:
-                shown = example.replace(_SEPARATOR, " | ")[:_SHOWN]
-                what = f"texts are in {left} and in {right}, such as {shown!r}"
-            raise DataError(f"{len(shared)} {what}; remove them from one of the two")
+    for left, right, positions in _shared_rows(splits):
+        rows = splits[left]
+        kind = "images" if isinstance(rows, Images) else "texts"
+        raise DataError(
+            f"{len(positions)} {kind} are in {left} and in {right}{_such_as(rows, positions[0])}; remove them from one"
+            " of the two"
+        )
 
 
 def _normal(text: str) -> str:
@@ -198,8 +194,16 @@ def arrange(
 
     With labelled train, validation and test: these. Without test: its validation is the test, as published results
     on GLUE are, and validation is a fifth of train (at most 2,000 rows), or `validation_share` of it. With train alone:
-    both are taken from it.
+    both are taken from it. Rows of no split (`all`) are cut by `split_rows`.
     """
+    if "all" in splits:
+        return split_rows(
+            splits["all"],
+            name=name,
+            labelled=labelled,
+            label_names=label_names,
+            validation_share=validation_share,
+        )
     train = deduplicate(splits["train"])
     given = [splits[split] for split in ("test", "validation") if split in splits and len(splits[split])]
     for part in range(2 - len(given)):
@@ -220,7 +224,7 @@ def check_splits(
     That is an empty split, labelled training rows of one class only, or one of `label_names` that is held out alone; it
     says what of `given` cleaning took, too.
     """
-    sizes = {"train": len(data.train), "validation": len(data.validation), "test": len(data.test)}
+    sizes = {split: len(rows) for split, rows in data.splits.items()}
     if empty := [split for split, size in sizes.items() if size == 0]:
         what = f"task {name!r} has no {' and no '.join(empty)} rows ({sum(sizes.values())} distinct rows in all)"
         raise _mistake(what, given, remedy="give it more rows, five at the least")
@@ -232,15 +236,11 @@ def check_splits(
             count = int((rows.label == label).sum())
             what = f"class {label_names[label]!r} of task {name!r} has {count} {split} rows and no training row"
             taken = "train" not in given or label in given["train"].label
-            raise _mistake(what, given if taken else {}, remedy=_TO_LEARN["train" in given])
+            remedy = "add rows of it, three at the least, or remove them"
+            if "train" in given:
+                remedy = "give train rows of it, or remove it from the other splits"
+            raise _mistake(what, given if taken else {}, remedy=remedy)
     return replace(data, left_out=sum(map(len, given.values())) - sum(sizes.values()))
-
-
-_TO_LEARN = {
-    True: "give train rows of it, or remove it from the other splits",
-    False: "add rows of it, three at the least, or remove them",
-}
-"""Remedy for a class without training rows, by whether the splits were given."""
 
 
 def _mistake(what: str, given: Mapping[str, Examples], *, remedy: str) -> DataError:

@@ -1,12 +1,12 @@
 """make_clients: every task's rows dealt out to clients, disjoint; statistics of their sizes and label distributions."""
 
 import json
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
-from typing import Any, TypeAlias
+from itertools import repeat
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -14,11 +14,10 @@ from atlas_fl.data.cache import load_task
 from atlas_fl.data.cleaning import bin_edges, check_no_leak, strata
 from atlas_fl.data.partition import PARTITIONS, actual_mixes, assign_classes, deal, deal_balanced, deal_classes
 from atlas_fl.data.task import Examples, Images, Labels, Source, Task, TaskData, as_texts
-from atlas_fl.errors import ConfigError, DataError, unknown_name
+from atlas_fl.errors import ConfigError, DataError
 from atlas_fl.params import Split
 from atlas_fl.rng import Seed, generator
 
-MOST_ALPHA = 1e6
 MOST_NAMED = 3
 """Skipped files that a note names."""
 BY_CLASSES = "classes"
@@ -33,9 +32,8 @@ _FLAGS: dict[Split, str] = {
     "validation": "--validation-samples",
     "test": "--test-samples",
 }
-_PIECE = 1 << 14
-"""Rows that are written at once."""
 _LEAST: dict[Split, int] = {"train": 2, "validation": 1, "test": 1}
+Member = TypeVar("Member")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,33 +72,40 @@ class ClientData:
     own_rows: int | None = None
     """Training rows of its own source, where its task has several."""
 
+    @property
+    def splits(self) -> Mapping[Split, Examples]:
+        """The examples by split."""
+        return {"train": self.train, "validation": self.validation, "test": self.test}
+
+    def with_splits(self, examples: Callable[[Split], Examples]) -> "ClientData":
+        """The same client with other examples, by split."""
+        return replace(self, train=examples("train"), validation=examples("validation"), test=examples("test"))
+
     def digest(self) -> str:
         """SHA-256 of all rows of all splits, in their order."""
         sha = sha256()
-        for rows in (self.train, self.validation, self.test):
-            if isinstance(rows, Images):
-                sha.update(json.dumps([*rows.pixels.shape, rows.label.tolist()]).encode())
-                sha.update(np.ascontiguousarray(rows.pixels).data)
-            else:
-                for part in _row_lists(rows.text, rows.pair, rows.label):
-                    sha.update(part.encode())
+        for split, examples in self.splits.items():
+            sha.update(f"{split} {len(examples)}".encode())
+            labels = examples.label.tolist()
+            if isinstance(examples, Images):
+                sha.update(json.dumps([examples.size, labels]).encode())
+                sha.update(np.ascontiguousarray(examples.pixels).data)
+                continue
+            for row in zip(examples.text, examples.pair or repeat(None), labels):
+                sha.update(json.dumps(row).encode())
         return sha.hexdigest()
 
 
-def _row_lists(*columns: Sequence[str] | Labels | None) -> Iterator[str]:
-    """The JSON of the list of these columns, piece by piece: millions of rows are never one text."""
-    for k, column in enumerate(columns):
-        yield ", " if k else "["
-        if column is None:
-            yield "null"
-            continue
-        yield "["
-        for start in range(0, len(column), _PIECE):
-            piece = column[start : start + _PIECE]
-            values = piece.tolist() if isinstance(piece, np.ndarray) else list(piece)
-            yield (", " if start else "") + json.dumps(values)[1:-1]
-        yield "]"
-    yield "]"
+def group_by(values: Iterable[Member], key: Callable[[Member], str]) -> dict[str, list[Member]]:
+    """The values by key, in their order."""
+    groups: dict[str, list[Member]] = {}
+    for value in values:
+        groups.setdefault(key(value), []).append(value)
+    return groups
+
+
+def _by_task(clients: Sequence[ClientData]) -> dict[str, list[ClientData]]:
+    return group_by(clients, lambda client: client.task.name)
 
 
 def majority(rows: Examples) -> float | None:
@@ -112,21 +117,18 @@ def majority(rows: Examples) -> float | None:
 
 def left_out_notes(clients: Sequence[ClientData]) -> tuple[str, ...]:
     """A line for each task of which files were skipped, and for each of which rows were left out by cleaning."""
-    counts: dict[str, int] = {}
-    unread = {client.task.name: client.unread for client in clients if client.unread}
-    for client in clients:
-        counts[client.task.name] = max(counts.get(client.task.name, 0), client.left_out)
-    skipped = (
-        f"{name}: {len(files):,} files are left out, since they cannot be read or have the name of no split:"
-        f" {', '.join(files[:MOST_NAMED])}"
-        f"{', ..' if len(files) > MOST_NAMED else ''}"
-        for name, files in unread.items()
-    )
-    return *skipped, *(
-        f"{name}: {count:,} rows left out: they repeat or contradict others, or lie in two splits"
-        for name, count in counts.items()
-        if count
-    )
+    lines = []
+    for name, members in _by_task(clients).items():
+        files = next((client.unread for client in members if client.unread), ())
+        count = max(client.left_out for client in members)
+        if files:
+            lines.append(
+                f"{name}: {len(files):,} files are left out, since they cannot be read or have the name of no split:"
+                f" {', '.join(files[:MOST_NAMED])}{', ..' if len(files) > MOST_NAMED else ''}"
+            )
+        if count:
+            lines.append(f"{name}: {count:,} rows left out: they repeat or contradict others, or lie in two splits")
+    return tuple(lines)
 
 
 def make_clients(  # noqa: PLR0913 - one name for each setting of the data
@@ -156,7 +158,13 @@ def make_clients(  # noqa: PLR0913 - one name for each setting of the data
     range, a `DataError` a task whose rows do not suffice.
     """
     sizes: Sizes = {"train": samples, "validation": validation_samples, "test": test_samples}
-    _check_settings(clients_per_task, sizes, partition, dirichlet_alpha, client_sizes=client_sizes)
+    for split, size in sizes.items():
+        if size is not None and size < _LEAST[split]:
+            raise ConfigError(f"{_FLAGS[split]} is {size}; it must be {_LEAST[split]} or more")
+    if client_sizes and partition in (BY_CLASSES, "quantity"):
+        raise ConfigError(
+            f"client_sizes and partition {partition} both say how much a client has; leave one of them out"
+        )
     deal_rows: Callable[..., dict[Split, list[Labels]]]
     deal_rows = partial(_deal_by_classes, classes_per_client=classes_per_client)
     if partition != BY_CLASSES:
@@ -166,21 +174,20 @@ def make_clients(  # noqa: PLR0913 - one name for each setting of the data
         data = load_task(task, source)
         _check_room(task, data, clients_per_task, sizes, client_sizes=client_sizes)
         parts = deal_rows(task, data, clients_per_task, sizes, seed=seed, test_mix=test_mix)
-        clients += [_client(task, data, parts, number) for number in range(clients_per_task)]
-        check_no_leak(*(_together(data, parts, split) for split in sizes))
+        clients += [
+            ClientData(
+                name=f"{task.name}-{number}",
+                task=task,
+                train=data.train.take(parts["train"][number]),
+                validation=data.validation.take(parts["validation"][number]),
+                test=data.test.take(parts["test"][number]),
+                left_out=data.left_out,
+                unread=data.unread,
+            )
+            for number in range(clients_per_task)
+        ]
+        check_no_leak({split: rows.take(np.concatenate(parts[split])) for split, rows in data.splits.items()})
     return tuple(_with_shuffled_labels(client, seed) for client in clients) if shuffle_labels else tuple(clients)
-
-
-def _client(task: Task, data: TaskData, parts: Mapping[Split, Sequence[Labels]], number: int) -> ClientData:
-    return ClientData(
-        name=f"{task.name}-{number}",
-        task=task,
-        train=data.train.take(parts["train"][number]),
-        validation=data.validation.take(parts["validation"][number]),
-        test=data.test.take(parts["test"][number]),
-        left_out=data.left_out,
-        unread=data.unread,
-    )
 
 
 def _deal_by_partition(
@@ -196,7 +203,7 @@ def _deal_by_partition(
     test_mix: str,
 ) -> dict[Split, list[Labels]]:
     edges = None if task.has_classes else bin_edges(data.train.label)
-    classes = {split: strata(_rows(data, split).label, edges=edges) for split in sizes}
+    classes = {split: strata(rows.label, edges=edges) for split, rows in data.splits.items()}
     num_classes = task.num_labels if edges is None else len(edges) + 1
     prior = np.bincount(classes["train"], minlength=num_classes) / len(data.train)
     rng = generator(seed, "partition", task.name)
@@ -251,14 +258,13 @@ def _deal_by_classes(
     seed: Seed,
     test_mix: str,
 ) -> dict[Split, list[Labels]]:
-    if classes_per_client is None:
-        raise ConfigError(f"--partition {BY_CLASSES} needs --nc, the number of classes that a client has")
+    assert classes_per_client is not None, "who takes this partition says how many classes"
     if not task.has_classes:
         raise ConfigError(f"task {task.name!r} has no classes for --partition {BY_CLASSES}; choose another partition")
     has_class = assign_classes(num_clients, task.num_labels, classes_per_client, generator(seed, "classes", task.name))
     parts: dict[Split, list[Labels]] = {}
     for split, size in sizes.items():
-        rng, labels = generator(seed, "deal", task.name, split), _rows(data, split).label
+        rng, labels = generator(seed, "deal", task.name, split), data.splits[split].label
         if split == "test" and test_mix != OWN:
             prior = np.bincount(data.train.label, minlength=task.num_labels) / len(data.train)
             parts[split] = _deal_test(labels, _sizes(size, len(labels), num_clients), prior, test_mix, rng=rng)
@@ -268,24 +274,6 @@ def _deal_by_classes(
         except DataError as error:
             raise DataError(f"{split} of task {task.name!r}: {error} ({_FLAGS[split]})") from error
     return parts
-
-
-def _check_settings(
-    num_clients: int, sizes: Sizes, partition: str, alpha: float, *, client_sizes: Sequence[int]
-) -> None:
-    if partition not in (*PARTITIONS, BY_CLASSES):
-        raise unknown_name("partition", partition, (*PARTITIONS, BY_CLASSES))
-    if client_sizes and partition in (BY_CLASSES, "quantity"):
-        raise ConfigError(
-            f"client_sizes and partition {partition} both say how much a client has; leave one of them out"
-        )
-    if num_clients < 1:
-        raise ConfigError(f"clients_per_task is {num_clients}; it must be 1 or more")
-    for split, size in sizes.items():
-        if size is not None and size < _LEAST[split]:
-            raise ConfigError(f"{_FLAGS[split]} is {size}; it must be {_LEAST[split]} or more")
-    if not 0 < alpha <= MOST_ALPHA or math.isnan(alpha):
-        raise ConfigError(f"dirichlet_alpha is {alpha}; it must be above 0 and at most {MOST_ALPHA:g}")
 
 
 def _check_room(
@@ -299,7 +287,7 @@ def _check_room(
                 " lower them, or --clients-per-task"
             )
         sizes = {**sizes, "train": needed_rows // num_clients}
-    have = {split: len(_rows(data, split)) for split in sizes}
+    have = {split: len(rows) for split, rows in data.splits.items()}
     needed = {split: _LEAST[split] if size is None else size for split, size in sizes.items()}
     for split, size in needed.items():
         if num_clients * size > have[split]:
@@ -312,14 +300,6 @@ def _check_room(
                 f"task {task.name!r} has {have[split]} {split} rows and {num_clients} clients of {size} need "
                 f"{num_clients * size}; {remedy}"
             )
-
-
-def _rows(data: TaskData, split: Split) -> Examples:
-    return {"train": data.train, "validation": data.validation, "test": data.test}[split]
-
-
-def _together(data: TaskData, parts: Mapping[Split, list[Labels]], split: Split) -> Examples:
-    return _rows(data, split).take(np.concatenate(parts[split]))
 
 
 def _with_shuffled_labels(client: ClientData, seed: Seed) -> ClientData:
@@ -344,9 +324,7 @@ def label_statistics(clients: Sequence[ClientData]) -> tuple[dict[str, Any], ...
     mix to that of all clients of its task; absent for a regression, as `majority` is. Of texts to be written, `words`
     (mean and standard deviation over texts) stand in the place of `labels`.
     """
-    peers: dict[str, list[ClientData]] = {}
-    for client in clients:
-        peers.setdefault(client.task.name, []).append(client)
+    peers = _by_task(clients)
     return tuple(_row(client, peers[client.task.name]) for client in clients)
 
 
@@ -354,10 +332,8 @@ def shard_notes(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """A line for each task with classes of these statistics: how many examples and classes its clients have, and how
     far their mixes are from the task's.
     """
-    tasks: dict[str, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        if "distance" in row:
-            tasks.setdefault(row["task"], []).append(row)
+    with_classes = [row for row in rows if "distance" in row]
+    tasks = group_by(with_classes, lambda row: str(row["task"]))
     return tuple(_note(task, task_rows) for task, task_rows in tasks.items())
 
 
@@ -365,11 +341,8 @@ def balance_notes(clients: Sequence[ClientData], test_mix: str) -> tuple[str, ..
     """A line for each task of how many test examples of each class a client has, where these are balanced."""
     if test_mix != BALANCED:
         return ()
-    tasks: dict[str, list[ClientData]] = {}
-    for client in clients:
-        tasks.setdefault(client.task.name, []).append(client)
     lines = []
-    for name, members in tasks.items():
+    for name, members in _by_task(clients).items():
         counts = np.stack([np.bincount(one.test.label, minlength=one.task.num_labels) for one in members])
         each = (f"{word} {_span(column.tolist())}" for word, column in zip(members[0].task.label_names, counts.T))
         lines.append(f"{name}: balanced test examples of a client by class: {', '.join(each)}")
@@ -392,11 +365,10 @@ def _span(counts: Sequence[int]) -> str:
 
 
 def _row(client: ClientData, same_task: Sequence[ClientData]) -> dict[str, Any]:
-    splits = {"train": client.train, "validation": client.validation, "test": client.test}
     row: dict[str, Any] = {
         "client": client.name,
         "task": client.task.name,
-        "examples": {split: len(rows) for split, rows in splits.items()},
+        "examples": {split: len(rows) for split, rows in client.splits.items()},
     }
     if not client.task.has_classes:
         label = client.train.label
@@ -406,7 +378,7 @@ def _row(client: ClientData, same_task: Sequence[ClientData]) -> dict[str, Any]:
     everyone = np.sum([_counts(other) for other in same_task], axis=0)
     return {
         **row,
-        "majority": {split: majority(rows) for split, rows in splits.items()},
+        "majority": {split: majority(rows) for split, rows in client.splits.items()},
         "labels": dict(zip(client.task.label_names, label_counts.tolist())),
         "distance": float(0.5 * np.abs(label_counts / label_counts.sum() - everyone / everyone.sum()).sum()),
     }

@@ -100,7 +100,7 @@ DEFINED_AS = {
 }
 
 
-_SCRAMBLED = "nytEditorialSnippets"
+EDITORIALS = "nytEditorialSnippets"
 """The file whose sentences are scrambled."""
 
 
@@ -157,9 +157,13 @@ def read_sms(path: Path) -> Rows:
     return Rows(text=tuple(row["text"] for row in rows), label=label)
 
 
-def load_ratings(source: Source, *, name: str, file: str, least: float) -> TaskData:
-    """The splits of a sentiment task."""
-    return split_rows(read_ratings(_hutto(source, file), least=least), name=name)
+def load_ratings(source: Source, *, name: str, file: str, least: float | None) -> TaskData:
+    """The splits of a sentiment task; without `least`, those of the mean ratings themselves, float32, from -4 to 4."""
+    path = _hutto(source, file)
+    if least is not None:
+        return split_rows(read_ratings(path, least=least), name=name)
+    rows = read_all_ratings(path)
+    return split_rows(replace(rows, label=rows.label.astype(np.float32)), name=name, labelled=False)
 
 
 def load_trec(source: Source) -> TaskData:
@@ -178,7 +182,7 @@ def load_pairs(source: Source) -> TaskData:
 
 def load_scramble(source: Source) -> TaskData:
     """The splits of sentences and of sentences with five words in another order."""
-    sentences = _unique(read_ratings(_hutto(source, _SCRAMBLED), least=0))
+    sentences = _unique(read_ratings(_hutto(source, EDITORIALS), least=0))
     return split_rows(scramble(sentences, generator(SEED, "make", "scramble")), name="scramble")
 
 
@@ -214,42 +218,33 @@ def _description(fine: str, meaning: dict[tuple[str, str], str]) -> str:
     return meaning[COARSE[coarse], DEFINED_AS.get(fine, word)]
 
 
-def _sentiment(name: str, file: str, least: float, what: str) -> Task:
+def _rated(name: str, file: str, what: str, *, least: float | None = None) -> Task:
+    ratings = f"{what}; mean of 20 human ratings"
     load: Callable[[Source], TaskData] = partial(load_ratings, name=name, file=file, least=least)
-    note = f"{what}; mean of 20 human ratings, at least {least:g} from zero"
-    names = ("negative", "positive")
-    return Task(
-        name=name, num_labels=2, label_names=names, note=note, load=load, files=lambda source: (_hutto(source, file),)
-    )
-
-
-def load_rating_values(source: Source, *, name: str, file: str) -> TaskData:
-    """The splits of a task of mean ratings, float32, from -4 to 4."""
-    rows = read_all_ratings(_hutto(source, file))
-    return split_rows(replace(rows, label=rows.label.astype(np.float32)), name=name, labelled=False)
-
-
-def _ratings(name: str, file: str, what: str) -> Task:
-    return Task(
+    task = Task(
         name=name,
         num_labels=1,
         metric="pearson",
-        note=f"{what}; mean of 20 human ratings from -4 to 4",
-        load=partial(load_rating_values, name=name, file=file),
+        note=f"{ratings} from -4 to 4",
+        load=load,
         files=lambda source: (_hutto(source, file),),
     )
+    if least is None:
+        return task
+    note = f"{ratings}, at least {least:g} from zero"
+    return replace(task, num_labels=2, metric="accuracy", label_names=("negative", "positive"), note=note)
 
 
 EMBEDDED: tuple[Task, ...] = (
     # Only movie has rows enough to leave out all that are nearly neutral.
-    _sentiment("movie", "movieReviewSnippets", 0.5, "sentences of film reviews"),
-    _sentiment("amazon", "amazonReviewSnippets", 0.1, "sentences of product reviews"),
-    _sentiment("nyt_sentiment", "nytEditorialSnippets", 0.1, "sentences of newspaper editorials"),
-    _sentiment("tweets", "tweets", 0.1, "tweets"),
-    _ratings("movie_ratings", "movieReviewSnippets", "sentences of film reviews"),
-    _ratings("amazon_ratings", "amazonReviewSnippets", "sentences of product reviews"),
-    _ratings("nyt_ratings", "nytEditorialSnippets", "sentences of newspaper editorials"),
-    _ratings("tweet_ratings", "tweets", "tweets"),
+    _rated("movie", "movieReviewSnippets", "sentences of film reviews", least=0.5),
+    _rated("amazon", "amazonReviewSnippets", "sentences of product reviews", least=0.1),
+    _rated("nyt_sentiment", EDITORIALS, "sentences of newspaper editorials", least=0.1),
+    _rated("tweets", "tweets", "tweets", least=0.1),
+    _rated("movie_ratings", "movieReviewSnippets", "sentences of film reviews"),
+    _rated("amazon_ratings", "amazonReviewSnippets", "sentences of product reviews"),
+    _rated("nyt_ratings", EDITORIALS, "sentences of newspaper editorials"),
+    _rated("tweet_ratings", "tweets", "tweets"),
     Task(
         name="trec",
         num_labels=6,
@@ -273,7 +268,7 @@ EMBEDDED: tuple[Task, ...] = (
         label_names=("scrambled", "intact"),
         note="is one run of five words scrambled; labels derived: no person judged acceptability",
         load=load_scramble,
-        files=lambda source: (_hutto(source, _SCRAMBLED),),
+        files=lambda source: (_hutto(source, EDITORIALS),),
     ),
     Task(
         name="sms",

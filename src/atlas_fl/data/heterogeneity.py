@@ -8,7 +8,7 @@ order is `merge_sources`, `shift_concepts`, `flip_classes`, and as a reference `
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -17,9 +17,10 @@ import numpy as np
 
 from atlas_fl.data.cache import load_task
 from atlas_fl.data.cleaning import check_no_leak, without
-from atlas_fl.data.clients import BALANCED, ClientData, Concept
-from atlas_fl.data.task import Examples, Images, Rows, Source, Task, TaskData, as_texts
+from atlas_fl.data.clients import BALANCED, ClientData, Concept, group_by
+from atlas_fl.data.task import Examples, Source, Task, TaskData, concatenate
 from atlas_fl.errors import ConfigError
+from atlas_fl.params import Split
 
 NEGATIVE_POSITIVE = ("negative", "positive")
 
@@ -36,29 +37,19 @@ def check_heterogeneity(
     if one_task:
         common_task(tasks)
     for task in tasks:
-        if rating_cuts:
-            _check_values(task)
-        elif flipped_clients:
-            _check_classes(task)
+        if rating_cuts and not task.is_regression:
+            raise ConfigError(
+                f"--rating-cuts turns values into classes, and task {task.name!r} has none; take movie_ratings or"
+                " another task of numbers"
+            )
+        if flipped_clients and not rating_cuts and not task.has_classes:
+            raise ConfigError(
+                f"--flipped-clients reverses classes, and task {task.name!r} has none; take a task with classes"
+            )
         if test_mix == BALANCED and not task.has_classes:
             raise ConfigError(
                 f"--test-mix balanced counts classes, and task {task.name!r} has none of its own; take --test-mix task"
             )
-
-
-def _check_values(task: Task) -> None:
-    if not task.is_regression:
-        raise ConfigError(
-            f"--rating-cuts turns values into classes, and task {task.name!r} has none; take movie_ratings or another"
-            " task of numbers"
-        )
-
-
-def _check_classes(task: Task) -> None:
-    if not task.has_classes:
-        raise ConfigError(
-            f"--flipped-clients reverses classes, and task {task.name!r} has none; take a task with classes"
-        )
 
 
 def shift_concepts(clients: Sequence[ClientData], cuts: Sequence[float]) -> tuple[ClientData, ...]:
@@ -67,13 +58,12 @@ def shift_concepts(clients: Sequence[ClientData], cuts: Sequence[float]) -> tupl
     The task, of values, becomes one of two classes; texts are untouched, so only p(y given x) differs.
 
     Raises:
-        ConfigError: a task has no values, or a cut leaves a client without rows of both classes to train on.
+        ConfigError: a cut leaves a client without rows of both classes to train on.
     """
     return tuple(_cut_values(client, cuts[_number(client) % len(cuts)]) for client in clients)
 
 
 def _cut_values(client: ClientData, cut: float) -> ClientData:
-    _check_values(client.task)
     values, concept = client.train.label, Concept(cut=float(cut))
     if len(set(concept.judge(values, 2).tolist())) < 2:
         raise ConfigError(
@@ -86,34 +76,30 @@ def _cut_values(client: ClientData, cut: float) -> ClientData:
 
 def _relabel(client: ClientData, concept: Concept) -> ClientData:
     """The client with what this concept makes of its labels, in all splits."""
-    train, validation, test = (
-        replace(rows, label=concept.judge(rows.label, client.task.num_labels)) for rows in _splits(client)
-    )
-    return replace(client, train=train, validation=validation, test=test)
+
+    def relabelled(split: Split) -> Examples:
+        rows = client.splits[split]
+        return replace(rows, label=concept.judge(rows.label, client.task.num_labels))
+
+    return client.with_splits(relabelled)
 
 
 def flip_classes(clients: Sequence[ClientData], share: float) -> tuple[ClientData, ...]:
     """Contradiction: the last `round(share * n)` of the n clients of a task, or source, call C - 1 - c what is c.
 
     All their splits are reversed: they are no attackers, they mean the opposite.
-
-    Raises:
-        ConfigError: a task has no classes.
     """
     if share == 0:
         return tuple(clients)
     count = Counter(_source(client) for client in clients)
-    return tuple(_flip(client, _num_of(share, count[_source(client)]), count[_source(client)]) for client in clients)
-
-
-def _flip(client: ClientData, num_flipped: int, num_clients: int) -> ClientData:
-    _check_classes(client.task)
-    is_flipped = _number(client) >= num_clients - num_flipped
-    return replace(
-        _relabel(client, Concept(flipped=is_flipped)),
-        concept=replace(client.concept, flipped=is_flipped),
-        given=client.train.label if client.given is None else client.given,
-    )
+    flipped = []
+    for client in clients:
+        num_clients = count[_source(client)]
+        is_flipped = _number(client) >= num_clients - _num_of(share, num_clients)
+        given = client.train.label if client.given is None else client.given
+        concept = replace(client.concept, flipped=is_flipped)
+        flipped.append(replace(_relabel(client, Concept(flipped=is_flipped)), concept=concept, given=given))
+    return tuple(flipped)
 
 
 def _num_of(share: float, count: int) -> int:
@@ -123,19 +109,15 @@ def _num_of(share: float, count: int) -> int:
 
 def centralize(clients: Sequence[ClientData]) -> tuple[ClientData, ...]:
     """One client for each task, `<task>-all`, with the rows of all its clients as these judge them, in their order."""
-    return tuple(
-        replace(
-            members[0],
-            name=f"{members[0].task.name}-all",
-            train=_concatenate([member.train for member in members]),
-            validation=_concatenate([member.validation for member in members]),
-            test=_concatenate([member.test for member in members]),
-            concept=Concept(),
-            given=None,
-            own_rows=None,
-        )
-        for members in _group(clients, lambda client: client.task.name)
-    )
+    merged = []
+    for name, members in group_by(clients, lambda client: client.task.name).items():
+        first = replace(members[0], name=f"{name}-all", concept=Concept(), given=None, own_rows=None)
+        merged.append(first.with_splits(partial(_together, members)))
+    return tuple(merged)
+
+
+def _together(clients: Sequence[ClientData], split: Split) -> Examples:
+    return concatenate([client.splits[split] for client in clients])
 
 
 def separate_sources(tasks: Sequence[Task]) -> tuple[Task, ...]:
@@ -152,12 +134,14 @@ def separate_sources(tasks: Sequence[Task]) -> tuple[Task, ...]:
 
 def _load_apart(source: Source, *, tasks: Sequence[Task], own: int) -> TaskData:
     datas = [load_task(task, source) for task in tasks]
-    data, before, others = datas[own], datas[:own], [*datas[:own], *datas[own + 1 :]]
+    data = datas[own]
+    before = datas[:own]
+    others = [*before, *datas[own + 1 :]]
     tests, validations = [other.test for other in others], [other.validation for other in others]
     test = without(data.test, *(other.test for other in before))
     validation = without(data.validation, *tests, *(other.validation for other in before))
     train = without(data.train, *tests, *validations, *(other.train for other in before))
-    taken = sum(map(len, (data.train, data.validation, data.test))) - len(train) - len(validation) - len(test)
+    taken = sum(map(len, data.splits.values())) - len(train) - len(validation) - len(test)
     return replace(data, train=train, validation=validation, test=test, left_out=data.left_out + taken)
 
 
@@ -171,19 +155,19 @@ def merge_sources(clients: Sequence[ClientData], own_share: float) -> tuple[Clie
         ConfigError: the tasks have other classes than each other, or clients of other numbers or sizes.
         DataError: a text is in one split of a source and in another one of the next (`separate_sources`).
     """
-    by_source = _group(clients, _source)
+    by_source = list(group_by(clients, _source).values())
     sources = [members[0].task for members in by_source]
     task, left_out = common_task(sources), sum(members[0].left_out for members in by_source)
     merged = [replace(client, task=task, left_out=left_out, own_rows=len(client.train)) for client in clients]
     if len(sources) > 1 and own_share != 1:
         _check_equal_sizes(clients, num_sources=len(sources))
         merged = [_exchange_rows(client, by_source, own_share) for client in merged]
-    check_no_leak(*(_concatenate(rows) for rows in zip(*map(_splits, merged))))
+    check_no_leak({split: _together(merged, split) for split in merged[0].splits})
     return tuple(merged)
 
 
 def _check_equal_sizes(clients: Sequence[ClientData], *, num_sources: int) -> None:
-    kinds = {(_number(client), *map(len, _splits(client))) for client in clients}
+    kinds = {(_number(client), *map(len, client.splits.values())) for client in clients}
     if len(kinds) * num_sources != len(clients):
         raise ConfigError("--own-share exchanges rows one for one, and sources have other sizes; set --samples for all")
 
@@ -191,10 +175,10 @@ def _check_equal_sizes(clients: Sequence[ClientData], *, num_sources: int) -> No
 def _exchange_rows(client: ClientData, by_source: Sequence[Sequence[ClientData]], own_share: float) -> ClientData:
     own = [_source(members[0]) for members in by_source].index(_source(client))
     peers = [next(peer for peer in members if _number(peer) == _number(client)) for members in by_source]
-    train, validation, test = (_exchange(rows, own, own_share) for rows in zip(*map(_splits, peers)))
-    return replace(
-        client, train=train, validation=validation, test=test, own_rows=_num_of(own_share, len(client.train))
+    exchanged = client.with_splits(
+        lambda split: _exchange([peer.splits[split] for peer in peers], own, own_share),
     )
+    return replace(exchanged, own_rows=_num_of(own_share, len(client.train)))
 
 
 def _exchange(rows: Sequence[Examples], source: int, own_share: float) -> Examples:
@@ -204,23 +188,7 @@ def _exchange(rows: Sequence[Examples], source: int, own_share: float) -> Exampl
     parts = np.array_split(np.arange(kept, size), others)
     # the part that goes d sources further has one size for all, so what comes is as much as what goes
     received = [rows[(source - distance) % len(rows)].take(parts[distance - 1]) for distance in range(1, len(rows))]
-    return _concatenate([rows[source].take(np.arange(kept)), *received])
-
-
-def _concatenate(parts: Sequence[Examples]) -> Examples:
-    images = [part for part in parts if isinstance(part, Images)]
-    if len(images) == len(parts):
-        pixels, label = (np.concatenate(column) for column in zip(*((part.pixels, part.label) for part in images)))
-        return Images(pixels=pixels, label=label)
-    texts = [as_texts(part, task="sources") for part in parts]
-    pairs = [part.pair for part in texts if part.pair is not None]
-    if len(pairs) not in (0, len(texts)):
-        raise ConfigError("--one-task takes tasks of one form, and some have pairs of texts, or prompts, and some none")
-    return Rows(
-        text=tuple(text for part in texts for text in part.text),
-        pair=tuple(text for pair in pairs for text in pair) if pairs else None,
-        label=np.concatenate([part.label for part in texts]),
-    )
+    return concatenate([rows[source].take(np.arange(kept)), *received])
 
 
 def joint_name(names: Sequence[str]) -> str:
@@ -246,10 +214,6 @@ def common_task(sources: Sequence[Task]) -> Task:
     )
 
 
-def _splits(client: ClientData) -> tuple[Examples, Examples, Examples]:
-    return client.train, client.validation, client.test
-
-
 def _source(client: ClientData) -> str:
     """The task, or the source of one, that a client of a simulation has its name of."""
     return client.name.rpartition("-")[0]
@@ -260,18 +224,10 @@ def _number(client: ClientData) -> int:
     return int(client.name.rpartition("-")[2])
 
 
-def _group(clients: Sequence[ClientData], key: Callable[[ClientData], str]) -> list[list[ClientData]]:
-    groups: dict[str, list[ClientData]] = {}
-    for client in clients:
-        groups.setdefault(key(client), []).append(client)
-    return list(groups.values())
-
-
 def heterogeneity_notes(clients: Sequence[ClientData]) -> tuple[str, ...]:
     """A line for each task of several sources, and one for each whose clients were made to judge in their own ways."""
     notes: list[str] = []
-    for members in _group(clients, lambda client: client.task.name):
-        name = members[0].task.name
+    for name, members in group_by(clients, lambda client: client.task.name).items():
         shares = [client.own_rows / len(client.train) for client in members if client.own_rows is not None]
         if shares:
             notes.append(f"{name}: {np.mean(shares):.2f} of a client's training examples are of its own source")
@@ -285,10 +241,12 @@ def disagreement(clients: Sequence[ClientData]) -> float | None:
 
     They are of one task. None where nobody's labels were changed, and for one client alone.
     """
-    given, num_labels = [client.given for client in clients if client.given is not None], clients[0].task.num_labels
+    given = [client.given for client in clients if client.given is not None]
+    num_labels = clients[0].task.num_labels
     if not given or len(clients) < 2:
         return None
-    values, count = np.concatenate(given), Counter(client.concept for client in clients)
+    values = np.concatenate(given)
+    count = Counter(client.concept for client in clients)
     differing = [
         count[one] * count[other] * np.mean(one.judge(values, num_labels) != other.judge(values, num_labels))
         for one, other in combinations(count, 2)

@@ -8,6 +8,7 @@ from urllib.error import HTTPError
 from urllib.request import urlopen
 
 from atlas_fl.data.tables import Table, from_datasets, read_folder
+from atlas_fl.data.task import Source
 from atlas_fl.errors import DataError
 
 REACH_SECONDS = 5
@@ -22,10 +23,8 @@ class Published:
     repository: str
     config: str
     """Name of the data set within the repository."""
-    splits: tuple[str, ...]
-    """Names that its splits may have."""
-    folder: str = ""
-    """Its folder in a directory of the user's; `config` by default."""
+    folder: str
+    """Its folder in a directory of the user's."""
     files: str = "{train,validation}.parquet (or .csv, .jsonl, or a save_to_disk folder)"
     """Files that its folder in a directory of the user's may hold."""
 
@@ -34,25 +33,34 @@ class Published:
         """The repository without its owner; versions of `datasets` before 2.14 cached under it."""
         return self.repository.partition("/")[2]
 
+    def folder_in(self, source: Source) -> Path | None:
+        """The folder in which a directory of the user's would hold it; None where no directory was given."""
+        return None if source.data_dir is None else source.data_dir / self.folder
 
-def find_tables(published: Published, folder: Path | None) -> dict[str, Table]:
-    """The tables of a data set by split; a `DataError` names what is missing and the three ways to supply it.
 
-    `folder` is where a directory of the user's would hold it; None where no directory was given.
-    """
+def find_tables(published: Published, source: Source) -> dict[str, Table]:
+    """The tables of a data set by split; a `DataError` names what is missing and the three ways to supply it."""
+    folder = published.folder_in(source)
     if folder is not None and folder.is_dir():
-        return read_folder(folder, splits={name: (name,) for name in published.splits})
+        return read_folder(folder)
     tables = _read_cache(published)
     if tables is not None:
         return tables
     reason = _unreachable()
-    if reason is None:
-        return _download(published)
-    raise _missing(published, folder, reason)
+    if reason is not None:
+        raise _missing(published, folder, reason)
+    import datasets
+
+    try:
+        data = datasets.load_dataset(published.repository, published.config, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise _missing(published, folder, " ".join(str(error).split())[:200]) from error
+    return from_datasets(data)
 
 
-def source_files(published: Published, folder: Path | None) -> tuple[Path, ...]:
+def source_files(published: Published, source: Source) -> tuple[Path, ...]:
     """The folders that `find_tables` would read, whether or not they are there yet."""
+    folder = published.folder_in(source)
     if folder is not None and folder.is_dir():
         return (folder,)
     import datasets  # two seconds that other commands need not pay
@@ -91,25 +99,15 @@ def _unreachable() -> str | None:
         return str(getattr(error, "reason", error))
 
 
-def _download(published: Published) -> dict[str, Table]:
-    import datasets
-
-    try:
-        return from_datasets(datasets.load_dataset(published.repository, published.config, trust_remote_code=False))
-    except (OSError, ValueError) as error:
-        raise _missing(published, None, " ".join(str(error).split())[:200]) from error
-
-
 def _missing(published: Published, folder: Path | None, reason: str) -> DataError:
     import datasets
 
     looked = f"there is no folder {folder}" if folder is not None else "no --data-dir was given"
-    name = folder.name if folder is not None else published.folder or published.config
     return DataError(
         f"{published.title} is not here: {looked}, the cache {datasets.config.HF_DATASETS_CACHE} does not hold it and "
         f"the hub does not give it ({reason}); either connect to the hub, or fill that cache with "
         f"datasets.load_dataset({published.repository!r}, {published.config!r}) where there is a network and copy it, "
-        f"or give --data-dir DIR with DIR{os.sep}{name}{os.sep}{published.files}"
+        f"or give --data-dir DIR with DIR{os.sep}{published.folder}{os.sep}{published.files}"
     )
 
 

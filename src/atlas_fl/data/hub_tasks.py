@@ -9,20 +9,18 @@ the test, and validation is cut from train.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from atlas_fl.data.cleaning import arrange
 from atlas_fl.data.hub import Published, find_tables, missing_split, source_files
-from atlas_fl.data.tables import Table, column, texts
-from atlas_fl.data.task import Labels, Metric, Rows, Source, Task, TaskData
+from atlas_fl.data.tables import SPLITS, Table, column, texts
+from atlas_fl.data.task import Labels, Metric, Rows, Source, Task, TaskData, rows_to_write
 from atlas_fl.errors import DataError
 
 GLUE_REPOSITORY = "nyu-mll/glue"
 HIDDEN = -1
-SPLITS = {"train": ("train",), "validation": ("validation", "validation_matched"), "test": ("test", "test_matched")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +32,6 @@ class Format:
     """Column of the text, or of the prompt after which is written."""
     pair: str | None = None
     """Column of the second text."""
-    label: str = "label"
     label_names: tuple[str, ...] = ()
     """Empty for a regression, and for what is written."""
     target: str | None = None
@@ -44,46 +41,45 @@ class Format:
     repository: str = GLUE_REPOSITORY
     config: str | None = None
     """Name of the data set within the repository; the task's name by default."""
+    metric: Metric = "accuracy"
+    max_length: int = 128
+    note: str = "GLUE; tested on its validation split"
 
     @property
     def title(self) -> str:
         """Name in messages."""
         return f"GLUE {self.name}" if self.repository == GLUE_REPOSITORY else self.name
 
+    @property
+    def published(self) -> Published:
+        """The data set as the hub knows it."""
+        is_glue = self.repository == GLUE_REPOSITORY
+        return Published(
+            title=f"{'GLUE task' if is_glue else 'task'} {self.name!r}",
+            repository=self.repository,
+            config=self.config or self.name,
+            folder=self.name,
+        )
+
 
 def load_hub_task(source: Source, *, form: Format) -> TaskData:
     """The splits of a task; a `DataError` names what is missing and the three ways to supply it."""
-    tables = find_tables(_hub_source(form), _folder(source, form))
-    rows = {}
-    for split, names in SPLITS.items():
-        name = next((name for name in names if name in tables), None)
-        # Some copies leave the hidden labels out, others write -1.
-        if name is not None and (split != "test" or (form.target or form.label) in tables[name]):
-            rows[split] = _rows(tables[name], form, origin=f"{name} of {form.title}")
+    tables = find_tables(form.published, source)
+    rows = {
+        split: _rows(table, form, origin=f"{split} of {form.title}")
+        for split, table in tables.items()
+        # some copies leave the hidden labels out, others write -1
+        if split in SPLITS and (split != "test" or (form.target or "label") in table)
+    }
     if "train" not in rows:
         raise missing_split(form.title, tuple(tables))
     return arrange(rows, name=form.name, labelled=form.target is None)
 
 
-def _hub_source(form: Format) -> Published:
-    is_glue = form.repository == GLUE_REPOSITORY
-    return Published(
-        title=f"GLUE task {form.name!r}" if is_glue else f"task {form.name!r}",
-        repository=form.repository,
-        config=form.config or form.name,
-        folder=form.name,
-        splits=tuple(name for names in SPLITS.values() for name in names),
-    )
-
-
-def _folder(source: Source, form: Format) -> Path | None:
-    return None if source.data_dir is None else source.data_dir / form.name
-
-
 def _rows(table: Table, form: Format, *, origin: str) -> Rows:
     if form.target is not None:
         return _rows_to_write(table, form, form.target, origin=origin)
-    label = _labels(column(table, form.label, origin=origin), form, origin=origin)
+    label = _labels(column(table, "label", origin=origin), form, origin=origin)
     pair = None if form.pair is None else texts(table, form.pair, origin=origin)
     rows = Rows(text=texts(table, form.text, origin=origin), pair=pair, label=label)
     return rows.take(np.flatnonzero(label != HIDDEN))
@@ -99,8 +95,7 @@ def _rows_to_write(table: Table, form: Format, target: str, *, origin: str) -> R
     if form.context is not None:
         contexts = texts(table, form.context, origin=origin)
         prompts = tuple(f"{context}\n{prompt}" for context, prompt in zip(contexts, prompts, strict=True))
-    words = np.asarray([len(text.split()) for text in written], dtype=np.float32)
-    return Rows(text=prompts, pair=written, label=words)
+    return rows_to_write(written, prompts=prompts)
 
 
 def _first_answer(value: Any) -> Any:
@@ -122,90 +117,92 @@ def _labels(values: Sequence[Any], form: Format, *, origin: str) -> Labels:
     return label
 
 
-def _task(form: Format, *, metric: Metric = "accuracy", max_length: int = 128, note: str = "") -> Task:
-    return Task(
-        name=form.name,
-        num_labels=0 if form.target is not None else len(form.label_names) or 1,
-        metric=metric,
-        max_length=max_length,
-        label_names=form.label_names,
-        note=note or "GLUE; tested on its validation split",
-        load=partial(load_hub_task, form=form),
-        files=lambda source: source_files(_hub_source(form), _folder(source, form)),
-    )
-
-
+_SENTIMENT = ("negative", "positive")
 _EQUIVALENT = ("not_equivalent", "equivalent")
 _ENTAILED = ("entailment", "not_entailment")
+_NLI = ("entailment", "neutral", "contradiction")
+_ASKED_BEFORE = ("not_duplicate", "duplicate")
 
-GLUE: tuple[Task, ...] = (
-    _task(Format(name="sst2", text="sentence", label_names=("negative", "positive"))),
-    _task(Format(name="mrpc", text="sentence1", pair="sentence2", label_names=_EQUIVALENT), metric="f1"),
-    _task(Format(name="cola", text="sentence", label_names=("unacceptable", "acceptable")), metric="mcc"),
-    _task(Format(name="qnli", text="question", pair="sentence", label_names=_ENTAILED), max_length=256),
-    _task(
-        Format(name="qqp", text="question1", pair="question2", label_names=("not_duplicate", "duplicate")), metric="f1"
-    ),
-    _task(
-        Format(name="mnli", text="premise", pair="hypothesis", label_names=("entailment", "neutral", "contradiction"))
-    ),
-    _task(Format(name="rte", text="sentence1", pair="sentence2", label_names=_ENTAILED)),
-    _task(Format(name="wnli", text="sentence1", pair="sentence2", label_names=("not_entailment", "entailment"))),
-    _task(Format(name="stsb", text="sentence1", pair="sentence2"), metric="pearson"),
+_GLUE = (
+    Format(name="sst2", text="sentence", label_names=_SENTIMENT),
+    Format(name="mrpc", text="sentence1", pair="sentence2", label_names=_EQUIVALENT, metric="f1"),
+    Format(name="cola", text="sentence", label_names=("unacceptable", "acceptable"), metric="mcc"),
+    Format(name="qnli", text="question", pair="sentence", label_names=_ENTAILED, max_length=256),
+    Format(name="qqp", text="question1", pair="question2", label_names=_ASKED_BEFORE, metric="f1"),
+    Format(name="mnli", text="premise", pair="hypothesis", label_names=_NLI),
+    Format(name="rte", text="sentence1", pair="sentence2", label_names=_ENTAILED),
+    Format(name="wnli", text="sentence1", pair="sentence2", label_names=("not_entailment", "entailment")),
+    Format(name="stsb", text="sentence1", pair="sentence2", metric="pearson"),
 )
-
-_SENTIMENT = ("negative", "positive")
-
-HUB_TASKS: tuple[Task, ...] = (
-    *GLUE,
-    _task(
-        Format(name="imdb", text="text", label_names=_SENTIMENT, repository="stanfordnlp/imdb", config="plain_text"),
+_OTHERS = (
+    Format(
+        name="imdb",
+        text="text",
+        label_names=_SENTIMENT,
+        repository="stanfordnlp/imdb",
+        config="plain_text",
         max_length=256,
         note="film reviews of the hub",
     ),
-    _task(
-        Format(
-            name="ag_news",
-            text="text",
-            label_names=("world", "sports", "business", "technology"),
-            repository="fancyzhx/ag_news",
-            config="default",
-        ),
+    Format(
+        name="ag_news",
+        text="text",
+        label_names=("world", "sports", "business", "technology"),
+        repository="fancyzhx/ag_news",
+        config="default",
         note="news by topic, of the hub",
     ),
-    _task(
-        Format(
-            name="yelp", text="text", label_names=_SENTIMENT, repository="fancyzhx/yelp_polarity", config="plain_text"
-        ),
+    Format(
+        name="yelp",
+        text="text",
+        label_names=_SENTIMENT,
+        repository="fancyzhx/yelp_polarity",
+        config="plain_text",
         max_length=256,
         note="reviews of places, of the hub",
     ),
-    _task(
-        Format(
-            name="squad",
-            text="question",
-            context="context",
-            target="answers",
-            repository="rajpurkar/squad",
-            config="plain_text",
-        ),
+    Format(
+        name="squad",
+        text="question",
+        context="context",
+        target="answers",
+        repository="rajpurkar/squad",
+        config="plain_text",
         max_length=384,
         note="writes the answer after passage and question; of the hub",
     ),
-    _task(
-        Format(
-            name="e2e",
-            text="meaning_representation",
-            target="human_reference",
-            repository="tuetschek/e2e_nlg",
-            config="default",
-        ),
+    Format(
+        name="e2e",
+        text="meaning_representation",
+        target="human_reference",
+        repository="tuetschek/e2e_nlg",
+        config="default",
         note="writes a sentence about a restaurant from its attributes; of the hub",
     ),
-    _task(
-        Format(name="xsum", text="document", target="summary", repository="EdinburghNLP/xsum", config="default"),
+    Format(
+        name="xsum",
+        text="document",
+        target="summary",
+        repository="EdinburghNLP/xsum",
+        config="default",
         max_length=512,
         note="writes a sentence that sums up an article; of the hub",
     ),
 )
-"""All of them."""
+
+
+def _task(form: Format) -> Task:
+    return Task(
+        name=form.name,
+        num_labels=0 if form.target is not None else len(form.label_names) or 1,
+        metric=form.metric,
+        max_length=form.max_length,
+        label_names=form.label_names,
+        note=form.note,
+        load=partial(load_hub_task, form=form),
+        files=partial(source_files, form.published),
+    )
+
+
+GLUE: tuple[Task, ...] = tuple(_task(form) for form in _GLUE)
+HUB_TASKS: tuple[Task, ...] = (*GLUE, *(_task(form) for form in _OTHERS))

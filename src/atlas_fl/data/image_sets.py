@@ -40,9 +40,6 @@ def read_idx(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.frombuffer(content, dtype=np.uint8, offset=start).reshape(shape)
 
 
-SYSTEM_FOLDER = Path("/usr/share/datasets/fashion-mnist")
-"""Folder of the Debian package dataset-fashion-mnist."""
-_FILES = {"train": "train", "test": "t10k"}
 _CLOTHES = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 
 
@@ -62,52 +59,45 @@ def load_fashion(source: Source) -> TaskData:
 
     A `DataError` says where the files were looked for and how to get them.
     """
-    folder = _fashion_folder(source)
-    splits = {split: _read_fashion(folder, start) for split, start in _FILES.items()}
-    return arrange(splits, name="fashion_mnist", validation_share=source.validation_share)
-
-
-def _fashion_folder(source: Source) -> Path:
     folders = _fashion_folders(source)
-    for folder in folders:
-        if _fashion_file(folder, "train-images-idx3-ubyte") is not None:
-            return folder
-    raise DataError(
-        f"Fashion-MNIST is in none of {', '.join(map(str, folders))}; run `atlas fetch vision`, or install the Debian"
-        " package dataset-fashion-mnist, or give --data-dir with its four files of t10k and train"
-    )
+    folder = next((folder for folder in folders if _fashion_file(folder, "train-images").is_file()), None)
+    if folder is None:
+        raise DataError(
+            f"Fashion-MNIST is in none of {', '.join(map(str, folders))}; run `atlas fetch vision`, or install the"
+            " Debian package dataset-fashion-mnist, or give --data-dir with its four files of t10k and train"
+        )
+    splits = {"train": _read_fashion(folder, "train"), "test": _read_fashion(folder, "t10k")}
+    return arrange(splits, name="fashion_mnist", validation_share=source.validation_share)
 
 
 def _fashion_folders(source: Source) -> tuple[Path, ...]:
     """Folders that the files may be in, in the order in which they are looked for."""
-    folders = (SYSTEM_FOLDER, source.cache_dir / FASHION.name)
+    assert FASHION.system_dir is not None, "the Debian package has one"
+    folders = (FASHION.system_dir, source.cache_dir / FASHION.name)
     if source.data_dir is None:
         return folders
     return (source.data_dir / "fashion_mnist", source.data_dir / "fashion-mnist", source.data_dir, *folders)
 
 
 def fashion_files(source: Source) -> tuple[Path, ...]:
-    """All that are looked for."""
-    names = [name for start in _FILES.values() for name in _fashion_names(start)]
-    return tuple(
-        folder / f"{name}{end}" for folder in _fashion_folders(source) for name in names for end in ("", ".gz")
-    )
+    """All files that are looked for, packed or not."""
+    names = [name.removesuffix(end) for name in FASHION.files for end in ("", ".gz")]
+    return tuple(folder / name for folder in _fashion_folders(source) for name in names)
 
 
-def _fashion_names(start: str) -> tuple[str, str]:
-    return f"{start}-images-idx3-ubyte", f"{start}-labels-idx1-ubyte"
-
-
-def _fashion_file(folder: Path, name: str) -> Path | None:
-    return next((path for path in (folder / f"{name}.gz", folder / name) if path.is_file()), None)
+def _fashion_file(folder: Path, name: str) -> Path:
+    """The file of this name where it is not packed; else the packed one, which may be missing too."""
+    packed = folder / f"{name}-idx{3 if name.endswith('images') else 1}-ubyte.gz"
+    unpacked = packed.with_suffix("")
+    return unpacked if unpacked.is_file() and not packed.is_file() else packed
 
 
 def _read_fashion(folder: Path, start: str) -> Images:
     arrays = []
-    for name in _fashion_names(start):
-        path = _fashion_file(folder, name)
-        if path is None:
-            raise DataError(f"there is no file {folder / name}.gz; run `atlas fetch vision`, or restore it")
+    for kind in ("images", "labels"):
+        path = _fashion_file(folder, f"{start}-{kind}")
+        if not path.is_file():
+            raise DataError(f"there is no file {path}; run `atlas fetch vision`, or restore it")
         arrays.append(read_idx(path))
     images, labels = arrays
     if images.ndim != 3 or labels.shape != images.shape[:1] or labels.max(initial=0) >= len(_CLOTHES):

@@ -10,7 +10,6 @@ the same class twice.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -223,15 +222,6 @@ def _switch_classes(has_class: Array, rng: np.random.Generator) -> Array:
     return has_class
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Bounds:
-    """Bounds of a plan: rows of a client in a class, of a client, and of a class."""
-
-    cells: tuple[Array, Array]
-    clients: tuple[Array, Array]
-    classes: tuple[Array, Array]
-
-
 def plan_rows(has_class: Array, supply: Array, *, size: int | None) -> Array:
     """Number of rows of each class that each client gets, int64 (clients, classes): none of classes not its own.
 
@@ -245,24 +235,26 @@ def plan_rows(has_class: Array, supply: Array, *, size: int | None) -> Array:
         raise DataError(
             f"class {scarce} has {supply[scarce]} rows for {degree[scarce]} clients; lower --clients-per-task or --nc"
         )
+    targets: Array
     if size is None:
-        low, high = _evenest(has_class, supply)
+        sizes = _evenest(has_class, supply)
+        classes = (supply, supply)
         targets = np.where(has_class, supply / np.maximum(degree, 1), 0.0)
-        sizes, classes = (np.full(len(has_class), low), np.full(len(has_class), high)), (supply, supply)
     else:
+        sizes = (size, size)
+        classes = (degree, supply)
         targets = np.where(has_class, size / clients[:, None], 0.0)
-        sizes, classes = (np.full(len(has_class), size),) * 2, (degree, supply)
 
-    def bounds(slack: int) -> _Bounds:
+    def plan_within(slack: int) -> Array | None:
         lowest = np.where(has_class, np.maximum(np.floor(targets) - slack, 1), 0).astype(np.int64)
         highest = np.where(has_class, np.minimum(np.ceil(targets) + slack, supply), 0).astype(np.int64)
-        return _Bounds(cells=(lowest, np.maximum(lowest, highest)), clients=sizes, classes=classes)
+        return _flow(cells=(lowest, np.maximum(lowest, highest)), clients=sizes, classes=classes)
 
     most = int(supply.max())
-    if _flow(bounds(most)) is None:
+    if plan_within(most) is None:
         assert size is not None, "what `_evenest` found can be dealt"
         raise DataError(_too_large(has_class, supply, size))
-    plan = _flow(bounds(_least(lambda slack: _flow(bounds(slack)) is not None, 0, most)))
+    plan = plan_within(_least(lambda slack: plan_within(slack) is not None, 0, most))
     assert plan is not None, "the search ends where there is a plan"
     return plan
 
@@ -270,26 +262,22 @@ def plan_rows(has_class: Array, supply: Array, *, size: int | None) -> Array:
 def deal_classes(classes: Labels, has_class: Array, *, size: int | None, rng: np.random.Generator) -> list[Labels]:
     """For every client the positions of its rows: disjoint, of its classes alone, in a random order (`plan_rows`)."""
     counts = plan_rows(has_class, np.bincount(classes, minlength=has_class.shape[1]), size=size)
-    parts: list[list[Labels]] = [[] for _ in has_class]
-    for value in range(has_class.shape[1]):
-        members = rng.permutation(np.flatnonzero(classes == value))
-        for part, rows in zip(parts, np.split(members, np.cumsum(counts[:, value]))):
-            part.append(rows)
-    return [rng.permutation(np.concatenate(part)) for part in parts]
+    return _draw_rows(classes, counts, rng)
+
+
+def _can_deal(has_class: Array, supply: Array, *, sizes: tuple[int, int], least: Array) -> bool:
+    """Return whether every client can have a row of each of its classes and as many in all, of each class `least`."""
+    cells = has_class.astype(np.int64), np.where(has_class, supply, 0)
+    return _flow(cells=cells, clients=sizes, classes=(least, supply)) is not None
 
 
 def _evenest(has_class: Array, supply: Array) -> tuple[int, int]:
-    """The smallest largest size of a client when every row is dealt, and the largest smallest one under it."""
+    """The largest smallest size of a client when every row is dealt, and the smallest largest one above it."""
     total = int(supply.sum())
     mean = total // len(has_class)
 
     def possible(low: int, high: int) -> bool:
-        most = np.where(has_class, supply, 0)
-        sizes = np.full(len(has_class), low), np.full(len(has_class), high)
-        return (
-            _flow(_Bounds(cells=(has_class.astype(np.int64), most), clients=sizes, classes=(supply, supply)))
-            is not None
-        )
+        return _can_deal(has_class, supply, sizes=(low, high), least=supply)
 
     least = int(has_class.sum(axis=1).max())
     high = _least(lambda size: possible(least, size), -(-total // len(has_class)), total)
@@ -309,10 +297,7 @@ def _too_large(has_class: Array, supply: Array, size: int) -> str:
     least = int(has_class.sum(axis=1).max())
 
     def fails(rows: int) -> bool:
-        sizes = np.full(len(has_class), rows)
-        most = np.where(has_class, supply, 0)
-        cells = has_class.astype(np.int64), most
-        return _flow(_Bounds(cells=cells, clients=(sizes, sizes), classes=(has_class.sum(axis=0), supply))) is None
+        return not _can_deal(has_class, supply, sizes=(rows, rows), least=has_class.sum(axis=0))
 
     fits = _least(fails, least, size) - 1
     if fits < least:
@@ -323,21 +308,22 @@ def _too_large(has_class: Array, supply: Array, size: int) -> str:
     )
 
 
-def _flow(bounds: _Bounds) -> Array | None:
-    """A plan within the bounds, int64 (clients, classes); None if there is none.
+def _flow(*, cells: tuple[Array, Array], clients: tuple[int, int], classes: tuple[Array, Array]) -> Array | None:
+    """A plan within these bounds, int64 (clients, classes); None if there is none.
 
-    Clients are sources and classes are sinks. What each arc must carry at least is sent beforehand, from and to two
-    nodes more, which a maximum flow fills if and only if there is a plan.
+    The least and the most rows of a client in a class, of every client, and of each class. Clients are sources and
+    classes are sinks. What each arc must carry at least is sent beforehand, from and to two nodes more, which a maximum
+    flow fills if and only if there is a plan.
     """
-    (low, high), clients, classes = bounds.cells, bounds.clients, bounds.classes
-    if any((lower > upper).any() for lower, upper in (bounds.cells, clients, classes)):
+    low, high = cells
+    if any(np.any(lower > upper) for lower, upper in (cells, clients, classes)):
         return None
     num_clients, num_classes = low.shape
     source, sink, give, take = range(num_clients + num_classes, num_clients + num_classes + 4)
     rows, columns = np.nonzero(high)
     client_nodes, class_nodes = np.arange(num_clients), num_clients + np.arange(num_classes)
     arcs = [
-        (np.full(num_clients, source), client_nodes, clients[1] - clients[0]),
+        (np.full(num_clients, source), client_nodes, np.full(num_clients, clients[1] - clients[0])),
         (rows, num_clients + columns, (high - low)[rows, columns]),
         (class_nodes, np.full(num_classes, sink), classes[1] - classes[0]),
         (np.array([sink]), np.array([source]), np.array([classes[1].sum()])),
@@ -346,8 +332,10 @@ def _flow(bounds: _Bounds) -> Array | None:
     owed = np.zeros(take + 1, dtype=np.int64)
     owed[client_nodes] = clients[0] - low.sum(axis=1)
     owed[class_nodes] = low.sum(axis=0) - classes[0]
-    owed[source], owed[sink] = -clients[0].sum(), classes[0].sum()
-    short, over = np.flatnonzero(owed < 0), np.flatnonzero(owed > 0)
+    owed[source] = -clients[0] * num_clients
+    owed[sink] = classes[0].sum()
+    short = np.flatnonzero(owed < 0)
+    over = np.flatnonzero(owed > 0)
     arcs += [
         (np.full(len(over), give), over, owed[over]),
         (short, np.full(len(short), take), -owed[short]),

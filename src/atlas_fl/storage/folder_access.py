@@ -21,6 +21,8 @@ from pathlib import Path
 from stat import S_ISDIR, S_ISLNK, S_ISREG
 from typing import Any
 
+from atlas_fl.errors import CheckpointError
+
 MOST_JSON_BYTES = 1 << 28
 """Most bytes of a file of JSON: a plan of 2,000 clients takes 160 MB."""
 MOST_ROWS_BYTES = 1 << 30
@@ -148,12 +150,8 @@ def _open_file(path: Path, flags: int, *, within: Path | None, max_bytes: int | 
             _check_kind(os.stat(path.name, dir_fd=folder, follow_symlinks=False))
         # what it was a moment ago it need not be: the descriptor is asked again, and a pipe is not waited for
         handle = os.open(path.name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666, dir_fd=folder)
-        try:
-            _check_opened(os.fstat(handle), writes=flags & os.O_ACCMODE != os.O_RDONLY, max_bytes=max_bytes)
-        except OSError:
-            os.close(handle)
-            raise
-    return handle
+        writes = flags & os.O_ACCMODE != os.O_RDONLY
+        return _checked(handle, writes=writes, max_bytes=max_bytes)
 
 
 def _check_kind(status: os.stat_result) -> None:
@@ -165,12 +163,19 @@ def _check_kind(status: os.stat_result) -> None:
         raise OSError(errno.EINVAL, NOT_REGULAR)
 
 
-def _check_opened(status: os.stat_result, *, writes: bool, max_bytes: int | None) -> None:
-    _check_kind(status)
-    if writes and status.st_nlink > 1:
-        raise OSError(errno.EMLINK, HAS_OTHER_NAME)
-    if max_bytes is not None and status.st_size > max_bytes:
-        raise OSError(errno.EFBIG, f"{status.st_size:,} bytes, and at most {max_bytes:,} are read")
+def _checked(handle: int, *, writes: bool = False, max_bytes: int | None) -> int:
+    """The descriptor, closed where it is of no regular file, of a larger one or of one that is not to be written to."""
+    try:
+        status = os.fstat(handle)
+        _check_kind(status)
+        if writes and status.st_nlink > 1:
+            raise OSError(errno.EMLINK, HAS_OTHER_NAME)
+        if max_bytes is not None and status.st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"{status.st_size:,} bytes, and at most {max_bytes:,} are read")
+    except OSError:
+        os.close(handle)
+        raise
+    return handle
 
 
 def open_to_read(path: Path, *, max_bytes: int, within: Path | None = None) -> BufferedReader:
@@ -186,6 +191,20 @@ def read_file(path: Path, *, max_bytes: int, within: Path | None = None) -> byte
     """The content of a regular file of at most so many bytes; raises OSError as `open_to_read`."""
     with open_to_read(path, max_bytes=max_bytes, within=within) as file, os_errors_with_path(path):
         return file.read()
+
+
+def read_written(path: Path, *, max_bytes: int, within: Path | None = None) -> bytes:
+    """The content of a file that a run has written, as `read_file`.
+
+    Raises:
+        CheckpointError: it is not there, or cannot be read.
+    """
+    try:
+        return read_file(path, max_bytes=max_bytes, within=within)
+    except FileNotFoundError:
+        raise CheckpointError(f"no file {path}; the run did not write it or it was removed") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}); restore it or repeat the run") from None
 
 
 def read_ends(path: Path, *, max_bytes: int, within: Path | None = None) -> tuple[bytes, bytes]:
@@ -207,12 +226,7 @@ def open_named_file(path: Path, *, max_bytes: int) -> BufferedReader:
     with os_errors_with_path(path):
         _check_kind(path.stat())
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            _check_opened(os.fstat(handle), writes=False, max_bytes=max_bytes)
-        except OSError:
-            os.close(handle)
-            raise
-    return os.fdopen(handle, "rb")
+        return os.fdopen(_checked(handle, max_bytes=max_bytes), "rb")
 
 
 def read_named_file(path: Path, *, max_bytes: int) -> bytes:

@@ -82,55 +82,54 @@ class Bounds:
     @property
     def shape(self) -> "Shape":
         """The shape of one of these numbers."""
-        return _scalar_shape(str(self), self.__contains__)
+        return scalar(str(self), self.__contains__)
 
 
 def _digits(value: float) -> str:
     return str(value) if isinstance(value, int) and abs(value) < 10**8 else f"{value:g}"
 
 
-def _scalar_shape(kind: str, test: Callable[[Any], bool]) -> Shape:
+def _place(location: str) -> str:
+    return location.lstrip(".") or "it"
+
+
+def scalar(kind: str, test: Callable[[Any], bool]) -> Shape:
+    """A value that passes this test; `kind` names such values in a message."""
+
     def shape(value: Any, location: str) -> str:
-        return "" if test(value) else f"{location.lstrip('.') or 'it'} is {short_repr(value)} and no {kind}"
+        return "" if test(value) else f"{_place(location)} is {short_repr(value)} and no {kind}"
 
     return shape
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and -LARGEST < value < LARGEST
+def _number(kind: str, least: float, most: float, *, types: tuple[type, ...] = (int, float)) -> Shape:
+    return scalar(kind, lambda value: type(value) in types and least <= value <= most)
 
 
-def _is_integer(value: Any) -> bool:
-    return type(value) is int and _is_number(value)
+def _matching(kind: str, pattern: str) -> Shape:
+    return scalar(kind, lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None)
 
 
-number = _scalar_shape("number", _is_number)
-score = _scalar_shape("number", lambda value: type(value) in (int, float) and -LARGEST_SCORE < value < LARGEST_SCORE)
-score_from_zero = _scalar_shape(
-    "number from 0", lambda value: type(value) in (int, float) and 0 <= value < LARGEST_SCORE
-)
-integer = _scalar_shape("whole number", _is_integer)
-count = _scalar_shape("whole number from 0", lambda value: _is_integer(value) and value >= 0)
-non_negative = _scalar_shape("number from 0", lambda value: _is_number(value) and value >= 0)
-text = _scalar_shape("text", lambda value: isinstance(value, str))
-word = _scalar_shape("word", lambda value: isinstance(value, str) and value.isidentifier() and len(value) < 100)
-flag = _scalar_shape("true or false", lambda value: type(value) is bool)
-mapping = _scalar_shape("mapping", lambda value: isinstance(value, dict))
-plan_name = _scalar_shape(
-    "name of a plan's file",
-    lambda value: isinstance(value, str) and re.fullmatch(r"plan(-\d{4,})?\.json", value) is not None,
-)
-
-
-def _anything(_value: Any, _location: str) -> str:
-    return ""
+number = _number("number", -LARGEST, LARGEST)
+non_negative = _number("number from 0", 0, LARGEST)
+integer = _number("whole number", -LARGEST, LARGEST, types=(int,))
+count = _number("whole number from 0", 0, LARGEST, types=(int,))
+message_bytes = _number(f"whole number from 0 to {LARGEST_MESSAGE:g}", 0, LARGEST_MESSAGE, types=(int,))
+score = _number("number", -LARGEST_SCORE, LARGEST_SCORE)
+score_from_zero = _number("number from 0", 0, LARGEST_SCORE)
+text = scalar("text", lambda value: isinstance(value, str))
+word = _matching("word", r"[^\W\d]\w{,98}")
+round_name = _matching("number of a round", r"\d{1,9}")
+plan_name = _matching("name of a plan's file", r"plan(-\d{4,})?\.json")
+flag = scalar("true or false", lambda value: type(value) is bool)
+mapping = scalar("mapping", lambda value: isinstance(value, dict))
 
 
 def relative_path(value: Any, location: str) -> str:
     """The fault of the name of a file inside a run's folder."""
     path = Path(value) if isinstance(value, str) and "\0" not in value else None
     is_outside = path is None or not path.parts or path.is_absolute() or ".." in path.parts
-    return f"{location.lstrip('.') or 'it'} names {short_repr(value)}, no file inside the folder" if is_outside else ""
+    return f"{_place(location)} names {short_repr(value)}, no file inside the folder" if is_outside else ""
 
 
 def optional(shape: Shape) -> Shape:
@@ -139,7 +138,7 @@ def optional(shape: Shape) -> Shape:
 
 
 def one_of(*shapes: Shape) -> Shape:
-    """One of these."""
+    """One of these; the fault of the first where it is none."""
 
     def one_of_shape(value: Any, location: str) -> str:
         faults = [shape(value, location) for shape in shapes]
@@ -148,50 +147,44 @@ def one_of(*shapes: Shape) -> Shape:
     return one_of_shape
 
 
+def both(first: Shape, then: Shape) -> Shape:
+    """This, and what can be looked at once it is so."""
+    return lambda value, location: first(value, location) or then(value, location)
+
+
 def list_of(shape: Shape, *, least: int = 0) -> Shape:
     """A list of these."""
+    size = f" of {least} or more" if least else ""
+    lists = scalar(f"list{size}", lambda value: isinstance(value, list) and len(value) >= least)
 
-    def list_shape(value: Any, location: str) -> str:
-        if not isinstance(value, list) or len(value) < least:
-            size = f" of {least} or more" if least else ""
-            return f"{location.lstrip('.') or 'it'} is {short_repr(value)} and no list{size}"
+    def entries(value: Any, location: str) -> str:
         return _first_fault(shape(entry, f"{location}[{index}]") for index, entry in enumerate(value))
 
-    return list_shape
+    return both(lists, entries)
 
 
 def mapping_of(shape: Shape, *, names: Shape = text) -> Shape:
     """A mapping of any names to these."""
 
-    def mapping_shape(value: Any, location: str) -> str:
-        if fault := mapping(value, location):
-            return fault
-        faults = (names(name, location) or shape(entry, f"{location}.{name}") for name, entry in value.items())
-        return _first_fault(faults)
-
-    return mapping_shape
-
-
-def fields(required: Mapping[str, Shape] | None = None, **optional: Shape) -> Shape:
-    """A mapping that has all the required names, and others of these perhaps."""
-    needed = required or {}
-
-    def fields_shape(value: Any, location: str) -> str:
-        if fault := mapping(value, location):
-            return fault
-        if missing := [name for name in needed if name not in value]:
-            return f"{location.lstrip('.') or 'it'} lacks {missing[0]!r}"
-        shapes = {**optional, **needed}
+    def entries(value: Any, location: str) -> str:
         return _first_fault(
-            shapes[name](entry, f"{location}.{name}") for name, entry in value.items() if name in shapes
+            names(name, location) or shape(entry, f"{location}.{name}") for name, entry in value.items()
         )
 
-    return fields_shape
+    return both(mapping, entries)
 
 
-def both(first: Shape, then: Shape) -> Shape:
-    """This, and what can be looked at once it is so."""
-    return lambda value, location: first(value, location) or then(value, location)
+def fields(required: Mapping[str, Shape] | None = None, /, **optional: Shape) -> Shape:
+    """A mapping that has all the required names, and others of these perhaps."""
+    needed = required or {}
+    shapes = {**optional, **needed}
+
+    def entries(value: Any, location: str) -> str:
+        missing = next((f"{_place(location)} lacks {name!r}" for name in needed if name not in value), "")
+        known = [name for name in value if name in shapes]
+        return missing or _first_fault(shapes[name](value[name], f"{location}.{name}") for name in known)
+
+    return both(mapping, entries)
 
 
 def _first_fault(faults: Iterator[str]) -> str:
@@ -207,17 +200,14 @@ _CLIENT = fields(
     cluster=integer,
     ranks=list_of(count),
     cut=optional(count),
-    budget_bytes=number,
-    largest_rank=number,
-    memory=mapping_of(number),
-    predicted=mapping_of(number),
+    **dict.fromkeys(("budget_bytes", "largest_rank"), number),
+    **dict.fromkeys(("memory", "predicted"), mapping_of(number)),
     split=fields(shared=optional(integer)),
     planning=mapping_of(mapping_of(number)),
 )
 _CLUSTERING = fields(
     labels=list_of(integer),
     method=text,
-    similarity=matrix,
     reliability=list_of(number),
     structure=fields(reason=text),
     k_table=list_of(mapping_of(optional(one_of(number, flag, text, list_of(number))))),
@@ -225,9 +215,8 @@ _CLUSTERING = fields(
     explained_variance=number,
     components=integer,
     warnings=list_of(text),
-    points=matrix,
     centroids=list_of(matrix),
-    offsets=matrix,
+    **dict.fromkeys(("similarity", "points", "offsets"), matrix),
 )
 _DATA = fields(
     {"client": text, "task": text},
@@ -297,15 +286,8 @@ _COUNTS = both(
     lambda value, location: "" if len(value["hits"]) == len(value["examples"]) else f"{location} has unequal lists",
 )
 _SCORES_ROW = fields({"round": count, "client": text, "task": text, "split": text}, classes=_COUNTS, **_NUMBERS)
-_EVENT_ROW = fields(
-    {"round": count, "event": text},
-    client=text,
-    reason=text,
-    host=text,
-    work=text,
-    discarded=mapping_of(score),
-    **_NUMBERS,
-)
+_EVENT_TEXTS = dict.fromkeys(("client", "reason", "host", "work"), text)
+_EVENT_ROW = fields({"round": count, "event": text}, discarded=mapping_of(score), **_EVENT_TEXTS, **_NUMBERS)
 _BY_EVENT = {
     "refused": fields({"client": text, "reason": text}),
     "hosted": fields({"client": text, "host": text, "work": text}),
@@ -324,14 +306,12 @@ _LEDGER = fields(
     {
         "round": count,
         "client": text,
-        "direction": _scalar_shape("direction", lambda value: value in DIRECTIONS),
-        "kind": _scalar_shape("kind of message", lambda value: value in KINDS),
-        "bytes": both(count, Bounds(least=0, most=LARGEST_MESSAGE, whole=True).shape),
+        "direction": scalar("direction", lambda value: value in DIRECTIONS),
+        "kind": scalar("kind of message", lambda value: value in KINDS),
+        "bytes": message_bytes,
     },
-    peer=text,
-    guest=text,
     relayed=flag,
-    phase=text,
+    **dict.fromkeys(("peer", "guest", "phase"), text),
 )
 
 
@@ -345,12 +325,9 @@ def ledger_row(value: Any, location: str) -> str:
 
 _SPLITS = fields(
     round=count,
-    train=mapping_of(score),
-    validation=mapping_of(score),
-    test=mapping_of(score),
     worst_client=fields({"client": text}, primary=score),
     worst_gain=fields({"client": text}),
-    spread=mapping_of(score),
+    **dict.fromkeys(("train", "validation", "test", "spread"), mapping_of(score)),
 )
 _GROUP_SUMMARY = fields(
     clients=count,
@@ -377,9 +354,7 @@ SUMMARY = fields(
     clients=mapping_of(_CLIENT_SUMMARY),
     bytes=fields(
         {"up": number, "down": number},
-        total=number,
-        between_clients=number,
-        relayed=number,
+        **dict.fromkeys(("total", "between_clients", "relayed"), number),
         by_kind=mapping_of(mapping_of(number)),
         full_model=fields(reduction=number),
     ),
@@ -403,23 +378,18 @@ TUNING = fields(
 )
 """`tuning.json`."""
 
-_numeral = _scalar_shape(
-    "number of a round", lambda value: isinstance(value, str) and value.isdecimal() and len(value) < 10
-)
 STATE = fields(
     {
         "origin": fields({"settings": mapping, "data": mapping_of(text), "model": mapping_of(optional(text))}),
         "same": mapping_of(text),
-        "metrics_bytes": count,
-        "ledger_bytes": count,
+        **dict.fromkeys(("metrics_bytes", "ledger_bytes"), count),
         "stale": list_of(text),
         "validation": mapping_of(score),
         "plan": plan_name,
-        "seconds": mapping_of(number),
-        "peak": mapping_of(number),
-        "round_seconds": mapping_of(number, names=_numeral),
+        **dict.fromkeys(("seconds", "peak"), mapping_of(number)),
+        "round_seconds": mapping_of(number, names=round_name),
         "reused_seconds": number,
-        "history": mapping_of(score, names=_numeral),
+        "history": mapping_of(score, names=round_name),
         "over": flag,
     }
 )
@@ -431,4 +401,4 @@ DIGESTS = mapping_of(text, names=relative_path)
 
 def require_fields(content: Mapping[str, Any], *names: str, file: Path) -> None:
     """Raise `CheckpointError` unless the content of this file has these names."""
-    check_shape(content, fields(dict.fromkeys(names, _anything)), file=file)
+    check_shape(content, fields(dict.fromkeys(names, lambda _value, _location: "")), file=file)

@@ -25,6 +25,7 @@ from atlas_fl.storage.folder_access import (
     opened_folder,
     os_errors_with_path,
     read_file,
+    read_written,
     write_atomic,
 )
 from atlas_fl.storage.json_shapes import Shape, check_written, list_of
@@ -178,11 +179,7 @@ def read_json(path: Path, *, within: Path | None = None) -> Any:
         CheckpointError: there is no such file, or it is damaged.
     """
     try:
-        return from_json(read_file(path, max_bytes=MOST_JSON_BYTES, within=within))
-    except FileNotFoundError:
-        raise CheckpointError(f"no file {path}; the run did not write it or it was removed") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror}); restore it or repeat the run") from None
+        return from_json(read_written(path, max_bytes=MOST_JSON_BYTES, within=within))
     except ValueError as error:
         raise CheckpointError(f"damaged file {path}: {error}; restore it or repeat the run") from error
 
@@ -208,11 +205,24 @@ def read_sealed(path: Path, *, within: Path | None = None) -> dict[str, Any]:
     Raises:
         CheckpointError: there is no such file, or it is damaged.
     """
-    content = read_json(path, within=within)
-    expected = content.pop(SEAL, None) if isinstance(content, dict) else None
-    if expected is None or content_sha256(content) != expected:
-        raise CheckpointError(f"damaged file {path}: it is not what was written; restore it from a copy, or run again")
-    return dict(content)
+    try:
+        return unsealed(read_json(path, within=within))
+    except ValueError as error:
+        raise CheckpointError(f"damaged file {path}: {error}; restore it from a copy, or run again") from None
+
+
+def unsealed(content: Any) -> dict[str, Any]:
+    """The content of a sealed file, without its digest.
+
+    Raises:
+        ValueError: it is not what was written.
+    """
+    if not isinstance(content, dict) or SEAL not in content:
+        raise ValueError("it is not what was written")
+    plain = {name: value for name, value in content.items() if name != SEAL}
+    if content_sha256(plain) != content[SEAL]:
+        raise ValueError("it is not what was written")
+    return plain
 
 
 def append_rows(

@@ -3,6 +3,7 @@
 Of what crosses the cut of a model, one row for all messages of one kind and direction in a round.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
@@ -78,30 +79,26 @@ class Totals:
 
 def totals(rows: Iterable[LedgerRow]) -> Totals:
     """The sums of a ledger by direction, kind, client and round."""
-    overall: dict[str, int] = {"up": 0, "down": 0}
-    by_kind: dict[str, dict[str, int]] = {}
-    by_client: dict[str, dict[str, int]] = {}
-    by_round: dict[int, dict[str, int]] = {}
+    by_kind: dict[str, dict[str, int]] = defaultdict(_no_bytes)
+    by_client: dict[str, dict[str, int]] = defaultdict(_no_bytes)
+    by_round: dict[int, dict[str, int]] = defaultdict(_no_bytes)
+    overall = _no_bytes()
     between = {True: 0, False: 0}
     for row in rows:
-        sums = (
-            overall,
-            by_kind.setdefault(row.kind, {"up": 0, "down": 0}),
-            by_client.setdefault(row.client, {"up": 0, "down": 0}),
-            by_round.setdefault(row.round, {"up": 0, "down": 0}),
-        )
-        for entry in sums:
-            entry[row.direction] += row.bytes
+        for sums in (overall, by_kind[row.kind], by_client[row.client], by_round[row.round]):
+            sums[row.direction] += row.bytes
         if row.peer:
-            other: Direction = "down" if row.direction == "up" else "up"
-            by_client.setdefault(row.peer, {"up": 0, "down": 0})[other] += row.bytes
+            by_client[row.peer]["down" if row.direction == "up" else "up"] += row.bytes
             between[row.relayed] += row.bytes
     return Totals(
-        up=overall["up"],
-        down=overall["down"],
-        by_kind=by_kind,
-        by_client=by_client,
-        by_round=by_round,
+        **overall,
+        by_kind=dict(by_kind),
+        by_client=dict(by_client),
+        by_round=dict(by_round),
         between_clients=between[False],
         relayed=between[True],
     )
+
+
+def _no_bytes() -> dict[str, int]:
+    return {"up": 0, "down": 0}

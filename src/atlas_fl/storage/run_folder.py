@@ -161,7 +161,7 @@ def find_run(run: str | Path, *, runs_dir: str | Path = "runs", allow_unplanned:
 
 
 def check_folder_is_free(folder: RunFolder) -> None:
-    """Only a run, or nothing, may lie where a run is to be: what is not ours is never written over or removed.
+    """Check that a run, or nothing, lies where a run is to be: other files are never written over or removed.
 
     Raises:
         ConfigError: something else lies there; the message names it.

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from atlas_fl.errors import CheckpointError
 from atlas_fl.params import ByClient, Params, digest, flatten_by_client, is_full_model
-from atlas_fl.storage.folder_access import memory_bytes, read_file, write_pieces
+from atlas_fl.storage.folder_access import memory_bytes, read_written, write_pieces
 
 DTYPES: dict[torch.dtype, str] = {
     torch.int64: "I64",
@@ -137,11 +137,7 @@ def read_tensors(path: Path, *, within: Path | None = None) -> dict[str, torch.T
         CheckpointError: there is no such file, or it is damaged.
     """
     try:
-        return decode_tensors(read_file(path, max_bytes=memory_bytes(), within=within))
-    except FileNotFoundError:
-        raise CheckpointError(f"no file {path}; the run did not write it or it was removed") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror}); restore it or repeat the run") from None
+        return decode_tensors(read_written(path, max_bytes=memory_bytes(), within=within))
     except (SafetensorError, ValueError, RuntimeError) as error:  # torch refuses what a header may say
         raise CheckpointError(f"damaged file {path}: {error}; restore it or repeat the run") from error
 
