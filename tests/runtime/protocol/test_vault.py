@@ -174,7 +174,7 @@ def kept(tmp_path: Path) -> Path:
     for round in (1, 2):
         model = step(vault_in(tmp_path, "A"), model, round=round)[2].params
     folder = tmp_path / "kept"
-    (folder / f".{'ab' * 32}.safetensors.writing").write_bytes(b"half")
+    (folder / f".{'ab' * 32}.safetensors.{'0' * 16}.writing").write_bytes(b"half")
     assert len(list(folder.iterdir())) == 4
     return folder
 
@@ -256,6 +256,6 @@ def test_no_name_in_the_index_leads_out_of_the_folder(kept: Path, tmp_path: Path
     mark = json.loads((kept / "vault.json").read_text())
     (kept / "vault.json").write_text(json.dumps({**mark, "rounds": {"../victim": 0}}))
     start = draw({"a": 1, "b": 1})
-    with pytest.raises(CheckpointError, match=r"damaged file .*vault\.json: it has other names than digests"):
+    with pytest.raises(CheckpointError, match=r"damaged file .*vault\.json: rounds names '\.\./victim'"):
         step(vault_in(tmp_path, "A"), with_placeholders(start, unshared_keys(start, ("A",)), sha256=None), round=9)
     assert victim.exists()
