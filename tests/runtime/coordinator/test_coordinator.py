@@ -16,10 +16,6 @@ from atlas_fl.runtime.coordinator.client_registry import (
     MAX_REFUSALS,
     ClientProxy,
     Requirements,
-    allow_retry,
-    record_accepted_answer,
-    record_refusal,
-    skip_reason,
 )
 from atlas_fl.runtime.coordinator.coordinator import ClientManager, accept_client, late_clients, reject_client
 from atlas_fl.runtime.protocol.client_metadata import labels_of_task, read_metadata
@@ -370,7 +366,7 @@ def test_who_comes_late_or_with_other_data_is_refused_and_who_is_missing_is_name
 
 def test_who_comes_late_waits_to_be_let_in_or_turned_away_and_may_come_again_as_another() -> None:
     async def script(manager: ClientManager, notes: list[str]) -> None:
-        manager._accepts_late = True
+        manager.accepts_late = True
         first = await register(manager, "site-1")
         await manager.wait_for_clients(("site-1",), min_clients=1, seconds=60)
         assert await late_clients(manager) == ()
@@ -401,7 +397,7 @@ def test_who_comes_late_waits_to_be_let_in_or_turned_away_and_may_come_again_as_
 
 def test_a_newcomer_that_has_gone_is_not_waiting() -> None:
     async def script(manager: ClientManager, _: list[str]) -> None:
-        manager._accepts_late = True
+        manager.accepts_late = True
         first, late = await register(manager, "site-1"), await register(manager, "site-2")
         await manager.wait_for_clients(("site-1",), min_clients=1, seconds=60)
         assert [client.name for client in await late_clients(manager)] == ["site-2"]
@@ -535,14 +531,14 @@ def test_who_registers_anew_after_every_refusal_is_asked_less_and_less() -> None
 def test_who_was_refused_too_often_and_has_mended_it_is_asked_in_every_round_again() -> None:
     client = ClientProxy("site-1")
     for _ in range(MAX_REFUSALS):
-        record_refusal(client, round=1)
-    assert skip_reason(client, round=2).startswith("3 of its answers were refused; it is asked again once")
-    allow_retry(client)
-    assert skip_reason(client, round=1) == "3 of its answers were refused; it is asked again from round 2 on"
-    assert skip_reason(client, round=2) == ""
+        client.record_refusal(round=1)
+    assert client.skip_reason(round=2).startswith("3 of its answers were refused; it is asked again once")
+    client.allow_retry()
+    assert client.skip_reason(round=1) == "3 of its answers were refused; it is asked again from round 2 on"
+    assert client.skip_reason(round=2) == ""
     for _ in range(ANSWERS_UNTIL_FORGIVEN):
         assert client.refusals == MAX_REFUSALS - 1
-        record_accepted_answer(client)
+        client.record_accepted_answer()
     assert client.refusals == 0
 
 

@@ -15,8 +15,6 @@ from atlas_fl.runtime.protocol.messages import CutInfo
 from atlas_fl.runtime.protocol.model_sync import AdapterSender, Sender
 from atlas_fl.runtime.transport.frames import Head
 
-MAX_REASON_LENGTH = 500
-"""Longest reason of a refusal in the log."""
 MAX_REFUSALS = 3
 """Refused answers after which a client gets no jobs until it registers again."""
 MAX_MISSED_DEADLINES = 2
@@ -108,6 +106,61 @@ class ClientProxy:
     """It has confirmed that its model is saved, and that is recorded."""
     wakeup: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def record_missed_deadline(self, *, round: int) -> None:
+        """Record a missed deadline; after too many, or where the client is disconnected, it is given up.
+
+        The pause after being given up doubles each time.
+        """
+        self.missed_deadlines += self.connected
+        self.accepted_answers = 0
+        if self.missed_deadlines >= MAX_MISSED_DEADLINES:
+            self._pause(f"it let {self.missed_deadlines} deadlines pass", round=round)
+        self.given_up = not self.connected or self.missed_deadlines >= MAX_MISSED_DEADLINES
+
+    def record_refusal(self, *, round: int) -> None:
+        """Record a refused answer; after too many the client gets no jobs until it registers again."""
+        self.refusals += 1
+        self.accepted_answers = 0
+        if self.refusals >= MAX_REFUSALS:
+            self._pause(f"{self.refusals} of its answers were refused", round=round)
+
+    def record_accepted_answer(self) -> None:
+        """Record an accepted answer; enough in a row reset missed deadlines and refusals."""
+        self.accepted_answers += 1
+        if self.accepted_answers >= ANSWERS_UNTIL_FORGIVEN:
+            self.missed_deadlines = self.refusals = 0
+
+    def allow_retry(self) -> None:
+        """Allow a client that has registered anew one more answer, where too many were refused."""
+        self.refusals = min(self.refusals, MAX_REFUSALS - 1)
+
+    def _pause(self, reason: str, *, round: int) -> None:
+        self.pauses += 1
+        self.pause_reason = reason
+        self.resume_round = round + min(MAX_PAUSE_ROUNDS, 2 ** (self.pauses - 1))
+
+    def skip_reason(self, *, round: int) -> str:
+        """The reason why this client has no job in this round; empty where it gets one."""
+        if self.refusals >= MAX_REFUSALS:
+            return f"{self.refusals} of its answers were refused; it is asked again once it has registered anew"
+        if self.given_up and self.connected:
+            return f"it let {self.missed_deadlines} deadlines pass and is not asked again until it answers"
+        if self.given_up:
+            return self.removal_reason or "it has been away since it let a deadline pass"
+        if round < self.resume_round:
+            return f"{self.pause_reason}; it is asked again from round {self.resume_round} on"
+        return ""
+
+    def describe_missing(self) -> str:
+        """The name of a client that has not registered, with the reason where it is known."""
+        if self.removal_reason:
+            return f"{self.name} ({self.removal_reason})"
+        if self.refusal_reason:
+            return f"{self.name} (refused: {one_line(self.refusal_reason)})"
+        if self.has_come:
+            return f"{self.name} (it was here and did not register; its own last line says why)"
+        return self.name
+
 
 CheckClient: TypeAlias = Callable[[str, ClientMetadata, Device], None]
 """(client, metadata, device): raises `ProtocolError` where such a client cannot take part, whoever the others are."""
@@ -194,70 +247,3 @@ def same_part_note(client: ClientProxy, clients: Iterable[ClientProxy]) -> str:
 def describe_connected(clients: Collection[ClientProxy]) -> str:
     """The number of these clients that are connected, in words."""
     return f"{sum(client.connected and client.metadata is not None for client in clients)} of {len(clients)} here"
-
-
-def describe_missing(client: ClientProxy) -> str:
-    """The name of a client that has not registered, with the reason where it is known."""
-    if client.removal_reason:
-        return f"{client.name} ({client.removal_reason})"
-    if client.refusal_reason:
-        return f"{client.name} (refused: {printable_reason(client.refusal_reason)})"
-    if client.has_come:
-        return f"{client.name} (it was here and did not register; its own last line says why)"
-    return client.name
-
-
-def printable_reason(text: str) -> str:
-    """A client's text, safe and short for a terminal."""
-    return one_line(text, limit=MAX_REASON_LENGTH)
-
-
-def record_missed_deadline(client: ClientProxy, *, round: int) -> None:
-    """Record a missed deadline; after too many, or where the client is disconnected, it is given up.
-
-    The pause after being given up doubles each time.
-    """
-    client.missed_deadlines += client.connected
-    client.accepted_answers = 0
-    if client.missed_deadlines >= MAX_MISSED_DEADLINES:
-        _pause(client, f"it let {client.missed_deadlines} deadlines pass", round=round)
-    client.given_up = not client.connected or client.missed_deadlines >= MAX_MISSED_DEADLINES
-
-
-def record_refusal(client: ClientProxy, *, round: int) -> None:
-    """Record a refused answer; after too many the client gets no jobs until it registers again."""
-    client.refusals += 1
-    client.accepted_answers = 0
-    if client.refusals >= MAX_REFUSALS:
-        _pause(client, f"{client.refusals} of its answers were refused", round=round)
-
-
-def record_accepted_answer(client: ClientProxy) -> None:
-    """Record an accepted answer; enough in a row reset missed deadlines and refusals."""
-    client.accepted_answers += 1
-    if client.accepted_answers >= ANSWERS_UNTIL_FORGIVEN:
-        client.missed_deadlines = client.refusals = 0
-
-
-def allow_retry(client: ClientProxy) -> None:
-    """Allow a client that has registered anew one more answer, where too many were refused."""
-    client.refusals = min(client.refusals, MAX_REFUSALS - 1)
-
-
-def _pause(client: ClientProxy, reason: str, *, round: int) -> None:
-    client.pauses += 1
-    client.pause_reason = reason
-    client.resume_round = round + min(MAX_PAUSE_ROUNDS, 2 ** (client.pauses - 1))
-
-
-def skip_reason(client: ClientProxy, *, round: int) -> str:
-    """The reason why this client has no job in this round; empty where it gets one."""
-    if client.refusals >= MAX_REFUSALS:
-        return f"{client.refusals} of its answers were refused; it is asked again once it has registered anew"
-    if client.given_up and client.connected:
-        return f"it let {client.missed_deadlines} deadlines pass and is not asked again until it answers"
-    if client.given_up:
-        return client.removal_reason or "it has been away since it let a deadline pass"
-    if round < client.resume_round:
-        return f"{client.pause_reason}; it is asked again from round {client.resume_round} on"
-    return ""

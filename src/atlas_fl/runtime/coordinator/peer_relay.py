@@ -21,13 +21,20 @@ from atlas_fl.aggregation.strategies import check_update
 from atlas_fl.client.job import Job, Update
 from atlas_fl.client.local_training import client_side_indices, trained_names
 from atlas_fl.client.split_server import CutMessages, Payloads, merge_updates
-from atlas_fl.errors import ProtocolError
+from atlas_fl.errors import ProtocolError, one_line
 from atlas_fl.params import Params
-from atlas_fl.runtime.coordinator.client_registry import ClientProxy, printable_reason
+from atlas_fl.runtime.coordinator.client_registry import ClientProxy
 from atlas_fl.runtime.coordinator.split_server import BATCH_WAIT_SECONDS, SplitServer
 from atlas_fl.runtime.protocol.answer_schema import AnsweredRequest, check_answer
 from atlas_fl.runtime.protocol.client_metadata import redacted_metadata
-from atlas_fl.runtime.protocol.messages import CutInfo, job_message, read_payloads, read_update, write_payloads
+from atlas_fl.runtime.protocol.messages import (
+    CutInfo,
+    as_tensor,
+    job_message,
+    read_payloads,
+    read_update,
+    write_payloads,
+)
 from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Head
 from atlas_fl.runtime.transport.sessions import Message
 from atlas_fl.split.channel import NORMS
@@ -139,18 +146,17 @@ class PeerRelay:
         self._clients = clients
         self._split_server = split_server
         self._on_note = on_note
-        self._host_wait_seconds = seconds * HOST_WAIT_FRACTION
-        self._answer_seconds = seconds * ANSWER_WAIT_FRACTION
+        self._seconds = seconds
+        self._tasks: dict[int, HostedTask] = {}
+        self._task_numbers = itertools.count()
+        self._closed = False
         self._guests = {job.client: job.hosting for job in jobs if isinstance(job.hosting, GuestRequirement)}
         self._hosts = {job.client: job.hosting for job in jobs if isinstance(job.hosting, HostCapacity)}
         available = [
             capacity for name, capacity in self._hosts.items() if clients[name].connected and not clients[name].given_up
         ]
         self._matches: dict[str, HostMatch] = match_hosts(self._guests.values(), available)
-        self._tasks: dict[int, HostedTask] = {}
         self._outboxes = {name: Outbox() for name in self._hosts}
-        self._task_numbers = itertools.count()
-        self._closed = False
         for name in self._hosts:
             digests = clients[name].hosted_digests
             clients[name].hosted_digests = {
@@ -179,7 +185,7 @@ class PeerRelay:
         above = replace(job, params=side.above)
         head, params = job_message(action, above, number=number, sent_digests=[digests.get(job.client, "")])
         digests[job.client] = head["model"]
-        tensors = {**params, f"/{GUEST_INFO}": torch.frombuffer(bytearray(guest_info), dtype=torch.uint8)}
+        tensors = {**params, f"/{GUEST_INFO}": as_tensor(guest_info)}
         self._enqueue(task, {**head, "kind": "begin", "client": job.client}, tensors)
         trains = action == "train"
         indices = client_side_indices(site.backbone, job.params, job.options, side.cut) if trains else []
@@ -215,7 +221,7 @@ class PeerRelay:
         task.answer = asyncio.get_running_loop().create_future()
         self._enqueue(task, head, self._count_traffic(task, tensors, "up"))
         try:
-            reply = await asyncio.wait_for(task.answer, self._answer_seconds)
+            reply = await asyncio.wait_for(task.answer, self._seconds * ANSWER_WAIT_FRACTION)
         except TimeoutError:
             self._return_to_server(task, "it does not answer")
             return None
@@ -234,7 +240,7 @@ class PeerRelay:
         self._clients[host].hosted_digests.pop(guest, None)
         self._matches[guest] = replace(self._matches[guest], host=None, reason=f"{host} was left")
         self._clients[host].wakeup.set()
-        self._on_note(f"{guest} begins its job again with the server, and not with {host}: {printable_reason(reason)}")
+        self._on_note(f"{guest} begins its job again with the server, and not with {host}: {one_line(reason)}")
 
     def _count_traffic(self, task: HostedTask, tensors: Params, direction: Direction) -> Params:
         """The messages through the cut among these tensors; their bytes are counted here, whatever the sites report."""
@@ -283,7 +289,7 @@ class PeerRelay:
         """The next message to this client as a host; None without guests, or where they send nothing for long."""
         outbox = self._outboxes.get(client.name)
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._host_wait_seconds
+        deadline = loop.time() + self._seconds * HOST_WAIT_FRACTION
         while outbox is not None and not self._closed and not client.removal_reason and client.shutdown_message is None:
             if outbox.stale or self._is_batch_complete(client.name, outbox):
                 return self._next_batch(client.name, outbox)

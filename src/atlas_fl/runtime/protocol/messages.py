@@ -87,7 +87,9 @@ COUNTS = ("hits", "examples")
 """The counts by class, as `data.metrics.by_class` names them."""
 
 _SHA256 = re.compile("[0-9a-f]{64}")
-_METRICS, _PARAM, _CUT, _SENT = "metrics", "param/", "cut/", "sent/"
+_METRICS, _PARAM, _CUT = "metrics", "param/", "cut/"
+SENT = "sent/"
+"""Prefix of the names of a job's tensors beside its model (`Job.sent`)."""
 REPORT = "report/"
 """Prefix of the names of an answer's tensors beside its model (`Update.reported`)."""
 
@@ -188,15 +190,10 @@ def read_trees(prefix: str, tensors: Params) -> dict[str, dict[str, torch.Tensor
     return trees
 
 
-def write_sent(job: Job) -> dict[str, torch.Tensor]:
-    """The tensors that a job carries beside its model, as they travel."""
-    return write_trees(_SENT, job.sent)
-
-
 def read_sent(tensors: Params) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
     """(the tensors of the job's model, the trees that the job carries beside it) of a message."""
-    model = {key: tensor for key, tensor in tensors.items() if not key.startswith(_SENT)}
-    return model, read_trees(_SENT, tensors)
+    model = {key: tensor for key, tensor in tensors.items() if not key.startswith(SENT)}
+    return model, read_trees(SENT, tensors)
 
 
 def update_message(update: Update, job: Job, *, number: int) -> tuple[Head, Params]:
@@ -282,17 +279,29 @@ def _cut_traffic(rows: Any) -> CutTraffic:
     return traffic
 
 
+def as_tensor(message: bytes) -> torch.Tensor:
+    """The message as it lies in a frame, (bytes,) uint8."""
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8)
+
+
+def as_bytes(tensor: torch.Tensor) -> bytes:
+    """The message that `as_tensor` was given; raises `ProtocolError` for what is no row of bytes."""
+    if tensor.dtype is not torch.uint8 or tensor.ndim != 1:
+        raise ProtocolError(
+            f"a message is {tuple(tensor.shape)} {tensor.dtype}, no row of bytes; install the same atlas-fl on both"
+            " ends"
+        )
+    return tensor.numpy().tobytes()
+
+
 def write_payloads(payloads: Mapping[str, bytes]) -> dict[str, torch.Tensor]:
     """Messages through a cut as tensors of bytes, so that the bytes that a ledger counts travel as they are."""
-    return {_CUT + name: torch.frombuffer(bytearray(message), dtype=torch.uint8) for name, message in payloads.items()}
+    return {_CUT + name: as_tensor(message) for name, message in payloads.items()}
 
 
 def read_payloads(tensors: Params) -> dict[str, bytes]:
     """The messages through a cut among these tensors; raises `ProtocolError` for one that is no row of bytes."""
-    messages = {name.removeprefix(_CUT): tensor for name, tensor in tensors.items() if name.startswith(_CUT)}
-    if not all(tensor.dtype is torch.uint8 and tensor.ndim == 1 for tensor in messages.values()):
-        raise ProtocolError("what came through the cut is no row of bytes; install the same atlas-fl on both ends")
-    return {name: tensor.numpy().tobytes() for name, tensor in messages.items()}
+    return {name.removeprefix(_CUT): as_bytes(tensor) for name, tensor in tensors.items() if name.startswith(_CUT)}
 
 
 def _read(kind: Any, value: Any, *, where: str) -> Any:
