@@ -146,7 +146,7 @@ class Federation:
             sessions = Sessions(
                 answer=manager.answer,
                 admit=manager.handshake,
-                allowed=how["listed"],
+                listed=lambda: dict.fromkeys(how["listed"]),
                 on_presence=manager.on_presence,
                 on_refused=manager.on_refused,
             )

@@ -127,8 +127,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         sessions = Sessions(
             answer=manager.answer,
             admit=manager.handshake,
-            allowed=listed,
-            certificate_of=listed.certificate,
+            listed=listed.now,
             on_presence=on_presence,
             on_refused=manager.on_refused,
             limit_of=lambda _: LIMIT,

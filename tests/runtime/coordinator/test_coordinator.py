@@ -15,7 +15,6 @@ from atlas_fl.runtime.coordinator.client_registry import (
     ANSWERS_UNTIL_FORGIVEN,
     MAX_REFUSALS,
     ClientProxy,
-    Requirements,
 )
 from atlas_fl.runtime.coordinator.coordinator import ClientManager, accept_client, late_clients, reject_client
 from atlas_fl.runtime.protocol.client_metadata import labels_of_task, read_metadata
@@ -237,7 +236,7 @@ def test_the_labels_of_a_task_that_the_server_knows_are_fixed_for_the_first_one_
         with pytest.raises(ProtocolError, match=r"site-1 has labels \(secret, other\)"):
             await (await register(manager, "site-1", **OTHER))
 
-    play_three(script, requirements=Requirements(task_labels={"movie": known}))
+    play_three(script, task_labels={"movie": known})
 
 
 def test_after_a_restart_the_plan_fixes_the_labels_and_its_clients_come_back_with_their_data() -> None:
@@ -284,7 +283,7 @@ def test_under_a_mask_most_clients_fix_the_number_of_classes() -> None:
         for task in asked[1:]:
             task.cancel()
 
-    play_three(script, requirements=Requirements(one_head=True))
+    play_three(script, one_head=True)
 
 
 def test_a_newcomer_whose_head_fits_no_mask_learns_nothing_of_the_tasks_of_others() -> None:
@@ -303,7 +302,7 @@ def test_a_newcomer_whose_head_fits_no_mask_learns_nothing_of_the_tasks_of_other
             assert "movie" not in str(refused.value)
         asked[0].cancel()
 
-    play_three(script, accepts_late=True, requirements=Requirements(one_head=True))
+    play_three(script, accepts_late=True, one_head=True)
 
 
 def test_two_clients_with_one_part_both_train_and_the_server_says_so() -> None:

@@ -61,7 +61,7 @@ async def became(draw: random.Random, kind: str) -> str:
     sessions = Sessions(
         answer=manager.answer,
         admit=manager.handshake,
-        allowed=NAMES,
+        listed=lambda: dict.fromkeys(NAMES),
         on_presence=manager.on_presence,
         on_refused=manager.on_refused,
     )
@@ -101,7 +101,10 @@ def test_a_thousand_altered_greetings_are_answered_or_refused() -> None:
     for _ in range(1_000):
         manager = ClientManager(NAMES, IDENTITY, settings="", on_note=lambda _: None)
         sessions = Sessions(
-            answer=manager.answer, admit=manager.handshake, allowed=NAMES, on_presence=manager.on_presence
+            answer=manager.answer,
+            admit=manager.handshake,
+            listed=lambda: dict.fromkeys(NAMES),
+            on_presence=manager.on_presence,
         )
         try:
             sessions.enter(draw.choice([*NAMES, "stranger"]), encode_frame(altered(HELLO, draw), {}))

@@ -139,7 +139,10 @@ def federation(site: Site, path: str, names: Sequence[str]) -> Iterator[Federati
         desk = EventBridge(threads=threads, on_event=ignore)
         manager = ClientManager(names, IDENTITY, settings="", on_note=lambda _: None)
         sessions = Sessions(
-            answer=manager.answer, admit=manager.handshake, allowed=tuple(names), on_presence=manager.on_presence
+            answer=manager.answer,
+            admit=manager.handshake,
+            listed=lambda: dict.fromkeys(names),
+            on_presence=manager.on_presence,
         )
         engine = RemoteEngine(
             manager=manager, bridge=desk, split_server=split_server, deadline_seconds=60, min_clients=len(names)

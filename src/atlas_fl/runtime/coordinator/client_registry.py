@@ -166,19 +166,6 @@ CheckClient: TypeAlias = Callable[[str, ClientMetadata, Device], None]
 """(client, metadata, device): raises `ProtocolError` where such a client cannot take part, whoever the others are."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Requirements:
-    """Requirements of a client that registers, whoever the others are."""
-
-    images: bool = False
-    """The run trains on images."""
-    one_head: bool = False
-    """One mask holds for the heads of all clients, so that all need as many labels."""
-    task_labels: Mapping[str, TaskLabels] = field(default_factory=dict)
-    """The labels of the tasks that the server knows by itself."""
-    check_client: CheckClient | None = None
-
-
 def other_labels(client: ClientProxy, metadata: ClientMetadata, labels: TaskLabels) -> ProtocolError:
     """The refusal of a client whose task has other labels in this run, which the server's log alone names."""
     own = f"{client.name} has labels {metadata.task_labels} for task {metadata.task!r}"

@@ -18,9 +18,9 @@ from atlas_fl.params import Params
 from atlas_fl.ranks.devices import Device
 from atlas_fl.runtime.coordinator.client_registry import (
     MAX_REFUSALS,
+    CheckClient,
     ClientProxy,
     PendingJob,
-    Requirements,
     describe_connected,
     disagreeing_clients,
     other_labels,
@@ -35,7 +35,6 @@ from atlas_fl.runtime.protocol.model_sync import AdapterSender, NewSender
 from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Head
 from atlas_fl.runtime.transport.sessions import MOST_TOLD, NO_TENSORS, RefusalLog
 
-ANY_TASK = Requirements()
 CONFIRM_SECONDS = 5.0
 """Seconds that the confirmation of a saved model waits for a server that has just started and has no models yet."""
 REQUEST_KINDS = ("register", "next", "result", "failed", "cut", "hosted", "kept")
@@ -55,7 +54,13 @@ class ClientManager:
     on_note: Callable[[str], None]
     accepts_late: bool = False
     new_sender: NewSender = AdapterSender
-    requirements: Requirements = ANY_TASK
+    images: bool = False
+    """The run trains on images."""
+    one_head: bool = False
+    """One mask holds for the heads of all clients, so that all need as many labels."""
+    task_labels: Mapping[str, TaskLabels] = field(default_factory=dict)
+    """The labels of the tasks that the server knows by itself."""
+    check_client: CheckClient | None = None
     clock: Callable[[], float] = time.monotonic
     planned: set[str] | None = None
     """The clients in the plan, once there is one."""
@@ -230,12 +235,11 @@ class ClientManager:
         The kind of its examples must be the run's, and the labels of its task the agreed ones. A client outside the
         plan may register where late clients may join; one that comes back must have the metadata that it had before.
         """
-        images = self.requirements.images
-        if metadata.images is not images:
+        if metadata.images is not self.images:
             kinds = {True: "images", False: "texts"}
             raise ProtocolError(
                 f"{client.name} has {kinds[metadata.images]} (task {metadata.task!r}), and this run trains on"
-                f" {kinds[images]}; give a --task of {kinds[images]}"
+                f" {kinds[self.images]}; give a --task of {kinds[self.images]}"
             )
         labels = self.agreed_labels().get(metadata.task, metadata.task_labels)
         if labels != metadata.task_labels:
@@ -246,10 +250,10 @@ class ClientManager:
                 raise ProtocolError(f"this federation was planned without {client.name}; it can join the next one")
         elif before is not None and before != metadata:
             raise ProtocolError(f"{client.name} came back with other data than it had; join with the same --task")
-        if self.requirements.check_client is not None:
+        if self.check_client is not None:
             # as much work and memory as planning one client: one at a time, and the loop answers others meanwhile
             async with self._checking:
-                await asyncio.to_thread(self.requirements.check_client, client.name, metadata, device)
+                await asyncio.to_thread(self.check_client, client.name, metadata, device)
 
     def _is_late(self, client: ClientProxy) -> bool:
         return self.planned is not None and client.name not in self.planned
@@ -257,7 +261,7 @@ class ClientManager:
     def agreed_labels(self) -> dict[str, TaskLabels]:
         """By task, the labels that hold for whoever comes: the server's own, and those of the clients of the plan."""
         planned = {metadata.task: metadata.task_labels for metadata in self._planned_metadata()}
-        return {**planned, **self.requirements.task_labels}
+        return {**planned, **self.task_labels}
 
     def _planned_metadata(self) -> list[ClientMetadata]:
         """The metadata of the plan's clients; empty before there is a plan."""
@@ -268,8 +272,7 @@ class ClientManager:
     def reject_disagreeing(self, clients: Sequence[ClientProxy]) -> bool:
         """Turn away those of these registered clients that the others outvote; return whether there are such."""
         head = next((metadata.num_labels for metadata in self._planned_metadata()), None)
-        one_head = self.requirements.one_head
-        refused = disagreeing_clients(clients, self.agreed_labels(), one_head=one_head, head=head)
+        refused = disagreeing_clients(clients, self.agreed_labels(), one_head=self.one_head, head=head)
         for name, error in refused.items():
             client = self.clients[name]
             client.metadata = None

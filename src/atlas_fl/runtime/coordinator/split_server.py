@@ -75,18 +75,18 @@ class SplitServer:
             if job.cut is not None and job.cut.shared is not None:
                 groups.setdefault(job.cut.shared, []).append(job)
         for group_jobs in groups.values():
-            self._group_by_client |= dict.fromkeys(
-                [job.client for job in group_jobs], SharedAdapterGroup(group_jobs, self.site)
-            )
+            self._form_group(group_jobs)
+
+    def _form_group(self, jobs: Sequence[Job]) -> None:
+        self._group_by_client |= dict.fromkeys([job.client for job in jobs], SharedAdapterGroup(jobs, self.site))
 
     def _restart_group(self, group: SharedAdapterGroup, *, without: str | None = None) -> None:
         """Void what this group has trained; its clients begin again, without the one that is gone."""
         group.is_void = True
         for job in group.jobs:
             self._group_by_client.pop(job.client, None)
-        rest = [job for job in group.jobs if job.client != without]
-        if rest:
-            self._group_by_client |= dict.fromkeys([job.client for job in rest], SharedAdapterGroup(rest, self.site))
+        if rest := [job for job in group.jobs if job.client != without]:
+            self._form_group(rest)
         self._resolve_void()
 
     def _resolve_void(self) -> None:

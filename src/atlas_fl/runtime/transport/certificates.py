@@ -11,7 +11,7 @@ import ipaddress
 import re
 import ssl
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
@@ -241,8 +241,8 @@ def listed_clients(folder: Path) -> tuple[str, ...]:
     return names
 
 
-class Listed(Collection[str]):
-    """The names that may join as the list is now; while it cannot be read, as it was last."""
+class Listed:
+    """The list of who may join, as it is now; while it cannot be read, as it was last."""
 
     def __init__(
         self,
@@ -260,15 +260,12 @@ class Listed(Collection[str]):
         self._list = read_list(folder)
         self._told = ""
 
-    def certificate(self, name: str) -> str | None:
-        """The SHA-256 that this client's certificate must have; None for any, or for a client that is not listed."""
-        return self._now().get(name)
-
     def _stamp(self) -> tuple[int, int, int]:
         status = (self._folder / CLIENTS).stat()
         return status.st_mtime_ns, status.st_size, status.st_ino
 
-    def _now(self) -> Mapping[str, str | None]:
+    def now(self) -> Mapping[str, str | None]:
+        """The clients that may join, as `read_list` has them."""
         try:
             stamp = self._stamp()
             if stamp != self._seen and not self._is_being_written(stamp[1]):
@@ -290,15 +287,6 @@ class Listed(Collection[str]):
         if self._empty_since is None:
             self._empty_since = self._clock()
         return self._clock() - self._empty_since < EMPTY_SECONDS
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._now()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._now())
-
-    def __len__(self) -> int:
-        return len(self._now())
 
 
 def _span(days: int, now: datetime | None = None) -> tuple[datetime, datetime]:
