@@ -1,4 +1,4 @@
-"""Reused results: what several runs of one process would compute alike is computed once, with the same bits.
+"""Results that several runs of one process have in common: each is computed once, with the same bits.
 
 An action is a pure function of its jobs and of the site: equal jobs at equal sites have equal updates. Strategies of
 one seed share fingerprints, importance, the first round's training and the scores of equal models; what they share is
@@ -32,7 +32,7 @@ class ReusedResults:
     """Updates by the key of what they were computed from, the least recently used of them dropped beyond a size."""
 
     max_bytes: int = 0
-    """With 0 nothing is remembered."""
+    """Bound on their size; 0 remembers nothing."""
     computed_seconds: float = 0.0
     """Seconds spent on computing results that were remembered."""
     saved_seconds: float = 0.0

@@ -40,7 +40,7 @@ PARAMS = {"a.lora_A": torch.ones(1, 2)}
 
 
 def play(script: Callable[[ClientManager, list[str]], Awaitable[None]]) -> list[str]:
-    """What was noted while the script ran."""
+    """The notes while the script ran."""
     notes: list[str] = []
 
     async def run() -> None:
@@ -174,7 +174,7 @@ OTHER = {"label_names": ["secret", "other"]}
 
 
 def play_three(script: Callable[[ClientManager], Awaitable[None]], **how: Any) -> list[str]:
-    """What was noted while this script ran over three listed clients."""
+    """The notes while this script ran over three listed clients."""
     notes: list[str] = []
 
     async def run() -> None:

@@ -56,7 +56,7 @@ def odd_tensor(draw: random.Random) -> torch.Tensor:
 
 
 async def became(draw: random.Random, kind: str) -> str:
-    """What became of a message of this kind that was altered: taken as the job's end, refused, or without effect."""
+    """The fate of an altered message of this kind: taken as the job's end, refused, or without effect."""
     manager = ClientManager(NAMES, IDENTITY, settings="", on_note=lambda _: None)
     sessions = Sessions(
         answer=manager.answer,

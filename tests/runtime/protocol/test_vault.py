@@ -1,4 +1,4 @@
-"""What a client does not share: kept at its site by digest, named to the server, in no message."""
+"""Parts that a client does not share: kept at its site by digest, named to the server, in no message."""
 
 import json
 from pathlib import Path
@@ -54,7 +54,7 @@ def trained(params: Params, add: float) -> Params:
 
 
 def private_of(model: Params) -> PrivateRef | None:
-    """What a site is told of this model."""
+    """The private part as a site reads it from this model's message."""
     return read_private(json.loads(json.dumps(model_message(model)[0])))
 
 

@@ -169,7 +169,7 @@ def test_the_last_client_can_be_revoked_too(folder: Path) -> None:
 
 
 def der_digest(path: Path) -> str:
-    """As OpenSSL's `x509 -fingerprint -sha256` has it, by another library than the one under test uses."""
+    """The digest of OpenSSL's `x509 -fingerprint -sha256`, by another library than the one under test uses."""
     return sha256(
         x509.load_pem_x509_certificate(path.read_bytes()).public_bytes(serialization.Encoding.DER)
     ).hexdigest()

@@ -79,11 +79,11 @@ class ClientProxy:
     given_up: bool = False
     """It missed deadlines or was removed, and gets no jobs until it sends a request."""
     missed_deadlines: int = 0
-    """Missed while connected, since the last reset."""
+    """Deadlines missed while it was connected, since the last reset."""
     refusals: int = 0
     """Refused answers since the last reset."""
     accepted_answers: int = 0
-    """Since the last missed deadline or refusal."""
+    """Accepted answers since the last missed deadline or refusal."""
     pauses: int = 0
     """Number of pauses so far."""
     pause_reason: str = ""

@@ -67,7 +67,7 @@ class ClientManager:
     known: Mapping[str, ClientMetadata] = field(default_factory=dict)
     """Metadata of the plan's clients from before the server was started again."""
     on_model_saved: Callable[[str], None] = lambda _: None
-    """Called when a client has saved its model; raises `ProtocolError` where that cannot be recorded."""
+    """Callback for a client that has saved its model; raises `ProtocolError` where that cannot be recorded."""
     max_request_bytes: int = FRAME_LIMIT
     """Maximum size of a client's request."""
     _job_count: int = 0

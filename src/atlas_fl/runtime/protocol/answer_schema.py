@@ -63,7 +63,7 @@ FLOAT32_LOSS = Range(most=float(torch.finfo(torch.float32).max))
 SCORED_LOSS = Range(most=1e78, may_be_undefined=True)
 """The square of a float32 at most; a model that others have spoilt may have none, which is no fault of its client."""
 CALIBRATION = Range(most=1.0, may_be_undefined=True)
-"""Undefined as the loss is."""
+"""Calibration error; it is undefined where the loss is."""
 PERPLEXITY = Range(least=1.0, most=LARGEST_SCORE / 10, may_be_undefined=True)
 """The range that `metrics.jsonl` may hold, with room for rounding."""
 

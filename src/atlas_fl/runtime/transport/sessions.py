@@ -196,11 +196,11 @@ class Sessions:
     listed: Callable[[], Mapping[str, str | None]]
     """The clients that may join now, with the SHA-256 of the certificate of each; None for any that was signed."""
     on_presence: Callable[[str, bool], None]
-    """Called with (client, whether it is here) whenever that changes."""
+    """Callback with (client, whether it is here) for every change of that."""
     on_refused: Callable[[str, str], None] = lambda _name, _reason: None
-    """Called with (client, reason) of a refused connection or request."""
+    """Callback with (client, reason) of a refused connection or request."""
     on_unlisted: Callable[[str], None] = lambda _name: None
-    """Called with a client that was taken off the list while it had a session here."""
+    """Callback with a client that was taken off the list while it had a session here."""
     limit_of: Callable[[str], int] = lambda _name: FRAME_LIMIT
     """Most bytes of a request of a client, which its welcome says; an answer may have `FRAME_LIMIT` at least."""
     clock: Callable[[], float] = time.monotonic
