@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
@@ -166,9 +166,9 @@ CheckClient: TypeAlias = Callable[[str, ClientMetadata, Device], None]
 """(client, metadata, device): raises `ProtocolError` where such a client cannot take part, whoever the others are."""
 
 
-def other_labels(client: ClientProxy, metadata: ClientMetadata, labels: TaskLabels) -> ProtocolError:
+def other_labels(name: str, metadata: ClientMetadata, labels: TaskLabels) -> ProtocolError:
     """The refusal of a client whose task has other labels in this run, which the server's log alone names."""
-    own = f"{client.name} has labels {metadata.task_labels} for task {metadata.task!r}"
+    own = f"{name} has labels {metadata.task_labels} for task {metadata.task!r}"
     remedy = "clients of one task share its labels: rename the task or mend the data"
     return ProtocolError(
         f"{own}, and in this run they are others; {remedy}",
@@ -177,45 +177,39 @@ def other_labels(client: ClientProxy, metadata: ClientMetadata, labels: TaskLabe
 
 
 def disagreeing_clients(
-    clients: Sequence[ClientProxy], task_labels: Mapping[str, TaskLabels], *, one_head: bool, head: int | None = None
+    registered: Mapping[str, ClientMetadata],
+    task_labels: Mapping[str, TaskLabels],
+    *,
+    one_head: bool,
+    head: int | None = None,
 ) -> dict[str, ProtocolError]:
-    """By client, the reason why it cannot take part beside the others, all of whom have registered.
+    """By client, the reason why it cannot take part beside the other registered ones.
 
     The labels of a task are those in `task_labels`, or those of most of its clients; of equally many, of the client
     that is listed first. So no order of arrival decides, and no single client. With `one_head`, because one mask holds
     for the heads of all tasks, the same is done for the number of labels, which is `head` once there is a plan.
     """
-    refused: dict[str, ProtocolError] = {}
-    agreed = {
-        **_majority(clients, lambda metadata: metadata.task, lambda metadata: metadata.task_labels),
-        **task_labels,
+    votes: dict[str, Counter[TaskLabels]] = {}
+    for metadata in registered.values():
+        votes.setdefault(metadata.task, Counter())[metadata.task_labels] += 1
+    agreed = {**{task: counts.most_common(1)[0][0] for task, counts in votes.items()}, **task_labels}
+    refused = {
+        name: other_labels(name, metadata, agreed[metadata.task])
+        for name, metadata in registered.items()
+        if metadata.task_labels != agreed[metadata.task]
     }
-    for client in clients:
-        if client.metadata is not None and client.metadata.task_labels != agreed[client.metadata.task]:
-            refused[client.name] = other_labels(client, client.metadata, agreed[client.metadata.task])
-    if one_head:
-        rest = [client for client in clients if client.name not in refused]
-        size = head or _majority(rest, lambda _: "all", lambda metadata: metadata.num_labels).get("all")
-        for client in rest:
-            if client.metadata is not None and client.metadata.num_labels != size:
-                refused[client.name] = ProtocolError(
-                    f"{client.name} has {client.metadata.num_labels} classes, and one mask holds for the heads of all"
-                    " clients of this run, which have another number; bring a task of as many"
-                )
+    sizes = {name: metadata.num_labels for name, metadata in registered.items() if name not in refused}
+    if one_head and sizes:
+        size = head or Counter(sizes.values()).most_common(1)[0][0]
+        refused |= {
+            name: ProtocolError(
+                f"{name} has {own} classes, and one mask holds for the heads of all clients of this run, which have"
+                " another number; bring a task of as many"
+            )
+            for name, own in sizes.items()
+            if own != size
+        }
     return refused
-
-
-def _majority(
-    clients: Sequence[ClientProxy],
-    group_of: Callable[[ClientMetadata], str],
-    value_of: Callable[[ClientMetadata], Hashable],
-) -> dict[str, Any]:
-    """By group of clients the value that most of them have, the earliest of those that are as frequent."""
-    counts: dict[str, Counter[Hashable]] = {}
-    for client in clients:
-        if client.metadata is not None:
-            counts.setdefault(group_of(client.metadata), Counter())[value_of(client.metadata)] += 1
-    return {group: values.most_common(1)[0][0] for group, values in counts.items()}
 
 
 def same_part_note(client: ClientProxy, clients: Iterable[ClientProxy]) -> str:

@@ -243,7 +243,7 @@ class ClientManager:
             )
         labels = self.agreed_labels().get(metadata.task, metadata.task_labels)
         if labels != metadata.task_labels:
-            raise other_labels(client, metadata, labels)
+            raise other_labels(client.name, metadata, labels)
         before = client.metadata or self.known.get(client.name)
         if self._is_late(client):
             if not self.accepts_late:
@@ -270,9 +270,10 @@ class ClientManager:
         return [known for known in metadata if known is not None]
 
     def reject_disagreeing(self, clients: Sequence[ClientProxy]) -> bool:
-        """Turn away those of these registered clients that the others outvote; return whether there are such."""
+        """Turn away the registered ones of these clients that the others outvote; return whether there are such."""
+        registered = {client.name: client.metadata for client in clients if client.metadata is not None}
         head = next((metadata.num_labels for metadata in self._planned_metadata()), None)
-        refused = disagreeing_clients(clients, self.agreed_labels(), one_head=self.one_head, head=head)
+        refused = disagreeing_clients(registered, self.agreed_labels(), one_head=self.one_head, head=head)
         for name, error in refused.items():
             client = self.clients[name]
             client.metadata = None
@@ -352,7 +353,7 @@ class ClientManager:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline), self._registration_changed:
                     await self._registration_changed.wait_for(is_decided)
-            if not self.reject_disagreeing([client for client in clients if client.metadata]):
+            if not self.reject_disagreeing(clients):
                 break  # who was turned away may register anew while there is time
         registered = tuple(client.name for client in clients if client.metadata and not client.removal_reason)
         missing = ", ".join(client.describe_missing() for client in clients if client.name not in registered)
@@ -429,16 +430,13 @@ class ClientManager:
 async def late_clients(manager: ClientManager) -> tuple[ClientProxy, ...]:
     """Clients that are connected and not in the plan, in the order in which the names were listed."""
     planned = manager.planned or set()
-
-    def waiting() -> list[ClientProxy]:
-        return [
-            client
-            for name, client in manager.clients.items()
-            if client.connected and client.metadata and not client.removal_reason and name not in planned
-        ]
-
-    manager.reject_disagreeing(waiting())
-    return tuple(waiting())
+    waiting = [
+        client
+        for name, client in manager.clients.items()
+        if client.connected and client.metadata and not client.removal_reason and name not in planned
+    ]
+    manager.reject_disagreeing(waiting)
+    return tuple(client for client in waiting if client.metadata)
 
 
 async def accept_client(manager: ClientManager, name: str) -> None:

@@ -27,14 +27,7 @@ from atlas_fl.runtime.coordinator.client_registry import ClientProxy
 from atlas_fl.runtime.coordinator.split_server import BATCH_WAIT_SECONDS, SplitServer
 from atlas_fl.runtime.protocol.answer_schema import AnsweredRequest, check_answer
 from atlas_fl.runtime.protocol.client_metadata import redacted_metadata
-from atlas_fl.runtime.protocol.messages import (
-    CutInfo,
-    as_tensor,
-    job_message,
-    read_payloads,
-    read_update,
-    write_payloads,
-)
+from atlas_fl.runtime.protocol.messages import CutInfo, job_message, read_payloads, read_update, write_payloads
 from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Head
 from atlas_fl.runtime.transport.sessions import Message
 from atlas_fl.split.channel import NORMS
@@ -44,7 +37,7 @@ from atlas_fl.storage.jsonl import to_json
 from atlas_fl.storage.ledger import KINDS, Direction
 
 GUEST_INFO = "about"
-"""The tensor that describes the guest of a server half: JSON as bytes, since a head has a size limit."""
+"""The message that describes the guest of a server half: JSON beside the head, which has a size limit."""
 
 
 @dataclass(eq=False)
@@ -185,7 +178,7 @@ class PeerRelay:
         above = replace(job, params=side.above)
         head, params = job_message(action, above, number=number, sent_digests=[digests.get(job.client, "")])
         digests[job.client] = head["model"]
-        tensors = {**params, f"/{GUEST_INFO}": as_tensor(guest_info)}
+        tensors = {**params, **write_payloads({GUEST_INFO: guest_info})}
         self._enqueue(task, {**head, "kind": "begin", "client": job.client}, tensors)
         trains = action == "train"
         indices = client_side_indices(site.backbone, job.params, job.options, side.cut) if trains else []

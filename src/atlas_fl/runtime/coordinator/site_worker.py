@@ -20,7 +20,7 @@ from atlas_fl.events import OnEvent, PhaseStarted
 from atlas_fl.params import Params, digest
 from atlas_fl.runtime.coordinator.peer_relay import GUEST_INFO, item_tensors
 from atlas_fl.runtime.protocol.client_metadata import placeholder_client, read_metadata
-from atlas_fl.runtime.protocol.messages import CutInfo, read_job, read_payloads, update_message, write_payloads
+from atlas_fl.runtime.protocol.messages import CUT, CutInfo, read_job, read_payloads, update_message, write_payloads
 from atlas_fl.runtime.protocol.private_params import SiteReceiver
 from atlas_fl.runtime.transport.frames import Head
 from atlas_fl.runtime.transport.sessions import NO_TENSORS, Exchange, Message
@@ -82,13 +82,13 @@ class HostedClients:
     def _begin_half(self, item: Mapping[str, Any], tensors: Params, site: Site) -> ServerHalf:
         """A new server half for a guest whose job begins, for the first time or again."""
         guest = str(item.get("client"))
-        encoded_info = tensors.get(f"/{GUEST_INFO}")
-        above = {key: tensor for key, tensor in tensors.items() if key != f"/{GUEST_INFO}"} or self._models.get(guest)
+        encoded_info = read_payloads(tensors).get(GUEST_INFO)
+        above = {key: tensor for key, tensor in tensors.items() if not key.startswith(CUT)} or self._models.get(guest)
         if encoded_info is None or above is None or digest(above) != item.get("model"):
             raise ProtocolError("a guest came without its model or its metadata; install the server's version")
         self._models[guest] = above
         try:
-            guest_info = from_json(encoded_info.numpy().tobytes())
+            guest_info = from_json(encoded_info)
             below = [str(name) for name in guest_info["below"]]
             metadata = read_metadata(guest_info["census"])
         except (KeyError, TypeError, ValueError):

@@ -87,7 +87,9 @@ COUNTS = ("hits", "examples")
 """The counts by class, as `data.metrics.by_class` names them."""
 
 _SHA256 = re.compile("[0-9a-f]{64}")
-_METRICS, _PARAM, _CUT = "metrics", "param/", "cut/"
+_METRICS, _PARAM = "metrics", "param/"
+CUT = "cut/"
+"""Prefix of the names of messages through a cut."""
 SENT = "sent/"
 """Prefix of the names of a job's tensors beside its model (`Job.sent`)."""
 REPORT = "report/"
@@ -296,12 +298,12 @@ def as_bytes(tensor: torch.Tensor) -> bytes:
 
 def write_payloads(payloads: Mapping[str, bytes]) -> dict[str, torch.Tensor]:
     """Messages through a cut as tensors of bytes, so that the bytes that a ledger counts travel as they are."""
-    return {_CUT + name: as_tensor(message) for name, message in payloads.items()}
+    return {CUT + name: as_tensor(message) for name, message in payloads.items()}
 
 
 def read_payloads(tensors: Params) -> dict[str, bytes]:
     """The messages through a cut among these tensors; raises `ProtocolError` for one that is no row of bytes."""
-    return {name.removeprefix(_CUT): as_bytes(tensor) for name, tensor in tensors.items() if name.startswith(_CUT)}
+    return {name.removeprefix(CUT): as_bytes(tensor) for name, tensor in tensors.items() if name.startswith(CUT)}
 
 
 def _read(kind: Any, value: Any, *, where: str) -> Any:
