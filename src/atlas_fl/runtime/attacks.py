@@ -170,5 +170,5 @@ class HostileEngine:
         random = torch_generator(self.seed, "attack", job.client, job.round)
         params = self.attack.alter(job.params, update.params, AttackContext(size=size, space=self.space, random=random))
         # what does not train in a round is not sent, and the server has it
-        trains = {key for key in params if job.options.trains(key, round=job.round)}
-        return replace(update, params={key: params[key] if key in trains else update.params[key] for key in params})
+        untrained = {key: update.params[key] for key in params if not job.options.trains(key, round=job.round)}
+        return replace(update, params={**params, **untrained})
