@@ -47,7 +47,8 @@ class HostedTask:
     id: str
     side: CutMessages
     host: str
-    action: str
+    request: AnsweredRequest
+    """The guest's whole job, which the update of both halves answers."""
     num_tokens: int = 0
     """Tokens of the guest's newest message."""
     num_outputs: int = 0
@@ -169,10 +170,11 @@ class PeerRelay:
             return self._split_server.begin_job(number, action, job)
         site = self._split_server.site
         side = CutMessages(job, site)
-        task = HostedTask(f"{number}.{next(self._task_numbers)}", side, host, action)
-        self._tasks[number] = task
         metadata = self._clients[job.client].metadata
         assert metadata is not None, "who has a job has registered"
+        request = AnsweredRequest(action=action, job=job, metadata=metadata, num_layers=len(site.backbone.blocks))
+        task = HostedTask(f"{number}.{next(self._task_numbers)}", side, host, request)
+        self._tasks[number] = task
         guest_info = to_json({"census": asdict(redacted_metadata(metadata)), "below": list(side.below.params)}).encode()
         digests = self._clients[host].hosted_digests
         above = replace(job, params=side.above)
@@ -255,16 +257,12 @@ class PeerRelay:
         if reply is None:
             return None
         side = task.side
-        metadata = self._clients[update.client].metadata
-        assert metadata is not None, "who has a job has registered"
-        layers = len(side.site.backbone.blocks)
-        expected = AnsweredRequest(action=task.action, job=side.job, metadata=metadata, num_layers=layers)
         try:
             host_update = read_update(*reply, job=replace(side.job, params=side.above))
             if host_update.params is not side.above:
                 check_update(side.above, host_update.params)
             whole = merge_updates(side, update, host_update)
-            check_answer(expected, whole)
+            check_answer(task.request, whole)
         except ProtocolError as error:
             self._return_to_server(task, str(error))
             return None

@@ -107,7 +107,7 @@ class SplitServer:
         """
         if action not in SERVER_SIDE:
             raise ProtocolError(f"{action} is not carried out over a cut; known: {', '.join(SERVER_SIDE)}")
-        group = self._group_by_client.get(job.client) if action == "train" else None
+        group = self._group_by_client.get(job.client)
         if group is not None and job.client in group.begun:
             self._restart_group(group)
             group = self._group_by_client[job.client]
