@@ -38,6 +38,18 @@ BATCH_WAIT_SECONDS = 0.003
 ResultT = TypeVar("ResultT")
 
 
+def read_cut_request(half: ServerHalf | None, head: Mapping[str, Any], tensors: Params) -> CutRequest:
+    """The request of a cut client to its server half; raises `ProtocolError` for a malformed one, or no half."""
+    what = head.get("what")
+    done = head.get("done")
+    if half is None or not isinstance(what, str) or type(done) is not int:
+        raise ProtocolError(
+            "a question about a cut names no job that is here, no step or no kind; install the same atlas-fl on both"
+            " ends"
+        )
+    return CutRequest(half=half, what=what, done=done, payloads=read_payloads(tensors))
+
+
 @dataclass(eq=False)
 class _PendingRequest:
     request: CutRequest
@@ -130,17 +142,13 @@ class SplitServer:
 
         None where the job has to begin again.
         """
-        what = head.get("what")
-        done = head.get("done")
-        half = self._halves.get(number)
-        if half is None or not isinstance(what, str) or type(done) is not int:
-            raise ProtocolError("a question about a cut names no job, step or kind; install the same atlas-fl")
+        request = read_cut_request(self._halves.get(number), head, tensors)
+        half = request.half
         if half.together is not None:
             if half.together.is_void:
                 return None
             half.together.begun.add(half.side.job.client)
         future = asyncio.get_running_loop().create_future()
-        request = CutRequest(half=half, what=what, done=done, payloads=read_payloads(tensors))
         self._waiting.append(_PendingRequest(request, future))
         self._start_runner()
         answer = await future
