@@ -1,4 +1,4 @@
-"""Results that several runs of one process have in common: each is computed once, with the same bits.
+"""Reused results: what several runs of one process would compute alike is computed once, with the same bits.
 
 An action is a pure function of its jobs and of the site: equal jobs at equal sites have equal updates. Strategies of
 one seed share fingerprints, importance, the first round's training and the scores of equal models; what they share is
