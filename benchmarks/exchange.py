@@ -43,7 +43,10 @@ def serve(folder: Path) -> None:
     listener = create_server(("127.0.0.1", 0))
     with LoopThread() as threads:
         sessions = Sessions(
-            answer=echo, admit=lambda _name, _hello: {}, allowed=SITES, on_presence=lambda _name, _here: None
+            answer=echo,
+            admit=lambda _name, _hello: {},
+            listed=lambda: dict.fromkeys(SITES),
+            on_presence=lambda _name, _here: None,
         )
         server = Server(sessions, open_certs(folder / "server"), host="127.0.0.1", port=0)
         print(threads.call(server.start()), listener.getsockname()[1], flush=True)

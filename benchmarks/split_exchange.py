@@ -87,7 +87,10 @@ def serve(folder: Path, steps: int) -> None:
             return {}, {}
 
         sessions = Sessions(
-            answer=answer, admit=lambda _name, _hello: {}, allowed=("site-0",), on_presence=lambda _name, _here: None
+            answer=answer,
+            admit=lambda _name, _hello: {},
+            listed=lambda: {"site-0": None},
+            on_presence=lambda _name, _here: None,
         )
         server = Server(sessions, open_certs(folder / "server"), host="127.0.0.1", port=0)
         print(threads.call(server.start()), flush=True)

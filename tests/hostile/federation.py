@@ -146,7 +146,7 @@ class Federation:
             sessions = Sessions(
                 answer=manager.answer,
                 admit=manager.handshake,
-                allowed=how["listed"],
+                listed=lambda: dict.fromkeys(how["listed"]),
                 on_presence=manager.on_presence,
                 on_refused=manager.on_refused,
             )
@@ -173,7 +173,7 @@ class Federation:
     def _live(
         self, name: str, manager: ClientManager, sessions: Sessions, threads: LoopThread, *, session: str
     ) -> None:
-        home, identity = home_of_site(self.config, name), vars(manager._identity)
+        home, identity = home_of_site(self.config, name), vars(manager.identity)
         link = InProcess(sessions, threads.loop, name=name, hello={**identity, "session": session})
         told = self.census(name, metadata_of(home.client, home.tokens))
         worker = SiteClient(

@@ -158,7 +158,7 @@ TRAINING: Mapping[str, Kind] = {
     "a private part that is none": Kind(saying(private=[1]), REFUSED),
     "classes": Kind(saying(classes={"hits": [1], "examples": [8]}), REFUSED + "it has counts by class"),
     "classes that do not add up": Kind(saying(classes={"hits": [9], "examples": [1]}), REFUSED + "the counts by class"),
-    "crossed of words": Kind(saying(crossed=[["x", "up", 1]]), REFUSED + "what crossed the cut is"),
+    "crossed of words": Kind(saying(crossed=[["x", "up", 1]]), REFUSED + "the answer is no update"),
     "failed, with terminal codes": Kind(
         lambda head, _: ({"kind": "failed", "number": head["number"], "reason": "\x1b[2J\nx" * 999}, {}), "?[2J?x?[2J"
     ),

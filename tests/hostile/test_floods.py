@@ -43,7 +43,7 @@ with LoopThread() as threads:
     sessions = Sessions(
         answer=echo,
         admit=lambda name, hello: {{}},
-        allowed=("site-1", "site-2"),
+        listed=lambda: dict.fromkeys(("site-1", "site-2")),
         on_presence=lambda name, here: None,
         limit_of=lambda name: {LIMIT},
     )

@@ -44,7 +44,7 @@ KINDS: Mapping[str, tuple[str, Kind]] = {
     "scores of other weights": ("sensitivity", Kind(extra("param/x", torch.ones(2)), "it has unknown 'x'")),
     "no loss": ("train", Kind(renamed, "it lacks the metrics loss")),
     "values of another number": ("train", Kind(every(lambda t: t[:5]), "")),
-    "values that are no bytes": ("train", Kind(every(lambda t: t.float()), "a mask or its values are no row of bytes")),
+    "values that are no bytes": ("train", Kind(every(lambda t: t.float()), "no row of bytes")),
     "no values": ("train", Kind(without("param/"), "")),
     "an accuracy of 3": ("evaluate", Kind(metric("accuracy", 3.0), "accuracy is 3; allowed: 0 to 1")),
     "other classes": ("evaluate", Kind(counts_moved, "")),

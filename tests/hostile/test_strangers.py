@@ -127,8 +127,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         sessions = Sessions(
             answer=manager.answer,
             admit=manager.handshake,
-            allowed=listed,
-            certificate_of=listed.certificate,
+            listed=listed.now,
             on_presence=on_presence,
             on_refused=manager.on_refused,
             limit_of=lambda _: LIMIT,
@@ -206,9 +205,8 @@ def cut_off(told: Told, words: str) -> bool:
 def odd_certs(place: Place, name: str) -> Certs:
     """A certificate of the authority with a name that `make_certs` would refuse."""
     folder = place.folder / "odd" / str(len(list(place.folder.glob("odd/*"))))
-    begin = NOW - timedelta(hours=1)
-    issuer = certificates._old_authority(place.folder / "fed" / "ca", begin)
-    certificates._issue(folder, issuer, name, begin, NOW + timedelta(days=1), hosts=())
+    begin, end = NOW - timedelta(hours=1), NOW + timedelta(days=1)
+    certificates._issue(folder, certificates._old_authority(place.folder / "fed" / "ca", begin, end), name)
     pem = {file: (folder / file).read_bytes() for file in ("ca.pem", CERT, "key.pem")}
     return Certs(name=name, ca=pem["ca.pem"], cert=pem[CERT], key=pem["key.pem"], folder=folder)
 

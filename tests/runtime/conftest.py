@@ -27,7 +27,7 @@ class Proxy:
         self.target, self.links = target, 0
         self.up = self.down = 0
         self.passing = threading.Event()
-        """Cleared, no byte gets through any more, and nobody is told."""
+        """While it is cleared, no byte gets through, and nobody is told."""
         self.passing.set()
         self._open: list[socket.socket] = []
         self._counting = threading.Lock()

@@ -1,4 +1,4 @@
-"""What actors take of a cluster, and what is said where there is no Ray; the cluster itself is in tests/runs."""
+"""The resources of actors on a cluster, and the line where there is no Ray; the cluster itself is in tests/runs."""
 
 import sys
 

@@ -19,7 +19,7 @@ def update(client: int, *, size: int = MB) -> Update:
 
 
 def is_a_file(tensor: torch.Tensor) -> bool:
-    """Whether the values lie in the mapping of a file, and one without a name."""
+    """Return whether the values lie in the mapping of a file without a name."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         place, *_, name = line.split(maxsplit=5)
         start, end = (int(part, 16) for part in place.split("-"))

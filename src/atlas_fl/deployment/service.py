@@ -25,7 +25,7 @@ from atlas_fl.params import Params
 from atlas_fl.planning.planner import check_clients, full_model_sender
 from atlas_fl.plugins import plugin_digests
 from atlas_fl.ranks.devices import Device
-from atlas_fl.runtime.coordinator.client_registry import CheckClient, ClientProxy, Requirements
+from atlas_fl.runtime.coordinator.client_registry import CheckClient, ClientProxy
 from atlas_fl.runtime.coordinator.coordinator import ClientManager
 from atlas_fl.runtime.protocol.client_metadata import ClientMetadata, labels_of_task, placeholder_client, read_metadata
 from atlas_fl.runtime.protocol.messages import NO_PLUGINS, Identity
@@ -116,23 +116,19 @@ def client_manager_of(
     backbone.model.to("meta")
     vocabulary = None if backbone.vocabulary is None else backbone.vocabulary.to("meta")
     outline = replace(backbone, vocabulary=vocabulary)
-    requirements = Requirements(
-        images=backbone.vision is not None,
-        one_head=is_full and config.sparse.has_mask,
-        task_labels={task.name: labels_of_task(task) for task in (*TASKS.values(), *tasks)},
-        check_client=client_check(config, outline, most_tokens=most_tokens),
-    )
-    manager = ClientManager(
+    return ClientManager(
         listed,
         identity,
         settings=to_toml(without_places(config)),
         on_note=bridge.note,
         accepts_late=late,
         new_sender=new_sender,
-        requirements=requirements,
+        images=backbone.vision is not None,
+        one_head=is_full and config.sparse.has_mask,
+        task_labels={task.name: labels_of_task(task) for task in (*TASKS.values(), *tasks)},
+        check_client=client_check(config, outline, most_tokens=most_tokens),
+        max_request_bytes=max_request_bytes,
     )
-    manager.max_request_bytes = max_request_bytes
-    return manager
 
 
 def client_check(config: Config, backbone: Backbone, *, most_tokens: int) -> CheckClient:
@@ -269,8 +265,7 @@ def listening(
         sessions = Sessions(
             answer=manager.answer,
             admit=admit,
-            allowed=allowed,
-            certificate_of=allowed.certificate,
+            listed=allowed.now,
             on_presence=manager.on_presence,
             on_refused=manager.on_refused,
             on_unlisted=lose,

@@ -67,25 +67,24 @@ def _rms(tensor: Tensor) -> float:
     return float(tensor.double().square().mean().sqrt()) if tensor.numel() else 0.0
 
 
-def _add_noise(before: Params, after: Params, context: AttackContext) -> Params:
-    def perturb(key: str, tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point():
-            return tensor
-        noise = torch.randn(tensor.shape, generator=context.random).to(tensor)
-        return tensor + context.size * _rms(tensor - before[key]) * noise
+def _normal(params: Params, context: AttackContext) -> dict[str, Tensor]:
+    """Standard normal tensors of the shapes of the floating-point ones."""
+    return {
+        key: torch.randn(params[key].shape, generator=context.random).to(params[key])
+        for key in sorted(params)  # the draws follow the order
+        if params[key].is_floating_point()
+    }
 
-    noisy = {key: perturb(key, after[key]) for key in sorted(after)}  # sorted: the draws follow the order
-    return {key: noisy[key] for key in after}
+
+def _add_noise(before: Params, after: Params, context: AttackContext) -> Params:
+    noise = _normal(after, context)
+    noisy = {key: after[key] + context.size * _rms(after[key] - before[key]) * noise[key] for key in noise}
+    return {**after, **noisy}
 
 
 def _replace_model(before: Params, after: Params, context: AttackContext) -> Params:
-    model = {
-        key: torch.randn(after[key].shape, generator=context.random).to(after[key]) * _rms(after[key])
-        if after[key].is_floating_point()
-        else after[key]
-        for key in sorted(after)
-    }
-    return _scale_change(before, {key: model[key] for key in after}, context, factor=context.size)
+    model = {key: noise * _rms(after[key]) for key, noise in _normal(after, context).items()}
+    return _scale_change(before, {**after, **model}, context, factor=context.size)
 
 
 ATTACKS: dict[str, Attack] = {
@@ -171,5 +170,5 @@ class HostileEngine:
         random = torch_generator(self.seed, "attack", job.client, job.round)
         params = self.attack.alter(job.params, update.params, AttackContext(size=size, space=self.space, random=random))
         # what does not train in a round is not sent, and the server has it
-        trains = {key for key in params if job.options.trains(key, round=job.round)}
-        return replace(update, params={key: params[key] if key in trains else update.params[key] for key in params})
+        untrained = {key: update.params[key] for key in params if not job.options.trains(key, round=job.round)}
+        return replace(update, params={**params, **untrained})

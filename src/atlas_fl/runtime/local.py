@@ -67,7 +67,7 @@ class LocalEngine:
 
     site: Site
     on_progress: Callable[[str, int, int], None] | None = None
-    """Called with (action, jobs done, jobs) after each pack."""
+    """Callback with (action, jobs done, jobs) after each pack."""
 
     def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
         """The updates of these jobs, in their order."""

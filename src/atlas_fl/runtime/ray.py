@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from atlas_fl.errors import ConfigError, ProtocolError
+from atlas_fl.errors import ConfigError, ProtocolError, one_line
 from atlas_fl.runtime.worker_pool import InitWorker, WorkerLoop
 from atlas_fl.storage.extras import install_command
 
@@ -48,15 +48,11 @@ class Actor:
         try:
             answer: list[bytes] = self._ray.get(self._handle.ask.remote(list(frames)))
         except self._ray.exceptions.RayActorError as error:
-            reason = " ".join(str(error).split())
             raise ProtocolError(
-                f"{self.name} has ended ({reason:.160}); start the run again: it goes on from its last checkpoint"
+                f"{self.name} has ended ({one_line(error, limit=160)}); start the run again: it goes on from its last"
+                " checkpoint"
             ) from None
         return answer
-
-    def kill(self) -> None:
-        """Kill the actor."""
-        self._ray.kill(self._handle)
 
 
 class Cluster:
@@ -90,7 +86,7 @@ class Cluster:
             for number in range(resources.count):
                 handle = kind.remote(init_worker, self._weights, str(Path.cwd()))
                 started.append(Actor(self._ray, handle, f"actor {number + 1} of {resources.count}"))
-                stack.callback(started[-1].kill)
+                stack.callback(self._ray.kill, handle)
             yield started
 
 
@@ -137,9 +133,9 @@ def _connect(ray: Any, address: str) -> None:
             socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
         ray.init(address=address, logging_level=RAY_LOG_LEVEL, log_to_driver=False, **local)
     except (OSError, OverflowError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
         raise ConfigError(
-            f"no Ray cluster at RAY_ADDRESS {address!r} ({reason:.160}); start one with `ray start --head`, or unset it"
+            f"no Ray cluster at RAY_ADDRESS {address!r} ({one_line(error, limit=160)}); start one with"
+            " `ray start --head`, or unset it"
         ) from None
 
 

@@ -32,7 +32,7 @@ class ReusedResults:
     """Updates by the key of what they were computed from, the least recently used of them dropped beyond a size."""
 
     max_bytes: int = 0
-    """With 0 nothing is remembered."""
+    """Bound on their size; 0 remembers nothing."""
     computed_seconds: float = 0.0
     """Seconds spent on computing results that were remembered."""
     saved_seconds: float = 0.0

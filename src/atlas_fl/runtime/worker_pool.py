@@ -55,7 +55,7 @@ class PoolEngine:
     threads: Executor
     """One thread for each worker."""
     on_progress: Callable[[str, int, int], None]
-    """Called with (action, jobs done, jobs) after each pack."""
+    """Callback with (action, jobs done, jobs) after each pack."""
     new_sender: NewSender = AdapterSender
     _free: "queue.SimpleQueue[tuple[Worker, Sender]]" = field(default_factory=queue.SimpleQueue)
 

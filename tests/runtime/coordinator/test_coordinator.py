@@ -1,6 +1,6 @@
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -11,20 +11,16 @@ from atlas_fl.client.job import Job, Update
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.data.registry import TASKS
 from atlas_fl.errors import ProtocolError
+from atlas_fl.params import Params
 from atlas_fl.runtime.coordinator.client_registry import (
     ANSWERS_UNTIL_FORGIVEN,
     MAX_REFUSALS,
     ClientProxy,
-    Requirements,
-    allow_retry,
-    record_accepted_answer,
-    record_refusal,
-    skip_reason,
 )
 from atlas_fl.runtime.coordinator.coordinator import ClientManager, accept_client, late_clients, reject_client
 from atlas_fl.runtime.protocol.client_metadata import labels_of_task, read_metadata
 from atlas_fl.runtime.protocol.messages import Identity, read_job, update_message
-from atlas_fl.runtime.transport.sessions import MOST_TOLD
+from atlas_fl.runtime.transport.sessions import MOST_TOLD, NO_TENSORS
 
 NAMES = ("site-1", "site-2")
 IDENTITY = Identity(version="1", config="c", model="m", architecture="a", tokenizer="t")
@@ -44,12 +40,15 @@ CENSUS: Mapping[str, Any] = {
 PARAMS = {"a.lora_A": torch.ones(1, 2)}
 
 
-def play(script: Callable[[ClientManager, list[str]], Awaitable[None]]) -> list[str]:
-    """What was noted while the script ran."""
+def play(
+    script: Callable[[ClientManager, list[str]], Awaitable[None]], names: Sequence[str] = NAMES, **how: Any
+) -> list[str]:
+    """The notes while the script ran over these listed clients."""
     notes: list[str] = []
 
     async def run() -> None:
-        await asyncio.wait_for(script(ClientManager(NAMES, IDENTITY, settings="", on_note=notes.append), notes), 60)
+        manager = ClientManager(names, IDENTITY, settings="", on_note=notes.append, **how)
+        await asyncio.wait_for(script(manager, notes), 60)
 
     asyncio.run(run())
     return notes
@@ -66,9 +65,18 @@ def result(head: Mapping[str, Any], name: str, value: float) -> tuple[Any, Any]:
     return update_message(update, work, number=head["number"])
 
 
+def ask(
+    manager: ClientManager, name: str, head: Mapping[str, Any], tensors: Params = NO_TENSORS
+) -> "asyncio.Task[Any]":
+    """A request that waits for its answer."""
+    task = asyncio.create_task(manager.answer(name, head, tensors))
+    task.add_done_callback(id)
+    return task
+
+
 async def register(manager: ClientManager, name: str, **changes: Any) -> "asyncio.Task[Any]":
     manager.on_presence(name, True)
-    return asyncio.create_task(manager.answer(name, {**CENSUS, **changes}, {}))
+    return ask(manager, name, {**CENSUS, **changes})
 
 
 def test_jobs_go_to_their_clients_and_updates_come_back_in_order() -> None:
@@ -82,7 +90,7 @@ def test_jobs_go_to_their_clients_and_updates_come_back_in_order() -> None:
         for name, task in reversed(list(zip(NAMES, asked))):
             head, params = await task
             assert params is PARAMS
-            asyncio.create_task(manager.answer(name, *result(head, name, float(name[-1])))).add_done_callback(id)
+            ask(manager, name, *result(head, name, float(name[-1])))
         found = await work
         assert [float(one.params["a.lora_A"][0, 0]) for one in found if isinstance(one, Update)] == [1.0, 2.0]
         assert done[-1] == 2
@@ -100,14 +108,12 @@ def test_a_client_that_comes_back_gets_its_job_again_and_the_old_answer_is_not_t
         again, params = await (await register(manager, "site-1"))
         assert again["number"] == head["number"]
         assert params is PARAMS, "the new process holds no model"
-        waiting = asyncio.create_task(manager.answer("site-1", *result(again, "site-1", 1.0)))
+        ask(manager, "site-1", *result(again, "site-1", 1.0))
         (update,) = await work
         assert isinstance(update, Update)
-        stale = asyncio.create_task(manager.answer("site-1", *result(head, "site-1", 9.0)))
+        ask(manager, "site-1", *result(head, "site-1", 9.0))
         (late,) = await manager.run_jobs("train", [job("site-1")], seconds=0.05, on_done=id)
         assert late == "no answer within 0.05 seconds"
-        for task in (waiting, stale):
-            task.cancel()
 
     notes = play(script)
     assert "site-1 is gone (0 of 2 here)" in notes
@@ -128,7 +134,7 @@ def test_nobody_waits_again_for_who_let_a_deadline_pass_until_it_is_back() -> No
         task = await register(manager, "site-1")
         work = asyncio.create_task(manager.run_jobs("train", [job("site-1")], seconds=60, on_done=id))
         head, _ = await task
-        asyncio.create_task(manager.answer("site-1", *result(head, "site-1", 1.0))).add_done_callback(id)
+        ask(manager, "site-1", *result(head, "site-1", 1.0))
         assert isinstance((await work)[0], Update)
 
     play(script)
@@ -140,7 +146,7 @@ def test_a_job_that_fails_is_told() -> None:
         work = asyncio.create_task(manager.run_jobs("train", [job("site-1")], seconds=60, on_done=id))
         head, _ = await task
         failed = {"kind": "failed", "number": head["number"], "reason": "no memory"}
-        asyncio.create_task(manager.answer("site-1", failed, {})).add_done_callback(id)
+        ask(manager, "site-1", failed, {})
         assert await work == ["no memory"]
 
     play(script)
@@ -165,11 +171,10 @@ def test_a_job_that_fails_is_told() -> None:
 )
 def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
     async def script(manager: ClientManager, _: list[str]) -> None:
-        first = await register(manager, "site-1", part=0)
+        await register(manager, "site-1", part=0)
         await manager.wait_for_clients(("site-1",), min_clients=1, seconds=60)
         with pytest.raises(ProtocolError, match=message):
             await (await register(manager, "site-2", **changes))
-        first.cancel()
 
     play(script)
 
@@ -178,21 +183,9 @@ THREE = ("site-1", "site-2", "site-3")
 OTHER = {"label_names": ["secret", "other"]}
 
 
-def play_three(script: Callable[[ClientManager], Awaitable[None]], **how: Any) -> list[str]:
-    """What was noted while this script ran over three listed clients."""
-    notes: list[str] = []
-
-    async def run() -> None:
-        manager = ClientManager(THREE, IDENTITY, settings="", on_note=notes.append, **how)
-        await asyncio.wait_for(script(manager), 60)
-
-    asyncio.run(run())
-    return notes
-
-
 @pytest.mark.parametrize("first", THREE)
 def test_the_labels_of_a_task_are_those_of_most_of_its_clients_whoever_comes_first(first: str) -> None:
-    async def script(manager: ClientManager) -> None:
+    async def script(manager: ClientManager, _: list[str]) -> None:
         order = sorted(THREE, key=lambda name: name != first)
         asked = {name: await register(manager, name, **(OTHER if name == "site-1" else {})) for name in order}
         assert await manager.wait_for_clients(THREE, min_clients=2, seconds=0.2) == ("site-2", "site-3")
@@ -200,52 +193,47 @@ def test_the_labels_of_a_task_are_those_of_most_of_its_clients_whoever_comes_fir
             await asked["site-1"]
         assert "good" not in str(refused.value)
         assert "site-2" not in str(refused.value)
-        for name in ("site-2", "site-3"):
-            asked[name].cancel()
 
-    notes = play_three(script)
+    notes = play(script, THREE)
     (told,) = [note for note in notes if note.startswith("site-1 was refused: ")]
     assert "and in this run they are (bad, good) judged by accuracy" in told
     assert any(note.startswith("begins without site-1 (refused: site-1 has labels") for note in notes)
 
 
 def test_who_was_outvoted_and_mends_its_data_is_waited_for() -> None:
-    async def script(manager: ClientManager) -> None:
+    async def script(manager: ClientManager, _: list[str]) -> None:
         asked = [await register(manager, name, **(OTHER if name == "site-1" else {})) for name in THREE]
         waiting = asyncio.create_task(manager.wait_for_clients(THREE, min_clients=3, seconds=60))
         with pytest.raises(ProtocolError, match="has labels"):
             await asked[0]
-        again = await register(manager, "site-1")
+        await register(manager, "site-1")
         assert await waiting == THREE
-        for task in (again, *asked[1:]):
-            task.cancel()
 
-    play_three(script)
+    play(script, THREE)
 
 
 def test_of_two_clients_that_disagree_the_one_that_is_listed_first_stays() -> None:
-    async def script(manager: ClientManager) -> None:
+    async def script(manager: ClientManager, _: list[str]) -> None:
         asked = [await register(manager, name, **words) for name, words in (("site-2", OTHER), ("site-1", {}))]
         assert await manager.wait_for_clients(NAMES, min_clients=1, seconds=0.2) == ("site-1",)
         with pytest.raises(ProtocolError, match="has labels"):
             await asked[0]
-        asked[1].cancel()
 
-    play(lambda manager, _: script(manager))
+    play(script)
 
 
 def test_the_labels_of_a_task_that_the_server_knows_are_fixed_for_the_first_one_too() -> None:
     known = labels_of_task(TASKS["movie"])
 
-    async def script(manager: ClientManager) -> None:
+    async def script(manager: ClientManager, _: list[str]) -> None:
         with pytest.raises(ProtocolError, match=r"site-1 has labels \(secret, other\)"):
             await (await register(manager, "site-1", **OTHER))
 
-    play_three(script, requirements=Requirements(task_labels={"movie": known}))
+    play(script, THREE, task_labels={"movie": known})
 
 
 def test_after_a_restart_the_plan_fixes_the_labels_and_its_clients_come_back_with_their_data() -> None:
-    async def script(manager: ClientManager) -> None:
+    async def script(manager: ClientManager, _: list[str]) -> None:
         manager.known = {name: read_metadata(CENSUS) for name in ("site-2", "site-3")}
         with pytest.raises(ProtocolError, match="site-1 has labels"):
             await (await register(manager, "site-1", **OTHER))
@@ -253,11 +241,11 @@ def test_after_a_restart_the_plan_fixes_the_labels_and_its_clients_come_back_wit
             await (await register(manager, "site-2", left_out=1))
         (await register(manager, "site-3")).cancel()
 
-    play_three(script)
+    play(script, THREE)
 
 
 def test_newcomers_of_a_task_that_nobody_has_do_not_fix_its_labels_one_by_one() -> None:
-    async def script(manager: ClientManager) -> None:
+    async def script(manager: ClientManager, _: list[str]) -> None:
         asked = [await register(manager, "site-1")]
         await manager.wait_for_clients(("site-1",), min_clients=1, seconds=60)
         asked += [
@@ -268,34 +256,30 @@ def test_newcomers_of_a_task_that_nobody_has_do_not_fix_its_labels_one_by_one() 
         assert [client.name for client in await late_clients(manager)] == ["site-2"]
         with pytest.raises(ProtocolError, match="site-3 has labels"):
             await asked[1]
-        for task in (asked[0], asked[2]):
-            task.cancel()
 
-    play_three(script, accepts_late=True)
+    play(script, THREE, accepts_late=True)
 
 
 def test_under_a_mask_most_clients_fix_the_number_of_classes() -> None:
     more = {"task": "mine", "num_labels": 3, "label_names": ["a", "b", "c"]}
     more["labels"] = {"train": [2, 1, 1], "validation": [1, 1, 0], "test": [1, 1, 0]}
 
-    async def script(manager: ClientManager) -> None:
+    async def script(manager: ClientManager, _: list[str]) -> None:
         asked = [await register(manager, name, **(more if name == "site-1" else {})) for name in THREE]
         assert await manager.wait_for_clients(THREE, min_clients=2, seconds=0.2) == ("site-2", "site-3")
         with pytest.raises(
             ProtocolError, match="site-1 has 3 classes, and one mask holds for the heads of all clients"
         ):
             await asked[0]
-        for task in asked[1:]:
-            task.cancel()
 
-    play_three(script, requirements=Requirements(one_head=True))
+    play(script, THREE, one_head=True)
 
 
 def test_a_newcomer_whose_head_fits_no_mask_learns_nothing_of_the_tasks_of_others() -> None:
     more = {"task": "mine", "num_labels": 3, "label_names": ["a", "b", "c"]}
     more["labels"] = {"train": [2, 1, 1], "validation": [1, 1, 0], "test": [1, 1, 0]}
 
-    async def script(manager: ClientManager) -> None:
+    async def script(manager: ClientManager, _: list[str]) -> None:
         asked = [await register(manager, "site-1")]
         await manager.wait_for_clients(("site-1",), min_clients=1, seconds=60)
         asked += [await register(manager, name, **more) for name in ("site-2", "site-3")]
@@ -305,24 +289,22 @@ def test_a_newcomer_whose_head_fits_no_mask_learns_nothing_of_the_tasks_of_other
             with pytest.raises(ProtocolError, match="has 3 classes, and one mask holds") as refused:
                 await task
             assert "movie" not in str(refused.value)
-        asked[0].cancel()
 
-    play_three(script, accepts_late=True, requirements=Requirements(one_head=True))
+    play(script, THREE, accepts_late=True, one_head=True)
 
 
 def test_two_clients_with_one_part_both_train_and_the_server_says_so() -> None:
-    async def script(manager: ClientManager) -> None:
-        asked = [await register(manager, name, part=0) for name in NAMES]
+    async def script(manager: ClientManager, _: list[str]) -> None:
+        for name in NAMES:
+            await register(manager, name, part=0)
         assert await manager.wait_for_clients(NAMES, min_clients=2, seconds=60) == NAMES
-        for task in asked:
-            task.cancel()
 
-    notes = play(lambda manager, _: script(manager))
+    notes = play(script)
     assert any(note.startswith("site-2 and site-1 both have part 0 of task 'movie': its rows count") for note in notes)
 
 
 def test_the_line_that_ends_waiting_says_who_was_refused_and_why() -> None:
-    async def script(manager: ClientManager) -> None:
+    async def script(manager: ClientManager, _: list[str]) -> None:
         with pytest.raises(ProtocolError):
             manager.handshake("site-1", {**vars(IDENTITY), "model": "another"})
         manager.on_refused("site-1", "client 'site-1' has model another, the server m")
@@ -335,7 +317,7 @@ def test_the_line_that_ends_waiting_says_who_was_refused_and_why() -> None:
             " the server m), site-2 (it was here and did not register; its own last line says why), site-3; 3 are"
         )
 
-    play_three(script)
+    play(script, THREE)
 
 
 def test_who_is_refused_is_shown_once_and_as_a_terminal_may_have_it() -> None:
@@ -354,7 +336,7 @@ def test_who_is_refused_is_shown_once_and_as_a_terminal_may_have_it() -> None:
 
 def test_who_comes_late_or_with_other_data_is_refused_and_who_is_missing_is_named() -> None:
     async def script(manager: ClientManager, notes: list[str]) -> None:
-        first = await register(manager, "site-1")
+        await register(manager, "site-1")
         with pytest.raises(ProtocolError, match=r"1 of 2 clients have come within 0.01 seconds, missing: site-2"):
             await manager.wait_for_clients(NAMES, min_clients=2, seconds=0.01)
         assert await manager.wait_for_clients(NAMES, min_clients=1, seconds=0.01) == ("site-1",)
@@ -363,15 +345,14 @@ def test_who_comes_late_or_with_other_data_is_refused_and_who_is_missing_is_name
             await (await register(manager, "site-2"))
         with pytest.raises(ProtocolError, match="site-1 came back with other data than it had"):
             await (await register(manager, "site-1", max_length=17))
-        first.cancel()
 
     play(script)
 
 
 def test_who_comes_late_waits_to_be_let_in_or_turned_away_and_may_come_again_as_another() -> None:
     async def script(manager: ClientManager, notes: list[str]) -> None:
-        manager._accepts_late = True
-        first = await register(manager, "site-1")
+        manager.accepts_late = True
+        await register(manager, "site-1")
         await manager.wait_for_clients(("site-1",), min_clients=1, seconds=60)
         assert await late_clients(manager) == ()
         late = await register(manager, "site-2")
@@ -390,25 +371,23 @@ def test_who_comes_late_waits_to_be_let_in_or_turned_away_and_may_come_again_as_
         assert await late_clients(manager) == ()
         work = asyncio.create_task(manager.run_jobs("train", [job("site-2")], seconds=60, on_done=id))
         head, _ = await again
-        asyncio.create_task(manager.answer("site-2", *result(head, "site-2", 1.0))).add_done_callback(id)
+        ask(manager, "site-2", *result(head, "site-2", 1.0))
         assert isinstance((await work)[0], Update)
         with pytest.raises(ProtocolError, match="site-2 came back with other data than it had"):
             await (await register(manager, "site-2", max_length=16))
-        first.cancel()
 
     play(script)
 
 
 def test_a_newcomer_that_has_gone_is_not_waiting() -> None:
     async def script(manager: ClientManager, _: list[str]) -> None:
-        manager._accepts_late = True
-        first, late = await register(manager, "site-1"), await register(manager, "site-2")
+        manager.accepts_late = True
+        for name in NAMES:
+            await register(manager, name)
         await manager.wait_for_clients(("site-1",), min_clients=1, seconds=60)
         assert [client.name for client in await late_clients(manager)] == ["site-2"]
         manager.on_presence("site-2", False)
         assert await late_clients(manager) == ()
-        for task in (first, late):
-            task.cancel()
 
     play(script)
 
@@ -482,12 +461,11 @@ def test_who_is_silent_and_answers_in_between_is_waited_for_less_and_less() -> N
             if "no answer" in str(await work):
                 waited.append(round)
             if head is not None:
-                asked = asyncio.create_task(manager.answer("site-1", {"kind": "next"}, {}))
+                asked = ask(manager, "site-1", {"kind": "next"}, {})
             head, work = await given(manager, asked, round=round, seconds=60)
             if head is not None:
-                asked = asyncio.create_task(manager.answer("site-1", *result(head, "site-1", 1.0)))
+                asked = ask(manager, "site-1", *result(head, "site-1", 1.0))
             await work
-        asked.cancel()
 
     play(script)
     assert waited == [1, 2, 3, 5, 9, 17, 25]
@@ -503,9 +481,8 @@ def test_a_deadline_is_forgotten_after_enough_answers_that_were_taken() -> None:
             said = ({"kind": "next"}, {}) if silent else result(head, "site-1", 1.0)
             if silent:
                 await work
-            asked = asyncio.create_task(manager.answer("site-1", *said))
+            asked = ask(manager, "site-1", *said)
             await work
-        asked.cancel()
 
     play(script)
 
@@ -520,13 +497,12 @@ def test_who_registers_anew_after_every_refusal_is_asked_less_and_less() -> None
             if head is not None:
                 rounds.append(round)
                 said, _tensors = result(head, "site-1", 1.0)
-                wrong = asyncio.create_task(manager.answer("site-1", said, {}))
+                wrong = ask(manager, "site-1", said, {})
                 assert "its answer was refused" in (await work)[0]
                 wrong.cancel()
                 await asyncio.wait([wrong])
                 asked = await register(manager, "site-1")
             await work
-        asked.cancel()
 
     play(script)
     assert rounds == [1, 2, 3, 4, 6, 10, 18, 26]
@@ -535,23 +511,22 @@ def test_who_registers_anew_after_every_refusal_is_asked_less_and_less() -> None
 def test_who_was_refused_too_often_and_has_mended_it_is_asked_in_every_round_again() -> None:
     client = ClientProxy("site-1")
     for _ in range(MAX_REFUSALS):
-        record_refusal(client, round=1)
-    assert skip_reason(client, round=2).startswith("3 of its answers were refused; it is asked again once")
-    allow_retry(client)
-    assert skip_reason(client, round=1) == "3 of its answers were refused; it is asked again from round 2 on"
-    assert skip_reason(client, round=2) == ""
+        client.record_refusal(round=1)
+    assert client.skip_reason(round=2).startswith("3 of its answers were refused; it is asked again once")
+    client.allow_retry()
+    assert client.skip_reason(round=1) == "3 of its answers were refused; it is asked again from round 2 on"
+    assert client.skip_reason(round=2) == ""
     for _ in range(ANSWERS_UNTIL_FORGIVEN):
         assert client.refusals == MAX_REFUSALS - 1
-        record_accepted_answer(client)
+        client.record_accepted_answer()
     assert client.refusals == 0
 
 
 def test_a_site_that_comes_and_goes_without_end_is_told_of_ten_times_a_minute_with_a_count() -> None:
-    now, notes = [0.0], list[str]()
-    manager = ClientManager(NAMES, IDENTITY, settings="", on_note=notes.append, clock=lambda: now[0])
+    now = [0.0]
 
-    async def script() -> None:
-        task = await register(manager, "site-1")
+    async def script(manager: ClientManager, notes: list[str]) -> None:
+        await register(manager, "site-1")
         await manager.wait_for_clients(("site-1",), min_clients=1, seconds=60)
         notes.clear()
         for _ in range(100):
@@ -561,6 +536,5 @@ def test_a_site_that_comes_and_goes_without_end_is_told_of_ten_times_a_minute_wi
         now[0] = 61.0
         assert await manager.run_jobs("train", [], seconds=1, on_done=id) == []
         assert notes[MOST_TOLD:] == ["site-1 is back (1 of 2 here) (190 times more within a minute)"]
-        task.cancel()
 
-    asyncio.run(script())
+    play(script, clock=lambda: now[0])

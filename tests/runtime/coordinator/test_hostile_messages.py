@@ -56,12 +56,12 @@ def odd_tensor(draw: random.Random) -> torch.Tensor:
 
 
 async def became(draw: random.Random, kind: str) -> str:
-    """What became of a message of this kind that was altered: taken as the job's end, refused, or without effect."""
+    """The fate of an altered message of this kind: taken as the job's end, refused, or without effect."""
     manager = ClientManager(NAMES, IDENTITY, settings="", on_note=lambda _: None)
     sessions = Sessions(
         answer=manager.answer,
         admit=manager.handshake,
-        allowed=NAMES,
+        listed=lambda: dict.fromkeys(NAMES),
         on_presence=manager.on_presence,
         on_refused=manager.on_refused,
     )
@@ -101,7 +101,10 @@ def test_a_thousand_altered_greetings_are_answered_or_refused() -> None:
     for _ in range(1_000):
         manager = ClientManager(NAMES, IDENTITY, settings="", on_note=lambda _: None)
         sessions = Sessions(
-            answer=manager.answer, admit=manager.handshake, allowed=NAMES, on_presence=manager.on_presence
+            answer=manager.answer,
+            admit=manager.handshake,
+            listed=lambda: dict.fromkeys(NAMES),
+            on_presence=manager.on_presence,
         )
         try:
             sessions.enter(draw.choice([*NAMES, "stranger"]), encode_frame(altered(HELLO, draw), {}))

@@ -150,7 +150,7 @@ def test_a_host_is_sent_a_guests_adapters_once_for_the_same_model(clients) -> No
             relay.begin_job(number, "evaluate", jobs[0])
             found = await relay.next_message(proxies["c-0"])
             assert found is not None
-            return {key.partition(":")[2] for key in found[1]} - {f"/{GUEST_INFO}"}
+            return {key.partition(":")[2] for key in found[1]} - {f"cut/{GUEST_INFO}"}
 
         first, second, third = (PeerRelay(jobs, proxies, split_server, seconds=0, on_note=print) for _ in range(3))
         above = {key for key in jobs[0].params if ".layer.0." not in key}

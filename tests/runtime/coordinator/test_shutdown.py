@@ -13,7 +13,7 @@ from tests.runtime.coordinator.test_coordinator import PARAMS, play, register
 
 
 async def say_kept(manager: ClientManager, name: str, sha256: object) -> Any:
-    """What a client is told that says its model of this name lies on its disk."""
+    """The answer to a client that says its model of this name lies on its disk."""
     return await manager.answer(name, {"kind": "kept", "sha256": sha256}, {})
 
 

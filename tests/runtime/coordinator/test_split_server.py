@@ -46,7 +46,7 @@ class Counting:
     frames: list[tuple[bytes, bytes]] = dataclasses.field(default_factory=list)
     dies_at: int = 0
     kind: str = "cut"
-    """What it counts, and so dies at: a guest's questions, or a host's answers (`hosted`)."""
+    """The messages that it counts, and so dies at: a guest's questions, or a host's answers (`hosted`)."""
     twice: bool = False
 
     def exchange(self, head: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] = {}) -> Any:
@@ -74,7 +74,7 @@ class Federation:
     threads: LoopThread
     running: list[threading.Thread] = dataclasses.field(default_factory=list)
     told: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
-    """What a client tells of its data, where somebody asks for it."""
+    """The registration of a client's data."""
 
     def join(self, name: str, home: SiteLoader | None = None, **how: Any) -> Counting:
         hello = {**vars(IDENTITY), "session": f"{name} {len(self.running)}"}
@@ -97,7 +97,7 @@ class Federation:
 
 
 def told(site: Site) -> dict[str, Mapping[str, object]]:
-    """What each client registers with: numbers of its examples and tokens."""
+    """The registration of each client: numbers of its examples and tokens."""
     return {
         name: {
             "num_labels": own.task.num_labels,
@@ -139,7 +139,10 @@ def federation(site: Site, path: str, names: Sequence[str]) -> Iterator[Federati
         desk = EventBridge(threads=threads, on_event=ignore)
         manager = ClientManager(names, IDENTITY, settings="", on_note=lambda _: None)
         sessions = Sessions(
-            answer=manager.answer, admit=manager.handshake, allowed=tuple(names), on_presence=manager.on_presence
+            answer=manager.answer,
+            admit=manager.handshake,
+            listed=lambda: dict.fromkeys(names),
+            on_presence=manager.on_presence,
         )
         engine = RemoteEngine(
             manager=manager, bridge=desk, split_server=split_server, deadline_seconds=60, min_clients=len(names)
@@ -229,7 +232,7 @@ def test_the_part_that_a_site_must_hold_is_told_of_the_frozen_weights_alone(clie
 
 
 class Telling(torch.nn.Module):
-    """What is told while the model has other weights."""
+    """A module that calls a function in its forward pass, in which the model has other weights."""
 
     def __init__(self, model: torch.nn.Module, tell: Callable[[], object]) -> None:
         super().__init__()

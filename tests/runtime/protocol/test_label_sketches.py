@@ -1,4 +1,4 @@
-"""What a server takes as the sketch of a client's labels."""
+"""The sketches of a client's labels that a server takes."""
 
 from typing import Any
 

@@ -34,7 +34,7 @@ class Ends:
         self.receiver = FullModelReceiver(home=HOME)
 
     def given(self, action: str, params: Params, options: Any, mask: Any = None) -> tuple[Job, set[str]]:
-        """What the receiver makes of a job, and the names of the tensors that were sent."""
+        """The job as the receiver reads it, and the names of the tensors that were sent."""
         job = Job(client="site", params=params, round=1, options=options, mask=mask)
         head, tensors = decode_frame(encode_frame(*self.sender.job(action, job, number=1)))
         asked, found, _ = self.receiver.job(head, tensors, client="site")
@@ -42,7 +42,7 @@ class Ends:
         return found, set(tensors)
 
     def answered(self, action: str, job: Job, params: Params) -> tuple[Params, dict[str, torch.Tensor]]:
-        """What the sender makes of an answer with this model, and the tensors that were sent."""
+        """The update as the sender reads it from an answer with this model, and the tensors that were sent."""
         update = Update(client="site", params=params, examples=5, metrics={"loss": 0.5})
         head, tensors = decode_frame(encode_frame(*self.receiver.update(action, update, job, number=1)))
         return self.sender.update(action, head, tensors, job=job).params, tensors

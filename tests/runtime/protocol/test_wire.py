@@ -146,7 +146,7 @@ WRONG = [None, [7], [["activation", "up"]], [["rm", "up", 1]], [["label", "up", 
 def test_bytes_that_cannot_have_crossed_a_cut_are_refused(crossed: Any) -> None:
     job = job_of("evaluate")
     head, tensors = update_message(Update(client="site-1", params=PARAMS, examples=5, metrics={}), job, number=1)
-    with pytest.raises(ProtocolError, match="what crossed the cut is"):
+    with pytest.raises(ProtocolError, match="the answer is no update: crossed"):
         read_update({**head, "crossed": crossed}, tensors, job=job)
 
 
@@ -162,8 +162,6 @@ def test_counts_by_class_travel_with_the_scores_and_must_hold_together() -> None
         *([], {"hits": [1]}, {"hits": [1, 0], "examples": [2, 1, 2]}, {"hits": [1, 0, -2], "examples": [2, 1, 2]}),
         *({"hits": [1, 0, 2], "examples": [2, 1, 1]}, {"hits": [1.0, 0, 2], "examples": [2, 1, 2]}),
     ]
-    for found in wrong:
-        with pytest.raises(ProtocolError, match="the counts by class are"):
+    for found in [*wrong, {"hits": [1, 2, 1], "examples": [2, 1, 2]}]:
+        with pytest.raises(ProtocolError, match=r"the counts by class are|the answer is no update: classes"):
             read_update({**head, "classes": found}, tensors, job=job)
-    with pytest.raises(ProtocolError, match="more examples of a class were recognised than there are"):
-        read_update({**head, "classes": {"hits": [1, 2, 1], "examples": [2, 1, 2]}}, tensors, job=job)

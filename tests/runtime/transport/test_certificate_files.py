@@ -117,25 +117,26 @@ def test_a_site_that_is_added_has_the_same_authority(folder: Path) -> None:
 def test_the_list_of_a_server_is_the_one_that_lies_there_now_and_no_other(folder: Path) -> None:
     notes = list[str]()
     path, listed = folder / "server" / "clients.txt", Listed(folder / "server", on_note=notes.append)
-    assert "site-3" not in listed
+    assert "site-3" not in listed.now()
     make_certs(folder, servers=[], clients=["site-3"])
-    assert "site-3" in listed
-    assert list(listed) == ["site-1", "site-2", "site-3"]
-    assert len(listed) == 3
-    assert listed.certificate("site-3") == digest_of(open_certs(folder / "site-3").cert)
+    assert "site-3" in listed.now()
+    assert list(listed.now()) == ["site-1", "site-2", "site-3"]
+    assert listed.now()["site-3"] == digest_of(open_certs(folder / "site-3").cert)
     revoke_certs(folder, clients=["site-1"])
-    assert list(listed) == ["site-2", "site-3"], "who was listed at the start is off it as well"
+    assert list(listed.now()) == ["site-2", "site-3"], "who was listed at the start is off it as well"
     assert notes == []
-    assert "stranger" not in listed
+    assert "stranger" not in listed.now()
     for broken in (b"", b"site-2\nsite-2\n", b"../evil\n", b"\xff\xfe\x00\n"):
         path.write_bytes(broken)
-        assert list(listed) == ["site-2", "site-3"], "the last list that could be read holds while this one is edited"
+        assert list(listed.now()) == ["site-2", "site-3"], (
+            "the last list that could be read holds while this one is edited"
+        )
     path.unlink()
-    assert list(listed) == ["site-2", "site-3"]
+    assert list(listed.now()) == ["site-2", "site-3"]
     assert len(notes) == 4, "once for each reason, and not for an empty file, which somebody is writing"
     assert all("until then the list is the one that could be read last" in note for note in notes)
     path.write_text("site-2\n")
-    assert list(listed) == ["site-2"]
+    assert list(listed.now()) == ["site-2"]
 
 
 def test_an_empty_list_is_one_of_nobody_once_it_was_empty_for_two_seconds_and_a_note_says_so(folder: Path) -> None:
@@ -145,30 +146,30 @@ def test_an_empty_list_is_one_of_nobody_once_it_was_empty_for_two_seconds_and_a_
     kept = path.read_text()
     path.write_text("")
     for now[0] in (10.0, 11.9):
-        assert list(listed) == ["site-1", "site-2"], "somebody may be writing it"
+        assert list(listed.now()) == ["site-1", "site-2"], "somebody may be writing it"
     path.write_text(kept)
-    assert list(listed) == ["site-1", "site-2"]
+    assert list(listed.now()) == ["site-1", "site-2"]
     path.write_text("")
     now[0] = 20.0
-    assert list(listed) == ["site-1", "site-2"], "it was not empty all the while"
+    assert list(listed.now()) == ["site-1", "site-2"], "it was not empty all the while"
     assert notes == []
     for now[0] in (22.0, 23.0):
-        assert list(listed) == []
+        assert list(listed.now()) == []
     assert notes == [f"{path} lists nobody; until it does nobody may join"]
     path.write_text(kept)
-    assert list(listed) == ["site-1", "site-2"]
+    assert list(listed.now()) == ["site-1", "site-2"]
 
 
 def test_the_last_client_can_be_revoked_too(folder: Path) -> None:
     listed = Listed(folder / "server")
     revoke_certs(folder, clients=["site-1", "site-2"])
-    assert list(listed) == []
+    assert list(listed.now()) == []
     with pytest.raises(ConfigError, match=r"clients\.txt lists no client; one name a line"):
         listed_clients(folder / "server")
 
 
 def der_digest(path: Path) -> str:
-    """As OpenSSL's `x509 -fingerprint -sha256` has it, by another library than the one under test uses."""
+    """The digest of OpenSSL's `x509 -fingerprint -sha256`, by another library than the one under test uses."""
     return sha256(
         x509.load_pem_x509_certificate(path.read_bytes()).public_bytes(serialization.Encoding.DER)
     ).hexdigest()

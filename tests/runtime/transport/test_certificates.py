@@ -21,7 +21,7 @@ from tests.runtime.transport.test_stream import Echo
 NOW = datetime.now(UTC)
 THEN, LATER = NOW - timedelta(days=30), NOW + timedelta(days=5)
 PATIENCE = 3600.0
-"""Of the link: whoever tries again waits longer than any test may take."""
+"""Patience of the link: a second try waits longer than any test may take."""
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,9 @@ def test_requests_that_wait_do_not_pile_up_and_the_first_is_answered() -> None:
             await ready.wait()
             return {}, {}
 
-        sessions = Sessions(answer=answer, admit=lambda _name, _hello: {}, allowed=("a",), on_presence=lambda *_: None)
+        sessions = Sessions(
+            answer=answer, admit=lambda _name, _hello: {}, listed=lambda: {"a": None}, on_presence=lambda *_: None
+        )
         hello = encode_frame({"session": "x", "protocol": PROTOCOL}, {})
         told = list[str]()
         for number in range(1, 21):

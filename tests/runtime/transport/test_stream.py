@@ -63,7 +63,7 @@ class Echo:
         return Sessions(
             answer=self.answer,
             admit=self.admit,
-            allowed=self.allowed,
+            listed=lambda: dict.fromkeys(self.allowed),
             on_presence=self.on_presence,
             on_refused=lambda name, reason: self.refused.append((name, reason.partition(";")[0])),
             limit_of=lambda _name: self.limit,

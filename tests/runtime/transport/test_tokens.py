@@ -55,7 +55,7 @@ def test_a_server_with_tokens_refuses_a_copy_of_the_message_after_the_first_has_
         return encode_frame({"session": session, "protocol": PROTOCOL, "token": token}, {})
 
     async def script() -> None:
-        sessions = Sessions(answer=answer, admit=admit, allowed=("site-1",), on_presence=lambda *_: None)
+        sessions = Sessions(answer=answer, admit=admit, listed=lambda: {"site-1": None}, on_presence=lambda *_: None)
         token = tokens.issue("site-1")
         session, stream, _ = sessions.enter("site-1", hello("first", token))
         sessions.leave(session, stream)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
@@ -15,8 +15,6 @@ from atlas_fl.runtime.protocol.messages import CutInfo
 from atlas_fl.runtime.protocol.model_sync import AdapterSender, Sender
 from atlas_fl.runtime.transport.frames import Head
 
-MAX_REASON_LENGTH = 500
-"""Longest reason of a refusal in the log."""
 MAX_REFUSALS = 3
 """Refused answers after which a client gets no jobs until it registers again."""
 MAX_MISSED_DEADLINES = 2
@@ -81,11 +79,11 @@ class ClientProxy:
     given_up: bool = False
     """It missed deadlines or was removed, and gets no jobs until it sends a request."""
     missed_deadlines: int = 0
-    """Missed while connected, since the last reset."""
+    """Deadlines missed while it was connected, since the last reset."""
     refusals: int = 0
     """Refused answers since the last reset."""
     accepted_answers: int = 0
-    """Since the last missed deadline or refusal."""
+    """Accepted answers since the last missed deadline or refusal."""
     pauses: int = 0
     """Number of pauses so far."""
     pause_reason: str = ""
@@ -108,27 +106,69 @@ class ClientProxy:
     """It has confirmed that its model is saved, and that is recorded."""
     wakeup: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def record_missed_deadline(self, *, round: int) -> None:
+        """Record a missed deadline; after too many, or where the client is disconnected, it is given up.
+
+        The pause after being given up doubles each time.
+        """
+        self.missed_deadlines += self.connected
+        self.accepted_answers = 0
+        if self.missed_deadlines >= MAX_MISSED_DEADLINES:
+            self._pause(f"it let {self.missed_deadlines} deadlines pass", round=round)
+        self.given_up = not self.connected or self.missed_deadlines >= MAX_MISSED_DEADLINES
+
+    def record_refusal(self, *, round: int) -> None:
+        """Record a refused answer; after too many the client gets no jobs until it registers again."""
+        self.refusals += 1
+        self.accepted_answers = 0
+        if self.refusals >= MAX_REFUSALS:
+            self._pause(f"{self.refusals} of its answers were refused", round=round)
+
+    def record_accepted_answer(self) -> None:
+        """Record an accepted answer; enough in a row reset missed deadlines and refusals."""
+        self.accepted_answers += 1
+        if self.accepted_answers >= ANSWERS_UNTIL_FORGIVEN:
+            self.missed_deadlines = self.refusals = 0
+
+    def allow_retry(self) -> None:
+        """Allow a client that has registered anew one more answer, where too many were refused."""
+        self.refusals = min(self.refusals, MAX_REFUSALS - 1)
+
+    def _pause(self, reason: str, *, round: int) -> None:
+        self.pauses += 1
+        self.pause_reason = reason
+        self.resume_round = round + min(MAX_PAUSE_ROUNDS, 2 ** (self.pauses - 1))
+
+    def skip_reason(self, *, round: int) -> str:
+        """The reason why this client has no job in this round; empty where it gets one."""
+        if self.refusals >= MAX_REFUSALS:
+            return f"{self.refusals} of its answers were refused; it is asked again once it has registered anew"
+        if self.given_up and self.connected:
+            return f"it let {self.missed_deadlines} deadlines pass and is not asked again until it answers"
+        if self.given_up:
+            return self.removal_reason or "it has been away since it let a deadline pass"
+        if round < self.resume_round:
+            return f"{self.pause_reason}; it is asked again from round {self.resume_round} on"
+        return ""
+
+    def describe_missing(self) -> str:
+        """The name of a client that has not registered, with the reason where it is known."""
+        if self.removal_reason:
+            return f"{self.name} ({self.removal_reason})"
+        if self.refusal_reason:
+            return f"{self.name} (refused: {one_line(self.refusal_reason)})"
+        if self.has_come:
+            return f"{self.name} (it was here and did not register; its own last line says why)"
+        return self.name
+
 
 CheckClient: TypeAlias = Callable[[str, ClientMetadata, Device], None]
 """(client, metadata, device): raises `ProtocolError` where such a client cannot take part, whoever the others are."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Requirements:
-    """Requirements of a client that registers, whoever the others are."""
-
-    images: bool = False
-    """The run trains on images."""
-    one_head: bool = False
-    """One mask holds for the heads of all clients, so that all need as many labels."""
-    task_labels: Mapping[str, TaskLabels] = field(default_factory=dict)
-    """The labels of the tasks that the server knows by itself."""
-    check_client: CheckClient | None = None
-
-
-def other_labels(client: ClientProxy, metadata: ClientMetadata, labels: TaskLabels) -> ProtocolError:
+def other_labels(name: str, metadata: ClientMetadata, labels: TaskLabels) -> ProtocolError:
     """The refusal of a client whose task has other labels in this run, which the server's log alone names."""
-    own = f"{client.name} has labels {metadata.task_labels} for task {metadata.task!r}"
+    own = f"{name} has labels {metadata.task_labels} for task {metadata.task!r}"
     remedy = "clients of one task share its labels: rename the task or mend the data"
     return ProtocolError(
         f"{own}, and in this run they are others; {remedy}",
@@ -137,45 +177,39 @@ def other_labels(client: ClientProxy, metadata: ClientMetadata, labels: TaskLabe
 
 
 def disagreeing_clients(
-    clients: Sequence[ClientProxy], task_labels: Mapping[str, TaskLabels], *, one_head: bool, head: int | None = None
+    registered: Mapping[str, ClientMetadata],
+    task_labels: Mapping[str, TaskLabels],
+    *,
+    one_head: bool,
+    head: int | None = None,
 ) -> dict[str, ProtocolError]:
-    """By client, the reason why it cannot take part beside the others, all of whom have registered.
+    """By client, the reason why it cannot take part beside the other registered ones.
 
     The labels of a task are those in `task_labels`, or those of most of its clients; of equally many, of the client
     that is listed first. So no order of arrival decides, and no single client. With `one_head`, because one mask holds
     for the heads of all tasks, the same is done for the number of labels, which is `head` once there is a plan.
     """
-    refused: dict[str, ProtocolError] = {}
-    agreed = {
-        **_majority(clients, lambda metadata: metadata.task, lambda metadata: metadata.task_labels),
-        **task_labels,
+    votes: dict[str, Counter[TaskLabels]] = {}
+    for metadata in registered.values():
+        votes.setdefault(metadata.task, Counter())[metadata.task_labels] += 1
+    agreed = {**{task: counts.most_common(1)[0][0] for task, counts in votes.items()}, **task_labels}
+    refused = {
+        name: other_labels(name, metadata, agreed[metadata.task])
+        for name, metadata in registered.items()
+        if metadata.task_labels != agreed[metadata.task]
     }
-    for client in clients:
-        if client.metadata is not None and client.metadata.task_labels != agreed[client.metadata.task]:
-            refused[client.name] = other_labels(client, client.metadata, agreed[client.metadata.task])
-    if one_head:
-        rest = [client for client in clients if client.name not in refused]
-        size = head or _majority(rest, lambda _: "all", lambda metadata: metadata.num_labels).get("all")
-        for client in rest:
-            if client.metadata is not None and client.metadata.num_labels != size:
-                refused[client.name] = ProtocolError(
-                    f"{client.name} has {client.metadata.num_labels} classes, and one mask holds for the heads of all"
-                    " clients of this run, which have another number; bring a task of as many"
-                )
+    sizes = {name: metadata.num_labels for name, metadata in registered.items() if name not in refused}
+    if one_head and sizes:
+        size = head or Counter(sizes.values()).most_common(1)[0][0]
+        refused |= {
+            name: ProtocolError(
+                f"{name} has {own} classes, and one mask holds for the heads of all clients of this run, which have"
+                " another number; bring a task of as many"
+            )
+            for name, own in sizes.items()
+            if own != size
+        }
     return refused
-
-
-def _majority(
-    clients: Sequence[ClientProxy],
-    group_of: Callable[[ClientMetadata], str],
-    value_of: Callable[[ClientMetadata], Hashable],
-) -> dict[str, Any]:
-    """By group of clients the value that most of them have, the earliest of those that are as frequent."""
-    counts: dict[str, Counter[Hashable]] = {}
-    for client in clients:
-        if client.metadata is not None:
-            counts.setdefault(group_of(client.metadata), Counter())[value_of(client.metadata)] += 1
-    return {group: values.most_common(1)[0][0] for group, values in counts.items()}
 
 
 def same_part_note(client: ClientProxy, clients: Iterable[ClientProxy]) -> str:
@@ -194,70 +228,3 @@ def same_part_note(client: ClientProxy, clients: Iterable[ClientProxy]) -> str:
 def describe_connected(clients: Collection[ClientProxy]) -> str:
     """The number of these clients that are connected, in words."""
     return f"{sum(client.connected and client.metadata is not None for client in clients)} of {len(clients)} here"
-
-
-def describe_missing(client: ClientProxy) -> str:
-    """The name of a client that has not registered, with the reason where it is known."""
-    if client.removal_reason:
-        return f"{client.name} ({client.removal_reason})"
-    if client.refusal_reason:
-        return f"{client.name} (refused: {printable_reason(client.refusal_reason)})"
-    if client.has_come:
-        return f"{client.name} (it was here and did not register; its own last line says why)"
-    return client.name
-
-
-def printable_reason(text: str) -> str:
-    """A client's text, safe and short for a terminal."""
-    return one_line(text, limit=MAX_REASON_LENGTH)
-
-
-def record_missed_deadline(client: ClientProxy, *, round: int) -> None:
-    """Record a missed deadline; after too many, or where the client is disconnected, it is given up.
-
-    The pause after being given up doubles each time.
-    """
-    client.missed_deadlines += client.connected
-    client.accepted_answers = 0
-    if client.missed_deadlines >= MAX_MISSED_DEADLINES:
-        _pause(client, f"it let {client.missed_deadlines} deadlines pass", round=round)
-    client.given_up = not client.connected or client.missed_deadlines >= MAX_MISSED_DEADLINES
-
-
-def record_refusal(client: ClientProxy, *, round: int) -> None:
-    """Record a refused answer; after too many the client gets no jobs until it registers again."""
-    client.refusals += 1
-    client.accepted_answers = 0
-    if client.refusals >= MAX_REFUSALS:
-        _pause(client, f"{client.refusals} of its answers were refused", round=round)
-
-
-def record_accepted_answer(client: ClientProxy) -> None:
-    """Record an accepted answer; enough in a row reset missed deadlines and refusals."""
-    client.accepted_answers += 1
-    if client.accepted_answers >= ANSWERS_UNTIL_FORGIVEN:
-        client.missed_deadlines = client.refusals = 0
-
-
-def allow_retry(client: ClientProxy) -> None:
-    """Allow a client that has registered anew one more answer, where too many were refused."""
-    client.refusals = min(client.refusals, MAX_REFUSALS - 1)
-
-
-def _pause(client: ClientProxy, reason: str, *, round: int) -> None:
-    client.pauses += 1
-    client.pause_reason = reason
-    client.resume_round = round + min(MAX_PAUSE_ROUNDS, 2 ** (client.pauses - 1))
-
-
-def skip_reason(client: ClientProxy, *, round: int) -> str:
-    """The reason why this client has no job in this round; empty where it gets one."""
-    if client.refusals >= MAX_REFUSALS:
-        return f"{client.refusals} of its answers were refused; it is asked again once it has registered anew"
-    if client.given_up and client.connected:
-        return f"it let {client.missed_deadlines} deadlines pass and is not asked again until it answers"
-    if client.given_up:
-        return client.removal_reason or "it has been away since it let a deadline pass"
-    if round < client.resume_round:
-        return f"{client.pause_reason}; it is asked again from round {client.resume_round} on"
-    return ""

@@ -9,29 +9,22 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 from atlas_fl.client.job import Job, Update
-from atlas_fl.errors import ProtocolError, short_repr
+from atlas_fl.errors import ProtocolError, one_line, short_repr
 from atlas_fl.params import Params
 from atlas_fl.ranks.devices import Device
 from atlas_fl.runtime.coordinator.client_registry import (
     MAX_REFUSALS,
+    CheckClient,
     ClientProxy,
     PendingJob,
-    Requirements,
-    allow_retry,
     describe_connected,
-    describe_missing,
     disagreeing_clients,
     other_labels,
-    printable_reason,
-    record_accepted_answer,
-    record_missed_deadline,
-    record_refusal,
     same_part_note,
-    skip_reason,
 )
 from atlas_fl.runtime.coordinator.peer_relay import PeerRelay
 from atlas_fl.runtime.coordinator.split_server import SplitServer
@@ -42,7 +35,6 @@ from atlas_fl.runtime.protocol.model_sync import AdapterSender, NewSender
 from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Head
 from atlas_fl.runtime.transport.sessions import MOST_TOLD, NO_TENSORS, RefusalLog
 
-ANY_TASK = Requirements()
 CONFIRM_SECONDS = 5.0
 """Seconds that the confirmation of a saved model waits for a server that has just started and has no models yet."""
 REQUEST_KINDS = ("register", "next", "result", "failed", "cut", "hosted", "kept")
@@ -51,47 +43,48 @@ KINDS_WITHOUT_TENSORS = ("register", "next", "kept")
 """Requests that wait without a job: tensors sent with them would stay in memory for as long."""
 
 
+@dataclass(eq=False)
 class ClientManager:
     """The connected clients and their open jobs. All methods run in one event loop."""
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        identity: Identity,
-        *,
-        settings: str,
-        on_note: Callable[[str], None],
-        accepts_late: bool = False,
-        new_sender: NewSender = AdapterSender,
-        requirements: Requirements = ANY_TASK,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._new_sender = new_sender
-        self._requirements = requirements
-        self.clients = {name: ClientProxy(name, sender=new_sender()) for name in names}
-        self.planned: set[str] | None = None  # names in the plan, once there is one
-        self.known: Mapping[str, ClientMetadata] = {}
-        """Metadata of the plan's clients from before the server was started again."""
-        self._identity = identity
-        self._settings = settings
-        self._on_note = on_note
-        self._accepts_late = accepts_late
-        self._job_count = 0
-        self._registration_changed = asyncio.Condition()
-        self._checking = asyncio.Lock()
-        self._peer_relay: PeerRelay | None = None
-        self._presence_log = RefusalLog(tell=lambda name, note: on_note(f"{name} {note}"), clock=clock)
-        self.on_model_saved: Callable[[str], None] = lambda _: None
-        """Called when a client has saved its model; raises `ProtocolError` where that cannot be recorded."""
-        self.max_request_bytes = FRAME_LIMIT
-        """Maximum size of a client's request."""
+    names: Sequence[str]
+    identity: Identity
+    _: KW_ONLY
+    settings: str
+    on_note: Callable[[str], None]
+    accepts_late: bool = False
+    new_sender: NewSender = AdapterSender
+    images: bool = False
+    """The run trains on images."""
+    one_head: bool = False
+    """One mask holds for the heads of all clients, so that all need as many labels."""
+    task_labels: Mapping[str, TaskLabels] = field(default_factory=dict)
+    """The labels of the tasks that the server knows by itself."""
+    check_client: CheckClient | None = None
+    clock: Callable[[], float] = time.monotonic
+    planned: set[str] | None = None
+    """The clients in the plan, once there is one."""
+    known: Mapping[str, ClientMetadata] = field(default_factory=dict)
+    """Metadata of the plan's clients from before the server was started again."""
+    on_model_saved: Callable[[str], None] = lambda _: None
+    """Callback for a client that has saved its model; raises `ProtocolError` where that cannot be recorded."""
+    max_request_bytes: int = FRAME_LIMIT
+    """Maximum size of a client's request."""
+    _job_count: int = 0
+    _registration_changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    _checking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _peer_relay: PeerRelay | None = None
+
+    def __post_init__(self) -> None:
+        self.clients = {name: ClientProxy(name, sender=self.new_sender()) for name in self.names}
+        self._presence_log = RefusalLog(tell=lambda name, note: self.on_note(f"{name} {note}"), clock=self.clock)
 
     def handshake(self, name: str, hello: Mapping[str, Any]) -> Head:
         """The reply to a client that connects; raises `ProtocolError` where version, config or model differ."""
-        self._identity.check(name, hello)
+        self.identity.check(name, hello)
         # it may have been listed after the server was started
-        self.clients.setdefault(name, ClientProxy(name, sender=self._new_sender()))
-        return {**vars(self._identity), "settings": self._settings}
+        self.clients.setdefault(name, ClientProxy(name, sender=self.new_sender()))
+        return {**vars(self.identity), "settings": self.settings}
 
     def on_presence(self, name: str, connected: bool) -> None:
         """Record that this client has connected or disconnected."""
@@ -111,7 +104,7 @@ class ClientManager:
         """Log that a connection or request was refused, and why, unless the same was logged before."""
         client = self.clients.get(name)
         if client is None or reason not in (client.removal_reason, client.refusal_reason):
-            self._on_note(f"{name} was refused: {printable_reason(reason)}")
+            self.on_note(f"{name} was refused: {one_line(reason)}")
         if client is not None:
             client.refusal_reason = reason
 
@@ -192,8 +185,8 @@ class ClientManager:
         try:
             answer = await pending.split_backend.answer_request(pending.number, head, tensors)
         except ProtocolError as error:
-            record_refusal(client, round=pending.job.round)
-            self._close_job(client, pending, f"its question was refused: {printable_reason(str(error))}")
+            client.record_refusal(round=pending.job.round)
+            self._close_job(client, pending, f"its question was refused: {one_line(error)}")
             raise
         return answer if client.pending_job is pending else None
 
@@ -207,7 +200,7 @@ class ClientManager:
         return client.sender.job(pending.action, job, number=pending.number, cut_info=cut_info)
 
     async def _register(self, client: ClientProxy, head: Mapping[str, Any]) -> None:
-        self._identity.check(client.name, head)
+        self.identity.check(client.name, head)
         metadata = read_metadata(head)
         device = read_device(str(head.get("device")))
         part = read_part(head)
@@ -224,15 +217,15 @@ class ClientManager:
         client.refusal_reason = ""
         client.hosted_digests = {}
         client.sender.forget()
-        allow_retry(client)
+        client.allow_retry()
         if is_new:
             connected = describe_connected(self.clients.values())
             count = metadata.examples["train"]
-            self._on_note(f"{client.name}: {metadata.task}, {count} training examples, {device.name} ({connected})")
+            self.on_note(f"{client.name}: {metadata.task}, {count} training examples, {device.name} ({connected})")
             if is_late:
-                self._on_note(f"{client.name} came after the plan was made and joins before the next round")
+                self.on_note(f"{client.name} came after the plan was made and joins before the next round")
             if note := same_part_note(client, self.clients.values()):
-                self._on_note(note)
+                self.on_note(note)
         async with self._registration_changed:
             self._registration_changed.notify_all()
 
@@ -242,26 +235,25 @@ class ClientManager:
         The kind of its examples must be the run's, and the labels of its task the agreed ones. A client outside the
         plan may register where late clients may join; one that comes back must have the metadata that it had before.
         """
-        images = self._requirements.images
-        if metadata.images is not images:
+        if metadata.images is not self.images:
             kinds = {True: "images", False: "texts"}
             raise ProtocolError(
                 f"{client.name} has {kinds[metadata.images]} (task {metadata.task!r}), and this run trains on"
-                f" {kinds[images]}; give a --task of {kinds[images]}"
+                f" {kinds[self.images]}; give a --task of {kinds[self.images]}"
             )
         labels = self.agreed_labels().get(metadata.task, metadata.task_labels)
         if labels != metadata.task_labels:
-            raise other_labels(client, metadata, labels)
+            raise other_labels(client.name, metadata, labels)
         before = client.metadata or self.known.get(client.name)
         if self._is_late(client):
-            if not self._accepts_late:
+            if not self.accepts_late:
                 raise ProtocolError(f"this federation was planned without {client.name}; it can join the next one")
         elif before is not None and before != metadata:
             raise ProtocolError(f"{client.name} came back with other data than it had; join with the same --task")
-        if self._requirements.check_client is not None:
+        if self.check_client is not None:
             # as much work and memory as planning one client: one at a time, and the loop answers others meanwhile
             async with self._checking:
-                await asyncio.to_thread(self._requirements.check_client, client.name, metadata, device)
+                await asyncio.to_thread(self.check_client, client.name, metadata, device)
 
     def _is_late(self, client: ClientProxy) -> bool:
         return self.planned is not None and client.name not in self.planned
@@ -269,7 +261,7 @@ class ClientManager:
     def agreed_labels(self) -> dict[str, TaskLabels]:
         """By task, the labels that hold for whoever comes: the server's own, and those of the clients of the plan."""
         planned = {metadata.task: metadata.task_labels for metadata in self._planned_metadata()}
-        return {**planned, **self._requirements.task_labels}
+        return {**planned, **self.task_labels}
 
     def _planned_metadata(self) -> list[ClientMetadata]:
         """The metadata of the plan's clients; empty before there is a plan."""
@@ -278,10 +270,10 @@ class ClientManager:
         return [known for known in metadata if known is not None]
 
     def reject_disagreeing(self, clients: Sequence[ClientProxy]) -> bool:
-        """Turn away those of these registered clients that the others outvote; return whether there are such."""
+        """Turn away the registered ones of these clients that the others outvote; return whether there are such."""
+        registered = {client.name: client.metadata for client in clients if client.metadata is not None}
         head = next((metadata.num_labels for metadata in self._planned_metadata()), None)
-        one_head = self._requirements.one_head
-        refused = disagreeing_clients(clients, self.agreed_labels(), one_head=one_head, head=head)
+        refused = disagreeing_clients(registered, self.agreed_labels(), one_head=self.one_head, head=head)
         for name, error in refused.items():
             client = self.clients[name]
             client.metadata = None
@@ -298,16 +290,16 @@ class ClientManager:
             client.sender.forget()
             return
         if head["kind"] == "failed":
-            self._close_job(client, pending, printable_reason(str(head.get("reason"))))
+            self._close_job(client, pending, one_line(head.get("reason")))
             return
         try:
             if (update := await self._read_update(client, pending, head, tensors)) is not None:
-                record_accepted_answer(client)
+                client.record_accepted_answer()
                 self._close_job(client, pending, update)
         except ProtocolError as error:
             client.sender.forget()
-            record_refusal(client, round=pending.job.round)
-            self._close_job(client, pending, f"its answer was refused: {printable_reason(str(error))}")
+            client.record_refusal(round=pending.job.round)
+            self._close_job(client, pending, f"its answer was refused: {one_line(error)}")
             if client.refusals >= MAX_REFUSALS:
                 raise ProtocolError(
                     f"{client.refusals} answers of {client.name} were refused, the last of {pending.action}: {error};"
@@ -358,14 +350,13 @@ class ClientManager:
 
         deadline = asyncio.get_running_loop().time() + seconds
         while True:
-            async with self._registration_changed:
-                with contextlib.suppress(TimeoutError):
-                    rest = deadline - asyncio.get_running_loop().time()
-                    await asyncio.wait_for(self._registration_changed.wait_for(is_decided), max(rest, 0))
-            if not self.reject_disagreeing([client for client in clients if client.metadata]):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(deadline), self._registration_changed:
+                    await self._registration_changed.wait_for(is_decided)
+            if not self.reject_disagreeing(clients):
                 break  # who was turned away may register anew while there is time
         registered = tuple(client.name for client in clients if client.metadata and not client.removal_reason)
-        missing = ", ".join(describe_missing(client) for client in clients if client.name not in registered)
+        missing = ", ".join(client.describe_missing() for client in clients if client.name not in registered)
         if len(registered) < min_clients:
             within = "" if any(client.removal_reason for client in clients) else f" within {seconds:g} seconds"
             raise ProtocolError(
@@ -373,7 +364,7 @@ class ClientManager:
                 f" {min_clients} are needed: start them, raise --wait or lower --min-clients"
             )
         if missing:
-            self._on_note(f"begins without {missing}")
+            self.on_note(f"begins without {missing}")
         self.planned = set(registered)
         return registered
 
@@ -396,11 +387,11 @@ class ClientManager:
         num_layers = None if split_server is None else len(split_server.site.backbone.blocks)
         self._peer_relay = None
         if split_server is not None and any(job.hosting is not None for job in jobs):
-            self._peer_relay = PeerRelay(jobs, self.clients, split_server, seconds=seconds, on_note=self._on_note)
+            self._peer_relay = PeerRelay(jobs, self.clients, split_server, seconds=seconds, on_note=self.on_note)
         split_backend = self._peer_relay or split_server
         for job, future in zip(jobs, futures, strict=True):
             client = self.clients[job.client]
-            if reason := skip_reason(client, round=job.round):
+            if reason := client.skip_reason(round=job.round):
                 future.set_result(reason)
                 if split_backend is not None:
                     split_backend.drop_job(0, job.client)
@@ -418,7 +409,7 @@ class ClientManager:
         for job, future in zip(jobs, futures, strict=True):
             client = self.clients[job.client]
             if not future.done() and client.pending_job is not None:
-                record_missed_deadline(client, round=job.round)
+                client.record_missed_deadline(round=job.round)
                 self._close_job(client, client.pending_job, f"no answer within {seconds:g} seconds")
         if self._peer_relay is not None:
             self._peer_relay.close()
@@ -439,16 +430,13 @@ class ClientManager:
 async def late_clients(manager: ClientManager) -> tuple[ClientProxy, ...]:
     """Clients that are connected and not in the plan, in the order in which the names were listed."""
     planned = manager.planned or set()
-
-    def waiting() -> list[ClientProxy]:
-        return [
-            client
-            for name, client in manager.clients.items()
-            if client.connected and client.metadata and not client.removal_reason and name not in planned
-        ]
-
-    manager.reject_disagreeing(waiting())
-    return tuple(waiting())
+    waiting = [
+        client
+        for name, client in manager.clients.items()
+        if client.connected and client.metadata and not client.removal_reason and name not in planned
+    ]
+    manager.reject_disagreeing(waiting)
+    return tuple(client for client in waiting if client.metadata)
 
 
 async def accept_client(manager: ClientManager, name: str) -> None:

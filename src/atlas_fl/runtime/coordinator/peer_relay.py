@@ -21,9 +21,9 @@ from atlas_fl.aggregation.update_checks import check_update
 from atlas_fl.client.job import Job, Update
 from atlas_fl.client.local_training import client_side_indices, trained_names
 from atlas_fl.client.split_server import CutMessages, Payloads, merge_updates
-from atlas_fl.errors import ProtocolError
+from atlas_fl.errors import ProtocolError, one_line
 from atlas_fl.params import Params
-from atlas_fl.runtime.coordinator.client_registry import ClientProxy, printable_reason
+from atlas_fl.runtime.coordinator.client_registry import ClientProxy
 from atlas_fl.runtime.coordinator.split_server import BATCH_WAIT_SECONDS, SplitServer
 from atlas_fl.runtime.protocol.answer_schema import AnsweredRequest, check_answer
 from atlas_fl.runtime.protocol.client_metadata import redacted_metadata
@@ -37,7 +37,7 @@ from atlas_fl.storage.jsonl import to_json
 from atlas_fl.storage.ledger import KINDS, Direction
 
 GUEST_INFO = "about"
-"""The tensor that describes the guest of a server half: JSON as bytes, since a head has a size limit."""
+"""The message that describes the guest of a server half: JSON beside the head, which has a size limit."""
 
 
 @dataclass(eq=False)
@@ -47,7 +47,8 @@ class HostedTask:
     id: str
     side: CutMessages
     host: str
-    action: str
+    request: AnsweredRequest
+    """The guest's whole job, which the update of both halves answers."""
     num_tokens: int = 0
     """Tokens of the guest's newest message."""
     num_outputs: int = 0
@@ -139,18 +140,17 @@ class PeerRelay:
         self._clients = clients
         self._split_server = split_server
         self._on_note = on_note
-        self._host_wait_seconds = seconds * HOST_WAIT_FRACTION
-        self._answer_seconds = seconds * ANSWER_WAIT_FRACTION
+        self._seconds = seconds
+        self._tasks: dict[int, HostedTask] = {}
+        self._task_numbers = itertools.count()
+        self._closed = False
         self._guests = {job.client: job.hosting for job in jobs if isinstance(job.hosting, GuestRequirement)}
         self._hosts = {job.client: job.hosting for job in jobs if isinstance(job.hosting, HostCapacity)}
         available = [
             capacity for name, capacity in self._hosts.items() if clients[name].connected and not clients[name].given_up
         ]
         self._matches: dict[str, HostMatch] = match_hosts(self._guests.values(), available)
-        self._tasks: dict[int, HostedTask] = {}
         self._outboxes = {name: Outbox() for name in self._hosts}
-        self._task_numbers = itertools.count()
-        self._closed = False
         for name in self._hosts:
             digests = clients[name].hosted_digests
             clients[name].hosted_digests = {
@@ -170,16 +170,17 @@ class PeerRelay:
             return self._split_server.begin_job(number, action, job)
         site = self._split_server.site
         side = CutMessages(job, site)
-        task = HostedTask(f"{number}.{next(self._task_numbers)}", side, host, action)
-        self._tasks[number] = task
         metadata = self._clients[job.client].metadata
         assert metadata is not None, "who has a job has registered"
+        request = AnsweredRequest(action=action, job=job, metadata=metadata, num_layers=len(site.backbone.blocks))
+        task = HostedTask(f"{number}.{next(self._task_numbers)}", side, host, request)
+        self._tasks[number] = task
         guest_info = to_json({"census": asdict(redacted_metadata(metadata)), "below": list(side.below.params)}).encode()
         digests = self._clients[host].hosted_digests
         above = replace(job, params=side.above)
         head, params = job_message(action, above, number=number, sent_digests=[digests.get(job.client, "")])
         digests[job.client] = head["model"]
-        tensors = {**params, f"/{GUEST_INFO}": torch.frombuffer(bytearray(guest_info), dtype=torch.uint8)}
+        tensors = {**params, **write_payloads({GUEST_INFO: guest_info})}
         self._enqueue(task, {**head, "kind": "begin", "client": job.client}, tensors)
         trains = action == "train"
         indices = client_side_indices(site.backbone, job.params, job.options, side.cut) if trains else []
@@ -215,7 +216,7 @@ class PeerRelay:
         task.answer = asyncio.get_running_loop().create_future()
         self._enqueue(task, head, self._count_traffic(task, tensors, "up"))
         try:
-            reply = await asyncio.wait_for(task.answer, self._answer_seconds)
+            reply = await asyncio.wait_for(task.answer, self._seconds * ANSWER_WAIT_FRACTION)
         except TimeoutError:
             self._return_to_server(task, "it does not answer")
             return None
@@ -234,7 +235,7 @@ class PeerRelay:
         self._clients[host].hosted_digests.pop(guest, None)
         self._matches[guest] = replace(self._matches[guest], host=None, reason=f"{host} was left")
         self._clients[host].wakeup.set()
-        self._on_note(f"{guest} begins its job again with the server, and not with {host}: {printable_reason(reason)}")
+        self._on_note(f"{guest} begins its job again with the server, and not with {host}: {one_line(reason)}")
 
     def _count_traffic(self, task: HostedTask, tensors: Params, direction: Direction) -> Params:
         """The messages through the cut among these tensors; their bytes are counted here, whatever the sites report."""
@@ -256,16 +257,12 @@ class PeerRelay:
         if reply is None:
             return None
         side = task.side
-        metadata = self._clients[update.client].metadata
-        assert metadata is not None, "who has a job has registered"
-        layers = len(side.site.backbone.blocks)
-        expected = AnsweredRequest(action=task.action, job=side.job, metadata=metadata, num_layers=layers)
         try:
             host_update = read_update(*reply, job=replace(side.job, params=side.above))
             if host_update.params is not side.above:
                 check_update(side.above, host_update.params)
             whole = merge_updates(side, update, host_update)
-            check_answer(expected, whole)
+            check_answer(task.request, whole)
         except ProtocolError as error:
             self._return_to_server(task, str(error))
             return None
@@ -283,7 +280,7 @@ class PeerRelay:
         """The next message to this client as a host; None without guests, or where they send nothing for long."""
         outbox = self._outboxes.get(client.name)
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._host_wait_seconds
+        deadline = loop.time() + self._seconds * HOST_WAIT_FRACTION
         while outbox is not None and not self._closed and not client.removal_reason and client.shutdown_message is None:
             if outbox.stale or self._is_batch_complete(client.name, outbox):
                 return self._next_batch(client.name, outbox)

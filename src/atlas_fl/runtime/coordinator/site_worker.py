@@ -19,13 +19,17 @@ from atlas_fl.errors import AtlasError, ModelError, ProtocolError, one_line
 from atlas_fl.events import OnEvent, PhaseStarted
 from atlas_fl.params import Params, digest
 from atlas_fl.runtime.coordinator.peer_relay import GUEST_INFO, item_tensors
+from atlas_fl.runtime.coordinator.split_server import read_cut_request
 from atlas_fl.runtime.protocol.client_metadata import placeholder_client, read_metadata
-from atlas_fl.runtime.protocol.messages import CutInfo, read_job, read_payloads, update_message, write_payloads
+from atlas_fl.runtime.protocol.messages import CUT, CutInfo, read_job, read_payloads, update_message, write_payloads
 from atlas_fl.runtime.protocol.private_params import SiteReceiver
 from atlas_fl.runtime.transport.frames import Head
 from atlas_fl.runtime.transport.sessions import NO_TENSORS, Exchange, Message
 from atlas_fl.split.channel import Cut
+from atlas_fl.storage.json_shapes import fields, list_of, mapping, text
 from atlas_fl.storage.jsonl import from_json
+
+_HOST_MESSAGE = fields({"items": list_of(mapping), "live": list_of(text), "guests": list_of(text)})
 
 
 @dataclass(kw_only=True, eq=False)
@@ -46,11 +50,9 @@ class HostedClients:
 
         Raises `ProtocolError` for a malformed message; a malformed item is refused in its answer.
         """
-        if not all(isinstance(head.get(name), list) for name in ("items", "live", "guests")):
-            raise ProtocolError("the server's message to a host has no list; install its version of atlas-fl")
+        if fault := _HOST_MESSAGE(dict(head), ""):
+            raise ProtocolError(f"the server's message to a host is none: {fault}; install its version of atlas-fl")
         items: list[Any] = head["items"]
-        if not all(isinstance(item, dict) for item in items):
-            raise ProtocolError("the server's message to a host has an item that is none; install its version")
         self._halves = {key: half for key, half in self._halves.items() if key in head["live"]}
         self._models = {key: model for key, model in self._models.items() if key in head["guests"]}
         answers: dict[int, tuple[Head, Params]] = {}
@@ -64,7 +66,7 @@ class HostedClients:
                 elif item.get("kind") == "end":
                     answers[index] = self._finish_half(key, item_params)
                 else:
-                    requests[index] = self._cut_request(key, item, item_params)
+                    requests[index] = read_cut_request(self._halves.get(key), item, item_params)
             except ProtocolError as error:
                 answers[index] = {"refused": str(error)}, {}
         for index, answer in zip(requests, answers_to(list(requests.values()), site), strict=True):
@@ -82,13 +84,13 @@ class HostedClients:
     def _begin_half(self, item: Mapping[str, Any], tensors: Params, site: Site) -> ServerHalf:
         """A new server half for a guest whose job begins, for the first time or again."""
         guest = str(item.get("client"))
-        encoded_info = tensors.get(f"/{GUEST_INFO}")
-        above = {key: tensor for key, tensor in tensors.items() if key != f"/{GUEST_INFO}"} or self._models.get(guest)
+        encoded_info = read_payloads(tensors).get(GUEST_INFO)
+        above = {key: tensor for key, tensor in tensors.items() if not key.startswith(CUT)} or self._models.get(guest)
         if encoded_info is None or above is None or digest(above) != item.get("model"):
             raise ProtocolError("a guest came without its model or its metadata; install the server's version")
         self._models[guest] = above
         try:
-            guest_info = from_json(encoded_info.numpy().tobytes())
+            guest_info = from_json(encoded_info)
             below = [str(name) for name in guest_info["below"]]
             metadata = read_metadata(guest_info["census"])
         except (KeyError, TypeError, ValueError):
@@ -99,20 +101,9 @@ class HostedClients:
             raise ProtocolError(f"{action} of a guest without a cut; install the server's version of atlas-fl")
         return SERVER_SIDE[action](job, replace(site, data={**site.data, guest: data}))
 
-    def _half_of(self, key: str) -> ServerHalf:
-        if key not in self._halves:
-            raise ProtocolError("a guest asks for a job that its host does not have; install the same atlas-fl")
-        return self._halves[key]
-
-    def _cut_request(self, key: str, item: Mapping[str, Any], tensors: Params) -> CutRequest:
-        what = item.get("what")
-        done = item.get("done")
-        if not isinstance(what, str) or type(done) is not int:
-            raise ProtocolError("a question about a cut names no step or kind; install the same atlas-fl on both ends")
-        return CutRequest(half=self._half_of(key), what=what, done=done, payloads=read_payloads(tensors))
-
     def _finish_half(self, key: str, tensors: Params) -> tuple[Head, Params]:
-        half = self._half_of(key)
+        if (half := self._halves.get(key)) is None:
+            raise ProtocolError("a guest asks for a job that its host does not have; install the same atlas-fl")
         update: Update = half.end(read_payloads(tensors))
         del self._halves[key]
         job: Job = replace(half.side.job, params=half.side.above)

@@ -38,6 +38,18 @@ BATCH_WAIT_SECONDS = 0.003
 ResultT = TypeVar("ResultT")
 
 
+def read_cut_request(half: ServerHalf | None, head: Mapping[str, Any], tensors: Params) -> CutRequest:
+    """The request of a cut client to its server half; raises `ProtocolError` for a malformed one, or no half."""
+    what = head.get("what")
+    done = head.get("done")
+    if half is None or not isinstance(what, str) or type(done) is not int:
+        raise ProtocolError(
+            "a question about a cut names no job that is here, no step or no kind; install the same atlas-fl on both"
+            " ends"
+        )
+    return CutRequest(half=half, what=what, done=done, payloads=read_payloads(tensors))
+
+
 @dataclass(eq=False)
 class _PendingRequest:
     request: CutRequest
@@ -75,18 +87,18 @@ class SplitServer:
             if job.cut is not None and job.cut.shared is not None:
                 groups.setdefault(job.cut.shared, []).append(job)
         for group_jobs in groups.values():
-            self._group_by_client |= dict.fromkeys(
-                [job.client for job in group_jobs], SharedAdapterGroup(group_jobs, self.site)
-            )
+            self._form_group(group_jobs)
+
+    def _form_group(self, jobs: Sequence[Job]) -> None:
+        self._group_by_client |= dict.fromkeys([job.client for job in jobs], SharedAdapterGroup(jobs, self.site))
 
     def _restart_group(self, group: SharedAdapterGroup, *, without: str | None = None) -> None:
         """Void what this group has trained; its clients begin again, without the one that is gone."""
         group.is_void = True
         for job in group.jobs:
             self._group_by_client.pop(job.client, None)
-        rest = [job for job in group.jobs if job.client != without]
-        if rest:
-            self._group_by_client |= dict.fromkeys([job.client for job in rest], SharedAdapterGroup(rest, self.site))
+        if rest := [job for job in group.jobs if job.client != without]:
+            self._form_group(rest)
         self._resolve_void()
 
     def _resolve_void(self) -> None:
@@ -107,7 +119,7 @@ class SplitServer:
         """
         if action not in SERVER_SIDE:
             raise ProtocolError(f"{action} is not carried out over a cut; known: {', '.join(SERVER_SIDE)}")
-        group = self._group_by_client.get(job.client) if action == "train" else None
+        group = self._group_by_client.get(job.client)
         if group is not None and job.client in group.begun:
             self._restart_group(group)
             group = self._group_by_client[job.client]
@@ -130,17 +142,13 @@ class SplitServer:
 
         None where the job has to begin again.
         """
-        what = head.get("what")
-        done = head.get("done")
-        half = self._halves.get(number)
-        if half is None or not isinstance(what, str) or type(done) is not int:
-            raise ProtocolError("a question about a cut names no job, step or kind; install the same atlas-fl")
+        request = read_cut_request(self._halves.get(number), head, tensors)
+        half = request.half
         if half.together is not None:
             if half.together.is_void:
                 return None
             half.together.begun.add(half.side.job.client)
         future = asyncio.get_running_loop().create_future()
-        request = CutRequest(half=half, what=what, done=done, payloads=read_payloads(tensors))
         self._waiting.append(_PendingRequest(request, future))
         self._start_runner()
         answer = await future

@@ -24,8 +24,7 @@ from atlas_fl.errors import ProtocolError, short_repr
 from atlas_fl.methods.fedpac import LARGEST_FEATURE
 from atlas_fl.methods.method import Method, ReportTensor
 from atlas_fl.methods.registry import reporting
-from atlas_fl.params import PRIVATE, Params
-from atlas_fl.partial_sharing import is_placeholder, placeholder
+from atlas_fl.params import Params
 from atlas_fl.runtime.protocol.client_metadata import ClientMetadata
 from atlas_fl.storage.json_shapes import LARGEST_SCORE
 
@@ -62,7 +61,7 @@ FLOAT32_LOSS = Range(most=float(torch.finfo(torch.float32).max))
 SCORED_LOSS = Range(most=1e78, may_be_undefined=True)
 """The square of a float32 at most; a model that others have spoilt may have none, which is no fault of its client."""
 CALIBRATION = Range(most=1.0, may_be_undefined=True)
-"""Undefined as the loss is."""
+"""Calibration error; it is undefined where the loss is."""
 PERPLEXITY = Range(least=1.0, most=LARGEST_SCORE / 10, may_be_undefined=True)
 """The range that `metrics.jsonl` may hold, with room for rounding."""
 
@@ -261,32 +260,19 @@ def _check_primary(request: AnsweredRequest, update: Update) -> None:
 
 
 def _num_trained(request: AnsweredRequest) -> int:
-    """The number of training examples that these options are about."""
-    count = request.metadata.examples["train"]
+    """The number of examples on which a client with these options trains."""
     options = request.job.options
-    if isinstance(options, TrainOptions):
-        count = count if options.half is None else len(range(options.half, count, 2))
-        return count if options.most is None else min(count, options.most)
-    return count
-
-
-def _like_model(request: AnsweredRequest, update_is_private: bool) -> dict[str, TensorSchema]:
-    """The job's own tensors, after a warm-up; placeholders for those that stay at the client."""
-    schemas = {}
-    for key, tensor in request.job.params.items():
-        if key == PRIVATE:
-            schemas[key] = _like(tensor, least=-math.inf, most=math.inf)
-        else:
-            schemas[key] = _like(placeholder(key, tensor) if update_is_private and is_placeholder(tensor) else tensor)
-    return schemas
+    every = request.metadata.examples["train"]
+    count = every if options.half is None else len(range(options.half, every, 2))
+    return count if options.most is None else min(count, options.most)
 
 
 def _fingerprint(request: AnsweredRequest) -> dict[str, TensorSchema]:
     sketch = TensorSchema(shape=(request.job.options.sketch_dim,), dtype=torch.float32)
     # whole models are not warmed up, so none comes back with its fingerprint
-    model = {} if request.num_layers is None else _like_model(request, PRIVATE in request.job.params)
+    model = request.job.params if request.num_layers is not None else {}
     labels = {LABELS: sketch} if sketches_labels(request.job) else {}
-    return {**model, FIRST: sketch, SECOND: sketch, **labels}
+    return {**{key: _like(tensor) for key, tensor in model.items()}, FIRST: sketch, SECOND: sketch, **labels}
 
 
 def _check_sketches(request: AnsweredRequest, update: Update) -> None:
@@ -353,7 +339,7 @@ SCHEMAS: Mapping[str, AnswerSchema] = {
         keeps_model=True,
         also=_check_primary,
     ),
-    "ridge": AnswerSchema(examples=_num_trained, tensors=_ridge, also=_check_ridge),
+    "ridge": AnswerSchema(examples=lambda asked: asked.metadata.examples["train"], tensors=_ridge, also=_check_ridge),
     "scale": AnswerSchema(
         examples=lambda asked: min(asked.job.options.examples, asked.metadata.examples["validation"]),
         tensors=lambda _: {

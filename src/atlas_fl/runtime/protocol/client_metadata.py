@@ -77,7 +77,7 @@ class ClientMetadata:
     label_names: tuple[str, ...]
     max_length: int
     examples: Mapping[str, int]
-    """By split."""
+    """Numbers of examples by split."""
     labels: Mapping[str, list[float]]
     """By split: examples of every class, or mean and standard deviation of values or of words."""
     lengths: Mapping[str, tuple[tuple[int, int, int], ...]]

@@ -8,6 +8,7 @@ does not know.
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
+from operator import gt
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -23,11 +24,12 @@ from atlas_fl.client.options import (
     SensitivityOptions,
     TrainOptions,
 )
-from atlas_fl.errors import ProtocolError
+from atlas_fl.errors import ProtocolError, short_repr
 from atlas_fl.params import PRIVATE, Params, digest
 from atlas_fl.partial_sharing import hidden_ranks, private_digest, transmitted_params, with_placeholders
 from atlas_fl.runtime.transport.frames import Head
-from atlas_fl.split.channel import Cut, CutTraffic
+from atlas_fl.split.channel import Cut
+from atlas_fl.storage import json_shapes as shapes
 from atlas_fl.storage.ledger import DIRECTIONS, KINDS
 
 _OTHER_MODEL = "give the server's model with --model"
@@ -87,7 +89,11 @@ COUNTS = ("hits", "examples")
 """The counts by class, as `data.metrics.by_class` names them."""
 
 _SHA256 = re.compile("[0-9a-f]{64}")
-_METRICS, _PARAM, _CUT, _SENT = "metrics", "param/", "cut/", "sent/"
+_METRICS, _PARAM = "metrics", "param/"
+CUT = "cut/"
+"""Prefix of the names of messages through a cut."""
+SENT = "sent/"
+"""Prefix of the names of a job's tensors beside its model (`Job.sent`)."""
 REPORT = "report/"
 """Prefix of the names of an answer's tensors beside its model (`Update.reported`)."""
 
@@ -184,15 +190,10 @@ def read_trees(prefix: str, tensors: Params) -> dict[str, dict[str, torch.Tensor
     return trees
 
 
-def write_sent(job: Job) -> dict[str, torch.Tensor]:
-    """The tensors that a job carries beside its model, as they travel."""
-    return write_trees(_SENT, job.sent)
-
-
 def read_sent(tensors: Params) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
     """(the tensors of the job's model, the trees that the job carries beside it) of a message."""
-    model = {key: tensor for key, tensor in tensors.items() if not key.startswith(_SENT)}
-    return model, read_trees(_SENT, tensors)
+    model = {key: tensor for key, tensor in tensors.items() if not key.startswith(SENT)}
+    return model, read_trees(SENT, tensors)
 
 
 def update_message(update: Update, job: Job, *, number: int) -> tuple[Head, Params]:
@@ -214,22 +215,32 @@ def update_message(update: Update, job: Job, *, number: int) -> tuple[Head, Para
     return head, {_METRICS: values, **sent, **write_trees(REPORT, update.reported)}
 
 
+def _crossing(row: Any, location: str) -> str:
+    """The fault of a row of `crossed`: kind, direction and bytes of messages through the cut."""
+    is_row = isinstance(row, list) and len(row) == 3 and row[0] in KINDS and row[1] in DIRECTIONS
+    return shapes.count(row[2], location) if is_row else f"{location} is {short_repr(row)}"
+
+
+_UPDATE = shapes.fields(
+    {
+        "examples": shapes.count,
+        "metrics": shapes.list_of(shapes.text),
+        "loaded": shapes.optional(shapes.text),
+        "keys": shapes.integer,
+        "crossed": shapes.list_of(_crossing),
+    },
+    classes=shapes.fields(dict.fromkeys(COUNTS, shapes.list_of(shapes.count))),
+)
+
+
 def read_update(head: Mapping[str, Any], tensors: Params, *, job: Job) -> Update:
     """The update that a client's message holds; raises `ProtocolError` for one that is not of this form."""
-    names, values = head.get("metrics"), tensors.get(_METRICS)
-    loaded, examples, keys = head.get("loaded"), head.get("examples"), head.get("keys")
-    if (
-        not isinstance(names, list)
-        or not all(isinstance(name, str) for name in names)
-        or values is None
-        or values.dtype is not torch.float64
-        or values.shape != (len(names),)
-        or not isinstance(loaded, str | None)
-        or type(examples) is not int
-        or examples < 0
-        or type(keys) is not int
-    ):
-        raise ProtocolError("the answer is no update; install the same atlas-fl on both ends")
+    if fault := _UPDATE(dict(head), ""):
+        raise ProtocolError(f"the answer is no update: {fault.lstrip('.')}; install the same atlas-fl on both ends")
+    names = head["metrics"]
+    values = tensors.get(_METRICS)
+    if values is None or values.dtype is not torch.float64 or values.shape != (len(names),):
+        raise ProtocolError("the answer is no update: its metrics have no values; install the same atlas-fl")
     params: Params = {key.removeprefix(_PARAM): tensor for key, tensor in tensors.items() if key.startswith(_PARAM)}
     if (private := read_private(head)) is not None:
         left = {key: tensor for key, tensor in job.params.items() if key not in params and key != PRIVATE}
@@ -237,58 +248,49 @@ def read_update(head: Mapping[str, Any], tensors: Params, *, job: Job) -> Update
     return Update(
         client=job.client,
         params=job.params if head.get("same") is True else params,
-        examples=examples,
+        examples=head["examples"],
         metrics=dict(zip(names, values.tolist())),
-        loaded=loaded,
-        keys=keys,
-        crossed=_cut_traffic(head.get("crossed", [])),
-        classes=_classes(head.get("classes", {}), examples=examples),
+        loaded=head["loaded"],
+        keys=head["keys"],
+        crossed={(kind, direction): size for kind, direction, size in head["crossed"]},
+        classes=_classes(head),
         reported=read_trees(REPORT, tensors),
     )
 
 
-def _classes(counts: Any, *, examples: int) -> dict[str, list[int]]:
+def _classes(head: Mapping[str, Any]) -> dict[str, list[int]]:
     """Examples and hits by class, where there are any; raises `ProtocolError` where they do not hold together."""
-    if counts == {}:
+    if "classes" not in head:
         return {}
-    has_form = isinstance(counts, dict) and counts.keys() == set(COUNTS)
-    rows: list[list[int]] = [counts[name] for name in COUNTS] if has_form else []
-    whole = all(isinstance(row, list) and all(type(count) is int and count >= 0 for count in row) for row in rows)
-    if not rows or not whole or len(rows[0]) != len(rows[1]) or sum(rows[1]) != examples:
-        raise ProtocolError(f"the counts by class are {counts!r:.60}; install the same atlas-fl on both ends")
-    if any(hits > examples_of_class for hits, examples_of_class in zip(*rows, strict=True)):
-        raise ProtocolError("more examples of a class were recognised than there are; install the same atlas-fl")
-    return dict(zip(COUNTS, rows, strict=True))
+    hits, examples = (head["classes"][name] for name in COUNTS)
+    if len(hits) != len(examples) or sum(examples) != head["examples"] or any(map(gt, hits, examples)):
+        raise ProtocolError(f"the counts by class are {head['classes']!r:.60}; install the same atlas-fl on both ends")
+    return {"hits": hits, "examples": examples}
 
 
-def _cut_traffic(rows: Any) -> CutTraffic:
-    """Bytes through the cut by kind and direction; raises `ProtocolError` for anything else."""
-    traffic: dict[Any, int] = {}
-    for row in rows if isinstance(rows, list) else [rows]:
-        if (
-            not isinstance(row, list)
-            or len(row) != 3
-            or row[0] not in KINDS
-            or row[1] not in DIRECTIONS
-            or type(row[2]) is not int
-            or row[2] < 0
-        ):
-            raise ProtocolError(f"what crossed the cut is {row!r:.40}; install the same atlas-fl on both ends")
-        traffic[row[0], row[1]] = row[2]
-    return traffic
+def as_tensor(message: bytes) -> torch.Tensor:
+    """The message as it lies in a frame, (bytes,) uint8."""
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8)
+
+
+def as_bytes(tensor: torch.Tensor) -> bytes:
+    """The message that `as_tensor` was given; raises `ProtocolError` for what is no row of bytes."""
+    if tensor.dtype is not torch.uint8 or tensor.ndim != 1:
+        raise ProtocolError(
+            f"a message is {tuple(tensor.shape)} {tensor.dtype}, no row of bytes; install the same atlas-fl on both"
+            " ends"
+        )
+    return tensor.numpy().tobytes()
 
 
 def write_payloads(payloads: Mapping[str, bytes]) -> dict[str, torch.Tensor]:
     """Messages through a cut as tensors of bytes, so that the bytes that a ledger counts travel as they are."""
-    return {_CUT + name: torch.frombuffer(bytearray(message), dtype=torch.uint8) for name, message in payloads.items()}
+    return {CUT + name: as_tensor(message) for name, message in payloads.items()}
 
 
 def read_payloads(tensors: Params) -> dict[str, bytes]:
     """The messages through a cut among these tensors; raises `ProtocolError` for one that is no row of bytes."""
-    messages = {name.removeprefix(_CUT): tensor for name, tensor in tensors.items() if name.startswith(_CUT)}
-    if not all(tensor.dtype is torch.uint8 and tensor.ndim == 1 for tensor in messages.values()):
-        raise ProtocolError("what came through the cut is no row of bytes; install the same atlas-fl on both ends")
-    return {name: tensor.numpy().tobytes() for name, tensor in messages.items()}
+    return {name.removeprefix(CUT): as_bytes(tensor) for name, tensor in tensors.items() if name.startswith(CUT)}
 
 
 def _read(kind: Any, value: Any, *, where: str) -> Any:

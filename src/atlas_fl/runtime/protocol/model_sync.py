@@ -26,7 +26,10 @@ from atlas_fl.errors import ProtocolError
 from atlas_fl.params import HEAD, PRIVATE, Params, digest
 from atlas_fl.partial_sharing import transmitted_params
 from atlas_fl.runtime.protocol.messages import (
+    SENT,
     CutInfo,
+    as_bytes,
+    as_tensor,
     job_head,
     job_message,
     model_message,
@@ -34,7 +37,7 @@ from atlas_fl.runtime.protocol.messages import (
     read_sent,
     read_update,
     update_message,
-    write_sent,
+    write_trees,
 )
 from atlas_fl.runtime.transport.frames import Head
 from atlas_fl.sparse.codec import RandomMask, decode_mask, decode_values, encode_mask, encode_values
@@ -61,7 +64,7 @@ class AdapterSender:
             self.held["got"] = head["model"], digests
             if len(changed) < len(params):
                 head, params = {**head, "base": base}, changed
-        return head, {**params, **write_sent(job)} if job.sent else params
+        return head, {**params, **write_trees(SENT, job.sent)} if job.sent else params
 
     def update(self, action: str, head: Mapping[str, Any], tensors: Params, *, job: Job) -> Update:
         """The update that an answer holds; raises `ProtocolError` for one that is not of its form."""
@@ -193,18 +196,6 @@ def split_body_and_head(params: Params) -> tuple[dict[str, torch.Tensor], dict[s
     return body, {key: tensor for key, tensor in params.items() if key.startswith(HEAD)}
 
 
-def as_tensor(message: bytes) -> torch.Tensor:
-    """The message as it lies in a frame, (bytes,) uint8."""
-    return torch.frombuffer(bytearray(message), dtype=torch.uint8)
-
-
-def as_bytes(message: torch.Tensor) -> bytes:
-    """The message that `as_tensor` was given; raises `ProtocolError` for what is no row of bytes."""
-    if message.dtype is not torch.uint8 or message.ndim != 1:
-        raise ProtocolError("a mask or its values are no row of bytes; install the same atlas-fl on both ends")
-    return message.numpy().tobytes()
-
-
 _BODY, _HEAD, _MASK, _VALUES = "body/", "top/", "mask", "values"
 
 
@@ -227,7 +218,7 @@ class FullModelSender:
             if job.mask is not None and self.common.mask is None:
                 self.common.mask = split_body_and_head(job.mask)[0]
         model, tensors = self._model(job.params)
-        return job_head(action, job, number=number, cut_info=None) | model, {**tensors, **write_sent(job)}
+        return job_head(action, job, number=number, cut_info=None) | model, {**tensors, **write_trees(SENT, job.sent)}
 
     def update(self, action: str, head: Mapping[str, Any], tensors: Params, *, job: Job) -> Update:
         """The update that an answer holds."""

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 
 from atlas_fl.client.job import Job, Update
-from atlas_fl.errors import CheckpointError, ConfigError, ModelError, ProtocolError, one_line
+from atlas_fl.errors import CheckpointError, ConfigError, ModelError, ProtocolError, one_line, short_repr
 from atlas_fl.models.lora import expand_rank
 from atlas_fl.params import LORA_A, LORA_B, PRIVATE, Params, digest, select
 from atlas_fl.partial_sharing import digest_tensor, placeholder, unshared_keys
@@ -26,14 +26,22 @@ from atlas_fl.runtime.protocol.messages import CutInfo, PrivateRef, read_private
 from atlas_fl.runtime.protocol.model_sync import AdapterReceiver, Receiver
 from atlas_fl.runtime.transport.frames import Head
 from atlas_fl.split.channel import Cut
+from atlas_fl.storage.folder_access import DRAFT, is_inner_file
+from atlas_fl.storage.json_shapes import check_shape, fields, integer, mapping_of, text
 from atlas_fl.storage.jsonl import read_json, write_json
 from atlas_fl.storage.tensors import read_tensors, write_tensors
 
 MARK = "vault.json"
 NEWEST, LAST, ROUNDS = "newest", "last", "rounds"
-_VERSION = re.compile("[0-9a-f]{64}")
-_FILE = re.compile(rf"({_VERSION.pattern}\.safetensors|{re.escape(MARK)})")
-_DRAFT = re.compile(rf"\.{_FILE.pattern}\.([0-9a-f]{{16}}\.)?writing")
+_FILE = re.compile(rf"[0-9a-f]{{64}}\.safetensors|{re.escape(MARK)}")
+
+
+def _version(value: Any, location: str) -> str:
+    """The fault of the name of a version, which becomes that of a file."""
+    return "" if _FILE.fullmatch(f"{value}.safetensors") else f"{location.lstrip('.')} names {short_repr(value)}"
+
+
+_MARK = fields({"client": text, "config": text}, **{NEWEST: _version, ROUNDS: mapping_of(integer, names=_version)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,25 +109,20 @@ def clear_store(folder: Path, owner: Owner) -> str:
 
 
 def _read_mark(folder: Path) -> dict[str, Any]:
-    """The content of the mark, whose names of versions become those of files; empty where there is none."""
+    """The content of the mark; empty where there is none."""
     path = folder / MARK
     if not path.exists():
         return {}
-    mark = read_json(path)
-    if not isinstance(mark, dict) or not all(isinstance(mark.get(name), str) for name in ("client", "config")):
-        raise CheckpointError(f"damaged file {path}; restore it, or name another folder")
-    rounds = mark.get(ROUNDS, {})
-    if not isinstance(rounds, dict) or not all(_VERSION.fullmatch(key) for key in rounds):
-        raise CheckpointError(f"damaged file {path}: it has other names than digests; restore it")
-    if not all(type(last) is int for last in rounds.values()):
-        raise CheckpointError(f"damaged file {path}: it has other rounds than numbers; restore it")
+    mark: dict[str, Any] = read_json(path)
+    check_shape(mark, _MARK, file=path)
     return mark
 
 
 def _is_own(path: Path) -> bool:
     """Return whether a store has written this: a file of its names, and no link."""
-    named = _FILE.fullmatch(path.name) or _DRAFT.fullmatch(path.name)
-    return named is not None and path.is_file() and not path.is_symlink()
+    draft = DRAFT.fullmatch(path.name)
+    name = path.name if draft is None else draft.group(1)
+    return _FILE.fullmatch(name) is not None and is_inner_file(path)
 
 
 def _strange(folder: Path) -> list[str]:

@@ -8,11 +8,10 @@ certificate that was replaced or revoked is not listed any more, and so is worth
 """
 
 import ipaddress
-import os
 import re
 import ssl
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
@@ -56,10 +55,12 @@ class Certs:
 
 @dataclass(frozen=True, kw_only=True)
 class _Issuer:
-    name: x509.Name
+    """An authority, and the time for which its new certificates hold, which never outlive it."""
+
+    cert: x509.Certificate
     key: ec.EllipticCurvePrivateKey
-    pem: bytes
-    until: datetime
+    begin: datetime
+    end: datetime
 
 
 def make_certs(
@@ -78,11 +79,10 @@ def make_certs(
     made = []
     if servers:
         issuer = _new_authority(folder / AUTHORITY, begin, end)
-        made.append(folder / AUTHORITY)
-        made.append(_issue(folder / SERVER, issuer, SERVER, begin, end, hosts=servers))
+        made = [folder / AUTHORITY, _issue(folder / SERVER, issuer, SERVER, hosts=servers)]
     else:
-        issuer = _old_authority(folder / AUTHORITY, begin)
-    made += [_issue(folder / name, issuer, name, begin, end) for name in clients]
+        issuer = _old_authority(folder / AUTHORITY, begin, end)
+    made += [_issue(folder / name, issuer, name) for name in clients]
     _list_certs(folder, clients)
     return tuple(made)
 
@@ -93,14 +93,12 @@ def renew_certs(folder: Path, *, clients: Sequence[str], days: int = 365) -> tup
     With a new key, or where the site keeps its key to itself, for the same one. The old folders lie in `.revoked`.
     Raises `ConfigError` for a client that is not listed, and as `make_certs` does.
     """
-    _check_names(clients, flag="")
     _check_listed(folder, clients)
-    begin, end = _span(days)
-    issuer = _old_authority(folder / AUTHORITY, begin)
+    issuer = _old_authority(folder / AUTHORITY, *_span(days))
     keys = {name: _key_kept_by(folder / name) for name in clients}
     for name in clients:
         _set_aside(folder, name)
-    made = tuple(_issue(folder / name, issuer, name, begin, end, key=keys[name]) for name in clients)
+    made = tuple(_issue(folder / name, issuer, name, key=keys[name]) for name in clients)
     _list_certs(folder, clients)
     return made
 
@@ -110,7 +108,6 @@ def revoke_certs(folder: Path, *, clients: Sequence[str]) -> tuple[Path, ...]:
 
     Raises `ConfigError` for a client that is not listed.
     """
-    _check_names(clients, flag="")
     listed = _check_listed(folder, clients)
     _write_list(folder, {name: fingerprint for name, fingerprint in listed.items() if name not in clients})
     moved = [_set_aside(folder, name) for name in clients]
@@ -122,13 +119,12 @@ def request_cert(folder: Path, *, name: str) -> Path:
 
     Raises `ConfigError` for a bad name, and where there is a key already.
     """
-    _check_names([name], flag="")
-    if folder.exists() and any((folder / file).exists() for file in (KEY, REQUEST, CERT)):
+    check_name(name)
+    if any((folder / file).exists() for file in (KEY, REQUEST, CERT)):
         raise ConfigError(f"{folder} has a key or a certificate already, which is not overwritten; give another --to")
     key = ec.generate_private_key(ec.SECP256R1())
     request = x509.CertificateSigningRequestBuilder().subject_name(_x509_name(name)).sign(key, hashes.SHA256())
-    _private_folder(folder)
-    _write(folder, {KEY: _private(key), REQUEST: request.public_bytes(serialization.Encoding.PEM)})
+    _write(folder, {KEY: _private(key), REQUEST: _pem(request)})
     return folder / REQUEST
 
 
@@ -144,9 +140,9 @@ def sign_request(request: Path, *, folder: Path, days: int = 365) -> Path:
             f"client {name!r} of {request} is listed already; `atlas certs revoke {name} --to {folder}` first, if this"
             " is to take its place"
         )
-    issuer = _old_authority(folder / AUTHORITY, begin)
+    issuer = _old_authority(folder / AUTHORITY, begin, end)
     _set_aside(folder, name)
-    made = _issue(folder / name, issuer, name, begin, end, key=key)
+    made = _issue(folder / name, issuer, name, key=key)
     _list_certs(folder, [name])
     return made
 
@@ -168,7 +164,6 @@ def open_certs(folder: Path, *, now: datetime | None = None) -> Certs:
         cert = x509.load_pem_x509_certificate(pem[CERT])
         key = serialization.load_pem_private_key(pem[KEY], password=None)
         x509.load_pem_x509_certificate(pem[CA])
-        (common,) = cert.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{folder} holds no certificates that can be read ({error}); make them again") from None
     if key.public_key() != cert.public_key():
@@ -176,7 +171,7 @@ def open_certs(folder: Path, *, now: datetime | None = None) -> Certs:
     if not cert.not_valid_before_utc <= (now or datetime.now(UTC)) <= cert.not_valid_after_utc:
         period = f"{cert.not_valid_before_utc:%Y-%m-%d} to {cert.not_valid_after_utc:%Y-%m-%d}"
         raise ConfigError(f"{folder / CERT} is expired or not valid yet: it holds from {period}; make a new one")
-    name = str(common.value)
+    name = _only_name(cert.subject)
     if not _NAME.fullmatch(name):  # files are named after it
         raise ConfigError(
             f"{folder / CERT} is of {short_repr(name)}, which is no name of a site; have another one made"
@@ -197,7 +192,12 @@ def common_name(pem: bytes) -> str:
 
     Empty where it has none or several. Raises `ValueError` for what is no certificate in PEM.
     """
-    attributes = x509.load_pem_x509_certificate(pem).subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    return _only_name(x509.load_pem_x509_certificate(pem).subject)
+
+
+def _only_name(subject: x509.Name) -> str:
+    """The one common name of a subject; empty where it has none or several."""
+    attributes = subject.get_attributes_for_oid(NameOID.COMMON_NAME)
     return str(attributes[0].value) if len(attributes) == 1 else ""
 
 
@@ -241,8 +241,8 @@ def listed_clients(folder: Path) -> tuple[str, ...]:
     return names
 
 
-class Listed(Collection[str]):
-    """The names that may join as the list is now; while it cannot be read, as it was last."""
+class Listed:
+    """The list of who may join, as it is now; while it cannot be read, as it was last."""
 
     def __init__(
         self,
@@ -260,15 +260,12 @@ class Listed(Collection[str]):
         self._list = read_list(folder)
         self._told = ""
 
-    def certificate(self, name: str) -> str | None:
-        """The SHA-256 that this client's certificate must have; None for any, or for a client that is not listed."""
-        return self._now().get(name)
-
     def _stamp(self) -> tuple[int, int, int]:
         status = (self._folder / CLIENTS).stat()
         return status.st_mtime_ns, status.st_size, status.st_ino
 
-    def _now(self) -> Mapping[str, str | None]:
+    def now(self) -> Mapping[str, str | None]:
+        """The clients that may join, as `read_list` has them."""
         try:
             stamp = self._stamp()
             if stamp != self._seen and not self._is_being_written(stamp[1]):
@@ -290,15 +287,6 @@ class Listed(Collection[str]):
         if self._empty_since is None:
             self._empty_since = self._clock()
         return self._clock() - self._empty_since < EMPTY_SECONDS
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._now()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._now())
-
-    def __len__(self) -> int:
-        return len(self._now())
 
 
 def _span(days: int, now: datetime | None = None) -> tuple[datetime, datetime]:
@@ -324,7 +312,8 @@ def _write_list(folder: Path, listed: Mapping[str, str | None]) -> None:
 
 
 def _check_listed(folder: Path, clients: Sequence[str]) -> dict[str, str | None]:
-    """The list; raises `ConfigError` unless these clients are on it."""
+    """The list; raises `ConfigError` unless each of these clients is on it, and named once."""
+    _check_names(clients)
     listed = read_list(folder / SERVER)
     for name in clients:
         if name not in listed:
@@ -364,25 +353,26 @@ def _read_request(path: Path) -> tuple[str, ec.EllipticCurvePublicKey]:
     try:
         request = x509.load_pem_x509_csr(read_named_file(path, max_bytes=MOST_REQUEST_BYTES))
         key = request.public_key()
-        names = request.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+        name = _only_name(request.subject)
         if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
             raise ValueError("its key is not on the curve P-256")
         if not request.is_signature_valid:
             raise ValueError("its key has not signed it")
-        if len(names) != 1:
+        if not name:
             raise ValueError("it has no name, or several")
     except (OSError, ValueError, TypeError, InvalidSignature) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
             f"{path} is no request that can be signed ({reason}); make one with `atlas certs request`"
         ) from None
-    name = str(names[0].value)
-    _check_names([name], flag="")
+    check_name(name)
     return name, key
 
 
 def _check_new(folder: Path, servers: Sequence[str], clients: Sequence[str]) -> None:
     """Raise `ConfigError` for a bad name, and where one of these is there already."""
+    if not clients:
+        raise ConfigError("--client is missing; name at least one site, as --client site-1")
     _check_names(clients)
     for host in servers:
         if not _NAME.fullmatch(host) and not _address(host):
@@ -412,14 +402,11 @@ def check_name(name: str) -> None:
         )
 
 
-def _check_names(clients: Sequence[str], *, flag: str = "--client ") -> None:
-    if not clients:
-        problem = f"{flag.strip()} is missing" if flag else "no client is named"
-        raise ConfigError(f"{problem}; name at least one site, as {flag}site-1")
+def _check_names(clients: Sequence[str]) -> None:
     for name in clients:
         check_name(name)
     if len(set(clients)) < len(clients):
-        raise ConfigError(f"{flag.strip() or 'the command'} names a site twice; every site needs a name of its own")
+        raise ConfigError("the command names a site twice; every site needs a name of its own")
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -437,14 +424,12 @@ def _new_authority(folder: Path, begin: datetime, end: datetime) -> _Issuer:
     key = ec.generate_private_key(ec.SECP256R1())
     # Two federations must not take each other's authority for their own, so its name is its key's.
     name = _x509_name(f"atlas {x509.SubjectKeyIdentifier.from_public_key(key.public_key()).digest.hex()[:16]}")
-    builder = _builder(name, name, key.public_key(), begin, end, signs=True)
-    pem = builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
-    _private_folder(folder)
-    _write(folder, {CA: pem, KEY: _private(key)})
-    return _Issuer(name=name, key=key, pem=pem, until=end)
+    cert = _builder(name, name, key.public_key(), begin, end, signs=True).sign(key, hashes.SHA256())
+    _write(folder, {CA: _pem(cert), KEY: _private(key)})
+    return _Issuer(cert=cert, key=key, begin=begin, end=end)
 
 
-def _old_authority(folder: Path, begin: datetime) -> _Issuer:
+def _old_authority(folder: Path, begin: datetime, end: datetime) -> _Issuer:
     """The authority in this folder; raises `ConfigError` where there is none, or its time is over."""
     try:
         cert = x509.load_pem_x509_certificate(_read(folder / CA))
@@ -455,24 +440,22 @@ def _old_authority(folder: Path, begin: datetime) -> _Issuer:
     if until <= begin + EARLY:
         raise ConfigError(f"the authority in {folder} has ended on {until:%Y-%m-%d}; make a new folder for everyone")
     assert isinstance(key, ec.EllipticCurvePrivateKey)
-    return _Issuer(name=cert.subject, key=key, pem=cert.public_bytes(serialization.Encoding.PEM), until=until)
+    return _Issuer(cert=cert, key=key, begin=begin, end=min(end, until))
 
 
 def _issue(
     folder: Path,
     issuer: _Issuer,
     name: str,
-    begin: datetime,
-    end: datetime,
     *,
     hosts: Sequence[str] = (),
     key: ec.EllipticCurvePublicKey | None = None,
 ) -> Path:
     """A folder with a certificate that this authority signs, the authority's own, and the key, if it is made here.
 
-    It is for `key` where the other half of that is elsewhere. No certificate outlives its authority.
+    The certificate is for `key` where the private half of that is elsewhere.
     """
-    files = {CA: issuer.pem}
+    files = {CA: _pem(issuer.cert)}
     if key is None:
         new_key = ec.generate_private_key(ec.SECP256R1())
         key = new_key.public_key()
@@ -481,13 +464,12 @@ def _issue(
     addresses = {host: _address(host) for host in hosts or (name,)}
     alternatives = [x509.IPAddress(own) if own else x509.DNSName(host) for host, own in addresses.items()]
     builder = (
-        _builder(_x509_name(name), issuer.name, key, begin, min(end, issuer.until), signs=False)
+        _builder(_x509_name(name), issuer.cert.subject, key, issuer.begin, issuer.end, signs=False)
         .add_extension(x509.ExtendedKeyUsage([role]), critical=False)
         .add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer.key.public_key()), critical=False)
     )
-    files[CERT] = builder.sign(issuer.key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
-    _private_folder(folder)
+    files[CERT] = _pem(builder.sign(issuer.key, hashes.SHA256()))
     _write(folder, files)
     return folder
 
@@ -513,6 +495,10 @@ def _builder(
     return builder.add_extension(usage, critical=True)
 
 
+def _pem(signed: x509.Certificate | x509.CertificateSigningRequest) -> bytes:
+    return signed.public_bytes(serialization.Encoding.PEM)
+
+
 def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
@@ -532,10 +518,7 @@ def _read(path: Path) -> bytes:
 
 
 def _write(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write these new files; a key is never readable by others, not even for a moment."""
+    """Write these new files into a folder of their owner; a key is never readable by others, not even for a moment."""
+    _private_folder(folder)
     for name, content in files.items():
-        handle = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if name == KEY else 0o644)
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        write_atomic(folder / name, content, mode=0o600 if name == KEY else 0o644)

@@ -240,14 +240,10 @@ class Link:
         await self._drop()
 
     async def _drop(self) -> None:
-        call = self._call
         channel = self._channel
-        self._call = None
-        self._channel = None
-        if call is not None:
-            call.cancel()
+        self._call = self._channel = None
         if channel is not None:
-            await channel.close()
+            await channel.close()  # which ends its call
 
     async def _open_stream(self) -> Any:
         """The stream, begun anew where there is none; pauses grow from a tenth of a second to five seconds."""

@@ -10,7 +10,6 @@ import contextlib
 import os
 import resource
 import socket
-from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from ipaddress import IPv6Address, ip_address
@@ -149,12 +148,7 @@ class Waiting:
 
 def surplus(since: dict[Peer, int], *, most: int) -> set[Peer]:
     """The connections that are to end, so that `most` are left: the oldest of the address with the most."""
-    left, ended = Counter(address for address, _ in since), set[Peer]()
-    by_age = {address: list[Peer]() for address in left}
+    by_address: dict[str, list[Peer]] = {}
     for peer in sorted(since, key=lambda peer: -since[peer]):
-        by_age[peer[0]].append(peer)
-    for _ in range(len(since) - most):
-        ((address, _),) = left.most_common(1)
-        ended.add(by_age[address].pop())
-        left[address] -= 1
-    return ended
+        by_address.setdefault(peer[0], []).append(peer)
+    return {max(by_address.values(), key=len).pop() for _ in range(len(since) - most)}

@@ -50,16 +50,16 @@ class Limits:
     hello_bytes: int = 64 * 2**10
     """Most bytes of the first frame of a stream."""
     handshake_seconds: float = 10.0
-    """For that of TLS."""
+    """Longest time of the handshake of TLS."""
     look_seconds: float = 1.0
     """Between two looks at every stream. Time is counted in looks, so that none is held against clients in which the
     server itself stood still."""
     hello_looks: int = 10
     """Until all of the first frame is here."""
     skip_looks: int = 2
-    """For the first piece of who is refused, which nobody reads."""
+    """Looks for the first piece of who is refused, which nobody reads."""
     piece_looks: int = 120
-    """For each piece of a frame, of at most 1 MiB, either way."""
+    """Looks for each piece of a frame, of at most 1 MiB, either way."""
     streams: int = 4
     """Streams of one client: its own, one that hangs, and those that try to take its place."""
     unfinished_bytes: int = 16 * FRAME_LIMIT
@@ -70,12 +70,12 @@ class Limits:
     alive_looks: int = 8
     """The same where another session of its name asks to come in."""
     penalty_seconds: float = 1.0
-    """For which a name is refused whose frame was too long; each time twice as long, up to `most_penalty_seconds`."""
+    """Time for which a name is refused whose frame was too long: twice as long each time, to `most_penalty_seconds`."""
     most_penalty_seconds: float = 600.0
     sweep_seconds: float = 0.25
     """Between two looks at connections without a stream of a listed client."""
     idle_seconds: float = 60.0
-    """For which a connection may have no stream."""
+    """Time for which a connection may have no stream."""
 
 
 LIMITS = Limits()

@@ -17,7 +17,7 @@ The first refusal of a name is logged at once, further ones are counted and logg
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
@@ -193,16 +193,14 @@ class Sessions:
 
     answer: Answer
     admit: Admit
-    allowed: Collection[str]
-    """Names that may enter; looked up whenever a client connects."""
+    listed: Callable[[], Mapping[str, str | None]]
+    """The clients that may join now, with the SHA-256 of the certificate of each; None for any that was signed."""
     on_presence: Callable[[str, bool], None]
-    """Called with (client, whether it is here) whenever that changes."""
+    """Callback with (client, whether it is here) for every change of that."""
     on_refused: Callable[[str, str], None] = lambda _name, _reason: None
-    """Called with (client, reason) of a refused connection or request."""
+    """Callback with (client, reason) of a refused connection or request."""
     on_unlisted: Callable[[str], None] = lambda _name: None
-    """Called with a client that was taken off the list while it had a session here."""
-    certificate_of: Callable[[str], str | None] = lambda _name: None
-    """The SHA-256 that the certificate of a listed client must have; None for any that was signed."""
+    """Callback with a client that was taken off the list while it had a session here."""
     limit_of: Callable[[str], int] = lambda _name: FRAME_LIMIT
     """Most bytes of a request of a client, which its welcome says; an answer may have `FRAME_LIMIT` at least."""
     clock: Callable[[], float] = time.monotonic
@@ -216,11 +214,11 @@ class Sessions:
 
         A refused client learns nothing of any other.
         """
-        if name not in self.allowed:
+        listed = self.listed()
+        if name not in listed:
             shown = one_line(name, limit=SHOWN_SIGNS)
             raise NotListedError(f"client {shown!r} is not listed here; ask who runs the server")
-        expected = self.certificate_of(name)
-        if expected is not None and certificate != expected:
+        if listed[name] not in (None, certificate):
             raise NotListedError(
                 f"client {name!r} is listed with another certificate: this one was replaced or revoked; ask who runs"
                 " the server for the new one"
@@ -228,7 +226,7 @@ class Sessions:
 
     def refuse(self, name: str, reason: str) -> None:
         """Log this refusal, or count it where there were many."""
-        self._refusals.add(name, reason, most=MOST_TOLD if name in self.allowed else 1)
+        self._refusals.add(name, reason, most=MOST_TOLD if name in self.listed() else 1)
 
     def look(self) -> None:
         """End the sessions of clients that may not be here any more, and log refusals; to be called regularly."""
@@ -243,7 +241,7 @@ class Sessions:
                     session.stream.end(reason)
                 elif session.task is not None:
                     session.task.cancel()  # nobody will ask again
-                if session.name not in self.allowed:
+                if session.name not in self.listed():
                     self.on_unlisted(session.name)
         self._refusals.look()
 
