@@ -343,20 +343,13 @@ def features_across_cuts(
 
 def split_by_tokens(lengths: Sequence[np.ndarray], max_tokens: int) -> list[list[tuple[int, slice]]]:
     """Parts of every client's examples, client after client, with at most `max_tokens` tokens together."""
-    parts: list[list[tuple[int, slice]]] = [[]]
-    room = max_tokens
-    for k, client_lengths in enumerate(lengths):
-        start = 0
-        while start < len(client_lengths):
-            fits = int(np.searchsorted(np.cumsum(client_lengths[start:]), room, side="right"))
-            if fits == 0 and parts[-1]:
-                parts.append([])
-                room = max_tokens
-                continue
-            fits = max(fits, 1)  # one example longer than the budget still has to be scored
-            parts[-1].append((k, slice(start, start + fits)))
-            room -= int(client_lengths[start : start + fits].sum())
-            start += fits
+    examples = [((k, index), size) for k, sizes in enumerate(lengths) for index, size in enumerate(sizes.tolist())]
+    parts = []
+    for pack in greedy_packs(examples, max_tokens):
+        indices: dict[int, list[int]] = {}
+        for k, index in pack:
+            indices.setdefault(k, []).append(index)
+        parts.append([(k, slice(inside[0], inside[-1] + 1)) for k, inside in indices.items()])
     return parts
 
 

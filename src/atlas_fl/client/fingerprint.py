@@ -173,7 +173,7 @@ def average_gradients(totals: Mapping[str, Tensor], *, kind: str) -> dict[str, T
 
 
 def names_below_cut(names: Iterable[str], job: Job, site: Site) -> list[str]:
-    """Those of these tensors that are on the job's client, which is cut, in their order."""
+    """The names among these that are on the job's client, which is cut, in their order."""
     assert job.cut is not None, "a client without a cut holds everything"
     ordered = list(names)
     client_side = select_client_side(site.backbone, ordered, blocks=job.cut.blocks, head=job.cut.head == "client")

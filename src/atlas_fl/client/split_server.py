@@ -66,7 +66,7 @@ class ServerInput:
     """The adapters above the cut, and the head where it is the server's."""
     dropout: Dropout
     labels: Tensor | None = None
-    """Of the examples whose loss or logits are computed here; None where the head is the client's."""
+    """Labels of the examples whose loss or logits are computed here; None where the head is the client's."""
     upper: Tensor | None = None
     """(reads, hidden), the gradient of the features, where it comes from the client."""
 
