@@ -107,7 +107,7 @@ class _HeadRows:
 
     def buckets(self, rows: Tensor) -> list[Tensor]:
         """Views of the packed rows, (sequences * heads, places, dim) of every bucket."""
-        parts = rows.split([batch * places for batch, places in self.shapes])
+        parts = torch.split(rows, [batch * places for batch, places in self.shapes])
         return [part.view(*shape, -1) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def unpack(self, rows: Tensor, shape: torch.Size) -> Tensor:

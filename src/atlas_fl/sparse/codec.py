@@ -166,7 +166,7 @@ def decode_values(message: bytes, mask: Mask, like: Params, *, into: Params | No
         )
     values: dict[str, Tensor] = {}
     for dtype, by_name in counts.items():
-        parts = tensors[_PREFIX + DTYPES[dtype]].split(list(by_name.values()))
+        parts = torch.split(tensors[_PREFIX + DTYPES[dtype]], list(by_name.values()))
         values |= zip(by_name, parts, strict=True)
     params = {}
     for name, tensor in like.items():
@@ -213,7 +213,7 @@ def _redraw_mask(tensors: Params, like: Params) -> dict[str, Tensor]:
 
 def _split_bits(bits: Tensor, like: Params) -> dict[str, Tensor]:
     names = sorted(like)
-    parts = dict(zip(names, bits.split([like[name].numel() for name in names]), strict=True))
+    parts = dict(zip(names, torch.split(bits, [like[name].numel() for name in names]), strict=True))
     return {name: parts[name].view(tensor.shape).to(tensor.device) for name, tensor in like.items()}
 
 

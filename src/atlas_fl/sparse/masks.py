@@ -83,7 +83,7 @@ def _threshold(numbers: "np.ndarray[Any, Any]", count: int) -> tuple[float, int]
 def _gather(ranking: Ranking, like: Params, dtype: torch.dtype, within: Mask | None) -> "np.ndarray[Any, Any]":
     names = sorted(like)
     numbers = torch.empty(sum(tensor.numel() for tensor in like.values()), dtype=dtype)
-    for name, part in zip(names, numbers.split([like[name].numel() for name in names]), strict=True):
+    for name, part in zip(names, torch.split(numbers, [like[name].numel() for name in names]), strict=True):
         part.copy_(_values(ranking, name, dtype, within).flatten())
     return numbers.numpy()
 
