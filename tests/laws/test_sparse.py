@@ -17,11 +17,10 @@ from atlas_fl.sparse.masks import (
     MASKS,
     calibrate_mask,
     density,
-    intersection,
     make_mask,
+    merge_masks,
     num_kept,
     overlap,
-    union,
 )
 from atlas_fl.sparse.task_vectors import MERGES, apply_vector, merge_vectors, task_vector
 from tests.examples import examples
@@ -95,8 +94,9 @@ def test_the_five_strategies_have_equal_density_and_differ(scope: str) -> None:
     assert (alike.diagonal() == 1).all()
     assert (alike == alike.T).all()
     assert all(alike[i, j] < 0.6 for i in range(5) for j in range(i))
-    both, either = intersection(made[:2]), union(made[:2])
-    assert alike[0, 1] == pytest.approx(num_kept(both) / num_kept(either))
+    pair = {"first": made[0], "third": made[2]}
+    both, either = (merge_masks(pair, method=method) for method in ("intersection", "union"))
+    assert alike[0, 2] == pytest.approx(num_kept(both) / num_kept(either))
 
 
 @pytest.mark.parametrize(("strategy", "scope"), strategies())

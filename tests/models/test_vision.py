@@ -11,6 +11,7 @@ from PIL import Image
 from torch.nn.functional import cross_entropy, interpolate, linear
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
+from atlas_fl.client.batching import read_logits
 from atlas_fl.errors import ConfigError, DataError, ModelError
 from atlas_fl.models.lora import init_head
 from atlas_fl.models.registry import MODELS, head_shapes, locate_model
@@ -123,8 +124,10 @@ def test_head_dropout_multiplies_the_features_by_hand(load: Load) -> None:
     with torch.no_grad():
         features = image_features(vision, params, images())
         expected = linear(features * drop, params["head.weight"], params["head.bias"])
-        assert image_logits(vision, params, images(), dropout_mask=drop).equal(expected)
-        assert not image_logits(vision, params, images()).equal(expected)
+        (dropped,) = read_logits(as_whole(vision), [params], [features], mask=lambda *_: drop)
+        (plain,) = read_logits(as_whole(vision), [params], [features], mask=None)
+    assert dropped.equal(expected)
+    assert not plain.equal(expected)
 
 
 def test_weights_of_another_architecture_are_named(load: Load) -> None:

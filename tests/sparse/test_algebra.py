@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from atlas_fl.errors import ModelError
-from atlas_fl.sparse.masks import check_mask, density, density_by_layer, intersection, num_kept, overlap, union
+from atlas_fl.sparse.masks import check_mask, density, density_by_layer, overlap
 
 ONE = {"a": torch.tensor([True, True, False, False]), "b": torch.tensor([[True, False]])}
 TWO = {"a": torch.tensor([False, True, True, False]), "b": torch.tensor([[True, False]])}
@@ -10,21 +10,12 @@ NONE = {"a": torch.zeros(4, dtype=torch.bool), "b": torch.zeros(1, 2, dtype=torc
 
 
 def test_two_masks_by_hand() -> None:
-    assert union([ONE, TWO])["a"].tolist() == [True, True, True, False]
-    assert intersection([ONE, TWO])["a"].tolist() == [False, True, False, False]
     assert overlap([ONE, TWO]).tolist() == [[1.0, 0.5], [0.5, 1.0]]  # two of four
     assert density(ONE) == {"a": 0.5, "b": 0.5}
-    assert num_kept(union([ONE, TWO])) == 4
 
 
 def test_empty_masks_are_equal_and_unlike_all_others() -> None:
     assert overlap([NONE, NONE, ONE]).tolist() == [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
-
-
-def test_a_result_is_a_new_mask() -> None:
-    alone = union([ONE])
-    alone["a"][:] = False
-    assert ONE["a"].any()
 
 
 def test_a_mask_of_another_model_is_refused() -> None:
@@ -38,10 +29,6 @@ def test_a_mask_of_another_model_is_refused() -> None:
         check_mask(ONE, {"a": weights["a"], "b": torch.zeros(2, 1)})
     with pytest.raises(ModelError, match="is int64"):
         check_mask({"a": ONE["a"].long(), "b": ONE["b"]}, weights)
-    with pytest.raises(ModelError, match="no masks"):
-        union([])
-    with pytest.raises(ModelError, match="the mask of 'a' is"):
-        overlap([ONE, {"a": torch.ones(3, dtype=torch.bool), "b": ONE["b"]}])
 
 
 def test_the_share_of_a_layer_is_that_of_all_its_tensors_by_hand() -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ from atlas_fl.split.channel import Cut, CutChannel, CutSegment, backbone_feature
 from atlas_fl.split.model import client_forward, select_client_side, server_forward
 
 PartT = TypeVar("PartT")
+ResultT = TypeVar("ResultT")
 
 
 def packs(jobs: Sequence[Job], site: Site) -> Iterator[list[Job]]:
@@ -40,7 +42,7 @@ def packs(jobs: Sequence[Job], site: Site) -> Iterator[list[Job]]:
         cluster = shared_cluster(job)
         units.setdefault(index if cluster is None else ("shared", cluster), []).append(job)
     sized = [(unit, sum(tokens_of(job, site) for job in unit)) for unit in units.values()]
-    for pack in _greedy(sized, site.max_tokens):
+    for pack in greedy_packs(sized, site.max_tokens):
         yield [job for unit in pack for job in unit]
 
 
@@ -59,7 +61,7 @@ def _full_packs(jobs: Sequence[Job], site: Site) -> Iterator[list[Job]]:
     for indices in same_models(jobs):
         evaluated = [jobs[index] for index in indices]
         sized = [(job, float(site.data[job.client].splits[job.options.split].offsets[-1])) for job in evaluated]
-        yield from _greedy(sized, site.max_tokens)
+        yield from greedy_packs(sized, site.max_tokens)
 
 
 def same_models(jobs: Sequence[Job]) -> list[list[int]]:
@@ -72,7 +74,7 @@ def same_models(jobs: Sequence[Job]) -> list[list[int]]:
 
 def rows(jobs: Sequence[Job], site: Site) -> list[list[int]]:
     """The places of a pack's jobs, by the rows that they go through the backbone in: one, but for a pack too large."""
-    return list(_greedy([(index, tokens_of(job, site)) for index, job in enumerate(jobs)], site.max_tokens))
+    return list(greedy_packs([(index, tokens_of(job, site)) for index, job in enumerate(jobs)], site.max_tokens))
 
 
 def tokens_of(job: Job, site: Site) -> float:
@@ -81,7 +83,8 @@ def tokens_of(job: Job, site: Site) -> float:
     return getattr(job.options, "batch_size", 0) * float(data.offsets[-1]) / max(1, len(data))
 
 
-def _greedy(parts: Iterable[tuple[PartT, float]], most: float) -> Iterator[list[PartT]]:
+def greedy_packs(parts: Iterable[tuple[PartT, float]], most: float) -> Iterator[list[PartT]]:
+    """The parts in their order, in packs whose sizes sum to at most `most`; a larger part is a pack of its own."""
     pack: list[PartT] = []
     tokens = 0.0
     for part, size in parts:
@@ -116,7 +119,7 @@ class PackedBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Prefix:
-    """What comes out of the frozen blocks below the first adapted one."""
+    """Output of the frozen blocks below the first adapted one."""
 
     blocks: int
     states: Tensor  # (tokens, hidden), without a gradient
@@ -140,7 +143,10 @@ def collate_packed(batches: Sequence[EncodedExamples], *, device: torch.device) 
         pooled=segments_of(counts),
         counts=tuple(counts),
         lengths=tuple(torch.from_numpy(batch.lengths.astype(np.int32)) for batch in batches),
-        target_positions=tuple(_target_positions(batch) for batch in batches),
+        target_positions=tuple(
+            None if batch.target_mask is None else torch.from_numpy(_output_positions(batch).astype(np.int32))
+            for batch in batches
+        ),
         output_positions=reads,
         pixels=tuple(torch.from_numpy(np.array(batch.pixels)) for batch in batches if batch.pixels is not None),
     )
@@ -156,7 +162,7 @@ def make_row(batches: Sequence[EncodedExamples], site: Site) -> PackedBatch:
 
 
 def _prefix_states(examples: EncodedExamples, site: Site) -> Tensor:
-    """What enters the first adapted block, (tokens, hidden) of these examples."""
+    """Input of the first adapted block, (tokens, hidden) of these examples."""
     row = collate_packed([examples], device=site.backbone.device)
     # In inference mode, as evaluations have it, the states could not be kept for training.
     with torch.inference_mode(False), torch.no_grad(), site.autocast():
@@ -165,10 +171,6 @@ def _prefix_states(examples: EncodedExamples, site: Site) -> Tensor:
         seen = preprocess(site.vision, row.pixels[0])
         states: Tensor = run_image_blocks(site.vision, seen, blocks=site.first_adapted)
         return states.flatten(0, 1)
-
-
-def _target_positions(batch: EncodedExamples) -> Tensor | None:
-    return None if batch.target_mask is None else torch.from_numpy(_output_positions(batch).astype(np.int32))
 
 
 def _output_positions(batch: EncodedExamples) -> np.ndarray:
@@ -210,16 +212,13 @@ def forward_to_heads(
     mask: DropoutMaskFn | None = None,
     lines: Sequence[CutChannel | None] = (),
 ) -> Iterator[list[Tensor]]:
-    """What every client's head reads of its own examples, (examples, width), or (tokens to be written, hidden).
+    """Features of every client's own examples, (examples, width), or (tokens to be written, hidden).
 
     `lines` are those of clients whose model is cut, in the clients' order with None for the others; or none at all.
     A client that trains the whole model is alone in its row. A context, because a checkpointed backward pass runs the
     layers again and must find the adapters in place.
     """
-    adapters = Adapters(
-        clients=clients, segments=row.segments, sequences=row.pooled, scale=site.scale, dropout_mask=mask
-    )
-    with attach_adapters(site.modules, adapters):
+    with attach_adapters(site.modules, _adapters(row, clients, site, mask)):
         with site.autocast():
             pooled = features_across_cuts(row, site, lines, body=body_of(clients, site))
         yield list(torch.split(pooled, list(row.counts)))
@@ -229,14 +228,15 @@ def forward_to_heads(
 def client_side_forward(
     row: PackedBatch, clients: Sequence[Params], site: Site, *, blocks: int, mask: DropoutMaskFn | None = None
 ) -> Iterator[Tensor]:
-    """What leaves a site that holds `blocks` blocks, (tokens, hidden) of the row; a context as `forward` is."""
-    adapters = Adapters(
-        clients=clients, segments=row.segments, sequences=row.pooled, scale=site.scale, dropout_mask=mask
-    )
-    with attach_adapters(modules_of(site, range(blocks)), adapters):
+    """Output of a site that holds `blocks` blocks, (tokens, hidden) of the row; a context as `forward` is."""
+    with attach_adapters(modules_of(site, range(blocks)), _adapters(row, clients, site, mask)):
         with site.autocast():
             hidden = client_forward(site.backbone, row.ids, row.types, row.layout, blocks=blocks)
         yield hidden
+
+
+def _adapters(row: PackedBatch, clients: Sequence[Params], site: Site, mask: DropoutMaskFn | None) -> Adapters:
+    return Adapters(clients=clients, segments=row.segments, sequences=row.pooled, scale=site.scale, dropout_mask=mask)
 
 
 def modules_of(site: Site, blocks: range) -> dict[str, nn.Module]:
@@ -251,14 +251,10 @@ def read_logits(
     logits = []
     for k, (params, client_features) in enumerate(zip(clients, features, strict=True)):
         # The model's own output embedding is frozen and takes its input whole, as the stock model's does.
-        drop = (
-            None
-            if mask is None or not head_keys(params)
-            else mask(k, "head", (client_features.shape[0], client_features.shape[1]))
-        )
-        logits.append(
-            head_logits(backbone, params, client_features if drop is None else client_features * drop).float()
-        )
+        if mask is not None and head_keys(params):
+            drop = mask(k, "head", (client_features.shape[0], client_features.shape[1]))
+            client_features = client_features if drop is None else client_features * drop
+        logits.append(head_logits(backbone, params, client_features).float())
     return logits
 
 
@@ -271,17 +267,17 @@ def body_of(clients: Sequence[Params], site: Site) -> Params:
 
 
 def features_without_cut(row: PackedBatch, backbone: Backbone, body: Params = MappingProxyType({})) -> Tensor:
-    """What the heads read of a row, (reads, width), where all blocks are here.
+    """Features of a row, (reads, width), where all blocks are here.
 
     The weights of `body` stand in for the backbone's of these names.
     """
     if row.prefix is not None:
         return _features_above(row, row.prefix, backbone)
     if not row.pixels:
-        if not body:
-            return backbone_features(backbone, row.ids, row.types, row.layout, output_positions=row.output_positions)
-        read: Tensor = call_with_params(_Features(backbone), body, row)
-        return read
+        read = partial(
+            backbone_features, backbone, row.ids, row.types, row.layout, output_positions=row.output_positions
+        )
+        return call_with_params(backbone.model, body, read) if body else read()
     assert backbone.vision is not None, "a backbone for texts is given no images"
     seen = torch.cat([preprocess(backbone.vision, pixels) for pixels in row.pixels])
     features: Tensor = image_features(backbone.vision, body, seen)
@@ -300,26 +296,32 @@ def _features_above(row: PackedBatch, prefix: Prefix, backbone: Backbone) -> Ten
     return features
 
 
-def call_with_params(work: nn.Module, leaves: Params, *args: object) -> Any:
-    """What this module's forward pass gives of the arguments while its `model` computes with these weights."""
-    return functional_call(work, {f"model.{name}": weight for name, weight in leaves.items()}, args)
+def call_with_params(model: nn.Module, weights: Params, work: Callable[[], ResultT]) -> ResultT:
+    """The result of `work` while the model computes with these weights in the place of its own of these names.
+
+    A backward pass belongs inside `work`: checkpointed blocks run again in it and need the same weights.
+    """
+    result: ResultT = functional_call(
+        _Call(model), {f"model.{name}": weight for name, weight in weights.items()}, (work,)
+    )
+    return result
 
 
-class _Features(nn.Module):
-    """`models.backbone.backbone_features` as a module whose `model` is the backbone's."""
+class _Call(nn.Module):
+    """A call as a module, whose `model` has other weights meanwhile."""
 
-    def __init__(self, backbone: Backbone) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model, self._backbone = backbone.model, backbone
+        self.model = model
 
-    def forward(self, row: PackedBatch) -> Tensor:
-        return backbone_features(self._backbone, row.ids, row.types, row.layout, output_positions=row.output_positions)
+    def forward(self, work: Callable[[], Any]) -> Any:
+        return work()
 
 
 def features_across_cuts(
     row: PackedBatch, site: Site, lines: Sequence[CutChannel | None], *, body: Params = MappingProxyType({})
 ) -> Tensor:
-    """What the heads read of the row, (reads, hidden), over the cuts of those clients that have a line."""
+    """Features of the row, (reads, hidden), over the cuts of those clients that have a line."""
     ends = [
         CutSegment(
             channel=line,
@@ -341,49 +343,38 @@ def features_across_cuts(
 
 def split_by_tokens(lengths: Sequence[np.ndarray], max_tokens: int) -> list[list[tuple[int, slice]]]:
     """Parts of every client's examples, client after client, with at most `max_tokens` tokens together."""
-    parts: list[list[tuple[int, slice]]] = [[]]
-    room = max_tokens
-    for k, client_lengths in enumerate(lengths):
-        start = 0
-        while start < len(client_lengths):
-            fits = int(np.searchsorted(np.cumsum(client_lengths[start:]), room, side="right"))
-            if fits == 0 and parts[-1]:
-                parts.append([])
-                room = max_tokens
-                continue
-            fits = max(fits, 1)  # one example longer than the budget still has to be scored
-            parts[-1].append((k, slice(start, start + fits)))
-            room -= int(client_lengths[start : start + fits].sum())
-            start += fits
+    examples = [((k, index), size) for k, sizes in enumerate(lengths) for index, size in enumerate(sizes.tolist())]
+    parts = []
+    for pack in greedy_packs(examples, max_tokens):
+        indices: dict[int, list[int]] = {}
+        for k, index in pack:
+            indices.setdefault(k, []).append(index)
+        parts.append([(k, slice(inside[0], inside[-1] + 1)) for k, inside in indices.items()])
     return parts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dropout:
-    """Where one client's dropout masks come from."""
+    """Source of one client's dropout masks."""
 
     p: float
     draws: Draws
     path: tuple[object, ...]
     """Its round and its step."""
     is_above: Callable[[str], bool] = lambda _: False
-    """Whether a module is above the client's cut: the server's draws are the run's seed's."""
+    """True of a module above the client's cut: the server draws from the run's seed."""
 
 
 NO_DROPOUT = Dropout(p=0.0, draws=Draws(client="", seed=0, secret=None), path=())
-"""Of what nothing is dropped."""
+"""No dropout."""
 
 
 def modules_above(backbone: Backbone, cut: Cut | None) -> Callable[[str], bool]:
-    """Which modules, the head among them, are the server's under this cut; none without one."""
+    """Return whether a module, or the head, is the server's under this cut, as a function; none is without a cut."""
     if cut is None:
         return lambda _: False
-
-    def is_above(module: str) -> bool:
-        name = f"{module}."  # as names of tensors begin
-        return not select_client_side(backbone, [name], blocks=cut.blocks, head=cut.head == "client")
-
-    return is_above
+    # names of tensors begin with that of their module and a dot
+    return lambda module: not select_client_side(backbone, [f"{module}."], blocks=cut.blocks, head=cut.head == "client")
 
 
 def dropout_masks(sources: Sequence[Dropout], *, device: torch.device) -> DropoutMaskFn | None:

@@ -1,4 +1,4 @@
-"""What clients compute before round one of whole models: sums for the ridge head, sensitivities for the mask.
+"""Calibration of whole models by clients before round one: sums for the ridge head, sensitivities for the mask.
 
 The head comes first: ridge regression on frozen features, from sums that the server adds up.
 
@@ -16,6 +16,7 @@ The sensitivity of a client's predictions to each weight is its diagonal Fisher 
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from atlas_fl.models.backbone import head_logits
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.models.vision import image_logits, preprocess
 from atlas_fl.params import HEAD, Params
+from atlas_fl.rng import Seed
 from atlas_fl.sparse.fisher import draw_label, fisher_scores, label_uniforms
 
 GRAM, CROSS = "gram", "cross"
@@ -37,7 +39,7 @@ BIAS, WEIGHT = HEAD + "bias", HEAD + "weight"
 
 
 SCALES = tuple(2.0**power for power in range(8))
-"""What a head may be multiplied by."""
+"""Factors that a head may be multiplied by."""
 LOSSES = "losses"
 SCALED_BY = 1600
 """Validation images of a task's clients that choose the scale, or all where they have fewer."""
@@ -46,10 +48,10 @@ SCALED_BY = 1600
 @torch.inference_mode()
 def ridge_sums(jobs: Sequence[Job], site: Site) -> list[Update]:
     """X^T X (features + 1, features + 1) and X^T Y (features + 1, classes) of every client, float64."""
-    return [_sums(job, site) for job in jobs]
+    return [_ridge_sums_of(job, site) for job in jobs]
 
 
-def _sums(job: Job, site: Site) -> Update:
+def _ridge_sums_of(job: Job, site: Site) -> Update:
     data, labels = site.data[job.client].splits["train"], site.data[job.client].task.num_labels
     size = site.backbone.width + 1
     gram = torch.zeros(size, size, dtype=torch.float64)
@@ -67,10 +69,10 @@ def _sums(job: Job, site: Site) -> Update:
 @torch.inference_mode()
 def scale_losses(jobs: Sequence[Job], site: Site) -> list[Update]:
     """The summed cross-entropy of every client with its head times each of `SCALES`, (scales,) float64."""
-    return [_losses(job, site) for job in jobs]
+    return [_scale_losses_of(job, site) for job in jobs]
 
 
-def _losses(job: Job, site: Site) -> Update:
+def _scale_losses_of(job: Job, site: Site) -> Update:
     data = site.data[job.client].splits["validation"]
     batch = data.take(np.arange(min(job.options.examples, len(data))))
     logits = head_logits(site.backbone, job.params, _features(job, batch, site)).double().cpu()
@@ -80,7 +82,7 @@ def _losses(job: Job, site: Site) -> Update:
 
 
 def _features(job: Job, batch: EncodedExamples, site: Site) -> Tensor:
-    """What the head reads of these images, (images, features), by the job's model."""
+    """Features of these images, (images, features), by the job's model."""
     return features_without_cut(
         collate_packed([batch], device=site.backbone.device), site.backbone, body_of([job.params], site)
     )
@@ -101,57 +103,45 @@ def ridge_head(gram: Tensor, cross: Tensor, *, penalty: float) -> dict[str, Tens
 
 def sensitivity(jobs: Sequence[Job], site: Site) -> list[Update]:
     """The sum over each client's examples of the squared per-example gradients, by weight; sums of clients add up."""
-    return [_scores(job, site) for job in jobs]
+    return [_sensitivity_of(job, site) for job in jobs]
 
 
-def _scores(job: Job, site: Site) -> Update:
+def _sensitivity_of(job: Job, site: Site) -> Update:
     options: SensitivityOptions = job.options
     data = site.data[job.client].splits["train"]
-    order = _draws(job, site).generator("sensitivity", asked=(options.examples,)).permutation(len(data))
+    draws = Draws(client=job.client, seed=options.seed, secret=site.secrets.get(job.client))
+    order = draws.generator("sensitivity", asked=(options.examples,)).permutation(len(data))
     batch = data.take(order[: options.examples])
-    placed = {key: tensor.to(site.backbone.device) for key, tensor in job.params.items()}
-    sums = (_text_squares if batch.pixels is None else _image_squares)(batch, placed, job, site)
+    params = {key: tensor.to(site.backbone.device) for key, tensor in job.params.items()}
+    seed = draws.derived("sensitivity")
+    if batch.pixels is None:
+        sums = _text_squares(batch, params, options, site, seed=seed)
+    else:
+        sums = fisher_scores(
+            partial(image_logits, site.vision),
+            params,
+            names=options.names,
+            inputs=preprocess(site.vision, batch.pixels),
+            labels=options.labels,
+            targets=torch.from_numpy(batch.labels) if options.labels == "true" else None,
+            seed=seed,
+        ).sums
     return Update(client=job.client, params=sums, examples=len(batch), metrics={})
 
 
-def _draws(job: Job, site: Site) -> Draws:
-    return Draws(client=job.client, seed=job.options.seed, secret=site.secrets.get(job.client))
-
-
-def _image_squares(batch: EncodedExamples, params: Params, job: Job, site: Site) -> Params:
-    options: SensitivityOptions = job.options
-
-    def logits(weights: Params, pixels: torch.Tensor) -> torch.Tensor:
-        outputs: torch.Tensor = image_logits(site.vision, weights, pixels)
-        return outputs
-
-    assert batch.pixels is not None, "texts have their own way"
-    return fisher_scores(
-        logits,
-        params,
-        names=options.names,
-        inputs=preprocess(site.vision, batch.pixels),
-        labels=options.labels,
-        targets=torch.from_numpy(batch.labels) if options.labels == "true" else None,
-        seed=_draws(job, site).derived("sensitivity"),
-    ).sums
-
-
-def _text_squares(batch: EncodedExamples, params: Params, job: Job, site: Site) -> Params:
+def _text_squares(
+    batch: EncodedExamples, params: Params, options: SensitivityOptions, site: Site, *, seed: Seed
+) -> Params:
     """Example by example, because texts differ in length; labels are drawn as in `sparse.fisher.fisher_scores`."""
-    options: SensitivityOptions = job.options
     leaves = {name: params[name].detach().requires_grad_() for name in options.names}
     sums = {name: torch.zeros_like(leaf, dtype=torch.float64) for name, leaf in leaves.items()}
-    draws = label_uniforms(_draws(job, site).derived("sensitivity"), range(len(batch)))
+    draws = label_uniforms(seed, range(len(batch)))
     for index in range(len(batch)):
         row = collate_packed([batch.take(np.array([index]))], device=site.backbone.device)
         with torch.enable_grad(), forward(row, [{**params, **leaves}], site) as (logits,):
-            label = (
-                int(row.labels[0][0])
-                if options.labels == "true"
-                else int(draw_label(logits[0], torch.tensor(draws[index])))
-            )
-            log_prob = logits[0].log_softmax(-1)[label]
+            is_true = options.labels == "true"
+            label = row.labels[0][0] if is_true else draw_label(logits[0], torch.tensor(draws[index]))
+            log_prob = logits[0].log_softmax(-1)[int(label)]
         for name, gradient in zip(leaves, torch.autograd.grad(log_prob, list(leaves.values())), strict=True):
             sums[name] += gradient.double().square()
     return {name: total.to(params[name].dtype) for name, total in sums.items()}

@@ -1,4 +1,4 @@
-"""Fingerprints: what a client computes on its data to show its task, as two sketches of halves of its examples.
+"""Fingerprints: sketches of a client's task from its data, two for two halves of its examples.
 
 There are three sources (docs/algorithms/phase1.md). `delta`: LoRA B after a short warm-up from one shared, frozen A, so
 that the two halves' mean is exact and the client can start round one from it. `gradient` and `fisher`: mean and root
@@ -8,7 +8,7 @@ Of a client that is cut each side sketches its own tensors, and the sketch is th
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -38,8 +38,8 @@ def fingerprint(jobs: Sequence[Job], site: Site) -> list[Update]:
     `metrics` hold the halves' agreement, the steps that were taken, and `loss`: the mean training loss of all batches
     of both halves, during the warm-up or at the shared initialisation.
     """
-    by_kind = {"delta": _delta, "gradient": _from_gradients, "fisher": _from_gradients}
-    updates = by_kind[jobs[0].options.kind](jobs, site)
+    warms_up = jobs[0].options.kind == "delta"
+    updates = _delta(jobs, site) if warms_up else [_from_gradients(job, site) for job in jobs]
     return [
         replace(update, params={**update.params, LABELS: label_sketch(job, site)}) if sketches_labels(job) else update
         for job, update in zip(jobs, updates, strict=True)
@@ -47,33 +47,27 @@ def fingerprint(jobs: Sequence[Job], site: Site) -> list[Update]:
 
 
 def sketches_labels(job: Job) -> bool:
-    """Whether a sketch of labels comes with this fingerprint: a cut client has no features of its own."""
+    """Return whether a sketch of labels comes with this fingerprint: a cut client has no features of its own."""
     return job.options.labels and job.cut is None
 
 
 def _delta(jobs: Sequence[Job], site: Site) -> list[Update]:
-    """Warm up both halves until they agree or the steps are spent; sketch what B has become."""
+    """Warm up both halves until they agree or the steps are spent; sketch the trained B."""
     work = [half_job(job, half) for job in jobs for half in (0, 1)]
     trained = train(work, site, watch=lambda done, live: _agreeing(jobs, done, live))
     answers = []
     for job, first, second in zip(jobs, trained[::2], trained[1::2], strict=True):
         sketches = [delta_sketch(half.params, job.options) for half in (first, second)]
         crossed = {} if job.cut is None else _cut_traffic(job, first, second, site)
-        answers.append(warm_up_update(job, first, second, sketches, crossed=crossed))
+        steps = int(max(first.metrics["steps"], second.metrics["steps"]))
+        loss = (first.metrics["loss"] + second.metrics["loss"]) / 2
+        params = mean(first.params, second.params)
+        answers.append(fingerprint_update(job, sketches, params, steps=steps, loss=loss, crossed=crossed))
     return answers
 
 
-def warm_up_update(
-    job: Job, first: Update, second: Update, sketches: Sequence[np.ndarray], *, crossed: CutTraffic
-) -> Update:
-    """The answer of a client whose halves have been trained to these models."""
-    steps = int(max(first.metrics["steps"], second.metrics["steps"]))
-    loss = (first.metrics["loss"] + second.metrics["loss"]) / 2
-    return fingerprint_update(job, sketches, mean(first.params, second.params), steps=steps, loss=loss, crossed=crossed)
-
-
 def _cut_traffic(job: Job, first: Update, second: Update, site: Site) -> CutTraffic:
-    """What crosses the cut in both halves' training, in every look at their agreement and for the sketches."""
+    """Bytes across the cut in both halves' training, in every look at their agreement and for the sketches."""
     options: FingerprintOptions = job.options
     taken = min(int(half.metrics["steps"]) for half in (first, second))
     looks = sum(is_agreement_check(done + 1, options) for done in range(taken))
@@ -81,22 +75,18 @@ def _cut_traffic(job: Job, first: Update, second: Update, site: Site) -> CutTraf
     part = encoded_size(parts_message([np.zeros(options.sketch_dim)] * len(names))) if names else 0
     sums = Counter(first.crossed)
     sums.update(second.crossed)
-    sums.update(
-        {
-            ("fingerprint", "up"): 2 * (looks + 1) * part,
-            ("control", "down"): looks * encoded_size(agreement_message(True)),
-        }
-    )
+    sums["fingerprint", "up"] += 2 * (looks + 1) * part
+    sums["control", "down"] += looks * encoded_size(agreement_message(True))
     return dict(sums)
 
 
 def is_agreement_check(done: int, options: FingerprintOptions) -> bool:
-    """Whether the halves' agreement is looked at after so many steps; after the last one nothing hangs on it."""
+    """Return whether the halves' agreement is looked at after so many steps; after the last nothing depends on it."""
     return done % options.stride == 0 and done < options.steps
 
 
 def agreement_message(agreed: bool) -> dict[str, Tensor]:
-    """What a cut client is told of a look at its halves: whether its warm-up ends here."""
+    """Message to a cut client about a look at its halves: true where its warm-up ends here."""
     return {AGREED: torch.tensor(agreed)}
 
 
@@ -134,7 +124,7 @@ def delta_sketch(params: Params, options: FingerprintOptions) -> np.ndarray:
 
 
 def delta_parts(params: Params, options: FingerprintOptions) -> dict[str, np.ndarray]:
-    """What every B adds to that sketch, by name."""
+    """Part of every B in that sketch, by name."""
     return parts_of(lora_b(params), options)
 
 
@@ -143,12 +133,8 @@ def lora_b(params: Params) -> dict[str, Tensor]:
     return {key: params[key].detach() for key in sorted(params) if key.endswith(LORA_B)}
 
 
-def _from_gradients(jobs: Sequence[Job], site: Site) -> list[Update]:
-    """The mean batch gradient of each half, or its root mean square."""
-    return [_of_one(job, site) for job in jobs]
-
-
-def _of_one(job: Job, site: Site) -> Update:
+def _from_gradients(job: Job, site: Site) -> Update:
+    """Sketch the mean batch gradient of each half, or its root mean square."""
     options: FingerprintOptions = job.options
     line = cut_channel_of(job, site)
     sketches, losses = [], []
@@ -171,25 +157,23 @@ def _of_one(job: Job, site: Site) -> Update:
 
 def add_gradient(totals: Mapping[str, Tensor], gradient: Mapping[str, Tensor], *, kind: str) -> dict[str, Tensor]:
     """The sums over batches with another one's gradients in them; the tensors are used up."""
-    add = _SUMS[kind][0]
-    return {key: add(totals.get(key), value) for key, value in gradient.items()}
+    sums = {}
+    for key, new in gradient.items():
+        total = totals.get(key)
+        if kind == "gradient":
+            sums[key] = new if total is None else total.add_(new)
+        else:  # the diagonal of the Fisher information, up to scale
+            sums[key] = new.square() if total is None else total.addcmul_(new, new)
+    return sums
 
 
 def average_gradients(totals: Mapping[str, Tensor], *, kind: str) -> dict[str, Tensor]:
-    """What is sketched of such sums, up to a factor."""
-    finish = _SUMS[kind][1]
-    return {key: finish(total) for key, total in totals.items()}
-
-
-_SUMS: Mapping[str, tuple[Callable[[Tensor | None, Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-    "gradient": (lambda total, new: new if total is None else total.add_(new), torch.clone),
-    # The diagonal of the Fisher information up to scale.
-    "fisher": (lambda total, new: new.square() if total is None else total.addcmul_(new, new), torch.sqrt),
-}
+    """The tensors that are sketched, from such sums, up to a factor."""
+    return dict(totals) if kind == "gradient" else {key: total.sqrt() for key, total in totals.items()}
 
 
 def names_below_cut(names: Iterable[str], job: Job, site: Site) -> list[str]:
-    """Those of these tensors that are on the job's client, which is cut, in their order."""
+    """The names among these that are on the job's client, which is cut, in their order."""
     assert job.cut is not None, "a client without a cut holds everything"
     ordered = list(names)
     client_side = select_client_side(site.backbone, ordered, blocks=job.cut.blocks, head=job.cut.head == "client")
@@ -197,12 +181,12 @@ def names_below_cut(names: Iterable[str], job: Job, site: Site) -> list[str]:
 
 
 def parts_of(tensors: Mapping[str, Tensor], options: FingerprintOptions) -> dict[str, np.ndarray]:
-    """What each of these tensors adds to the fingerprint's sketch, float64 (sketch_dim,)."""
+    """Part of each of these tensors in the fingerprint's sketch, float64 (sketch_dim,)."""
     return sketch_parts(tensors, dim=options.sketch_dim, seed=options.train.seed)
 
 
 def parts_message(parts: Sequence[np.ndarray]) -> dict[str, Tensor]:
-    """What a cut client sends of its own tensors, (tensors, sketch_dim) float64, so that no bit is lost."""
+    """Message of a cut client with the parts of its own tensors, (tensors, sketch_dim) float64, exact."""
     return {PARTS: torch.from_numpy(np.stack(parts))}
 
 

@@ -1,6 +1,6 @@
 """Importance of layers for a client, from gradients of the frozen weights of all blocks."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -50,26 +50,16 @@ def loss_gradient(
 
     With a `line`, over the client's cut.
     """
-    gradients: tuple[Tensor, dict[str, Tensor]] = call_with_params(_Gradient(site), leaves, row, leaves, head, line)
-    return gradients
 
-
-class _Gradient(torch.nn.Module):
-    """The gradient as a module: weights stay swapped in its backward pass, where checkpointed blocks run again."""
-
-    def __init__(self, site: Site) -> None:
-        super().__init__()
-        self.model, self._site = site.backbone.model, site
-
-    def forward(
-        self, row: PackedBatch, leaves: Params, head: Params, line: CutChannel | None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        with self._site.autocast(scaled=False):
-            pooled = features_across_cuts(row, self._site, () if line is None else (line,))
-            loss = example_loss(head_logits(self._site.backbone, head, pooled).float(), row.labels[0])
+    def gradients() -> tuple[Tensor, dict[str, Tensor]]:
+        with site.autocast(scaled=False):
+            pooled = features_across_cuts(row, site, () if line is None else (line,))
+            loss = example_loss(head_logits(site.backbone, head, pooled).float(), row.labels[0])
         parameters = {**leaves, **head}
         gradient = torch.autograd.grad(loss, list(parameters.values()))
         return loss.detach(), dict(zip(parameters, gradient, strict=True))
+
+    return call_with_params(site.backbone.model, leaves, gradients)
 
 
 def last_weights(backbone: Backbone, blocks: int) -> dict[str, Tensor]:
@@ -137,7 +127,7 @@ def importance_update(job: Job, sums: Sequence[np.ndarray], site: Site, *, cross
         site, {name: float(module.get_parameter("weight").numel()) for name, module in site.modules.items()}
     )
     adapted, shares = sizes > 0, np.zeros(len(sizes))
-    shares[adapted] = _FROM_SUMS[job.options.kind]([layer_sum[adapted] for layer_sum in sums], sizes[adapted])
+    shares[adapted] = _shares([layer_sum[adapted] for layer_sum in sums], sizes[adapted], kind=job.options.kind)
     return Update(
         client=job.client, params={IMPORTANCE: torch.from_numpy(shares)}, examples=0, metrics={}, crossed=crossed
     )
@@ -153,12 +143,16 @@ def merged_leaves(job: Job, site: Site, modules: Mapping[str, nn.Module]) -> dic
 
 def layer_sums(gradients: Params, leaves: Params, site: Site, *, kind: str) -> np.ndarray:
     """The squares of one batch's gradients, or |weight * gradient|, summed by block, (blocks,) float64."""
-    number = _NUMBERS[kind]
-    return _by_layer(site, {name: float(number(leaf.detach(), gradients[name]).sum()) for name, leaf in leaves.items()})
+    sums = {}
+    for name, leaf in leaves.items():
+        gradient = gradients[name]
+        numbers = gradient.double().square() if kind == "gradient" else (leaf.detach() * gradient).double().abs()
+        sums[name] = float(numbers.sum())
+    return _by_layer(site, sums)
 
 
 def sums_message(sums: Sequence[np.ndarray]) -> dict[str, Tensor]:
-    """What a cut client sends of its own blocks, (batches, blocks) float64."""
+    """Message of a cut client with the sums of its own blocks, (batches, blocks) float64."""
     return {IMPORTANCE: torch.from_numpy(np.stack(sums))}
 
 
@@ -170,25 +164,15 @@ def _by_layer(site: Site, sums: Mapping[str, float]) -> np.ndarray:
     return layers
 
 
-def _mean_square(sums: Sequence[np.ndarray], sizes: np.ndarray) -> np.ndarray:
-    shares: np.ndarray = layer_importance(np.sum(sums, axis=0), sizes)
+def _shares(sums: Sequence[np.ndarray], sizes: np.ndarray, *, kind: str) -> np.ndarray:
+    """Shares of the layers, from every batch's sums by layer and the layers' sizes, (layers,) each."""
+    shares: np.ndarray
+    if kind == "gradient":
+        shares = layer_importance(np.sum(sums, axis=0), sizes)
+    else:
+        smoothed: np.ndarray | None = None
+        for layer_sum in sums:
+            smoothed = rngwp(smoothed, layer_sum, sizes)
+        assert smoothed is not None
+        shares = normalise_importance(smoothed)
     return shares
-
-
-def _smoothed_product(sums: Sequence[np.ndarray], sizes: np.ndarray) -> np.ndarray:
-    smoothed: np.ndarray | None = None
-    for layer_sum in sums:
-        smoothed = rngwp(smoothed, layer_sum, sizes)
-    assert smoothed is not None
-    shares: np.ndarray = normalise_importance(smoothed)
-    return shares
-
-
-_NUMBERS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "gradient": lambda _, gradient: gradient.double().square(),
-    "rngwp": lambda weight, gradient: (weight * gradient).double().abs(),
-}
-_FROM_SUMS: Mapping[str, Callable[[Sequence[np.ndarray], np.ndarray], np.ndarray]] = {
-    "gradient": _mean_square,
-    "rngwp": _smoothed_product,
-}

@@ -13,7 +13,7 @@ side in one row, and after every few steps the server is asked whether the two a
 """
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -61,7 +61,7 @@ class ServerLink(Protocol):
     """The way to the other side of the cut."""
 
     def ask(self, what: str, done: int, payloads: Payloads) -> Payloads:
-        """What comes back; `what` is `loss`, `features`, `gradient` or `score`, and `done` counts the steps before."""
+        """The answer; `what` is `loss`, `features`, `gradient` or `score`, and `done` counts the steps before."""
         ...
 
 
@@ -71,12 +71,12 @@ class ClientSide:
 
     cut: Cut
     indices: tuple[int, ...]
-    """Where the client's trained tensors stand among those of the whole model."""
+    """Indices of the client's trained tensors among those of the whole model."""
     server: ServerLink
     channels: Mapping[int, CutChannel]
-    """By the place of each of the job's models: what writes and counts its messages up."""
+    """By the index of each of the job's models; they write and count its messages up."""
     closing: dict[str, bytes] = field(default_factory=dict)
-    """What the last step left to be told."""
+    """Messages that the last step left to be sent."""
 
     def step(self, active: Mapping[int, LocalTrainer], done: int, site: Site) -> None:
         """One optimizer step of every active model (`client.local_training.Step`)."""
@@ -85,7 +85,7 @@ class ClientSide:
         params = [member.params for member in active.values()]
         with client_side_forward(row, params, site, blocks=self.cut.blocks, mask=mask) as hidden:
             if self.cut.head == "server":
-                got = self.server.ask("loss", done, self.up(hidden, row, active, labels=True))
+                got = self.server.ask("loss", done, self.up(hidden, row, active))
             else:
                 got = self._head_here(hidden, row, active, done, site, mask)
             if hidden.requires_grad:
@@ -109,15 +109,15 @@ class ClientSide:
             raise ProtocolError("the server names other tensors than are trained here; install its version")
         return others
 
-    def up(self, hidden: Tensor, row: PackedBatch, indices: Collection[int], *, labels: bool) -> dict[str, bytes]:
-        """Every model's rows, with what the server needs to go on from them."""
+    def up(self, hidden: Tensor, row: PackedBatch, indices: Collection[int]) -> dict[str, bytes]:
+        """Every model's rows, with all that the server needs to go on from them."""
         sent = dict(self.closing)
         for k, index in enumerate(indices):
             lengths, reads = row.lengths[k], row.target_positions[k]
             beside = {"lengths": lengths} | ({} if reads is None else {"places": reads})
             client_rows = hidden[row.segments[k].start : row.segments[k].stop]
             sent[f"{index}/activation"] = self.channels[index].encode_up(client_rows, "activation", extra=beside)
-            if labels:
+            if self.cut.head == "server":
                 sent[f"{index}/label"] = encode_tensors({"labels": row.labels[k]})
         return sent
 
@@ -148,8 +148,8 @@ class ClientSide:
         return self.server.ask("gradient", done, sent)
 
     def features(self, hidden: Tensor, row: PackedBatch, indices: Collection[int], done: int) -> Tensor:
-        """What the heads read, (reads, hidden), as it comes down."""
-        got = self.server.ask("features", done, self.up(hidden, row, indices, labels=False))
+        """Features, (reads, hidden), as they come down."""
+        got = self.server.ask("features", done, self.up(hidden, row, indices))
         return rows_of(got, "activation", indices, like=hidden.new_empty(sum(row.counts), hidden.shape[1]))
 
 
@@ -194,7 +194,7 @@ def evaluate_below(job: Job, site: Site, crossing: ClientSide) -> Update:
         row = collate_packed([data.take(order[part]) for _, part in chunk], device=site.backbone.device)
         with client_side_forward(row, [params], site, blocks=crossing.cut.blocks) as hidden:
             if not at_home:
-                crossing.server.ask("score", done, crossing.up(hidden, row, crossing.channels, labels=True))
+                crossing.server.ask("score", done, crossing.up(hidden, row, crossing.channels))
                 continue
             read = crossing.features(hidden, row, crossing.channels, done)
             with site.autocast():
@@ -216,7 +216,7 @@ def gradients_below(job: Job, site: Site, crossing: ClientSide) -> Update:
         for row in rows:
             loss, gradient = _loss_gradient(row, site, leaves, head, crossing, done)
             totals, done = add_gradient(totals, gradient, kind=options.kind), done + 1
-            losses += [] if loss is None else [float(loss)]
+            losses += [] if loss is None else [float(loss.detach())]
         if totals:
             parts = parts_of(average_gradients(totals, kind=options.kind), options)
             closing[f"{half}/fingerprint"] = encode_tensors(parts_message(list(parts.values())))
@@ -244,31 +244,20 @@ def _head(job: Job, site: Site, crossing: ClientSide) -> dict[str, Tensor]:
 def _loss_gradient(
     row: PackedBatch, site: Site, leaves: Params, head: Params, crossing: ClientSide, done: int
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """(the batch's loss where the head is here, the gradient of what is here)."""
-    gradients: tuple[Tensor | None, dict[str, Tensor]] = call_with_params(
-        _Gradient(site), leaves, row, leaves, head, crossing, done
-    )
-    return gradients
+    """(the batch's loss where the head is here, the gradients of the weights and of the head here)."""
 
-
-class _Gradient(torch.nn.Module):
-    """As a module for the reason of that of a whole model (`client.importance`)."""
-
-    def __init__(self, site: Site) -> None:
-        super().__init__()
-        self.model, self._site = site.backbone.model, site
-
-    def forward(
-        self, row: PackedBatch, leaves: Params, head: Params, crossing: ClientSide, done: int
-    ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        site, loss, head_gradients = self._site, None, dict[str, Tensor]()
+    def gradients() -> tuple[Tensor | None, dict[str, Tensor]]:
+        loss, head_gradients = None, dict[str, Tensor]()
         with site.autocast(scaled=False):
             hidden = client_forward(site.backbone, row.ids, row.types, row.layout, blocks=crossing.cut.blocks)
         if crossing.cut.head == "server":
-            got = crossing.server.ask("loss", done, crossing.up(hidden, row, (0,), labels=True))
+            got = crossing.server.ask("loss", done, crossing.up(hidden, row, (0,)))
         else:
             read = crossing.features(hidden, row, (0,), done).requires_grad_()
-            loss, head_gradients, upper = _head_gradient(row, site, head, read)
+            with site.autocast(scaled=False):
+                loss = example_loss(head_logits(site.backbone, head, read).float(), row.labels[0])
+            *gradients_here, upper = torch.autograd.grad(loss, [*head.values(), read])
+            head_gradients = dict(zip(head, gradients_here, strict=True))
             sent = {"0/gradient": crossing.channels[0].encode_up(upper, "gradient")}
             got = crossing.server.ask("gradient", done, sent)
         if not leaves:
@@ -277,20 +266,12 @@ class _Gradient(torch.nn.Module):
         below = torch.autograd.grad(hidden, list(leaves.values()), upper)
         return loss, {**dict(zip(leaves, below, strict=True)), **head_gradients}
 
-
-def _head_gradient(
-    row: PackedBatch, site: Site, head: Params, read: Tensor
-) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """(loss, gradient of the head, gradient of the features)."""
-    with site.autocast(scaled=False):
-        loss = example_loss(head_logits(site.backbone, head, read).float(), row.labels[0])
-    *head_gradients, upper = torch.autograd.grad(loss, [*head.values(), read])
-    return loss.detach(), dict(zip(head, head_gradients, strict=True)), upper
+    return call_with_params(site.backbone.model, leaves, gradients)
 
 
 def fingerprint_below(job: Job, site: Site, crossing: ClientSide) -> Update:
     """The client's side of its fingerprint, of whatever kind."""
-    return _KINDS[job.options.kind](job, site, crossing)
+    return (_warm_up if job.options.kind == "delta" else gradients_below)(job, site, crossing)
 
 
 def _warm_up(job: Job, site: Site, crossing: ClientSide) -> Update:
@@ -326,10 +307,3 @@ def _parts(models: Mapping[int, Params], options: FingerprintOptions) -> dict[st
         f"{half}/fingerprint": encode_tensors(parts_message(list(delta_parts(params, options).values())))
         for half, params in models.items()
     }
-
-
-_KINDS: Mapping[str, Callable[[Job, Site, ClientSide], Update]] = {
-    "delta": _warm_up,
-    "fisher": gradients_below,
-    "gradient": gradients_below,
-}

@@ -6,10 +6,9 @@ so each client is answered alone.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,9 +28,14 @@ from atlas_fl.client.fingerprint import (
     names_below_cut,
     parts_of,
 )
-from atlas_fl.client.fingerprint import fingerprint_update as fingerprinted
-from atlas_fl.client.importance import IMPORTANCE, head_leaves, last_weights, layer_sums, merged_leaves
-from atlas_fl.client.importance import importance_update as weighed
+from atlas_fl.client.importance import (
+    IMPORTANCE,
+    head_leaves,
+    importance_update,
+    last_weights,
+    layer_sums,
+    merged_leaves,
+)
 from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.local_training import example_loss
 from atlas_fl.client.options import FingerprintOptions, ImportanceOptions
@@ -42,9 +46,7 @@ from atlas_fl.client.split_server import (
     ServerHalf,
     ServerInput,
     ServerOutput,
-    SharedAdapterGroup,
     TrainingHalf,
-    with_upper,
 )
 from atlas_fl.clustering.sketch import combine_parts
 from atlas_fl.errors import DataError, ProtocolError
@@ -52,89 +54,77 @@ from atlas_fl.models.attention import make_layout
 from atlas_fl.models.backbone import head_logits
 from atlas_fl.params import LORA_B, Params
 from atlas_fl.split.channel import Cut
-from atlas_fl.split.codec import encode_rows
 from atlas_fl.split.model import server_forward
 from atlas_fl.storage.tensors import encode_tensors
 
 
-class ServerSideGradients:
-    """The gradients of one client's job above its cut, batch after batch."""
+class MeasuringHalf(ServerHalf):
+    """Gradients of one client's job above its cut, batch after batch, and the measure that is made of them."""
 
-    def __init__(self, side: CutMessages, site: Site, leaves: Params, *, batches: int, wants: bool) -> None:
-        self.side, self._site, self._leaves = side, site, leaves
+    def __init__(
+        self, side: CutMessages, leaves: Params, measure: "_Sketches | _Shares", *, batches: int, wants: bool
+    ) -> None:
+        """`leaves` are the weights above the cut that are measured; the client `wants` the gradients of its rows."""
+        self.side, self._leaves, self._measure = side, leaves, measure
         self._batches, self._wants = batches, wants
-        self._head = head_leaves(replace(side.job, params=side.above), site)
+        self._head = head_leaves(replace(side.job, params=side.above), side.site)
         self._waiting: ServerInput | None = None
-        self.losses: list[float] = []
+        self._losses: list[float] = []
 
-    def read(self, what: str, done: int, payloads: Payloads) -> ServerInput:
-        """The rows of a batch, or those that wait with the gradient of their features, which came now."""
-        at_home = self.side.cut.head == "client"
-        self.side.expect(what, done, "gradient" if self._waiting else "features" if at_home else "loss")
+    def read(self, what: str, done: int, payloads: Payloads) -> ParsedRequest:
+        """The rows of a batch, or those that wait, with the gradient of their features."""
+        self.side.expect_pass(what, done, waiting=self._waiting)
         if self._waiting is not None:
-            entry, self._waiting = with_upper(self._waiting, payloads, self.side), None
-            return entry
-        if done >= self._batches:
-            raise ProtocolError(f"{self.side.job.client} goes on after its {self._batches} batches")
-        return self.side.entry(payloads, 0, self._head, NO_DROPOUT, wants=self._wants)
+            entry, self._waiting = self.side.with_upper(self._waiting, payloads), None
+        else:
+            if done >= self._batches:
+                raise ProtocolError(f"{self.side.job.client} goes on after its {self._batches} batches")
+            entry = self.side.entry(payloads, 0, self._head, NO_DROPOUT, wants=self._wants)
+        return ParsedRequest(half=self, what=what, entries=(entry,), alone=True)
 
-    def answer(self, what: str, entry: ServerInput, take: Callable[[dict[str, Tensor]], None]) -> dict[str, bytes]:
-        """Features, or the gradient of the rows where something below the cut is measured; `take` gets that of ours."""
-        wire = self.side.cut.wire
-        if what == "features":
+    def answer(self, question: ParsedRequest, outputs: Sequence[ServerOutput]) -> dict[str, bytes]:  # noqa: ARG002 - it is computed here
+        """Features, or the gradient of the rows where a weight below the cut is measured."""
+        (entry,) = question.entries
+        model = self.side.site.backbone.model
+        if question.what == "features":
             self._waiting = entry
             with torch.no_grad():
-                features = call_with_params(_Features(self._site), self._leaves, entry)
-            return {"0/activation": self.side.count_sent(encode_rows(features, wire=wire), "activation")}
-        loss, gradient = call_with_params(_Gradient(self._site), self._leaves, entry, self._leaves, self._head)
+                features = call_with_params(model, self._leaves, lambda: _features(entry, self.side.site))
+            return self.side.rows_down(features, "activation")
+        loss, gradient = call_with_params(model, self._leaves, lambda: self._gradient(entry))
         rows = gradient.pop(_ROWS, None)
         if loss is not None:
-            self.losses.append(float(loss))
-        take(gradient)
+            self._losses.append(float(loss))
+        self._measure.add(self.side.done, gradient)
         self.side.done += 1
-        return {} if rows is None else {"0/gradient": self.side.count_sent(encode_rows(rows, wire=wire), "gradient")}
+        return {} if rows is None else self.side.rows_down(rows, "gradient")
 
-    def end(self) -> None:
-        """Nothing where all batches have been; else raises `ProtocolError`."""
+    def _gradient(self, entry: ServerInput) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """(the batch's loss where the head is here, the gradients of the weights, of the head and of the rows)."""
+        site = self.side.site
+        root, loss = _features(entry, site), None
+        if entry.labels is not None:
+            with site.autocast(scaled=False):
+                root = example_loss(head_logits(site.backbone, self._head, root).float(), entry.labels)
+            loss = root.detach()
+        parameters = {**self._leaves, **self._head} | ({_ROWS: entry.rows} if entry.rows.requires_grad else {})
+        gradients = torch.autograd.grad(root, list(parameters.values()), entry.upper)
+        return loss, dict(zip(parameters, gradients, strict=True))
+
+    def end(self, payloads: Payloads) -> Update:
+        """The measure of both sides; the loss is there where the head is."""
         if self.side.done < self._batches or self._waiting is not None:
             raise ProtocolError(
                 f"{self.side.job.client} ends after {self.side.done} of {self._batches} batches; install our version"
             )
+        return metrics_of_side(self._measure.end(payloads, self._losses), self.side)
 
 
 _ROWS = "rows"
 
 
-class _Features(torch.nn.Module):
-    """What the head reads of an entry, (reads, hidden)."""
-
-    def __init__(self, site: Site) -> None:
-        super().__init__()
-        self.model, self._site = site.backbone.model, site
-
-    def forward(self, entry: ServerInput) -> Tensor:
-        return _features(entry, self._site)
-
-
-class _Gradient(torch.nn.Module):
-    """As a module for the reason of that of a whole model (`client.importance`)."""
-
-    def __init__(self, site: Site) -> None:
-        super().__init__()
-        self.model, self._site = site.backbone.model, site
-
-    def forward(self, entry: ServerInput, leaves: Params, head: Params) -> tuple[Tensor | None, dict[str, Tensor]]:
-        root, loss = _features(entry, self._site), None
-        if entry.labels is not None:
-            with self._site.autocast(scaled=False):
-                root = example_loss(head_logits(self._site.backbone, head, root).float(), entry.labels)
-            loss = root.detach()
-        parameters = {**leaves, **head} | ({_ROWS: entry.rows} if entry.rows.requires_grad else {})
-        gradients = torch.autograd.grad(root, list(parameters.values()), entry.upper)
-        return loss, dict(zip(parameters, gradients, strict=True))
-
-
 def _features(entry: ServerInput, site: Site) -> Tensor:
+    """Features of an entry, (reads, hidden)."""
     layout = make_layout(list(entry.lengths), device=site.backbone.device)
     # Copied for its address, as a head is (`client.importance.head_leaves`).
     rows = entry.rows.clone()
@@ -142,56 +132,8 @@ def _features(entry: ServerInput, site: Site) -> Tensor:
         return server_forward(site.backbone, rows, layout, blocks=entry.blocks, output_positions=entry.places)
 
 
-class Measure(Protocol):
-    """What is made of the gradients above one client's cut."""
-
-    def add(self, done: int, gradient: dict[str, Tensor]) -> None:
-        """Take those of a batch, after `done` others; the tensors are used up."""
-        ...
-
-    def end(self, payloads: Payloads, losses: Sequence[float]) -> Update:
-        """The answer, of all batches and of what the client says of its own blocks."""
-        ...
-
-
-class MeasuringHalf:
-    """Passes over the blocks above one client's cut, one a batch, whatever is measured there."""
-
-    places: tuple[int, ...] = ()
-    together: SharedAdapterGroup | None = None
-
-    def __init__(self, above: ServerSideGradients, measure: Measure) -> None:
-        self.side, self._above, self._measure = above.side, above, measure
-
-    def close(self, what: str, done: int, payloads: Payloads) -> None:
-        """Nothing is left of the message before."""
-
-    def is_ready(self) -> bool:
-        """Always: nothing is trained."""
-        return True
-
-    def last(self, payloads: Payloads) -> None:
-        """Nothing is left to be told."""
-
-    def read(self, what: str, done: int, payloads: Payloads) -> ParsedRequest:
-        """Rows of the next batch, or the gradient of its features."""
-        return ParsedRequest(half=self, what=what, entries=(self._above.read(what, done, payloads),), alone=True)
-
-    def answer(self, question: ParsedRequest, outputs: Sequence[ServerOutput]) -> dict[str, bytes]:  # noqa: ARG002 - it is computed here
-        """Features, or the gradient of the rows where something below the cut is measured."""
-        done = self.side.done
-        return self._above.answer(
-            question.what, question.entries[0], lambda gradient: self._measure.add(done, gradient)
-        )
-
-    def end(self, payloads: Payloads) -> Update:
-        """What was measured on both sides; the loss is there where the head is."""
-        self._above.end()
-        return metrics_of_side(self._measure.end(payloads, self._above.losses), self.side)
-
-
 def blocks_below(options: FingerprintOptions, cut: Cut, *, total: int) -> int:
-    """Of how many of its own last blocks a client with this cut, of a model of so many, takes gradients."""
+    """Number of its last blocks that a client with this cut takes gradients of, in a model of `total` blocks."""
     return min(cut.blocks, max(0, options.blocks - (total - cut.blocks)))
 
 
@@ -205,9 +147,7 @@ def gradients_half(job: Job, site: Site) -> MeasuringHalf:
     side.below = replace(side.below, options=replace(options, blocks=client_blocks))
     leaves = last_weights(site.backbone, min(options.blocks, above))
     sketches = _Sketches(side, names=names, below=names_below_cut(names, job, site))
-    return MeasuringHalf(
-        ServerSideGradients(side, site, leaves, batches=2 * options.batches, wants=client_blocks > 0), sketches
-    )
+    return MeasuringHalf(side, leaves, sketches, batches=2 * options.batches, wants=client_blocks > 0)
 
 
 def importance_half(job: Job, site: Site) -> MeasuringHalf:
@@ -216,9 +156,7 @@ def importance_half(job: Job, site: Site) -> MeasuringHalf:
     side, total = CutMessages(job, site), len(site.backbone.blocks)
     leaves = merged_leaves(job, site, modules_of(site, range(side.cut.blocks, total)))
     wants = bool(modules_of(site, range(side.cut.blocks)))
-    return MeasuringHalf(
-        ServerSideGradients(side, site, leaves, batches=options.batches, wants=wants), _Shares(side, site, leaves)
-    )
+    return MeasuringHalf(side, leaves, _Shares(side, leaves), batches=options.batches, wants=wants)
 
 
 class _Sketches:
@@ -229,7 +167,7 @@ class _Sketches:
         self._totals: list[dict[str, Tensor]] = [{}, {}]
 
     def add(self, done: int, gradient: dict[str, Tensor]) -> None:
-        """Into the sums of the half of the data that this batch is of."""
+        """Add to the sums of the half of the data that this batch is of."""
         options: FingerprintOptions = self._side.job.options
         half = done // options.batches
         self._totals[half] = add_gradient(self._totals[half], gradient, kind=options.kind)
@@ -238,7 +176,7 @@ class _Sketches:
         """Both sketches, of the client's parts and ours."""
         sketches = [self._whole_sketch(half, payloads) for half in (0, 1)]
         loss = float(np.mean(losses)) if losses else math.nan
-        return fingerprinted(self._side.job, sketches, self._side.above, steps=0, loss=loss, crossed={})
+        return fingerprint_update(self._side.job, sketches, self._side.above, steps=0, loss=loss, crossed={})
 
     def _whole_sketch(self, half: int, payloads: Payloads) -> np.ndarray:
         options: FingerprintOptions = self._side.job.options
@@ -249,14 +187,14 @@ class _Sketches:
 class _Shares:
     """Measures the blocks above the cut, and makes shares of both sides' sums."""
 
-    def __init__(self, side: CutMessages, site: Site, leaves: Params) -> None:
-        self._side, self._site, self._leaves = side, site, leaves
+    def __init__(self, side: CutMessages, leaves: Params) -> None:
+        self._side, self._leaves = side, leaves
         self._sums: list[np.ndarray] = []
 
     def add(self, done: int, gradient: dict[str, Tensor]) -> None:  # noqa: ARG002 - batches are alike
-        """One more batch's sums by block."""
+        """Take one more batch's sums by block."""
         options: ImportanceOptions = self._side.job.options
-        self._sums.append(layer_sums(gradient, self._leaves, self._site, kind=options.kind))
+        self._sums.append(layer_sums(gradient, self._leaves, self._side.site, kind=options.kind))
 
     def end(self, payloads: Payloads, losses: Sequence[float]) -> Update:  # noqa: ARG002 - importance has no loss
         """The importance of all blocks."""
@@ -267,7 +205,7 @@ class _Shares:
         assert below is not None
         sums = [np.concatenate([low, whole_sums[blocks:]]) for low, whole_sums in zip(below.numpy(), self._sums)]
         try:
-            return weighed(side.job, sums, self._site, crossed={})
+            return importance_update(side.job, sums, side.site, crossed={})
         except DataError as error:
             raise ProtocolError(f"{side.job.client}: {error}") from None
 
@@ -282,10 +220,7 @@ def metrics_of_side(update: Update, side: CutMessages) -> Update:
 def parts_below(
     side: CutMessages, payloads: Payloads, half: int, names: Sequence[str], *, dim: int
 ) -> dict[str, np.ndarray]:
-    """What the client's tensors of these names add to a half's sketch.
-
-    Raises `ProtocolError` where that is not what was sent.
-    """
+    """Parts of the client's tensors of these names in a half's sketch; raise `ProtocolError` for any other message."""
     if not names:
         return {}
     parts = side.decode(payloads, half, "fingerprint").get(PARTS)
@@ -312,10 +247,8 @@ def _are_numbers(numbers: Tensor | None, shape: tuple[int, int]) -> bool:
     return bool(numbers.isfinite().all())
 
 
-class WarmingHalf:
+class WarmingHalf(ServerHalf):
     """Both halves' adapters above the cut, trained as in a round, in one row."""
-
-    together: SharedAdapterGroup | None = None
 
     def __init__(self, job: Job, site: Site) -> None:
         options: FingerprintOptions = job.options
@@ -327,15 +260,8 @@ class WarmingHalf:
         self._below = [name for name in self._names if name in self.side.below.params]
         self._looked, self._agreed = 0, False
 
-    def close(self, what: str, done: int, payloads: Payloads) -> None:
-        """Nothing: the halves step when the message is read."""
-
-    def is_ready(self) -> bool:
-        """Always: the adapters of a warm-up are the client's own."""
-        return True
-
     def read(self, what: str, done: int, payloads: Payloads) -> ParsedRequest:
-        """What both halves ask at once, or for a look at their agreement."""
+        """The requests of both halves as one, or that for a look at their agreement."""
         self.side.done = max(half.side.done for half in self._halves)
         both = all(half.steps for half in self._halves)
         if both and is_agreement_check(self.side.done, self._options) and self._looked != self.side.done:
@@ -359,18 +285,13 @@ class WarmingHalf:
         return sketch_of(self._names, below, lora_b(params), self._options)
 
     def answer(self, question: ParsedRequest, outputs: Sequence[ServerOutput]) -> dict[str, bytes]:
-        """What each half answers, or whether they agree."""
+        """The answers of both halves, or whether they agree."""
         if question.what == "agree":
-            return {"0/control": self.side.count_sent(encode_tensors(agreement_message(self._agreed)), "control")}
+            return self.side.count_sent(encode_tensors(agreement_message(self._agreed)), "control")
         active, answer = [half for half in self._halves if half.steps], dict[str, bytes]()
         for half, entry, read in zip(active, question.entries, outputs, strict=True):
             answer |= half.answer(ParsedRequest(half=half, what=question.what, entries=(entry,)), (read,))
         return answer
-
-    def last(self, payloads: Payloads) -> None:
-        """The last step of both."""
-        for half in self._halves:
-            half.last(payloads)
 
     def end(self, payloads: Payloads) -> Update:
         """The mean of both halves' models above the cut, and both sketches."""
@@ -392,11 +313,4 @@ class WarmingHalf:
 
 def fingerprint_half(job: Job, site: Site) -> ServerHalf:
     """The server's half of a cut client's fingerprint, of whatever kind."""
-    return _KINDS[job.options.kind](job, site)
-
-
-_KINDS: Mapping[str, Callable[[Job, Site], ServerHalf]] = {
-    "delta": WarmingHalf,
-    "fisher": gradients_half,
-    "gradient": gradients_half,
-}
+    return WarmingHalf(job, site) if job.options.kind == "delta" else gradients_half(job, site)

@@ -22,7 +22,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atlas_fl.client.batching import NO_DROPOUT, Dropout, dropout_masks, modules_of, read_logits, segments_of
+from atlas_fl.client.batching import (
+    NO_DROPOUT,
+    Dropout,
+    dropout_masks,
+    greedy_packs,
+    modules_of,
+    read_logits,
+    segments_of,
+)
 from atlas_fl.client.evaluation import on_device, scored_outputs, scores_of
 from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.local_training import (
@@ -46,7 +54,7 @@ from atlas_fl.storage.tensors import encode_tensors
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ServerInput:
-    """One model's rows at its cut, and what is to become of them."""
+    """One model's rows at its cut, with all that a pass above it needs."""
 
     rows: Tensor
     """(tokens, hidden) float32 as they came, on the server's device; a leaf where their gradient is wanted."""
@@ -58,19 +66,19 @@ class ServerInput:
     """The adapters above the cut, and the head where it is the server's."""
     dropout: Dropout
     labels: Tensor | None = None
-    """Of the examples whose loss or logits are computed here; None where the head is the client's."""
+    """Labels of the examples whose loss or logits are computed here; None where the head is the client's."""
     upper: Tensor | None = None
     """(reads, hidden), the gradient of the features, where it comes from the client."""
 
     @property
     def reads(self) -> int:
-        """How many tokens the head reads."""
+        """Number of tokens that the head reads."""
         return len(self.lengths) if self.places is None else len(self.places)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ServerOutput:
-    """What a pass gives of one entry: features where the head is the client's, logits and loss where it is here."""
+    """Result of a pass for one entry: features where the head is the client's, logits and loss where it is here."""
 
     features: Tensor
     """(reads, hidden)."""
@@ -80,7 +88,7 @@ class ServerOutput:
 
 
 def forward_batch(entries: Sequence[ServerInput], site: Site, *, backward: bool) -> list[ServerOutput]:
-    """What is read of every entry, in their order; with `backward`, gradients lie in their rows and params.
+    """The output of every entry, in their order; with `backward`, gradients lie in their rows and params.
 
     Losses are means over an entry's own examples and are summed, so each gradient is the entry's own.
     """
@@ -91,16 +99,12 @@ def forward_batch(entries: Sequence[ServerInput], site: Site, *, backward: bool)
     with torch.set_grad_enabled(backward), ExitStack() as adapted:
         with site.autocast():
             features = torch.split(_features(ordered, site, mask, adapted), [entry.reads for entry in ordered])
-            logits = [
-                _logits(entry, k, client_features, site, mask)
-                for k, (entry, client_features) in enumerate(zip(ordered, features))
-            ]
-        read = [_server_output(*client_features) for client_features in zip(ordered, features, logits, strict=True)]
+        outputs = [_server_output(k, entry, features[k], site, mask) for k, entry in enumerate(ordered)]
         if backward:
-            roots = [one.features if one.loss is None else one.loss for one in read]
+            roots = [output.features if output.loss is None else output.loss for output in outputs]
             # Inside, because a checkpointed backward pass runs the layers again and must find the adapters in place.
             torch.autograd.backward(roots, [entry.upper for entry in ordered])
-    by_place = dict(zip(order, read, strict=True))
+    by_place = dict(zip(order, outputs, strict=True))
     return [by_place[k] for k in range(len(entries))]
 
 
@@ -130,30 +134,26 @@ def _features(ordered: Sequence[ServerInput], site: Site, mask: DropoutMaskFn | 
 
 
 def _output_positions(present: Sequence[ServerInput]) -> Tensor | None:
-    """Where what the heads read lies in the row; None where all read their sequences' pooled tokens."""
+    """Positions in the row that the heads read; None where all read their sequences' pooled tokens."""
     if all(entry.places is None for entry in present):
         return None
-    starts = [segment.start for segment in segments_of([len(entry.rows) for entry in present])]
-    return torch.cat([_positions_of(entry) + start for entry, start in zip(present, starts, strict=True)])
+    positions = []
+    for entry, segment in zip(present, segments_of([len(entry.rows) for entry in present]), strict=True):
+        inside = entry.places
+        if inside is None:  # A model that writes is causal, and its last token speaks for a sequence.
+            inside = torch.tensor(entry.lengths, device=entry.rows.device).cumsum(0) - 1
+        positions.append(inside + segment.start)
+    return torch.cat(positions)
 
 
-def _positions_of(entry: ServerInput) -> Tensor:
-    if entry.places is not None:
-        return entry.places
-    # A model that writes is causal, and its last token speaks for a sequence.
-    return torch.tensor(entry.lengths, device=entry.rows.device).cumsum(0) - 1
-
-
-def _logits(entry: ServerInput, index: int, features: Tensor, site: Site, mask: DropoutMaskFn | None) -> Tensor | None:
+def _server_output(
+    index: int, entry: ServerInput, features: Tensor, site: Site, mask: DropoutMaskFn | None
+) -> ServerOutput:
     if entry.labels is None:
-        return None
-    client_mask = None if mask is None else (lambda _, module, shape: mask(index, module, shape))
-    return read_logits(site.backbone, [entry.params], [features], mask=client_mask)[0]
-
-
-def _server_output(entry: ServerInput, features: Tensor, logits: Tensor | None) -> ServerOutput:
-    if logits is None or entry.labels is None:
         return ServerOutput(features=features)
+    client_mask = None if mask is None else (lambda _, module, shape: mask(index, module, shape))
+    with site.autocast():
+        (logits,) = read_logits(site.backbone, [entry.params], [features], mask=client_mask)
     return ServerOutput(features=features, logits=logits, loss=example_loss(logits, entry.labels))
 
 
@@ -162,7 +162,7 @@ Payloads: TypeAlias = Mapping[str, bytes]
 
 
 class CutMessages:
-    """A cut client's job taken apart: what is the client's, what is here, and how its messages are read and counted."""
+    """A cut client's job in its two parts, and its messages, which are checked and counted here."""
 
     def __init__(self, job: Job, site: Site) -> None:
         assert job.cut is not None, "a client without a cut has no half here"
@@ -178,8 +178,13 @@ class CutMessages:
         """Steps, or messages of an evaluation, that are answered."""
         self._longest = max(int(examples.lengths.max()) for examples in site.data[job.client].splits.values())
 
+    def expect_pass(self, what: str, done: int, *, waiting: ServerInput | None) -> None:
+        """Raise `ProtocolError` unless this request for a pass is due; one entry may be `waiting` for its gradient."""
+        at_client = self.cut.head == "client"
+        self.expect(what, done, "gradient" if waiting else "features" if at_client else "loss")
+
     def expect(self, what: str, done: int, due: str) -> None:
-        """Nothing where this question is due now; else raises `ProtocolError`."""
+        """Raise `ProtocolError` unless this question is due now."""
         if (what, done) != (due, self.done):
             raise ProtocolError(
                 f"{self.job.client} asks for {what!r:.20} after {done} steps, and {due} after {self.done} is due;"
@@ -194,10 +199,14 @@ class CutMessages:
         self.crossed[kind, "up"] += len(message)
         return read_message(message)
 
-    def count_sent(self, message: bytes, kind: Kind) -> bytes:
-        """The message, counted."""
+    def rows_down(self, rows: Tensor, kind: Kind, *, index: int = 0) -> dict[str, bytes]:
+        """An answer with these rows, counted."""
+        return self.count_sent(encode_rows(rows, wire=self.cut.wire), kind, index=index)
+
+    def count_sent(self, message: bytes, kind: Kind, *, index: int = 0) -> dict[str, bytes]:
+        """An answer with this message, counted."""
         self.crossed[kind, "down"] += len(message)
-        return message
+        return {f"{index}/{kind}": message}
 
     def entry(self, payloads: Payloads, index: int, params: Params, dropout: Dropout, *, wants: bool) -> ServerInput:
         """The rows of one model, with labels where the head is here; a leaf where their gradient is wanted."""
@@ -225,6 +234,13 @@ class CutMessages:
             dropout=dropout,
             labels=None if labels is None else labels.to(device),
         )
+
+    def with_upper(self, entry: ServerInput, payloads: Payloads, *, index: int = 0) -> ServerInput:
+        """The entry with the gradient of its features, which has come from the client."""
+        rows = self.decode(payloads, index, "gradient").get(ROWS)
+        if rows is None or rows.shape != (entry.reads, entry.rows.shape[1]):
+            raise self.refusal("a gradient")
+        return replace(entry, upper=rows.to(entry.rows.device, copy=True))
 
     def _are_lengths(self, lengths: Tensor | None, rows: Tensor) -> bool:
         if lengths is None or not _are_within(lengths, self._longest + 1, torch.int32):
@@ -270,14 +286,14 @@ class SharedAdapterGroup:
         self.done = 0
         """Steps that all whose turn it was have taken."""
         self.is_void = False
-        """Whether nothing more comes of this: it begins again, or without somebody."""
+        """True where the work so far is lost: the group begins again, or without somebody."""
         self._sets = shared_adapters_of(list(self.members.values()))
         self._told: dict[LocalTrainer, int] = {}
         self._moving: dict[LocalTrainer, int] = {}
 
     @property
     def is_over(self) -> bool:
-        """Whether all have taken all their steps."""
+        """Return whether all have taken all their steps."""
         return all(member.steps <= self.done for member in self.members.values())
 
     def tell(self, member: LocalTrainer, count: int, *, norms: Tensor | None) -> None:
@@ -297,7 +313,7 @@ class SharedAdapterGroup:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ParsedRequest:
-    """What one client asks at one moment, read and checked."""
+    """One client's request, read and checked."""
 
     half: "ServerHalf"
     what: str
@@ -307,42 +323,42 @@ class ParsedRequest:
 
     @property
     def tokens(self) -> int:
-        """Of all its rows."""
+        """Tokens of all its rows."""
         return sum(len(entry.rows) for entry in self.entries)
 
 
 class ServerHalf(Protocol):
-    """One client's upper half for one job."""
+    """One client's upper half for one job; the defaults are of a half that trains nothing."""
 
     side: CutMessages
-    places: tuple[int, ...]
-    """Where the client's trained tensors stand among those of the whole model."""
+    places: tuple[int, ...] = ()
+    """Indices of the client's trained tensors among those of the whole model."""
 
-    together: SharedAdapterGroup | None
-    """Those that it shares its adapters with; None where they are its own."""
+    together: SharedAdapterGroup | None = None
+    """The group that it shares its adapters with; None where they are its own."""
 
-    def close(self, what: str, done: int, payloads: Payloads) -> None:
-        """Take what this message says of the step before; raises `ProtocolError` where none such may come now."""
-        ...
+    def close(self, what: str, done: int, payloads: Payloads) -> None:  # noqa: ARG002 - no step was before
+        """Take the part of a message that ends the step before; raise `ProtocolError` where no such may come now."""
+        return
 
     def is_ready(self) -> bool:
-        """Whether a message can be read: not while others have to step first."""
-        ...
+        """Return whether a message can be read: not while others have to step first."""
+        return True
 
     def read(self, what: str, done: int, payloads: Payloads) -> ParsedRequest:
-        """The question that this message is; raises `ProtocolError` where it is none that may come now."""
+        """Parse a message into a request; raise `ProtocolError` where no such may come now."""
         ...
 
     def answer(self, question: ParsedRequest, outputs: Sequence[ServerOutput]) -> dict[str, bytes]:
-        """What goes back, from what the pass gave of the question's entries."""
+        """The answer to a request, from the outputs of its entries."""
         ...
 
-    def last(self, payloads: Payloads) -> None:
-        """Take what is said of the last step; raises `ProtocolError` where work is missing."""
-        ...
+    def last(self, payloads: Payloads) -> None:  # noqa: ARG002 - there is no last step
+        """Take the last step with the client's closing message; raise `ProtocolError` where work is missing."""
+        return
 
     def end(self, payloads: Payloads) -> Update:
-        """What this half has come to, after its last step; raises `ProtocolError` where work is missing."""
+        """This half's update, after its last step; raise `ProtocolError` where work is missing."""
         ...
 
 
@@ -378,26 +394,26 @@ def _loaded_digest(side: CutMessages, update: Update, server_update: Update) -> 
 
 
 def answers_to(requests: Sequence[CutRequest], site: Site) -> list[dict[str, bytes] | ProtocolError | None]:
-    """What each is answered, or why it is refused: a client's mistake is its own, not its pack's.
+    """The answer to every request, or its refusal: a client's mistake is its own, not its pack's.
 
-    None for who has to wait for others to step.
+    None for a client that has to wait for others to step.
     """
-    answers_by_index: dict[int, dict[str, bytes] | ProtocolError | None] = dict.fromkeys(range(len(requests)))
+    answers: list[dict[str, bytes] | ProtocolError | None] = [None] * len(requests)
     questions = {}
-    for k, one in enumerate(requests):
+    for k, request in enumerate(requests):
         try:
-            one.half.close(one.what, one.done, one.payloads)
+            request.half.close(request.what, request.done, request.payloads)
         except ProtocolError as error:
-            answers_by_index[k] = error
-    for k, one in enumerate(requests):
-        if answers_by_index[k] is None and one.half.is_ready():
+            answers[k] = error
+    for k, request in enumerate(requests):
+        if answers[k] is None and request.half.is_ready():
             try:
-                questions[k] = one.half.read(one.what, one.done, one.payloads)
+                questions[k] = request.half.read(request.what, request.done, request.payloads)
             except ProtocolError as error:
-                answers_by_index[k] = error
-    answers = answer_all(list(questions.values()), site)
-    answers_by_index |= dict(zip(questions, answers, strict=True))
-    return [answers_by_index[k] for k in range(len(requests))]
+                answers[k] = error
+    for k, answer in zip(questions, answer_all(list(questions.values()), site), strict=True):
+        answers[k] = answer
+    return answers
 
 
 def answer_all(questions: Sequence[ParsedRequest], site: Site) -> list[dict[str, bytes]]:
@@ -407,9 +423,12 @@ def answer_all(questions: Sequence[ParsedRequest], site: Site) -> list[dict[str,
     """
     answers = {k: one.half.answer(one, ()) for k, one in enumerate(questions) if one.alone}
     for backward in (True, False):
-        packed = [k for k, one in enumerate(questions) if not one.alone]
-        alike = [k for k in packed if (questions[k].what in ("loss", "gradient")) is backward]
-        for group in _packs(alike, questions, site.max_tokens):
+        sizes = [
+            (k, one.tokens)
+            for k, one in enumerate(questions)
+            if not one.alone and (one.what in ("loss", "gradient")) is backward
+        ]
+        for group in greedy_packs(sizes, site.max_tokens):
             outputs = iter(forward_batch([e for k in group for e in questions[k].entries], site, backward=backward))
             for k in group:
                 own_outputs = [next(outputs) for _ in questions[k].entries]
@@ -417,27 +436,7 @@ def answer_all(questions: Sequence[ParsedRequest], site: Site) -> list[dict[str,
     return [answers[k] for k in range(len(questions))]
 
 
-def _packs(indices: Sequence[int], questions: Sequence[ParsedRequest], max_tokens: int) -> list[list[int]]:
-    packs: list[list[int]] = []
-    room = 0
-    for k in indices:
-        if not packs or questions[k].tokens > room:
-            packs.append([])
-            room = max_tokens
-        packs[-1].append(k)
-        room -= questions[k].tokens
-    return packs
-
-
-def with_upper(entry: ServerInput, payloads: Payloads, side: CutMessages, *, index: int = 0) -> ServerInput:
-    """The rows with the gradient of their features, which has come from the client."""
-    rows = side.decode(payloads, index, "gradient").get(ROWS)
-    if rows is None or rows.shape != (entry.reads, entry.rows.shape[1]):
-        raise side.refusal("a gradient")
-    return replace(entry, upper=rows.to(entry.rows.device, copy=True))
-
-
-class TrainingHalf:
+class TrainingHalf(ServerHalf):
     """Trains the blocks above the cut, with an optimizer of their own, in step with the client's.
 
     `index` is the model's among those of its job, as its messages have it.
@@ -455,7 +454,7 @@ class TrainingHalf:
         self.close(what, done, payloads)
         assert self.is_ready(), "who shares adapters is read when all have stepped"
         if self._waiting is not None:
-            entry, self._waiting = with_upper(self._waiting, payloads, self.side, index=self._index), None
+            entry, self._waiting = self.side.with_upper(self._waiting, payloads, index=self._index), None
         else:
             if done >= self._member.steps:
                 raise ProtocolError(f"{self.side.job.client} goes on after its {self._member.steps} steps")
@@ -465,29 +464,30 @@ class TrainingHalf:
 
     def close(self, what: str, done: int, payloads: Payloads) -> None:
         """Step, or tell the others that it can, before the next question."""
-        at_home = self.side.cut.head == "client"
-        self.side.expect(what, done, "gradient" if self._waiting else "features" if at_home else "loss")
+        self.side.expect_pass(what, done, waiting=self._waiting)
         if self._waiting is None:
             self.step(payloads)
 
     def is_ready(self) -> bool:
-        """Whether the adapters are where this client's steps are."""
+        """Return whether the adapters have taken as many steps as this client."""
         return self._waiting is not None or self.together is None or self.together.done == self.side.done
 
     def answer(self, question: ParsedRequest, outputs: Sequence[ServerOutput]) -> dict[str, bytes]:
         """Features, or the gradient of the rows with the norms of this half's gradients."""
-        ((entry,), (read,)) = question.entries, outputs
-        side, wire, answer = self.side, self.side.cut.wire, dict[str, bytes]()
+        ((entry,), (output,)) = question.entries, outputs
+        side = self.side
         if question.what == "features":
             self._waiting = entry
-            return {f"{self._index}/activation": side.count_sent(encode_rows(read.features, wire=wire), "activation")}
-        if read.loss is not None:
-            self._member.losses.append(read.loss.detach())
-        self.side.done, self._open = self.side.done + 1, entry.reads
+            return side.rows_down(output.features, "activation", index=self._index)
+        if output.loss is not None:
+            self._member.losses.append(output.loss.detach())
+        side.done += 1
+        self._open = entry.reads
+        answer: dict[str, bytes] = {}
         if entry.rows.grad is not None:
-            answer[f"{self._index}/gradient"] = side.count_sent(encode_rows(entry.rows.grad, wire=wire), "gradient")
+            answer |= side.rows_down(entry.rows.grad, "gradient", index=self._index)
         if self._member.options.clip > 0:
-            answer[f"{self._index}/control"] = side.count_sent(encode_tensors({NORMS: self._member.norms()}), "control")
+            answer |= side.count_sent(encode_tensors({NORMS: self._member.norms()}), "control", index=self._index)
         return answer
 
     def step(self, payloads: Payloads) -> None:
@@ -516,7 +516,7 @@ class TrainingHalf:
 
     @property
     def steps(self) -> int:
-        """How many steps it has in all."""
+        """Number of all its steps."""
         return self._member.steps
 
     @property
@@ -525,7 +525,7 @@ class TrainingHalf:
         return self._member.params
 
     def stop(self) -> None:
-        """Let the steps so far be all."""
+        """End the training here."""
         self._member.steps = self.side.done
 
     def end(self, payloads: Payloads) -> Update:
@@ -536,13 +536,11 @@ class TrainingHalf:
         return replace(update, metrics={**here, "steps": float(side.done)})
 
 
-class EvaluationHalf:
+class EvaluationHalf(ServerHalf):
     """Goes on from rows without training; the scores are there where the head is."""
 
     def __init__(self, job: Job, site: Site) -> None:
         self.side = CutMessages(job, site)
-        self.places: tuple[int, ...] = ()
-        self.together: SharedAdapterGroup | None = None
         self._params = on_device(self.side.above, site)
         self._task = site.data[job.client].task
         self._examples = len(site.data[job.client].splits[job.options.split])
@@ -550,15 +548,8 @@ class EvaluationHalf:
         self._scored = 0
 
     def close(self, what: str, done: int, payloads: Payloads) -> None:  # noqa: ARG002 - no step was before
-        """Nothing is left of the message before."""
+        """Raise `ProtocolError` unless rows to score are due."""
         self.side.expect(what, done, "features" if self.side.cut.head == "client" else "score")
-
-    def is_ready(self) -> bool:
-        """Always: nothing is trained."""
-        return True
-
-    def last(self, payloads: Payloads) -> None:
-        """Nothing is left to be told."""
 
     def read(self, what: str, done: int, payloads: Payloads) -> ParsedRequest:
         """Rows of some examples, each of which comes once."""
@@ -569,13 +560,11 @@ class EvaluationHalf:
 
     def answer(self, question: ParsedRequest, outputs: Sequence[ServerOutput]) -> dict[str, bytes]:
         """Features, or nothing where the scores are here."""
-        ((entry,), (read,)) = question.entries, outputs
+        ((entry,), (output,)) = question.entries, outputs
         self.side.done += 1
-        if read.logits is None or entry.labels is None:
-            return {
-                "0/activation": self.side.count_sent(encode_rows(read.features, wire=self.side.cut.wire), "activation")
-            }
-        self._outputs.append(scored_outputs(read.logits, entry.labels, self._task))
+        if output.logits is None or entry.labels is None:
+            return self.side.rows_down(output.features, "activation")
+        self._outputs.append(scored_outputs(output.logits, entry.labels, self._task))
         self._labels.append(entry.labels.cpu())
         return {}
 

@@ -97,36 +97,54 @@ class _HeadRows:
     """
 
     gather: Tensor  # (slots * heads,) int64, the row in every slot
-    slot: Tensor  # (tokens * heads,) int64, the slot of every row
+    slot: Tensor | None  # (tokens * heads,) int64, the slot of every row; None where only first tokens have slots
     padding: Tensor  # (paddings * heads,) int64, the slots that hold no row
+    shapes: tuple[tuple[int, int], ...]  # (sequences * heads, places) of every bucket
+
+    def pack(self, states: Tensor) -> Tensor:
+        """The rows (tokens, heads, dim) by their slots, (slots * heads, dim)."""
+        return states.flatten(0, 1).index_select(0, self.gather)
+
+    def buckets(self, rows: Tensor) -> list[Tensor]:
+        """Views of the packed rows, (sequences * heads, places, dim) of every bucket."""
+        parts = torch.split(rows, [batch * places for batch, places in self.shapes])
+        return [part.view(*shape, -1) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def unpack(self, rows: Tensor, shape: torch.Size) -> Tensor:
+        """The packed rows as a layer takes them, of this shape (tokens, heads, dim); zero where there is no slot."""
+        if self.slot is not None:
+            return rows.index_select(0, self.slot).view(shape)
+        return rows.new_zeros(shape).flatten(0, 1).index_copy_(0, self.gather, rows).view(shape)
 
 
-@lru_cache(maxsize=4)
-def _head_rows(layout: PackedLayout, heads: int) -> _HeadRows:
-    """The rows of this layout for so many heads; every block of a model asks for the same."""
+@lru_cache(maxsize=8)
+def _head_rows(layout: PackedLayout, heads: int, *, only_first: bool = False) -> _HeadRows:
+    """The rows of this layout, or of its first tokens, for so many heads; every block of a model asks for the same."""
     head = torch.arange(heads, device=layout.gather.device)
-    order = torch.cat(
-        [
-            (bucket.start + torch.arange(bucket.count * bucket.length, device=head.device))
-            .view(bucket.count, 1, bucket.length)
-            .expand(-1, heads, -1)
-            .reshape(-1)
-            for bucket in layout.buckets
-        ]
-    )
-    head_of_slot = torch.cat([head.view(1, -1, 1).expand(b.count, -1, b.length).reshape(-1) for b in layout.buckets])
-    slot_of_row = torch.empty_like(order)
-    slot_of_row[order * heads + head_of_slot] = torch.arange(len(order), device=head.device)
-    spread = [(slots[:, None] * heads + head).reshape(-1) for slots in (layout.slot, layout.padding)]
-    return _HeadRows(
-        gather=layout.gather[order] * heads + head_of_slot, slot=slot_of_row[spread[0]], padding=slot_of_row[spread[1]]
-    )
+    order, head_of_slot = [], []
+    for bucket in layout.buckets:
+        slots = bucket.start + torch.arange(bucket.count * bucket.length, device=head.device)
+        by_sequence = slots.view(bucket.count, 1, -1)[:, :, : 1 if only_first else bucket.length]
+        by_sequence = by_sequence.expand(-1, heads, -1)
+        order.append(by_sequence.reshape(-1))
+        head_of_slot.append(head.view(1, -1, 1).expand_as(by_sequence).reshape(-1))
+    slots, heads_of_slots = torch.cat(order), torch.cat(head_of_slot)
+    gather = layout.gather[slots] * heads + heads_of_slots
+    if only_first:
+        firsts = tuple((bucket.count * heads, 1) for bucket in layout.buckets)
+        return _HeadRows(gather=gather, slot=None, padding=gather.new_empty(0), shapes=firsts)
+    slot_of_row = torch.empty_like(slots)
+    slot_of_row[slots * heads + heads_of_slots] = torch.arange(len(slots), device=head.device)
+    slot, padding = (slot_of_row[(own[:, None] * heads + head).reshape(-1)] for own in (layout.slot, layout.padding))
+    shapes = tuple((bucket.count * heads, bucket.length) for bucket in layout.buckets)
+    return _HeadRows(gather=gather, slot=slot, padding=padding, shapes=shapes)
 
 
 class _PackedAttention(torch.autograd.Function):
     """softmax(q k^T scale) v inside every sequence; rows are (tokens, heads, dim).
 
-    A causal token sees the last `window` tokens up to itself, or all of them where `window` is None.
+    A causal token sees the last `window` tokens up to itself, or all of them where `window` is None. With `only_first`
+    the first token of every sequence attends, and the rows of all others are zero.
 
     Written with its own backward pass because gathering rows forwards means gathering rows backwards too,
     where autograd would scatter with `index_put`, which costs more than the products themselves.
@@ -142,110 +160,50 @@ class _PackedAttention(torch.autograd.Function):
         causal: bool,
         window: int | None,
         layout: PackedLayout,
+        only_first: bool,
     ) -> Tensor:
         rows = _head_rows(layout, q.shape[1])
-        queries, keys, values = (states.flatten(0, 1).index_select(0, rows.gather) for states in (q, k, v))
+        asking = _head_rows(layout, q.shape[1], only_first=True) if only_first else rows
+        queries, keys, values = asking.pack(q), rows.pack(k), rows.pack(v)
         out = torch.empty_like(queries)
         weights = []
-        for bucket in layout.buckets:
-            scores = _scaled_product(
-                _bucket_rows(queries, bucket, q), _bucket_rows(keys, bucket, q).transpose(1, 2), scale
-            )
+        asked = map(asking.buckets, (queries, out))
+        seen = map(rows.buckets, (keys, values))
+        for bucket, query, result, key, value in zip(layout.buckets, *asked, *seen, strict=True):
+            scores = _scaled_product(query, key.transpose(1, 2), scale)
             if bucket.bias is not None:
-                by_sequence = scores.view(bucket.count, -1, bucket.length, bucket.length)
+                by_sequence = scores.view(bucket.count, -1, query.shape[1], bucket.length)
                 by_sequence += bucket.bias.to(scores.dtype)
             if causal:
                 scores += _causal_bias(bucket.length, window, like=scores)
                 # A window may hold nothing but padding, and a softmax of nothing is NaN: padding sees itself.
                 scores.diagonal(dim1=1, dim2=2).clamp_(min=torch.finfo(scores.dtype).min)
             wide = torch.promote_types(scores.dtype, torch.float32)
-            weight = scores.softmax(-1, dtype=wide).to(scores.dtype)  # (count * heads, length, length)
-            torch.bmm(weight, _bucket_rows(values, bucket, q), out=_bucket_rows(out, bucket, q))
+            weight = scores.softmax(-1, dtype=wide).to(scores.dtype)  # (count * heads, queries, length)
+            torch.bmm(weight, value, out=result)
             weights.append(weight)
         ctx.save_for_backward(queries, keys, values, *weights)
-        ctx.scale, ctx.layout, ctx.rows, ctx.shape = scale, layout, rows, q.shape  # type: ignore[attr-defined]
-        return out.index_select(0, rows.slot).view(q.shape)
+        ctx.scale, ctx.rows, ctx.asking = scale, rows, asking  # type: ignore[attr-defined]
+        return asking.unpack(out, q.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         queries, keys, values, *weights = ctx.saved_tensors
         rows: _HeadRows = ctx.rows
-        upper = grad.flatten(0, 1).index_select(0, rows.gather).index_fill_(0, rows.padding, 0.0)
-        grads = [torch.empty_like(states) for states in (queries, keys, values)]
-        for bucket, weight in zip(ctx.layout.buckets, weights, strict=True):
-            above, dq, dk, dv, key, query, value = (
-                _bucket_rows(states, bucket, grad) for states in (upper, *grads, keys, queries, values)
-            )
+        asking: _HeadRows = ctx.asking
+        upper = asking.pack(grad).index_fill_(0, asking.padding, 0.0)
+        dqueries, dkeys, dvalues = (torch.empty_like(states) for states in (queries, keys, values))
+        asked = map(asking.buckets, (upper, queries, dqueries))
+        seen = map(rows.buckets, (keys, values, dkeys, dvalues))
+        for weight, above, query, dq, key, value, dk, dv in zip(weights, *asked, *seen, strict=True):
             inner = torch.bmm(above, value.transpose(1, 2))
             # The softmax's Jacobian: P * (dP - sum(dP * P)).
             inner = inner.sub_((inner * weight).sum(-1, keepdim=True)).mul_(weight).mul_(ctx.scale)
             torch.bmm(inner, key, out=dq)
             torch.bmm(inner.transpose(1, 2), query, out=dk)
             torch.bmm(weight.transpose(1, 2), above, out=dv)
-        return *(states.index_select(0, rows.slot).view(ctx.shape) for states in grads), None, None, None, None
-
-
-class _FirstTokenAttention(torch.autograd.Function):
-    """Attention of every sequence's first token, softmax(q k^T scale) v; the rows of all other tokens are zero."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, scale: float, layout: PackedLayout) -> Tensor:
-        rows, first, heads = _head_rows(layout, q.shape[1]), _first_tokens(layout), q.shape[1]
-        queries = q.index_select(0, first).flatten(0, 1)[:, None]  # (sequences * heads, 1, dim), in buckets' order
-        keys, values = (states.flatten(0, 1).index_select(0, rows.gather) for states in (k, v))
-        out = torch.empty_like(queries)
-        weights = []
-        for bucket, own in zip(layout.buckets, _rows_of_firsts(layout, heads), strict=True):
-            scores = _scaled_product(queries[own], _bucket_rows(keys, bucket, q).transpose(1, 2), scale)
-            if bucket.bias is not None:
-                by_sequence = scores.view(bucket.count, -1, 1, bucket.length)
-                by_sequence += bucket.bias.to(scores.dtype)
-            wide = torch.promote_types(scores.dtype, torch.float32)
-            weight = scores.softmax(-1, dtype=wide).to(scores.dtype)  # (count * heads, 1, length)
-            torch.bmm(weight, _bucket_rows(values, bucket, q), out=out[own])
-            weights.append(weight)
-        ctx.save_for_backward(queries, keys, values, *weights)
-        ctx.scale, ctx.layout, ctx.shape = scale, layout, q.shape  # type: ignore[attr-defined]
-        return torch.zeros_like(q).index_copy_(0, first, out.view(-1, *q.shape[1:]))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        queries, keys, values, *weights = ctx.saved_tensors
-        layout, heads = ctx.layout, ctx.shape[1]
-        rows, first = _head_rows(layout, heads), _first_tokens(layout)
-        upper = grad.index_select(0, first).flatten(0, 1)[:, None]
-        dqueries, dkeys, dvalues = (torch.empty_like(states) for states in (queries, keys, values))
-        for bucket, own, weight in zip(layout.buckets, _rows_of_firsts(layout, heads), weights, strict=True):
-            key, value, dk, dv = (_bucket_rows(states, bucket, grad) for states in (keys, values, dkeys, dvalues))
-            inner = torch.bmm(upper[own], value.transpose(1, 2))
-            inner = inner.sub_((inner * weight).sum(-1, keepdim=True)).mul_(weight).mul_(ctx.scale)
-            torch.bmm(inner, key, out=dqueries[own])
-            torch.bmm(inner.transpose(1, 2), queries[own], out=dk)
-            torch.bmm(weight.transpose(1, 2), upper[own], out=dv)
-        dq = grad.new_zeros(ctx.shape).index_copy_(0, first, dqueries.view(-1, *ctx.shape[1:]))
-        return dq, *(states.index_select(0, rows.slot).view(ctx.shape) for states in (dkeys, dvalues)), None, None
-
-
-@lru_cache(maxsize=4)
-def _first_tokens(layout: PackedLayout) -> Tensor:
-    """(sequences,) the first token of every sequence, in the order of the buckets."""
-    starts = [torch.arange(b.count, device=layout.gather.device) * b.length + b.start for b in layout.buckets]
-    return layout.gather[torch.cat(starts)]
-
-
-def _rows_of_firsts(layout: PackedLayout, heads: int) -> Iterator[slice]:
-    """Slices of each bucket's sequences among `_first_tokens`, a row a head."""
-    start = 0
-    for bucket in layout.buckets:
-        yield slice(start * heads, (start + bucket.count) * heads)
-        start += bucket.count
-
-
-def _bucket_rows(rows: Tensor, bucket: Bucket, like: Tensor) -> Tensor:
-    """The rows of a bucket as (count * heads, length, dim), a view; `like` is (tokens, heads, dim)."""
-    heads = like.shape[1]
-    inside = rows[bucket.start * heads : (bucket.start + bucket.count * bucket.length) * heads]
-    return inside.view(bucket.count * heads, bucket.length, rows.shape[-1])
+        dq = asking.unpack(dqueries, grad.shape)
+        return dq, rows.unpack(dkeys, grad.shape), rows.unpack(dvalues, grad.shape), *[None] * 5
 
 
 def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
@@ -290,11 +248,9 @@ def packed_attention(
     causal = bool(getattr(module, "is_causal", False))
     # Inside autocast the softmax would hand float32 weights to a backward pass in bfloat16.
     with torch.autocast(query.device.type, enabled=False):
-        out: Tensor
-        if only_first and not causal:
-            out = _FirstTokenAttention.apply(*rows, scale, layout)  # type: ignore[no-untyped-call]
-        else:
-            out = _PackedAttention.apply(*rows, scale, causal, sliding_window, layout)  # type: ignore[no-untyped-call]
+        out: Tensor = _PackedAttention.apply(  # type: ignore[no-untyped-call]
+            *rows, scale, causal, sliding_window, layout, only_first and not causal
+        )
     return out[None], None
 
 

@@ -10,7 +10,7 @@ torch's own memory: products of what lies otherwise may end in other last bits.
 
 import dataclasses
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -126,10 +126,8 @@ def pool_features(backbone: Backbone, hidden: Tensor, positions: Tensor) -> Tens
     """Features (outputs, hidden) of the last block's output."""
     family = backbone.family
     states = hidden if family.after_attention else hidden.index_select(0, positions)
-    if family.pooler:
-        # it reads the first token of each row
-        states = backbone.model.get_submodule(family.pooler)(states[:, None])
-    return states
+    # a pooler reads the first token of each row
+    return backbone.model.get_submodule(family.pooler)(states[:, None]) if family.pooler else states
 
 
 def head_logits(backbone: Backbone, params: Params, features: Tensor) -> Tensor:
@@ -155,9 +153,7 @@ def last_block_reads_only(backbone: Backbone, positions: Tensor) -> Iterator[Non
     def select_positions(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return tuple(states.index_select(1, positions) for states in args)
 
-    def say_who_attends(
-        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def say_who_attends(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         layout = kwargs.get("layout")
         return args, {**kwargs, "only_first": layout is not None and positions is layout.starts}
 
@@ -231,8 +227,8 @@ def model_shape(backbone: Backbone, modules: Mapping[str, nn.Module] | None, *, 
     None for the modules is for a model of any architecture whose weights all train: the sizes that all have.
     """
     config, blocks = backbone.model.config, backbone.blocks
-    block_bytes = tuple(_num_bytes(block) for block in blocks)
-    total = sum(p.numel() * p.element_size() for p in backbone.frozen.values())
+    block_bytes = tuple(_num_bytes(block.parameters()) for block in blocks)
+    total = _num_bytes(backbone.frozen.values())
     common: dict[str, Any] = {
         "block_bytes": block_bytes,
         "block_params": tuple(sum(p.numel() for p in block.parameters()) for block in blocks),
@@ -247,7 +243,7 @@ def model_shape(backbone: Backbone, modules: Mapping[str, nn.Module] | None, *, 
     widths = (getattr(config, key, None) for key in ("intermediate_size", "hidden_dim", "n_inner"))
     inner = next((width for width in widths if width), 4 * backbone.hidden)
     ratio = getattr(config, "mlp_ratio", None)  # what DINOv2 has in the place of a width
-    stem_bytes = sum(_num_bytes(backbone.model.get_submodule(name)) for name in backbone.family.stem)
+    stem_bytes = sum(_num_bytes(backbone.model.get_submodule(name).parameters()) for name in backbone.family.stem)
     return ModelShape(
         hidden=backbone.hidden,
         intermediate=int(inner if ratio is None else ratio * backbone.hidden),
@@ -260,8 +256,8 @@ def model_shape(backbone: Backbone, modules: Mapping[str, nn.Module] | None, *, 
     )
 
 
-def _num_bytes(module: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in module.parameters())
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def embed_tokens(backbone: Backbone, ids: Tensor, types: Tensor, layout: PackedLayout) -> Tensor:
@@ -352,12 +348,10 @@ _DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 def buffer_entries(weights: Params) -> tuple[list[dict[str, Any]], int]:
-    """(where each tensor lies, as plain data; bytes of all)."""
+    """(place of each tensor in a buffer, as plain data; bytes of all)."""
     entries, end = [], 0
     for name, tensor in weights.items():
-        entries.append(
-            {"name": name, "dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "offset": end},
-        )
+        entries.append({"name": name, "dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "offset": end})
         end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
     return entries, max(end, ALIGNMENT)
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 import torch
 from safetensors import safe_open
@@ -145,16 +145,22 @@ def weight_files(name: str, source: ModelSource) -> dict[str, str] | Path:
 
     Raises `ModelError` where there is no safetensors file.
     """
-    single = find_file(source, WEIGHTS)
-    if single is not None:
-        return single
-    index = find_file(source, INDEX)
-    if index is None:
+    files = _find_weights(name, source, WEIGHTS, INDEX)
+    if files is None:
         raise ModelError(
             f"model {name!r} ({source.path}) has no {WEIGHTS} or {INDEX}, the files that can be read in parts;"
             " save it again with save_pretrained"
         )
-    return _shards(name, index)
+    return files
+
+
+def _find_weights(name: str, source: ModelSource, single: str, index: str) -> dict[str, str] | Path | None:
+    """`weight_files` of these names; None where there is neither."""
+    path = find_file(source, single)
+    if path is not None:
+        return path
+    path = find_file(source, index)
+    return None if path is None else _shards(name, path)
 
 
 def _shards(name: str, index: Path) -> dict[str, str]:
@@ -194,11 +200,10 @@ def checkpoint_names(key: str, prefix: str) -> tuple[str, ...]:
 
 def tensor_names(name: str, source: ModelSource) -> Collection[str]:
     """The stored names of all tensors; of a sharded model from its index, without its shards."""
-    if source.gguf_file is None and find_file(source, WEIGHTS) is None:
-        for file in (INDEX, OLD_INDEX):
-            index = find_file(source, file)
-            if index is not None:
-                return _shards(name, index)
+    if source.gguf_file is None:
+        files = _find_weights(name, source, WEIGHTS, INDEX) or _find_weights(name, source, OLD_WEIGHTS, OLD_INDEX)
+        if isinstance(files, dict):
+            return files
     return tensor_shapes(name, source)
 
 
@@ -213,13 +218,12 @@ def tensor_shapes(name: str, source: ModelSource) -> Shapes:
         return _read_gguf(Path(source.path, source.gguf_file))[0]
     for single, index in ((WEIGHTS, INDEX), (OLD_WEIGHTS, OLD_INDEX)):
         read = _safetensors_shapes if single == WEIGHTS else _old_shapes
-        path = find_file(source, single)
-        if path is not None:
-            return read(name, path)
-        path = find_file(source, index)
-        if path is not None:
-            files = [shard_file(name, source, shard) for shard in dict.fromkeys(_shards(name, path).values())]
-            return {key: shape for file in files for key, shape in read(name, file).items()}
+        files = _find_weights(name, source, single, index)
+        if isinstance(files, Path):
+            return read(name, files)
+        if files is not None:
+            shards = [shard_file(name, source, shard) for shard in dict.fromkeys(files.values())]
+            return {key: shape for shard in shards for key, shape in read(name, shard).items()}
     raise OSError(f"there is no {WEIGHTS}, and no {INDEX}, {OLD_WEIGHTS} or {OLD_INDEX} in its place")
 
 
@@ -256,14 +260,10 @@ _GGUF_INTEGERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 10: "<Q"
 
 
 class _GgufReader:
-    """The bytes of a GGUF file from a position on; what goes past its end is a ValueError."""
+    """The bytes of a GGUF file from a position on; reading past its end is a ValueError."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("rb")
-        self._left = path.stat().st_size
-
-    def close(self) -> None:
-        self._file.close()
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self._file, self._left = file, size
 
     def take(self, size: int) -> bytes:
         self._use(size)
@@ -286,35 +286,27 @@ class _GgufReader:
         return self.take(self.number("<Q")).decode("utf-8", errors="replace")
 
     def value(self, kind: int) -> int | None:
-        """The value of a setting where it is a whole number; what else it may be is passed over."""
+        """The value of a setting where it is a whole number; any other is passed over."""
         if kind in _GGUF_INTEGERS:
             return self.number(_GGUF_INTEGERS[kind])
-        if kind in _GGUF_SIZES:
-            self.skip(_GGUF_SIZES[kind])
-        elif kind == 8:
-            self.skip(self.number("<Q"))
-        elif kind == 9:
-            self._skip_list()
-        else:
-            raise ValueError(f"no setting is of kind {kind}")
-        return None
-
-    def _skip_list(self) -> None:
-        kind = self.number("<I")
-        count = self.number("<Q")
+        count = 1
+        if kind == 9:
+            kind = self.number("<I")
+            count = self.number("<Q")
         if kind in _GGUF_SIZES:
             self.skip(_GGUF_SIZES[kind] * count)
         elif kind == 8:
             for _ in range(count):  # a text takes eight bytes or more, so that the file's end ends this
                 self.skip(self.number("<Q"))
         else:
-            raise ValueError(f"no list is of kind {kind}")
+            raise ValueError(f"no setting or list is of kind {kind}")
+        return None
 
 
 @cache
-def _gguf_of(path: Path, _modified: int, _size: int) -> tuple[Shapes, dict[str, int]]:
-    reader = _GgufReader(path)
-    try:
+def _gguf_of(path: Path, _modified: int, size: int) -> tuple[Shapes, dict[str, int]]:
+    with path.open("rb") as file:
+        reader = _GgufReader(file, size)
         if reader.take(4) != b"GGUF" or reader.number("<I") not in (2, 3):
             raise ValueError("it is no GGUF file of version 2 or 3")
         num_tensors = reader.number("<Q")
@@ -334,8 +326,6 @@ def _gguf_of(path: Path, _modified: int, _size: int) -> tuple[Shapes, dict[str, 
             shapes[key] = tuple(reader.number("<Q") for _ in range(dimensions))
             reader.skip(12)  # its kind and its place
         return shapes, settings
-    finally:
-        reader.close()
 
 
 def _read_gguf(path: Path) -> tuple[Shapes, dict[str, int]]:
@@ -448,9 +438,11 @@ def check_tables(name: str, config: Any, shapes: Mapping[str, tuple[int, ...]], 
             )
 
 
-def check_size(name: str, model: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise `ModelError` where a model, built without memory, has far more values than its files hold."""
-    asked = sum(parameter.numel() for parameter in model.parameters())
+def check_size(name: str, auto: Any, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise `ModelError` where this class's model of a config, built without memory, is far larger than its files."""
+    with torch.device("meta"):
+        outline = auto.from_config(config, trust_remote_code=False)
+    asked = sum(parameter.numel() for parameter in outline.parameters())
     held = sum(prod(shape) for shape in shapes.values())
     if asked > 2 * held:
         raise ModelError(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from atlas_fl.errors import ModelError
 from atlas_fl.models.lora import gate_weights
-from atlas_fl.models.peft_io import LABELS
+from atlas_fl.models.peft_io import write_labels
 from atlas_fl.models.registry import Family
 from atlas_fl.params import HEAD, LORA_A, LORA_B, LORA_GATE, Params, lora_modules
 from atlas_fl.storage.files import atomic_folder
@@ -59,8 +59,7 @@ def export_gated_adapter(
         settings = {"format": 1, "base_model_name_or_path": base, "scales": scales}
         write_atomic(draft / SETTINGS, (json.dumps(settings, indent=2) + "\n").encode())
         write_tensors(draft / WEIGHTS, tensors, metadata=("format", "pt"))
-        if labels:
-            write_atomic(draft / LABELS, (json.dumps(list(labels), ensure_ascii=False) + "\n").encode())
+        write_labels(draft, labels)
 
 
 def load_gated_adapter(model: nn.Module, folder: str | Path) -> nn.Module:

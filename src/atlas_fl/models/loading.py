@@ -96,7 +96,11 @@ def load_backbone(
     if family.images:
         raise ModelError(_unknown_architecture(name, family.model_type))
     if writes and not family.causal:
-        raise ModelError(_cannot_generate(name, family))
+        causal = ", ".join(sorted(model_type for model_type, candidate in FAMILIES.items() if candidate.causal))
+        raise ModelError(
+            f"model {name!r} has the architecture {family.model_type!r}, which cannot write text, as a task with"
+            f" target= asks; choose a model of {causal}, such as --model gpt2"
+        )
     auto = AutoModelForCausalLM if writes else AutoModel
     with as_model_error(name, source), loading_lock():
         tokenizer = load_tokenizer(name, source)
@@ -122,9 +126,7 @@ def _check_config(name: str, source: ModelSource, family: Family, auto: Any) -> 
     shapes = tensor_shapes(name, source)
     if source.gguf_file is None:
         check_tables(name, config, shapes, family)
-    with torch.device("meta"):
-        outline = auto.from_config(config, trust_remote_code=False)
-    check_size(name, outline, shapes)
+    check_size(name, auto, config, shapes)
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,7 @@ def _check_loaded(name: str, model: PreTrainedModel, family: Family, loading_inf
     It is a part of the head where the stock classifier reads it (`registry.with_trained_pooler`).
     """
     for key, stored, expected in sorted(loading_info["mismatched_keys"]):
-        raise ModelError(mismatch(name, key, stored, expected))
+        check_shape(name, key, stored, expected)
     missing = sorted(loading_info["missing_keys"])
     inside = [key.removeprefix(f"{family.prefix}.") for key in missing]
     if family.pooler is None and missing and all(key.startswith("pooler.") for key in inside):
@@ -198,12 +200,13 @@ def _check_loaded(name: str, model: PreTrainedModel, family: Family, loading_inf
         raise ModelError(f"model {name!r} lacks {missing[0]} and {len(missing) - 1} more tensors; give complete files")
 
 
-def mismatch(name: str, key: str, stored: Sequence[int], expected: Sequence[int]) -> str:
-    """The message for a tensor whose shape in the files is not that of its config."""
-    return (
-        f"model {name!r}: {key} is {tuple(stored)} in the file and {tuple(expected)} by its config.json; give files"
-        " that belong together"
-    )
+def check_shape(name: str, key: str, stored: Sequence[int], expected: Sequence[int]) -> None:
+    """Raise `ModelError` where a tensor's shape in the files is not that of its config."""
+    if tuple(stored) != tuple(expected):
+        raise ModelError(
+            f"model {name!r}: {key} is {tuple(stored)} in the file and {tuple(expected)} by its config.json; give files"
+            " that belong together"
+        )
 
 
 def prepare_model(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, family: Family) -> None:
@@ -312,7 +315,9 @@ def find_family(name: str, *, in_part: bool = False) -> tuple[ModelSource, Famil
         check_folder(name, source)
         check_raw_config(name, source)
         config = AutoConfig.from_pretrained(source.path, **loading_options(source))
-        family = _family_of_type(name, config.model_type)
+        family = {**FAMILIES, **VISION_FAMILIES}.get(config.model_type)
+        if family is None:
+            raise ModelError(_unknown_architecture(name, config.model_type))
         check_heads(name, config)
         check_packable(name, config)
         names = tensor_names(name, source)
@@ -337,64 +342,40 @@ def loading_lock() -> Iterator[None]:
     Of two threads at once one finds the other's replacement, and nothing is tied any more in this process. Loading also
     draws what files lack from the global generator, which is not ours to move.
     """
-    with _LOADING, _quiet_transformers(), torch.random.fork_rng(devices=[]):
-        yield
+    with _LOADING, torch.random.fork_rng(devices=[]):
+        shows_progress = hf_logging.is_progress_bar_enabled()
+        verbosity = hf_logging.get_verbosity()
+        hf_logging.disable_progress_bar()
+        # whoever loads a model looks at the tensors that it or its files lack, and raises an error of our own
+        hf_logging.set_verbosity_error()
+        try:
+            yield
+        finally:
+            hf_logging.set_verbosity(verbosity)
+            if shows_progress:
+                hf_logging.enable_progress_bar()
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Keep transformers' progress bars, and its tables of tensors that a model or its files lack, off the screen.
-
-    Whoever loads a model looks at these tensors and raises an error of our own.
-    """
-    shows_progress = hf_logging.is_progress_bar_enabled()
-    verbosity = hf_logging.get_verbosity()
-    hf_logging.disable_progress_bar()
-    hf_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        hf_logging.set_verbosity(verbosity)
-        if shows_progress:
-            hf_logging.enable_progress_bar()
-
-
-@contextmanager
-def as_model_error(name: str, source: ModelSource) -> Iterator[None]:
-    """Turn what can go wrong in reading a model's files into `ModelError`."""
+def as_model_error(name: str, source: ModelSource, *, images: bool = False) -> Iterator[None]:
+    """Turn any error of a library that reads a model's files into `ModelError`."""
     try:
         yield
     except UNREADABLE as error:
-        raise ModelError(_load_failure(name, source, error)) from error
-
-
-def _family_of_type(name: str, model_type: str) -> Family:
-    families = {**FAMILIES, **VISION_FAMILIES}
-    if model_type not in families:
-        raise ModelError(_unknown_architecture(name, model_type))
-    return families[model_type]
+        failure = " as an image classifier" if images else ""
+        reader = "preprocessor_config.json" if images else "tokenizer.json"
+        embedded = "vision` and --model dinov2-vits14" if images else "embedded` and --model minilm"
+        raise ModelError(
+            f"model {name!r} ({source.path}) could not be loaded{failure}: {first_line(error)}; give a directory that"
+            f" holds config.json, model.safetensors and {reader}, fill the hub's cache on a machine with a network and"
+            f" copy it, or use the embedded one: `atlas fetch {embedded}"
+        ) from error
 
 
 def _unknown_architecture(name: str, model_type: str) -> str:
     return (
         f"model {name!r} has the architecture {model_type!r}; known: {', '.join(sorted(FAMILIES))};"
         " choose one of these or add a Family in models/registry.py"
-    )
-
-
-def _cannot_generate(name: str, family: Family) -> str:
-    causal = ", ".join(sorted(model_type for model_type, candidate in FAMILIES.items() if candidate.causal))
-    return (
-        f"model {name!r} has the architecture {family.model_type!r}, which cannot write text, as a task with target="
-        f" asks; choose a model of {causal}, such as --model gpt2"
-    )
-
-
-def _load_failure(name: str, source: ModelSource, error: Exception) -> str:
-    return (
-        f"model {name!r} ({source.path}) could not be loaded: {first_line(error)}; give a directory that holds"
-        " config.json, model.safetensors and tokenizer.json, fill the hub's cache on a machine with a network and copy"
-        " it, or use the embedded one: `atlas fetch embedded` and --model minilm"
     )
 
 
@@ -433,13 +414,10 @@ def first_block_tensors(backbone: Backbone, *, blocks: int) -> dict[str, Tensor]
     """The frozen tensors of a whole model that stand in its first `blocks` blocks or before them, by name."""
     family = backbone.family
     tensors: dict[str, Tensor] = {}
+    stem = tuple(f"{module}." for module in family.stem)
     for name, tensor in backbone.model.named_parameters():
-        inside = name.startswith(family.blocks + ".")
-        if (
-            block_index(backbone, name) < blocks
-            if inside
-            else name.startswith(tuple(f"{module}." for module in family.stem))
-        ):
+        in_block = name.startswith(family.blocks + ".")
+        if name.startswith(stem) or (in_block and block_index(backbone, name) < blocks):
             tensors[name] = tensor
     return tensors
 

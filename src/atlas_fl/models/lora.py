@@ -139,10 +139,11 @@ def packed_linear(
     clients in the order of their `segments`, which cover all tokens; `dropout_masks` are inverted-dropout masks on x.
     `gates` (2, d_in + 1) weigh the first half of a client's rank against the second; None for a client without one.
     """
-    masks = dropout_masks if dropout_masks is not None else [None] * len(segments)
-    gates = gates if gates is not None else [None] * len(segments)
-    tensors = [tensor for client in zip(factors[::2], factors[1::2], gates, strict=True) for tensor in client]
-    out: Tensor = _PackedLinear.apply(x, masks, weight, bias, segments, scales, *tensors)  # type: ignore[no-untyped-call]
+    none = [None] * len(segments)
+    tensors = [tensor for client in zip(factors[::2], factors[1::2], gates or none, strict=True) for tensor in client]
+    out: Tensor = _PackedLinear.apply(  # type: ignore[no-untyped-call]
+        x, dropout_masks or none, weight, bias, segments, scales, *tensors
+    )
     return out
 
 
@@ -177,6 +178,10 @@ def _forward(module: nn.Module, name: str, adapters: Adapters) -> Callable[[Tens
         rows = x.flatten(0, -2)
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
         segments = adapters.segments if len(rows) == adapters.segments[-1].stop else adapters.sequences
+        masks: list[Tensor | None] = []
+        if adapters.dropout_mask is not None:
+            shapes = [(segment.stop - segment.start, rows.shape[-1]) for segment in segments]
+            masks = [adapters.dropout_mask(k, name, shape) for k, shape in enumerate(shapes)]
         out = packed_linear(
             rows.to(dtype),
             weight=weight.to(dtype),
@@ -184,22 +189,12 @@ def _forward(module: nn.Module, name: str, adapters: Adapters) -> Callable[[Tens
             segments=segments,
             scales=scales,
             factors=[factor.to(dtype) for factor in factors],
-            dropout_masks=_dropout_masks(adapters.dropout_mask, name, segments, like=rows.to(dtype)),
+            dropout_masks=[None if mask is None else mask.to(dtype) for mask in masks],
             gates=gates,
         )
         return out.view(*x.shape[:-1], -1)
 
     return forward
-
-
-def _dropout_masks(
-    mask: DropoutMaskFn | None, name: str, segments: Sequence[Segment], *, like: Tensor
-) -> list[Tensor | None]:
-    """Every client's dropout mask on its rows of `like`, in the same dtype."""
-    if mask is None:
-        return [None] * len(segments)
-    masks = [mask(k, name, (segment.stop - segment.start, like.shape[-1])) for k, segment in enumerate(segments)]
-    return [None if values is None else values.to(like.dtype) for values in masks]
 
 
 @contextmanager

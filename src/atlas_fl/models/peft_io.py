@@ -84,8 +84,13 @@ def export_adapter(
     with atomic_folder(folder, within=within) as draft:
         config.save_pretrained(str(draft))
         write_tensors(draft / WEIGHTS, tensors, metadata=("format", "pt"))
-        if labels:
-            write_atomic(draft / LABELS, (json.dumps(list(labels), ensure_ascii=False) + "\n").encode())
+        write_labels(draft, labels)
+
+
+def write_labels(folder: Path, labels: Sequence[str]) -> None:
+    """Write the names of the classes, if there are any, in the order of the logits."""
+    if labels:
+        write_atomic(folder / LABELS, (json.dumps(list(labels), ensure_ascii=False) + "\n").encode())
 
 
 def _integral(alpha: float) -> int | float:
@@ -104,20 +109,17 @@ MERGE = (
     " that as --model DIR"
 )
 """The remedy for an adapter that cannot be carried."""
-_NO_EFFECT = frozenset(
+_PLAIN = frozenset(
     {
+        # no effect on the output of a loaded adapter, or the way in which the base holds its weights
         *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
         *("inference_mode", "lora_dropout", "fan_in_fan_out", "megatron_core", "qalora_group_size"),
-    }
-)
-"""Settings of PEFT that change no output of a loaded adapter, or say how the base holds its weights."""
-_IN_TENSORS = frozenset(
-    {
+        # repeated by the names and shapes of the tensors, or read here
         *("r", "rank_pattern", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
         *("modules_to_save", "lora_alpha", "alpha_pattern", "use_rslora", "init_lora_weights"),
     }
 )
-"""Settings of PEFT that the names and shapes of the tensors repeat, or that are read here."""
+"""Settings of PEFT that plain LoRA may have with any value."""
 _INITS = (True, False, "gaussian", "eva", "orthogonal")
 """Ways to begin that leave the weights of the base as they are."""
 
@@ -204,7 +206,7 @@ def _check_settings(settings: Mapping[str, Any], folder: Path) -> None:
         )
     defaults = LoraConfig().to_dict()
     for name, value in settings.items():
-        if name not in _NO_EFFECT | _IN_TENSORS and value and value != defaults.get(name):
+        if name not in _PLAIN and value and value != defaults.get(name):
             raise ModelError(
                 f"the adapter in {folder} has {name}={short_repr(value)}, which plain LoRA has not; {MERGE}"
             )

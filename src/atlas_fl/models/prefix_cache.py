@@ -41,6 +41,7 @@ CPU_CHUNK_TOKENS, CUDA_CHUNK_TOKENS = 64, 1024
 computes more of its neighbours."""
 
 _LIBRARIES = ("MKL_", "ONEDNN_", "DNNL_", "OPENBLAS_", "KMP_")
+"""Beginnings of the variables that tell a library of matrix products which instructions to take."""
 
 Compute: TypeAlias = Callable[[EncodedExamples], Tensor]
 """(examples) -> their states (tokens, width), in their order, without a gradient."""
@@ -79,6 +80,7 @@ def make_chunks(lengths: np.ndarray, *, tokens: int) -> Chunks:
     return Chunks(members=members, chunk=chunk, start=start)
 
 
+@dataclass(kw_only=True, eq=False)
 class PrefixCache:
     """The states of examples at the input of the first adapted block, kept up to a number of bytes.
 
@@ -86,24 +88,18 @@ class PrefixCache:
     the next one needs. What earlier runs left makes room, the least recently used first.
     """
 
-    def __init__(
-        self,
-        *,
-        budget_bytes: int = 0,
-        chunk_tokens: int = CPU_CHUNK_TOKENS,
-        files: StateFiles | None = None,
-        key: str = "",
-    ) -> None:
-        """With `budget_bytes` 0 nothing is kept in memory; `chunk_tokens` decides the last bits."""
-        self.budget_bytes, self.chunk_tokens = budget_bytes, chunk_tokens
-        self.files = files
-        """Files of states on the disk; None where none are kept."""
-        self.key = key
-        """All that decides the bits of a state besides its chunk."""
-        self.used_bytes = 0
-        """Bytes of the states that are kept."""
-        self._run = 0
-        self._splits: dict[str, Chunks] = {}
+    budget_bytes: int = 0
+    """Most bytes of states that are kept in memory."""
+    chunk_tokens: int = CPU_CHUNK_TOKENS
+    """Tokens of a chunk, which decide the last bits."""
+    files: StateFiles | None = None
+    """Files of states on the disk; None where none are kept."""
+    key: str = ""
+    """All that decides the bits of a state besides its chunk."""
+    used_bytes: int = 0
+    """Bytes of the states that are kept."""
+    _run: int = 0
+    _splits: dict[str, Chunks] = field(default_factory=dict)
 
     def begin_run(self) -> None:
         """From here on what was kept before may be dropped for what comes; what is above the budget is dropped now."""
@@ -176,21 +172,13 @@ def machine_key() -> str:
     code = sha256()
     for path in sorted(Path(atlas_fl.__file__).parent.rglob("*.py")):
         code.update(path.read_bytes())
-    return repr((code.hexdigest(), torch.__version__, version("transformers"), _processor(), _library_settings()))
-
-
-def _processor() -> tuple[str, ...]:
-    """The instructions that PyTorch takes, and the processor's name where the system tells it."""
-    told = Path("/proc/cpuinfo")
-    text = told.read_text(encoding="utf-8", errors="replace") if told.is_file() else platform.processor()
+    cpu_info = Path("/proc/cpuinfo")
+    text = cpu_info.read_text(encoding="utf-8", errors="replace") if cpu_info.is_file() else platform.processor()
     lines = text.splitlines()
     names = {line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))} or lines[:1]
-    return (platform.machine(), torch.backends.cpu.get_cpu_capability(), *sorted(names))
-
-
-def _library_settings() -> tuple[str, ...]:
-    """Variables by which a library of matrix products is told which instructions to take."""
-    return tuple(sorted(f"{name}={own}" for name, own in os.environ.items() if name.startswith(_LIBRARIES)))
+    processor = (platform.machine(), torch.backends.cpu.get_cpu_capability(), *sorted(names))
+    settings = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(_LIBRARIES))
+    return repr((code.hexdigest(), torch.__version__, version("transformers"), processor, settings))
 
 
 _shared: dict[str, PrefixCache] = {}

@@ -24,14 +24,12 @@ class EncodedExamples:
     labels: np.ndarray  # (n,) int64, or float32 for regression
     target_mask: np.ndarray | None = None  # (tokens,) bool, the tokens that are to be predicted; None where labels are
     pixels: np.ndarray | None = None  # (n, height, width, channels) uint8; None of texts
-    target_counts: np.ndarray | None = (
-        None  # (n,) int64, how many of `written` each example has, where they have no places
-    )
+    target_counts: np.ndarray | None = None
+    """(n,) int64, tokens to be predicted of every example, where only their number is known."""
     full_lengths: np.ndarray | None = None
     """(n,) int64, tokens of every example before it was cut; None where none was, and of a part of a split."""
-    taken_from: tuple["EncodedExamples", np.ndarray] | None = (
-        None  # the split that these were taken from, and their places in it, (n,) int64; None of a split itself
-    )
+    taken_from: tuple["EncodedExamples", np.ndarray] | None = None
+    """(the split that these were taken from, their indices in it, (n,) int64); None of a split itself."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -151,10 +149,6 @@ def _full_lengths(
     )
     full = np.asarray(lengths, dtype=np.int64)
     full[longest] = [len(row) for row in whole["input_ids"]]
-    return _where_cut(full, lengths)
-
-
-def _where_cut(full: np.ndarray, lengths: Sequence[int]) -> np.ndarray | None:
     return None if np.array_equal(full, lengths) else full
 
 
@@ -231,5 +225,5 @@ def _concatenate(rows: Sequence[tuple[list[int], list[int]]], *, full_lengths: S
         offsets=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
         labels=np.zeros(len(rows), dtype=np.int64),
         target_mask=np.concatenate([np.repeat([False, True], [len(prompt), len(target)]) for prompt, target in rows]),
-        full_lengths=_where_cut(np.asarray(full_lengths, dtype=np.int64), sizes),
+        full_lengths=None if list(full_lengths) == sizes else np.asarray(full_lengths, dtype=np.int64),
     )

@@ -76,13 +76,6 @@ class Vision:
         return module
 
     @property
-    def num_blocks(self) -> int:
-        """Blocks, or stages where blocks of several widths follow each other."""
-        modules = self.backbone.get_submodule(self.blocks)
-        assert isinstance(modules, nn.ModuleList)
-        return len(modules)
-
-    @property
     def device(self) -> torch.device:
         """Device of the weights."""
         return next(self.backbone.parameters()).device
@@ -111,8 +104,9 @@ def trainable_names(vision: Vision, *, frozen_blocks: int = 0) -> tuple[str, ...
     With 0 all do. With all blocks frozen what stands behind them is too, and the head alone trains.
     """
     names = [name for name in vision.classifier_names if not name.endswith(_UNREAD)]
+    count = len(list(vision.backbone.get_submodule(vision.blocks).children()))
     return without_first_blocks(
-        names, model=vision.name, blocks=vision.blocks, count=vision.num_blocks, frozen_blocks=frozen_blocks
+        names, model=vision.name, blocks=vision.blocks, count=count, frozen_blocks=frozen_blocks
     )
 
 
@@ -186,16 +180,10 @@ def _first_blocks(vision: Vision, count: int) -> list[nn.Module]:
 
 
 def image_logits(
-    vision: Vision,
-    params: Params,
-    pixels: Float[Tensor, "n 3 height width"],
-    *,
-    dropout_mask: Float[Tensor, "n hidden"] | None = None,
+    vision: Vision, params: Params, pixels: Float[Tensor, "n 3 height width"]
 ) -> Float[Tensor, "n labels"]:
-    """Logits by a client's tensors and head; `dropout_mask` multiplies the features (head dropout, scaled already)."""
+    """Logits by a client's tensors and head."""
     features = image_features(vision, params, pixels)
-    if dropout_mask is not None:
-        features = features * dropout_mask
     return nn.functional.linear(features, params[f"{HEAD}weight"], params[f"{HEAD}bias"])
 
 
@@ -217,9 +205,8 @@ def preprocess(
         if images.shape[2:] != size:
             resized = nn.functional.interpolate(images, size=size, mode=vision.resample, antialias=True)
             images = resized.add_(0.5).floor_().clamp_(0, 255)
-    mean, std = (_per_channel(values, images) for values in (vision.mean, vision.std))
+    mean, std = (
+        torch.tensor(by_channel, dtype=torch.float32, device=images.device)[:, None, None]
+        for by_channel in (vision.mean, vision.std)
+    )
     return ((images * vision.rescale - mean) / std).expand(-1, len(vision.mean), -1, -1).contiguous()
-
-
-def _per_channel(values: Sequence[float], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=like.device)[:, None, None]

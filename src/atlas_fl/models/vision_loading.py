@@ -8,8 +8,7 @@ that stock transformers load.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassi
 from atlas_fl.errors import ConfigError, ModelError
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.files import check_blocks, check_folder, check_heads, check_raw_config, check_size, tensor_shapes
-from atlas_fl.models.loading import UNREADABLE, checkpoint_blocks, first_line, loading_lock, loading_options
+from atlas_fl.models.loading import as_model_error, checkpoint_blocks, loading_lock, loading_options
 from atlas_fl.models.registry import VISION_FAMILIES, Dense, Family, ModelSource, locate_model
 from atlas_fl.models.vision import Vision, backbone_weights
 from atlas_fl.params import HEAD, Params, head_keys
@@ -45,7 +44,7 @@ def load_vision(
         ModelError: the files are not to be had, are no image classifier's, or cannot see images of this size.
     """
     source = locate_model(name)
-    with _as_image_model_error(name, source), loading_lock():
+    with as_model_error(name, source, images=True), loading_lock():
         check_folder(name, source)
         check_raw_config(name, source)
         config = AutoConfig.from_pretrained(source.path, **loading_options(source))
@@ -83,9 +82,7 @@ def _check_config(name: str, source: ModelSource, config: Any) -> None:
         check_blocks(name, config, len(shapes))
     if config.model_type in VISION_FAMILIES:
         check_heads(name, config)
-    with torch.device("meta"):
-        outline = AutoModelForImageClassification.from_config(config, trust_remote_code=False)
-    check_size(name, outline, shapes)
+    check_size(name, AutoModelForImageClassification, config, shapes)
 
 
 def _resize(name: str, model: PreTrainedModel, size: int) -> None:
@@ -168,19 +165,6 @@ def _normalisation(name: str, processor: Any) -> dict[str, Any]:
         "rescale": float(processor.rescale_factor) if processor.do_rescale else 1.0,
         "resample": RESAMPLE[resample],
     }
-
-
-@contextmanager
-def _as_image_model_error(name: str, source: ModelSource) -> Iterator[None]:
-    try:
-        yield
-    except UNREADABLE as error:
-        reason = first_line(error)
-        raise ModelError(
-            f"model {name!r} ({source.path}) could not be loaded as an image classifier: {reason}; give a directory"
-            " that holds config.json, model.safetensors and preprocessor_config.json, fill the hub's cache on a machine"
-            " with a network and copy it, or use the embedded one: `atlas fetch vision` and --model dinov2-vits14"
-        ) from error
 
 
 def load_image_backbone(

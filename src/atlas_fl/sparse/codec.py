@@ -132,15 +132,10 @@ def encode_values(params: Params, mask: Mask) -> bytes:
     """The message with the kept values of the parameters, exactly, and nothing of the frozen ones."""
     check_mask(mask, params)
     order = sorted(params)
-    dtypes = sorted({params[name].dtype for name in order}, key=list(DTYPES).index)
-    return encode_tensors(
-        {
-            _PREFIX + DTYPES[dtype]: torch.cat(
-                [params[name].detach()[mask[name]] for name in order if params[name].dtype is dtype]
-            )
-            for dtype in dtypes
-        }
-    )
+    kept: dict[str, list[Tensor]] = {}
+    for name in order:
+        kept.setdefault(_PREFIX + DTYPES[params[name].dtype], []).append(params[name].detach()[mask[name]])
+    return encode_tensors({key: torch.cat(values) for key, values in kept.items()})
 
 
 def values_size(count: int, *, dtype: torch.dtype = torch.float32) -> int:
@@ -159,27 +154,26 @@ def decode_values(message: bytes, mask: Mask, like: Params, *, into: Params | No
     """
     check_mask(mask, like)
     tensors = _decode_tensors(message)
-    params, offsets = {}, dict.fromkeys(tensors, 0)
+    counts: dict[torch.dtype, dict[str, int]] = {}
     for name in sorted(like):
-        key, count = _PREFIX + DTYPES[like[name].dtype], int(torch.count_nonzero(mask[name]))
-        values = tensors.get(key, torch.empty(0))[offsets.get(key, 0) : offsets.get(key, 0) + count]
-        if len(values) != count:
-            raise _count_error(tensors, mask)
-        offsets[key] = offsets.get(key, 0) + count
-        dense = torch.zeros(like[name].shape, dtype=like[name].dtype) if into is None else into[name].detach().clone()
-        dense[mask[name]] = values.to(dense.device)
+        counts.setdefault(like[name].dtype, {})[name] = int(torch.count_nonzero(mask[name]))
+    expected = {_PREFIX + DTYPES[dtype]: (dtype, (sum(by_name.values()),)) for dtype, by_name in counts.items()}
+    if {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()} != expected:
+        num_values = sum(tensor.numel() for tensor in tensors.values())
+        num_kept = sum(sum(by_name.values()) for by_name in counts.values())
+        raise ProtocolError(
+            f"a sparse message has {num_values} values and its mask keeps {num_kept}; both sides need one mask"
+        )
+    values: dict[str, Tensor] = {}
+    for dtype, by_name in counts.items():
+        parts = torch.split(tensors[_PREFIX + DTYPES[dtype]], list(by_name.values()))
+        values |= zip(by_name, parts, strict=True)
+    params = {}
+    for name, tensor in like.items():
+        dense = torch.zeros(tensor.shape, dtype=tensor.dtype) if into is None else into[name].detach().clone()
+        dense[mask[name]] = values[name].to(dense.device)
         params[name] = dense
-    if any(offsets[key] != tensor.numel() for key, tensor in tensors.items()):
-        raise _count_error(tensors, mask)
-    return {name: params[name] for name in like}
-
-
-def _count_error(tensors: Params, mask: Mask) -> ProtocolError:
-    num_values = sum(tensor.numel() for tensor in tensors.values())
-    num_kept = sum(int(torch.count_nonzero(bits)) for bits in mask.values())
-    return ProtocolError(
-        f"a sparse message has {num_values} values and its mask keeps {num_kept}; both sides need one mask"
-    )
+    return params
 
 
 def _decode_tensors(message: bytes) -> dict[str, Tensor]:
@@ -218,12 +212,9 @@ def _redraw_mask(tensors: Params, like: Params) -> dict[str, Tensor]:
 
 
 def _split_bits(bits: Tensor, like: Params) -> dict[str, Tensor]:
-    mask, start = {}, 0
-    for name in sorted(like):
-        end = start + like[name].numel()
-        mask[name] = bits[start:end].view(like[name].shape).to(like[name].device)
-        start = end
-    return {name: mask[name] for name in like}
+    names = sorted(like)
+    parts = dict(zip(names, torch.split(bits, [like[name].numel() for name in names]), strict=True))
+    return {name: parts[name].view(tensor.shape).to(tensor.device) for name, tensor in like.items()}
 
 
 def _from_bitmap(packed: Tensor | None, total: int) -> "np.ndarray[Any, Any]":

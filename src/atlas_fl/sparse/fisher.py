@@ -282,13 +282,18 @@ def fisher_scores(
         DataError: true labels are wanted and not given, or not one for each example.
         ModelError: the model has no parameter of that name.
     """
+    if method not in ("layers", "examples"):
+        raise ConfigError(f"the method is {method!r}; it is 'layers' or 'examples'")
     chosen = sorted(select_params(params, names))
     weights = {name: tensor.detach() for name, tensor in params.items()}
     draws, objective = _label_draws(logits, len(inputs), labels=labels, targets=targets, seed=seed, ids=ids)
     draws = draws.to(inputs.device)
     sums = {name: torch.zeros(weights[name].shape, dtype=torch.float64, device=weights[name].device) for name in chosen}
     if len(inputs):
-        trace = _trace(objective, weights, chosen, inputs=inputs, draws=draws, method=method)
+        trace = capture(objective, weights, chosen, inputs=inputs, draws=draws)
+        if method == "examples":
+            inside = sum(weights[name].numel() * weights[name].element_size() for name in trace.matrices)
+            trace = ForwardTrace(products={}, bytes_per_example=trace.bytes_per_example + 2 * inside)
         size = chunk_size(trace.bytes_per_example, memory_bytes)
         for start in range(0, len(inputs), size):
             part = slice(start, start + size)
@@ -345,15 +350,3 @@ def _label_draws(
         shape = "none" if targets is None else f"{tuple(targets.shape)}"
         raise DataError(f"labels='true' needs one target for each of {count} examples, and there are {shape}")
     return targets.long(), log_prob
-
-
-def _trace(
-    objective: Objective, params: Params, names: Sequence[str], *, inputs: Tensor, draws: Tensor, method: str
-) -> ForwardTrace:
-    trace = capture(objective, params, names, inputs=inputs, draws=draws)
-    if method == "layers":
-        return trace
-    if method != "examples":
-        raise ConfigError(f"the method is {method!r}; it is 'layers' or 'examples'")
-    inside = sum(params[name].numel() * params[name].element_size() for name in trace.matrices)
-    return ForwardTrace(products={}, bytes_per_example=trace.bytes_per_example + 2 * inside)

@@ -81,12 +81,10 @@ def _threshold(numbers: "np.ndarray[Any, Any]", count: int) -> tuple[float, int]
 
 
 def _gather(ranking: Ranking, like: Params, dtype: torch.dtype, within: Mask | None) -> "np.ndarray[Any, Any]":
+    names = sorted(like)
     numbers = torch.empty(sum(tensor.numel() for tensor in like.values()), dtype=dtype)
-    start = 0
-    for name in sorted(like):
-        end = start + like[name].numel()
-        numbers[start:end] = _values(ranking, name, dtype, within).flatten()
-        start = end
+    for name, part in zip(names, torch.split(numbers, [like[name].numel() for name in names]), strict=True):
+        part.copy_(_values(ranking, name, dtype, within).flatten())
     return numbers.numpy()
 
 
@@ -135,21 +133,8 @@ def _describe(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
-def union(masks: Sequence[Mask]) -> dict[str, Tensor]:
-    """Weights that at least one mask lets move."""
-    _check_masks(masks)
-    return {name: reduce(torch.logical_or, [mask[name] for mask in masks]).clone() for name in masks[0]}
-
-
-def intersection(masks: Sequence[Mask]) -> dict[str, Tensor]:
-    """Weights that every mask lets move."""
-    _check_masks(masks)
-    return {name: reduce(torch.logical_and, [mask[name] for mask in masks]).clone() for name in masks[0]}
-
-
 def overlap(masks: Sequence[Mask]) -> Float64[np.ndarray, "masks masks"]:
-    """Jaccard index |a and b| / |a or b| of every pair; two empty masks are equal and have 1."""
-    _check_masks(masks)
+    """Jaccard index |a and b| / |a or b| of every pair of masks of one model; two empty masks are equal and have 1."""
     both = np.zeros((len(masks), len(masks)))
     for name in masks[0]:
         # float64 counts exactly up to 2^53; one row of bits a mask and parameter at a time
@@ -193,13 +178,6 @@ def _layer_order(layer: str) -> tuple[int, str, int]:
 def num_kept(mask: Mask) -> int:
     """Number of weights that may move."""
     return sum(int(torch.count_nonzero(bits)) for bits in mask.values())
-
-
-def _check_masks(masks: Sequence[Mask]) -> None:
-    if not masks:
-        raise ModelError("there are no masks to compare; give one or more")
-    for mask in masks[1:]:
-        check_mask(mask, masks[0])
 
 
 Scope: TypeAlias = Literal["global", "layer"]
@@ -318,14 +296,12 @@ def keep_share(
     if scope not in ("global", "layer"):
         raise unknown_name("mask scope", scope, ("global", "layer"))
     ranking, params = MASKS[strategy](evidence), evidence.params
-    like = params if strategy not in BY_SENSITIVITY or evidence.scores is None else evidence.scores
-    like = {name: like[name] for name in params}
-    parts = [like] if scope == "global" else [{name: tensor} for name, tensor in like.items()]
+    like = evidence.scores if strategy in BY_SENSITIVITY and evidence.scores is not None else params
+    parts = [list(params)] if scope == "global" else [[name] for name in params]
     mask: dict[str, Tensor] = {}
-    for part in parts:
-        count = round(share * sum(tensor.numel() for tensor in part.values()))
-        inside = None if within is None else {name: within[name] for name in part}
-        mask |= bottom_k(ranking, part, count=count, within=inside)
+    for names in parts:
+        count = round(share * sum(like[name].numel() for name in names))
+        mask |= bottom_k(ranking, {name: like[name] for name in names}, count=count, within=within)
     return {name: mask[name].to(params[name].device) for name in params}
 
 
@@ -378,11 +354,11 @@ def shrink_frozen(params: Params, mask: Mask, *, shrink: float) -> dict[str, Ten
     }
 
 
-MASK_MERGES: Mapping[str, Callable[[Sequence[Mask]], dict[str, Tensor]]] = {
-    "union": union,
-    "intersection": intersection,
+MASK_MERGES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "union": torch.logical_or,
+    "intersection": torch.logical_and,
 }
-"""Ways to make one mask of several."""
+"""Ways to make one mask of several: a weight may move where at least one mask lets it, or where every one does."""
 
 
 def read_mask(path: Path) -> dict[str, Tensor]:
@@ -427,7 +403,9 @@ def merge_masks(masks: Mapping[str, Mask], *, method: str) -> dict[str, Tensor]:
     if method not in MASK_MERGES:
         raise unknown_name("merge", method, MASK_MERGES)
     check_same_model(masks)
-    mask = MASK_MERGES[method](list(masks.values()))
+    first, *_ = masks.values()
+    merge = MASK_MERGES[method]
+    mask = {name: reduce(merge, [other[name] for other in masks.values()]) for name in first}
     if not num_kept(mask):
         raise ConfigError(
             f"the {method} of these {len(masks)} masks lets no weight move; take the union, or fewer masks"

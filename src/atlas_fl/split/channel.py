@@ -14,6 +14,7 @@ With `head="server"` the labels go up. With `head="client"` the features come do
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
@@ -118,13 +119,8 @@ class CutSegment:
     labels: Tensor
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Crossing:
-    """Rows that cross: there in the forward pass, back in the backward pass."""
-
-    rows: slice
-    forward: Callable[[Tensor], Tensor]
-    backward: Callable[[Tensor], Tensor]
+_Crossing: TypeAlias = tuple[slice, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
+"""(rows that cross, their way in the forward pass, their gradients' way in the backward pass)."""
 
 
 class _CrossCut(torch.autograd.Function):
@@ -134,15 +130,15 @@ class _CrossCut(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, crossings: Sequence[_Crossing]) -> Tensor:
         ctx.crossings = crossings
         out = rows.clone()
-        for crossing in crossings:
-            out[crossing.rows] = crossing.forward(rows[crossing.rows])
+        for place, send, _ in crossings:
+            out[place] = send(rows[place])
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         out = grad.clone()
-        for crossing in ctx.crossings:
-            out[crossing.rows] = crossing.backward(grad[crossing.rows])
+        for place, _, send in ctx.crossings:
+            out[place] = send(grad[place])
         return out, None
 
 
@@ -178,22 +174,16 @@ def backbone_features_across_cuts(
 
 
 def _activation_crossing(segment: CutSegment) -> _Crossing:
-    extra = {"lengths": segment.lengths} | (
-        {} if segment.output_positions is None else {"places": segment.output_positions}
-    )
-    return _Crossing(
-        rows=segment.tokens,
-        forward=lambda rows: segment.channel.send_up(rows, "activation", extra=extra),
-        backward=lambda rows: segment.channel.send_down(rows, "gradient"),
-    )
+    extra = {"lengths": segment.lengths}
+    if segment.output_positions is not None:
+        extra["places"] = segment.output_positions
+    up = partial(segment.channel.send_up, kind="activation", extra=extra)
+    return segment.tokens, up, partial(segment.channel.send_down, kind="gradient")
 
 
 def _feature_crossing(segment: CutSegment) -> _Crossing:
-    return _Crossing(
-        rows=segment.feature_rows,
-        forward=lambda rows: segment.channel.send_down(rows, "activation"),
-        backward=lambda rows: segment.channel.send_up(rows, "gradient"),
-    )
+    down = partial(segment.channel.send_down, kind="activation")
+    return segment.feature_rows, down, partial(segment.channel.send_up, kind="gradient")
 
 
 def _cross(rows: Tensor, crossings: Sequence[_Crossing]) -> Tensor:

@@ -103,8 +103,8 @@ def encode_rows(rows: Tensor, *, wire: WireName, extra: Mapping[str, Tensor] | N
 
 def decode_rows(message: bytes) -> tuple[Tensor, dict[str, Tensor]]:
     """(rows, extra) that a message carries: rows (tokens, width) float32 on the CPU, whatever the wire was."""
-    tensors = decode_tensors(message)
-    return _unpack_rows(tensors), tensors
+    tensors = read_message(message)
+    return tensors.pop(ROWS), tensors
 
 
 def read_message(message: bytes) -> dict[str, Tensor]:
@@ -119,7 +119,8 @@ def read_message(message: bytes) -> dict[str, Tensor]:
     if ROWS in tensors:
         if not _has_row_format(tensors):
             raise ProtocolError(f"rows came through the cut in another form than {', '.join(WIRES)}")
-        tensors[ROWS] = _unpack_rows(tensors)
+        rows = tensors[ROWS]
+        tensors[ROWS] = _from_int8(rows, tensors.pop(_SCALES)) if rows.dtype is torch.int8 else rows.float()
     return tensors
 
 
@@ -127,12 +128,6 @@ def _has_row_format(tensors: Mapping[str, Tensor]) -> bool:
     rows, scales = tensors[ROWS], tensors.get(_SCALES)
     fits = scales is not None and scales.dtype is torch.float32 and scales.shape == rows.shape[:1]
     return rows.ndim == 2 and (fits if rows.dtype is torch.int8 else rows.dtype in (torch.float32, torch.bfloat16))
-
-
-def _unpack_rows(tensors: dict[str, Tensor]) -> Tensor:
-    """The rows among these tensors, taken out of them, as float32."""
-    rows = tensors.pop(ROWS)
-    return _from_int8(rows, tensors.pop(_SCALES)) if rows.dtype is torch.int8 else rows.float()
 
 
 def message_size(count: int, width: int, *, wire: WireName, extra: Mapping[str, Tensor] | None = None) -> int:

@@ -9,7 +9,7 @@ no more than its part (`load_client_part`).
 Vepakomma et al. 2018, "Split learning for health".
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
@@ -24,7 +24,7 @@ from atlas_fl.errors import ModelError
 from atlas_fl.models.attention import PackedLayout
 from atlas_fl.models.backbone import Backbone, block_index, embed_tokens, norm_and_pool, read_positions, run_blocks
 from atlas_fl.models.files import checkpoint_names, shard_file, weight_files
-from atlas_fl.models.loading import build_first_blocks, checkpoint_blocks, mismatch
+from atlas_fl.models.loading import build_first_blocks, check_shape, checkpoint_blocks
 from atlas_fl.params import HEAD, PRIVATE
 
 
@@ -66,7 +66,7 @@ def load_client_part(
         outline = build_first_blocks(name, blocks=blocks)
     expected = outline.model.state_dict()
     for key, file, stored in _find_tensors(outline, expected):
-        _check_shape(name, key, file.get_slice(stored).get_shape(), expected[key])
+        check_shape(name, key, file.get_slice(stored).get_shape(), expected[key].shape)
     part = build_first_blocks(name, blocks=blocks)  # as large as the files, and no larger
     state = part.model.state_dict()
     for key, file, stored in _find_tensors(part, state):
@@ -79,19 +79,13 @@ def load_client_part(
 
 def _output_embedding(part: Backbone) -> Tensor:
     """The output embedding, which many models tie to that of the input."""
-    if part.model.config.tie_word_embeddings:
-        tied: Tensor = part.model.get_input_embeddings().weight
-        return tied
     table: Tensor = part.model.get_input_embeddings().weight
+    if part.model.config.tie_word_embeddings:
+        return table
     for key, file, stored in _find_tensors(part, ("lm_head.weight",)):
-        _check_shape(part.name, key, file.get_slice(stored).get_shape(), table)
+        check_shape(part.name, key, file.get_slice(stored).get_shape(), table.shape)
         table = file.get_tensor(stored)
     return table.to(part.device, torch.float32)
-
-
-def _check_shape(name: str, key: str, shape: Sequence[int], expected: Tensor) -> None:
-    if tuple(shape) != tuple(expected.shape):
-        raise ModelError(mismatch(name, key, shape, expected.shape))
 
 
 def _find_tensors(part: Backbone, keys: Collection[str]) -> Iterator[tuple[str, Any, str]]:
