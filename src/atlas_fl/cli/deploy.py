@@ -51,12 +51,10 @@ def serve(words: Sequence[str]) -> int:
     # gRPC writes its own view of every refused certificate to the terminal, where ours stands already.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
-    from pathlib import Path
-
     from atlas_fl.cli.tables import outcome
-    from atlas_fl.deployment.server import deliver_again, remote_backend, serve_final_models
+    from atlas_fl.deployment.server import remote_backend, serve_final_models
     from atlas_fl.deployment.service import ServerOptions
-    from atlas_fl.experiment.run import run_config as run_config
+    from atlas_fl.experiment.run import run_config
 
     service = ServerOptions(
         certs=Path(options.certs),
@@ -69,9 +67,7 @@ def serve(words: Sequence[str]) -> int:
         without=options.without,
     )
     with show_progress() as on_event, going_on("the same command"):
-        if options.again:
-            deliver_again(config, options.again)
-        serve_final_models(config, service, on_event)
+        serve_final_models(config, service, on_event, again=options.again)
         result = run_config(config, on_event=on_event, resume=True, backend=remote_backend(service))
     show(outcome(result.folder, result.summary, complete=result.complete))
     return 0
