@@ -10,7 +10,6 @@ pytest.importorskip("flwr", reason="the extra `flower` is not installed")
 
 from atlas_fl.config import Config, config_hash, to_toml, with_values
 from atlas_fl.deployment import site
-from atlas_fl.deployment.consent import Consent
 from atlas_fl.deployment.site import SiteOptions, SiteResult
 from atlas_fl.flower.client_app import work
 from atlas_fl.flower.messages import RECORD, Invitation
@@ -37,4 +36,4 @@ def test_all_that_a_node_agrees_to_and_pins_reaches_the_site(tmp_path: Path, mon
     (options,) = joined
     assert options.config == config_hash(settings)
     assert (options.private, options.to) == (Path("kept"), Path("models") / "3")
-    assert options.consent == Consent(allow=("cut",), least_examples=4, most_sketch=64)
+    assert (options.allow, options.least_examples, options.most_sketch) == (("cut",), 4, 64)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from atlas_fl.deployment.consent import Consent
 from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.flower.messages import Invitation, Node, node_of, read_invitation
 from atlas_fl.runtime.transport.certificates import make_certs, open_certs
@@ -21,16 +20,10 @@ def test_a_node_is_named_by_its_config_or_by_its_number() -> None:
 
 def test_a_node_agrees_to_nothing_but_what_its_config_says() -> None:
     given = {"task": "movie", "device": "cpu_2gb"}
-    assert node_of(given, node_id=7).consent == Consent(allow=(), least_examples=16)
+    node = node_of(given, node_id=7)
+    assert (node.allow, node.least_examples, node.config, node.private) == ((), 16, None, None)
     own = node_of({**given, "allow": "cut labels", "least-examples": 4, "most-sketch": 64}, node_id=7)
-    assert own.consent == Consent(allow=("cut", "labels"), least_examples=4, most_sketch=64)
-
-
-def test_a_node_may_pin_the_settings_and_says_where_private_parts_lie() -> None:
-    given = {"task": "movie", "device": "cpu_2gb"}
-    assert (node_of(given, node_id=7).config, node_of(given, node_id=7).private) == (None, None)
-    own = node_of({**given, "config": "fed.toml", "private": "kept"}, node_id=7)
-    assert (own.config, own.private) == ("fed.toml", "kept")
+    assert (own.allow, own.least_examples, own.most_sketch) == (("cut", "labels"), 4, 64)
 
 
 @pytest.mark.parametrize(

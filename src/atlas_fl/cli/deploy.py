@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
-from atlas_fl.cli.arguments import Positional, Words, base_config, parse, split
+from atlas_fl.cli.arguments import Positional, base_config, parse, split
 from atlas_fl.cli.display import going_on, show, show_progress
 from atlas_fl.config import Config, pinned_hash, validate
-from atlas_fl.deployment.consent import Allowance, Consent
+from atlas_fl.deployment.consent import SiteChoices
 from atlas_fl.errors import ConfigError
 
 
@@ -74,7 +74,7 @@ def serve(words: Sequence[str]) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JoinOptions:
+class JoinOptions(SiteChoices):
     """Take part in a federation with the data of this machine. The data stays here; counts, label statistics, sketches
     and adapters travel. Ends when the server's run is complete; a connection that is lost is made again."""
 
@@ -82,37 +82,10 @@ class JoinOptions:
     """Where `atlas serve` runs."""
     certs: str
     """This site's folder of `atlas certs make`."""
-    task: str
-    """The data: your own as `name=path`, with text=, pair= and label= as needed, or a task's name."""
-    device: str
-    """This machine's profile: a name (`atlas list devices`) or your own description."""
-    part: int | None = None
-    """Which of the --clients-per-task parts of the task is here, from 0, dealt as in a simulation; all of it by
-    default."""
-    model: str | None = None
-    """Where the model lies here, if the server's name for it leads nowhere on this machine."""
-    data_dir: str | None = None
-    """A directory that holds data sets which would else come from the hub or its cache."""
-    plugin: tuple[str, ...] = ()
-    """Plug-ins of the federation as they lie here, a .py file or a module each; may be repeated. Only these are loaded,
-    and they must have the digests of the server's."""
     config: str | None = None
     """A TOML or YAML file of settings; this site works for no server with others."""
     patience: float = 600.0
     """Seconds to try a server again that has gone."""
-    allow: tuple[Allowance, ...] = ()
-    """What you agree to beyond adapters, head, sketches and counts: `cut` (the model may be cut, and activations tell
-    the server nearly all of the text), `labels` (they go to the server, where the head of a cut model is), `hosting`
-    (sites compute for each other), `hub-model` (a model of the hub that the server names is loaded), `linear-steps`
-    (--optimizer sgd, whose updates are sums of gradients) and `partial-training` (--trained-parts without the head or
-    the factors A): under the last two texts were read out of updates."""
-    least_examples: int = Consent.least_examples
-    """Fewest training examples behind an update or a fingerprint, and fewest by which two of them differ; settings that
-    take fewer are refused."""
-    max_rounds_per_example: float = Consent.max_rounds_per_example
-    """Most rounds of training for each training example here; settings with more are refused."""
-    most_sketch: int = Consent.most_sketch
-    """Most numbers of a sketch of this data; settings with longer ones are refused."""
     private: str | None = None
     """Where what the settings' --share leaves out is kept until the run is complete; NAME-private by default. A site
     that is started again needs it."""
@@ -129,29 +102,17 @@ def join(words: Sequence[str]) -> int:
     options = parse(JoinOptions, groups, command="atlas join")
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as in `atlas serve`
 
-    from atlas_fl.deployment.site import SiteOptions
-    from atlas_fl.deployment.site import join_federation as join_federation
+    from atlas_fl.deployment.site import SiteOptions, join_federation
     from atlas_fl.report.format import human_bytes
     from atlas_fl.runtime.transport.certificates import open_certs
 
     certs = Path(options.certs)
     joining = SiteOptions(
+        **options.choices(),
         address=options.address,
         certs=certs,
-        task=options.task,
-        device=options.device,
-        part=options.part,
-        model=options.model,
-        data_dir=options.data_dir,
-        plugin=options.plugin,
         config=None if options.config is None else pinned_hash(base_config(groups), origin=options.config),
         patience_seconds=options.patience,
-        consent=Consent(
-            allow=options.allow,
-            least_examples=options.least_examples,
-            max_rounds_per_example=options.max_rounds_per_example,
-            most_sketch=options.most_sketch,
-        ),
         private=None if options.private is None else Path(options.private),
         secret=None if options.secret is None else Path(options.secret),
         to=Path(options.to or f"{open_certs(certs).name}-adapter"),
@@ -197,24 +158,19 @@ def certs(words: Sequence[str]) -> int:
     """Carry out what these words say; 0."""
     groups = split(words)
     options = parse(CertsOptions, groups, command="atlas certs")
-    _check(options, groups)
-    show(_ACTIONS[options.what](options))
-    return 0
-
-
-def _check(options: CertsOptions, groups: Sequence[Words]) -> None:
-    """Raise `ConfigError` for a flag that this action does not take, and for too many or too few subjects."""
-    flags, noun, most = _TAKES[options.what]
+    action, flags, noun, most = _ACTIONS[options.what]
     for group in groups:
         if group.flag and group.flag not in flags:
             raise ConfigError(
-                f"{group.flag} is not for `atlas certs {options.what}`, which takes {' and '.join(flags) or 'no flag'}"
+                f"{group.flag} is not for `atlas certs {options.what}`, which takes {' and '.join(flags)}"
             )
     if not options.subject or len(options.subject) > most:
         raise ConfigError(
             f"`atlas certs {options.what}` was given {len(options.subject)} words; it takes {noun}: see"
             " `atlas certs --help`"
         )
+    show(action(options))
+    return 0
 
 
 def _make(options: CertsOptions) -> Lines:
@@ -281,18 +237,11 @@ def _dates(made: Sequence[Path]) -> Lines:
     return [f"good until {', '.join(until)}"] if until else []
 
 
-_ACTIONS: Mapping[str, Callable[[CertsOptions], Lines]] = {
-    "make": _make,
-    "renew": _renew,
-    "revoke": _revoke,
-    "request": _request,
-    "sign": _sign,
+_ACTIONS: Mapping[str, tuple[Callable[[CertsOptions], Lines], tuple[str, ...], str, int]] = {
+    "make": (_make, ("--server", "--client", "--days"), "one DIR", 1),
+    "renew": (_renew, ("--to", "--days"), "names of sites", 1000),
+    "revoke": (_revoke, ("--to",), "names of sites", 1000),
+    "request": (_request, ("--to",), "one NAME", 1),
+    "sign": (_sign, ("--to", "--days"), "one REQUEST", 1),
 }
-_TAKES: Mapping[str, tuple[tuple[str, ...], str, int]] = {
-    "make": (("--server", "--client", "--days"), "one DIR", 1),
-    "renew": (("--to", "--days"), "names of sites", 1000),
-    "revoke": (("--to",), "names of sites", 1000),
-    "request": (("--to",), "one NAME", 1),
-    "sign": (("--to", "--days"), "one REQUEST", 1),
-}
-"""By action its flags, what it is about, and how many of these at most."""
+"""By action its function, its flags, its subjects, and how many of these at most."""

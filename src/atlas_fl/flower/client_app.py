@@ -46,18 +46,13 @@ def work(message: Message, context: Context) -> Reply:
         invitation.write(Path(folder))
         joined = join_federation(
             SiteOptions(
+                **node.choices(),
                 address=invitation.address,
                 certs=Path(folder),
                 token=invitation.token,
-                task=node.task,
-                device=node.device,
-                part=node.part,
-                model=node.model,
-                data_dir=node.data_dir,
                 config=config,
                 private=None if node.private is None else Path(node.private),
                 patience_seconds=node.patience,
-                consent=node.consent,
                 to=Path(node.to or f"{node.name}-adapter") / str(context.run_id),
             ),
             on_event=on_event,
