@@ -313,19 +313,21 @@ def test_a_server_that_asks_for_anything_else_gets_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_jobs_do_not_come_for_ever(usual: Recording, lied: Callable[..., Ended]) -> None:
+@pytest.mark.parametrize(("kind", "most"), [("job", 40), ("register", MAX_REGISTRATIONS)])
+def test_jobs_do_not_come_for_ever(usual: Recording, lied: Callable[..., Ended], kind: str, most: int) -> None:
     """As often as faults explain, and not without an end."""
-    for kind, most in ((("job", "evaluate"), 40), (("register", None), MAX_REGISTRATIONS)):
-        action = kind[1]
-        again = next(
-            answer for _, answer in usual.spoken[NAME].turns if action is None or answer[0].get("action") == action
-        )
-        told = again if action else ({"kind": "register"}, {})
-        found = lied(usual, lambda head, _, told=told, action=action: told if told_now(head, action) else None)
-        assert re.search(r"for the \d+th time", found.error), found.error
-        assert len(found.said_after) <= most
-        if not action:
-            assert {head["kind"] for head, _ in found.said_after} == {"register"}
+    job = next(answer for _, answer in usual.spoken[NAME].turns if answer[0].get("action") == "evaluate")
+
+    def lie(head: dict[str, Any], _: dict[str, Any]) -> Any:
+        if kind == "register":
+            return {"kind": "register"}, {}
+        return job if head.get("action") == "evaluate" else None
+
+    found = lied(usual, lie)
+    assert re.search(r"for the \d+th time", found.error), found.error
+    assert len(found.said_after) <= most
+    if kind == "register":
+        assert {head["kind"] for head, _ in found.said_after} == {"register"}
 
 
 def test_a_site_trains_in_no_more_rounds_than_it_agreed_to(usual: Recording, lied: Callable[..., Ended]) -> None:
@@ -333,10 +335,6 @@ def test_a_site_trains_in_no_more_rounds_than_it_agreed_to(usual: Recording, lie
     found = lied(usual, lambda *_: None, max_rounds_per_example=1 / 24)
     assert "--rounds 2 may train this site 2 times on its 24 examples; allowed: 1" in found.error
     assert found.link.sent == []
-
-
-def told_now(head: Mapping[str, Any], action: str | None) -> bool:
-    return action is None or head.get("action") == action
 
 
 SETTINGS: Mapping[str, tuple[dict[str, object], str]] = {

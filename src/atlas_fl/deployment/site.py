@@ -321,7 +321,7 @@ def join_federation(joining: SiteOptions, *, on_event: OnEvent = ignore) -> Site
         run = config_hash(settings)
         outline = home.outline
         said |= {"config": run, **identity_said(home.model)}
-        check_same_model(home.model, link, said, name=settings.model.model)
+        check_same_model(link, said, name=settings.model.model)
         link.answer_limit = home.answer_limit
         examples = len(client.train)
         sent = what_leaves(settings, client=client, device=device, blocks=outline.blocks)
@@ -397,19 +397,20 @@ def identity_said(model: ModelIdentity) -> dict[str, str | None]:
     }
 
 
-def check_same_model(model: ModelIdentity, link: Link, said: Head, *, name: str) -> None:
+def check_same_model(link: Link, said: Mapping[str, str | None], *, name: str) -> None:
     """Raise `ModelError` where the model here is not the server's.
 
     The server is told the digests before that, and nothing else, so that its log says why this site does not come.
     """
-    for key, here in identity_said(model).items():
+    for key, digest_name in PARTS.items():
+        here = said[key]
         there = link.welcome.get(key)
         if here is None or there is None or here == there:
             continue
         with suppress(ProtocolError):
             link.exchange({"kind": "register", **said})
         raise ModelError(
-            f"{PARTS[key]} of model {short_repr(name)} is {here:.16} here and {one_line(there, limit=16)} at the"
+            f"{digest_name} of model {short_repr(name)} is {here:.16} here and {one_line(there, limit=16)} at the"
             " server; give the server's model with --model"
         )
 
@@ -510,7 +511,7 @@ def own_client(config: Config, name: str, *, task: str, part: int | None, secret
             f"--part is {part}; allowed: 0 to {settings.clients_per_task - 1}, as --clients-per-task of the server"
             " says, or leave it out where the whole task is here"
         )
-    by_classes = part is not None and config.images.nc != ALL_CLASSES
+    by_classes = config.images.nc != ALL_CLASSES
     clients = make_clients(
         (client_task,),
         source,

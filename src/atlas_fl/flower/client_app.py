@@ -17,7 +17,7 @@ from atlas_fl.flower.messages import (
     Message,
     RecordDict,
     node_of,
-    read_invitation,
+    write_certs,
 )
 
 FAILED = 2
@@ -40,16 +40,16 @@ def work(message: Message, context: Context) -> Reply:
     config = None
     if node.config is not None:
         config = pinned_hash(load_config(Path(node.config)), origin=node.config)
-    invitation = read_invitation(message.content[RECORD])
+    invitation = message.content[RECORD]
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as in `atlas join`
     with tempfile.TemporaryDirectory(prefix="atlas-") as folder, show_progress() as on_event:
-        invitation.write(Path(folder))
+        write_certs(invitation, Path(folder))
         joined = join_federation(
             SiteOptions(
                 **node.choices(),
-                address=invitation.address,
+                address=str(invitation["address"]),
                 certs=Path(folder),
-                token=invitation.token,
+                token=str(invitation["token"]),
                 config=config,
                 private=None if node.private is None else Path(node.private),
                 patience_seconds=node.patience,

@@ -84,31 +84,12 @@ def node_of(config: Mapping[str, Any], *, node_id: int) -> Node:
     return node
 
 
-@dataclass(frozen=True, kw_only=True)
-class Invitation:
-    """The server's message to one node."""
+def write_certs(invitation: Mapping[str, Any], folder: Path) -> None:
+    """Put the certificates of an invitation where `open_certs` finds them; the folder must be this user's alone.
 
-    address: str
-    token: str
-    pem: Mapping[str, bytes]
-    """Authority, certificate and key by the names of their files."""
-
-    def record(self) -> dict[str, str | bytes]:
-        """The invitation as a record of a message."""
-        return {"address": self.address, "token": self.token, **self.pem}
-
-    def write(self, folder: Path) -> None:
-        """Put the certificates where `open_certs` finds them; the folder must be this user's alone."""
-        for name, content in self.pem.items():
-            write_atomic(folder / name, content, mode=0o600)
-
-
-def read_invitation(record: Mapping[str, Any]) -> Invitation:
-    """The invitation in this record; raises `ProtocolError` where there is none."""
-    if missing := [key for key in INVITATION if key not in record]:
+    Raises `ProtocolError` for a record that is no invitation.
+    """
+    if missing := [key for key in INVITATION if key not in invitation]:
         raise ProtocolError(f"the server's message has no {missing[0]}; install the same atlas-fl on both ends")
-    return Invitation(
-        address=str(record["address"]),
-        token=str(record["token"]),
-        pem={name: bytes(record[name]) for name in (CA, CERT, KEY)},
-    )
+    for name in (CA, CERT, KEY):
+        write_atomic(folder / name, bytes(invitation[name]), mode=0o600)

@@ -20,7 +20,6 @@ from atlas_fl.flower.messages import (
     Context,
     Error,
     Grid,
-    Invitation,
     Message,
     MessageType,
     RecordDict,
@@ -191,8 +190,8 @@ class Invitations:
         for node in sorted(there):
             name = self._names[node]
             pem = {file: (self.certs / name / file).read_bytes() for file in (CA, CERT, KEY)}
-            invitation = Invitation(address=self.address, token=self.tokens.issue(name), pem=pem)
-            content[node] = RecordDict({RECORD: ConfigRecord(invitation.record())})
+            invitation = {"address": self.address, "token": self.tokens.issue(name), **pem}
+            content[node] = RecordDict({RECORD: ConfigRecord(invitation)})
             self._starts[node] += 1
         if content:
             self._sent.push(content)
