@@ -227,10 +227,15 @@ class Knock:
     stays: bool = False
     at: timedelta = timedelta()
     """When the certificates are taken to be valid, from now."""
+    welcomed: bool = False
+    """It is a member's session, which is ended."""
 
     def __call__(self, place: Place) -> str:
         certs = open_certs(place.folder / self.certs, now=NOW + self.at) if self.certs else None
         told = knock(place, certs, *self.pieces, stays=self.stays)
+        if self.welcomed:
+            assert "welcome" in told.text and self.words in told.text, told
+            return told.text
         return refused(told, self.words) if self.words else shut_out(told)
 
 
@@ -260,6 +265,19 @@ KINDS: dict[str, Kind] = {
     "another_version_of_frames": Knock(
         pieces=(frame(HELLO)[:4] + b"\x09" + frame(HELLO)[5:],), words="a frame of version 9"
     ),
+    "a_slow_hello": Knock(pieces=(b"L",), stays=True, words="for too long"),  # more is to come, and nothing does
+    **{
+        f"a_huge_head {head}, {body}": Knock(
+            pieces=(struct.pack("<4sHHQQ", b"ATLS", 1, 0, head, body) + bytes(2000),), words="says that it holds"
+        )
+        for head, body in ((10 * 2**30, 0), (0, 10 * 2**30), (2**63, 2**63), (2**18 + 1, 0))
+    },
+    "a_wrong_number": Knock(
+        pieces=(frame(HELLO), request(1, kind="next"), request(7, kind="next")),
+        words="request 7 follows request 1",
+        welcomed=True,
+    ),
+    "a_session_without_a_sign_of_life": Knock(stays=True, words="it said nothing for too long", welcomed=True),
     "a_request_before_its_hello": Knock(pieces=(request(1, **CENSUS),), words="speaks protocol None"),
 }
 """By name; those of more than one stream are added below."""
@@ -400,25 +418,6 @@ def resident() -> int:
 
 
 @kind
-def a_slow_hello(place: Place) -> str:
-    """Its first piece says that more will come, and nothing does."""
-    began = time.monotonic()
-    told = shut_out(knock(place, place.certs("alpha"), b"L", stays=True))
-    assert time.monotonic() - began < REACHED / 2
-    assert "for too long" in told
-    return told
-
-
-@kind
-def a_huge_head(place: Place) -> str:
-    for sizes in ((10 * 2**30, 0), (0, 10 * 2**30), (2**63, 2**63), (2**18 + 1, 0)):
-        huge = struct.pack("<4sHHQQ", b"ATLS", 1, 0, *sizes) + bytes(2000)
-        told = knock(place, place.certs("alpha"), huge)
-        refused(told, "says that it holds")
-    return str(told)
-
-
-@kind
 def http_1(place: Place) -> str:
     told = ""
     context = ssl.create_default_context(cafile=place.folder / "fed" / "ca" / "ca.pem")
@@ -469,13 +468,6 @@ def five_thousand_tiny_frames(place: Place) -> str:
 
 
 @kind
-def a_wrong_number(place: Place) -> str:
-    told = knock(place, place.certs("alpha"), frame(HELLO), request(1, kind="next"), request(7, kind="next"))
-    assert "request 7 follows request 1" in told.text
-    return told.text
-
-
-@kind
 def a_request_that_is_too_large(place: Place) -> str:
     large = frame({"sequence": 1, "body": {}}, {"x": torch.zeros(2 * LIMIT // 4)})
     told = knock(place, place.certs("alpha"), frame(HELLO), *pieces_of(large))
@@ -489,13 +481,6 @@ def a_request_that_stops_in_the_middle(place: Place) -> str:
     told = knock(place, place.certs("alpha"), frame(HELLO), first, stays=True)
     assert "for too long" in told.text
     assert sum(place.server._unfinished.values()) == 0
-    return told.text
-
-
-@kind
-def a_session_without_a_sign_of_life(place: Place) -> str:
-    told = knock(place, place.certs("alpha"), frame(HELLO), stays=True)
-    assert "it said nothing for too long" in told.text
     return told.text
 
 

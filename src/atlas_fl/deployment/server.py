@@ -262,7 +262,8 @@ def _join_queue(
         write_sites(folder, [manager.clients[name]])
 
     def waiting(_round: int) -> tuple[Newcomer, ...]:
-        newcomers = tuple(_newcomer(proxy) for proxy in bridge.call(late_clients(manager)))
+        late = bridge.call(late_clients(manager))
+        newcomers = tuple(_newcomer(proxy) for proxy in late if proxy.metadata is not None)  # one may leave meanwhile
         tokens.update({newcomer.client.name: newcomer.tokens for newcomer in newcomers})
         return newcomers
 
