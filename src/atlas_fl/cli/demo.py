@@ -25,7 +25,7 @@ class DemoOptions:
     look at. The run is that of `atlas run --preset quick`; given again, the command goes on where it was stopped."""
 
     preset: Literal["quick", "smoke"] = "quick"
-    """Which run: smoke takes a tenth of the time and only shows that everything works."""
+    """Preset of the run: smoke takes a tenth of the time and only shows that everything works."""
     runs_dir: str = "runs"
     """Where run folders lie."""
 

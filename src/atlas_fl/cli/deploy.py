@@ -39,12 +39,12 @@ class ServeOptions:
     late: bool = True
     """Let listed clients join that come after the plan was made; they take part from the next round on."""
     again: tuple[str, ...] = ()
-    """Of a complete run, clients that get their model once more: they had it, and its files are lost."""
+    """Clients of a complete run that get their model once more: they had it, and its files are lost."""
     settings: Config = field(default_factory=Config)
 
 
 def serve(words: Sequence[str]) -> int:
-    """Serve what these words say; 0."""
+    """Serve the run that these words describe; 0."""
     groups = split(words)
     options = parse(ServeOptions, groups, command="atlas serve")
     config = validate(options.settings, at_sites=True)
@@ -136,17 +136,17 @@ class CertsOptions:
     answers it where the authority lies. Nothing is overwritten."""
 
     what: Annotated[Literal["make", "renew", "revoke", "request", "sign"], Positional("ACTION")]
-    """What is done."""
+    """Action to carry out."""
     subject: Annotated[tuple[str, ...], Positional("DIR|NAME|REQUEST")]
-    """Of make, where the folders are made: ca (keep it safe), server, and one named after each client. Of renew, revoke
-    and request, names of sites. Of sign, the file request.pem that a site has made."""
+    """make: the folder in which ca (keep it safe), server, and one named after each client are made. renew, revoke and
+    request: names of sites. sign: the file request.pem that a site has made."""
     to: str | None = None
-    """Of renew, revoke and sign, the folder that make has made; certs by default. Of request, where the key is made and
-    stays; the site's name by default."""
+    """renew, revoke and sign: the folder that make has made; certs by default. request: the folder in which the key is
+    made and stays; the site's name by default."""
     server: tuple[str, ...] = ()
-    """Of make, host names and addresses under which sites reach the server; may be repeated."""
+    """make: host names and addresses under which sites reach the server; may be repeated."""
     client: tuple[str, ...] = ()
-    """Of make, names of the sites; may be repeated."""
+    """make: names of the sites; may be repeated."""
     days: int = DAYS
     """Days that the certificates hold, and not longer than their authority."""
 
@@ -155,7 +155,7 @@ Lines: TypeAlias = list[str]
 
 
 def certs(words: Sequence[str]) -> int:
-    """Carry out what these words say; 0."""
+    """Carry out the action that these words name; 0."""
     groups = split(words)
     options = parse(CertsOptions, groups, command="atlas certs")
     action, flags, noun, most = _ACTIONS[options.what]

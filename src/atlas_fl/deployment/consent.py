@@ -30,7 +30,7 @@ class Consent:
     """Consent of a site: options of `atlas join`, and keys of Flower's `--node-config`."""
 
     allow: tuple[Allowance, ...] = ()
-    """What you agree to beyond adapters, head, sketches and counts: `cut` (the model may be cut, and activations tell
+    """Consent beyond adapters, head, sketches and counts: `cut` (the model may be cut, and activations tell
     the server nearly all of the text), `labels` (they go to the server, where the head of a cut model is), `hosting`
     (sites compute for each other), `hub-model` (a model of the hub that the server names is loaded), `linear-steps`
     (--optimizer sgd, whose updates are sums of gradients) and `partial-training` (--trained-parts without the head or
@@ -55,7 +55,7 @@ class SiteChoices(Consent):
     device: str
     """This machine's profile: a name (`atlas list devices`) or your own description."""
     part: int | None = None
-    """Which of the --clients-per-task parts of the task is here, from 0, dealt as in a simulation; all of it by
+    """Index of the task's part that is here, from 0 to below --clients-per-task, dealt as in a simulation; all of it by
     default."""
     model: str | None = None
     """Where the model lies here, if the server's name for it leads nowhere on this machine."""
