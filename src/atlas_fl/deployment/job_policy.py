@@ -417,9 +417,9 @@ def _refusal(request: str, agreed: str) -> ProtocolError:
 
 
 def _by_name(options: Any, before: str = "") -> dict[str, Any]:
-    """Options by name, those of nested options as `train.lr`; without hashing for the audit, which a server may choose.
+    """Options by name, those of nested options with a dot between, but for `hash_loaded`.
 
-    Hashing of the loaded model is its choice from session to session.
+    Hashing of the loaded model, for an audit, is the server's choice from session to session.
     """
     values: dict[str, Any] = {}
     for option in fields(options):
