@@ -1,5 +1,6 @@
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -87,7 +88,7 @@ def test_a_preset_that_is_no_demonstration_is_refused(atlas: Atlas) -> None:
 def test_it_ends_with_the_path_of_a_page_that_is_written_and_again_without_training(
     atlas: Atlas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "_predict_time", lambda _: TIME)
+    monkeypatch.setattr(demo, "measure", lambda _: SimpleNamespace(runs={"smoke": TIME}))
     said = atlas("demo", "--preset", "smoke", "--runs-dir", str(tmp_path))
     assert (said.code, said.err) == (0, "")
     page = Path(said.out.splitlines()[-1])
@@ -98,7 +99,7 @@ def test_it_ends_with_the_path_of_a_page_that_is_written_and_again_without_train
     assert any(line.startswith("note: found alike, before any training together: cluster 0: ") for line in lines)
     assert "about 6.3 min on this machine" in said.out
 
-    monkeypatch.setattr(demo, "_predict_time", lambda _: pytest.fail("a run that is there is not measured"))
+    monkeypatch.setattr(demo, "measure", lambda _: pytest.fail("a run that is there is not measured"))
     again = atlas("demo", "--preset", "smoke", "--runs-dir", str(tmp_path))
     assert (again.code, again.err) == (0, "")
     assert again.out.splitlines()[-1] == str(page)

@@ -8,7 +8,6 @@ import pytest
 
 from atlas_fl.cli.arguments import base_config, split
 from atlas_fl.config import config_hash, pin_mask_file
-from atlas_fl.deployment.consent import Consent
 from atlas_fl.deployment.site import SiteOptions, SiteResult
 
 Atlas = Callable[..., Any]
@@ -64,10 +63,10 @@ def test_a_site_agrees_to_what_is_said_and_to_nothing_by_default(
     more = ["--allow", "cut", "labels", "--least-examples", "4", "--most-sketch", "64"]
     assert atlas(*words(file), *more).code == 0
     assert atlas(*words(file), "--allow", "cut", "--allow", "hosting").code == 0
-    assert [own.consent for own in joined] == [
-        Consent(),
-        Consent(allow=("cut", "labels"), least_examples=4, most_sketch=64),
-        Consent(allow=("cut", "hosting")),
+    assert [(own.allow, own.least_examples, own.most_sketch) for own in joined] == [
+        ((), 16, 4096),
+        (("cut", "labels"), 4, 64),
+        (("cut", "hosting"), 16, 4096),
     ]
     said = atlas(*words(file), "--allow", "everything")
     assert (said.code, said.err.count("\n")) == (2, 1)

@@ -12,6 +12,8 @@ from atlas_fl.deployment.job_policy import JobPolicy, Outline
 from atlas_fl.deployment.start_models import start_models_of
 from atlas_fl.errors import ProtocolError
 from atlas_fl.methods.kriging import join_halves
+from atlas_fl.runtime.protocol.client_metadata import read_metadata
+from tests.runtime.coordinator.test_coordinator import CENSUS
 
 MODEL = {"q.lora_A": torch.ones(2, 5), "q.lora_B": torch.zeros(4, 2), "head.weight": torch.ones(3, 4)}
 SENT = {"metrics": torch.zeros(3), **{f"param/{key}": tensor for key, tensor in MODEL.items()}}
@@ -26,10 +28,9 @@ def policy(config: Config) -> JobPolicy:
     return JobPolicy(
         config=config,
         client="a",
-        task="movie",
+        metadata=replace(read_metadata(CENSUS), task="movie", num_labels=3),
         device="cpu_2gb",
         outline=outline,
-        num_labels=3,
         starts=start_models_of(config, outline.initial, examples=20, images=False),
         most_rounds=10,
     )
@@ -45,8 +46,16 @@ def test_a_report_leaves_with_the_answer_to_the_job_that_asked_for_it(
         if others is not own:
             with pytest.raises(ProtocolError, match=r"'report/.*' with its answer to train, and .* what the settings"):
                 policy(Config()).check_answer("train", job, {**SENT, **others})
-    with pytest.raises(ProtocolError, match=r"'report/.*' with its answer to fingerprint"):
-        policy(Config()).check_answer("fingerprint", job, {**SENT, **(own or FEATURES)})
+    with pytest.raises(ProtocolError, match=r"'report/.*' with its answer to evaluate"):
+        policy(Config()).check_answer("evaluate", job, {"metrics": SENT["metrics"], **(own or FEATURES)})
+
+
+@pytest.mark.parametrize("action", ["evaluate", "importance", "scale"])
+def test_no_model_leaves_with_an_answer_that_has_none(action: str) -> None:
+    job = Job(client="a", params=MODEL, round=1, options=TrainOptions(seed=0))
+    policy(Config()).check_answer(action, job, {"metrics": SENT["metrics"]})
+    with pytest.raises(ProtocolError, match=rf"'param/q.lora_A' with its answer to {action}"):
+        policy(Config()).check_answer(action, job, SENT)
 
 
 def test_halves_have_no_tensor_that_is_not_shared() -> None:

@@ -23,17 +23,13 @@ SERVICE = ServerOptions(certs=Path("certs/server"))
             "--strategy feddyn has a second set of tensors beside the model, which no message across machines",
         ),
         ({"split": "2", "precision": "fp16", "strategy": "fedavg"}, "--precision fp16 scales losses by what overflows"),
-        (
-            {"split": "2", "leakage": True, "strategy": "fedavg"},
-            "--leakage reads the clients' texts, and across",
-        ),
-        (
-            {"split": "2"},
-            "--strategy atlas has every client train on either half .* no message through a cut",
-        ),
+        ({"split": "2", "leakage": True, "strategy": "fedavg"}, "--leakage reads the clients' texts, and across"),
+        ({"split": "2"}, r"--strategy atlas has every client train on .* no message through a cut \(--split 2\) holds"),
+        ({"share": ("A",), "space": "factors", "rerank": True}, "--share A keeps parts of .* and --rerank makes whole"),
+        ({"centralized": True}, "--centralized deals out rows that are here"),
         ({"arrive": ("movie-1=2",)}, "--arrive says who is late in a simulation"),
-        ({"workers": 2}, "--engine and --workers are for simulations"),
-        ({"engine": "ray"}, "--engine and --workers are for simulations"),
+        ({"workers": 2}, "--workers 2 is for simulations"),
+        ({"engine": "ray"}, "--engine ray is for simulations"),
     ],
 )
 def test_what_would_mean_something_else_is_refused(values: dict[str, object], message: str) -> None:

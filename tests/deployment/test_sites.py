@@ -7,6 +7,7 @@ import torch
 
 from atlas_fl.client.job import Job
 from atlas_fl.config import Config, RunConfig, config_hash, parse_config, to_toml, with_values
+from atlas_fl.deployment.consent import SiteChoices
 from atlas_fl.deployment.service import (
     REST_BYTES,
     answer_limit,
@@ -102,6 +103,6 @@ def test_a_request_may_be_as_large_as_what_a_client_sends_and_not_much_larger() 
 
 def test_no_server_has_a_site_keep_states_of_its_texts_on_the_disk() -> None:
     asked = with_values(Config(), {"prefix_disk_gb": "9", "prefix_cache_gb": "3"})
-    here = settings_here(asked, task="movie", device="laptop_gpu", part=None, model=None, data_dir=None)
+    here = settings_here(asked, SiteChoices(task="movie", device="laptop_gpu"))
     assert (here.training.prefix_disk_gb, here.training.prefix_cache_gb) == (0, 3)
     assert config_hash(with_values(asked, {"prefix_disk_gb": "0"})) == config_hash(asked)

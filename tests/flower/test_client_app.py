@@ -10,10 +10,9 @@ pytest.importorskip("flwr", reason="the extra `flower` is not installed")
 
 from atlas_fl.config import Config, config_hash, to_toml, with_values
 from atlas_fl.deployment import site
-from atlas_fl.deployment.consent import Consent
 from atlas_fl.deployment.site import SiteOptions, SiteResult
 from atlas_fl.flower.client_app import work
-from atlas_fl.flower.messages import RECORD, Invitation
+from atlas_fl.flower.messages import RECORD
 from atlas_fl.runtime.transport.certificates import CA, CERT, KEY
 
 
@@ -31,10 +30,10 @@ def test_all_that_a_node_agrees_to_and_pins_reaches_the_site(tmp_path: Path, mon
         **{"task": "movie", "device": "cpu_2gb", "name": "site-1", "part": 1, "allow": "cut", "least-examples": 4},
         **{"config": str(tmp_path / "fed.toml"), "private": "kept", "most-sketch": 64, "to": "models", "patience": 5},
     }
-    invitation = Invitation(address="host:1", token="t", pem={CA: b"a", CERT: b"b", KEY: b"c"})
-    message: Any = SimpleNamespace(content={RECORD: invitation.record()})
+    invitation = {"address": "host:1", "token": "t", CA: b"a", CERT: b"b", KEY: b"c"}
+    message: Any = SimpleNamespace(content={RECORD: invitation})
     work(message, SimpleNamespace(node_config=config, node_id=7, run_id=3))  # type: ignore[arg-type]
     (options,) = joined
     assert options.config == config_hash(settings)
     assert (options.private, options.to) == (Path("kept"), Path("models") / "3")
-    assert options.consent == Consent(allow=("cut",), least_examples=4, most_sketch=64)
+    assert (options.allow, options.least_examples, options.most_sketch) == (("cut",), 4, 64)

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from atlas_fl.deployment.consent import Consent
 from atlas_fl.errors import ConfigError, ProtocolError
-from atlas_fl.flower.messages import Invitation, Node, node_of, read_invitation
+from atlas_fl.flower.messages import Node, node_of, write_certs
 from atlas_fl.runtime.transport.certificates import make_certs, open_certs
 
 
@@ -21,16 +20,10 @@ def test_a_node_is_named_by_its_config_or_by_its_number() -> None:
 
 def test_a_node_agrees_to_nothing_but_what_its_config_says() -> None:
     given = {"task": "movie", "device": "cpu_2gb"}
-    assert node_of(given, node_id=7).consent == Consent(allow=(), least_examples=16)
+    node = node_of(given, node_id=7)
+    assert (node.allow, node.least_examples, node.config, node.private) == ((), 16, None, None)
     own = node_of({**given, "allow": "cut labels", "least-examples": 4, "most-sketch": 64}, node_id=7)
-    assert own.consent == Consent(allow=("cut", "labels"), least_examples=4, most_sketch=64)
-
-
-def test_a_node_may_pin_the_settings_and_says_where_private_parts_lie() -> None:
-    given = {"task": "movie", "device": "cpu_2gb"}
-    assert (node_of(given, node_id=7).config, node_of(given, node_id=7).private) == (None, None)
-    own = node_of({**given, "config": "fed.toml", "private": "kept"}, node_id=7)
-    assert (own.config, own.private) == ("fed.toml", "kept")
+    assert (own.allow, own.least_examples, own.most_sketch) == (("cut", "labels"), 4, 64)
 
 
 @pytest.mark.parametrize(
@@ -60,14 +53,13 @@ def test_a_config_that_is_wrong_is_one_line(config: dict[str, Any], message: str
         node_of(config, node_id=7)
 
 
-def test_an_invitation_arrives_as_it_was_sent_and_opens_as_certificates(tmp_path: Path) -> None:
+def test_an_invitation_opens_as_certificates_and_one_that_lacks_a_part_is_refused(tmp_path: Path) -> None:
     make_certs(tmp_path / "certs", servers=["localhost"], clients=["site-1"])
     pem = {path.name: path.read_bytes() for path in (tmp_path / "certs" / "site-1").iterdir()}
-    sent = Invitation(address="host:1", token="t", pem=pem)
-    assert read_invitation(sent.record()) == sent
-    sent.write(tmp_path)
+    sent = {"address": "host:1", "token": "t", **pem}
+    write_certs(sent, tmp_path)
     assert open_certs(tmp_path).name == "site-1"
     assert (tmp_path / "key.pem").stat().st_mode & 0o077 == 0
-    for key in sent.record():
+    for key in sent:
         with pytest.raises(ProtocolError, match=f"the server's message has no {key}; install the same atlas-fl"):
-            read_invitation({name: value for name, value in sent.record().items() if name != key})
+            write_certs({name: value for name, value in sent.items() if name != key}, tmp_path)

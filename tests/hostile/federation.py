@@ -24,10 +24,11 @@ from typing import Any, TypeAlias
 from unittest.mock import patch
 
 from atlas_fl.config import Config, parse_config, to_toml
+from atlas_fl.data.clients import ClientData
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.deployment import server
 from atlas_fl.deployment.service import ServerOptions, client_manager_of
-from atlas_fl.deployment.site import home_of, own_client
+from atlas_fl.deployment.site import SiteRuntime, home_of, own_client
 from atlas_fl.errors import AtlasError
 from atlas_fl.events import Event, Note, OnEvent, ignore
 from atlas_fl.experiment.run import RunResult, run_config
@@ -173,16 +174,17 @@ class Federation:
     def _live(
         self, name: str, manager: ClientManager, sessions: Sessions, threads: LoopThread, *, session: str
     ) -> None:
-        home, identity = home_of_site(self.config, name), vars(manager.identity)
+        client, home = home_of_site(self.config, name)
+        identity = vars(manager.identity)
         link = InProcess(sessions, threads.loop, name=name, hello={**identity, "session": session})
-        told = self.census(name, metadata_of(home.client, home.tokens))
+        told = self.census(name, metadata_of(client, home.tokens))
         worker = SiteClient(
             name=name,
-            load_site=home.home,
+            load_site=home,
             link=Altering(inner=link, change=self.changes.get(name), over=self.over),
             registration={**identity, **told, "device": DEVICE, "part": int(name[-1])},
             on_event=ignore,
-            receiver=home.home.receiver,
+            receiver=home.receiver,
             on_final_model=lambda *_: None,
             policy=AcceptAll(),
         )
@@ -204,15 +206,6 @@ def _model_at(path: str) -> str:
     return digest(dict(load_backbone(path).model.named_parameters()))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class At:
-    """What one site has in memory."""
-
-    client: Any
-    home: Any
-    tokens: Any
-
-
 ANY = "any"
 """The run of a site that keeps nothing of one."""
 
@@ -232,22 +225,21 @@ def keeps_files(config: Config) -> bool:
     return not is_fully_shared(config.mixing.share) or config.split.wire_noise > 0
 
 
-def home_of_site(config: Config, name: str) -> At:
-    """A site of these settings: loaded once, since whatever it remembers is forgotten when it registers."""
+def home_of_site(config: Config, name: str) -> tuple[ClientData, SiteRuntime]:
+    """Data and model of a site, loaded once, since whatever it remembers is forgotten when it registers."""
     own = config.run if keeps_files(config) else replace(config.run, name=ANY, runs_dir=ANY)
     return _home_at(to_toml(replace(config, run=own)), name)
 
 
 @cache
-def _home_at(settings: str, name: str) -> At:
+def _home_at(settings: str, name: str) -> tuple[ClientData, SiteRuntime]:
     config = parse_config(settings, origin="a test")
     task, _, part = name.partition("-")
     runs = Path(config.run.runs_dir)
     secrets = secrets_folder() if config.run.name == ANY else runs
     private, secret = runs / f"{name}-private", secrets / f"{name}-secret"
     client = own_client(config, name, task=task, part=int(part), secret=secret)
-    home = home_of(config, client, model=_model_of(config), private=private, secret=secret)
-    return At(client=client, home=home, tokens=home.tokens)
+    return client, home_of(config, client, model=_model_of(config), private=private, secret=secret)
 
 
 def federate(

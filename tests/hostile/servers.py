@@ -11,13 +11,12 @@ import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 from unittest.mock import patch
 
 from atlas_fl.config import Config, config_hash, parse_config
-from atlas_fl.deployment.consent import Consent
 from atlas_fl.deployment.site import AdapterSiteRuntime, SiteOptions, SiteResult, join_federation
 from atlas_fl.errors import AtlasError
 from atlas_fl.events import Event, Note, OnEvent
@@ -46,25 +45,33 @@ class Spoken:
 
 
 @dataclass(kw_only=True, eq=False)
-class Kept:
-    """A link of `deployment.site` to a server in this process; all that is said is kept."""
+class OfflineLink:
+    """A link of `deployment.site` without a network."""
 
-    inner: InProcess
     spoken: Spoken
-    leave: Callable[[], None]
-    """Tells the server that nobody will ask again."""
     sent_bytes: int = 0
     received_bytes: int = 0
 
-    def __enter__(self) -> "Kept":
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.leave()
+    def __exit__(self, *_: object) -> None: ...
 
     @property
     def welcome(self) -> dict[str, Any]:
         return self.spoken.welcome
+
+
+@dataclass(kw_only=True, eq=False)
+class Kept(OfflineLink):
+    """A link to a server in this process; all that is said is kept."""
+
+    inner: InProcess
+    leave: Callable[[], None]
+    """Tells the server that nobody will ask again."""
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
 
     def exchange(self, head: Mapping[str, Any], tensors: Params = NO_TENSORS) -> Message:
         answer = self.inner.exchange(head, tensors)
@@ -137,8 +144,6 @@ def joining_of(folder: Path, name: str, **words: Any) -> SiteOptions:
     """How a site joins; its certificates lie under the folder, and its model is written there."""
     task, _, part = name.partition("-")
     own: dict[str, Any] = {"task": task, "part": int(part), "device": DEVICE, "to": folder / f"{name}-adapter"}
-    consent = {option.name: words.pop(option.name) for option in fields(Consent) if option.name in words}
-    own["consent"] = Consent(**consent)
     return SiteOptions(**{"address": "in:1", "certs": folder / "certs" / name, **own, **words})
 
 
@@ -164,26 +169,13 @@ def record(config: Config, folder: Path, names: Sequence[str], **words: Any) -> 
 
 
 @dataclass(kw_only=True, eq=False)
-class Lying:
+class Lying(OfflineLink):
     """A link to a server that says what an honest one said, until its lie."""
 
-    spoken: Spoken
     lie: Lie
     sent: list[Message] = field(default_factory=list)
     lied: int | None = None
     """How much the site had said when it was first lied to."""
-    last: Message | None = None
-    sent_bytes: int = 0
-    received_bytes: int = 0
-
-    def __enter__(self) -> "Lying":
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    @property
-    def welcome(self) -> dict[str, Any]:
-        return self.spoken.welcome
 
     def exchange(self, head: Mapping[str, Any], tensors: Params = NO_TENSORS) -> Message:
         self.sent.append(_framed(head, tensors))

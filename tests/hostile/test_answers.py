@@ -31,11 +31,11 @@ KNOWN = {"round", "client", "task", "split", "majority", "classes", "examples", 
 """What a row of scores holds."""
 
 
-def at(action: str, change: Callable[[Head, Tensors], Any]) -> Change:
-    """The change, made to every answer to this action."""
+def at(actions: str, change: Callable[[Head, Tensors], Any]) -> Change:
+    """The change, made to every answer to these actions."""
 
     def changed(head: Head, tensors: Tensors, asked: str) -> Any:
-        return change(head, tensors) if head["kind"] == "result" and asked == action else (head, tensors)
+        return change(head, tensors) if head["kind"] == "result" and asked in actions.split() else (head, tensors)
 
     return changed
 
@@ -78,6 +78,10 @@ def extra(name: str, tensor: torch.Tensor) -> Callable[[Head, Tensors], Any]:
     return lambda head, tensors: (head, {**tensors, name: tensor})
 
 
+def failing(head: Head, _: Tensors) -> Any:
+    return {"kind": "failed", "number": head["number"], "reason": "no"}, {}
+
+
 def full(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda tensor: torch.full_like(tensor, value)
 
@@ -96,44 +100,41 @@ def importance(values: Any) -> Callable[[Head, Tensors], Any]:
 
 
 REFUSED = "its answer was refused: "
-PLANNING: Mapping[str, tuple[str, Kind]] = {
-    "no sketch": ("fingerprint", Kind(without("sketch"), "it lacks 'sketch.first', 'sketch.second'")),
-    "one sketch": ("fingerprint", Kind(without("sketch.second"), "it lacks 'sketch.second'")),
-    "short sketch": ("fingerprint", Kind(tensors_as(lambda _: torch.ones(7), "sketch"), "is (7,) torch.float32")),
-    "bf16 sketch": ("fingerprint", Kind(tensors_as(lambda t: t.bfloat16(), "sketch"), "(64,) torch.bfloat16")),
-    "integer sketch": ("fingerprint", Kind(tensors_as(lambda t: t.long(), "sketch"), "(64,) torch.int64")),
-    "NaN sketch": ("fingerprint", Kind(tensors_as(full(math.nan), "sketch"), "'sketch.first' holds values from nan")),
-    "infinite sketch": ("fingerprint", Kind(tensors_as(full(math.inf), "sketch"), "holds values from inf")),
-    "zero sketch": ("fingerprint", Kind(tensors_as(full(0.0), "sketch"), "sketch.first has length 0; allowed: 1")),
-    "sketch x 1e38": ("fingerprint", Kind(tensors_as(lambda t: t * 1e38, "sketch"), "sketch.first has length 1e+38")),
-    "a sketch of labels": (
-        "fingerprint",
-        Kind(extra("param/sketch.labels", torch.ones(64)), "unknown 'sketch.labels'"),
-    ),
-    "a third sketch": ("fingerprint", Kind(extra("param/sketch.third", torch.ones(64)), "unknown 'sketch.third'")),
-    "renamed metrics": ("fingerprint", Kind(renamed, "it lacks the metrics agreement, steps, loss")),
-    "NaN metrics": ("fingerprint", Kind(tensors_as(full(math.nan), "metrics"), "agreement is nan")),
-    "steps without end": ("fingerprint", Kind(metric("steps", 1e300), "steps is 1e+300")),
-    "agreement of two": ("fingerprint", Kind(metric("agreement", 2.0), "agreement is 2; allowed: -1 to 1")),
-    "a model of 3e38": ("fingerprint", Kind(tensors_as(full(3e38), "lora"), "allowed: -1e+06 to 1e+06")),
-    "a model of NaN": ("fingerprint", Kind(tensors_as(full(math.nan), "lora_B"), "holds values from nan")),
-    "a model in float64": ("fingerprint", Kind(tensors_as(lambda t: t.double(), "lora"), "torch.float64; allowed")),
-    "no model": ("fingerprint", Kind(without("lora"), "it lacks 'encoder.layer.0")),
-    "examples of a fingerprint": ("fingerprint", Kind(saying(examples=5), "it answers on 5 examples; allowed: the 0")),
-    "no update at all": ("fingerprint", Kind(lambda head, _: (head, {}), "the answer is no update")),
-    "metrics of another length": ("fingerprint", Kind(saying(metrics=["loss"]), "the answer is no update")),
-    "terminal codes": ("fingerprint", Kind(metric("\x1b[2J\n", 1.0), r"it has a metric '\x1b[2J\n'")),
+PLANNING: Mapping[str, Kind] = {
+    "no sketch": Kind(without("sketch"), "it lacks 'sketch.first', 'sketch.second'"),
+    "one sketch": Kind(without("sketch.second"), "it lacks 'sketch.second'"),
+    "short sketch": Kind(tensors_as(lambda _: torch.ones(7), "sketch"), "is (7,) torch.float32"),
+    "bf16 sketch": Kind(tensors_as(lambda t: t.bfloat16(), "sketch"), "(64,) torch.bfloat16"),
+    "integer sketch": Kind(tensors_as(lambda t: t.long(), "sketch"), "(64,) torch.int64"),
+    "NaN sketch": Kind(tensors_as(full(math.nan), "sketch"), "'sketch.first' holds values from nan"),
+    "infinite sketch": Kind(tensors_as(full(math.inf), "sketch"), "holds values from inf"),
+    "zero sketch": Kind(tensors_as(full(0.0), "sketch"), "sketch.first has length 0; allowed: 1"),
+    "sketch x 1e38": Kind(tensors_as(lambda t: t * 1e38, "sketch"), "sketch.first has length 1e+38"),
+    "a sketch of labels": Kind(extra("param/sketch.labels", torch.ones(64)), "unknown 'sketch.labels'"),
+    "a third sketch": Kind(extra("param/sketch.third", torch.ones(64)), "unknown 'sketch.third'"),
+    "renamed metrics": Kind(renamed, "it lacks the metrics agreement, steps, loss"),
+    "NaN metrics": Kind(tensors_as(full(math.nan), "metrics"), "agreement is nan"),
+    "steps without end": Kind(metric("steps", 1e300), "steps is 1e+300"),
+    "agreement of two": Kind(metric("agreement", 2.0), "agreement is 2; allowed: -1 to 1"),
+    "a model of 3e38": Kind(tensors_as(full(3e38), "lora"), "allowed: -1e+06 to 1e+06"),
+    "a model of NaN": Kind(tensors_as(full(math.nan), "lora_B"), "holds values from nan"),
+    "a model in float64": Kind(tensors_as(lambda t: t.double(), "lora"), "torch.float64; allowed"),
+    "no model": Kind(without("lora"), "it lacks 'encoder.layer.0"),
+    "examples of a fingerprint": Kind(saying(examples=5), "it answers on 5 examples; allowed: the 0"),
+    "no update at all": Kind(lambda head, _: (head, {}), "the answer is no update"),
+    "metrics of another length": Kind(saying(metrics=["loss"]), "the answer is no update"),
+    "terminal codes": Kind(metric("\x1b[2J\n", 1.0), r"it has a metric '\x1b[2J\n'"),
 }
-"""By name, the action and the change: answers without which a plan is made of the others."""
+"""Fingerprints without which a plan is made of the others."""
 
-LAYERS: Mapping[str, tuple[str, Kind]] = {
-    "no importance": ("importance", Kind(without("importance"), "it lacks 'importance'")),
-    "nine layers": ("importance", Kind(importance([1 / 9] * 9), "is (9,) torch.float64; allowed: (3,)")),
-    "NaN importance": ("importance", Kind(importance([math.nan] * 3), "holds values from nan to nan; allowed: 0 to 1")),
-    "negative importance": ("importance", Kind(importance([-1.0, 1.0, 1.0]), "holds values from -1 to 1")),
-    "huge importance": ("importance", Kind(importance([1e300] * 3), "holds values from 1e+300")),
-    "importance without a sum": ("importance", Kind(importance([0.0] * 3), "importance sums to 0; allowed: 1")),
-    "importance in float32": ("importance", Kind(tensors_as(lambda t: t.float(), "importance"), "torch.float32")),
+LAYERS: Mapping[str, Kind] = {
+    "no importance": Kind(without("importance"), "it lacks 'importance'"),
+    "nine layers": Kind(importance([1 / 9] * 9), "is (9,) torch.float64; allowed: (3,)"),
+    "NaN importance": Kind(importance([math.nan] * 3), "holds values from nan to nan; allowed: 0 to 1"),
+    "negative importance": Kind(importance([-1.0, 1.0, 1.0]), "holds values from -1 to 1"),
+    "huge importance": Kind(importance([1e300] * 3), "holds values from 1e+300"),
+    "importance without a sum": Kind(importance([0.0] * 3), "importance sums to 0; allowed: 1"),
+    "importance in float32": Kind(tensors_as(lambda t: t.float(), "importance"), "torch.float32"),
 }
 """The same of importance, which nobody is asked for who comes late to a cluster."""
 
@@ -224,15 +225,15 @@ class Federations:
             self._found[key] = federate(config, changes, names=names, least=2, **how)
         return self._found[key]
 
-    def with_kind(self, kinds: Mapping[str, tuple[str, Kind]], name: str) -> Ended:
-        """The federation in which one site sends this kind, and others those that stand beside it."""
+    def with_kind(self, action: str, kinds: Mapping[str, Kind], name: str) -> Ended:
+        """The federation in which one site sends this kind at this action, and others those that stand beside it."""
         place = list(kinds).index(name)
         first = place - place % AT_ONCE
         group = list(kinds)[first : first + AT_ONCE]
         sites = {f"movie-{2 + k}": kinds[own] for k, own in enumerate(group)}
-        changes = {site: at(action, kind.change) for site, (action, kind) in sites.items()}
-        found = self.run((*group,), changes, names=(*HONEST, *sites))
-        return Ended(found=found, name=f"movie-{2 + place - first}", kind=kinds[name][1])
+        changes = {site: at(action, kind.change) for site, kind in sites.items()}
+        found = self.run((action, *group), changes, names=(*HONEST, *sites))
+        return Ended(found=found, name=f"movie-{2 + place - first}", kind=kinds[name])
 
 
 @pytest.fixture(scope="module")
@@ -263,10 +264,10 @@ def ends_well(found: Outcome) -> None:
 
 @pytest.mark.parametrize("name", PLANNING)
 def test_a_plan_is_made_without_who_answers_nonsense(federations: Federations, name: str) -> None:
-    ended = federations.with_kind(PLANNING, name)
+    ended = federations.with_kind("fingerprint", PLANNING, name)
     ends_well(ended.found)
     (first, *_) = ended.said()
-    assert first.startswith(f"no {PLANNING[name][0]} of {ended.name} in round 0: {REFUSED}")
+    assert first.startswith(f"no fingerprint of {ended.name} in round 0: {REFUSED}")
     assert ended.kind.note in first
     assert [note for note in ended.found.noted("the plan is made without") if ended.name in note]
     assert ended.found.noted(f"{ended.name} does not join: 0 of 1"), "it is asked once more, as one who comes late"
@@ -277,7 +278,7 @@ def test_a_plan_is_made_without_who_answers_nonsense(federations: Federations, n
 def test_who_measures_no_layers_is_planned_without_and_joins_as_who_comes_late(
     federations: Federations, name: str
 ) -> None:
-    ended = federations.with_kind(LAYERS, name)
+    ended = federations.with_kind("importance", LAYERS, name)
     ends_well(ended.found)
     (first, *_) = ended.said()
     assert first.startswith(f"no importance of {ended.name} in round 0: {REFUSED}")
@@ -287,21 +288,20 @@ def test_who_measures_no_layers_is_planned_without_and_joins_as_who_comes_late(
 
 @pytest.mark.parametrize("name", TRAINING)
 def test_a_round_goes_on_without_who_answers_nonsense(federations: Federations, name: str) -> None:
-    ended = federations.with_kind({key: ("train", kind) for key, kind in TRAINING.items()}, name)
+    ended = federations.with_kind("train", TRAINING, name)
     ends_well(ended.found)
     (told,) = [note for note in ended.found.noted(ended.name) if " of " + ended.name + " " in note]
     assert ended.kind.note in told
     rows = read_rows(ended.found.folder / "metrics.jsonl")
     (row,) = [row for row in rows if row.get("event") in ("missing", "refused") and row["client"] == ended.name]
     assert row["round"] == 1
-    fails = at("train", lambda head, _: ({"kind": "failed", "number": head["number"], "reason": "no"}, {}))
     nothing = at("train", tensors_as(full(math.nan)))
     events = {row["client"]: row["event"] for row in rows if row.get("event") in ("missing", "refused")}
     attackers = sorted(events)
     assert len(attackers) == len(ended.found.models) - len(HONEST)
     without_them = federations.run(
         ("train", *sorted(events.items())),
-        {name: fails if events[name] == "missing" else nothing for name in attackers},
+        {name: at("train", failing) if events[name] == "missing" else nothing for name in attackers},
         names=(*HONEST, *attackers),
     )
     assert models(ended.found) == models(without_them)
@@ -331,10 +331,9 @@ REPORTING: Mapping[str, tuple[dict[str, object], Callable[[Head, Tensors], Any],
 def test_a_round_goes_on_without_who_reports_nonsense(small: Callable[..., Config], name: str) -> None:
     values, change, message = REPORTING[name]
     values = {**values, **({"measure_round": 1} if values["strategy"] == "kriging" else {})}
-    fails = at("train", lambda head, _: ({"kind": "failed", "number": head["number"], "reason": "no"}, {}))
     found, without_it = (
         federate(small(**values, name=run), {SITES[2]: altered}, least=2)
-        for run, altered in (("reports", at("train", change)), ("without", fails))
+        for run, altered in (("reports", at("train", change)), ("without", at("train", failing)))
     )
     ends_well(found)
     (note,) = found.noted(f"no train of {SITES[2]} in round 1: {REFUSED}")
@@ -350,8 +349,7 @@ def test_an_update_far_beyond_the_others_is_refused_with_the_name_of_its_sender(
     """The honest ones end as where it sends no numbers at all; under an average also as where it does not answer."""
     names, liar = (*SITES, "movie-3"), "movie-3"
     large = at("train", tensors_as(lambda tensor: tensor * factor))
-    fails = at("train", lambda head, _: ({"kind": "failed", "number": head["number"], "reason": "no"}, {}))
-    other = fails if strategy == "fedavg" else at("train", tensors_as(full(math.nan)))
+    other = at("train", failing) if strategy == "fedavg" else at("train", tensors_as(full(math.nan)))
     found, without_it = (
         federate(small(clients_per_task=4, strategy=strategy, name=name), {liar: change}, names=names, least=3)
         for name, change in (("large", large), ("without", other))
@@ -367,7 +365,7 @@ def test_an_update_far_beyond_the_others_is_refused_with_the_name_of_its_sender(
 
 @pytest.mark.parametrize("name", SCORING)
 def test_scores_are_of_those_who_answer_sense(federations: Federations, name: str) -> None:
-    ended = federations.with_kind({key: ("evaluate", kind) for key, kind in SCORING.items()}, name)
+    ended = federations.with_kind("evaluate", SCORING, name)
     ends_well(ended.found)
     assert [ended.kind.note in note for note in ended.said()] == [True, True]
     rows = [
@@ -423,10 +421,10 @@ WORDS: tuple[dict[str, Any], ...] = (
 
 def test_who_never_answers_its_job_lets_two_deadlines_pass_and_no_more(federations: Federations) -> None:
     """One says nothing, the others something else, again and again; nobody waits for them in the third request."""
-    changes = {f"movie-{2 + k}": at_rounds(saying(**words)) for k, words in enumerate(WORDS)}
-    changes["movie-4"] = at_rounds(lambda *_: ({"kind": "next"}, {}))  # with tensors it is refused at once
+    changes = {f"movie-{2 + k}": at("train evaluate", saying(**words)) for k, words in enumerate(WORDS)}
+    changes["movie-4"] = at("train evaluate", lambda *_: ({"kind": "next"}, {}))  # with tensors it is refused at once
     silent = f"movie-{2 + len(WORDS)}"
-    changes[silent] = at_rounds(lambda *_: None)
+    changes[silent] = at("train evaluate", lambda *_: None)
     found = federations.run("silent", changes, names=(*HONEST, *changes), deadline=2.0)
     ends_well(found)
     for name in changes:
@@ -439,12 +437,3 @@ def test_who_never_answers_its_job_lets_two_deadlines_pass_and_no_more(federatio
     assert (
         found.refused["movie-2"] == "movie-2 says 'unknown'; allowed: register, next, result, failed, cut, hosted, kept"
     )
-
-
-def at_rounds(change: Callable[[Head, Tensors], Any]) -> Change:
-    """The change, made to every answer once the rounds have begun."""
-
-    def changed(head: Head, tensors: Tensors, asked: str) -> Any:
-        return change(head, tensors) if head["kind"] == "result" and asked in ("train", "evaluate") else (head, tensors)
-
-    return changed

@@ -11,14 +11,11 @@ import torch
 
 from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config
-from atlas_fl.errors import ProtocolError
 from atlas_fl.experiment.run import run_config
 from atlas_fl.params import digest
-from atlas_fl.runtime.protocol.messages import CutInfo
-from atlas_fl.split.channel import Cut
 from atlas_fl.storage.tensors import read_tensors
 from tests.hostile import federation
-from tests.hostile.federation import SITES, federate, home_of_site
+from tests.hostile.federation import SITES, federate
 
 NOISY = {"split": "movie-0=1,movie-1=2", "wire_noise": 0.5, "head": "client"}
 
@@ -62,14 +59,3 @@ def test_sites_draw_from_secrets_that_never_leave_them_and_end_in_the_bits_of_a_
     written = [path.read_bytes() for path in told.folder.glob("**/*") if path.is_file()]
     assert not any(secret in content or secret.hex().encode() in content for secret in secrets for content in written)
     assert audit_run(told.folder).ok and audit_run(found.folder).ok
-
-
-@pytest.mark.parametrize("noise", [0.0, 0.4, float("nan")])
-def test_a_site_sends_no_row_with_other_noise_than_the_settings_have(
-    config: Callable[..., Config], noise: float
-) -> None:
-    home, told = home_of_site(config(**NOISY), "movie-0").home, CutInfo(places=(), tokens=100, part="")
-    with pytest.raises(
-        ProtocolError, match=r"noise of (0|0\.4|nan) at a cut, and its settings say 0\.5; nothing was sent"
-    ):
-        home(Cut(blocks=1, noise=noise), told)

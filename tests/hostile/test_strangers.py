@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 import pytest
@@ -211,13 +211,82 @@ def odd_certs(place: Place, name: str) -> Certs:
     return Certs(name=name, ca=pem["ca.pem"], cert=pem[CERT], key=pem["key.pem"], folder=folder)
 
 
-# Each is given the place, does its worst, and returns all that it was told.
+Kind: TypeAlias = Callable[["Place"], str]
+"""Given the place it does its worst, and returns all that it was told."""
 
 
-def no_certificate(place: Place) -> str:
-    return shut_out(knock(place, None, frame(HELLO)))
+@dataclass(frozen=True, kw_only=True)
+class Knock:
+    """One stream of these certificates, and the words with which it is refused; without words it is shut out."""
+
+    certs: str = "fed/alpha"
+    pieces: tuple[bytes, ...] = (frame(HELLO),)
+    words: str = ""
+    stays: bool = False
+    at: timedelta = timedelta()
+    """When the certificates are taken to be valid, from now."""
+    welcomed: bool = False
+    """It is a member's session, which is ended."""
+
+    def __call__(self, place: Place) -> str:
+        certs = open_certs(place.folder / self.certs, now=NOW + self.at) if self.certs else None
+        told = knock(place, certs, *self.pieces, stays=self.stays)
+        if self.welcomed:
+            assert "welcome" in told.text and self.words in told.text, told
+            return told.text
+        return refused(told, self.words) if self.words else shut_out(told)
 
 
+def with_head(text: bytes) -> tuple[bytes, ...]:
+    """A frame whose head is this text."""
+    return (struct.pack("<4sHHQQ", b"ATLS", 1, 0, len(text), 0) + text,)
+
+
+NOT_LISTED = "client 'stranger' is not listed here"
+KINDS: dict[str, Kind] = {
+    "no_certificate": Knock(certs=""),
+    "other_authority": Knock(certs="other/alpha"),
+    "expired": Knock(certs="fed/expired", pieces=(b"",), at=timedelta(hours=-20)),
+    "not_yet_valid": Knock(certs="fed/early", pieces=(b"",), at=timedelta(days=2)),
+    "the_servers_own": Knock(certs="fed/server"),
+    "not_listed": Knock(certs="fed/stranger", words=NOT_LISTED),
+    "not_listed_and_silent": Knock(certs="fed/stranger", pieces=(), stays=True, words=NOT_LISTED),
+    "revoked": Knock(certs="old/revoked", words="is not listed here"),
+    "no_hello": Knock(pieces=(), stays=True),
+    "signs_of_life_and_no_hello": Knock(pieces=(b"",) * 1000, stays=True),
+    "garbage": Knock(pieces=(bytes(range(256)) * 2,), words="is this an ATLAS end?"),
+    "deep_json": Knock(pieces=with_head(b"[" * 50_000), words="is no strict JSON"),
+    "a_number_of_digits_without_end": Knock(
+        pieces=with_head(b'{"session": ' + b"9" * 60_000 + b"}"), words="strict JSON"
+    ),
+    "another_protocol": Knock(pieces=(frame({**HELLO, "protocol": 99}),), words="speaks protocol 99"),
+    "another_version_of_frames": Knock(
+        pieces=(frame(HELLO)[:4] + b"\x09" + frame(HELLO)[5:],), words="a frame of version 9"
+    ),
+    "a_slow_hello": Knock(pieces=(b"L",), stays=True, words="for too long"),  # more is to come, and nothing does
+    **{
+        f"a_huge_head {head}, {body}": Knock(
+            pieces=(struct.pack("<4sHHQQ", b"ATLS", 1, 0, head, body) + bytes(2000),), words="says that it holds"
+        )
+        for head, body in ((10 * 2**30, 0), (0, 10 * 2**30), (2**63, 2**63), (2**18 + 1, 0))
+    },
+    "a_wrong_number": Knock(
+        pieces=(frame(HELLO), request(1, kind="next"), request(7, kind="next")),
+        words="request 7 follows request 1",
+        welcomed=True,
+    ),
+    "a_session_without_a_sign_of_life": Knock(stays=True, words="it said nothing for too long", welcomed=True),
+    "a_request_before_its_hello": Knock(pieces=(request(1, **CENSUS),), words="speaks protocol None"),
+}
+"""By name; those of more than one stream are added below."""
+
+
+def kind(function: Kind) -> Kind:
+    KINDS[function.__name__] = function  # type: ignore[attr-defined]
+    return function
+
+
+@kind
 def plain_text(place: Place) -> str:
     with grpc.insecure_channel(f"localhost:{place.port}") as channel:
         call = channel.stream_stream(f"/{SERVICE}/{METHOD}")(iter([frame(HELLO)]), timeout=REACHED)
@@ -226,34 +295,7 @@ def plain_text(place: Place) -> str:
     return str(caught.value)
 
 
-def other_authority(place: Place) -> str:
-    return shut_out(knock(place, place.certs("alpha", federation="other"), frame(HELLO)))
-
-
-def expired(place: Place) -> str:
-    return shut_out(knock(place, open_certs(place.folder / "fed" / "expired", now=NOW - timedelta(hours=20)), b""))
-
-
-def not_yet_valid(place: Place) -> str:
-    return shut_out(knock(place, open_certs(place.folder / "fed" / "early", now=NOW + timedelta(days=2)), b""))
-
-
-def the_servers_own(place: Place) -> str:
-    return shut_out(knock(place, place.certs("server"), frame(HELLO)))
-
-
-def not_listed(place: Place) -> str:
-    return refused(knock(place, place.certs("stranger"), frame(HELLO)), "client 'stranger' is not listed here")
-
-
-def not_listed_and_silent(place: Place) -> str:
-    return refused(knock(place, place.certs("stranger"), stays=True), "client 'stranger' is not listed here")
-
-
-def revoked(place: Place) -> str:
-    return refused(knock(place, place.certs("revoked", federation="old"), frame(HELLO)), "is not listed here")
-
-
+@kind
 def replaced(place: Place) -> str:
     told = knock(place, place.certs("replaced", federation="old"), frame(HELLO))
     refused(told, "is listed with another certificate: this one was replaced or revoked")
@@ -261,6 +303,7 @@ def replaced(place: Place) -> str:
     return str(told)
 
 
+@kind
 def taken_off_while_it_waits(place: Place) -> str:
     """Its request is being worked on, as that of a site that waits for work; and the next stream is refused too."""
     client = place.manager.clients["delta"]
@@ -289,6 +332,7 @@ def taken_off_while_it_waits(place: Place) -> str:
     return told
 
 
+@kind
 def taken_off_between_requests(place: Place) -> str:
     """A site that trains asks nothing for long: what it asks next is refused."""
     shutil.copytree(place.folder / "fed" / "echo", place.folder / "site" / "echo")  # as it lies at its site
@@ -304,6 +348,7 @@ def taken_off_between_requests(place: Place) -> str:
     return told
 
 
+@kind
 def another_name_in_its_hello(place: Place) -> str:
     told = knock(place, place.certs("stranger"), frame({**HELLO, "name": "alpha", "client": "alpha"}))
     member = knock(place, place.certs("bravo"), frame({**HELLO, "name": "alpha"}), request(1, kind="next"))
@@ -312,6 +357,7 @@ def another_name_in_its_hello(place: Place) -> str:
     return refused(told, "client 'stranger' is not listed here")
 
 
+@kind
 def another_ones_session(place: Place) -> str:
     """The number of a member's session makes nobody that member, nor ends its session."""
     with place.link("alpha") as link:
@@ -323,6 +369,7 @@ def another_ones_session(place: Place) -> str:
     return refused(told, "is not listed here")
 
 
+@kind
 def a_second_living_session(place: Place) -> str:
     with place.link("alpha") as link:
         link.exchange({"kind": "next"})
@@ -331,6 +378,7 @@ def a_second_living_session(place: Place) -> str:
     return refused(told, "client 'alpha' is here already")
 
 
+@kind
 def endless_first_frame(place: Place) -> str:
     """Four streams of 200 MB each, of who is not listed and of who is: neither is kept."""
     before, most, over = resident(), 0, threading.Event()
@@ -367,48 +415,7 @@ def resident() -> int:
         return int(file.read().split()[1]) * 4096
 
 
-def a_slow_hello(place: Place) -> str:
-    """Its first piece says that more will come, and nothing does."""
-    began = time.monotonic()
-    told = shut_out(knock(place, place.certs("alpha"), b"L", stays=True))
-    assert time.monotonic() - began < REACHED / 2
-    assert "for too long" in told
-    return told
-
-
-def no_hello(place: Place) -> str:
-    return shut_out(knock(place, place.certs("alpha"), stays=True))
-
-
-def signs_of_life_and_no_hello(place: Place) -> str:
-    return shut_out(knock(place, place.certs("alpha"), *[b""] * 1000, stays=True))
-
-
-def a_huge_head(place: Place) -> str:
-    for sizes in ((10 * 2**30, 0), (0, 10 * 2**30), (2**63, 2**63), (2**18 + 1, 0)):
-        huge = struct.pack("<4sHHQQ", b"ATLS", 1, 0, *sizes) + bytes(2000)
-        told = knock(place, place.certs("alpha"), huge)
-        refused(told, "says that it holds")
-    return str(told)
-
-
-def garbage(place: Place) -> str:
-    return refused(knock(place, place.certs("alpha"), bytes(range(256)) * 2), "is this an ATLAS end?")
-
-
-def deep_json(place: Place) -> str:
-    text = b"[" * 50_000
-    deep = struct.pack("<4sHHQQ", b"ATLS", 1, 0, len(text), 0) + text
-    return refused(knock(place, place.certs("alpha"), deep), "is no strict JSON")
-
-
-def a_number_of_digits_without_end(place: Place) -> str:
-    text = b'{"session": ' + b"9" * 60_000 + b"}"
-    return refused(
-        knock(place, place.certs("alpha"), struct.pack("<4sHHQQ", b"ATLS", 1, 0, len(text), 0) + text), "strict JSON"
-    )
-
-
+@kind
 def http_1(place: Place) -> str:
     told = ""
     context = ssl.create_default_context(cafile=place.folder / "fed" / "ca" / "ca.pem")
@@ -424,6 +431,7 @@ def http_1(place: Place) -> str:
     return told
 
 
+@kind
 def two_hundred_idle_connections(place: Place) -> str:
     ends = [socket.create_connection(("localhost", place.port), REACHED) for _ in range(200)]
     honest(place)
@@ -435,6 +443,7 @@ def two_hundred_idle_connections(place: Place) -> str:
     return ""
 
 
+@kind
 def a_hundred_streams(place: Place) -> str:
     """Over as many connections as it likes, a name has so many streams at once and no more."""
     certs, told = place.certs("alpha"), list[Told]()
@@ -447,6 +456,7 @@ def a_hundred_streams(place: Place) -> str:
     return " ".join(str(one) for one in told)
 
 
+@kind
 def five_thousand_tiny_frames(place: Place) -> str:
     began = time.process_time()
     told = knock(place, place.certs("alpha"), frame(HELLO), *[frame({})] * 5000)
@@ -455,26 +465,7 @@ def five_thousand_tiny_frames(place: Place) -> str:
     return told.text
 
 
-def another_protocol(place: Place) -> str:
-    return refused(knock(place, place.certs("alpha"), frame({**HELLO, "protocol": 99})), "speaks protocol 99")
-
-
-def another_version_of_frames(place: Place) -> str:
-    other = bytearray(frame(HELLO))
-    other[4] = 9
-    return refused(knock(place, place.certs("alpha"), bytes(other)), "a frame of version 9")
-
-
-def a_request_before_its_hello(place: Place) -> str:
-    return refused(knock(place, place.certs("alpha"), request(1, **CENSUS)), "speaks protocol None")
-
-
-def a_wrong_number(place: Place) -> str:
-    told = knock(place, place.certs("alpha"), frame(HELLO), request(1, kind="next"), request(7, kind="next"))
-    assert "request 7 follows request 1" in told.text
-    return told.text
-
-
+@kind
 def a_request_that_is_too_large(place: Place) -> str:
     large = frame({"sequence": 1, "body": {}}, {"x": torch.zeros(2 * LIMIT // 4)})
     told = knock(place, place.certs("alpha"), frame(HELLO), *pieces_of(large))
@@ -482,6 +473,7 @@ def a_request_that_is_too_large(place: Place) -> str:
     return told.text
 
 
+@kind
 def a_request_that_stops_in_the_middle(place: Place) -> str:
     first, *_ = pieces_of(frame({"sequence": 1, "body": {}}, {"x": torch.zeros(LIMIT // 8)}))
     told = knock(place, place.certs("alpha"), frame(HELLO), first, stays=True)
@@ -490,18 +482,14 @@ def a_request_that_stops_in_the_middle(place: Place) -> str:
     return told.text
 
 
-def a_session_without_a_sign_of_life(place: Place) -> str:
-    told = knock(place, place.certs("alpha"), frame(HELLO), stays=True)
-    assert "it said nothing for too long" in told.text
-    return told.text
-
-
+@kind
 def terminal_codes_in_its_name(place: Place) -> str:
     told = knock(place, odd_certs(place, "\x1b[2Jevil\r"), frame(HELLO))
     assert all(note.isprintable() for note in place.notes)
     return refused(told, "?[2Jevil?' is not listed here")
 
 
+@kind
 def a_name_that_nearly_is_a_members(place: Place) -> str:
     for name in ("alpha ", "Alpha", "alpha\x00", "alpha+bravo", ""):
         if name:
@@ -509,59 +497,18 @@ def a_name_that_nearly_is_a_members(place: Place) -> str:
     return ""
 
 
+@kind
 def another_method(place: Place) -> str:
     told = knock(place, place.certs("stranger"), frame(HELLO), method="/atlas.Stream/List")
     assert told.code is grpc.StatusCode.UNIMPLEMENTED
     return str(told)
 
 
+@kind
 def endless_metadata(place: Place) -> str:
     return str(knock(place, place.certs("stranger"), frame(HELLO), metadata=[("x", "y" * 2**20)]))
 
 
-KINDS: dict[str, Callable[[Place], str]] = {
-    kind.__name__: kind
-    for kind in (
-        no_certificate,
-        plain_text,
-        other_authority,
-        expired,
-        not_yet_valid,
-        the_servers_own,
-        not_listed,
-        not_listed_and_silent,
-        revoked,
-        replaced,
-        taken_off_while_it_waits,
-        taken_off_between_requests,
-        another_name_in_its_hello,
-        another_ones_session,
-        a_second_living_session,
-        endless_first_frame,
-        a_slow_hello,
-        no_hello,
-        signs_of_life_and_no_hello,
-        a_huge_head,
-        garbage,
-        deep_json,
-        a_number_of_digits_without_end,
-        http_1,
-        two_hundred_idle_connections,
-        a_hundred_streams,
-        five_thousand_tiny_frames,
-        another_protocol,
-        another_version_of_frames,
-        a_request_before_its_hello,
-        a_wrong_number,
-        a_request_that_is_too_large,
-        a_request_that_stops_in_the_middle,
-        a_session_without_a_sign_of_life,
-        terminal_codes_in_its_name,
-        a_name_that_nearly_is_a_members,
-        another_method,
-        endless_metadata,
-    )
-}
 KNOWN = {"a_second_living_session": "alpha", "taken_off_while_it_waits": "delta", "taken_off_between_requests": "echo"}
 """Whose own name is in what it is told."""
 
@@ -593,7 +540,3 @@ def test_refusals_of_a_stranger_are_told_once_and_then_counted(place: Place) -> 
     for _ in range(30):
         knock(place, place.certs("revoked", federation="old"), frame(HELLO))
     assert len([note for note in place.notes if note.startswith("revoked ")]) - len(before) <= 1
-
-
-def test_there_are_at_least_twenty_kinds() -> None:
-    assert len(KINDS) >= 20

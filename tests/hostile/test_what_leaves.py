@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from atlas_fl.config import parse_config
+from atlas_fl.config import Config, parse_config
+from atlas_fl.data.clients import ClientData
 from atlas_fl.data.task import Images
 from atlas_fl.deployment.site import own_client
 from atlas_fl.models.tokenization import encode_examples
@@ -63,6 +64,13 @@ def said(recording: Recording, site: str) -> list[Message]:
     return [message for message, _ in recording.spoken[site].turns]
 
 
+def client_of(recording: Recording, site: str) -> tuple[Config, ClientData]:
+    """The settings of a recording, and the data of this site under them."""
+    config = parse_config(recording.spoken[site].welcome["settings"], origin="a test")
+    task, _, part = site.partition("-")
+    return config, own_client(config, site, task=task, part=int(part), secret=Path("never-read"))
+
+
 def cut_sites(name: str) -> tuple[str, ...]:
     return ("movie-0",) if "cut" in name or name == "paired" else ()
 
@@ -100,8 +108,7 @@ def test_no_text_and_no_token_is_in_any_message(recorded: Callable[[str], Record
 
 def texts_of(recording: Recording, site: str) -> Iterator[tuple[str, np.ndarray]]:
     """The texts of a site with a few words, and their tokens without the special ones."""
-    config = parse_config(recording.spoken[site].welcome["settings"], origin="a test")
-    client = own_client(config, site, task="movie", part=int(site[-1]), secret=Path("never-read"))
+    config, client = client_of(recording, site)
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(config.model.model)
@@ -116,8 +123,7 @@ def texts_of(recording: Recording, site: str) -> Iterator[tuple[str, np.ndarray]
 def test_no_image_is_in_any_message(recorded: Callable[[str], Recording]) -> None:
     recording = recorded("images")
     for site in recording.spoken:
-        config = parse_config(recording.spoken[site].welcome["settings"], origin="a test")
-        client = own_client(config, site, task="digits", part=int(site[-1]), secret=Path("never-read"))
+        _, client = client_of(recording, site)
         assert isinstance(client.train, Images)
         frames = b"".join(encode_frame(head, tensors) for head, tensors in said(recording, site))
         for pixels in client.train.pixels:
@@ -130,8 +136,7 @@ def test_labels_leave_as_counts_alone(recorded: Callable[[str], Recording], name
     """Where the head is here, no message has the label of an example: counts are in the census, once."""
     recording = recorded(name)
     for site in recording.spoken:
-        config = parse_config(recording.spoken[site].welcome["settings"], origin="a test")
-        client = own_client(config, site, task="movie", part=int(site[-1]), secret=Path("never-read"))
+        _, client = client_of(recording, site)
         (census,) = [head for head, _ in said(recording, site) if head["kind"] == "register"]
         counts = {split: list(map(int, np.bincount(getattr(client, split).label))) for split in census["labels"]}
         assert census["labels"] == counts

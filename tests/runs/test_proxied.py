@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from atlas_fl.config import Config
-from atlas_fl.deployment.consent import Consent
 from atlas_fl.deployment.server import remote_backend
 from atlas_fl.deployment.service import ServerOptions
 from atlas_fl.deployment.site import SiteOptions, join_federation
@@ -61,7 +60,7 @@ class Watched:
             for name, proxy in self.proxies.items():
                 task, _, part = name.partition("-")
                 joining = SiteOptions(
-                    consent=Consent(allow=("cut", "labels")),
+                    allow=("cut", "labels"),
                     address=f"localhost:{proxy.port}",
                     certs=self.folder / "certs" / name,
                     task=task,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from atlas_fl.cli.arguments import parse, split
 from atlas_fl.cli.display import going_on, show, show_progress
+from atlas_fl.cli.doctor import measure
 from atlas_fl.config import Config, run_folder, validate
 from atlas_fl.config.presets import find_preset
 from atlas_fl.events import Event, Note, OnEvent, PhaseStarted, RoundFinished
@@ -24,7 +25,7 @@ class DemoOptions:
     look at. The run is that of `atlas run --preset quick`; given again, the command goes on where it was stopped."""
 
     preset: Literal["quick", "smoke"] = "quick"
-    """Which run: smoke takes a tenth of the time and only shows that everything works."""
+    """Preset of the run: smoke takes a tenth of the time and only shows that everything works."""
     runs_dir: str = "runs"
     """Where run folders lie."""
 
@@ -38,11 +39,11 @@ def demo(words: Sequence[str]) -> int:
     show(introduction(config))
     if not folder.config.exists():
         show(["", "measuring some training steps ..."])
-        show(time_lines(_predict_time(config)))
+        show(time_lines(measure([options.preset]).runs[options.preset]))
     show([""])
 
     from atlas_fl.cli.tables import outcome
-    from atlas_fl.experiment.run import run_config as run_config
+    from atlas_fl.experiment.run import run_config
     from atlas_fl.report.html.write import write_report
 
     with show_progress() as on_event, going_on("the same command"):
@@ -100,7 +101,7 @@ def with_first_results(
 
 
 def alike_line(folder: "RunFolder") -> str:
-    """Which clients train together, from the run's plan."""
+    """The clients of each cluster, from the run's plan."""
     from atlas_fl.storage.jsonl import read_json
 
     members = defaultdict[int, list[str]](list)
@@ -129,11 +130,3 @@ def next_steps(config: Config, folder: "RunFolder") -> Iterator[str]:
     yield f"  atlas compare --preset {preset} --strategies local fedavg_cluster atlas --seeds 3    with intervals"
     yield "  docs/guides/your-own-data.md    a csv file of yours"
     yield "Open this page in a browser:"
-
-
-def _predict_time(config: Config) -> "RunTime":
-    start_time = time.perf_counter()
-
-    from atlas_fl.experiment.run_time import measure_runs
-
-    return measure_runs(config, {config.run.preset: config}, start_time=start_time).runs[config.run.preset]

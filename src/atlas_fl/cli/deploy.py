@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
-from atlas_fl.cli.arguments import Positional, Words, base_config, parse, split
+from atlas_fl.cli.arguments import Positional, base_config, parse, split
 from atlas_fl.cli.display import going_on, show, show_progress
 from atlas_fl.config import Config, pinned_hash, validate
-from atlas_fl.deployment.consent import Allowance, Consent
+from atlas_fl.deployment.consent import SiteChoices
 from atlas_fl.errors import ConfigError
 
 
@@ -39,24 +39,22 @@ class ServeOptions:
     late: bool = True
     """Let listed clients join that come after the plan was made; they take part from the next round on."""
     again: tuple[str, ...] = ()
-    """Of a complete run, clients that get their model once more: they had it, and its files are lost."""
+    """Clients of a complete run that get their model once more: they had it, and its files are lost."""
     settings: Config = field(default_factory=Config)
 
 
 def serve(words: Sequence[str]) -> int:
-    """Serve what these words say; 0."""
+    """Serve the run that these words describe; 0."""
     groups = split(words)
     options = parse(ServeOptions, groups, command="atlas serve")
     config = validate(options.settings, at_sites=True)
     # gRPC writes its own view of every refused certificate to the terminal, where ours stands already.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
-    from pathlib import Path
-
     from atlas_fl.cli.tables import outcome
-    from atlas_fl.deployment.server import deliver_again, remote_backend, serve_final_models
+    from atlas_fl.deployment.server import remote_backend, serve_final_models
     from atlas_fl.deployment.service import ServerOptions
-    from atlas_fl.experiment.run import run_config as run_config
+    from atlas_fl.experiment.run import run_config
 
     service = ServerOptions(
         certs=Path(options.certs),
@@ -69,16 +67,14 @@ def serve(words: Sequence[str]) -> int:
         without=options.without,
     )
     with show_progress() as on_event, going_on("the same command"):
-        if options.again:
-            deliver_again(config, options.again)
-        serve_final_models(config, service, on_event)
+        serve_final_models(config, service, on_event, again=options.again)
         result = run_config(config, on_event=on_event, resume=True, backend=remote_backend(service))
     show(outcome(result.folder, result.summary, complete=result.complete))
     return 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class JoinOptions:
+class JoinOptions(SiteChoices):
     """Take part in a federation with the data of this machine. The data stays here; counts, label statistics, sketches
     and adapters travel. Ends when the server's run is complete; a connection that is lost is made again."""
 
@@ -86,37 +82,10 @@ class JoinOptions:
     """Where `atlas serve` runs."""
     certs: str
     """This site's folder of `atlas certs make`."""
-    task: str
-    """The data: your own as `name=path`, with text=, pair= and label= as needed, or a task's name."""
-    device: str
-    """This machine's profile: a name (`atlas list devices`) or your own description."""
-    part: int | None = None
-    """Which of the --clients-per-task parts of the task is here, from 0, dealt as in a simulation; all of it by
-    default."""
-    model: str | None = None
-    """Where the model lies here, if the server's name for it leads nowhere on this machine."""
-    data_dir: str | None = None
-    """A directory that holds data sets which would else come from the hub or its cache."""
-    plugin: tuple[str, ...] = ()
-    """Plug-ins of the federation as they lie here, a .py file or a module each; may be repeated. Only these are loaded,
-    and they must have the digests of the server's."""
     config: str | None = None
     """A TOML or YAML file of settings; this site works for no server with others."""
     patience: float = 600.0
     """Seconds to try a server again that has gone."""
-    allow: tuple[Allowance, ...] = ()
-    """What you agree to beyond adapters, head, sketches and counts: `cut` (the model may be cut, and activations tell
-    the server nearly all of the text), `labels` (they go to the server, where the head of a cut model is), `hosting`
-    (sites compute for each other), `hub-model` (a model of the hub that the server names is loaded), `linear-steps`
-    (--optimizer sgd, whose updates are sums of gradients) and `partial-training` (--trained-parts without the head or
-    the factors A): under the last two texts were read out of updates."""
-    least_examples: int = Consent.least_examples
-    """Fewest training examples behind an update or a fingerprint, and fewest by which two of them differ; settings that
-    take fewer are refused."""
-    max_rounds_per_example: float = Consent.max_rounds_per_example
-    """Most rounds of training for each training example here; settings with more are refused."""
-    most_sketch: int = Consent.most_sketch
-    """Most numbers of a sketch of this data; settings with longer ones are refused."""
     private: str | None = None
     """Where what the settings' --share leaves out is kept until the run is complete; NAME-private by default. A site
     that is started again needs it."""
@@ -133,29 +102,17 @@ def join(words: Sequence[str]) -> int:
     options = parse(JoinOptions, groups, command="atlas join")
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as in `atlas serve`
 
-    from atlas_fl.deployment.site import SiteOptions
-    from atlas_fl.deployment.site import join_federation as join_federation
+    from atlas_fl.deployment.site import SiteOptions, join_federation
     from atlas_fl.report.format import human_bytes
     from atlas_fl.runtime.transport.certificates import open_certs
 
     certs = Path(options.certs)
     joining = SiteOptions(
+        **options.choices(),
         address=options.address,
         certs=certs,
-        task=options.task,
-        device=options.device,
-        part=options.part,
-        model=options.model,
-        data_dir=options.data_dir,
-        plugin=options.plugin,
         config=None if options.config is None else pinned_hash(base_config(groups), origin=options.config),
         patience_seconds=options.patience,
-        consent=Consent(
-            allow=options.allow,
-            least_examples=options.least_examples,
-            max_rounds_per_example=options.max_rounds_per_example,
-            most_sketch=options.most_sketch,
-        ),
         private=None if options.private is None else Path(options.private),
         secret=None if options.secret is None else Path(options.secret),
         to=Path(options.to or f"{open_certs(certs).name}-adapter"),
@@ -179,17 +136,17 @@ class CertsOptions:
     answers it where the authority lies. Nothing is overwritten."""
 
     what: Annotated[Literal["make", "renew", "revoke", "request", "sign"], Positional("ACTION")]
-    """What is done."""
+    """Action to carry out."""
     subject: Annotated[tuple[str, ...], Positional("DIR|NAME|REQUEST")]
-    """Of make, where the folders are made: ca (keep it safe), server, and one named after each client. Of renew, revoke
-    and request, names of sites. Of sign, the file request.pem that a site has made."""
+    """make: the folder in which ca (keep it safe), server, and one named after each client are made. renew, revoke and
+    request: names of sites. sign: the file request.pem that a site has made."""
     to: str | None = None
-    """Of renew, revoke and sign, the folder that make has made; certs by default. Of request, where the key is made and
-    stays; the site's name by default."""
+    """renew, revoke and sign: the folder that make has made; certs by default. request: the folder in which the key is
+    made and stays; the site's name by default."""
     server: tuple[str, ...] = ()
-    """Of make, host names and addresses under which sites reach the server; may be repeated."""
+    """make: host names and addresses under which sites reach the server; may be repeated."""
     client: tuple[str, ...] = ()
-    """Of make, names of the sites; may be repeated."""
+    """make: names of the sites; may be repeated."""
     days: int = DAYS
     """Days that the certificates hold, and not longer than their authority."""
 
@@ -198,27 +155,22 @@ Lines: TypeAlias = list[str]
 
 
 def certs(words: Sequence[str]) -> int:
-    """Carry out what these words say; 0."""
+    """Carry out the action that these words name; 0."""
     groups = split(words)
     options = parse(CertsOptions, groups, command="atlas certs")
-    _check(options, groups)
-    show(_ACTIONS[options.what](options))
-    return 0
-
-
-def _check(options: CertsOptions, groups: Sequence[Words]) -> None:
-    """Raise `ConfigError` for a flag that this action does not take, and for too many or too few subjects."""
-    flags, noun, most = _TAKES[options.what]
+    action, flags, noun, most = _ACTIONS[options.what]
     for group in groups:
         if group.flag and group.flag not in flags:
             raise ConfigError(
-                f"{group.flag} is not for `atlas certs {options.what}`, which takes {' and '.join(flags) or 'no flag'}"
+                f"{group.flag} is not for `atlas certs {options.what}`, which takes {' and '.join(flags)}"
             )
     if not options.subject or len(options.subject) > most:
         raise ConfigError(
             f"`atlas certs {options.what}` was given {len(options.subject)} words; it takes {noun}: see"
             " `atlas certs --help`"
         )
+    show(action(options))
+    return 0
 
 
 def _make(options: CertsOptions) -> Lines:
@@ -285,18 +237,11 @@ def _dates(made: Sequence[Path]) -> Lines:
     return [f"good until {', '.join(until)}"] if until else []
 
 
-_ACTIONS: Mapping[str, Callable[[CertsOptions], Lines]] = {
-    "make": _make,
-    "renew": _renew,
-    "revoke": _revoke,
-    "request": _request,
-    "sign": _sign,
+_ACTIONS: Mapping[str, tuple[Callable[[CertsOptions], Lines], tuple[str, ...], str, int]] = {
+    "make": (_make, ("--server", "--client", "--days"), "one DIR", 1),
+    "renew": (_renew, ("--to", "--days"), "names of sites", 1000),
+    "revoke": (_revoke, ("--to",), "names of sites", 1000),
+    "request": (_request, ("--to",), "one NAME", 1),
+    "sign": (_sign, ("--to", "--days"), "one REQUEST", 1),
 }
-_TAKES: Mapping[str, tuple[tuple[str, ...], str, int]] = {
-    "make": (("--server", "--client", "--days"), "one DIR", 1),
-    "renew": (("--to", "--days"), "names of sites", 1000),
-    "revoke": (("--to",), "names of sites", 1000),
-    "request": (("--to",), "one NAME", 1),
-    "sign": (("--to", "--days"), "one REQUEST", 1),
-}
-"""By action its flags, what it is about, and how many of these at most."""
+"""By action its function, its flags, its subjects, and how many of these at most."""

@@ -64,9 +64,9 @@ class Conflict:
 
 
 @cache
-def conflicts() -> tuple[Conflict, ...]:
-    """All rows, in the order in which they are looked for."""
-    text = resources.files(__package__).joinpath("conflicts.tsv").read_text(encoding="utf-8")
+def conflicts(table: str = "conflicts.tsv") -> tuple[Conflict, ...]:
+    """All rows of this table, in the order in which they are looked for."""
+    text = resources.files(__package__).joinpath(table).read_text(encoding="utf-8")
     return tuple(Conflict(**row) for row in DictReader(text.splitlines(), delimiter="\t", quoting=QUOTE_NONE))
 
 

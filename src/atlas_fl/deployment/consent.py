@@ -1,12 +1,12 @@
-"""Consent of a site (`--allow`, `--least-examples`, `--max-rounds-per-example`, `--most-sketch`): what it lets out.
+"""Consent of a site to what leaves it, beside the other choices of its owner.
 
 Settings are checked against it once, when a site connects (`deployment.settings_policy`), and every job against the
 settings (`deployment.job_policy`).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeAlias, get_args
 
 from atlas_fl.errors import ConfigError, short_repr
 
@@ -27,19 +27,47 @@ ALLOWANCES: Mapping[Allowance, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Consent:
-    """The consent of a site beside adapters, heads, sketches and counts."""
+    """Consent of a site: options of `atlas join`, and keys of Flower's `--node-config`."""
 
     allow: tuple[Allowance, ...] = ()
-    """Words of `ALLOWANCES`."""
+    """Consent beyond adapters, head, sketches and counts: `cut` (the model may be cut, and activations tell
+    the server nearly all of the text), `labels` (they go to the server, where the head of a cut model is), `hosting`
+    (sites compute for each other), `hub-model` (a model of the hub that the server names is loaded), `linear-steps`
+    (--optimizer sgd, whose updates are sums of gradients) and `partial-training` (--trained-parts without the head or
+    the factors A): under the last two texts were read out of updates."""
     least_examples: int = 16
-    """Fewest training examples behind an update, a fingerprint or what a rule asks for beside updates, and fewest by
-    which two of them differ."""
+    """Fewest training examples behind an update or a fingerprint, and fewest by which two of them differ; settings that
+    take fewer are refused."""
+    # Each update is one equation for as many unknowns as there are examples: with as many rounds as examples a server
+    # that knew their order has solved them, with half as many it cannot.
     max_rounds_per_example: float = 0.5
-    """Most rounds of training for each training example. Each update is one equation for as many unknowns as there are
-    examples: with as many rounds as examples a server that knew their order has solved them, with half as many it
-    cannot."""
+    """Most rounds of training for each training example here; settings with more are refused."""
     most_sketch: int = 4096
-    """Most numbers of a sketch."""
+    """Most numbers of a sketch of this data; settings with longer ones are refused."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteChoices(Consent):
+    """Data, model, device and consent of a site, as its owner gives them."""
+
+    task: str
+    """The data: your own as `name=path`, with text=, pair= and label= as needed, or a task's name."""
+    device: str
+    """This machine's profile: a name (`atlas list devices`) or your own description."""
+    part: int | None = None
+    """Index of the task's part that is here, from 0 to below --clients-per-task, dealt as in a simulation; all of it by
+    default."""
+    model: str | None = None
+    """Where the model lies here, if the server's name for it leads nowhere on this machine."""
+    data_dir: str | None = None
+    """A directory that holds data sets which would else come from the hub or its cache."""
+    plugin: tuple[str, ...] = ()
+    """Plug-ins of the federation as they lie here, a .py file or a module each; may be repeated. Only these are loaded,
+    and they must have the digests of the server's."""
+
+    def choices(self) -> dict[str, Any]:
+        """These choices by name, without those of a class that extends this one."""
+        return {field.name: getattr(self, field.name) for field in fields(SiteChoices)}
 
 
 def check_consent(consent: Consent) -> None:

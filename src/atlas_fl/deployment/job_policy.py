@@ -8,18 +8,16 @@ have the names, shapes and ranks of the settings, are finite, and are what hones
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from atlas_fl.client.calibration import CROSS, GRAM, LOSSES, SCALED_BY
-from atlas_fl.client.fingerprint import FIRST, SECOND, half_job
-from atlas_fl.client.importance import IMPORTANCE
+from atlas_fl.client.calibration import SCALED_BY
+from atlas_fl.client.fingerprint import half_job
 from atlas_fl.client.job import Job
-from atlas_fl.client.label_covariance import LABELS
 from atlas_fl.client.options import (
     EvaluateOptions,
     FingerprintOptions,
@@ -40,7 +38,8 @@ from atlas_fl.methods.registry import reporting
 from atlas_fl.params import HEAD, LORA_A, LORA_B, Params, shared_params
 from atlas_fl.planning.leakage import is_scored_round
 from atlas_fl.planning.planning_costs import IMPORTANCE_BATCHES
-from atlas_fl.runtime.protocol.answer_schema import schema_of
+from atlas_fl.runtime.protocol.answer_schema import SCHEMAS, AnsweredRequest, TensorSchema, schema_of
+from atlas_fl.runtime.protocol.client_metadata import ClientMetadata
 from atlas_fl.runtime.protocol.messages import REPORT, CutInfo, read_job, read_private
 from atlas_fl.setup.options import (
     cut_of,
@@ -72,8 +71,8 @@ class Expected:
     """(settings, a job of this action, the model's outline) -> its options; free options are the job's own."""
     rounds: Callable[[Config, int], bool] = lambda _, number: number == 0
     """(settings, round) -> whether such a job belongs to this round; by default before round one."""
-    asked: Callable[[Config], bool] = lambda _: True
-    """(settings) -> whether they ask for it at all."""
+    asked: Callable[[Config, "Outline"], bool] = lambda *_: True
+    """(settings, the model's outline) -> whether they ask for it at all."""
 
 
 def _is_training_round(config: Config, number: int) -> bool:
@@ -127,45 +126,37 @@ def _sensitivity(config: Config, job: Job, _: "Outline") -> SensitivityOptions:
     )
 
 
-ADAPTER_JOBS: Mapping[str, Expected] = {
+def _fits_heads(config: Config, outline: "Outline") -> bool:
+    return outline.whole and config.images.head_first == "ridge"
+
+
+JOBS: Mapping[str, Expected] = {
     "fingerprint": Expected(
         options=_fingerprint,
         rounds=_is_clustering_round,
-        asked=lambda config: strategy_of(config).clustered or config.clustering.fingerprint == "delta",
+        asked=lambda config, outline: (
+            strategy_of(config).clustered or (config.clustering.fingerprint == "delta" and not outline.whole)
+        ),
     ),
     "importance": Expected(
         options=lambda config, *_: ImportanceOptions(
             kind=config.ranks.importance, train=warmup_options(config), batches=IMPORTANCE_BATCHES
         ),
         rounds=lambda config, number: number == 0 or (config.ranks.rerank and _is_clustering_round(config, number)),
+        asked=lambda _, outline: not outline.whole,
+    ),
+    "ridge": Expected(options=lambda *_: RidgeOptions(), asked=_fits_heads),
+    "scale": Expected(
+        options=lambda _, job, __: ScaleOptions(examples=min(max(1, job.options.examples), SCALED_BY)),
+        asked=_fits_heads,
+    ),
+    "sensitivity": Expected(
+        options=_sensitivity, asked=lambda config, outline: outline.whole and asks_sensitivity(config)
     ),
     "train": Expected(options=_training, rounds=_is_training_round),
     "evaluate": Expected(options=_evaluation, rounds=_is_scored_round),
 }
-"""By action, of clients with adapters."""
-
-WHOLE_JOBS: Mapping[str, Expected] = {
-    "ridge": Expected(options=lambda *_: RidgeOptions(), asked=lambda config: config.images.head_first == "ridge"),
-    "scale": Expected(
-        options=lambda _, job, __: ScaleOptions(examples=min(max(1, job.options.examples), SCALED_BY)),
-        asked=lambda config: config.images.head_first == "ridge",
-    ),
-    "sensitivity": Expected(options=_sensitivity, asked=asks_sensitivity),
-    "fingerprint": Expected(
-        options=_fingerprint, rounds=_is_clustering_round, asked=lambda config: strategy_of(config).clustered
-    ),
-    "train": ADAPTER_JOBS["train"],
-    "evaluate": ADAPTER_JOBS["evaluate"],
-}
-"""By action, of clients with whole models."""
-
-ANSWERS: Mapping[str, frozenset[str]] = {
-    "fingerprint": frozenset({FIRST, SECOND, LABELS}),
-    "importance": frozenset({IMPORTANCE}),
-    "ridge": frozenset({GRAM, CROSS}),
-    "scale": frozenset({LOSSES}),
-}
-"""The tensors that an action brings back beside those of the model."""
+"""By action."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,11 +188,10 @@ class JobPolicy:
     config: Config
     """The settings as the server sent them: its own name for the model says the learning rate."""
     client: str
-    task: str
+    metadata: ClientMetadata
+    """The site's own, as it registers with it."""
     device: str
     outline: Outline
-    num_labels: int
-    """Classes of the task; 1 of numbers, 0 of text to be written."""
     starts: StartModels
     """The site's knowledge of the models that come."""
     most_rounds: int
@@ -213,7 +203,7 @@ class JobPolicy:
     _seen: Counter[tuple[Any, ...]] = field(default_factory=Counter)
     _measured: set[int] = field(default_factory=set)
     """The rounds in which what is reported once was asked for."""
-    _trained_cut: list[int] = field(default_factory=list)
+    _trained_cut: int | None = None
     """Blocks below the cut that this site was first trained with, 0 of a whole model; `auto` moves no cut after it."""
 
     def check_job(self, head: Mapping[str, Any]) -> None:
@@ -221,9 +211,6 @@ class JobPolicy:
 
         The head of its message suffices: no tensor is looked at, and nothing is loaded.
         """
-        if (requested := head.get("action")) not in self._jobs:
-            actions = ", ".join(self._jobs)
-            raise ProtocolError(f"the server asks for {requested!r:.40}; known: {actions}; install its version")
         action, job, cut_info = read_job(head, {}, client=self.client)
         self._check_cut(job.cut)
         self._check_action(action, job)
@@ -235,12 +222,6 @@ class JobPolicy:
             self._check_whole(action, job, head)
         if action == "train":
             self._check_rounds(job)
-        if action == "train" and job.options.report != "none" and strategy_of(self.config).asks_once:
-            self._measured.add(job.round)
-            if len(self._measured) > MOST_MEASURED:
-                raise _refusal(
-                    f"its {job.options.report} in a {len(self._measured)}th round", "once, and again if late"
-                )
         seen = (action, job.round, getattr(job.options, "split", ""))
         self._seen[seen] += 1
         if self._seen[seen] > MOST_REPEATS:
@@ -261,15 +242,22 @@ class JobPolicy:
 
         The last check before sending: whatever a job was, nothing that is not shared goes out.
         """
-        params = self.outline.like
-        shared = params.keys() if self.outline.whole else shared_params(dict(params), self.config.mixing.share).keys()
-        with_model = ("train", "sensitivity") if self.outline.whole else ("fingerprint", "train", "sensitivity")
-        model = frozenset(shared) if action in with_model else frozenset()
-        allowed = {f"param/{key}" for key in ANSWERS.get(action, frozenset()) | model} | {"metrics", "param/values"}
+        shared = job.params if self.outline.whole else shared_params(job.params, self.config.mixing.share)
+        request = AnsweredRequest(
+            action=action,
+            job=replace(job, params=shared),
+            metadata=self.metadata,
+            num_layers=None if self.outline.whole else self.outline.blocks,
+        )
+        schema = SCHEMAS[action]
+        names: Iterable[str] = () if schema.keeps_model else shared
+        if schema.tensors is not None:
+            names = schema.tensors(request)
+        allowed = {f"param/{key}" for key in names} | {"metrics", "param/values"}
         report = job.options.report if action == "train" else "none"
         if report != "none":
-            schemas = reporting(report).report_tensors({key: params[key] for key in model}, classes=self.num_labels)
-            allowed |= {f"{REPORT}{report}/{key}" for key in schemas}
+            schemas = reporting(report).report_tensors(shared, classes=self.metadata.num_labels)
+            allowed |= {f"{REPORT}{report}/{name}" for name in schemas}
         cut = self._word != NONE
         for key in tensors:
             if key not in allowed and not (cut and key.startswith("cut/")):
@@ -302,8 +290,8 @@ class JobPolicy:
         _check_params(params, self._expected_params(None), most=self._most_rank, what="the model at the end")
 
     def _check_rounds(self, job: Job) -> None:
-        if not self._trained_cut:
-            self._trained_cut.append(_blocks_of(job.cut))
+        if self._trained_cut is None:
+            self._trained_cut = 0 if job.cut is None else job.cut.blocks
         self._trained.add(job.round)
         if len(self._trained) > self.most_rounds:
             raise ProtocolError(
@@ -311,43 +299,39 @@ class JobPolicy:
                 " many examples as it has (--max-rounds-per-example), because a server that chooses the models can read"
                 " texts out of about as many updates as there are examples; nothing was sent: ask who runs it"
             )
+        if job.options.report != "none" and strategy_of(self.config).asks_once:
+            self._measured.add(job.round)
+        if len(self._measured) > MOST_MEASURED:
+            raise _refusal(f"its {job.options.report} in a {len(self._measured)}th round", "once, and again if late")
 
     def _check_action(self, action: str, job: Job) -> None:
-        jobs = self._jobs
-        expected = jobs.get(action)
-        if expected is None or not expected.asked(self.config):
-            raise _refusal(action, ", ".join(name for name, known in jobs.items() if known.asked(self.config)))
+        asked = [name for name, known in JOBS.items() if known.asked(self.config, self.outline)]
+        if action not in asked:
+            raise _refusal(action, ", ".join(asked))
+        expected = JOBS[action]
         if not expected.rounds(self.config, job.round):
             raise _refusal(f"{action} in round {job.round}", f"--rounds {self.config.training.rounds}")
-        expected_options = expected.options(self.config, job, self.outline)
-        if name := _difference(job.options, expected_options):
-            came = one_line(_at(job.options, name), limit=60)
-            raise _refusal(f"{action} with {name} {came}", one_line(_at(expected_options, name), limit=60))
-
-    @property
-    def _jobs(self) -> Mapping[str, Expected]:
-        return WHOLE_JOBS if self.outline.whole else ADAPTER_JOBS
+        came = _by_name(job.options)
+        for name, value in _by_name(expected.options(self.config, job, self.outline)).items():
+            if came[name] != value:
+                raise _refusal(f"{action} with {name} {one_line(came[name], limit=60)}", one_line(value, limit=60))
 
     @property
     def _word(self) -> str:
-        return cut_setting(self.config.split.split, client=self.client, task=self.task, device=self.device)
+        return cut_setting(self.config.split.split, client=self.client, task=self.metadata.task, device=self.device)
 
     def _check_cut(self, cut: Cut | None) -> None:
+        if cut is not None:
+            self._check_way(cut)
+        blocks = 0 if cut is None else cut.blocks
         word = self._word
-        if word == AUTO and self._trained_cut and self._trained_cut != [_blocks_of(cut)]:
-            raise _refusal(
-                f"a cut at block {_blocks_of(cut)} (0: the whole model)",
-                f"that it stays at block {self._trained_cut[0]}, where this site was first trained",
-            )
-        if cut is None:
-            if word not in (NONE, AUTO):
-                raise _refusal("the whole model", f"a cut at block {word}")
-            return
-        if word == NONE:
-            raise _refusal(f"a cut at block {cut.blocks}", "none: the model stays whole")
-        if word != AUTO and cut.blocks != int(word):
-            raise _refusal(f"a cut at block {cut.blocks}", f"a cut at block {word}")
-        self._check_way(cut)
+        if word != AUTO:
+            agreed = 0 if word == NONE else int(word)
+        else:
+            agreed = blocks if self._trained_cut is None else self._trained_cut
+        if blocks != agreed:
+            since = ", where this site was first trained" if word == AUTO else ""
+            raise _refusal(_cut_words(blocks), _cut_words(agreed) + since)
 
     def _check_way(self, cut: Cut) -> None:
         """Raise `ProtocolError` unless this cut is as the settings say, with a block on each side."""
@@ -379,7 +363,7 @@ class JobPolicy:
     def _check_sent(self, action: str, job: Job) -> None:
         """Raise `ProtocolError` unless the settings' method sends these tensors beside the model in this round."""
         method = strategy_of(self.config)
-        allowed = method.sent_tensors(self.outline.like, classes=self.num_labels, round=job.round)
+        allowed = method.sent_tensors(self.outline.like, classes=self.metadata.num_labels, round=job.round)
         if action != "train" or not job.sent.keys() <= allowed.keys():
             raise _refusal(
                 f"{action} in round {job.round} with {short_repr(sorted(job.sent))} beside the model", "none then"
@@ -412,8 +396,8 @@ class JobPolicy:
         return {name: self.outline.like[name] for name in self.outline.names(cut)}
 
 
-def _blocks_of(cut: Cut | None) -> int:
-    return 0 if cut is None else cut.blocks
+def _cut_words(blocks: int) -> str:
+    return f"a cut at block {blocks}" if blocks else "the whole model"
 
 
 def _refusal(request: str, agreed: str) -> ProtocolError:
@@ -423,28 +407,19 @@ def _refusal(request: str, agreed: str) -> ProtocolError:
     )
 
 
-def _difference(options: Any, expected: Any, before: str = "") -> str:
-    """The name of the first option that is another than is wanted; empty where there is none.
+def _by_name(options: Any, before: str = "") -> dict[str, Any]:
+    """Options by name, those of nested options with a dot between, but for `hash_loaded`.
 
     Hashing of the loaded model, for an audit, is the server's choice from session to session.
     """
-    for option in fields(expected):
+    values: dict[str, Any] = {}
+    for option in fields(options):
         value = getattr(options, option.name)
-        other = getattr(expected, option.name)
-        if value == other or option.name == "hash_loaded":
-            continue
-        if hasattr(other, "__dataclass_fields__") and type(value) is type(other):
-            if inner := _difference(value, other, f"{before}{option.name}."):
-                return inner
-            continue
-        return before + option.name
-    return ""
-
-
-def _at(options: Any, name: str) -> Any:
-    for part in name.split("."):
-        options = getattr(options, part)
-    return options
+        if is_dataclass(value):
+            values |= _by_name(value, f"{before}{option.name}.")
+        elif option.name != "hash_loaded":
+            values[before + option.name] = value
+    return values
 
 
 def _check_params(params: Params, like: Mapping[str, Tensor], *, most: int, what: str) -> None:
@@ -455,30 +430,27 @@ def _check_params(params: Params, like: Mapping[str, Tensor], *, most: int, what
             f"{what} {kind} {short_repr(odd[0])}; install the server's version of atlas-fl, or ask who runs it"
         )
     for name, tensor in params.items():
-        if tensor.dtype != like[name].dtype or not _fits(name, params, like[name], most=most):
+        schema = TensorSchema(
+            shape=_shape(name, params, like[name], most=most),
+            dtype=like[name].dtype,
+            least=-MOST_VALUE,
+            most=MOST_VALUE,
+        )
+        try:
+            schema.check(name, tensor)
+        except ProtocolError as error:
             raise ProtocolError(
-                f"{what}: {short_repr(name)} is {tuple(tensor.shape)} of {tensor.dtype}, which no model of these"
-                " settings has; install the server's version of atlas-fl, or ask who runs it"
-            )
-        if not bool(torch.isfinite(tensor).all()):
-            raise ProtocolError(f"{what}: {short_repr(name)} holds a value that is no number; ask who runs the server")
-        if not bool((tensor.abs() <= MOST_VALUE).all()):
-            raise ProtocolError(
-                f"{what}: {short_repr(name)} holds a value beyond {MOST_VALUE:g}, which hides all examples but a few;"
-                " ask who runs the server"
-            )
+                f"{what}: {error}; install the server's version of atlas-fl, or ask who runs it"
+            ) from None
 
 
-def _fits(name: str, params: Params, like: Tensor, *, most: int) -> bool:
-    """Return whether a tensor has the shape of `like` at a rank that both factors of its module have."""
-    shape = tuple(params[name].shape)
-    if name.endswith((LORA_A, LORA_B)):
-        axis, other = (0, LORA_B) if name.endswith(LORA_A) else (1, LORA_A)
-        partner = params.get(name[: -len(LORA_A)] + other)
-        rank = shape[axis] if len(shape) == 2 else 0
-        same = partner is not None and partner.ndim == 2 and partner.shape[1 - axis] == rank
-        return same and 1 <= rank <= most and shape[1 - axis] == like.shape[1 - axis]
-    return shape == tuple(like.shape)
+def _shape(name: str, params: Params, like: Tensor, *, most: int) -> tuple[int, ...]:
+    """The shape of this tensor at the rank that the factor A of its module has, or at the nearest that is allowed."""
+    if not name.endswith((LORA_A, LORA_B)):
+        return tuple(like.shape)
+    factor = params[name[: -len(LORA_A)] + LORA_A]
+    rank = min(max(factor.shape[0] if factor.ndim else 0, 1), most)
+    return (rank, like.shape[1]) if name.endswith(LORA_A) else (like.shape[0], rank)
 
 
 def meta_params(like: Params) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from atlas_fl.client.job import ClientTokens
 from atlas_fl.config import Config, load_config, pin_mask_file, run_folder
-from atlas_fl.config.methods import method_class
+from atlas_fl.config.conflicts import conflicts
 from atlas_fl.config.schema import NONE
 from atlas_fl.config.validation import check_cluster_counts, check_cut_names, unknown_cut_names
 from atlas_fl.data.registry import find_tasks
@@ -19,7 +19,6 @@ from atlas_fl.deployment.service import ServerOptions, check_without, listening,
 from atlas_fl.errors import AtlasError, BudgetError, CheckpointError, ConfigError, ProtocolError, unknown_name
 from atlas_fl.events import Note, OnEvent
 from atlas_fl.experiment.recorder import check_same_settings, checkpoint_models
-from atlas_fl.methods.method import SECOND_TENSORS
 from atlas_fl.params import Params
 from atlas_fl.partial_sharing import is_fully_shared
 from atlas_fl.planning.plan import Plan
@@ -86,8 +85,7 @@ def remote_backend(
                         config, manager, bridge, expected, service, late=late, left_out=left_out
                     )
                     if folder.summary.exists():
-                        writing = service.deadline_seconds
-                        deliver_final_models(folder, manager, bridge, seconds=FAREWELL_SECONDS, writing_seconds=writing)
+                        deliver_final_models(folder, manager, bridge, service, seconds=FAREWELL_SECONDS)
             except (BudgetError, ConfigError) as error:
                 # Settings that cannot be will not come back: a site need not wait for them.
                 reason = reason_for_sites(error)
@@ -157,91 +155,35 @@ def check_sites(
 
 
 def check_served(config: Config, service: ServerOptions) -> None:
-    """Raise `ConfigError` unless this config means the same across machines."""
-    for is_set, reason in _simulated_settings(config):
-        if is_set:
-            raise ConfigError(reason)
+    """Raise `ConfigError` unless this config means the same across machines (`config/unserved.tsv`)."""
+    for conflict in conflicts("unserved.tsv"):
+        if conflict.applies(config):
+            raise ConfigError(conflict.message(config))
+    mixing, method = config.mixing, strategy_of(config)
+    if method.across_machines:
+        raise ConfigError(
+            f"--strategy {mixing.strategy} {method.across_machines}; take another strategy, or use `atlas run`"
+        )
+    if method.report != "none" and config.split.split != NONE:
+        raise ConfigError(
+            f"--strategy {mixing.strategy} asks for reports ({method.report}), which no message through a cut"
+            f" (--split {config.split.split}) holds yet; leave the cut out, or take --strategy atlas_laplacian"
+        )
+    if not method.communicates:
+        raise ConfigError(
+            f"--strategy {mixing.strategy} sends nothing, so there is nothing to serve; use `atlas run` at every site"
+        )
+    tasks = find_tasks(config.data.tasks, config.data.task)
+    if not is_fully_shared(mixing.share) and trainable_of(config, tasks) == "full":
+        raise ConfigError(
+            f"--share {' '.join(mixing.share)} keeps parts of a model at its client, and whole models travel whole;"
+            " share A B head, take --trainable lora, or simulate it with `atlas run`"
+        )
     pick_device(config.run.accelerator)
     if service.min_clients < 0 or service.wait_seconds <= 0 or service.deadline_seconds <= 0:
         raise ConfigError("--min-clients is at least 0, --wait and --deadline are above 0 seconds")
     if not 0 <= service.port <= 65535:
         raise ConfigError(f"--port is {service.port}; allowed: 1 to 65535, or 0 for a free one")
-
-
-def _simulated_settings(config: Config) -> Iterator[tuple[object, str]]:
-    """(whether it is set, the reason against it) of each setting that has no meaning or no message across machines."""
-    data = config.data
-    mixing = config.mixing
-    is_cut = config.split.split != NONE
-    yield (
-        config.run.secrets is not None,
-        f"--secrets {config.run.secrets} is for a simulation, and every site keeps its own secret, which no server may"
-        " have; leave it out",
-    )
-    yield (
-        data.rating_cuts or data.flipped_clients or data.one_task or data.client_sizes or data.centralized,
-        "--rating-cuts, --flipped-clients, --one-task, --client-sizes and --centralized deal out rows that are here,"
-        " and across machines clients bring their own; leave them out, or use `atlas run`",
-    )
-    method = method_class(config)
-    for flag, is_set in (
-        ("--personal-models", mixing.personal_models),
-        ("--control-variates", config.training.control_variates),
-        ("--second-model", mixing.second_model != "none"),
-    ):
-        yield is_set, f"{flag} {SECOND_TENSORS}; leave it out, or use `atlas run`"
-    yield (
-        method.across_machines,
-        f"--strategy {mixing.strategy} {method.across_machines}; take another strategy, or use `atlas run`",
-    )
-    yield (
-        method.report != "none" and is_cut,
-        f"--strategy {mixing.strategy} asks for reports ({method.report}), which no message through a cut holds yet,"
-        f" and --split is {config.split.split}; leave it out, or take --strategy atlas_laplacian",
-    )
-    yield (
-        config.attack.attack != "none",
-        f"--attack {config.attack.attack} simulates hostile clients, and across machines clients are who they are;"
-        " leave it out, or use `atlas run`",
-    )
-    yield (
-        config.images.carry_momentum,
-        "--carry-momentum keeps what clients did in one process, and here there are several; leave it out",
-    )
-    yield (
-        data.arrive,
-        "--arrive says who is late in a simulation, and across machines clients come when they come; leave it out",
-    )
-    yield (
-        config.split.leakage,
-        "--leakage reads the clients' texts, and across machines these stay at their sites; leave it out, and use"
-        " `atlas leakage` where the texts are",
-    )
-    yield (
-        not strategy_of(config).communicates,
-        f"--strategy {mixing.strategy} sends nothing, so there is nothing to serve; use `atlas run` at every site",
-    )
-    keeps = "" if is_fully_shared(mixing.share) else f"--share {' '.join(mixing.share)} keeps parts of a model at its"
-    yield (
-        keeps and trainable_of(config, find_tasks(data.tasks, data.task)) == "full",
-        f"{keeps} client, and whole models travel whole; share A B head, take --trainable lora, or simulate it with"
-        " `atlas run`",
-    )
-    yield (
-        keeps and (config.ranks.rerank or config.model.init_adapter is not None),
-        f"{keeps} client, and --rerank and --init-adapter make whole models at the server; leave these out, or share A"
-        " B head",
-    )
-    yield (
-        is_cut and config.model.precision == "fp16",
-        "--precision fp16 scales losses by what overflows, which two sides of a cut do not tell each other; use bf16 or"
-        " fp32 with --split",
-    )
-    yield (
-        config.run.engine != "local" or config.run.workers not in (None, 1),
-        "--engine and --workers are for simulations, and across machines every site trains its own client; leave them"
-        " out",
-    )
 
 
 def _planned_clients(folder: RunFolder) -> tuple[str, ...]:
@@ -292,14 +234,24 @@ def _leave_out(folder: RunFolder, manager: ClientManager, names: tuple[str, ...]
     )
 
 
+def _newcomer(proxy: ClientProxy) -> Newcomer:
+    """A client that has registered, with a placeholder in the place of its data, which stays at its site."""
+    assert proxy.metadata is not None, "a client registers with its metadata"
+    assert proxy.device is not None, "a client registers with its device"
+    client, tokens = placeholder_client(proxy.name, proxy.metadata)
+    return Newcomer(client=client, device=proxy.device, tokens=tokens)
+
+
 def _assembly(config: Config, manager: ClientManager, bridge: EventBridge, names: tuple[str, ...]) -> Assembly:
-    """The parts of a run with placeholder clients in the place of the data, which stays at the sites."""
-    proxies = [manager.clients[name] for name in names]
-    placeholders = [placeholder_client(proxy.name, proxy.metadata) for proxy in proxies if proxy.metadata is not None]
-    tokens = {client.name: client_tokens for client, client_tokens in placeholders}
-    clients = tuple(client for client, _ in placeholders)
-    devices = tuple(proxy.device for proxy in proxies if proxy.device is not None)
-    assembly = assemble(config, clients=clients, tokens=tokens, devices=devices)
+    """The parts of a run with these clients."""
+    clients = [_newcomer(manager.clients[name]) for name in names]
+    tokens = {name: client.tokens for name, client in zip(names, clients, strict=True)}
+    assembly = assemble(
+        config,
+        clients=tuple(client.client for client in clients),
+        tokens=tokens,
+        devices=tuple(client.device for client in clients),
+    )
     return replace(
         assembly,
         join_queue=_join_queue(run_folder(config), manager, bridge, tokens),
@@ -320,13 +272,10 @@ def _join_queue(
         write_sites(folder, [manager.clients[name]])
 
     def waiting(_round: int) -> tuple[Newcomer, ...]:
-        newcomers = []
-        for proxy in bridge.call(late_clients(manager)):
-            if proxy.metadata is not None and proxy.device is not None:
-                client, client_tokens = placeholder_client(proxy.name, proxy.metadata)
-                tokens[proxy.name] = client_tokens
-                newcomers.append(Newcomer(client=client, device=proxy.device, tokens=client_tokens))
-        return tuple(newcomers)
+        late = bridge.call(late_clients(manager))
+        newcomers = tuple(_newcomer(proxy) for proxy in late if proxy.metadata is not None)  # one may leave meanwhile
+        tokens.update({newcomer.client.name: newcomer.tokens for newcomer in newcomers})
+        return newcomers
 
     return JoinQueue(
         waiting_clients=waiting,
@@ -340,15 +289,15 @@ def deliver_final_models(
     folder: RunFolder,
     manager: ClientManager,
     bridge: EventBridge,
+    service: ServerOptions,
     *,
     seconds: float,
-    writing_seconds: float,
     awaited: Collection[str] = (),
 ) -> None:
     """Give all that are here, or come within so many seconds where they are awaited, the model of this complete run.
 
-    A client that is writing its model then has at least `writing_seconds` for it. Writes down which have done so, and
-    notes which have not.
+    A client that is writing its model then has at least the deadline of a job for it. Writes down which have done so,
+    and notes which have not.
     """
     models = _final_models(folder)
     heard = _delivered_names(folder)
@@ -365,7 +314,7 @@ def deliver_final_models(
 
     manager.on_model_saved = record_saved
     shutdown = coordinator.shutdown_clients(
-        manager, models, seconds=seconds, writing_seconds=writing_seconds, wait_for=awaited
+        manager, models, seconds=seconds, writing_seconds=service.deadline_seconds, wait_for=awaited
     )
     bridge.call(shutdown)
     write_sealed(folder.deliveries, {"heard": sorted(heard)})
@@ -375,41 +324,37 @@ def deliver_final_models(
         )
 
 
-def deliver_again(config: Config, names: Collection[str]) -> None:
-    """Have these clients get their models once more, although they have said that they had them.
-
-    Raises `ConfigError` where the run is not complete, was not served, or has no model for one of them.
-    """
-    config = pin_mask_file(config)
-    folder = run_folder(config)
-    if not (folder.summary.exists() and folder.deliveries.exists()):
-        raise ConfigError(
-            f"--again is for a served run that is complete, and {folder.path} is none; leave --again out, or name the"
-            " run as it was served"
-        )
-    check_same_settings(config, load_config(folder.config, within=folder.path), folder=folder.path)
-    models = _final_models(folder)
-    for name in names:
-        if name not in models:
-            raise unknown_name("client in --again", name, models)
-    with run_lock(folder.path):
-        write_sealed(folder.deliveries, {"heard": sorted(_delivered_names(folder).difference(names))})
-
-
-def serve_final_models(config: Config, service: ServerOptions, on_event: OnEvent) -> None:
+def serve_final_models(
+    config: Config, service: ServerOptions, on_event: OnEvent, *, again: Collection[str] = ()
+) -> None:
     """Wait until the clients of a complete run that did not get their model have it, or `wait_seconds` are over.
 
-    Raises an `AtlasError` as the run itself would: for other settings, certificates, or an address that is taken.
+    Those of `again` get it once more, although they have confirmed that they have it.
+
+    Raises an `AtlasError` as the run itself would: for other settings, certificates, or an address that is taken;
+    `ConfigError` where `again` names clients of a run that is not complete, was not served, or has no model for them.
     """
     config = pin_mask_file(config)
     folder = run_folder(config)
     if not (folder.summary.exists() and folder.deliveries.exists()):
+        if again:
+            raise ConfigError(
+                f"--again is for a served run that is complete, and {folder.path} is none; leave --again out, or name"
+                " the run as it was served"
+            )
         return
     check_same_settings(config, load_config(folder.config, within=folder.path), folder=folder.path)
-    rest = [name for name in _final_models(folder) if name not in _delivered_names(folder)]
+    models = _final_models(folder)
+    for name in again:
+        if name not in models:
+            raise unknown_name("client in --again", name, models)
+    heard = _delivered_names(folder).difference(again)
+    if again:
+        with run_lock(folder.path):
+            write_sealed(folder.deliveries, {"heard": sorted(heard)})
+    rest = [name for name in models if name not in heard]
     if not rest:
         return
-    seconds = service.wait_seconds
     certs = open_certs(service.certs)
     listed = listed_clients(service.certs)
     awaited = [name for name in rest if name in listed and name not in service.without]
@@ -419,13 +364,13 @@ def serve_final_models(config: Config, service: ServerOptions, on_event: OnEvent
         return
     # models under a mask go as its values, here as in the rounds: the whole one may be longer than a frame
     mask = read_tensors(folder.mask) if folder.mask.exists() else None
+    seconds = service.wait_seconds
     listens = listening(config, service, certs, on_event=on_event, listed=listed, late=False, mask=mask)
     with run_lock(folder.path), listens as (manager, bridge, where):
         until = f"for up to {seconds:g} seconds for {', '.join(awaited)}, without a model yet"
         on_event(Note(f"run {folder.path} is complete; listening on {where} {until}"))
-        writing = service.deadline_seconds
         with service.companion(manager, bridge):
-            deliver_final_models(folder, manager, bridge, seconds=seconds, writing_seconds=writing, awaited=awaited)
+            deliver_final_models(folder, manager, bridge, service, seconds=seconds, awaited=awaited)
 
 
 def last_plan(folder: RunFolder) -> tuple[checkpoint.Checkpoint, tuple[str, ...]] | None:

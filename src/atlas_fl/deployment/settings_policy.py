@@ -16,8 +16,9 @@ import numpy as np
 from atlas_fl.config import Config, validate
 from atlas_fl.config.schema import ALL_CLASSES, AUTO, NONE, cut_setting
 from atlas_fl.config.settings import settings, value_of
+from atlas_fl.data.clients import ClientData
 from atlas_fl.data.task import Labels, Task
-from atlas_fl.deployment.consent import ALLOWANCES, Allowance, Consent
+from atlas_fl.deployment.consent import ALLOWANCES, Allowance, Consent, SiteChoices
 from atlas_fl.errors import ConfigError, short_repr
 from atlas_fl.models.registry import MODELS
 from atlas_fl.planning.leakage import most_looks
@@ -53,46 +54,39 @@ MOST_DECAY = 0.1
 is of the last examples alone."""
 
 
-def settings_here(
-    config: Config,
-    *,
-    task: str,
-    device: str,
-    part: int | None,
-    model: str | None,
-    data_dir: str | None,
-    plugin: tuple[str, ...] = (),
-) -> Config:
+def settings_here(config: Config, chosen: SiteChoices) -> Config:
     """A server's settings as a site works with them: with its own task, device and places, and no path of the server.
 
-    Of plug-ins it loads those that its owner names, `plugin`, and none that the server names.
+    Of plug-ins it loads those that its owner names, and none that the server names.
 
     Raises an `AtlasError` for settings that `atlas serve` itself would refuse.
     """
+    task = chosen.task
+    device = chosen.device
     data = replace(
         config.data,
-        data_dir=data_dir,
+        data_dir=chosen.data_dir,
         tasks=() if "=" in task else (task,),
         task=(task,) if "=" in task else (),
         devices=() if "=" in device else (device,),
         device=(device,) if "=" in device else (),
     )
-    chosen = replace(config.model, model=model or config.model.model, init_adapter=None)
+    model = replace(config.model, model=chosen.model or config.model.model, init_adapter=None)
     # who has a whole task has no part of its classes
-    images = config.images if part is not None else replace(config.images, nc=ALL_CLASSES)
+    images = config.images if chosen.part is not None else replace(config.images, nc=ALL_CLASSES)
     # no server says where a site reads secrets
-    run = replace(config.run, runs_dir="runs", name=None, secrets=None, plugin=plugin)
+    run = replace(config.run, runs_dir="runs", name=None, secrets=None, plugin=chosen.plugin)
     # a text can be guessed from its states, and no server decides what of them stays on a site's disk
     training = replace(config.training, prefix_disk_gb=0.0)
-    here = replace(config, data=data, model=chosen, images=images, training=training, run=run)
+    here = replace(config, data=data, model=model, images=images, training=training, run=run)
     settings = validate(here, at_sites=True)
     return replace(settings, sparse=replace(settings.sparse, mask_file=None))
 
 
-def check_settings(config: Config, consent: Consent, *, client: str, task: Task, device: str) -> None:
-    """Raise `ConfigError` unless a site of this name, task and device agrees to these settings."""
-    _check_sizes(config, consent, task)
-    needed = allowances_needed(config, client=client, task=task, device=device)
+def check_settings(config: Config, consent: Consent, *, client: ClientData, device: str) -> None:
+    """Raise `ConfigError` unless a site with this data on this device agrees to these settings."""
+    _check_sizes(config, consent, client.task)
+    needed = allowances_needed(config, client=client.name, task=client.task, device=device)
     if missing := {word: setting for word, setting in needed.items() if word not in consent.allow}:
         words = " ".join(missing)
         reasons = "; ".join(f"{word}: {ALLOWANCES[word]}" for word in missing)
@@ -100,6 +94,9 @@ def check_settings(config: Config, consent: Consent, *, client: str, task: Task,
             f"the server's settings ({', '.join(dict.fromkeys(missing.values()))}) ask more of this site than it agreed"
             f" to ({reasons}); agree with --allow {words}, or ask for other settings"
         )
+    _check_examples(config, consent, task=client.task, labels=client.train.label)
+    _check_held_out({"validation": len(client.validation), "test": len(client.test)})
+    _check_rounds(config, consent, examples=len(client.train))
 
 
 def allowances_needed(config: Config, *, client: str, task: Task, device: str) -> dict[Allowance, str]:
@@ -123,7 +120,7 @@ def allowances_needed(config: Config, *, client: str, task: Task, device: str) -
     return needed
 
 
-def check_rounds(config: Config, consent: Consent, *, examples: int) -> None:
+def _check_rounds(config: Config, consent: Consent, *, examples: int) -> None:
     """Raise `ConfigError` unless a site with so many training examples agrees to so many rounds.
 
     Of a share of the clients in each round (`--participation`) that many rounds are expected of it, and four standard
@@ -148,7 +145,7 @@ def most_rounds(consent: Consent, *, examples: int) -> int:
     return max(1, floor(consent.max_rounds_per_example * examples))
 
 
-def check_held_out(counts: Mapping[str, int]) -> None:
+def _check_held_out(counts: Mapping[str, int]) -> None:
     """Raise `ConfigError` unless the scores and label counts of each split are of more than a few examples."""
     for split, count in counts.items():
         if count < LEAST_HELD_OUT:
@@ -174,7 +171,7 @@ def check_model_name(name: str, consent: Consent) -> None:
     )
 
 
-def check_examples(config: Config, consent: Consent, *, task: Task, labels: Labels) -> None:
+def _check_examples(config: Config, consent: Consent, *, task: Task, labels: Labels) -> None:
     """Raise `ConfigError` unless enough training examples of this site are behind all that leaves it.
 
     So many are behind each thing, and by so many at least two of them differ over the whole run: what is made of some
@@ -260,12 +257,10 @@ def _check_sizes(config: Config, consent: Consent, task: Task) -> None:
         )
 
 
-def what_leaves(config: Config, *, client: str, task: Task, device: str, blocks: int, examples: int) -> tuple[str, ...]:
-    """Lines on the data that leave this site under settings that it has accepted, and on those that never do.
-
-    `examples` are its training examples.
-    """
-    words = allowances_needed(config, client=client, task=task, device=device)
+def what_leaves(config: Config, *, client: ClientData, device: str, blocks: int) -> tuple[str, ...]:
+    """Lines on the data that leave this site under settings that it has accepted, and on those that never do."""
+    task = client.task
+    words = allowances_needed(config, client=client.name, task=task, device=device)
     method = strategy_of(config)
     report = "" if method.report == "none" else f"; {method.report_words}"
     sent = (_sent_whole if trainable_of(config, [task]) == "full" else _sent_adapters)(config, task) + report
@@ -282,13 +277,15 @@ def what_leaves(config: Config, *, client: str, task: Task, device: str, blocks:
     if "cut" not in words:
         besides = " but as these means" if "means" in report else ""
         return (*lines, f"is never sent: {private_data}, activations{besides}, the label of an example", may_show)
-    where = cut_setting(config.split.split, client=client, task=task.name, device=device)
+    where = cut_setting(config.split.split, client=client.name, task=task.name, device=device)
     at = "one of the model's blocks, if this device cannot hold all," if where == AUTO else f"block {where} of {blocks}"
     given = "and the label of each" if "labels" in words else "without their labels"
     return (
         *lines,
         f"leaves it too, as agreed: the activations of every example at {at} {given}: nearly all of the text can be"
-        " read in them" + (", also by other sites" if "hosting" in words else "") + _noise_line(config, examples),
+        " read in them"
+        + (", also by other sites" if "hosting" in words else "")
+        + _noise_line(config, len(client.train)),
         "is never sent: the files of its data" + ("" if "labels" in words else ", the label of an example"),
         may_show,
     )

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -18,15 +18,12 @@ from atlas_fl.config.schema import ALL_CLASSES, NONE
 from atlas_fl.data.cache import load_task
 from atlas_fl.data.clients import BY_CLASSES, ClientData, make_clients
 from atlas_fl.data.registry import find_tasks
-from atlas_fl.deployment.consent import Consent, check_consent
+from atlas_fl.deployment.consent import SiteChoices, check_consent
 from atlas_fl.deployment.job_policy import JobPolicy, Outline, meta_params
 from atlas_fl.deployment.receipt import Receipt, confirm_again, read_receipt, write_model
 from atlas_fl.deployment.service import answer_limit, plugins_said
 from atlas_fl.deployment.settings_policy import (
-    check_examples,
-    check_held_out,
     check_model_name,
-    check_rounds,
     check_settings,
     most_rounds,
     settings_here,
@@ -60,7 +57,6 @@ from atlas_fl.runtime.protocol.private_params import (
 from atlas_fl.runtime.transport.certificates import Certs, open_certs
 from atlas_fl.runtime.transport.client import Link, UnreachableError
 from atlas_fl.runtime.transport.frames import Head
-from atlas_fl.runtime.transport.sessions import Exchange
 from atlas_fl.setup.assembly import (
     assemble,
     client_side_runtime,
@@ -114,10 +110,8 @@ class FullModelSiteRuntime:
             body=digest(body),
         )
 
-    def __call__(self, cut: Cut | None, cut_info: CutInfo | None) -> AdapterSite:
-        """The site; raises `ProtocolError` where the server would cut the model."""
-        if cut is not None or cut_info is not None:
-            raise ProtocolError("the server cuts a model whose weights all train; install its version of atlas-fl")
+    def __call__(self, _cut: Cut | None, _cut_info: CutInfo | None) -> AdapterSite:
+        """The site; `JobPolicy` has refused a cut of a model whose weights all train."""
         return self._site
 
     def export(self, model: Params, to: Path, *, on_event: OnEvent) -> None:
@@ -183,16 +177,9 @@ class AdapterSiteRuntime:
     def __call__(self, cut: Cut | None, cut_info: CutInfo | None) -> AdapterSite:
         """The site with the blocks below this cut, or with all (`runtime.coordinator.site_worker.SiteLoader`).
 
-        Raises `ModelError` where they are not to be had, or are not the server's; `ProtocolError` for a cut with other
-        noise than the settings have.
+        Raises `ModelError` where they are not to be had, or are not the server's.
         """
         blocks = None if cut is None else cut.blocks
-        noise = self._config.split.wire_noise
-        if cut is not None and cut.noise != noise:
-            raise ProtocolError(
-                f"the server asks for noise of {cut.noise:g} at a cut, and its settings say {noise:g}; nothing was"
-                " sent: ask who runs it"
-            )
         if self._site is not None and self._blocks == blocks:
             return self._site
         self._site = None  # what is not needed any more goes before anything else comes
@@ -277,8 +264,8 @@ def home_of(
 
 
 @dataclass(frozen=True, kw_only=True)
-class SiteOptions:
-    """Data, model, device and consent of a site, and the address of its server."""
+class SiteOptions(SiteChoices):
+    """Choices of a site, its certificates and files, and the address of its server."""
 
     address: str
     """`host:port` of the server."""
@@ -286,18 +273,6 @@ class SiteOptions:
     """The site's own folder of `atlas certs make`."""
     token: str | None = None
     """The token that the server gave out for this one session; None where it asks for certificates alone."""
-    task: str
-    """`name=path` with the options of `--task`, or a registered task's name."""
-    device: str
-    """A profile's name or description."""
-    part: int | None = None
-    """Index of the part of the task's `clients_per_task` that this site has; None for all of it."""
-    model: str | None = None
-    """Path of the backbone here, if not the server's name for it."""
-    data_dir: str | None = None
-    """Folder of data sets here that would else come from the hub."""
-    plugin: tuple[str, ...] = ()
-    """Plug-ins of the federation as they lie here: no others are loaded, whatever the server says."""
     config: str | None = None
     """Hash that the server's config must have; None accepts any."""
     patience_seconds: float = 600.0
@@ -309,8 +284,6 @@ class SiteOptions:
     secret: Path | None = None
     """File of the secret from which it draws about its own examples, made where there is none; None for `NAME-secret`
     beside `to`."""
-    consent: Consent = field(default_factory=Consent)
-    """Consent to what may leave the site, or happen at it."""
     to: Path
     """Folder of the client's own model at the end: in PEFT's format, or a whole model in transformers' own."""
 
@@ -333,7 +306,7 @@ def join_federation(joining: SiteOptions, *, on_event: OnEvent = ignore) -> Site
     """
     certs = open_certs(joining.certs)
     device = read_device(joining.device).name
-    check_consent(joining.consent)
+    check_consent(joining)
     if joining.private is not None:
         check_store(joining.private)
     private = _private_of(joining, certs.name)
@@ -346,25 +319,21 @@ def join_federation(joining: SiteOptions, *, on_event: OnEvent = ignore) -> Site
         settings = _settings_of(link.welcome, joining)
         client, home = _client_and_home(settings, joining, link.welcome, name=certs.name, device=device)
         run = config_hash(settings)
-        task = client.task
         outline = home.outline
         said |= {"config": run, **identity_said(home.model)}
-        check_same_model(home.model, link, said, name=settings.model.model)
+        check_same_model(link, said, name=settings.model.model)
         link.answer_limit = home.answer_limit
         examples = len(client.train)
-        rounds = most_rounds(joining.consent, examples=examples)
-        sent = what_leaves(
-            settings, client=certs.name, task=task, device=device, blocks=outline.blocks, examples=examples
-        )
+        sent = what_leaves(settings, client=client, device=device, blocks=outline.blocks)
         for line in (*sent, *truncation_notes({certs.name: home.tokens}, home.known)):
             on_event(Note(line))
-        metadata = metadata_of(client, home.tokens)
-        read_metadata(metadata)  # the server would refuse it, so it is refused here, before anything is said
+        registration = metadata_of(client, home.tokens)
+        metadata = read_metadata(registration)  # what the server would refuse is refused before anything is said
         worker = SiteClient(
             name=certs.name,
             load_site=home,
             link=link,
-            registration={**said, **metadata, "device": joining.device, "part": joining.part},
+            registration={**said, **registration, "device": joining.device, "part": joining.part},
             on_event=on_event,
             receiver=home.receiver,
             on_final_model=lambda model, sha256: write_model(
@@ -375,12 +344,11 @@ def join_federation(joining: SiteOptions, *, on_event: OnEvent = ignore) -> Site
             policy=JobPolicy(
                 config=settings,
                 client=certs.name,
-                task=task.name,
+                metadata=metadata,
                 device=device,
                 outline=outline,
-                num_labels=task.num_labels,
                 starts=start_models_of(settings, outline.initial, examples=examples, images=outline.images),
-                most_rounds=rounds,
+                most_rounds=most_rounds(joining, examples=examples),
             ),
         )
         left = ""
@@ -402,24 +370,12 @@ def _client_and_home(
     settings: Config, joining: SiteOptions, welcome: Head, *, name: str, device: str
 ) -> tuple[ClientData, SiteRuntime]:
     """The site's data and model under settings that it accepts; raises an `AtlasError` for those that it does not."""
-    consent = joining.consent
     if joining.model is None:
-        check_model_name(settings.model.model, consent)
-    config = settings_here(
-        settings,
-        task=joining.task,
-        device=joining.device,
-        part=joining.part,
-        model=joining.model,
-        data_dir=joining.data_dir,
-        plugin=joining.plugin,
-    )
+        check_model_name(settings.model.model, joining)
+    config = settings_here(settings, joining)
     secret = joining.secret or secret_file(joining.to.parent, name)
     client = own_client(config, name, task=joining.task, part=joining.part, secret=secret)
-    check_settings(settings, consent, client=name, task=client.task, device=device)
-    check_examples(settings, consent, task=client.task, labels=client.train.label)
-    check_held_out({"validation": len(client.validation), "test": len(client.test)})
-    check_rounds(settings, consent, examples=len(client.train))
+    check_settings(settings, joining, client=client, device=device)
     home = home_of(
         config,
         client,
@@ -441,20 +397,20 @@ def identity_said(model: ModelIdentity) -> dict[str, str | None]:
     }
 
 
-def check_same_model(model: ModelIdentity, link: Exchange, said: Head, *, name: str) -> None:
+def check_same_model(link: Link, said: Mapping[str, str | None], *, name: str) -> None:
     """Raise `ModelError` where the model here is not the server's.
 
     The server is told the digests before that, and nothing else, so that its log says why this site does not come.
     """
-    welcome = getattr(link, "welcome", {})
-    for key, here in identity_said(model).items():
-        there = welcome.get(key)
+    for key, digest_name in PARTS.items():
+        here = said[key]
+        there = link.welcome.get(key)
         if here is None or there is None or here == there:
             continue
         with suppress(ProtocolError):
             link.exchange({"kind": "register", **said})
         raise ModelError(
-            f"{PARTS[key]} of model {short_repr(name)} is {here:.16} here and {one_line(there, limit=16)} at the"
+            f"{digest_name} of model {short_repr(name)} is {here:.16} here and {one_line(there, limit=16)} at the"
             " server; give the server's model with --model"
         )
 
@@ -492,7 +448,7 @@ def _joined_before(
 
 
 def _first_said(joining: SiteOptions) -> dict[str, str | None]:
-    """What a site says of itself before it knows the server's settings."""
+    """The entries of the handshake that need no settings of the server."""
     plugins = plugins_said(pin_plugins(joining.plugin))
     return {"version": versions()["atlas_fl"], "config": joining.config, "plugins": plugins, "model": None}
 
@@ -555,7 +511,7 @@ def own_client(config: Config, name: str, *, task: str, part: int | None, secret
             f"--part is {part}; allowed: 0 to {settings.clients_per_task - 1}, as --clients-per-task of the server"
             " says, or leave it out where the whole task is here"
         )
-    by_classes = part is not None and config.images.nc != ALL_CLASSES
+    by_classes = config.images.nc != ALL_CLASSES
     clients = make_clients(
         (client_task,),
         source,

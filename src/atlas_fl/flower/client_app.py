@@ -17,7 +17,7 @@ from atlas_fl.flower.messages import (
     Message,
     RecordDict,
     node_of,
-    read_invitation,
+    write_certs,
 )
 
 FAILED = 2
@@ -40,24 +40,19 @@ def work(message: Message, context: Context) -> Reply:
     config = None
     if node.config is not None:
         config = pinned_hash(load_config(Path(node.config)), origin=node.config)
-    invitation = read_invitation(message.content[RECORD])
+    invitation = message.content[RECORD]
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as in `atlas join`
     with tempfile.TemporaryDirectory(prefix="atlas-") as folder, show_progress() as on_event:
-        invitation.write(Path(folder))
+        write_certs(invitation, Path(folder))
         joined = join_federation(
             SiteOptions(
-                address=invitation.address,
+                **node.choices(),
+                address=str(invitation["address"]),
                 certs=Path(folder),
-                token=invitation.token,
-                task=node.task,
-                device=node.device,
-                part=node.part,
-                model=node.model,
-                data_dir=node.data_dir,
+                token=str(invitation["token"]),
                 config=config,
                 private=None if node.private is None else Path(node.private),
                 patience_seconds=node.patience,
-                consent=node.consent,
                 to=Path(node.to or f"{node.name}-adapter") / str(context.run_id),
             ),
             on_event=on_event,

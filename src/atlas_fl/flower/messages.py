@@ -1,11 +1,11 @@
 """Messages between Flower's ServerApp and ClientApp, and `--node-config`; the only importer of Flower, an extra."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from atlas_fl.deployment.consent import Consent, check_consent
+from atlas_fl.deployment.consent import SiteChoices, check_consent
 from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.runtime.transport.certificates import CA, CERT, KEY, check_name
 from atlas_fl.storage.extras import install_command
@@ -36,29 +36,17 @@ SAMPLE = 'name="site-1" task="mine=reviews.csv" device="laptop_8gb"'
 
 
 @dataclass(frozen=True, kw_only=True)
-class Node:
-    """Data, device and consent of a node; the keys of `--node-config` with `_` for `-`."""
+class Node(SiteChoices):
+    """Choices of a node: keys of `--node-config` with `_` for `-`; `allow` is there one text with spaces between."""
 
-    task: str
-    """`name=path` with the options of `--task`, or a registered task's name."""
-    device: str
-    """A profile's name or description."""
     name: str
     """Name of the client in the federation; the node's number where the config gives none."""
-    part: int | None = None
-    """Index of the task's part that is here; all of it by default."""
-    model: str | None = None
-    """Path of the backbone here."""
-    data_dir: str | None = None
-    """Folder of data sets here that would else come from the hub."""
     config: str | None = None
     """A TOML or YAML file of settings here; this node works for no run with others, as `--config` of `atlas join`."""
     private: str | None = None
     """Folder of the parts that the settings' --share leaves out, until the run is complete; beside `to` by default."""
     patience: float = 60.0
     """Seconds to try a server again that has gone."""
-    consent: Consent = field(default_factory=Consent)
-    """The keys of `atlas join`'s consent; `allow` is in the config one text with spaces between."""
     to: str = ""
     """Folder of this client's models, a folder for each run; NAME-adapter by default."""
 
@@ -90,38 +78,18 @@ def node_of(config: Mapping[str, Any], *, node_id: int) -> Node:
             raise ConfigError(f"{key.replace('_', '-')} in --node-config is {value!r}; it must be {kind}")
     if "allow" in values:
         values["allow"] = tuple(values["allow"].split())
-    consented = {option.name: values.pop(option.name) for option in fields(Consent) if option.name in values}
-    node = Node(**{"name": str(node_id), **values, "consent": Consent(**consented)})
+    node = Node(**{"name": str(node_id), **values})
     check_name(node.name)
-    check_consent(node.consent)
+    check_consent(node)
     return node
 
 
-@dataclass(frozen=True, kw_only=True)
-class Invitation:
-    """The server's message to one node."""
+def write_certs(invitation: Mapping[str, Any], folder: Path) -> None:
+    """Put the certificates of an invitation where `open_certs` finds them; the folder must be this user's alone.
 
-    address: str
-    token: str
-    pem: Mapping[str, bytes]
-    """Authority, certificate and key by the names of their files."""
-
-    def record(self) -> dict[str, str | bytes]:
-        """The invitation as a record of a message."""
-        return {"address": self.address, "token": self.token, **self.pem}
-
-    def write(self, folder: Path) -> None:
-        """Put the certificates where `open_certs` finds them; the folder must be this user's alone."""
-        for name, content in self.pem.items():
-            write_atomic(folder / name, content, mode=0o600)
-
-
-def read_invitation(record: Mapping[str, Any]) -> Invitation:
-    """The invitation in this record; raises `ProtocolError` where there is none."""
-    if missing := [key for key in INVITATION if key not in record]:
+    Raises `ProtocolError` for a record that is no invitation.
+    """
+    if missing := [key for key in INVITATION if key not in invitation]:
         raise ProtocolError(f"the server's message has no {missing[0]}; install the same atlas-fl on both ends")
-    return Invitation(
-        address=str(record["address"]),
-        token=str(record["token"]),
-        pem={name: bytes(record[name]) for name in (CA, CERT, KEY)},
-    )
+    for name in (CA, CERT, KEY):
+        write_atomic(folder / name, bytes(invitation[name]), mode=0o600)

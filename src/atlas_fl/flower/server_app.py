@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from atlas_fl.cli.display import show, show_progress
 from atlas_fl.errors import AtlasError, ConfigError, ProtocolError, one_line
@@ -20,7 +20,6 @@ from atlas_fl.flower.messages import (
     Context,
     Error,
     Grid,
-    Invitation,
     Message,
     MessageType,
     RecordDict,
@@ -191,8 +190,8 @@ class Invitations:
         for node in sorted(there):
             name = self._names[node]
             pem = {file: (self.certs / name / file).read_bytes() for file in (CA, CERT, KEY)}
-            invitation = Invitation(address=self.address, token=self.tokens.issue(name), pem=pem)
-            content[node] = RecordDict({RECORD: ConfigRecord(invitation.record())})
+            invitation = {"address": self.address, "token": self.tokens.issue(name), **pem}
+            content[node] = RecordDict({RECORD: ConfigRecord(invitation)})
             self._starts[node] += 1
         if content:
             self._sent.push(content)
@@ -210,9 +209,9 @@ class Invitations:
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """The settings of `flwr run --run-config`."""
+    """The settings of `flwr run --run-config`, with `_` for `-`."""
 
-    config: Path
+    config: str
     address: str
     """`host:port` under which the nodes reach the stream."""
     host: str
@@ -220,22 +219,17 @@ class Order:
     nodes: int
     """Number of SuperNodes that are waited for; 0 for those that are connected."""
     min_clients: int
-    wait_seconds: float
-    deadline_seconds: float
+    wait: float
+    """Seconds."""
+    deadline: float
+    """Seconds."""
 
 
-def order_of(values: Mapping[str, Any], *, app_dir: Path) -> Order:
-    """The order that this run config gives; its config file may lie in the app's folder."""
+def order_of(values: Mapping[str, Any]) -> Order:
+    """The order that this run config gives."""
+    kinds = get_type_hints(Order)
     try:
-        return Order(
-            config=app_dir / str(values["config"]),
-            address=str(values["address"]),
-            host=str(values["host"]),
-            nodes=int(values["nodes"]),
-            min_clients=int(values["min-clients"]),
-            wait_seconds=float(values["wait"]),
-            deadline_seconds=float(values["deadline"]),
-        )
+        return Order(**{name: kind(values[name.replace("_", "-")]) for name, kind in kinds.items()})
     except (KeyError, ValueError) as error:
         raise ConfigError(
             f"the run config cannot be read ({error!r}); begin with the one of examples/flower/pyproject.toml"
@@ -252,22 +246,22 @@ def begin(grid: Grid, context: Context) -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as in `atlas serve`
     run = grid.run
     try:
-        order = order_of(context.run_config, app_dir=get_project_dir(run.fab_id, run.fab_version, run.fab_hash))
+        app_dir = get_project_dir(run.fab_id, run.fab_version, run.fab_hash)
         with show_progress() as on_event:
-            federate(grid, order, on_event=on_event)
+            federate(grid, order_of(context.run_config), app_dir=app_dir, on_event=on_event)
     except AtlasError as error:
         show([f"atlas: {error}"])
         raise type(error)(str(error)) from None  # Flower logs where it comes from; that is no news
 
 
-def federate(grid: Grid, order: Order, *, on_event: OnEvent) -> None:
-    """Serve this order to the nodes of this grid."""
+def federate(grid: Grid, order: Order, *, app_dir: Path, on_event: OnEvent) -> None:
+    """Serve this order to the nodes of this grid; its config file may lie in the app's folder."""
     from atlas_fl.config import load_config, validate
     from atlas_fl.runtime.transport.client import split_address
 
-    config = validate(load_config(order.config), at_sites=True)
+    config = validate(load_config(app_dir / order.config), at_sites=True)
     host, port = split_address(order.address)
-    question = NodeQuery(grid, count=order.nodes, seconds=order.wait_seconds)
+    question = NodeQuery(grid, count=order.nodes, seconds=order.wait)
     # The nodes take seconds to answer, and these to be imported.
     from atlas_fl.cli.tables import outcome
     from atlas_fl.deployment.server import remote_backend, serve_final_models
@@ -287,8 +281,8 @@ def federate(grid: Grid, order: Order, *, on_event: OnEvent) -> None:
             host=order.host,
             port=port,
             min_clients=order.min_clients,
-            wait_seconds=order.wait_seconds,
-            deadline_seconds=order.deadline_seconds,
+            wait_seconds=order.wait,
+            deadline_seconds=order.deadline,
             tokens=tokens,
             companion=invitations.beside,
         )

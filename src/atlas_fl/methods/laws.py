@@ -271,7 +271,7 @@ def _newcomer(trial: Trial) -> str:
     return ""
 
 
-def _no_tensor(state: ServerState, path: str = "") -> str:
+def _no_tensor(state: Mapping[str, object], path: str = "") -> str:
     """The path of the first entry of a state that is neither a tensor nor a mapping; empty where there is none."""
     for name, value in state.items():
         if isinstance(value, Mapping):
