@@ -24,11 +24,11 @@ from atlas_fl.cli.main import main
 from atlas_fl.config.methods import METHODS
 from tests.conftest import Tiny
 from tests.models.tiny_vision import save_tiny
-from tests.runs.conftest import QUICK, saved_once
+from tests.runs.conftest import saved_once
 from tests.runs.reading import rows
 
 # PEFT still asks for it under its old name.
-pytestmark = [pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"), QUICK]
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 EVERY = (*STRATEGIES, *METHODS)
 FACTORS = frozenset({*IN_FACTORS, "fedavg_by_distance", "fedavg_of_others", "ifca"})

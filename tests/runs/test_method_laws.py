@@ -9,15 +9,21 @@ import pytest
 from atlas_fl.config import Config
 from atlas_fl.config.methods import METHODS
 from atlas_fl.experiment.run import run_config
-from tests.runs.conftest import QUICK
+from tests.runs.covering import covering_methods, with_marks
 from tests.runs.finished import FinishedRuns
 from tests.runs.reading import rows
 
-pytestmark = QUICK
-
 Make = Callable[..., Config]
 SMALL: Mapping[str, Any] = {
-    **{"samples": 16, "rounds": 3, "eval_every": 3, "pack_tokens": 1, "audit": False},
+    **{
+        "samples": 16,
+        "rounds": 3,
+        "eval_every": 3,
+        "fingerprint_steps": 1,
+        "fingerprint_batches": 1,
+        "pack_tokens": 1,
+        "audit": False,
+    },
     **{"lr": 0.05, "batch_size": 4, "local_epochs": 2, "validation_samples": 4, "test_samples": 4},
 }
 """Steps so large that scores tell what a method does. Packs of one, so that sums do not follow the clients' order; they
@@ -73,7 +79,7 @@ def test_one_client_trains_locally(config: Make, finished: FinishedRuns, method:
     assert same_losses(result.folder, reference.folder) == (method not in NOT_LOCAL_ALONE), "see NOT_LOCAL_ALONE"
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", with_marks(METHODS, covering_methods() - {"centralized", "multitask"}))
 def test_permuting_clients_permutes_scores(config: Make, method: str) -> None:
     straight, turned = (
         run_config(

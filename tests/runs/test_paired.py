@@ -23,10 +23,7 @@ from atlas_fl.runtime.engine import Engine
 from atlas_fl.setup.assembly import Assembly, assemble
 from atlas_fl.storage.jsonl import read_json
 from atlas_fl.storage.ledger import LedgerRow, totals
-from tests.runs.conftest import QUICK
 from tests.runs.reading import rows, same_tensors, state
-
-pytestmark = QUICK
 
 Make = Callable[..., Config]
 # movie-0 and trec-0 are small, movie-1 and trec-1 are not

@@ -28,11 +28,8 @@ from atlas_fl.runtime.engine import Engine
 from atlas_fl.runtime.local import LocalEngine
 from atlas_fl.setup.assembly import Assembly, assemble
 from atlas_fl.storage.tensors import encoded_size
-from tests.runs.conftest import QUICK
 from tests.runs.finished import FinishedRuns
 from tests.runs.reading import rows, same_tensors, state
-
-pytestmark = QUICK
 
 Make = Callable[..., Config]
 
@@ -193,6 +190,7 @@ NEEDED: Mapping[str, Mapping[str, object]] = {
 
 
 # tests/audit/test_honest.py has every strategy in both spaces, on rounds that are written without training
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "space"), list(zip(sorted(STRATEGIES), cycle(("product", "factors")))))
 def test_every_strategy_passes_its_audit(config: Make, strategy: str, space: str) -> None:
     words = {"space": space, **NEEDED.get(strategy, {})}
