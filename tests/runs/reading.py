@@ -32,9 +32,3 @@ def alter_tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], object
     tensors = load_file(path)
     change(tensors)
     save_file(tensors, path, metadata)
-
-
-def move_first(path: Path, end: str, *, by: float) -> None:
-    """Add a number to the first tensor of a file whose name ends like this."""
-    key = next(key for key in load_file(path) if key.endswith(end))
-    alter_tensors(path, lambda tensors: tensors[key].add_(by))

@@ -41,6 +41,7 @@ from atlas_fl.storage.tensors import encoded_size
 from tests.runs.finished import FinishedRuns
 from tests.runs.reading import alter_tensors, rows, same_tensors, state
 from tests.runs.resealing import with_new_digests
+from tests.runs.sessions import check_same_runs, in_sessions
 
 Make = Callable[..., Config]
 MASKS = ("least_sensitive", "most_sensitive", "lowest_magnitude", "highest_magnitude", "random")
@@ -247,12 +248,8 @@ def test_an_exported_model_gives_the_same_logits_in_stock_transformers(config: M
 def test_a_run_in_sessions_ends_in_the_same_bits(config: Make, mask: str) -> None:
     settings = {"mask": mask, "dropout": 0.2, "schedule": "cosine", "label_smoothing": 0.1}
     whole = run_config(config(name="whole", **settings))
-    parts = run_config(config(name="parts", max_rounds=1, **settings))
-    while not parts.complete:
-        parts = resume_run(parts.folder, max_rounds=1)
-    assert same_tensors(state(whole.folder), state(parts.folder))
-    assert rows(whole.folder) == rows(parts.folder)
-    assert rows(whole.folder, "ledger") == rows(parts.folder, "ledger")
+    parts = in_sessions(config(name="parts", max_rounds=1, **settings))
+    check_same_runs(whole.folder, parts.folder)
     assert audit_run(parts.folder).ok
     for kept in ("start", "trained"):
         name = f"audit/round-0003/{kept}.safetensors"

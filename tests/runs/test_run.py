@@ -30,6 +30,7 @@ from atlas_fl.setup.assembly import Assembly, assemble
 from atlas_fl.storage.tensors import encoded_size
 from tests.runs.finished import FinishedRuns
 from tests.runs.reading import rows, same_tensors, state
+from tests.runs.sessions import check_same_runs
 
 Make = Callable[..., Config]
 
@@ -172,9 +173,7 @@ def test_more_blocks_than_the_model_has_are_one_line(config: Make) -> None:
 
 def test_a_run_is_a_function_of_its_config(config: Make, finished: FinishedRuns) -> None:
     first, second = finished(config(name="a")), run_config(config(name="b"))
-    assert same_tensors(state(first.folder), state(second.folder))
-    assert rows(first.folder) == rows(second.folder)
-    assert rows(first.folder, "ledger") == rows(second.folder, "ledger")
+    check_same_runs(first.folder, second.folder)
     other = run_config(config(name="c", seed=1))
     assert not same_tensors(state(first.folder), state(other.folder))
 
