@@ -235,6 +235,7 @@ STATEFUL = ("scaffold", "feddyn", "fedpac", "pfedgraph", "cfl", "linear_probe", 
 """Methods that fail where a task, or a head, is not there when they look for it; some did."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", STATEFUL)
 def test_a_method_meets_a_task_without_a_head_or_a_control(
     method: str, data: Path, model_of: Callable[[Kind], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
