@@ -55,7 +55,7 @@ def same_losses(folder: Path, other: Path) -> bool:
     return all(loss == pytest.approx(theirs[key], rel=EQUAL) for key, loss in ours.items())
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", with_marks(METHODS, {*covering_methods(), *NOT_LOCAL_ALONE}))
 def test_one_client_trains_locally(config: Make, finished: FinishedRuns, method: str) -> None:
     row, alone = METHODS[method], {"clients_per_task": 1, "tasks": "movie"}
     words = {**words_of(method), **alone}
