@@ -283,7 +283,7 @@ def writer_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny]
     params=[pytest.param(name, marks=() if name in QUICK_ARCHITECTURES else pytest.mark.slow) for name in ARCHITECTURES]
 )
 def tiny(request: pytest.FixtureRequest, tiny_of: Callable[[str], Tiny]) -> Tiny:
-    """Every architecture in turn, all but two of them slow; `tests/laws` and `tests/parity` always take all."""
+    """Every architecture in turn, all but two of them slow."""
     return tiny_of(request.param)
 
 

@@ -6,7 +6,7 @@ from hypothesis import settings
 
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "same")
 """The profile of hypothesis; `tests/conftest.py` registers `same` and `quick`."""
-QUICK_EXAMPLES = 20
+QUICK_EXAMPLES = 12
 """At most so many examples of a law in the profile `quick`."""
 
 

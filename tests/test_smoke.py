@@ -6,19 +6,13 @@ from pathlib import Path
 
 import pytest
 
-
-def atlas(*words: str, folder: Path) -> str:
-    """What `atlas` with these words prints, in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-m", "atlas_fl", *words], cwd=folder, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+from atlas_fl.cli.main import main
 
 
 @pytest.mark.core
-def test_the_preset_smoke_trains_and_passes_its_audit(tmp_path: Path) -> None:
-    runs = ("--runs-dir", "runs")
-    atlas("run", "--preset", "smoke", "--audit", "--name", "smoke", *runs, folder=tmp_path)
-    assert (tmp_path / "runs/smoke/summary.json").exists()
-    assert "audit passed" in atlas("audit", "smoke", *runs, folder=tmp_path)
+def test_the_preset_smoke_trains_and_passes_its_audit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["run", "--preset", "smoke", "--audit", "--name", "smoke", "--runs-dir", str(tmp_path)]
+    subprocess.run([sys.executable, "-m", "atlas_fl", *words], check=True, capture_output=True)
+    assert (tmp_path / "smoke/summary.json").exists()
+    assert main(["audit", "smoke", "--runs-dir", str(tmp_path)]) == 0
+    assert "audit passed" in capsys.readouterr().out

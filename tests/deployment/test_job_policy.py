@@ -78,7 +78,7 @@ def test_class_means_come_with_training_from_the_second_round_to_the_last_that_i
             policy(config).check_model("train", job)
             continue
         with pytest.raises(
-            ProtocolError, match=f"train in round {round} with class means to pull to, and .* none then"
+            ProtocolError, match=rf"train in round {round} with \['centroids'\] beside the model, and .* none then"
         ):
             policy(config).check_model("train", job)
 

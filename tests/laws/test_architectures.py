@@ -19,11 +19,19 @@ from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.peft_io import default_targets
 from atlas_fl.models.registry import FAMILIES, head_shapes
 from atlas_fl.models.tokenization import EncodedExamples
+from tests.architectures import ARCHITECTURES
+from tests.conftest import Tiny
 
 # PEFT still asks for it under its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 SCALE = {1: 1.5, 2: 1.0, 3: 0.5 + 1 / 3, 4: 0.75}
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def tiny(request: pytest.FixtureRequest, tiny_of: Callable[[str], Tiny]) -> Tiny:
+    """Every architecture in turn."""
+    return tiny_of(request.param)
 
 
 def alone(model: torch.nn.Module, data: EncodedExamples, *, types: bool) -> Tensor:

@@ -32,7 +32,13 @@ CPU = torch.device("cpu")
 OPTIONS = TrainOptions(seed=5, epochs=2, batch_size=4, lr=1e-2, schedule="linear", weight_decay=0.1, dropout=0.25)
 
 
-@pytest.fixture(params=[name for name, family in FAMILIES.items() if family.causal])
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=() if name in ("gpt2", "llama") else pytest.mark.slow)
+        for name, family in FAMILIES.items()
+        if family.causal
+    ]
+)
 def writer(request: pytest.FixtureRequest, writer_of: Callable):
     return writer_of(request.param)
 

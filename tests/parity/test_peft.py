@@ -17,6 +17,8 @@ from atlas_fl.client.local_training import train
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.models.peft_io import export_adapter, import_adapter
 from atlas_fl.models.tokenization import EncodedExamples
+from tests.architectures import ARCHITECTURES
+from tests.conftest import Tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT's
 
@@ -25,6 +27,12 @@ SCALES: dict[str, Callable[[int], float]] = {
     "alpha": lambda rank: 16 / rank,
     "rslora": lambda rank: 6 / math.sqrt(rank),
 }
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def tiny(request: pytest.FixtureRequest, tiny_of: Callable[[str], Tiny]) -> Tiny:
+    """Every architecture in turn."""
+    return tiny_of(request.param)
 
 
 def inputs(tiny, data: EncodedExamples, index: np.ndarray) -> dict[str, Tensor]:

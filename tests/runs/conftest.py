@@ -36,16 +36,29 @@ from tests.runs.federation import SITES, Federation
 from tests.runs.finished import FinishedRuns, locked
 from tests.runs.processes import Programs
 
-QUICK = pytest.mark.usefixtures("models_loaded_once", "importance_is_measured_on_one_batch")
-"""Of modules with many runs, which then share what they load, and plan with less."""
+LOAD_ANEW = ("test_same_bits", "test_resume")
+"""Modules whose runs load models as those of users do; a loaded model reads a file that test_resume alters."""
+PLAN_ANEW = ("test_same_bits", "test_planning_effort", "test_split")
+"""Modules whose runs plan with as many batches as those of users do."""
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
 
 
-@pytest.fixture(scope="module")
-def models_loaded_once() -> Iterator[None]:
-    """Let all runs of a module read a model's folder once: a tokenizer of thirty thousand words takes longer than a
-    round. No run may leave a weight of it other than it found it."""
-    loaded: dict[object, tuple[Backbone, str]] = {}
+@pytest.fixture(scope="session")
+def loaded_models() -> dict[object, Backbone]:
+    """The models that runs of this process have loaded, by their files and how they were loaded."""
+    return {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def models_loaded_once(request: pytest.FixtureRequest, loaded_models: dict[object, Backbone]) -> Iterator[None]:
+    """Let all runs read a model's folder once: a tokenizer of thirty thousand words takes longer than a round.
+
+    No run of a module may leave a weight of it other than it found it.
+    """
+    if request.module.__name__.endswith(LOAD_ANEW):
+        yield
+        return
+    digests: dict[object, str] = {}
 
     def loads_once(load: Callable[..., Backbone]) -> Callable[..., Backbone]:
         def once(name: str, *, weights: Params | None = None, **options: object) -> Backbone:
@@ -53,10 +66,11 @@ def models_loaded_once() -> Iterator[None]:
                 return load(name, weights=weights, **options)
             files = [(path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in Path(name).iterdir()]
             key = (load.__name__, name, tuple(sorted(files)), tuple(sorted(options.items())))
-            if key not in loaded:
-                backbone = load(name, **options)
-                loaded[key] = backbone, digest(backbone.frozen)
-            return loaded[key][0]
+            if key not in loaded_models:
+                loaded_models[key] = load(name, **options)
+            if key not in digests:
+                digests[key] = digest(loaded_models[key].frozen)
+            return loaded_models[key]
 
         return once
 
@@ -64,15 +78,16 @@ def models_loaded_once() -> Iterator[None]:
         for load in (load_backbone, load_image_backbone):
             patch.setattr(assembly, load.__name__, loads_once(load))
         yield
-    assert all(digest(backbone.frozen) == before for backbone, before in loaded.values()), "a run altered its model"
+    assert all(digest(loaded_models[key].frozen) == before for key, before in digests.items()), "a run altered a model"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def importance_is_measured_on_one_batch(request: pytest.FixtureRequest) -> Iterator[None]:
     """Plan with a batch a client in the place of four, but in modules that start programs, which know of no fixture."""
     module = [item for item in request.session.items if getattr(item, "module", None) is request.module]
     with pytest.MonkeyPatch.context() as patch:
-        if not any("programs" in item.fixturenames for item in module):
+        starts_programs = any("programs" in item.fixturenames for item in module)
+        if not starts_programs and not request.module.__name__.endswith(PLAN_ANEW):
             for place in (planning_costs, ranks_and_cuts, run_time, job_policy):
                 patch.setattr(place, "IMPORTANCE_BATCHES", 1)
         yield

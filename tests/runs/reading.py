@@ -1,10 +1,12 @@
 """What a run has left behind, as tests compare it."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 TIMES = ("seconds",)
 """Fields of the wall clock."""
@@ -21,3 +23,12 @@ def rows(folder: Path, name: str = "metrics") -> list[dict[str, object]]:
 
 def same_tensors(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
+
+
+def alter_tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Change tensors of a file in place and leave its metadata as they are."""
+    with safe_open(path, "pt") as handle:
+        metadata = handle.metadata()
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata)

@@ -14,10 +14,9 @@ from atlas_fl.config.validation import validate
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.run import run_config
 from atlas_fl.report.finished_runs import find_finished_runs
-from tests.runs.conftest import QUICK
 from tests.runs.reading import rows, same_tensors
 
-pytestmark = [pytest.mark.core, QUICK]
+pytestmark = pytest.mark.core
 
 MakeConfig = Callable[..., Config]
 ATLAS = {"strategy": "atlas", "measure_round": 2}

@@ -28,6 +28,7 @@ from atlas_fl.planning.planner import make_plan
 from atlas_fl.rng import generator
 from atlas_fl.setup.assembly import assemble
 from tests.runs.reading import rows, same_tensors, state
+from tests.runs.sessions import in_sessions
 
 Make = Callable[..., Config]
 SGD = {"optimizer": "sgd", "momentum": 0.9, "clip": 0.0}
@@ -94,9 +95,7 @@ def test_a_run_in_sessions_carries_the_same_momentum(image_config: Make, mask: s
         **{"clients_per_task": 3, "nesterov": True, "rounds": 2, "eval_every": 2},
     }
     undisturbed = run_config(image_config(name="undisturbed", **settings))
-    parts = run_config(image_config(name="parts", max_rounds=1, **settings))
-    while not parts.complete:
-        parts = resume_run(parts.folder, max_rounds=1)
+    parts = in_sessions(image_config(name="parts", max_rounds=1, **settings))
     stored = state(undisturbed.folder, round=2)
     assert same_tensors(stored, state(parts.folder, round=2)) and rows(undisturbed.folder) == rows(parts.folder)
     assert audit_run(parts.folder).ok

@@ -23,11 +23,11 @@ from atlas_fl.cli.main import main
 from atlas_fl.methods.registry import METHODS, RULES
 from tests.conftest import Tiny
 from tests.models.tiny_vision import save_tiny
-from tests.runs.conftest import QUICK, saved_once
+from tests.runs.conftest import saved_once
 from tests.runs.reading import rows
 
 # PEFT still asks for it under its old name.
-pytestmark = [pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"), QUICK]
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 EVERY = (*RULES, *METHODS)
 FACTORS = frozenset(
@@ -236,6 +236,7 @@ STATEFUL = ("scaffold", "feddyn", "fedpac", "pfedgraph", "cfl", "linear_probe", 
 """Methods that fail where a task, or a head, is not there when they look for it; some did."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", STATEFUL)
 def test_a_method_meets_a_task_without_a_head_or_a_control(
     method: str, data: Path, model_of: Callable[[Kind], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]

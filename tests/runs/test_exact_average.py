@@ -1,25 +1,22 @@
 """Runs whose clients hold a frozen part beside their adapters: FLoRA and FedEx-LoRA."""
 
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from atlas_fl.audit.check import audit_run
-from atlas_fl.config import Config, to_toml, validate
+from atlas_fl.config import Config, validate
 from atlas_fl.errors import ConfigError
-from atlas_fl.experiment.run import resume_run, run_config
-from tests.runs.conftest import QUICK
+from atlas_fl.experiment.run import run_config
 from tests.runs.finished import FinishedRuns
-from tests.runs.processes import Programs
-from tests.runs.reading import rows, same_tensors, state
+from tests.runs.reading import rows
 
-pytestmark = [pytest.mark.core, QUICK]
+pytestmark = pytest.mark.core
 
 MakeConfig = Callable[..., Config]
 METHODS = {"flora": {"strategy": "flora", "ranks": "4"}, "fedex": {"strategy": "fedex", "ranks": "4"}}
@@ -93,22 +90,6 @@ def test_round_one_trains_as_fedavg_does_and_round_two_stands_on_the_frozen_part
     assert all((starts[0][key] == starts[2][key]).all() for key in starts[0]), "the averaged factors are those of FedIT"
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_run_that_is_killed_goes_on_to_the_same_bits(
-    config: MakeConfig, programs: Programs, tmp_path: Path, method: str
-) -> None:
-    partly = {**METHODS[method], "participation": 0.5}
-    whole = run_config(config(**partly)).folder
-    assert audit_run(whole).ok
-    (tmp_path / "config.toml").write_text(to_toml(config(**partly, name="killed")))
-    fault = "dies before the checkpoint of round two"
-    programs.start("run", "--config", "config.toml", folder=tmp_path, fault=fault).end(-signal.SIGKILL)
-    killed = tmp_path / "runs/killed"
-    assert resume_run(killed).complete
-    assert same_tensors(state(whole), state(killed))
-    assert rows(whole) == rows(killed) and rows(whole, "ledger") == rows(killed, "ledger")
-
-
 def test_who_missed_rounds_is_sent_the_whole_frozen_part(config: MakeConfig) -> None:
     folder = run_config(config(**METHODS["fedex"], participation=0.5)).folder
     sizes = {
@@ -124,25 +105,6 @@ def test_who_missed_rounds_is_sent_the_whole_frozen_part(config: MakeConfig) -> 
     assert whole, "somebody had missed a round"
     reached = {row["client"] for row in sent}
     assert len(reached) == len({row["client"] for row in rows(folder, "ledger") if row["direction"] == "up"} | reached)
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("file", "check"), [("server", "server"), ("start", "mixed")])
-def test_an_audit_finds_what_was_altered(
-    config: MakeConfig, finished: FinishedRuns, method: str, file: str, check: str
-) -> None:
-    folder = finished(config(**METHODS[method])).folder
-    path = folder / f"audit/round-0002/{file}.safetensors"
-    with safe_open(path, "pt") as handle:
-        metadata = handle.metadata()
-    tensors = load_file(path)
-    key = next(key for key in tensors if key.endswith("lora_B") and not key.startswith("newest"))
-    tensors[key] += tensors[key].abs().max() + 0.1
-    save_file(tensors, path, metadata)
-    failures = audit_run(folder).failures
-    assert check in {row.check for row in failures}
-    # whoever trained in the next round says that it loaded something else
-    assert "loaded" in {row.check for row in failures if row.round == 3}
 
 
 @pytest.mark.parametrize(

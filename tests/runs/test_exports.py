@@ -29,13 +29,14 @@ from atlas_fl.experiment.model_card import LACKS_PRIOR
 from atlas_fl.experiment.run import RunResult, run_config
 from atlas_fl.methods.registry import METHODS, RULES
 from atlas_fl.setup.assembly import load_clients
-from tests.architectures import ARCHITECTURES
+from tests.architectures import ARCHITECTURES, QUICK_ARCHITECTURES
 from tests.models.tiny_vision import save_tiny
-from tests.runs.conftest import QUICK, saved_once
+from tests.runs.conftest import saved_once
+from tests.runs.covering import covering_methods, with_marks
 from tests.runs.reading import rows, same_tensors, state
 
 # PEFT still asks for it under its old name.
-pytestmark = [pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"), QUICK]
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 Make = Callable[..., Config]
 MAX_LENGTH = 60
@@ -57,6 +58,11 @@ NEEDED: Mapping[str, Mapping[str, Any]] = {
 """What a method needs beside its name."""
 EVERY_METHOD = sorted({*METHODS, *RULES} - {row.rule for row in METHODS.values()})
 """Methods, and the rules that no method has: what a method exports is what its rule has left."""
+ALL_FAMILIES = [
+    pytest.param(name, marks=() if name in QUICK_ARCHITECTURES else pytest.mark.slow) for name in ARCHITECTURES
+]
+QUICK = covering_methods() | {"atlas", "kriging", "cfl", "pfedgraph"}
+"""Methods that leave models of other kinds behind; the others differ in how a server mixes."""
 OF_CLASSES = ("fedpac", "classifier_collaboration")
 """Methods that compare features by classes of texts."""
 
@@ -203,7 +209,7 @@ def with_best(config: Config) -> Config:
     return best
 
 
-@pytest.mark.parametrize("method", EVERY_METHOD)
+@pytest.mark.parametrize("method", with_marks(EVERY_METHOD, QUICK))
 def test_every_method_exports_what_it_has_evaluated(small: Make, method: str) -> None:
     """On a family in turn, every second one with `--keep best`."""
     number = EVERY_METHOD.index(method)
@@ -212,7 +218,7 @@ def test_every_method_exports_what_it_has_evaluated(small: Make, method: str) ->
     check(with_best(config) if number % 2 else config)
 
 
-@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_every_family_and_task_exports_what_it_has_evaluated(small: Make, family: str) -> None:
     """Under class frequencies of each client's own, which some heads can hold and others cannot."""
     tasks = tuple(TASKS) if family in CAUSAL else tuple(TASKS)[:-1]
@@ -243,7 +249,7 @@ WHOLE: Mapping[str, Any] = {
 """Settings of whole text models."""
 
 
-@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_whole_text_models_export_what_they_have_evaluated(small: Make, family: str) -> None:
     check(small(family, ("kind", "same", "grade"), strategy="fedavg_cluster_prior", **WHOLE))
 

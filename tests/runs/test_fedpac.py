@@ -1,38 +1,26 @@
 """Runs of FedPAC: audited, resumed to the bit, with the bytes of the class features in the ledger."""
 
 import json
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from atlas_fl.audit.check import audit_run
 from atlas_fl.audit.run_files import read_audited
-from atlas_fl.config import Config, to_toml
-from atlas_fl.experiment.run import resume_run, run_config
+from atlas_fl.config import Config
+from atlas_fl.experiment.run import run_config
 from atlas_fl.params import is_last_layer
 from atlas_fl.storage.tensors import encoded_size
 from tests.conftest import Tiny
-from tests.runs.conftest import QUICK
 from tests.runs.finished import FinishedRuns
-from tests.runs.processes import Programs
-from tests.runs.reading import rows, same_tensors, state
+from tests.runs.reading import alter_tensors, rows, same_tensors, state
 
-pytestmark = [pytest.mark.core, QUICK]
+pytestmark = pytest.mark.core
 
 MakeConfig = Callable[..., Config]
-
-
-def changed(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    with safe_open(path, "pt") as handle:
-        metadata = handle.metadata()
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path, metadata)
 
 
 def test_heads_differ_inside_a_task_adapters_do_not_and_the_audit_agrees(config: MakeConfig) -> None:
@@ -75,18 +63,6 @@ def test_the_ledger_has_what_each_client_reported(config: MakeConfig) -> None:
     assert audit_run(folder).ok
 
 
-def test_a_run_that_is_killed_goes_on_to_the_same_bits(config: MakeConfig, programs: Programs, tmp_path: Path) -> None:
-    whole = run_config(config(strategy="fedpac")).folder
-    (tmp_path / "config.toml").write_text(to_toml(config(strategy="fedpac", name="killed")))
-    fault = "dies before the checkpoint of round two"
-    programs.start("run", "--config", "config.toml", folder=tmp_path, fault=fault).end(-signal.SIGKILL)
-    killed = tmp_path / "runs/killed"
-    assert resume_run(killed).complete
-    assert same_tensors(state(whole), state(killed))
-    assert rows(whole) == rows(killed) and rows(whole, "ledger") == rows(killed, "ledger")
-    assert audit_run(killed).ok
-
-
 def test_who_joins_later_reports_from_its_first_round_on(config: MakeConfig) -> None:
     late = run_config(config(strategy="fedpac", arrive=("movie-1=2",), name="late")).folder
     assert audit_run(late).ok
@@ -100,7 +76,7 @@ def test_an_audit_finds_reports_and_heads_that_were_altered(config: MakeConfig, 
     kept = {path: path.read_bytes() for path in (start, reports)}
 
     def failed(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> set[str]:
-        changed(path, change)
+        alter_tensors(path, change)
         checks = {row.check for row in audit_run(folder).failures if row.round == 2}
         path.write_bytes(kept[path])
         return checks

@@ -1,25 +1,20 @@
 """Runs in which clients choose the cluster whose model has the least loss: IFCA."""
 
-import signal
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from atlas_fl.audit.check import audit_run
-from atlas_fl.config import Config, to_toml, validate
+from atlas_fl.config import Config, validate
 from atlas_fl.errors import ConfigError
-from atlas_fl.experiment.run import resume_run, run_config
-from tests.runs.conftest import QUICK
+from atlas_fl.experiment.run import run_config
 from tests.runs.finished import FinishedRuns
-from tests.runs.processes import Programs
-from tests.runs.reading import rows, same_tensors, state
+from tests.runs.reading import alter_tensors, rows
 from tests.runs.workers import in_threads
 
-pytestmark = [pytest.mark.core, QUICK]
+pytestmark = pytest.mark.core
 
 MakeConfig = Callable[..., Config]
 IFCA = {"strategy": "ifca", "ranks": "4", "ifca_clusters": 2}
@@ -69,35 +64,15 @@ def test_two_workers_end_as_one_process_does_and_few_clients_a_round_pass_the_au
         assert all(torch.equal(first[key], second[key]) for key in first if key.startswith("clusters/"))
 
 
-def test_a_run_that_is_killed_goes_on_to_the_same_bits(
-    config: MakeConfig, finished: FinishedRuns, programs: Programs, tmp_path: Path
-) -> None:
-    whole = finished(config(**IFCA)).folder
-    (tmp_path / "config.toml").write_text(to_toml(config(**IFCA, name="killed")))
-    fault = "dies before the checkpoint of round two"
-    programs.start("run", "--config", "config.toml", folder=tmp_path, fault=fault).end(-signal.SIGKILL)
-    killed = tmp_path / "runs/killed"
-    assert resume_run(killed).complete
-    assert same_tensors(state(whole), state(killed))
-    assert rows(whole) == rows(killed) and rows(whole, "ledger") == rows(killed, "ledger")
-    assert audit_run(killed).ok
-
-
-def alter(path: Path, part: str, change: float) -> None:
-    with safe_open(path, "pt") as handle:
-        metadata = handle.metadata()
-    tensors = load_file(path)
-    for key in (key for key in tensors if part in key):
-        tensors[key] = tensors[key] + change
-    save_file(tensors, path, metadata)
-
-
 @pytest.mark.parametrize(("file", "part", "check"), [("begun", "lora_A", "chosen"), ("server", "clusters/", "server")])
 def test_an_audit_finds_what_was_altered(
     config: MakeConfig, finished: FinishedRuns, file: str, part: str, check: str
 ) -> None:
     folder = finished(config(**IFCA)).folder
-    alter(folder / f"audit/round-0002/{file}.safetensors", part, 1)
+    alter_tensors(
+        folder / f"audit/round-0002/{file}.safetensors",
+        lambda tensors: [tensor.add_(1) for key, tensor in tensors.items() if part in key],
+    )
     assert check in {row.check for row in audit_run(folder).failures}
 
 

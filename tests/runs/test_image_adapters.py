@@ -17,7 +17,7 @@ from atlas_fl.deployment.server import check_served
 from atlas_fl.deployment.service import ServerOptions
 from atlas_fl.errors import ConfigError, ModelError
 from atlas_fl.experiment.export import export_client
-from atlas_fl.experiment.run import RunResult, resume_run, run_config
+from atlas_fl.experiment.run import RunResult, run_config
 from atlas_fl.models.vision import preprocess
 from atlas_fl.planning.plan import Plan
 from atlas_fl.planning.planner import make_plan, measure_leakage
@@ -26,6 +26,7 @@ from atlas_fl.setup.options import train_options
 from atlas_fl.storage.jsonl import read_json
 from tests.models.tiny_vision import save_tiny
 from tests.runs.reading import rows, same_tensors, state
+from tests.runs.sessions import check_same_runs, in_sessions
 from tests.runs.workers import in_threads
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT's
@@ -90,12 +91,8 @@ def test_clusters_ranks_graph_and_adapters_of_images_go_through_the_audit(whole:
 
 
 def test_a_run_in_sessions_ends_in_the_same_bits(make: Make, whole: RunResult) -> None:
-    parts = run_config(make(name="parts", max_rounds=1))
-    while not parts.complete:
-        parts = resume_run(parts.folder, max_rounds=1)
-    assert same_tensors(state(whole.folder), state(parts.folder))
-    assert rows(whole.folder) == rows(parts.folder)
-    assert rows(whole.folder, "ledger") == rows(parts.folder, "ledger")
+    parts = in_sessions(make(name="parts", max_rounds=1))
+    check_same_runs(whole.folder, parts.folder)
 
 
 def test_accuracy_by_class_adds_up_to_the_accuracy(whole: RunResult) -> None:

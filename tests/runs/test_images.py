@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageClassification
 
@@ -39,12 +38,10 @@ from atlas_fl.setup.options import train_options
 from atlas_fl.sparse.masks import overlap
 from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import encoded_size
-from tests.runs.conftest import QUICK
 from tests.runs.finished import FinishedRuns
-from tests.runs.reading import rows, same_tensors, state
+from tests.runs.reading import alter_tensors, rows, same_tensors, state
 from tests.runs.resealing import with_new_digests
-
-pytestmark = QUICK
+from tests.runs.sessions import check_same_runs, in_sessions
 
 Make = Callable[..., Config]
 MASKS = ("least_sensitive", "most_sensitive", "lowest_magnitude", "highest_magnitude", "random")
@@ -145,11 +142,7 @@ def test_the_audit_keeps_one_model_once_and_finds_it_altered(config: Make) -> No
     assert len(held) == 8 and all(same_tensors(held["digits-0"], one) for one in held.values())
     one = encoded_size(held["digits-0"])
     assert one < file.stat().st_size < 1.1 * one
-    with safe_open(file, "pt") as there:
-        metadata = there.metadata()
-    kept = load_file(file)
-    kept["digits-0/head.bias"][3] += 0.01
-    save_file(kept, file, metadata)
+    alter_tensors(file, lambda kept: kept["digits-0/head.bias"][3].add_(0.01))
     found = {(row.check, row.client) for row in audit_run(result.folder).failures}
     assert found == {("files", "")} | {("mixed", name) for name in held}
 
@@ -255,12 +248,8 @@ def test_an_exported_model_gives_the_same_logits_in_stock_transformers(config: M
 def test_a_run_in_sessions_ends_in_the_same_bits(config: Make, mask: str) -> None:
     settings = {"mask": mask, "dropout": 0.2, "schedule": "cosine", "label_smoothing": 0.1}
     whole = run_config(config(name="whole", **settings))
-    parts = run_config(config(name="parts", max_rounds=1, **settings))
-    while not parts.complete:
-        parts = resume_run(parts.folder, max_rounds=1)
-    assert same_tensors(state(whole.folder), state(parts.folder))
-    assert rows(whole.folder) == rows(parts.folder)
-    assert rows(whole.folder, "ledger") == rows(parts.folder, "ledger")
+    parts = in_sessions(config(name="parts", max_rounds=1, **settings))
+    check_same_runs(whole.folder, parts.folder)
     assert audit_run(parts.folder).ok
     for kept in ("start", "trained"):
         name = f"audit/round-0003/{kept}.safetensors"

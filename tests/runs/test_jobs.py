@@ -13,11 +13,10 @@ from atlas_fl.experiment.parallel_runs import run_in_processes
 from atlas_fl.experiment.run import run_config
 from atlas_fl.experiment.sweep import grid, run_all
 from atlas_fl.runtime.reuse import REUSED_RESULTS
-from tests.runs.conftest import QUICK, configs
-
-pytestmark = [pytest.mark.core, QUICK]
+from tests.runs.conftest import configs
 
 
+@pytest.mark.slow
 def test_runs_at_once_end_beside_one_that_fails_and_says_why_and_are_not_repeated(
     tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -34,6 +33,7 @@ def test_runs_at_once_end_beside_one_that_fails_and_says_why_and_are_not_repeate
     assert [(folder / "summary.json").stat().st_mtime_ns for folder in folders] == written
 
 
+@pytest.mark.core
 def test_runs_that_share_work_end_in_the_bits_of_runs_alone(tiny_model: Path, tmp_path: Path) -> None:
     base = configs(tiny_model, tmp_path)(rounds=2, samples=8, adapted_blocks=1, runs_dir=str(tmp_path / "runs"))
     points = grid(base, over={"strategy": ("local", "fedavg", "fedper")}, seeds=(1,))
@@ -52,6 +52,7 @@ def test_runs_that_share_work_end_in_the_bits_of_runs_alone(tiny_model: Path, tm
         assert audit_run(folder).ok
 
 
+@pytest.mark.core
 def test_a_run_says_the_seconds_that_reused_results_had_taken_over_all_its_sessions(
     tiny_model: Path, tmp_path: Path
 ) -> None:

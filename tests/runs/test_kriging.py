@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config
@@ -21,11 +20,10 @@ from atlas_fl.report.figures import draw_all
 from atlas_fl.report.tables import sharing_table
 from atlas_fl.storage.jsonl import read_json
 from atlas_fl.storage.tensors import encoded_size
-from tests.runs.conftest import QUICK
 from tests.runs.finished import FinishedRuns
-from tests.runs.reading import rows, same_tensors
+from tests.runs.reading import alter_tensors, rows, same_tensors
 
-pytestmark = [pytest.mark.core, QUICK]
+pytestmark = pytest.mark.core
 
 MakeConfig = Callable[..., Config]
 KRIGING = {"strategy": "kriging", "measure_round": 2}
@@ -125,11 +123,7 @@ def test_an_audit_finds_halves_and_models_that_were_altered(config: MakeConfig) 
     kept = {path: path.read_bytes() for path in (start, server)}
 
     def failed(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> set[str]:
-        with safe_open(path, "pt") as handle:
-            metadata = handle.metadata()
-        tensors = load_file(path)
-        change(tensors)
-        save_file(tensors, path, metadata)
+        alter_tensors(path, change)
         checks = {row.check for row in audit_run(folder).failures if row.round == 2}
         path.write_bytes(kept[path])
         return checks

@@ -25,6 +25,7 @@ from atlas_fl.storage.jsonl import read_json
 from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import read_sketches, read_tensors, write_tensors
 from tests.runs.reading import rows, same_tensors, state
+from tests.runs.sessions import check_same_runs
 
 Make = Callable[..., Config]
 LATE = ("movie-1=2", "trec-0=3")
@@ -151,9 +152,7 @@ def test_sessions_and_clusters_measured_again_make_the_same_run(config: Make) ->
     held = sorted(path.name for path in RunFolder(parts.folder).checkpoints.iterdir())
     assert held == ["round-0001", "round-0002"]
     assert resume_run(parts.folder).complete
-    assert same_tensors(state(once.folder), state(parts.folder))
-    assert rows(once.folder) == rows(parts.folder)
-    assert rows(once.folder, "ledger") == rows(parts.folder, "ledger")
+    check_same_runs(once.folder, parts.folder)
     for folder in (once.folder, parts.folder):
         assert audit_run(folder).ok, audit_run(folder).failures
         sketches = read_sketches(RunFolder(folder).sketches_of("plan-0003.json"))

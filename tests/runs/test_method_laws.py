@@ -9,11 +9,9 @@ import pytest
 from atlas_fl.config import Config
 from atlas_fl.experiment.run import run_config
 from atlas_fl.methods.registry import METHODS
-from tests.runs.conftest import QUICK
+from tests.runs.covering import covering_methods, with_marks
 from tests.runs.finished import FinishedRuns
 from tests.runs.reading import rows
-
-pytestmark = QUICK
 
 Make = Callable[..., Config]
 SMALL: Mapping[str, Any] = {
@@ -57,7 +55,7 @@ def same_losses(folder: Path, other: Path) -> bool:
     return all(loss == pytest.approx(theirs[key], rel=EQUAL) for key, loss in ours.items())
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", with_marks(METHODS, {*covering_methods(), *NOT_LOCAL_ALONE}))
 def test_one_client_trains_locally(config: Make, finished: FinishedRuns, method: str) -> None:
     row, alone = METHODS[method], {"clients_per_task": 1, "tasks": "movie"}
     words = {**words_of(method), **alone}
@@ -73,7 +71,7 @@ def test_one_client_trains_locally(config: Make, finished: FinishedRuns, method:
     assert same_losses(result.folder, reference.folder) == (method not in NOT_LOCAL_ALONE), "see NOT_LOCAL_ALONE"
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", with_marks(METHODS, covering_methods() - {"centralized", "multitask"}))
 def test_permuting_clients_permutes_scores(config: Make, method: str) -> None:
     straight, turned = (
         run_config(

@@ -15,7 +15,7 @@ from atlas_fl.client.job import Job, Update
 from atlas_fl.config import Config, config_hash
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import OnEvent
-from atlas_fl.experiment.run import RunResult, resume_run, run_config
+from atlas_fl.experiment.run import RunResult, run_config
 from atlas_fl.planning.planner import local_engine, make_plan
 from atlas_fl.ranks.devices import DEVICES
 from atlas_fl.report.tables import plan_tables
@@ -23,10 +23,8 @@ from atlas_fl.runtime.engine import Engine
 from atlas_fl.setup.assembly import Assembly, assemble
 from atlas_fl.storage.jsonl import read_json
 from atlas_fl.storage.ledger import LedgerRow, totals
-from tests.runs.conftest import QUICK
 from tests.runs.reading import rows, same_tensors, state
-
-pytestmark = QUICK
+from tests.runs.sessions import check_same_runs, in_sessions
 
 Make = Callable[..., Config]
 # movie-0 and trec-0 are small, movie-1 and trec-1 are not
@@ -156,12 +154,8 @@ def test_guests_of_a_host_that_drops_are_paired_again_in_the_same_round(config: 
 def test_sessions_of_a_paired_run_with_sampling_make_the_same_run(config: Make) -> None:
     settings = {**SPLIT, "participation": 0.5, "wire": "int8", "wire_noise": 0.05}
     once = run_config(config(name="once", **settings))
-    parts = run_config(config(name="parts", max_rounds=1, **settings))
-    while not parts.complete:
-        parts = resume_run(parts.folder, max_rounds=1)
-    assert same_tensors(state(once.folder), state(parts.folder))
-    assert rows(once.folder) == rows(parts.folder)
-    assert rows(once.folder, "ledger") == rows(parts.folder, "ledger")
+    parts = in_sessions(config(name="parts", max_rounds=1, **settings))
+    check_same_runs(once.folder, parts.folder)
     assert read_json(once.folder / "plan.json")["clients"] == read_json(parts.folder / "plan.json")["clients"]
     trained = {(row["round"], row["client"]) for row in rows(once.folder) if row.get("split") == "train"}
     for (round, _), host in hosts(once.folder).items():

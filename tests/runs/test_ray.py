@@ -85,9 +85,9 @@ def test_a_run_on_ray_is_that_of_one_process_and_outlives_its_actors(config: Mak
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_cluster")
-@pytest.mark.parametrize("values", [{"strategy": "kriging", "measure_round": 1}, {"strategy": "fedpac"}])
-def test_what_a_rule_asks_for_comes_back_from_actors(config: Make, values: dict[str, object]) -> None:
-    settings = {**values, "rounds": 2, "pack_tokens": 200}
+def test_what_a_rule_asks_for_comes_back_from_actors(config: Make) -> None:
+    """Class features go up and means down, which is more than other rules ask for."""
+    settings = {"strategy": "fedpac", "rounds": 2, "pack_tokens": 200}
     whole = run_config(config(name="whole", **settings))
     check_same(whole.folder, run_config(config(name="ray", engine="ray", workers=2, **settings)).folder, round=2)
 

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config, validate
 from atlas_fl.errors import ConfigError
-from atlas_fl.experiment.run import resume_run, run_config
+from atlas_fl.experiment.run import run_config
 from atlas_fl.params import unflatten_by_client
 from tests.runs.finished import FinishedRuns
-from tests.runs.reading import rows, same_tensors, state
+from tests.runs.sessions import check_same_runs, in_sessions
 
 Make = Callable[..., Config]
 # Scarce bytes make the ranks follow the importance, which at this rate is another after every round.
@@ -74,12 +74,8 @@ def test_a_model_that_lost_more_than_its_ranks_ask_for_is_found(config: Make) ->
 
 def test_sessions_with_new_ranks_make_the_same_run(config: Make, finished: FinishedRuns) -> None:
     whole = finished(config(name="whole", **WORDS))
-    parts = run_config(config(name="parts", max_rounds=1, **WORDS))
-    while not parts.complete:
-        parts = resume_run(parts.folder, max_rounds=1)
-    assert same_tensors(state(whole.folder), state(parts.folder))
-    assert rows(whole.folder) == rows(parts.folder)
-    assert rows(whole.folder, "ledger") == rows(parts.folder, "ledger")
+    parts = in_sessions(config(name="parts", max_rounds=1, **WORDS))
+    check_same_runs(whole.folder, parts.folder)
     assert audit_run(parts.folder).ok
 
 

@@ -18,6 +18,7 @@ from atlas_fl.storage.tensors import read_tensors, write_tensors
 from tests.runs.finished import FinishedRuns
 from tests.runs.processes import Program, Programs
 from tests.runs.reading import rows, same_tensors, state
+from tests.runs.sessions import check_same_runs, in_sessions
 
 Make = Callable[..., Config]
 
@@ -60,9 +61,7 @@ def test_a_run_killed_anywhere_ends_in_the_same_bits(
     assert not (killed / "summary.json").exists(), "it was killed too late"
     result = resume_run(killed)
     assert result.complete
-    assert same_tensors(state(whole.folder), state(killed))
-    assert rows(whole.folder) == rows(killed)
-    assert rows(whole.folder, "ledger") == rows(killed, "ledger")
+    check_same_runs(whole.folder, killed)
     assert audit_run(killed).ok
 
 
@@ -90,12 +89,8 @@ def test_sessions_shorter_than_the_rounds_between_two_checkpoints_get_on(config:
 def test_sessions_that_end_between_two_aggregations_make_the_same_run(config: Make) -> None:
     settings = {"aggregate_every": 3, "participation": "0.5", "rounds": 5, "eta": "0.3"}
     whole = run_config(config(name="whole", **settings))
-    parts = run_config(config(name="parts", max_rounds=1, **settings))
-    while not parts.complete:
-        parts = resume_run(parts.folder, max_rounds=1)
-    assert same_tensors(state(whole.folder, round=5), state(parts.folder, round=5))
-    assert rows(whole.folder) == rows(parts.folder)
-    assert rows(whole.folder, "ledger") == rows(parts.folder, "ledger")
+    parts = in_sessions(config(name="parts", max_rounds=1, **settings))
+    check_same_runs(whole.folder, parts.folder, round=5)
     assert audit_run(parts.folder).ok
 
 

@@ -28,11 +28,9 @@ from atlas_fl.runtime.engine import Engine
 from atlas_fl.runtime.local import LocalEngine
 from atlas_fl.setup.assembly import Assembly, assemble
 from atlas_fl.storage.tensors import encoded_size
-from tests.runs.conftest import QUICK
 from tests.runs.finished import FinishedRuns
 from tests.runs.reading import rows, same_tensors, state
-
-pytestmark = QUICK
+from tests.runs.sessions import check_same_runs
 
 Make = Callable[..., Config]
 
@@ -175,9 +173,7 @@ def test_more_blocks_than_the_model_has_are_one_line(config: Make) -> None:
 
 def test_a_run_is_a_function_of_its_config(config: Make, finished: FinishedRuns) -> None:
     first, second = finished(config(name="a")), run_config(config(name="b"))
-    assert same_tensors(state(first.folder), state(second.folder))
-    assert rows(first.folder) == rows(second.folder)
-    assert rows(first.folder, "ledger") == rows(second.folder, "ledger")
+    check_same_runs(first.folder, second.folder)
     other = run_config(config(name="c", seed=1))
     assert not same_tensors(state(first.folder), state(other.folder))
 
@@ -193,6 +189,7 @@ NEEDED: Mapping[str, Mapping[str, object]] = {
 
 
 # tests/audit/test_honest.py has every strategy in both spaces, on rounds that are written without training
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "space"), list(zip(sorted(RULES), cycle(("product", "factors")))))
 def test_every_strategy_passes_its_audit(config: Make, strategy: str, space: str) -> None:
     words = {"space": space, **NEEDED.get(strategy, {})}

@@ -10,10 +10,11 @@ from safetensors.torch import load_file, save_file
 from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config, config_hash
 from atlas_fl.errors import ConfigError
-from atlas_fl.experiment.run import resume_run, run_config
+from atlas_fl.experiment.run import run_config
 from atlas_fl.storage.run_folder import RunFolder
 from tests.runs.federation import Federation
 from tests.runs.reading import rows, same_tensors, state
+from tests.runs.sessions import in_sessions
 
 Make = Callable[..., Config]
 REMEMBERS = {
@@ -34,9 +35,7 @@ def server_state(folder: Path, *, round: int = 3) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("case", REMEMBERS)
 def test_sessions_of_one_round_end_in_the_bits_of_the_whole_run_and_pass_the_audit(config: Make, case: str) -> None:
     whole = run_config(config(name="whole", **REMEMBERS[case]))
-    parts = run_config(config(name="parts", max_rounds=1, **REMEMBERS[case]))
-    while not parts.complete:
-        parts = resume_run(parts.folder, max_rounds=1)
+    parts = in_sessions(config(name="parts", max_rounds=1, **REMEMBERS[case]))
     assert server_state(whole.folder), "the moments are in the checkpoint"
     assert same_tensors(state(whole.folder), state(parts.folder))
     assert rows(whole.folder) == rows(parts.folder)
@@ -53,9 +52,7 @@ def test_sessions_of_one_round_end_in_the_bits_of_the_whole_run_and_pass_the_aud
 def test_a_newcomer_joins_the_moments_of_its_cohort(config: Make) -> None:
     late = {"arrive": ("movie-1=2", "trec-0=3"), "strategy": "fedadam"}
     whole = run_config(config(name="whole", **late))
-    parts = run_config(config(name="parts", max_rounds=1, **late))
-    while not parts.complete:
-        parts = resume_run(parts.folder, max_rounds=1)
+    parts = in_sessions(config(name="parts", max_rounds=1, **late))
     assert same_tensors(state(whole.folder), state(parts.folder))
     cohorts = [{path.split("/")[2] for path in server_state(whole.folder, round=round)} for round in (2, 3)]
     assert cohorts == [{"all", "task-movie"}, {"all", "task-movie", "task-trec"}], "who is alone has no head in common"
@@ -67,9 +64,7 @@ def test_a_newcomer_joins_the_moments_of_its_cohort(config: Make) -> None:
 def test_a_newcomer_of_pfedgraph_is_remembered_with_the_model_that_it_began_with(config: Make) -> None:
     late = {"arrive": ("movie-1=2", "trec-0=3"), "strategy": "pfedgraph", "space": "factors", "gram_by": "kind"}
     whole = run_config(config(name="whole", **late))
-    parts = run_config(config(name="parts", max_rounds=1, **late))
-    while not parts.complete:
-        parts = resume_run(parts.folder, max_rounds=1)
+    parts = in_sessions(config(name="parts", max_rounds=1, **late))
     assert same_tensors(state(whole.folder), state(parts.folder))
     assert rows(whole.folder) == rows(parts.folder)
     assert {path.split("/")[2] for path in server_state(whole.folder)} == {"movie-0", "trec-1", "movie-1", "trec-0"}

@@ -9,9 +9,10 @@ from safetensors.torch import load_file, save_file
 from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config, validate
 from atlas_fl.errors import ConfigError
-from atlas_fl.experiment.run import RunResult, resume_run, run_config
+from atlas_fl.experiment.run import RunResult, run_config
 from atlas_fl.params import HEAD
-from tests.runs.reading import rows, same_tensors, state
+from tests.runs.reading import same_tensors, state
+from tests.runs.sessions import check_same_runs, in_sessions
 
 Make = Callable[..., Config]
 CUTS = "movie=1,trec-0=1,trec-1=2"
@@ -35,12 +36,8 @@ def above(params: dict[str, torch.Tensor], block: int) -> dict[str, torch.Tensor
 def test_a_cluster_ends_with_one_set_and_sessions_make_the_same_run(config: Make) -> None:
     settings = {**SHARED, "participation": 0.75, "dropout": 0.1, "ranks": "budget", "aggregate_every": 2}
     once = run_config(config(name="once", **settings))
-    parts = run_config(config(name="parts", max_rounds=1, **settings))
-    while not parts.complete:
-        parts = resume_run(parts.folder, max_rounds=1)
-    assert same_tensors(state(once.folder), state(parts.folder))
-    assert rows(once.folder) == rows(parts.folder)
-    assert rows(once.folder, "ledger") == rows(parts.folder, "ledger")
+    parts = in_sessions(config(name="parts", max_rounds=1, **settings))
+    check_same_runs(once.folder, parts.folder)
     for result in (once, parts):
         report = audit_run(result.folder)
         assert report.ok
@@ -57,9 +54,7 @@ def test_clusters_of_one_make_the_run_of_clients_of_their_own(config: Make) -> N
     settings = {"split": "movie=1,trec=2", "eta": 0.3, "dropout": 0.1, "clients_per_task": 1}
     own = run_config(config(name="own", **settings))
     shared = run_config(config(name="shared", server_adapters="per_cluster", **settings))
-    assert same_tensors(state(own.folder), state(shared.folder))
-    assert rows(own.folder) == rows(shared.folder)
-    assert rows(own.folder, "ledger") == rows(shared.folder, "ledger")
+    check_same_runs(own.folder, shared.folder)
 
 
 def test_an_audit_finds_a_client_with_a_set_of_its_own(config: Make) -> None:

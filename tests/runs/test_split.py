@@ -13,7 +13,7 @@ from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config
 from atlas_fl.errors import AtlasError, BudgetError, ConfigError
 from atlas_fl.events import ignore
-from atlas_fl.experiment.run import RunResult, resume_run, run_config
+from atlas_fl.experiment.run import RunResult, run_config
 from atlas_fl.planning.planner import local_engine, make_plan, plan_run
 from atlas_fl.planning.ranks_and_cuts import cuts_for_planning
 from atlas_fl.report.tables import plan_tables
@@ -21,6 +21,7 @@ from atlas_fl.setup.assembly import assemble
 from atlas_fl.storage.jsonl import read_json
 from atlas_fl.storage.run_folder import RunFolder
 from tests.runs.reading import rows, same_tensors, state
+from tests.runs.sessions import check_same_runs, in_sessions
 
 Make = Callable[..., Config]
 # So small that the whole model does not fit: the runtime alone takes 427,819,008 bytes.
@@ -81,12 +82,8 @@ def test_a_run_with_a_cut_ends_with_the_adapters_of_one_without(config: Make, wh
 def test_sessions_of_a_run_with_cuts_make_the_same_run(config: Make) -> None:
     settings = {"split": "2", "wire": "int8", "wire_noise": 0.05, "participation": 0.75, "dropout": 0.1}
     once = run_config(config(name="once", **settings))
-    parts = run_config(config(name="parts", max_rounds=1, **settings))
-    while not parts.complete:
-        parts = resume_run(parts.folder, max_rounds=1)
-    assert same_tensors(state(once.folder), state(parts.folder))
-    assert rows(once.folder) == rows(parts.folder)
-    assert rows(once.folder, "ledger") == rows(parts.folder, "ledger")
+    parts = in_sessions(config(name="parts", max_rounds=1, **settings))
+    check_same_runs(once.folder, parts.folder)
     assert audit_run(parts.folder).ok
 
 

@@ -17,7 +17,8 @@ from atlas_fl.experiment.export import export_client
 from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.experiment.summary import histories, mean_series
 from atlas_fl.storage import checkpoint
-from tests.runs.reading import rows, same_tensors, state
+from tests.runs.reading import rows, same_tensors
+from tests.runs.sessions import check_same_runs, in_sessions
 
 Make = Callable[..., Config]
 STEADY = {"lr": 1e-12, "rounds": 9, "patience": 2}
@@ -98,13 +99,9 @@ def test_a_run_in_sessions_stops_at_the_same_round_in_the_same_bits(config: Make
     settings = {"lr": 0.02, "rounds": 8, "patience": 1, "strategy": "atlas_laplacian", "participation": 0.5}
     whole = run_config(config(name="whole", **settings))
     assert 1 < whole.rounds < 8
-    parts = run_config(config(name="parts", max_rounds=1, **settings))
-    while not parts.complete:
-        parts = resume_run(parts.folder, max_rounds=1)
+    parts = in_sessions(config(name="parts", max_rounds=1, **settings))
     assert parts.rounds == whole.rounds
-    assert same_tensors(state(whole.folder, round=whole.rounds), state(parts.folder, round=whole.rounds))
-    assert rows(whole.folder) == rows(parts.folder)
-    assert rows(whole.folder, "ledger") == rows(parts.folder, "ledger")
+    check_same_runs(whole.folder, parts.folder, round=whole.rounds)
     assert summary(whole.folder)["stopped"] == summary(parts.folder)["stopped"]
 
 

@@ -1,6 +1,5 @@
 """Runs in which a part of the model does not train in a round: RoLoRA sends the factor that moved alone."""
 
-import signal
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -10,14 +9,12 @@ import torch
 from safetensors.torch import load_file, save
 
 from atlas_fl.audit.check import audit_run
-from atlas_fl.config import Config, to_toml
-from atlas_fl.experiment.run import resume_run, run_config
-from tests.runs.conftest import QUICK
+from atlas_fl.config import Config
+from atlas_fl.experiment.run import run_config
 from tests.runs.finished import FinishedRuns
-from tests.runs.processes import Programs
-from tests.runs.reading import rows, same_tensors, state
+from tests.runs.reading import rows
 
-pytestmark = [pytest.mark.core, QUICK]
+pytestmark = pytest.mark.core
 
 MakeConfig = Callable[..., Config]
 ROLORA = {"strategy": "rolora", "ranks": "4", "rounds": 4}
@@ -69,20 +66,6 @@ def test_who_missed_a_round_is_sent_both_factors_first(config: MakeConfig) -> No
             returned += missed
             assert (down > 2 * up) == missed and (down == up) == (not missed)
     assert returned
-
-
-def test_a_run_that_is_killed_goes_on_to_the_same_bits_and_bytes(
-    config: MakeConfig, programs: Programs, tmp_path: Path
-) -> None:
-    partly = {**ROLORA, "rounds": 3, "participation": 0.5}
-    whole = run_config(config(**partly)).folder
-    (tmp_path / "config.toml").write_text(to_toml(config(**partly, name="killed")))
-    fault = "dies before the checkpoint of round two"
-    programs.start("run", "--config", "config.toml", folder=tmp_path, fault=fault).end(-signal.SIGKILL)
-    killed = tmp_path / "runs/killed"
-    assert resume_run(killed).complete
-    assert same_tensors(state(whole), state(killed))
-    assert rows(whole) == rows(killed) and rows(whole, "ledger") == rows(killed, "ledger")
 
 
 @pytest.mark.parametrize(

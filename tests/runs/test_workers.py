@@ -68,10 +68,10 @@ def test_what_a_rule_asks_for_comes_back_from_workers(config: Make, kind: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["halves", "class features and means to pull to"])
-def test_two_processes_make_the_run_whose_rule_asks_for_more_than_updates(config: Make, kind: str) -> None:
-    whole = run_config(config(name="alone", **REPORTS[kind]))
-    check_same(whole.folder, run_config(config(name="workers", workers=2, **REPORTS[kind])).folder)
+def test_two_processes_make_the_run_whose_rule_asks_for_more_than_updates(config: Make) -> None:
+    settings = REPORTS["class features and means to pull to"]
+    whole = run_config(config(name="alone", **settings))
+    check_same(whole.folder, run_config(config(name="workers", workers=2, **settings)).folder)
 
 
 def children() -> list[psutil.Process]:

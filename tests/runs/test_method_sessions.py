@@ -1,0 +1,71 @@
+"""Methods that keep something between rounds: the same bits in sessions, and an audit that finds what was altered."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from atlas_fl.audit.check import audit_run
+from atlas_fl.config import Config
+from atlas_fl.experiment.run import resume_run, run_config
+from tests.runs.finished import FinishedRuns
+from tests.runs.reading import alter_tensors
+from tests.runs.sessions import check_same_runs
+
+SMALL: Mapping[str, Any] = {"samples": 16, "validation_samples": 6, "test_samples": 6, "dropout": 0.1, "eval_every": 3}
+SOME: Mapping[str, Any] = {**SMALL, "tasks": "movie", "clients_per_task": 3, "participation": 0.5}
+"""Clients that rest have to be remembered, too."""
+CASES: Mapping[str, Mapping[str, Any]] = {
+    "scaffold": {**SOME, "ranks": "4"},
+    "feddyn": {**SOME, "ranks": "4", "proximal_mu": 0.1},
+    "flora": {**SOME, "ranks": "4"},
+    "fedex": {**SOME, "ranks": "4"},
+    "fedpac": SMALL,
+    "ifca": {**SMALL, "ranks": "4", "ifca_clusters": 2},
+    "mr_mtl": {**SOME, "ranks": "4", "proximal_mu": 0.5},
+    "apfl": {**SOME, "ranks": "4"},
+    "feddpa": {**SOME, "ranks": "4"},
+    "fedalt": {**SOME, "ranks": "4"},
+    "rolora": {**SOME, "ranks": "4"},
+    "multitask": {**SMALL, "ranks": "4", "participation": 0.5, "fingerprint": "delta"},
+}
+
+
+@pytest.mark.parametrize("method", CASES)
+def test_a_run_in_sessions_ends_in_the_same_bits(config: Callable[..., Config], method: str) -> None:
+    whole = run_config(config(strategy=method, name="whole", **CASES[method])).folder
+    parts = run_config(config(strategy=method, name="parts", max_rounds=2, **CASES[method])).folder
+    assert resume_run(parts).complete
+    check_same_runs(whole, parts)
+    exported = sorted(path.relative_to(whole) for path in whole.glob("adapters/*/*.safetensors"))
+    assert exported and all((whole / path).read_bytes() == (parts / path).read_bytes() for path in exported)
+    assert audit_run(parts).ok
+
+
+@pytest.mark.parametrize(
+    ("method", "file", "checks"),
+    [
+        ("scaffold", "control", {"corrected"}),
+        ("scaffold", "correction", {"corrected"}),
+        ("feddyn", "correction", {"corrected"}),
+        ("feddyn", "server", {"server"}),
+        ("feddyn", "start", {"mixed"}),
+        # whoever trained in the next round says that it loaded something else
+        ("flora", "server", {"server", "loaded"}),
+        ("flora", "start", {"mixed", "loaded"}),
+        ("fedex", "server", {"server", "loaded"}),
+        ("fedex", "start", {"mixed", "loaded"}),
+        ("mr_mtl", "anchor", {"mixed"}),
+        ("mr_mtl", "start", {"own"}),
+    ],
+)
+def test_an_audit_finds_what_was_altered(
+    config: Callable[..., Config], finished: FinishedRuns, method: str, file: str, checks: set[str]
+) -> None:
+    settings = {"proximal_mu": 0.1} if method == "feddyn" else {"proximal_mu": 0.5} if method == "mr_mtl" else {}
+    folder = finished(config(strategy=method, ranks="4", **settings)).folder
+    path = folder / f"audit/round-0002/{file}.safetensors"
+    key = next(key for key in load_file(path) if key.endswith("lora_B") and not key.startswith("newest"))
+    alter_tensors(path, lambda tensors: tensors[key].add_(1.0))
+    assert checks <= {row.check for row in audit_run(folder).failures}
