@@ -8,11 +8,12 @@ from typing import Any
 
 from atlas_fl.report.drawing import draw, save_pdf, save_png
 from atlas_fl.report.figure_rows import ROWS, to_csv
-from atlas_fl.report.html.elements import Chart, Section, Table
+from atlas_fl.report.html.elements import Chart, Section
 from atlas_fl.report.html.run_clients import data_of_clients, likeness, moving_weights, ranks, sharing
 from atlas_fl.report.html.run_costs import leakage, traffic
 from atlas_fl.report.html.run_scores import convergence
 from atlas_fl.report.record import Record, read_record
+from atlas_fl.report.table import Table
 from atlas_fl.storage.folder_access import write_atomic
 from atlas_fl.storage.run_folder import find_run
 

@@ -17,6 +17,7 @@ from atlas_fl.report.federation_results import (
     with_common_seeds,
 )
 from atlas_fl.report.finished_runs import FinishedRun, changed_flags, read_finished_run
+from atlas_fl.report.format import names_in_words
 from atlas_fl.report.html.charts import FAINT, category, chart, quantity, row_height, tips
 from atlas_fl.report.html.comparison_charts import (
     client_map,
@@ -27,26 +28,10 @@ from atlas_fl.report.html.comparison_charts import (
     traffic_front,
 )
 from atlas_fl.report.html.comparison_tables import cost_table, equal_in_practice, method_table, pair_table
-from atlas_fl.report.html.elements import (
-    Block,
-    Cell,
-    Chart,
-    Fact,
-    Facts,
-    Folded,
-    Page,
-    Row,
-    Section,
-    Table,
-    Text,
-    count,
-    duration,
-    names_in_words,
-    plain,
-    size,
-)
+from atlas_fl.report.html.elements import Block, Chart, Fact, Facts, Folded, Page, Row, Section, Text
 from atlas_fl.report.html.palette import colour
 from atlas_fl.report.method_comparison import MethodComparison
+from atlas_fl.report.table import Cell, Table, count, duration, plain, size
 from atlas_fl.storage.run_folder import SHOWN_RUNS, RunFolder, find_run
 
 BEST = "; scores of each client's best round by validation"

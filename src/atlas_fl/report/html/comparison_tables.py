@@ -6,10 +6,10 @@ import numpy as np
 
 from atlas_fl.report.comparison_tables import SHOWN, shown
 from atlas_fl.report.html.comparison_charts import by_mean
-from atlas_fl.report.html.elements import Cell, Table, count, duration, plain, share, size
 from atlas_fl.report.method_comparison import AVERAGE, MethodComparison
 from atlas_fl.report.score_table import BASELINE
 from atlas_fl.report.statistics import ROPE, PairedComparison, compare_with_control, least_sign_flip_p
+from atlas_fl.report.table import Cell, Table, count, duration, plain, share, size
 
 
 def method_table(comparison: MethodComparison) -> Table:

@@ -12,8 +12,9 @@ from statistics import fmean
 
 from atlas_fl.errors import CheckpointError, ConfigError, DataError
 from atlas_fl.report.html.comparison_page import comparison_page
-from atlas_fl.report.html.elements import Fact, Facts, Page, Section, Table, Text, count, duration
+from atlas_fl.report.html.elements import Fact, Facts, Page, Section, Text
 from atlas_fl.report.html.live_page import SILENT, Progress, read_progress, summary_row
+from atlas_fl.report.table import Table, count, duration
 from atlas_fl.storage.jsonl import read_json
 from atlas_fl.storage.run_folder import RunFolder
 

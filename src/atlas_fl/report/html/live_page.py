@@ -17,20 +17,10 @@ from typing import Any, TypeAlias
 from urllib.parse import quote
 
 from atlas_fl.errors import CheckpointError
-from atlas_fl.report.html.elements import (
-    Block,
-    Fact,
-    Facts,
-    Page,
-    Section,
-    Table,
-    Text,
-    count,
-    duration,
-    isolate,
-    plain,
-)
+from atlas_fl.report.format import isolate
+from atlas_fl.report.html.elements import Block, Fact, Facts, Page, Section, Text
 from atlas_fl.report.html.run_page import run_page
+from atlas_fl.report.table import Table, count, duration, plain
 from atlas_fl.storage.digests import read_checked_rows
 from atlas_fl.storage.folder_access import MOST_LOG_BYTES, read_ends
 from atlas_fl.storage.run_folder import PLANNED_RUNS, RunFolder, is_readable_file

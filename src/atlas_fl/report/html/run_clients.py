@@ -20,7 +20,7 @@ from atlas_fl.report.figure_rows import (
     similarity_rows,
     sketch_rows,
 )
-from atlas_fl.report.format import EMPTY, cluster_name
+from atlas_fl.report.format import EMPTY, cluster_name, isolate
 from atlas_fl.report.html.charts import (
     INK,
     MOST_NUMBERED_ROWS,
@@ -34,28 +34,12 @@ from atlas_fl.report.html.charts import (
     quantity,
     tips,
 )
-from atlas_fl.report.html.elements import (
-    Block,
-    Cell,
-    Chart,
-    Fact,
-    Facts,
-    Folded,
-    Number,
-    Row,
-    Section,
-    Table,
-    Text,
-    count,
-    isolate,
-    names_in_words,
-    plain,
-    share,
-    size,
-)
+from atlas_fl.report.html.elements import Block, Chart, Fact, Facts, Folded, Row, Section, Text
 from atlas_fl.report.html.palette import colour
 from atlas_fl.report.mask_charts import density_chart
 from atlas_fl.report.record import Record
+from atlas_fl.report.table import Cell, Table, count, plain, share, size
+from atlas_fl.report.tables import cluster_table, k_table, sharing_of_groups
 
 LEAST_EMBEDDED = 6
 """Clients from which t-SNE shows more than the two principal components."""
@@ -165,7 +149,7 @@ def likeness(record: Record) -> Section | None:
     words = [f"Is there structure? {structure['reason']}."] if structure.get("reason") else []
     lines = [*words, *(f"Warning: {warning}" for warning in clustering.get("warnings") or ())]
     blocks: list[Block] = [Facts(facts=facts), *([Text(lines=lines)] if lines else []), *_scatters(record)]
-    blocks += [_cluster_table(record, clustering), *_k_table(clustering)]
+    blocks += [cluster_table(record.plan), *([k_table(clustering)] if clustering.get("k_table") else [])]
     blocks += _pair_map(record, similarity_rows(record), name="similarity", title="Similarity of the sketches")
     blocks += _pair_map(record, edges, name="weight", title="Client graph, by which atlas_laplacian mixes")
     return Section(name="likeness", title="Who was found alike, and why", blocks=blocks)
@@ -263,56 +247,6 @@ def _scatter(
         },
     }
     return chart({"data": {"name": "rows"}, "encoding": encoding, "layer": [*below, points]}, height=340)
-
-
-def _cluster_table(record: Record, clustering: Mapping[str, Any]) -> Table:
-    measured = {row["cluster"]: row for row in clustering.get("clusters") or ()}
-    groups: dict[int, list[str]] = {}
-    for name, label in record.cluster_of.items():
-        groups.setdefault(label, []).append(name)
-    rows: list[list[Cell]] = []
-    for label in sorted(groups, key=lambda label: (label < 0, label)):
-        tasks = Counter(record.task_of[name] for name in groups[label])
-        row = measured.get(label, {})
-        rows.append(
-            [
-                cluster_name(label),
-                count(len(groups[label])),
-                ", ".join(f"{isolate(task)} x {number}" for task, number in tasks.most_common()),
-                *(plain(row.get(name), 2) for name in ("purity", "reliability", "cohesion", "difficulty")),
-                names_in_words(groups[label]),
-            ]
-        )
-    return Table(
-        title="Clusters",
-        columns=("cluster", "size", "tasks", "purity", "own halves agree", "similarity inside", "loss", "clients"),
-        rows=rows,
-        note="own halves agree: the agreement of a client's two sketches; loss: mean training loss of the fingerprints",
-    )
-
-
-def _k_table(clustering: Mapping[str, Any]) -> list[Block]:
-    """Every number of clusters that was weighed, with its scores."""
-    rows = clustering.get("k_table") or ()
-    titles = {
-        **{"silhouette": "silhouette", "davies_bouldin": "Davies-Bouldin", "calinski_harabasz": "Calinski-Harabasz"},
-        **{"gap": "gap", "atlas": "ATLAS score", "merge_similarity": "merge at"},
-    }
-    shown = [name for name in titles if any(row.get(name) is not None for row in rows)]
-    cells = [
-        [
-            count(row.get("k")),
-            "chosen" if row.get("chosen") else "",
-            *(plain(row.get(name)) for name in shown),
-            count(row.get("singletons")),
-        ]
-        for row in rows
-    ]
-    columns = ("k", "choice", *(titles[name] for name in shown), "clusters of one")
-    note = "Davies-Bouldin: lower is better; of all others higher"
-    return (
-        [Table(title="Numbers of clusters that were weighed", columns=columns, rows=cells, note=note)] if rows else []
-    )
 
 
 def _pair_map(record: Record, rows: Sequence[Row], *, name: str, title: str) -> list[Block]:
@@ -445,22 +379,7 @@ def sharing(record: Record) -> Section | None:
         spec=spec,
         data={"rows": rows, **beside},
     )
-    cells = [_sharing_cells(group, [row for row in rows if row["parameters"] == group]) for group in groups]
-    columns = ("parameters", "clients", "least of its own", "most", "as if averaged over", "variance over noise")
-    note = (
-        "as if averaged over: so many clients, each counting alike; variance over noise: between clients that are"
-        " compared, over the noise of one"
-    )
-    table = Table(title="By group of parameters", columns=columns, rows=cells, note=note)
-    return Section(name="sharing", title="How personal each model is", blocks=[kept, table])
-
-
-def _sharing_cells(group: str, rows: Sequence[Row]) -> list[Cell]:
-    own = [row["own_share"] for row in rows]
-    ratios = [row["variance_over_noise"] for row in rows if row["variance_over_noise"] is not None]
-    ratio: Number = plain(fmean(ratios) if ratios else None, 2)
-    together = plain(fmean(row["effective_clients"] for row in rows), 1)
-    return [group, count(len(rows)), share(min(own)), share(max(own)), together, ratio]
+    return Section(name="sharing", title="How personal each model is", blocks=[kept, sharing_of_groups(rows)])
 
 
 def moving_weights(record: Record) -> Section | None:

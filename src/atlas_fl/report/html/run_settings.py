@@ -11,7 +11,8 @@ from atlas_fl.config.settings import settings
 from atlas_fl.config.values import to_words
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.report.finished_runs import changed_flags
-from atlas_fl.report.html.elements import Block, Command, Folded, Section, Table, Text
+from atlas_fl.report.html.elements import Block, Command, Folded, Section, Text
+from atlas_fl.report.table import Table
 from atlas_fl.storage.digests import check_files
 from atlas_fl.storage.run_folder import RunFolder
 
