@@ -106,6 +106,13 @@ def rank_comparisons(comparisons: Sequence[MethodComparison]) -> MethodRanks:
     )
 
 
+def rank_if_several(comparisons: Sequence[MethodComparison]) -> MethodRanks | None:
+    """Average ranks of the methods that all comparisons have; None if these or the comparisons are fewer than two."""
+    if len(comparisons) < 2 or len(set.intersection(*(set(one.rows) for one in comparisons))) < 2:
+        return None
+    return rank_comparisons(comparisons)
+
+
 def ranks_table(ranks: MethodRanks, *, control: str) -> Table:
     """One row a method, the best first."""
     rows: list[list[Cell]] = []

@@ -17,8 +17,8 @@ from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
-from atlas_fl.config import Config, config_hash, differences, load_config, with_values
-from atlas_fl.config.methods import first_measured_round, with_method_settings
+from atlas_fl.config import Config, config_hash, differences, load_config
+from atlas_fl.config.methods import with_method_settings
 from atlas_fl.config.presets import find_preset
 from atlas_fl.config.settings import replace_settings, settings
 from atlas_fl.config.values import from_words, to_words
@@ -186,18 +186,10 @@ def read_finished_run(run: Path | str, *, score: Literal["final", "best"] = "fin
         DataError: a client has no test score.
     """
     folder = find_run(run)
-    config = _with_name_of_today(load_config(folder.config, within=folder.path), read_summary(folder.path))
+    config = load_config(folder.config, within=folder.path)
     found = FinishedRun(config=config, scores=read_scores(folder.path, score=score), tuning=read_tuning(folder))
     _check_tuning(found, str(folder.tuning))
     return found
-
-
-def _with_name_of_today(config: Config, summary: Mapping[str, Any]) -> Config:
-    """The config with `atlas_laplacian` for what was called `atlas` before this measured anything."""
-    is_laplacian = config.mixing.strategy == "atlas" and "sharing" not in summary
-    if is_laplacian and summary["run"]["rounds"] >= first_measured_round(config):
-        return with_values(config, {"strategy": "atlas_laplacian"})
-    return config
 
 
 def _check_tuning(run: FinishedRun, where: str) -> None:

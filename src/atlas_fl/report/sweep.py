@@ -12,7 +12,6 @@ from atlas_fl.report.csv_text import format_csv
 from atlas_fl.report.finished_runs import read_summary
 from atlas_fl.report.html.charts import TALLEST, Spec, category, chart, colours, quantity, tips
 from atlas_fl.report.html.elements import Chart, Row
-from atlas_fl.report.html.palette import colour
 from atlas_fl.report.table import Cell, Table, count, plain
 
 EVENLY = "iid"
@@ -131,7 +130,7 @@ def sweep_chart(swept: SweepScores, *, note: str = "") -> Chart | None:
     names = list(swept.lines)
     values = [value if swept.is_numeric else value.replace("_", " ") for value in swept.values]
     along, across = ("x", "y") if swept.is_numeric else ("y", "x")
-    field = colours("line", None, domain=names, values=[colour(index) for index in range(len(names))])
+    field = colours("line", None, domain=names)
     legend = {"columns": 2, "labelLimit": 340, "symbolOpacity": 1} if any(names) else None
     shared: Spec = {
         along: category("value", word_of(swept.along) if swept.is_numeric else None, order=values, labelAngle=0),

@@ -5,10 +5,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from atlas_fl.config import config_hash
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.tuning import DEVELOPMENT_SEEDS
-from atlas_fl.report.federation_ranks import MethodRanks, rank_comparisons
+from atlas_fl.report.comparison_tables import SHOWN, shown
+from atlas_fl.report.federation_ranks import MethodRanks, rank_if_several
 from atlas_fl.report.federation_results import (
     FederationResults,
     by_federation,
@@ -20,6 +23,7 @@ from atlas_fl.report.finished_runs import FinishedRun, changed_flags, read_finis
 from atlas_fl.report.format import names_in_words
 from atlas_fl.report.html.charts import FAINT, category, chart, quantity, row_height, tips
 from atlas_fl.report.html.comparison_charts import (
+    by_mean,
     client_map,
     difference_chart,
     memory_front,
@@ -27,16 +31,15 @@ from atlas_fl.report.html.comparison_charts import (
     sweep_charts,
     traffic_front,
 )
-from atlas_fl.report.html.comparison_tables import cost_table, equal_in_practice, method_table, pair_table
 from atlas_fl.report.html.elements import Block, Chart, Fact, Facts, Folded, Page, Row, Section, Text
 from atlas_fl.report.html.palette import colour
-from atlas_fl.report.method_comparison import MethodComparison
-from atlas_fl.report.table import Cell, Table, count, duration, plain, size
+from atlas_fl.report.method_comparison import AVERAGE, MethodComparison
+from atlas_fl.report.score_table import BASELINE
+from atlas_fl.report.statistics import ROPE, PairedComparison, compare_with_control, least_sign_flip_p
+from atlas_fl.report.table import Cell, Table, count, duration, plain, share, size
 from atlas_fl.storage.run_folder import SHOWN_RUNS, RunFolder, find_run
 
 BEST = "; scores of each client's best round by validation"
-LEAST_RANKED = 2
-"""Federations, and methods common to all, from which ranks mean anything."""
 
 
 def comparison_page(
@@ -118,16 +121,20 @@ def _federation(result: FederationResults, place: int) -> list[Section]:
         return [Section(name=f"federation-{place}", title=result.title, blocks=[Text(lines=notes)])]
     blocks: list[Block] = [_facts(comparison), *([Text(lines=notes)] if notes else [])]
     blocks += [score_chart(comparison, place), *sweep_charts(comparison, result.sweeps, place)]
-    blocks += [method_table(comparison), client_map(comparison, place)]
+    blocks += [_method_table(comparison), client_map(comparison, place)]
     sections = [Section(name=f"federation-{place}", title=f"{result.title}: what came out", blocks=blocks)]
     if comparison.pairs:
-        pairs: list[Block] = [Text(lines=equal_in_practice(comparison)), difference_chart(comparison, place)]
-        pairs.append(pair_table(comparison))
+        pairs: list[Block] = [Text(lines=_equal_in_practice(comparison)), difference_chart(comparison, place)]
+        pairs.append(_pair_table(comparison))
         sections.append(
             Section(name=f"pairs-{place}", title=f"{result.title}: against {comparison.control}", blocks=pairs)
         )
     in_memory = memory_front(comparison, place)
-    costs: list[Block] = [traffic_front(comparison, place), *([in_memory] if in_memory else []), cost_table(comparison)]
+    costs: list[Block] = [
+        traffic_front(comparison, place),
+        *([in_memory] if in_memory else []),
+        _cost_table(comparison),
+    ]
     costs += _settings_of_methods(result)
     return [*sections, Section(name=f"costs-{place}", title=f"{result.title}: score against costs", blocks=costs)]
 
@@ -156,15 +163,124 @@ def _settings_of_methods(result: FederationResults) -> list[Block]:
     return [Folded(title="Settings of the methods", blocks=[table])] if rows else []
 
 
+def _method_table(comparison: MethodComparison) -> Table:
+    """One row a method: its scores, its worst clients, whom it hurts."""
+    rows: list[list[Cell]] = []
+    for name in by_mean(comparison):
+        row, told = comparison.rows[name], comparison.rows[name].statistics
+        low, high = told.interval or (None, None)
+        least, most = told.interquartile_interval or (None, None)
+        rows.append(
+            [
+                *(name, plain(told.mean), plain(low), plain(high), plain(told.std)),
+                *(plain(told.interquartile_mean), plain(least), plain(most)),
+                *(plain(told.worst_client), plain(told.lowest_third), plain(row.gain_over_majority, sign=True)),
+                *(plain(row.loss), plain(row.calibration_error)),
+                *(share(told.hurt), share(row.hurt_by_average), share(row.hurt_by_control)),
+            ]
+        )
+    return Table(
+        title="Methods",
+        columns=(
+            *("method", "mean", "95% from", "to", "std over seeds", "middle half", "95% from", "to"),
+            *("worst client", "lowest third", "over majority", "test loss", "calibration error"),
+            *(f"hurt: {BASELINE}", f"hurt: {AVERAGE}", f"hurt: {comparison.control}"),
+        ),
+        rows=rows,
+        note=(
+            "mean with a t interval over seeds; middle half: interquartile mean over seeds and tasks, its interval by a"
+            " bootstrap of whole seeds; test loss: cross-entropy, nats; calibration error: confidence against accuracy;"
+            " hurt: share of clients that score less than with local training, FedAvg, or the control"
+        ),
+    )
+
+
+def _pair_table(comparison: MethodComparison) -> Table:
+    """One row a method: its difference from the control, and what tests say of it."""
+    pairs = comparison.pairs
+    rows: list[list[Cell]] = []
+    for name in sorted(pairs, key=lambda name: -pairs[name].mean):
+        pair = pairs[name]
+        low, high = pair.interval or (None, None)
+        rows.append(
+            [
+                *(name, shown(pair), plain(pair.mean, sign=True), plain(low, sign=True), plain(high, sign=True)),
+                *(plain(pair.bayesian.left), plain(pair.bayesian.rope), plain(pair.bayesian.right)),
+                *(plain(pair.sign_flip_p), plain(pair.adjusted_p), plain(pair.wilcoxon_p), plain(pair.effect_size, 2)),
+                *(share(pair.probability_of_improvement), count(pair.seeds_needed)),
+            ]
+        )
+    least = least_sign_flip_p(len(comparison.seeds))
+    return Table(
+        title=f"Against {comparison.control}, paired by seed",
+        columns=(
+            *("method", "in practice", "difference", "95% from", "to", "P worse", "P equal", "P better"),
+            *("p", "p (Holm)", "p (Wilcoxon)", "d_z", "run beats run", "seeds needed"),
+        ),
+        rows=rows,
+        note=(
+            f"in practice, and P: Bayesian signed-rank test, equal within {ROPE:g}, said from {SHOWN:g} on; p: sign"
+            f" flips, at least {least:.3g} here; d_z: mean over standard deviation; run beats run: of any two seeds;"
+            " seeds needed: for a difference of that size with power .8"
+        ),
+    )
+
+
+def _cost_table(comparison: MethodComparison) -> Table:
+    """One row a method: bytes and time of a run."""
+    rows: list[list[Cell]] = []
+    for name in sorted(comparison.rows, key=lambda name: comparison.rows[name].num_bytes):
+        row = comparison.rows[name]
+        rows.append(
+            [
+                *(name, plain(row.statistics.mean), size(row.num_bytes), share(row.bytes_below_whole)),
+                size(row.memory_bytes),
+                *(
+                    duration(None if row.seconds is None else row.seconds + (row.reused_seconds or 0.0)),
+                    duration(row.reused_seconds),
+                ),
+            ]
+        )
+    columns = ("method", "mean", "bytes", "below the whole model", "device memory", "time", "of it reused")
+    note = "of a run, mean over seeds; below: bytes that it does not send of those of whole models in every round;"
+    note += " device memory: what training takes of the client that needs most, as the plan predicts it;"
+    note += (
+        " reused: what results had taken that it took over from earlier runs; frozen states that are kept are not in it"
+    )
+    return Table(title="Costs", columns=columns, rows=rows, note=note)
+
+
+def _equal_in_practice(comparison: MethodComparison) -> list[str]:
+    """Who is better, equal or worse than the control in practice, and who is equal to the best method."""
+    best = by_mean(comparison)[0]
+    lines = [_verdicts(comparison.pairs, comparison.control)]
+    if best != comparison.control:
+        scores = {name: np.asarray(values, np.float64) for name, values in comparison.scores.items()}
+        lines.append(_verdicts(compare_with_control(scores, control=best, seed=0), best, is_best=True))
+    return lines
+
+
+def _verdicts(pairs: Mapping[str, PairedComparison], control: str, *, is_best: bool = False) -> str:
+    """`Against X: better: a, b; equal within 0.01: c; not decided: d.`"""
+    groups: dict[str, list[str]] = {"better": [], "equal": [], "worse": []}
+    undecided: list[str] = []
+    for name, pair in sorted(pairs.items(), key=lambda item: -item[1].mean):
+        groups.get(shown(pair), undecided).append(name)
+    titles = {"better": "better", "equal": f"equal within {ROPE:g}", "worse": "worse"}
+    parts = [f"{titles[verdict]}: {', '.join(names)}" for verdict, names in groups.items() if names]
+    parts += [f"not decided: {', '.join(undecided)}"] if undecided else []
+    return f"Against {control}{', the highest mean' if is_best else ''}: {'; '.join(parts)}."
+
+
 def _ranks(compared: Mapping[str, MethodComparison]) -> list[Section]:
     """Average ranks over federations; nothing where too few are comparable."""
-    common = set.intersection(*(set(one.rows) for one in compared.values())) if compared else set()
-    if len(compared) < LEAST_RANKED or len(common) < LEAST_RANKED:
+    ranks = rank_if_several(list(compared.values()))
+    if ranks is None:
         return []
-    ranks = rank_comparisons(list(compared.values()))
     control = next(iter(compared.values())).control
     words = [
-        f"Over {ranks.federations} federations ({', '.join(compared)}) of the {len(common)} methods that all have.",
+        f"Over {ranks.federations} federations ({', '.join(compared)}) of the {len(ranks.average_ranks)} methods that"
+        " all have.",
         f"Friedman's test that all are alike: p {ranks.friedman_p:.3f}. Average ranks that are"
         f" {ranks.critical_difference:.2f} or more apart differ at 5% (Nemenyi).",
     ]

@@ -35,7 +35,6 @@ from atlas_fl.report.html.charts import (
     tips,
 )
 from atlas_fl.report.html.elements import Block, Chart, Fact, Facts, Folded, Row, Section, Text
-from atlas_fl.report.html.palette import colour
 from atlas_fl.report.mask_charts import density_chart
 from atlas_fl.report.record import Record
 from atlas_fl.report.table import Cell, Table, count, plain, share, size
@@ -224,10 +223,9 @@ def _scatter(
 ) -> dict[str, Any]:
     clusters = list(dict.fromkeys(row["cluster"] for row in sorted(rows, key=lambda row: row["cluster"])))
     shapes = {"domain": clusters, "range": [SHAPES[index % len(SHAPES)] for index in range(len(clusters))]}
-    values = [colour(index) for index in range(len(record.tasks))]
     few = len(clusters) <= len(SHAPES)
     encoding = {
-        "color": colours("task", "task", domain=record.tasks, values=values),
+        "color": colours("task", "task", domain=record.tasks),
         "opacity": {"condition": {"param": "picked", "value": 1, "empty": True}, "value": 0.12},
     }
     points = {

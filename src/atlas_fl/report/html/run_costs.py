@@ -137,7 +137,7 @@ def _memory_chart(planned: Sequence[Mapping[str, Any]]) -> Chart:
     encoding = {
         "y": category("client", None, order=names, labelOverlap="greedy"),
         "x": quantity("bytes", "bytes", zero=True, **BYTES_AXIS) | {"stack": "zero"},
-        "color": colours("part", None, domain=parts, values=[colour(index) for index in range(len(parts))]),
+        "color": colours("part", None, domain=parts),
         "tooltip": known,
     }
     return Chart(

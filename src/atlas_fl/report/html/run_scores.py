@@ -124,7 +124,7 @@ def _outcome_layers(order: Sequence[str], tasks: Sequence[str]) -> Spec:
     y = category("client", None, order=order, labelOverlap="greedy")
     known = tips(("client", "client", ""), ("task", "task", ""), ("final", "final", ".4f"), ("best", "best", ".4f"))
     known += tips(("majority", "majority class", ".4f"))
-    field = colours("task", None, domain=tasks, values=[colour(index) for index in range(len(tasks))])
+    field = colours("task", None, domain=tasks)
     low = quantity("majority", "test score")
     layers: list[Spec] = [
         {
