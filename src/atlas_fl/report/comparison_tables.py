@@ -136,7 +136,7 @@ BY_SEED = (
 
 
 def reading(comparison: MethodComparison) -> dict[str, str]:
-    """What stands below each table, by its title."""
+    """The note below each table, by its title."""
     least = least_sign_flip_p(len(comparison.seeds))
     return {
         "Scores": (
@@ -277,7 +277,7 @@ def statistics_files(comparisons: Mapping[str, MethodComparison]) -> dict[str, s
 
 
 def is_methods_csv(path: Path) -> bool:
-    """Whether a file begins as `methods_csv` writes it."""
+    """Return whether a file begins as `methods_csv` writes it."""
     with open_named_file(path, max_bytes=sys.maxsize) as file:
         return (
             file.readline(1000).rstrip(b"\r\n") == ",".join(["federation", "method", *flat_names(MethodRow)]).encode()

@@ -39,10 +39,10 @@ class MethodRanks:
     average_ranks: Mapping[str, float]
     """By method; 1 is the best, ties share their mean rank."""
     friedman_chi2: float
-    """Corrected for ties."""
+    """The statistic, corrected for ties."""
     friedman_p: float
     tie_correction: float
-    """What the chi2 without ties was divided by: 1 where there is no tie."""
+    """Divisor of the chi2 without ties: 1 if there is no tie."""
     iman_davenport_f: float | None
     """None where all federations rank alike and the statistic has no bound."""
     iman_davenport_p: float

@@ -26,7 +26,7 @@ class Figure:
     charts: tuple[str, ...]
     """Names of charts up to their number, and titles of tables."""
     empty: str
-    """What a figure says where the run has nothing to show."""
+    """Sentence of the figure if the run has nothing to show."""
     columns: int = 1
 
     def draw(self, section: Section | None) -> str:
@@ -62,7 +62,7 @@ FIGURES: dict[str, Figure] = {
 """A figure by the name of its file; where a run lacks what it shows, the file holds a sentence that says so."""
 
 OF_ADAPTERS = frozenset({"adjacency", "clusters", "ranks"})
-"""Those of `FIGURES` that whole models have nothing for: they are not fingerprinted and have no ranks."""
+"""Figures that whole models have nothing for: they are not fingerprinted and have no ranks."""
 
 MEASURED: dict[str, Figure] = {
     "leakage": Figure(section=leakage, charts=("leakage",), empty=""),

@@ -7,7 +7,7 @@ from rich import box
 from rich.table import Table
 
 EMPTY = "-"
-"""What stands for a value that is not known: never a number."""
+"""The sign of a value that is not known: never a number."""
 
 
 def number(value: float | None, digits: int, *, sign: bool = False) -> str:
@@ -54,7 +54,7 @@ def human_bytes(count: float) -> str:
 
 
 def cluster_name(cluster: int) -> str:
-    """How a cluster is called in figures and tables; -1 is none."""
+    """Name of a cluster in figures and tables; -1 is none."""
     return "no cluster" if cluster < 0 else f"cluster {cluster}"
 
 

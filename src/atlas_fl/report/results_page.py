@@ -173,7 +173,7 @@ def _settings_words(result: FederationResults) -> str:
 
 
 def _tuning_lines(result: FederationResults) -> Iterator[str]:
-    """What was tried of each method, and of which nothing is written."""
+    """Settings that were tried of each method, and the methods without a record of it."""
     if not result.tuned:
         return
     yield from ("", "Tuned by validation:", "")

@@ -44,7 +44,7 @@ class ComparisonRow:
     seconds: float | None
     """Wall-clock time, mean over seeds."""
     reused_seconds: float | None
-    """What the results had taken that a run reused from earlier ones; None where a run does not say."""
+    """Seconds of the results that a run reused from earlier ones; None if a run does not say."""
     tasks: Mapping[str, float]
     """Mean score by task."""
 

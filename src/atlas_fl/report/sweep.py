@@ -22,7 +22,7 @@ WORDS = {
     "local_steps": "local steps (J)",
     "lr": "learning rate",
 }
-"""How settings are called whose names do not say it."""
+"""Names of settings in a figure, if their own do not say it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class SweepCell:
     """The runs of one combination of values."""
 
     scores: tuple[float, ...]
-    """Of each seed: the final test score, mean over clients; none where a run has no test scores."""
+    """Final test score of each seed, mean over clients; none if a run has no test scores."""
 
     @property
     def mean(self) -> float:
@@ -60,7 +60,7 @@ class SweepScores:
 
 
 def read_sweep_scores(changes: Sequence[Mapping[str, str]], runs: Sequence[Path | str]) -> SweepScores:
-    """What complete runs say, each with the swept settings that it differs in; seeds are runs of equal settings.
+    """Scores of complete runs, each with the swept settings that it differs in; seeds are runs of equal settings.
 
     Along the axis goes the first setting whose values are numbers, or the first one if there is none.
 
@@ -91,7 +91,7 @@ def read_sweep_scores(changes: Sequence[Mapping[str, str]], runs: Sequence[Path 
 
 
 def word_of(setting: str) -> str:
-    """What a setting is called in a figure."""
+    """Name of a setting in a figure."""
     return WORDS.get(setting, setting.replace("_", " "))
 
 

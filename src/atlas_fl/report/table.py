@@ -14,7 +14,7 @@ from atlas_fl.report.format import EMPTY, add_columns, human_bytes, new_table, n
 HEADING = 9
 """Letters of a line of a heading above numbers on the terminal."""
 LEAST_SHARE = 0.001
-"""What a percentage of one decimal tells from nothing."""
+"""Least share that a percentage of one decimal tells from nothing."""
 MOST_NARROW = 5
 """Columns up to which a table may stand beside something else."""
 
@@ -88,7 +88,7 @@ class Table:
 
     @property
     def is_wide(self) -> bool:
-        """Whether it takes the whole width of the page."""
+        """True if it takes the whole width of the page."""
         return len(self.columns) > MOST_NARROW or bool(self.note)
 
     @property
@@ -143,7 +143,7 @@ LATEX = str.maketrans(
     {letter: f"\\{letter}" for letter in "&%$#_{}"}
     | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$ "}
 )
-"""What LaTeX would take for a command, written out: `fedavg_cluster` is `fedavg\\_cluster`."""
+"""Characters that LaTeX would take for commands, escaped: `fedavg_cluster` is `fedavg\\_cluster`."""
 
 
 def _latex_row(cells: Sequence[str]) -> str:

@@ -399,7 +399,7 @@ def _closing_note(summary: Mapping[str, Any]) -> str:
 
 
 def _device_notes(clients: Collection[Mapping[str, Any]]) -> list[str]:
-    """How far the devices were used."""
+    """Utilisation of the devices."""
     parts = [client.get("memory") for client in clients]
     beside = ", activations not counted" if any(part and "activations" not in part for part in parts) else ""
     words = {"busy": "of a round busy", "memory": f"of the memory used{beside}"}
@@ -410,7 +410,7 @@ def _device_notes(clients: Collection[Mapping[str, Any]]) -> list[str]:
 
 
 def _than_whole(sent: Mapping[str, Any]) -> str:
-    """How much less or more than the whole model; empty if whole models were sent and no mask saved any."""
+    """Bytes saved or added against the whole model; empty if whole models were sent and no mask saved any."""
     saved = (sent.get("full_model") or {}).get("reduction")
     if saved is None or (saved <= 0 and "weights" in (sent.get("by_kind") or {})):
         return ""

@@ -82,7 +82,7 @@ def colours(
 
 
 def tips(*fields: tuple[str, str, str]) -> list[Spec]:
-    """What hovering shows: field, title, and the format of a number or nothing for a text."""
+    """Tooltip of a mark: field, title, and the format of a number or nothing for a text."""
     return [
         {"field": field, "title": title} | ({"type": "quantitative", "format": form} if form else {"type": "nominal"})
         for field, title, form in fields
@@ -90,7 +90,7 @@ def tips(*fields: tuple[str, str, str]) -> list[Spec]:
 
 
 def row_height(rows: int) -> int:
-    """Of an axis of names in pixels: a line for each, thinner where there are many."""
+    """Height of an axis of names in pixels: a line for each, thinner if there are many."""
     return min(ROW * rows, max(TALLEST, LEAST_ROW * rows))
 
 

@@ -103,7 +103,7 @@ def _title(results: Sequence[FederationResults], runs: Sequence[FinishedRun]) ->
 
 
 def _federation(result: FederationResults, place: int) -> list[Section]:
-    """What came out of one federation, what is equal, and what it cost."""
+    """Sections of one federation: scores, differences from the control, costs."""
     notes = [result.words] if result.words else []
     if result.changed:
         notes.append(f"Settings of all its runs that are not the preset's: {setting_words(result.changed)}.")
@@ -251,7 +251,7 @@ def _cost_table(comparison: MethodComparison) -> Table:
 
 
 def _equal_in_practice(comparison: MethodComparison) -> list[str]:
-    """Who is better, equal or worse than the control in practice, and who is equal to the best method."""
+    """Sentences on the methods that are better, equal or worse in practice than the control, and than the best."""
     best = by_mean(comparison)[0]
     lines = [_verdicts(comparison.pairs, comparison.control)]
     if best != comparison.control:

@@ -1,4 +1,4 @@
-"""What a page consists of, and its text: sections of facts, tables, charts, sentences and commands.
+"""Elements of a page, and its text: sections of facts, tables, charts, sentences and commands.
 
 Everything that comes out of a run's files is text for the template, which escapes it. The styles and scripts are hashed
 for the page's own Content-Security-Policy, so that a browser runs no other script and opens no connection.
@@ -27,7 +27,7 @@ MOST_LEVELS = 0.5
 """Share of distinct texts in a column up to which it is written as its levels and their indices."""
 
 LIBRARY = "window.vegaEmbed = vegaEmbed;"
-"""What the script of the charts is made for: Vega, Vega-Lite and Vega-Embed, as this one name."""
+"""Names that the script of the charts sets: Vega, Vega-Lite and Vega-Embed, as this one name."""
 
 Row: TypeAlias = Mapping[str, Any]
 

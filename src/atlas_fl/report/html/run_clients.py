@@ -46,7 +46,7 @@ SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down"
 
 
 def data_of_clients(record: Record) -> Section:
-    """Who the clients are, and how their data differ."""
+    """Section on the clients and the differences of their data."""
     data = {row["client"]: row for row in record.plan.get("data") or ()}
     columns = ("client", "task", "device", "training", "validation", "test", "majority class", "labels from the task's")
     rows: list[list[Cell]] = []
@@ -124,7 +124,7 @@ def _members(record: Record, task: str) -> list[str]:
 
 
 def likeness(record: Record) -> Section | None:
-    """Who was found alike and why; None where nothing was clustered and there is no graph."""
+    """Section on clusters and graph; None if nothing was clustered and there is no graph."""
     clustering = record.plan.get("clustering") or {}
     edges = adjacency_rows(record)
     if clustering.get("method", "none") == "none" and not edges:
@@ -286,7 +286,7 @@ def _pair_map(record: Record, rows: Sequence[Row], *, name: str, title: str) -> 
 
 
 def _edges(rows: Sequence[Row], clients: Sequence[str]) -> str:
-    """How many edges a graph has, and how many clients are without any."""
+    """Number of edges of a graph, and of clients without any."""
     pairs = {frozenset((row["client"], row["other"])) for row in rows if row["client"] != row["other"]}
     alone = len(clients) - len(frozenset[str]().union(*pairs))
     lone = f", {alone} of {len(clients)} clients without any" if alone else ""
@@ -349,7 +349,7 @@ def _budget(client: Mapping[str, Any]) -> list[Cell]:
 
 
 def sharing(record: Record) -> Section | None:
-    """How much of its own each client keeps, by group of parameters; None where that was not measured."""
+    """Section on the share of its own that each client keeps, by group of parameters; None if it was not measured."""
     rows = sharing_rows(record)
     if not rows:
         return None

@@ -241,11 +241,11 @@ WORDS = {
     "hosted": "upper part computed by",
     STOPPED: "the run stopped early",
 }
-"""What the events of `metrics.jsonl` are called; those of every round (`mixed`, `sharing measured`) are none."""
+"""Names of the events of `metrics.jsonl`; those of every round (`mixed`, `sharing measured`) are none."""
 
 
 def mishaps(record: Record) -> Section | None:
-    """Who was refused, missing, late, cut or hosted; None where all went as planned and nobody's model is cut."""
+    """Section on clients that were refused, missing, late, cut or hosted; None if there is none."""
     events: dict[tuple[str, str, str], list[int]] = {}
     for row in record.metrics:
         if "event" in row and row["event"] not in ("mixed", MEASURED):

@@ -66,7 +66,7 @@ def run_page(run: Path | str) -> Page:
 
 
 def _incomplete_note(last: int) -> str:
-    """What is missing of a run without a summary."""
+    """Sentence on a run without a summary."""
     done = f"Shown is what was saved after round {last}." if last else "No round has been saved yet."
     return f"This run is not complete. {done}"
 
@@ -77,7 +77,7 @@ def _subtitle(run: Mapping[str, Any], last: int) -> str:
 
 
 def _settings_section(folder: RunFolder, summary: Summary | None) -> Section:
-    """What was set otherwise than in the preset, all settings, versions, and how to make the run again.
+    """Section on the differences from the preset, all settings, versions, and the commands that repeat the run.
 
     A run of an earlier version whose settings this version does not know gets the settings as its file has them.
 

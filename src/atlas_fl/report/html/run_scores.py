@@ -42,7 +42,7 @@ OTHER_SCORES = {"perplexity": 2, "rouge1": 3, "rouge2": 3, "rougeL": 3, "f1": 3,
 
 
 def outcome(record: Record, summary: Summary | None) -> Section | None:
-    """What the clients end with, against the majority class, with the best and the worst; None before any score."""
+    """Section on the final scores, against the majority class, with the best and the worst; None before any score."""
     clients = _clients(record, summary)
     scored = {name: entry for name, entry in clients.items() if "primary" in entry.get("final", {}).get("test", {})}
     if not scored:
