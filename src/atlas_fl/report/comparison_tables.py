@@ -14,10 +14,10 @@ from typing import Any, Generic, TypeVar, get_type_hints
 
 from atlas_fl.experiment.tuning import TunedMethod, value_words
 from atlas_fl.report.csv_text import format_csv
-from atlas_fl.report.format import EMPTY, human_bytes, number, seconds
+from atlas_fl.report.format import EMPTY
 from atlas_fl.report.method_comparison import MethodComparison, MethodRow
 from atlas_fl.report.statistics import ROPE, Interval, PairedComparison, least_sign_flip_p
-from atlas_fl.report.table import Cell, Number, Table
+from atlas_fl.report.table import Cell, Number, Table, count, duration, plain, size, text_of
 from atlas_fl.storage.folder_access import open_named_file
 
 SHOWN = 0.95
@@ -25,30 +25,38 @@ SHOWN = 0.95
 RowT = TypeVar("RowT")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Column(Generic[RowT]):
     """One column of numbers."""
 
     heading: str
-    cell: Callable[[RowT], str]
+    cell: Callable[[RowT], Cell]
     left_out_if_empty: bool = False
     """If no row has it; other columns show a dash."""
 
 
-def _half_width(interval: Interval | None) -> str:
-    return "" if interval is None else f" ±{(interval[1] - interval[0]) / 2:.3f}"
+def _with_half_width(mean: float, interval: Interval | None, *, sign: bool = False) -> Number:
+    half = "" if interval is None else f" ±{(interval[1] - interval[0]) / 2:.3f}"
+    return Number(value=mean, text=plain(mean, sign=sign).text + half)
 
 
-def _ends(interval: Interval | None) -> str:
-    return EMPTY if interval is None else f"{interval[0]:.3f}..{interval[1]:.3f}"
+def _ends(interval: Interval | None) -> Number:
+    if interval is None:
+        return plain(None)
+    return Number(value=interval[0], text=f"{interval[0]:.3f}..{interval[1]:.3f}")
 
 
-def _time(count: float | None) -> str:
-    return EMPTY if count is None else seconds(count)
+def _deviation(row: MethodRow) -> Number:
+    return plain(None if row.variance_in_tasks is None else row.variance_in_tasks**0.5)
 
 
-def _whole_time(row: MethodRow) -> str:
-    return EMPTY if row.seconds is None else seconds(row.seconds + (row.reused_seconds or 0.0))
+def _below_whole(row: MethodRow) -> Number:
+    below = row.bytes_below_whole
+    return Number(value=below, text=EMPTY if below is None else f"{100 * below:.2f}%")
+
+
+def _whole_time(row: MethodRow) -> Number:
+    return duration(None if row.seconds is None else row.seconds + (row.reused_seconds or 0.0))
 
 
 def shown(pair: PairedComparison) -> str:
@@ -59,80 +67,56 @@ def shown(pair: PairedComparison) -> str:
 
 METHOD_TABLES: Mapping[str, tuple[Column[MethodRow], ...]] = {
     "Scores": (
-        Column(
-            heading="mean and 95%",
-            cell=lambda row: number(row.statistics.mean, 3) + _half_width(row.statistics.interval),
-        ),
-        Column(heading="std", cell=lambda row: number(row.statistics.std, 3)),
-        Column(heading="middle half", cell=lambda row: number(row.statistics.interquartile_mean, 3)),
-        Column(heading="95% by seeds", cell=lambda row: _ends(row.statistics.interquartile_interval)),
-        Column(heading="95% stratified", cell=lambda row: _ends(row.statistics.stratified_interval)),
+        Column("mean and 95%", lambda row: _with_half_width(row.statistics.mean, row.statistics.interval)),
+        Column("std", lambda row: plain(row.statistics.std)),
+        Column("middle half", lambda row: plain(row.statistics.interquartile_mean)),
+        Column("95% by seeds", lambda row: _ends(row.statistics.interquartile_interval)),
+        Column("95% stratified", lambda row: _ends(row.statistics.stratified_interval)),
     ),
     "Clients": (
-        Column(heading="worst client", cell=lambda row: number(row.statistics.worst_client, 3)),
-        Column(heading="lowest third", cell=lambda row: number(row.statistics.lowest_third, 3)),
-        Column(
-            heading="devi-\nation",
-            cell=lambda row: EMPTY if row.variance_in_tasks is None else number(row.variance_in_tasks**0.5, 3),
-        ),
-        Column(heading="over guess", cell=lambda row: number(row.gain_over_majority, 3, sign=True)),
-        Column(heading="hurt: local", cell=lambda row: number(row.statistics.hurt, 2)),
-        Column(heading="hurt: FedAvg", cell=lambda row: number(row.hurt_by_average, 2)),
-        Column(heading="hurt: control", cell=lambda row: number(row.hurt_by_control, 2)),
+        Column("worst client", lambda row: plain(row.statistics.worst_client)),
+        Column("lowest third", lambda row: plain(row.statistics.lowest_third)),
+        Column("devi-\nation", _deviation),
+        Column("over guess", lambda row: plain(row.gain_over_majority, sign=True)),
+        Column("hurt: local", lambda row: plain(row.statistics.hurt, 2)),
+        Column("hurt: FedAvg", lambda row: plain(row.hurt_by_average, 2)),
+        Column("hurt: control", lambda row: plain(row.hurt_by_control, 2)),
     ),
     "Probabilities": (
-        Column(heading="test loss", cell=lambda row: number(row.loss, 3)),
-        Column(heading="calibration error", cell=lambda row: number(row.calibration_error, 3)),
+        Column("test loss", lambda row: plain(row.loss)),
+        Column("calibration error", lambda row: plain(row.calibration_error)),
     ),
     "Costs": (
-        Column(heading="seeds", cell=lambda row: str(row.statistics.seeds)),
-        Column(heading="clients", cell=lambda row: str(row.statistics.clients)),
-        Column(heading="bytes", cell=lambda row: human_bytes(row.num_bytes)),
-        Column(
-            heading="below whole",
-            cell=lambda row: EMPTY if row.bytes_below_whole is None else f"{100 * row.bytes_below_whole:.2f}%",
-        ),
-        Column(
-            heading="device memory",
-            cell=lambda row: EMPTY if row.memory_bytes is None else human_bytes(row.memory_bytes),
-            left_out_if_empty=True,
-        ),
-        Column(heading="time", cell=_whole_time),
-        Column(heading="reused", cell=lambda row: _time(row.reused_seconds)),
+        Column("seeds", lambda row: count(row.statistics.seeds)),
+        Column("clients", lambda row: count(row.statistics.clients)),
+        Column("bytes", lambda row: size(row.num_bytes)),
+        Column("below whole", _below_whole),
+        Column("device memory", lambda row: size(row.memory_bytes), left_out_if_empty=True),
+        Column("time", _whole_time),
+        Column("reused", lambda row: duration(row.reused_seconds)),
     ),
 }
 """Columns of the tables of methods, by title."""
 
 PAIR_TABLES: Mapping[str, tuple[Column[PairedComparison], ...]] = {
     "Against": (
-        Column(
-            heading="difference and 95%",
-            cell=lambda pair: number(pair.mean, 3, sign=True) + _half_width(pair.interval),
-        ),
-        Column(heading="d_z", cell=lambda pair: number(pair.effect_size, 1, sign=True)),
-        Column(heading="P (run beats run)", cell=lambda pair: number(pair.probability_of_improvement, 2)),
-        Column(
-            heading="seeds needed", cell=lambda pair: EMPTY if pair.seeds_needed is None else str(pair.seeds_needed)
-        ),
-        Column(heading="shown", cell=shown),
+        Column("difference and 95%", lambda pair: _with_half_width(pair.mean, pair.interval, sign=True)),
+        Column("d_z", lambda pair: plain(pair.effect_size, 1, sign=True)),
+        Column("P (run beats run)", lambda pair: plain(pair.probability_of_improvement, 2)),
+        Column("seeds needed", lambda pair: count(pair.seeds_needed)),
+        Column("shown", shown),
     ),
     "Tests against": (
-        Column(heading="p", cell=lambda pair: number(pair.sign_flip_p, 3)),
-        Column(heading="p\n(Holm)", cell=lambda pair: number(pair.adjusted_p, 3)),
-        Column(heading="least\np", cell=lambda pair: f"{pair.least_p:.3g}"),
-        Column(heading="p (Wil-\ncoxon)", cell=lambda pair: number(pair.wilcoxon_p, 3)),
-        Column(heading="P\nworse", cell=lambda pair: number(pair.bayesian.left, 2)),
-        Column(heading="P\nequal", cell=lambda pair: number(pair.bayesian.rope, 2)),
-        Column(heading="P\nbetter", cell=lambda pair: number(pair.bayesian.right, 2)),
+        Column("p", lambda pair: plain(pair.sign_flip_p)),
+        Column("p\n(Holm)", lambda pair: plain(pair.adjusted_p)),
+        Column("least\np", lambda pair: Number(value=pair.least_p, text=f"{pair.least_p:.3g}")),
+        Column("p (Wil-\ncoxon)", lambda pair: plain(pair.wilcoxon_p)),
+        Column("P\nworse", lambda pair: plain(pair.bayesian.left, 2)),
+        Column("P\nequal", lambda pair: plain(pair.bayesian.rope, 2)),
+        Column("P\nbetter", lambda pair: plain(pair.bayesian.right, 2)),
     ),
 }
 """Columns of the tables of methods minus the control, by title."""
-BY_SEED = (
-    Column[PairedComparison](
-        heading="differences", cell=lambda pair: " ".join(f"{value:+.3f}" for value in pair.differences)
-    ),
-)
-"""Column as wide as there are seeds, for files alone."""
 
 
 def reading(comparison: MethodComparison) -> dict[str, str]:
@@ -168,38 +152,51 @@ def reading(comparison: MethodComparison) -> dict[str, str]:
     }
 
 
-def comparison_tables(comparison: MethodComparison) -> list[Table]:
-    """All tables: one row a method, then one row a method against the control."""
+def method_tables(comparison: MethodComparison) -> list[Table]:
+    """The tables with one row a method; without those of which nothing is known."""
     notes = reading(comparison)
-    control = comparison.control
     tables = []
     for title, columns in METHOD_TABLES.items():
-        known = [any(column.cell(row) != EMPTY for row in comparison.rows.values()) for column in columns]
+        known = [any(text_of(column.cell(row)) != EMPTY for row in comparison.rows.values()) for column in columns]
         kept = [column for column, is_known in zip(columns, known) if is_known or not column.left_out_if_empty]
         if any(known):
             tables.append(_table(title, kept, comparison.rows, note=notes[title]))
-    for title, pair_columns in PAIR_TABLES.items() if comparison.pairs else ():
-        tables.append(_table(f"{title} {control}", pair_columns, comparison.pairs, note=notes[title]))
-    if comparison.pairs:
-        tables.append(_table(f"Minus {control}, by seed", BY_SEED, comparison.pairs))
     return tables
 
 
-def _table(title: str, columns: Sequence[Column[RowT]], rows: Mapping[str, RowT], *, note: str = "") -> Table:
-    cells: list[list[Cell]] = [
-        [name, *(Number(value=None, text=column.cell(row)) for column in columns)] for name, row in rows.items()
+def pair_tables(comparison: MethodComparison) -> list[Table]:
+    """The tables with one row a method against the control; none of one seed."""
+    notes = reading(comparison)
+    return [
+        _table(f"{title} {comparison.control}", columns, comparison.pairs, note=notes[title])
+        for title, columns in PAIR_TABLES.items()
+        if comparison.pairs
     ]
+
+
+def _table(title: str, columns: Sequence[Column[RowT]], rows: Mapping[str, RowT], *, note: str) -> Table:
+    cells = [[name, *(column.cell(row) for column in columns)] for name, row in rows.items()]
     return Table(title=title, columns=["method", *(column.heading for column in columns)], rows=cells, note=note)
 
 
+def _all_tables(comparison: MethodComparison) -> list[Table]:
+    """All tables, and for files alone one with a column as wide as there are seeds."""
+    by_seed = [
+        [name, " ".join(f"{value:+.3f}" for value in pair.differences)] for name, pair in comparison.pairs.items()
+    ]
+    title = f"Minus {comparison.control}, by seed"
+    minus = Table(title=title, columns=("method", "differences"), rows=by_seed)
+    return [*method_tables(comparison), *pair_tables(comparison), *([minus] if by_seed else [])]
+
+
 def terminal_tables(comparison: MethodComparison) -> list[Table]:
-    """The tables that fit eighty columns; differences by seed are as wide as there are seeds."""
-    return [table for table in comparison_tables(comparison) if table.note]
+    """The tables that fit eighty columns."""
+    return [*method_tables(comparison), *pair_tables(comparison)]
 
 
 def markdown_tables(comparison: MethodComparison) -> Iterator[str]:
     """The lines of all tables as Markdown, each below its title."""
-    for table in comparison_tables(comparison):
+    for table in _all_tables(comparison):
         yield from ("", f"*{table.title}*", "", *table.markdown())
 
 
@@ -226,7 +223,7 @@ def _trials(method: TunedMethod) -> str:
 
 def latex(comparison: MethodComparison) -> str:
     """All tables as LaTeX (booktabs), each below a comment with its title."""
-    return "\n".join(f"% {table.title}\n{table.latex()}" for table in comparison_tables(comparison))
+    return "\n".join(f"% {table.title}\n{table.latex()}" for table in _all_tables(comparison))
 
 
 def methods_csv(comparisons: Mapping[str, MethodComparison]) -> str:

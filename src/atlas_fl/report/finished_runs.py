@@ -43,8 +43,8 @@ COLUMNS = (
     *("seconds_reused", "memory_bytes", "loss", "calibration_error", "clients", "tasks", "scores", "flags", "tuning"),
     "config_hash",
 )
-"""Columns of the file. `clients`, `tasks` and `scores` have one word a client; `tuning` is the JSON of what was tried, empty
-where nothing is written of it; what flags or scores say as well (strategy, seed, mean) is there for readers."""
+"""Columns of the file. `clients`, `tasks` and `scores` have one word a client; `tuning` is the JSON of what was tried,
+empty without a record of it; what flags or scores say as well (strategy, seed, mean) is there for readers."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -194,7 +194,7 @@ def search_table(search: SearchResult) -> Table:
     names, best = list(search.best.changes), search.best
     rows: list[list[Cell]] = [
         [
-            count(trial.number),
+            str(trial.number),
             *(_short(trial.changes[name]) for name in names),
             *(plain(trial.score if trial.scores else None, 4), count(trial.best_round if trial.scores else None)),
             f"{max(trial.scores, default=0)}{' given up' if trial.pruned else ''}",

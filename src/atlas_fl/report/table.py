@@ -112,13 +112,13 @@ class Table:
         return table
 
     @property
-    def _headings(self) -> list[str]:
+    def headings(self) -> list[str]:
         """Headings on one line."""
         return [column.replace("-\n", "").replace("\n", " ") for column in self.columns]
 
     def markdown(self) -> Iterator[str]:
         """The lines of the table as Markdown; the first column names things as code."""
-        yield f"| {' | '.join(self._headings)} |"
+        yield f"| {' | '.join(self.headings)} |"
         yield f"|{'---|' * len(self.columns)}"
         for name, *cells in self.rows:
             yield f"| `{text_of(name)}` | {' | '.join(map(text_of, cells))} |"
@@ -126,7 +126,7 @@ class Table:
     def latex(self) -> str:
         """The table as LaTeX (booktabs)."""
         alignment = "".join("r" if index else "l" for index in range(len(self.columns)))
-        lines = [rf"\begin{{tabular}}{{{alignment}}}", r"\toprule", _latex_row(self._headings), r"\midrule"]
+        lines = [rf"\begin{{tabular}}{{{alignment}}}", r"\toprule", _latex_row(self.headings), r"\midrule"]
         lines += [_latex_row([text_of(cell) for cell in row]) for row in self.rows]
         return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
 

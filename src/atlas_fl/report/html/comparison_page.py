@@ -2,15 +2,16 @@
 
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 
 from atlas_fl.config import config_hash
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.tuning import DEVELOPMENT_SEEDS
-from atlas_fl.report.comparison_tables import SHOWN, shown
+from atlas_fl.report.comparison_tables import method_tables, pair_tables, shown
 from atlas_fl.report.federation_ranks import MethodRanks, rank_if_several
 from atlas_fl.report.federation_results import (
     FederationResults,
@@ -33,12 +34,12 @@ from atlas_fl.report.html.comparison_charts import (
 )
 from atlas_fl.report.html.elements import Block, Chart, Fact, Facts, Folded, Page, Row, Section, Text
 from atlas_fl.report.html.palette import colour
-from atlas_fl.report.method_comparison import AVERAGE, MethodComparison
-from atlas_fl.report.score_table import BASELINE
-from atlas_fl.report.statistics import ROPE, PairedComparison, compare_with_control, least_sign_flip_p
-from atlas_fl.report.table import Cell, Table, count, duration, plain, share, size
+from atlas_fl.report.method_comparison import MethodComparison
+from atlas_fl.report.statistics import ROPE, PairedComparison, compare_with_control
+from atlas_fl.report.table import Cell, Table, count, duration, plain, size
 from atlas_fl.storage.run_folder import SHOWN_RUNS, RunFolder, find_run
 
+RowT = TypeVar("RowT")
 BEST = "; scores of each client's best round by validation"
 
 
@@ -121,11 +122,13 @@ def _federation(result: FederationResults, place: int) -> list[Section]:
         return [Section(name=f"federation-{place}", title=result.title, blocks=[Text(lines=notes)])]
     blocks: list[Block] = [_facts(comparison), *([Text(lines=notes)] if notes else [])]
     blocks += [score_chart(comparison, place), *sweep_charts(comparison, result.sweeps, place)]
-    blocks += [_method_table(comparison), client_map(comparison, place)]
+    *tables, costs_table = method_tables(replace(comparison, rows=_sorted(comparison.rows, by_mean(comparison))))
+    blocks += [*tables, client_map(comparison, place)]
     sections = [Section(name=f"federation-{place}", title=f"{result.title}: what came out", blocks=blocks)]
     if comparison.pairs:
         pairs: list[Block] = [Text(lines=_equal_in_practice(comparison)), difference_chart(comparison, place)]
-        pairs.append(_pair_table(comparison))
+        order = sorted(comparison.pairs, key=lambda name: -comparison.pairs[name].mean)
+        pairs += pair_tables(replace(comparison, pairs=_sorted(comparison.pairs, order)))
         sections.append(
             Section(name=f"pairs-{place}", title=f"{result.title}: against {comparison.control}", blocks=pairs)
         )
@@ -133,10 +136,14 @@ def _federation(result: FederationResults, place: int) -> list[Section]:
     costs: list[Block] = [
         traffic_front(comparison, place),
         *([in_memory] if in_memory else []),
-        _cost_table(comparison),
+        costs_table,
     ]
     costs += _settings_of_methods(result)
     return [*sections, Section(name=f"costs-{place}", title=f"{result.title}: score against costs", blocks=costs)]
+
+
+def _sorted(rows: Mapping[str, RowT], names: Sequence[str]) -> dict[str, RowT]:
+    return {name: rows[name] for name in names}
 
 
 def _facts(comparison: MethodComparison) -> Facts:
@@ -161,93 +168,6 @@ def _settings_of_methods(result: FederationResults) -> list[Block]:
     rows = [[name, "; ".join(parts)] for name, parts in words.items()]
     table = Table(title="Settings", columns=("method", "settings of its own, and how they were chosen"), rows=rows)
     return [Folded(title="Settings of the methods", blocks=[table])] if rows else []
-
-
-def _method_table(comparison: MethodComparison) -> Table:
-    """One row a method: its scores, its worst clients, whom it hurts."""
-    rows: list[list[Cell]] = []
-    for name in by_mean(comparison):
-        row, told = comparison.rows[name], comparison.rows[name].statistics
-        low, high = told.interval or (None, None)
-        least, most = told.interquartile_interval or (None, None)
-        rows.append(
-            [
-                *(name, plain(told.mean), plain(low), plain(high), plain(told.std)),
-                *(plain(told.interquartile_mean), plain(least), plain(most)),
-                *(plain(told.worst_client), plain(told.lowest_third), plain(row.gain_over_majority, sign=True)),
-                *(plain(row.loss), plain(row.calibration_error)),
-                *(share(told.hurt), share(row.hurt_by_average), share(row.hurt_by_control)),
-            ]
-        )
-    return Table(
-        title="Methods",
-        columns=(
-            *("method", "mean", "95% from", "to", "std over seeds", "middle half", "95% from", "to"),
-            *("worst client", "lowest third", "over majority", "test loss", "calibration error"),
-            *(f"hurt: {BASELINE}", f"hurt: {AVERAGE}", f"hurt: {comparison.control}"),
-        ),
-        rows=rows,
-        note=(
-            "mean with a t interval over seeds; middle half: interquartile mean over seeds and tasks, its interval by a"
-            " bootstrap of whole seeds; test loss: cross-entropy, nats; calibration error: confidence against accuracy;"
-            " hurt: share of clients that score less than with local training, FedAvg, or the control"
-        ),
-    )
-
-
-def _pair_table(comparison: MethodComparison) -> Table:
-    """One row a method: its difference from the control, and what tests say of it."""
-    pairs = comparison.pairs
-    rows: list[list[Cell]] = []
-    for name in sorted(pairs, key=lambda name: -pairs[name].mean):
-        pair = pairs[name]
-        low, high = pair.interval or (None, None)
-        rows.append(
-            [
-                *(name, shown(pair), plain(pair.mean, sign=True), plain(low, sign=True), plain(high, sign=True)),
-                *(plain(pair.bayesian.left), plain(pair.bayesian.rope), plain(pair.bayesian.right)),
-                *(plain(pair.sign_flip_p), plain(pair.adjusted_p), plain(pair.wilcoxon_p), plain(pair.effect_size, 2)),
-                *(share(pair.probability_of_improvement), count(pair.seeds_needed)),
-            ]
-        )
-    least = least_sign_flip_p(len(comparison.seeds))
-    return Table(
-        title=f"Against {comparison.control}, paired by seed",
-        columns=(
-            *("method", "in practice", "difference", "95% from", "to", "P worse", "P equal", "P better"),
-            *("p", "p (Holm)", "p (Wilcoxon)", "d_z", "run beats run", "seeds needed"),
-        ),
-        rows=rows,
-        note=(
-            f"in practice, and P: Bayesian signed-rank test, equal within {ROPE:g}, said from {SHOWN:g} on; p: sign"
-            f" flips, at least {least:.3g} here; d_z: mean over standard deviation; run beats run: of any two seeds;"
-            " seeds needed: for a difference of that size with power .8"
-        ),
-    )
-
-
-def _cost_table(comparison: MethodComparison) -> Table:
-    """One row a method: bytes and time of a run."""
-    rows: list[list[Cell]] = []
-    for name in sorted(comparison.rows, key=lambda name: comparison.rows[name].num_bytes):
-        row = comparison.rows[name]
-        rows.append(
-            [
-                *(name, plain(row.statistics.mean), size(row.num_bytes), share(row.bytes_below_whole)),
-                size(row.memory_bytes),
-                *(
-                    duration(None if row.seconds is None else row.seconds + (row.reused_seconds or 0.0)),
-                    duration(row.reused_seconds),
-                ),
-            ]
-        )
-    columns = ("method", "mean", "bytes", "below the whole model", "device memory", "time", "of it reused")
-    note = "of a run, mean over seeds; below: bytes that it does not send of those of whole models in every round;"
-    note += " device memory: what training takes of the client that needs most, as the plan predicts it;"
-    note += (
-        " reused: what results had taken that it took over from earlier runs; frozen states that are kept are not in it"
-    )
-    return Table(title="Costs", columns=columns, rows=rows, note=note)
 
 
 def _equal_in_practice(comparison: MethodComparison) -> list[str]:
