@@ -13,8 +13,8 @@ from atlas_fl.report.csv_text import unescape_cell
 from atlas_fl.report.federation_ranks import rank_if_several
 from atlas_fl.report.federation_results import federation_results
 from atlas_fl.report.finished_runs import COLUMNS, find_finished_runs, read_csv, to_csv
-from atlas_fl.report.results_page import results_page
 from atlas_fl.report.statistics import compare_with_control
+from tests.report.conftest import results_page
 
 GAINS = {"local": 0.0, "fedavg": 0.05, "fedper": 0.08}
 

@@ -14,8 +14,7 @@ from atlas_fl.config.values import to_words
 from atlas_fl.errors import ConfigError
 from atlas_fl.report.comparison_tables import SHOWN, markdown_tables, shown
 from atlas_fl.report.federation_ranks import MethodRanks, rank_if_several
-from atlas_fl.report.federation_results import FederationResults, federation_results
-from atlas_fl.report.finished_runs import FinishedRun
+from atlas_fl.report.federation_results import FederationResults
 from atlas_fl.report.format import EMPTY
 from atlas_fl.report.method_comparison import AVERAGE
 from atlas_fl.report.statistics import ALPHA, ROPE, PairedComparison, least_sign_flip_p
@@ -23,11 +22,6 @@ from atlas_fl.report.table import Cell, Table, plain
 
 ENOUGH = 10
 """Federations from which the approximations of the rank tests hold (Demsar 2006)."""
-
-
-def results_page(runs: Sequence[FinishedRun], *, control: str) -> str:
-    """The page of these runs, as Markdown; errors as of `federation_results`."""
-    return write_page(federation_results(runs, control=control), num_runs=len(runs), control=control)
 
 
 def write_page(results: Sequence[FederationResults], *, num_runs: int, control: str) -> str:
