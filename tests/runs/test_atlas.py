@@ -13,7 +13,6 @@ from atlas_fl.config.methods import first_measured_round
 from atlas_fl.config.validation import validate
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.run import run_config
-from atlas_fl.report.finished_runs import find_finished_runs
 from tests.runs.conftest import QUICK
 from tests.runs.reading import rows, same_tensors
 
@@ -152,13 +151,6 @@ def test_who_is_better_alone_may_keep_its_own_at_the_end(config: MakeConfig) -> 
 
 def test_it_is_the_default() -> None:
     assert MixingConfig().strategy == "atlas"
-
-
-def test_results_name_a_run_of_before_by_what_it_was(config: MakeConfig, tmp_path: Path) -> None:
-    folders = [run_config(config(strategy=name, rounds=2, name=name)).folder for name in ("atlas", "atlas_laplacian")]
-    path = folders[1] / "config.toml"
-    path.write_text(path.read_text().replace('strategy = "atlas_laplacian"', 'strategy = "atlas"'))
-    assert [run.method for run in find_finished_runs([tmp_path])] == ["atlas", "atlas_laplacian"]
 
 
 @pytest.mark.parametrize(

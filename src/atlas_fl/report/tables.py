@@ -139,15 +139,20 @@ def host_table(plan: Mapping[str, Any]) -> Table:
 
 def leakage_table(rows: Sequence[Mapping[str, Any]], *, taken: Collection[tuple[str, int | None]] = ()) -> Table:
     """One row a task and cut: dFIL, and the tokens that the probe reads; an arrow marks the cuts that were `taken`."""
-    cells: list[list[Cell]] = [
-        [
-            ">" if (row["task"], row["blocks"]) in taken else EMPTY,
-            *(row["task"], count(row["blocks"]), Number(value=row["dfil"], text=f"{row['dfil']:.3g}")),
-            *(share(row["read"]), count(row.get("looks")), share(row.get("read_averaged"))),
-            *(share(row["commonest"]), count(row["unseen"])),
-        ]
-        for row in rows
-    ]
+    has_noise = any(row.get("looks", 1) > 1 for row in rows)
+    cells: list[list[Cell]] = []
+    for row in rows:
+        dfil = row.get("dfil")
+        looks, averaged = (row.get("looks"), row.get("read_averaged")) if has_noise else (None, None)
+        cells.append(
+            [
+                ">" if (row["task"], row["blocks"]) in taken else EMPTY,
+                *(row["task"], count(row["blocks"])),
+                Number(value=dfil, text=EMPTY if dfil is None else f"{dfil:.3g}"),
+                share(row["read"]),
+                *(count(looks), share(averaged), share(row["commonest"]), count(row.get("unseen"))),
+            ]
+        )
     columns = (
         *("taken", "task", "blocks on the client", "dFIL", "tokens read", "looks", "read in their mean"),
         *("commonest token", "of tokens"),
