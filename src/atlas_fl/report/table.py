@@ -101,7 +101,10 @@ class Table:
         """The table on the terminal: numbers are never wrapped, so that 80 columns fold words alone."""
         table = new_table(escape(self.title))
         for column, is_number in zip(self.columns, self.numeric, strict=True):
-            add_columns(table, *(([], [_broken(column)]) if is_number else ([column], [])))
+            if is_number:
+                add_columns(table, [], [_broken(escape(column))])
+            else:
+                add_columns(table, [escape(column)], [])
         for index, row in enumerate(self.rows):
             table.add_row(*map(_rich_cell, row), style="bold" if index == self.bold_row else None)
         if self.footer:
