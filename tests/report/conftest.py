@@ -1,6 +1,6 @@
 """A run folder of invented numbers with everything in it that a figure or a table can show."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,9 @@ import torch
 from atlas_fl.config import to_toml, validate, with_values
 from atlas_fl.config.presets import find_preset
 from atlas_fl.experiment.summary import summarise
+from atlas_fl.report.federation_results import federation_results
+from atlas_fl.report.finished_runs import FinishedRun
+from atlas_fl.report.results_page import write_page
 from atlas_fl.rng import generator
 from atlas_fl.storage.jsonl import append_rows, write_json
 from atlas_fl.storage.run_folder import RunFolder
@@ -23,6 +26,11 @@ TASKS |= {"scramble": (0.51, 0.7), "cola": (0.69, 0.8), "a-task-with-a-long-name
 LAYERS, DIM = 6, 64
 MEMORY = {"total": 2_000_000_000, "frozen weights": 91_000_000, "activations": 60_000_000, "runtime": 400_000_000}
 MEMORY |= {"adapters and head": 1_900_000, "gradients": 1_900_000, "Adam moments": 3_800_000}
+
+
+def results_page(runs: Sequence[FinishedRun], *, control: str) -> str:
+    """The page of these runs, as `atlas results` writes it."""
+    return write_page(federation_results(runs, control=control), num_runs=len(runs), control=control)
 
 
 @dataclass(frozen=True, kw_only=True)

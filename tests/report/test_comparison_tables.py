@@ -161,7 +161,7 @@ def test_the_terminal_has_eighty_columns_and_all_of_it_but_the_differences_by_se
         "reused",
         "guess",
         "coxon",
-        "beats run",
+        "beats",
         "P (run",
         "worse",
         "equal",

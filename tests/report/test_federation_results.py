@@ -15,8 +15,8 @@ from atlas_fl.experiment.tuning import TunedMethod, TuningTrial, read_tuning, wr
 from atlas_fl.report import finished_runs
 from atlas_fl.report.federation_results import FederationResults, federation_results, method_rows, trial_words
 from atlas_fl.report.finished_runs import find_finished_runs, to_csv
-from atlas_fl.report.results_page import results_page
 from atlas_fl.storage.run_folder import RunFolder
+from tests.report.conftest import results_page
 
 MakeFederation = Callable[..., None]
 

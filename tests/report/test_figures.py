@@ -7,10 +7,11 @@ from PIL import Image
 from atlas_fl.errors import CheckpointError
 from atlas_fl.report.drawing import draw
 from atlas_fl.report.figures import FIGURES, MEASURED, draw_all
-from atlas_fl.report.html.elements import Chart, Table
+from atlas_fl.report.html.elements import Chart
 from atlas_fl.report.html.run_clients import data_of_clients, likeness
 from atlas_fl.report.html.run_scores import convergence
 from atlas_fl.report.record import Record, read_record
+from atlas_fl.report.table import Table
 from tests.report.html.hostile import NAMES, rename
 from tests.report.svg import overlaps, text_of
 

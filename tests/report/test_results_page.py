@@ -10,10 +10,11 @@ import pytest
 from atlas_fl.cli.main import main
 from atlas_fl.errors import ConfigError
 from atlas_fl.report.csv_text import unescape_cell
+from atlas_fl.report.federation_ranks import rank_if_several
 from atlas_fl.report.federation_results import federation_results
 from atlas_fl.report.finished_runs import COLUMNS, find_finished_runs, read_csv, to_csv
-from atlas_fl.report.results_page import rank_over_federations, results_page
 from atlas_fl.report.statistics import compare_with_control
+from tests.report.conftest import results_page
 
 GAINS = {"local": 0.0, "fedavg": 0.05, "fedper": 0.08}
 
@@ -55,7 +56,7 @@ def test_ranks_are_over_the_federations_by_hand(make_federation: Callable[..., N
     make_federation(3, gains={"local": 0.2, "fedavg": 0.1, "fedper": 0.0})
     results = federation_results(find_finished_runs([tmp_path]), control="fedavg")
     assert [result.title for result in results] == ["contradiction, dial 1", "contradiction, dial 3"]
-    ranks = rank_over_federations(results)
+    ranks = rank_if_several([result.comparison for result in results if result.comparison is not None])
     assert ranks is not None and ranks.average_ranks == {"local": 2.0, "fedavg": 2.0, "fedper": 2.0}
     assert "Average rank over 2 federations" in page_of([tmp_path], control="fedavg")
 

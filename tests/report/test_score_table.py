@@ -88,8 +88,9 @@ def test_the_comparison_is_printed_in_eighty_columns_with_the_best_in_bold(runs)
     table = comparison_table(rows)
     assert "…" not in printed(table)
     assert "gain over local: " not in printed(table)
-    bold = [text.startswith("[bold]") for text in table.columns[2].cells]
-    assert bold == [row.mean == max(other.mean or 0 for other in rows) for row in rows]
+    assert [row[2].is_bold for row in table.rows] == [
+        row.mean == max(other.mean or 0 for other in rows) for row in rows
+    ]
 
 
 def test_a_comparison_without_local_says_why_there_is_no_gain_over_it(runs) -> None:

@@ -4,8 +4,8 @@ import json
 
 import pytest
 from rich.console import Console
-from rich.table import Table
 
+from atlas_fl.report.table import Table, text_of
 from atlas_fl.report.tables import (
     closing_table,
     cluster_table,
@@ -25,7 +25,7 @@ def printed(table: Table, width: int = 80) -> str:
 
 
 def cells(table: Table, row: int) -> list[str]:
-    return [list(column.cells)[row] for column in table.columns]
+    return [text_of(cell) for cell in [*table.rows, *table.footer][row]]
 
 
 def plan_of(run) -> dict:
@@ -41,7 +41,7 @@ def test_a_plan_is_readable_in_eighty_columns(make_run) -> None:
     tables = plan_tables(plan)
     assert [table.title for table in tables] == [
         "Clusters (corrected)",
-        "Numbers of clusters",
+        "Numbers of clusters that were weighed",
         "LoRA ranks",
         "Predicted for each round",
         "Memory on the device",
@@ -56,46 +56,46 @@ def test_a_plan_is_readable_in_eighty_columns(make_run) -> None:
 def test_the_cluster_table_by_hand() -> None:
     names = [("a-0", "a", 0), ("b-0", "b", 0), ("a-1", "a", 0), ("c-0", "c", -1)]
     clients = [{"name": name, "task": task, "cluster": label} for name, task, label in names]
-    similarity = [[1.0, 0.6, 0.9, 0.0], [0.6, 1.0, 0.3, 0.0], [0.9, 0.3, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0]]
-    clustering = {"method": "corrected", "similarity": similarity, "reliability": [0.5, 0.7, 0.6, 0.05]}
-    clustering |= {"warnings": ["client c-0 is undecided [c_kk 0.05]"], "agreement": {"purity": 2 / 3, "ari": 0.25}}
-    clustering |= {"clusters": [{"cluster": 0, "difficulty": 0.875}, {"cluster": -1}]}
-    table = cluster_table({"clients": clients, "clustering": clustering})
-    assert cells(table, 0) == ["cluster 0", "a-0, b-0, a-1", "a x 2, b x 1", "3", "0.67", "0.60", "0.60", "0.88"]
-    assert cells(table, 1) == ["no cluster", "c-0", "c x 1", "1", "1.00", "0.05", "-", "-"]
+    measured = {"cluster": 0, "purity": 2 / 3, "reliability": 0.6, "cohesion": 0.5, "difficulty": 0.875}
+    clustering = {"method": "corrected", "warnings": ["client c-0 is undecided [c_kk 0.05]"]}
+    clustering |= {"agreement": {"purity": 2 / 3, "ari": 0.25}}
+    clustering |= {"clusters": [measured, {"cluster": -1, "purity": 1.0, "reliability": 0.05}]}
+    table, *_ = plan_tables({"clients": clients, "clustering": clustering})
+    assert cells(table, 0) == ["cluster 0", "3", "a x 2, b x 1", "0.67", "0.60", "0.50", "0.88", "a-0, b-0, a-1"]
+    assert cells(table, 1) == ["no cluster", "1", "c x 1", "1.00", "0.05", "-", "-", "c-0"]
     text = printed(table)
+    assert "Clusters (corrected)" in text
     assert "purity 0.67, ari 0.25" in text
     assert "undecided [c_kk 0.05]" in text
-    assert "c_kk: agreement of a client's own halves" in text
+    assert "own halves agree: the agreement of a client's two sketches" in text
 
 
 def test_the_verdict_of_no_structure_is_said_once() -> None:
     client = {"name": "a-0", "task": "a", "cluster": -1}
     reason = "no client's halves agree to 0.1"
     clustering = {"structure": {"found": False, "reason": reason}, "warnings": [f"no structure: {reason}"]}
-    assert printed(cluster_table({"clients": [client], "clustering": clustering})).count(reason) == 1
+    assert printed(plan_tables({"clients": [client], "clustering": clustering})[0]).count(reason) == 1
 
 
 def test_memory_without_activations_says_so() -> None:
     client = {"name": "a-0", "memory": {"weights": 4, "gradients": 4, "total": 8}}
-    assert "activations are not predicted" in str(memory_table({"clients": [client]}).caption)
+    assert "activations are not predicted" in memory_table({"clients": [client]}).note
     client = {"name": "a-0", "memory": {"weights": 4, "activations": 4, "total": 8}}
-    assert memory_table({"clients": [client]}).caption is None
+    assert memory_table({"clients": [client]}).note == ""
 
 
 def test_the_chosen_number_of_clusters_is_marked(make_run) -> None:
-    table = k_table(plan_of(make_run()))
-    assert list(table.columns[0].cells) == ["", "", ">", "", ""]
-    assert cells(table, 2) == [">", "3", "0.400", "1.500", "6.500", "0.240", "0.450", "0"]
-    assert cells(table, 0) == ["", "1", "-", "-", "-", "0.100", "-", "-"]
+    table = k_table(plan_of(make_run())["clustering"])
+    assert [row[1] for row in table.rows] == ["", "", "chosen", "", ""]
+    assert cells(table, table.bold_row) == ["3", "chosen", "0.400", "1.500", "6.500", "0.240", "0.450", "0"]
+    assert cells(table, 0) == ["1", "", "-", "-", "-", "0.100", "-", "-"]
 
 
 def test_a_plan_without_optional_parts_shows_dashes_and_no_numbers() -> None:
     plan = {"clients": [{"name": "a-0", "task": "a"}], "clustering": {}}
-    assert cells(cluster_table(plan), 0) == ["no cluster", "a-0", "a x 1", "1", "1.00", "-", "-", "-"]
+    assert cells(cluster_table(plan), 0) == ["no cluster", "1", "a x 1", "-", "-", "-", "-", "a-0"]
     assert cells(rank_table(plan), 0) == ["a-0", "-", "none", "-", "-", "whole", "-", "-"]
     assert cells(prediction_table(plan), 0) == ["a-0", *["-"] * 6]
-    assert k_table(plan).row_count == 0
     assert len(plan_tables(plan)) == 3
 
 
@@ -108,7 +108,7 @@ def test_ranks_and_predictions_are_those_of_the_plan(make_run) -> None:
     assert shown == ["movie-0", "cpu_2gb", "300 kB", "300 kB", "21.5 s", "553 MB", "27.6%"]
     table = memory_table(plan)
     assert cells(table, 0) == ["movie-0", "91 MB", "60 MB", "400 MB", "1.9 MB", "1.9 MB", "3.8 MB"]
-    assert [str(column.header) for column in table.columns][1] == "frozen\nweights"
+    assert table.columns[1] == "frozen weights"
 
 
 def test_a_cut_is_shown_where_the_model_is_split(make_run) -> None:

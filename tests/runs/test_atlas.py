@@ -9,11 +9,11 @@ from safetensors.torch import load_file
 
 from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config, MixingConfig, with_values
-from atlas_fl.config.methods import first_measured_round
 from atlas_fl.config.validation import validate
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.run import run_config
-from atlas_fl.report.finished_runs import find_finished_runs
+from atlas_fl.methods.kriging import first_measured_round
+from atlas_fl.setup.options import strategy_options
 from tests.runs.reading import rows, same_tensors
 
 pytestmark = pytest.mark.core
@@ -130,7 +130,7 @@ def test_it_measures_after_a_third_of_a_run_that_is_too_short(
     rounds: int, personal: int, asked: int, measured: int
 ) -> None:
     settings = {"rounds": rounds, "personal_rounds": personal, "measure_round": asked}
-    assert first_measured_round(with_values(Config(), settings)) == measured
+    assert first_measured_round(strategy_options(with_values(Config(), settings))) == measured
 
 
 def test_a_short_run_is_measured_and_audited(config: MakeConfig) -> None:
@@ -151,13 +151,6 @@ def test_who_is_better_alone_may_keep_its_own_at_the_end(config: MakeConfig) -> 
 
 def test_it_is_the_default() -> None:
     assert MixingConfig().strategy == "atlas"
-
-
-def test_results_name_a_run_of_before_by_what_it_was(config: MakeConfig, tmp_path: Path) -> None:
-    folders = [run_config(config(strategy=name, rounds=2, name=name)).folder for name in ("atlas", "atlas_laplacian")]
-    path = folders[1] / "config.toml"
-    path.write_text(path.read_text().replace('strategy = "atlas_laplacian"', 'strategy = "atlas"'))
-    assert [run.method for run in find_finished_runs([tmp_path])] == ["atlas", "atlas_laplacian"]
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from rich.console import RenderableType
-
 from atlas_fl.cli.arguments import Positional, check_target, holds_json, new_folder, parse, split
 from atlas_fl.cli.display import labels_of, show, show_progress
 from atlas_fl.config import Config, validate
@@ -278,6 +276,7 @@ if TYPE_CHECKING:
     from atlas_fl.experiment.task_arithmetic import ScaleRow, TrainedRun
     from atlas_fl.params import Params
     from atlas_fl.report.federation_results import FederationResults
+    from atlas_fl.report.table import Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -371,27 +370,24 @@ def _of_clients(options: MasksOptions, named: Sequence[Path], *, clients: int) -
 
 
 def _table(masks_by_name: Mapping[str, Mapping[str, Any]], named: Sequence[Path]) -> Any:
-    from rich.markup import escape
-
     from atlas_fl.params import num_values
-    from atlas_fl.report.format import add_columns, new_table, percent
+    from atlas_fl.report.table import Cell, Table, count, plain, share
     from atlas_fl.sparse.masks import num_kept, overlap
 
-    table = new_table("Masks")
     numbers = [str(index) for index in range(1, len(masks_by_name) + 1)] if len(masks_by_name) > 1 else []
-    add_columns(table, ["", "mask"], ["may move", "share", *numbers])
     shared = overlap(list(masks_by_name.values()))
+    rows: list[list[Cell]] = []
     for index, (name, mask) in enumerate(masks_by_name.items()):
         movable, total = num_kept(mask), num_values(mask)
-        agree = [f"{value:.3f}" for value in shared[index]] if numbers else []
-        table.add_row(str(index + 1), escape(name), f"{movable:,}", percent(movable / total), *agree)
-    lines = (
-        [f"{index}: {path}" for index, path in enumerate(named, start=1)]
-        if len(named) == len(masks_by_name)
-        else [str(named[0])]
-    )
-    table.caption = "\n".join([*(["numbered columns: Jaccard index, both over either"] if numbers else []), *lines])
-    return table
+        agree = [plain(value) for value in shared[index]] if numbers else []
+        rows.append([str(index + 1), name, count(movable), share(movable / total), *agree])
+    lines = ["numbered columns: Jaccard index, both over either"] if numbers else []
+    if len(named) == len(masks_by_name):
+        lines += [f"{index}: {path}" for index, path in enumerate(named, start=1)]
+    else:
+        lines.append(str(named[0]))
+    columns = ("", "mask", "may move", "share", *numbers)
+    return Table(title="Masks", columns=columns, rows=rows, note="\n".join(lines))
 
 
 def _figures(options: MasksOptions, files: Mapping[Path, Path]) -> Path:
@@ -462,7 +458,7 @@ def vectors(words: Sequence[str]) -> int:
     vector = merge_vectors(task_vectors(runs, base), method=options.merge, keep=options.keep)
     rows = score_scales(runs, base, vector, scales=scales)
     title = f"Accuracy over scales: {options.merge} of {len(runs)}"
-    show(_tables(rows, best=best_scale(rows), title=title))
+    show([_scale_table(rows, best=best_scale(rows), title=title)])
     if to is not None:
         show(_write_model(runs, base, vector, rows, to=to))
     return 0
@@ -494,20 +490,22 @@ def _base(options: VectorsOptions, runs: "Sequence[TrainedRun]") -> "Params":
         raise ConfigError(f"--base {named} is no run, here or in {options.runs_dir}; as a model: {error}") from error
 
 
-def _tables(rows: "Sequence[ScaleRow]", *, best: "ScaleRow", title: str) -> Iterator[RenderableType]:
-    from rich.markup import escape
+def _scale_table(rows: "Sequence[ScaleRow]", *, best: "ScaleRow", title: str) -> "Table":
+    from atlas_fl.report.table import Number, Table, plain
 
-    from atlas_fl.report.format import add_columns, new_table, number
-
-    table = new_table(title)
     names = list(rows[0].test)
-    add_columns(table, [], ["scale", "mean", *(str(index) for index in range(1, len(names) + 1))])
-    for row in rows:
-        cells = [f"{row.scale:g}", number(row.mean, 3), *(number(row.test[name], 3) for name in names)]
-        table.add_row(*cells, style="bold" if row is best else "")
-    lines = [escape(f"{index}: {name}") for index, name in enumerate(names, start=1)]
-    table.caption = "\n".join(["test images; bold: the best mean on validation images", *lines])
-    yield table
+    cells = [
+        [Number(value=row.scale, text=f"{row.scale:g}"), *map(plain, (row.mean, *(row.test[name] for name in names)))]
+        for row in rows
+    ]
+    lines = [f"{index}: {name}" for index, name in enumerate(names, start=1)]
+    return Table(
+        title=title,
+        columns=("scale", "mean", *(str(index) for index in range(1, len(names) + 1))),
+        rows=cells,
+        note="\n".join(["test images; bold: the best mean on validation images", *lines]),
+        bold_row=next(index for index, row in enumerate(rows) if row is best),
+    )
 
 
 def _write_model(

@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
-from rich.markup import escape
-from rich.table import Table
 
 from atlas_fl.audit.report import AuditRow, RoundSummary
 from atlas_fl.planning.place_client import ClientPlacement
-from atlas_fl.report.format import EMPTY, add_columns, cluster_name, new_table, number
+from atlas_fl.report.format import EMPTY, cluster_name
+from atlas_fl.report.table import Cell, Number, Table, count, plain
 from atlas_fl.report.tables import closing_table, sharing_table
 
 SHOWN_FAILURES = 10
@@ -31,13 +30,11 @@ def outcome(folder: Path, summary: Mapping[str, Any], *, complete: bool) -> Iter
 def placement(newcomer: ClientPlacement) -> Iterator[RenderableType]:
     """Where a newcomer belongs: a line for each cluster of the run with an arrow at its own, and the verdict."""
     assigned = newcomer.placement
-    table = new_table(f"Place of {newcomer.name}")
-    add_columns(table, ["", "cluster", "clients"], ["similarity"])
+    rows: list[list[Cell]] = []
     for label, clients in newcomer.members.items():
         arrow = ">" if label == assigned.cluster else ""
-        similarity = number(assigned.similarity.get(label), 2)
-        table.add_row(arrow, cluster_name(label), escape(", ".join(clients)), similarity)
-    yield table
+        rows.append([arrow, cluster_name(label), ", ".join(clients), plain(assigned.similarity.get(label), 2)])
+    yield Table(title=f"Place of {newcomer.name}", columns=("", "cluster", "clients", "similarity"), rows=rows)
     halves = f"its halves agree to {assigned.reliability:.2f} over {newcomer.examples} examples"
     verdict = "is undecided" if assigned.cluster < 0 else f"belongs to cluster {assigned.cluster}"
     yield f"{newcomer.name} {verdict}; {halves}"
@@ -47,13 +44,16 @@ def placement(newcomer: ClientPlacement) -> Iterator[RenderableType]:
 
 def audit_table(rounds: Sequence[RoundSummary]) -> Table:
     """A line for each audited round."""
-    table = new_table("Audit")
-    add_columns(table, ["run"], ["round", "checks", "failed", "worst error"])
-    for row in rounds:
-        error = EMPTY if row.worst_error is None else f"{row.worst_error:.1e}"
-        where = str(row.round) if row.round else "all"  # against the other runs
-        table.add_row(row.run, where, str(row.checks), str(row.failed), error)
-    return table
+    rows: list[list[Cell]] = [
+        [
+            row.run,
+            Number(value=row.round, text=str(row.round) if row.round else "all"),  # against the other runs
+            *(count(row.checks), count(row.failed)),
+            Number(value=row.worst_error, text=EMPTY if row.worst_error is None else f"{row.worst_error:.1e}"),
+        ]
+        for row in rounds
+    ]
+    return Table(title="Audit", columns=("run", "round", "checks", "failed", "worst error"), rows=rows)
 
 
 def failure_lines(failures: Sequence[AuditRow]) -> Iterator[str]:

@@ -31,9 +31,9 @@ HOST = r"(?!.*[^.:]{64})[A-Za-z0-9._:%-]{1,253}"
 """An address, or a name whose parts are as short as names of machines must be."""
 COOKIE = "atlas-watch"
 CONNECTIONS = 32
-"""How many may be open at once; where there are more, one that has not asked yet what it may is closed."""
+"""Connections that may be open at once; if there are more, one that has not asked yet what it may is closed."""
 NICE = 10
-"""How far the server stands back where the run wants the same cores."""
+"""Niceness of the server where the run wants the same cores."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +62,11 @@ class Watched:
     token: str | None
     """Token that a request needs; None where only this machine can ask."""
     pages: dict[Path, tuple[str, str]] = field(default_factory=dict)
-    """Of each run or comparison the state that its page was made from, and the page."""
+    """The state that a page was made from, and the page, by run or comparison."""
     rows: dict[Path, tuple[str, Any]] = field(default_factory=dict)
-    """Of each run the state that its row of the list was made from, and the row."""
+    """The state that a row of the list was made from, and the row, by run."""
     compared: dict[Path, dict[tuple[Path, ...], Any]] = field(default_factory=dict)
-    """Of each comparison the complete runs that were compared last, and the page of that."""
+    """The complete runs that were compared last, and their page, by comparison."""
 
     def folders(self) -> dict[str, Path]:
         """The runs by name; bytes of a name that are no text are shown as such."""

@@ -12,49 +12,51 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar, get_type_hints
 
-from rich.markup import escape
-from rich.table import Table
-
 from atlas_fl.experiment.tuning import TunedMethod, value_words
 from atlas_fl.report.csv_text import format_csv
-from atlas_fl.report.format import EMPTY, add_columns, human_bytes, new_table, number, seconds
+from atlas_fl.report.format import EMPTY
 from atlas_fl.report.method_comparison import MethodComparison, MethodRow
-from atlas_fl.report.score_table import escape_latex
 from atlas_fl.report.statistics import ROPE, Interval, PairedComparison, least_sign_flip_p
+from atlas_fl.report.table import Cell, Number, Table, count, duration, plain, size, text_of
 from atlas_fl.storage.folder_access import open_named_file
 
 SHOWN = 0.95
 """Posterior probability from which something is said to be shown."""
-BY_SEED = "By seed"
-"""The table that has a column as wide as there are seeds, for files alone."""
 RowT = TypeVar("RowT")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Column(Generic[RowT]):
     """One column of numbers."""
 
     heading: str
-    """In at most two lines."""
-    cell: Callable[[RowT], str]
+    cell: Callable[[RowT], Cell]
     left_out_if_empty: bool = False
-    """Where no row has it, as in files of before it was there; other columns show a dash."""
+    """If no row has it; other columns show a dash."""
 
 
-def _half_width(interval: Interval | None) -> str:
-    return "" if interval is None else f" ±{(interval[1] - interval[0]) / 2:.3f}"
+def _with_half_width(mean: float, interval: Interval | None, *, sign: bool = False) -> Number:
+    half = "" if interval is None else f" ±{(interval[1] - interval[0]) / 2:.3f}"
+    return Number(value=mean, text=plain(mean, sign=sign).text + half)
 
 
-def _ends(interval: Interval | None) -> str:
-    return EMPTY if interval is None else f"{interval[0]:.3f}..{interval[1]:.3f}"
+def _ends(interval: Interval | None) -> Number:
+    if interval is None:
+        return plain(None)
+    return Number(value=interval[0], text=f"{interval[0]:.3f}..{interval[1]:.3f}")
 
 
-def _time(count: float | None) -> str:
-    return EMPTY if count is None else seconds(count)
+def _deviation(row: MethodRow) -> Number:
+    return plain(None if row.variance_in_tasks is None else row.variance_in_tasks**0.5)
 
 
-def _whole_time(row: MethodRow) -> str:
-    return EMPTY if row.seconds is None else seconds(row.seconds + (row.reused_seconds or 0.0))
+def _below_whole(row: MethodRow) -> Number:
+    below = row.bytes_below_whole
+    return Number(value=below, text=EMPTY if below is None else f"{100 * below:.2f}%")
+
+
+def _whole_time(row: MethodRow) -> Number:
+    return duration(None if row.seconds is None else row.seconds + (row.reused_seconds or 0.0))
 
 
 def shown(pair: PairedComparison) -> str:
@@ -65,81 +67,60 @@ def shown(pair: PairedComparison) -> str:
 
 METHOD_TABLES: Mapping[str, tuple[Column[MethodRow], ...]] = {
     "Scores": (
-        Column(
-            heading="mean\nand 95%",
-            cell=lambda row: number(row.statistics.mean, 3) + _half_width(row.statistics.interval),
-        ),
-        Column(heading="std", cell=lambda row: number(row.statistics.std, 3)),
-        Column(heading="middle\nhalf", cell=lambda row: number(row.statistics.interquartile_mean, 3)),
-        Column(heading="95% by\nseeds", cell=lambda row: _ends(row.statistics.interquartile_interval)),
-        Column(heading="95%\nstratified", cell=lambda row: _ends(row.statistics.stratified_interval)),
+        Column("mean and 95%", lambda row: _with_half_width(row.statistics.mean, row.statistics.interval)),
+        Column("std", lambda row: plain(row.statistics.std)),
+        Column("middle half", lambda row: plain(row.statistics.interquartile_mean)),
+        Column("95% by seeds", lambda row: _ends(row.statistics.interquartile_interval)),
+        Column("95% stratified", lambda row: _ends(row.statistics.stratified_interval)),
     ),
     "Clients": (
-        Column(heading="worst\nclient", cell=lambda row: number(row.statistics.worst_client, 3)),
-        Column(heading="lowest\nthird", cell=lambda row: number(row.statistics.lowest_third, 3)),
-        Column(
-            heading="devi-\nation",
-            cell=lambda row: EMPTY if row.variance_in_tasks is None else number(row.variance_in_tasks**0.5, 3),
-        ),
-        Column(heading="over\nguess", cell=lambda row: number(row.gain_over_majority, 3, sign=True)),
-        Column(heading="hurt:\nlocal", cell=lambda row: number(row.statistics.hurt, 2)),
-        Column(heading="hurt:\nFedAvg", cell=lambda row: number(row.hurt_by_average, 2)),
-        Column(heading="hurt:\ncontrol", cell=lambda row: number(row.hurt_by_control, 2)),
+        Column("worst client", lambda row: plain(row.statistics.worst_client)),
+        Column("lowest third", lambda row: plain(row.statistics.lowest_third)),
+        Column("devi-\nation", _deviation),
+        Column("over guess", lambda row: plain(row.gain_over_majority, sign=True)),
+        Column("hurt: local", lambda row: plain(row.statistics.hurt, 2)),
+        Column("hurt: FedAvg", lambda row: plain(row.hurt_by_average, 2)),
+        Column("hurt: control", lambda row: plain(row.hurt_by_control, 2)),
     ),
     "Probabilities": (
-        Column(heading="test\nloss", cell=lambda row: number(row.loss, 3)),
-        Column(heading="calibration\nerror", cell=lambda row: number(row.calibration_error, 3)),
+        Column("test loss", lambda row: plain(row.loss)),
+        Column("calibration error", lambda row: plain(row.calibration_error)),
     ),
     "Costs": (
-        Column(heading="\nseeds", cell=lambda row: str(row.statistics.seeds)),
-        Column(heading="\nclients", cell=lambda row: str(row.statistics.clients)),
-        Column(heading="\nbytes", cell=lambda row: human_bytes(row.num_bytes)),
-        Column(
-            heading="below\nwhole",
-            cell=lambda row: EMPTY if row.bytes_below_whole is None else f"{100 * row.bytes_below_whole:.2f}%",
-        ),
-        Column(
-            heading="device\nmemory",
-            cell=lambda row: EMPTY if row.memory_bytes is None else human_bytes(row.memory_bytes),
-            left_out_if_empty=True,
-        ),
-        Column(heading="\ntime", cell=_whole_time),
-        Column(heading="\nreused", cell=lambda row: _time(row.reused_seconds)),
+        Column("seeds", lambda row: count(row.statistics.seeds)),
+        Column("clients", lambda row: count(row.statistics.clients)),
+        Column("bytes", lambda row: size(row.num_bytes)),
+        Column("below whole", _below_whole),
+        Column("device memory", lambda row: size(row.memory_bytes), left_out_if_empty=True),
+        Column("time", _whole_time),
+        Column("reused", lambda row: duration(row.reused_seconds)),
     ),
 }
 """Columns of the tables of methods, by title."""
 
 PAIR_TABLES: Mapping[str, tuple[Column[PairedComparison], ...]] = {
     "Against": (
-        Column(
-            heading="difference\nand 95%",
-            cell=lambda pair: number(pair.mean, 3, sign=True) + _half_width(pair.interval),
-        ),
-        Column(heading="d_z", cell=lambda pair: number(pair.effect_size, 1, sign=True)),
-        Column(heading="P (run\nbeats run)", cell=lambda pair: number(pair.probability_of_improvement, 2)),
-        Column(
-            heading="seeds\nneeded", cell=lambda pair: EMPTY if pair.seeds_needed is None else str(pair.seeds_needed)
-        ),
-        Column(heading="shown", cell=shown),
+        Column("difference and 95%", lambda pair: _with_half_width(pair.mean, pair.interval, sign=True)),
+        Column("d_z", lambda pair: plain(pair.effect_size, 1, sign=True)),
+        Column("P (run beats run)", lambda pair: plain(pair.probability_of_improvement, 2)),
+        Column("seeds needed", lambda pair: count(pair.seeds_needed)),
+        Column("shown", shown),
     ),
     "Tests against": (
-        Column(heading="p", cell=lambda pair: number(pair.sign_flip_p, 3)),
-        Column(heading="p\n(Holm)", cell=lambda pair: number(pair.adjusted_p, 3)),
-        Column(heading="least\np", cell=lambda pair: f"{pair.least_p:.3g}"),
-        Column(heading="p (Wil-\ncoxon)", cell=lambda pair: number(pair.wilcoxon_p, 3)),
-        Column(heading="P\nworse", cell=lambda pair: number(pair.bayesian.left, 2)),
-        Column(heading="P\nequal", cell=lambda pair: number(pair.bayesian.rope, 2)),
-        Column(heading="P\nbetter", cell=lambda pair: number(pair.bayesian.right, 2)),
-    ),
-    BY_SEED: (
-        Column(heading="differences", cell=lambda pair: " ".join(f"{value:+.3f}" for value in pair.differences)),
+        Column("p", lambda pair: plain(pair.sign_flip_p)),
+        Column("p\n(Holm)", lambda pair: plain(pair.adjusted_p)),
+        Column("least\np", lambda pair: Number(value=pair.least_p, text=f"{pair.least_p:.3g}")),
+        Column("p (Wil-\ncoxon)", lambda pair: plain(pair.wilcoxon_p)),
+        Column("P\nworse", lambda pair: plain(pair.bayesian.left, 2)),
+        Column("P\nequal", lambda pair: plain(pair.bayesian.rope, 2)),
+        Column("P\nbetter", lambda pair: plain(pair.bayesian.right, 2)),
     ),
 }
 """Columns of the tables of methods minus the control, by title."""
 
 
 def reading(comparison: MethodComparison) -> dict[str, str]:
-    """What stands below each table, by its title."""
+    """The note below each table, by its title."""
     least = least_sign_flip_p(len(comparison.seeds))
     return {
         "Scores": (
@@ -171,58 +152,52 @@ def reading(comparison: MethodComparison) -> dict[str, str]:
     }
 
 
-def _method_tables(comparison: MethodComparison) -> Iterator[tuple[str, tuple[Column[MethodRow], ...]]]:
-    """The tables of methods of which something is known."""
-    rows = comparison.rows.values()
-    for title, columns in METHOD_TABLES.items():
-        said = {column.heading for column in columns if any(column.cell(row) != EMPTY for row in rows)}
-        if said:
-            yield title, tuple(column for column in columns if column.heading in said or not column.left_out_if_empty)
-
-
-def terminal_tables(comparison: MethodComparison) -> Iterator[Table]:
-    """Tables of eighty columns: one row a method, then one row a method against the control."""
+def method_tables(comparison: MethodComparison) -> list[Table]:
+    """The tables with one row a method; without those of which nothing is known."""
     notes = reading(comparison)
-    for title, columns in _method_tables(comparison):
-        yield _terminal_table(title, columns, comparison.rows, note=notes[title])
-    for title, pair_columns in PAIR_TABLES.items() if comparison.pairs else ():
-        if title != BY_SEED:
-            name = f"{title} {comparison.control}"
-            yield _terminal_table(name, pair_columns, comparison.pairs, note=notes[title])
+    tables = []
+    for title, columns in METHOD_TABLES.items():
+        known = [any(text_of(column.cell(row)) != EMPTY for row in comparison.rows.values()) for column in columns]
+        kept = [column for column, is_known in zip(columns, known) if is_known or not column.left_out_if_empty]
+        if any(known):
+            tables.append(_table(title, kept, comparison.rows, note=notes[title]))
+    return tables
 
 
-def _terminal_table(title: str, columns: Sequence[Column[RowT]], rows: Mapping[str, RowT], *, note: str) -> Table:
-    table = new_table(title)
-    add_columns(table, ["method"], [column.heading for column in columns])
-    for name, row in rows.items():
-        table.add_row(escape(name), *(column.cell(row) for column in columns))
-    table.caption = note
-    return table
+def pair_tables(comparison: MethodComparison) -> list[Table]:
+    """The tables with one row a method against the control; none of one seed."""
+    notes = reading(comparison)
+    return [
+        _table(f"{title} {comparison.control}", columns, comparison.pairs, note=notes[title])
+        for title, columns in PAIR_TABLES.items()
+        if comparison.pairs
+    ]
+
+
+def _table(title: str, columns: Sequence[Column[RowT]], rows: Mapping[str, RowT], *, note: str) -> Table:
+    cells = [[name, *(column.cell(row) for column in columns)] for name, row in rows.items()]
+    return Table(title=title, columns=["method", *(column.heading for column in columns)], rows=cells, note=note)
+
+
+def _all_tables(comparison: MethodComparison) -> list[Table]:
+    """All tables, and for files alone one with a column as wide as there are seeds."""
+    by_seed = [
+        [name, " ".join(f"{value:+.3f}" for value in pair.differences)] for name, pair in comparison.pairs.items()
+    ]
+    title = f"Minus {comparison.control}, by seed"
+    minus = Table(title=title, columns=("method", "differences"), rows=by_seed)
+    return [*method_tables(comparison), *pair_tables(comparison), *([minus] if by_seed else [])]
+
+
+def terminal_tables(comparison: MethodComparison) -> list[Table]:
+    """The tables that fit eighty columns."""
+    return [*method_tables(comparison), *pair_tables(comparison)]
 
 
 def markdown_tables(comparison: MethodComparison) -> Iterator[str]:
     """The lines of all tables as Markdown, each below its title."""
-    for title, columns in _method_tables(comparison):
-        yield from ("", f"*{title}*", "", *_markdown_table("method", columns, comparison.rows))
-    for title, pair_columns in PAIR_TABLES.items() if comparison.pairs else ():
-        name = _pair_title(title, comparison)
-        yield from ("", f"*{name}*", "", *_markdown_table("method", pair_columns, comparison.pairs))
-
-
-def _pair_title(title: str, comparison: MethodComparison) -> str:
-    return f"Minus {comparison.control}, by seed" if title == BY_SEED else f"{title} {comparison.control}"
-
-
-def _markdown_table(first: str, columns: Sequence[Column[RowT]], rows: Mapping[str, RowT]) -> Iterator[str]:
-    yield f"| {first} | {' | '.join(map(_plain_heading, columns))} |"
-    yield f"|{'---|' * (len(columns) + 1)}"
-    for name, row in rows.items():
-        yield f"| `{name}` | {' | '.join(column.cell(row) for column in columns)} |"
-
-
-def _plain_heading(column: Column[Any]) -> str:
-    """On one line, a word that was broken whole again."""
-    return column.heading.replace("-\n", "").replace("\n", " ").strip()
+    for table in _all_tables(comparison):
+        yield from ("", f"*{table.title}*", "", *table.markdown())
 
 
 def markdown(comparison: MethodComparison, tuned: Sequence[TunedMethod] = ()) -> str:
@@ -248,28 +223,7 @@ def _trials(method: TunedMethod) -> str:
 
 def latex(comparison: MethodComparison) -> str:
     """All tables as LaTeX (booktabs), each below a comment with its title."""
-    tables = [_latex_table(title, columns, comparison.rows) for title, columns in _method_tables(comparison)]
-    tables += [
-        _latex_table(_pair_title(title, comparison), columns, comparison.pairs)
-        for title, columns in PAIR_TABLES.items()
-        if comparison.pairs
-    ]
-    return "\n".join(tables)
-
-
-def _latex_table(title: str, columns: Sequence[Column[RowT]], rows: Mapping[str, RowT]) -> str:
-    headings = ["method", *map(_plain_heading, columns)]
-    lines = [f"% {title}", rf"\begin{{tabular}}{{l{'r' * len(columns)}}}", r"\toprule"]
-    lines += [" & ".join(map(escape_latex, headings)) + r" \\", r"\midrule"]
-    for name, row in rows.items():
-        lines.append(" & ".join([escape_latex(name), *(_latex_cell(column.cell(row)) for column in columns)]) + r" \\")
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
-
-
-def _latex_cell(text: str) -> str:
-    """Signed numbers in mathematics, where a minus is no hyphen; `+0.031 ±0.002` is `$+0.031$ $\\pm$ 0.002`."""
-    words = [rf"$\pm$ {word[1:]}" if word.startswith("±") else word for word in map(escape_latex, text.split(" "))]
-    return " ".join(f"${word}$" if word[0] in "+-" and len(word) > 1 else word for word in words)
+    return "\n".join(f"% {table.title}\n{table.latex()}" for table in _all_tables(comparison))
 
 
 def methods_csv(comparisons: Mapping[str, MethodComparison]) -> str:
@@ -320,7 +274,7 @@ def statistics_files(comparisons: Mapping[str, MethodComparison]) -> dict[str, s
 
 
 def is_methods_csv(path: Path) -> bool:
-    """Whether a file begins as `methods_csv` writes it."""
+    """Return whether a file begins as `methods_csv` writes it."""
     with open_named_file(path, max_bytes=sys.maxsize) as file:
         return (
             file.readline(1000).rstrip(b"\r\n") == ",".join(["federation", "method", *flat_names(MethodRow)]).encode()

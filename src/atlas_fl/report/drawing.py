@@ -15,8 +15,9 @@ from typing import Any
 import vl_convert
 
 from atlas_fl.report.html.charts import CONFIG, ROW, Spec, category, chart
-from atlas_fl.report.html.elements import Chart, Number, Table
+from atlas_fl.report.html.elements import Chart
 from atlas_fl.report.html.palette import theme_colours
+from atlas_fl.report.table import Table, text_of
 from atlas_fl.storage.files import set_aside
 from atlas_fl.storage.folder_access import memory_bytes, read_named_file, write_atomic
 
@@ -114,7 +115,7 @@ def _table_chart(table: Table) -> Chart:
     headings = ["\n".join([""] * (most - len(words)) + words) for words in lines]
     body = [*filled.rows, *filled.footer]
     rows = [
-        {"row": number, "column": heading, "text": cell.text if isinstance(cell, Number) else cell}
+        {"row": number, "column": heading, "text": text_of(cell)}
         for number, cells in enumerate(body)
         for heading, cell in zip(headings, cells, strict=True)
     ]

@@ -11,14 +11,12 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float64
-from rich.markup import escape
-from rich.table import Table
 from scipy import stats
 
 from atlas_fl.errors import DataError
-from atlas_fl.report.format import add_columns, new_table, number
 from atlas_fl.report.method_comparison import MethodComparison
 from atlas_fl.report.statistics import ALPHA, TIE, check_values, holm, known_method, round_scores
+from atlas_fl.report.table import Cell, Table, plain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +39,10 @@ class MethodRanks:
     average_ranks: Mapping[str, float]
     """By method; 1 is the best, ties share their mean rank."""
     friedman_chi2: float
-    """Corrected for ties."""
+    """The statistic, corrected for ties."""
     friedman_p: float
     tie_correction: float
-    """What the chi2 without ties was divided by: 1 where there is no tie."""
+    """Divisor of the chi2 without ties: 1 if there is no tie."""
     iman_davenport_f: float | None
     """None where all federations rank alike and the statistic has no bound."""
     iman_davenport_p: float
@@ -108,18 +106,28 @@ def rank_comparisons(comparisons: Sequence[MethodComparison]) -> MethodRanks:
     )
 
 
+def rank_if_several(comparisons: Sequence[MethodComparison]) -> MethodRanks | None:
+    """Average ranks of the methods that all comparisons have; None if these or the comparisons are fewer than two."""
+    if len(comparisons) < 2 or len(set.intersection(*(set(one.rows) for one in comparisons))) < 2:
+        return None
+    return rank_comparisons(comparisons)
+
+
 def ranks_table(ranks: MethodRanks, *, control: str) -> Table:
-    """One row a method, the best first, in eighty columns."""
-    table = new_table(f"Ranks over {ranks.federations} comparisons")
-    add_columns(table, ["method"], ["average\nrank", "p (Holm)"])
+    """One row a method, the best first."""
+    rows: list[list[Cell]] = []
     for name, rank in sorted(ranks.average_ranks.items(), key=lambda item: item[1]):
         against = ranks.against_control.get(name)
-        table.add_row(escape(name), number(rank, 2), number(None if against is None else against.adjusted_p, 3))
-    table.caption = (
-        f"1 is the best; Friedman p {ranks.friedman_p:.3f}; p against {control}; ranks that are"
-        f" {ranks.critical_difference:.2f} apart\ndiffer at {ALPHA:g} (Nemenyi)"
+        rows.append([name, plain(rank, 2), plain(None if against is None else against.adjusted_p)])
+    return Table(
+        title=f"Ranks over {ranks.federations} comparisons",
+        columns=("method", "average rank", "p (Holm)"),
+        rows=rows,
+        note=(
+            f"1 is the best; Friedman p {ranks.friedman_p:.3f}; p against {control}; ranks that are"
+            f" {ranks.critical_difference:.2f} apart\ndiffer at {ALPHA:g} (Nemenyi)"
+        ),
     )
-    return table
 
 
 def ranks_json(ranks: MethodRanks, *, over: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Finished runs by federation and method: which belong together, which settings tell rows apart, what was swept.
+"""Finished runs by federation and method: federations, rows of a method, sweeps.
 
 Runs belong to one federation where they agree in all settings but the method, what some method sets, the seed and what
 tuning varies. Inside it a row is a method with its settings: what the method owns (`PublishedMethod.settings`), and
@@ -48,11 +48,11 @@ class Sweep:
 
 @dataclass(frozen=True, kw_only=True)
 class FederationResults:
-    """What is known of one federation."""
+    """Results of one federation."""
 
     title: str
     words: str
-    """What its dial says."""
+    """Description of its dial."""
     changed: Mapping[str, Any]
     """Settings that all its runs share and that are not those of its preset; of what tuning varies, not the default."""
     own_settings: Mapping[str, str]
@@ -60,7 +60,7 @@ class FederationResults:
     tuned: Mapping[str, str]
     """By method, what was tried of it on which seeds, and what was chosen; without those of no record."""
     sweeps: tuple[Sweep, ...]
-    """Those of at least `LEAST_SWEPT` values."""
+    """Sweeps of at least `LEAST_SWEPT` values."""
     comparison: MethodComparison | None
     """None where fewer than two methods, the control among them, have the same seeds."""
     seeds: Mapping[str, tuple[int, ...]]
@@ -68,7 +68,7 @@ class FederationResults:
     incomplete: Mapping[str, tuple[int, ...]]
     """By method, the seeds of others that it lacks; it is in no table."""
     in_one_place: Mapping[str, tuple[float, ...]]
-    """Of `centralized` and `multitask`, which have one client a task, the mean test scores by seed."""
+    """Mean test scores by seed of `centralized` and `multitask`, which have one client a task."""
 
 
 def federation_results(runs: Sequence[FinishedRun], *, control: str | None) -> tuple[FederationResults, ...]:
@@ -92,7 +92,7 @@ def by_federation(runs: Sequence[FinishedRun]) -> list[list[FinishedRun]]:
 
 
 def with_common_seeds(runs: Sequence[FinishedRun]) -> list[FinishedRun]:
-    """Of the runs of one federation those with seeds that all its methods have; all runs where there is no such seed.
+    """Runs of one federation with seeds that all its methods have; all runs if there is no such seed.
 
     Runs in one place are no method by client, and stay.
     """
@@ -177,7 +177,7 @@ def method_rows(runs: Sequence[FinishedRun]) -> dict[str, dict[int, FinishedRun]
 
 
 def _sweeps(methods: Mapping[str, Mapping[int, FinishedRun]]) -> tuple[Sweep, ...]:
-    """What was swept of each method."""
+    """Sweeps of each method."""
     by_method: dict[str, dict[str, Config]] = {}
     for label, by_seed in methods.items():
         run = next(iter(by_seed.values()))
@@ -207,7 +207,7 @@ def setting_words(values: Mapping[str, Any]) -> str:
 
 
 def _owns(config: Config, name: str) -> bool:
-    """Whether the value of this setting goes without saying for the method of this run."""
+    """Return whether the value of this setting goes without saying for the method of this run."""
     method = METHODS.get(config.mixing.strategy)
     if method is None:
         return False
@@ -234,7 +234,7 @@ def _own_settings(methods: Mapping[str, Mapping[int, FinishedRun]]) -> dict[str,
 
 
 def _is_telling(config: Config, name: str) -> bool:
-    """Whether a row says its value of a setting in which rows differ: the rate always, others where not the preset's.
+    """Return whether a row names its value of a setting: the rate always, others if they are not the preset's.
 
     A knob of one method is at its default for all others, and nobody is helped by reading so of each.
     """
@@ -259,7 +259,7 @@ def _preset_of(config: Config) -> Config:
 
 
 def _tuning_words(runs: Mapping[int, FinishedRun]) -> str:
-    """What was tried of the method of these runs; empty where none has a record of it."""
+    """Settings that were tried of the method of these runs; empty if none has a record of it."""
     records = [run.tuning for run in runs.values()]
     if all(record is None for record in records):
         return ""

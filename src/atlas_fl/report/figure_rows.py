@@ -157,12 +157,12 @@ def label_rows(record: Record) -> list[Row]:
 
 
 def leakage_rows(record: Record) -> list[Row]:
-    """What a cut after so many blocks reveals of each task's texts."""
+    """Leakage of each task's texts through a cut after so many blocks."""
     return [dict(row) for row in record.plan.get("leakage") or ()]
 
 
 def sharing_rows(record: Record) -> list[Row]:
-    """How much of its own each client keeps of a group of parameters, as it was measured last."""
+    """Share of its own that each client keeps of a group of parameters, by the last measurement."""
     latest = {(row["client"], row["parameters"]): row for row in record.sharing}
     shown = ("client", "parameters", "own_share", "effective_clients", "variance_over_noise", "round")
     return [{name: row.get(name) for name in shown} for row in latest.values()]

@@ -8,11 +8,12 @@ from typing import Any
 
 from atlas_fl.report.drawing import draw, save_pdf, save_png
 from atlas_fl.report.figure_rows import ROWS, to_csv
-from atlas_fl.report.html.elements import Chart, Section, Table
+from atlas_fl.report.html.elements import Chart, Section
 from atlas_fl.report.html.run_clients import data_of_clients, likeness, moving_weights, ranks, sharing
 from atlas_fl.report.html.run_costs import leakage, traffic
 from atlas_fl.report.html.run_scores import convergence
 from atlas_fl.report.record import Record, read_record
+from atlas_fl.report.table import Table
 from atlas_fl.storage.folder_access import write_atomic
 from atlas_fl.storage.run_folder import find_run
 
@@ -25,7 +26,7 @@ class Figure:
     charts: tuple[str, ...]
     """Names of charts up to their number, and titles of tables."""
     empty: str
-    """What a figure says where the run has nothing to show."""
+    """Sentence of the figure if the run has nothing to show."""
     columns: int = 1
 
     def draw(self, section: Section | None) -> str:
@@ -61,7 +62,7 @@ FIGURES: dict[str, Figure] = {
 """A figure by the name of its file; where a run lacks what it shows, the file holds a sentence that says so."""
 
 OF_ADAPTERS = frozenset({"adjacency", "clusters", "ranks"})
-"""Those of `FIGURES` that whole models have nothing for: they are not fingerprinted and have no ranks."""
+"""Figures that whole models have nothing for: they are not fingerprinted and have no ranks."""
 
 MEASURED: dict[str, Figure] = {
     "leakage": Figure(section=leakage, charts=("leakage",), empty=""),

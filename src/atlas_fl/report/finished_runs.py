@@ -43,13 +43,13 @@ COLUMNS = (
     *("seconds_reused", "memory_bytes", "loss", "calibration_error", "clients", "tasks", "scores", "flags", "tuning"),
     "config_hash",
 )
-"""Of the file. `clients`, `tasks` and `scores` have one word a client; `tuning` is the JSON of what was tried, empty
-where nothing is written of it; what flags or scores say as well (strategy, seed, mean) is there for readers."""
+"""Columns of the file. `clients`, `tasks` and `scores` have one word a client; `tuning` is the JSON of what was tried,
+empty without a record of it; what flags or scores say as well (strategy, seed, mean) is there for readers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunScores:
-    """What a comparison needs of one finished run."""
+    """Scores and costs of one finished run, as a comparison needs them."""
 
     seed: int
     tasks: Mapping[str, str]
@@ -69,7 +69,7 @@ class RunScores:
     seconds: float | None
     """Wall-clock time."""
     reused_seconds: float | None
-    """What the results had taken that it reused from earlier runs of its process; None where a run does not say."""
+    """Seconds of the results that it reused from earlier runs of its process; None if a run does not say."""
     memory_bytes: float | None
     """Memory that training takes of the device of the client that needs most, as predicted; None where a plan does not
     predict it."""
@@ -82,7 +82,7 @@ class FinishedRun:
     config: Config
     scores: RunScores
     tuning: TunedMethod | None = None
-    """How its settings were chosen; None where nothing is written of it."""
+    """The record of its tuning; None if there is none."""
 
     @property
     def seed(self) -> int:
@@ -111,7 +111,7 @@ def read_summary(run: Path | str) -> Mapping[str, Any]:
 
 
 def read_scores(run: Path | str, *, score: Literal["final", "best"] = "final") -> RunScores:
-    """Those of a run folder; of the models that clients end with, or of the best round by validation.
+    """Scores of a run folder: of the models that clients end with, or of the best round by validation.
 
     Raises:
         CheckpointError: the run is missing or not complete.
@@ -193,7 +193,7 @@ def read_finished_run(run: Path | str, *, score: Literal["final", "best"] = "fin
 
 
 def _check_tuning(run: FinishedRun, where: str) -> None:
-    """Nothing where the run has the settings that its record says were chosen; raises `ConfigError` else."""
+    """Raise ConfigError unless the run has the settings that its record of tuning says were chosen."""
     if run.tuning is not None and not has_settings(run.config, run.tuning.best):
         chosen = " ".join(f"{name} {value:g}" for name, value in run.tuning.best.settings.items())
         raise ConfigError(f"{where} says that tuning chose {chosen}, and the run has others; take that record away")
@@ -236,7 +236,7 @@ def changed_flags(config: Config) -> list[str]:
 
 
 def is_csv(path: Path) -> bool:
-    """Whether a file begins as `to_csv` writes it."""
+    """Return whether a file begins as `to_csv` writes it."""
     with open_named_file(path, max_bytes=sys.maxsize) as file:
         header = file.readline(1000).rstrip(b"\r\n")
     return header == ",".join(COLUMNS).encode()

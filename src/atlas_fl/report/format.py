@@ -1,12 +1,13 @@
 """Format numbers, bytes and seconds for people; used by tables and figures alike."""
 
+import unicodedata
 from collections.abc import Iterable
 
 from rich import box
 from rich.table import Table
 
 EMPTY = "-"
-"""What stands for a value that is not known: never a number."""
+"""The sign of a value that is not known: never a number."""
 
 
 def number(value: float | None, digits: int, *, sign: bool = False) -> str:
@@ -53,8 +54,22 @@ def human_bytes(count: float) -> str:
 
 
 def cluster_name(cluster: int) -> str:
-    """How a cluster is called in figures and tables; -1 is none."""
+    """Name of a cluster in figures and tables; -1 is none."""
     return "no cluster" if cluster < 0 else f"cluster {cluster}"
+
+
+def isolate(name: str) -> str:
+    """A name for the middle of a sentence: one that runs from right to left does not turn the words behind it."""
+    turns = any(unicodedata.bidirectional(character) not in _LEFT_TO_RIGHT for character in name)
+    return f"\u2068{name}\u2069" if turns else name
+
+
+_LEFT_TO_RIGHT = frozenset(("L", "EN", "ES", "ET", "CS", "WS", "ON", "NSM", "S", "B", ""))
+
+
+def names_in_words(names: Iterable[str]) -> str:
+    """Names with commas between them."""
+    return ", ".join(map(isolate, names))
 
 
 def new_table(title: str) -> Table:

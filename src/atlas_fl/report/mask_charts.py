@@ -18,7 +18,6 @@ from atlas_fl.report.html.charts import (
     tips,
 )
 from atlas_fl.report.html.elements import Chart
-from atlas_fl.report.html.palette import colour
 
 
 def density_chart(masks: Mapping[str, Mapping[str, float]], *, share: float | None = None) -> Chart:
@@ -33,8 +32,7 @@ def density_chart(masks: Mapping[str, Mapping[str, float]], *, share: float | No
     encoding = {
         "x": quantity("moving", "share of the layer's weights", zero=True),
         "yOffset": {"field": "mask", "type": "nominal", "sort": names},
-        "color": colours("mask", None, domain=names, values=[colour(index) for index in range(len(names))])
-        | {"legend": {"columns": 1, "labelLimit": 400}},
+        "color": colours("mask", None, domain=names) | {"legend": {"columns": 1, "labelLimit": 400}},
         "tooltip": tips(("mask", "mask", ""), ("tensor", "layer", ""), ("moving", "may move", ".2%")),
     }
     of_all = {
@@ -112,8 +110,7 @@ def scales_chart(test: ByScale) -> Chart:
     names = list(test[scales[0]])
     rows = [{"run": name, "scale": scale, "accuracy": test[scale][name]} for name in names for scale in scales]
     known = tips(("run", "run", ""), ("scale", "scale", ".3g"), ("accuracy", "accuracy", ".4f"))
-    values = [colour(index) for index in range(len(names))]
-    field = colours("run", None, domain=names, values=values) | {"legend": {"columns": 1, "labelLimit": 400}}
+    field = colours("run", None, domain=names) | {"legend": {"columns": 1, "labelLimit": 400}}
     lines = {"mark": {"type": "line", "point": {"size": 40}}, "encoding": {"color": field, "tooltip": known}}
     mean = {
         "data": {"name": "mean"},

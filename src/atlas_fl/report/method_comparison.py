@@ -23,17 +23,17 @@ from atlas_fl.report.statistics import (
 )
 
 AVERAGE = "fedavg"
-"""What "worse than the average" is measured against."""
+"""The method that "worse than the average" is measured against."""
 CONTROLS = ("fedavg_cluster", AVERAGE, BASELINE)
-"""Whom others are compared with where nobody says: the first of these that is there."""
+"""Default controls: the first of these that is there."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MethodRow:
-    """What a comparison says of one method."""
+    """Row of one method in a comparison."""
 
     statistics: MethodStatistics
-    """Of its test scores; `hurt` is against local training, None without it."""
+    """Statistics of its test scores; `hurt` is against local training, None without it."""
     hurt_by_average: float | None
     """Share of seeds x clients that score less than with FedAvg, whatever the control is; None without FedAvg and of
     FedAvg itself."""
@@ -54,7 +54,7 @@ class MethodRow:
     seconds: float | None
     """Wall-clock time of a run; None where a run does not say."""
     reused_seconds: float | None
-    """What the results had taken that a run reused from earlier ones; None where a run does not say."""
+    """Seconds of the results that a run reused from earlier ones; None if a run does not say."""
     memory_bytes: float | None
     """Memory that training takes of the fullest client's device, as predicted; None where a run does not say."""
 

@@ -20,7 +20,7 @@ from atlas_fl.storage.tensors import read_sketches
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What a run wrote, as far as it went."""
+    """Files of a run in memory, as far as it went."""
 
     name: str
     plan: Mapping[str, Any]
@@ -62,7 +62,7 @@ class Record:
 
     @property
     def has_adapters(self) -> bool:
-        """Whether clients trained adapters; the plan of whole models has an empty list of ranks for everyone."""
+        """True if clients trained adapters; the plan of whole models has an empty list of ranks for everyone."""
         return any(client.get("ranks") != [] for client in self.plan["clients"])
 
     @property

@@ -13,28 +13,15 @@ from atlas_fl.config.settings import settings
 from atlas_fl.config.values import to_words
 from atlas_fl.errors import ConfigError
 from atlas_fl.report.comparison_tables import SHOWN, markdown_tables, shown
-from atlas_fl.report.federation_ranks import MethodRanks, rank_comparisons
-from atlas_fl.report.federation_results import FederationResults, federation_results
-from atlas_fl.report.finished_runs import FinishedRun
-from atlas_fl.report.format import EMPTY, number
+from atlas_fl.report.federation_ranks import MethodRanks, rank_if_several
+from atlas_fl.report.federation_results import FederationResults
+from atlas_fl.report.format import EMPTY
 from atlas_fl.report.method_comparison import AVERAGE
 from atlas_fl.report.statistics import ALPHA, ROPE, PairedComparison, least_sign_flip_p
+from atlas_fl.report.table import Cell, Table, plain
 
 ENOUGH = 10
 """Federations from which the approximations of the rank tests hold (Demsar 2006)."""
-
-
-def rank_over_federations(results: Sequence[FederationResults]) -> MethodRanks | None:
-    """Average ranks of the methods that all federations have; None where these or the methods are fewer than two."""
-    compared = [result.comparison for result in results if result.comparison is not None]
-    if len(compared) < 2 or len(set.intersection(*(set(one.rows) for one in compared))) < 2:
-        return None
-    return rank_comparisons(compared)
-
-
-def results_page(runs: Sequence[FinishedRun], *, control: str) -> str:
-    """The page of these runs, as Markdown; errors as of `federation_results`."""
-    return write_page(federation_results(runs, control=control), num_runs=len(runs), control=control)
 
 
 def write_page(results: Sequence[FederationResults], *, num_runs: int, control: str) -> str:
@@ -46,7 +33,7 @@ def write_page(results: Sequence[FederationResults], *, num_runs: int, control: 
     if all(result.comparison is None for result in results):
         seeds = "; ".join(f"{result.title} has {seeds_words(result)}" for result in results)
         raise ConfigError(f"no method has the seeds of {control}: {seeds}; run the missing ones with `atlas compare`")
-    ranks = rank_over_federations(results)
+    ranks = rank_if_several([result.comparison for result in results if result.comparison is not None])
     lines = [
         "# Results",
         "",
@@ -108,13 +95,12 @@ def _glance_lines(results: Sequence[FederationResults], control: str) -> Iterato
         f"The score of `{control}`, and of every other method the difference from it, with what is *shown*.",
         "",
     )
-    yield f"| method | {' | '.join(titles)} |"
-    yield f"|{'---|' * (len(titles) + 1)}"
-    scores = (f"{comparison.rows[control].statistics.mean:.3f}" for comparison in compared)
-    yield f"| `{control}` | {' | '.join(scores)} |"
-    for name in sorted(gains, key=lambda name: -float(np.mean(gains[name]))):
-        pairs = (comparison.pairs.get(name) for comparison in compared)
-        yield f"| `{name}` | {' | '.join(map(_glance_cell, pairs))} |"
+    rows = [[control, *(f"{comparison.rows[control].statistics.mean:.3f}" for comparison in compared)]]
+    rows += [
+        [name, *(_glance_cell(comparison.pairs.get(name)) for comparison in compared)]
+        for name in sorted(gains, key=lambda name: -float(np.mean(gains[name])))
+    ]
+    yield from Table(title="", columns=("method", *titles), rows=rows).markdown()
 
 
 def _glance_cell(pair: PairedComparison | None) -> str:
@@ -130,10 +116,12 @@ def _rank_lines(ranks: MethodRanks, control: str) -> Iterator[str]:
         f" are {ranks.critical_difference:.2f} apart differ at {ALPHA:g} (Nemenyi)."
         + ("" if ranks.federations >= ENOUGH else f" Below {ENOUGH} federations these tests are coarse.")
     )
-    yield from ("", f"| method | average rank | p against `{control}` (Holm) |", "|---|---|---|")
+    rows: list[list[Cell]] = []
     for name, rank in sorted(ranks.average_ranks.items(), key=lambda item: item[1]):
         against = ranks.against_control.get(name)
-        yield f"| `{name}` | {rank:.2f} | {number(None if against is None else against.adjusted_p, 3)} |"
+        rows.append([name, plain(rank, 2), plain(None if against is None else against.adjusted_p)])
+    columns = ("method", "average rank", f"p against `{control}` (Holm)")
+    yield from ("", *Table(title="", columns=columns, rows=rows).markdown())
 
 
 def _federation_lines(result: FederationResults) -> Iterator[str]:
@@ -179,7 +167,7 @@ def _settings_words(result: FederationResults) -> str:
 
 
 def _tuning_lines(result: FederationResults) -> Iterator[str]:
-    """What was tried of each method, and of which nothing is written."""
+    """Settings that were tried of each method, and the methods without a record of it."""
     if not result.tuned:
         return
     yield from ("", "Tuned by validation:", "")

@@ -5,17 +5,15 @@ local training, bytes and seconds; the statistics of a comparison are in `report
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Literal
 
-from rich.markup import escape
-from rich.table import Table
-
 from atlas_fl.report.csv_text import format_csv
 from atlas_fl.report.finished_runs import read_summary
-from atlas_fl.report.format import EMPTY, add_columns, human_bytes, new_table, number, seconds
+from atlas_fl.report.format import EMPTY, number
+from atlas_fl.report.table import Cell, Number, Table, count, duration, plain, size
 from atlas_fl.storage.json_shapes import require_fields
 from atlas_fl.storage.run_folder import find_run
 
@@ -46,7 +44,7 @@ class ComparisonRow:
     seconds: float | None
     """Wall-clock time, mean over seeds."""
     reused_seconds: float | None
-    """What the results had taken that a run reused from earlier ones; None where a run does not say."""
+    """Seconds of the results that a run reused from earlier ones; None if a run does not say."""
     tasks: Mapping[str, float]
     """Mean score by task."""
 
@@ -147,79 +145,63 @@ def _task_means(summaries: Sequence[Mapping[str, Any]], score: str) -> dict[str,
 
 def comparison_table(rows: Sequence[ComparisonRow], *, title: str = "Comparison") -> Table:
     """One row a group, in eighty columns; the best mean and the best worst client are bold."""
-    table = new_table(title)
-    add_columns(table, ["run"], ["seeds", "mean", "std", "worst\nclient", "gain over\nlocal", "bytes", "time"])
-    best = {name: max((_value(row, name) for row in rows), default=0.0) for name in ("mean", "worst")}
-    for row in rows:
-        table.add_row(
-            escape(row.name),
-            str(row.seeds),
-            _bold(number(row.mean, 3), _value(row, "mean") == best["mean"]),
-            number(row.std, 3),
-            _bold(number(row.worst, 3), _value(row, "worst") == best["worst"]),
-            number(row.gain_over_local, 3, sign=True),
-            human_bytes(row.bytes_up + row.bytes_down),
-            EMPTY if row.seconds is None else seconds(row.seconds + (row.reused_seconds or 0.0)),
-        )
-    table.caption = "test scores of the tasks' own metrics; std over seeds of the mean over clients; time: with what"
-    table.caption += " reused results of earlier runs had taken, without frozen states that are kept"
+    best = {name: max((getattr(row, name) or 0.0 for row in rows), default=0.0) for name in ("mean", "worst")}
+
+    def score(row: ComparisonRow, name: str) -> Number:
+        value = getattr(row, name)
+        return replace(plain(value), is_bold=value == best[name])
+
+    cells: list[list[Cell]] = [
+        [
+            *(row.name, count(row.seeds), score(row, "mean"), plain(row.std), score(row, "worst")),
+            *(plain(row.gain_over_local, sign=True), size(row.bytes_up + row.bytes_down)),
+            duration(None if row.seconds is None else row.seconds + (row.reused_seconds or 0.0)),
+        ]
+        for row in rows
+    ]
+    note = "test scores of the tasks' own metrics; std over seeds of the mean over clients; time: with what reused"
+    note += " results of earlier runs had taken, without frozen states that are kept"
     if any(row.gain_over_local is None for row in rows):
-        table.caption += f"\ngain over local: {EMPTY} where no run of strategy local has the same seed and settings"
-    return table
+        note += f"\ngain over local: {EMPTY} where no run of strategy local has the same seed and settings"
+    columns = ("run", "seeds", "mean", "std", "worst client", "gain over local", "bytes", "time")
+    return Table(title=title, columns=columns, rows=cells, note=note)
 
 
 def tasks_table(rows: Sequence[ComparisonRow]) -> Table:
     """One row a group: the gain over guessing the majority class, and the mean score of every task."""
-    table, tasks = new_table("By task"), _tasks(rows)
-    add_columns(table, ["run"], ["gain over\nmajority", *tasks])
-    for row in rows:
-        gain = number(row.gain_over_majority, 3, sign=True)
-        table.add_row(escape(row.name), gain, *(number(row.tasks.get(task), 3) for task in tasks))
-    return table
+    tasks = _tasks(rows)
+    cells: list[list[Cell]] = [
+        [row.name, plain(row.gain_over_majority, sign=True), *(plain(row.tasks.get(task)) for task in tasks)]
+        for row in rows
+    ]
+    return Table(title="By task", columns=("run", "gain over majority", *tasks), rows=cells)
 
 
 def to_csv(rows: Sequence[ComparisonRow]) -> str:
     """The rows as CSV with a header, full precision, one column a task (`task:NAME`); unknown values are empty."""
     tasks = _tasks(rows)
-    plain = [name for name in ComparisonRow.__dataclass_fields__ if name != "tasks"]
-    cells = [[*(getattr(row, name) for name in plain), *(row.tasks.get(task) for task in tasks)] for row in rows]
-    return format_csv([*plain, *(f"task:{task}" for task in tasks)], cells)
+    names = [field.name for field in fields(ComparisonRow) if field.name != "tasks"]
+    cells = [[*(getattr(row, name) for name in names), *(row.tasks.get(task) for task in tasks)] for row in rows]
+    return format_csv([*names, *(f"task:{task}" for task in tasks)], cells)
 
 
 def to_latex(rows: Sequence[ComparisonRow]) -> str:
     """The rows as a LaTeX table (booktabs): mean with std, worst client, gain over local, by task, bytes."""
     tasks = _tasks(rows)
-    headings = ["run", "mean", "worst client", "gain over local", *tasks, "bytes"]
-    lines = [rf"\begin{{tabular}}{{l{'r' * (len(headings) - 1)}}}", r"\toprule"]
-    lines += [" & ".join(map(escape_latex, headings)) + r" \\", r"\midrule"]
-    for row in rows:
-        spread = "" if row.std is None else rf" $\pm$ {number(row.std, 3)}"
-        cells = [
-            escape_latex(row.name),
-            number(row.mean, 3) + spread,
-            number(row.worst, 3),
-            EMPTY if row.gain_over_local is None else f"${number(row.gain_over_local, 3, sign=True)}$",
-            *(number(row.tasks.get(task), 3) for task in tasks),
-            human_bytes(row.bytes_up + row.bytes_down),
+    cells: list[list[Cell]] = [
+        [
+            row.name,
+            number(row.mean, 3) + ("" if row.std is None else f" ±{number(row.std, 3)}"),
+            *(plain(row.worst), plain(row.gain_over_local, sign=True)),
+            *(plain(row.tasks.get(task)) for task in tasks),
+            size(row.bytes_up + row.bytes_down),
         ]
-        lines.append(" & ".join(cells) + r" \\")
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
+        for row in rows
+    ]
+    return Table(
+        title="", columns=("run", "mean", "worst client", "gain over local", *tasks, "bytes"), rows=cells
+    ).latex()
 
 
 def _tasks(rows: Sequence[ComparisonRow]) -> list[str]:
     return list(dict.fromkeys(task for row in rows for task in row.tasks))
-
-
-def _value(row: ComparisonRow, name: str) -> float:
-    value = getattr(row, name)
-    return float("-inf") if value is None else float(value)
-
-
-def _bold(text: str, yes: bool) -> str:
-    return f"[bold]{text}[/bold]" if yes and text != EMPTY else text
-
-
-def escape_latex(text: str) -> str:
-    r"""Text with what LaTeX would take for a command written out: `fedavg_cluster` is `fedavg\_cluster`."""
-    commands = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-    return "".join(commands.get(letter, "\\" + letter if letter in "&%$#_{}" else letter) for letter in text)

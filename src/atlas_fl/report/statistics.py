@@ -35,7 +35,7 @@ FLIPS = 100_000
 DRAWS = 50_000
 RESAMPLES = 50_000
 TRIM = 0.25
-"""What the interquartile mean leaves out at either end."""
+"""Share that the interquartile mean leaves out at either end."""
 MOST_SEEDS = 1000
 CHUNK = 1 << 20
 """Numbers held at once by what draws many times."""
@@ -86,7 +86,7 @@ class PairedComparison:
     """One method minus another, paired by seed."""
 
     differences: tuple[float, ...]
-    """Of each seed."""
+    """Difference of each seed."""
     mean: float
     interval: Interval | None
     """95% t interval of the mean difference; None for one seed."""
@@ -453,7 +453,7 @@ def holm(p_values: Sequence[float] | Float64[np.ndarray, " tests"]) -> Float64[n
 
 
 def _in_chunks(draw: Callable[[int], npt.NDArray[np.float64]], times: int, *, width: int) -> npt.NDArray[np.float64]:
-    """What `draw(count)` returns for `times` draws in all, never more than about CHUNK numbers at once."""
+    """Results of `draw(count)` for `times` draws in all, never more than about CHUNK numbers at once."""
     chunk = max(1, CHUNK // width)
     return np.concatenate([draw(min(chunk, times - start)) for start in range(0, times, chunk)])
 

@@ -7,16 +7,12 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from rich.markup import escape
-from rich.table import Table
-
 from atlas_fl.experiment.search import SearchResult, Trial
 from atlas_fl.report.csv_text import format_csv
 from atlas_fl.report.finished_runs import read_summary
-from atlas_fl.report.format import add_columns, new_table, number
 from atlas_fl.report.html.charts import TALLEST, Spec, category, chart, colours, quantity, tips
 from atlas_fl.report.html.elements import Chart, Row
-from atlas_fl.report.html.palette import colour
+from atlas_fl.report.table import Cell, Table, count, plain
 
 EVENLY = "iid"
 """The end of an axis of classes per client: all of them."""
@@ -26,15 +22,15 @@ WORDS = {
     "local_steps": "local steps (J)",
     "lr": "learning rate",
 }
-"""How settings are called whose names do not say it."""
+"""Names of settings in a figure, if their own do not say it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
+class SweepCell:
     """The runs of one combination of values."""
 
     scores: tuple[float, ...]
-    """Of each seed: the final test score, mean over clients; none where a run has no test scores."""
+    """Final test score of each seed, mean over clients; none if a run has no test scores."""
 
     @property
     def mean(self) -> float:
@@ -56,7 +52,7 @@ class SweepScores:
     values: tuple[str, ...]
     """Its values: numbers in rising order with `iid` behind them, or words, the best first."""
     is_numeric: bool
-    lines: Mapping[str, Mapping[str, Cell]]
+    lines: Mapping[str, Mapping[str, SweepCell]]
     """By the values of the other settings, and by the value on the axis; the line of a sweep over one setting is ``."""
     metric: str
     """`accuracy` where that is every task's metric, else `score`."""
@@ -64,7 +60,7 @@ class SweepScores:
 
 
 def read_sweep_scores(changes: Sequence[Mapping[str, str]], runs: Sequence[Path | str]) -> SweepScores:
-    """What complete runs say, each with the swept settings that it differs in; seeds are runs of equal settings.
+    """Scores of complete runs, each with the swept settings that it differs in; seeds are runs of equal settings.
 
     Along the axis goes the first setting whose values are numbers, or the first one if there is none.
 
@@ -80,7 +76,7 @@ def read_sweep_scores(changes: Sequence[Mapping[str, str]], runs: Sequence[Path 
         cell = scores_by_line.setdefault(line, {}).setdefault(changed[along], [])
         cell.extend([test["primary"]] if "primary" in test else [])
     lines = {
-        line: {value: Cell(scores=tuple(scores)) for value, scores in cells.items()}
+        line: {value: SweepCell(scores=tuple(scores)) for value, scores in cells.items()}
         for line, cells in scores_by_line.items()
     }
     is_accuracy = all(test.get("accuracy") == test.get("primary") for test in tests)
@@ -95,7 +91,7 @@ def read_sweep_scores(changes: Sequence[Mapping[str, str]], runs: Sequence[Path 
 
 
 def word_of(setting: str) -> str:
-    """What a setting is called in a figure."""
+    """Name of a setting in a figure."""
     return WORDS.get(setting, setting.replace("_", " "))
 
 
@@ -116,7 +112,7 @@ def _number(value: str) -> float | None:
         return None
 
 
-def _sort_values(values: Sequence[str], lines: Mapping[str, Mapping[str, Cell]]) -> tuple[str, ...]:
+def _sort_values(values: Sequence[str], lines: Mapping[str, Mapping[str, SweepCell]]) -> tuple[str, ...]:
     if _are_numbers(values):
         return tuple(sorted(values, key=lambda value: (value == EVENLY, _number(value) or 0.0)))
     means = {value: fmean(cells[value].mean for cells in lines.values() if value in cells) for value in values}
@@ -134,7 +130,7 @@ def sweep_chart(swept: SweepScores, *, note: str = "") -> Chart | None:
     names = list(swept.lines)
     values = [value if swept.is_numeric else value.replace("_", " ") for value in swept.values]
     along, across = ("x", "y") if swept.is_numeric else ("y", "x")
-    field = colours("line", None, domain=names, values=[colour(index) for index in range(len(names))])
+    field = colours("line", None, domain=names)
     legend = {"columns": 2, "labelLimit": 340, "symbolOpacity": 1} if any(names) else None
     shared: Spec = {
         along: category("value", word_of(swept.along) if swept.is_numeric else None, order=values, labelAngle=0),
@@ -194,18 +190,24 @@ SHOWN_DIGITS, LONGEST = 3, 8
 
 
 def search_table(search: SearchResult) -> Table:
-    """A row for each trial, what was chosen and what it scored on validation; the best is bold."""
+    """A row for each trial, the chosen values and their score on validation; the best is bold."""
     names, best = list(search.best.changes), search.best
-    table = new_table(f"{len(search.trials)} trials")
-    add_columns(table, ["trial", *names], ["validation", "best\nround", "rounds"])
-    for trial in search.trials:
-        chosen = [escape(_short(trial.changes[name])) for name in names]
-        score = number(trial.score, 4) if trial.scores else "-"
-        rounds = f"{max(trial.scores, default=0)}{' given up' if trial.pruned else ''}"
-        cells = [str(trial.number), *chosen, score, str(trial.best_round) if trial.scores else "-", rounds]
-        table.add_row(*cells, style="bold" if trial is best else None)
-    table.caption = f"mean validation score over clients in a trial's best round; best: trial {best.number}, {best.run}"
-    return table
+    rows: list[list[Cell]] = [
+        [
+            str(trial.number),
+            *(_short(trial.changes[name]) for name in names),
+            *(plain(trial.score if trial.scores else None, 4), count(trial.best_round if trial.scores else None)),
+            f"{max(trial.scores, default=0)}{' given up' if trial.pruned else ''}",
+        ]
+        for trial in search.trials
+    ]
+    return Table(
+        title=f"{len(search.trials)} trials",
+        columns=("trial", *names, "validation", "best round", "rounds"),
+        rows=rows,
+        note=f"mean validation score over clients in a trial's best round; best: trial {best.number}, {best.run}",
+        bold_row=search.trials.index(best),
+    )
 
 
 def search_csv(trials: Sequence[Trial]) -> str:

@@ -2,23 +2,9 @@ import json
 
 import pytest
 
-from atlas_fl.report.html.elements import (
-    Chart,
-    Number,
-    Page,
-    Section,
-    Table,
-    Text,
-    count,
-    duration,
-    in_script,
-    isolate,
-    pack_rows,
-    plain,
-    render,
-    share,
-    size,
-)
+from atlas_fl.report.format import isolate
+from atlas_fl.report.html.elements import Chart, Page, Section, Text, in_script, pack_rows, render
+from atlas_fl.report.table import Number, Table, count, duration, plain, share, size
 from tests.report.html.reading import chart_of, parse_page, table_of
 
 

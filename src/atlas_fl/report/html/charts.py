@@ -73,14 +73,16 @@ def rounds(title: str | None = "round") -> Spec:
     return quantity("round", title, form="d", tickMinStep=1, grid=False)
 
 
-def colours(field: str, title: str | None, *, domain: Sequence[Any], values: Sequence[str], **changes: Any) -> Spec:
-    """A colour for each name."""
-    scale = {"domain": list(domain), "range": list(values)}
+def colours(
+    field: str, title: str | None, *, domain: Sequence[Any], values: Sequence[str] = (), **changes: Any
+) -> Spec:
+    """A colour for each name, by default that of its place."""
+    scale = {"domain": list(domain), "range": list(values) or [colour(index) for index in range(len(domain))]}
     return {"field": field, "type": "nominal", "title": title, "scale": scale, **changes}
 
 
 def tips(*fields: tuple[str, str, str]) -> list[Spec]:
-    """What hovering shows: field, title, and the format of a number or nothing for a text."""
+    """Tooltip of a mark: field, title, and the format of a number or nothing for a text."""
     return [
         {"field": field, "title": title} | ({"type": "quantitative", "format": form} if form else {"type": "nominal"})
         for field, title, form in fields
@@ -88,7 +90,7 @@ def tips(*fields: tuple[str, str, str]) -> list[Spec]:
 
 
 def row_height(rows: int) -> int:
-    """Of an axis of names in pixels: a line for each, thinner where there are many."""
+    """Height of an axis of names in pixels: a line for each, thinner if there are many."""
     return min(ROW * rows, max(TALLEST, LEAST_ROW * rows))
 
 
@@ -161,7 +163,7 @@ def of_clients(spec: Spec, rows: Sequence[Mapping[str, Any]], tasks: Sequence[st
         rows: of each client in the order of the map: `client`, `task` and `cluster`.
         tasks: all tasks in the order of their colours.
     """
-    task = colours("task", "task", domain=tasks, values=[colour(index) for index in range(len(tasks))])
+    task = colours("task", "task", domain=tasks)
     starts = [row for row, before in zip(rows[1:], rows) if row["cluster"] < 0 or row["cluster"] != before["cluster"]]
     y = spec["encoding"]["y"] | {"axis": {**spec["encoding"]["y"]["axis"], "offset": 12, "ticks": False}}
     bar = {"data": {"name": "clients"}, "mark": {"type": "rect"}, "encoding": {**BAR, "color": task}}

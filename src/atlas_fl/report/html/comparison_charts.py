@@ -63,7 +63,10 @@ def score_chart(comparison: MethodComparison, place: int) -> Chart:
             {"mark": {"type": "point", "filled": True, "color": FAINT, "size": 22, "opacity": 0.9}},
         ],
     }
-    layers = [seeds, *_interval_layers(y, "mean test score of the clients")]
+    known = tips(("method", "method", ""), ("mean", "mean", ".4f"), ("low", "95% from", ".4f"), ("high", "to", ".4f"))
+    kinds = {"domain": ["method", "control"], "range": [colour(0), colour(1)]}
+    fill = {"field": "kind", "type": "nominal", "scale": kinds, "legend": None}
+    layers = [seeds, *_interval_layers(y, "mean test score of the clients", fill=fill, tooltip=known)]
     return Chart(
         name=f"means-{place}",
         title="Test score of every method",
@@ -80,11 +83,8 @@ def _mean_row(comparison: MethodComparison, name: str) -> Row:
     return {"method": name, "kind": kind, "mean": statistics.mean, "low": low, "high": high}
 
 
-def _interval_layers(y: Spec, title: str) -> list[Spec]:
+def _interval_layers(y: Spec, title: str, *, fill: Spec, tooltip: Sequence[Spec]) -> list[Spec]:
     """Means of the rows `means` with their intervals."""
-    known = tips(("method", "method", ""), ("mean", "mean", ".4f"), ("low", "95% from", ".4f"), ("high", "to", ".4f"))
-    kinds = {"domain": ["method", "control"], "range": [colour(0), colour(1)]}
-    fill = {"field": "kind", "type": "nominal", "scale": kinds, "legend": None}
     return [
         {
             "data": {"name": "means"},
@@ -94,7 +94,7 @@ def _interval_layers(y: Spec, title: str) -> list[Spec]:
         {
             "data": {"name": "means"},
             "mark": {"type": "point", "filled": True, "size": 90, "opacity": 1},
-            "encoding": {"x": quantity("mean", title), "y": y, "color": fill, "tooltip": known},
+            "encoding": {"x": quantity("mean", title), "y": y, "color": fill, "tooltip": list(tooltip)},
         },
     ]
 
@@ -145,16 +145,7 @@ def _difference_layers(y: Spec, title: str) -> list[Spec]:
             "mark": {"type": "point", "filled": True, "color": FAINT, "size": 22, "opacity": 0.9},
             "encoding": {"x": quantity("difference", title), "y": y, "tooltip": of_seed},
         },
-        {
-            "data": {"name": "means"},
-            "mark": {"type": "rule", "strokeWidth": 2.5},
-            "encoding": {"x": quantity("low", title), "x2": {"field": "high"}, "y": y, "color": verdicts},
-        },
-        {
-            "data": {"name": "means"},
-            "mark": {"type": "point", "filled": True, "size": 90, "opacity": 1},
-            "encoding": {"x": quantity("mean", title), "y": y, "color": verdicts, "tooltip": known},
-        },
+        *_interval_layers(y, title, fill=verdicts, tooltip=known),
     ]
 
 
@@ -211,12 +202,9 @@ def _sweep_layers(rows: Sequence[Row], setting: str) -> list[Spec]:
     values = [float(row["value"]) for row in rows]
     least = min((value for value in values if value > 0), default=0.0)
     if min(values) >= 0 < least and max(values) >= LOG_SCALE_RATIO * least:
-        # zero has no logarithm
-        is_log = min(values) > 0
-        x["scale"] = {"type": "log", "nice": True} if is_log else {"type": "symlog", "constant": least, "nice": True}
+        x["scale"] = _log_scale(values)
     methods = list(dict.fromkeys(row["method"] for row in rows))
-    values_of = [colour(index) for index in range(len(methods))]
-    colour_of = colours("method", "method", domain=methods, values=values_of, legend={"symbolOpacity": 1})
+    colour_of = colours("method", "method", domain=methods, legend={"symbolOpacity": 1})
     known = tips(
         *(("method", "method", ""), ("value", setting, ""), ("mean", "mean", ".4f")),
         *(("low", "95% from", ".4f"), ("high", "to", ".4f")),
@@ -232,6 +220,13 @@ def _sweep_layers(rows: Sequence[Row], setting: str) -> list[Spec]:
             "encoding": {"x": x, "y": quantity("mean", title), "color": colour_of, "tooltip": known},
         },
     ]
+
+
+def _log_scale(values: Sequence[float]) -> Spec:
+    """A logarithmic axis; one that is linear below the least positive value if there is a zero."""
+    if min(values) > 0:
+        return {"type": "log", "nice": True}
+    return {"type": "symlog", "constant": min((value for value in values if value > 0), default=1.0), "nice": True}
 
 
 def traffic_front(comparison: MethodComparison, place: int) -> Chart:
@@ -272,11 +267,7 @@ def _front_chart(
 def _front_layers(costs: Sequence[float], *, axis: str) -> list[Spec]:
     """A step line through the front, points, and the names of those on the front."""
     x = quantity("bytes", axis, zero=False, labelExpr="format(datum.value, '.2~s') + 'B'")
-    least = min((cost for cost in costs if cost > 0), default=1.0)
-    # where a method sends nothing a logarithm has no place for it
-    x["scale"] = (
-        {"type": "symlog", "constant": least, "nice": True} if min(costs) <= 0 else {"type": "log", "nice": True}
-    )
+    x["scale"] = _log_scale(costs)
     x["axis"] |= {"labelOverlap": "greedy"}
     y = quantity("score", "mean test score")
     known = tips(("method", "method", ""), ("score", "mean score", ".4f"), ("bytes", "bytes", ",.0f"))

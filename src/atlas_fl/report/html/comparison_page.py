@@ -2,13 +2,17 @@
 
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
+
+import numpy as np
 
 from atlas_fl.config import config_hash
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.tuning import DEVELOPMENT_SEEDS
-from atlas_fl.report.federation_ranks import MethodRanks, rank_comparisons
+from atlas_fl.report.comparison_tables import method_tables, pair_tables, shown
+from atlas_fl.report.federation_ranks import MethodRanks, rank_if_several
 from atlas_fl.report.federation_results import (
     FederationResults,
     by_federation,
@@ -17,8 +21,10 @@ from atlas_fl.report.federation_results import (
     with_common_seeds,
 )
 from atlas_fl.report.finished_runs import FinishedRun, changed_flags, read_finished_run
+from atlas_fl.report.format import names_in_words
 from atlas_fl.report.html.charts import FAINT, category, chart, quantity, row_height, tips
 from atlas_fl.report.html.comparison_charts import (
+    by_mean,
     client_map,
     difference_chart,
     memory_front,
@@ -26,32 +32,15 @@ from atlas_fl.report.html.comparison_charts import (
     sweep_charts,
     traffic_front,
 )
-from atlas_fl.report.html.comparison_tables import cost_table, equal_in_practice, method_table, pair_table
-from atlas_fl.report.html.elements import (
-    Block,
-    Cell,
-    Chart,
-    Fact,
-    Facts,
-    Folded,
-    Page,
-    Row,
-    Section,
-    Table,
-    Text,
-    count,
-    duration,
-    names_in_words,
-    plain,
-    size,
-)
+from atlas_fl.report.html.elements import Block, Chart, Fact, Facts, Folded, Page, Row, Section, Text
 from atlas_fl.report.html.palette import colour
 from atlas_fl.report.method_comparison import MethodComparison
+from atlas_fl.report.statistics import ROPE, PairedComparison, compare_with_control
+from atlas_fl.report.table import Cell, Table, count, duration, plain, size
 from atlas_fl.storage.run_folder import SHOWN_RUNS, RunFolder, find_run
 
+RowT = TypeVar("RowT")
 BEST = "; scores of each client's best round by validation"
-LEAST_RANKED = 2
-"""Federations, and methods common to all, from which ranks mean anything."""
 
 
 def comparison_page(
@@ -115,7 +104,7 @@ def _title(results: Sequence[FederationResults], runs: Sequence[FinishedRun]) ->
 
 
 def _federation(result: FederationResults, place: int) -> list[Section]:
-    """What came out of one federation, what is equal, and what it cost."""
+    """Sections of one federation: scores, differences from the control, costs."""
     notes = [result.words] if result.words else []
     if result.changed:
         notes.append(f"Settings of all its runs that are not the preset's: {setting_words(result.changed)}.")
@@ -133,18 +122,28 @@ def _federation(result: FederationResults, place: int) -> list[Section]:
         return [Section(name=f"federation-{place}", title=result.title, blocks=[Text(lines=notes)])]
     blocks: list[Block] = [_facts(comparison), *([Text(lines=notes)] if notes else [])]
     blocks += [score_chart(comparison, place), *sweep_charts(comparison, result.sweeps, place)]
-    blocks += [method_table(comparison), client_map(comparison, place)]
+    *tables, costs_table = method_tables(replace(comparison, rows=_sorted(comparison.rows, by_mean(comparison))))
+    blocks += [*tables, client_map(comparison, place)]
     sections = [Section(name=f"federation-{place}", title=f"{result.title}: what came out", blocks=blocks)]
     if comparison.pairs:
-        pairs: list[Block] = [Text(lines=equal_in_practice(comparison)), difference_chart(comparison, place)]
-        pairs.append(pair_table(comparison))
+        pairs: list[Block] = [Text(lines=_equal_in_practice(comparison)), difference_chart(comparison, place)]
+        order = sorted(comparison.pairs, key=lambda name: -comparison.pairs[name].mean)
+        pairs += pair_tables(replace(comparison, pairs=_sorted(comparison.pairs, order)))
         sections.append(
             Section(name=f"pairs-{place}", title=f"{result.title}: against {comparison.control}", blocks=pairs)
         )
     in_memory = memory_front(comparison, place)
-    costs: list[Block] = [traffic_front(comparison, place), *([in_memory] if in_memory else []), cost_table(comparison)]
+    costs: list[Block] = [
+        traffic_front(comparison, place),
+        *([in_memory] if in_memory else []),
+        costs_table,
+    ]
     costs += _settings_of_methods(result)
     return [*sections, Section(name=f"costs-{place}", title=f"{result.title}: score against costs", blocks=costs)]
+
+
+def _sorted(rows: Mapping[str, RowT], names: Sequence[str]) -> dict[str, RowT]:
+    return {name: rows[name] for name in names}
 
 
 def _facts(comparison: MethodComparison) -> Facts:
@@ -171,15 +170,37 @@ def _settings_of_methods(result: FederationResults) -> list[Block]:
     return [Folded(title="Settings of the methods", blocks=[table])] if rows else []
 
 
+def _equal_in_practice(comparison: MethodComparison) -> list[str]:
+    """Sentences on the methods that are better, equal or worse in practice than the control, and than the best."""
+    best = by_mean(comparison)[0]
+    lines = [_verdicts(comparison.pairs, comparison.control)]
+    if best != comparison.control:
+        scores = {name: np.asarray(values, np.float64) for name, values in comparison.scores.items()}
+        lines.append(_verdicts(compare_with_control(scores, control=best, seed=0), best, is_best=True))
+    return lines
+
+
+def _verdicts(pairs: Mapping[str, PairedComparison], control: str, *, is_best: bool = False) -> str:
+    """`Against X: better: a, b; equal within 0.01: c; not decided: d.`"""
+    groups: dict[str, list[str]] = {"better": [], "equal": [], "worse": []}
+    undecided: list[str] = []
+    for name, pair in sorted(pairs.items(), key=lambda item: -item[1].mean):
+        groups.get(shown(pair), undecided).append(name)
+    titles = {"better": "better", "equal": f"equal within {ROPE:g}", "worse": "worse"}
+    parts = [f"{titles[verdict]}: {', '.join(names)}" for verdict, names in groups.items() if names]
+    parts += [f"not decided: {', '.join(undecided)}"] if undecided else []
+    return f"Against {control}{', the highest mean' if is_best else ''}: {'; '.join(parts)}."
+
+
 def _ranks(compared: Mapping[str, MethodComparison]) -> list[Section]:
     """Average ranks over federations; nothing where too few are comparable."""
-    common = set.intersection(*(set(one.rows) for one in compared.values())) if compared else set()
-    if len(compared) < LEAST_RANKED or len(common) < LEAST_RANKED:
+    ranks = rank_if_several(list(compared.values()))
+    if ranks is None:
         return []
-    ranks = rank_comparisons(list(compared.values()))
     control = next(iter(compared.values())).control
     words = [
-        f"Over {ranks.federations} federations ({', '.join(compared)}) of the {len(common)} methods that all have.",
+        f"Over {ranks.federations} federations ({', '.join(compared)}) of the {len(ranks.average_ranks)} methods that"
+        " all have.",
         f"Friedman's test that all are alike: p {ranks.friedman_p:.3f}. Average ranks that are"
         f" {ranks.critical_difference:.2f} or more apart differ at 5% (Nemenyi).",
     ]

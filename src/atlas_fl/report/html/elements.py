@@ -1,14 +1,13 @@
-"""What a page consists of, and its text: sections of facts, tables, charts, sentences and commands.
+"""Elements of a page, and its text: sections of facts, tables, charts, sentences and commands.
 
 Everything that comes out of a run's files is text for the template, which escapes it. The styles and scripts are hashed
 for the page's own Content-Security-Policy, so that a browser runs no other script and opens no connection.
 """
 
 import re
-import unicodedata
 from base64 import b64encode
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from hashlib import sha256
 from importlib import resources
@@ -17,9 +16,9 @@ from typing import Any, ClassVar, TypeAlias
 import vl_convert
 from jinja2 import DictLoader, Environment, StrictUndefined
 
-from atlas_fl.report.format import EMPTY, human_bytes, number, percent, seconds
 from atlas_fl.report.html.charts import CONFIG
 from atlas_fl.report.html.palette import colour_variables
+from atlas_fl.report.table import Cell, Number, Table
 from atlas_fl.storage.jsonl import to_json
 
 GENERATOR = "ATLAS report"
@@ -28,65 +27,9 @@ MOST_LEVELS = 0.5
 """Share of distinct texts in a column up to which it is written as its levels and their indices."""
 
 LIBRARY = "window.vegaEmbed = vegaEmbed;"
-"""What the script of the charts is made for: Vega, Vega-Lite and Vega-Embed, as this one name."""
-LEAST_SHARE = 0.001
-"""What a percentage of one decimal tells from nothing."""
-MOST_NARROW = 5
-"""Columns up to which a table may stand beside something else."""
+"""Names that the script of the charts sets: Vega, Vega-Lite and Vega-Embed, as this one name."""
 
 Row: TypeAlias = Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Number:
-    """A number as it is stored, and as people read it."""
-
-    value: float | None
-    text: str
-
-
-Cell: TypeAlias = str | Number
-
-
-def isolate(name: str) -> str:
-    """A name for the middle of a sentence: one that runs from right to left does not turn the words behind it."""
-    turns = any(unicodedata.bidirectional(character) not in _LEFT_TO_RIGHT for character in name)
-    return f"\u2068{name}\u2069" if turns else name
-
-
-_LEFT_TO_RIGHT = frozenset(("L", "EN", "ES", "ET", "CS", "WS", "ON", "NSM", "S", "B", ""))
-
-
-def names_in_words(names: Iterable[str]) -> str:
-    """Names with commas between them."""
-    return ", ".join(map(isolate, names))
-
-
-def plain(value: float | None, digits: int = 3, *, sign: bool = False) -> Number:
-    """A number with so many decimals; a dash where there is none."""
-    return Number(value=value, text=number(value, digits, sign=sign))
-
-
-def count(value: float | None) -> Number:
-    """A whole number."""
-    return Number(value=value, text=EMPTY if value is None else f"{value:,.0f}".replace(",", "\u202f"))
-
-
-def size(value: float | None) -> Number:
-    """Bytes in the unit that people read."""
-    return Number(value=value, text=EMPTY if value is None else human_bytes(value))
-
-
-def duration(value: float | None) -> Number:
-    """Seconds in the unit that people read."""
-    return Number(value=value, text=EMPTY if value is None else seconds(value))
-
-
-def share(value: float | None) -> Number:
-    """A share from 0 to 1 as a percentage."""
-    if value is None or not 0 < value < LEAST_SHARE:
-        return Number(value=value, text=EMPTY if value is None else percent(value))
-    return Number(value=value, text=f"below {percent(LEAST_SHARE)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,37 +47,6 @@ class Facts:
 
     kind: ClassVar[str] = "facts"
     facts: Sequence[Fact]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Table:
-    """A table that a reader can sort by any column; `footer` stays below."""
-
-    kind: ClassVar[str] = "table"
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
-    footer: Sequence[Sequence[Cell]] = ()
-    note: str = ""
-
-    def without_empty(self) -> "Table":
-        """The same without columns in which nothing is known."""
-        rows = [*self.rows, *self.footer]
-        kept = [index for index in range(len(self.columns)) if not all(_is_unknown(row[index]) for row in rows)]
-        columns = [self.columns[index] for index in kept]
-        body, footer = ([[row[index] for index in kept] for row in part] for part in (self.rows, self.footer))
-        return replace(self, columns=columns, rows=body, footer=footer)
-
-    @property
-    def is_wide(self) -> bool:
-        """Whether it takes the whole width of the page."""
-        return len(self.columns) > MOST_NARROW or bool(self.note)
-
-    @property
-    def numeric(self) -> list[bool]:
-        """By column, whether it holds numbers."""
-        rows = [*self.rows, *self.footer]
-        return [any(isinstance(row[index], Number) for row in rows) for index in range(len(self.columns))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,10 +167,6 @@ def render(page: Page, *, state: str | None = None) -> str:
             state=state,
         )
     )
-
-
-def _is_unknown(cell: Cell) -> bool:
-    return (cell.text if isinstance(cell, Number) else cell) == EMPTY
 
 
 def _has_chart(blocks: Sequence[Block]) -> bool:

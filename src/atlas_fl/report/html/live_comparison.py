@@ -12,22 +12,23 @@ from statistics import fmean
 
 from atlas_fl.errors import CheckpointError, ConfigError, DataError
 from atlas_fl.report.html.comparison_page import comparison_page
-from atlas_fl.report.html.elements import Fact, Facts, Page, Section, Table, Text, count, duration
+from atlas_fl.report.html.elements import Fact, Facts, Page, Section, Text
 from atlas_fl.report.html.live_page import SILENT, Progress, read_progress, summary_row
+from atlas_fl.report.table import Table, count, duration
 from atlas_fl.storage.jsonl import read_json
 from atlas_fl.storage.run_folder import RunFolder
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonProgress:
-    """How far the runs of a comparison are."""
+    """Progress of the runs of a comparison."""
 
     complete: tuple[Path, ...]
     going_on: tuple[Path, ...]
-    """Those that have begun, are not complete, and have said something of late."""
+    """Runs that have begun, are not complete, and have logged something of late."""
     total: int
     seconds_left: float | None
-    """What all that is not complete takes if each run takes as long as those before, and as many go on at once as now;
+    """Time of all that is not complete if each run takes as long as those before, and as many go on at once as now;
     None before one is complete and while none goes on."""
 
 
@@ -45,7 +46,7 @@ def _is_name(name: object) -> bool:
 
 
 def comparison_progress(folders: Sequence[Path], *, now: datetime) -> ComparisonProgress:
-    """How far these runs are, by their logs. Raises OSError where one cannot be read."""
+    """Progress of these runs, by their logs. Raises OSError if one cannot be read."""
     begun = {path: read_progress(RunFolder(path), now=now) for path in folders if RunFolder(path).is_resumable()}
     complete = tuple(path for path, progress in begun.items() if progress.is_over)
     going_on = tuple(path for path, one in begun.items() if not one.is_over and one.silent <= SILENT)
@@ -60,7 +61,7 @@ def comparison_progress(folders: Sequence[Path], *, now: datetime) -> Comparison
 
 
 def _share_left(progress: Progress | None) -> float:
-    """What share of a run is still to be done."""
+    """Share of a run that is still to be done."""
     if progress is not None and progress.is_over:
         return 0.0
     return 1.0 if progress is None or progress.rounds is None else 1 - progress.done / progress.rounds

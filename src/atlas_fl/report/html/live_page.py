@@ -17,20 +17,10 @@ from typing import Any, TypeAlias
 from urllib.parse import quote
 
 from atlas_fl.errors import CheckpointError
-from atlas_fl.report.html.elements import (
-    Block,
-    Fact,
-    Facts,
-    Page,
-    Section,
-    Table,
-    Text,
-    count,
-    duration,
-    isolate,
-    plain,
-)
+from atlas_fl.report.format import isolate
+from atlas_fl.report.html.elements import Block, Fact, Facts, Page, Section, Text
 from atlas_fl.report.html.run_page import run_page
+from atlas_fl.report.table import Table, count, duration, plain
 from atlas_fl.storage.digests import read_checked_rows
 from atlas_fl.storage.folder_access import MOST_LOG_BYTES, read_ends
 from atlas_fl.storage.run_folder import PLANNED_RUNS, RunFolder, is_readable_file
@@ -38,7 +28,7 @@ from atlas_fl.storage.run_folder import PLANNED_RUNS, RunFolder, is_readable_fil
 RECENT = 3
 """Rounds whose mean time the rounds to come are expected to take."""
 FALL = 0.05
-"""How far a client's validation score may be below its best before the page says so."""
+"""Fall of a client's validation score below its best from which the page warns."""
 SILENT = 600
 """Seconds without a line in the log after which the page doubts that the run goes on."""
 _LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ) [A-Z]+ (.*)")
@@ -48,26 +38,26 @@ _BEGUN = re.compile(r"round ([0-9]{1,7})")
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a run is, by its log."""
+    """Progress of a run, by its log."""
 
     doing: str
-    """What it said last that it does."""
+    """The last phase in the log."""
     done: int
     """Rounds that are complete."""
     rounds: int | None
     """Rounds of the whole run; None before the first is complete."""
     seconds_left: float | None
-    """What the rounds to come are expected to take: each the mean of the last ones; None before there is one."""
+    """Expected time of the rounds to come: each the mean of the last ones; None before there is one."""
     silent: float
     """Seconds since it said anything."""
     seconds: float
     """From its first word to its last."""
     is_over: bool
-    """Whether a summary is written."""
+    """True if a summary is written."""
 
 
 def read_progress(folder: RunFolder, *, now: datetime) -> Progress:
-    """How far the run in this folder is; of one without a log, nothing done. Raises OSError where it cannot be read.
+    """Progress of the run in this folder; nothing is done if there is no log. Raises OSError if it cannot be read.
 
     Of a long log its first line and its last `MOST_LOG_BYTES` are read.
     """
@@ -147,7 +137,7 @@ def _now(progress: Progress, metrics: Sequence[Mapping[str, Any]]) -> Section:
 
 
 def warnings_of(progress: Progress, metrics: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What is amiss: clients below the commonest class or below their own best, and a run that says nothing."""
+    """Warnings: clients below the commonest class or below their own best, and a run that says nothing."""
     by_client: dict[str, list[Mapping[str, Any]]] = {}
     for row in metrics:
         if row.get("split") == "validation":

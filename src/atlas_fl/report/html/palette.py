@@ -51,7 +51,7 @@ THEMES: Mapping[str, Mapping[str, str]] = {
 }
 """By theme and name: the ground, what lies on it, and the inks."""
 LEAST_CONTRAST = 3.0
-"""Of graphics on the ground (WCAG 2.1, 1.4.11)."""
+"""Contrast of graphics with the ground (WCAG 2.1, 1.4.11)."""
 STEP = 0.05
 
 

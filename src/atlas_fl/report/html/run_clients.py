@@ -20,7 +20,7 @@ from atlas_fl.report.figure_rows import (
     similarity_rows,
     sketch_rows,
 )
-from atlas_fl.report.format import EMPTY, cluster_name
+from atlas_fl.report.format import EMPTY, cluster_name, isolate
 from atlas_fl.report.html.charts import (
     INK,
     MOST_NUMBERED_ROWS,
@@ -34,28 +34,11 @@ from atlas_fl.report.html.charts import (
     quantity,
     tips,
 )
-from atlas_fl.report.html.elements import (
-    Block,
-    Cell,
-    Chart,
-    Fact,
-    Facts,
-    Folded,
-    Number,
-    Row,
-    Section,
-    Table,
-    Text,
-    count,
-    isolate,
-    names_in_words,
-    plain,
-    share,
-    size,
-)
-from atlas_fl.report.html.palette import colour
+from atlas_fl.report.html.elements import Block, Chart, Fact, Facts, Folded, Row, Section, Text
 from atlas_fl.report.mask_charts import density_chart
 from atlas_fl.report.record import Record
+from atlas_fl.report.table import Cell, Table, count, plain, share, size
+from atlas_fl.report.tables import cluster_table, k_table, sharing_of_groups
 
 LEAST_EMBEDDED = 6
 """Clients from which t-SNE shows more than the two principal components."""
@@ -63,7 +46,7 @@ SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down"
 
 
 def data_of_clients(record: Record) -> Section:
-    """Who the clients are, and how their data differ."""
+    """Section on the clients and the differences of their data."""
     data = {row["client"]: row for row in record.plan.get("data") or ()}
     columns = ("client", "task", "device", "training", "validation", "test", "majority class", "labels from the task's")
     rows: list[list[Cell]] = []
@@ -141,7 +124,7 @@ def _members(record: Record, task: str) -> list[str]:
 
 
 def likeness(record: Record) -> Section | None:
-    """Who was found alike and why; None where nothing was clustered and there is no graph."""
+    """Section on clusters and graph; None if nothing was clustered and there is no graph."""
     clustering = record.plan.get("clustering") or {}
     edges = adjacency_rows(record)
     if clustering.get("method", "none") == "none" and not edges:
@@ -165,7 +148,7 @@ def likeness(record: Record) -> Section | None:
     words = [f"Is there structure? {structure['reason']}."] if structure.get("reason") else []
     lines = [*words, *(f"Warning: {warning}" for warning in clustering.get("warnings") or ())]
     blocks: list[Block] = [Facts(facts=facts), *([Text(lines=lines)] if lines else []), *_scatters(record)]
-    blocks += [_cluster_table(record, clustering), *_k_table(clustering)]
+    blocks += [cluster_table(record.plan), *([k_table(clustering)] if clustering.get("k_table") else [])]
     blocks += _pair_map(record, similarity_rows(record), name="similarity", title="Similarity of the sketches")
     blocks += _pair_map(record, edges, name="weight", title="Client graph, by which atlas_laplacian mixes")
     return Section(name="likeness", title="Who was found alike, and why", blocks=blocks)
@@ -240,10 +223,9 @@ def _scatter(
 ) -> dict[str, Any]:
     clusters = list(dict.fromkeys(row["cluster"] for row in sorted(rows, key=lambda row: row["cluster"])))
     shapes = {"domain": clusters, "range": [SHAPES[index % len(SHAPES)] for index in range(len(clusters))]}
-    values = [colour(index) for index in range(len(record.tasks))]
     few = len(clusters) <= len(SHAPES)
     encoding = {
-        "color": colours("task", "task", domain=record.tasks, values=values),
+        "color": colours("task", "task", domain=record.tasks),
         "opacity": {"condition": {"param": "picked", "value": 1, "empty": True}, "value": 0.12},
     }
     points = {
@@ -263,56 +245,6 @@ def _scatter(
         },
     }
     return chart({"data": {"name": "rows"}, "encoding": encoding, "layer": [*below, points]}, height=340)
-
-
-def _cluster_table(record: Record, clustering: Mapping[str, Any]) -> Table:
-    measured = {row["cluster"]: row for row in clustering.get("clusters") or ()}
-    groups: dict[int, list[str]] = {}
-    for name, label in record.cluster_of.items():
-        groups.setdefault(label, []).append(name)
-    rows: list[list[Cell]] = []
-    for label in sorted(groups, key=lambda label: (label < 0, label)):
-        tasks = Counter(record.task_of[name] for name in groups[label])
-        row = measured.get(label, {})
-        rows.append(
-            [
-                cluster_name(label),
-                count(len(groups[label])),
-                ", ".join(f"{isolate(task)} x {number}" for task, number in tasks.most_common()),
-                *(plain(row.get(name), 2) for name in ("purity", "reliability", "cohesion", "difficulty")),
-                names_in_words(groups[label]),
-            ]
-        )
-    return Table(
-        title="Clusters",
-        columns=("cluster", "size", "tasks", "purity", "own halves agree", "similarity inside", "loss", "clients"),
-        rows=rows,
-        note="own halves agree: the agreement of a client's two sketches; loss: mean training loss of the fingerprints",
-    )
-
-
-def _k_table(clustering: Mapping[str, Any]) -> list[Block]:
-    """Every number of clusters that was weighed, with its scores."""
-    rows = clustering.get("k_table") or ()
-    titles = {
-        **{"silhouette": "silhouette", "davies_bouldin": "Davies-Bouldin", "calinski_harabasz": "Calinski-Harabasz"},
-        **{"gap": "gap", "atlas": "ATLAS score", "merge_similarity": "merge at"},
-    }
-    shown = [name for name in titles if any(row.get(name) is not None for row in rows)]
-    cells = [
-        [
-            count(row.get("k")),
-            "chosen" if row.get("chosen") else "",
-            *(plain(row.get(name)) for name in shown),
-            count(row.get("singletons")),
-        ]
-        for row in rows
-    ]
-    columns = ("k", "choice", *(titles[name] for name in shown), "clusters of one")
-    note = "Davies-Bouldin: lower is better; of all others higher"
-    return (
-        [Table(title="Numbers of clusters that were weighed", columns=columns, rows=cells, note=note)] if rows else []
-    )
 
 
 def _pair_map(record: Record, rows: Sequence[Row], *, name: str, title: str) -> list[Block]:
@@ -354,7 +286,7 @@ def _pair_map(record: Record, rows: Sequence[Row], *, name: str, title: str) -> 
 
 
 def _edges(rows: Sequence[Row], clients: Sequence[str]) -> str:
-    """How many edges a graph has, and how many clients are without any."""
+    """Number of edges of a graph, and of clients without any."""
     pairs = {frozenset((row["client"], row["other"])) for row in rows if row["client"] != row["other"]}
     alone = len(clients) - len(frozenset[str]().union(*pairs))
     lone = f", {alone} of {len(clients)} clients without any" if alone else ""
@@ -417,7 +349,7 @@ def _budget(client: Mapping[str, Any]) -> list[Cell]:
 
 
 def sharing(record: Record) -> Section | None:
-    """How much of its own each client keeps, by group of parameters; None where that was not measured."""
+    """Section on the share of its own that each client keeps, by group of parameters; None if it was not measured."""
     rows = sharing_rows(record)
     if not rows:
         return None
@@ -445,22 +377,7 @@ def sharing(record: Record) -> Section | None:
         spec=spec,
         data={"rows": rows, **beside},
     )
-    cells = [_sharing_cells(group, [row for row in rows if row["parameters"] == group]) for group in groups]
-    columns = ("parameters", "clients", "least of its own", "most", "as if averaged over", "variance over noise")
-    note = (
-        "as if averaged over: so many clients, each counting alike; variance over noise: between clients that are"
-        " compared, over the noise of one"
-    )
-    table = Table(title="By group of parameters", columns=columns, rows=cells, note=note)
-    return Section(name="sharing", title="How personal each model is", blocks=[kept, table])
-
-
-def _sharing_cells(group: str, rows: Sequence[Row]) -> list[Cell]:
-    own = [row["own_share"] for row in rows]
-    ratios = [row["variance_over_noise"] for row in rows if row["variance_over_noise"] is not None]
-    ratio: Number = plain(fmean(ratios) if ratios else None, 2)
-    together = plain(fmean(row["effective_clients"] for row in rows), 1)
-    return [group, count(len(rows)), share(min(own)), share(max(own)), together, ratio]
+    return Section(name="sharing", title="How personal each model is", blocks=[kept, sharing_of_groups(rows)])
 
 
 def moving_weights(record: Record) -> Section | None:

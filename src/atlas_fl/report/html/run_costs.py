@@ -1,30 +1,17 @@
 """Sections of a run's page about costs, privacy and mishaps: bytes, memory, time, absence, what cuts reveal."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from atlas_fl.experiment.summary import MEASURED, STOPPED
 from atlas_fl.report.figure_rows import leakage_rows, traffic_rows
-from atlas_fl.report.format import EMPTY
+from atlas_fl.report.format import EMPTY, isolate
 from atlas_fl.report.html.charts import INK, category, chart, colours, line, quantity, rounds, row_height, tips
-from atlas_fl.report.html.elements import (
-    Block,
-    Cell,
-    Chart,
-    Fact,
-    Facts,
-    Row,
-    Section,
-    Table,
-    count,
-    duration,
-    isolate,
-    plain,
-    share,
-    size,
-)
+from atlas_fl.report.html.elements import Block, Chart, Fact, Facts, Row, Section
 from atlas_fl.report.html.palette import colour, kind_colour
 from atlas_fl.report.record import Record
+from atlas_fl.report.table import Cell, Table, count, duration, share, size
+from atlas_fl.report.tables import leakage_table
 from atlas_fl.storage.ledger import KINDS
 
 Summary = Mapping[str, Any]
@@ -150,7 +137,7 @@ def _memory_chart(planned: Sequence[Mapping[str, Any]]) -> Chart:
     encoding = {
         "y": category("client", None, order=names, labelOverlap="greedy"),
         "x": quantity("bytes", "bytes", zero=True, **BYTES_AXIS) | {"stack": "zero"},
-        "color": colours("part", None, domain=parts, values=[colour(index) for index in range(len(parts))]),
+        "color": colours("part", None, domain=parts),
         "tooltip": known,
     }
     return Chart(
@@ -254,11 +241,11 @@ WORDS = {
     "hosted": "upper part computed by",
     STOPPED: "the run stopped early",
 }
-"""What the events of `metrics.jsonl` are called; those of every round (`mixed`, `sharing measured`) are none."""
+"""Names of the events of `metrics.jsonl`; those of every round (`mixed`, `sharing measured`) are none."""
 
 
 def mishaps(record: Record) -> Section | None:
-    """Who was refused, missing, late, cut or hosted; None where all went as planned and nobody's model is cut."""
+    """Section on clients that were refused, missing, late, cut or hosted; None if there is none."""
     events: dict[tuple[str, str, str], list[int]] = {}
     for row in record.metrics:
         if "event" in row and row["event"] not in ("mixed", MEASURED):
@@ -315,36 +302,17 @@ def _cuts(record: Record) -> list[Block]:
 
 
 def leakage(record: Record) -> Section | None:
-    """What the cuts give away of texts; None where that was not measured."""
+    """Section on what the cuts give away of texts; None if that was not measured."""
     rows = leakage_rows(record)
     if not rows:
         return None
-    cells: list[list[Cell]] = [
-        [
-            *(row["task"], count(row["blocks"]), plain(row.get("dfil"), 4)),
-            *(share(row["read"]), count(row.get("looks")), share(row.get("read_averaged"))),
-            *(share(row["commonest"]), count(row.get("unseen"))),
-        ]
-        for row in rows
-    ]
-    columns = (
-        *("task", "blocks on the client", "dFIL", "tokens read", "looks", "read in their mean"),
-        *("commonest token", "of tokens"),
-    )
-    note = (
-        "tokens read: by a linear probe that knows other texts of the task, in one look; looks: as many as a site lets"
-        " a server take, whose noise averages away; commonest token: what always guessing it reads; dFIL: Fisher"
-        " information leakage"
-    )
-    table = Table(title="By task and cut", columns=columns, rows=cells, note=note)
-    return Section(
-        name="privacy", title="What the cuts give away", blocks=[_leakage_chart(record, leakage_rows(record)), table]
-    )
+    taken = {(client["task"], client.get("cut")) for client in record.plan["clients"]}
+    blocks: list[Block] = [_leakage_chart(record, rows, taken=taken), leakage_table(rows, taken=taken)]
+    return Section(name="privacy", title="What the cuts give away", blocks=blocks)
 
 
-def _leakage_chart(record: Record, rows: Sequence[Row]) -> Chart:
+def _leakage_chart(record: Record, rows: Sequence[Row], *, taken: Collection[tuple[str, int | None]]) -> Chart:
     """Tokens that the probe reads over each cut: a line a task; rings are the cuts that were taken."""
-    used = {(client["task"], client.get("cut")) for client in record.plan["clients"]}
     colour_of = {task: colour(index) for index, task in enumerate(record.tasks)}
     tasks = [task for task in record.tasks if any(row["task"] == task for row in rows)]
     known = tips(("task", "task", ""), ("blocks", "blocks on the client", "d"), ("read", "tokens read", ".1%"))
@@ -370,5 +338,5 @@ def _leakage_chart(record: Record, rows: Sequence[Row]) -> Chart:
         title="Tokens of unseen texts that a linear probe reads out of what crosses a cut",
         note="ring: a cut of this run; dashed: always the commonest token",
         spec=chart({"data": {"name": "rows"}, "encoding": encoding, "layer": layers}, height=280),
-        data={"rows": rows, "taken": [row for row in rows if (row["task"], row["blocks"]) in used]},
+        data={"rows": rows, "taken": [row for row in rows if (row["task"], row["blocks"]) in taken]},
     )

@@ -1,19 +1,29 @@
 """The page of one run, in the order in which people ask."""
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from atlas_fl.config import config_hash, differences, load_config
+from atlas_fl.config.files import read_tables
+from atlas_fl.config.presets import PRESETS, find_preset
+from atlas_fl.config.settings import settings
+from atlas_fl.config.values import to_words
+from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.experiment.summary import attack_note
-from atlas_fl.report.finished_runs import read_summary
-from atlas_fl.report.html.elements import Page
+from atlas_fl.report.finished_runs import changed_flags, read_summary
+from atlas_fl.report.html.elements import Block, Command, Folded, Page, Section, Text
 from atlas_fl.report.html.run_clients import data_of_clients, likeness, moving_weights, ranks, sharing
 from atlas_fl.report.html.run_costs import leakage, memory, mishaps, time, traffic
 from atlas_fl.report.html.run_scores import convergence, outcome
-from atlas_fl.report.html.run_settings import settings_section
 from atlas_fl.report.record import read_record
+from atlas_fl.report.table import Table
+from atlas_fl.storage.digests import check_files
 from atlas_fl.storage.json_shapes import require_fields
-from atlas_fl.storage.run_folder import find_run
+from atlas_fl.storage.run_folder import RunFolder, find_run
+
+Summary = Mapping[str, Any]
 
 
 def run_page(run: Path | str) -> Page:
@@ -42,7 +52,7 @@ def run_page(run: Path | str) -> Page:
         time(record, summary),
         mishaps(record),
         leakage(record),
-        settings_section(folder, summary),
+        _settings_section(folder, summary),
     ]
     last = max((row["round"] for row in record.metrics), default=0)
     attack = attack_note(summary or {})
@@ -56,7 +66,7 @@ def run_page(run: Path | str) -> Page:
 
 
 def _incomplete_note(last: int) -> str:
-    """What is missing of a run without a summary."""
+    """Sentence on a run without a summary."""
     done = f"Shown is what was saved after round {last}." if last else "No round has been saved yet."
     return f"This run is not complete. {done}"
 
@@ -64,3 +74,61 @@ def _incomplete_note(last: int) -> str:
 def _subtitle(run: Mapping[str, Any], last: int) -> str:
     words = [f"{name} {run[name]}" for name in ("preset", "strategy", "model", "seed") if run.get(name) is not None]
     return ", ".join(["one run", *words, f"{last} round{'' if last == 1 else 's'}"])
+
+
+def _settings_section(folder: RunFolder, summary: Summary | None) -> Section:
+    """Section on the differences from the preset, all settings, versions, and the commands that repeat the run.
+
+    A run of an earlier version whose settings this version does not know gets the settings as its file has them.
+
+    Raises:
+        CheckpointError: `config.toml` is damaged.
+    """
+    check_files(folder, folder.config)
+    blocks = [*_commands(folder), *_all_settings(folder), *_versions(summary)]
+    return Section(name="settings", title="Settings, and how to make it again", blocks=blocks)
+
+
+def _commands(folder: RunFolder) -> list[Block]:
+    name = shlex.quote(f"{folder.path.name}/config.toml")
+    same = Command(
+        words=f"atlas run --config {name} --name again",
+        what="From the run's own file with every setting alike, in the folder in which the run lies:",
+    )
+    try:
+        config = load_config(folder.config, within=folder.path)
+        usual = find_preset(config.run.preset, dial=config.run.dial) if config.run.preset in PRESETS else None
+    except ConfigError as error:
+        return [Text(lines=[f"This version of ATLAS does not read these settings: {error}"]), same]
+    if usual is None:
+        return [same]
+    flags = ["--preset", config.run.preset, *([] if config.run.dial is None else ["--dial", str(config.run.dial)])]
+    words = shlex.join(["atlas", "run", *flags, *changed_flags(config)])
+    rows = [
+        [settings()[name].flag, " ".join(to_words(value)), " ".join(to_words(preset))]
+        for name, (preset, value) in differences(usual, config).items()
+    ]
+    changed = Table(
+        title=f"Set otherwise than in the preset {config.run.preset}", columns=("flag", "here", "preset"), rows=rows
+    )
+    short = Command(words=words, what=f"With flags; settings {config_hash(config):.8}:")
+    return [short, same, *([changed] if rows else [])]
+
+
+def _all_settings(folder: RunFolder) -> list[Block]:
+    try:
+        tables = read_tables(folder.config, within=folder.path)
+    except ConfigError as error:
+        raise CheckpointError(f"damaged file {folder.config}: {error}") from None
+    rows = [
+        [table, name, str(value)]
+        for table, values in tables.items()
+        for name, value in (values.items() if isinstance(values, dict) else [("", values)])
+    ]
+    table = Table(title="config.toml", columns=("part", "setting", "value"), rows=rows)
+    return [Folded(title=f"All {len(rows)} settings", blocks=[table])]
+
+
+def _versions(summary: Summary | None) -> list[Block]:
+    rows = [[name, str(version)] for name, version in ((summary or {}).get("versions") or {}).items()]
+    return [Table(title="Versions", columns=("what", "version"), rows=rows)] if rows else []

@@ -6,7 +6,7 @@ from typing import Any
 
 from atlas_fl.experiment.summary import client_scores, group_scores
 from atlas_fl.report.figure_rows import EVERY_CLIENT, class_rows, convergence_rows, member_rows, score_rows
-from atlas_fl.report.format import EMPTY, cluster_name
+from atlas_fl.report.format import EMPTY, cluster_name, isolate
 from atlas_fl.report.html.charts import (
     FAINT,
     INK,
@@ -25,22 +25,11 @@ from atlas_fl.report.html.charts import (
     rule_at,
     tips,
 )
-from atlas_fl.report.html.elements import (
-    Block,
-    Cell,
-    Chart,
-    Fact,
-    Facts,
-    Row,
-    Section,
-    Table,
-    count,
-    isolate,
-    plain,
-    size,
-)
+from atlas_fl.report.html.elements import Block, Chart, Fact, Facts, Row, Section
 from atlas_fl.report.html.palette import colour
 from atlas_fl.report.record import Record
+from atlas_fl.report.table import Cell, Table, count, plain, size
+from atlas_fl.report.tables import GROUP_COLUMNS, group_cells
 
 Summary = Mapping[str, Any]
 ALL = "(all clients)"
@@ -53,7 +42,7 @@ OTHER_SCORES = {"perplexity": 2, "rouge1": 3, "rouge2": 3, "rougeL": 3, "f1": 3,
 
 
 def outcome(record: Record, summary: Summary | None) -> Section | None:
-    """What the clients end with, against the majority class, with the best and the worst; None before any score."""
+    """Section on the final scores, against the majority class, with the best and the worst; None before any score."""
     clients = _clients(record, summary)
     scored = {name: entry for name, entry in clients.items() if "primary" in entry.get("final", {}).get("test", {})}
     if not scored:
@@ -135,7 +124,7 @@ def _outcome_layers(order: Sequence[str], tasks: Sequence[str]) -> Spec:
     y = category("client", None, order=order, labelOverlap="greedy")
     known = tips(("client", "client", ""), ("task", "task", ""), ("final", "final", ".4f"), ("best", "best", ".4f"))
     known += tips(("majority", "majority class", ".4f"))
-    field = colours("task", None, domain=tasks, values=[colour(index) for index in range(len(tasks))])
+    field = colours("task", None, domain=tasks)
     low = quantity("majority", "test score")
     layers: list[Spec] = [
         {
@@ -169,7 +158,7 @@ def _task_table(groups: Mapping[str, Any], overall: Mapping[str, Any], scored: M
     return Table(
         title="By task",
         columns=(
-            *("task", "clients", "majority", "final", "over majority", "best", "90% in round", "spread"),
+            *("task", *GROUP_COLUMNS, "90% in round", "spread"),
             *("worst client", "its score", "best client", "its score"),
             *further,
         ),
@@ -186,21 +175,14 @@ def _best_client(scored: Mapping[str, Any], task: str | None = None) -> tuple[st
 
 
 def _group_cells(group: Mapping[str, Any], best: tuple[str, float | None], further: Sequence[str]) -> list[Cell]:
-    test, final = _test(group), group.get("final", {})
-    worst = final.get("worst_client") or {}
+    worst = (group.get("final") or {}).get("worst_client") or {}
     return [
-        count(group.get("clients")),
-        plain(test.get("majority")),
-        plain(test.get("primary")),
-        plain(test.get("gain_over_majority"), sign=True),
-        plain(_test(group, "best").get("primary")),
-        count(group.get("rounds_to", {}).get("90%")),
-        plain((final.get("spread") or {}).get("std")),
+        *group_cells(group),
         worst.get("client", EMPTY),
         plain(worst.get("primary")),
         best[0],
         plain(best[1]),
-        *(plain(test.get(name), OTHER_SCORES[name]) for name in further),
+        *(plain(_test(group).get(name), OTHER_SCORES[name]) for name in further),
     ]
 
 

@@ -53,6 +53,6 @@ def write_report(
 
 
 def is_page(path: Path) -> bool:
-    """Whether a file is a page that `write_report` has written."""
+    """Return whether a file is a page that `write_report` has written."""
     with open_named_file(path, max_bytes=sys.maxsize) as file:
         return f'name=generator content="{GENERATOR}"'.encode() in file.read(HEAD)

@@ -11,9 +11,9 @@ from atlas_fl.report.trackers.track_run import TrackedRun, Tracker, importing, s
 RUN, HASH = "mlflow.runName", "atlas_fl.hash"
 """The tags by which a run that goes on is found again."""
 NOT_IN_NAMES = re.compile(r"[^\w\-. :/]", re.ASCII)
-"""What MLflow takes in no name of a metric."""
+"""Characters that MLflow refuses in the name of a metric."""
 MOST_METRICS, MOST_PARAMS = 1000, 100
-"""What MLflow takes in one call."""
+"""Limits of one call to MLflow."""
 LONGEST = 6000
 """Characters of a setting's value that MLflow keeps."""
 
@@ -30,7 +30,7 @@ class MlflowTracker(Tracker):
         self._round = 0
 
     def check(self) -> None:
-        """Nothing where mlflow is there and the experiment has a name."""
+        """Raise ConfigError unless mlflow is installed and the experiment has a name."""
         if not self.experiment.strip():
             raise invalid_value("--mlflow", self.experiment, "the name of an experiment")
         _mlflow()

@@ -21,7 +21,7 @@ class TensorBoardTracker(Tracker):
         self._round = 0
 
     def check(self) -> None:
-        """Nothing where tensorboard is there, and the folder is one or can be made."""
+        """Raise ConfigError unless tensorboard is installed, and the folder is one or can be made."""
         places = (Path(self.folder), *Path(self.folder).parents)
         nearest = next((place for place in places if place.exists()), Path())
         if not self.folder or "://" in self.folder or not nearest.is_dir() or not os.access(nearest, os.W_OK):

@@ -21,7 +21,7 @@ from atlas_fl.events import Event, Note, OnEvent, PhaseStarted, RoundFinished
 from atlas_fl.storage.extras import install_command
 
 ROUND = "round "
-"""How the phase of a round is called."""
+"""Prefix of the phase of a round."""
 PATIENCE = 60.0
 """Seconds that the end of a run waits for all trackers together."""
 LONGEST = 300
@@ -30,7 +30,7 @@ LONGEST = 300
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:
-    """What a tracker is told of a run when it begins, or goes on."""
+    """Run that a tracker begins, or goes on with."""
 
     config: Config
     folder: Path
@@ -52,11 +52,11 @@ class Tracker(ABC):
     """An experiment tracker: what it is given of a run, in this order, from one thread."""
 
     title: str
-    """What it is called in a note."""
+    """Name in a note."""
 
     @abstractmethod
     def check(self) -> None:
-        """Nothing where a run can be logged.
+        """Check that a run can be logged.
 
         Raises:
             ConfigError: its package is not installed, or the place to log to has a name that it does not take.

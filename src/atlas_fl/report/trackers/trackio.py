@@ -22,7 +22,7 @@ class TrackioTracker(Tracker):
         self._round = 0
 
     def check(self) -> None:
-        """Nothing where trackio is there and the project has a name."""
+        """Raise ConfigError unless trackio is installed and the project has a name."""
         if not NAME.fullmatch(self.project):
             allowed = "the name of a project: letters, digits, - and _, at most 100"
             raise invalid_value("--trackio", self.project, allowed)

@@ -9,7 +9,7 @@ from atlas_fl.report.trackers.track_run import TrackedRun, Tracker, importing
 from atlas_fl.storage.folder_access import list_folder, make_folder
 
 NOT_IN_NAMES = frozenset("/\\#?%:")
-"""What W&B takes in no name of a project."""
+"""Characters that W&B refuses in the name of a project."""
 
 
 class WandbTracker(Tracker):
@@ -22,7 +22,7 @@ class WandbTracker(Tracker):
         self._run: Any = None
 
     def check(self) -> None:
-        """Nothing where wandb is there and takes the name."""
+        """Raise ConfigError unless wandb is installed and takes the name."""
         if not self.project.strip() or NOT_IN_NAMES & set(self.project):
             allowed = f"the name of a project, without {' '.join(sorted(NOT_IN_NAMES))}"
             raise invalid_value("--wandb", self.project, allowed)
