@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from atlas_fl.config import Config, load_config, settings, value_of
-from atlas_fl.config.federations import turn_dial
 from atlas_fl.config.files import load_values
 from atlas_fl.config.methods import check_typed_settings
-from atlas_fl.config.presets import PRESETS, find_preset
+from atlas_fl.config.presets import find_preset, presets, turn_dial
 from atlas_fl.config.settings import field_docs, group_classes, replace_settings
 from atlas_fl.config.values import Mark, describe, from_words, item_kind, parse_integer, to_words, unwrap_optional
 from atlas_fl.errors import ConfigError, did_you_mean, short_repr
@@ -487,5 +486,5 @@ def _read_value(argument: Argument, words: Sequence[str]) -> Any:
 
 def _unexpected(words: Sequence[str], *, has_presets: bool) -> str:
     problem = f"unexpected words: {' '.join(words)}"
-    named = PRESETS.keys() & {*words}
+    named = presets().keys() & {*words}
     return f"{problem}; did you mean --preset {min(named)}?" if has_presets and named else problem

@@ -389,11 +389,11 @@ def _devices() -> Lines:
 
 
 def _presets() -> Lines:
-    from atlas_fl.config.presets import PRESETS
+    from atlas_fl.config.presets import presets
 
     yield "preset", "what it is"
-    for name, recipe in PRESETS.items():
-        yield name, _first_line(recipe)
+    for name, preset in presets().items():
+        yield name, preset.about
 
 
 def _first_line(function: object) -> str:

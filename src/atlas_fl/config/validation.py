@@ -9,8 +9,8 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from atlas_fl.config.conflicts import check_conflicts
-from atlas_fl.config.federations import check_turned
 from atlas_fl.config.methods import METHODS, check_equal_ranks, rule_of, with_method_settings
+from atlas_fl.config.presets import check_dial
 from atlas_fl.config.schema import (
     WILDCARD,
     ClusteringConfig,
@@ -198,7 +198,7 @@ def validate(config: Config, *, at_sites: bool = False) -> Config:
     check_ranges(config)
     _check_data(config.data)
     if not at_sites:
-        check_turned(config)
+        check_dial(config)
     _check_arrivals(config)
     _check_clusters(config, at_sites=at_sites)
     _check_ranks(config.ranks)

@@ -18,8 +18,8 @@ from atlas_fl.config import (
     validate,
     with_values,
 )
-from atlas_fl.config.federations import turn_dial
 from atlas_fl.config.methods import check_swept_setting, without_method_settings
+from atlas_fl.config.presets import turn_dial
 from atlas_fl.config.settings import find_setting
 from atlas_fl.config.values import LARGEST, Mark
 from atlas_fl.errors import CheckpointError, ConfigError, short_repr
