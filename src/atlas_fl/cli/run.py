@@ -285,9 +285,9 @@ def _knobs(name: str) -> Lines:
 def _conflicts() -> Lines:
     yield "setting", "with", "reason and remedy"
     for row in conflicts():
-        flags = [flag_of(row.setting), flag_of(row.other)]
-        text = f"{row.reason}; {row.remedy}".format(*flags, candidates="--candidates")
-        yield f"{flags[0]} {row.value}", f"{flags[1]} {row.other_value}", text
+        flags = [flag_of(name) for name, _ in row.values]
+        first, *others = [f"{flag} {words}" for flag, (_, words) in zip(flags, row.values, strict=True)]
+        yield first, " and ".join(others), f"{row.reason}; {row.remedy}".format(*flags, candidates="--candidates")
 
 
 def _tasks() -> Lines:
