@@ -13,7 +13,7 @@ from PIL import Image
 from atlas_fl.cli.arguments import ALIASES, split
 from atlas_fl.cli.sweep import _parse_comparison
 from atlas_fl.config import Config, load_config, run_folder, to_toml, value_of
-from atlas_fl.config.presets import quick
+from atlas_fl.config.presets import find_preset
 from atlas_fl.events import Note, PhaseStarted
 from atlas_fl.experiment.run import RunResult
 from atlas_fl.report.html.write import is_page
@@ -69,7 +69,7 @@ def test_run_hands_over_what_the_flags_say(atlas: Atlas, ran: list[Config], tmp_
         "run", "--runs-dir", str(tmp_path), "--alpha", "0.25", "--tasks", "movie", "sms", "--no-block-diagonal"
     )
     assert (said.code, said.err) == (0, "")
-    expected = replace(quick(), run=replace(quick().run, runs_dir=str(tmp_path)))
+    expected = replace(find_preset("quick"), run=replace(find_preset("quick").run, runs_dir=str(tmp_path)))
     changed = {
         name for name in ("alpha", "tasks", "block_diagonal") if value_of(ran[0], name) != value_of(expected, name)
     }

@@ -8,7 +8,7 @@ import pytest
 
 from atlas_fl.cli.sweep import local_runs
 from atlas_fl.config import Config, RunConfig, run_folder, to_toml, with_values
-from atlas_fl.config.presets import find_preset, smoke
+from atlas_fl.config.presets import find_preset
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.experiment.sweep import (
     LAMBDA_SWEEP,
@@ -37,7 +37,7 @@ def leave(config: Config, *, complete: bool) -> Path:
 
 @pytest.fixture
 def base(tmp_path: Path) -> Config:
-    laplacian = with_values(smoke(), {"strategy": "atlas_laplacian"})
+    laplacian = with_values(find_preset("smoke"), {"strategy": "atlas_laplacian"})
     return replace(laplacian, run=RunConfig(preset="smoke", runs_dir=str(tmp_path)))
 
 

@@ -10,7 +10,7 @@ import pytest
 from atlas_fl.aggregation.registry import STRATEGIES
 from atlas_fl.config import Config, RunConfig, run_folder, validate, with_values
 from atlas_fl.config.methods import METHODS
-from atlas_fl.config.presets import smoke
+from atlas_fl.config.presets import find_preset
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.experiment.sweep import SEEDS, Point
 from atlas_fl.experiment.sweep import seeds as seeds_of
@@ -19,7 +19,7 @@ from atlas_fl.experiment.tuning import DEVELOPMENT_SEEDS, KNOBS, candidates, tun
 
 @pytest.fixture
 def base(tmp_path: Path) -> Config:
-    return replace(smoke(), run=RunConfig(preset="smoke", runs_dir=str(tmp_path)))
+    return replace(find_preset("smoke"), run=RunConfig(preset="smoke", runs_dir=str(tmp_path)))
 
 
 def test_candidates_by_hand() -> None:

@@ -289,11 +289,7 @@ def _run(points: Sequence[Point], *, jobs: int = 1) -> tuple[Path, ...]:
             run = f"run {index + 1} of {len(points)}: {label_of(point)} seed={point.config.run.seed}"
             on_event(PhaseStarted(f"{run} {WORDS[state]}"))
 
-        if jobs == 1:
-            return run_all(points, on_run=announce, on_event=on_event)
-        from atlas_fl.experiment.parallel_runs import run_in_processes
-
-        return run_in_processes(points, jobs=jobs, on_run=announce, on_event=on_event)
+        return run_all(points, jobs=None if jobs == 1 else jobs, on_run=announce, on_event=on_event)
 
 
 def _show_statistics(

@@ -11,72 +11,63 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import IO, Any
 
 from atlas_fl.config import Config, parse_config, run_folder, to_toml
 from atlas_fl.errors import AtlasError, CheckpointError
-from atlas_fl.events import Note, OnEvent, ignore
+from atlas_fl.events import Note, OnEvent
 from atlas_fl.experiment.free_memory import bytes_of_a_run, free_bytes, jobs_that_fit, memory_note
-from atlas_fl.experiment.sweep import Point, RunState, run_state, saving_note
+from atlas_fl.experiment.sweep import OnRun, Point, RunState
 from atlas_fl.plugins import check_registered, load_plugins, registered_names
 
+DONE: RunState = "finished"
 PROGRAM = "from atlas_fl.experiment.parallel_runs import serve_runs; serve_runs()"
 
 
 def run_in_processes(
-    points: Sequence[Point],
-    *,
-    jobs: int,
-    on_run: Callable[[int, Point, RunState], None] | None = None,
-    on_event: OnEvent = ignore,
-) -> tuple[Path, ...]:
-    """As `run_all`, with so many runs at once as fit into memory, each process with its share of the cores.
+    points: Sequence[Point], states: Sequence[RunState], *, jobs: int, on_run: OnRun, on_event: OnEvent
+) -> tuple[float, float]:
+    """Run the unfinished points, as many at once as fit into memory, each process with its share of the cores.
+
+    Returns the seconds of the clients' work that were computed, and those that were saved (`experiment.sweep.run_all`).
 
     Raises:
         CheckpointError: a run failed; those that had begun end first, and all that was done stays.
     """
-    states = [run_state(point.config) for point in points]
-    queue = RunQueue(
-        [(index, point.config.run.seed) for index, point in enumerate(points) if states[index] != "finished"]
-    )
-    free, each, asked = free_bytes(), bytes_of_a_run(points), jobs
-    jobs = jobs_that_fit(asked, free=free, each=each)
-    for line in memory_note(asked, jobs, free=free, each=each) if len(queue) else ():
+    queue = RunQueue([(index, point.config.run.seed) for index, point in enumerate(points) if states[index] != DONE])
+    free = free_bytes()
+    each = bytes_of_a_run(points)
+    fitting = jobs_that_fit(jobs, free=free, each=each)
+    for line in memory_note(jobs, fitting, free=free, each=each) if len(queue) else ():
         on_event(Note(line))
     problems: dict[int, str] = {}
-    computed_seconds = saved_seconds = 0.0
 
-    def work() -> tuple[float, float]:
+    def work() -> dict[str, Any]:
         answer: dict[str, Any] = {"computed": 0.0, "saved": 0.0}
-        with run_process(jobs) as process:
+        with run_process(fitting) as process:
             while not problems and (index := queue.take()) is not None:
-                if on_run is not None:
-                    on_run(index, points[index], states[index])
+                on_run(index, points[index], states[index])
                 told = process.make(points[index].config)
-                answer = told if "computed" in told else answer
                 if told["problem"]:
                     problems[index] = told["problem"]
-        return answer["computed"], answer["saved"]
+                answer |= told
+        return answer
 
-    with ThreadPoolExecutor(max_workers=jobs) as pool:
-        for future in [pool.submit(work) for _ in range(min(jobs, len(queue)))]:
-            computed, saved = future.result()
-            computed_seconds, saved_seconds = computed_seconds + computed, saved_seconds + saved
+    with ThreadPoolExecutor(max_workers=fitting) as pool:
+        futures = [pool.submit(work) for _ in range(min(fitting, len(queue)))]
+    answers = [future.result() for future in futures]
     if problems:
         index = min(problems)
         raise CheckpointError(f"{run_folder(points[index].config).path} failed: {problems[index]}")
-    for line in saving_note(computed_seconds, saved_seconds):
-        on_event(Note(line))
-    return tuple(run_folder(point.config).path for point in points)
+    return sum(answer["computed"] for answer in answers), sum(answer["saved"] for answer in answers)
 
 
 class RunQueue:
-    """What is to be run, by seed; a thread is given runs of one seed as long as there are some."""
+    """Indices of the runs to make, by seed; a thread is given runs of one seed as long as there are some."""
 
     def __init__(self, runs: Sequence[tuple[int, int]]) -> None:
         """`runs` are (index, seed) in their order."""
@@ -110,8 +101,7 @@ class RunProcess:
 
     process: "subprocess.Popen[str]"
     errors: IO[str]
-    """What it writes to its standard error."""
-    last: dict[str, Any] = field(default_factory=dict)
+    """Its standard error."""
 
     def make(self, config: Config) -> dict[str, Any]:
         """Begin or resume this run; its `problem`, empty if none, and the seconds so far."""

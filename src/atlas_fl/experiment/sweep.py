@@ -1,4 +1,7 @@
-"""Sweeps: a grid of settings and seeds, run one after the other; finished runs are not repeated."""
+"""Runs of several configs: a grid of settings and seeds; finished runs are not repeated, unfinished ones are resumed.
+
+`atlas sweep`, `compare`, its tuning and `search` all run points of `grid` by `run_all`.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -6,7 +9,7 @@ from hashlib import sha256
 from itertools import product
 from math import lcm
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from atlas_fl.config import (
     Config,
@@ -30,7 +33,7 @@ SEEDS = (42, 123, 456, 789, 1024)
 """The seeds that results are published with, in the order in which they are used."""
 
 MOST_SEEDS = 1000
-"""Of one comparison; a larger number is a seed that somebody took for how many."""
+"""Most seeds of one comparison; a larger number is a seed, given as a count by mistake."""
 
 LAMBDA_SWEEP = "eta=0,0.01,0.1,0.5,1"
 """The steps of the Laplacian that `--lambda-sweep` tries."""
@@ -40,7 +43,7 @@ RunState = Literal["finished", "unfinished", "new"]
 STEPS = "local_steps"
 """The swept setting along which rounds are scaled."""
 MAX_STRETCH = 1.5
-"""How many times longer the runs of a sweep over local steps may become so that all take as many steps."""
+"""Factor by which runs of a sweep over local steps may become longer, so that all take equally many steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +53,9 @@ class Point:
     config: Config
     changes: Mapping[str, str]
     """The swept settings of this run, as text, in the order of the sweep; the seed is not among them."""
+
+
+OnRun: TypeAlias = Callable[[int, Point, RunState], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +77,7 @@ class SameSteps:
 
 
 def same_steps(base: Config, over: Mapping[str, Sequence[str]]) -> SameSteps | None:
-    """How rounds are scaled where local steps are swept; None where they are not, or the rounds are swept too.
+    """The scaled rounds of a sweep over local steps; None where they are not swept, or the rounds are swept too.
 
     The steps are those of the base, rounded to the nearest number that every swept value divides, halves up.
 
@@ -116,7 +122,7 @@ def seeds(count: int) -> tuple[int, ...]:
 
 
 def chosen_seeds(numbers: Sequence[int]) -> tuple[int, ...]:
-    """What `--seeds` means: one number is how many (`seeds`), several are the seeds themselves.
+    """The seeds that `--seeds` gives: one number counts them (`seeds`), several are the seeds themselves.
 
     >>> chosen_seeds([2]), chosen_seeds([7, 8])
     ((42, 123), (7, 8))
@@ -199,7 +205,7 @@ def grid(
 
 
 def _check_distinct(points: Sequence[Point]) -> None:
-    """Nothing where no two points are one run; raises `ConfigError` for a value that is written in two ways."""
+    """Raise ConfigError where two points are one run, because a value is written in two ways."""
     seen: dict[str, Point] = {}
     for point in points:
         other = seen.setdefault(config_hash(point.config), point)
@@ -210,7 +216,7 @@ def _check_distinct(points: Sequence[Point]) -> None:
 
 
 def run_state(config: Config) -> RunState:
-    """Whether the run of this config is finished, unfinished or new.
+    """The state of the run of this config.
 
     Raises:
         CheckpointError: its folder holds the run of another config.
@@ -229,40 +235,41 @@ def run_state(config: Config) -> RunState:
 def run_all(
     points: Sequence[Point],
     *,
-    on_run: Callable[[int, Point, RunState], None] | None = None,
+    jobs: int | None = None,
+    on_run: OnRun = lambda *_: None,
     on_event: OnEvent = ignore,
 ) -> tuple[Path, ...]:
     """Run every point: new runs are started, unfinished ones resumed, finished ones left alone; the run folders.
 
-    `on_run` is called with the index, the point and the state of a run beforehand.
+    Runs follow each other in this process, or `jobs` of them run at once, each in a process of its own. `on_run` is
+    called with the index, the point and the state of a run beforehand.
 
     Raises:
         AtlasError: a run cannot go on; those before it stay.
     """
+    from atlas_fl.experiment.parallel_runs import run_in_processes
     from atlas_fl.experiment.run import run_config
     from atlas_fl.runtime.reuse import REUSED_RESULTS
 
     states = [run_state(point.config) for point in points]
-    with REUSED_RESULTS.remember() as results:
-        for index, (point, state) in enumerate(zip(points, states)):
-            if on_run is not None:
+    if jobs is None:
+        with REUSED_RESULTS.remember() as results:
+            for index, (point, state) in enumerate(zip(points, states)):
                 on_run(index, point, state)
-            if state != "finished":
-                run_config(point.config, on_event=on_event, resume=True)
-    for line in saving_note(results.computed_seconds, results.saved_seconds):
-        on_event(Note(line))
+                if state != "finished":
+                    run_config(point.config, on_event=on_event, resume=True)
+        computed_seconds, saved_seconds = results.computed_seconds, results.saved_seconds
+    else:
+        computed_seconds, saved_seconds = run_in_processes(points, states, jobs=jobs, on_run=on_run, on_event=on_event)
+    if saved_seconds:
+        share = saved_seconds / (computed_seconds + saved_seconds)
+        on_event(
+            Note(
+                f"{computed_seconds:.0f} s of the clients' work computed, {saved_seconds:.0f} s ({share:.0%}) shared"
+                " between runs: equal fingerprints, first rounds and scores"
+            )
+        )
     return tuple(run_folder(point.config).path for point in points)
-
-
-def saving_note(computed_seconds: float, saved_seconds: float) -> tuple[str, ...]:
-    """What several runs had in common, for people; nothing where that was nothing."""
-    if not saved_seconds:
-        return ()
-    share = saved_seconds / (computed_seconds + saved_seconds)
-    return (
-        f"{computed_seconds:.0f} s of the clients' work computed, {saved_seconds:.0f} s ({share:.0%}) shared between"
-        " runs: equal fingerprints, first rounds and scores",
-    )
 
 
 def comparison_name(points: Sequence[Point], *, preset: str) -> str:
@@ -273,7 +280,7 @@ def comparison_name(points: Sequence[Point], *, preset: str) -> str:
 
 
 def write_planned_runs(points: Sequence[Point], table: Path) -> Path:
-    """Write which runs the comparison of this table has, beside it and before they begin, for who watches them."""
+    """Write the names of a comparison's runs beside its table before they begin, for `atlas watch`."""
     from atlas_fl.storage.jsonl import write_json
 
     path = table.with_name(table.name.removesuffix(".csv") + PLANNED_RUNS)
