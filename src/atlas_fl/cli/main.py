@@ -9,9 +9,6 @@ from importlib.metadata import version
 from typing import Any
 
 from atlas_fl.cli import completion, demo, deploy, doctor, results, run, sweep, watch
-from atlas_fl.cli import run as catalogue
-from atlas_fl.cli import run as fetch
-from atlas_fl.cli import sweep as search
 from atlas_fl.cli.arguments import table, wrap_lines
 from atlas_fl.errors import AtlasError, ConfigError, did_you_mean, replace_unprintable, short_repr
 
@@ -34,14 +31,12 @@ class Command:
 
 
 COMMANDS: Mapping[str, Command] = {
-    "fetch": Command(fetch.fetch, fetch.FetchOptions, "get the embedded model and data"),
+    "fetch": Command(run.fetch, run.FetchOptions, "get the embedded model and data"),
     "doctor": Command(
-        doctor.doctor, doctor.DoctorOptions, "what is installed, what is missing, and how long runs take here"
+        doctor.doctor, doctor.DoctorOptions, "show what is installed and missing, and how long runs take here"
     ),
     "demo": Command(demo.demo, demo.DemoOptions, "train a first federation, told step by step, and write its page"),
-    "list": Command(
-        catalogue.catalogue, catalogue.ListOptions, "tasks, models, strategies, devices, presets, conflicts"
-    ),
+    "list": Command(run.catalogue, run.ListOptions, "list tasks, models, strategies, devices, presets or conflicts"),
     "plan": Command(run.plan, run.PlanOptions, "show clusters, ranks, bytes, memory and seconds before training"),
     "run": Command(run.run, run.RunOptions, "train a federation and leave a run folder"),
     "resume": Command(run.resume, run.ResumeOptions, "go on with a run that was stopped"),
@@ -56,12 +51,14 @@ COMMANDS: Mapping[str, Command] = {
     "export": Command(
         results.export, results.ExportOptions, "write a client's adapter in PEFT's format, or its whole model"
     ),
-    "place": Command(results.place, results.PlaceOptions, "the cluster of a newcomer, beside those of a run"),
+    "place": Command(results.place, results.PlaceOptions, "show the cluster of a newcomer beside those of a run"),
     "compare": Command(sweep.compare, sweep.CompareOptions, "run several strategies over seeds, and compare"),
     "sweep": Command(sweep.sweep, sweep.SweepOptions, "run a grid of settings and seeds, and compare"),
-    "search": Command(search.search, search.SearchOptions, "search for good settings; each trial is a run"),
+    "search": Command(sweep.search, sweep.SearchOptions, "search for good settings; each trial is a run"),
     "leakage": Command(
-        results.leakage, results.LeakageOptions, "what a cut at each block would give away of the clients' texts"
+        results.leakage,
+        results.LeakageOptions,
+        "measure what a cut at each block would give away of the clients' texts",
     ),
     "masks": Command(results.masks, results.MasksOptions, "show, compare and merge the masks of runs on images"),
     "vectors": Command(
@@ -79,7 +76,7 @@ COMMANDS: Mapping[str, Command] = {
 """In the order in which a newcomer meets them."""
 
 SYNONYMS = {"train": "run", "visualize": "report", "visualise": "report", "plot": "report", "ls": "list"}
-"""Commands of other programs, and what they are called here."""
+"""Commands of other programs, and their names here."""
 
 ABOUT = "ATLAS: federated fine-tuning of transformers across clients with different tasks, devices and data."
 START = "Start with `atlas fetch embedded`, then `atlas run --preset quick`; `atlas COMMAND --help` explains a command."
@@ -143,10 +140,10 @@ def _dispatch(words: Sequence[str]) -> int:
 
 
 def _wait_asleep() -> None:
-    """Threads that wait for each other leave their cores to others soon, unless the user says how they wait.
+    """Let waiting threads leave their cores to others soon, unless the user says how they wait.
 
-    GNU OpenMP reads this when torch is loaded, which nothing has done yet. Left to itself it spins thirty times as
-    long, and where other work holds a core that is time lost (`benchmarks/waiting.py`).
+    GNU OpenMP reads this when torch is loaded. By default it spins thirty times as long, which is time lost where other
+    work holds a core (`benchmarks/waiting.py`).
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)

@@ -1,13 +1,22 @@
 """`atlas run`, `plan`, `resume`, `fetch` and `list`, and the flags of experiment trackers."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from rich.table import Table
 
-from atlas_fl.cli.arguments import Positional, Words, check_target, holds_json, last_value, parse, split
+from atlas_fl.cli.arguments import (
+    Positional,
+    SettingsOptions,
+    Words,
+    check_target,
+    holds_json,
+    last_value,
+    parse,
+    split,
+)
 from atlas_fl.cli.display import going_on, show, show_progress
 from atlas_fl.config import Config, load_config, pin_mask_file, run_folder, settings, validate, value_of
 from atlas_fl.config.conflicts import conflicts, flag_of
@@ -53,28 +62,22 @@ class TrackerOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions(TrackerOptions):
+class RunOptions(TrackerOptions, SettingsOptions):
     """Train a federation and leave a run folder. The defaults below are those of --preset and, over it, of --config."""
 
-    config: str | None = None
-    """A TOML or YAML file of settings, such as the config.toml of a run."""
     resume: bool = False
     """Go on with the run of these settings, if it was begun."""
     lambda_sweep: bool = False
     """Sweep eta of atlas_laplacian as `atlas sweep --lambda-sweep` does, with one seed."""
-    settings: Config = field(default_factory=Config)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions:
+class PlanOptions(SettingsOptions):
     """Show clusters, the k table, ranks, and predicted bytes, memory and seconds of a run; trains nothing and writes
     nothing but with --to."""
 
-    config: str | None = None
-    """A TOML or YAML file of settings, such as the config.toml of a run."""
     to: str | None = None
     """Write the plan as JSON to this file as well."""
-    settings: Config = field(default_factory=Config)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,7 +233,7 @@ def catalogue(words: Sequence[str]) -> int:
     if options.name is not None:
         show([_listing(_one_strategy(options.name)), _listing(_knobs(options.name))])
     else:
-        show([_listing(_catalogues() if options.what is None else CATALOGUES[options.what]())])
+        show([_listing(_catalogues() if options.what is None else CATALOGUES[options.what][1]())])
     return 0
 
 
@@ -246,12 +249,8 @@ def _listing(rows: Lines) -> Table:
 
 def _catalogues() -> Lines:
     yield "atlas list", "what it is"
-    yield "tasks", "data sets, their labels and metrics"
-    yield "models", "pretrained models by their alias"
-    yield "strategies", "the server's rules and published methods; with a name, the settings of that one"
-    yield "devices", "profiles of the clients' machines"
-    yield "presets", "recipes that all defaults come from"
-    yield "conflicts", "settings that contradict each other"
+    for name, (about, _) in CATALOGUES.items():
+        yield name, about
 
 
 def _one_strategy(name: str) -> Lines:
@@ -400,11 +399,12 @@ def _first_line(function: object) -> str:
     return (function.__doc__ or "").strip().partition("\n")[0]
 
 
-CATALOGUES: Mapping[What, Callable[[], Lines]] = {
-    "tasks": _tasks,
-    "models": _models,
-    "strategies": _strategies,
-    "devices": _devices,
-    "presets": _presets,
-    "conflicts": _conflicts,
+CATALOGUES: Mapping[What, tuple[str, Callable[[], Lines]]] = {
+    "tasks": ("data sets, their labels and metrics", _tasks),
+    "models": ("pretrained models by their alias", _models),
+    "strategies": ("the server's rules and published methods; with a name, the settings of that one", _strategies),
+    "devices": ("profiles of the clients' machines", _devices),
+    "presets": ("recipes that all defaults come from", _presets),
+    "conflicts": ("settings that contradict each other", _conflicts),
 }
+"""Summary and table of each list."""

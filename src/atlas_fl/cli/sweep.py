@@ -1,11 +1,11 @@
 """`atlas sweep`, `compare` and `search`: many runs."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from atlas_fl.cli.arguments import ALIASES, Positional, Words, base_config, parse, split
+from atlas_fl.cli.arguments import ALIASES, Positional, SettingsOptions, Words, base_config, parse, split
 from atlas_fl.cli.display import going_on, show, show_progress
 from atlas_fl.config import Config, validate, with_values
 from atlas_fl.errors import MAX_REPR_CHARACTERS, ConfigError
@@ -34,14 +34,14 @@ COMPARED = {flag: "--strategies" if name == "--strategy" else name for flag, nam
     "--methods": "--strategies",
     "--algorithms": "--strategies",
 }
-"""Flags of other programs, and what they are called in a comparison."""
+"""Flags of other programs, and their names in a comparison."""
 MOST_TRIALS = 20
 """Beyond it learning rates would be a thousand times the default and more."""
 WORDS: dict[RunState, str] = {"finished": "is finished", "unfinished": "goes on", "new": "starts"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepOptions:
+class SweepOptions(SettingsOptions):
     """Run every combination of the swept values with several seeds; finished runs are left alone, begun ones go on.
     Ends in a table, its CSV and LaTeX files, and a figure."""
 
@@ -54,13 +54,10 @@ class SweepOptions:
     same_rounds: bool = False
     """Where local_steps is swept, leave the rounds as they are; by default they are scaled, and all runs take as many
     gradient steps."""
-    config: str | None = None
-    """A TOML or YAML file of settings, such as the config.toml of a run."""
-    settings: Config = field(default_factory=Config)
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareOptions:
+class CompareOptions(SettingsOptions):
     """Run several strategies with several seeds; finished runs are left alone, begun ones go on. Ends in a table, its
     CSV and LaTeX files, a figure and a page."""
 
@@ -83,9 +80,6 @@ class CompareOptions:
     """Settings of each strategy that are tried beforehand on development seeds; the best by validation is compared."""
     jobs: int = 1
     """Runs at once, as many as fit into the free memory, each in a process of its own with its share of the cores."""
-    config: str | None = None
-    """A TOML or YAML file of settings, such as the config.toml of a run."""
-    settings: Config = field(default_factory=Config)
 
 
 def sweep(words: Sequence[str]) -> int:
@@ -399,7 +393,7 @@ def label_of(point: Point) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchOptions:
+class SearchOptions(SettingsOptions):
     """Search for the settings with the best validation score by tree-structured Parzen estimators; each trial is a run.
     The same command goes on where it was stopped. Ends in a table, a CSV file and best.toml."""
 
@@ -410,9 +404,6 @@ class SearchOptions:
     """Trials of the whole search, those of before among them."""
     pruner: Literal["none", "median"] = "none"
     """`median` gives up a run whose best validation score so far is below the median of the others at that round."""
-    config: str | None = None
-    """A TOML or YAML file of settings, such as the config.toml of a run."""
-    settings: Config = field(default_factory=Config)
 
 
 def search(words: Sequence[str]) -> int:
