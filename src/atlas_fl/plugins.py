@@ -39,13 +39,13 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "vision_family": ("models.registry.VISION_FAMILIES", "models.registry.FAMILIES"),
     "strategy": ("aggregation.registry.STRATEGIES", "aggregation.registry.ALIASES", "config.methods.METHODS"),
 }
-"""By kind the registry that an entry goes to, followed by others that share its names. They are named and not imported,
-because registries lie in all layers and importing them takes seconds."""
+"""The registry of each kind, and others that share its names. They are not imported here, because registries lie in all
+layers and importing them takes seconds."""
 
 ENTRY_POINTS = "atlas_fl"
 """The group of entry points of installed packages; one is loaded where `--plugin` names it."""
 MOST_BYTES = 1 << 22
-"""Of a plug-in's file."""
+"""Most bytes of a plug-in's file."""
 DIGITS = 16
 
 _NAME = re.compile(r"\.?[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -69,7 +69,7 @@ class Source:
     """Code of a plug-in that has not run."""
 
     name: str
-    """As the user gave it."""
+    """The name that the user gave."""
     module: str
     """The module to import; empty for a file."""
     code: bytes
@@ -89,7 +89,7 @@ class _State:
     loaded: dict[str, tuple[Entry, ...]] = field(default_factory=dict)
     """Entries by pinned name; the code of a plug-in runs once in a process."""
     active: dict[str, tuple[Entry, ...]] = field(default_factory=dict)
-    """Those whose entries are in the registries."""
+    """Plug-ins whose entries are in the registries."""
     loading: list[Entry] | None = None
     """Entries of the plug-in that is being loaded."""
 
@@ -130,7 +130,7 @@ def pin_plugins(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def load_plugins(names: Sequence[str], *, outside: Path | None = None) -> tuple[str, ...]:
-    """Have the registries of this process hold what these plug-ins register, and no others; their pinned names.
+    """Put the entries of these plug-ins, and of no others, into the registries of this process; their pinned names.
 
     Files in the folder `outside` are refused: a run that one was given does not bring its own code.
 

@@ -152,7 +152,7 @@ WIDEST = 100
 NAMES = 26
 """Most columns of a name; the text of a longer one begins on the next line."""
 SPACE = "\N{NO-BREAK SPACE}"
-"""Where no line may end: textwrap breaks at ordinary spaces alone."""
+"""Space at which no line ends: textwrap breaks at ordinary spaces alone."""
 
 _METAVARS = {int: "INT", float: "NUMBER", str: "TEXT"}
 

@@ -89,7 +89,7 @@ class ResumeOptions(TrackerOptions):
     max_rounds: int | None = None
     """Stop after this many rounds."""
     runs_dir: str = "runs"
-    """Where run folders lie."""
+    """Folder of run folders."""
 
 
 def run(words: Sequence[str]) -> int:
@@ -193,7 +193,7 @@ class FetchOptions:
     twice. ATLAS_CACHE names another folder."""
 
     what: Annotated[Literal["embedded", "vision"], Positional("WHAT")] = "embedded"
-    """What is fetched."""
+    """Assets to get."""
 
 
 def fetch(words: Sequence[str]) -> int:
@@ -220,9 +220,9 @@ class ListOptions:
     """Show what there is to choose from. Without a word, what can be listed."""
 
     what: Annotated[What | None, Positional("WHAT")] = None
-    """What is listed."""
+    """Registry to list."""
     name: Annotated[str | None, Positional("NAME")] = None
-    """Of strategies one alone, with the settings that are its own."""
+    """A strategy, to show it alone with its own settings."""
 
 
 def catalogue(words: Sequence[str]) -> int:

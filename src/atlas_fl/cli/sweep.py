@@ -36,7 +36,7 @@ COMPARED = {flag: "--strategies" if name == "--strategy" else name for flag, nam
 }
 """Flags of other programs, and their names in a comparison."""
 MOST_TRIALS = 20
-"""Beyond it learning rates would be a thousand times the default and more."""
+"""Most settings of a method that are tried; with more, learning rates reach a thousand times the default."""
 WORDS: dict[RunState, str] = {"finished": "is finished", "unfinished": "goes on", "new": "starts"}
 
 
@@ -50,10 +50,10 @@ class SweepOptions(SettingsOptions):
     lambda_sweep: bool = False
     """The same as `--over eta=0,0.01,0.1,0.5,1` with the strategy atlas_laplacian."""
     seeds: tuple[int, ...] = (1,)
-    """How many seeds each combination has: 42, 123, 456, 789, 1024, then 2001 and on. Several numbers are the seeds."""
+    """Number of seeds of each combination: 42, 123, 456, 789, 1024, then 2001 and on. Several numbers are the seeds."""
     same_rounds: bool = False
-    """Where local_steps is swept, leave the rounds as they are; by default they are scaled, and all runs take as many
-    gradient steps."""
+    """Keep the rounds in a sweep over local_steps; by default they are scaled, and all runs take equally many gradient
+    steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class CompareOptions(SettingsOptions):
     lambda_sweep: bool = False
     """The same as `--over eta=0,0.01,0.1,0.5,1`."""
     seeds: tuple[int, ...] = (3,)
-    """How many seeds each strategy has: 42, 123, 456, 789, 1024, then 2001 and on. Several numbers are the seeds."""
+    """Number of seeds of each strategy: 42, 123, 456, 789, 1024, then 2001 and on. Several numbers are the seeds."""
     control: str | None = None
     """The strategy that the others are tested against; by default the first of fedavg_cluster, fedavg and local."""
     score: Literal["final", "best"] = "final"

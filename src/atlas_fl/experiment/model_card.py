@@ -27,7 +27,7 @@ _LOADING = {
     ),
     "whole model": ("from transformers import {auto}", "model = {auto}.from_pretrained(folder).eval()"),
 }
-"""By kind of folder: imports, and the lines that load it."""
+"""Imports, and the lines that load it, by kind of folder."""
 
 _CLASSES = """\
 labels = json.loads(Path(folder, "labels.json").read_text(encoding="utf-8"))

@@ -67,7 +67,7 @@ class SameSteps:
     base_steps: int
     """Rounds x J of the settings without the sweep."""
     settings: Mapping[str, Mapping[str, int]]
-    """By swept value: the rounds, and the rounds between two evaluations, which lie as many steps apart."""
+    """Rounds and rounds between two evaluations, by swept value."""
 
     def __str__(self) -> str:
         """One line for the screen."""

@@ -52,7 +52,7 @@ class TuningTrial:
     """Settings of a method that were tried."""
 
     settings: Mapping[str, SettingValue]
-    """By name."""
+    """Values by setting."""
     validation: float
     """Mean validation score over clients and development seeds."""
 
