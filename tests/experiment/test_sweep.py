@@ -110,11 +110,11 @@ def test_the_grid_has_every_combination_with_seeds_innermost(base: Config) -> No
 
 def test_a_point_is_compared_with_the_local_runs_of_its_own_settings(base: Config) -> None:
     points = grid(base, over={"strategy": ("local", "atlas"), "samples": ("8", "12")}, seeds=(1, 2))
-    folders = [Path(f"{p.changes['strategy']}-{p.changes['samples']}-{p.config.run.seed}") for p in points]
+    runs = [(p, Path(f"{p.changes['strategy']}-{p.changes['samples']}-{p.config.run.seed}")) for p in points]
     own = {size: [Path(f"local-{size}-1"), Path(f"local-{size}-2")] for size in ("8", "12")}
     expected = {f"strategy={rule} samples={size}": own[size] for rule in ("local", "atlas") for size in own}
-    assert local_runs(points, folders) == expected
-    assert local_runs(points[4:], folders[4:]) == {label: [] for label in list(expected)[2:]}
+    assert local_runs(runs) == expected
+    assert local_runs(runs[4:]) == {label: [] for label in list(expected)[2:]}
 
 
 def test_a_named_sweep_has_a_name_for_every_run(base: Config) -> None:
