@@ -156,7 +156,7 @@ def load_plugins(names: Sequence[str], *, outside: Path | None = None) -> tuple[
 
 def plugin_digests(names: Sequence[str]) -> tuple[str, ...]:
     """The digests of these plug-ins, sorted, wherever they lie; the name of one that is not pinned."""
-    return tuple(sorted(digest or name for name, digest in map(_split, names)))
+    return tuple(sorted(digest or name for name, digest in map(split_pin, names)))
 
 
 def active_plugins() -> tuple[str, ...]:
@@ -179,7 +179,12 @@ def check_registered(names: Mapping[str, Sequence[str]]) -> None:
             )
 
 
-def _split(name: str) -> tuple[str, str | None]:
+def split_pin(name: str) -> tuple[str, str | None]:
+    """(the name, the digest behind it); None where it has none.
+
+    >>> split_pin("halves.py#sha256=0123456789abcdef"), split_pin("halves.py")
+    (('halves.py', '0123456789abcdef'), ('halves.py', None))
+    """
     match = _PINNED.fullmatch(name)
     return (name, None) if match is None else (match[1], match[2])
 
@@ -187,7 +192,7 @@ def _split(name: str) -> tuple[str, str | None]:
 def _find_sources(names: Sequence[str]) -> list[Source]:
     sources: list[Source] = []
     for word in names:
-        name, digest = _split(word)
+        name, digest = split_pin(word)
         source = _read_file(name) if name.endswith(".py") or "/" in name else _read_module(name)
         if digest is not None and source.digest != digest:
             raise ConfigError(
@@ -239,7 +244,7 @@ def _files_of(module: str) -> dict[str, Path]:
 
 
 def _run(source: Source) -> tuple[Entry, ...]:
-    """The registrations that the code of a plug-in makes."""
+    """Run the code of a plug-in; its registrations."""
     _STATE.loading = []
     try:
         if source.module in sys.modules:
@@ -266,7 +271,7 @@ def _run(source: Source) -> tuple[Entry, ...]:
 
 
 def _run_file(source: Source) -> None:
-    """Run the very bytes that the digest is of, as a module that dataclasses and tracebacks find."""
+    """Run the bytes that were digested, as a module that dataclasses and tracebacks find."""
     module = ModuleType(f"atlas_fl_plugin_{source.digest}")
     module.__file__ = source.name
     with ExitStack() as undo:

@@ -141,17 +141,8 @@ def test_sweep_runs_every_point_and_ends_in_a_table_and_a_csv(atlas: Atlas, ran:
 def test_a_sweep_over_local_steps_scales_the_rounds_and_says_so(
     atlas: Atlas, ran: list[Config], tmp_path: Path
 ) -> None:
-    words = [
-        "sweep",
-        "--preset",
-        "vision-quick",
-        "--model",
-        "minilm",
-        "--tasks",
-        "digits",
-        "--over",
-        "local-steps=4,12",
-    ]
+    words = ["sweep", "--preset", "vision-quick", "--model", "minilm", "--tasks", "digits"]
+    words += ["--over", "local-steps=4,12"]
     said = atlas(*words, "--runs-dir", str(tmp_path / "scaled"))
     assert (said.code, said.err) == (0, "")
     assert [(config.images.local_steps, config.training.rounds) for config in ran] == [(4, 6), (12, 2)]

@@ -46,11 +46,6 @@ def test_two_presets_contradict(tmp_path: Path) -> None:
         base("--config", str(path), "--preset", "full")
 
 
-def test_an_unknown_preset_has_its_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"unknown preset 'quik'; did you mean 'quick'\?"):
-        base("--preset", "quik")
-
-
 def test_a_file_that_a_command_has_not_written_is_not_written_over(tmp_path: Path) -> None:
     def is_plan(path: Path) -> bool:
         return holds_json(path, keys=("clients", "data"))

@@ -68,7 +68,7 @@ COMMANDS: Mapping[str, Command] = {
     "serve": Command(deploy.serve, deploy.ServeOptions, "train a federation whose clients join from other machines"),
     "join": Command(deploy.join, deploy.JoinOptions, "take part in a federation with the data of this machine"),
     "completion": Command(
-        lambda words: completion.completion(words, options_by_command()),
+        lambda words: completion.completion(words, COMMANDS),
         completion.CompletionOptions,
         "print a script with which the shell completes commands and flags",
     ),
@@ -108,11 +108,6 @@ def main(words: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # a help page was printed
         return int(stop.code or 0)
     return code
-
-
-def options_by_command() -> dict[str, tuple[type[Any], str]]:
-    """(type of the options, summary) of every command."""
-    return {name: (command.options, command.summary) for name, command in COMMANDS.items()}
 
 
 def page() -> str:

@@ -4,12 +4,12 @@ A setting is declared on one line. Its name is its flag and its key in a file, s
 docstring is its help; its annotation has its type, its range and its marks (`config.values`).
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from atlas_fl.config.values import Mark, Range, UsedBy, invalid_value, parse_integer
+from atlas_fl.plugins import split_pin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -375,11 +375,8 @@ class SparseConfig:
 
 
 def parse_mask_file(mask_file: str | None) -> tuple[str | None, str | None]:
-    """(the path, the digest of its content) that a `mask_file` says; None for what it does not."""
-    if mask_file is None:
-        return None, None
-    match = re.fullmatch(r"(.+)#sha256=([0-9a-f]{16})", mask_file)
-    return (mask_file, None) if match is None else (match[1], match[2])
+    """(path, digest of the content) of a `mask_file`; None for each that it lacks."""
+    return (None, None) if mask_file is None else split_pin(mask_file)
 
 
 @dataclass(frozen=True, kw_only=True)
