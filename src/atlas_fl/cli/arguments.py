@@ -252,7 +252,7 @@ def has_settings(options: type[Any]) -> bool:
 
 
 def arguments(options: type[Any], config: Config | None = None) -> list[Argument]:
-    """All that a command takes, with the defaults of this config."""
+    """All arguments of a command, with the defaults of this config."""
     of_settings = setting_arguments(config or Config()) if has_settings(options) else ()
     return [*option_arguments(options), *of_settings]
 

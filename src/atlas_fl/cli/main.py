@@ -24,7 +24,7 @@ class Command:
     """One command."""
 
     run: Callable[[Sequence[str]], int]
-    """From its words to an exit code."""
+    """Its function, from words to an exit code."""
     options: type[Any]
     """The dataclass of its options, whose fields without a default it cannot do without."""
     summary: str

@@ -189,7 +189,7 @@ class Trial:
     """A finished trial."""
 
     number: int
-    """From 0."""
+    """Its number, from 0."""
     changes: Mapping[str, str]
     """The chosen values, as text."""
     run: str
