@@ -158,6 +158,17 @@ _METAVARS = {int: "INT", float: "NUMBER", str: "TEXT"}
 
 
 @dataclass(frozen=True)
+class Command:
+    """One command."""
+
+    run: Callable[[Sequence[str]], int]
+    """Its function, from words to an exit code."""
+    options: type[Any]
+    """The dataclass of its options, whose fields without a default it cannot do without."""
+    summary: str
+
+
+@dataclass(frozen=True)
 class Positional:
     """Mark of an option that is words without a flag, such as `Annotated[str, Positional("RUN")]`."""
 

@@ -2,14 +2,11 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
-from atlas_fl.cli.arguments import Positional, arguments, choices, known_flags, parse, split
+from atlas_fl.cli.arguments import Command, Positional, arguments, choices, known_flags, parse, split
 
-if TYPE_CHECKING:
-    from atlas_fl.cli.main import Command
-
-    Commands: TypeAlias = Mapping[str, Command]
+Commands: TypeAlias = Mapping[str, Command]
 
 BASH = """_atlas() {{
   local words=""
@@ -42,25 +39,25 @@ class CompletionOptions:
     """The shell."""
 
 
-def completion(words: Sequence[str], commands: "Commands") -> int:
+def completion(words: Sequence[str], commands: Commands) -> int:
     """Print the script for the shell that these words name; 0."""
     options = parse(CompletionOptions, split(words), command="atlas completion")
     print({"bash": _bash, "zsh": _zsh, "fish": _fish}[options.shell](commands), end="")
     return 0
 
 
-def _bash(commands: "Commands") -> str:
+def _bash(commands: Commands) -> str:
     cases = (f'    *:{place}) words="{" ".join(words)}" ;;' for place, words in _cases(commands))
     return BASH.format(commands=" ".join([*commands, "-h", "--help"]), cases="\n".join(cases))
 
 
-def _zsh(commands: "Commands") -> str:
+def _zsh(commands: Commands) -> str:
     described = " ".join(f"{name}:{_quoted(command.summary)}" for name, command in commands.items())
     cases = (f"    *:{place}) compadd -- {' '.join(words)} ;;" for place, words in _cases(commands))
     return ZSH.format(described=described, cases="\n".join(cases))
 
 
-def _fish(commands: "Commands") -> str:
+def _fish(commands: Commands) -> str:
     lines = ["complete -c atlas -f -n __fish_use_subcommand -s h -l help"]
     for name, command in commands.items():
         lines.append(f"complete -c atlas -f -n __fish_use_subcommand -a {name} -d {_quoted(command.summary)}")
@@ -74,7 +71,7 @@ def _fish(commands: "Commands") -> str:
     return "\n".join([*lines, ""])
 
 
-def _cases(commands: "Commands") -> Iterator[tuple[str, Sequence[str]]]:
+def _cases(commands: Commands) -> Iterator[tuple[str, Sequence[str]]]:
     """The words that may follow, by COMMAND:WORD BEFORE; the choices of a flag stand before all flags."""
     for name, command in commands.items():
         for argument in arguments(command.options):

@@ -3,13 +3,11 @@
 import errno
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
-from typing import Any
 
 from atlas_fl.cli import completion, demo, deploy, doctor, results, run, sweep, watch
-from atlas_fl.cli.arguments import table, wrap_lines
+from atlas_fl.cli.arguments import Command, table, wrap_lines
 from atlas_fl.errors import AtlasError, ConfigError, did_you_mean, replace_unprintable, short_repr
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
@@ -17,17 +15,6 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 USER_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 SPINS = "10000"
 """Times that a thread of GNU OpenMP looks for new work before it sleeps: fewer cost time on an idle machine."""
-
-
-@dataclass(frozen=True)
-class Command:
-    """One command."""
-
-    run: Callable[[Sequence[str]], int]
-    """Its function, from words to an exit code."""
-    options: type[Any]
-    """The dataclass of its options, whose fields without a default it cannot do without."""
-    summary: str
 
 
 COMMANDS: Mapping[str, Command] = {

@@ -10,6 +10,7 @@ from atlas_fl.cli.display import going_on, show, show_progress
 from atlas_fl.config import Config, validate, with_values
 from atlas_fl.errors import MAX_REPR_CHARACTERS, ConfigError
 from atlas_fl.events import PhaseStarted
+from atlas_fl.experiment.parallel_runs import run_all
 from atlas_fl.experiment.sweep import (
     LAMBDA_SWEEP,
     Point,
@@ -18,7 +19,6 @@ from atlas_fl.experiment.sweep import (
     comparison_name,
     grid,
     parse_over,
-    run_all,
     same_steps,
     with_eta,
     write_planned_runs,

@@ -1,4 +1,4 @@
-"""Runs of a comparison at once: worker processes that each make several runs and keep what these have in common.
+"""Runs of several configs, here or at once in worker processes that each make several and keep what these share.
 
 A process is given the runs of one seed after another, because strategies of one seed share data, fingerprints, states
 of the frozen blocks and first rounds (`runtime.reuse`, `models.prefix_cache`); one without work takes over runs of the
@@ -15,17 +15,57 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any
 
 from atlas_fl.config import Config, parse_config, run_folder, to_toml
 from atlas_fl.errors import AtlasError, CheckpointError
-from atlas_fl.events import Note, OnEvent
+from atlas_fl.events import Note, OnEvent, ignore
 from atlas_fl.experiment.free_memory import bytes_of_a_run, free_bytes, jobs_that_fit, memory_note
-from atlas_fl.experiment.sweep import OnRun, Point, RunState
+from atlas_fl.experiment.sweep import OnRun, Point, RunState, run_state
 from atlas_fl.plugins import check_registered, load_plugins, registered_names
 
 DONE: RunState = "finished"
 PROGRAM = "from atlas_fl.experiment.parallel_runs import serve_runs; serve_runs()"
+
+
+def run_all(
+    points: Sequence[Point],
+    *,
+    jobs: int | None = None,
+    on_run: OnRun = lambda *_: None,
+    on_event: OnEvent = ignore,
+) -> tuple[Path, ...]:
+    """Run every point: new runs are started, unfinished ones resumed, finished ones left alone; the run folders.
+
+    Runs follow each other in this process, or `jobs` of them run at once, each in a process of its own. `on_run` is
+    called with the index, the point and the state of a run beforehand.
+
+    Raises:
+        AtlasError: a run cannot go on; those before it stay.
+    """
+    from atlas_fl.experiment.run import run_config
+    from atlas_fl.runtime.reuse import REUSED_RESULTS
+
+    states = [run_state(point.config) for point in points]
+    if jobs is None:
+        with REUSED_RESULTS.remember() as results:
+            for index, (point, state) in enumerate(zip(points, states)):
+                on_run(index, point, state)
+                if state != "finished":
+                    run_config(point.config, on_event=on_event, resume=True)
+        computed_seconds, saved_seconds = results.computed_seconds, results.saved_seconds
+    else:
+        computed_seconds, saved_seconds = run_in_processes(points, states, jobs=jobs, on_run=on_run, on_event=on_event)
+    if saved_seconds:
+        share = saved_seconds / (computed_seconds + saved_seconds)
+        on_event(
+            Note(
+                f"{computed_seconds:.0f} s of the clients' work computed, {saved_seconds:.0f} s ({share:.0%}) shared"
+                " between runs: equal fingerprints, first rounds and scores"
+            )
+        )
+    return tuple(run_folder(point.config).path for point in points)
 
 
 def run_in_processes(
@@ -33,7 +73,7 @@ def run_in_processes(
 ) -> tuple[float, float]:
     """Run the unfinished points, as many at once as fit into memory, each process with its share of the cores.
 
-    Returns the seconds of the clients' work that were computed, and those that were saved (`experiment.sweep.run_all`).
+    Returns the seconds of the clients' work that were computed, and those that were saved (`run_all`).
 
     Raises:
         CheckpointError: a run failed; those that had begun end first, and all that was done stays.

@@ -24,8 +24,9 @@ from atlas_fl.config.values import Mark, parse_integer, unwrap_optional
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.events import Event, OnEvent, RoundFinished, ignore
 from atlas_fl.experiment.early_stopping import best_rounds
+from atlas_fl.experiment.parallel_runs import run_all
 from atlas_fl.experiment.summary import histories, mean_series
-from atlas_fl.experiment.sweep import Point, RunState, grid, parse_over, run_all
+from atlas_fl.experiment.sweep import Point, RunState, grid, parse_over
 from atlas_fl.rng import derive_seed
 from atlas_fl.storage.extras import install_command
 from atlas_fl.storage.files import is_left_of_beginning, run_lock

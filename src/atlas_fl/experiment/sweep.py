@@ -1,6 +1,6 @@
 """Runs of several configs: a grid of settings and seeds; finished runs are not repeated, unfinished ones are resumed.
 
-`atlas sweep`, `compare`, its tuning and `search` all run points of `grid` by `run_all`.
+`atlas sweep`, `compare`, its tuning and `search` run points of `grid` by `parallel_runs.run_all`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,6 @@ from atlas_fl.config.presets import turn_dial
 from atlas_fl.config.settings import find_setting
 from atlas_fl.config.values import LARGEST, Mark
 from atlas_fl.errors import CheckpointError, ConfigError, short_repr
-from atlas_fl.events import Note, OnEvent, ignore
 from atlas_fl.storage.run_folder import PLANNED_RUNS
 
 SEEDS = (42, 123, 456, 789, 1024)
@@ -230,46 +229,6 @@ def run_state(config: Config) -> RunState:
             f"{folder.path} is a run with {name} = {there}, not {here}; give another --name or --runs-dir, or remove it"
         )
     return "finished" if folder.summary.is_file() else "unfinished"
-
-
-def run_all(
-    points: Sequence[Point],
-    *,
-    jobs: int | None = None,
-    on_run: OnRun = lambda *_: None,
-    on_event: OnEvent = ignore,
-) -> tuple[Path, ...]:
-    """Run every point: new runs are started, unfinished ones resumed, finished ones left alone; the run folders.
-
-    Runs follow each other in this process, or `jobs` of them run at once, each in a process of its own. `on_run` is
-    called with the index, the point and the state of a run beforehand.
-
-    Raises:
-        AtlasError: a run cannot go on; those before it stay.
-    """
-    from atlas_fl.experiment.parallel_runs import run_in_processes
-    from atlas_fl.experiment.run import run_config
-    from atlas_fl.runtime.reuse import REUSED_RESULTS
-
-    states = [run_state(point.config) for point in points]
-    if jobs is None:
-        with REUSED_RESULTS.remember() as results:
-            for index, (point, state) in enumerate(zip(points, states)):
-                on_run(index, point, state)
-                if state != "finished":
-                    run_config(point.config, on_event=on_event, resume=True)
-        computed_seconds, saved_seconds = results.computed_seconds, results.saved_seconds
-    else:
-        computed_seconds, saved_seconds = run_in_processes(points, states, jobs=jobs, on_run=on_run, on_event=on_event)
-    if saved_seconds:
-        share = saved_seconds / (computed_seconds + saved_seconds)
-        on_event(
-            Note(
-                f"{computed_seconds:.0f} s of the clients' work computed, {saved_seconds:.0f} s ({share:.0%}) shared"
-                " between runs: equal fingerprints, first rounds and scores"
-            )
-        )
-    return tuple(run_folder(point.config).path for point in points)
 
 
 def comparison_name(points: Sequence[Point], *, preset: str) -> str:
