@@ -20,7 +20,7 @@ import atlas_fl
 from atlas_fl.cli.arguments import ALIASES, HINTS, has_settings, known_flags, parse, split
 from atlas_fl.cli.main import COMMANDS
 from atlas_fl.config import load_config, settings, validate, with_values
-from atlas_fl.config.presets import PRESETS
+from atlas_fl.config.presets import find_preset, presets
 from atlas_fl.errors import AtlasError
 from atlas_fl.experiment.search import check_space, parse_space
 from atlas_fl.experiment.sweep import chosen_seeds, grid, parse_over
@@ -404,14 +404,14 @@ def check_call(call: ast.Call) -> None:
     """Presets and settings that a snippet names in words."""
     name = ast.unparse(call.func)
     if name == "find_preset" and isinstance(call.args[0], ast.Constant):
-        assert ast.literal_eval(call.args[0]) in PRESETS
+        assert ast.literal_eval(call.args[0]) in presets()
     if name == "with_values" and isinstance(call.args[1], ast.Dict):
         texts = {
             str(ast.literal_eval(key)): str(ast.literal_eval(value))
             for key, value in zip(call.args[1].keys, call.args[1].values)
             if isinstance(key, ast.Constant) and isinstance(value, ast.Constant)
         }
-        with_values(PRESETS["quick"](), texts)
+        with_values(find_preset("quick"), texts)
 
 
 def test_the_readme_has_the_snippet_of_the_package() -> None:

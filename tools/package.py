@@ -32,7 +32,8 @@ PACKAGE = "atlas_fl"
 COMMAND = "atlas = atlas_fl.cli.main:main"
 FIRST = (
     "py.typed",
-    "config/presets.py",
+    "config/presets.toml",
+    "config/conflicts.tsv",
     "report/html/page.html.jinja",
     "report/html/page.css",
     "report/html/page.js",

@@ -16,8 +16,8 @@ from inspect import isfunction
 from pathlib import Path
 
 import atlas_fl
-from atlas_fl.cli.arguments import Argument, has_settings, option_arguments, setting_arguments
-from atlas_fl.cli.main import COMMANDS, Command
+from atlas_fl.cli.arguments import Argument, Command, has_settings, option_arguments, setting_arguments
+from atlas_fl.cli.main import COMMANDS
 from atlas_fl.config import Config
 from atlas_fl.config.settings import group_classes
 

@@ -39,13 +39,13 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "vision_family": ("models.registry.VISION_FAMILIES", "models.registry.FAMILIES"),
     "method": ("methods.registry.RULES", "methods.registry.ALIASES", "methods.registry.METHODS"),
 }
-"""By kind the registry that an entry goes to, followed by others that share its names. They are named and not imported,
-because registries lie in all layers and importing them takes seconds."""
+"""The registry of each kind, and others that share its names. They are not imported here, because registries lie in all
+layers and importing them takes seconds."""
 
 ENTRY_POINTS = "atlas_fl"
 """The group of entry points of installed packages; one is loaded where `--plugin` names it."""
 MOST_BYTES = 1 << 22
-"""Of a plug-in's file."""
+"""Most bytes of a plug-in's file."""
 DIGITS = 16
 
 _NAME = re.compile(r"\.?[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -69,7 +69,7 @@ class Source:
     """Code of a plug-in that has not run."""
 
     name: str
-    """As the user gave it."""
+    """The name that the user gave."""
     module: str
     """The module to import; empty for a file."""
     code: bytes
@@ -89,7 +89,7 @@ class _State:
     loaded: dict[str, tuple[Entry, ...]] = field(default_factory=dict)
     """Entries by pinned name; the code of a plug-in runs once in a process."""
     active: dict[str, tuple[Entry, ...]] = field(default_factory=dict)
-    """Those whose entries are in the registries."""
+    """Plug-ins whose entries are in the registries."""
     loading: list[Entry] | None = None
     """Entries of the plug-in that is being loaded."""
 
@@ -138,7 +138,7 @@ def pin_plugins(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def load_plugins(names: Sequence[str], *, outside: Path | None = None) -> tuple[str, ...]:
-    """Have the registries of this process hold what these plug-ins register, and no others; their pinned names.
+    """Put the entries of these plug-ins, and of no others, into the registries of this process; their pinned names.
 
     Files in the folder `outside` are refused: a run that one was given does not bring its own code.
 
@@ -164,7 +164,7 @@ def load_plugins(names: Sequence[str], *, outside: Path | None = None) -> tuple[
 
 def plugin_digests(names: Sequence[str]) -> tuple[str, ...]:
     """The digests of these plug-ins, sorted, wherever they lie; the name of one that is not pinned."""
-    return tuple(sorted(digest or name for name, digest in map(_split, names)))
+    return tuple(sorted(digest or name for name, digest in map(split_pin, names)))
 
 
 def registrations(pinned: str, kind: str) -> dict[str, Any]:
@@ -192,7 +192,12 @@ def check_registered(names: Mapping[str, Sequence[str]]) -> None:
             )
 
 
-def _split(name: str) -> tuple[str, str | None]:
+def split_pin(name: str) -> tuple[str, str | None]:
+    """(the name, the digest behind it); None where it has none.
+
+    >>> split_pin("halves.py#sha256=0123456789abcdef"), split_pin("halves.py")
+    (('halves.py', '0123456789abcdef'), ('halves.py', None))
+    """
     match = _PINNED.fullmatch(name)
     return (name, None) if match is None else (match[1], match[2])
 
@@ -200,7 +205,7 @@ def _split(name: str) -> tuple[str, str | None]:
 def _find_sources(names: Sequence[str]) -> list[Source]:
     sources: list[Source] = []
     for word in names:
-        name, digest = _split(word)
+        name, digest = split_pin(word)
         source = _read_file(name) if name.endswith(".py") or "/" in name else _read_module(name)
         if digest is not None and source.digest != digest:
             raise ConfigError(
@@ -252,7 +257,7 @@ def _files_of(module: str) -> dict[str, Path]:
 
 
 def _run(source: Source) -> tuple[Entry, ...]:
-    """The registrations that the code of a plug-in makes."""
+    """Run the code of a plug-in; its registrations."""
     _STATE.loading = []
     try:
         if source.module in sys.modules:
@@ -279,7 +284,7 @@ def _run(source: Source) -> tuple[Entry, ...]:
 
 
 def _run_file(source: Source) -> None:
-    """Run the very bytes that the digest is of, as a module that dataclasses and tracebacks find."""
+    """Run the bytes that were digested, as a module that dataclasses and tracebacks find."""
     module = ModuleType(f"atlas_fl_plugin_{source.digest}")
     module.__file__ = source.name
     with ExitStack() as undo:

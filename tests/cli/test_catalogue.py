@@ -6,7 +6,7 @@ import pytest
 from atlas_fl.cli.run import CATALOGUES
 from atlas_fl.config import Config, settings, validate, with_values
 from atlas_fl.config.conflicts import conflicts, flag_of
-from atlas_fl.config.presets import PRESETS
+from atlas_fl.config.presets import presets
 from atlas_fl.data.registry import TASKS
 from atlas_fl.errors import ConfigError
 from atlas_fl.methods.method import Method
@@ -16,7 +16,7 @@ from atlas_fl.ranks.devices import DEVICES, parse_device
 
 Atlas = Callable[..., Any]
 REGISTRIES = {
-    **{"tasks": TASKS, "models": MODELS, "devices": DEVICES, "presets": PRESETS},
+    **{"tasks": TASKS, "models": MODELS, "devices": DEVICES, "presets": presets()},
     "strategies": [*RULES, *METHODS],
 }
 

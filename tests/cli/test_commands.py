@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from atlas_fl.cli.arguments import Command
 from atlas_fl.cli.display import going_on
-from atlas_fl.cli.main import COMMANDS, SPINS, Command
+from atlas_fl.cli.main import COMMANDS, SPINS
 from atlas_fl.errors import BudgetError
 
 Atlas = Callable[..., Any]

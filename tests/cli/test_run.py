@@ -13,7 +13,7 @@ from PIL import Image
 from atlas_fl.cli.arguments import ALIASES, split
 from atlas_fl.cli.sweep import _parse_comparison
 from atlas_fl.config import Config, load_config, run_folder, to_toml, value_of
-from atlas_fl.config.presets import quick
+from atlas_fl.config.presets import find_preset
 from atlas_fl.events import Note, PhaseStarted
 from atlas_fl.experiment.run import RunResult
 from atlas_fl.report.html.write import is_page
@@ -69,7 +69,7 @@ def test_run_hands_over_what_the_flags_say(atlas: Atlas, ran: list[Config], tmp_
         "run", "--runs-dir", str(tmp_path), "--alpha", "0.25", "--tasks", "movie", "sms", "--no-block-diagonal"
     )
     assert (said.code, said.err) == (0, "")
-    expected = replace(quick(), run=replace(quick().run, runs_dir=str(tmp_path)))
+    expected = replace(find_preset("quick"), run=replace(find_preset("quick").run, runs_dir=str(tmp_path)))
     changed = {
         name for name in ("alpha", "tasks", "block_diagonal") if value_of(ran[0], name) != value_of(expected, name)
     }
@@ -141,17 +141,8 @@ def test_sweep_runs_every_point_and_ends_in_a_table_and_a_csv(atlas: Atlas, ran:
 def test_a_sweep_over_local_steps_scales_the_rounds_and_says_so(
     atlas: Atlas, ran: list[Config], tmp_path: Path
 ) -> None:
-    words = [
-        "sweep",
-        "--preset",
-        "vision-quick",
-        "--model",
-        "minilm",
-        "--tasks",
-        "digits",
-        "--over",
-        "local-steps=4,12",
-    ]
+    words = ["sweep", "--preset", "vision-quick", "--model", "minilm", "--tasks", "digits"]
+    words += ["--over", "local-steps=4,12"]
     said = atlas(*words, "--runs-dir", str(tmp_path / "scaled"))
     assert (said.code, said.err) == (0, "")
     assert [(config.images.local_steps, config.training.rounds) for config in ran] == [(4, 6), (12, 2)]

@@ -9,15 +9,15 @@ from atlas_fl.errors import ConfigError
 
 @pytest.mark.parametrize("conflict", conflicts(), ids=lambda row: f"{row.setting}-{row.other}")
 def test_a_row_is_of_settings_that_there_are_and_can_be_looked_for(conflict: Conflict) -> None:
-    assert {conflict.setting, conflict.other} <= {*settings(), RULE}
+    assert {name for name, _ in conflict.values} <= {*settings(), RULE}
     assert conflict.applies(Config()) in (True, False)
     assert "{" not in conflict.message(Config())
 
 
 def test_no_row_stands_twice_and_no_name_of_values_is_idle() -> None:
-    pairs = [(row.setting, row.value, row.other, row.other_value) for row in conflicts()]
-    assert len({*pairs}) == len(pairs)
-    assert {*NAMED} <= {words for pair in pairs for words in pair}
+    rows = [tuple(row.values) for row in conflicts()]
+    assert len({*rows}) == len(rows)
+    assert {*NAMED} <= {words for row in rows for _, words in row}
 
 
 def test_the_default_config_has_no_conflict() -> None:

@@ -4,9 +4,10 @@ from atlas_fl.config import Config, settings, value_of
 from atlas_fl.config.settings import group_classes, replace_settings
 
 
-def test_every_setting_has_a_help_that_is_a_sentence() -> None:
+def test_every_setting_has_a_help_that_is_a_noun_phrase_or_an_imperative() -> None:
     for setting in settings().values():
         assert re.fullmatch(r"[A-Z`].+\.", setting.help), setting.name
+        assert not re.match(r"(What|Whether|Which|Where|Who|Whose|How|Of|Those|Nothing)\b", setting.help), setting.name
 
 
 def test_every_group_says_what_it_is() -> None:

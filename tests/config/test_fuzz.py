@@ -8,7 +8,7 @@ import pytest
 import tomlkit
 
 from atlas_fl.config import Config, load_config, settings, validate
-from atlas_fl.config.presets import PRESETS
+from atlas_fl.config.presets import find_preset, presets
 from atlas_fl.config.settings import replace_settings
 from atlas_fl.errors import AtlasError
 
@@ -28,7 +28,7 @@ def any_value(draw: random.Random, values: list[Any], depth: int = 0) -> Any:
 
 def near_value(draw: random.Random, name: str) -> Any:
     """A value of the right type more often than not, so that not every config fails at its first setting."""
-    preset = draw.choice(list(PRESETS.values()))()
+    preset = find_preset(draw.choice(list(presets())))
     value = getattr(getattr(preset, settings()[name].group), name)
     if type(value) in (int, float) and draw.random() < 0.5:
         return type(value)(draw.choice([value * 2, value / 2, value + 1]))

@@ -8,9 +8,8 @@ from atlas_fl.cli.arguments import parse, split
 from atlas_fl.cli.run import RunOptions
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.config import Config, settings, validate, with_values
-from atlas_fl.config.federations import DIALS
 from atlas_fl.config.methods import rule_of, with_method_settings, without_method_settings
-from atlas_fl.config.presets import find_preset
+from atlas_fl.config.presets import find_preset, presets
 from atlas_fl.config.settings import value_of
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.sweep import grid
@@ -36,7 +35,9 @@ REMEDY = re.compile(r"; (set|take|leave|raise) ")
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("preset", ["smoke", "vision-lora", *DIALS])
+@pytest.mark.parametrize(
+    "preset", ["smoke", "vision-lora", *(name for name, preset in presets().items() if preset.dial)]
+)
 def test_a_method_fits_a_preset_or_refuses_it_in_a_line_with_a_remedy(preset: str, method: str) -> None:
     base = find_preset(preset)
     try:

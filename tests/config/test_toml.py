@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atlas_fl.config import Config, DataConfig, RunConfig, TrainingConfig, load_config, settings, to_toml
-from atlas_fl.config.presets import PRESETS, full
+from atlas_fl.config.presets import find_preset, presets
 from atlas_fl.errors import ConfigError
 
 
@@ -17,16 +17,16 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", presets())
 def test_what_is_written_is_read_back_equal(preset: str, tmp_path: Path) -> None:
-    config = PRESETS[preset]()
+    config = find_preset(preset)
     assert load_config(written(tmp_path, to_toml(config))) == config
 
 
 def test_a_written_file_needs_no_base(tmp_path: Path) -> None:
     """A setting without a value is in the file too, so it wins over a base in which it has one."""
     config = Config(run=RunConfig(preset="full"))
-    base = replace(full(), data=replace(full().data, max_length=64, data_dir="elsewhere"))
+    base = replace(find_preset("full"), data=replace(find_preset("full").data, max_length=64, data_dir="elsewhere"))
     assert load_config(written(tmp_path, to_toml(config)), base=base) == config
 
 
@@ -64,7 +64,7 @@ def test_a_partial_file_changes_what_it_names(tmp_path: Path) -> None:
     assert (config.ranks.ranks, config.training.lr, config.training.rounds) == ("8", 1.0, 3)
     assert type(config.training.lr) is float
     assert config.mixing == Config().mixing
-    assert load_config(path, base=full()).data.tasks == full().data.tasks
+    assert load_config(path, base=find_preset("full")).data.tasks == find_preset("full").data.tasks
 
 
 @pytest.mark.parametrize(

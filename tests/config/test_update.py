@@ -16,11 +16,6 @@ def test_the_text_of_every_default_gives_the_default() -> None:
     assert with_values(Config(), texts) == Config()
 
 
-def test_an_unknown_name_has_its_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"unknown setting 'etta'; did you mean 'eta'\?"):
-        with_values(Config(), {"etta": "1"})
-
-
 def test_a_text_that_spells_no_value_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--eta is 'much'; allowed: a number; set it to that, or leave it out"):
         with_values(Config(), {"eta": "much"})

@@ -4,14 +4,14 @@ from typing import Any, Literal, get_origin
 import pytest
 
 from atlas_fl.config import Config, settings, validate, with_values
-from atlas_fl.config.presets import PRESETS
+from atlas_fl.config.presets import find_preset, presets
 from atlas_fl.config.settings import replace_settings
 from atlas_fl.errors import AtlasError, ConfigError
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", presets())
 def test_every_preset_is_valid_and_comes_back_as_it_is(preset: str) -> None:
-    config = PRESETS[preset]()
+    config = find_preset(preset)
     assert validate(config) is config
 
 

@@ -8,7 +8,7 @@ import yaml
 
 from atlas_fl.config import Config, load_config, to_toml
 from atlas_fl.config.files import read_yaml
-from atlas_fl.config.presets import PRESETS
+from atlas_fl.config.presets import find_preset, presets
 from atlas_fl.errors import ConfigError
 
 
@@ -19,9 +19,9 @@ def written(folder: Path, text: str, name: str = "own.yaml") -> Path:
 
 
 @pytest.mark.parametrize("name", ["own.yaml", "own.yml", "OWN.YAML"])
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", presets())
 def test_a_config_in_yaml_is_the_one_in_toml(preset: str, name: str, tmp_path: Path) -> None:
-    config = PRESETS[preset]()
+    config = find_preset(preset)
     plain = tomlkit.parse(to_toml(config)).unwrap()
     assert load_config(written(tmp_path, yaml.safe_dump(plain), name)) == config
 

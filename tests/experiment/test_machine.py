@@ -4,7 +4,7 @@ import numpy as np
 import psutil
 import torch
 
-from atlas_fl.experiment.summary import machine_info, peak_memory, versions
+from atlas_fl.experiment.summary import peak_memory, versions
 
 
 def test_versions_are_those_that_run() -> None:
@@ -24,5 +24,4 @@ def test_peak_memory_is_at_least_what_is_held_and_grows_with_use() -> None:
 
 
 def test_no_gpu_no_vram() -> None:
-    assert ("vram_bytes" in peak_memory()) == ("gpu" in machine_info())
-    assert machine_info()["threads"] == torch.get_num_threads()
+    assert ("vram_bytes" in peak_memory()) == (torch.cuda.is_available() and torch.cuda.max_memory_allocated() > 0)

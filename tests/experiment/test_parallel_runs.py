@@ -2,7 +2,6 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
 from atlas_fl.experiment.parallel_runs import RunQueue
-from atlas_fl.experiment.sweep import saving_note
 
 
 def test_a_thread_is_given_the_runs_of_one_seed_and_then_helps_the_others() -> None:
@@ -27,9 +26,3 @@ def test_no_run_is_given_twice_or_lost() -> None:
     with ThreadPoolExecutor(4) as pool:
         taken = [index for future in [pool.submit(work) for _ in range(4)] for index in future.result()]
     assert sorted(taken) == list(range(50))
-
-
-def test_what_was_saved_is_said() -> None:
-    assert saving_note(100.0, 0.0) == ()
-    (line,) = saving_note(75.0, 25.0)
-    assert line.startswith("75 s of the clients' work computed, 25 s (25%) shared between runs")

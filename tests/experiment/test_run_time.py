@@ -11,7 +11,7 @@ import pytest
 from atlas_fl.config import Config, with_values
 from atlas_fl.config.presets import find_preset
 from atlas_fl.experiment import run_time
-from atlas_fl.experiment.run_time import Passes, cost_of_a_step, measure_runs, work_of
+from atlas_fl.experiment.run_time import RunTime, Speed, cost_of_a_step, measure_runs, predict
 
 
 def client(*, train: int, held_out: int, length: int) -> Any:
@@ -41,29 +41,41 @@ def test_the_examples_are_right() -> None:
     assert doctest.testmod(run_time).failed == 0
 
 
+NOTHING = Speed(device="cpu", load_seconds=0, client_seconds=0, token_seconds=0, evaluate_seconds=0)
+
+
+def predicted(count: str, **changes: Any) -> RunTime:
+    """The counts of steps, of tokens or of evaluated tokens: each takes a second, and all else none."""
+    return predict(config(**changes), CLIENTS, replace(NOTHING, **{f"{count}_seconds": 1}))
+
+
 def test_the_work_of_a_run_by_hand() -> None:
-    work = work_of(config(local_epochs=2), CLIENTS)
+    steps, tokens = (predicted(count, local_epochs=2) for count in ("client", "token"))
     # two epochs of 20 and of 10 examples, in batches of 8: 3 and 2 steps an epoch
-    assert work.round == Passes(steps=6 + 4, tokens=2 * (20 * 10 + 10 * 30))
+    assert (steps.round, tokens.round) == (6 + 4, 2 * (20 * 10 + 10 * 30))
     # no clusters, so nothing but importance: 4 batches of 8 examples
-    assert work.planning == Passes(steps=2 * 4, tokens=4 * 8 * (10 + 30))
-    assert (work.evaluated, work.evaluations, work.rounds) == (2 * 5 * (10 + 30), 6, 6)
-    assert work.halves == Passes(steps=0, tokens=0)
+    assert (steps.planning, tokens.planning) == (2 * 4, 4 * 8 * (10 + 30))
+    assert (steps.halves, tokens.halves) == (0, 0)
+    assert predicted("evaluate").round == 2 * 5 * (10 + 30)
 
 
 def test_what_a_strategy_asks_for_beside_training_is_counted() -> None:
-    plain, measured = work_of(config(), CLIENTS), work_of(config(strategy="atlas"), CLIENTS)
-    assert measured.halves == Passes(steps=2 * plain.round.steps, tokens=2 * plain.round.tokens)
+    for count in ("client", "token"):
+        assert predicted(count, strategy="atlas").halves == 2 * predicted(count).round
     # two halves of two batches each for the fingerprint
-    assert measured.planning == Passes(steps=2 * (4 + 4), tokens=(4 + 4) * 8 * (10 + 30))
-    warmed_up = work_of(config(fingerprint="delta", fingerprint_steps=3), CLIENTS)
-    assert warmed_up.planning.steps == 2 * (4 + 2 * 3)
+    assert predicted("client", strategy="atlas").planning == 2 * (4 + 4)
+    assert predicted("token", strategy="atlas").planning == (4 + 4) * 8 * (10 + 30)
+    assert predicted("client", fingerprint="delta", fingerprint_steps=3).planning == 2 * (4 + 2 * 3)
 
 
 def test_fewer_clients_and_fewer_evaluations_are_less_work() -> None:
-    work, half = work_of(config(), CLIENTS), work_of(config(participation=0.5, eval_every=4), CLIENTS)
-    assert half.round.tokens == work.round.tokens // 2
-    assert half.evaluations == 2
+    assert predicted("token", participation=0.5).round == predicted("token").round / 2
+    # 2 of 6 rounds are evaluated
+    assert predicted("evaluate", eval_every=4).round == pytest.approx(predicted("evaluate").round / 3)
+
+
+def test_a_run_takes_loading_planning_its_rounds_and_halves() -> None:
+    assert RunTime(loading=1, planning=6, round=16, rounds=3, halves=6).total == 61
 
 
 def test_costs_by_hand_give_back_the_seconds_of_both_steps() -> None:

@@ -8,8 +8,9 @@ import pytest
 
 from atlas_fl.cli.sweep import local_runs
 from atlas_fl.config import Config, RunConfig, run_folder, to_toml, with_values
-from atlas_fl.config.presets import find_preset, smoke
+from atlas_fl.config.presets import find_preset
 from atlas_fl.errors import CheckpointError, ConfigError
+from atlas_fl.experiment.parallel_runs import run_all
 from atlas_fl.experiment.sweep import (
     LAMBDA_SWEEP,
     SEEDS,
@@ -17,7 +18,6 @@ from atlas_fl.experiment.sweep import (
     comparison_name,
     grid,
     parse_over,
-    run_all,
     run_state,
     same_steps,
     seeds,
@@ -37,7 +37,7 @@ def leave(config: Config, *, complete: bool) -> Path:
 
 @pytest.fixture
 def base(tmp_path: Path) -> Config:
-    laplacian = with_values(smoke(), {"strategy": "atlas_laplacian"})
+    laplacian = with_values(find_preset("smoke"), {"strategy": "atlas_laplacian"})
     return replace(laplacian, run=RunConfig(preset="smoke", runs_dir=str(tmp_path)))
 
 
@@ -110,11 +110,11 @@ def test_the_grid_has_every_combination_with_seeds_innermost(base: Config) -> No
 
 def test_a_point_is_compared_with_the_local_runs_of_its_own_settings(base: Config) -> None:
     points = grid(base, over={"strategy": ("local", "atlas"), "samples": ("8", "12")}, seeds=(1, 2))
-    folders = [Path(f"{p.changes['strategy']}-{p.changes['samples']}-{p.config.run.seed}") for p in points]
+    runs = [(p, Path(f"{p.changes['strategy']}-{p.changes['samples']}-{p.config.run.seed}")) for p in points]
     own = {size: [Path(f"local-{size}-1"), Path(f"local-{size}-2")] for size in ("8", "12")}
     expected = {f"strategy={rule} samples={size}": own[size] for rule in ("local", "atlas") for size in own}
-    assert local_runs(points, folders) == expected
-    assert local_runs(points[4:], folders[4:]) == {label: [] for label in list(expected)[2:]}
+    assert local_runs(runs) == expected
+    assert local_runs(runs[4:]) == {label: [] for label in list(expected)[2:]}
 
 
 def test_a_named_sweep_has_a_name_for_every_run(base: Config) -> None:

@@ -9,9 +9,9 @@ import pytest
 from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config, run_folder
 from atlas_fl.errors import CheckpointError
-from atlas_fl.experiment.parallel_runs import run_in_processes
+from atlas_fl.experiment.parallel_runs import run_all
 from atlas_fl.experiment.run import run_config
-from atlas_fl.experiment.sweep import grid, run_all
+from atlas_fl.experiment.sweep import grid
 from atlas_fl.runtime.reuse import REUSED_RESULTS
 from tests.runs.conftest import configs
 
@@ -25,11 +25,11 @@ def test_runs_at_once_end_beside_one_that_fails_and_says_why_and_are_not_repeate
     (bad,) = grid(base, over={"samples": ("100000",)}, seeds=(1,))
     told: list[tuple[int, str]] = []
     with pytest.raises(CheckpointError, match=r"failed: .*task 'movie' has \d+ train rows"):
-        run_in_processes((*points, bad), jobs=2, on_run=lambda index, _, state: told.append((index, state)))
+        run_all((*points, bad), jobs=2, on_run=lambda index, _, state: told.append((index, state)))
     assert sorted(told) == [(0, "new"), (1, "new"), (2, "new")]
     folders = tuple(run_folder(point.config).path for point in points)
     written = [(folder / "summary.json").stat().st_mtime_ns for folder in folders]
-    assert run_in_processes(points, jobs=2) == folders
+    assert run_all(points, jobs=2) == folders
     assert [(folder / "summary.json").stat().st_mtime_ns for folder in folders] == written
 
 

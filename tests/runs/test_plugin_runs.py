@@ -14,9 +14,9 @@ from atlas_fl.client.optimizer import TERMS, fedprox
 from atlas_fl.config import Config, run_folder
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.experiment.export import export_client
-from atlas_fl.experiment.parallel_runs import run_in_processes
+from atlas_fl.experiment.parallel_runs import run_all
 from atlas_fl.experiment.run import resume_run, run_config
-from atlas_fl.experiment.sweep import grid, run_all
+from atlas_fl.experiment.sweep import grid
 from atlas_fl.plugins import load_plugins
 from atlas_fl.report.html.write import write_report
 from atlas_fl.storage.jsonl import read_json
@@ -154,7 +154,7 @@ def test_runs_at_once_have_the_plugin_and_results_with_another_are_not_reused(co
     assert not same_tensors(state(alone, round=1), state(plain, round=1))
     kept = state(alone, round=1)
     shutil.rmtree(alone)
-    (at_once,) = run_in_processes(grid(with_term, over={"strategy": ("fedavg",)}, seeds=(1,)), jobs=1)
+    (at_once,) = run_all(grid(with_term, over={"strategy": ("fedavg",)}, seeds=(1,)), jobs=1)
     assert same_tensors(kept, state(at_once, round=1))
 
 

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from atlas_fl.config import Config, load_config, settings, value_of
-from atlas_fl.config.federations import turn_dial
+from atlas_fl.config import Config, settings, value_of
 from atlas_fl.config.files import load_values
 from atlas_fl.config.methods import check_typed_settings
-from atlas_fl.config.presets import PRESETS, find_preset
+from atlas_fl.config.presets import find_preset, presets, turn_dial
 from atlas_fl.config.settings import field_docs, group_classes, replace_settings
 from atlas_fl.config.values import Mark, describe, from_words, item_kind, parse_integer, to_words, unwrap_optional
 from atlas_fl.errors import ConfigError, did_you_mean, short_repr
@@ -49,28 +48,27 @@ ALIASES = {
     "--random-seed": "--seed",
     "--num-workers": "--workers",
 }
-"""Flags of other programs, and what they are called here."""
+"""Flags of other programs, and their names here."""
 
 HINTS = {
-    "--num-clients": "clients are counted by task: --clients-per-task N",
-    "--clients": "clients are counted by task: --clients-per-task N",
-    "--n-clients": "clients are counted by task: --clients-per-task N",
-    "--epochs": "passes over a client's data in a round are --local-epochs N, rounds of the whole run --rounds N",
-    "--num-epochs": "passes over a client's data in a round are --local-epochs N, rounds of the whole run --rounds N",
+    **dict.fromkeys(("--num-clients", "--clients", "--n-clients"), "clients are counted by task: --clients-per-task N"),
+    **dict.fromkeys(
+        ("--epochs", "--num-epochs"),
+        "passes over a client's data in a round are --local-epochs N, rounds of the whole run --rounds N",
+    ),
+    **dict.fromkeys(("--gpu", "--gpus", "--cuda"), "a GPU trains with --accelerator cuda"),
+    **dict.fromkeys(
+        ("--output", "--out"), "run folders lie in --runs-dir FOLDER, and --name NAME is the folder of this run"
+    ),
     "--help-all": "all settings are explained by --help all",
-    "--gpu": "a GPU trains with --accelerator cuda",
-    "--gpus": "a GPU trains with --accelerator cuda",
-    "--cuda": "a GPU trains with --accelerator cuda",
     "--cpu": "the CPU trains with --accelerator cpu",
     "--fp16": "the arithmetic is --precision fp16",
     "--bf16": "the arithmetic is --precision bf16",
     "--lora": "adapters train with --trainable lora",
     "--non-iid": "uneven classes are --partition dirichlet --dirichlet-alpha NUMBER",
     "--iid": "even classes are --partition iid",
-    "--output": "run folders lie in --runs-dir FOLDER, and --name NAME is the folder of this run",
-    "--out": "run folders lie in --runs-dir FOLDER, and --name NAME is the folder of this run",
 }
-"""Flags of other programs that are more than another name of one here, and what to write."""
+"""Flags of other programs with no counterpart of the same meaning, and the flags to take."""
 PROCESSORS = re.compile(r"(cpu|gpu|cuda|mps)(:\d+)?")
 
 JOINED = frozenset(
@@ -138,14 +136,36 @@ def is_flag(word: str) -> bool:
 
 SETTINGS = "settings"
 """The field of a command's options that holds a whole config, whose settings are flags of their own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SettingsOptions:
+    """Options of a command that takes every setting as a flag."""
+
+    config: str | None = None
+    """A TOML or YAML file of settings, such as the config.toml of a run."""
+    settings: Config = dataclasses.field(default_factory=Config)
+
+
 WIDEST = 100
 """Columns; longer lines are hard to read."""
 NAMES = 26
 """Most columns of a name; the text of a longer one begins on the next line."""
 SPACE = "\N{NO-BREAK SPACE}"
-"""Where no line may end: textwrap breaks at ordinary spaces alone."""
+"""Space at which no line ends: textwrap breaks at ordinary spaces alone."""
 
 _METAVARS = {int: "INT", float: "NUMBER", str: "TEXT"}
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command."""
+
+    run: Callable[[Sequence[str]], int]
+    """Its function, from words to an exit code."""
+    options: type[Any]
+    """The dataclass of its options, whose fields without a default it cannot do without."""
+    summary: str
 
 
 @dataclass(frozen=True)
@@ -190,7 +210,7 @@ class Argument:
 
     @property
     def text(self) -> str:
-        """Its help, the choices and the default; nothing of a default that says nothing."""
+        """Its help, the choices, and a default that has a value."""
         *others, last = choices(self.kind) or ("",)
         listed = f"{', '.join(others)} or {last}" if others else last
         if self.kind is bool:
@@ -216,7 +236,7 @@ def option_arguments(options: type[Any]) -> Iterator[Argument]:
         yield Argument(
             key=field.name,
             flag="" if marks else "--" + field.name.replace("_", "-"),
-            metavar=marks[0].metavar if marks else metavar(kinds[field.name]) or "",
+            metavar=marks[0].metavar if marks else metavar(kinds[field.name]),
             kind=kinds[field.name],
             default=field.default,
             help=help_of[field.name],
@@ -229,7 +249,7 @@ def setting_arguments(config: Config) -> Iterator[Argument]:
         yield Argument(
             key=setting.name,
             flag=setting.flag,
-            metavar=metavar(setting.kind) or "",
+            metavar=metavar(setting.kind),
             kind=setting.kind,
             default=value_of(config, setting.name),
             help=setting.help,
@@ -243,20 +263,19 @@ def has_settings(options: type[Any]) -> bool:
 
 
 def arguments(options: type[Any], config: Config | None = None) -> list[Argument]:
-    """All that a command takes, with the defaults of this config."""
+    """All arguments of a command, with the defaults of this config."""
     of_settings = setting_arguments(config or Config()) if has_settings(options) else ()
     return [*option_arguments(options), *of_settings]
 
 
-def metavar(kind: Any) -> str | None:
-    """Placeholder of a value of this kind; None for a type that is no setting's or a switch."""
+def metavar(kind: Any) -> str:
+    """Placeholder of a value of this kind; empty for a switch."""
     if get_origin(kind) is Literal:
         return "CHOICE"
     if get_origin(kind) is tuple:
         item, size = item_kind(kind)
-        name = metavar(item) or ""
-        return " ".join([name] * size) if size else f"{name} ..."
-    return metavar(inner) if (inner := unwrap_optional(kind)) is not None else _METAVARS.get(kind)
+        return " ".join([metavar(item)] * size) if size else f"{metavar(item)} ..."
+    return _METAVARS.get(unwrap_optional(kind) or kind, "")
 
 
 def help_page(options: type[Any], *, command: str, config: Config | None = None, is_whole: bool = False) -> str:
@@ -334,28 +353,24 @@ DEFAULT_PRESET = "quick"
 def base_config(groups: Sequence[Words]) -> Config:
     """The config that `--preset` and `--config` give, before any other flag.
 
-    A file may name its recipe itself; naming another one beside it is refused, because the file's settings would
-    then stand under a name that is not theirs.
+    A file may name its preset itself. Another one beside it is refused: the file's settings are of the first.
 
     Raises:
-        ConfigError: the recipe is unknown, the file is wrong, or they name two recipes.
+        ConfigError: the preset is unknown, the file is wrong, or they name two presets.
     """
-    named, file = last_value(groups, "--preset"), last_value(groups, "--config")
-    text = last_value(groups, "--dial")
-    typed = parse_integer(text) if text is not None else None
-    if file is None:
-        return find_preset(named or DEFAULT_PRESET, dial=typed)
-    values = load_values(file)
+    named = last_value(groups, "--preset")
+    file = last_value(groups, "--config")
+    values = {} if file is None else load_values(file)
     written = values.get("preset")
     if named and written and named != written:
         raise ConfigError(
             f"--preset {named} contradicts {file}, which is made from preset {written}; leave --preset out, "
             "or take preset out of the file"
         )
-    dial = values.get("dial")
-    base = find_preset(named or written or DEFAULT_PRESET, dial=dial if type(dial) is int else None)
-    config = load_config(file, base=base)
-    return config if typed is None else turn_dial(config, typed)
+    base = find_preset(named or written or DEFAULT_PRESET, dial=values.get("dial"))
+    config = replace_settings(values, base=base)
+    dial = parse_integer(last_value(groups, "--dial") or "")
+    return config if dial is None else turn_dial(config, dial)
 
 
 def new_folder(to: str) -> Path:
@@ -487,5 +502,5 @@ def _read_value(argument: Argument, words: Sequence[str]) -> Any:
 
 def _unexpected(words: Sequence[str], *, has_presets: bool) -> str:
     problem = f"unexpected words: {' '.join(words)}"
-    named = PRESETS.keys() & {*words}
+    named = presets().keys() & {*words}
     return f"{problem}; did you mean --preset {min(named)}?" if has_presets and named else problem

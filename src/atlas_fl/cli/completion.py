@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, TypeAlias
 
-from atlas_fl.cli.arguments import Argument, Positional, arguments, choices, known_flags, parse, split
+from atlas_fl.cli.arguments import Command, Positional, arguments, choices, known_flags, parse, split
 
-Commands = Mapping[str, tuple[type[Any], str]]
+Commands: TypeAlias = Mapping[str, Command]
 
 BASH = """_atlas() {{
   local words=""
@@ -52,18 +52,18 @@ def _bash(commands: Commands) -> str:
 
 
 def _zsh(commands: Commands) -> str:
-    described = " ".join(f"{name}:{_quoted(summary)}" for name, (_, summary) in commands.items())
+    described = " ".join(f"{name}:{_quoted(command.summary)}" for name, command in commands.items())
     cases = (f"    *:{place}) compadd -- {' '.join(words)} ;;" for place, words in _cases(commands))
     return ZSH.format(described=described, cases="\n".join(cases))
 
 
 def _fish(commands: Commands) -> str:
     lines = ["complete -c atlas -f -n __fish_use_subcommand -s h -l help"]
-    for name, (options, summary) in commands.items():
-        lines.append(f"complete -c atlas -f -n __fish_use_subcommand -a {name} -d {_quoted(summary)}")
+    for name, command in commands.items():
+        lines.append(f"complete -c atlas -f -n __fish_use_subcommand -a {name} -d {_quoted(command.summary)}")
         here = f"complete -c atlas -n '__fish_seen_subcommand_from {name}'"
         lines.append(f"{here} -s h -l help")
-        for argument in arguments(options):
+        for argument in arguments(command.options):
             listed = choices(argument.kind)
             takes = f" -x -a '{' '.join(listed)}'" if listed else "" if argument.kind is bool else " -r"
             flags = argument.spellings if argument.flag else []
@@ -73,13 +73,11 @@ def _fish(commands: Commands) -> str:
 
 def _cases(commands: Commands) -> Iterator[tuple[str, Sequence[str]]]:
     """The words that may follow, by COMMAND:WORD BEFORE; the choices of a flag stand before all flags."""
-    for name, (options, _) in commands.items():
-        yield from ((f"{name}:{one.flag}", choices(one.kind)) for one in arguments(options) if _has_choices(one))
-        yield f"{name}:*", known_flags(options)
-
-
-def _has_choices(argument: Argument) -> bool:
-    return bool(argument.flag) and bool(choices(argument.kind))
+    for name, command in commands.items():
+        for argument in arguments(command.options):
+            if argument.flag and choices(argument.kind):
+                yield f"{name}:{argument.flag}", choices(argument.kind)
+        yield f"{name}:*", known_flags(command.options)
 
 
 def _quoted(text: str) -> str:

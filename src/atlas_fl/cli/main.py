@@ -3,16 +3,11 @@
 import errno
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
-from typing import Any
 
 from atlas_fl.cli import completion, demo, deploy, doctor, methods, results, run, sweep, watch
-from atlas_fl.cli import run as catalogue
-from atlas_fl.cli import run as fetch
-from atlas_fl.cli import sweep as search
-from atlas_fl.cli.arguments import table, wrap_lines
+from atlas_fl.cli.arguments import Command, table, wrap_lines
 from atlas_fl.errors import AtlasError, ConfigError, did_you_mean, replace_unprintable, short_repr
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
@@ -22,26 +17,13 @@ SPINS = "10000"
 """Times that a thread of GNU OpenMP looks for new work before it sleeps: fewer cost time on an idle machine."""
 
 
-@dataclass(frozen=True)
-class Command:
-    """One command."""
-
-    run: Callable[[Sequence[str]], int]
-    """From its words to an exit code."""
-    options: type[Any]
-    """The dataclass of its options, whose fields without a default it cannot do without."""
-    summary: str
-
-
 COMMANDS: Mapping[str, Command] = {
-    "fetch": Command(fetch.fetch, fetch.FetchOptions, "get the embedded model and data"),
+    "fetch": Command(run.fetch, run.FetchOptions, "get the embedded model and data"),
     "doctor": Command(
-        doctor.doctor, doctor.DoctorOptions, "what is installed, what is missing, and how long runs take here"
+        doctor.doctor, doctor.DoctorOptions, "show what is installed and missing, and how long runs take here"
     ),
     "demo": Command(demo.demo, demo.DemoOptions, "train a first federation, told step by step, and write its page"),
-    "list": Command(
-        catalogue.catalogue, catalogue.ListOptions, "tasks, models, strategies, devices, presets, conflicts"
-    ),
+    "list": Command(run.catalogue, run.ListOptions, "list tasks, models, strategies, devices, presets or conflicts"),
     "check-method": Command(
         methods.check_methods, methods.CheckMethodOptions, "check that methods of a plug-in obey the laws of methods"
     ),
@@ -59,12 +41,14 @@ COMMANDS: Mapping[str, Command] = {
     "export": Command(
         results.export, results.ExportOptions, "write a client's adapter in PEFT's format, or its whole model"
     ),
-    "place": Command(results.place, results.PlaceOptions, "the cluster of a newcomer, beside those of a run"),
+    "place": Command(results.place, results.PlaceOptions, "show the cluster of a newcomer beside those of a run"),
     "compare": Command(sweep.compare, sweep.CompareOptions, "run several strategies over seeds, and compare"),
     "sweep": Command(sweep.sweep, sweep.SweepOptions, "run a grid of settings and seeds, and compare"),
-    "search": Command(search.search, search.SearchOptions, "search for good settings; each trial is a run"),
+    "search": Command(sweep.search, sweep.SearchOptions, "search for good settings; each trial is a run"),
     "leakage": Command(
-        results.leakage, results.LeakageOptions, "what a cut at each block would give away of the clients' texts"
+        results.leakage,
+        results.LeakageOptions,
+        "measure what a cut at each block would give away of the clients' texts",
     ),
     "masks": Command(results.masks, results.MasksOptions, "show, compare and merge the masks of runs on images"),
     "vectors": Command(
@@ -74,7 +58,7 @@ COMMANDS: Mapping[str, Command] = {
     "serve": Command(deploy.serve, deploy.ServeOptions, "train a federation whose clients join from other machines"),
     "join": Command(deploy.join, deploy.JoinOptions, "take part in a federation with the data of this machine"),
     "completion": Command(
-        lambda words: completion.completion(words, options_by_command()),
+        lambda words: completion.completion(words, COMMANDS),
         completion.CompletionOptions,
         "print a script with which the shell completes commands and flags",
     ),
@@ -82,7 +66,7 @@ COMMANDS: Mapping[str, Command] = {
 """In the order in which a newcomer meets them."""
 
 SYNONYMS = {"train": "run", "visualize": "report", "visualise": "report", "plot": "report", "ls": "list"}
-"""Commands of other programs, and what they are called here."""
+"""Commands of other programs, and their names here."""
 
 ABOUT = "ATLAS: federated fine-tuning of transformers across clients with different tasks, devices and data."
 START = "Start with `atlas fetch embedded`, then `atlas run --preset quick`; `atlas COMMAND --help` explains a command."
@@ -116,11 +100,6 @@ def main(words: Sequence[str] | None = None) -> int:
     return code
 
 
-def options_by_command() -> dict[str, tuple[type[Any], str]]:
-    """(type of the options, summary) of every command."""
-    return {name: (command.options, command.summary) for name, command in COMMANDS.items()}
-
-
 def page() -> str:
     """The page of `atlas --help`."""
     rows = [(name, command.summary) for name, command in COMMANDS.items()]
@@ -146,10 +125,10 @@ def _dispatch(words: Sequence[str]) -> int:
 
 
 def _wait_asleep() -> None:
-    """Threads that wait for each other leave their cores to others soon, unless the user says how they wait.
+    """Let waiting threads leave their cores to others soon, unless the user says how they wait.
 
-    GNU OpenMP reads this when torch is loaded, which nothing has done yet. Left to itself it spins thirty times as
-    long, and where other work holds a core that is time lost (`benchmarks/waiting.py`).
+    GNU OpenMP reads this when torch is loaded. By default it spins thirty times as long, which is time lost where other
+    work holds a core (`benchmarks/waiting.py`).
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)

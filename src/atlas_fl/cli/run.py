@@ -1,13 +1,22 @@
 """`atlas run`, `plan`, `resume`, `fetch` and `list`, and the flags of experiment trackers."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from rich.table import Table
 
-from atlas_fl.cli.arguments import Positional, Words, check_target, holds_json, last_value, parse, split
+from atlas_fl.cli.arguments import (
+    Positional,
+    SettingsOptions,
+    Words,
+    check_target,
+    holds_json,
+    last_value,
+    parse,
+    split,
+)
 from atlas_fl.cli.display import going_on, show, show_progress
 from atlas_fl.config import Config, load_config, pin_mask_file, run_folder, settings, validate, value_of
 from atlas_fl.config.conflicts import conflicts, flag_of
@@ -54,28 +63,22 @@ class TrackerOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions(TrackerOptions):
+class RunOptions(TrackerOptions, SettingsOptions):
     """Train a federation and leave a run folder. The defaults below are those of --preset and, over it, of --config."""
 
-    config: str | None = None
-    """A TOML or YAML file of settings, such as the config.toml of a run."""
     resume: bool = False
     """Go on with the run of these settings, if it was begun."""
     lambda_sweep: bool = False
     """Sweep eta of atlas_laplacian as `atlas sweep --lambda-sweep` does, with one seed."""
-    settings: Config = field(default_factory=Config)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions:
+class PlanOptions(SettingsOptions):
     """Show clusters, the k table, ranks, and predicted bytes, memory and seconds of a run; trains nothing and writes
     nothing but with --to."""
 
-    config: str | None = None
-    """A TOML or YAML file of settings, such as the config.toml of a run."""
     to: str | None = None
     """Write the plan as JSON to this file as well."""
-    settings: Config = field(default_factory=Config)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +90,7 @@ class ResumeOptions(TrackerOptions):
     max_rounds: int | None = None
     """Stop after this many rounds."""
     runs_dir: str = "runs"
-    """Where run folders lie."""
+    """Folder of run folders."""
 
 
 def run(words: Sequence[str]) -> int:
@@ -191,7 +194,7 @@ class FetchOptions:
     twice. ATLAS_CACHE names another folder."""
 
     what: Annotated[Literal["embedded", "vision"], Positional("WHAT")] = "embedded"
-    """What is fetched."""
+    """Assets to get."""
 
 
 def fetch(words: Sequence[str]) -> int:
@@ -218,9 +221,9 @@ class ListOptions:
     """Show what there is to choose from. Without a word, what can be listed."""
 
     what: Annotated[What | None, Positional("WHAT")] = None
-    """What is listed."""
+    """Registry to list."""
     name: Annotated[str | None, Positional("NAME")] = None
-    """Of strategies one alone, with the settings that are its own."""
+    """A strategy, to show it alone with its own settings."""
 
 
 def catalogue(words: Sequence[str]) -> int:
@@ -231,7 +234,7 @@ def catalogue(words: Sequence[str]) -> int:
     if options.name is not None:
         show([_listing(_one_strategy(options.name)), _listing(_knobs(options.name))])
     else:
-        show([_listing(_catalogues() if options.what is None else CATALOGUES[options.what]())])
+        show([_listing(_catalogues() if options.what is None else CATALOGUES[options.what][1]())])
     return 0
 
 
@@ -247,12 +250,8 @@ def _listing(rows: Lines) -> Table:
 
 def _catalogues() -> Lines:
     yield "atlas list", "what it is"
-    yield "tasks", "data sets, their labels and metrics"
-    yield "models", "pretrained models by their alias"
-    yield "strategies", "the server's rules and published methods; with a name, the settings of that one"
-    yield "devices", "profiles of the clients' machines"
-    yield "presets", "recipes that all defaults come from"
-    yield "conflicts", "settings that contradict each other"
+    for name, (about, _) in CATALOGUES.items():
+        yield name, about
 
 
 def _one_strategy(name: str) -> Lines:
@@ -286,9 +285,9 @@ def _knobs(name: str) -> Lines:
 def _conflicts() -> Lines:
     yield "setting", "with", "reason and remedy"
     for row in conflicts():
-        flags = [flag_of(row.setting), flag_of(row.other)]
-        text = f"{row.reason}; {row.remedy}".format(*flags, candidates="--candidates")
-        yield f"{flags[0]} {row.value}", f"{flags[1]} {row.other_value}", text
+        flags = [flag_of(name) for name, _ in row.values]
+        first, *others = [f"{flag} {words}" for flag, (_, words) in zip(flags, row.values, strict=True)]
+        yield first, " and ".join(others), f"{row.reason}; {row.remedy}".format(*flags, candidates="--candidates")
 
 
 def _tasks() -> Lines:
@@ -388,22 +387,23 @@ def _devices() -> Lines:
 
 
 def _presets() -> Lines:
-    from atlas_fl.config.presets import PRESETS
+    from atlas_fl.config.presets import presets
 
     yield "preset", "what it is"
-    for name, recipe in PRESETS.items():
-        yield name, _first_line(recipe)
+    for name, preset in presets().items():
+        yield name, preset.about
 
 
 def _first_line(function: object) -> str:
     return (function.__doc__ or "").strip().partition("\n")[0]
 
 
-CATALOGUES: Mapping[What, Callable[[], Lines]] = {
-    "tasks": _tasks,
-    "models": _models,
-    "strategies": _strategies,
-    "devices": _devices,
-    "presets": _presets,
-    "conflicts": _conflicts,
+CATALOGUES: Mapping[What, tuple[str, Callable[[], Lines]]] = {
+    "tasks": ("data sets, their labels and metrics", _tasks),
+    "models": ("pretrained models by their alias", _models),
+    "strategies": ("the server's rules and published methods; with a name, the settings of that one", _strategies),
+    "devices": ("profiles of the clients' machines", _devices),
+    "presets": ("recipes that all defaults come from", _presets),
+    "conflicts": ("settings that contradict each other", _conflicts),
 }
+"""Summary and table of each list."""

@@ -1,15 +1,16 @@
 """`atlas sweep`, `compare` and `search`: many runs."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
-from atlas_fl.cli.arguments import ALIASES, Positional, Words, base_config, parse, split
+from atlas_fl.cli.arguments import ALIASES, Positional, SettingsOptions, Words, base_config, parse, split
 from atlas_fl.cli.display import going_on, show, show_progress
 from atlas_fl.config import Config, validate, with_values
 from atlas_fl.errors import MAX_REPR_CHARACTERS, ConfigError
 from atlas_fl.events import PhaseStarted
+from atlas_fl.experiment.parallel_runs import run_all
 from atlas_fl.experiment.sweep import (
     LAMBDA_SWEEP,
     Point,
@@ -18,7 +19,6 @@ from atlas_fl.experiment.sweep import (
     comparison_name,
     grid,
     parse_over,
-    run_all,
     same_steps,
     with_eta,
     write_planned_runs,
@@ -34,14 +34,16 @@ COMPARED = {flag: "--strategies" if name == "--strategy" else name for flag, nam
     "--methods": "--strategies",
     "--algorithms": "--strategies",
 }
-"""Flags of other programs, and what they are called in a comparison."""
+"""Flags of other programs, and their names in a comparison."""
 MOST_TRIALS = 20
-"""Beyond it learning rates would be a thousand times the default and more."""
+"""Most settings of a method that are tried; with more, learning rates reach a thousand times the default."""
+Runs: TypeAlias = Sequence[tuple[Point, Path]]
+"""Runs of a comparison and their folders."""
 WORDS: dict[RunState, str] = {"finished": "is finished", "unfinished": "goes on", "new": "starts"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepOptions:
+class SweepOptions(SettingsOptions):
     """Run every combination of the swept values with several seeds; finished runs are left alone, begun ones go on.
     Ends in a table, its CSV and LaTeX files, and a figure."""
 
@@ -50,17 +52,14 @@ class SweepOptions:
     lambda_sweep: bool = False
     """The same as `--over eta=0,0.01,0.1,0.5,1` with the strategy atlas_laplacian."""
     seeds: tuple[int, ...] = (1,)
-    """How many seeds each combination has: 42, 123, 456, 789, 1024, then 2001 and on. Several numbers are the seeds."""
+    """Number of seeds of each combination: 42, 123, 456, 789, 1024, then 2001 and on. Several numbers are the seeds."""
     same_rounds: bool = False
-    """Where local_steps is swept, leave the rounds as they are; by default they are scaled, and all runs take as many
-    gradient steps."""
-    config: str | None = None
-    """A TOML or YAML file of settings, such as the config.toml of a run."""
-    settings: Config = field(default_factory=Config)
+    """Keep the rounds in a sweep over local_steps; by default they are scaled, and all runs take equally many gradient
+    steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareOptions:
+class CompareOptions(SettingsOptions):
     """Run several strategies with several seeds; finished runs are left alone, begun ones go on. Ends in a table, its
     CSV and LaTeX files, a figure and a page."""
 
@@ -74,7 +73,7 @@ class CompareOptions:
     lambda_sweep: bool = False
     """The same as `--over eta=0,0.01,0.1,0.5,1`."""
     seeds: tuple[int, ...] = (3,)
-    """How many seeds each strategy has: 42, 123, 456, 789, 1024, then 2001 and on. Several numbers are the seeds."""
+    """Number of seeds of each strategy: 42, 123, 456, 789, 1024, then 2001 and on. Several numbers are the seeds."""
     control: str | None = None
     """The strategy that the others are tested against; by default the first of fedavg_cluster, fedavg and local."""
     score: Literal["final", "best"] = "final"
@@ -83,9 +82,6 @@ class CompareOptions:
     """Settings of each strategy that are tried beforehand on development seeds; the best by validation is compared."""
     jobs: int = 1
     """Runs at once, as many as fit into the free memory, each in a process of its own with its share of the cores."""
-    config: str | None = None
-    """A TOML or YAML file of settings, such as the config.toml of a run."""
-    settings: Config = field(default_factory=Config)
 
 
 def sweep(words: Sequence[str]) -> int:
@@ -112,7 +108,9 @@ def compare(words: Sequence[str]) -> int:
     from atlas_fl.report.federation_results import VARIED
     from atlas_fl.report.html.write import write_report
 
-    values = _parse_beside_strategies(options)
+    values = parse_over([*options.over, *([LAMBDA_SWEEP] if options.lambda_sweep else [])], presets=True)
+    if "strategy" in values:
+        raise ConfigError("--over sweeps strategy; name the strategies with --strategies, and sweep another setting")
     points: list[Point] = []
     tuned: dict[str, tuple[TunedMethod, ...]] = {}
     for preset, base in _federations(groups, options, values).items():
@@ -123,13 +121,15 @@ def compare(words: Sequence[str]) -> int:
             points += grid(with_values(base, chosen.get(name, {})), over=over, seeds=chosen_seeds(options.seeds))
     path = Path(options.settings.run.runs_dir) / comparison_name(points, preset="-".join(tuned))
     write_planned_runs(points, path)
-    folders = _run(points, jobs=options.jobs)
-    _write_tuning(points, folders, tuned)
-    _show_comparison(points, folders, path=path, note="")
-    _show_all_statistics(points, folders, options, tuned, path=path)
-    # What is swept and sets a method apart makes rows of each method, and which of them is the control nobody has said.
+    runs = _run(points, jobs=options.jobs)
+    _write_tuning(runs, tuned)
+    _show_comparison(runs, path=path, note="")
+    _show_all_statistics(runs, options, tuned, path=path)
+    # A swept setting that tells methods apart makes several rows of each, and --control names none of them.
     control = None if VARIED & set(values) else options.control
-    page = write_report(folders, to=path.with_suffix(".html"), control=control, score=options.score)
+    page = write_report(
+        [folder for _, folder in runs], to=path.with_suffix(".html"), control=control, score=options.score
+    )
     show([f"as a page to look at: {page}"])
     return 0
 
@@ -170,14 +170,6 @@ def _with_preset(groups: Sequence[Words]) -> list[Words]:
     return [Words("--preset", (presets[0],)), *groups] if presets and presets[0] else list(groups)
 
 
-def _parse_beside_strategies(options: CompareOptions) -> dict[str, tuple[str, ...]]:
-    """The values of what is swept beside the strategies."""
-    values = parse_over([*options.over, *([LAMBDA_SWEEP] if options.lambda_sweep else [])], presets=True)
-    if "strategy" in values:
-        raise ConfigError("--over sweeps strategy; name the strategies with --strategies, and sweep another setting")
-    return values
-
-
 def _federations(
     groups: Sequence[Words], options: CompareOptions, values: Mapping[str, Sequence[str]]
 ) -> dict[str, Config]:
@@ -192,37 +184,37 @@ def _federations(
 
 
 def _show_all_statistics(
-    points: Sequence[Point],
-    folders: Sequence[Path],
-    options: CompareOptions,
-    tuned: "Mapping[str, Sequence[TunedMethod]]",
-    *,
-    path: Path,
+    runs: Runs, options: CompareOptions, tuned: "Mapping[str, Sequence[TunedMethod]]", *, path: Path
 ) -> None:
     """Compare the methods, with `--over` for each swept value by itself, and then rank them over all values."""
-    groups: dict[str, list[tuple[Point, Path]]] = {}
-    for point, folder in zip(points, folders, strict=True):
-        beside = " ".join(f"{name}={value}" for name, value in _beside_strategy(point).items())
-        groups.setdefault(beside, []).append((point, folder))
-    comparisons = {}
-    for beside, runs in groups.items():
-        own_points, own_folders = zip(*runs)
-        preset = own_points[0].config.run.preset
-        own_path = path if len(groups) == 1 else path.with_name(comparison_name(own_points, preset=preset))
-        show([f"\n{beside}"] if beside else [])
-        comparisons[beside] = _show_statistics(own_points, own_folders, options, tuned[preset], path=own_path)
-    if len(groups) > 1 and len(options.strategies) > 1:
-        _show_ranks(comparisons, path=path)
-
-
-def _show_ranks(comparisons: "Mapping[str, MethodComparison]", *, path: Path) -> None:
-    """Print the average ranks of the methods over these comparisons, and write them as JSON."""
     from atlas_fl.report.federation_ranks import rank_comparisons, ranks_json, ranks_table
     from atlas_fl.storage.folder_access import write_atomic
 
-    ranks, control = rank_comparisons(list(comparisons.values())), next(iter(comparisons.values())).control
-    write_atomic(path.with_suffix(".json"), ranks_json(ranks, over=list(comparisons)).encode())
-    show([ranks_table(ranks, control=control), f"the ranks: {path.with_suffix('.json')}"])
+    groups = _group_runs(
+        runs, by=lambda point: " ".join(f"{name}={value}" for name, value in _beside_strategy(point).items())
+    )
+    comparisons = {}
+    for beside, group in groups.items():
+        points = [point for point, _ in group]
+        preset = points[0].config.run.preset
+        own_path = path if len(groups) == 1 else path.with_name(comparison_name(points, preset=preset))
+        show([f"\n{beside}"] if beside else [])
+        comparisons[beside] = _show_statistics(group, options, tuned[preset], path=own_path)
+    if len(groups) > 1 and len(options.strategies) > 1:
+        ranks, control = rank_comparisons(list(comparisons.values())), next(iter(comparisons.values())).control
+        write_atomic(path.with_suffix(".json"), ranks_json(ranks, over=list(comparisons)).encode())
+        show([ranks_table(ranks, control=control), f"the ranks: {path.with_suffix('.json')}"])
+
+
+def _group_runs(runs: Runs, *, by: Callable[[Point], str]) -> dict[str, list[tuple[Point, Path]]]:
+    groups: dict[str, list[tuple[Point, Path]]] = {}
+    for point, folder in runs:
+        groups.setdefault(by(point), []).append((point, folder))
+    return groups
+
+
+def _folders_by(runs: Runs, *, by: Callable[[Point], str]) -> dict[str, list[Path]]:
+    return {label: [folder for _, folder in group] for label, group in _group_runs(runs, by=by).items()}
 
 
 def _tune(base: Config, options: CompareOptions) -> "tuple[TunedMethod, ...]":
@@ -237,7 +229,7 @@ def _tune(base: Config, options: CompareOptions) -> "tuple[TunedMethod, ...]":
         options.strategies,
         number=options.trials,
         lr=learning_rate_of(base, with_images=images),
-        run_points=lambda points: _run(points, jobs=options.jobs),
+        run_points=lambda points: [folder for _, folder in _run(points, jobs=options.jobs)],
         score=options.score,
     )
     for method in tuned:
@@ -246,14 +238,12 @@ def _tune(base: Config, options: CompareOptions) -> "tuple[TunedMethod, ...]":
     return tuned
 
 
-def _write_tuning(
-    points: Sequence[Point], folders: Sequence[Path], tuned: "Mapping[str, Sequence[TunedMethod]]"
-) -> None:
+def _write_tuning(runs: Runs, tuned: "Mapping[str, Sequence[TunedMethod]]") -> None:
     """Write beside every run how its settings were chosen, for the pages that are made of runs (`atlas results`)."""
     from atlas_fl.experiment.tuning import has_settings, write_tuning
 
     by_name = {(preset, method.strategy): method for preset, methods in tuned.items() for method in methods}
-    for point, folder in zip(points, folders, strict=True):
+    for point, folder in runs:
         method = by_name.get((point.config.run.preset, point.config.mixing.strategy))
         if method is not None and has_settings(point.config, method.best):  # `--over` may have set another value
             write_tuning(RunFolder(folder), method)
@@ -275,36 +265,27 @@ def run_grid(base: Config, *, over: Sequence[str], seeds: Sequence[int], same_ro
     points = grid(base, over=values, seeds=seeds, scaled=scaled)
     path = Path(base.run.runs_dir) / comparison_name(points, preset=base.run.preset)
     write_planned_runs(points, path)
-    folders = _run(points)
     note = "" if scaled is None else f"{scaled.steps} gradient steps in every run"
-    _show_comparison(points, folders, path=path, note=note)
+    _show_comparison(_run(points), path=path, note=note)
     return 0
 
 
-def _run(points: Sequence[Point], *, jobs: int = 1) -> tuple[Path, ...]:
-    """The folders of these runs, all finished."""
+def _run(points: Sequence[Point], *, jobs: int = 1) -> Runs:
+    """Run these points; each with the folder of its finished run."""
     with show_progress() as on_event, going_on("the same command"):
 
         def announce(index: int, point: Point, state: RunState) -> None:
             run = f"run {index + 1} of {len(points)}: {label_of(point)} seed={point.config.run.seed}"
             on_event(PhaseStarted(f"{run} {WORDS[state]}"))
 
-        if jobs == 1:
-            return run_all(points, on_run=announce, on_event=on_event)
-        from atlas_fl.experiment.parallel_runs import run_in_processes
-
-        return run_in_processes(points, jobs=jobs, on_run=announce, on_event=on_event)
+        folders = run_all(points, jobs=None if jobs == 1 else jobs, on_run=announce, on_event=on_event)
+    return list(zip(points, folders, strict=True))
 
 
 def _show_statistics(
-    points: Sequence[Point],
-    folders: Sequence[Path],
-    options: CompareOptions,
-    tuned: "Sequence[TunedMethod]",
-    *,
-    path: Path,
+    runs: Runs, options: CompareOptions, tuned: "Sequence[TunedMethod]", *, path: Path
 ) -> "MethodComparison":
-    """Print what is known of the methods, and write all of it beside the comparison."""
+    """Print the statistics of the methods, and write all of them beside the comparison."""
     from atlas_fl.report.comparison_tables import (
         comparison_json,
         latex,
@@ -316,15 +297,13 @@ def _show_statistics(
     from atlas_fl.report.method_comparison import compare_methods
     from atlas_fl.storage.folder_access import write_atomic
 
-    groups: dict[str, list[Path]] = {}
-    central = _in_one_place(points)
-    for point, folder in zip(points, folders, strict=True):
-        if point.changes["strategy"] not in central:
-            groups.setdefault(point.changes["strategy"], []).append(folder)
+    central = _in_one_place([point for point, _ in runs])
+    by_strategy = _folders_by(runs, by=lambda point: point.changes["strategy"])
+    groups = {name: folders for name, folders in by_strategy.items() if name not in central}
     if central:
         show([f"{', '.join(central)}: one client a task, and so not in the statistics by client"])
     comparison = compare_methods(groups, control=options.control, score=options.score)
-    by_federation = {_federation_name(points[0]): comparison}
+    by_federation = {_federation_name(runs[0][0]): comparison}
     files = {
         ".methods.csv": methods_csv(by_federation),
         ".pairs.csv": pairs_csv(by_federation),
@@ -352,42 +331,34 @@ def _in_one_place(points: Sequence[Point]) -> list[str]:
     return [] if all(strategies.values()) else [name for name, is_central in strategies.items() if is_central]
 
 
-def _show_comparison(points: Sequence[Point], folders: Sequence[Path], *, path: Path, note: str) -> None:
+def _show_comparison(runs: Runs, *, path: Path, note: str) -> None:
+    from atlas_fl.report.drawing import draw, save_pdf, save_png
     from atlas_fl.report.score_table import comparison_rows, comparison_table, tasks_table, to_csv, to_latex
+    from atlas_fl.report.sweep import read_sweep_scores, sweep_chart
     from atlas_fl.storage.folder_access import write_atomic
 
-    groups: dict[str, list[Path]] = {}
-    for point, folder in zip(points, folders):
-        groups.setdefault(label_of(point), []).append(folder)
-    rows = comparison_rows(groups, local=local_runs(points, folders))
+    rows = comparison_rows(_folders_by(runs, by=label_of), local=local_runs(runs))
     latex = path.with_suffix(".tex")
     write_atomic(path, to_csv(rows).encode())
     write_atomic(latex, to_latex(rows).encode())
-    figure = _draw(points, folders, path=path.with_suffix(".png"), note=note)
+    scores = read_sweep_scores([point.changes for point, _ in runs], [folder for _, folder in runs])
+    chart = sweep_chart(scores, note=note)
+    drawn = draw([] if chart is None else [chart], empty="no run of this sweep has test scores")
+    save_pdf(drawn, path.with_suffix(".pdf"))
+    figure = save_png(drawn, path.with_suffix(".png"))
     show([comparison_table(rows), tasks_table(rows)])
     show([f"the same as CSV: {path}", f"as LaTeX: {latex}", f"and as a figure: {figure}"])
 
 
-def _draw(points: Sequence[Point], folders: Sequence[Path], *, path: Path, note: str) -> Path:
-    from atlas_fl.report.drawing import draw, save_pdf, save_png
-    from atlas_fl.report.sweep import read_sweep_scores, sweep_chart
-
-    chart = sweep_chart(read_sweep_scores([point.changes for point in points], folders), note=note)
-    figure = draw([] if chart is None else [chart], empty="no run of this sweep has test scores")
-    save_pdf(figure, path.with_suffix(".pdf"))
-    return save_png(figure, path)
-
-
-def local_runs(points: Sequence[Point], folders: Sequence[Path]) -> dict[str, list[Path]]:
+def local_runs(runs: Runs) -> dict[str, list[Path]]:
     """The runs of strategy local that differ from a point in strategy and seed alone, by the label of the point."""
-    runs = list(zip(points, folders, strict=True))
     return {
         label_of(point): [
             folder
             for other, folder in runs
             if other.config.mixing.strategy == "local" and _beside_strategy(other) == _beside_strategy(point)
         ]
-        for point in points
+        for point, _ in runs
     }
 
 
@@ -403,7 +374,7 @@ def label_of(point: Point) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchOptions:
+class SearchOptions(SettingsOptions):
     """Search for the settings with the best validation score by tree-structured Parzen estimators; each trial is a run.
     The same command goes on where it was stopped. Ends in a table, a CSV file and best.toml."""
 
@@ -414,9 +385,6 @@ class SearchOptions:
     """Trials of the whole search, those of before among them."""
     pruner: Literal["none", "median"] = "none"
     """`median` gives up a run whose best validation score so far is below the median of the others at that round."""
-    config: str | None = None
-    """A TOML or YAML file of settings, such as the config.toml of a run."""
-    settings: Config = field(default_factory=Config)
 
 
 def search(words: Sequence[str]) -> int:

@@ -1,9 +1,9 @@
-"""Settings that contradict each other, two a row of `conflicts.tsv`: `atlas list conflicts` prints it.
+"""Settings that contradict each other, a row of `conflicts.tsv` for each pair or three: `atlas list conflicts`.
 
-A row has two settings with the values that do not go together, the reason and the remedy. In both sentences `{0}` and
-`{1}` stand for the two flags with the values that they have, and `{candidates}` for the ranks that there are. Values
-are `set` (other than the default), `above` or `below` a number, one or several joined by `or`, `other than` these, or a
-name of `NAMED`. `rule` is the server's rule, which a strategy is or, as a published method, is made of.
+A row has settings with the values that do not go together, the reason and the remedy. In both sentences `{0}`, `{1}`
+and `{2}` stand for the flags with their values, and `{candidates}` for the ranks of `--candidates`. Values are `set`
+(other than the default), `above` or `below` a number, one or several joined by `or`, `other than` these, or a name of
+`NAMED`. `rule` is the server's rule: the strategy, or the rule of a published method.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,24 +22,24 @@ from atlas_fl.errors import ConfigError
 RULE = "rule"
 LEAVE_ONE = "leave one of them out"
 HALVES = "atlas or kriging"
-"""Rules that compare halves. One of them is the default, so that their rows come last: who takes the default reads
-first what else is wrong."""
+"""Rules that compare halves. One of them is the default, so their rows come last, after all that a user typed."""
 
 NAMED: Mapping[str, Callable[[Any], bool]] = {
     "not a number": lambda value: not value.isdecimal(),
     "without a cut": lambda value: set(cuts_by_name(value).values()) == {NONE},
     "with auto": lambda value: AUTO in cuts_by_name(value).values(),
     "A without B, or B without A": lambda value: ("A" in value) != ("B" in value),
+    "with A and B": lambda value: {"A", "B"} <= set(value),
     "without A or B": lambda value: not {"A", "B"} <= set(value),
     "other than A B head": lambda value: set(value) != {"A", "B", "head"},
     "without head": lambda value: "head" not in value,
 }
-"""Values that are told by more than being equal or larger."""
+"""Conditions on a value beside equality and order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conflict:
-    """Two settings with the values that contradict each other."""
+    """Two or three settings with the values that contradict each other."""
 
     setting: str
     value: str
@@ -47,14 +47,23 @@ class Conflict:
     other_value: str
     reason: str
     remedy: str
+    third: str
+    """Empty in the row of a pair."""
+    third_value: str
+
+    @property
+    def values(self) -> list[tuple[str, str]]:
+        """(setting, value) of each."""
+        values = [(self.setting, self.value), (self.other, self.other_value), (self.third, self.third_value)]
+        return [value for value in values if value[0]]
 
     def applies(self, config: Config) -> bool:
-        """Return true for a config with both values."""
-        return _has(config, self.setting, self.value) and _has(config, self.other, self.other_value)
+        """Return true for a config with all values."""
+        return all(_has(config, name, words) for name, words in self.values)
 
     def message(self, config: Config) -> str:
-        """One line with both values, the reason and the remedy."""
-        flags = [_flag_words(config, self.setting), _flag_words(config, self.other)]
+        """One line with the values, the reason and the remedy."""
+        flags = [_flag_words(config, name) for name, _ in self.values]
         candidates = ", ".join(map(str, config.ranks.candidates))
         remedy = self.remedy
         strategy = config.mixing.strategy
@@ -65,13 +74,14 @@ class Conflict:
 
 @cache
 def conflicts(table: str = "conflicts.tsv") -> tuple[Conflict, ...]:
-    """All rows of this table, in the order in which they are looked for."""
+    """All rows of this table, in the order in which they are checked."""
     text = resources.files(__package__).joinpath(table).read_text(encoding="utf-8")
-    return tuple(Conflict(**row) for row in DictReader(text.splitlines(), delimiter="\t", quoting=QUOTE_NONE))
+    rows = DictReader(text.splitlines(), delimiter="\t", quoting=QUOTE_NONE, restval="")
+    return tuple(Conflict(**row) for row in rows)
 
 
 def check_conflicts(config: Config, *, of_halves: bool = False) -> None:
-    """Raise ConfigError for the first conflict of the config, of rules that compare halves or of all else."""
+    """Raise ConfigError for the first conflict of the config, of rules that compare halves or of all others."""
     for conflict in conflicts():
         if (conflict.value == HALVES) is of_halves and conflict.applies(config):
             raise ConfigError(conflict.message(config))

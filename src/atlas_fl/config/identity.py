@@ -1,7 +1,7 @@
 """Hash of a config, settings that may differ on resume, digests of the files that it names.
 
-What is read from a file is part of a run's identity, and a path does not say what lies there. So a run's settings hold
-both: where the file is, and the first sixteen digits of its SHA-256 (`union.safetensors#sha256=0123456789abcdef`).
+The content of a named file is part of a run's identity. So a run's settings hold its path with the first sixteen digits
+of its SHA-256 (`union.safetensors#sha256=0123456789abcdef`).
 """
 
 import json
@@ -55,7 +55,7 @@ def differences(first: Config, second: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def run_folder(config: Config) -> RunFolder:
-    """Where the run of this config lies: under its own name, or under one made of what it is."""
+    """The folder of this config's run: under its `--name`, or under one made from its settings."""
     run = config.run
     name = run.name or run_name(
         preset=run.preset,
@@ -107,10 +107,10 @@ def pinned_hash(config: Config, *, origin: str) -> str:
 
 
 def check_mask_file(config: Config) -> None:
-    """Raise unless the file has the content that the config says, is gone, or its content is not said.
+    """Raise where the `--mask-file` has another digest than the config says; a file that is gone has none.
 
     Raises:
-        ConfigError: it has another content.
+        ConfigError: its content has changed.
         CheckpointError: it cannot be read.
     """
     path, digest = parse_mask_file(config.sparse.mask_file)

@@ -1,167 +1,139 @@
-"""Presets: functions that return a whole config. Flags and files change single settings of one."""
+"""Presets: the configs of `presets.toml`. Flags and files change single settings of one; some have a dial.
 
-from collections.abc import Callable
-from dataclasses import replace
+A dial (`--preset NAME --dial 0..4`) is a known difference between the clients of a federation, at five amounts. Each
+amount is settings that fit a user's own tasks as well.
+"""
 
-from atlas_fl.config import federations
-from atlas_fl.config.schema import (
-    ClusteringConfig,
-    Config,
-    DataConfig,
-    ImagesConfig,
-    MixingConfig,
-    ModelConfig,
-    RanksConfig,
-    RunConfig,
-    SparseConfig,
-    TrainingConfig,
-)
-from atlas_fl.errors import unknown_name
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
+from types import MappingProxyType
+from typing import Any
 
+from atlas_fl.config.schema import Config
+from atlas_fl.config.settings import settings, value_of, with_values
+from atlas_fl.config.values import invalid_value, to_words
+from atlas_fl.errors import ConfigError, unknown_name
 
-def quick() -> Config:
-    """Nine clients, three embedded tasks, four device profiles, twelve rounds: minutes on two cores."""
-    return Config(run=RunConfig(preset="quick"))
+MIDDLE = 2
+"""The amount of a dial where none is given."""
 
 
-def smoke() -> Config:
-    """Four clients, two tasks, a few examples, two rounds of rank 4: only to see that everything runs."""
-    return Config(
-        data=DataConfig(
-            tasks=("movie", "trec"),
-            clients_per_task=2,
-            samples=24,
-            validation_samples=16,
-            test_samples=16,
-            max_length=32,
-        ),
-        training=TrainingConfig(rounds=2, batch_size=8),
-        clustering=ClusteringConfig(clusters="oracle", fingerprint_steps=2, fingerprint_batches=2, sketch_dim=128),
-        ranks=RanksConfig(ranks="4"),
-        run=RunConfig(preset="smoke"),
-    )
+@dataclass(frozen=True, kw_only=True)
+class Dial:
+    """A difference between the clients of a federation, at five amounts."""
+
+    what: str
+    """The difference."""
+    words: tuple[str, ...]
+    """The five amounts, for people."""
+    settings: tuple[Mapping[str, Any], ...]
+    """The settings of each amount."""
 
 
-def full() -> Config:
-    """Twenty-five clients, five embedded tasks with 500 examples a client, fifteen rounds: hours on two cores."""
-    return Config(
-        data=DataConfig(
-            tasks=("movie", "trec", "pairs", "scramble", "sms"),
-            clients_per_task=5,
-            samples=500,
-            validation_samples=100,
-            test_samples=200,
-        ),
-        training=TrainingConfig(rounds=15),
-        run=RunConfig(preset="full"),
-    )
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """One recipe."""
+
+    about: str
+    settings: Mapping[str, Any]
+    """Its settings that are not at their default."""
+    dial: Dial | None
 
 
-def publication() -> Config:
-    """DistilBERT on SST-2, MRPC, CoLA and QNLI, three clients each, thirty rounds: needs GLUE, and wants a GPU."""
-    return Config(
-        data=DataConfig(
-            tasks=("sst2", "mrpc", "cola", "qnli"),
-            clients_per_task=3,
-            samples=1000,
-            validation_samples=120,
-            test_samples=200,
-        ),
-        model=ModelConfig(model="distilbert"),
-        training=TrainingConfig(rounds=30, schedule="linear", warmup=0.05),
-        run=RunConfig(preset="publication", accelerator="auto"),
-    )
+@cache
+def presets() -> Mapping[str, Preset]:
+    """Every preset by its name."""
+    text = resources.files(__package__).joinpath("presets.toml").read_text(encoding="utf-8")
+    recipes: dict[str, Preset] = {}
+    for name, table in tomllib.loads(text).items():
+        inherited = recipes[table.pop("like")].settings if "like" in table else {}
+        recipes[name] = Preset(
+            about=table.pop("about"),
+            dial=_read_dial(table.pop("dial")) if "dial" in table else None,
+            settings={**inherited, **table},
+        )
+    return MappingProxyType(recipes)
 
 
-def vision_quick() -> Config:
-    """A hundred clients of Fashion-MNIST, ten a round, four steps each, ViT-S at 56 pixels: minutes on two cores."""
-    return Config(
-        data=DataConfig(
-            tasks=("fashion_mnist",),
-            clients_per_task=100,
-            samples=100,
-            validation_samples=10,
-            test_samples=20,
-        ),
-        model=ModelConfig(model="dinov2-vits14"),
-        training=TrainingConfig(rounds=6, batch_size=16, lr=3e-3, clip=1.0, participation=0.1, eval_every=6),
-        mixing=MixingConfig(strategy="fedavg"),
-        images=ImagesConfig(image_size=56, local_steps=4),
-        run=RunConfig(preset="vision-quick"),
-    )
-
-
-def vision_fedavg() -> Config:
-    """The same over 500 rounds with 500 images a client and a cosine schedule: hours on a GPU."""
-    base = vision_quick()
-    return replace(
-        base,
-        data=replace(base.data, samples=500, validation_samples=20, test_samples=100),
-        training=replace(base.training, rounds=500, batch_size=64, schedule="cosine", eval_every=25),
-        run=RunConfig(preset="vision-fedavg", accelerator="auto"),
-    )
-
-
-def vision_sparse() -> Config:
-    """The quick one with nine tenths of the weights frozen, those to which predictions are most sensitive."""
-    base = vision_quick()
-    return replace(base, sparse=SparseConfig(mask="least_sensitive"), run=RunConfig(preset="vision-sparse"))
-
-
-def vision_central() -> Config:
-    """One client that has all images of the quick preset: what federated runs are compared with."""
-    base = vision_quick()
-    return replace(
-        base,
-        data=replace(base.data, clients_per_task=1, samples=10000, validation_samples=1000, test_samples=2000),
-        training=replace(base.training, participation=1.0),
-        mixing=MixingConfig(strategy="local"),
-        run=RunConfig(preset="vision-central"),
-    )
-
-
-def vision_lora() -> Config:
-    """Two image tasks, four clients each, LoRA on the frozen ViT-S at 56 pixels: all phases, minutes on two cores."""
-    base = vision_quick()
-    return replace(
-        base,
-        data=replace(base.data, tasks=("digits", "fashion_mnist"), clients_per_task=4, test_samples=50),
-        training=TrainingConfig(rounds=3),
-        mixing=MixingConfig(),
-        images=ImagesConfig(tune="lora", image_size=56),
-        run=RunConfig(preset="vision-lora"),
-    )
-
-
-PRESETS: dict[str, Callable[..., Config]] = {
-    "smoke": smoke,
-    "quick": quick,
-    "full": full,
-    "publication": publication,
-    "vision-quick": vision_quick,
-    "vision-fedavg": vision_fedavg,
-    "vision-sparse": vision_sparse,
-    "vision-central": vision_central,
-    "vision-lora": vision_lora,
-    "null": federations.null,
-    "label-skew": federations.label_skew,
-    "concept-shift": federations.concept_shift,
-    "sources": federations.sources,
-    "contradiction": federations.contradiction,
-    "sizes": federations.sizes,
-    "wrong-k": federations.wrong_k,
-    "images-nc": federations.images_nc,
-    "instructions": federations.instructions,
-}
+def _read_dial(table: dict[str, Any]) -> Dial:
+    what = table.pop("what")
+    words = tuple(table.pop("words"))
+    amounts = zip(*table.values(), strict=True)
+    return Dial(what=what, words=words, settings=tuple(dict(zip(table, values)) for values in amounts))
 
 
 def find_preset(name: str, *, dial: int | None = None) -> Config:
-    """The config of this recipe, its dial turned to this amount (`config.federations`).
+    """The config of this preset, its dial turned to this amount.
 
     Raises:
         ConfigError: there is none of this name, the message has the nearest; or it has no such dial.
     """
-    if name not in PRESETS:
-        raise unknown_name("preset", name, PRESETS)
-    federations.check_dial(name, dial)
-    return PRESETS[name]() if dial is None else PRESETS[name](dial)
+    if name not in presets():
+        raise unknown_name("preset", name, presets())
+    preset = presets()[name]
+    config = with_values(Config(), {**preset.settings, "preset": name})
+    return config if preset.dial is None and dial is None else turn_dial(config, MIDDLE if dial is None else dial)
+
+
+def preset_of(config: Config) -> Config:
+    """The config that a config's preset and dial give; the defaults where there is no such preset."""
+    known = config.run.preset in presets()
+    return find_preset(config.run.preset, dial=config.run.dial) if known else Config()
+
+
+def dial_of(preset: str, dial: int) -> Dial:
+    """The dial of a preset; raises ConfigError unless it has one, with this amount."""
+    turned = {name: recipe.dial for name, recipe in presets().items() if recipe.dial is not None}
+    if preset not in turned:
+        raise ConfigError(f"--dial is {dial}, and --preset {preset} has no dial; those with one: {', '.join(turned)}")
+    if not 0 <= dial <= 4:
+        raise invalid_value("--dial", dial, "0 to 4")
+    return turned[preset]
+
+
+def turn_dial(config: Config, dial: int) -> Config:
+    """The config with the dial of its preset at another amount; all that the dial does not turn stays.
+
+    Raises:
+        ConfigError: its preset has no dial, or not this amount.
+    """
+    values = dial_of(config.run.preset, dial).settings[dial]
+    return with_values(replace(config, run=replace(config.run, dial=dial)), values)
+
+
+def check_dial(config: Config) -> None:
+    """Raise ConfigError where the preset has no such dial, or the settings are those of another amount."""
+    preset, dial = config.run.preset, config.run.dial
+    if dial is None:
+        return
+    changed = _changed_settings(config, dial)
+    for other in range(len(dial_of(preset, dial).settings)):
+        if changed and not _changed_settings(config, other):
+            flag = settings()[changed[0]].flag
+            raise ConfigError(
+                f"--dial is {dial}, and {flag} is that of dial {other} of {preset}; turn the dial with the preset"
+                f" (--preset {preset} --dial {dial}, find_preset({preset!r}, dial={dial})), or say --dial {other}"
+            )
+
+
+def _changed_settings(config: Config, dial: int) -> list[str]:
+    """The settings that are not as this amount of the dial has them."""
+    turned = turn_dial(config, dial)
+    names = dial_of(config.run.preset, dial).settings[dial]
+    return [name for name in names if value_of(config, name) != value_of(turned, name)]
+
+
+def dial_note(config: Config) -> tuple[str, ...]:
+    """One line with the dial of this federation and its amount; none without a dial."""
+    preset, amount = config.run.preset, config.run.dial
+    if amount is None or preset not in presets():
+        return ()
+    dial = dial_of(preset, amount)
+    line = f"federation {preset}, dial {amount} of 0 to 4: {dial.what}: {dial.words[amount]}"
+    if changed := _changed_settings(config, amount):
+        own = (" ".join([settings()[name].flag, *to_words(value_of(config, name))]) for name in changed)
+        line += f"; but here {', '.join(own)}"
+    return (line,)

@@ -4,12 +4,12 @@ A setting is declared on one line. Its name is its flag and its key in a file, s
 docstring is its help; its annotation has its type, its range and its marks (`config.values`).
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from atlas_fl.config.values import Mark, Range, UsedBy, invalid_value, parse_integer
+from atlas_fl.plugins import split_pin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +110,8 @@ class TrainingConfig:
     clip: Annotated[float, Range(least=0)] = 1.0
     """Largest gradient norm of a client; 0 switches clipping off."""
     trainable: Annotated[Literal["auto", "lora", "full"], Mark.COMMON] = "auto"
-    """What clients train: LoRA adapters and a head on the frozen model, or all weights; `auto` is `lora` for texts and
-    what `--tune` says for images."""
+    """Weights that clients train: LoRA adapters and a head on the frozen model, or all weights; `auto` is `lora` for
+    texts and the value of `--tune` for images."""
     optimizer: Annotated[Literal["auto", "adamw", "sgd"], Mark.COMMON] = "auto"
     """Optimizer of the clients; `auto` is SGD for whole image models and AdamW for all else. `--momentum` and
     `--nesterov` are of SGD."""
@@ -123,9 +123,9 @@ class TrainingConfig:
     feature_alignment: Annotated[float, Range(least=0)] = 0.0
     """FedPAC: weight of the pull of features to the means of their class over clients; 0 for none."""
     trained_parts: Literal["all", "B", "head", "alternate", "head_then_rest", "without_head"] = "all"
-    """Which of its parameters a client trains: all; of adapters B alone, A stays as drawn (FFA-LoRA); B in odd rounds
-    and A in even ones (RoLoRA); in each round first the head alone, then the rest alone, half of the steps each
-    (FedRep); or all but the head, which trains in the rounds of `--personal-rounds` (FedBABU)."""
+    """Parameters that a client trains: all; of adapters B alone, A stays as drawn (FFA-LoRA); B in odd rounds and A in
+    even ones (RoLoRA); in each round first the head alone, then the rest alone, half of the steps each (FedRep); or all
+    but the head, which trains in the rounds of `--personal-rounds` (FedBABU)."""
     multitask: bool = False
     """With `--centralized`: one set of adapters for all tasks, a head for each; a step takes a batch of every task."""
     prior_correction: bool = False
@@ -138,7 +138,7 @@ class TrainingConfig:
     patience: Annotated[int, Range(least=0), Mark.COMMON] = 0
     """Rounds without a better mean validation score after which the run ends early; 0 for never."""
     min_delta: Annotated[float, Range(least=0)] = 0.0
-    """What a score must exceed the last better one by to be better, under `--patience`."""
+    """Least improvement of a score that counts under `--patience`."""
     pack_tokens: Annotated[int | None, Range(least=1)] = None
     """Tokens that train together; chosen for the machine by default, and never above the memory budget."""
     pack_memory_gb: Annotated[float, Range(above=0, most=1e6)] = 4.0
@@ -165,20 +165,20 @@ class SplitConfig:
     the model); or one of these for each client, task or device that is named, `cpu_2gb=2,movie=auto,trec-0=1`, and none
     for the others. The client's name goes before its task's, and that before its device's."""
     split_objective: Literal["score", "time"] = "score"
-    """What `auto` chooses by, among the cuts that fit: memory, communication, importance and balance weighed together,
-    or the smallest predicted round time."""
+    """Criterion of `auto` among the cuts that fit: memory, communication, importance and balance weighed together, or
+    the smallest predicted round time."""
     wire: Annotated[Literal["fp32", "bf16", "int8"], Mark.COMMON] = "fp32"
     """Format of activations and gradients on the way; int8 has a scale a token."""
     wire_noise: Annotated[float, Range(least=0)] = 0.0
     """Gaussian noise on what leaves a cut client, in root mean squares of each token."""
     head: Literal["client", "server"] = "server"
-    """Where the head of a cut model is; at the client the labels stay there too."""
+    """Place of a cut model's head; at the client the labels stay there too."""
     server_adapters: Literal["per_client", "per_cluster"] = "per_client"
-    """Whose the adapters above a cut are: each client's own, or one set for all cut clients of a cluster, which the
-    mean of their gradients moves."""
+    """Owner of the adapters above a cut: each client has its own, or all cut clients of a cluster have one set, which
+    the mean of their gradients moves."""
     topology: Annotated[Literal["server", "paired"], Mark.COMMON] = "server"
-    """Who computes the upper parts of cut models: the server, or clients that hold the whole model and have room, the
-    server for the rest. It changes no model, but what goes where and how long it takes."""
+    """Machines that compute the upper parts of cut models: the server, or clients that hold the whole model and have
+    room, the server for the rest. It changes no model, but traffic and time."""
     leakage: Annotated[bool, Mark.SESSION] = False
     """Measure what the cuts give away of the clients' texts, for the plan (`atlas leakage` does so without a run)."""
 
@@ -228,8 +228,8 @@ class RobustConfig:
     """Robust aggregation: what an update, or a claim of examples, may do to the others."""
 
     norm_bound: Annotated[Literal["refuse", "clip", "off"], Mark.COMMON] = "refuse"
-    """What happens to an update whose change is more than `--max-norm-ratio` times the median norm of the round: it is
-    refused, or scaled down to that."""
+    """Treatment of an update whose change is more than `--max-norm-ratio` times the median norm of the round: refuse
+    it, or scale it down to that."""
     max_norm_ratio: Annotated[float, Range(above=1)] = 10.0
     """Largest norm of a client's change, as a multiple of the median over the clients that trained in the round, of
     heads over those of the same task; compared from three clients on."""
@@ -237,8 +237,8 @@ class RobustConfig:
     """Largest share of a weighted average that one client's examples may give it, where three or more are averaged; 1
     leaves the shares as they are."""
     within: Literal["all", "clusters"] = "all"
-    """Where robust rules and server optimizers, such as `median` and `fedadam`, are applied: over all clients, or
-    inside each cluster. With `clusters` `kriging` is what `atlas` is: it averages where clients hardly differ."""
+    """Scope of robust rules and server optimizers, such as `median` and `fedadam`: all clients, or each cluster. With
+    `clusters` `kriging` is what `atlas` is: it averages where clients hardly differ."""
     trim: Annotated[float, Range(least=0, below=0.5), UsedBy("trimmed_mean")] = 0.2
     """Share of the clients whose values `trimmed_mean` leaves out at each end, rounded up."""
     byzantine: Annotated[int, Range(least=0), UsedBy("krum", "multi_krum")] = 1
@@ -258,14 +258,14 @@ class ServerConfig:
     server_beta2: Annotated[float, Range(least=0, below=1), UsedBy("fedyogi", "fedadam")] = 0.99
     """Share of the server's second moment that stays, for `fedadam` and `fedyogi`."""
     server_tau: Annotated[float, Range(above=0), UsedBy("fedadagrad", "fedyogi", "fedadam")] = 1e-3
-    """What is added to the root of the second moment: the larger, the less adaptive the server's step."""
+    """Constant added to the root of the second moment: the larger, the less adaptive the server's step."""
     gram_by: Annotated[Literal["all", "layer", "kind", "layer_and_kind"], UsedBy("pfedgraph", "kriging", "atlas")] = (
         "all"
     )
-    """Which parameters of `pfedgraph` and `kriging` have a mixing matrix of their own, by the Gram matrix of their own
-    changes: none (under `kriging` heads do), each layer, each kind (A, B or their product, head), or both."""
+    """Parameters of `pfedgraph` and `kriging` with a mixing matrix of their own, by the Gram matrix of their own
+    changes: none (under `kriging` heads have one), each layer, each kind (A, B or their product, head), or both."""
     gram_alpha: Annotated[float, Range(above=0), UsedBy("pfedgraph")] = 0.8
-    """How much the rows of `pfedgraph` stay with the shares of the examples; if small, similarity counts more."""
+    """Weight of the shares of the examples in the rows of `pfedgraph`; if small, similarity counts more."""
     attention_alpha: Annotated[float, Range(above=0, most=1), UsedBy("fedavg_by_distance")] = 1.0
     """The most that all others together weigh in what a client of `fedamp` is pulled to."""
     attention_sigma: Annotated[float, Range(above=0), UsedBy("fedavg_by_distance")] = 1.0
@@ -275,7 +275,7 @@ class ServerConfig:
     bipartition_ratio: Annotated[float, Range(above=0, most=1), UsedBy("cfl")] = 0.4
     """`cfl` cuts a cluster in two when the average of its updates is shorter than this share of the longest."""
     tree_step: Annotated[int, Range(least=1), UsedBy("fedtreelora")] = 1
-    """By how many clusters a layer of `fedtreelora` may have more than the layer below it."""
+    """Most clusters that a layer of `fedtreelora` may have more than the layer below it."""
     tree_threshold: Annotated[float, Range(least=0, below=1), UsedBy("fedtreelora")] = 0.1
     """The silhouette above which `fedtreelora` cuts the clients of a layer at all."""
     measure_round: Annotated[int, Range(least=1), UsedBy("kriging", "atlas")] = 4
@@ -290,10 +290,10 @@ class AttackConfig:
     attack: Annotated[
         Literal["none", "label_flip", "sign_flip", "scale", "model_replacement", "noise"], Mark.COMMON
     ] = "none"
-    """What the attackers do: train on reversed labels, send their change reversed, times 30, or with noise of 10 times
-    its size, or replace the average by a random model."""
+    """Behaviour of the attackers: train on reversed labels, send their change reversed, times 30, or with noise of 10
+    times its size, or replace the average by a random model."""
     attackers: Annotated[tuple[str, ...], Mark.COMMON] = ()
-    """Who attacks: clients by name, or a number of them, drawn by the seed; their scores are left out of `honest` in
+    """Attacking clients, by name, or a number of them, drawn by the seed; their scores are left out of `honest` in
     summary.json."""
     attack_scale: Annotated[float | None, Range(above=0)] = None
     """Size of the attack in the place of its own: 1 of `sign_flip`, 30 of `scale`, 10 of `noise`, and what outweighs
@@ -310,8 +310,8 @@ class ImagesConfig:
     """Image tasks: all weights are trained by SGD, or adapters as on texts."""
 
     tune: Annotated[Literal["whole", "lora"], Mark.COMMON, Mark.OF_IMAGES] = "whole"
-    """What trains of image models: `whole` is `--trainable full`, `lora` is `--trainable lora`, which comes first where
-    it is given."""
+    """Trained weights of image models: `whole` is `--trainable full`, `lora` is `--trainable lora`, which comes first
+    where it is given."""
     nc: Annotated[str, Mark.COMMON, Mark.WORD_OR_NUMBER, Mark.OF_IMAGES] = ALL_CLASSES
     """Classes of each client of an image task: `iid` (all of them), or a number."""
     validation_share: Annotated[float | None, Range(above=0, below=1), Mark.OF_IMAGES] = None
@@ -351,7 +351,7 @@ class SparseConfig:
         Literal["none", "least_sensitive", "most_sensitive", "lowest_magnitude", "highest_magnitude", "random"],
         Mark.COMMON,
     ] = "none"
-    """Which weights may move; the head, once fitted, is not among them."""
+    """Weights that may move; the head, once fitted, is not among them."""
     mask_file: str | None = None
     """A mask that there is, in the place of one that is made: `mask.safetensors` of a run's folder, or what
     `atlas masks --merge` wrote. A run puts the digest of its content behind it and goes on with no other."""
@@ -375,11 +375,8 @@ class SparseConfig:
 
 
 def parse_mask_file(mask_file: str | None) -> tuple[str | None, str | None]:
-    """(the path, the digest of its content) that a `mask_file` says; None for what it does not."""
-    if mask_file is None:
-        return None, None
-    match = re.fullmatch(r"(.+)#sha256=([0-9a-f]{16})", mask_file)
-    return (mask_file, None) if match is None else (match[1], match[2])
+    """(path, digest of the content) of a `mask_file`; None for each that it lacks."""
+    return (None, None) if mask_file is None else split_pin(mask_file)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -413,9 +410,9 @@ class ClusteringConfig:
     clusters: Annotated[str, Mark.COMMON, Mark.WORD_OR_NUMBER] = "auto"
     """`auto`, `oracle` (the true tasks) or a number of clusters."""
     cluster_by: Literal["corrected", "atlas", "silhouette", "gap"] = "corrected"
-    """How `auto` finds the clusters: noise-corrected similarity without k, or a k search by this score."""
+    """Method by which `auto` finds the clusters: noise-corrected similarity without k, or a k search by this score."""
     fingerprint: Literal["fisher", "delta", "gradient"] = "fisher"
-    """What a client's fingerprint is made of."""
+    """Source of a client's fingerprint."""
     fingerprint_batches: Annotated[int, Range(least=2)] = 12
     """Batches of the gradient and fisher fingerprints."""
     fingerprint_blocks: Annotated[int, Range(least=1)] = 2
@@ -455,7 +452,7 @@ class RanksConfig:
     candidates: Annotated[tuple[int, ...], Range(least=1)] = (4, 8, 16, 32, 64)
     """Ranks that a layer may have."""
     importance: Literal["gradient", "rngwp"] = "gradient"
-    """How the importance of a layer is measured."""
+    """Measure of a layer's importance."""
     adapter_bytes: Annotated[int | None, Range(least=1)] = None
     """Most bytes of one client's adapters; the device's own upload budget by default."""
     budget: Literal["memory", "fractions"] = "memory"
@@ -483,13 +480,13 @@ class MixingConfig:
     eta_decay: Annotated[float, Range(above=0, most=1), UsedBy("atlas_laplacian")] = 1.0
     """Factor on eta after each round."""
     laplacian: Annotated[Literal["symmetric", "random_walk", "metropolis"], UsedBy("atlas_laplacian")] = "random_walk"
-    """Which Laplacian, and so which mean is kept."""
+    """Form of the graph's Laplacian, which sets the mean that mixing keeps."""
     alpha: Annotated[float | None, Range(above=0), UsedBy("atlas_laplacian")] = None
     """Sharpness of the graph's RBF; one over the median squared distance by default."""
     graph: Annotated[Literal["similarity", "uniform", "adaptive"], UsedBy("atlas_laplacian")] = "similarity"
     """Edge weights: fingerprint similarity, equal, or similarity times validation performance."""
     symmetrize: Annotated[Literal["average", "max", "min"], UsedBy("atlas_laplacian")] = "average"
-    """How a directed graph becomes symmetric."""
+    """Reduction of a directed graph's two weights to one."""
     neighbours: Annotated[int, Range(least=0), UsedBy("atlas_laplacian")] = 0
     """Keep only this many nearest neighbours of a client; 0 keeps all."""
     singleton_neighbours: Annotated[int, Range(least=0), UsedBy("atlas_laplacian")] = 1
@@ -501,9 +498,9 @@ class MixingConfig:
     space: Literal["factors", "product"] = "product"
     """Mix A and B apart, or the update s B A itself."""
     share: Annotated[tuple[Literal["A", "B", "head"], ...], Mark.COMMON] = ("A", "B", "head")
-    """What leaves the client."""
+    """Parts of a client's model that leave it."""
     align: Literal["pad", "truncate"] = "pad"
-    """How factors of different ranks meet in factor space."""
+    """Alignment of factors of different ranks in factor space."""
     layer_weighting: Annotated[Literal["none", "importance"], UsedBy("atlas_laplacian")] = "none"
     """Scale eta per layer by the layer's importance."""
     aggregate_every: Annotated[int, Range(least=1)] = 1
@@ -541,14 +538,14 @@ class RunConfig:
     preset: Annotated[str, Mark.COMMON] = "quick"
     """The recipe that all other defaults come from (`atlas list presets`). `--mode` is the same flag."""
     dial: Annotated[int | None, Range(least=0, most=4)] = None
-    """Of a federation with a dial (`atlas list presets`), how far it is turned: 0 to 4; 2 by default."""
+    """Amount by which clients of a federation with a dial (`atlas list presets`) differ: 0 to 4; 2 by default."""
     plugin: Annotated[tuple[str, ...], Mark.COMMON] = ()
     """Plug-ins that register partitions, tasks, strategies and more: a .py file, a module, or an entry point of the
     group `atlas_fl`; may be repeated. A run puts the digest of its code behind each and goes on with no other."""
     name: Annotated[str | None, Mark.SESSION, Mark.COMMON] = None
     """Name of the run's folder; preset, strategy, model, seed and config hash by default."""
     runs_dir: Annotated[str, Mark.SESSION, Mark.COMMON] = "runs"
-    """Where run folders lie."""
+    """Folder of run folders."""
     audit: Annotated[bool, Mark.SESSION, Mark.COMMON] = False
     """Keep what every client trained and loaded, for `atlas audit`."""
     max_rounds: Annotated[int | None, Range(least=1), Mark.SESSION, Mark.COMMON] = None
@@ -560,9 +557,9 @@ class RunConfig:
     keep_best: Annotated[int, Range(least=0), Mark.SESSION] = 0
     """Best rounds by mean validation score whose checkpoints are kept too, for `atlas export --round best`."""
     accelerator: Annotated[Literal["auto", "cpu", "cuda"], Mark.COMMON] = "cpu"
-    """Where the packs are trained."""
+    """Processor that trains the packs."""
     engine: Annotated[Literal["local", "ray"], Mark.SESSION] = "local"
-    """Who trains the packs: processes of this machine, or the actors of a Ray cluster (`pip install 'ray>=2.40'`;
+    """Processes that train the packs: those of this machine, or the actors of a Ray cluster (`pip install 'ray>=2.40'`;
     RAY_ADDRESS names the cluster, without it one is started here)."""
     workers: Annotated[int | None, Range(least=1), Mark.SESSION, Mark.COMMON] = None
     """Processes that train packs at once, on shared backbone weights; by default this one alone, and with Ray one for

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from atlas_fl.config.methods import is_of_method, last_aggregation, method_class, rule_of
-from atlas_fl.config.presets import PRESETS, find_preset
+from atlas_fl.config.presets import preset_of
 from atlas_fl.config.schema import ALL_CLASSES, WHOLE, Config, ServerConfig
 from atlas_fl.config.settings import Setting, settings, value_of
 from atlas_fl.config.values import Mark, invalid_value, parse_integer
@@ -156,7 +156,7 @@ def _changed_settings(config: Config, *groups: str) -> list[Setting]:
 
 def _chosen(config: Config, *groups: str) -> list[Setting]:
     """The settings of these groups that are neither at their default nor what the preset says."""
-    preset = find_preset(config.run.preset) if config.run.preset in PRESETS else Config()
+    preset = preset_of(config)
     return [
         one for one in _changed_settings(config, *groups) if value_of(config, one.name) != value_of(preset, one.name)
     ]

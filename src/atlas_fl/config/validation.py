@@ -9,15 +9,13 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from atlas_fl.config.conflicts import check_conflicts
-from atlas_fl.config.federations import check_turned
 from atlas_fl.config.methods import check_equal_ranks, rule_of, with_method_settings
+from atlas_fl.config.presets import check_dial
 from atlas_fl.config.schema import (
     WILDCARD,
     ClusteringConfig,
     Config,
-    DataConfig,
     RanksConfig,
-    RunConfig,
     cuts_by_name,
     parse_arrivals,
 )
@@ -56,22 +54,40 @@ def check_cluster_counts(clustering: ClusteringConfig, *, clients: int | None) -
         )
 
 
-def check_names(config: Config, *, at_sites: bool = False) -> None:
-    """Check that model, tasks, devices, strategy and allocator are known, and the clients unless they are at sites.
+def _check_names(config: Config, *, at_sites: bool) -> None:
+    """Raise AtlasError, with the nearest known name, for a name that no registry holds, or no client of the config."""
+    from atlas_fl.data.heterogeneity import check_heterogeneity, joint_name
+    from atlas_fl.data.partition import PARTITIONS
+    from atlas_fl.data.registry import find_tasks
+    from atlas_fl.models.registry import MODELS, locate_model
+    from atlas_fl.ranks.allocation import ALLOCATORS
+    from atlas_fl.ranks.devices import find_devices
 
-    Raises:
-        AtlasError: one is not; the message has the nearest known name.
-    """
+    data = config.data
     _check_strategy(config)
-    _check_partition(config.data.partition)
-    _check_allocator(config.ranks.ranks)
-    _check_devices(config.data.devices, config.data.device)
-    _check_tasks(config)
+    if data.partition not in PARTITIONS:
+        raise unknown_name("name in --partition", data.partition, PARTITIONS)
+    if parse_integer(config.ranks.ranks) is None and config.ranks.ranks not in ALLOCATORS:
+        raise unknown_name("allocator for --ranks", config.ranks.ranks, [*ALLOCATORS, "one of --candidates"])
+    devices = [device.name for device in find_devices(data.devices, data.device)]
+    tasks = find_tasks(data.tasks, data.task)
+    check_task_features(config)
+    check_heterogeneity(
+        tasks,
+        rating_cuts=data.rating_cuts,
+        flipped_clients=data.flipped_clients,
+        one_task=data.one_task,
+        test_mix=data.test_mix,
+    )
     if not at_sites:
-        _check_cut_names(config)
+        names = [task.name for task in tasks]
+        clients = [f"{name}-{index}" for name in names for index in range(data.clients_per_task)]
+        cut = [joint_name(names)] if data.one_task else names
+        check_cut_names(config.split.split, {*cut, *clients, *devices})
     check_kind(config)
     check_precision(config)
-    _check_model(config.model.model)
+    if config.model.model not in MODELS:  # an alias is known before its files are there
+        locate_model(config.model.model)
     if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", config.run.preset):
         raise invalid_value(
             "--preset", config.run.preset, "a name of small letters, digits, - and _ (`atlas list presets`)"
@@ -102,40 +118,6 @@ def _check_strategy(config: Config) -> None:
         )
 
 
-def _check_partition(name: str) -> None:
-    from atlas_fl.data.partition import PARTITIONS
-
-    if name not in PARTITIONS:
-        raise unknown_name("name in --partition", name, PARTITIONS)
-
-
-def _check_allocator(name: str) -> None:
-    from atlas_fl.ranks.allocation import ALLOCATORS
-
-    if parse_integer(name) is None and name not in ALLOCATORS:
-        raise unknown_name("allocator for --ranks", name, [*ALLOCATORS, "one of --candidates"])
-
-
-def _check_devices(names: tuple[str, ...], definitions: tuple[str, ...]) -> None:
-    from atlas_fl.ranks.devices import find_devices
-
-    find_devices(names, definitions)
-
-
-def _check_cut_names(config: Config) -> None:
-    from atlas_fl.data.heterogeneity import joint_name
-    from atlas_fl.ranks.devices import find_devices
-
-    data = config.data
-    tasks = [*data.tasks, *(definition.partition("=")[0] for definition in data.task)]
-    clients = [f"{task}-{index}" for task in tasks for index in range(data.clients_per_task)]
-    if data.one_task:
-        tasks = [joint_name(tasks)]
-    check_cut_names(
-        config.split.split, {*tasks, *clients, *(device.name for device in find_devices(data.devices, data.device))}
-    )
-
-
 def check_cut_names(split: str, names: Collection[str]) -> None:
     """Check that `--split` names these clients, tasks and devices alone.
 
@@ -151,43 +133,18 @@ def unknown_cut_names(split: str, names: Collection[str]) -> list[str]:
     return sorted(set(cuts_by_name(split)) - {WILDCARD, *names})
 
 
-def _check_tasks(config: Config) -> None:
-    from atlas_fl.data.heterogeneity import check_heterogeneity
-    from atlas_fl.data.registry import find_tasks
-
-    data, tasks = config.data, find_tasks(config.data.tasks, config.data.task)
-    check_task_features(config)
-    check_heterogeneity(
-        tasks,
-        rating_cuts=data.rating_cuts,
-        flipped_clients=data.flipped_clients,
-        one_task=data.one_task,
-        test_mix=data.test_mix,
-    )
-
-
-def _check_model(name: str) -> None:
-    from atlas_fl.models.registry import MODELS, locate_model
-
-    # an alias is known even before its files are there; any other name must lead somewhere
-    if name not in MODELS:
-        locate_model(name)
-
-
 MAX_NAME_BYTES = 200
 """Bytes of a run's name: file systems allow 255, and files beside it are named after it."""
 
 
 def validate(config: Config, *, at_sites: bool = False) -> Config:
-    """The same config, if every setting has its type and range, contradicts no other and names what there is.
+    """The config with the settings of its strategy; every type, range, contradiction and name is checked.
 
-    The settings of a method of the literature are written into it (`config.methods`), as are the digests of its
-    plug-ins, which are loaded.
-
-    With `at_sites` the clients are those who come, whoever that is: nothing is held against the config's own.
+    The settings of a published method are written into it (`config.methods`), as are the digests of its plug-ins, which
+    are loaded. With `at_sites` the clients are those who join: names and numbers of clients are not checked.
 
     Raises:
-        AtlasError: the first setting that does not; one line with its value, what is allowed and the remedy.
+        AtlasError: the first wrong setting; one line with its value, what is allowed and the remedy.
     """
     check_types(config)
     plugins = load_plugins(config.run.plugin)
@@ -195,20 +152,17 @@ def validate(config: Config, *, at_sites: bool = False) -> Config:
         config = replace(config, run=replace(config.run, plugin=plugins))
     config = with_method_settings(config)
     check_ranges(config)
-    _check_data(config.data)
     if not at_sites:
-        check_turned(config)
-    _check_arrivals(config)
-    _check_clusters(config, at_sites=at_sites)
+        check_dial(config)
+    _check_data(config, at_sites=at_sites)
     _check_ranks(config.ranks)
     _check_rounds(config)
     _check_share(config.mixing.share)
-    _check_run(config.run)
+    _check_run_name(config.run.name)
     check_conflicts(config)
-    _check_frozen_factor(config)
     check_whole_images(config)
     check_classes(config.images.nc)
-    check_names(config, at_sites=at_sites)
+    _check_names(config, at_sites=at_sites)
     check_conflicts(config, of_halves=True)
     check_measured_round(config)
     return config
@@ -230,25 +184,21 @@ def check_types(config: Config) -> None:
                 raise invalid_value(setting.flag, text, "printable text that is not empty")
 
 
-def _check_data(data: DataConfig) -> None:
+def _check_data(config: Config, *, at_sites: bool) -> None:
+    """Raise ConfigError unless tasks are named once each, and clients, arrivals and clusters fit each other."""
+    data = config.data
     if not data.tasks and not data.task:
         raise ConfigError("--tasks is empty; a federation needs at least one task; see `atlas list tasks`")
     if duplicate := _first_duplicate(data.tasks):
         raise ConfigError(f"--tasks names {duplicate!r} twice; name a task once and raise --clients-per-task")
-
-
-def _check_arrivals(config: Config) -> None:
-    for client, join_round in parse_arrivals(config.data.arrive).items():
+    for client, join_round in parse_arrivals(data.arrive).items():
         if join_round > config.training.rounds:
             raise ConfigError(
                 f"--arrive lets {client} join before round {join_round}, and the run has {config.training.rounds};"
                 " choose an earlier round"
             )
-
-
-def _check_clusters(config: Config, *, at_sites: bool) -> None:
-    tasks = {*config.data.tasks, *(definition.partition("=")[0] for definition in config.data.task)}
-    check_cluster_counts(config.clustering, clients=None if at_sites else len(tasks) * config.data.clients_per_task)
+    tasks = {*data.tasks, *(definition.partition("=")[0] for definition in data.task)}
+    check_cluster_counts(config.clustering, clients=None if at_sites else len(tasks) * data.clients_per_task)
     low, high = config.clustering.k_range
     if low > high:
         raise invalid_value("--k-range", (low, high), "the smaller number first")
@@ -277,17 +227,7 @@ def _check_share(share: tuple[str, ...]) -> None:
         raise invalid_value("--share", share, "one or more of A, B, head, each once")
 
 
-def _check_frozen_factor(config: Config) -> None:
-    share = config.mixing.share
-    if config.training.trained_parts == "B" and {"A", "B"} <= set(share) and config.mixing.space == "product":
-        raise ConfigError(
-            "--trained-parts B leaves A as drawn, and --space product would change it; set --space factors and --share"
-            " B head"
-        )
-
-
-def _check_run(run: RunConfig) -> None:
-    name = run.name
+def _check_run_name(name: str | None) -> None:
     if name is not None and ("/" in name or name.startswith(".") or len(name.encode()) > MAX_NAME_BYTES):
         allowed = f"the name of a folder of at most {MAX_NAME_BYTES} bytes, without / and not starting with a dot"
         raise invalid_value("--name", name[:MAX_NAME_BYTES], allowed)

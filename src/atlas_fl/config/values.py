@@ -17,7 +17,7 @@ from atlas_fl.errors import ConfigError, short_repr
 NONE = "none"
 LIST_SEPARATOR = "+"
 LARGEST = 10**15
-"""Beyond it a float no longer holds every whole number, and no setting means anything."""
+"""Largest number of any setting: a larger float does not hold every whole number."""
 _SWITCH = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 
@@ -55,15 +55,15 @@ class Mark(Enum):
     COMMON = auto()
     """Shown by `--help`; the others by `--help all`."""
     SESSION = auto()
-    """Changes no number of a run and is no part of its identity: where it lies, how long it goes on today, what is kept
-    and told of it, how many processes train it, what these remember, and where the secrets of its clients lie. Secrets
-    do change numbers: a resumed run compares them with digests (`experiment.recorder.check_provenance`)."""
+    """No part of a run's identity, because it changes no number: folders, the length of a session, records, processes
+    and their caches. The folder of secrets has this mark, too: secrets do change numbers, and a resumed run compares
+    them with digests (`experiment.recorder.check_provenance`)."""
     WORD_OR_NUMBER = auto()
     """A word or a number, so that a file may hold `ranks = 8` without quotes."""
     OF_ADAPTERS = auto()
-    """Of the model, and without effect on whole models."""
+    """Without effect on whole models."""
     OF_WHOLE_MODELS = auto()
-    """Of images, and without effect on adapters."""
+    """Without effect on adapters."""
     OF_IMAGES = auto()
     """Without effect on texts."""
     OF_SGD = auto()

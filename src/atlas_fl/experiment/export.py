@@ -18,7 +18,7 @@ from atlas_fl.data.clients import ClientData
 from atlas_fl.errors import CheckpointError, unknown_name
 from atlas_fl.events import Note, OnEvent, ignore
 from atlas_fl.experiment.early_stopping import best_rounds
-from atlas_fl.experiment.model_card import CARD, LACKS_PRIOR, ExportedModel, model_card
+from atlas_fl.experiment.model_card import CARD, LACKS_PRIOR, model_card
 from atlas_fl.experiment.recorder import (
     checkpoint_by_client,
     checkpoint_models,
@@ -48,7 +48,7 @@ from atlas_fl.storage.run_folder import RunFolder, find_run
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """What an export must know of the task behind a client's head."""
+    """Classes of a client's head, and their prior."""
 
     labels: Sequence[str] = ()
     """The names of the classes in the order of the logits; none of a regression, or of a task that writes text."""
@@ -167,49 +167,55 @@ def write_adapter(
 
     No part of its path below `within` is a link.
     """
-    params, missing = _with_prior(params, head, family)
     write, kind = (export_gated_adapter, "gated adapter") if is_gated(params) else (export_adapter, "adapter")
-    with atomic_folder(to, within=within) as draft:
-        write(params, draft, family=family, base=base, scale=scale, labels=head.labels)
-        _write_card(params, draft, kind=kind, family=family, base=base, head=head, missing=missing)
-    return (*((GATED_NOTE,) if is_gated(params) else ()), *_missing_notes(missing))
+
+    def save(model: Params, draft: Path) -> None:
+        write(model, draft, family=family, base=base, scale=scale, labels=head.labels)
+
+    notes = _write_folder(save, params, to, kind=kind, family=family, base=base, head=head, within=within)
+    return (GATED_NOTE, *notes) if is_gated(params) else notes
 
 
 def write_whole(
     backbone: Backbone, params: Params, to: Path, *, head: Head, within: Path | None = None
 ) -> tuple[str, ...]:
     """Write a whole model as a folder that stock transformers load; a line on what the files lack."""
-    family, base = backbone.family, backbone.source.path
-    params, missing = _with_prior(params, head, family)
-    with atomic_folder(to, within=within) as draft:
-        save_model(backbone, params, draft, labels=head.labels)
-        _write_card(params, draft, kind="whole model", family=family, base=base, head=head, missing=missing)
-    return _missing_notes(missing)
+
+    def save(model: Params, draft: Path) -> None:
+        save_model(backbone, model, draft, labels=head.labels)
+
+    base = backbone.source.path
+    return _write_folder(
+        save, params, to, kind="whole model", family=backbone.family, base=base, head=head, within=within
+    )
 
 
-def _with_prior(params: Params, head: Head, family: Family) -> tuple[Params, list[float] | None]:
-    """(the model with its prior in its head, the prior where the head cannot hold it)."""
-    if head.prior is None:
-        return params, None
-    folded = fold_prior(params, head.prior, family=family)
-    return (params, head.prior.tolist()) if folded is None else (folded, None)
-
-
-def _missing_notes(missing: list[float] | None) -> tuple[str, ...]:
-    return () if missing is None else (f"exported models are not whole: {LACKS_PRIOR}, which each {CARD} lists",)
-
-
-def _write_card(
-    params: Params, draft: Path, *, kind: str, family: Family, base: str, head: Head, missing: list[float] | None
-) -> None:
-    exported = ExportedModel(
+def _write_folder(
+    save: Callable[[Params, Path], None],
+    params: Params,
+    to: Path,
+    *,
+    kind: str,
+    family: Family,
+    base: str,
+    head: Head,
+    within: Path | None,
+) -> tuple[str, ...]:
+    """Write a model with its prior in its head, and its card; a line where the head cannot hold the prior."""
+    folded = None if head.prior is None else fold_prior(params, head.prior, family=family)
+    missing = head.prior.tolist() if head.prior is not None and folded is None else None
+    card = model_card(
+        kind=kind,
         base=base,
         images=family.images,
         writes=not head_keys(params),
         labels=head.labels,
         missing_prior=missing,
     )
-    write_atomic(draft / CARD, model_card(exported, kind=kind).encode())
+    with atomic_folder(to, within=within) as draft:
+        save(params if folded is None else folded, draft)
+        write_atomic(draft / CARD, card.encode())
+    return () if missing is None else (f"exported models are not whole: {LACKS_PRIOR}, which each {CARD} lists",)
 
 
 def save_model(

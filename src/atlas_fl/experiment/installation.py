@@ -1,7 +1,7 @@
-"""What is here to run with: packages and extras, processors and GPUs, memory, disk, embedded models and data.
+"""State of the installation: packages and extras, processors and GPUs, memory, disk, embedded models and data.
 
-Problems have a remedy each. What a run of the embedded presets cannot do without is needed; the others are advice.
-PyTorch is loaded where it is installed, and nothing else.
+Every problem has a remedy. It is needed where a run of the embedded presets cannot do without it; others are advice.
+Of the packages PyTorch alone is loaded.
 """
 
 import os
@@ -20,7 +20,7 @@ from atlas_fl.storage.downloads import find_damaged_file
 from atlas_fl.storage.extras import PROJECT, accepts, extra_requirements, install_command
 
 RUN_MEMORY_BYTES, RUN_DISK_BYTES = 2_500_000_000, 500_000_000
-"""What a run of the quick preset takes at most, as README says, and space for several of its folders."""
+"""Most memory of a run of the quick preset, as README says, and space for several of its folders."""
 
 AssetState: TypeAlias = Literal["whole", "missing", "damaged"]
 
@@ -37,7 +37,7 @@ class Package:
 
     @property
     def fits(self) -> bool:
-        """Whether a version is here that will do."""
+        """Return true where the installed version meets the requirement."""
         return self.installed is not None and accepts(self.needed, self.installed)
 
 
@@ -50,7 +50,7 @@ class Extra:
 
     @property
     def is_installed(self) -> bool:
-        """Whether all that it needs is here."""
+        """Return true where all that it needs is installed."""
         return all(package.fits for package in self.packages)
 
     @property
@@ -70,15 +70,15 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """What computes."""
+    """Processors and GPUs."""
 
     cpus: int
     usable_cpus: int
-    """Those that this process may use."""
+    """CPUs that this process may use."""
     load: float
     """Mean number of processes that wanted a processor in the last minute."""
     threads: int | None
-    """Of PyTorch; None where it is not here."""
+    """Threads of PyTorch; None where it is not installed."""
     gpus: tuple[Gpu, ...]
 
 
@@ -94,11 +94,11 @@ class Folder:
 
 @dataclass(frozen=True, kw_only=True)
 class AssetCheck:
-    """An embedded model or data set, and whether its files are those of this version, by SHA-256."""
+    """State of an embedded model or data set: its files compared with those of this version by SHA-256."""
 
     name: str
     group: str
-    """What `atlas fetch` calls it."""
+    """Its name for `atlas fetch`."""
     folder: Path
     state: AssetState
     file: str | None
@@ -107,40 +107,40 @@ class AssetCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What is not as it must be, and what to do."""
+    """A fault of the installation, and its remedy."""
 
     text: str
     remedy: str
     is_needed: bool
-    """Whether a run of the embedded presets cannot do without it."""
+    """True where a run of the embedded presets cannot do without it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Installation:
-    """All of it."""
+    """The whole state."""
 
     version: str | None
-    """Of ATLAS; None where it is on the path and not installed."""
+    """Version of ATLAS; None where it is on the path and not installed."""
     python: str
     system: str
     packages: tuple[Package, ...]
     extras: tuple[Extra, ...]
     devices: Devices
     free_memory_bytes: int | None
-    """None where the system does not say."""
+    """Unknown, None, on some systems."""
     folders: tuple[Folder, ...]
     assets: tuple[AssetCheck, ...]
     load_error: str | None
-    """Why PyTorch, which is installed, cannot be loaded."""
+    """Reason why PyTorch, which is installed, cannot be loaded."""
 
     @property
     def has_embedded(self) -> bool:
-        """Whether the model and the texts of the default run are whole."""
+        """Return true where the model and the texts of the default run are whole."""
         return all(asset.state == "whole" for asset in self.assets if asset.group == "embedded")
 
 
 def inspect_installation(*, runs_dir: Path, cache_dir: Path | None = None) -> Installation:
-    """What is here; runs would be written to `runs_dir`, and embedded assets lie in `cache_dir` or the usual one."""
+    """The state of this machine; runs would lie in `runs_dir`, embedded assets in `cache_dir` or the usual one."""
     cache_dir = embedded_dir() if cache_dir is None else cache_dir
     version, packages, extras = _read_metadata()
     torch, load_error = _load_torch(packages)
@@ -159,7 +159,7 @@ def inspect_installation(*, runs_dir: Path, cache_dir: Path | None = None) -> In
 
 
 def problems_of(found: Installation) -> tuple[Problem, ...]:
-    """What is not as it must be: packages first, then files, memory and disk."""
+    """All problems: packages first, then files, memory and disk."""
     return (*_package_problems(found), *_asset_problems(found), *_machine_problems(found))
 
 
@@ -190,7 +190,7 @@ def _read_metadata() -> tuple[str | None, tuple[Package, ...], tuple[Extra, ...]
 
 
 def _packages(extra: str) -> tuple[Package, ...]:
-    """What an extra, or for "" ATLAS itself, needs."""
+    """Packages that an extra, or for "" ATLAS itself, needs."""
     requirements = extra_requirements(extra).items()
     return tuple(Package(name=name, needed=needed, installed=_version(name)) for name, needed in requirements)
 

@@ -6,7 +6,6 @@ so that `AutoPeftModelForSequenceClassification` takes them as arguments, which 
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 CARD = "README.md"
 LACKS_PRIOR = (
@@ -28,7 +27,7 @@ _LOADING = {
     ),
     "whole model": ("from transformers import {auto}", "model = {auto}.from_pretrained(folder).eval()"),
 }
-"""By kind of folder: imports, and the lines that load it."""
+"""Imports, and the lines that load it, by kind of folder."""
 
 _CLASSES = """\
 labels = json.loads(Path(folder, "labels.json").read_text(encoding="utf-8"))
@@ -37,41 +36,37 @@ head = {"id2label": dict(enumerate(labels)), "label2id": {label: index for index
 _REGRESSION = 'head = {"num_labels": 1, "problem_type": "regression"}\n'
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExportedModel:
-    """The properties of a model that the card of its folder depends on."""
+def model_card(
+    *, kind: str, base: str, images: bool, writes: bool, labels: Sequence[str], missing_prior: Sequence[float] | None
+) -> str:
+    """The card, in Markdown: Python that leaves the model as `model`, and a line on what is missing.
 
-    base: str
-    """The model that an adapter stands on."""
-    images: bool
-    writes: bool
-    """Whether it writes text and has no head."""
-    labels: Sequence[str]
-    """The names of its classes; none of a regression."""
-    missing_prior: Sequence[float] | None = None
-    """Log frequencies of its client's classes, where the files cannot hold them."""
-
-
-def model_card(exported: ExportedModel, *, kind: str) -> str:
-    """The card, in Markdown: Python that leaves the model as `model`, and a line on what is missing."""
-    auto = "AutoModelForCausalLM" if exported.writes else "AutoModelForSequenceClassification"
-    auto = "AutoModelForImageClassification" if exported.images else auto
-    imports, loading = _LOADING["image adapter" if kind == "adapter" and exported.images else kind]
-    has_head = not exported.writes and kind != "whole model"
+    Args:
+        kind: a kind of `_LOADING`.
+        base: the model that an adapter stands on.
+        images: true for a model of images.
+        writes: true for a model that writes text and has no head.
+        labels: the names of its classes; none of a regression.
+        missing_prior: log frequencies of its client's classes, where the files cannot hold them.
+    """
+    auto = "AutoModelForCausalLM" if writes else "AutoModelForSequenceClassification"
+    auto = "AutoModelForImageClassification" if images else auto
+    imports, loading = _LOADING["image adapter" if kind == "adapter" and images else kind]
+    has_head = not writes and kind != "whole model"
     names = {
         "auto": auto,
         "peft": auto.replace("Auto", "AutoPeft", 1),
-        "base": json.dumps(exported.base),
+        "base": json.dumps(base),
         "head": ", **head" if has_head else "",
     }
     code = imports.format(**names) + '\n\nfolder = "."  # this one\n'
-    if has_head and exported.labels:
+    if has_head and labels:
         code = f"import json\nfrom pathlib import Path\n\n{code}{_CLASSES}"
     elif has_head:
         code += _REGRESSION
     code += loading.format(**names) + "\n"
     missing = ""
-    if exported.missing_prior is not None:
+    if missing_prior is not None:
         missing = f"Missing: {LACKS_PRIOR}.\n\n"
-        code += f"log_frequencies = {list(exported.missing_prior)}\n"
+        code += f"log_frequencies = {list(missing_prior)}\n"
     return f"# ATLAS: {kind}\n\n{missing}```python\n{code}```\n"

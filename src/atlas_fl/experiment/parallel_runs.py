@@ -1,4 +1,4 @@
-"""Runs of a comparison at once: worker processes that each make several runs and keep what these have in common.
+"""Runs of several configs, here or at once in worker processes that each make several and keep what these share.
 
 A process is given the runs of one seed after another, because strategies of one seed share data, fingerprints, states
 of the frozen blocks and first rounds (`runtime.reuse`, `models.prefix_cache`); one without work takes over runs of the
@@ -11,10 +11,10 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,61 +22,92 @@ from atlas_fl.config import Config, parse_config, run_folder, to_toml
 from atlas_fl.errors import AtlasError, CheckpointError
 from atlas_fl.events import Note, OnEvent, ignore
 from atlas_fl.experiment.free_memory import bytes_of_a_run, free_bytes, jobs_that_fit, memory_note
-from atlas_fl.experiment.sweep import Point, RunState, run_state, saving_note
+from atlas_fl.experiment.sweep import OnRun, Point, RunState, run_state
 from atlas_fl.plugins import check_registered, load_plugins, registered_names
 
+DONE: RunState = "finished"
 PROGRAM = "from atlas_fl.experiment.parallel_runs import serve_runs; serve_runs()"
 
 
-def run_in_processes(
+def run_all(
     points: Sequence[Point],
     *,
-    jobs: int,
-    on_run: Callable[[int, Point, RunState], None] | None = None,
+    jobs: int | None = None,
+    on_run: OnRun = lambda *_: None,
     on_event: OnEvent = ignore,
 ) -> tuple[Path, ...]:
-    """As `run_all`, with so many runs at once as fit into memory, each process with its share of the cores.
+    """Run every point: new runs are started, unfinished ones resumed, finished ones left alone; the run folders.
+
+    Runs follow each other in this process, or `jobs` of them run at once, each in a process of its own. `on_run` is
+    called with the index, the point and the state of a run beforehand.
+
+    Raises:
+        AtlasError: a run cannot go on; those before it stay.
+    """
+    from atlas_fl.experiment.run import run_config
+    from atlas_fl.runtime.reuse import REUSED_RESULTS
+
+    states = [run_state(point.config) for point in points]
+    if jobs is None:
+        with REUSED_RESULTS.remember() as results:
+            for index, (point, state) in enumerate(zip(points, states)):
+                on_run(index, point, state)
+                if state != "finished":
+                    run_config(point.config, on_event=on_event, resume=True)
+        computed_seconds, saved_seconds = results.computed_seconds, results.saved_seconds
+    else:
+        computed_seconds, saved_seconds = run_in_processes(points, states, jobs=jobs, on_run=on_run, on_event=on_event)
+    if saved_seconds:
+        share = saved_seconds / (computed_seconds + saved_seconds)
+        on_event(
+            Note(
+                f"{computed_seconds:.0f} s of the clients' work computed, {saved_seconds:.0f} s ({share:.0%}) shared"
+                " between runs: equal fingerprints, first rounds and scores"
+            )
+        )
+    return tuple(run_folder(point.config).path for point in points)
+
+
+def run_in_processes(
+    points: Sequence[Point], states: Sequence[RunState], *, jobs: int, on_run: OnRun, on_event: OnEvent
+) -> tuple[float, float]:
+    """Run the unfinished points, as many at once as fit into memory, each process with its share of the cores.
+
+    Returns the seconds of the clients' work that were computed, and those that were saved (`run_all`).
 
     Raises:
         CheckpointError: a run failed; those that had begun end first, and all that was done stays.
     """
-    states = [run_state(point.config) for point in points]
-    queue = RunQueue(
-        [(index, point.config.run.seed) for index, point in enumerate(points) if states[index] != "finished"]
-    )
-    free, each, asked = free_bytes(), bytes_of_a_run(points), jobs
-    jobs = jobs_that_fit(asked, free=free, each=each)
-    for line in memory_note(asked, jobs, free=free, each=each) if len(queue) else ():
+    queue = RunQueue([(index, point.config.run.seed) for index, point in enumerate(points) if states[index] != DONE])
+    free = free_bytes()
+    each = bytes_of_a_run(points)
+    fitting = jobs_that_fit(jobs, free=free, each=each)
+    for line in memory_note(jobs, fitting, free=free, each=each) if len(queue) else ():
         on_event(Note(line))
     problems: dict[int, str] = {}
-    computed_seconds = saved_seconds = 0.0
 
-    def work() -> tuple[float, float]:
+    def work() -> dict[str, Any]:
         answer: dict[str, Any] = {"computed": 0.0, "saved": 0.0}
-        with run_process(jobs) as process:
+        with run_process(fitting) as process:
             while not problems and (index := queue.take()) is not None:
-                if on_run is not None:
-                    on_run(index, points[index], states[index])
+                on_run(index, points[index], states[index])
                 told = process.make(points[index].config)
-                answer = told if "computed" in told else answer
                 if told["problem"]:
                     problems[index] = told["problem"]
-        return answer["computed"], answer["saved"]
+                answer |= told
+        return answer
 
-    with ThreadPoolExecutor(max_workers=jobs) as pool:
-        for future in [pool.submit(work) for _ in range(min(jobs, len(queue)))]:
-            computed, saved = future.result()
-            computed_seconds, saved_seconds = computed_seconds + computed, saved_seconds + saved
+    with ThreadPoolExecutor(max_workers=fitting) as pool:
+        futures = [pool.submit(work) for _ in range(min(fitting, len(queue)))]
+    answers = [future.result() for future in futures]
     if problems:
         index = min(problems)
         raise CheckpointError(f"{run_folder(points[index].config).path} failed: {problems[index]}")
-    for line in saving_note(computed_seconds, saved_seconds):
-        on_event(Note(line))
-    return tuple(run_folder(point.config).path for point in points)
+    return sum(answer["computed"] for answer in answers), sum(answer["saved"] for answer in answers)
 
 
 class RunQueue:
-    """What is to be run, by seed; a thread is given runs of one seed as long as there are some."""
+    """Indices of the runs to make, by seed; a thread is given runs of one seed as long as there are some."""
 
     def __init__(self, runs: Sequence[tuple[int, int]]) -> None:
         """`runs` are (index, seed) in their order."""
@@ -110,8 +141,7 @@ class RunProcess:
 
     process: "subprocess.Popen[str]"
     errors: IO[str]
-    """What it writes to its standard error."""
-    last: dict[str, Any] = field(default_factory=dict)
+    """Its standard error."""
 
     def make(self, config: Config) -> dict[str, Any]:
         """Begin or resume this run; its `problem`, empty if none, and the seconds so far."""

@@ -1,7 +1,7 @@
-"""How long runs take on this machine: a few measured steps of a preset's clients, and the work that runs consist of.
+"""Predicted seconds of runs on this machine: a few measured steps of a preset's clients, times the steps of a run.
 
-Steps and evaluations are those of a run: packs of all clients through the engine of one process. A step costs each of
-its clients a part of its own and each token another, so that two sizes of batches tell both:
+Steps and evaluations are those of a run: packs of all clients through the engine of one process. A step has a cost for
+each client and one for each token, which two sizes of batches give:
 
     t(step) = clients c_client + tokens c_token
     T       = t_load + sum over steps of t(step) + evaluated tokens c_evaluate
@@ -37,49 +37,22 @@ SMALL_BATCH = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """What was measured here."""
+    """Measured speed of this machine."""
 
     device: str
-    """Of torch."""
+    """A device of torch."""
     load_seconds: float
-    """Until libraries, data, model and tokens are loaded."""
+    """Seconds until libraries, data, model and tokens are loaded."""
     client_seconds: float
-    """Of a client in a training step, however many tokens it has."""
+    """Seconds of a client in a training step, apart from its tokens."""
     token_seconds: float
-    """Of a token in a training step."""
+    """Seconds of a token in a training step."""
     evaluate_seconds: float
-    """Of a token that is evaluated."""
+    """Seconds of a token in an evaluation."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Passes:
-    """Training steps, of whichever clients."""
-
-    steps: int
-    """A step of two clients counts twice."""
-    tokens: int
-    """In all of them."""
-
-    def seconds(self, speed: Speed) -> float:
-        """What they take at this speed."""
-        return self.steps * speed.client_seconds + self.tokens * speed.token_seconds
-
-
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """What a run computes."""
-
-    planning: Passes
-    """Fingerprints and importance."""
-    round: Passes
-    """Training in one round."""
-    halves: Passes
-    """Training on halves, once."""
-    rounds: int
-    evaluated: int
-    """Tokens in one round's evaluation."""
-    evaluations: int
-    """Rounds that are evaluated."""
+    def seconds(self, *, steps: float, tokens: float) -> float:
+        """Seconds of so many training steps of single clients, with so many tokens together."""
+        return steps * self.client_seconds + tokens * self.token_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,17 +65,17 @@ class RunTime:
     """One round with its evaluation."""
     rounds: int
     halves: float
-    """What the round takes more in which halves are measured."""
+    """Extra seconds of the round in which halves are measured."""
 
     @property
     def total(self) -> float:
-        """Seconds from the begin to the end."""
+        """Seconds from start to end."""
         return self.loading + self.planning + self.rounds * self.round + self.halves
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """The speed, and the time that runs of some configs take at it."""
+    """The speed, and the predicted time of runs."""
 
     speed: Speed
     runs: Mapping[str, RunTime]
@@ -120,7 +93,7 @@ def measure_runs(config: Config, others: Mapping[str, Config], *, start_time: fl
     speed = measure_speed(assembly, local_engine(assembly, ignore), load_seconds=load_seconds)
     return Measurement(
         speed=speed,
-        runs={name: predict(work_of(other, tokens_of(other, assembly)), speed) for name, other in others.items()},
+        runs={name: predict(other, tokens_of(other, assembly), speed) for name, other in others.items()},
     )
 
 
@@ -172,40 +145,21 @@ def cost_of_a_step(small: tuple[float, int], large: tuple[float, int], *, client
     return (client_seconds, token_seconds) if min(client_seconds, token_seconds) > 0 else (0.0, large[0] / large[1])
 
 
-def work_of(config: Config, tokens: Mapping[str, ClientTokens]) -> Work:
-    """What a run of this config computes whose clients have these tokens."""
-    training, clients = config.training, list(tokens.values())
+def predict(config: Config, tokens: Mapping[str, ClientTokens], speed: Speed) -> RunTime:
+    """The seconds of a run of this config, whose clients have these tokens, at this speed."""
+    training = config.training
+    clients = list(tokens.values())
     options = train_options(config, with_images=False)
+    everyone = sum(_training_seconds(client, options, speed) for client in clients)
     share = num_participants(len(clients), training.participation) / len(clients)
-    whole = _sum([_training_passes(client, options) for client in clients])
-    return Work(
-        planning=_planning_passes(config, clients),
-        round=Passes(steps=round(share * whole.steps), tokens=round(share * whole.tokens)),
-        halves=_sum([whole] * PASSES if strategy_of(config).asks_once else []),
-        rounds=training.rounds,
-        evaluated=sum(
-            int(client.splits[split].lengths.sum()) for client in clients for split in ("validation", "test")
-        ),
-        evaluations=-(-training.rounds // training.eval_every),
-    )
-
-
-def predict(work: Work, speed: Speed) -> RunTime:
-    """The seconds of this work at this speed.
-
-    >>> once = Passes(steps=10, tokens=100)
-    >>> work = Work(planning=once, round=once, halves=once, rounds=3, evaluated=50, evaluations=3)
-    >>> speed = Speed(device="cpu", load_seconds=1, client_seconds=0.5, token_seconds=0.1, evaluate_seconds=0.02)
-    >>> predict(work, speed).round, predict(work, speed).total
-    (16.0, 79.0)
-    """
-    evaluation = work.evaluated * speed.evaluate_seconds * work.evaluations / work.rounds
+    evaluated = sum(int(client.splits[split].lengths.sum()) for client in clients for split in ("validation", "test"))
+    evaluations = -(-training.rounds // training.eval_every)
     return RunTime(
         loading=speed.load_seconds,
-        planning=work.planning.seconds(speed),
-        round=work.round.seconds(speed) + evaluation,
-        rounds=work.rounds,
-        halves=work.halves.seconds(speed),
+        planning=_planning_seconds(config, clients, speed),
+        round=share * everyone + evaluated * speed.evaluate_seconds * evaluations / training.rounds,
+        rounds=training.rounds,
+        halves=PASSES * everyone if strategy_of(config).asks_once else 0.0,
     )
 
 
@@ -227,27 +181,24 @@ def _batch_tokens(client: ClientTokens, job: Job) -> int:
     return sum(int(batch.lengths.sum()) for batch in batches(client.splits["train"], job, secret=None))
 
 
-def _planning_passes(config: Config, clients: list[ClientTokens]) -> Passes:
-    """Batches of fingerprints, of both halves, and of importance, whose examples are as long as the mean."""
-    clustering, size = config.clustering, config.training.batch_size
+def _planning_seconds(config: Config, clients: list[ClientTokens], speed: Speed) -> float:
+    """Seconds of fingerprints, of both halves, and of importance, on examples of the mean length."""
+    clustering = config.clustering
     steps = IMPORTANCE_BATCHES
     if clustering.fingerprint == "delta":
         steps += 2 * clustering.fingerprint_steps
     elif strategy_of(config).clustered:
         steps += 2 * clustering.fingerprint_batches
-    tokens = sum(_mean_length(client.splits["train"]) for client in clients)
-    return Passes(steps=steps * len(clients), tokens=round(steps * size * tokens))
+    tokens = steps * config.training.batch_size * sum(_mean_length(client.splits["train"]) for client in clients)
+    return speed.seconds(steps=steps * len(clients), tokens=tokens)
 
 
-def _training_passes(client: ClientTokens, options: TrainOptions) -> Passes:
+def _training_seconds(client: ClientTokens, options: TrainOptions, speed: Speed) -> float:
+    """Seconds of one client in one round."""
     data = client.splits["train"]
     steps = num_steps(len(data), options)
     examples = min(options.epochs * len(data), steps * options.batch_size)
-    return Passes(steps=steps, tokens=round(examples * _mean_length(data)))
-
-
-def _sum(passes: list[Passes]) -> Passes:
-    return Passes(steps=sum(part.steps for part in passes), tokens=sum(part.tokens for part in passes))
+    return speed.seconds(steps=steps, tokens=examples * _mean_length(data))
 
 
 def _mean_length(data: EncodedExamples) -> float:

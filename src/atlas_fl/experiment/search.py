@@ -15,7 +15,7 @@ from hashlib import sha256
 from itertools import islice, product
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from atlas_fl.config import Config, identity_settings, pin_mask_file, run_folder, to_toml, validate, with_values
 from atlas_fl.config.files import load_values
@@ -24,8 +24,9 @@ from atlas_fl.config.values import Mark, parse_integer, unwrap_optional
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.events import Event, OnEvent, RoundFinished, ignore
 from atlas_fl.experiment.early_stopping import best_rounds
+from atlas_fl.experiment.parallel_runs import run_all
 from atlas_fl.experiment.summary import histories, mean_series
-from atlas_fl.experiment.sweep import Point, RunState, grid, parse_over, run_all
+from atlas_fl.experiment.sweep import Point, RunState, grid, parse_over
 from atlas_fl.rng import derive_seed
 from atlas_fl.storage.extras import install_command
 from atlas_fl.storage.files import is_left_of_beginning, run_lock
@@ -33,39 +34,26 @@ from atlas_fl.storage.folder_access import list_folder, open_to_append, remove_d
 from atlas_fl.storage.jsonl import from_json, read_rows, to_json
 from atlas_fl.storage.run_folder import RunFolder
 
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
+
+    SearchSpace: TypeAlias = Mapping[str, BaseDistribution]
+
 LOG = "log"
 MAX_CHECKED = 256
-_NUMBER = r"[-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?"
-_NUMBERS = re.compile(rf"({_NUMBER})\.\.({_NUMBER})(?::(.*))?")
-_ANYTHING = re.compile(r"(.*?)\.\.([^:]*)(?::(.*))?")
 
 
-@dataclass(frozen=True, kw_only=True)
-class NumberRange:
-    """The numbers from `low` to `high`, both included."""
-
-    low: float
-    high: float
-    is_integer: bool
-    """Whether only whole numbers are drawn."""
-    log: bool = False
-    """Whether numbers are drawn on a log scale."""
-
-
-SearchSpace: TypeAlias = Mapping[str, NumberRange | tuple[str, ...]]
-"""By setting, its range or its values; values are texts, as on a command line."""
-
-
-def parse_space(texts: Sequence[str]) -> dict[str, NumberRange | tuple[str, ...]]:
+def parse_space(texts: Sequence[str]) -> "SearchSpace":
     """The search space of texts such as `lr=1e-4..1e-2:log`, `local-steps=4..16` and `weight-decay=0,1e-4`.
 
     Raises:
-        ConfigError: a text is no sweep (`experiment.sweep.parse_over`), or its range has no numbers or a wrong end.
+        ConfigError: a text is no sweep (`experiment.sweep.parse_over`), its range has no numbers or a wrong end, or
+            optuna is not installed.
     """
     return {name: _parse_choices(find_setting(name), parts) for name, parts in parse_over(texts).items()}
 
 
-def check_space(base: Config, space: SearchSpace) -> None:
+def check_space(base: Config, space: "SearchSpace") -> None:
     """Check that every combination of values and ends of ranges is a valid config.
 
     Raises:
@@ -76,73 +64,51 @@ def check_space(base: Config, space: SearchSpace) -> None:
         validate(with_values(base, dict(zip(ends, values))))
 
 
-def space_to_json(space: SearchSpace) -> dict[str, Any]:
-    """The search space as JSON data."""
-    return {
-        name: list(choices) if isinstance(choices, tuple) else [choices.low, choices.high, choices.log]
-        for name, choices in space.items()
-    }
-
-
 def format_value(value: Any) -> str:
     """A chosen value as a command line spells it, to the last digit."""
     return value if isinstance(value, str) else repr(value)
 
 
-def _range_ends(choices: NumberRange | tuple[str, ...]) -> tuple[str, ...]:
-    if isinstance(choices, tuple):
-        return choices
-    ends = (choices.low, choices.high)
-    return tuple(format_value(int(end) if choices.is_integer else end) for end in ends)
+def _range_ends(choices: "BaseDistribution") -> list[str]:
+    values = choices.choices if hasattr(choices, "choices") else (choices.low, choices.high)
+    return [format_value(value) for value in values]
 
 
-def _parse_choices(setting: Setting, parts: tuple[str, ...]) -> NumberRange | tuple[str, ...]:
-    is_integer = _takes_integers(setting)
-    spans = [part for part in parts if (_NUMBERS if is_integer is None else _ANYTHING).fullmatch(part)]
+def _parse_choices(setting: Setting, parts: tuple[str, ...]) -> "BaseDistribution":
+    """The range of a setting that takes numbers, or its values: texts, as on a command line."""
+    distributions = _optuna().distributions
+    kind = int if Mark.WORD_OR_NUMBER in setting.marks else unwrap_optional(setting.kind) or setting.kind
+    spans = [part for part in parts if kind in (int, float) and ".." in part]
     if not spans:
-        return parts
+        return distributions.CategoricalDistribution(parts)
     text = f"--over {setting.name}={','.join(parts)}"
-    if is_integer is None:
-        raise ConfigError(f"{text} is a range, and {setting.name} is no number; give its values, with commas between")
     if len(parts) > 1:
         raise ConfigError(f"{text} has a range beside other values; give one range, or values with commas between")
-    match = _ANYTHING.fullmatch(spans[0])
-    assert match is not None, "it has just matched"
-    low, high = (_parse_number(setting, end, is_integer=is_integer) for end in match.groups()[:2])
-    if match[3] not in (None, LOG):
-        raise ConfigError(f"{text} ends in :{match[3]}; allowed: :log, or nothing; write {setting.name}=LOW..HIGH:log")
+    span, colon, scale = spans[0].partition(":")
+    low, high = (_parse_number(setting, end, kind=kind) for end in span.split("..", 1))
+    if colon and scale != LOG:
+        raise ConfigError(f"{text} ends in :{scale}; allowed: :log, or nothing; write {setting.name}=LOW..HIGH:log")
     if not low < high:
         raise ConfigError(f"{text} does not rise; allowed: the low end first; write {setting.name}=LOW..HIGH")
-    if match[3] == LOG and low <= 0:
-        raise ConfigError(f"{text} begins at {match[1]}; allowed on a log scale: above 0; raise the low end")
-    return NumberRange(low=low, high=high, is_integer=is_integer, log=match[3] == LOG)
+    if scale and low <= 0:
+        raise ConfigError(f"{text} begins at {low:g}; allowed on a log scale: above 0; raise the low end")
+    if kind is int:
+        return distributions.IntDistribution(low, high, log=bool(scale))
+    return distributions.FloatDistribution(low, high, log=bool(scale))
 
 
-def _takes_integers(setting: Setting) -> bool | None:
-    """Whether the setting takes whole numbers alone; None where it takes no numbers."""
-    if Mark.WORD_OR_NUMBER in setting.marks:
-        return True
-    kind = unwrap_optional(setting.kind) or setting.kind
-    return kind is int if kind in (int, float) else None
-
-
-def _parse_number(setting: Setting, text: str, *, is_integer: bool) -> float:
+def _parse_number(setting: Setting, text: str, *, kind: type) -> Any:
     value = parse_integer(text) if Mark.WORD_OR_NUMBER in setting.marks else parse_setting(setting, text)
     if value is None:
         raise ConfigError(
-            f"--over {setting.name} has {text!r} as an end of its range; allowed: a{' whole' if is_integer else ''}"
+            f"--over {setting.name} has {text!r} as an end of its range; allowed: a{' whole' if kind is int else ''}"
             f" number; write {setting.name}=LOW..HIGH"
         )
-    return float(value)
+    return value
 
 
 Pruner: TypeAlias = Literal["none", "median"]
 SETTINGS = "settings"
-
-
-def check_optuna() -> None:
-    """Raise `ConfigError` where optuna is not installed."""
-    _optuna()
 
 
 def open_study(path: Path, *, settings: Mapping[str, Any]) -> Any:
@@ -175,7 +141,7 @@ def open_study(path: Path, *, settings: Mapping[str, Any]) -> Any:
     return study
 
 
-def next_trial(study: Any, space: SearchSpace, *, seed: int, pruner: Pruner) -> Any:
+def next_trial(study: Any, space: "SearchSpace", *, seed: int, pruner: Pruner) -> Any:
     """Propose the next trial, of a study in memory with all finished trials; nothing is written."""
     optuna = _optuna()
     finished = study.get_trials(deepcopy=False)
@@ -185,11 +151,11 @@ def next_trial(study: Any, space: SearchSpace, *, seed: int, pruner: Pruner) -> 
         pruner=optuna.pruners.MedianPruner() if pruner == "median" else optuna.pruners.NopPruner(),
     )
     draft.add_trials(finished)
-    return draft.ask(_distributions(space))
+    return draft.ask(dict(space))
 
 
 def record_trial(
-    study: Any, space: SearchSpace, params: Mapping[str, Any], *, scores: Mapping[int, float], pruned: bool, run: str
+    study: Any, space: "SearchSpace", params: Mapping[str, Any], *, scores: Mapping[int, float], pruned: bool, run: str
 ) -> None:
     """Write a finished trial: its settings, its validation scores by round, and the name of its run."""
     optuna = _optuna()
@@ -198,25 +164,12 @@ def record_trial(
         optuna.trial.create_trial(
             state=states.PRUNED if pruned else states.COMPLETE,
             params=dict(params),
-            distributions=_distributions(space),
+            distributions=dict(space),
             value=None if pruned else max(scores.values()),
             intermediate_values=dict(scores),
             user_attrs={"run": run},
         )
     )
-
-
-def _distributions(space: SearchSpace) -> dict[str, Any]:
-    return {name: _distribution(choices) for name, choices in space.items()}
-
-
-def _distribution(choices: NumberRange | tuple[str, ...]) -> Any:
-    distributions = _optuna().distributions
-    if isinstance(choices, tuple):
-        return distributions.CategoricalDistribution(choices)
-    if choices.is_integer:
-        return distributions.IntDistribution(int(choices.low), int(choices.high), log=choices.log)
-    return distributions.FloatDistribution(choices.low, choices.high, log=choices.log)
 
 
 def _optuna() -> Any:
@@ -237,15 +190,15 @@ class Trial:
     """A finished trial."""
 
     number: int
-    """From 0."""
+    """Its number, from 0."""
     changes: Mapping[str, str]
-    """What was chosen, as text."""
+    """The chosen values, as text."""
     run: str
     """The name of its run."""
     scores: Mapping[int, float]
     """The mean validation score of every evaluated round."""
     pruned: bool
-    """Whether it was pruned before its last round."""
+    """True for one that was pruned before its last round."""
 
     @property
     def score(self) -> float:
@@ -254,7 +207,7 @@ class Trial:
 
     @property
     def best_round(self) -> int:
-        """That round."""
+        """The round with the highest score, the earliest of equals."""
         return best_rounds(self.scores, 1)[0]
 
 
@@ -263,7 +216,7 @@ class SearchResult:
     """The outcome of a search."""
 
     folder: Path
-    """Where its study and `best.toml` lie."""
+    """The folder of its study and of `best.toml`."""
     trials: tuple[Trial, ...]
 
     @property
@@ -279,7 +232,7 @@ class _TrialPruned(Exception):  # noqa: N818
 def run_search(
     base: Config,
     *,
-    space: SearchSpace,
+    space: "SearchSpace",
     trials: int,
     pruner: Pruner = "none",
     on_trial: OnTrial = lambda *_: None,
@@ -297,10 +250,11 @@ def run_search(
         raise ConfigError(f"--trials is {trials}; allowed: at least 1; give the number of trials")
     if base.run.max_rounds is not None:
         raise ConfigError(f"--max-rounds is {base.run.max_rounds}; here every run goes to its end; leave it out")
-    check_optuna()
+    optuna = _optuna()
     check_space(base, space)
     base = pin_mask_file(base)
-    settings = from_json(to_json({**identity_settings(base), "over": space_to_json(space), "pruner": pruner}))
+    over = {name: optuna.distributions.distribution_to_json(choices) for name, choices in space.items()}
+    settings = from_json(to_json({**identity_settings(base), "over": over, "pruner": pruner}))
     folder = search_folder(base, settings)
     with run_lock(folder):
         remove_drafts(folder, of=re.compile(re.escape(BEST)))
@@ -366,7 +320,7 @@ def _trial_point(base: Config, params: Mapping[str, Any]) -> Point:
 def _run_trial(
     point: Point, draft: Any, *, on_state: Callable[[RunState], None], on_event: OnEvent
 ) -> tuple[Path, bool]:
-    """(the folder of the trial's run, whether it was pruned)."""
+    """(the folder of the trial's run, true where it was pruned)."""
     folder = run_folder(point.config).path
 
     def watch(event: Event) -> None:

@@ -28,7 +28,6 @@ how difficult the tasks are. The utilisation of a client's device:
 Predicted seconds are those of the plan: download, training and upload on the client's own device.
 """
 
-import os
 import platform
 import resource
 import sys
@@ -59,23 +58,11 @@ def peak_memory() -> dict[str, int]:
     """The peak memory of this process in bytes: `rss_bytes`, and `vram_bytes` where a GPU was used."""
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes there and KiB elsewhere
     peak = {"rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
-    if vram := _vram_bytes():
-        peak["vram_bytes"] = vram
-    return peak
-
-
-def machine_info() -> dict[str, int | str]:
-    """The machine that seconds were measured on: processors, threads, and the GPU where one was used."""
-    info: dict[str, int | str] = {"cpus": os.cpu_count() or 1, "threads": torch.get_num_threads()}
-    if _vram_bytes():
-        info["gpu"] = torch.cuda.get_device_name()
-    return info
-
-
-def _vram_bytes() -> int:
-    """Zero without a GPU, and for one that was never touched: asking does not start it."""
+    # asking for the number of GPUs starts none
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
-    return sum(torch.cuda.max_memory_allocated(index) for index in devices)
+    if vram_bytes := sum(torch.cuda.max_memory_allocated(index) for index in devices):
+        peak["vram_bytes"] = vram_bytes
+    return peak
 
 
 TARGETS = {"90%": 0.90, "95%": 0.95}
@@ -226,8 +213,8 @@ def class_names(plan: Mapping[str, Any], task: str) -> list[str]:
 def class_scores(members: Sequence[History], *, plan: Mapping[str, Any]) -> dict[str, Any]:
     """`classes`: by class, the test examples of these clients and the share of them that was recognised.
 
-    Every image counts once, each scored by the model of its own client. Of no example there is no accuracy. Nothing
-    where the clients' rows have no counts.
+    Every image counts once, each scored by the model of its own client. A class without examples has no accuracy, and
+    the result is empty where the clients' rows have no counts.
     """
     counts = [client_counts for member in members if (client_counts := class_counts(member)) is not None]
     if not counts:
@@ -245,7 +232,7 @@ def class_scores(members: Sequence[History], *, plan: Mapping[str, Any]) -> dict
 def utilisation(
     plan: Mapping[str, Any], metrics: Iterable[Row], round_seconds: Mapping[int, float]
 ) -> dict[str, dict[str, float]]:
-    """By client the utilisation of its device, each share from 0 to 1."""
+    """Utilisation of each client's device, each share from 0 to 1."""
     planned = {entry["name"]: entry for entry in plan.get("clients", ())}
     trained = [row for row in metrics if row.get("split") == "train" and row["round"] > 0]
     rounds: dict[int, list[str]] = {}
@@ -398,7 +385,7 @@ def _hosts(metrics: Sequence[Row]) -> dict[str, Any]:
 
 
 def _sharing(metrics: Sequence[Row]) -> dict[str, Any]:
-    """By client and group of parameters what was measured last."""
+    """The last measurement of sharing by client and group of parameters."""
     by_client: dict[str, dict[str, Any]] = {}
     for row in (row for row in metrics if row.get("event") == MEASURED):
         numbers = {name: row[name] for name in SHARING if name in row}
@@ -417,7 +404,7 @@ def _bytes(traffic: Totals) -> dict[str, Any]:
 
 
 def _reduction(traffic: Totals, metrics: Sequence[Row], full_model_bytes: int | None) -> dict[str, Any]:
-    """Against sending the whole model down and up once for every client that trained in a round.
+    """Bytes relative to sending the whole model down and up once for every client that trained in a round.
 
     A client whose update was refused has trained as well.
     """
@@ -442,7 +429,7 @@ def _seconds(phase_seconds: Mapping[str, float], round_seconds: Mapping[int, flo
 
 
 def _events(metrics: Sequence[Row]) -> dict[str, Any]:
-    """How often each event happened, the refused updates themselves, and whose were missing how often."""
+    """Counts of events, the refused updates themselves, and counts of missing updates by client."""
     events = [row for row in metrics if "event" in row]
     refused = [{key: row[key] for key in ("round", "client", "reason")} for row in events if row["event"] == "refused"]
     missing = dict(Counter(row["client"] for row in events if row["event"] == "missing"))

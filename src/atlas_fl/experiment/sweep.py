@@ -1,4 +1,7 @@
-"""Sweeps: a grid of settings and seeds, run one after the other; finished runs are not repeated."""
+"""Runs of several configs: a grid of settings and seeds; finished runs are not repeated, unfinished ones are resumed.
+
+`atlas sweep`, `compare`, its tuning and `search` run points of `grid` by `parallel_runs.run_all`.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -6,7 +9,7 @@ from hashlib import sha256
 from itertools import product
 from math import lcm
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from atlas_fl.config import (
     Config,
@@ -18,19 +21,18 @@ from atlas_fl.config import (
     validate,
     with_values,
 )
-from atlas_fl.config.federations import turn_dial
 from atlas_fl.config.methods import check_swept_setting, without_method_settings
+from atlas_fl.config.presets import turn_dial
 from atlas_fl.config.settings import find_setting
 from atlas_fl.config.values import LARGEST, Mark
 from atlas_fl.errors import CheckpointError, ConfigError, short_repr
-from atlas_fl.events import Note, OnEvent, ignore
 from atlas_fl.storage.run_folder import PLANNED_RUNS
 
 SEEDS = (42, 123, 456, 789, 1024)
 """The seeds that results are published with, in the order in which they are used."""
 
 MOST_SEEDS = 1000
-"""Of one comparison; a larger number is a seed that somebody took for how many."""
+"""Most seeds of one comparison; a larger number is a seed, given as a count by mistake."""
 
 LAMBDA_SWEEP = "eta=0,0.01,0.1,0.5,1"
 """The steps of the Laplacian that `--lambda-sweep` tries."""
@@ -40,7 +42,7 @@ RunState = Literal["finished", "unfinished", "new"]
 STEPS = "local_steps"
 """The swept setting along which rounds are scaled."""
 MAX_STRETCH = 1.5
-"""How many times longer the runs of a sweep over local steps may become so that all take as many steps."""
+"""Factor by which runs of a sweep over local steps may become longer, so that all take equally many steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,9 @@ class Point:
     """The swept settings of this run, as text, in the order of the sweep; the seed is not among them."""
 
 
+OnRun: TypeAlias = Callable[[int, Point, RunState], None]
+
+
 @dataclass(frozen=True, kw_only=True)
 class SameSteps:
     """Rounds by local steps, so that every run of a sweep takes as many gradient steps: rounds x J is one number."""
@@ -61,7 +66,7 @@ class SameSteps:
     base_steps: int
     """Rounds x J of the settings without the sweep."""
     settings: Mapping[str, Mapping[str, int]]
-    """By swept value: the rounds, and the rounds between two evaluations, which lie as many steps apart."""
+    """Rounds and rounds between two evaluations, by swept value."""
 
     def __str__(self) -> str:
         """One line for the screen."""
@@ -71,7 +76,7 @@ class SameSteps:
 
 
 def same_steps(base: Config, over: Mapping[str, Sequence[str]]) -> SameSteps | None:
-    """How rounds are scaled where local steps are swept; None where they are not, or the rounds are swept too.
+    """The scaled rounds of a sweep over local steps; None where they are not swept, or the rounds are swept too.
 
     The steps are those of the base, rounded to the nearest number that every swept value divides, halves up.
 
@@ -116,7 +121,7 @@ def seeds(count: int) -> tuple[int, ...]:
 
 
 def chosen_seeds(numbers: Sequence[int]) -> tuple[int, ...]:
-    """What `--seeds` means: one number is how many (`seeds`), several are the seeds themselves.
+    """The seeds that `--seeds` gives: one number counts them (`seeds`), several are the seeds themselves.
 
     >>> chosen_seeds([2]), chosen_seeds([7, 8])
     ((42, 123), (7, 8))
@@ -199,7 +204,7 @@ def grid(
 
 
 def _check_distinct(points: Sequence[Point]) -> None:
-    """Nothing where no two points are one run; raises `ConfigError` for a value that is written in two ways."""
+    """Raise ConfigError where two points are one run, because a value is written in two ways."""
     seen: dict[str, Point] = {}
     for point in points:
         other = seen.setdefault(config_hash(point.config), point)
@@ -210,7 +215,7 @@ def _check_distinct(points: Sequence[Point]) -> None:
 
 
 def run_state(config: Config) -> RunState:
-    """Whether the run of this config is finished, unfinished or new.
+    """The state of the run of this config.
 
     Raises:
         CheckpointError: its folder holds the run of another config.
@@ -226,45 +231,6 @@ def run_state(config: Config) -> RunState:
     return "finished" if folder.summary.is_file() else "unfinished"
 
 
-def run_all(
-    points: Sequence[Point],
-    *,
-    on_run: Callable[[int, Point, RunState], None] | None = None,
-    on_event: OnEvent = ignore,
-) -> tuple[Path, ...]:
-    """Run every point: new runs are started, unfinished ones resumed, finished ones left alone; the run folders.
-
-    `on_run` is called with the index, the point and the state of a run beforehand.
-
-    Raises:
-        AtlasError: a run cannot go on; those before it stay.
-    """
-    from atlas_fl.experiment.run import run_config
-    from atlas_fl.runtime.reuse import REUSED_RESULTS
-
-    states = [run_state(point.config) for point in points]
-    with REUSED_RESULTS.remember() as results:
-        for index, (point, state) in enumerate(zip(points, states)):
-            if on_run is not None:
-                on_run(index, point, state)
-            if state != "finished":
-                run_config(point.config, on_event=on_event, resume=True)
-    for line in saving_note(results.computed_seconds, results.saved_seconds):
-        on_event(Note(line))
-    return tuple(run_folder(point.config).path for point in points)
-
-
-def saving_note(computed_seconds: float, saved_seconds: float) -> tuple[str, ...]:
-    """What several runs had in common, for people; nothing where that was nothing."""
-    if not saved_seconds:
-        return ()
-    share = saved_seconds / (computed_seconds + saved_seconds)
-    return (
-        f"{computed_seconds:.0f} s of the clients' work computed, {saved_seconds:.0f} s ({share:.0%}) shared between"
-        " runs: equal fingerprints, first rounds and scores",
-    )
-
-
 def comparison_name(points: Sequence[Point], *, preset: str) -> str:
     """The file name of a comparison of these runs: preset, swept settings, and a hash of the runs."""
     runs = sorted({config_hash(point.config) for point in points})
@@ -273,7 +239,7 @@ def comparison_name(points: Sequence[Point], *, preset: str) -> str:
 
 
 def write_planned_runs(points: Sequence[Point], table: Path) -> Path:
-    """Write which runs the comparison of this table has, beside it and before they begin, for who watches them."""
+    """Write the names of a comparison's runs beside its table before they begin, for `atlas watch`."""
     from atlas_fl.storage.jsonl import write_json
 
     path = table.with_name(table.name.removesuffix(".csv") + PLANNED_RUNS)

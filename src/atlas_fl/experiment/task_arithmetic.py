@@ -42,11 +42,6 @@ class TrainedRun:
     """Every tensor of the backbone as the run left it."""
     heads: ByClient
 
-    @property
-    def pretrained_weights(self) -> Params:
-        """The backbone that the run began with: its pretrained model."""
-        return backbone_weights(self.assembly.site.vision)
-
 
 def masks_by_client(folder: RunFolder, *, clients: int) -> dict[str, Mask]:
     """The masks that single clients would calibrate, each by its own scores, by client name.
@@ -145,7 +140,7 @@ def base_weights(runs: Sequence[TrainedRun], *, model: str | None = None) -> Par
         raise ConfigError(
             f"the runs began with different models ({', '.join(names)}); say with --base what to subtract from all"
         )
-    return {key: tensor.cpu() for key, tensor in first.pretrained_weights.items()}
+    return {key: tensor.cpu() for key, tensor in backbone_weights(first.assembly.site.vision).items()}
 
 
 def task_vectors(runs: Mapping[str, TrainedRun], base: Params) -> list[dict[str, torch.Tensor]]:

@@ -10,12 +10,13 @@ from dataclasses import asdict, dataclass
 from itertools import count
 from math import isfinite
 from pathlib import Path
-from statistics import fmean
 from typing import Any, Literal, TypeAlias
+
+import numpy as np
 
 from atlas_fl.config import Config, settings, value_of, with_values
 from atlas_fl.config.schema import NONE
-from atlas_fl.errors import CheckpointError, ConfigError
+from atlas_fl.errors import CheckpointError
 from atlas_fl.experiment.sweep import Point, grid
 from atlas_fl.storage.json_shapes import TUNING, check_shape
 from atlas_fl.storage.jsonl import read_json, write_json
@@ -51,19 +52,19 @@ class TuningTrial:
     """Settings of a method that were tried."""
 
     settings: Mapping[str, SettingValue]
-    """By name."""
+    """Values by setting."""
     validation: float
     """Mean validation score over clients and development seeds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TunedMethod:
-    """What was tried of a method."""
+    """Tried settings of a method."""
 
     strategy: str
     trials: tuple[TuningTrial, ...]
     seeds: tuple[int, ...] = DEVELOPMENT_SEEDS
-    """On which the trials ran."""
+    """Seeds of the trials."""
 
     @property
     def best(self) -> TuningTrial:
@@ -105,36 +106,32 @@ def tune_methods(
     lr: float,
     run_points: RunPoints,
     score: Literal["final", "best"] = "final",
-    seeds: Sequence[int] = DEVELOPMENT_SEEDS,
 ) -> tuple[TunedMethod, ...]:
     """Try `number` settings of every strategy on the development seeds.
 
     Raises:
-        ConfigError: the number is below 1, a setting contradicts the base, or it lies on a development seed.
+        ConfigError: a setting contradicts the base.
         CheckpointError: a run failed; those before it stay and are not repeated.
     """
-    if number < 1:
-        raise ConfigError(f"--trials is {number}; allowed: at least 1, or leave it out")
     is_cut = base.split.split != NONE
     tried = {strategy: candidates(strategy, number, lr=lr, is_cut=is_cut) for strategy in strategies}
     points = [
         point
         for strategy in strategies
         for values in tried[strategy]
-        for point in grid(with_values(base, values), over={"strategy": (strategy,)}, seeds=seeds)
+        for point in grid(with_values(base, values), over={"strategy": (strategy,)}, seeds=DEVELOPMENT_SEEDS)
     ]
     scores = [_validation(folder, score) for folder in run_points(points)]
-    per_trial = [fmean(scores[start : start + len(seeds)]) for start in range(0, len(scores), len(seeds))]
+    means = np.reshape(scores, (len(strategies), number, len(DEVELOPMENT_SEEDS))).mean(axis=2).tolist()
     return tuple(
         TunedMethod(
             strategy=strategy,
-            seeds=tuple(seeds),
             trials=tuple(
-                TuningTrial(settings=values, validation=per_trial[index * number + place])
-                for place, values in enumerate(tried[strategy])
+                TuningTrial(settings=values, validation=mean)
+                for values, mean in zip(tried[strategy], strategy_means, strict=True)
             ),
         )
-        for index, strategy in enumerate(strategies)
+        for strategy, strategy_means in zip(strategies, means, strict=True)
     )
 
 
@@ -148,7 +145,7 @@ def value_words(value: SettingValue) -> str:
 
 
 def has_settings(config: Config, trial: TuningTrial) -> bool:
-    """Whether a run of this config has the settings of the trial."""
+    """Return true for a config with the settings of the trial."""
     return all(name in settings() and value_of(config, name) == value for name, value in trial.settings.items())
 
 
@@ -165,7 +162,7 @@ def tuning_json(tuned: TunedMethod) -> dict[str, Any]:
 
 
 def read_tuning(folder: RunFolder) -> TunedMethod | None:
-    """How the settings of this run were chosen; None where nothing is written of it.
+    """The trials that chose the settings of this run; None without a record.
 
     Raises:
         CheckpointError: the file is damaged.

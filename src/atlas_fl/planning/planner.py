@@ -15,7 +15,7 @@ from atlas_fl.aggregation.graph import effective_neighbours
 from atlas_fl.aggregation.matrices import eta_warnings
 from atlas_fl.aggregation.mixing import average_initial, resize_ranks
 from atlas_fl.config import Config
-from atlas_fl.config.federations import dial_note
+from atlas_fl.config.presets import dial_note
 from atlas_fl.data.clients import balance_notes, label_statistics, left_out_notes, shard_notes
 from atlas_fl.data.heterogeneity import heterogeneity_notes
 from atlas_fl.data.registry import find_tasks

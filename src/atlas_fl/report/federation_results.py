@@ -13,8 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from atlas_fl.config import Config, differences, identity_settings
-from atlas_fl.config.federations import DIALS
-from atlas_fl.config.presets import PRESETS, find_preset
+from atlas_fl.config.presets import dial_of, preset_of, presets
 from atlas_fl.config.settings import value_of
 from atlas_fl.config.values import LIST_SEPARATOR, to_words
 from atlas_fl.errors import ConfigError
@@ -239,23 +238,19 @@ def _is_telling(config: Config, name: str) -> bool:
     A knob of one method is at its default for all others, and nobody is helped by reading so of each.
     """
     value = value_of(config, name)
-    return value is not None and (name == "lr" or value != value_of(_preset_of(config), name))
+    return value is not None and (name == "lr" or value != value_of(preset_of(config), name))
 
 
 def _changed_settings(runs: Sequence[FinishedRun]) -> dict[str, Any]:
-    changed = [differences(_preset_of(run.config), run.config) for run in runs]
+    changed = [differences(preset_of(run.config), run.config) for run in runs]
     shared: dict[str, Any] = {}
     for name in sorted({*OF_THE_TUNING, *(name for one in changed for name in one)} - WHICH_RUN):
         free = [run.config for run in runs if not _owns(run.config, name)]
-        usual = Config() if name in OF_THE_TUNING else _preset_of(runs[0].config)
+        usual = Config() if name in OF_THE_TUNING else preset_of(runs[0].config)
         values = {value_of(config, name) for config in free}
         if len(values) == 1 and (value := values.pop()) != value_of(usual, name):
             shared[name] = value
     return shared
-
-
-def _preset_of(config: Config) -> Config:
-    return find_preset(config.run.preset, dial=config.run.dial) if config.run.preset in PRESETS else Config()
 
 
 def _tuning_words(runs: Mapping[int, FinishedRun]) -> str:
@@ -307,4 +302,7 @@ def _title(config: Config) -> str:
 
 def _dial_words(config: Config) -> str:
     preset, dial = config.run.preset, config.run.dial
-    return "" if dial is None or preset not in DIALS else f"{DIALS[preset].what}: {DIALS[preset].words[dial]}"
+    if dial is None or preset not in presets():
+        return ""
+    turned = dial_of(preset, dial)
+    return f"{turned.what}: {turned.words[dial]}"

@@ -16,7 +16,7 @@ pytest.importorskip("optuna")
 
 from atlas_fl.cli.main import main
 from atlas_fl.config import Config, RunConfig, config_hash, load_config, run_folder, to_toml, validate
-from atlas_fl.config.presets import smoke
+from atlas_fl.config.presets import find_preset
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.events import OnEvent, RoundFinished
 from atlas_fl.experiment.search import BEST, STUDY, SearchResult, parse_space, run_search
@@ -38,7 +38,7 @@ def scores_of(config: Config, *, round: int) -> tuple[float, float]:
 
 @pytest.fixture
 def base(tmp_path: Path) -> Config:
-    smallest = smoke()
+    smallest = find_preset("smoke")
     training = replace(smallest.training, rounds=3)
     return replace(smallest, training=training, run=RunConfig(preset="smoke", runs_dir=str(tmp_path)))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from atlas_fl.config import config_hash, differences, load_config
 from atlas_fl.config.files import read_tables
-from atlas_fl.config.presets import PRESETS, find_preset
+from atlas_fl.config.presets import find_preset, presets
 from atlas_fl.config.settings import settings
 from atlas_fl.config.values import to_words
 from atlas_fl.errors import CheckpointError, ConfigError
@@ -97,7 +97,7 @@ def _commands(folder: RunFolder) -> list[Block]:
     )
     try:
         config = load_config(folder.config, within=folder.path)
-        usual = find_preset(config.run.preset, dial=config.run.dial) if config.run.preset in PRESETS else None
+        usual = find_preset(config.run.preset, dial=config.run.dial) if config.run.preset in presets() else None
     except ConfigError as error:
         return [Text(lines=[f"This version of ATLAS does not read these settings: {error}"]), same]
     if usual is None:
