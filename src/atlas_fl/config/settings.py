@@ -90,6 +90,7 @@ def replace_settings(values: Mapping[str, Any], *, base: Config) -> Config:
     return replace(base, **groups)
 
 
+@cache
 def field_docs(cls: type[Any]) -> dict[str, str]:
     """Docstrings below the fields of a dataclass in its source, on one line each: Python itself does not keep them.
 
