@@ -2,7 +2,7 @@
 
 import ast
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, is_dataclass, replace
 from functools import cache
 from types import MappingProxyType
@@ -90,7 +90,6 @@ def replace_settings(values: Mapping[str, Any], *, base: Config) -> Config:
     return replace(base, **groups)
 
 
-@cache
 def field_docs(cls: type[Any]) -> dict[str, str]:
     """Docstrings below the fields of a dataclass in its source, on one line each: Python itself does not keep them.
 
@@ -99,7 +98,8 @@ def field_docs(cls: type[Any]) -> dict[str, str]:
     return {name: text for one in reversed(cls.__mro__) if is_dataclass(one) for name, text in _own_docs(one).items()}
 
 
-def _own_docs(cls: type[Any]) -> dict[str, str]:
+@cache
+def _own_docs(cls: Callable[..., Any]) -> dict[str, str]:
     (node,) = ast.parse(inspect.getsource(cls)).body
     assert isinstance(node, ast.ClassDef)
     return {
