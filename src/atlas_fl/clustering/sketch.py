@@ -57,10 +57,7 @@ def combine_parts(parts: Iterable[np.ndarray]) -> np.ndarray:
 
     Raises DataError when every tensor is zero.
     """
-    ordered = list(parts)
-    total = np.zeros(len(ordered[0]) if ordered else 0)
-    for part in ordered:
-        total += part
+    total = np.asarray(sum(parts))
     norm = float(np.linalg.norm(total))
     if norm == 0.0:
         raise DataError("the fingerprint is zero in every tensor; use more batches or warm-up steps")
@@ -130,20 +127,15 @@ def project_sketches(sketches: np.ndarray, *, components: int = 64, incremental:
     variance = float(np.square(centred).sum())
     if num_components < 1 or variance < 1e-18 * rows.size:
         return PrincipalComponents(points=np.zeros((rows.shape[0], max(num_components, 0))), explained_variance=1.0)
-    points = _fit_incremental(rows, num_components) if incremental else _fit_svd(centred, num_components)
+    if incremental:
+        model = IncrementalPCA(n_components=num_components, batch_size=max(256, 4 * num_components))
+        points = np.asarray(model.fit_transform(rows), dtype=np.float64)
+    else:
+        left, singular, _ = np.linalg.svd(centred, full_matrices=False)
+        points = left[:, :num_components] * singular[:num_components]
     largest = points[np.abs(points).argmax(axis=0), np.arange(num_components)]
     explained = float(np.square(points).sum()) / variance
     return PrincipalComponents(points=points * np.where(largest < 0, -1.0, 1.0), explained_variance=min(explained, 1.0))
-
-
-def _fit_svd(centred: np.ndarray, num_components: int) -> np.ndarray:
-    left, singular, _ = np.linalg.svd(centred, full_matrices=False)
-    return np.asarray(left[:, :num_components] * singular[:num_components])
-
-
-def _fit_incremental(rows: np.ndarray, num_components: int) -> np.ndarray:
-    model = IncrementalPCA(n_components=num_components, batch_size=max(256, 4 * num_components))
-    return np.asarray(model.fit_transform(rows), dtype=np.float64)
 
 
 MIN_NORM = 1e-6

@@ -174,7 +174,7 @@ def _cluster_sketches(
         centre=options.fingerprint == "fisher",
     )
     if options.clusters == "oracle":
-        return oracle_clustering(tasks, first=sketches[0], second=sketches[1], settings=settings)
+        return oracle_clustering(sketches[0], sketches[1], tasks=tasks, settings=settings)
     return cluster_clients(sketches[0], sketches[1], settings=settings, previous=previous, names=assembly.names)
 
 
