@@ -9,7 +9,6 @@ from atlas_fl.ranks.allocation import (
     layer_importance,
     normalise_importance,
     rngwp,
-    scale_budget,
 )
 
 
@@ -73,10 +72,3 @@ def test_complexity_factors_by_hand() -> None:
     np.testing.assert_allclose(complexity_factors(np.zeros(2), [0, 1]), 1.0)
     with pytest.raises(DataError, match=r"difficulties .* are not allowed"):
         complexity_factors(np.array([np.nan]), [0])
-
-
-def test_a_scaled_budget_never_exceeds_the_budget() -> None:
-    assert scale_budget(1000, 0.75, least_bytes=100) == 750
-    assert scale_budget(1000, 0.5, least_bytes=600) == 600
-    assert scale_budget(1000, 0.5, least_bytes=2000) == 1000
-    assert scale_budget(1000, 3.0, least_bytes=1) == 1000
