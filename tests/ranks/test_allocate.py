@@ -115,17 +115,7 @@ def test_a_device_below_every_candidate_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALLOCATORS)
-@pytest.mark.parametrize(
-    ("importance", "units", "message"),
-    [
-        ([0.0, 0.0], [1, 1], "importance [0.0, 0.0] is not allowed"),
-        ([np.nan, 1.0], [1, 1], "importance [nan, 1.0] is not allowed"),
-        ([-1.0, 1.0], [1, 1], "importance [-1.0, 1.0] is not allowed"),
-        ([1.0], [1, 1], "costs of shape (2, 5) do not fit; give (1, 5), layers by candidates"),
-        ([0.5, 0.5], [0, 0], "no layer has an adapted module; name modules of the model with --targets"),
-    ],
-)
-def test_bad_importance_or_costs(name: str, importance: list[float], units: list[int], message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        ALLOCATORS[name](np.array(importance), costs(units, SPARSE), SPARSE, budget_bytes=1000, max_rank=64)
-    assert message in str(error.value)
+@pytest.mark.parametrize("importance", [[0.0, 0.0], [np.nan, 1.0], [-1.0, 1.0]])
+def test_importance_that_is_no_share_is_refused(name: str, importance: list[float]) -> None:
+    with pytest.raises(ConfigError, match=r"importance \[.*\] is not allowed; give finite shares of at least 0"):
+        ALLOCATORS[name](np.array(importance), costs([1, 1], SPARSE), SPARSE, budget_bytes=1000, max_rank=64)

@@ -6,7 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from atlas_fl.clustering.k_search import METHODS, KTableRow, Verdict, mean_sketch, merge_small, structure_test
+from atlas_fl.clustering.k_search import (
+    METHODS,
+    KTableRow,
+    Verdict,
+    labels_without_structure,
+    mean_sketch,
+    merge_small,
+    structure_test,
+)
 from atlas_fl.clustering.labels import (
     UNDECIDED,
     ClusteringSettings,
@@ -23,7 +31,6 @@ from atlas_fl.clustering.sketch import (
     project_sketches,
     reliability,
 )
-from atlas_fl.errors import DataError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +58,10 @@ def cluster_clients(
     Clients whose halves do not agree are undecided (-1) and take part in nothing. The others are clustered by the
     method; the verdict on structure follows; clusters below the smallest size are merged. With `previous`, of the
     same clients, labels keep their meaning. Permuting the clients permutes the result and changes no number in it:
-    they are put in an order of their own first. Raises DataError for malformed sketches. `names` are for the messages.
+    they are put in an order of their own first. `names` are for the messages.
     """
-    first, second = _check_sketches(first, second)
+    first = np.asarray(first, dtype=np.float64)
+    second = np.asarray(second, dtype=np.float64)
     order = _canonical_order(first, second)
     evidence = _prepare_evidence(first[order], second[order], settings)
     previous_labels = None if previous is None else np.asarray(previous.labels)[order]
@@ -92,22 +100,10 @@ def oracle_clustering(
     Similarity, reliability and centroids are measured on the sketches as `cluster_clients` does.
     """
     names = {task: index for index, task in enumerate(dict.fromkeys(tasks))}
-    evidence = _prepare_evidence(*_check_sketches(first, second), settings)
+    evidence = _prepare_evidence(first, second, settings)
     labels = np.array([names[task] for task in tasks], dtype=np.int64)
     verdict = Verdict(has_structure=len(names) > 1, reason="true tasks, given and not tested")
     return replace(_result(evidence, labels=labels, settings=settings), structure=verdict.to_json())
-
-
-def _check_sketches(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Both as float64 (n, d); DataError unless they match and are finite."""
-    left, right = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
-    if left.ndim != 2 or left.shape != right.shape or not left.size:
-        raise DataError(f"sketches of shapes {left.shape} and {right.shape}; each half must be (clients, sketch_dim)")
-    for half in (left, right):
-        bad = np.flatnonzero(~np.isfinite(half).all(axis=1))
-        if bad.size:
-            raise DataError(f"the sketch of client {bad[0]} holds NaN or infinity; its fingerprint failed")
-    return left, right
 
 
 def _canonical_order(first: np.ndarray, second: np.ndarray) -> np.ndarray:
@@ -150,8 +146,10 @@ def _decide(
         reason = f"{settings.cluster_by} itself chose one cluster, though the {verdict.reason}"
         verdict = replace(verdict, has_structure=False, reason=reason)
     if not verdict.has_structure:
-        if settings.fixed_k is None:
-            proposed = method.without_structure(*halves, settings, proposed)
+        if settings.fixed_k is None and method.uses_corrected_similarity:
+            proposed = labels_without_structure(*halves, settings, proposed)
+        elif settings.fixed_k is None:
+            proposed = np.zeros_like(proposed)
         notes = (*notes, f"no structure: {verdict.reason}; {_consequence(proposed, settings)}")
     among = evidence.similarity[np.ix_(decided, decided)]
     labels[decided], merges = merge_small(proposed, among, min_size=settings.min_cluster_size)

@@ -438,29 +438,17 @@ class Method:
     """(first, second, settings, *, previous) -> clusters and the k table, of decided clients' halves (n, d);
     `previous` are the labels (n,) of the clustering before, or None."""
     statistic: Statistic
-    without_structure: Callable[[np.ndarray, np.ndarray, ClusteringSettings, np.ndarray], np.ndarray]
-    """Labels (n,) from the proposed ones when the verdict is "no structure"."""
     uses_corrected_similarity: bool
-    """True if a new client is placed by corrected similarity, or else by the nearest centroid."""
+    """True if a new client is placed by corrected similarity, and clients without structure are joined by it; else
+    by the nearest centroid, and all of them in one cluster."""
 
 
-def single_cluster(
-    first: np.ndarray, second: np.ndarray, settings: ClusteringSettings, labels: np.ndarray
-) -> np.ndarray:
-    """Labels (n,) of one cluster for all."""
-    del first, second, settings
-    return np.zeros_like(labels)
-
-
-K_SEARCH = Method(
-    propose=search_k, statistic=best_silhouette, without_structure=single_cluster, uses_corrected_similarity=False
-)
+K_SEARCH = Method(propose=search_k, statistic=best_silhouette, uses_corrected_similarity=False)
 
 METHODS: dict[str, Method] = {
     "corrected": Method(
         propose=propose_linkage,
         statistic=linkage_silhouette,
-        without_structure=labels_without_structure,
         uses_corrected_similarity=True,
     ),
     "atlas": K_SEARCH,

@@ -13,7 +13,7 @@ more than each differs from itself.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,7 +67,9 @@ def combine_parts(parts: Iterable[np.ndarray]) -> np.ndarray:
 def _unit_sketch(key: str, tensor: torch.Tensor, *, dim: int, seed: int) -> np.ndarray:
     """The sketch of one tensor over its L2 norm: linear, so both come out of one pass."""
     total, square_sum = np.zeros(dim), 0.0
-    for start, values in _chunks(tensor):
+    flat = tensor.detach().reshape(-1)
+    for start in range(0, flat.numel(), CHUNK):
+        values = flat[start : start + CHUNK].to(device="cpu", dtype=torch.float64).numpy()
         square_sum += float(values @ values)
         hashes = _hashes(seed, start, len(values))
         signs = 1.0 - 2.0 * (hashes & np.uint64(1))
@@ -76,13 +78,6 @@ def _unit_sketch(key: str, tensor: torch.Tensor, *, dim: int, seed: int) -> np.n
     if not math.isfinite(square_sum):
         raise DataError(f"fingerprint tensor {key!r} holds NaN or infinity; lower the learning rate or check the data")
     return total / math.sqrt(square_sum) if square_sum > 0 else total
-
-
-def _chunks(tensor: torch.Tensor) -> Iterator[tuple[int, np.ndarray]]:
-    """Start and float64 values of each piece; a view of the tensor where it is contiguous."""
-    flat = tensor.detach().reshape(-1)
-    for start in range(0, flat.numel(), CHUNK):
-        yield start, flat[start : start + CHUNK].to(device="cpu", dtype=torch.float64).numpy()
 
 
 def _hashes(seed: int, start: int, count: int) -> np.ndarray:

@@ -38,7 +38,8 @@ from atlas_fl.planning.masks import (
 from atlas_fl.planning.method_traffic import halves_bytes
 from atlas_fl.planning.plan import ClientPlan, Plan, PlanResult
 from atlas_fl.planning.ranks_and_cuts import RankPlan, cuts_for_planning, fit_ranks, measure_importance
-from atlas_fl.planning.start_adapter import StartAdapter, load_start_adapter, start_models, start_notes
+from atlas_fl.planning.round_costs import client_side
+from atlas_fl.planning.start_adapter import StartAdapter, load_start_adapter, start_model, start_notes
 from atlas_fl.planning.task_discovery import TaskDiscovery, discover_tasks, make_client_graph
 from atlas_fl.ranks.cost_model import VALUE_BYTES
 from atlas_fl.runtime.engine import Engine, TrafficMeter
@@ -64,7 +65,6 @@ from atlas_fl.setup.assembly import (
 from atlas_fl.setup.options import cut_of, random_mask_of, strategy_of
 from atlas_fl.sparse.masks import Mask
 from atlas_fl.split.channel import Cut
-from atlas_fl.split.model import select_client_side
 
 
 def initial_models(
@@ -75,12 +75,13 @@ def initial_models(
     start: StartAdapter | None = None,
 ) -> dict[str, Params]:
     """Every client's model before round one, at its ranks per layer, in the clients' order."""
-    if start is not None:
-        return dict(start_models(start, assembly, ranks))
     models: dict[str, Params] = {}
     for client, client_ranks in zip(assembly.clients, ranks, strict=True):
         fresh = assembly.initial_params(client, tuple(client_ranks))
-        models[client.name] = expand_rank(fresh, discovery.warmed_models[client.name], assembly.site.scale)
+        if start is None:
+            models[client.name] = expand_rank(fresh, discovery.warmed_models[client.name], assembly.site.scale)
+        else:
+            models[client.name] = start_model(start, assembly, client.task, fresh, client_ranks)
     return models
 
 
@@ -207,14 +208,16 @@ def _plan_lora(assembly: Assembly, engine: Engine, *, on_event: OnEvent) -> Plan
 
 def _halves_notes(assembly: Assembly, clients: Sequence[ClientPlan]) -> tuple[str, ...]:
     """Note on the halves of clients that `kriging` measures once: their cost, and what they tell the server."""
-    config, planned = assembly.config, {client.name: tuple(client.ranks) for client in clients}
-    models = (assembly.initial_params(client, planned[client.name]) for client in assembly.clients)
-    if not (size := sum(halves_bytes(config, model) for model in models)):
+    size = sum(
+        halves_bytes(assembly.config, assembly.initial_params(client, tuple(planned.ranks)))
+        for client, planned in zip(assembly.clients, clients, strict=True)
+    )
+    if not size:
         return ()
     return (
-        f"round {first_measured_round(config)} measures how much each client is to keep of its own: it trains twice"
-        f" more, on either half of its examples, and sends both models, {size / 1e6:.2g} MB in all, once; the server"
-        " then knows two models of half the examples each",
+        f"round {first_measured_round(assembly.config)} measures how much each client is to keep of its own: it trains"
+        f" twice more, on either half of its examples, and sends both models, {size / 1e6:.2g} MB in all, once; the"
+        " server then knows two models of half the examples each",
     )
 
 
@@ -364,10 +367,7 @@ def _unshared_cuts(cuts: Mapping[str, Cut]) -> dict[str, Cut]:
 
 def client_side_names(assembly: Assembly, cuts: Mapping[str, Cut], models: ByClient) -> dict[str, frozenset[str]]:
     """The names of the trainable tensors on the client's side, for each client with a cut."""
-    return {
-        name: select_client_side(assembly.site.backbone, models[name], blocks=cut.blocks, head=cut.head == "client")
-        for name, cut in cuts.items()
-    }
+    return {name: client_side(assembly, cut, models[name]) for name, cut in cuts.items()}
 
 
 def full_model_sender(

@@ -73,10 +73,10 @@ class _Phase:
 def predict_planning(
     assembly: Assembly, client: ClientData, device: Device, cut: Cut | None
 ) -> dict[str, dict[str, float]]:
-    """By phase, `client_seconds`, `server_seconds`, `link_seconds`, `memory_bytes` of the device and
-    `server_memory_bytes` of the server for this client, beside the frozen weights that it has once for all.
+    """Predicted costs of planning this client, by phase; without the phases that it does not have.
 
-    The link's are of what crosses the cut. A phase that is not there takes nothing.
+    These are `client_seconds`, `server_seconds`, `link_seconds` of what crosses the cut, `memory_bytes` of the device
+    and `server_memory_bytes` of the server beside the frozen weights that it has once for all clients.
     """
     return {
         name: _predict_phase(assembly, client, device, name, phase, cut)
@@ -145,7 +145,7 @@ def _warm_up_counts(examples: int, options: FingerprintOptions) -> list[int]:
 
 
 def _warm_up_cost(assembly: Assembly, client: ClientData) -> MeasurementCost:
-    """A warm-up trains two models of the smallest rank side by side; A is frozen in both."""
+    """Cost of a warm-up, which trains two models of the smallest rank side by side; A is frozen in both."""
     shape, rank = assembly.shape, warmup_rank(assembly.config)
     return MeasurementCost(
         lowest_block=shape.first_adapted,

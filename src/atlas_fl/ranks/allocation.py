@@ -18,6 +18,7 @@ ranks fit. All rules share one frame, so every one of them validates alike and n
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -59,7 +60,7 @@ def layer_importance(
 
     importance_l = (||g_l||^2 / n_l) / sum_m (||g_m||^2 / n_m). Raises `DataError` as `normalise_importance` does.
     """
-    return normalise_importance(_per_parameter(square_sums, num_params))
+    return normalise_importance(np.asarray(square_sums, dtype=np.float64) / num_params)
 
 
 DECAY = 0.9
@@ -76,17 +77,8 @@ def rngwp(
     `product_sums` are the sums of |w * g| over a layer's parameters. Not normalised, so that passes can be
     chained; `normalise_importance` makes an importance of it.
     """
-    mean = _per_parameter(product_sums, num_params)
+    mean = np.asarray(product_sums, dtype=np.float64) / num_params
     return mean if previous is None else DECAY * previous + (1 - DECAY) * mean
-
-
-def _per_parameter(
-    sums: Num[np.ndarray, " layers"], num_params: Num[np.ndarray, " layers"]
-) -> Float[np.ndarray, " layers"]:
-    counts = np.asarray(num_params, dtype=np.float64)
-    if not (counts > 0).all():
-        raise DataError(f"parameters per layer are {counts.tolist()}; every layer must have some")
-    return np.asarray(np.asarray(sums, dtype=np.float64) / counts)
 
 
 def cluster_importance(
@@ -108,12 +100,8 @@ def complexity_factors(
     factor = floor + (1 - floor) * d_c / max d, with d_c the mean difficulty of the client's cluster (its own for a
     client without cluster). It multiplies the budget and never exceeds one, so what a device can hold stays the bound.
     Difficulties of different tasks compare only on one scale, such as the loss over the loss of guessing.
-    Raises `DataError` for a difficulty that is negative or not finite.
     """
-    values = np.asarray(difficulty, dtype=np.float64)
-    if not np.isfinite(values).all() or (values < 0).any():
-        raise DataError(f"difficulties {values.tolist()} are not allowed; give finite numbers of at least 0")
-    means = cluster_importance(values[:, None], labels)[:, 0]
+    means = cluster_importance(np.asarray(difficulty, dtype=np.float64)[:, None], labels)[:, 0]
     largest = means.max(initial=0.0)
     return np.ones_like(means) if largest == 0 else np.asarray(floor + (1 - floor) * means / largest)
 
@@ -135,7 +123,7 @@ def proportional(importance: np.ndarray, cost: np.ndarray, ranks: np.ndarray, *,
     target_l = importance_l * B, where B is what the budget pays for (layers * r* for layers of equal cost), clipped
     to the candidates and rescaled so that the targets still cost the budget. The candidates are those `_nearest` to
     them. Then, where layers differ in cost, steps down where importance per byte is least until the bytes fit, and
-    steps up by largest remainder while they do.
+    steps up by largest remainder, counted in parts of the step, while they do and a layer is below its target.
     """
     target = _targets(importance, cost[:, -1] / ranks[-1], budget, low=int(ranks[0]), high=int(ranks[-1]))
     order = np.argsort(-importance, kind="stable")
@@ -143,7 +131,12 @@ def proportional(importance: np.ndarray, cost: np.ndarray, ranks: np.ndarray, *,
     levels = np.empty(len(order), dtype=np.int64)
     levels[order] = np.sort(_nearest(target, ranks))[::-1]
     levels = _lower_levels(levels, importance, cost, budget=budget)
-    return _raise_levels(levels, importance, cost, budget=budget, target=target, ranks=ranks)
+
+    def remainder(lower: np.ndarray, upper: np.ndarray, _: np.ndarray) -> np.ndarray:
+        parts = np.round((target - ranks[lower]) / np.maximum(ranks[upper] - ranks[lower], 1), 9)
+        return np.asarray(np.where(parts > 0, parts, -1.0))
+
+    return _raise_levels(levels, importance, cost, budget=budget, worth_of=remainder)
 
 
 def _targets(importance: np.ndarray, unit: np.ndarray, budget: int, *, low: int, high: int) -> np.ndarray:
@@ -185,20 +178,22 @@ def _raise_levels(
     cost: np.ndarray,
     *,
     budget: int,
-    target: np.ndarray,
-    ranks: np.ndarray,
+    worth_of: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray],
 ) -> np.ndarray:
-    """Steps up by largest remainder, counted in parts of the step, while one fits and its layer is below its target."""
-    rows, top = np.arange(len(levels)), len(ranks) - 1
+    """Steps up, always the one that is worth most, while one fits into the budget.
+
+    `worth_of` gives what the steps are worth from their lower and upper levels and bytes; none is taken below 0.
+    """
+    rows, top = np.arange(len(levels)), cost.shape[1] - 1
     levels = levels.copy()
     while True:
         above = np.minimum(levels + 1, top)
         step = cost[rows, above] - cost[rows, levels]
-        remainder = np.round((target - ranks[levels]) / np.maximum(ranks[above] - ranks[levels], 1), 9)
-        fits = (levels < top) & (remainder > 0) & (step <= budget - _total_cost(cost, levels))
+        worth = worth_of(levels, above, step)
+        fits = (levels < top) & (worth >= 0) & (step <= budget - _total_cost(cost, levels))
         if not fits.any():
             return levels
-        levels[_best_index(fits, remainder, importance)] += 1
+        levels[_best_index(fits, worth, importance)] += 1
 
 
 def _lower_levels(levels: np.ndarray, importance: np.ndarray, cost: np.ndarray, *, budget: int) -> np.ndarray:
@@ -214,16 +209,13 @@ def _lower_levels(levels: np.ndarray, importance: np.ndarray, cost: np.ndarray, 
 
 def greedy(importance: np.ndarray, cost: np.ndarray, ranks: np.ndarray, *, budget: int) -> np.ndarray:
     """From the smallest ranks up, always the step with the most importance * rank per byte that still fits."""
-    rows, top = np.arange(len(cost)), len(ranks) - 1
-    levels = np.zeros(len(cost), dtype=np.int64)
-    while True:
-        above = np.minimum(levels + 1, top)
-        step = cost[rows, above] - cost[rows, levels]
-        fits = (levels < top) & (step <= budget - _total_cost(cost, levels))
-        if not fits.any():
-            return levels
-        gain = importance * (ranks[above] - ranks[levels]) / np.maximum(step, 1)
-        levels[_best_index(fits, np.round(gain / max(gain.max(), 1e-300), 12), importance)] += 1
+
+    def gain_by_byte(lower: np.ndarray, upper: np.ndarray, step: np.ndarray) -> np.ndarray:
+        gain = importance * (ranks[upper] - ranks[lower]) / np.maximum(step, 1)
+        return np.asarray(np.round(gain / max(gain.max(), 1e-300), 12))
+
+    start = np.zeros(len(cost), dtype=np.int64)
+    return _raise_levels(start, importance, cost, budget=budget, worth_of=gain_by_byte)
 
 
 def _best_index(allowed: np.ndarray, *keys: np.ndarray) -> int:
@@ -255,31 +247,33 @@ Allocator: TypeAlias = Callable[..., tuple[int, ...]]
 """
 
 
-def _make_allocator(rule: RankRule) -> Allocator:
-    def allocate(
-        importance: Num[np.ndarray, " layers"],
-        cost: Num[np.ndarray, "rows candidates"],
-        candidates: Sequence[int],
-        *,
-        budget_bytes: int,
-        max_rank: int,
-    ) -> tuple[int, ...]:
-        ranks = np.array(usable_candidates(candidates, max_rank=max_rank))
-        adapted = _adapted_layers(importance, cost, candidates)
-        table = np.asarray(cost)[adapted, : len(ranks)]
-        least = int(table[:, 0].sum())
-        if least > budget_bytes:
-            raise BudgetError(
-                f"rank {ranks[0]} in each of {len(table)} layers takes {least:,} bytes (parameters, gradients and "
-                f"Adam's moments) and the budget is {budget_bytes:,}; "
-                "give a smaller rank candidate, more adapter_bytes or a larger device"
-            )
-        levels = rule(np.asarray(importance, np.float64)[adapted], table, ranks, budget=budget_bytes)
-        chosen = np.zeros(len(adapted), dtype=np.int64)
-        chosen[adapted] = ranks[levels]
-        return tuple(chosen.tolist())
-
-    return allocate
+def _allocate(
+    rule: RankRule,
+    importance: Num[np.ndarray, " layers"],
+    cost: Num[np.ndarray, "rows candidates"],
+    candidates: Sequence[int],
+    *,
+    budget_bytes: int,
+    max_rank: int,
+) -> tuple[int, ...]:
+    """The frame of all rules: an `Allocator` without its first argument."""
+    ranks = np.array(usable_candidates(candidates, max_rank=max_rank))
+    adapted = np.asarray(cost)[:, 0] > 0
+    values = np.asarray(importance, dtype=np.float64)
+    if not np.isfinite(values).all() or (values < 0).any() or not values[adapted].any():
+        raise ConfigError(f"importance {values.tolist()} is not allowed; give finite shares of at least 0, not all 0")
+    table = np.asarray(cost)[adapted, : len(ranks)]
+    least = int(table[:, 0].sum())
+    if least > budget_bytes:
+        raise BudgetError(
+            f"rank {ranks[0]} in each of {len(table)} layers takes {least:,} bytes (parameters, gradients and Adam's "
+            f"moments) and the budget is {budget_bytes:,}; "
+            "give a smaller rank candidate, more adapter_bytes or a larger device"
+        )
+    levels = rule(values[adapted], table, ranks, budget=budget_bytes)
+    chosen = np.zeros(len(adapted), dtype=np.int64)
+    chosen[adapted] = ranks[levels]
+    return tuple(chosen.tolist())
 
 
 def usable_candidates(candidates: Sequence[int], *, max_rank: int) -> tuple[int, ...]:
@@ -293,25 +287,11 @@ def usable_candidates(candidates: Sequence[int], *, max_rank: int) -> tuple[int,
     return ranks
 
 
-def _adapted_layers(importance: np.ndarray, cost: np.ndarray, candidates: Sequence[int]) -> np.ndarray:
-    values = np.asarray(importance, dtype=np.float64)
-    if np.shape(cost) != (len(values), len(candidates)):
-        raise ConfigError(
-            f"costs of shape {np.shape(cost)} do not fit; give ({len(values)}, {len(candidates)}), layers by candidates"
-        )
-    adapted = np.asarray(cost)[:, 0] > 0
-    if not adapted.any():
-        raise ConfigError("no layer has an adapted module; name modules of the model with --targets")
-    if not np.isfinite(values).all() or (values < 0).any() or not values[adapted].any():
-        raise ConfigError(f"importance {values.tolist()} is not allowed; give finite shares of at least 0, not all 0")
-    return adapted
-
-
 ALLOCATORS: dict[str, Allocator] = {
-    "budget": _make_allocator(proportional),
-    "matched": _make_allocator(proportional_within_uniform),
-    "greedy": _make_allocator(greedy),
-    "uniform": _make_allocator(uniform),
+    "budget": partial(_allocate, proportional),
+    "matched": partial(_allocate, proportional_within_uniform),
+    "greedy": partial(_allocate, greedy),
+    "uniform": partial(_allocate, uniform),
 }
 
 
