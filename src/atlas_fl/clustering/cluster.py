@@ -62,7 +62,8 @@ def cluster_clients(
     """
     first = np.asarray(first, dtype=np.float64)
     second = np.asarray(second, dtype=np.float64)
-    order = _canonical_order(first, second)
+    # k-means' starts must not depend on who came first, so the sketches themselves give the order
+    order = np.array(sorted(range(len(first)), key=lambda client: first[client].tobytes() + second[client].tobytes()))
     evidence = _prepare_evidence(first[order], second[order], settings)
     previous_labels = None if previous is None else np.asarray(previous.labels)[order]
     labels, verdict, notes, table = _decide(evidence, settings, previous_labels)
@@ -106,11 +107,6 @@ def oracle_clustering(
     return replace(_result(evidence, labels=labels, settings=settings), structure=verdict.to_json())
 
 
-def _canonical_order(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Client indices (n,) ordered by the sketches themselves: k-means' starts must not depend on who came first."""
-    return np.array(sorted(range(len(first)), key=lambda client: first[client].tobytes() + second[client].tobytes()))
-
-
 def _prepare_evidence(first: np.ndarray, second: np.ndarray, settings: ClusteringSettings) -> _Evidence:
     """Unit rows, reliabilities, who is decided, and the corrected similarity among those."""
     offsets = np.zeros((2, first.shape[1]))
@@ -138,8 +134,12 @@ def _decide(
         return labels, Verdict(has_structure=False, reason=reason), (f"no structure: {reason}",), ()
     method = METHODS[settings.cluster_by]
     halves = evidence.first[decided], evidence.second[decided]
-    previous_decided = None if previous_labels is None else _alone_where_undecided(previous_labels[decided])
-    proposal = method.propose(*halves, settings, previous=previous_decided)
+    previous = None
+    if previous_labels is not None:
+        previous = previous_labels[decided]
+        # a client that was undecided was a cluster of its own
+        previous = np.where(previous == UNDECIDED, previous.max() + 1 + np.arange(len(previous)), previous)
+    proposal = method.propose(*halves, settings, previous=previous)
     proposed, notes = proposal.labels, proposal.warnings
     verdict = structure_test(*halves, method.statistic, settings)
     if verdict.has_structure and len(np.unique(proposed)) == 1:
@@ -160,11 +160,6 @@ def _consequence(labels: np.ndarray, settings: ClusteringSettings) -> str:
     if settings.fixed_k is not None:
         return f"the {settings.fixed_k} clusters asked for are used all the same"
     return "one cluster is used" if len(np.unique(labels)) == 1 else "every client is a cluster of its own"
-
-
-def _alone_where_undecided(labels: np.ndarray) -> np.ndarray:
-    """The labels with every -1 replaced by a label of its own."""
-    return np.where(labels == UNDECIDED, labels.max() + 1 + np.arange(len(labels)), labels)
 
 
 def _result(evidence: _Evidence, *, labels: np.ndarray, settings: ClusteringSettings) -> Clustering:

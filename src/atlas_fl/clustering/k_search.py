@@ -22,6 +22,7 @@ be isotropic in the sketch. With fewer than three clients there is nothing to te
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -128,14 +129,10 @@ def gap_statistic(
     return {k: {"gap": float(gap[i]), "gap_error": float(errors[i])} for i, k in enumerate(ks)}
 
 
-def highest_score(name: str) -> Callable[[Sequence[KTableRow]], int]:
-    """The rule that takes the k whose score of this name is highest, the smaller k of two equal ones."""
-
-    def choose(table: Sequence[KTableRow]) -> int:
-        scored = [row for row in table if row[name] is not None]
-        return int(max(scored, key=lambda row: (row[name] + row["bonus"], -row["k"]))["k"]) if scored else 1
-
-    return choose
+def highest_score(name: str, table: Sequence[KTableRow]) -> int:
+    """The k whose score of this name is highest, the smaller k of two equal ones; 1 where none has a score."""
+    scored = [row for row in table if row[name] is not None]
+    return int(max(scored, key=lambda row: (row[name] + row["bonus"], -row["k"]))["k"]) if scored else 1
 
 
 def first_gap(table: Sequence[KTableRow]) -> int:
@@ -150,8 +147,8 @@ def first_gap(table: Sequence[KTableRow]) -> int:
 
 
 RULES: dict[str, Callable[[Sequence[KTableRow]], int]] = {
-    "atlas": highest_score("atlas"),
-    "silhouette": highest_score("silhouette"),
+    "atlas": partial(highest_score, "atlas"),
+    "silhouette": partial(highest_score, "silhouette"),
     "gap": first_gap,
 }
 """Rules by which the k search chooses k from the k table."""

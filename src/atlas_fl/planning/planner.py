@@ -197,9 +197,15 @@ def _plan_lora(assembly: Assembly, engine: Engine, *, on_event: OnEvent) -> Plan
         ),
     )
     plan = _announce(plan, config, on_event)
+    models = initial_models(assembly, discovery, [client.ranks for client in clients], start=start)
+    plan_cuts = cuts_of(assembly, plan)
     return PlanResult(
         plan=plan,
-        initial_models=_shared_initial_models(assembly, discovery, plan, start),
+        # equal where server adapters are shared, and without what stays at the clients
+        initial_models={
+            name: without_private(assembly, params, plan_cuts.get(name))
+            for name, params in average_initial(models, plan.federation()).items()
+        },
         sketches=discovery.sketches,
         clustering=discovery.clustering,
         cut_traffic=tuple(meter.rows(round=0)),
@@ -259,18 +265,6 @@ def _prefix_notes(assembly: Assembly) -> tuple[str, ...]:
     return (f"{start} run {kept}: {size_gb:.2g} GB in all, of --prefix-cache-gb {memory_gb:g}{on_disk}{others}",)
 
 
-def _shared_initial_models(
-    assembly: Assembly, discovery: TaskDiscovery, plan: Plan, start: StartAdapter | None
-) -> dict[str, Params]:
-    """The models of round one at the server: equal where server adapters are shared, without what stays at clients."""
-    models = initial_models(assembly, discovery, [client.ranks for client in plan.clients], start=start)
-    cuts = cuts_of(assembly, plan)
-    return {
-        name: without_private(assembly, params, cuts.get(name))
-        for name, params in average_initial(models, plan.federation()).items()
-    }
-
-
 def _client_plans(assembly: Assembly, discovery: TaskDiscovery, rank_plan: RankPlan) -> tuple[ClientPlan, ...]:
     return tuple(
         ClientPlan(
@@ -309,14 +303,19 @@ def recluster(
 
     With `models`, the clients' current ones, ranks are chosen again by the importance measured there; else they stay.
     """
-    cuts, meter = _unshared_cuts(cuts_of(assembly, planned.plan)), TrafficMeter(engine=engine)
+    # A client is measured by itself, whatever it shares in training.
+    cuts = {name: replace(cut, shared=None) for name, cut in cuts_of(assembly, planned.plan).items()}
+    meter = TrafficMeter(engine=engine)
     discovery = discover_tasks(assembly, meter, clustered=True, previous=planned.clustering, round=round, cuts=cuts)
     graph = make_client_graph(
         assembly, meter, discovery, previous=planned.plan.adjacency, performance=performance, cuts=cuts
     )
     plan = replace(planned.plan, notes=())
     if models is not None:
-        plan = _refit_ranks(plan, assembly, meter, discovery, models, round=round)
+        layers = measure_importance(assembly, meter, discovery, models=models, round=round, cuts=cuts)
+        rank_plan = fit_ranks(assembly, discovery, layers, communicates=strategy_of(assembly.config).communicates)
+        clients = _client_plans(assembly, discovery, rank_plan)
+        plan = replace(plan, clients=clients, importance=layers, notes=rank_plan.notes)
     clients = tuple(
         replace(client, cluster=cluster) for client, cluster in zip(plan.clients, discovery.labels, strict=True)
     )
@@ -334,17 +333,6 @@ def recluster(
     )
 
 
-def _refit_ranks(
-    plan: Plan, assembly: Assembly, engine: Engine, discovery: TaskDiscovery, models: ByClient, *, round: int
-) -> Plan:
-    cuts = _unshared_cuts(cuts_of(assembly, plan))
-    layers = measure_importance(assembly, engine, discovery, models=models, round=round, cuts=cuts)
-    rank_plan = fit_ranks(assembly, discovery, layers, communicates=strategy_of(assembly.config).communicates)
-    return replace(
-        plan, clients=_client_plans(assembly, discovery, rank_plan), importance=layers, notes=rank_plan.notes
-    )
-
-
 def resize_adapters(models: ByClient, plan: Plan, assembly: Assembly) -> dict[str, Params]:
     """Resize every model to its client's ranks in this plan: the same function where they suffice, else the nearest."""
     layer_of, modules, scale = assembly.layer_of, assembly.site.modules, assembly.site.scale
@@ -358,11 +346,6 @@ def cuts_of(assembly: Assembly, plan: Plan) -> dict[str, Cut]:
     """The cut of each cut client of this plan, by name."""
     cuts = {client.name: cut_of(assembly.config, client.cut, shared=client.sharing_cluster) for client in plan.clients}
     return {name: cut for name, cut in cuts.items() if cut is not None}
-
-
-def _unshared_cuts(cuts: Mapping[str, Cut]) -> dict[str, Cut]:
-    """The cuts without shared server adapters: a client is measured by itself, whatever it shares in training."""
-    return {name: replace(cut, shared=None) for name, cut in cuts.items()}
 
 
 def client_side_names(assembly: Assembly, cuts: Mapping[str, Cut], models: ByClient) -> dict[str, frozenset[str]]:
