@@ -81,7 +81,7 @@ def test_bytes_beside_the_model_take_their_time_by_hand() -> None:
 
 def test_a_client_that_holds_one_block_pays_for_one() -> None:
     found = predict_round(SHAPE, DEVICE, ranks=[2, 3], step=TrainingStep(tokens=8, blocks=1), tokens=10, length=5.0)
-    assert found.memory.parameters_bytes == adapter_bytes(SHAPE, [2])
+    assert found.memory.parts["adapters and head"] == adapter_bytes(SHAPE, [2])
     assert found.flops == 10 * (800 + 240 + 240)
 
 

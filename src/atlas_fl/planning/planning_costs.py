@@ -60,6 +60,8 @@ IMPORTANCE_BATCHES = 4
 class _Phase:
     """Work of one client in one phase of planning."""
 
+    name: str
+    """`fingerprint`, `importance` or `evaluate`."""
     probe: MeasurementCost
     data: EncodedExamples
     counts: Sequence[int]
@@ -78,32 +80,33 @@ def predict_planning(
     These are `client_seconds`, `server_seconds`, `link_seconds` of what crosses the cut, `memory_bytes` of the device
     and `server_memory_bytes` of the server beside the frozen weights that it has once for all clients.
     """
-    return {
-        name: _predict_phase(assembly, client, device, name, phase, cut)
-        for name, phase in _phases(assembly, client).items()
-    }
+    return {phase.name: _predict_phase(assembly, client, device, phase, cut) for phase in _phases(assembly, client)}
 
 
 def planning_bytes(assembly: Assembly, client: ClientData, cut: Cut) -> dict[str, Sizes]:
     """Bytes through this cut, by phase and direction, while the client is planned; at most these where it warms up."""
-    return {name: _phase_bytes(assembly, client, name, phase, cut) for name, phase in _phases(assembly, client).items()}
+    return {phase.name: _phase_bytes(assembly, client, phase, cut) for phase in _phases(assembly, client)}
 
 
-def _phases(assembly: Assembly, client: ClientData) -> dict[str, _Phase]:
+def _phases(assembly: Assembly, client: ClientData) -> list[_Phase]:
     options, clustered = fingerprint_options(assembly.config), strategy_of(assembly.config).clustered
     splits, shape = assembly.site.data[client.name].splits, assembly.shape
-    train, phases = splits["train"], dict[str, _Phase]()
+    train = splits["train"]
+    phases = []
     if options.kind == "delta":
-        phases["fingerprint"] = _Phase(
+        warm_up = _Phase(
+            name="fingerprint",
             probe=_warm_up_cost(assembly, client),
             data=train,
             counts=_warm_up_counts(len(train), options),
             batches_per_row=2,
             agreement_checks=sum(is_agreement_check(step, options) for step in range(1, options.steps + 1)),
         )
+        phases.append(warm_up)
     elif clustered:
         lowest = shape.num_layers - options.blocks
-        phases["fingerprint"] = _Phase(
+        fingerprint = _Phase(
+            name="fingerprint",
             probe=_gradient_cost(
                 assembly,
                 client,
@@ -114,7 +117,9 @@ def _phases(assembly: Assembly, client: ClientData) -> dict[str, _Phase]:
             data=train,
             counts=[options.train.batch_size] * (2 * options.batches),  # of both halves
         )
-    phases["importance"] = _Phase(
+        phases.append(fingerprint)
+    importance = _Phase(
+        name="importance",
         # gradients of the adapted weights, with their adapters merged into copies
         probe=_gradient_cost(
             assembly,
@@ -126,9 +131,10 @@ def _phases(assembly: Assembly, client: ClientData) -> dict[str, _Phase]:
         data=train,
         counts=[assembly.config.training.batch_size] * IMPORTANCE_BATCHES,
     )
+    phases.append(importance)
     if clustered and assembly.config.mixing.graph == "adaptive":
-        validation = splits["validation"]
-        phases["evaluate"] = _Phase(probe=_evaluation_cost(assembly), data=validation, counts=[len(validation)])
+        data, probe = splits["validation"], _evaluation_cost(assembly)
+        phases.append(_Phase(name="evaluate", probe=probe, data=data, counts=[len(data)]))
     return phases
 
 
@@ -189,7 +195,7 @@ def _evaluation_cost(assembly: Assembly) -> MeasurementCost:
     )
 
 
-def _phase_bytes(assembly: Assembly, client: ClientData, name: str, phase: _Phase, cut: Cut) -> Sizes:
+def _phase_bytes(assembly: Assembly, client: ClientData, phase: _Phase, cut: Cut) -> Sizes:
     data, num_examples = phase.data, len(phase.data)
     mean_tokens, mean_outputs = int(data.lengths.sum()) / num_examples, num_outputs(data) / num_examples
     total = Counter[str]()
@@ -208,9 +214,9 @@ def _phase_bytes(assembly: Assembly, client: ClientData, name: str, phase: _Phas
         for kind, size in sizes.items():
             if kind != "gradient_down" or phase.probe.lowest_block < cut.blocks:
                 total[kind.rpartition("_")[2]] += repeats * size
-    if name == "importance":
+    if phase.name == "importance":
         total["up"] += encoded_size(sums_message([np.zeros(cut.blocks)] * IMPORTANCE_BATCHES))
-    if name == "fingerprint":
+    if phase.name == "fingerprint":
         total.update(_fingerprint_bytes(assembly, client, phase, cut))
     return dict(total)
 
@@ -240,7 +246,7 @@ def _sketch_part_bytes(count: int, options: FingerprintOptions) -> int:
 
 
 def _predict_phase(
-    assembly: Assembly, client: ClientData, device: Device, name: str, phase: _Phase, cut: Cut | None
+    assembly: Assembly, client: ClientData, device: Device, phase: _Phase, cut: Cut | None
 ) -> dict[str, float]:
     """Seconds on the device, the server and the link, and memory; examples are as long as the mean, or the longest."""
     shape, probe, data = assembly.shape, phase.probe, phase.data
@@ -284,13 +290,13 @@ def _predict_phase(
     return {
         "client_seconds": flops[0] / device.flops_per_second,
         "server_seconds": flops[1] / SERVER_DEVICE.flops_per_second,
-        "link_seconds": 0.0 if cut is None else _link_seconds(assembly, client, device, name, phase, cut),
-        "memory_bytes": frozen.weights_bytes + frozen.reserve_bytes + side_bytes[0],
+        "link_seconds": 0.0 if cut is None else _link_seconds(assembly, client, device, phase, cut),
+        "memory_bytes": frozen.parts["frozen weights"] + frozen.parts["runtime"] + side_bytes[0],
         "server_memory_bytes": side_bytes[1],
     }
 
 
-def _link_seconds(assembly: Assembly, client: ClientData, device: Device, name: str, phase: _Phase, cut: Cut) -> float:
+def _link_seconds(assembly: Assembly, client: ClientData, device: Device, phase: _Phase, cut: Cut) -> float:
     """Seconds of the messages through the cut.
 
     These are a request and its answer for a forward pass, and as many for a backward pass where the head is at the
@@ -298,7 +304,7 @@ def _link_seconds(assembly: Assembly, client: ClientData, device: Device, name: 
     """
     has_backward = cut.head == "client" and phase.probe.lowest_block < assembly.shape.num_layers
     passes = len(phase.counts) // phase.batches_per_row
-    sizes = _phase_bytes(assembly, client, name, phase, cut)
+    sizes = _phase_bytes(assembly, client, phase, cut)
     messages = passes * (4 if has_backward else 2) + 2 * phase.agreement_checks
     traffic = RoundTraffic(up_bytes=sizes.get("up", 0), down_bytes=sizes.get("down", 0), messages=messages)
     return crossing_seconds(traffic, device)

@@ -387,7 +387,7 @@ def _client_entry(
         "ranks": assignment.ranks,
         "budget_bytes": assignment.budget_bytes,
         "largest_rank": min(assignment.largest_rank, device.max_rank),
-        "memory": {"total": prediction.memory.total_bytes, **dict(prediction.memory.parts())},
+        "memory": {"total": prediction.memory.total_bytes, **prediction.memory.parts},
         "predicted": _predicted_costs(prediction),
     }
 

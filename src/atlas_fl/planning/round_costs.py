@@ -251,15 +251,15 @@ def message_sizes(
         places: of these, the number that is sent where text is written.
     """
     hidden, wire = assembly.shape.hidden, cut.wire
-    extra = {"lengths": meta_tensor(examples, torch.int32)}
+    extra = {"lengths": _meta_tensor(examples, torch.int32)}
     if data.target_mask is not None:
-        extra["places"] = meta_tensor(places, torch.int32)
+        extra["places"] = _meta_tensor(places, torch.int32)
     sizes = {"activation_up": message_size(tokens, hidden, wire=wire, extra=extra)}
     if cut.head == "client":
         sizes["activation_down"] = message_size(outputs, hidden, wire=wire)
     else:
         dtype = torch.float32 if data.labels.dtype.kind == "f" else torch.int64
-        sizes["label_up"] = encoded_size({"labels": meta_tensor(outputs, dtype)})
+        sizes["label_up"] = encoded_size({"labels": _meta_tensor(outputs, dtype)})
     if backward:
         sizes["gradient_down"] = message_size(tokens, hidden, wire=wire)
     if backward and cut.head == "client":
@@ -269,10 +269,10 @@ def message_sizes(
 
 def norms_size(count: int) -> int:
     """Bytes of the message with the norms of so many gradients."""
-    return encoded_size({NORMS: meta_tensor(count, torch.float32)})
+    return encoded_size({NORMS: _meta_tensor(count, torch.float32)})
 
 
-def meta_tensor(count: int, dtype: torch.dtype) -> torch.Tensor:
+def _meta_tensor(count: int, dtype: torch.dtype) -> torch.Tensor:
     """A tensor of so many values that takes no memory."""
     return torch.empty(count, dtype=dtype, device="meta")
 
@@ -283,7 +283,7 @@ def num_outputs(data: EncodedExamples) -> int:
 
 
 def server_memory(
-    assembly: Assembly, client: ClientData, cut: Cut, ranks: Sequence[int], *, owners: Sequence[int] = ()
+    assembly: Assembly, client: ClientData, cut: Cut, ranks: Sequence[int], *, owners: Sequence[int]
 ) -> dict[str, int]:
     """Bytes on the server for this client by part; the frozen weights are there once for all clients.
 
@@ -292,17 +292,16 @@ def server_memory(
     """
     shape, client_step = assembly.shape, heaviest_step(assembly, client, cut)
     whole_step = heaviest_step(assembly, client, None)
-    whole_step = replace(whole_step, head_params=whole_step.head_params - client_step.head_params)
     activations = [
         activation_bytes(
             shape, whole_step.tokens, n, rank=max(ranks, default=0), checkpointing=whole_step.checkpointing
         )
         for n in (shape.num_layers, cut.blocks)
     ]
-    trained = TRAINING_COPIES * 4 * whole_step.head_params
+    trained = TRAINING_COPIES * 4 * (whole_step.head_params - client_step.head_params)
     for layer in range(cut.blocks, shape.num_layers):
-        sharing, size = owners[layer] if owners else 1, layer_cost(shape, layer, ranks[layer])
-        trained += size if sharing == 1 else size // 2 + size // sharing
+        size = layer_cost(shape, layer, ranks[layer])
+        trained += size if owners[layer] == 1 else size // 2 + size // owners[layer]
     return {
         "frozen weights": sum(shape.block_bytes[cut.blocks :]) + shape.tail_bytes,
         "activations": HEAP_COPIES * (activations[0] - activations[1] + 4 * client_step.crossing),

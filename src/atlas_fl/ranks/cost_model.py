@@ -12,7 +12,7 @@ one whose weights it takes gradients of. Blocks below that one record nothing.
 Rounds. Seconds are the profile's: operations over FLOP/s, bytes over the link's rate, and one latency per message.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -57,33 +57,18 @@ class Memory:
     """Memory of a device by use, in bytes."""
 
     total_bytes: int
-    weights_bytes: int
-    activations_bytes: int
-    reserve_bytes: int
-    parameters_bytes: int
-    gradients_bytes: int
-    moments_bytes: int
+    parts: Mapping[str, int]
+    """Bytes by what takes them."""
 
     @property
     def used_bytes(self) -> int:
         """The sum of all parts."""
-        return sum(size for _, size in self.parts())
+        return sum(self.parts.values())
 
     @property
     def free_bytes(self) -> int:
         """Bytes that are left; negative where the device is too small."""
         return self.total_bytes - self.used_bytes
-
-    def parts(self) -> tuple[tuple[str, int], ...]:
-        """(name, bytes) of every part, for a table."""
-        return (
-            ("frozen weights", self.weights_bytes),
-            ("activations", self.activations_bytes),
-            ("runtime", self.reserve_bytes),
-            ("adapters and head", self.parameters_bytes),
-            ("gradients", self.gradients_bytes),
-            ("Adam moments", self.moments_bytes),
-        )
 
 
 def adapter_bytes(shape: ModelShape, ranks: Sequence[int]) -> int:
@@ -144,18 +129,19 @@ def device_memory(
     trained = adapter_bytes(shape, ranks[:blocks]) + step.head_params * VALUE_BYTES
     rank = max(ranks, default=0) if largest_rank is None else largest_rank
     alive = activation_bytes(shape, step.tokens, blocks, rank=rank, checkpointing=step.checkpointing)
+    tail_bytes = 0 if step.blocks is None else shape.tail_bytes
     return Memory(
         total_bytes=device.memory_bytes,
-        weights_bytes=shape.embedding_bytes
-        - (0 if step.blocks is None else shape.tail_bytes)
-        + sum(shape.block_bytes[:blocks]),
-        activations_bytes=HEAP_COPIES * (alive + step.crossing * VALUE_BYTES)
-        # A vocabulary's worth of numbers is a block that goes back as soon as it is freed.
-        + LOGIT_COPIES * step.logits * VALUE_BYTES,
-        reserve_bytes=RESERVE_BYTES,
-        parameters_bytes=trained,
-        gradients_bytes=trained,
-        moments_bytes=2 * trained,
+        parts={
+            "frozen weights": shape.embedding_bytes - tail_bytes + sum(shape.block_bytes[:blocks]),
+            # A vocabulary's worth of numbers is a block that goes back as soon as it is freed.
+            "activations": HEAP_COPIES * (alive + step.crossing * VALUE_BYTES)
+            + LOGIT_COPIES * step.logits * VALUE_BYTES,
+            "runtime": RESERVE_BYTES,
+            "adapters and head": trained,
+            "gradients": trained,
+            "Adam moments": 2 * trained,
+        },
     )
 
 
@@ -163,7 +149,7 @@ def check_memory(memory: Memory, *, name: str) -> None:
     """Raise `BudgetError`, with every part and what would help, unless the parts fit into the device."""
     if memory.free_bytes >= 0:
         return
-    parts = ", ".join(f"{part} {_mb(size)}" for part, size in memory.parts())
+    parts = ", ".join(f"{part} {_mb(size)}" for part, size in memory.parts.items())
     raise BudgetError(
         f"{name} has {_mb(memory.total_bytes)} of memory and training takes {_mb(memory.used_bytes)} ({parts}); "
         "lower --batch-size, --max-length or --ranks, add --gradient-checkpointing, or take a larger device"
