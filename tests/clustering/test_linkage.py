@@ -6,8 +6,7 @@ import pytest
 from sklearn.metrics import adjusted_rand_score
 
 from atlas_fl.clustering.k_search import (
-    cut_at_threshold,
-    cut_into_k,
+    cut_linkage,
     labels_without_structure,
     linkage_silhouette,
     merge_tree,
@@ -26,10 +25,10 @@ def partition(labels):
 def test_average_linkage_by_hand():
     # 0 and 1 join at .9; their mean similarity to 2 is (.7 + .3) / 2 = .5
     assert merge_tree(CHAIN)[:, 2] == pytest.approx([0.1, 0.5])
-    assert partition(cut_at_threshold(CHAIN, threshold=0.6)) == {frozenset({0, 1}), frozenset({2})}
-    assert partition(cut_at_threshold(CHAIN, threshold=0.45)) == {frozenset({0, 1, 2})}
-    assert len(partition(cut_at_threshold(CHAIN, threshold=0.95))) == 3
-    assert partition(cut_into_k(CHAIN, 2)) == {frozenset({0, 1}), frozenset({2})}
+    assert partition(cut_linkage(CHAIN, threshold=0.6)) == {frozenset({0, 1}), frozenset({2})}
+    assert partition(cut_linkage(CHAIN, threshold=0.45)) == {frozenset({0, 1, 2})}
+    assert len(partition(cut_linkage(CHAIN, threshold=0.95))) == 3
+    assert partition(cut_linkage(CHAIN, k=2)) == {frozenset({0, 1}), frozenset({2})}
 
 
 def joined(similarity, threshold):
@@ -51,11 +50,11 @@ def test_equals_the_definition(seed):
     similarity = (noise + noise.T) / 2
     np.fill_diagonal(similarity, 1.0)
     for threshold in (0.4, 0.6, 0.8):
-        assert partition(cut_at_threshold(similarity, threshold=threshold)) == joined(similarity, threshold)
+        assert partition(cut_linkage(similarity, threshold=threshold)) == joined(similarity, threshold)
 
 
 def test_one_client_is_one_cluster():
-    assert cut_at_threshold(np.eye(1), threshold=0.6).tolist() == [0] and cut_into_k(np.eye(1), 1).tolist() == [0]
+    assert cut_linkage(np.eye(1), threshold=0.6).tolist() == [0] and cut_linkage(np.eye(1), k=1).tolist() == [0]
 
 
 def test_the_k_table_holds_the_other_cuts(planted):

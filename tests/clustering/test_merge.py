@@ -52,7 +52,6 @@ def test_who_has_no_labels_to_show_is_joined_with_nobody_and_follows_its_cluster
 @pytest.mark.parametrize("clusters", ["3", "oracle"])
 def test_given_clusters_and_clients_without_structure_stay(clusters: str) -> None:
     clustering, _ = found(clusters="3")
-    assert clustering.settings is not None
     clustering = replace(clustering, settings=replace(clustering.settings, clusters=clusters))
     alike = np.ones((6, 2))
     assert merge_clusters(clustering, alike, threshold=0.3, names=NAMES) is clustering
@@ -93,7 +92,7 @@ def test_a_newcomer_is_compared_with_the_parts_and_belongs_to_the_whole() -> Non
     assert assign_client(with_it, *newcomer).cluster == 0
 
 
-def test_older_plans_without_the_field_are_read() -> None:
+def test_a_clustering_that_joined_nothing_says_nothing_of_it() -> None:
     clustering, _ = found()
     assert "before_merging" not in clustering.to_json()
     assert Clustering.from_json(clustering.to_json()).before_merging == ()

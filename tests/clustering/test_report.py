@@ -1,9 +1,11 @@
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
 
 from atlas_fl.clustering.cluster import oracle_clustering
+from atlas_fl.clustering.labels import ClusteringSettings
 from atlas_fl.clustering.result import agreement, purity_warnings, summarise_clusters
 
 
@@ -28,10 +30,19 @@ def test_agreement_does_not_depend_on_names():
     assert agreement([5, 5, 2], ["x", "x", "y"]) == pytest.approx({"purity": 1, "ari": 1, "nmi": 1})
 
 
+SKETCHES = np.eye(2)[[0, 0, 1]]
+
+
+def found(*tasks):
+    settings = ClusteringSettings(seed=0, clusters="oracle")
+    return oracle_clustering(SKETCHES, SKETCHES, tasks=tasks, settings=settings)
+
+
 def test_summary_of_each_cluster():
-    found = oracle_clustering(["a", "a", "b"])
     names = ["a-0", "a-1", "b-0"]
-    pair, single = summarise_clusters(found, clients=names, tasks=["a", "z", "b"], losses={"a-0": 0.5, "a-1": 0.7})
+    pair, single = summarise_clusters(
+        found("a", "a", "b"), clients=names, tasks=["a", "z", "b"], losses={"a-0": 0.5, "a-1": 0.7}
+    )
     assert pair == {
         "cluster": 0, "size": 2, "clients": ["a-0", "a-1"], "tasks": {"a": 1, "z": 1}, "purity": 0.5,
         "reliability": 1.0, "cohesion": 1.0, "difficulty": pytest.approx(0.6),
@@ -40,8 +51,8 @@ def test_summary_of_each_cluster():
 
 
 def test_undecided_clients_are_summarised_last():
-    found = replace(oracle_clustering(["a", "a", "b"]), labels=(-1, 0, 0))
-    rows = summarise_clusters(found, clients=["x", "y", "z"], tasks=["a", "a", "b"], losses={})
+    clustering = replace(found("a", "a", "b"), labels=(-1, 0, 0))
+    rows = summarise_clusters(clustering, clients=["x", "y", "z"], tasks=["a", "a", "b"], losses={})
     assert [(row["cluster"], row["size"]) for row in rows] == [(0, 2), (-1, 1)]
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import LinearConstraint, milp
 
-from atlas_fl.ranks.allocation import ALLOCATORS, fixed_rank
+from atlas_fl.ranks.allocation import ALLOCATORS
 from tests.examples import examples
 
 DENSE = tuple(range(1, 33))
@@ -136,7 +136,6 @@ def test_a_budget_for_everything_gives_the_largest_rank_everywhere(
     table, budget = np.outer(units, candidates), room(units, candidates, 1.0)
     largest = (candidates[-1],) * len(units)
     assert ALLOCATORS[name](importance, table, candidates, budget_bytes=budget, max_rank=64) == largest
-    assert fixed_rank(candidates[-1])(importance, table, candidates, budget_bytes=budget, max_rank=64) == largest
 
 
 @given(

@@ -19,7 +19,7 @@ from atlas_fl.config.presets import find_preset
 from atlas_fl.errors import ModelError
 from atlas_fl.models.peft_io import LABELS, SETTINGS, WEIGHTS
 from atlas_fl.planning.planner import make_plan
-from atlas_fl.planning.start_adapter import load_start_adapter, start_models, start_notes
+from atlas_fl.planning.start_adapter import load_start_adapter, start_model, start_notes
 from atlas_fl.setup.assembly import Assembly, assemble
 
 # PEFT still asks for it under its old name.
@@ -72,9 +72,10 @@ def started(examples: Path) -> Started:
         found = load_start_adapter(assembly)
         assert found is not None
         ranks = [(rank,) * len(assembly.shape.layers)] * len(assembly.clients)
-        models, name = start_models(found, assembly, ranks), assembly.names[0]
-        row = collate_packed([assembly.site.data[name].splits["test"]], device=torch.device("cpu"))
-        with torch.no_grad(), forward(row, [models[name]], assembly.site) as logits:
+        client = assembly.clients[0]
+        model = start_model(found, assembly, client.task, assembly.initial_params(client, ranks[0]), ranks[0])
+        row = collate_packed([assembly.site.data[client.name].splits["test"]], device=torch.device("cpu"))
+        with torch.no_grad(), forward(row, [model], assembly.site) as logits:
             return assembly, logits[0], start_notes(found, assembly, ranks)
 
     return start

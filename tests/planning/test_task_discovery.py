@@ -1,4 +1,4 @@
-"""Which settings two fingerprints must have in common to be compared."""
+"""The settings that two fingerprints must have in common to be compared."""
 
 from atlas_fl import find_preset
 from atlas_fl.planning.task_discovery import fingerprint_signature

@@ -4,7 +4,7 @@ import pytest
 from atlas_fl.errors import BudgetError, ConfigError
 from atlas_fl.models.registry import ModelShape
 from atlas_fl.ranks.allocation import ALLOCATORS, RankAssignment, assign_ranks
-from atlas_fl.ranks.cost_model import MemoryFractions, TrainingStep, adapter_bytes
+from atlas_fl.ranks.cost_model import TrainingStep, adapter_bytes, device_memory
 from atlas_fl.ranks.devices import DEVICES, Device, parse_device
 
 CANDIDATES = (4, 8, 16, 32, 64)
@@ -37,9 +37,9 @@ def assign(device: Device, rule: str = "budget", shape: ModelShape | None = None
 def test_ranks_go_through_the_upload_in_time_and_fit_the_memory(rule: str, name: str) -> None:
     device = DEVICES[name]
     found = assign(device, rule)
-    assert found.upload_bytes == adapter_bytes(encoder(), found.ranks) <= device.adapter_bytes
-    assert found.used_bytes == 4 * found.upload_bytes <= found.budget_bytes
-    assert found.memory.free_bytes > 0
+    assert adapter_bytes(encoder(), found.ranks) <= device.adapter_bytes
+    assert 4 * adapter_bytes(encoder(), found.ranks) <= found.budget_bytes
+    assert device_memory(encoder(), device, ranks=found.ranks, step=STEP).free_bytes > 0
     assert max(found.ranks) <= device.max_rank
     assert found.notes == ()
 
@@ -80,16 +80,12 @@ def test_an_allowance_that_was_spelled_out_does_not() -> None:
         assign(parse_device(text))
     with pytest.raises(BudgetError, match=expected):
         assign(DEVICES["gpu_16gb"], allowance_bytes=147_455)
-    with pytest.raises(ConfigError, match="adapter_bytes 0 is not allowed"):
-        assign(DEVICES["gpu_16gb"], allowance_bytes=0)
 
 
 def test_a_number_is_that_rank_on_every_device_but_not_beyond_own_bytes_or_memory() -> None:
     assert assign(DEVICES["smartphone"], "32").ranks == (32,) * 6  # above its list and its second of upload
     with pytest.raises(BudgetError, match="adapter_bytes 300,000 does not hold rank 32"):
         assign(DEVICES["smartphone"], "32", allowance_bytes=300_000)
-    with pytest.raises(ConfigError, match="rank 7 is no candidate"):
-        assign(DEVICES["smartphone"], "7")
     small = parse_device("s=memory_gb=1,gflops=1,up_mbps=1,down_mbps=1,latency_ms=1,max_rank=4")
     with pytest.raises(BudgetError, match=r"rank 4096 in each of 6 layers takes .* and the budget is"):
         assign(small, "4096", candidates=(4, 4096))
@@ -105,7 +101,7 @@ def test_a_model_too_large_for_the_device_is_an_error() -> None:
     with pytest.raises(BudgetError, match=r"cpu_2gb has 2,147.5 MB of memory and training takes"):
         assign(DEVICES["cpu_2gb"], shape=encoder(hidden=1536))
     with pytest.raises(BudgetError, match=r"cpu_2gb has 2,147.5 MB of memory and training takes"):
-        assign(DEVICES["cpu_2gb"], shape=encoder(hidden=1536), fractions=MemoryFractions())
+        assign(DEVICES["cpu_2gb"], shape=encoder(hidden=1536), memory_budget=10**9)
 
 
 def test_complexity_scales_the_budget_and_not_the_shares() -> None:

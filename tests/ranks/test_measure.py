@@ -13,7 +13,7 @@ LAST = MeasurementCost(
 
 
 def test_operations_by_hand() -> None:
-    """Of a token: 2 * 200 and attention 4 * 5 * 4 below; above 4 * 200, attention three times that, and 2 * 200."""
+    """A token takes 2 * 200 and attention 4 * 5 * 4 below; above 4 * 200, attention three times that, and 2 * 200."""
     assert measuring_flops(SHAPE, LAST, range(2), tokens=10, length=5.0) == 10 * (480 + 1040 + 400)
     assert measuring_flops(SHAPE, LAST, range(1), tokens=10, length=5.0) == 4800
     assert measuring_flops(SHAPE, LAST, range(1, 2), tokens=10, length=5.0, logits=150) == 14_400 + 4 * 4 * 150

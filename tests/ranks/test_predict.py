@@ -13,10 +13,8 @@ from atlas_fl.ranks.cost_model import (
     adapter_bytes,
     cut_utilities,
     device_memory,
-    message_bytes,
     predict_round,
     training_flops,
-    with_extra_bytes,
 )
 from atlas_fl.ranks.devices import parse_device
 
@@ -30,15 +28,6 @@ SHAPE = ModelShape(
     block_params=(200, 200),
     embedding_bytes=1000,
 )
-
-
-def test_message_bytes_by_hand() -> None:
-    # A: (4 + 4) * (2 + 3) = 40 numbers, B: (4 + 8) * (2 + 3) = 60, and 7 of the head
-    assert message_bytes(SHAPE, [2, 3], share=("A",)) == 160
-    assert message_bytes(SHAPE, [2, 3], share=("B",)) == 240
-    assert message_bytes(SHAPE, [2, 3], head_params=7) == 428
-    assert message_bytes(SHAPE, [2, 3], share=("A", "B")) == adapter_bytes(SHAPE, [2, 3])
-    assert message_bytes(SHAPE, [2, 3], share=()) == 0
 
 
 def test_flops_by_hand() -> None:
@@ -62,7 +51,7 @@ def test_a_round_by_hand() -> None:
         step=TrainingStep(tokens=8, head_params=7),
         tokens=10,
         length=5.0,
-        overhead_bytes=72,
+        message_bytes=500,
     )
     assert (found.up_bytes, found.down_bytes) == (500, 500)
     assert found.flops == 26_800
@@ -73,23 +62,26 @@ def test_a_round_by_hand() -> None:
 
 
 def test_a_client_that_shares_nothing_sends_nothing_and_waits_for_nothing() -> None:
-    found = predict_round(
-        SHAPE, DEVICE, ranks=[2, 3], step=TrainingStep(tokens=8), tokens=10, length=5.0, share=(), overhead_bytes=72
-    )
+    found = predict_round(SHAPE, DEVICE, ranks=[2, 3], step=TrainingStep(tokens=8), tokens=10, length=5.0)
     assert (found.up_bytes, found.down_bytes, found.transfer_seconds) == (0, 0, 0.0)
     assert found.seconds == found.compute_seconds > 0
 
 
 def test_bytes_beside_the_model_take_their_time_by_hand() -> None:
-    found = predict_round(SHAPE, DEVICE, ranks=[2, 3], step=TrainingStep(tokens=8), tokens=10, length=5.0)
-    more = with_extra_bytes(found, DEVICE, up=1000, down=-100)
-    assert (more.up_bytes, more.down_bytes) == (found.up_bytes + 1000, found.down_bytes - 100)
+    step = TrainingStep(tokens=8)
+    found, more = (
+        predict_round(
+            SHAPE, DEVICE, ranks=[2, 3], step=step, tokens=10, length=5.0, message_bytes=400, extra_bytes=extra
+        )
+        for extra in ((0, 0), (1000, -100))
+    )
+    assert (more.up_bytes, more.down_bytes) == (1400, 300)
     assert more.transfer_seconds == pytest.approx(found.transfer_seconds + 1000 / 1e6 - 100 / 2e6)
 
 
 def test_a_client_that_holds_one_block_pays_for_one() -> None:
     found = predict_round(SHAPE, DEVICE, ranks=[2, 3], step=TrainingStep(tokens=8, blocks=1), tokens=10, length=5.0)
-    assert found.up_bytes == adapter_bytes(SHAPE, [2])
+    assert found.memory.parts["adapters and head"] == adapter_bytes(SHAPE, [2])
     assert found.flops == 10 * (800 + 240 + 240)
 
 

@@ -171,7 +171,7 @@ def test_the_memory_model_counts_the_weights_that_a_client_loads(tiny, site_of, 
     shape = model_shape(tiny.backbone, site_of(tiny, spec_of(name="a-0")).modules)
     part = load_client_part(str(tiny.path), blocks=blocks)
     found, whole = (
-        device_memory(shape, DEVICES["cpu_2gb"], ranks=[2] * 3, step=step).weights_bytes
+        device_memory(shape, DEVICES["cpu_2gb"], ranks=[2] * 3, step=step).parts["frozen weights"]
         for step in (TrainingStep(tokens=1, blocks=blocks), TrainingStep(tokens=1))
     )
     assert found == 4 * part.num_parameters

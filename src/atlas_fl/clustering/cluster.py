@@ -1,4 +1,4 @@
-"""Phase 1: which clients share a task, from two sketches of each client's fingerprint."""
+"""Phase 1: the clusters of clients that share a task, from two sketches of each client's fingerprint."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -6,11 +6,18 @@ from typing import Any
 
 import numpy as np
 
-from atlas_fl.clustering.k_search import METHODS, KTableRow, Verdict, mean_sketch, merge_small, structure_test
+from atlas_fl.clustering.k_search import (
+    METHODS,
+    KTableRow,
+    Verdict,
+    labels_without_structure,
+    mean_sketch,
+    merge_small,
+    structure_test,
+)
 from atlas_fl.clustering.labels import (
     UNDECIDED,
     ClusteringSettings,
-    check_clustering_settings,
     decided_labels,
     number_by_first_client,
     stable_labels,
@@ -18,14 +25,12 @@ from atlas_fl.clustering.labels import (
 from atlas_fl.clustering.result import Clustering
 from atlas_fl.clustering.sketch import (
     LOW_VARIANCE,
-    PrincipalComponents,
     corrected_similarity,
     cross_similarity,
     normalise_sketches,
     project_sketches,
     reliability,
 )
-from atlas_fl.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +58,12 @@ def cluster_clients(
     Clients whose halves do not agree are undecided (-1) and take part in nothing. The others are clustered by the
     method; the verdict on structure follows; clusters below the smallest size are merged. With `previous`, of the
     same clients, labels keep their meaning. Permuting the clients permutes the result and changes no number in it:
-    they are put in an order of their own first. Raises ConfigError for settings, DataError for malformed sketches.
-    `names` are for the messages.
+    they are put in an order of their own first. `names` are for the messages.
     """
-    check_clustering_settings(settings, methods=METHODS)
-    first, second = _check_sketches(first, second)
-    if previous is not None and len(previous.labels) != len(first):
-        raise ConfigError(f"the previous clustering has {len(previous.labels)} clients, not {len(first)}")
-    order = _canonical_order(first, second)
+    first = np.asarray(first, dtype=np.float64)
+    second = np.asarray(second, dtype=np.float64)
+    # k-means' starts must not depend on who came first, so the sketches themselves give the order
+    order = np.array(sorted(range(len(first)), key=lambda client: first[client].tobytes() + second[client].tobytes()))
     evidence = _prepare_evidence(first[order], second[order], settings)
     previous_labels = None if previous is None else np.asarray(previous.labels)[order]
     labels, verdict, notes, table = _decide(evidence, settings, previous_labels)
@@ -68,56 +71,40 @@ def cluster_clients(
     new_labels = number_by_first_client(labels[inverse_order])
     if previous is not None:
         new_labels = stable_labels(previous.labels, new_labels)
-    result = _result(evidence, labels=np.asarray(new_labels)[order], settings=settings, method=settings.cluster_by)
-    undecided = [client for client, label in enumerate(new_labels) if label == UNDECIDED]
+    undecided = [
+        names[client] if names else str(client) for client, label in enumerate(new_labels) if label == UNDECIDED
+    ]
     if undecided:
-        notes = (_undecided_line([names[client] if names else str(client) for client in undecided], settings), *notes)
-    restored = _restore_order(result, inverse_order)
-    return replace(restored, structure=verdict.to_json(), k_table=table, warnings=(*notes, *restored.warnings))
+        notes = (
+            f"{len(undecided)} undecided (clients {', '.join(undecided)}): their halves agree less than "
+            f"{settings.min_reliability:g}; they are in no cluster",
+            *notes,
+        )
+    result = _result(evidence, labels=np.asarray(new_labels)[order], settings=settings)
+    return replace(
+        result,
+        labels=new_labels,
+        similarity=result.similarity[np.ix_(inverse_order, inverse_order)],
+        reliability=result.reliability[inverse_order],
+        points=result.points[inverse_order],
+        structure=verdict.to_json(),
+        k_table=table,
+        warnings=(*notes, *result.warnings),
+    )
 
 
 def oracle_clustering(
-    tasks: Sequence[str],
-    *,
-    first: np.ndarray | None = None,
-    second: np.ndarray | None = None,
-    settings: ClusteringSettings | None = None,
+    first: np.ndarray, second: np.ndarray, *, tasks: Sequence[str], settings: ClusteringSettings
 ) -> Clustering:
     """The clusters of the clients' true tasks (n,), for debugging and as the ceiling of every method.
 
-    With sketches and settings, similarity, reliability and centroids are measured as `cluster_clients` does;
-    without, clients of one task have similarity 1 and others 0, and `predict_cluster` is refused.
+    Similarity, reliability and centroids are measured on the sketches as `cluster_clients` does.
     """
     names = {task: index for index, task in enumerate(dict.fromkeys(tasks))}
+    evidence = _prepare_evidence(first, second, settings)
     labels = np.array([names[task] for task in tasks], dtype=np.int64)
-    verdict = Verdict(has_structure=len(names) > 1, reason="true tasks, given and not tested").to_json()
-    if first is None or second is None or settings is None:
-        same = (labels[:, None] == labels[None, :]).astype(np.float64)
-        return Clustering(
-            labels=tuple(labels.tolist()), method="oracle", structure=verdict, similarity=same,
-            reliability=np.ones(len(labels)), points=np.zeros((len(labels), 2)),
-        )  # fmt: skip
-    first, second = _check_sketches(first, second)
-    evidence = _prepare_evidence(first, second, replace(settings, clusters="auto", cluster_by="corrected"))
-    clustering = _result(evidence, labels=labels, settings=replace(settings, clusters="oracle"), method="oracle")
-    return replace(clustering, structure=verdict)
-
-
-def _check_sketches(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Both as float64 (n, d); DataError unless they match and are finite."""
-    left, right = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
-    if left.ndim != 2 or left.shape != right.shape or not left.size:
-        raise DataError(f"sketches of shapes {left.shape} and {right.shape}; each half must be (clients, sketch_dim)")
-    for half in (left, right):
-        bad = np.flatnonzero(~np.isfinite(half).all(axis=1))
-        if bad.size:
-            raise DataError(f"the sketch of client {bad[0]} holds NaN or infinity; its fingerprint failed")
-    return left, right
-
-
-def _canonical_order(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Client indices (n,) ordered by the sketches themselves: k-means' starts must not depend on who came first."""
-    return np.array(sorted(range(len(first)), key=lambda client: first[client].tobytes() + second[client].tobytes()))
+    verdict = Verdict(has_structure=len(names) > 1, reason="true tasks, given and not tested")
+    return replace(_result(evidence, labels=labels, settings=settings), structure=verdict.to_json())
 
 
 def _prepare_evidence(first: np.ndarray, second: np.ndarray, settings: ClusteringSettings) -> _Evidence:
@@ -147,32 +134,26 @@ def _decide(
         return labels, Verdict(has_structure=False, reason=reason), (f"no structure: {reason}",), ()
     method = METHODS[settings.cluster_by]
     halves = evidence.first[decided], evidence.second[decided]
-    previous_decided = None if previous_labels is None else _alone_where_undecided(previous_labels[decided])
-    proposal = method.propose(*halves, settings, previous=previous_decided)
-    verdict = structure_test(
-        *halves,
-        lambda first, second: method.statistic(first, second, settings),
-        draws=settings.draws,
-        seed=settings.seed,
-    )
-    verdict = _without_choice(verdict, proposal.labels, settings)
-    proposed = proposal.labels
-    if not verdict.has_structure and settings.fixed_k is None:
-        proposed = method.without_structure(*halves, settings, proposed)
-    notes = proposal.warnings
+    previous = None
+    if previous_labels is not None:
+        previous = previous_labels[decided]
+        # a client that was undecided was a cluster of its own
+        previous = np.where(previous == UNDECIDED, previous.max() + 1 + np.arange(len(previous)), previous)
+    proposal = method.propose(*halves, settings, previous=previous)
+    proposed, notes = proposal.labels, proposal.warnings
+    verdict = structure_test(*halves, method.statistic, settings)
+    if verdict.has_structure and len(np.unique(proposed)) == 1:
+        reason = f"{settings.cluster_by} itself chose one cluster, though the {verdict.reason}"
+        verdict = replace(verdict, has_structure=False, reason=reason)
     if not verdict.has_structure:
+        if settings.fixed_k is None and method.uses_corrected_similarity:
+            proposed = labels_without_structure(*halves, settings, proposed)
+        elif settings.fixed_k is None:
+            proposed = np.zeros_like(proposed)
         notes = (*notes, f"no structure: {verdict.reason}; {_consequence(proposed, settings)}")
     among = evidence.similarity[np.ix_(decided, decided)]
     labels[decided], merges = merge_small(proposed, among, min_size=settings.min_cluster_size)
     return labels, verdict, (*notes, *merges), proposal.k_table
-
-
-def _without_choice(verdict: Verdict, labels: np.ndarray, settings: ClusteringSettings) -> Verdict:
-    """The verdict, overturned where the method itself chose a single cluster."""
-    if not verdict.has_structure or len(np.unique(labels)) > 1:
-        return verdict
-    reason = f"{settings.cluster_by} itself chose one cluster"
-    return replace(verdict, has_structure=False, reason=f"{reason}, though the {verdict.reason}")
 
 
 def _consequence(labels: np.ndarray, settings: ClusteringSettings) -> str:
@@ -181,65 +162,38 @@ def _consequence(labels: np.ndarray, settings: ClusteringSettings) -> str:
     return "one cluster is used" if len(np.unique(labels)) == 1 else "every client is a cluster of its own"
 
 
-def _undecided_line(clients: Sequence[str], settings: ClusteringSettings) -> str:
-    return (
-        f"{len(clients)} undecided (clients {', '.join(clients)}): their halves agree less than "
-        f"{settings.min_reliability:g}; they are in no cluster"
-    )
-
-
-def _alone_where_undecided(labels: np.ndarray) -> np.ndarray:
-    """The labels with every -1 replaced by a label of its own."""
-    return np.where(labels == UNDECIDED, labels.max() + 1 + np.arange(len(labels)), labels)
-
-
-def _result(evidence: _Evidence, *, labels: np.ndarray, settings: ClusteringSettings, method: str) -> Clustering:
+def _result(evidence: _Evidence, *, labels: np.ndarray, settings: ClusteringSettings) -> Clustering:
     """The clustering of these labels (n,), in the order of the evidence, without verdict and k table."""
     mean = mean_sketch(evidence.first, evidence.second)
     plane = project_sketches(mean, components=2).points
     seen = evidence.decided if evidence.decided.any() else np.ones(len(labels), dtype=bool)
     space = project_sketches(mean[seen], components=settings.pca_components, incremental=settings.incremental_pca)
-    corrected = method == "oracle" or METHODS[method].uses_corrected_similarity
+    warnings: tuple[str, ...] = ()
+    if space.explained_variance < LOW_VARIANCE:
+        share = f"{space.components} principal components explain {space.explained_variance:.2f} of the variance"
+        warnings = (f"{share}, less than {LOW_VARIANCE}; raise pca_components",)
     return Clustering(
         labels=tuple(labels.tolist()),
-        method=method,
+        method="oracle" if settings.clusters == "oracle" else settings.cluster_by,
         similarity=evidence.similarity,
         reliability=evidence.reliability,
         structure={},
         settings=settings,
         explained_variance=space.explained_variance,
         components=space.components,
-        warnings=_variance_warning(space),
+        warnings=warnings,
         points=np.pad(plane, ((0, 0), (0, 2 - plane.shape[1]))),
-        centroids=_centroids(evidence, labels, settings, corrected=corrected),
+        centroids=_centroids(evidence, labels, settings),
         offsets=np.round(evidence.offsets, 7),
     )
 
 
-def _variance_warning(space: PrincipalComponents) -> tuple[str, ...]:
-    if space.explained_variance >= LOW_VARIANCE:
-        return ()
-    share = f"{space.components} principal components explain {space.explained_variance:.2f} of the variance"
-    return (f"{share}, less than {LOW_VARIANCE}; raise pca_components",)
-
-
-def _centroids(evidence: _Evidence, labels: np.ndarray, settings: ClusteringSettings, *, corrected: bool) -> np.ndarray:
-    """Means that `predict_cluster` compares with, (halves, k, d), rounded so that the plan stays small."""
+def _centroids(evidence: _Evidence, labels: np.ndarray, settings: ClusteringSettings) -> np.ndarray:
+    """Means that `assign_client` compares with, (halves, k, d), rounded so that the plan stays small."""
     rows: list[Any] = [mean_sketch(evidence.first, evidence.second)]
-    if corrected:
+    if settings.clusters == "oracle" or METHODS[settings.cluster_by].uses_corrected_similarity:
         scale = np.sqrt(np.maximum(evidence.reliability, max(settings.min_reliability, 1e-3)))[:, None]
         rows = [evidence.first / scale, evidence.second / scale]
     names = decided_labels(labels.tolist())
     means = [[half[labels == name].mean(axis=0) for name in names] for half in rows]
     return np.round(np.array(means).reshape(len(rows), len(names), evidence.first.shape[1]), 7)
-
-
-def _restore_order(result: Clustering, inverse_order: np.ndarray) -> Clustering:
-    """The same clustering with the clients in the order in which they came."""
-    return replace(
-        result,
-        labels=tuple(np.asarray(result.labels)[inverse_order].tolist()),
-        similarity=result.similarity[np.ix_(inverse_order, inverse_order)],
-        reliability=result.reliability[inverse_order],
-        points=result.points[inverse_order],
-    )

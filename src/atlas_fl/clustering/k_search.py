@@ -22,6 +22,7 @@ be isotropic in the sketch. With fewer than three clients there is nothing to te
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -128,14 +129,10 @@ def gap_statistic(
     return {k: {"gap": float(gap[i]), "gap_error": float(errors[i])} for i, k in enumerate(ks)}
 
 
-def highest_score(name: str) -> Callable[[Sequence[KTableRow]], int]:
-    """The rule that takes the k whose score of this name is highest, the smaller k of two equal ones."""
-
-    def choose(table: Sequence[KTableRow]) -> int:
-        scored = [row for row in table if row[name] is not None]
-        return int(max(scored, key=lambda row: (row[name] + row["bonus"], -row["k"]))["k"]) if scored else 1
-
-    return choose
+def highest_score(name: str, table: Sequence[KTableRow]) -> int:
+    """The k whose score of this name is highest, the smaller k of two equal ones; 1 where none has a score."""
+    scored = [row for row in table if row[name] is not None]
+    return int(max(scored, key=lambda row: (row[name] + row["bonus"], -row["k"]))["k"]) if scored else 1
 
 
 def first_gap(table: Sequence[KTableRow]) -> int:
@@ -150,8 +147,8 @@ def first_gap(table: Sequence[KTableRow]) -> int:
 
 
 RULES: dict[str, Callable[[Sequence[KTableRow]], int]] = {
-    "atlas": highest_score("atlas"),
-    "silhouette": highest_score("silhouette"),
+    "atlas": partial(highest_score, "atlas"),
+    "silhouette": partial(highest_score, "silhouette"),
     "gap": first_gap,
 }
 """Rules by which the k search chooses k from the k table."""
@@ -160,8 +157,8 @@ RULES: dict[str, Callable[[Sequence[KTableRow]], int]] = {
 Halves: TypeAlias = tuple[np.ndarray, np.ndarray]
 """Sketches (n, d) of the first and of the second half of every client's examples."""
 
-Statistic: TypeAlias = Callable[[np.ndarray, np.ndarray], float]
-"""Number that a method measures on both halves."""
+Statistic: TypeAlias = Callable[[np.ndarray, np.ndarray, ClusteringSettings], float]
+"""Number that a method measures on both halves, and compares with that of clients without structure."""
 
 MIN_CLIENTS = 3
 """Clients below which no grouping can be told from chance."""
@@ -197,7 +194,9 @@ def draw_unrelated(first: np.ndarray, second: np.ndarray, *, rng: np.random.Gene
     The rotation acts on the plane of the client's two sketches, so a random orthonormal pair of directions stands
     for the whole d x d matrix.
     """
-    along, across = _random_pairs(first.shape, rng=rng)
+    along = unit_rows(rng.standard_normal(first.shape))
+    across = rng.standard_normal(first.shape)
+    across = unit_rows(across - np.sum(across * along, axis=1, keepdims=True) * along)
     shared = np.sum(unit_rows(first) * unit_rows(second), axis=1, keepdims=True)
     return along, shared * along + np.sqrt(np.maximum(1.0 - shared**2, 0.0)) * across
 
@@ -216,15 +215,17 @@ WORLDS = {"unrelated": draw_unrelated, "alike": draw_alike}
 """The two worlds without structure."""
 
 
-def structure_test(first: np.ndarray, second: np.ndarray, statistic: Statistic, *, draws: int, seed: int) -> Verdict:
+def structure_test(
+    first: np.ndarray, second: np.ndarray, statistic: Statistic, settings: ClusteringSettings
+) -> Verdict:
     """The verdict on sketches (n, d), (n, d) of decided clients."""
     if len(first) < MIN_CLIENTS:
         return Verdict(has_structure=False, reason=f"{len(first)} decided clients are too few to test for structure")
-    observed = statistic(first, second)
+    observed, draws = statistic(first, second, settings), settings.draws
     limits, p_values = {}, {}
     for world, draw_from in WORLDS.items():
-        rngs = (generator(seed, "structure", world, draw) for draw in range(draws))
-        null_statistics = np.array([statistic(*draw_from(first, second, rng=rng)) for rng in rngs])
+        rngs = (generator(settings.seed, "structure", world, draw) for draw in range(draws))
+        null_statistics = np.array([statistic(*draw_from(first, second, rng=rng), settings) for rng in rngs])
         limits[world] = float(np.quantile(null_statistics, 0.95, method="higher"))
         p_values[world] = float(1 + np.sum(null_statistics >= observed)) / (1 + draws)
     world = max(WORLDS, key=lambda name: limits[name])
@@ -239,13 +240,6 @@ def structure_test(first: np.ndarray, second: np.ndarray, statistic: Statistic, 
         world=world,
         draws=draws,
     )
-
-
-def _random_pairs(shape: tuple[int, ...], *, rng: np.random.Generator) -> Halves:
-    """Two orthonormal directions for each row."""
-    along = unit_rows(rng.standard_normal(shape))
-    across = rng.standard_normal(shape)
-    return along, unit_rows(across - np.sum(across * along, axis=1, keepdims=True) * along)
 
 
 NUM_REFERENCES = 20
@@ -375,23 +369,14 @@ def merge_tree(similarity: np.ndarray) -> np.ndarray:
     return np.asarray(tree_of(squareform(1.0 - similarity, checks=False), method="average"))
 
 
-def cut_at_threshold(similarity: np.ndarray, *, threshold: float) -> np.ndarray:
-    """Labels (n,): clusters join while their mean similarity is at least the threshold."""
+def cut_linkage(similarity: np.ndarray, *, threshold: float = 0.0, k: int | None = None) -> np.ndarray:
+    """Labels (n,): clusters join while their mean similarity is at least the threshold, or until `k` are left."""
     if len(similarity) < 2:
         return np.zeros(len(similarity), dtype=np.int64)
-    clusters = fcluster(merge_tree(similarity), 1.0 - threshold, criterion="distance")
-    return np.asarray(clusters, dtype=np.int64) - 1
-
-
-def cut_into_k(similarity: np.ndarray, k: int) -> np.ndarray:
-    """Labels (n,) of the k clusters that stand before the last k - 1 merges."""
-    if len(similarity) < 2:
-        return np.zeros(len(similarity), dtype=np.int64)
-    return np.asarray(cut_tree(merge_tree(similarity), n_clusters=k)[:, 0], dtype=np.int64)
-
-
-def _cut_labels(similarity: np.ndarray, settings: ClusteringSettings, *, k: int | None) -> np.ndarray:
-    return cut_at_threshold(similarity, threshold=settings.threshold) if k is None else cut_into_k(similarity, k)
+    tree = merge_tree(similarity)
+    if k is None:
+        return np.asarray(fcluster(tree, 1.0 - threshold, criterion="distance"), dtype=np.int64) - 1
+    return np.asarray(cut_tree(tree, n_clusters=k)[:, 0], dtype=np.int64)
 
 
 def propose_linkage(
@@ -407,7 +392,7 @@ def propose_linkage(
     if previous is not None:
         together = (previous[:, None] == previous[None, :]).astype(np.float64)
         similarity = (1 - settings.stability) * similarity + settings.stability * together
-    labels = _cut_labels(similarity, settings, k=ks[0] if settings.fixed_k else None)
+    labels = cut_linkage(similarity, threshold=settings.threshold, k=ks[0] if settings.fixed_k else None)
     chosen = len(np.unique(labels))
     table = tuple(_row(similarity, points, k, chosen=chosen) for k in sorted({chosen, *ks}))
     return Proposal(labels=labels, k_table=table, warnings=warnings if settings.fixed_k else ())
@@ -416,14 +401,14 @@ def propose_linkage(
 def _row(similarity: np.ndarray, points: np.ndarray, k: int, *, chosen: int) -> KTableRow:
     """Scores of the tree cut into k, and the mean similarity at which two of these clusters would merge."""
     merge = 1.0 - float(merge_tree(similarity)[len(points) - k, 2]) if k > 1 else None
-    return {**score_row(points, cut_into_k(similarity, k)), "merge_similarity": merge, "chosen": k == chosen}
+    return {**score_row(points, cut_linkage(similarity, k=k)), "merge_similarity": merge, "chosen": k == chosen}
 
 
 def linkage_silhouette(first: np.ndarray, second: np.ndarray, settings: ClusteringSettings) -> float:
     """Silhouette of the proposed clusters on the distance `1 - rho`; 0 for one cluster or none shared."""
     similarity = similarity_of_halves(first, second, settings)
     k = min(settings.fixed_k, len(similarity)) if settings.fixed_k else None
-    return silhouette(1.0 - similarity, _cut_labels(similarity, settings, k=k)) or 0.0
+    return silhouette(1.0 - similarity, cut_linkage(similarity, threshold=settings.threshold, k=k)) or 0.0
 
 
 def labels_without_structure(
@@ -449,31 +434,18 @@ class Method:
     propose: Callable[..., Proposal]
     """(first, second, settings, *, previous) -> clusters and the k table, of decided clients' halves (n, d);
     `previous` are the labels (n,) of the clustering before, or None."""
-    statistic: Callable[[np.ndarray, np.ndarray, ClusteringSettings], float]
-    """Number that the test for structure compares with rotated clients."""
-    without_structure: Callable[[np.ndarray, np.ndarray, ClusteringSettings, np.ndarray], np.ndarray]
-    """Labels (n,) from the proposed ones when the verdict is "no structure"."""
+    statistic: Statistic
     uses_corrected_similarity: bool
-    """True if a new client is placed by corrected similarity, or else by the nearest centroid."""
+    """True if a new client is placed by corrected similarity, and clients without structure are joined by it; else
+    by the nearest centroid, and all of them in one cluster."""
 
 
-def single_cluster(
-    first: np.ndarray, second: np.ndarray, settings: ClusteringSettings, labels: np.ndarray
-) -> np.ndarray:
-    """Labels (n,) of one cluster for all."""
-    del first, second, settings
-    return np.zeros_like(labels)
-
-
-K_SEARCH = Method(
-    propose=search_k, statistic=best_silhouette, without_structure=single_cluster, uses_corrected_similarity=False
-)
+K_SEARCH = Method(propose=search_k, statistic=best_silhouette, uses_corrected_similarity=False)
 
 METHODS: dict[str, Method] = {
     "corrected": Method(
         propose=propose_linkage,
         statistic=linkage_silhouette,
-        without_structure=labels_without_structure,
         uses_corrected_similarity=True,
     ),
     "atlas": K_SEARCH,

@@ -4,18 +4,16 @@
 `stable_labels` keeps the meaning of labels when clients are clustered again.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from atlas_fl.errors import ConfigError, unknown_name
-
 
 @dataclass(frozen=True, kw_only=True)
 class ClusteringSettings:
-    """Settings of a clustering."""
+    """Settings of a clustering, which `config.validation` has checked."""
 
     seed: int
     """Seed of k-means, of the gap's references and of the rotations."""
@@ -49,28 +47,6 @@ class ClusteringSettings:
         return None if self.clusters in ("auto", "oracle") else int(self.clusters)
 
 
-def check_clustering_settings(settings: ClusteringSettings, *, methods: Collection[str]) -> None:
-    """Raises ConfigError for the first setting that is out of range, naming what is allowed."""
-    if settings.clusters != "auto" and not (settings.clusters.isdecimal() and int(settings.clusters) > 0):
-        raise ConfigError(f"clusters {settings.clusters!r} is neither auto nor a positive number")
-    if settings.cluster_by not in methods:
-        raise unknown_name("cluster_by", settings.cluster_by, methods)
-    low, high = settings.k_range
-    if not 2 <= low <= high:
-        raise ConfigError(f"k_range {low} {high} is empty; it needs 2 <= smallest <= largest")
-    ranges = {
-        "min_cluster_size": (settings.min_cluster_size >= 1, "at least 1"),
-        "pca_components": (settings.pca_components >= 1, "at least 1"),
-        "threshold": (-1 < settings.threshold < 1, "between -1 and 1"),
-        "min_reliability": (-1 <= settings.min_reliability < 1, "from -1 to below 1"),
-        "stability": (0 <= settings.stability < 1, "from 0 to below 1"),
-        "draws": (settings.draws >= 19, "at least 19, the fewest that can reach a level of 5%"),
-    }
-    for name, (fine, allowed) in ranges.items():
-        if not fine:
-            raise ConfigError(f"{name} {getattr(settings, name)} is out of range; allowed: {allowed}")
-
-
 UNDECIDED = -1
 """Label of a client that is in no cluster."""
 
@@ -81,8 +57,6 @@ def stable_labels(previous: Sequence[int], new: Sequence[int]) -> tuple[int, ...
     Both are of the same clients in the same order. A new cluster with no counterpart gets the smallest label that
     neither clustering's matched clusters nor `previous` use; undecided clients (-1) stay so and match nothing.
     """
-    if len(previous) != len(new):
-        raise ConfigError(f"previous labels of {len(previous)} clients cannot name {len(new)}; cluster afresh")
     before, after = np.asarray(previous), np.asarray(new)
     old_names, new_names = decided_labels(previous), decided_labels(new)
     overlap = np.array([[np.sum((before == old) & (after == name)) for name in new_names] for old in old_names])

@@ -1,4 +1,4 @@
-"""Clusters of one task that are read from several sources become one, by what their labels ask.
+"""Merging of the clusters of one task that come from several sources, by what their labels ask.
 
 Fingerprints of gradients separate sources of text. Labels say more: the sketches of `client.label_covariance` of two
 clusters that ask the same point in one direction, however different their texts are. So the two clusters whose mean
@@ -28,7 +28,7 @@ def merge_clusters(
     clients alone is joined with no other. Where clients showed no structure nothing is joined, and neither where k was
     given. With the `previous` labels of the same clients labels keep their meaning.
     """
-    if clustering.settings is None or clustering.settings.clusters != "auto" or not clustering.structure["found"]:
+    if clustering.settings.clusters != "auto" or not clustering.structure["found"]:
         return clustering
     labels = np.array(clustering.labels)
     notes: list[str] = []

@@ -7,7 +7,7 @@ changing the label of any other client. `agreement` compares clusters with the t
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,9 @@ from atlas_fl.clustering.sketch import (
 )
 from atlas_fl.errors import CheckpointError, ConfigError
 
+TUPLES = ("labels", "before_merging", "warnings", "k_table")
 ARRAYS = ("similarity", "reliability", "points", "centroids", "offsets")
-"""The fields that are arrays."""
+"""Fields of a clustering that are lists in JSON."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,46 +35,38 @@ class Clustering:
 
     labels: tuple[int, ...]
     """Cluster of each client; -1 for an undecided one, which is in none."""
+    before_merging: tuple[int, ...] = ()
+    """Labels before clusters were joined (`clustering.merge`), which `centroids` are of; empty where none were."""
+    warnings: tuple[str, ...] = ()
+    """One line for each thing the user should know."""
+    k_table: tuple[KTableRow, ...] = ()
+    """The alternatives with all their scores; `chosen` marks the method's choice, before the verdict."""
+    settings: ClusteringSettings
+    """The numbers it was made with."""
     method: str
     """A name of METHODS, or `oracle`."""
+    structure: dict[str, Any]
+    """The verdict: found, reason, statistic, percentile_95, p_value, draws."""
+    explained_variance: float
+    """Share of the variance that the principal components hold."""
+    components: int
+    """Principal components used."""
     similarity: np.ndarray
     """Noise-corrected similarity, float64 (n, n), ones on the diagonal; 0 beside an undecided client."""
     reliability: np.ndarray
     """c_kk, float64 (n,): agreement of each client's own halves."""
-    structure: dict[str, Any]
-    """The verdict: found, reason, statistic, percentile_95, p_value, draws."""
-    settings: ClusteringSettings | None = None
-    """The numbers it was made with; None for true tasks without sketches."""
-    k_table: tuple[KTableRow, ...] = ()
-    """The alternatives with all their scores; `chosen` marks the method's choice, before the verdict."""
-    explained_variance: float = 1.0
-    """Share of the variance that the principal components hold."""
-    components: int = 0
-    """Principal components used."""
-    warnings: tuple[str, ...] = ()
-    """One line for each thing the user should know."""
-    points: np.ndarray = field(default_factory=lambda: np.zeros((0, 2)))
+    points: np.ndarray
     """First two principal components of every client, float64 (n, 2), for the scatter plot."""
-    centroids: np.ndarray = field(default_factory=lambda: np.zeros((0, 0, 0)))
-    """By ascending label, for `predict_cluster`: (1, k, d) mean unit sketches, or (2, k, d) halves over sqrt(c_kk)."""
-    offsets: np.ndarray = field(default_factory=lambda: np.zeros((2, 0)))
+    centroids: np.ndarray
+    """By ascending label, for `assign_client`: (1, k, d) mean unit sketches, or (2, k, d) halves over sqrt(c_kk)."""
+    offsets: np.ndarray
     """The means (2, d) that were subtracted from each half; zero unless centred."""
-    before_merging: tuple[int, ...] = ()
-    """Labels before clusters were joined (`clustering.merge`), which `centroids` are of; empty where none were."""
 
     def to_json(self) -> dict[str, Any]:
-        """Every field as plain data for strict JSON."""
-        plain = {name: getattr(self, name).tolist() for name in ARRAYS}
-        rest = ("method", "structure", "explained_variance", "components")
-        return {
-            "labels": list(self.labels),
-            **({"before_merging": list(self.before_merging)} if self.before_merging else {}),
-            "warnings": list(self.warnings),
-            "k_table": [dict(row) for row in self.k_table],
-            "settings": None if self.settings is None else asdict(self.settings),
-            **{name: getattr(self, name) for name in rest},
-            **plain,
-        }
+        """Every field as plain data for strict JSON; `before_merging` only where clusters were joined."""
+        data = vars(self) | {name: list(getattr(self, name)) for name in TUPLES}
+        data |= {"settings": asdict(self.settings)} | {name: getattr(self, name).tolist() for name in ARRAYS}
+        return {name: value for name, value in data.items() if name != "before_merging" or value}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> "Clustering":
@@ -84,11 +77,9 @@ class Clustering:
             raise CheckpointError(
                 f"the clustering lacks {missing[0]!r}; it was not written by this version, plan again"
             )
-        settings = data["settings"]
-        if settings is not None:
-            settings = ClusteringSettings(**{**settings, "k_range": tuple(settings["k_range"])})
+        settings = ClusteringSettings(**{**data["settings"], "k_range": tuple(data["settings"]["k_range"])})
         arrays = {name: np.array(data[name], dtype=np.float64) for name in ARRAYS}
-        tuples = {name: tuple(data[name]) for name in ("labels", "before_merging", "warnings", "k_table")}
+        tuples = {name: tuple(data[name]) for name in TUPLES}
         return Clustering(**{**data, **arrays, **tuples, "settings": settings})
 
 
@@ -119,11 +110,9 @@ def assign_client(clustering: Clustering, first: np.ndarray, second: np.ndarray)
 
     Alone where its halves agree less than `min_reliability`, and under `corrected` without a fixed k also where its
     mean similarity to every cluster is below the threshold. The mean is over members, as in average linkage.
-    Raises ConfigError when the clustering holds no sketches or sketches of another length.
+    Raises ConfigError for sketches of another length.
     """
     settings, centroids, dim = clustering.settings, clustering.centroids, clustering.offsets.shape[1]
-    if settings is None or not dim:
-        raise ConfigError("a client can be placed only beside clusters made of sketches; these hold none, plan again")
     if np.shape(first) != (dim,) or np.shape(second) != (dim,):
         raise ConfigError(f"sketch of shape {np.shape(first)} beside clusters of sketches of {dim}")
     left = normalise_sketches(first[None], offset=clustering.offsets[0])[0]
@@ -166,7 +155,7 @@ def append_client(clustering: Clustering, sketches: np.ndarray, *, label: int) -
     )
     cross = cross_similarity(left, right)
     reliabilities = reliability(cross)
-    floor = 0.0 if clustering.settings is None else clustering.settings.min_reliability
+    floor = clustering.settings.min_reliability
     decided = np.append(clustering.reliability >= floor, reliabilities[-1] >= floor)
     new_row = corrected_similarity(cross, floor=max(floor, 0.0))[-1] * (decided & decided[-1])
     new_row[-1] = 1.0
@@ -196,8 +185,8 @@ def agreement(labels: Sequence[int], truth: Sequence[str]) -> dict[str, float]:
     client is a cluster of its own.
     """
     pairs = [(label, task) for label, task in zip(labels, truth, strict=True) if label != UNDECIDED]
-    majorities = [Counter(task for label, task in pairs if label == name).most_common(1)[0][1] for name in
-                  decided_labels(labels)]  # fmt: skip
+    counts = Counter(pairs)
+    majorities = [max(counts[label, task] for task in truth) for label in decided_labels(labels)]
     alone = [label if label != UNDECIDED else -1 - client for client, label in enumerate(labels)]
     return {
         "purity": sum(majorities) / len(pairs) if pairs else 0.0,
@@ -214,36 +203,26 @@ def summarise_clusters(
     Cohesion is the mean similarity of pairs inside (absent for one client); difficulty is the mean loss, absent where
     no loss of a member is known. Undecided clients come last, as cluster -1.
     """
-    names = [*decided_labels(clustering.labels), *([UNDECIDED] if UNDECIDED in clustering.labels else [])]
-    members = {name: [index for index, label in enumerate(clustering.labels) if label == name] for name in names}
-    return tuple(
-        _summary(name, members[name], clustering=clustering, clients=clients, tasks=tasks, losses=losses)
-        for name in names
-    )
-
-
-def _summary(
-    name: int,
-    members: list[int],
-    *,
-    clustering: Clustering,
-    clients: Sequence[str],
-    tasks: Sequence[str],
-    losses: Mapping[str, float],
-) -> dict[str, Any]:
-    counts = Counter(tasks[index] for index in members)
-    inside = clustering.similarity[np.ix_(members, members)][np.triu_indices(len(members), 1)]
-    loss = [losses[clients[index]] for index in members if clients[index] in losses]
-    summary: dict[str, Any] = {
-        "cluster": name,
-        "size": len(members),
-        "clients": [clients[index] for index in members],
-        "tasks": dict(counts.most_common()),
-        "purity": counts.most_common(1)[0][1] / len(members),
-        "reliability": float(clustering.reliability[members].mean()),
-    }
-    cohesion = {"cohesion": float(inside.mean())} if inside.size else {}
-    return {**summary, **cohesion, **({"difficulty": float(np.mean(loss))} if loss else {})}
+    summaries = []
+    for name in sorted(set(clustering.labels), key=lambda label: (label == UNDECIDED, label)):
+        members = [index for index, label in enumerate(clustering.labels) if label == name]
+        counts = Counter(tasks[index] for index in members)
+        inside = clustering.similarity[np.ix_(members, members)][np.triu_indices(len(members), 1)]
+        loss = [losses[clients[index]] for index in members if clients[index] in losses]
+        summary: dict[str, Any] = {
+            "cluster": name,
+            "size": len(members),
+            "clients": [clients[index] for index in members],
+            "tasks": dict(counts.most_common()),
+            "purity": counts.most_common(1)[0][1] / len(members),
+            "reliability": float(clustering.reliability[members].mean()),
+        }
+        if inside.size:
+            summary["cohesion"] = float(inside.mean())
+        if loss:
+            summary["difficulty"] = float(np.mean(loss))
+        summaries.append(summary)
+    return tuple(summaries)
 
 
 def purity_warnings(labels: Sequence[int], truth: Sequence[str]) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ more than each differs from itself.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,10 +57,7 @@ def combine_parts(parts: Iterable[np.ndarray]) -> np.ndarray:
 
     Raises DataError when every tensor is zero.
     """
-    ordered = list(parts)
-    total = np.zeros(len(ordered[0]) if ordered else 0)
-    for part in ordered:
-        total += part
+    total = np.asarray(sum(parts))
     norm = float(np.linalg.norm(total))
     if norm == 0.0:
         raise DataError("the fingerprint is zero in every tensor; use more batches or warm-up steps")
@@ -70,7 +67,9 @@ def combine_parts(parts: Iterable[np.ndarray]) -> np.ndarray:
 def _unit_sketch(key: str, tensor: torch.Tensor, *, dim: int, seed: int) -> np.ndarray:
     """The sketch of one tensor over its L2 norm: linear, so both come out of one pass."""
     total, square_sum = np.zeros(dim), 0.0
-    for start, values in _chunks(tensor):
+    flat = tensor.detach().reshape(-1)
+    for start in range(0, flat.numel(), CHUNK):
+        values = flat[start : start + CHUNK].to(device="cpu", dtype=torch.float64).numpy()
         square_sum += float(values @ values)
         hashes = _hashes(seed, start, len(values))
         signs = 1.0 - 2.0 * (hashes & np.uint64(1))
@@ -79,13 +78,6 @@ def _unit_sketch(key: str, tensor: torch.Tensor, *, dim: int, seed: int) -> np.n
     if not math.isfinite(square_sum):
         raise DataError(f"fingerprint tensor {key!r} holds NaN or infinity; lower the learning rate or check the data")
     return total / math.sqrt(square_sum) if square_sum > 0 else total
-
-
-def _chunks(tensor: torch.Tensor) -> Iterator[tuple[int, np.ndarray]]:
-    """Start and float64 values of each piece; a view of the tensor where it is contiguous."""
-    flat = tensor.detach().reshape(-1)
-    for start in range(0, flat.numel(), CHUNK):
-        yield start, flat[start : start + CHUNK].to(device="cpu", dtype=torch.float64).numpy()
 
 
 def _hashes(seed: int, start: int, count: int) -> np.ndarray:
@@ -130,20 +122,15 @@ def project_sketches(sketches: np.ndarray, *, components: int = 64, incremental:
     variance = float(np.square(centred).sum())
     if num_components < 1 or variance < 1e-18 * rows.size:
         return PrincipalComponents(points=np.zeros((rows.shape[0], max(num_components, 0))), explained_variance=1.0)
-    points = _fit_incremental(rows, num_components) if incremental else _fit_svd(centred, num_components)
+    if incremental:
+        model = IncrementalPCA(n_components=num_components, batch_size=max(256, 4 * num_components))
+        points = np.asarray(model.fit_transform(rows), dtype=np.float64)
+    else:
+        left, singular, _ = np.linalg.svd(centred, full_matrices=False)
+        points = left[:, :num_components] * singular[:num_components]
     largest = points[np.abs(points).argmax(axis=0), np.arange(num_components)]
     explained = float(np.square(points).sum()) / variance
     return PrincipalComponents(points=points * np.where(largest < 0, -1.0, 1.0), explained_variance=min(explained, 1.0))
-
-
-def _fit_svd(centred: np.ndarray, num_components: int) -> np.ndarray:
-    left, singular, _ = np.linalg.svd(centred, full_matrices=False)
-    return np.asarray(left[:, :num_components] * singular[:num_components])
-
-
-def _fit_incremental(rows: np.ndarray, num_components: int) -> np.ndarray:
-    model = IncrementalPCA(n_components=num_components, batch_size=max(256, 4 * num_components))
-    return np.asarray(model.fit_transform(rows), dtype=np.float64)
 
 
 MIN_NORM = 1e-6

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from atlas_fl.client.job import Job, Update
-from atlas_fl.data.clients import ClientData
 from atlas_fl.planning.plan import ClientPlan
 from atlas_fl.planning.round_costs import SERVER_DEVICE, cut_traffic_of
 from atlas_fl.ranks.cost_model import TRAINING_COPIES, crossing_seconds, link_between
@@ -51,25 +50,31 @@ def match_round_hosts(
     if assembly.config.split.topology == "server":
         return HostAssignment()
     planned = _match_hosts(assembly, clients, present=[client.name for client in clients])
-    by_phase = {"training": training, "evaluation": evaluation}
-    relayed = any(update.hosted is not None for updates in by_phase.values() for update in updates)
     return HostAssignment(
-        **{phase: _match_present_hosts(assembly, clients, planned, answers) for phase, answers in by_phase.items()},
-        relayed=relayed,
+        training=_match_present_hosts(assembly, clients, planned, training),
+        evaluation=_match_present_hosts(assembly, clients, planned, evaluation),
+        relayed=any(update.hosted is not None for update in (*training, *evaluation)),
     )
 
 
 def _match_present_hosts(
     assembly: Assembly, clients: Sequence[ClientPlan], planned: Mapping[str, HostMatch], updates: Sequence[Update]
 ) -> dict[str, HostMatch]:
-    """Match the clients that answered; matches that the engine reports take precedence."""
-    present = {update.client for update in updates}
-    matches = _explain_missing_hosts(_match_hosts(assembly, clients, present=present), planned, present)
-    engine_matches = {update.client: update.hosted for update in updates if update.hosted is not None}
-    return {
-        name: engine_matches[name] if name in engine_matches and engine_matches[name].host != match.host else match
-        for name, match in matches.items()
-    }
+    """Match the clients that answered; matches that the engine reports take precedence.
+
+    Where the host that was planned is absent, the reason says so.
+    """
+    engine_matches = {update.client: update.hosted for update in updates}
+    matches = {}
+    for name, match in _match_hosts(assembly, clients, present=engine_matches.keys()).items():
+        engine_match = engine_matches[name]
+        planned_host = planned[name].host
+        if engine_match is not None and engine_match.host != match.host:
+            match = engine_match
+        elif planned_host is not None and planned_host not in engine_matches:
+            match = replace(match, reason=f"{planned_host} takes no part; {match.reason}")
+        matches[name] = match
+    return matches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +93,7 @@ def attach_hosts(assembly: Assembly, clients: Sequence[ClientPlan], engine: Engi
     """Return the engine for the rounds of this plan; the same one where the server runs all server halves."""
     if assembly.config.split.topology == "server":
         return engine
-    guests, hosts = _hosting_requirements(assembly, [_without_hosting(client) for client in clients])
+    guests, hosts = _hosting_requirements(assembly, clients)
     requirements: list[GuestRequirement | HostCapacity] = [*guests, *hosts]
     return EngineWithHosts(engine=engine, requirements={requirement.name: requirement for requirement in requirements})
 
@@ -101,49 +106,27 @@ def assign_hosts(assembly: Assembly, clients: Sequence[ClientPlan]) -> tuple[Cli
     if assembly.config.split.topology == "server":
         return tuple(clients)
     clients = [_without_hosting(client) for client in clients]
-    guests, _ = _hosting_requirements(assembly, clients)
-    pairs = _match_hosts(assembly, clients, present=assembly.names)
-    seconds, by_name = round_seconds(guests, pairs), {guest.name: guest for guest in guests}
-    guests_by_host: dict[str, list[GuestRequirement]] = {}
-    for name, match in pairs.items():
-        if match.host is not None:
-            guests_by_host.setdefault(match.host, []).append(by_name[name])
-    traffic_by_guest = {client.name: _GuestTraffic.of(client) for client in clients if client.cut is not None}
-    devices = dict(zip(assembly.names, assembly.devices, strict=True))
-    return tuple(
-        _as_host(client, devices[client.name], guests_by_host[client.name], traffic_by_guest)
-        if client.name in guests_by_host
-        else _as_guest(client, pairs[client.name], seconds.get(client.name))
-        if client.name in pairs
-        else client
-        for client in clients
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _GuestTraffic:
-    """Bytes of a guest's round that go over its host's link."""
-
-    adapter_bytes: int
-    """Its trained parameters above the cut: from the server at the start, and back at the end."""
-    up_bytes: int
-    """Through the cut, from the guest."""
-    down_bytes: int
-
-    @staticmethod
-    def of(client: ClientPlan) -> "_GuestTraffic":
-        crossing = client.split["crossing_bytes"]
-        up, down = (
-            sum(size for name, size in crossing.items() if name.endswith(direction)) for direction in ("up", "down")
-        )
-        trained = client.split["server_memory"]["adapters and optimizer"] // TRAINING_COPIES
-        return _GuestTraffic(adapter_bytes=trained, up_bytes=up, down_bytes=down)
+    guests, hosts = _hosting_requirements(assembly, clients)
+    pairs = match_hosts(guests, hosts)
+    seconds = round_seconds(guests, pairs)
+    requirements = {guest.name: guest for guest in guests}
+    plans = {client.name: client for client in clients}
+    assigned = []
+    for client, device in zip(clients, assembly.devices, strict=True):
+        names = [name for name, match in pairs.items() if match.host == client.name]
+        if names:
+            assigned.append(_as_host(client, device, [requirements[name] for name in names], plans))
+        elif client.name in pairs:
+            assigned.append(_as_guest(client, pairs[client.name], seconds.get(client.name)))
+        else:
+            assigned.append(client)
+    return tuple(assigned)
 
 
 def _match_hosts(
     assembly: Assembly, clients: Sequence[ClientPlan], *, present: Collection[str]
 ) -> dict[str, HostMatch]:
-    guests, hosts = _hosting_requirements(assembly, [_without_hosting(client) for client in clients])
+    guests, hosts = _hosting_requirements(assembly, clients)
     return match_hosts(
         [requirement for requirement in guests if requirement.name in present],
         [requirement for requirement in hosts if requirement.name in present],
@@ -153,50 +136,39 @@ def _match_hosts(
 def _hosting_requirements(
     assembly: Assembly, clients: Sequence[ClientPlan]
 ) -> tuple[list[GuestRequirement], list[HostCapacity]]:
-    devices = dict(zip(assembly.names, assembly.devices, strict=True))
-    host_devices = {client.name: devices[client.name] for client in clients if client.cut is None}
-    hosts = [
-        HostCapacity(
-            name=planned.name,
-            cluster=planned.cluster,
-            free_bytes=planned.memory["total"] - int(planned.predicted["memory_bytes"]),
+    planned_devices = list(zip(map(_without_hosting, clients), assembly.devices, strict=True))
+    host_devices = {planned.name: device for planned, device in planned_devices if planned.cut is None}
+    guests: list[GuestRequirement] = []
+    hosts: list[HostCapacity] = []
+    for client, (planned, device) in zip(assembly.clients, planned_devices, strict=True):
+        cut = cut_of(assembly.config, planned.cut)
+        if cut is None:
+            free_bytes = planned.memory["total"] - int(planned.predicted["memory_bytes"])
+            hosts.append(HostCapacity(name=planned.name, cluster=planned.cluster, free_bytes=free_bytes))
+            continue
+        split = planned.split
+        crossings = cut_traffic_of(assembly, client, cut)
+        flops = split["server_seconds"] * SERVER_DEVICE.flops_per_second
+        # The client's own adapters go to the server as before.
+        model_seconds = split["link_seconds"] - crossing_seconds(crossings, device)
+        costs = {
+            name: HostingCost(
+                compute_seconds=flops / host.flops_per_second,
+                link_seconds=model_seconds + crossing_seconds(crossings, link_between(device, host)),
+            )
+            for name, host in host_devices.items()
+        }
+        memory_bytes = sum(size for part, size in split["server_memory"].items() if part != "frozen weights")
+        guests.append(
+            GuestRequirement(
+                name=planned.name,
+                cluster=planned.cluster,
+                bytes=memory_bytes,
+                device_seconds=split["client_seconds"],
+                costs=costs,
+            )
         )
-        for planned in clients
-        if planned.name in host_devices
-    ]
-    data = {client.name: client for client in assembly.clients}
-    guests = [
-        _guest_requirement(assembly, data[planned.name], planned, devices[planned.name], host_devices)
-        for planned in clients
-        if planned.cut is not None
-    ]
     return guests, hosts
-
-
-def _guest_requirement(
-    assembly: Assembly, client: ClientData, planned: ClientPlan, device: Device, hosts: Mapping[str, Device]
-) -> GuestRequirement:
-    cut = cut_of(assembly.config, planned.cut)
-    assert cut is not None, "a guest has a cut"
-    split, crossings = planned.split, cut_traffic_of(assembly, client, cut)
-    flops = split["server_seconds"] * SERVER_DEVICE.flops_per_second
-    # The client's own adapters go to the server as before.
-    models = split["link_seconds"] - crossing_seconds(crossings, device)
-    costs = {
-        name: HostingCost(
-            compute_seconds=flops / host.flops_per_second,
-            link_seconds=models + crossing_seconds(crossings, link_between(device, host)),
-        )
-        for name, host in hosts.items()
-    }
-    memory_bytes = sum(size for part, size in split["server_memory"].items() if part != "frozen weights")
-    return GuestRequirement(
-        name=planned.name,
-        cluster=planned.cluster,
-        bytes=memory_bytes,
-        device_seconds=split["client_seconds"],
-        costs=costs,
-    )
 
 
 def _without_hosting(client: ClientPlan) -> ClientPlan:
@@ -225,18 +197,24 @@ def _as_host(
     client: ClientPlan,
     device: Device,
     guests: Sequence[GuestRequirement],
-    traffic_by_guest: Mapping[str, _GuestTraffic],
+    plans: Mapping[str, ClientPlan],
 ) -> ClientPlan:
-    """Guests' server halves run first, then the host's own round; traffic over their cuts overlaps with computing."""
+    """Guests' server halves run first, then the host's own round; traffic over their cuts overlaps with computing.
+
+    A guest's trained parameters above its cut come from the server at the start, and go back at the end.
+    """
     guest_bytes = sum(guest.bytes for guest in guests)
-    guest_traffic = [traffic_by_guest[guest.name] for guest in guests]
-    adapter_bytes = sum(traffic.adapter_bytes for traffic in guest_traffic)
+    splits = [plans[guest.name].split for guest in guests]
+    adapter_bytes = sum(split["server_memory"]["adapters and optimizer"] // TRAINING_COPIES for split in splits)
+    crossings = [crossing for split in splits for crossing in split["crossing_bytes"].items()]
+    from_guests = sum(size for name, size in crossings if name.endswith("up"))
+    to_guests = sum(size for name, size in crossings if name.endswith("down"))
     transfer_seconds = adapter_bytes / device.up_bytes_per_second + adapter_bytes / device.down_bytes_per_second
     compute_seconds = sum(guest.costs[client.name].compute_seconds for guest in guests)
     before = client.predicted
     predicted = {
-        "up_bytes": before["up_bytes"] + adapter_bytes + sum(traffic.down_bytes for traffic in guest_traffic),
-        "down_bytes": before["down_bytes"] + adapter_bytes + sum(traffic.up_bytes for traffic in guest_traffic),
+        "up_bytes": before["up_bytes"] + adapter_bytes + to_guests,
+        "down_bytes": before["down_bytes"] + adapter_bytes + from_guests,
         "memory_bytes": before["memory_bytes"] + guest_bytes,
         "seconds": before["seconds"] + compute_seconds + transfer_seconds,
     }
@@ -246,16 +224,3 @@ def _as_host(
         predicted=predicted,
         memory={**client.memory, GUESTS: guest_bytes},
     )
-
-
-def _explain_missing_hosts(
-    pairs: Mapping[str, HostMatch], planned: Mapping[str, HostMatch], present: Collection[str]
-) -> dict[str, HostMatch]:
-    """The matches, with a note for every planned host that is absent."""
-
-    def explain(name: str, match: HostMatch) -> HostMatch:
-        host = planned[name].host
-        absence = "" if host is None or host in present else f"{host} takes no part; "
-        return replace(match, reason=f"{absence}{match.reason}")
-
-    return {name: explain(name, match) for name, match in pairs.items()}

@@ -4,7 +4,7 @@ The heads are fitted first, then the mask is made, then the bytes, seconds and m
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from atlas_fl.errors import BudgetError, ConfigError
 from atlas_fl.params import HEAD, ByClient, Params, add, head_keys, num_bytes, num_values, select, shared_params
 from atlas_fl.planning.plan import ClientPlan
 from atlas_fl.planning.round_costs import check_costs
-from atlas_fl.ranks.devices import Device
 from atlas_fl.rng import generator
 from atlas_fl.runtime.engine import Engine, run_on_all_clients
 from atlas_fl.setup.assembly import Assembly
@@ -52,18 +51,30 @@ class MaskPlan:
 
 
 def fit_heads_and_mask(assembly: Assembly, engine: Engine, models: ByClient | None = None) -> MaskPlan:
-    """Fit the heads of images and make the mask, as the config says; `models` default to `assembly.full_models()`."""
+    """Fit the heads of images and make the mask of all clients, as the config says; fitted heads are frozen.
+
+    `models` default to `assembly.full_models()`.
+    """
     check_heads(assembly)
     models = assembly.full_models() if models is None else models
     messages = list[LedgerRow]()
-    file_mask = _mask_from_file(assembly, models)  # before the heads, whose fit passes over all images
+    mask: Mask | None = None
+    if assembly.config.sparse.has_mask:  # before the heads, whose fit passes over all images
+        mask = _mask_from_file(assembly, models)
     if should_fit_heads(assembly):
         models, sent = fit_heads(assembly, engine, models)
         messages += sent
-    mask = None
     if assembly.config.sparse.has_mask:
-        mask, sent = plan_mask(assembly, engine, models, file_mask=file_mask)
-        messages += sent
+        if mask is None:
+            mask, sent = _calibrate_body_mask(assembly, engine, models, scorers=_sample_scorers(assembly))
+            messages += sent
+        messages += mask_messages(assembly, mask)
+        heads = {
+            key: torch.full_like(models[name][key], not should_fit_heads(assembly), dtype=torch.bool)
+            for name in assembly.names
+            for key in head_keys(models[name])
+        }
+        mask = {**mask, **heads}
     return MaskPlan(initial_models=models, mask=mask, messages=tuple(messages))
 
 
@@ -142,29 +153,13 @@ def _mask_from_file(assembly: Assembly, models: ByClient) -> Mask | None:
     A mask that is yet to be made is checked to keep something.
     """
     sparse = assembly.config.sparse
+    body = _body_params(assembly, models)
     path, _ = parse_mask_file(sparse.mask_file)
     if path is None:
-        if sparse.has_mask:
-            check_any_kept(_body_params(assembly, models), sparsity=sparse.sparsity, scope=sparse.mask_scope)
+        check_any_kept(body, sparsity=sparse.sparsity, scope=sparse.mask_scope)
         return None
     check_mask_file(assembly.config)
-    return load_mask(Path(path), like=_body_params(assembly, models))
-
-
-def plan_mask(
-    assembly: Assembly, engine: Engine, models: ByClient, *, file_mask: Mask | None = None
-) -> tuple[Mask, list[LedgerRow]]:
-    """The mask of all clients, and the messages that making it sent. Fitted heads are frozen."""
-    mask, messages = file_mask, list[LedgerRow]()
-    if mask is None:
-        mask, messages = _calibrate_body_mask(assembly, engine, models, scorers=_sample_scorers(assembly))
-    messages += mask_messages(assembly, mask)
-    heads = {
-        key: torch.full_like(models[name][key], not should_fit_heads(assembly), dtype=torch.bool)
-        for name in assembly.names
-        for key in head_keys(models[name])
-    }
-    return {**mask, **heads}, messages
+    return load_mask(Path(path), like=body)
 
 
 def mask_messages(assembly: Assembly, mask: Mask) -> list[LedgerRow]:
@@ -252,37 +247,6 @@ MODEL_COPIES = 3
 """Copies of a model that its training holds: weights, gradients and momentum."""
 
 
-def _full_model_cost(model: Params, device: Device, mask: Mask | None, *, share: Sequence[str]) -> dict[str, Any]:
-    """Costs of a round for a client, as `ClientPlan` holds them: bytes each way, seconds on its link, and memory.
-
-    The memory is that of weights, gradients and momentum; activations are in no prediction.
-    """
-    sent_bytes = 0
-    if shared := shared_params(model, share):
-        sent_bytes = encoded_size(shared)
-        if mask is not None:
-            sent_bytes = values_size(num_kept({key: mask[key] for key in shared}))
-    model_bytes = num_bytes(model)
-    return {
-        "ranks": (),
-        "cut": None,
-        "budget_bytes": 0,
-        "largest_rank": 0,
-        "memory": {
-            "total": device.memory_bytes,
-            "weights": model_bytes,
-            "gradients": model_bytes,
-            "momentum": model_bytes,
-        },
-        "predicted": {
-            "up_bytes": sent_bytes,
-            "down_bytes": sent_bytes,
-            "memory_bytes": MODEL_COPIES * model_bytes,
-            "seconds": sent_bytes / device.up_bytes_per_second + sent_bytes / device.down_bytes_per_second,
-        },
-    }
-
-
 def sparse_report(mask: Mask | None, config: SparseConfig) -> dict[str, Any]:
     """The plan's entry on the mask; empty where there is none."""
     if mask is None:
@@ -314,49 +278,72 @@ def check_training_memory(assembly: Assembly) -> None:
 
 
 def full_client_plans(assembly: Assembly, mask_plan: MaskPlan, labels: Sequence[int]) -> tuple[ClientPlan, ...]:
-    """The plans of clients that train whole models; `labels` are their clusters."""
+    """The plans of clients that train whole models; `labels` are their clusters.
+
+    Seconds are those of the link. Memory is that of weights, gradients and momentum; activations are in no prediction.
+    """
     share = assembly.config.mixing.share if strategy_of(assembly.config).communicates else ()
+    mask = mask_plan.mask
     plans = []
     for client, device, label in zip(assembly.clients, assembly.devices, labels, strict=True):
-        cost = _full_model_cost(mask_plan.initial_models[client.name], device, mask_plan.mask, share=share)
-        check_costs(client, device, {"a round": cost["predicted"]})
-        common: dict[str, Any] = {"name": client.name, "task": client.task.name, "device": device.name}
-        plans.append(ClientPlan(**common, examples=len(client.train), cluster=label, **cost))
+        model = mask_plan.initial_models[client.name]
+        model_bytes = num_bytes(model)
+        sent_bytes = 0
+        shared = shared_params(model, share)
+        if shared:
+            sent_bytes = (
+                encoded_size(shared) if mask is None else values_size(num_kept({key: mask[key] for key in shared}))
+            )
+        predicted = {
+            "up_bytes": sent_bytes,
+            "down_bytes": sent_bytes,
+            "memory_bytes": MODEL_COPIES * model_bytes,
+            "seconds": sent_bytes / device.up_bytes_per_second + sent_bytes / device.down_bytes_per_second,
+        }
+        check_costs(client, device, {"a round": predicted})
+        plans.append(
+            ClientPlan(
+                name=client.name,
+                task=client.task.name,
+                device=device.name,
+                examples=len(client.train),
+                cluster=label,
+                ranks=(),
+                cut=None,
+                budget_bytes=0,
+                largest_rank=0,
+                memory={
+                    "total": device.memory_bytes,
+                    **dict.fromkeys(("weights", "gradients", "momentum"), model_bytes),
+                },
+                predicted=predicted,
+            )
+        )
     return tuple(plans)
 
 
 def full_notes(assembly: Assembly, mask_plan: MaskPlan) -> tuple[str, ...]:
     """Notes on whole models: their sizes, settings without effect, and momentum that clients keep."""
-    return (
-        *_unused_setting_notes(assembly.config.sparse),
-        *_parameter_notes(assembly, mask_plan),
-        *_momentum_notes(assembly, mask_plan),
-    )
-
-
-def _parameter_notes(assembly: Assembly, mask_plan: MaskPlan) -> Iterator[str]:
-    """A line for each task: how many parameters its model has, and how many of them train where no mask holds them."""
-    masked = " where no mask holds them" if assembly.config.sparse.has_mask else ""
-    backbone = assembly.site.backbone.num_parameters
-    for task, model in {client.task.name: mask_plan.initial_models[client.name] for client in assembly.clients}.items():
+    config = assembly.config
+    mask = mask_plan.mask
+    models = mask_plan.initial_models
+    notes = []
+    changed = [field for field in fields(config.sparse) if getattr(config.sparse, field.name) != field.default]
+    if changed and not config.sparse.has_mask:
+        # no error, since a sweep may try `none` beside masks of one sparsity
+        flags = [f"--{field.name.replace('_', '-')} {getattr(config.sparse, field.name)}" for field in changed]
+        notes.append(f"without --mask there is no mask, and {', '.join(flags)} does nothing")
+    masked = " where no mask holds them" if config.sparse.has_mask else ""
+    for task, model in {client.task.name: models[client.name] for client in assembly.clients}.items():
         head = num_values(select(model, head_keys(model)))
-        counts = f"{backbone + head:,} parameters, {head:,} of them in the head; {num_values(model):,} train"
-        yield f"{task}: {counts}{masked}"
-
-
-def _unused_setting_notes(sparse: SparseConfig) -> Iterator[str]:
-    """A note on mask settings without a mask; no error, since a sweep may try `none` beside masks of one sparsity."""
-    if not sparse.has_mask and (
-        changed := [setting for setting in fields(sparse) if getattr(sparse, setting.name) != setting.default]
-    ):
-        flags = ", ".join(f"--{setting.name.replace('_', '-')} {getattr(sparse, setting.name)}" for setting in changed)
-        yield f"without --mask there is no mask, and {flags} does nothing"
-
-
-def _momentum_notes(assembly: Assembly, mask_plan: MaskPlan) -> Iterator[str]:
-    """A note on the momentum that clients keep between rounds, where they do."""
-    if not assembly.config.images.carry_momentum:
-        return
-    mask, models = mask_plan.mask, mask_plan.initial_models.values()
-    values = [num_values(model) if mask is None else num_kept({key: mask[key] for key in model}) for model in models]
-    yield f"{len(values)} clients keep their momentum between rounds: {4 * sum(values):,} bytes, in checkpoints too"
+        total = assembly.site.backbone.num_parameters + head
+        notes.append(f"{task}: {total:,} parameters, {head:,} of them in the head; {num_values(model):,} train{masked}")
+    if config.images.carry_momentum:
+        kept = [
+            num_values(model) if mask is None else num_kept({key: mask[key] for key in model})
+            for model in models.values()
+        ]
+        notes.append(
+            f"{len(kept)} clients keep their momentum between rounds: {4 * sum(kept):,} bytes, in checkpoints too"
+        )
+    return tuple(notes)

@@ -14,6 +14,10 @@ from atlas_fl.sparse.masks import Mask
 from atlas_fl.storage.json_shapes import PLAN
 from atlas_fl.storage.ledger import LedgerRow
 
+ARRAYS = ("adjacency", "importance")
+TUPLES = ("notes", "data", "leakage")
+"""Fields of a plan that are lists in JSON."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClientPlan:
@@ -88,20 +92,9 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for strict JSON."""
-        return {
-            "clients": [{**asdict(client), "ranks": list(client.ranks)} for client in self.clients],
-            "adjacency": self.adjacency.tolist(),
-            "importance": self.importance.tolist(),
-            "layer_of": dict(self.layer_of),
-            "lora": dict(self.lora),
-            "clustering": dict(self.clustering),
-            "warmup": dict(self.warmup),
-            "graph": dict(self.graph),
-            "data": [dict(row) for row in self.data],
-            "leakage": [dict(row) for row in self.leakage],
-            "notes": list(self.notes),
-            "sparse": dict(self.sparse),
-        }
+        clients = [{**asdict(client), "ranks": list(client.ranks)} for client in self.clients]
+        arrays = {name: getattr(self, name).tolist() for name in ARRAYS}
+        return vars(self) | {"clients": clients} | arrays | {name: list(getattr(self, name)) for name in TUPLES}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> "Plan":
@@ -124,8 +117,8 @@ def _plan_from_json(data: Mapping[str, Any]) -> Plan:
             f"the plan lacks {missing[0]!r}: it was altered or is of another version; restore the file, or run again"
         )
     clients = tuple(ClientPlan(**{**entry, "ranks": tuple(entry["ranks"])}) for entry in data["clients"])
-    arrays = {name: np.array(data[name], dtype=np.float64) for name in ("adjacency", "importance")}
-    tuples = {name: tuple(data[name]) for name in ("notes", "data", "leakage")}
+    arrays = {name: np.array(data[name], dtype=np.float64) for name in ARRAYS}
+    tuples = {name: tuple(data[name]) for name in TUPLES}
     return Plan(**{**data, **arrays, **tuples, "clients": clients})
 
 

@@ -38,7 +38,8 @@ from atlas_fl.planning.masks import (
 from atlas_fl.planning.method_traffic import report_bytes_once
 from atlas_fl.planning.plan import ClientPlan, Plan, PlanResult
 from atlas_fl.planning.ranks_and_cuts import RankPlan, cuts_for_planning, fit_ranks, measure_importance
-from atlas_fl.planning.start_adapter import StartAdapter, load_start_adapter, start_models, start_notes
+from atlas_fl.planning.round_costs import client_side
+from atlas_fl.planning.start_adapter import StartAdapter, load_start_adapter, start_model, start_notes
 from atlas_fl.planning.task_discovery import TaskDiscovery, discover_tasks, make_client_graph
 from atlas_fl.ranks.cost_model import VALUE_BYTES
 from atlas_fl.runtime.engine import Engine, TrafficMeter
@@ -64,7 +65,6 @@ from atlas_fl.setup.assembly import (
 from atlas_fl.setup.options import cut_of, random_mask_of, strategy_of, strategy_options
 from atlas_fl.sparse.masks import Mask
 from atlas_fl.split.channel import Cut
-from atlas_fl.split.model import select_client_side
 
 
 def initial_models(
@@ -75,12 +75,13 @@ def initial_models(
     start: StartAdapter | None = None,
 ) -> dict[str, Params]:
     """Every client's model before round one, at its ranks per layer, in the clients' order."""
-    if start is not None:
-        return dict(start_models(start, assembly, ranks))
     models: dict[str, Params] = {}
     for client, client_ranks in zip(assembly.clients, ranks, strict=True):
         fresh = assembly.initial_params(client, tuple(client_ranks))
-        models[client.name] = expand_rank(fresh, discovery.warmed_models[client.name], assembly.site.scale)
+        if start is None:
+            models[client.name] = expand_rank(fresh, discovery.warmed_models[client.name], assembly.site.scale)
+        else:
+            models[client.name] = start_model(start, assembly, client.task, fresh, client_ranks)
     return models
 
 
@@ -196,9 +197,15 @@ def _plan_lora(assembly: Assembly, engine: Engine, *, on_event: OnEvent) -> Plan
         ),
     )
     plan = _announce(plan, config, on_event)
+    models = initial_models(assembly, discovery, [client.ranks for client in clients], start=start)
+    plan_cuts = cuts_of(assembly, plan)
     return PlanResult(
         plan=plan,
-        initial_models=_shared_initial_models(assembly, discovery, plan, start),
+        # equal where server adapters are shared, and without what stays at the clients
+        initial_models={
+            name: without_private(assembly, params, plan_cuts.get(name))
+            for name, params in average_initial(models, plan.federation()).items()
+        },
         sketches=discovery.sketches,
         clustering=discovery.clustering,
         cut_traffic=tuple(meter.rows(round=0)),
@@ -207,9 +214,12 @@ def _plan_lora(assembly: Assembly, engine: Engine, *, on_event: OnEvent) -> Plan
 
 def _halves_notes(assembly: Assembly, clients: Sequence[ClientPlan]) -> tuple[str, ...]:
     """Note on the halves of clients that `kriging` measures once: their cost, and what they tell the server."""
-    config, planned = assembly.config, {client.name: tuple(client.ranks) for client in clients}
-    models = (assembly.initial_params(client, planned[client.name]) for client in assembly.clients)
-    if not (size := sum(report_bytes_once(config, model) for model in models)):
+    config = assembly.config
+    size = sum(
+        report_bytes_once(config, assembly.initial_params(client, tuple(planned.ranks)))
+        for client, planned in zip(assembly.clients, clients, strict=True)
+    )
+    if not size:
         return ()
     return (
         f"round {first_measured_round(strategy_options(config))} measures how much each client is to keep of its own:"
@@ -256,18 +266,6 @@ def _prefix_notes(assembly: Assembly) -> tuple[str, ...]:
     return (f"{start} run {kept}: {size_gb:.2g} GB in all, of --prefix-cache-gb {memory_gb:g}{on_disk}{others}",)
 
 
-def _shared_initial_models(
-    assembly: Assembly, discovery: TaskDiscovery, plan: Plan, start: StartAdapter | None
-) -> dict[str, Params]:
-    """The models of round one at the server: equal where server adapters are shared, without what stays at clients."""
-    models = initial_models(assembly, discovery, [client.ranks for client in plan.clients], start=start)
-    cuts = cuts_of(assembly, plan)
-    return {
-        name: without_private(assembly, params, cuts.get(name))
-        for name, params in average_initial(models, plan.federation()).items()
-    }
-
-
 def _client_plans(assembly: Assembly, discovery: TaskDiscovery, rank_plan: RankPlan) -> tuple[ClientPlan, ...]:
     return tuple(
         ClientPlan(
@@ -306,14 +304,19 @@ def recluster(
 
     With `models`, the clients' current ones, ranks are chosen again by the importance measured there; else they stay.
     """
-    cuts, meter = _unshared_cuts(cuts_of(assembly, planned.plan)), TrafficMeter(engine=engine)
+    # A client is measured by itself, whatever it shares in training.
+    cuts = {name: replace(cut, shared=None) for name, cut in cuts_of(assembly, planned.plan).items()}
+    meter = TrafficMeter(engine=engine)
     discovery = discover_tasks(assembly, meter, clustered=True, previous=planned.clustering, round=round, cuts=cuts)
     graph = make_client_graph(
         assembly, meter, discovery, previous=planned.plan.adjacency, performance=performance, cuts=cuts
     )
     plan = replace(planned.plan, notes=())
     if models is not None:
-        plan = _refit_ranks(plan, assembly, meter, discovery, models, round=round)
+        layers = measure_importance(assembly, meter, discovery, models=models, round=round, cuts=cuts)
+        rank_plan = fit_ranks(assembly, discovery, layers, communicates=strategy_of(assembly.config).communicates)
+        clients = _client_plans(assembly, discovery, rank_plan)
+        plan = replace(plan, clients=clients, importance=layers, notes=rank_plan.notes)
     clients = tuple(
         replace(client, cluster=cluster) for client, cluster in zip(plan.clients, discovery.labels, strict=True)
     )
@@ -328,17 +331,6 @@ def recluster(
     cut_traffic = tuple(meter.rows(round=round))
     return replace(
         planned, plan=plan, sketches=discovery.sketches, clustering=discovery.clustering, cut_traffic=cut_traffic
-    )
-
-
-def _refit_ranks(
-    plan: Plan, assembly: Assembly, engine: Engine, discovery: TaskDiscovery, models: ByClient, *, round: int
-) -> Plan:
-    cuts = _unshared_cuts(cuts_of(assembly, plan))
-    layers = measure_importance(assembly, engine, discovery, models=models, round=round, cuts=cuts)
-    rank_plan = fit_ranks(assembly, discovery, layers, communicates=strategy_of(assembly.config).communicates)
-    return replace(
-        plan, clients=_client_plans(assembly, discovery, rank_plan), importance=layers, notes=rank_plan.notes
     )
 
 
@@ -357,17 +349,9 @@ def cuts_of(assembly: Assembly, plan: Plan) -> dict[str, Cut]:
     return {name: cut for name, cut in cuts.items() if cut is not None}
 
 
-def _unshared_cuts(cuts: Mapping[str, Cut]) -> dict[str, Cut]:
-    """The cuts without shared server adapters: a client is measured by itself, whatever it shares in training."""
-    return {name: replace(cut, shared=None) for name, cut in cuts.items()}
-
-
 def client_side_names(assembly: Assembly, cuts: Mapping[str, Cut], models: ByClient) -> dict[str, frozenset[str]]:
     """The names of the trainable tensors on the client's side, for each client with a cut."""
-    return {
-        name: select_client_side(assembly.site.backbone, models[name], blocks=cut.blocks, head=cut.head == "client")
-        for name, cut in cuts.items()
-    }
+    return {name: client_side(assembly, cut, models[name]) for name, cut in cuts.items()}
 
 
 def full_model_sender(

@@ -9,12 +9,11 @@ have the client's mean length for seconds, and its maximum for memory. A warm-up
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
-import torch
 
 from atlas_fl.client.fingerprint import agreement_message, is_agreement_check, parts_message
 from atlas_fl.client.importance import last_weights, sums_message
@@ -22,7 +21,16 @@ from atlas_fl.client.options import FingerprintOptions
 from atlas_fl.data.clients import ClientData
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.params import LORA_A, LORA_B, head_keys
-from atlas_fl.planning.round_costs import SERVER_DEVICE, heaviest_step, meta_tensor, num_head_params
+from atlas_fl.planning.round_costs import (
+    SERVER_DEVICE,
+    client_side,
+    heaviest_step,
+    message_sizes,
+    norms_size,
+    num_head_params,
+    num_outputs,
+    rank_one_params,
+)
 from atlas_fl.ranks.cost_model import (
     TRAINING_COPIES,
     VALUE_BYTES,
@@ -38,9 +46,7 @@ from atlas_fl.ranks.cost_model import (
 from atlas_fl.ranks.devices import Device
 from atlas_fl.setup.assembly import Assembly
 from atlas_fl.setup.options import fingerprint_options, strategy_of, warmup_rank
-from atlas_fl.split.channel import NORMS, Cut
-from atlas_fl.split.codec import message_size
-from atlas_fl.split.model import select_client_side
+from atlas_fl.split.channel import Cut
 from atlas_fl.storage.tensors import encoded_size
 
 Sizes: TypeAlias = dict[str, int]
@@ -50,217 +56,102 @@ IMPORTANCE_BATCHES = 4
 """Batches on which importance is measured."""
 
 
-def planning_bytes(assembly: Assembly, client: ClientData, cut: Cut) -> dict[str, Sizes]:
-    """Bytes through this cut, by phase and direction, while the client is planned; at most these where it warms up."""
-    options, clustered = fingerprint_options(assembly.config), strategy_of(assembly.config).clustered
-    traffic, sizes = _ClientTraffic(assembly, client, cut), dict[str, Sizes]()
-    if options.kind == "delta":
-        sizes["fingerprint"] = _warm_up_bytes(traffic, options)
-    elif clustered:
-        sizes["fingerprint"] = _gradient_bytes(traffic, options)
-    sizes["importance"] = _importance_bytes(traffic)
-    if clustered and assembly.config.mixing.graph == "adaptive":
-        validation = assembly.site.data[client.name].splits["validation"]
-        sizes["evaluate"] = traffic.pass_bytes(validation, [len(validation)], backward=False)
-    return sizes
-
-
 @dataclass(frozen=True, kw_only=True)
-class _ExampleStats:
-    """Mean sizes of some examples."""
+class _Phase:
+    """Work of one client in one phase of planning."""
 
-    tokens: float
-    """Mean tokens of one example."""
-    outputs: float
-    """Positions of one example at which the head predicts, in the mean."""
-    writes_text: bool
-    label_dtype: torch.dtype
-
-
-class _ClientTraffic:
-    """Sizes of the messages through one client's cut."""
-
-    def __init__(self, assembly: Assembly, client: ClientData, cut: Cut) -> None:
-        self.assembly, self.client, self.cut = assembly, client, cut
-        self.train = assembly.site.data[client.name].splits["train"]
-        self.names = assembly.initial_params(client, (1,) * assembly.shape.num_layers)
-
-    def pass_bytes(self, data: EncodedExamples, counts: list[int], *, backward: bool, below: bool = True) -> Sizes:
-        """Bytes of passes over batches of `counts` examples; `backward` with gradients, `below` also to the client."""
-        sizes, stats = Counter[str](), _example_stats(data)
-        for count, repeats in Counter(counts).items():
-            for direction, size in self._message_sizes(stats, count, backward=backward, below=below):
-                sizes[direction] += repeats * size
-        return dict(sizes)
-
-    def _message_sizes(
-        self, stats: _ExampleStats, count: int, *, backward: bool, below: bool
-    ) -> Iterator[tuple[str, int]]:
-        hidden, wire = self.assembly.shape.hidden, self.cut.wire
-        rows, outputs = round(count * stats.tokens), round(count * stats.outputs)
-        extra = {"lengths": meta_tensor(count, torch.int32)}
-        if stats.writes_text:
-            extra["places"] = meta_tensor(outputs, torch.int32)
-        yield "up", message_size(rows, hidden, wire=wire, extra=extra)
-        if self.cut.head == "server":
-            yield "up", encoded_size({"labels": meta_tensor(outputs, stats.label_dtype)})
-        else:
-            yield "down", message_size(outputs, hidden, wire=wire)
-            if backward:
-                yield "up", message_size(outputs, hidden, wire=wire)
-        if backward and below:
-            yield "down", message_size(rows, hidden, wire=wire)
-
-
-def _gradient_bytes(traffic: _ClientTraffic, options: FingerprintOptions) -> Sizes:
-    backbone, cut = traffic.assembly.site.backbone, traffic.cut
-    server_blocks = len(backbone.blocks) - cut.blocks
-    names = [*last_weights(backbone, options.blocks), *head_keys(traffic.names)]
-    client_side = select_client_side(backbone, names, blocks=cut.blocks, head=cut.head == "client")
-    sizes = Counter(
-        traffic.pass_bytes(traffic.train, gradient_counts(options), backward=True, below=options.blocks > server_blocks)
-    )
-    sizes["up"] += 2 * _sketch_part_bytes(len(client_side), options)
-    return dict(sizes)
-
-
-def _importance_bytes(traffic: _ClientTraffic) -> Sizes:
-    size = traffic.assembly.config.training.batch_size
-    sizes = Counter(traffic.pass_bytes(traffic.train, [size] * IMPORTANCE_BATCHES, backward=True))
-    sizes["up"] += encoded_size(sums_message([np.zeros(traffic.cut.blocks)] * IMPORTANCE_BATCHES))
-    return dict(sizes)
-
-
-def _warm_up_bytes(traffic: _ClientTraffic, options: FingerprintOptions) -> Sizes:
-    """Both halves of the examples for all steps, with a check of their agreement every few steps."""
-    backbone, cut = traffic.assembly.site.backbone, traffic.cut
-    trained = [name for name in traffic.names if not name.endswith(LORA_A)]
-    client_side = select_client_side(backbone, trained, blocks=cut.blocks, head=cut.head == "client")
-    sizes = Counter[str]()
-    for counts in warm_up_counts(len(traffic.train), options):
-        sizes.update(traffic.pass_bytes(traffic.train, counts, backward=True))
-        if options.train.clip > 0:
-            sizes["up"] += len(counts) * encoded_size({NORMS: meta_tensor(len(client_side), torch.float32)})
-            sizes["down"] += len(counts) * encoded_size(
-                {NORMS: meta_tensor(len(trained) - len(client_side), torch.float32)}
-            )
-    checks = num_agreement_checks(options)
-    factors = sum(name.endswith(LORA_B) for name in client_side)
-    sizes["up"] += 2 * (checks + 1) * _sketch_part_bytes(factors, options)
-    sizes["down"] += checks * encoded_size(agreement_message(True))
-    return dict(sizes)
-
-
-def gradient_counts(options: FingerprintOptions) -> list[int]:
-    """Batch sizes of a fingerprint by gradients, of both halves."""
-    return [options.train.batch_size] * (2 * options.batches)
-
-
-def warm_up_counts(examples: int, options: FingerprintOptions) -> list[list[int]]:
-    """Batch sizes of a warm-up on this number of examples, by half and step, where it takes all its steps."""
-    halves = [(len(range(half, examples, 2)), options.most(half)) for half in (0, 1)]
-    return [
-        _step_sizes(size if max_examples is None else min(max_examples, size), options) for size, max_examples in halves
-    ]
-
-
-def num_agreement_checks(options: FingerprintOptions) -> int:
-    """Number of times that a warm-up checks the agreement of its halves, where it takes all its steps."""
-    return sum(is_agreement_check(step, options) for step in range(1, options.steps + 1))
-
-
-def _step_sizes(examples: int, options: FingerprintOptions) -> list[int]:
-    """Batch sizes by step, over as many passes as the steps need."""
-    size = options.train.batch_size
-    pass_sizes = [min(size, examples - start) for start in range(0, examples, size)]
-    return [pass_sizes[step % len(pass_sizes)] for step in range(options.steps)]
-
-
-def _sketch_part_bytes(count: int, options: FingerprintOptions) -> int:
-    """Bytes of a client's part of one sketch, of `count` tensors."""
-    return encoded_size(parts_message([np.zeros(options.sketch_dim)] * count)) if count else 0
-
-
-def _example_stats(data: EncodedExamples) -> _ExampleStats:
-    outputs = 1.0 if data.target_mask is None else float(data.num_targets.mean())
-    return _ExampleStats(
-        tokens=float(data.lengths.mean()),
-        outputs=outputs,
-        writes_text=data.target_mask is not None,
-        label_dtype=torch.float32 if data.labels.dtype.kind == "f" else torch.int64,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _PhaseWork:
-    """One phase of one client."""
-
+    name: str
+    """`fingerprint`, `importance` or `evaluate`."""
     probe: MeasurementCost
     data: EncodedExamples
-    examples: int
-    """Examples of all passes together."""
-    passes: int
+    counts: Sequence[int]
+    """Examples of every batch; at most these where a warm-up stops early."""
     batches_per_row: int = 1
-    """Batches that lie in one row."""
+    """Batches that lie in one row, and so cross a cut in one message."""
     agreement_checks: int = 0
     """Requests beside those of the passes."""
-
-    @property
-    def num_epochs(self) -> float:
-        """Passes over the data, fractions included."""
-        return self.examples / len(self.data)
 
 
 def predict_planning(
     assembly: Assembly, client: ClientData, device: Device, cut: Cut | None
 ) -> dict[str, dict[str, float]]:
-    """By phase, `client_seconds`, `server_seconds`, `link_seconds`, `memory_bytes` of the device and
-    `server_memory_bytes` of the server for this client, beside the frozen weights that it has once for all.
+    """Predicted costs of planning this client, by phase; without the phases that it does not have.
 
-    The link's are of what crosses the cut. A phase that is not there takes nothing.
+    These are `client_seconds`, `server_seconds`, `link_seconds` of what crosses the cut, `memory_bytes` of the device
+    and `server_memory_bytes` of the server beside the frozen weights that it has once for all clients.
     """
-    sizes = {} if cut is None else planning_bytes(assembly, client, cut)
-    works = _phase_works(assembly, client)
-    return {
-        phase: _predict_seconds(assembly, device, work, cut, sizes.get(phase, {}))
-        | _predict_memory(assembly, client, device, work, cut)
-        for phase, work in works.items()
-    }
+    return {phase.name: _predict_phase(assembly, client, device, phase, cut) for phase in _phases(assembly, client)}
 
 
-def _phase_works(assembly: Assembly, client: ClientData) -> dict[str, _PhaseWork]:
+def planning_bytes(assembly: Assembly, client: ClientData, cut: Cut) -> dict[str, Sizes]:
+    """Bytes through this cut, by phase and direction, while the client is planned; at most these where it warms up."""
+    return {phase.name: _phase_bytes(assembly, client, phase, cut) for phase in _phases(assembly, client)}
+
+
+def _phases(assembly: Assembly, client: ClientData) -> list[_Phase]:
     options, clustered = fingerprint_options(assembly.config), strategy_of(assembly.config).clustered
-    splits, size = assembly.site.data[client.name].splits, assembly.config.training.batch_size
-    train, works = splits["train"], dict[str, _PhaseWork]()
+    splits, shape = assembly.site.data[client.name].splits, assembly.shape
+    train = splits["train"]
+    phases = []
     if options.kind == "delta":
-        counts, checks = warm_up_counts(len(train), options), num_agreement_checks(options)
-        probe = _warm_up_cost(assembly, client)
-        works["fingerprint"] = _PhaseWork(
-            probe=probe,
+        warm_up = _Phase(
+            name="fingerprint",
+            probe=_warm_up_cost(assembly, client),
             data=train,
-            examples=sum(map(sum, counts)),
-            passes=options.steps,
+            counts=_warm_up_counts(len(train), options),
             batches_per_row=2,
-            agreement_checks=checks,
+            agreement_checks=sum(is_agreement_check(step, options) for step in range(1, options.steps + 1)),
         )
+        phases.append(warm_up)
     elif clustered:
-        batches = gradient_counts(options)
-        probe = _gradient_cost(assembly, client, options)
-        works["fingerprint"] = _PhaseWork(probe=probe, data=train, examples=sum(batches), passes=len(batches))
-    merged = _importance_cost(assembly, client)
-    works["importance"] = _PhaseWork(
-        probe=merged, data=train, examples=IMPORTANCE_BATCHES * size, passes=IMPORTANCE_BATCHES
-    )
-    if clustered and assembly.config.mixing.graph == "adaptive":
-        validation = splits["validation"]
-        works["evaluate"] = _PhaseWork(
-            probe=_evaluation_cost(assembly), data=validation, examples=len(validation), passes=1
+        lowest = shape.num_layers - options.blocks
+        fingerprint = _Phase(
+            name="fingerprint",
+            probe=_gradient_cost(
+                assembly,
+                client,
+                lowest_block=lowest,
+                sizes=[size if block >= lowest else 0 for block, size in enumerate(shape.block_params)],
+                inputs=(block_matrices(shape),) * shape.num_layers,
+            ),
+            data=train,
+            counts=[options.train.batch_size] * (2 * options.batches),  # of both halves
         )
-    return works
+        phases.append(fingerprint)
+    importance = _Phase(
+        name="importance",
+        # gradients of the adapted weights, with their adapters merged into copies
+        probe=_gradient_cost(
+            assembly,
+            client,
+            lowest_block=shape.first_adapted,
+            sizes=[sum(d_in * d_out for d_in, d_out in matrices) for matrices in shape.layers],
+            inputs=shape.layers,
+        ),
+        data=train,
+        counts=[assembly.config.training.batch_size] * IMPORTANCE_BATCHES,
+    )
+    phases.append(importance)
+    if clustered and assembly.config.mixing.graph == "adaptive":
+        data, probe = splits["validation"], _evaluation_cost(assembly)
+        phases.append(_Phase(name="evaluate", probe=probe, data=data, counts=[len(data)]))
+    return phases
+
+
+def _warm_up_counts(examples: int, options: FingerprintOptions) -> list[int]:
+    """Batch sizes of a warm-up on this number of examples, of all steps of both halves."""
+    counts: list[int] = []
+    for half in (0, 1):
+        size, most = len(range(half, examples, 2)), options.most(half)
+        size = size if most is None else min(most, size)
+        batch_size = options.train.batch_size
+        pass_sizes = [min(batch_size, size - start) for start in range(0, size, batch_size)]
+        counts += [pass_sizes[step % len(pass_sizes)] for step in range(options.steps)]
+    return counts
 
 
 def _warm_up_cost(assembly: Assembly, client: ClientData) -> MeasurementCost:
-    """A warm-up trains two models of the smallest rank side by side; A is frozen in both."""
+    """Cost of a warm-up, which trains two models of the smallest rank side by side; A is frozen in both."""
     shape, rank = assembly.shape, warmup_rank(assembly.config)
     return MeasurementCost(
         lowest_block=shape.first_adapted,
@@ -274,28 +165,20 @@ def _warm_up_cost(assembly: Assembly, client: ClientData) -> MeasurementCost:
     )
 
 
-def _gradient_cost(assembly: Assembly, client: ClientData, options: FingerprintOptions) -> MeasurementCost:
-    """Gradients of the last blocks' own weights: those of one batch, and what they add up to."""
-    shape, lowest = assembly.shape, assembly.shape.num_layers - options.blocks
-    gradient_sizes = tuple(size if block >= lowest else 0 for block, size in enumerate(shape.block_params))
+def _gradient_cost(
+    assembly: Assembly,
+    client: ClientData,
+    *,
+    lowest_block: int,
+    sizes: Sequence[int],
+    inputs: tuple[tuple[tuple[int, int], ...], ...],
+) -> MeasurementCost:
+    """Gradients of so many weights of every block: those of one batch, and what they add up to."""
     return MeasurementCost(
-        lowest_block=lowest,
-        products=gradient_sizes,
-        resident_bytes=tuple(2 * VALUE_BYTES * size for size in gradient_sizes),
-        inputs=(block_matrices(shape),) * shape.num_layers,
-        head_bytes=2 * VALUE_BYTES * num_head_params(assembly, client),
-    )
-
-
-def _importance_cost(assembly: Assembly, client: ClientData) -> MeasurementCost:
-    """Gradients of the adapted weights, with their adapters merged into copies."""
-    shape = assembly.shape
-    sizes = tuple(sum(d_in * d_out for d_in, d_out in matrices) for matrices in shape.layers)
-    return MeasurementCost(
-        lowest_block=shape.first_adapted,
-        products=sizes,
+        lowest_block=lowest_block,
+        products=tuple(sizes),
         resident_bytes=tuple(2 * VALUE_BYTES * size for size in sizes),
-        inputs=shape.layers,
+        inputs=inputs,
         head_bytes=2 * VALUE_BYTES * num_head_params(assembly, client),
     )
 
@@ -312,81 +195,116 @@ def _evaluation_cost(assembly: Assembly) -> MeasurementCost:
     )
 
 
-def _predict_seconds(
-    assembly: Assembly, device: Device, work: _PhaseWork, cut: Cut | None, sizes: Mapping[str, int]
-) -> dict[str, float]:
-    shape, lengths = assembly.shape, work.data.lengths.astype(float)
-    length = float((lengths**2).sum() / lengths.sum())
-    logits = float(work.data.num_targets.sum()) * shape.vocabulary * work.num_epochs
-    client_blocks, server_blocks = _blocks_by_side(assembly, cut)
-    client_flops, server_flops = (
-        measuring_flops(
-            shape,
-            work.probe,
-            blocks,
-            tokens=float(lengths.sum()) * work.num_epochs,
-            length=length,
-            logits=logits if has_head else 0,
+def _phase_bytes(assembly: Assembly, client: ClientData, phase: _Phase, cut: Cut) -> Sizes:
+    data, num_examples = phase.data, len(phase.data)
+    mean_tokens, mean_outputs = int(data.lengths.sum()) / num_examples, num_outputs(data) / num_examples
+    total = Counter[str]()
+    for count, repeats in Counter(phase.counts).items():
+        outputs = round(count * mean_outputs)
+        sizes = message_sizes(
+            assembly,
+            data,
+            cut,
+            examples=count,
+            tokens=round(count * mean_tokens),
+            outputs=outputs,
+            places=outputs,
+            backward=phase.probe.lowest_block < assembly.shape.num_layers,
         )
-        for blocks, has_head in (
-            (client_blocks, cut is None or cut.head == "client"),
-            (server_blocks, cut and cut.head == "server"),
-        )
-    )
-    traffic = RoundTraffic(
-        up_bytes=sizes.get("up", 0),
-        down_bytes=sizes.get("down", 0),
-        messages=0 if cut is None else _num_messages(work, cut),
-    )
-    return {
-        "client_seconds": client_flops / device.flops_per_second,
-        "server_seconds": server_flops / SERVER_DEVICE.flops_per_second,
-        "link_seconds": crossing_seconds(traffic, device),
+        for kind, size in sizes.items():
+            if kind != "gradient_down" or phase.probe.lowest_block < cut.blocks:
+                total[kind.rpartition("_")[2]] += repeats * size
+    if phase.name == "importance":
+        total["up"] += encoded_size(sums_message([np.zeros(cut.blocks)] * IMPORTANCE_BATCHES))
+    if phase.name == "fingerprint":
+        total.update(_fingerprint_bytes(assembly, client, phase, cut))
+    return dict(total)
+
+
+def _fingerprint_bytes(assembly: Assembly, client: ClientData, phase: _Phase, cut: Cut) -> Sizes:
+    """Bytes of sketches, and of a warm-up's norms and checks of its halves' agreement, beside those of the passes."""
+    options, names = fingerprint_options(assembly.config), rank_one_params(assembly, client)
+    if options.kind != "delta":
+        weights = [*last_weights(assembly.site.backbone, options.blocks), *head_keys(names)]
+        return {"up": 2 * _sketch_part_bytes(len(client_side(assembly, cut, weights)), options)}
+    trained = [name for name in names if not name.endswith(LORA_A)]
+    below, checks = client_side(assembly, cut, trained), phase.agreement_checks
+    num_factors = sum(name.endswith(LORA_B) for name in below)
+    sizes = {
+        "up": 2 * (checks + 1) * _sketch_part_bytes(num_factors, options),
+        "down": checks * encoded_size(agreement_message(True)),
     }
+    if options.train.clip > 0:
+        sizes["up"] += len(phase.counts) * norms_size(len(below))
+        sizes["down"] += len(phase.counts) * norms_size(len(trained) - len(below))
+    return sizes
 
 
-def _num_messages(work: _PhaseWork, cut: Cut) -> int:
-    """A request and its answer for a forward pass, and as many for a backward pass where the head is at the client."""
-    has_backward = cut.head == "client" and work.probe.lowest_block < len(work.probe.inputs)
-    return work.passes * (4 if has_backward else 2) + 2 * work.agreement_checks
+def _sketch_part_bytes(count: int, options: FingerprintOptions) -> int:
+    """Bytes of a client's part of one sketch, of `count` tensors."""
+    return encoded_size(parts_message([np.zeros(options.sketch_dim)] * count)) if count else 0
 
 
-def _predict_memory(
-    assembly: Assembly, client: ClientData, device: Device, work: _PhaseWork, cut: Cut | None
+def _predict_phase(
+    assembly: Assembly, client: ClientData, device: Device, phase: _Phase, cut: Cut | None
 ) -> dict[str, float]:
-    shape, (client_blocks, server_blocks) = assembly.shape, _blocks_by_side(assembly, cut)
-    client_step, whole_step = heaviest_step(assembly, client, cut), heaviest_step(assembly, client, None)
-    if work.probe.lowest_block == shape.num_layers:  # a split in as few rows as may be
-        tokens = max(int(work.data.lengths.max()), min(int(work.data.lengths.sum()), assembly.site.max_tokens))
-        logits = int(work.data.num_targets.sum()) * shape.vocabulary
-    else:
-        tokens, logits = work.batches_per_row * whole_step.tokens, work.batches_per_row * whole_step.logits
-    crossing = 0 if cut is None else tokens * shape.hidden * (1 if work.probe.lowest_block == shape.num_layers else 2)
-    at_client = cut is None or cut.head == "client"
-    side_bytes = [
-        measuring_bytes(
+    """Seconds on the device, the server and the link, and memory; examples are as long as the mean, or the longest."""
+    shape, probe, data = assembly.shape, phase.probe, phase.data
+    has_backward = probe.lowest_block < shape.num_layers
+    num_epochs, lengths = sum(phase.counts) / len(data), data.lengths.astype(float)
+    step = heaviest_step(assembly, client, None)
+    if has_backward:
+        tokens, logits = phase.batches_per_row * step.tokens, phase.batches_per_row * step.logits
+    else:  # a split in as few rows as may be
+        tokens = max(int(data.lengths.max()), min(int(data.lengths.sum()), assembly.site.max_tokens))
+        logits = int(data.num_targets.sum()) * shape.vocabulary
+    cut_block = shape.num_layers if cut is None else cut.blocks
+    is_head_below = cut is None or cut.head == "client"
+    flops, side_bytes = [], []
+    for blocks, has_head in (
+        (range(cut_block), is_head_below),
+        (range(cut_block, shape.num_layers), not is_head_below),
+    ):
+        flops.append(
+            measuring_flops(
+                shape,
+                probe,
+                blocks,
+                tokens=float(lengths.sum()) * num_epochs,
+                length=float((lengths**2).sum() / lengths.sum()),
+                logits=float(data.num_targets.sum()) * shape.vocabulary * num_epochs if has_head else 0,
+            )
+        )
+        taken = measuring_bytes(
             shape,
-            work.probe,
+            probe,
             blocks,
             tokens=tokens,
-            crossing=crossing,
+            crossing=0 if cut is None else tokens * shape.hidden * (2 if has_backward else 1),
             logits=logits if has_head else 0,
             head=has_head,
-            checkpointing=whole_step.checkpointing,
+            checkpointing=step.checkpointing,
         )
-        if blocks
-        else 0
-        for blocks, has_head in ((client_blocks, at_client), (server_blocks, not at_client))
-    ]
-    frozen = device_memory(shape, device, ranks=(0,) * shape.num_layers, step=client_step)
+        side_bytes.append(taken if blocks else 0)
+    frozen = device_memory(shape, device, ranks=(0,) * shape.num_layers, step=heaviest_step(assembly, client, cut))
     return {
-        "memory_bytes": frozen.weights_bytes + frozen.reserve_bytes + side_bytes[0],
+        "client_seconds": flops[0] / device.flops_per_second,
+        "server_seconds": flops[1] / SERVER_DEVICE.flops_per_second,
+        "link_seconds": 0.0 if cut is None else _link_seconds(assembly, client, device, phase, cut),
+        "memory_bytes": frozen.parts["frozen weights"] + frozen.parts["runtime"] + side_bytes[0],
         "server_memory_bytes": side_bytes[1],
     }
 
 
-def _blocks_by_side(assembly: Assembly, cut: Cut | None) -> tuple[range, range]:
-    """The blocks on the client, and those on the server."""
-    layers = assembly.shape.num_layers
-    cut_block = layers if cut is None else cut.blocks
-    return range(cut_block), range(cut_block, layers)
+def _link_seconds(assembly: Assembly, client: ClientData, device: Device, phase: _Phase, cut: Cut) -> float:
+    """Seconds of the messages through the cut.
+
+    These are a request and its answer for a forward pass, and as many for a backward pass where the head is at the
+    client.
+    """
+    has_backward = cut.head == "client" and phase.probe.lowest_block < assembly.shape.num_layers
+    passes = len(phase.counts) // phase.batches_per_row
+    sizes = _phase_bytes(assembly, client, phase, cut)
+    messages = passes * (4 if has_backward else 2) + 2 * phase.agreement_checks
+    traffic = RoundTraffic(up_bytes=sizes.get("up", 0), down_bytes=sizes.get("down", 0), messages=messages)
+    return crossing_seconds(traffic, device)

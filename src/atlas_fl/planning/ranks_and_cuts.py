@@ -15,9 +15,9 @@ with the best weighted score is taken, or the one with the smallest predicted ro
 The weights are those of the first ATLAS; its communication term counted layers, this one counts seconds.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -45,8 +45,6 @@ from atlas_fl.runtime.engine import Engine, run_on_all_clients
 from atlas_fl.setup.assembly import Assembly
 from atlas_fl.setup.options import cut_of, warmup_options
 from atlas_fl.split.channel import NO_CUTS, Cut
-
-Objective: TypeAlias = Literal["score", "time"]
 
 SCORE_WEIGHTS: Mapping[str, float] = {"memory": 0.35, "communication": 0.30, "importance": 0.25, "balance": 0.10}
 
@@ -87,10 +85,10 @@ def score_cut(candidate: Candidate) -> float:
     return sum(SCORE_WEIGHTS[name] * value for name, value in score_terms(candidate).items())
 
 
-def choose_cut(candidates: Sequence[Candidate], objective: Objective) -> tuple[Candidate, str]:
-    """The best of at least one candidate, the one with fewer blocks where two are equal, and the reason in words.
+def choose_cut(candidates: Sequence[Candidate], objective: str) -> tuple[Candidate, str]:
+    """The best of at least one candidate by `score` or `time`, and the reason in words, with the other's choice.
 
-    The reason also says what the other objective would take.
+    Of equal candidates it is the one with fewer blocks.
     """
     ordered = sorted(candidates, key=lambda candidate: candidate.blocks)
     among = f"{len(ordered)} cut{'s' if len(ordered) > 1 else ''} that fit{'' if len(ordered) > 1 else 's'}"
@@ -117,10 +115,6 @@ class ClientFit:
     """The reason for this cut, or for none; empty where splitting was not asked for."""
 
 
-Fitter: TypeAlias = Callable[[int | None, str], ClientFit]
-"""(blocks on the client, reason) -> the fit; raises `BudgetError` where it exceeds the device."""
-
-
 def fit_client(
     assembly: Assembly,
     client: ClientData,
@@ -137,7 +131,7 @@ def fit_client(
     """
     setting = _client_cut_setting(assembly, client, device)
 
-    def fit(blocks: int | None, reason: str) -> ClientFit:
+    def fit(blocks: int | None, reason: str = "") -> ClientFit:
         cut = cut_of(assembly.config, blocks)
         assignment = assign_client_ranks(assembly, client, device, importance, factor=factor, cut=cut)
         prediction = predict_client_round(
@@ -146,21 +140,42 @@ def fit_client(
         check_costs(client, device, {"a round": _predicted_costs(prediction)})
         return ClientFit(assignment=assignment, prediction=prediction, cut=cut, reason=reason)
 
-    if setting == NONE:
-        return _fit_whole_model(fit, assembly)
-    if setting != AUTO:
+    if setting not in (NONE, AUTO):
         return fit(_check_block(int(setting), assembly), "set by --split")
+    reason = "the device holds the whole model"
+    if setting == NONE:
+        reason = "" if assembly.config.split.split == NONE else "left whole by --split"
     try:
-        return fit(None, "the device holds the whole model")
-    except BudgetError:
-        # Anything but memory is in the way of every cut as well, and is told there.
-        fits = list(_fit_every_cut(fit, assembly))
-    if not fits:
-        raise _no_cut_fits(fit, device, assembly)
+        return fit(None, reason)
+    except BudgetError as error:
+        fits, refusals = _fit_every_cut(fit, assembly)
+        if setting == NONE and fits:
+            raise BudgetError(f"{error}; or cut the model with --split auto, which fits") from error
+        if setting == NONE:
+            raise
+        if not fits:
+            raise BudgetError(
+                f"{device.name} fits no cut of {assembly.site.backbone.name}; with one block on it:"
+                f" {[*refusals, error][0]}"
+            ) from error
     best, reason = choose_cut(
         [_candidate(client_fit, importance) for client_fit in fits], assembly.config.split.split_objective
     )
     return fit(best.blocks, reason)
+
+
+def _fit_every_cut(fit: Callable[[int], ClientFit], assembly: Assembly) -> tuple[list[ClientFit], list[BudgetError]]:
+    """The fit of every cut that the device can hold, and the errors of the others."""
+    fits = list[ClientFit]()
+    refusals = list[BudgetError]()
+    # models of images are not cut, nor those whose lower blocks have no adapters
+    is_cuttable = assembly.site.backbone.vision is None and assembly.config.model.adapted_blocks is None
+    for blocks in range(1, assembly.shape.num_layers if is_cuttable else 1):
+        try:
+            fits.append(fit(blocks))
+        except BudgetError as error:
+            refusals.append(error)
+    return fits, refusals
 
 
 def cuts_for_planning(assembly: Assembly) -> dict[str, Cut]:
@@ -217,37 +232,6 @@ def num_owners(fits: Sequence[ClientFit], cut: Cut, layers: int) -> tuple[int, .
     """By block, how many clients share the adapters that the server has there for this one; 1 where it shares none."""
     sharing = [fit.cut for fit in fits if fit.cut is not None and fit.cut.shared == cut.shared is not None]
     return tuple(max(1, sum(shared_cut.blocks <= layer for shared_cut in sharing)) for layer in range(layers))
-
-
-def _fit_whole_model(fit: Fitter, assembly: Assembly) -> ClientFit:
-    try:
-        return fit(None, "" if assembly.config.split.split == NONE else "left whole by --split")
-    except BudgetError as error:
-        # models of images are not cut, nor those whose lower blocks have no adapters
-        is_cuttable = assembly.site.backbone.vision is None and assembly.config.model.adapted_blocks is None
-        if is_cuttable and any(_fit_every_cut(fit, assembly)):
-            raise BudgetError(f"{error}; or cut the model with --split auto, which fits") from error
-        raise
-
-
-def _fit_every_cut(fit: Fitter, assembly: Assembly) -> Iterator[ClientFit]:
-    """The fit of every cut that the device can hold."""
-    return (client_fit for blocks in range(1, assembly.shape.num_layers) if (client_fit := _try_cut(fit, blocks)))
-
-
-def _try_cut(fit: Fitter, blocks: int) -> ClientFit | None:
-    try:
-        return fit(blocks, "")
-    except BudgetError:
-        return None
-
-
-def _no_cut_fits(fit: Fitter, device: Device, assembly: Assembly) -> BudgetError:
-    try:
-        fit(1, "")
-    except BudgetError as error:
-        return BudgetError(f"{device.name} fits no cut of {assembly.site.backbone.name}; with one block on it: {error}")
-    raise AssertionError("a cut that has just been refused fits")
 
 
 def _candidate(fit: ClientFit, importance: np.ndarray) -> Candidate:
@@ -322,9 +306,9 @@ def fit_ranks(assembly: Assembly, discovery: TaskDiscovery, layers: np.ndarray, 
     config = assembly.config.ranks
     factors = np.ones(len(assembly.clients))
     if config.complexity_scaling:
-        factors = complexity_factors(
-            np.array([_task_difficulty(client) for client in assembly.clients]), discovery.labels
-        )
+        # error of guessing: one less the share of the most frequent label; one without classes
+        difficulty = np.array([1.0 - (majority(client.train) or 0.0) for client in assembly.clients])
+        factors = complexity_factors(difficulty, discovery.labels)
     fits = [
         fit_client(assembly, client, device, importance, factor=float(factor), communicates=communicates)
         for client, device, importance, factor in zip(assembly.clients, assembly.devices, layers, factors, strict=True)
@@ -369,11 +353,6 @@ def _planning_notes(assembly: Assembly, fits: Sequence[Mapping[str, Any]]) -> li
     return [f"planning takes more memory than the device has of {shown}; lower --batch-size or --fingerprint-blocks"]
 
 
-def _task_difficulty(client: ClientData) -> float:
-    """Error of guessing: one less the share of the most frequent label; one without classes."""
-    return 1.0 - (majority(client.train) or 0.0)
-
-
 def _client_entry(
     assembly: Assembly,
     client: ClientData,
@@ -408,7 +387,7 @@ def _client_entry(
         "ranks": assignment.ranks,
         "budget_bytes": assignment.budget_bytes,
         "largest_rank": min(assignment.largest_rank, device.max_rank),
-        "memory": {"total": prediction.memory.total_bytes, **dict(prediction.memory.parts())},
+        "memory": {"total": prediction.memory.total_bytes, **prediction.memory.parts},
         "predicted": _predicted_costs(prediction),
     }
 

@@ -1,6 +1,7 @@
 """Costs of a round for one client, its model whole or cut: heaviest step, ranks, bytes, seconds, memory."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,16 +17,14 @@ from atlas_fl.ranks.allocation import RankAssignment, assign_ranks
 from atlas_fl.ranks.cost_model import (
     HEAP_COPIES,
     TRAINING_COPIES,
-    MemoryFractions,
     RoundPrediction,
     RoundTraffic,
     TrainingStep,
     activation_bytes,
+    crossing_seconds,
+    fraction_budget,
     layer_cost,
-    message_bytes,
-    predict_cut_round,
     predict_round,
-    with_extra_bytes,
 )
 from atlas_fl.ranks.devices import DEVICES, Device
 from atlas_fl.setup.assembly import Assembly
@@ -72,9 +71,11 @@ def assign_client_ranks(
     `factor` scales the budget; raises `BudgetError` where nothing fits.
     """
     config = assembly.config.ranks
-    fractions = None
-    if config.budget != "memory":
-        fractions = MemoryFractions(base=config.alpha_base, activations=config.alpha_act, optimizer=config.alpha_opt)
+    memory_budget = None
+    if config.budget == "fractions":
+        memory_budget = fraction_budget(
+            device, base=config.alpha_base, activations=config.alpha_act, optimizer=config.alpha_opt
+        )
     return assign_ranks(
         assembly.shape,
         device,
@@ -83,7 +84,7 @@ def assign_client_ranks(
         candidates=config.candidates,
         step=heaviest_step(assembly, client, cut),
         allowance_bytes=config.adapter_bytes,
-        fractions=fractions,
+        memory_budget=memory_budget,
         factor=factor,
     )
 
@@ -113,133 +114,176 @@ def predict_client_round(
     communicates: bool,
 ) -> RoundPrediction:
     """A round of this client at these ranks; of a cut model the client's memory, and the seconds of both sides."""
-    client_side = _predict_client_side(assembly, client, device, ranks, cut=cut, communicates=communicates)
+    client_part = _predict_client_part(assembly, client, device, ranks, cut=cut, communicates=communicates)
     if cut is None:
-        return client_side
-    whole_model = _predict_client_side(assembly, client, device, ranks, cut=None, communicates=communicates)
-    return predict_cut_round(
-        client_side, whole_model, device, server=SERVER_DEVICE, crossings=cut_traffic_of(assembly, client, cut)
+        return client_part
+    whole_model = _predict_client_part(assembly, client, device, ranks, cut=None, communicates=communicates)
+    crossings = cut_traffic_of(assembly, client, cut)
+    return replace(
+        client_part,
+        up_bytes=client_part.up_bytes + crossings.up_bytes,
+        down_bytes=client_part.down_bytes + crossings.down_bytes,
+        transfer_seconds=client_part.transfer_seconds + crossing_seconds(crossings, device),
+        server_seconds=(whole_model.flops - client_part.flops) / SERVER_DEVICE.flops_per_second,
     )
 
 
 def cut_traffic_of(assembly: Assembly, client: ClientData, cut: Cut) -> RoundTraffic:
     """Traffic through this client's cut in a round of training, all kinds of messages together."""
     sizes = crossing_bytes(assembly, client, cut)
-    steps = num_steps(
-        len(_train_examples(assembly, client)), train_options(assembly.config, with_images=assembly.has_images)
-    )
     return RoundTraffic(
         up_bytes=sum(size for name, size in sizes.items() if name.endswith("up")),
         down_bytes=sum(size for name, size in sizes.items() if name.endswith("down")),
-        messages=steps * (2 if cut.head == "server" else 4),
+        messages=_num_steps(assembly, client) * (2 if cut.head == "server" else 4),
     )
 
 
-def _predict_client_side(
+def _num_steps(assembly: Assembly, client: ClientData) -> int:
+    """Steps of this client in a round."""
+    options = train_options(assembly.config, with_images=assembly.has_images)
+    return num_steps(len(_train_examples(assembly, client)), options)
+
+
+def _predict_client_part(
     assembly: Assembly, client: ClientData, device: Device, ranks: Sequence[int], *, cut: Cut | None, communicates: bool
 ) -> RoundPrediction:
     share = assembly.config.mixing.share if communicates else ()
-    data = _train_examples(assembly, client)
-    passes = _num_passes(assembly, data)
-    lengths, step = data.lengths.astype(np.float64), heaviest_step(assembly, client, cut)
-    prediction = predict_round(
+    data, step = _train_examples(assembly, client), heaviest_step(assembly, client, cut)
+    lengths, passes = data.lengths.astype(np.float64), _num_passes(assembly, client)
+    message_bytes, extra_bytes = 0, (0, 0)
+    if share:
+        params = assembly.initial_params(client, tuple(ranks))
+        side = params if cut is None else client_side(assembly, cut, params)
+        shared = shared_params({name: tensor for name, tensor in params.items() if name in side}, share)
+        message_bytes = encoded_size(shared)
+    if share and cut is None:
+        extra_bytes = method_bytes(
+            assembly.config,
+            train_options(assembly.config, with_images=assembly.has_images),
+            params,
+            participants=num_participants(len(assembly.clients), assembly.config.training.participation),
+            labels=client.task.num_labels,
+        )
+    return predict_round(
         assembly.shape,
         device,
         ranks=ranks,
         step=step,
         tokens=int(lengths.sum() * passes),
         length=float((lengths**2).sum() / lengths.sum()),
-        share=share,
-        overhead_bytes=_message_overhead(assembly, client, ranks, share, step, cut),
         logits=int(data.num_targets.sum() * assembly.shape.vocabulary * passes) if step.logits else 0,
+        message_bytes=message_bytes,
+        extra_bytes=extra_bytes,
     )
-    if not share or cut is not None:
-        return prediction
-    up, down = method_bytes(
-        assembly.config,
-        train_options(assembly.config, with_images=assembly.has_images),
-        assembly.initial_params(client, tuple(ranks)),
-        participants=num_participants(len(assembly.clients), assembly.config.training.participation),
-        labels=client.task.num_labels,
-    )
-    return with_extra_bytes(prediction, device, up=up, down=down)
 
 
-def _num_passes(assembly: Assembly, data: EncodedExamples) -> float:
+def _num_passes(assembly: Assembly, client: ClientData) -> float:
     """Passes of a client over its data in a round; a fraction where its steps are limited."""
-    options = train_options(assembly.config, with_images=assembly.has_images)
-    per_pass = -(-len(data) // options.batch_size)
-    full_passes, extra_steps = divmod(num_steps(len(data), options), per_pass)
-    return full_passes + min(extra_steps * options.batch_size, len(data)) / len(data)
+    batch_size, num_examples = assembly.config.training.batch_size, len(_train_examples(assembly, client))
+    full_passes, extra_steps = divmod(_num_steps(assembly, client), -(-num_examples // batch_size))
+    return full_passes + min(extra_steps * batch_size, num_examples) / num_examples
 
 
 def crossing_bytes(assembly: Assembly, client: ClientData, cut: Cut) -> dict[str, int]:
     """Bytes through the cut in a round of training, by `kind_direction`: every batch as long as the mean."""
-    training, data = assembly.config.training, _train_examples(assembly, client)
-    steps = num_steps(len(data), train_options(assembly.config, with_images=assembly.has_images))
-    sizes = _pass_bytes(assembly, data, cut, steps=steps, epochs=training.local_epochs)
-    hidden, tokens = assembly.shape.hidden, int(data.lengths.sum()) * training.local_epochs
-    if cut.blocks:
-        sizes["gradient_down"] = _even_message_bytes(tokens, steps, lambda n: message_size(n, hidden, wire=cut.wire))
-    if cut.head == "client":
-        outputs = _num_outputs(data) * training.local_epochs
-        sizes["gradient_up"] = _even_message_bytes(outputs, steps, lambda n: message_size(n, hidden, wire=cut.wire))
+    training, steps = assembly.config.training, _num_steps(assembly, client)
+    data = _train_examples(assembly, client)
+    sizes = _pass_bytes(assembly, data, cut, steps=steps, epochs=training.local_epochs, backward=True)
     if training.clip > 0:
-        below, above = (
-            steps * encoded_size({NORMS: meta_tensor(n, torch.float32)})
-            for n in _num_trained_tensors(assembly, client, cut)
-        )
-        sizes |= {"control_up": below, "control_down": above}
+        params = rank_one_params(assembly, client)
+        num_below = len(client_side(assembly, cut, params))
+        sizes["control_up"] = steps * norms_size(num_below)
+        sizes["control_down"] = steps * norms_size(len(params) - num_below)
     return sizes
-
-
-def _num_trained_tensors(assembly: Assembly, client: ClientData, cut: Cut) -> tuple[int, int]:
-    """Number of tensors that train on the client's side of its cut, and on the server's."""
-    names = assembly.initial_params(client, (1,) * assembly.shape.num_layers)
-    below = len(select_client_side(assembly.site.backbone, names, blocks=cut.blocks, head=cut.head == "client"))
-    return below, len(names) - below
 
 
 def evaluation_bytes(assembly: Assembly, client: ClientData, cut: Cut) -> int:
     """Bytes through the cut in one evaluation, both ways: validation and test examples in one message each."""
     splits = assembly.site.data[client.name].splits
-    return sum(sum(_pass_bytes(assembly, splits[name], cut, steps=1).values()) for name in splits if name != "train")
+    passes = [_pass_bytes(assembly, splits[name], cut, steps=1, backward=False) for name in splits if name != "train"]
+    return sum(sum(sizes.values()) for sizes in passes)
 
 
-def _pass_bytes(assembly: Assembly, data: EncodedExamples, cut: Cut, *, steps: int, epochs: int = 1) -> dict[str, int]:
-    """Bytes of forward passes over these examples, without any gradient."""
-    hidden, outputs, tokens = assembly.shape.hidden, _num_outputs(data) * epochs, int(data.lengths.sum()) * epochs
-    extra = {"lengths": meta_tensor(len(data) * epochs // steps, torch.int32)}
+def _pass_bytes(
+    assembly: Assembly, data: EncodedExamples, cut: Cut, *, steps: int, epochs: int = 1, backward: bool
+) -> dict[str, int]:
+    """Bytes of passes over these examples by `kind_direction`, in steps of as even a size as possible."""
+    tokens, outputs = int(data.lengths.sum()) * epochs, num_outputs(data) * epochs
+    batches = zip(_even_parts(tokens, steps), _even_parts(outputs, steps), strict=True)
+    total = Counter[str]()
+    for (batch_tokens, batch_outputs), repeats in Counter(batches).items():
+        sizes = message_sizes(
+            assembly,
+            data,
+            cut,
+            examples=len(data) * epochs // steps,
+            tokens=batch_tokens,
+            outputs=batch_outputs,
+            places=outputs // steps,
+            backward=backward,
+        )
+        for kind, size in sizes.items():
+            total[kind] += repeats * size
+    return dict(total)
+
+
+def _even_parts(total: int, parts: int) -> list[int]:
+    size, num_larger = divmod(total, parts)
+    return [size + 1] * num_larger + [size] * (parts - num_larger)
+
+
+def message_sizes(
+    assembly: Assembly,
+    data: EncodedExamples,
+    cut: Cut,
+    *,
+    examples: int,
+    tokens: int,
+    outputs: int,
+    places: int,
+    backward: bool,
+) -> dict[str, int]:
+    """Bytes of the messages of one batch through the cut, by `kind_direction`; `backward` with gradients.
+
+    Args:
+        examples: examples of the batch, whose lengths are sent.
+        outputs: positions at which the head predicts.
+        places: of these, the number that is sent where text is written.
+    """
+    hidden, wire = assembly.shape.hidden, cut.wire
+    extra = {"lengths": _meta_tensor(examples, torch.int32)}
     if data.target_mask is not None:
-        extra["places"] = meta_tensor(outputs // steps, torch.int32)
-    up = _even_message_bytes(tokens, steps, lambda n: message_size(n, hidden, wire=cut.wire, extra=extra))
+        extra["places"] = _meta_tensor(places, torch.int32)
+    sizes = {"activation_up": message_size(tokens, hidden, wire=wire, extra=extra)}
     if cut.head == "client":
-        down = _even_message_bytes(outputs, steps, lambda n: message_size(n, hidden, wire=cut.wire))
-        return {"activation_up": up, "activation_down": down}
-    dtype = torch.float32 if data.labels.dtype.kind == "f" else torch.int64
-    return {
-        "activation_up": up,
-        "label_up": _even_message_bytes(outputs, steps, lambda n: encoded_size({"labels": meta_tensor(n, dtype)})),
-    }
+        sizes["activation_down"] = message_size(outputs, hidden, wire=wire)
+    else:
+        dtype = torch.float32 if data.labels.dtype.kind == "f" else torch.int64
+        sizes["label_up"] = encoded_size({"labels": _meta_tensor(outputs, dtype)})
+    if backward:
+        sizes["gradient_down"] = message_size(tokens, hidden, wire=wire)
+    if backward and cut.head == "client":
+        sizes["gradient_up"] = sizes["activation_down"]
+    return sizes
 
 
-def _even_message_bytes(total: int, steps: int, size_of: Callable[[int], int]) -> int:
-    """Bytes of `steps` messages that hold `total` rows as evenly as possible."""
-    rows, num_larger = divmod(total, steps)
-    return (steps - num_larger) * size_of(rows) + num_larger * size_of(rows + 1)
+def norms_size(count: int) -> int:
+    """Bytes of the message with the norms of so many gradients."""
+    return encoded_size({NORMS: _meta_tensor(count, torch.float32)})
 
 
-def meta_tensor(count: int, dtype: torch.dtype) -> torch.Tensor:
+def _meta_tensor(count: int, dtype: torch.dtype) -> torch.Tensor:
     """A tensor of so many values that takes no memory."""
     return torch.empty(count, dtype=dtype, device="meta")
 
 
-def _num_outputs(data: EncodedExamples) -> int:
+def num_outputs(data: EncodedExamples) -> int:
+    """Positions of these examples at which the head predicts."""
     return len(data) if data.target_mask is None else int(data.num_targets.sum())
 
 
 def server_memory(
-    assembly: Assembly, client: ClientData, cut: Cut, ranks: Sequence[int], *, owners: Sequence[int] = ()
+    assembly: Assembly, client: ClientData, cut: Cut, ranks: Sequence[int], *, owners: Sequence[int]
 ) -> dict[str, int]:
     """Bytes on the server for this client by part; the frozen weights are there once for all clients.
 
@@ -248,17 +292,16 @@ def server_memory(
     """
     shape, client_step = assembly.shape, heaviest_step(assembly, client, cut)
     whole_step = heaviest_step(assembly, client, None)
-    whole_step = replace(whole_step, head_params=whole_step.head_params - client_step.head_params)
     activations = [
         activation_bytes(
             shape, whole_step.tokens, n, rank=max(ranks, default=0), checkpointing=whole_step.checkpointing
         )
         for n in (shape.num_layers, cut.blocks)
     ]
-    trained = TRAINING_COPIES * 4 * whole_step.head_params
+    trained = TRAINING_COPIES * 4 * (whole_step.head_params - client_step.head_params)
     for layer in range(cut.blocks, shape.num_layers):
-        sharing, size = owners[layer] if owners else 1, layer_cost(shape, layer, ranks[layer])
-        trained += size if sharing == 1 else size // 2 + size // sharing
+        size = layer_cost(shape, layer, ranks[layer])
+        trained += size if owners[layer] == 1 else size // 2 + size // owners[layer]
     return {
         "frozen weights": sum(shape.block_bytes[cut.blocks :]) + shape.tail_bytes,
         "activations": HEAP_COPIES * (activations[0] - activations[1] + 4 * client_step.crossing),
@@ -266,30 +309,19 @@ def server_memory(
     }
 
 
-def _message_overhead(
-    assembly: Assembly,
-    client: ClientData,
-    ranks: Sequence[int],
-    share: tuple[str, ...],
-    step: TrainingStep,
-    cut: Cut | None,
-) -> int:
-    """Bytes that names and shapes add to a message of these ranks; nothing where nothing is sent."""
-    if not share:
-        return 0
-    params: Params = assembly.initial_params(client, tuple(ranks))
-    client_ranks = ranks
-    if cut is not None:
-        client_ranks = ranks[: cut.blocks]
-        client_side = select_client_side(assembly.site.backbone, params, blocks=cut.blocks, head=cut.head == "client")
-        params = select(params, [name for name in params if name in client_side])
-    shared = shared_params(params, share)
-    return encoded_size(shared) - message_bytes(assembly.shape, client_ranks, share=share, head_params=step.head_params)
+def rank_one_params(assembly: Assembly, client: ClientData) -> Params:
+    """All that the client trains, with adapters of rank one."""
+    return assembly.initial_params(client, (1,) * assembly.shape.num_layers)
+
+
+def client_side(assembly: Assembly, cut: Cut, names: Collection[str]) -> frozenset[str]:
+    """The names of these tensors on the client's side of the cut."""
+    return select_client_side(assembly.site.backbone, names, blocks=cut.blocks, head=cut.head == "client")
 
 
 def num_head_params(assembly: Assembly, client: ClientData) -> int:
     """Parameters of the client's head; 0 where it writes text."""
-    params = assembly.initial_params(client, (1,) * assembly.shape.num_layers)
+    params = rank_one_params(assembly, client)
     return num_values(select(params, head_keys(params)))
 
 

@@ -69,14 +69,12 @@ def load_start_adapter(assembly: Assembly) -> StartAdapter | None:
     return StartAdapter(folder=folder, params=scaled, base=adapter_base(folder), labels=adapter_labels(folder))
 
 
-def start_models(start: StartAdapter, assembly: Assembly, ranks: Sequence[Sequence[int]]) -> dict[str, Params]:
-    """Every client's model before round one, at its ranks per layer, in the clients' order."""
-    models: dict[str, Params] = {}
-    for client, client_ranks in zip(assembly.clients, ranks, strict=True):
-        fresh = assembly.initial_params(client, tuple(client_ranks))
-        begun = {**_at_ranks(start, assembly, client_ranks), **(_head_for(start, client.task, assembly) or {})}
-        models[client.name] = {key: begun.get(key, tensor) for key, tensor in fresh.items()}
-    return models
+def start_model(
+    start: StartAdapter, assembly: Assembly, task: Task, fresh: Params, client_ranks: Sequence[int]
+) -> Params:
+    """The model of a client with this task before round one, at its ranks per layer: fresh where nothing else fits."""
+    begun = {**_at_ranks(start, assembly, client_ranks), **(_head_for(start, task, assembly) or {})}
+    return {key: begun.get(key, tensor) for key, tensor in fresh.items()}
 
 
 def start_notes(start: StartAdapter, assembly: Assembly, ranks: Sequence[Sequence[int]]) -> tuple[str, ...]:

@@ -65,16 +65,26 @@ def discover_tasks(
     """
     start_time = time.perf_counter()
     options = fingerprint_options(assembly.config, round=round)
-    if not clustered and options.kind != "delta":
-        return _discovery_without_clusters(assembly, models=warm_up_models(assembly, cuts))
-    updates = collect_fingerprints(assembly, engine, options, round=round, cuts=cuts)
-    models = models_after_fingerprints(assembly, updates, cuts)
-    warmup = _warm_up_report(updates, seconds=time.perf_counter() - start_time) | {
-        "taken": fingerprint_signature(assembly.config, options)
-    }
-    tasks = [client.task.name for client in assembly.clients]
+    if clustered or options.kind == "delta":
+        updates = collect_fingerprints(assembly, engine, options, round=round, cuts=cuts)
+        models = models_after_fingerprints(assembly, updates, cuts)
+        warmup = _warm_up_report(updates, seconds=time.perf_counter() - start_time)
+        warmup["taken"] = fingerprint_signature(assembly.config, options)
+    else:
+        models = warm_up_models(assembly, cuts)
+        warmup = {}
     if not clustered:
-        return _discovery_without_clusters(assembly, models=models, warmup=warmup)
+        labels = (0,) * len(assembly.clients)
+        return TaskDiscovery(
+            labels=labels,
+            clustering=None,
+            report={"method": "none", "labels": list(labels)},
+            warmed_models=models,
+            sketches=None,
+            warmup=warmup,
+            notes=(),
+        )
+    tasks = [client.task.name for client in assembly.clients]
     sketches = np.stack([[update.params[name].numpy() for update in updates] for name in (FIRST, SECOND)])
     clustering = _cluster_sketches(assembly, sketches, tasks, previous)
     if options.labels:
@@ -87,21 +97,6 @@ def discover_tasks(
         sketches=sketches,
         warmup=warmup,
         notes=(*variance_notes(sketches, tasks), *clustering.warnings, *purity_warnings(clustering.labels, tasks)),
-    )
-
-
-def _discovery_without_clusters(
-    assembly: Assembly, *, models: Mapping[str, Params], warmup: Mapping[str, Any] | None = None
-) -> TaskDiscovery:
-    labels = (0,) * len(assembly.clients)
-    return TaskDiscovery(
-        labels=labels,
-        clustering=None,
-        report={"method": "none", "labels": list(labels)},
-        warmed_models=models,
-        sketches=None,
-        warmup=warmup or {},
-        notes=(),
     )
 
 
@@ -174,7 +169,7 @@ def _cluster_sketches(
         centre=options.fingerprint == "fisher",
     )
     if options.clusters == "oracle":
-        return oracle_clustering(tasks, first=sketches[0], second=sketches[1], settings=settings)
+        return oracle_clustering(sketches[0], sketches[1], tasks=tasks, settings=settings)
     return cluster_clients(sketches[0], sketches[1], settings=settings, previous=previous, names=assembly.names)
 
 

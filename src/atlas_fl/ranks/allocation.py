@@ -12,33 +12,28 @@ ranks fit. All rules share one frame, so every one of them validates alike and n
 - `greedy`: the next step always where importance per byte is largest. The utility sum I * r is linear, so the most
   important layer is filled to its largest rank before the next one gets anything.
 - `uniform`: the largest candidate that fits everywhere.
-- `fixed_rank(rank)`: that rank everywhere, as a user asked for it.
 
 `assign_ranks` goes from a device and the importance of its layers to ranks: budget, allocation and memory check.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
 from jaxtyping import Float, Num
 
-from atlas_fl.errors import BudgetError, ConfigError, DataError, unknown_name
+from atlas_fl.errors import BudgetError, ConfigError, DataError
 from atlas_fl.models.registry import ModelShape
 from atlas_fl.ranks.cost_model import (
     TRAINING_COPIES,
-    Memory,
-    MemoryFractions,
     TrainingStep,
     adapter_bytes,
     check_memory,
     cost_table,
     device_memory,
-    largest_uniform_rank,
-    layer_cost,
-    rank_budget,
+    free_memory,
 )
 from atlas_fl.ranks.devices import Device
 
@@ -65,7 +60,7 @@ def layer_importance(
 
     importance_l = (||g_l||^2 / n_l) / sum_m (||g_m||^2 / n_m). Raises `DataError` as `normalise_importance` does.
     """
-    return normalise_importance(_per_parameter(square_sums, num_params))
+    return normalise_importance(np.asarray(square_sums, dtype=np.float64) / num_params)
 
 
 DECAY = 0.9
@@ -82,17 +77,8 @@ def rngwp(
     `product_sums` are the sums of |w * g| over a layer's parameters. Not normalised, so that passes can be
     chained; `normalise_importance` makes an importance of it.
     """
-    mean = _per_parameter(product_sums, num_params)
+    mean = np.asarray(product_sums, dtype=np.float64) / num_params
     return mean if previous is None else DECAY * previous + (1 - DECAY) * mean
-
-
-def _per_parameter(
-    sums: Num[np.ndarray, " layers"], num_params: Num[np.ndarray, " layers"]
-) -> Float[np.ndarray, " layers"]:
-    counts = np.asarray(num_params, dtype=np.float64)
-    if not (counts > 0).all():
-        raise DataError(f"parameters per layer are {counts.tolist()}; every layer must have some")
-    return np.asarray(np.asarray(sums, dtype=np.float64) / counts)
 
 
 def cluster_importance(
@@ -114,19 +100,10 @@ def complexity_factors(
     factor = floor + (1 - floor) * d_c / max d, with d_c the mean difficulty of the client's cluster (its own for a
     client without cluster). It multiplies the budget and never exceeds one, so what a device can hold stays the bound.
     Difficulties of different tasks compare only on one scale, such as the loss over the loss of guessing.
-    Raises `DataError` for a difficulty that is negative or not finite.
     """
-    values = np.asarray(difficulty, dtype=np.float64)
-    if not np.isfinite(values).all() or (values < 0).any():
-        raise DataError(f"difficulties {values.tolist()} are not allowed; give finite numbers of at least 0")
-    means = cluster_importance(values[:, None], labels)[:, 0]
+    means = cluster_importance(np.asarray(difficulty, dtype=np.float64)[:, None], labels)[:, 0]
     largest = means.max(initial=0.0)
     return np.ones_like(means) if largest == 0 else np.asarray(floor + (1 - floor) * means / largest)
-
-
-def scale_budget(budget_bytes: int, factor: float, *, least_bytes: int) -> int:
-    """`factor` of the budget, but not below `least_bytes`, and never above the budget itself."""
-    return min(budget_bytes, max(int(budget_bytes * factor), least_bytes))
 
 
 _EPSILON = 1e-9  # a target of 7.999999999 is 8: sums in another order must not change a rank
@@ -146,7 +123,7 @@ def proportional(importance: np.ndarray, cost: np.ndarray, ranks: np.ndarray, *,
     target_l = importance_l * B, where B is what the budget pays for (layers * r* for layers of equal cost), clipped
     to the candidates and rescaled so that the targets still cost the budget. The candidates are those `_nearest` to
     them. Then, where layers differ in cost, steps down where importance per byte is least until the bytes fit, and
-    steps up by largest remainder while they do.
+    steps up by largest remainder, counted in parts of the step, while they do and a layer is below its target.
     """
     target = _targets(importance, cost[:, -1] / ranks[-1], budget, low=int(ranks[0]), high=int(ranks[-1]))
     order = np.argsort(-importance, kind="stable")
@@ -154,7 +131,12 @@ def proportional(importance: np.ndarray, cost: np.ndarray, ranks: np.ndarray, *,
     levels = np.empty(len(order), dtype=np.int64)
     levels[order] = np.sort(_nearest(target, ranks))[::-1]
     levels = _lower_levels(levels, importance, cost, budget=budget)
-    return _raise_levels(levels, importance, cost, budget=budget, target=target, ranks=ranks)
+
+    def remainder(lower: np.ndarray, upper: np.ndarray, _: np.ndarray) -> np.ndarray:
+        parts = np.round((target - ranks[lower]) / np.maximum(ranks[upper] - ranks[lower], 1), 9)
+        return np.asarray(np.where(parts > 0, parts, -1.0))
+
+    return _raise_levels(levels, importance, cost, budget=budget, worth_of=remainder)
 
 
 def _targets(importance: np.ndarray, unit: np.ndarray, budget: int, *, low: int, high: int) -> np.ndarray:
@@ -196,20 +178,22 @@ def _raise_levels(
     cost: np.ndarray,
     *,
     budget: int,
-    target: np.ndarray,
-    ranks: np.ndarray,
+    worth_of: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray],
 ) -> np.ndarray:
-    """Steps up by largest remainder, counted in parts of the step, while one fits and its layer is below its target."""
-    rows, top = np.arange(len(levels)), len(ranks) - 1
+    """Steps up, always the one that is worth most, while one fits into the budget.
+
+    `worth_of` gives what the steps are worth from their lower and upper levels and bytes; none is taken below 0.
+    """
+    rows, top = np.arange(len(levels)), cost.shape[1] - 1
     levels = levels.copy()
     while True:
         above = np.minimum(levels + 1, top)
         step = cost[rows, above] - cost[rows, levels]
-        remainder = np.round((target - ranks[levels]) / np.maximum(ranks[above] - ranks[levels], 1), 9)
-        fits = (levels < top) & (remainder > 0) & (step <= budget - _total_cost(cost, levels))
+        worth = worth_of(levels, above, step)
+        fits = (levels < top) & (worth >= 0) & (step <= budget - _total_cost(cost, levels))
         if not fits.any():
             return levels
-        levels[_best_index(fits, remainder, importance)] += 1
+        levels[_best_index(fits, worth, importance)] += 1
 
 
 def _lower_levels(levels: np.ndarray, importance: np.ndarray, cost: np.ndarray, *, budget: int) -> np.ndarray:
@@ -225,16 +209,13 @@ def _lower_levels(levels: np.ndarray, importance: np.ndarray, cost: np.ndarray, 
 
 def greedy(importance: np.ndarray, cost: np.ndarray, ranks: np.ndarray, *, budget: int) -> np.ndarray:
     """From the smallest ranks up, always the step with the most importance * rank per byte that still fits."""
-    rows, top = np.arange(len(cost)), len(ranks) - 1
-    levels = np.zeros(len(cost), dtype=np.int64)
-    while True:
-        above = np.minimum(levels + 1, top)
-        step = cost[rows, above] - cost[rows, levels]
-        fits = (levels < top) & (step <= budget - _total_cost(cost, levels))
-        if not fits.any():
-            return levels
-        gain = importance * (ranks[above] - ranks[levels]) / np.maximum(step, 1)
-        levels[_best_index(fits, np.round(gain / max(gain.max(), 1e-300), 12), importance)] += 1
+
+    def gain_by_byte(lower: np.ndarray, upper: np.ndarray, step: np.ndarray) -> np.ndarray:
+        gain = importance * (ranks[upper] - ranks[lower]) / np.maximum(step, 1)
+        return np.asarray(np.round(gain / max(gain.max(), 1e-300), 12))
+
+    start = np.zeros(len(cost), dtype=np.int64)
+    return _raise_levels(start, importance, cost, budget=budget, worth_of=gain_by_byte)
 
 
 def _best_index(allowed: np.ndarray, *keys: np.ndarray) -> int:
@@ -266,38 +247,37 @@ Allocator: TypeAlias = Callable[..., tuple[int, ...]]
 """
 
 
-def _make_allocator(rule: RankRule) -> Allocator:
-    def allocate(
-        importance: Num[np.ndarray, " layers"],
-        cost: Num[np.ndarray, "rows candidates"],
-        candidates: Sequence[int],
-        *,
-        budget_bytes: int,
-        max_rank: int,
-    ) -> tuple[int, ...]:
-        ranks = np.array(usable_candidates(candidates, max_rank=max_rank))
-        adapted = _adapted_layers(importance, cost, candidates)
-        table = np.asarray(cost)[adapted, : len(ranks)]
-        _check_budget(table, ranks, budget_bytes)
-        levels = rule(np.asarray(importance, np.float64)[adapted], table, ranks, budget=budget_bytes)
-        chosen = np.zeros(len(adapted), dtype=np.int64)
-        chosen[adapted] = ranks[levels]
-        return tuple(chosen.tolist())
-
-    return allocate
-
-
-def check_candidates(candidates: Sequence[int]) -> None:
-    """Raise `ConfigError` unless the candidates are positive and strictly ascending."""
-    if not candidates or candidates[0] < 1 or any(low >= high for low, high in pairwise(candidates)):
-        raise ConfigError(
-            f"rank candidates {tuple(candidates)} are not allowed; give positive ranks in ascending order"
+def _allocate(
+    rule: RankRule,
+    importance: Num[np.ndarray, " layers"],
+    cost: Num[np.ndarray, "rows candidates"],
+    candidates: Sequence[int],
+    *,
+    budget_bytes: int,
+    max_rank: int,
+) -> tuple[int, ...]:
+    """The frame of all rules: an `Allocator` without its first argument."""
+    ranks = np.array(usable_candidates(candidates, max_rank=max_rank))
+    adapted = np.asarray(cost)[:, 0] > 0
+    values = np.asarray(importance, dtype=np.float64)
+    if not np.isfinite(values).all() or (values < 0).any() or not values[adapted].any():
+        raise ConfigError(f"importance {values.tolist()} is not allowed; give finite shares of at least 0, not all 0")
+    table = np.asarray(cost)[adapted, : len(ranks)]
+    least = int(table[:, 0].sum())
+    if least > budget_bytes:
+        raise BudgetError(
+            f"rank {ranks[0]} in each of {len(table)} layers takes {least:,} bytes (parameters, gradients and Adam's "
+            f"moments) and the budget is {budget_bytes:,}; "
+            "give a smaller rank candidate, more adapter_bytes or a larger device"
         )
+    levels = rule(values[adapted], table, ranks, budget=budget_bytes)
+    chosen = np.zeros(len(adapted), dtype=np.int64)
+    chosen[adapted] = ranks[levels]
+    return tuple(chosen.tolist())
 
 
 def usable_candidates(candidates: Sequence[int], *, max_rank: int) -> tuple[int, ...]:
     """The candidates up to `max_rank`; a `ConfigError` where there is none."""
-    check_candidates(candidates)
     ranks = tuple(rank for rank in candidates if rank <= max_rank)
     if not ranks:
         raise ConfigError(
@@ -307,72 +287,12 @@ def usable_candidates(candidates: Sequence[int], *, max_rank: int) -> tuple[int,
     return ranks
 
 
-def _adapted_layers(importance: np.ndarray, cost: np.ndarray, candidates: Sequence[int]) -> np.ndarray:
-    values = np.asarray(importance, dtype=np.float64)
-    if np.shape(cost) != (len(values), len(candidates)):
-        raise ConfigError(
-            f"costs of shape {np.shape(cost)} do not fit; give ({len(values)}, {len(candidates)}), layers by candidates"
-        )
-    adapted = np.asarray(cost)[:, 0] > 0
-    if not adapted.any():
-        raise ConfigError("no layer has an adapted module; name modules of the model with --targets")
-    if not np.isfinite(values).all() or (values < 0).any() or not values[adapted].any():
-        raise ConfigError(f"importance {values.tolist()} is not allowed; give finite shares of at least 0, not all 0")
-    return adapted
-
-
-def _check_budget(cost: np.ndarray, ranks: np.ndarray, budget: int) -> None:
-    least = int(cost[:, 0].sum())
-    if least > budget:
-        raise BudgetError(
-            f"rank {ranks[0]} in each of {len(cost)} layers takes {least:,} bytes (parameters, gradients and Adam's "
-            f"moments) and the budget is {budget:,}; "
-            "give a smaller rank candidate, more adapter_bytes or a larger device"
-        )
-
-
 ALLOCATORS: dict[str, Allocator] = {
-    "budget": _make_allocator(proportional),
-    "matched": _make_allocator(proportional_within_uniform),
-    "greedy": _make_allocator(greedy),
-    "uniform": _make_allocator(uniform),
+    "budget": partial(_allocate, proportional),
+    "matched": partial(_allocate, proportional_within_uniform),
+    "greedy": partial(_allocate, greedy),
+    "uniform": partial(_allocate, uniform),
 }
-
-
-def fixed_rank(rank: int) -> Allocator:
-    """The allocator that gives this rank to every layer.
-
-    The user's own number stands above the device's largest rank, but not above the budget (`BudgetError`);
-    a rank that is no candidate is a `ConfigError`.
-    """
-
-    def allocate(
-        importance: Num[np.ndarray, " layers"],
-        cost: Num[np.ndarray, "rows candidates"],
-        candidates: Sequence[int],
-        *,
-        budget_bytes: int,
-        max_rank: int,
-    ) -> tuple[int, ...]:
-        del max_rank
-        check_candidates(candidates)
-        if rank not in candidates:
-            raise ConfigError(
-                f"rank {rank} is no candidate; choose from {tuple(candidates)} or add it to the candidates"
-            )
-        only = np.asarray(cost)[:, [list(candidates).index(rank)]]
-        return ALLOCATORS["uniform"](importance, only, (rank,), budget_bytes=budget_bytes, max_rank=rank)
-
-    return allocate
-
-
-def find_allocator(name: str) -> Allocator:
-    """The allocator of this name, or `fixed_rank` of a number; a `ConfigError` with the nearest name for others."""
-    if name.lstrip("-").isdecimal():
-        return fixed_rank(int(name))
-    if name not in ALLOCATORS:
-        raise unknown_name("rank rule", name, [*ALLOCATORS, "a number"])
-    return ALLOCATORS[name]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -383,14 +303,9 @@ class RankAssignment:
     """Rank of every layer; 0 where nothing is adapted."""
     budget_bytes: int
     """Training bytes (four copies of every parameter) that the ranks may take."""
-    used_bytes: int
-    """Training bytes that they take."""
-    upload_bytes: int
-    """Bytes of the adapters' parameters: a quarter of `used_bytes`."""
     largest_rank: int
     """Estimate: the largest rank that every layer could have within the budget."""
-    memory: Memory
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
     """Notes for the user on how the budget came about."""
 
 
@@ -403,75 +318,69 @@ def assign_ranks(
     candidates: Sequence[int],
     step: TrainingStep,
     allowance_bytes: int | None = None,
-    fractions: MemoryFractions | None = None,
+    memory_budget: int | None = None,
     factor: float = 1.0,
 ) -> RankAssignment:
-    """The ranks that `rule` (a name of `ALLOCATORS` or a number) gives the layers of this client.
+    """The ranks that `rule`, a name of `ALLOCATORS`, gives the layers of this client, or a number: one rank for all.
 
-    The budget is the lesser of free memory and upload: `allowance_bytes` of parameters, else the device's allowance. An
-    allowance that follows from the upload rate is a wish and not a law: it gives way, with a note, where not even the
-    smallest candidate goes through in time, and it does not bind a fixed rank, which is the user's own word. Memory,
+    The budget is the lesser of upload and memory (`memory_budget`, else the device's free memory). Upload is
+    `allowance_bytes` of parameters, else the device's allowance. An allowance that follows from the upload rate is a
+    wish and not a law: it gives way, with a note, where not even the smallest candidate goes through in time, and it
+    does not bind a number, which is the user's own word and stands above the device's largest rank. Memory,
     `allowance_bytes` and an allowance that the profile spells out always bind. `factor` scales the budget
-    (`complexity_factors`). Of a client that holds the first `step.blocks` blocks alone, the allowance is the same and
-    memory binds the ranks of these blocks alone. Raises `ConfigError` and `BudgetError`.
+    (`complexity_factors`), never above itself nor below the smallest ranks. Of a client that holds the first
+    `step.blocks` blocks alone, the allowance is the same and memory binds the ranks of these blocks alone. Raises
+    `ConfigError` and `BudgetError`.
     """
-    allocate = find_allocator(rule)
-    least, upload, notes = _allowance(shape, device, rule=rule, candidates=candidates, allowance_bytes=allowance_bytes)
-    table = cost_table(shape, candidates)
-    free = rank_budget(
-        shape, device, step=step, upload_bytes=upload if step.blocks is None else None, fractions=fractions
+    options, max_rank, allocate = tuple(candidates), device.max_rank, ALLOCATORS.get(rule)
+    if allocate is None:
+        options, max_rank, allocate = (int(rule),), int(rule), ALLOCATORS["uniform"]
+    least, upload, notes = _upload_allowance(
+        shape,
+        device,
+        smallest=usable_candidates(options, max_rank=max_rank)[0],
+        allowance_bytes=allowance_bytes,
+        by_rate=rule in ALLOCATORS,
     )
-    upload_budget = int(table[:, -1].sum()) if upload is None else upload * TRAINING_COPIES
-    budget = scale_budget(free if step.blocks is None else upload_budget, factor, least_bytes=least * TRAINING_COPIES)
-    ranks = allocate(importance, table, candidates, budget_bytes=budget, max_rank=device.max_rank)
+    free = free_memory(shape, device, step=step) if memory_budget is None else memory_budget
+    if step.blocks is None:
+        budget = free if upload is None else min(free, upload * TRAINING_COPIES)
+    else:
+        most = adapter_bytes(shape, (candidates[-1],) * shape.num_layers)
+        budget = (most if upload is None else upload) * TRAINING_COPIES
+    budget = min(budget, max(int(budget * factor), least * TRAINING_COPIES))
+    table = cost_table(shape, options)
+    ranks = allocate(importance, table, options, budget_bytes=budget, max_rank=max_rank)
     num_on_device = step.blocks or 0
-    if sum(layer_cost(shape, layer, rank) for layer, rank in enumerate(ranks[:num_on_device])) > free:
+    if adapter_bytes(shape, ranks[:num_on_device]) * TRAINING_COPIES > free:
         # Memory binds what is on the device alone; the blocks above the cut keep theirs.
         below = allocate(
-            importance[:num_on_device], table[:num_on_device], candidates, budget_bytes=free, max_rank=device.max_rank
+            importance[:num_on_device], table[:num_on_device], options, budget_bytes=free, max_rank=max_rank
         )
         ranks = (*below, *ranks[num_on_device:])
-    memory = device_memory(shape, device, ranks=ranks, step=step)
-    check_memory(memory, name=device.name)
-    parameter_bytes = adapter_bytes(shape, ranks)
-    return RankAssignment(
-        ranks=ranks,
-        budget_bytes=budget,
-        used_bytes=parameter_bytes * TRAINING_COPIES,
-        upload_bytes=parameter_bytes,
-        largest_rank=largest_uniform_rank(shape, budget_bytes=budget),
-        memory=memory,
-        notes=notes,
-    )
+    check_memory(device_memory(shape, device, ranks=ranks, step=step), name=device.name)
+    one_rank_bytes = adapter_bytes(shape, (1,) * shape.num_layers) * TRAINING_COPIES
+    return RankAssignment(ranks=ranks, budget_bytes=budget, largest_rank=budget // max(1, one_rank_bytes), notes=notes)
 
 
-def _allowance(
-    shape: ModelShape, device: Device, *, rule: str, candidates: Sequence[int], allowance_bytes: int | None
+def _upload_allowance(
+    shape: ModelShape, device: Device, *, smallest: int, allowance_bytes: int | None, by_rate: bool
 ) -> tuple[int, int | None, tuple[str, ...]]:
-    """(parameter bytes of the smallest adapters, bytes that may be uploaded or None for any, what to tell of that)."""
-    chosen = rule in ALLOCATORS
-    smallest = usable_candidates(candidates, max_rank=device.max_rank)[0] if chosen else int(rule)
-    least = adapter_bytes(shape, [smallest] * shape.num_layers)
+    """(parameter bytes of the smallest adapters, bytes that may be uploaded or None for any, notes on these)."""
+    least = adapter_bytes(shape, (smallest,) * shape.num_layers)
     bound = device.own_adapter_bytes if allowance_bytes is None else allowance_bytes
-    _check_bound(shape, bound, rank=smallest, least=least)
-    if bound is not None or not chosen:
+    if bound is not None and bound < least:
+        raise BudgetError(
+            f"adapter_bytes {bound:,} does not hold rank {smallest} in each of"
+            f" {shape.num_layers - shape.first_adapted} layers ({least:,} bytes of parameters); give more bytes or a"
+            " smaller rank candidate"
+        )
+    if bound is not None or not by_rate:
         return least, bound, ()
     if least <= device.adapter_bytes:
         return least, device.adapter_bytes, ()
-    return least, least, (_stretch_note(device, rank=smallest, least=least),)
-
-
-def _check_bound(shape: ModelShape, bound: int | None, *, rank: int, least: int) -> None:
-    if bound is not None and 1 <= bound < least:
-        layers = shape.num_layers - shape.first_adapted
-        raise BudgetError(
-            f"adapter_bytes {bound:,} does not hold rank {rank} in each of {layers} layers ({least:,} bytes "
-            "of parameters); give more bytes or a smaller rank candidate"
-        )
-
-
-def _stretch_note(device: Device, *, rank: int, least: int) -> str:
-    return (
-        f"{device.name}: an upload allowance of {device.adapter_bytes:,} bytes does not hold rank {rank} in every "
+    note = (
+        f"{device.name}: an upload allowance of {device.adapter_bytes:,} bytes does not hold rank {smallest} in every "
         f"layer; {least:,} bytes ({least / device.up_bytes_per_second:.1f} s) are allowed instead"
     )
+    return least, least, (note,)

@@ -3,8 +3,8 @@
 Memory. A device holds the frozen weights of its blocks, the activations that autograd saves for one step including heap
 fragmentation (`HEAP_COPIES`), the runtime, and for every trainable number four values: the parameter, its gradient and
 Adam's two moments. An upload holds the parameter alone. So memory and upload bound the same ranks in two units.
-Everything here that is called a *cost* or a *budget* counts *training bytes*, all four copies; `rank_budget` converts
-an upload allowance by multiplying by four.
+Everything here that is called a *cost* or a *budget* counts *training bytes*, all four copies; an upload allowance is
+multiplied by four.
 
 Measurements of a frozen model (fingerprints, importance). A pass runs through all blocks and backwards to the lowest
 one whose weights it takes gradients of. Blocks below that one record nothing.
@@ -12,7 +12,7 @@ one whose weights it takes gradients of. Blocks below that one record nothing.
 Rounds. Seconds are the profile's: operations over FLOP/s, bytes over the link's rate, and one latency per message.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -44,8 +44,6 @@ class TrainingStep:
     """Blocks that the device holds, from the bottom; all of them by default."""
     head_params: int = 0
     """Trainable numbers outside the adapters."""
-    feed_forward_copies: int = 1
-    """Tensors of the inner width that the activation keeps: 1 for a fused GELU or ReLU, 3 gated, 4 for GPT-2's."""
     checkpointing: bool = False
     """True if blocks are computed again in the backward pass."""
     logits: int = 0
@@ -55,46 +53,22 @@ class TrainingStep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryFractions:
-    """The first ATLAS' budget: fixed shares of the device's memory instead of a model of it."""
-
-    base: float = 0.35
-    activations: float = 0.25
-    optimizer: float = 0.15
-
-
-@dataclass(frozen=True, kw_only=True)
 class Memory:
     """Memory of a device by use, in bytes."""
 
     total_bytes: int
-    weights_bytes: int
-    activations_bytes: int
-    reserve_bytes: int
-    parameters_bytes: int
-    gradients_bytes: int
-    moments_bytes: int
+    parts: Mapping[str, int]
+    """Bytes by what takes them."""
 
     @property
     def used_bytes(self) -> int:
         """The sum of all parts."""
-        return sum(size for _, size in self.parts())
+        return sum(self.parts.values())
 
     @property
     def free_bytes(self) -> int:
         """Bytes that are left; negative where the device is too small."""
         return self.total_bytes - self.used_bytes
-
-    def parts(self) -> tuple[tuple[str, int], ...]:
-        """(name, bytes) of every part, for a table."""
-        return (
-            ("frozen weights", self.weights_bytes),
-            ("activations", self.activations_bytes),
-            ("runtime", self.reserve_bytes),
-            ("adapters and head", self.parameters_bytes),
-            ("gradients", self.gradients_bytes),
-            ("Adam moments", self.moments_bytes),
-        )
 
 
 def adapter_bytes(shape: ModelShape, ranks: Sequence[int]) -> int:
@@ -113,78 +87,61 @@ def cost_table(shape: ModelShape, candidates: Sequence[int]) -> Int[np.ndarray, 
     return np.array(rows, dtype=np.int64)
 
 
-def saved_activations(shape: ModelShape, layer: int, *, rank: int = 0, feed_forward_copies: int = 1) -> int:
+def saved_activations(shape: ModelShape, layer: int, *, rank: int = 0) -> int:
     """Numbers that autograd keeps of one token in one frozen block with LoRA on some of its modules.
 
     A frozen linear layer keeps nothing, since the gradient of its input needs its weight alone. So what stays is:
     query, key, value and output of the fused attention with one log-sum-exp a head; the inputs of both norms with
-    their mean and deviation; the inner activation; the input of every adapted module (query, key and value share
-    theirs) and its product with A. Measured with `saved_tensors_hooks`: within 1% on BERT and GPT-2, 6%
-    above on Llama with grouped queries.
+    their mean and deviation; the inner activation, once, as a fused GELU or ReLU keeps it; the input of every adapted
+    module (query, key and value share theirs) and its product with A. Measured with `saved_tensors_hooks`: within 1% on
+    BERT. Gated activations keep three tensors of the inner width, GPT-2's four.
     """
     hidden, inner = shape.hidden, shape.intermediate
     modules = shape.layers[layer]
     attention = [d_out for d_in, d_out in modules if d_in == hidden and d_out != inner]
     inputs = hidden * (bool(attention) + (len(attention) > 3) + any(d_out == inner for _, d_out in modules))
     inputs += inner * any(d_in == inner for d_in, _ in modules)
-    values = 4 * hidden + shape.heads + 2 * (hidden + 2) + feed_forward_copies * inner
+    values = 4 * hidden + shape.heads + 2 * (hidden + 2) + inner
     return values + inputs + len(modules) * rank
 
 
-def activation_bytes(
-    shape: ModelShape,
-    tokens: int,
-    blocks: int,
-    *,
-    rank: int = 0,
-    feed_forward_copies: int = 1,
-    checkpointing: bool = False,
-) -> int:
+def activation_bytes(shape: ModelShape, tokens: int, blocks: int, *, rank: int = 0, checkpointing: bool = False) -> int:
     """Peak bytes of activations of a step over `tokens` real tokens through the first `blocks` blocks, in float32.
 
     What autograd keeps of every block, plus the gradients alive at once in one block: two of the inner width, or four
     of the hidden one. Blocks below the first adapted one record nothing. With checkpointing every block keeps its input
     alone and one block at a time is computed again.
     """
-    saved = [
-        saved_activations(shape, layer, rank=rank, feed_forward_copies=feed_forward_copies)
-        for layer in range(shape.first_adapted, blocks)
-    ]
+    saved = [saved_activations(shape, layer, rank=rank) for layer in range(shape.first_adapted, blocks)]
     working = max(2 * shape.intermediate, 4 * shape.hidden) if blocks else 0
     values = len(saved) * shape.hidden + max(saved, default=0) if checkpointing else sum(saved)
     return (values + working) * tokens * VALUE_BYTES
 
 
-def device_memory(shape: ModelShape, device: Device, *, ranks: Sequence[int], step: TrainingStep) -> Memory:
-    """The memory of a device that trains these ranks, part by part; raises nothing where it does not fit."""
-    blocks = shape.num_layers if step.blocks is None else step.blocks
-    parameters = adapter_bytes(shape, ranks[:blocks])
-    return _memory(shape, device, step, parameters=parameters, rank=max(ranks, default=0))
+def device_memory(
+    shape: ModelShape, device: Device, *, ranks: Sequence[int], step: TrainingStep, largest_rank: int | None = None
+) -> Memory:
+    """The memory of a device that trains these ranks, part by part; raises nothing where it does not fit.
 
-
-def _memory(shape: ModelShape, device: Device, step: TrainingStep, *, parameters: int, rank: int) -> Memory:
+    Activations are those of `largest_rank`, by default the largest of the ranks.
+    """
     blocks = shape.num_layers if step.blocks is None else step.blocks
-    trained = parameters + step.head_params * VALUE_BYTES
-    alive = activation_bytes(
-        shape,
-        step.tokens,
-        blocks,
-        rank=rank,
-        feed_forward_copies=step.feed_forward_copies,
-        checkpointing=step.checkpointing,
-    )
+    trained = adapter_bytes(shape, ranks[:blocks]) + step.head_params * VALUE_BYTES
+    rank = max(ranks, default=0) if largest_rank is None else largest_rank
+    alive = activation_bytes(shape, step.tokens, blocks, rank=rank, checkpointing=step.checkpointing)
+    tail_bytes = 0 if step.blocks is None else shape.tail_bytes
     return Memory(
         total_bytes=device.memory_bytes,
-        weights_bytes=shape.embedding_bytes
-        - (0 if step.blocks is None else shape.tail_bytes)
-        + sum(shape.block_bytes[:blocks]),
-        activations_bytes=HEAP_COPIES * (alive + step.crossing * VALUE_BYTES)
-        # A vocabulary's worth of numbers is a block that goes back as soon as it is freed.
-        + LOGIT_COPIES * step.logits * VALUE_BYTES,
-        reserve_bytes=RESERVE_BYTES,
-        parameters_bytes=trained,
-        gradients_bytes=trained,
-        moments_bytes=2 * trained,
+        parts={
+            "frozen weights": shape.embedding_bytes - tail_bytes + sum(shape.block_bytes[:blocks]),
+            # A vocabulary's worth of numbers is a block that goes back as soon as it is freed.
+            "activations": HEAP_COPIES * (alive + step.crossing * VALUE_BYTES)
+            + LOGIT_COPIES * step.logits * VALUE_BYTES,
+            "runtime": RESERVE_BYTES,
+            "adapters and head": trained,
+            "gradients": trained,
+            "Adam moments": 2 * trained,
+        },
     )
 
 
@@ -192,53 +149,33 @@ def check_memory(memory: Memory, *, name: str) -> None:
     """Raise `BudgetError`, with every part and what would help, unless the parts fit into the device."""
     if memory.free_bytes >= 0:
         return
-    parts = ", ".join(f"{part} {_mb(size)}" for part, size in memory.parts())
+    parts = ", ".join(f"{part} {_mb(size)}" for part, size in memory.parts.items())
     raise BudgetError(
         f"{name} has {_mb(memory.total_bytes)} of memory and training takes {_mb(memory.used_bytes)} ({parts}); "
         "lower --batch-size, --max-length or --ranks, add --gradient-checkpointing, or take a larger device"
     )
 
 
-def rank_budget(
-    shape: ModelShape,
-    device: Device,
-    *,
-    step: TrainingStep,
-    upload_bytes: int | None,
-    fractions: MemoryFractions | None = None,
-) -> int:
-    """Training bytes that the adapters of a device may take: the lesser of its free memory and four times its upload.
+def free_memory(shape: ModelShape, device: Device, *, step: TrainingStep) -> int:
+    """Training bytes that the adapters of a device may take: its free memory at the device's largest rank.
 
-    `upload_bytes` bounds the parameters alone; None leaves memory as the only bound. Free memory is what
-    `device_memory` leaves at the device's largest rank, or with `fractions` what those leave.
-    Raises `BudgetError` where the model itself does not fit, `ConfigError` for an impossible allowance or fraction.
+    Raises `BudgetError` where the model itself does not fit.
     """
-    if upload_bytes is not None and upload_bytes < 1:
-        raise ConfigError(f"adapter_bytes {upload_bytes} is not allowed; give at least 1")
-    if fractions is not None:
-        left = _fraction_bytes(device, fractions)
-    else:
-        # adapters of no size, but activations at the largest rank, so that no choice of ranks overruns the device
-        empty = _memory(shape, device, step, parameters=0, rank=device.max_rank)
-        check_memory(empty, name=device.name)
-        left = empty.free_bytes
-    return left if upload_bytes is None else min(left, upload_bytes * TRAINING_COPIES)
+    # adapters of no size, but activations at the largest rank, so that no choice of ranks overruns the device
+    empty = device_memory(shape, device, ranks=(0,) * shape.num_layers, step=step, largest_rank=device.max_rank)
+    check_memory(empty, name=device.name)
+    return empty.free_bytes
 
 
-def _fraction_bytes(device: Device, fractions: MemoryFractions) -> int:
-    shares = (fractions.base, fractions.activations, fractions.optimizer)
-    if not all(0 <= share < 1 for share in shares) or sum(shares) >= 1 or fractions.optimizer == 0:
-        raise ConfigError(
-            f"alpha_base, alpha_act and alpha_opt are {shares}; give values from 0 to below 1 that sum to less than 1, "
-            "alpha_opt above 0"
-        )
+def fraction_budget(device: Device, *, base: float, activations: float, optimizer: float) -> int:
+    """Training bytes of adapters in the first ATLAS' budget: fixed shares of the memory instead of a model of it.
+
+    Raises `ConfigError` where the optimizer has no share.
+    """
+    if not optimizer:
+        raise ConfigError("--alpha-opt is 0, which leaves nothing for Adam's moments; give a value above 0")
     # parameters and gradients live in the rest, the two moments in the optimizer's share: half of the bytes each
-    return int(2 * min(1 - sum(shares), fractions.optimizer) * device.memory_bytes)
-
-
-def largest_uniform_rank(shape: ModelShape, *, budget_bytes: int) -> int:
-    """The largest rank that every layer could have within these training bytes, candidates aside."""
-    return budget_bytes // max(1, sum(layer_cost(shape, layer, 1) for layer in range(shape.num_layers)))
+    return int(2 * min(1 - sum((base, activations, optimizer)), optimizer) * device.memory_bytes)
 
 
 def _mb(size: int) -> str:
@@ -308,9 +245,6 @@ def measuring_bytes(
     return HEAP_COPIES * (alive + crossing * VALUE_BYTES) + LOGIT_COPIES * logits * VALUE_BYTES + resident
 
 
-SHARED = ("A", "B", "head")
-
-
 @dataclass(frozen=True, kw_only=True)
 class RoundPrediction:
     """One client's round on its device."""
@@ -330,18 +264,6 @@ class RoundPrediction:
         return self.compute_seconds + self.transfer_seconds + self.server_seconds
 
 
-def message_bytes(
-    shape: ModelShape, ranks: Sequence[int], *, share: Collection[str] = SHARED, head_params: int = 0
-) -> int:
-    """Bytes of the parameters in one message: of every adapted module A is rank x d_in and B is d_out x rank."""
-    by_part = {
-        "A": sum(rank * d_in for modules, rank in zip(shape.layers, ranks) for d_in, _ in modules),
-        "B": sum(rank * d_out for modules, rank in zip(shape.layers, ranks) for _, d_out in modules),
-        "head": head_params,
-    }
-    return VALUE_BYTES * sum(by_part[part] for part in share)
-
-
 def training_flops(shape: ModelShape, ranks: Sequence[int], *, tokens: int, length: float, logits: int = 0) -> float:
     """Operations to train the first `len(ranks)` blocks on `tokens` real tokens in sequences of mean `length`.
 
@@ -353,7 +275,7 @@ def training_flops(shape: ModelShape, ranks: Sequence[int], *, tokens: int, leng
     """
     lower = min(shape.first_adapted, len(ranks))
     frozen = 4 * sum(shape.block_params[: len(ranks)]) - 2 * sum(shape.block_params[:lower])
-    adapters = 6 * message_bytes(shape, ranks, share=("A", "B")) // VALUE_BYTES
+    adapters = 6 * adapter_bytes(shape, ranks) // VALUE_BYTES
     attention = (12 * len(ranks) - 8 * lower) * length * shape.hidden
     return float(tokens * (frozen + adapters + attention) + 4 * shape.hidden * logits)
 
@@ -366,41 +288,29 @@ def predict_round(
     step: TrainingStep,
     tokens: int,
     length: float,
-    share: Collection[str] = SHARED,
-    overhead_bytes: int = 0,
     logits: int = 0,
+    message_bytes: int = 0,
+    extra_bytes: tuple[int, int] = (0, 0),
 ) -> RoundPrediction:
     """Bytes, seconds and memory of a round in which the client trains on `tokens` tokens, all epochs together.
 
-    `share` is what travels each way (nothing for a client that trains alone); `overhead_bytes` what the encoding adds
-    to a message (names, shapes). `length` and `logits` are as in `training_flops`. What the client trains
-    travels both ways, at the client's own ranks; of a client that holds only the first `step.blocks` blocks, those
-    alone count.
+    A message of `message_bytes` travels each way, or nothing at 0; `extra_bytes` are what goes up and down beside it,
+    below 0 for less. `length` and `logits` are as in `training_flops`. Of a client that holds only the first
+    `step.blocks` blocks, these alone count.
     """
     client_ranks = ranks[: shape.num_layers if step.blocks is None else step.blocks]
-    size = (
-        message_bytes(shape, client_ranks, share=share, head_params=step.head_params) + overhead_bytes if share else 0
-    )
     flops = training_flops(shape, client_ranks, tokens=tokens, length=length, logits=logits)
-    up, down = size / device.up_bytes_per_second, size / device.down_bytes_per_second
+    rates = device.up_bytes_per_second, device.down_bytes_per_second
+    transfer_seconds = 0.0
+    if message_bytes:
+        transfer_seconds = message_bytes / rates[0] + message_bytes / rates[1] + 2 * device.latency_seconds
     return RoundPrediction(
-        up_bytes=size,
-        down_bytes=size,
+        up_bytes=message_bytes + extra_bytes[0],
+        down_bytes=message_bytes + extra_bytes[1],
         flops=flops,
         compute_seconds=flops / device.flops_per_second,
-        transfer_seconds=up + down + 2 * device.latency_seconds if share else 0.0,
+        transfer_seconds=transfer_seconds + (extra_bytes[0] / rates[0] + extra_bytes[1] / rates[1]),
         memory=device_memory(shape, device, ranks=ranks, step=step),
-    )
-
-
-def with_extra_bytes(prediction: RoundPrediction, device: Device, *, up: int, down: int) -> RoundPrediction:
-    """The same round with so many bytes more beside the model, or fewer where these are below 0."""
-    extra_seconds = up / device.up_bytes_per_second + down / device.down_bytes_per_second
-    return replace(
-        prediction,
-        up_bytes=prediction.up_bytes + up,
-        down_bytes=prediction.down_bytes + down,
-        transfer_seconds=prediction.transfer_seconds + extra_seconds,
     )
 
 
@@ -428,27 +338,6 @@ def link_between(device: Device, host: Device) -> Device:
         up_bytes_per_second=min(device.up_bytes_per_second, host.down_bytes_per_second),
         down_bytes_per_second=min(device.down_bytes_per_second, host.up_bytes_per_second),
         latency_seconds=max(device.latency_seconds, host.latency_seconds),
-    )
-
-
-def predict_cut_round(
-    client_part: RoundPrediction,
-    whole_model: RoundPrediction,
-    device: Device,
-    *,
-    server: Device,
-    crossings: RoundTraffic,
-) -> RoundPrediction:
-    """The round of a client with a cut, from the predictions of its part of the model and of the whole model.
-
-    The server computes the rest at its own speed. Every message through the cut costs one latency.
-    """
-    return replace(
-        client_part,
-        up_bytes=client_part.up_bytes + crossings.up_bytes,
-        down_bytes=client_part.down_bytes + crossings.down_bytes,
-        transfer_seconds=client_part.transfer_seconds + crossing_seconds(crossings, device),
-        server_seconds=(whole_model.flops - client_part.flops) / server.flops_per_second,
     )
 
 

@@ -15,6 +15,7 @@ from atlas_fl.errors import ConfigError, short_repr, unknown_name
 from atlas_fl.storage.json_shapes import Bounds
 
 UPLOAD_SECONDS = 1.0
+"""Time that the upload of the adapters may take."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 BOUNDS: Mapping[str, Bounds] = {
@@ -45,60 +46,48 @@ class Device:
     """Delay of one message."""
     max_rank: int
     """Largest rank that an allocator may choose."""
-    upload_seconds: float = UPLOAD_SECONDS
-    """Time that the upload of the adapters may take; it sets `adapter_bytes`."""
-    own_adapter_bytes: int | None = None
-    """An upload allowance in bytes that stands in for upload rate times `upload_seconds`."""
+    own_adapter_bytes: int | None
+    """An upload allowance in bytes that stands in for upload rate times `UPLOAD_SECONDS`."""
 
     @property
     def adapter_bytes(self) -> int:
         """Most bytes of adapter parameters that the device sends in a round."""
         if self.own_adapter_bytes is not None:
             return self.own_adapter_bytes
-        return int(self.up_bytes_per_second * self.upload_seconds)
+        return int(self.up_bytes_per_second * UPLOAD_SECONDS)
 
 
-def _profile(
-    name: str,
-    *,
-    memory_gb: float,
-    gflops: float,
-    up_mbps: float,
-    down_mbps: float,
-    latency_ms: float,
-    max_rank: float,
-    adapter_bytes: float | None = None,
-) -> Device:
+def _profile(name: str, values: Mapping[str, float]) -> Device:
+    """The profile with these values in the units of `BOUNDS`."""
     return Device(
         name=name,
-        memory_bytes=int(memory_gb * 2**30),
-        flops_per_second=gflops * 1e9,
-        up_bytes_per_second=up_mbps * 1e6 / 8,
-        down_bytes_per_second=down_mbps * 1e6 / 8,
-        latency_seconds=latency_ms / 1e3,
-        max_rank=int(max_rank),
-        own_adapter_bytes=None if adapter_bytes is None else int(adapter_bytes),
+        memory_bytes=int(values["memory_gb"] * 2**30),
+        flops_per_second=values["gflops"] * 1e9,
+        up_bytes_per_second=values["up_mbps"] * 1e6 / 8,
+        down_bytes_per_second=values["down_mbps"] * 1e6 / 8,
+        latency_seconds=values["latency_ms"] / 1e3,
+        max_rank=int(values["max_rank"]),
+        own_adapter_bytes=int(values["adapter_bytes"]) if "adapter_bytes" in values else None,
     )
 
 
-_ALL = (
-    _profile("cpu_2gb", memory_gb=2.0, gflops=20.0, up_mbps=2.0, down_mbps=10.0, latency_ms=60.0, max_rank=16),
-    _profile("tablet_4gb", memory_gb=4.0, gflops=60.0, up_mbps=4.0, down_mbps=20.0, latency_ms=40.0, max_rank=32),
-    _profile("laptop_8gb", memory_gb=8.0, gflops=200.0, up_mbps=7.5, down_mbps=50.0, latency_ms=25.0, max_rank=64),
-    _profile("gpu_16gb", memory_gb=16.0, gflops=8_000.0, up_mbps=15.0, down_mbps=100.0, latency_ms=10.0, max_rank=64),
-    _profile("smartphone", memory_gb=3.0, gflops=30.0, up_mbps=1.5, down_mbps=10.0, latency_ms=70.0, max_rank=8),
-    _profile("tablet", memory_gb=4.0, gflops=60.0, up_mbps=4.0, down_mbps=20.0, latency_ms=50.0, max_rank=16),
-    _profile("edge_gpu", memory_gb=8.0, gflops=1_000.0, up_mbps=6.0, down_mbps=30.0, latency_ms=30.0, max_rank=32),
-    _profile("laptop_cpu", memory_gb=8.0, gflops=200.0, up_mbps=7.5, down_mbps=50.0, latency_ms=25.0, max_rank=32),
-    _profile("laptop_gpu", memory_gb=16.0, gflops=5_000.0, up_mbps=10.0, down_mbps=80.0, latency_ms=20.0, max_rank=64),
-    _profile(
-        "workstation", memory_gb=64.0, gflops=20_000.0, up_mbps=50.0, down_mbps=200.0, latency_ms=5.0, max_rank=64
-    ),
-)
-DEVICES: dict[str, Device] = {device.name: device for device in _ALL}
-
 _REQUIRED = ("memory_gb", "gflops", "up_mbps", "down_mbps", "latency_ms", "max_rank")
-_OPTIONAL = ("adapter_bytes",)
+_PROFILES: Mapping[str, tuple[float, ...]] = {
+    "cpu_2gb": (2.0, 20.0, 2.0, 10.0, 60.0, 16),
+    "tablet_4gb": (4.0, 60.0, 4.0, 20.0, 40.0, 32),
+    "laptop_8gb": (8.0, 200.0, 7.5, 50.0, 25.0, 64),
+    "gpu_16gb": (16.0, 8_000.0, 15.0, 100.0, 10.0, 64),
+    "smartphone": (3.0, 30.0, 1.5, 10.0, 70.0, 8),
+    "tablet": (4.0, 60.0, 4.0, 20.0, 50.0, 16),
+    "edge_gpu": (8.0, 1_000.0, 6.0, 30.0, 30.0, 32),
+    "laptop_cpu": (8.0, 200.0, 7.5, 50.0, 25.0, 32),
+    "laptop_gpu": (16.0, 5_000.0, 10.0, 80.0, 20.0, 64),
+    "workstation": (64.0, 20_000.0, 50.0, 200.0, 5.0, 64),
+}
+"""The numbers of `_REQUIRED` by profile."""
+DEVICES: dict[str, Device] = {
+    name: _profile(name, dict(zip(_REQUIRED, numbers, strict=True))) for name, numbers in _PROFILES.items()
+}
 
 
 def parse_device(text: str) -> Device:
@@ -115,14 +104,14 @@ def parse_device(text: str) -> Device:
     values: dict[str, float] = {}
     for part in rest.split(","):
         key, _, value = part.strip().partition("=")
-        if key not in _REQUIRED + _OPTIONAL:
-            raise unknown_name("device setting", key, _REQUIRED + _OPTIONAL)
+        if key not in BOUNDS:
+            raise unknown_name("device setting", key, BOUNDS)
         if key in values:
             raise ConfigError(f"device {name!r} sets {key} twice; keep one")
         values[key] = _number(name, key, value)
     if missing := [key for key in _REQUIRED if key not in values]:
         raise ConfigError(f"device {name!r} lacks {', '.join(missing)}; a profile needs {', '.join(_REQUIRED)}")
-    return _profile(name, **values)
+    return _profile(name, values)
 
 
 def _number(name: str, key: str, text: str) -> float:
