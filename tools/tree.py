@@ -12,8 +12,20 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "atlas_fl"
 ORDER = (
-    *("config", "data", "models", "sparse", "split", "client", "aggregation", "clustering", "ranks"),
-    *("setup", "planning", "runtime", "experiment", "deployment", "flower", "audit", "report", "cli", "storage"),
+    *("config", "data", "models", "sparse", "split", "client", "methods", "aggregation", "clustering"),
+    *(
+        "ranks",
+        "setup",
+        "planning",
+        "runtime",
+        "experiment",
+        "deployment",
+        "flower",
+        "audit",
+        "report",
+        "cli",
+        "storage",
+    ),
 )
 """Packages in the order in which the story is told: settings, data, model, client, server, plan, run, results."""
 BEGIN, END = "<!-- tree: written by `python -m tools.tree` -->\n```\n", "```\n<!-- end of tree -->"
@@ -23,6 +35,8 @@ WIDTH = 120
 
 def tree() -> str:
     """One line for each package and module; modules of the root first."""
+    packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert packages == set(ORDER), packages ^ set(ORDER)
     lines = ["src/atlas_fl/"]
     lines += [_line(path, depth=1) for path in sorted(PACKAGE.glob("[a-z]*.py"))]
     for name in ORDER:

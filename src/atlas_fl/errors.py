@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 MAX_REPR_CHARACTERS = 60
-"""Of a value in a message: fewer than fit on a line, so that nothing breaks it."""
+"""Most characters of a value in a message: fewer than fit on a line, so that nothing breaks it."""
 MAX_LINE_CHARACTERS = 500
-"""Of what another machine says, in a message."""
+"""Most characters of another machine's words in a message."""
 
 
 class AtlasError(Exception):
@@ -58,7 +58,7 @@ def short_repr(value: object) -> str:
 
 
 def one_line(text: object, *, limit: int = MAX_LINE_CHARACTERS) -> str:
-    """What another machine says, as a terminal may have it: one line, without control codes, of bounded length.
+    """Another machine's words as a terminal may have them: one line, without control codes, of bounded length.
 
     >>> one_line("a\\x1b[2J\\nb")
     'a?[2J?b'
@@ -86,7 +86,7 @@ def unknown_name(kind: str, name: object, choices: Iterable[str]) -> ConfigError
 
 
 def did_you_mean(name: object, choices: Iterable[str]) -> str:
-    """What links an unknown name to the rest of a message: the known name that is near it, where there is one.
+    """Link from an unknown name to the rest of a message: the known name that is near it, where there is one.
 
     >>> did_you_mean("fedavgg", ["local", "fedavg"]), did_you_mean("foo", ["local", "fedavg"])
     ("; did you mean 'fedavg'?", ';')

@@ -17,7 +17,7 @@ class PhaseStarted:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a phase is; `total` is the same in every event of the phase."""
+    """Progress of a phase; `total` is the same in every event of the phase."""
 
     phase: str
     done: int
@@ -38,9 +38,9 @@ class RoundFinished:
     seconds: float
     """Wall time of the round."""
     bytes: int
-    """What crossed the network in the round, both ways."""
+    """Bytes over the network in the round, both ways."""
     rows: Sequence[Mapping[str, Any]] = ()
-    """What the round has added to `metrics.jsonl`."""
+    """Rows that the round has added to `metrics.jsonl`."""
 
     def __str__(self) -> str:
         client_scores = ", ".join(f"{client} {score:.3f}" for client, score in self.scores.items())
@@ -65,5 +65,5 @@ OnEvent: TypeAlias = Callable[[Event], None]
 
 
 def ignore(event: Event) -> None:
-    """Nothing: the callback of a run that nobody watches."""
+    """Do nothing: the callback of a run that nobody watches."""
     del event

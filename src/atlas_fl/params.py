@@ -25,7 +25,7 @@ TreesByClient: TypeAlias = Mapping[str, ByClient]
 """Tensors beside models: by kind, then by client."""
 
 ServerState: TypeAlias = Mapping[str, "torch.Tensor | ServerState"]
-"""What a strategy remembers between rounds: nested mappings whose leaves are tensors, read-only; empty of most.
+"""State of a method between rounds: nested mappings whose leaves are tensors, read-only; empty of most.
 
 Names hold no slash: a leaf's path through the mappings, joined by slashes, is its name in a checkpoint.
 """
@@ -71,7 +71,7 @@ def head_keys(params: Params) -> list[str]:
 
 
 def is_last_layer(key: str) -> bool:
-    """Whether this is a tensor of the layer of a head that gives the logits."""
+    """Return whether this is a tensor of the layer of a head that gives the logits."""
     return key.startswith(HEAD) and not key.startswith(BELOW_LAST_LAYER)
 
 
@@ -81,7 +81,7 @@ def ranks(params: Params) -> dict[str, int]:
 
 
 def is_full_model(params: Params) -> bool:
-    """Whether these are whole weights: some are neither of an adapter nor of a head."""
+    """Return whether these are whole weights: some are neither of an adapter nor of a head."""
     parts = (LORA_A, LORA_B, LORA_GATE)
     return any(not key.startswith(HEAD) and not key.endswith(parts) and key != PRIVATE for key in params)
 
@@ -92,7 +92,7 @@ def select(params: Params, keys: Iterable[str]) -> dict[str, torch.Tensor]:
 
 
 def shared_params(params: Params, share: Iterable[str]) -> dict[str, torch.Tensor]:
-    """What of a client's model travels when `A`, `B` and `head`, or some of them, are shared.
+    """Part of a client's model that travels when `A`, `B` and `head`, or some of them, are shared.
 
     Whole weights, which are neither, go with the adapters.
     """
@@ -110,7 +110,7 @@ def _share_name(key: str, parts: Collection[str]) -> str:
 
 
 def num_values(params: Params) -> int:
-    """How many numbers the tensors hold."""
+    """Number of values of the tensors."""
     return sum(tensor.numel() for tensor in params.values())
 
 

@@ -16,12 +16,12 @@ from atlas_fl.params import LORA_A, LORA_B, PRIVATE, Params, lora_modules, share
 
 
 def is_placeholder(tensor: Tensor) -> bool:
-    """Whether this stands for a tensor that is elsewhere."""
+    """Return whether this stands for a tensor that is elsewhere."""
     return tensor.numel() == 0
 
 
 def placeholder(key: str, tensor: Tensor) -> Tensor:
-    """What stands for this tensor; of a factor it keeps the rank."""
+    """Placeholder of this tensor; of a factor it keeps the rank."""
     if key.endswith(LORA_A):
         return tensor.new_empty(tensor.shape[0], 0)
     return tensor.new_empty(0, tensor.shape[1]) if key.endswith(LORA_B) else tensor.new_empty(0)
@@ -38,7 +38,7 @@ def private_digest(params: Params) -> str | None:
 
 
 def is_fully_shared(share: Sequence[str]) -> bool:
-    """Whether nothing stays at the clients."""
+    """Return whether nothing stays at the clients."""
     return {"A", "B", "head"} <= set(share)
 
 
@@ -57,14 +57,14 @@ def with_placeholders(params: Params, keys: Collection[str], *, sha256: str | No
 
 
 def transmitted_params(params: Params) -> Params:
-    """What of a model at the server goes to its client: all that has values."""
+    """Part of a model at the server that goes to its client: all that has values."""
     if PRIVATE not in params:
         return params
     return {key: tensor for key, tensor in params.items() if key != PRIVATE and not is_placeholder(tensor)}
 
 
 def has_hidden_factors(params: Params) -> bool:
-    """Whether something of the adapters is at the client alone."""
+    """Return whether something of the adapters is at the client alone."""
     return any(is_placeholder(tensor) for key, tensor in params.items() if key.endswith((LORA_A, LORA_B)))
 
 
@@ -78,7 +78,7 @@ def hidden_ranks(params: Params) -> tuple[int, ...]:
 
 
 def expected_update(sent_params: Params, update: Params, share: Sequence[str]) -> Params:
-    """What was sent, with placeholders where the client keeps from now on what it does not share."""
+    """Model as it was sent, with placeholders where the client keeps from now on what it does not share."""
     if PRIVATE not in update:
         return sent_params
     private_keys = set(unshared_keys(sent_params, share))

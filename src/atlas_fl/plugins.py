@@ -168,7 +168,7 @@ def plugin_digests(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def registrations(pinned: str, kind: str) -> dict[str, Any]:
-    """What an active plug-in has registered of this kind, by name."""
+    """Registrations of this kind of an active plug-in, by name."""
     return {entry.name: entry.value for entry in _STATE.active[pinned] if entry.kind == kind}
 
 

@@ -1,4 +1,4 @@
-"""How alike the changes of clients are: inner products and cosines, over all that two clients have in common.
+"""Similarity of the clients' changes: inner products and cosines, over all that two clients have in common.
 
 In product space a change is that of s B A. Heads are compared inside their task.
 """

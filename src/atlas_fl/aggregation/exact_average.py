@@ -36,7 +36,7 @@ def stack_products(
 
 
 def residual(a: Sequence[Tensor], b: Sequence[Tensor], scale: float, weights: Sequence[float]) -> Factors:
-    """What FedEx-LoRA adds to the averaged adapter of one module: a_k is (r, d_in), b_k (d_out, r), weights sum to 1.
+    """Addition of FedEx-LoRA to the averaged adapter of a module: a_k is (r, d_in), b_k (d_out, r), weights sum to 1.
 
     Raises ConfigError where the ranks differ.
     """
@@ -50,7 +50,7 @@ def residual(a: Sequence[Tensor], b: Sequence[Tensor], scale: float, weights: Se
 
 
 def add_factors(frozen: Factors, new: Factors) -> Factors:
-    """What is frozen after another round: the sum of both updates."""
+    """Frozen part after another round: the sum of both updates."""
     return shorten(Factors(a=torch.cat([frozen.a, new.a]), b=torch.cat([frozen.b, new.b], dim=1)))
 
 

@@ -20,7 +20,7 @@ from atlas_fl.params import LORA_A, LORA_B, ByClient, lora_modules
 
 @dataclass(frozen=True, kw_only=True)
 class GraphOptions:
-    """How edge weights are made; the defaults are those of the command line."""
+    """Options of edge weights; the defaults are those of the command line."""
 
     graph: str = "similarity"
     """`similarity` (RBF), `uniform` (every edge 1), or `adaptive` (RBF times the neighbour's validation score)."""
@@ -213,7 +213,7 @@ def make_graph(
 
 @dataclass(frozen=True, kw_only=True)
 class Diversity:
-    """What one server step did to the adapters; all norms are Frobenius norms over all modules."""
+    """Effect of one server step on the adapters; all norms are Frobenius norms over all modules."""
 
     energy_before: float
     """Dirichlet energy of the models as trained: one half of a_kl ||Delta_k - Delta_l||^2 over the edges."""
@@ -229,7 +229,7 @@ class Diversity:
     """||Delta_k after - Delta_k before||: what the server changed for each client."""
 
     def is_finite(self) -> bool:
-        """Whether every figure is a number: the squares of updates that are far too large are not."""
+        """Return whether every figure is a number: the squares of updates that are far too large are not."""
         single = (self.energy_before, self.energy_after, self.spread_before, self.spread_after)
         return all(map(isfinite, (*single, *self.norms.values(), *self.moves.values())))
 

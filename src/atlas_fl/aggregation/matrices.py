@@ -14,7 +14,7 @@ from atlas_fl.errors import ConfigError, unknown_name
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Federation:
-    """What a rule knows of the clients; every array follows the order of `clients`."""
+    """Clients as a rule knows them; every array follows the order of `clients`."""
 
     clients: tuple[str, ...]
     """Names, in the fixed order of the run."""
@@ -31,7 +31,7 @@ class Federation:
     layer_of: Mapping[str, int] = field(default_factory=dict)
     """Layer of every adapted module, needed when eta is weighted by layer."""
     cuts: tuple[int | None, ...] = ()
-    """Of the clients that share adapters with their cluster the first block that they share; else None."""
+    """First shared block of each client that shares adapters with its cluster; None for the others."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError where the arrays contradict each other."""
@@ -98,7 +98,7 @@ def bounded_weights(weights: Float64[np.ndarray, " n"], max_share: float) -> Flo
 
 
 def share_warnings(federation: Federation, max_share: float) -> tuple[str, ...]:
-    """What a user should know of weights by examples: that one client claims more than half of all."""
+    """Warnings about weights by examples: one client claims more than half of all."""
     total, names = float(np.sum(federation.weights)), federation.clients
     shares = [float(weight) / total for weight in federation.weights]
     return tuple(
@@ -179,7 +179,7 @@ def eta_bound(adjacency: Float64[np.ndarray, "n n"], kind: str) -> float:
 
 
 def eta_warnings(federation: Federation, *, kind: str, eta: float) -> tuple[str, ...]:
-    """What a user should know before a run with this eta: legal, but seldom meant."""
+    """Warnings about an eta that is legal but seldom meant."""
     bound, lines = eta_bound(federation.adjacency, kind), []
     if eta == 0:
         lines.append("eta is 0: the Laplacian step changes nothing, this is local training")

@@ -272,7 +272,7 @@ def _all_keys(params: Iterable[Params]) -> Iterator[str]:
 
 
 def _is_shared(key: str, share: Sequence[str], space: str) -> bool:
-    """Whether a tensor mixes by itself; biases and other whole tensors go with the adapters."""
+    """Return whether a tensor mixes by itself; biases and other whole tensors go with the adapters."""
     if key.startswith(HEAD):
         return "head" in share
     if key == PRIVATE:

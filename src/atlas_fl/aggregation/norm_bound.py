@@ -32,7 +32,7 @@ class Space:
     space: str
     """`product` or `factors`."""
     share: tuple[str, ...]
-    """What leaves the client."""
+    """Parts of a model that leave the client."""
     scale: Callable[[int], float]
     """LoRA scale s of a rank."""
 
@@ -50,7 +50,7 @@ class Excess:
 
     @property
     def ratio(self) -> float:
-        """How many times the median it is."""
+        """Multiple of the median."""
         return self.norm / self.median
 
     def __str__(self) -> str:

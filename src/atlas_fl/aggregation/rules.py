@@ -20,7 +20,7 @@ Matrices: TypeAlias = Callable[[str], np.ndarray]
 """The matrix M (n, n) that a parameter of this name is mixed with."""
 
 CLUSTERS = "clusters"
-"""Of `StrategyOptions.within`: each cluster by itself."""
+"""Value of `StrategyOptions.within` for each cluster by itself."""
 
 GRANULARITIES = ("all", "layer", "kind", "layer_and_kind")
 """Which parameters of a model share a mixing matrix, besides heads, which mix inside a task."""
@@ -34,7 +34,7 @@ class ParameterGroup:
     """The parameters that one mixing matrix is for."""
 
     is_head: bool
-    """Whether they are heads."""
+    """True if they are heads."""
     layer: int | None = None
     """Their layer; None where the layers share a matrix, and for heads."""
     kind: str | None = None
@@ -49,7 +49,7 @@ class ParameterGroup:
 
 
 def parameter_kind(key: str, space: str) -> str:
-    """What kind of parameter this is: `head`, `A`, `B`, `weights`, or in product space `product` for A and B."""
+    """Kind of a parameter: `head`, `A`, `B`, `weights`, or in product space `product` for A and B."""
     if key.startswith(HEAD):
         return "head"
     if key.endswith((LORA_A, LORA_B)):
@@ -62,16 +62,16 @@ class Answers:
     """Figures and tensors that clients have sent beside their updates, by client."""
 
     metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Of the training of this round: `loss`, the mean over its steps, `steps` and `seconds`."""
+    """Training metrics of this round: `loss`, the mean over its steps, `steps` and `seconds`."""
     validation: Mapping[str, float] = field(default_factory=dict)
     """The newest validation score of every client that has one: the primary metric of its task."""
     reports: TreesByClient = field(default_factory=dict)
-    """What the method asked for, by kind and client."""
+    """Reports that the method asked for, by kind and client."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RoundModels:
-    """What a rule sees of one round besides the federation."""
+    """Models, state and answers of one round, as a rule sees them."""
 
     before: ByClient
     """The models of the last aggregation, as the server has them."""
@@ -85,7 +85,7 @@ class RoundModels:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MixingContext:
-    """What a rule makes a matrix from."""
+    """Input of a rule."""
 
     federation: Federation
     """The clients."""
@@ -96,7 +96,7 @@ class MixingContext:
     eta: float
     """Size of the step."""
     parameters: ParameterGroup
-    """What the matrix is for."""
+    """Parameters that the matrix is for."""
     models: RoundModels | None = None
     """The models of the round; None before there are updates."""
 
@@ -208,9 +208,9 @@ class StrategyOptions:
     space: str = "product"
     """Where the adapters are mixed: `product` or `factors`."""
     share: tuple[str, ...] = ("A", "B", "head")
-    """What leaves the client."""
+    """Parts of a model that leave the client."""
     align: str = "pad"
-    """How factors of different ranks meet."""
+    """Alignment of factors of different ranks: `pad` or `truncate`."""
     layer_weighting: str = "none"
     """`importance` scales eta by each layer's importance."""
     scale: Callable[[int], float] = twice_the_rank
@@ -231,11 +231,11 @@ class StrategyOptions:
     server_beta2: float = 0.99
     """Share of the second moment of `fedadam` and `fedyogi` that stays."""
     server_tau: float = 1e-3
-    """What is added to the root of the second moment; its square is the second moment to begin with."""
+    """Constant added to the root of the second moment; its square is the first second moment."""
     gram_by: str = "all"
     """Which parameters of `pfedgraph` and `kriging` have a mixing matrix of their own (`GRANULARITIES`)."""
     gram_alpha: float = 0.8
-    """How much the rows of `pfedgraph` stay with the shares of the examples."""
+    """Pull of the rows of `pfedgraph` to the shares of the examples."""
     attention_alpha: float = 1.0
     """The most that all others together weigh in a row of `fedavg_by_distance`."""
     attention_sigma: float = 1.0

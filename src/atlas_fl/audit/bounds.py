@@ -26,7 +26,7 @@ FAR = 1e15
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """What a run says of its bounds in one round."""
+    """Bounds of one round as the run has recorded them."""
 
     mode: str
     """`refuse`, `clip` or `off`."""
@@ -91,7 +91,7 @@ def _fault(bounds: Bounds, client: str, ratio: float, *, refused: bool) -> str:
 def restored_fault(
     run: Run, plan: AuditPlan, initial: Mapping[str, Tensor], after: Mapping[str, Tensor], *, trained: Models
 ) -> str:
-    """Whether someone who kept the model that it began with did so, and had to."""
+    """Return whether someone who kept the model that it began with did so, and had to."""
     if not all(after[key].equal(tensor) for key, tensor in initial.items()):
         return "it was to keep the model that it began with, but it changed"
     largest = max((_largest(plan, run, params) for params in trained.values()), default=0.0)
@@ -99,7 +99,7 @@ def restored_fault(
 
 
 def _dense(plan: AuditPlan, run: Run, params: Mapping[str, Tensor]) -> Iterator[tuple[str, np.ndarray]]:
-    """What is measured of a model: the updates s B A where they are mixed as such, and every other shared tensor."""
+    """Measured parts of a model: the updates s B A where they are mixed as such, and every other shared tensor."""
     for key, tensor in params.items():
         value = tensor.double().numpy()
         if not is_mixed(key, run.mixing.share) or not value.size:
@@ -162,7 +162,7 @@ def _clip_fault(
     *,
     limits: Mapping[bool, float],
 ) -> str:
-    """Whether what was mixed is what was sent, scaled down."""
+    """Return whether what was mixed is what was sent, scaled down."""
     start, got = dict(_dense(plan, run, before)), dict(_dense(plan, run, mixed))
     for key, value in _dense(plan, run, sent):
         factor = limits.get(key.startswith(HEAD), 1.0)

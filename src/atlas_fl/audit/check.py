@@ -272,7 +272,7 @@ def _check_start(run: Run, models: Models, state: Flat) -> Iterator[AuditRow]:
 
 
 def _mixed_models(run: Run, round: int, after: Models) -> Models:
-    """What the server made of the models: what clients start with, or where they keep their own what pulls them."""
+    """Mixed models: those that clients start with, or the anchors of clients that keep their own."""
     return read_models(run, round, "anchor") if run.mixing.personal_models else after
 
 
@@ -398,7 +398,7 @@ def _compare_models(
 
 
 def _expected_state(run: Run, round: int, updates: RoundUpdates, *, kind: str, state: Flat) -> dict[str, np.ndarray]:
-    """What a rule that is no server optimizer is to remember after this round."""
+    """Expected state of a rule that is no server optimizer after this round."""
     if kind == "ifca":
         return state_after_choice(flat_arrays(state), latest_state(run, round))
     return state_after_updates(kind, updates, state)
@@ -423,7 +423,7 @@ def _check_reports(
 
 
 def _is_chosen(run: Run, round: int, state: Flat) -> bool:
-    """Whether clients chose or drew clusters before this round: once there are any, before every aggregated round."""
+    """Return whether clients chose or drew clusters before this round; once there are any, before every aggregation."""
     is_kept = (round_folder(run, round) / "begun.safetensors").is_file()
     return run_kind(run) == "ifca" and (is_kept or (bool(state) and is_aggregated(run, round)))
 
@@ -480,7 +480,7 @@ def _trained_faults(record: AuditRecord, trained: Models) -> Iterator[str]:
 
 
 def _loaded_fault(record: AuditRecord, client: str, initial: Models) -> str:
-    """Whether what the client says it loaded is what the server sent."""
+    """Return whether what the client says it loaded is what the server sent."""
     loaded = record.loaded.get(client)
     if loaded is None or client not in initial:
         return "what it loaded was not recorded" if loaded is None else "nothing was sent to it"
@@ -503,7 +503,7 @@ def _difference(want: Mapping[str, Tensor], have: Mapping[str, Tensor], what: st
 def _names_fault(
     plan: AuditPlan, client: str, initial: Models, trained: Mapping[str, Tensor] | None, after: Models
 ) -> str:
-    """Whether names and shapes stayed, and the ranks are those of the plan."""
+    """Return whether names and shapes stayed, and the ranks are those of the plan."""
     if client not in initial:
         return "it has no model"
     fault = "" if trained is None else _difference(initial[client], trained, "what it trained")
@@ -530,7 +530,7 @@ def _number_fault(client: str, *models: Models) -> str:
 
 
 def _rule_of(run: Run, record: AuditRecord, plan: AuditPlan, before: Models, *, kind: str, state: Flat) -> Rule:
-    """What the weights of this round follow from."""
+    """Input of the weights of this round."""
     mixing = run.mixing
     predictions = Predictions(run, plan, before, state) if kind == KRIGING else None
     return Rule(
@@ -557,7 +557,7 @@ def _labels_of(state: Mapping[str, np.ndarray], plan: AuditPlan) -> Callable[[bo
 
 
 def _head_rows(plan: AuditPlan, state: Flat) -> Callable[[int, Sequence[int]], list[float]]:
-    """Of a client and its members, the row of its head by what these reported in the round."""
+    """Row of a client's head from the reports of its members in the round."""
     reports = read_reports(state)
 
     def row(k: int, members: Sequence[int]) -> list[float]:

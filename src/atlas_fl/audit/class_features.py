@@ -19,12 +19,12 @@ RIDGE = 1e-9
 """Share of the mean diagonal by which equally good weights are drawn to the shares of the examples."""
 
 TOLERANCE = 1e-5
-"""How far a value may be off, over the largest of its class."""
+"""Tolerance of a value over the largest of its class."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Report:
-    """What a client said of its training examples."""
+    """Report of a client about its training examples."""
 
     counts: np.ndarray
     means: np.ndarray
@@ -49,7 +49,7 @@ class Report:
 
 
 def read_reports(state: Mapping[str, Tensor]) -> dict[str, Report]:
-    """What each client reported, from a server state by path; without those whose three tensors are not there."""
+    """Reports by client, from a server state by path; without those whose three tensors are not there."""
     parts: dict[str, dict[str, np.ndarray]] = {}
     for path, tensor in state.items():
         entry, _, rest = path.partition("/")
@@ -66,7 +66,7 @@ def _is_report(arrays: Mapping[str, np.ndarray]) -> bool:
 
 
 def report_fault(plan: AuditPlan, record: AuditRecord, state: Mapping[str, Tensor]) -> str:
-    """What is wrong with the class features of a round; empty where nothing is."""
+    """Fault of the class features of a round; empty where there is none."""
     reports = read_reports(state)
     if set(reports) != record.accepted_clients:
         return f"there are class features of {sorted(reports)}, and {sorted(record.accepted_clients)} took part"

@@ -16,7 +16,7 @@ from atlas_fl.audit.server_state import latest_state
 from atlas_fl.params import HEAD
 
 TOLERANCE = 1e-5
-"""How far a value may be off, over the largest of its tensor."""
+"""Tolerance of a value over the largest of its tensor."""
 
 
 def check_corrections(run: Run, round: int, plan: AuditPlan, record: AuditRecord) -> Iterator[AuditRow]:

@@ -20,7 +20,7 @@ from atlas_fl.params import HEAD, LORA_A, LORA_B
 
 PARTS = ("residual", "newest")
 TOLERANCE = 1e-5
-"""How far a value of a dense update may be off, over the largest of what went in."""
+"""Tolerance of a value of a dense update over the largest input."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,7 +37,7 @@ class ExactStep:
     trained: Models
     """The same with the updates."""
     state: Mapping[str, Tensor]
-    """What the strategy remembered."""
+    """Server state before the round."""
 
     def next(self, k: int, key: str) -> tuple[np.ndarray, float] | None:
         """(the next value of this tensor of client k, the size of what went in); None where it has no server step."""
@@ -55,7 +55,7 @@ class ExactStep:
         return total, sum(share * float(np.linalg.norm(value)) for share, value in parts)
 
     def moments(self) -> dict[str, np.ndarray]:
-        """Nothing: a state of factors is compared as dense updates (`frozen_fault`)."""
+        """Empty: a state of factors is compared as dense updates (`frozen_fault`)."""
         return {}
 
     def frozen_fault(self, after: Mapping[str, Tensor], *, is_restored: bool) -> tuple[str, float]:
@@ -115,5 +115,5 @@ class ExactStep:
 
 
 def frozen_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What of this server state every client holds frozen, by parameter."""
+    """Part of this server state that every client holds frozen, by parameter."""
     return {path.removeprefix("residual/"): tensor for path, tensor in state.items() if path.startswith("residual/")}

@@ -25,7 +25,7 @@ class DynamicStep:
     trained: Models
     """The same with the updates."""
     state: Mapping[str, Tensor]
-    """What the strategy remembered."""
+    """Server state before the round."""
     _done: dict[tuple[str, tuple[int, ...]], tuple[np.ndarray, float]] = field(default_factory=dict)
 
     def next(self, k: int, key: str) -> tuple[np.ndarray, float] | None:
@@ -70,7 +70,7 @@ class DynamicStep:
         return f"changes/{self.plan.clients[k]}/{key}"
 
     def _sum(self, k: int, key: str) -> np.ndarray:
-        """What client k has changed this tensor by in all rounds; zeros where it took part in none."""
+        """Sum of client k's changes of this tensor over all rounds; zeros where it took part in none."""
         earlier = self.state.get(self._path(k, key))
         value = self._value(self.before, k, key)
         total = np.zeros_like(value) if earlier is None else np.asarray(earlier.double().numpy())

@@ -18,7 +18,7 @@ from atlas_fl.params import HEAD, LORA_B, PRIVATE
 
 HALVES = ("first", "second")
 RIDGE = 1e-9
-"""What the program has on top of the noise."""
+"""Ridge on top of the noise."""
 SHORTEST = 1e-6
 """Share of the longest below which a length is none."""
 SWEEPS, STILL = 100_000, 1e-14
@@ -98,7 +98,7 @@ class Predictions:
         return [others.get(one, 1.0 - sum(others.values())) for one in range(len(row))]
 
     def _is_averaged_over_all(self, key: str, keys: Sequence[str]) -> bool:
-        """Whether clusters are averaged, and the adapters of all who have reported differ by less than their noise."""
+        """Return whether clusters are averaged, and the adapters of all reports differ by less than their noise."""
         known = [one for one, name in enumerate(self._plan.clients) if name in self._reports]
         if robust_of(self._run).within == "all" or key.startswith(HEAD) or len(known) < 2:
             return False
@@ -109,7 +109,7 @@ class Predictions:
         return self._averaged[which]
 
     def _is_averaged(self, k: int, key: str, keys: Sequence[str]) -> bool:
-        """Whether clusters are averaged, and this client's differs by less than its noise and than clusters do."""
+        """Return whether clusters are averaged and this client's differs by less than its noise and than clusters do."""
         plan = self._plan
         known = [
             one
@@ -178,7 +178,7 @@ class Predictions:
 def _between_and_inside(
     groups: Sequence[Sequence[int]], means: Sequence[np.ndarray], change: Mapping[int, np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What clusters have in common with each other and with themselves, and the noise of one member of each."""
+    """Covariance of clusters with each other and with themselves, and the noise of one member of each."""
     known = np.array([[float(one @ other) for other in means] for one in means])
     noise = np.full(len(groups), np.nan)
     for c, group in enumerate(groups):

@@ -23,13 +23,13 @@ class JoinedClients:
     plan: AuditPlan
     """That their starts followed from; clients may have been clustered again before the round."""
     fresh: Models
-    """What they brought."""
+    """Models that they brought."""
     start: Models
-    """What they began with."""
+    """Models that they began with."""
 
 
 def read_joined(run: Run, round: int, plan: str, before: Models) -> JoinedClients | None:
-    """Those who are in the plan of this round and were not there before; None where there is nobody, or no word of it.
+    """Clients in the plan of this round that were not there before; None where there are none, or no record.
 
     Raises CheckpointError for a file that is missing or damaged.
     """
@@ -59,7 +59,7 @@ def check_joined(run: Run, round: int, joined: JoinedClients, server_models: Mod
 
 
 def _fault(plan: AuditPlan, client: str, fresh: Models, start: Models) -> str:
-    """Whether names, shapes and ranks are those that the client brought and the plan says, and all numbers finite."""
+    """Return whether names, shapes and ranks are those of client and plan, and all numbers finite."""
     fresh_params, initial = fresh.get(client, {}), start.get(client, {})
     if fresh_params.keys() != initial.keys() or any(
         fresh_params[key].shape != initial[key].shape for key in fresh_params
@@ -74,7 +74,7 @@ def _fault(plan: AuditPlan, client: str, fresh: Models, start: Models) -> str:
 
 
 def _frozen_fault(run: Run, server_models: Models, initial: Mapping[str, Tensor]) -> str:
-    """Whether what a mask freezes of the body is to the last bit what the others have there."""
+    """Return whether what a mask freezes of the body is to the last bit what the others have there."""
     if run.mask is None:
         return ""
     other = next(iter(server_models.values()))
@@ -116,7 +116,7 @@ def _recompute(run: Run, joined: JoinedClients, server_models: Models) -> Recomp
 
 
 def _compare(truth: Recomputed, client: str) -> tuple[str, float]:
-    """What is wrong with the value that this client began with, and the largest error."""
+    """Fault of the value that this client began with, and the largest error."""
     k = truth.round.plan.clients.index(client)
     comparisons = [one for key in truth.round.before[client] for one in truth.compare(k, key)]
     worst, finding = max(comparisons, key=lambda one: one[1].error)
@@ -127,7 +127,7 @@ def _compare(truth: Recomputed, client: str) -> tuple[str, float]:
 
 
 def is_reranked(run: Run, record: AuditRecord, round: int) -> bool:
-    """Whether the ranks were chosen again before this round: with `rerank`, whenever clients are clustered again."""
+    """Return whether ranks were chosen again before this round: with `rerank`, whenever clients are clustered."""
     every = run.config.get("clustering", {}).get("recluster_every", 0)
     due = bool(run.config.get("ranks", {}).get("rerank")) and every > 0 and (round - 1) % every == 0
     return due and record.plan == f"plan-{round:04d}.json"
@@ -166,7 +166,7 @@ def _rank_fault(
 def _distance(
     plan: AuditPlan, module: str, initial: Mapping[str, Tensor], resized: Mapping[str, Tensor], rank: int
 ) -> float:
-    """How far the new update is from the best approximation of the old one of this rank, over the old one's norm."""
+    """Distance of the new update from the best approximation of the old one of this rank, over the old one's norm."""
     before, after = _dense(plan, module, initial), _dense(plan, module, resized)
     size = float(np.linalg.norm(before)) or 1.0
     left, values, right = decompose(before)

@@ -39,7 +39,7 @@ def common_faults(
 
 
 def with_common_tensors(plan: AuditPlan, before: Models, trained: Models) -> Models:
-    """What everyone holds before the server's step: what was trained in common is so for those who took no part."""
+    """Models before the server's step, with tensors that were trained in common for those who took no part."""
     by_client = {client: dict(params) for client, params in before.items()}
     for k, client in enumerate(plan.clients):
         for key, owners in _in_common(plan, k, before[client]):
@@ -75,9 +75,9 @@ class Comparison:
     error: float
     """Distance from what it should be, over the size of what went in."""
     shift: float
-    """How far the recomputation moved it from what was trained, in the same measure."""
+    """Distance of the recomputation from the trained value, in the same measure."""
     still: bool
-    """Whether every one of its bits is what was trained."""
+    """True if every one of its bits is what was trained."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,21 +87,21 @@ class Round:
     plan: AuditPlan
     """The plan in force."""
     before: Models
-    """What everyone held when the server mixed."""
+    """Models of all clients before mixing."""
     after: Models
-    """What everyone started the next round with."""
+    """Models with which clients started the next round."""
     weights: Callable[[str], np.ndarray]
     """The (n, n) weights for a parameter's name."""
     space: str
     """`product` or `factors`."""
     share: Sequence[str]
-    """What was shared."""
+    """Shared parts."""
     align: str
-    """How factors of different ranks met."""
+    """Alignment of factors of different ranks."""
     reduce: Callable[[np.ndarray], np.ndarray] | None = None
-    """Of a rule that is no weighted sum, how the values of those in a row become one."""
+    """Reduction of the values of a row, for a rule that is no weighted sum."""
     server: Callable[[int, str], tuple[np.ndarray, float] | None] | None = None
-    """Of a rule that steps from the average: what client k gets at this tensor, in product space at an A of its module,
+    """Result of a rule that steps from the average at client k's tensor, in product space at an A of its module,
     and the size of what went in; None where it gets nothing."""
 
 
@@ -131,7 +131,7 @@ def _measure(expected: np.ndarray, got: np.ndarray, was: np.ndarray, *, size: fl
 
 
 def is_best(mixed: np.ndarray, got: np.ndarray, rank: int, *, size: float) -> bool:
-    """Whether `got` is some best approximation of that rank: what is left meets neither its rows nor its columns and
+    """True if `got` is some best approximation of that rank: what is left meets neither its rows nor its columns and
     holds no direction larger than the smallest that was kept.
     """
     left, values, right = decompose(got)
@@ -162,7 +162,7 @@ class Recomputed:
         return [(module, self.module(k, module))] if key.endswith(LORA_A) else []
 
     def _stays(self, k: int, key: str) -> bool:
-        """Whether the rule leaves this tensor of client k as it is."""
+        """Return whether the rule leaves this tensor of client k as it is."""
         if self.round.server is not None:
             return self.round.server(k, key) is None
         row = self.round.weights(key)[k]
@@ -233,7 +233,7 @@ class Recomputed:
         return mixed, float(sum(abs(weight) * norm for weight, norm in zip(weights, norms, strict=True)))
 
     def is_still(self, k: int, key: str) -> bool:
-        """Whether client k starts with the very bits that it held."""
+        """Return whether client k starts with the very bits that it held."""
         name = self.round.plan.clients[k]
         before, after = self.round.before[name][key], self.round.after[name][key]
         return before.shape == after.shape and bool((before == after).all())
@@ -264,7 +264,7 @@ class Recomputed:
 
 
 def is_mixed(key: str, share: Sequence[str]) -> bool:
-    """Whether a parameter leaves the client; what is neither adapter nor head goes with the adapters."""
+    """Return whether a parameter leaves the client; what is neither adapter nor head goes with the adapters."""
     if key.startswith(HEAD):
         return "head" in share
     if key == PRIVATE:

@@ -16,11 +16,11 @@ class AuditRow:
     check: str
     """`record`, `joined`, `loaded`, `names`, `bounded`, `server`, `mixed`, `moved` or `different`."""
     ok: bool
-    """Whether it held."""
+    """True if it held."""
     error: float | None = None
     """Largest relative error, where something was compared by value."""
     detail: str = ""
-    """What was found, where it did not hold."""
+    """Finding, where it did not hold."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +32,13 @@ class RoundSummary:
     round: int
     """The round; 0 for the whole run."""
     checks: int
-    """How many things were checked."""
+    """Number of checks."""
     failed: int
-    """How many did not hold."""
+    """Number of checks that failed."""
     worst_error: float | None
     """Largest relative error of the round."""
     first_failure: str
-    """What did not hold first; empty if everything held."""
+    """First failure; empty without one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +56,12 @@ class AuditReport:
 
     @property
     def ok(self) -> bool:
-        """Whether everything held."""
+        """True if everything held."""
         return all(row.ok for row in self.rows)
 
     @property
     def failures(self) -> tuple[AuditRow, ...]:
-        """What did not hold."""
+        """Rows that did not hold."""
         return tuple(row for row in self.rows if not row.ok)
 
     def rounds(self) -> tuple[RoundSummary, ...]:

@@ -54,7 +54,7 @@ def bound_weights(weights: Sequence[float], max_share: float) -> list[float]:
 
 
 def reducer(kind: str, robust: Robust) -> Callable[[np.ndarray], np.ndarray] | None:
-    """How the values of clients, (clients, ...), become one; None for a rule that is a weighted sum."""
+    """Reduction of the clients' values, (clients, ...), to one; None for a rule that is a weighted sum."""
     if kind == "median":
         return lambda stack: np.asarray(np.median(stack, axis=0))
     if kind == "trimmed mean":
@@ -133,7 +133,7 @@ def norms_of(models: Models, plan: AuditPlan, clients: Sequence[int]) -> list[fl
 def _columns(
     client_params: Sequence[Mapping[str, Any]], plan: AuditPlan, share: Sequence[str], key: str
 ) -> list[np.ndarray] | None:
-    """What is compared at this key for each client; None where that is nothing, or told at another key."""
+    """Compared value at this key for each client; None without one, or where another key has it."""
     values = [params[key].double().numpy() for params in client_params]
     is_a, is_b = key.endswith(LORA_A), key.endswith(LORA_B)
     if not is_a and not is_b:
@@ -186,7 +186,7 @@ RULES = {
     **dict.fromkeys(("classifier_collaboration", "fedpac"), "mean, heads by features"),
     **dict.fromkeys(("kriging", "atlas"), "kriging"),
 }
-"""What each strategy's name, and each older name for it, means."""
+"""Kind of rule by the name of a strategy."""
 
 ROBUST = ("median", "trimmed mean", "krum", "multi-krum", "geometric median")
 """Rules under which every client counts alike."""
@@ -222,7 +222,7 @@ WITHIN = (*ROBUST, *SERVER_OPTIMIZERS, "pfedgraph", KRIGING)
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What a round's weights follow from."""
+    """Input of a round's weights."""
 
     kind: str
     """One of the values of `RULES`."""
@@ -231,28 +231,28 @@ class Rule:
     eta: float
     """Step of the round."""
     by_layer: bool
-    """Whether eta is scaled by the importance of the layer."""
+    """True if eta is scaled by the importance of the layer."""
     present: tuple[bool, ...]
     """Whose update counts."""
     without_edges: tuple[str, ...] = ()
     """Who is nobody's neighbour."""
     robust: Robust = field(default_factory=Robust)
-    """What bounds weights, and what robust rules are made from."""
+    """Bounds on weights, and settings of robust rules."""
     recorded: Mapping[str, np.ndarray] | None = None
-    """Of a plug-in's method the matrices that the run has recorded, `adapters` and `head`."""
+    """Recorded matrices of a plug-in's method, `adapters` and `head`."""
     points: Callable[[Sequence[int], bool], np.ndarray] | None = None
-    """Of these clients, and of their heads or the rest: points as far apart as the models; None where nobody asks."""
+    """Points as far apart as the models of these clients, heads or the rest; None where nobody asks."""
     project: Callable[[int, Sequence[int], list[float], str], list[float]] | None = None
-    """Of a client, its members, their shares and a parameter: its row by directions; None where nobody asks."""
+    """Row by directions from a client, its members, their shares and a parameter; None where nobody asks."""
     norms: Callable[[Sequence[int]], list[float]] | None = None
-    """Of these clients: the norms of their updates; None where nobody asks."""
+    """Norms of these clients' updates; None where nobody asks."""
     combine: Callable[[int, Sequence[int]], list[float]] | None = None
-    """Of a client and its members: the row of its head by class features; None where nobody asks."""
+    """Row of a head by class features from a client and its members; None where nobody asks."""
     predict: Callable[[int, Sequence[int], str, list[float], list[float]], list[float] | None] | None = None
-    """Of a client, its members, a parameter and the rows of the members' average and its cluster's: its row by split
+    """Row from a client, its members, a parameter and the rows of the members' average and its cluster's: that by split
     halves, or none; None where nobody asks."""
     predict_cluster: Callable[[int, Mapping[int, Sequence[float]], str], list[float] | None] | None = None
-    """Of a client, the averages' rows of all who may weigh and a parameter: its row before it has reported, or none."""
+    """Row before a client has reported, from the averages' rows of all who may weigh and a parameter, or none."""
     clusters: Callable[[bool, int | None], list[int]] | None = None
     """For heads or a layer: the clusters that followed from updates; None where nobody asks."""
     attention: tuple[float, float] = (1.0, 1.0)
@@ -260,7 +260,7 @@ class Rule:
 
 
 def has_state(kind: str) -> bool:
-    """Whether rows of this kind follow from more than the federation and who took part."""
+    """Return whether rows of this kind follow from more than the federation and who took part."""
     return kind in SERVER_OPTIMIZERS or kind in (
         "pfedgraph",
         "mean by distance",
@@ -283,7 +283,7 @@ def run_kind(run: Run) -> str:
 
 
 def kind_of(strategy: str) -> str:
-    """What a strategy does; raises CheckpointError for one that no audit is written for."""
+    """Kind of a strategy; raises CheckpointError for one that no audit is written for."""
     if strategy not in RULES:
         raise CheckpointError(f"no audit is written for strategy {strategy!r}; there is one for {', '.join(RULES)}")
     return RULES[strategy]
@@ -294,7 +294,7 @@ def _may_meet(plan: AuditPlan, k: int, other: int, *, head: bool) -> bool:
 
 
 def _begins_in_cluster(plan: AuditPlan, k: int) -> bool:
-    """Whether most clients share a cluster with another, and this one does."""
+    """Return whether most clients share a cluster with another, and this one does."""
     labels = [label for label in plan.clusters if label >= 0]
     shared = [label for label in labels if labels.count(label) > 1]
     return 2 * len(shared) > len(plan.clusters) and plan.clusters[k] in shared

@@ -187,7 +187,7 @@ class AuditPlan:
     alpha: float | None
     """LoRA alpha; None is twice the rank."""
     rslora: bool
-    """Whether alpha is divided by the root of the rank."""
+    """True if alpha is divided by the root of the rank."""
     shared: tuple[int | None, ...] = ()
     """First block that a client shares with its cluster, that above its cut or 0; None for who shares none."""
 
@@ -204,7 +204,7 @@ class AuditPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class AuditRecord:
-    """What was written down about one round."""
+    """Record of one round."""
 
     participants: tuple[str, ...]
     """Who was asked to train."""
@@ -242,7 +242,7 @@ class Run:
     done: int
     """Rounds that are complete: of a finished run all that there should be, else those up to the newest checkpoint."""
     complete: bool = False
-    """Whether the run is finished."""
+    """True if the run is finished."""
     mask: Mapping[str, Tensor] | None = None
     """Which weights may move, where not all may."""
     plans: dict[str, AuditPlan] = field(default_factory=dict)
@@ -290,13 +290,13 @@ def _numbers(folder: Path, *, within: Path) -> list[int]:
 
 
 def is_aggregated(run: Run, round: int) -> bool:
-    """Whether the server's rule is due after this round: every `aggregate_every` rounds, and after the last shared."""
+    """Return whether the server aggregates after this round: every `aggregate_every` rounds, and after the last shared."""
     shared = run.config.get("training", {}).get("rounds") - run.mixing.personal_rounds
     return round <= shared and (round % run.mixing.aggregate_every == 0 or round == shared)
 
 
 def read_json(path: Path, *, within: Path) -> Any:
-    """What a JSON file of a run says; raises CheckpointError if it is missing or damaged."""
+    """Content of a run's JSON file; raises CheckpointError if it is missing or damaged."""
     try:
         return from_json(read_file(path, max_bytes=MOST_JSON_BYTES, within=within))
     except FileNotFoundError as error:

@@ -51,7 +51,7 @@ def check_sent_bytes(run: Run) -> Iterator[AuditRow]:
 
 
 def _is_partly_trained(run: Run) -> bool:
-    """Whether a part of what the run shares does not train, and all goes as whole tensors in every round."""
+    """Return whether a part of what the run shares does not train, and all goes as whole tensors in every round."""
     training, mixing = run.config.get("training", {}), run.mixing
     is_simple = run.mask is None and run.config.get("split", {}).get("split", "none") == "none"
     is_complete = run.rounds == tuple(range(1, len(run.rounds) + 1))
@@ -61,7 +61,7 @@ def _is_partly_trained(run: Run) -> bool:
 
 
 def _joiner_models(run: Run, round: int) -> Models:
-    """What clients began with that joined before this round."""
+    """Initial models of clients that joined before this round."""
     path = run.path / "audit" / f"joined-{round:04d}" / "start.safetensors"
     return models_in(path, within=run.path) if path.is_file() else {}
 

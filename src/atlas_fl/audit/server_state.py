@@ -36,7 +36,7 @@ Flat = Mapping[str, Tensor]
 
 FILE = "server.safetensors"
 RELATIVE, OF_LARGEST = 1e-4, 1e-6
-"""How far a moment may be off: as a share of itself, and of the largest of its tensor."""
+"""Tolerance of a moment: as a share of itself, and of the largest of its tensor."""
 FLOAT32 = 3e38
 """A state beyond this cannot be kept, and its round is undone."""
 
@@ -77,7 +77,7 @@ class Settings:
 
 
 def settings_of(run: Run, kind: str) -> Settings:
-    """Those of this rule, from config.toml and its defaults."""
+    """Settings of this rule, from config.toml and its defaults."""
     given: Mapping[str, Any] = run.config.get("server", {})
     lr, beta1 = SERVER_OPTIMIZERS[kind]
 
@@ -95,7 +95,7 @@ def settings_of(run: Run, kind: str) -> Settings:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Inputs:
-    """What a server step follows from."""
+    """Input of a server step."""
 
     plan: AuditPlan
     kind: str
@@ -110,7 +110,7 @@ class Inputs:
     trained: Models
     """The same with the updates."""
     state: Flat
-    """What the strategy remembered."""
+    """Server state before the round."""
 
 
 class OptimizerStep:
@@ -136,7 +136,7 @@ class OptimizerStep:
         return "-".join(parts) or "all", members
 
     def moves(self, k: int, key: str) -> bool:
-        """Whether client k has others in its cohort, and somebody of them took part."""
+        """Return whether client k has others in its cohort, and somebody of them took part."""
         _, members = self.cohort(k, head=key.startswith(HEAD))
         return len(members) > 1 and any(self.inputs.present[one] for one in members)
 
@@ -271,7 +271,7 @@ def flat_arrays(state: Flat) -> dict[str, np.ndarray]:
 
 
 def with_initial(run: Run, state: Flat, models: Models) -> dict[str, np.ndarray]:
-    """What the strategy is to remember once these clients begin with these models, as float64 arrays by path."""
+    """Expected state once these clients begin with these models, as float64 arrays by path."""
     arrays = flat_arrays(state)
     if run_kind(run) in ("pfedgraph", KRIGING):
         for client, params in models.items():
@@ -326,14 +326,14 @@ class Directions:
 
 
 def _is_compared(run: Run, plan: AuditPlan, one: str, key: str, *, by: str) -> bool:
-    """Whether the matrix of `key` follows from `one`, which in product space stands for its module at its A."""
+    """Return whether the matrix of `key` follows from `one`, which in product space stands for its module at its A."""
     if not is_mixed(one, run.mixing.share) or (run.mixing.space == "product" and one.endswith(LORA_B)):
         return False
     return by == "all" or shares_matrix(run, plan, one, key, by=by)
 
 
 def shares_matrix(run: Run, plan: AuditPlan, one: str, key: str, *, by: str) -> bool:
-    """Whether both are heads, or neither is and `--gram-by` gives them one matrix."""
+    """Return whether both are heads, or neither is and `--gram-by` gives them one matrix."""
     if one.startswith(HEAD) or key.startswith(HEAD):
         return one.startswith(HEAD) and key.startswith(HEAD)
     ends = [next((end for end in (LORA_A, LORA_B) if name.endswith(end)), "") for name in (one, key)]
@@ -343,7 +343,7 @@ def shares_matrix(run: Run, plan: AuditPlan, one: str, key: str, *, by: str) -> 
 
 
 def change_since_start(run: Run, plan: AuditPlan, client: str, key: str, models: Models, state: Flat) -> np.ndarray:
-    """How far this client's tensor is from what it began with, as a vector; without any values where it has none.
+    """Change of this client's tensor since the beginning, as a vector; empty where it has none.
 
     Where the state lacks what it began with, that counts as zero: the row of the state itself has failed then.
     """

@@ -22,7 +22,7 @@ from atlas_fl.params import HEAD, LORA_A, LORA_B
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RoundUpdates:
-    """What the clusters of a round follow from."""
+    """Input of the clusters of a round."""
 
     run: Run
     plan: AuditPlan
@@ -70,12 +70,12 @@ class RoundUpdates:
         return self.plan.layer_of.get(key.removesuffix(LORA_A).removesuffix(LORA_B))
 
     def is_in(self, layer: int, key: str) -> bool:
-        """Whether this parameter is in this layer."""
+        """Return whether this parameter is in this layer."""
         return self.layer(key) == layer
 
 
 def state_after_updates(kind: str, updates: RoundUpdates, state: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
-    """What a rule is to remember after this round, by path, from what it remembered; any other than these the same."""
+    """Expected state of a rule after this round, by path; of rules other than these the same as before."""
     arrays = {path: np.asarray(tensor.double().numpy()) for path, tensor in state.items()}
     if kind == "cfl":
         return _cut_in_two(updates, arrays)
@@ -84,7 +84,7 @@ def state_after_updates(kind: str, updates: RoundUpdates, state: Mapping[str, Te
 
 
 def state_after_choice(before: Mapping[str, np.ndarray], recorded: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What `ifca` is to remember: the losses as they were recorded, and by them the cluster of each client.
+    """Expected state of `ifca`: the recorded losses, and by them the cluster of each client.
 
     Who told no losses stays where it was. The clusters of round one are drawn, and taken as recorded.
     """
@@ -103,7 +103,7 @@ def state_after_choice(before: Mapping[str, np.ndarray], recorded: Mapping[str, 
 
 
 def begun_fault(plan: AuditPlan, k: int, before: Models, begun: Models, old: Sequence[int], new: Sequence[int]) -> str:
-    """Whether client k began with its cluster's model: that of a member, of one of its own task the head, too."""
+    """Return whether client k began with its cluster's model: that of a member, the head of one of its task."""
     client = plan.clients[k]
     if old[k] == new[k]:
         return "" if _same(before[client], begun[client]) else "it stayed in its cluster, and began with another model"

@@ -26,7 +26,7 @@ class ReportOptions:
     to: str | None = None
     """The page; by default report.html in the run's folder, or beside the first of several runs."""
     control: str | None = None
-    """Of several runs, the strategy that the others are compared with; fedavg_cluster, fedavg or local by default."""
+    """Strategy that the others are compared with, of several runs; fedavg_cluster, fedavg or local by default."""
     page_only: bool = False
     """Write the page and draw no figures."""
 
@@ -427,9 +427,9 @@ class VectorsOptions:
     runs: Annotated[tuple[str, ...], Positional("RUN ...")]
     """Folders of runs, or their names in --runs-dir."""
     base: str | None = None
-    """What is subtracted: a run, an alias, a hub name or a directory; the model that all runs began with by default."""
+    """Model that is subtracted: a run, an alias, a hub name or a directory; by default that of the runs."""
     merge: Literal["mean", "ties"] = "mean"
-    """How task vectors become one: their mean, or TIES (trim, elect signs, merge)."""
+    """Way in which task vectors become one: their mean, or TIES (trim, elect signs, merge)."""
     keep: float = 0.2
     """Share of each task vector that TIES keeps."""
     scales: str = "0,0.25,0.5,0.75,1"

@@ -147,7 +147,7 @@ def _evaluate_packed(jobs: Sequence[Job], site: Site) -> list[Update]:
 
 
 def counts_of(job: Job, labels: np.ndarray, outputs: Sequence[np.ndarray], site: Site) -> dict[str, list[int]]:
-    """Of test images, examples and hits by class, from the logits in the labels' order; of anything else nothing."""
+    """Examples and hits by class of test images, from the logits in the labels' order; empty for all else."""
     counted = job.options.split == "test" and site.data[job.client].task.images
     return by_class(labels, np.concatenate(outputs)) if counted else {}
 
@@ -161,7 +161,7 @@ def on_device(params: Params, site: Site) -> Params:
 
 
 def scored_outputs(logits: Tensor, labels: Tensor, task: Task) -> np.ndarray:
-    """What is kept of the logits of some examples until all are there: themselves, or of text what is judged."""
+    """Part of the logits that is kept until all are there: themselves, or of text what is judged."""
     return (_token_scores(logits, labels) if task.writes else logits).cpu().numpy()
 
 

@@ -28,7 +28,7 @@ from atlas_fl.split.codec import simulated_secret
 from atlas_fl.split.host_matching import GuestRequirement, HostCapacity, HostMatch
 
 Trainable: TypeAlias = Literal["lora", "full"]
-"""What a client trains: adapters and a head on the frozen model, or all weights."""
+"""Trained part: adapters and a head on the frozen model, or all weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class Site:
     first_adapted: int = 0
     """The lowest block that carries adapters."""
     prefix_cache: PrefixCache = field(default_factory=PrefixCache)
-    """What enters that block, of examples here."""
+    """Cached inputs of that block, of examples here."""
     bf16: bool = False
     fp16: bool = False
     """Like bf16, with losses scaled so that small gradients do not vanish."""
@@ -86,7 +86,7 @@ class Site:
 
     @property
     def vision(self) -> Vision:
-        """How the model sees images; only of a site whose tasks are of images."""
+        """Image side of the model; only of a site whose tasks are of images."""
         assert self.backbone.vision is not None, "a site of texts sees no images"
         return self.backbone.vision
 
@@ -117,7 +117,7 @@ class Job:
     cut: Cut | None = None
     """Where this client's model is cut for training and evaluation; None: it holds the whole model."""
     hosting: GuestRequirement | HostCapacity | None = None
-    """What it needs of a host, or has left as one; None: the server hosts everyone."""
+    """Needs of a guest, or capacity of a host; None: the server hosts everyone."""
     mask: Mask | None = None
     """Which weights may move; None for all."""
     sent: Trees = field(default_factory=dict)
@@ -150,7 +150,7 @@ class Update:
     loaded: str | None = None
     """SHA-256 of the tensors that the client really computed with at its start, when asked for."""
     keys: int = 0
-    """How many tensors those were."""
+    """Number of these tensors."""
     crossed: CutTraffic = field(default_factory=dict)
     """Bytes of all messages through the client's cut, by kind and direction."""
     hosted: HostMatch | None = None
@@ -158,7 +158,7 @@ class Update:
     travelled: bool = False
     """It came over a network, and so its model did, also in a round that mixes none."""
     classes: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Of scored test images, examples by class and how many of them were recognised (`data.metrics.by_class`)."""
+    """Examples by class of scored test images, and how many of them were recognised (`data.metrics.by_class`)."""
     reported: Trees = field(default_factory=dict)
     """Tensors for the server beside the model, by kind, where they were asked for: `control`, the mean gradient of the
     round's steps, float32; `class_features` and `halves` (`TrainOptions.report`)."""

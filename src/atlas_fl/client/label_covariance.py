@@ -1,4 +1,4 @@
-"""How a client's labels vary with the features of its texts: what is asked of them, beside what is read.
+"""Covariance of a client's labels with the features of its texts: tells tasks that read the same texts apart.
 
 A fingerprint of gradients says which texts a client has, and makes two tasks of two sources of one. The covariance
 

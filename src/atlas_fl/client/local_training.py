@@ -160,7 +160,7 @@ def example_loss(logits: Tensor, labels: Tensor, *, smoothing: float = 0.0) -> T
 
 
 def trained_names(names: Iterable[str], options: TrainOptions) -> list[str]:
-    """Those of the names whose tensors train in a cut model, sorted: the same ones in every round."""
+    """Names of tensors that train in a cut model, sorted: the same ones in every round."""
     return sorted(name for name in names if name != PRIVATE and options.trains(name, round=1))
 
 
@@ -259,12 +259,12 @@ class LocalTrainer:
 
     @property
     def model(self) -> Params:
-        """What this client computes with: its parameters, beside the shared model where they are those of a second."""
+        """Model that this client computes with: its parameters, or a second model combined with the shared one."""
         return self._second.combine(self.params, self._companion, self.gate) if self._companion else self.params
 
     @property
     def _frozen(self) -> Params:
-        """What the server has sent to stand beside the adapter without being trained."""
+        """Frozen companion of the adapter, as the server has sent it."""
         return self._companion if self.options.second_model == "frozen" else {}
 
     def dropout(self, done: int) -> Dropout:
@@ -273,7 +273,7 @@ class LocalTrainer:
         return Dropout(p=self.options.dropout, draws=self._draws, path=path, is_above=self._is_above)
 
     def objective(self, loss: Tensor, features: Tensor, labels: Tensor) -> Tensor:
-        """What is minimised besides the terms of the gradient chain: the loss, and the pull of these features.
+        """Objective without the terms of the gradient chain: the loss, and the pull of these features.
 
         They are those that enter the head.
         """
@@ -327,7 +327,7 @@ class LocalTrainer:
         return {"skipped": float(self.scale.skipped)} if self._tells_skipped else {}
 
     def update(self, seconds: float) -> Update:
-        """What goes back to the server."""
+        """Answer to the server."""
         loss = float(torch.stack(self.losses).double().mean()) if self.losses else math.nan
         return Update(
             client=self.job.client,
@@ -439,7 +439,7 @@ def whole_step(sets: Sequence[SharedAdapters]) -> Step:
 
 
 def _gradients(members: Sequence[LocalTrainer], done: int, site: Site) -> dict[LocalTrainer, int]:
-    """How many examples each member's loss is a mean over; its gradients lie in its leaves."""
+    """Number of examples that each member's loss is a mean over; its gradients lie in its leaves."""
     row = make_row([next(member.batches) for member in members], site)
     mask = dropout_masks([member.dropout(done) for member in members], device=site.backbone.device)
     lines = [member.line for member in members]

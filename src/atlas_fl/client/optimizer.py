@@ -66,7 +66,7 @@ def client_terms(options: TermOptions, leaves: Params, anchor: Params = MappingP
 
 
 LOSS_SCALE = 2.0**10
-"""What a client's loss is multiplied by under fp16, which ends at 65504 and has 6e-5 as its least normal number
+"""First scale of a client's loss under fp16, which ends at 65504 and has 6e-5 as its least normal number
 (Micikevicius et al. 2018). Less than is usual, because a round has few steps and each overflow costs one."""
 GROWTH_STEPS = 100
 """Steps without overflow after which the scale of a whole model's loss doubles: fewer than the 2,000 of torch, because
@@ -88,7 +88,7 @@ class OptimizerOptions(TermOptions, Protocol):
 
     @property
     def momentum(self) -> float:
-        """Of SGD."""
+        """Momentum setting of SGD."""
         ...
 
     @property

@@ -17,7 +17,7 @@ Schedule: TypeAlias = Literal["constant", "linear", "cosine", "step"]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """How a client trains. A run has `rounds * steps` steps; the schedule runs over all of them."""
+    """Options of local training. A run has `rounds * steps` steps; the schedule runs over all of them."""
 
     seed: int
     """The run's. A client with a secret draws nothing about its examples from it (`client.draws`)."""
@@ -32,9 +32,9 @@ class TrainOptions:
     clip: float = 1.0
     optimizer: OptimizerName = "adamw"
     momentum: float = 0.0
-    """Of SGD."""
+    """Momentum setting of SGD."""
     nesterov: bool = False
-    """Of SGD."""
+    """Momentum setting of SGD."""
     proximal_mu: float = 0.0
     """Weight of FedProx's term (`client.optimizer`); 0 for none."""
     dropout: float = 0.0
@@ -75,7 +75,7 @@ class TrainOptions:
     """Kind of what is reported beside the update (`methods.method.Method.report`)."""
 
     def trains(self, name: str, *, round: int) -> bool:
-        """Whether the parameter of this name trains in this round (from 1; 0 before round one).
+        """Return whether the parameter of this name trains in this round (from 1; 0 before round one).
 
         `B` is FFA-LoRA (Sun et al. 2024, arXiv:2403.12313), `alternate` RoLoRA (Chen et al. 2025, arXiv:2502.01755),
         `without_head` FedBABU (Oh et al. 2022, arXiv:2106.06042), `head` a linear probe.
@@ -92,7 +92,7 @@ class TrainOptions:
         return not (self.trained_parts == "B" and name.endswith(LORA_A))
 
     def moves(self, name: str, *, round: int, done: int, steps: int) -> bool:
-        """Whether a parameter that trains in this round moves in the step after `done` of its `steps`.
+        """Return whether a parameter that trains in this round moves in the step after `done` of its `steps`.
 
         With `head_then_rest` the head moves in the first half and the rest in the second: FedRep (Collins et al. 2021,
         arXiv:2102.07078), whose passes over the head come before those over the representation. With
@@ -106,11 +106,11 @@ class TrainOptions:
         return self.trained_parts != "head_then_rest" or name.startswith(HEAD) == is_first_half
 
     def is_personal(self, round: int) -> bool:
-        """Whether this round is one of the last, in which a client trains for itself alone."""
+        """Return whether this round is one of the last, in which a client trains for itself alone."""
         return self.personal_rounds > 0 and round > self.rounds - self.personal_rounds
 
     def has_control(self, round: int) -> bool:
-        """Whether a client hands back the mean gradient of this round."""
+        """Return whether a client hands back the mean gradient of this round."""
         return self.control_variates and not self.is_personal(round)
 
 
@@ -127,7 +127,7 @@ class EvaluateOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class FingerprintOptions:
-    """How a fingerprint is taken."""
+    """Options of a fingerprint."""
 
     kind: Literal["delta", "fisher", "gradient"]
     sketch_dim: int
@@ -160,7 +160,7 @@ class FingerprintOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ImportanceOptions:
-    """How layer importance is measured."""
+    """Options of layer importance."""
 
     kind: Literal["gradient", "rngwp"]
     train: TrainOptions
@@ -175,12 +175,12 @@ class ImportanceOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RidgeOptions:
-    """Nothing to choose: every training example counts once."""
+    """No options: every training example counts once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleOptions:
-    """How many of a client's first validation examples are looked at."""
+    """Number of a client's first validation examples that are looked at."""
 
     examples: int
 

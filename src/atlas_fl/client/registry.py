@@ -28,7 +28,7 @@ CLIENT_SIDE: Mapping[str, Callable[[Job, Site, ClientSide], Update]] = {
     "train": train_below,
     "evaluate": evaluate_below,
 }
-"""What a client does of an action on its side of the cut."""
+"""Client's side of an action of a cut client."""
 
 SERVER_SIDE: Mapping[str, Callable[[Job, Site], ServerHalf]] = {
     "fingerprint": fingerprint_half,

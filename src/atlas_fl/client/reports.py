@@ -26,7 +26,7 @@ from atlas_fl.storage.ledger import Direction, Kind
 
 @dataclass(frozen=True, kw_only=True)
 class PackReport:
-    """What the clients of these jobs measure; each by itself, so that the bits do not follow the packs."""
+    """Measurements of the clients of these jobs; each by itself, so that the bits do not follow the packs."""
 
     jobs: Sequence[Job]
     site: Site

@@ -78,7 +78,7 @@ OF_LAPLACIAN = frozenset({"--eta", "--eta-decay", "--laplacian", "--layer-weight
 
 
 def check_typed_settings(config: Config, flags: AbstractSet[str]) -> None:
-    """Nothing where none of the flags that a user typed says another value than the method; raises `ConfigError` else.
+    """Raise ConfigError where a flag that a user typed says another value than the method.
 
     A typed value that is the default can be told from one that nobody chose here alone.
     """
@@ -109,7 +109,7 @@ def check_typed_settings(config: Config, flags: AbstractSet[str]) -> None:
 
 
 def check_swept_setting(config: Config, name: str) -> None:
-    """Nothing where a sweep may give this setting the value that it has here; raises `ConfigError` else."""
+    """Raise ConfigError unless a sweep may give this setting the value that it has here."""
     check_typed_settings(config, {settings()[name].flag})
 
 
@@ -123,7 +123,7 @@ def without_method_settings(config: Config) -> Config:
 
 
 def check_equal_ranks(config: Config) -> None:
-    """Nothing where the ranks are as equal as the method needs; raises `ConfigError` else."""
+    """Raise ConfigError unless the ranks are as equal as the method needs."""
     name, ranks = config.mixing.strategy, config.ranks.ranks
     method = published_methods().get(name)
     if method is not None and method.equal_ranks and not ranks.isdecimal():

@@ -32,7 +32,7 @@ def last_improvement(scores: Mapping[int, float], *, min_delta: float = 0.0) -> 
 
 
 def should_stop(scores: Mapping[int, float], *, patience: int, min_delta: float = 0.0) -> bool:
-    """Whether the newest score is `patience` rounds or more behind the last better one; never with a patience of 0.
+    """True if the newest score is `patience` rounds or more behind the last better one; never with a patience of 0.
 
     >>> [should_stop({1: 0.5, 2: 0.25, 3: 0.5}, patience=rounds) for rounds in (0, 1, 2, 3)]
     [False, True, True, False]

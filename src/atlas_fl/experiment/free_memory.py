@@ -1,4 +1,4 @@
-"""How many runs fit into the machine's memory at once: what is free, and what a run of this comparison takes."""
+"""Number of runs that fit into the machine's memory at once: free memory over that of a run of this comparison."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ from atlas_fl.experiment.sweep import Point, run_state
 from atlas_fl.storage.jsonl import read_json
 
 TYPICAL_BYTES = 2 * 10**9
-"""What a process takes that makes several runs of a text preset with a dial (`benchmarks/RESULTS.md`); of others it is
+"""Memory of a process that makes several runs of a text preset with a dial (`benchmarks/RESULTS.md`); of others it is
 not known before the first has ended."""
 SPARE = 0.1
 """Share of the free memory that is left to others."""

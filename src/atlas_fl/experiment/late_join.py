@@ -165,10 +165,10 @@ def _add_client(
 
 @dataclass(frozen=True, kw_only=True)
 class _PlanAddition:
-    """What a newcomer adds to a plan beside its cluster and its edges."""
+    """Addition of a newcomer to a plan beside its cluster and its edges."""
 
     clients: tuple[ClientPlan, ...]
-    """Of all clients, the newcomer last."""
+    """Plans of all clients, the newcomer last."""
     importance: np.ndarray
     """(n, layers)."""
     initial_model: Params
@@ -230,7 +230,7 @@ def _join_full(
 
 
 def _inherits_head(newcomer: Newcomer, assembly: Assembly) -> bool:
-    """Whether it gets the head of the clients with its task from the rule."""
+    """Return whether it gets the head of the clients with its task from the rule."""
     config = assembly.config
     has_task_peers = any(client.task.name == newcomer.client.task.name for client in assembly.clients)
     return has_task_peers and strategy_of(config).communicates and "head" in config.mixing.share

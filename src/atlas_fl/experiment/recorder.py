@@ -170,7 +170,7 @@ class Recorder:
     plan_file: str = "plan.json"
     phase_seconds: dict[str, float] = field(default_factory=dict)
     saved_before: float = field(default_factory=lambda: REUSED_RESULTS.saved_seconds)
-    """What the results had taken that runs of this process reused before this one."""
+    """Seconds of results that runs of this process reused before this one."""
     earlier_reused: float = 0.0
     """`reused_seconds` of the sessions before this one."""
     """By phase, over all sessions."""
@@ -419,7 +419,7 @@ class Recorder:
 
     @property
     def reused_seconds(self) -> float:
-        """What the results had taken that this run reused from earlier runs of its process, over all its sessions."""
+        """Seconds of results that this run reused from earlier runs of its process, over all its sessions."""
         return self.earlier_reused + REUSED_RESULTS.saved_seconds - self.saved_before
 
     def _best_rounds(self, state: FederationState) -> tuple[int, ...]:

@@ -71,17 +71,17 @@ class RoundOutcome:
     """The end of a round: models, scores, and whether the run is over."""
 
     client_models: ByClient
-    """What every client starts the next round with."""
+    """Models with which clients start the next round."""
     kept_local: tuple[str, ...]
     """Clients that keep their own model."""
     scores: Scores
-    """Of these models; empty in a round without evaluation."""
+    """Scores of these models; empty in a round without evaluation."""
     evaluations: tuple[Update, ...]
     """Every answer to an evaluation."""
     final: bool
-    """Whether the run is over."""
+    """True if the run is over."""
     stopped: bool = False
-    """Whether it is over before its last round."""
+    """True if it is over before its last round."""
 
 
 def finish_round(
@@ -249,7 +249,7 @@ def select_models(
 
 
 def _is_lower(loss: float, other: float) -> bool:
-    """Whether a loss is below another one; any number is below NaN and infinity."""
+    """Return whether a loss is below another one; any number is below NaN and infinity."""
     return isfinite(loss) and not loss >= other
 
 
@@ -275,7 +275,7 @@ class ReceivedUpdates:
     """The updates of a round after screening."""
 
     updates: dict[str, Update]
-    """Those that are mixed."""
+    """Updates that are mixed."""
     refused: dict[str, str]
     """Why each other one was refused, by client."""
     clipped: dict[str, str]
@@ -359,7 +359,7 @@ def round_participants(config: Config, names: Sequence[str], *, round: int) -> t
 
 
 def round_start(assembly: Assembly, state: FederationState) -> RoundStart:
-    """What a method sees as the round after this state begins."""
+    """Federation as the round after this state begins."""
     config, number = assembly.config, state.round + 1
     return RoundStart(
         round=number,
@@ -375,7 +375,7 @@ def round_start(assembly: Assembly, state: FederationState) -> RoundStart:
 
 
 def is_aggregation_round(config: Config, round: int) -> bool:
-    """Whether the server aggregates after this round; after every round with a rule that sends nothing."""
+    """Return whether the server aggregates after this round; after every round with a rule that sends nothing."""
     last = last_aggregation(config)
     is_due = round == last or (round < last and round % config.mixing.aggregate_every == 0)
     return is_due or not strategy_of(config).communicates
@@ -471,7 +471,7 @@ def one_round(
 def _beside_cuts(
     assembly: Assembly, planned: PlanResult, updates: Sequence[Update], outcome: RoundOutcome
 ) -> dict[str, Any]:
-    """What a round's record says of the halves of cut models on the server or on a host."""
+    """Fields of a round's record about the halves of cut models on the server or on a host."""
     evaluations = outcome.evaluations
     return {
         "cut_traffic": sum_cut_traffic(updates),
@@ -499,15 +499,15 @@ class ServerStep:
     server_models: ByClient
     """The model of every client as of the last aggregation."""
     client_models: ByClient
-    """What every client goes on with."""
+    """Models that clients go on with."""
     discarded: Mapping[str, float]
     """By client, the share of its mixed update's squared norm that its ranks could not hold."""
     anchors: ByClient = field(default_factory=dict)
-    """What clients are pulled to that keep models of their own."""
+    """Anchors of clients that keep models of their own."""
     restored: Mapping[str, str] = field(default_factory=dict)
     """By client whose mixed model was unusable, the reason why it keeps its initial one."""
     sharing: tuple[MeasuredSharing, ...] = ()
-    """How much each client keeps of its own, in a round that measured it."""
+    """Share of its own that each client keeps, in a round that measured it."""
     rows: Mapping[str, np.ndarray] = field(default_factory=dict)
     """The mixing matrices of a method that is a plug-in's."""
 
@@ -559,7 +559,7 @@ def _train_own_models(
 
 
 def _frozen_messages(method: Method, before: ServerState, after: ServerState) -> FrozenMessages:
-    """What a round between these server states sends of a part that everyone holds frozen."""
+    """Messages of a round between these server states about a part that everyone holds frozen."""
     if not method.holds_frozen:
         return NO_FROZEN
     return FrozenMessages(
@@ -626,7 +626,7 @@ def _has_reference(method: Method) -> bool:
 def _measured(
     method: Method, federation: Federation, state: FederationState, server_state: ServerState, present: ByClient
 ) -> tuple[MeasuredSharing, ...]:
-    """What the reports have shown of a round that follows this state and ends with the server state."""
+    """Findings of the reports of a round that follows this state and ends with the server state."""
     models = RoundModels(before=state.server_models, after=state.server_models, server_state=server_state)
     there = [client in present for client in federation.clients]
     matrices = method.matrices(federation, there, round=state.round + 1, models=models)
@@ -639,7 +639,7 @@ def _warnings(config: Config, federation: Federation) -> list[str]:
 
 
 def _diversity(assembly: Assembly, planned: PlanResult, before: ByClient, outcome: RoundOutcome) -> Diversity | None:
-    """How the server's step changed the distances between clients; None without evaluation or finite figures."""
+    """Change of the distances between clients by the server's step; None without evaluation or finite figures."""
     # distances between all pairs of a hundred whole models would cost more than the round, and where factors are at
     # the clients alone nobody has the updates of all; a gate has another update for every token
     is_stacked = assembly.config.mixing.second_gate != "none" or strategy_of(assembly.config).holds_frozen

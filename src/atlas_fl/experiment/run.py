@@ -66,7 +66,7 @@ class RunResult:
     rounds: int
     """Rounds that are complete."""
     complete: bool
-    """Whether these are all; else `resume_run` continues it."""
+    """True if these are all; else `resume_run` continues it."""
     summary: dict[str, Any]
     """The content of `summary.json`; of the rounds so far while the run is not complete."""
 

@@ -63,7 +63,7 @@ NEXT_ROUND = frozenset({"momentum", "gate", "control"})
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenMessages:
-    """What of a part that everyone holds frozen a round sends, by who gets it.
+    """Messages of a round about a part that everyone holds frozen, by receiver.
 
     Who takes part in every round is sent what each round adds. Who has missed some is sent the whole, with its model.
     """
@@ -71,7 +71,7 @@ class FrozenMessages:
     before: Params = field(default_factory=dict)
     """The whole as the round began, for those who had missed some."""
     newest: Params = field(default_factory=dict)
-    """What the round added, for those who took part."""
+    """Addition of the round, for those who took part."""
     after: Params = field(default_factory=dict)
     """The whole as the round ended, for those who had missed some and took no part."""
     begins_again: bool = False
@@ -79,7 +79,7 @@ class FrozenMessages:
 
 
 NO_FROZEN = FrozenMessages()
-"""Those of a method without a frozen part."""
+"""Messages of a method without a frozen part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,12 +89,12 @@ class RoundRecord:
     round: int
     sampled: tuple[str, ...]
     updates: Mapping[str, Update]
-    """Of those who trained and were not refused."""
+    """Updates of clients that trained and were not refused."""
     refused: Mapping[str, str]
     initial_models: ByClient
-    """What every client started this round with."""
+    """Models with which clients started this round."""
     client_models: ByClient
-    """What every client starts the next round with."""
+    """Models with which clients start the next round."""
     scores: Mapping[Split, Mapping[str, Update]]
     eta: float
     kept_local: tuple[str, ...]
@@ -103,13 +103,13 @@ class RoundRecord:
     """Clients that had not received their newest model when the round began."""
     communicates: bool
     aggregated: bool
-    """Whether updates were sent and mixed, or everyone goes on with its own model."""
+    """True if updates were sent and mixed, or everyone goes on with its own model."""
     final: bool
-    """Whether the run is over."""
+    """True if the run is over."""
     stopped: bool = False
-    """Whether early stopping ended it before its last round."""
+    """True if early stopping ended it before its last round."""
     diversity: Diversity | None = None
-    """How the server's step changed the distances between clients, in a round with evaluation."""
+    """Change of the distances between clients by the server's step, in a round with evaluation."""
     discarded: Mapping[str, float] = field(default_factory=dict)
     """By client, the share of its mixed update's squared norm that its ranks could not hold."""
     cut_traffic: Mapping[str, CutTraffic] = field(default_factory=dict)
@@ -131,15 +131,15 @@ class RoundRecord:
     unmoved: Mapping[str, str] = field(default_factory=dict)
     """By client none of whose parameters moved beyond rounding, the likely reasons."""
     anchors: ByClient = field(default_factory=dict)
-    """What the clients are pulled to from here on, with `--personal-models` after an aggregation."""
+    """Anchors of the clients from here on, with `--personal-models` after an aggregation."""
     sharing: Sequence[MeasuredSharing] = ()
-    """How much each client keeps of its own, in a round that measured it (`methods.kriging`)."""
+    """Share of its own that each client keeps, in a round that measured it (`methods.kriging`)."""
     sent: TreesByClient = field(default_factory=dict)
     """The tensors that went to clients beside their models, by kind and client."""
     state_changed: bool = False
-    """Whether the server state changed in the round."""
+    """True if the server state changed in the round."""
     frozen: FrozenMessages = NO_FROZEN
-    """What was sent of the part that everyone holds frozen."""
+    """Messages about the part that everyone holds frozen."""
     rows: Mapping[str, np.ndarray] = field(default_factory=dict)
     """The mixing matrices of a method that is a plug-in's, `adapters` and `head`, for the audit."""
     unsent: frozenset[str] = frozenset()
@@ -255,11 +255,11 @@ class RoundRecord:
         return [row for rows in messages for row in rows]
 
     def _sent_part(self, params: Params) -> Params:
-        """What of a model is sent to or from who held its client's model when the round began."""
+        """Part of a model that is sent to or from who held its client's model when the round began."""
         return {key: tensor for key, tensor in params.items() if key not in self.unsent}
 
     def _without_drawn(self, params: Params) -> Params:
-        """What of a model goes down: no adapters that everybody draws alike."""
+        """Part of a model that goes down: no adapters that everybody draws alike."""
         if not self.frozen.begins_again:
             return params
         return {key: tensor for key, tensor in params.items() if not key.endswith((LORA_A, LORA_B))}
@@ -331,7 +331,7 @@ class FederationState:
     server_state: ServerState = field(default_factory=dict)
     """The state of the strategy besides the models."""
     client_models: ByClient
-    """What every client starts the next round with: the only road from server to client."""
+    """Models with which clients start the next round: the only road from server to client."""
     outdated: frozenset[str] = frozenset()
     """Clients that have not received their newest model yet."""
     validation_scores: Mapping[str, float] = field(default_factory=dict)
@@ -339,7 +339,7 @@ class FederationState:
     history: Mapping[int, float] = field(default_factory=dict)
     """The mean validation score of every evaluated round, over the clients that answered."""
     is_over: bool = False
-    """Whether the run has ended, with its last round or before it."""
+    """True if the run has ended, with its last round or before it."""
     by_client: TreesByClient = field(default_factory=dict)
     """Tensors that outlive a round, by kind and client: `momentum` of its optimizer, its `second` model and the `gate`
     between that and the shared one, which never leave it, and `control`, the mean gradient of its last round."""
@@ -415,6 +415,6 @@ class JoinResult:
     newcomer_models: ByClient
     """The newcomers' models after the warm-up, at their ranks, before the first aggregation."""
     communicates: bool
-    """Whether the strategy sends models at all."""
+    """True if the strategy sends models at all."""
     state_changed: bool
-    """Whether the server state changed with them."""
+    """True if the server state changed with them."""

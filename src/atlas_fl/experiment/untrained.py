@@ -1,4 +1,4 @@
-"""What does not change in a round: parts that nobody trains, and clients of whose training nothing is left.
+"""Parts that do not change in a round: those that nobody trains, and models of clients whose training moved nothing.
 
 A part that nobody trains, such as one factor of RoLoRA, is kept to the bit by the average, and nobody sends it. A
 client none of whose parameters moved beyond rounding is named in a note and in a row of `metrics.jsonl`.

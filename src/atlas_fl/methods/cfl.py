@@ -63,7 +63,7 @@ def bipartition(similarities: Float64[np.ndarray, "n n"]) -> Bool[np.ndarray, " 
 
 
 def pull_apart(gram: Float64[np.ndarray, "n n"], shares: Float64[np.ndarray, " n"], *, ratio: float) -> bool:
-    """Whether the average of updates with these inner products is shorter than this share of the longest of them."""
+    """Return whether the average of updates with these inner products is shorter than this share of the longest."""
     longest = float(np.sqrt(max(float(np.diag(gram).max()), 0.0)))
     return float(np.sqrt(max(float(shares @ gram @ shares), 0.0))) < ratio * longest
 

@@ -40,9 +40,9 @@ FEATURES = "class_features"
 """The entry of the server state: what the clients of the last aggregation reported, by client."""
 
 COUNTS, MEANS, VARIANCES = "counts", "means", "variances"
-"""Of a report: n_k^c, (classes,) int64; mu_k^c, (classes, width), and E || h(x) - mu_k^c ||^2, (classes,), float32."""
+"""Tensors of a report: n_k^c, (classes,) int64; mu_k^c, (classes, width), and E || h(x) - mu_k^c ||^2, (classes,)."""
 CENTROIDS, SEEN = "means", "seen"
-"""Of what is sent: c, (classes, width) float32, and which classes have one, (classes,) bool."""
+"""Tensors that are sent: c, (classes, width) float32, and which classes have one, (classes,) bool."""
 LARGEST_FEATURE = 1e6
 """Largest feature that the head reads: it has passed a layer norm, and is of the order of one."""
 
@@ -194,7 +194,7 @@ class ClassifierCollaboration(Method):
 
 
 def reports_of(state: ServerState) -> dict[str, Params]:
-    """What each client of the last aggregation reported; empty before the first."""
+    """Reports of the clients of the last aggregation; empty before the first."""
     return params_by_client(state, FEATURES)
 
 
@@ -221,7 +221,7 @@ def feature_width(params: Params) -> int:
 
 
 def summarize(features: Tensor, labels: np.ndarray, *, num_labels: int) -> Params:
-    """What is reported of these features, (examples, width), with their classes, (examples,) int64."""
+    """Report of these features, (examples, width), with their classes, (examples,) int64."""
     classes = torch.from_numpy(np.asarray(labels, np.int64))
     counts = torch.bincount(classes, minlength=num_labels)
     divisor = counts.clamp(min=1)[:, None].double()

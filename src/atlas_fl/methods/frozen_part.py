@@ -56,7 +56,7 @@ class WithFrozenPart(FedAvg):
         super().__init__(replace(options or StrategyOptions(), space="factors", within="all"))
 
     def new_factors(self, a: list[Tensor], b: list[Tensor], weights: list[float]) -> Factors:
-        """What clients with these factors and weights add to one module."""
+        """Addition of clients with these factors and weights to one module."""
         raise NotImplementedError
 
     def send(self, round: RoundStart) -> TreesByClient:
@@ -73,7 +73,7 @@ class WithFrozenPart(FedAvg):
         return {name: companion.combine(params, frozen, {}) for name, params in round.client_models.items()}
 
     def extra_bytes(self, shared: Params, *, participants: int, classes: int) -> tuple[int, int]:
-        """What a round adds to the frozen part, of clients with this client's ranks."""
+        """Addition of a round to the frozen part, of clients with this client's ranks."""
         del classes
         adapters = {key: tensor for key, tensor in shared.items() if key.endswith((LORA_A, LORA_B))}
         if self.begins_again:  # in the place of adapters
@@ -107,7 +107,7 @@ class WithFrozenPart(FedAvg):
         return replace(done, server_state={RESIDUAL: whole, NEWEST: newest})
 
     def _of_module(self, module: str, updates: ByClient, cohort: Cohort, federation: Federation) -> Factors:
-        """What the round of these updates adds to one module; clients that carry no adapter there add nothing."""
+        """Addition of these updates to one module; clients that carry no adapter there add nothing."""
         weights = {federation.clients[k]: weight for k, weight in cohort.weights.items()}
         clients = [client for client in weights if len(updates[client][module + LORA_A])]
         if not clients:
@@ -119,7 +119,7 @@ class WithFrozenPart(FedAvg):
 
     @staticmethod
     def frozen_part(server_state: ServerState) -> Params:
-        """What everyone holds frozen, an adapter with A (R, d_in) and B (d_out, R), float32; empty before round one."""
+        """Frozen part, an adapter with A (R, d_in) and B (d_out, R), float32; empty before round one."""
         return tensors(subtree(server_state, RESIDUAL))
 
     @staticmethod

@@ -198,7 +198,7 @@ def measure_clusters(
 
 
 def shares_cluster(clusters: np.ndarray) -> np.ndarray:
-    """Of each client, (n,) bool: whether its cluster is what is shared before it is measured.
+    """Clients, (n,) bool, whose cluster is what is shared before they are measured.
 
     Of a federation in which most clients share a cluster with nobody the clusters say nothing: then nobody is.
     """
@@ -208,13 +208,13 @@ def shares_cluster(clusters: np.ndarray) -> np.ndarray:
 
 
 def alike_over_all(gram: Float64[np.ndarray, "n2 n2"], group: ParameterGroup, options: StrategyOptions) -> bool:
-    """Whether those whose halves these are get one average: of adapters that differ by less than their noise."""
+    """Return whether those whose halves these are get one average: of adapters that differ by less than their noise."""
     ratio = variance_over_noise(gram)
     return options.within == CLUSTERS and not group.is_head and ratio is not None and ratio < 1
 
 
 def alike_in_cluster(gram: Float64[np.ndarray, "n2 n2"], clusters: np.ndarray) -> np.ndarray:
-    """Of each client, (n,) bool: whether it is in a cluster whose measured members differ by less than their noise.
+    """Clients, (n,) bool, in a cluster whose measured members differ by less than their noise.
 
     Where there are others, the members must also differ by less than the clusters do: a cluster that explains no
     variance is none.
@@ -237,7 +237,7 @@ def _ratios_in_clusters(gram: Float64[np.ndarray, "n2 n2"], clusters: np.ndarray
 
 
 def _by_cluster(gram: Float64[np.ndarray, "n2 n2"], clusters: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Of each cluster the places of its clients, and the inner products of their halves."""
+    """Places of the clients of each cluster, and the inner products of their halves."""
     for label in sorted(set(clusters[clusters >= 0].tolist())):
         members = np.flatnonzero(clusters == label)
         yield members, _of_members(gram, members)
@@ -273,7 +273,7 @@ def predict_clusters(
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredSharing:
-    """How much of its own a client keeps of a group of parameters, and why."""
+    """Share of its own that a client keeps of a group of parameters, and why."""
 
     client: str
     parameters: str
@@ -387,7 +387,7 @@ class Kriging(FromStart):
     def measured(
         self, before: ServerState, after: ServerState, federation: Federation, matrices: Matrices
     ) -> tuple[MeasuredSharing, ...]:
-        """How much each client keeps of its own; nothing in a round that measured nobody."""
+        """Share of its own that each client keeps; empty in a round that measured nobody."""
         if len(subtree(after, HALVES)) == len(subtree(before, HALVES)):
             return ()
         return measured_sharing(after, federation, matrices, self.options)
@@ -410,7 +410,7 @@ def first_measured_round(options: StrategyOptions) -> int:
 
 
 def join_halves(first: Params, second: Params) -> Params:
-    """What is reported of two trained halves, each tensor under the name of its half."""
+    """Report of two trained halves, each tensor under the name of its half."""
     named = (("first/", first), ("second/", second))
     return {f"{half}{key}": tensor for half, params in named for key, tensor in params.items()}
 
@@ -486,6 +486,6 @@ def variance_between(gram: Float64[np.ndarray, "n2 n2"]) -> float:
 
 
 def _half(report: Params, half: str) -> Params:
-    """What a client has reported of one half, by parameter."""
+    """Report of one half, by parameter."""
     start = f"{half}/"
     return {key.removeprefix(start): tensor for key, tensor in report.items() if key.startswith(start)}

@@ -44,7 +44,7 @@ def check_method(method: type[Method], options: StrategyOptions | None = None) -
 
 
 ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What code of a method may raise by mistake."""
+"""Errors that code of a method may raise by mistake."""
 
 
 def _where(error: BaseException) -> str:
@@ -137,7 +137,7 @@ def _some(trial: Trial) -> dict[str, Params]:
 
 
 def _dense(params: Params) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a model computes with: B A of every module, and the head."""
+    """Dense parts of a model: B A of every module, and the head."""
     for key, tensor in params.items():
         if key.endswith(".lora_A"):
             module = key.removesuffix(".lora_A")

@@ -59,11 +59,11 @@ class RoundStart:
     client_models: ByClient
     """The models that all clients hold."""
     server_models: ByClient
-    """Those of the last aggregation."""
+    """Models of the last aggregation."""
     server_state: ServerState
     """State of the method."""
     by_client: TreesByClient = field(default_factory=dict)
-    """What clients have reported or kept in earlier rounds, by kind and client."""
+    """Tensors that clients have reported or kept in earlier rounds, by kind and client."""
     is_personal: bool = False
     """Every client trains for itself: the last aggregation is past."""
     aggregates: bool = True
@@ -80,11 +80,11 @@ class Choice:
 
     server_state: ServerState
     client_models: ByClient = field(default_factory=dict)
-    """Of the clients whose model changes."""
+    """Models of the clients whose model changes."""
     sent: Mapping[str, Sequence[Params]] = field(default_factory=dict)
     """The candidates that each client was sent."""
     losses: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
-    """What each client answered."""
+    """Losses that each client answered."""
     moved: Mapping[str, int] = field(default_factory=dict)
     """The new group of each client that left its own."""
 
@@ -102,7 +102,7 @@ class OwnTraining:
 
 
 class Report(Protocol):
-    """What clients measure for a report beside their training, all that are asked together."""
+    """Measurements of the clients that are asked for a report, all together."""
 
     @property
     def clients(self) -> tuple[str, ...]:
@@ -138,7 +138,7 @@ class ReportTensor:
 
 @dataclass(frozen=True)
 class Part:
-    """What travels and stays beside the models of a run; nothing by default."""
+    """Tensors that travel and stay beside the models of a run; none by default."""
 
     options: StrategyOptions = field(default_factory=StrategyOptions)
 
@@ -168,7 +168,7 @@ class Part:
         return 0, 0
 
     def predict(self, round: RoundStart) -> ByClient:
-        """What clients predict with where it is not their model; `round` is the state that they do it in."""
+        """Models that clients predict with where these are not their own; `round` is the state that they do it in."""
         del round
         return {}
 
@@ -195,11 +195,11 @@ class Method(Part):
     matrix: ClassVar[str] = "its own"
     """The mixing matrix in words."""
     needs: ClassVar[str] = ""
-    """What it needs of a federation, in words."""
+    """Needs of a federation, in words."""
     relative_bytes: ClassVar[str] = "1"
     """Bytes of a round relative to FedAvg; 1+ with a report on top, n clients, k groups."""
     extra_passes: ClassVar[str] = ""
-    """What clients compute beside training, in words."""
+    """Computations of clients beside training, in words."""
     communicates: ClassVar[bool] = True
     """Anything leaves the clients."""
     takes_newcomers: ClassVar[bool] = True
@@ -209,7 +209,7 @@ class Method(Part):
     has_eta: ClassVar[bool] = False
     """Its step has a size."""
     is_average: ClassVar[bool] = False
-    """What is equal at all clients stays what it is, but for rounding."""
+    """Tensors that are equal at all clients stay what they are, but for rounding."""
     across_machines: ClassVar[str] = ""
     """Why it works in simulations alone; empty where it works across machines."""
     holds_frozen: ClassVar[bool] = False
@@ -219,15 +219,15 @@ class Method(Part):
     needs_classes: ClassVar[bool] = False
     """It reads features by class: tasks are classifications of texts."""
     head_is_last_layer: ClassVar[bool] = False
-    """What trains first under `--trained-parts head_then_rest` is the last layer of the head alone."""
+    """The last layer of the head alone trains first under `--trained-parts head_then_rest`."""
     report: ClassVar[str] = "none"
     """The kind of what it asks clients for beside their updates."""
     asks_once: ClassVar[bool] = False
     """A client reports once, and from then on it is known."""
     report_words: ClassVar[str] = "with each update a report"
-    """What leaves a client as a report, in words."""
+    """Report that leaves a client, in words."""
     models_in_report: ClassVar[int] = 0
-    """How many tensors of the size of the model a report has for each of the model's."""
+    """Number of models that a report is as large as."""
 
     def __post_init__(self) -> None:
         check_options(self.options)
@@ -249,7 +249,7 @@ class Method(Part):
 
     @property
     def reduce(self) -> Reduce | None:
-        """How the values of clients become one, where the rows only say who is aggregated with whom."""
+        """Reduction of the clients' values to one, where the rows only say who is aggregated with whom."""
         return None
 
     # what the server makes of updates
@@ -268,7 +268,7 @@ class Method(Part):
         """Raise ConfigError where it cannot aggregate models of these ranks and layers."""
 
     def warnings(self, federation: Federation) -> tuple[str, ...]:
-        """What a user should know before a run with these clients."""
+        """Warnings before a run with these clients."""
         del federation
         return ()
 
@@ -378,7 +378,7 @@ class Method(Part):
 
     @classmethod
     def report_fault(cls, report: Params, *, counts: Sequence[int]) -> str:
-        """What is wrong with the values of a report of a client with these training examples by class; else empty."""
+        """Fault of the values of a report of a client with these training examples by class; empty without one."""
         del report, counts
         return ""
 
@@ -424,13 +424,13 @@ class Method(Part):
 
     @staticmethod
     def frozen_part(server_state: ServerState) -> Params:
-        """What everyone holds frozen beside its adapter."""
+        """Part that everyone holds frozen beside its adapter."""
         del server_state
         return {}
 
     @staticmethod
     def newest_part(server_state: ServerState) -> Params:
-        """What the newest round has added to it."""
+        """Addition of the newest round to it."""
         del server_state
         return {}
 
@@ -440,11 +440,11 @@ class PublishedMethod:
     """A method of the literature that is a rule with settings."""
 
     summary: str
-    """What it does, and its paper."""
+    """Effect and paper."""
     rule: str
     """The name of the method that aggregates."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """What makes it this method: settings by name, which no other value may contradict."""
+    """Settings by name that make it this method, which no other value may contradict."""
     suggested: Mapping[str, Any] = field(default_factory=dict)
     """Values of its own knobs, in the place of the defaults that switch it off."""
     equal_ranks: bool = False

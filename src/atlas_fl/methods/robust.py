@@ -44,7 +44,7 @@ def coordinate_median(stack: Tensor) -> Tensor:
 
 
 def num_trimmed(n: int, trim: float) -> int:
-    """How many of n values are left out at each end: the share, rounded up, and never all but one or two."""
+    """Number of n values that are left out at each end: the share, rounded up, and never all but one or two."""
     return min(ceil(trim * n - 1e-9), (n - 1) // 2)
 
 
@@ -113,7 +113,7 @@ class Robust(Method):
         return self.options.within == CLUSTERS
 
     def withstands(self, n: int) -> int:
-        """How many hostile clients of n it withstands."""
+        """Number of hostile clients of n that it withstands."""
         return (n - 1) // 2
 
     def rule(self, step: MixingContext) -> np.ndarray:

@@ -35,7 +35,7 @@ class SecondModel(Part):
     # at the client
 
     def combine(self, own: Params, shared: Params, gate: Params) -> Params:
-        """What a client computes with: its second model and the shared one together; gradients reach the second.
+        """Model that a client computes with: its second model and the shared one together; gradients reach the second.
 
         With a `gate` (`initial_gate`) what is stacked is weighed by the input, and the gate is among the tensors.
         """
@@ -80,7 +80,7 @@ class SecondModel(Part):
         return self.together(round, own=round.of("second"), shared=round.client_models)
 
     def together(self, round: RoundStart, *, own: ByClient, shared: ByClient) -> ByClient:
-        """What each client predicts with that has a model of its own, with its newest gate."""
+        """Models that clients with one of their own predict with, with the newest gate."""
         gate = gates(round, own, self.options.second_gate)
         return {
             name: self.combine(own[name], shared[name], gate.get(name, {})) if name in own else params

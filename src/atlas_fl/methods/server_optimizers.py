@@ -92,7 +92,7 @@ class Cohort:
     name: str
     """Its name in the server state: `all`, `cluster-2`, `task-movie` or `cluster-2-task-movie`."""
     is_head: bool
-    """Whether it is the head that they have in common."""
+    """True if it is the head that they have in common."""
     members: tuple[int, ...]
     """Their indices."""
     weights: Mapping[int, float]

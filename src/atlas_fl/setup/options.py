@@ -51,7 +51,7 @@ def predicting_models(
     client_models: ByClient,
     server_models: ByClient,
 ) -> ByClient:
-    """What each client predicts with in this state; its very model where no part says otherwise."""
+    """Models that clients predict with in this state; their very own where no part says otherwise."""
     state = RoundStart(
         round=0,
         clients=(),
