@@ -13,19 +13,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "atlas_fl"
 ORDER = (
     *("config", "data", "models", "sparse", "split", "client", "methods", "aggregation", "clustering"),
-    *(
-        "ranks",
-        "setup",
-        "planning",
-        "runtime",
-        "experiment",
-        "deployment",
-        "flower",
-        "audit",
-        "report",
-        "cli",
-        "storage",
-    ),
+    *("ranks", "setup", "planning", "runtime", "experiment", "deployment", "flower", "audit", "report"),
+    *("cli", "storage"),
 )
 """Packages in the order in which the story is told: settings, data, model, client, server, plan, run, results."""
 BEGIN, END = "<!-- tree: written by `python -m tools.tree` -->\n```\n", "```\n<!-- end of tree -->"

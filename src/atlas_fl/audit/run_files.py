@@ -290,7 +290,7 @@ def _numbers(folder: Path, *, within: Path) -> list[int]:
 
 
 def is_aggregated(run: Run, round: int) -> bool:
-    """Return whether the server aggregates after this round: every `aggregate_every` rounds, and after the last shared."""
+    """Return whether the server aggregates after this round: every `aggregate_every` rounds, and after the last."""
     shared = run.config.get("training", {}).get("rounds") - run.mixing.personal_rounds
     return round <= shared and (round % run.mixing.aggregate_every == 0 or round == shared)
 
