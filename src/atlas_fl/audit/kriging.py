@@ -109,7 +109,7 @@ class Predictions:
         return self._averaged[which]
 
     def _is_averaged(self, k: int, key: str, keys: Sequence[str]) -> bool:
-        """Return whether clusters are averaged and this client's differs by less than its noise and than clusters do."""
+        """True if clusters are averaged and this client's differs by less than its noise and than clusters do."""
         plan = self._plan
         known = [
             one
