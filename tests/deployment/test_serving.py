@@ -24,7 +24,7 @@ SERVICE = ServerOptions(certs=Path("certs/server"))
         ),
         ({"split": "2", "precision": "fp16", "strategy": "fedavg"}, "--precision fp16 scales losses by what overflows"),
         ({"split": "2", "leakage": True, "strategy": "fedavg"}, "--leakage reads the clients' texts, and across"),
-        ({"split": "2"}, r"--strategy atlas has every client train on .* no message through a cut \(--split 2\) holds"),
+        ({"split": "2"}, r"--strategy atlas asks for reports .* no message through a cut \(--split 2\) holds"),
         ({"share": ("A",), "space": "factors", "rerank": True}, "--share A keeps parts of .* and --rerank makes whole"),
         ({"centralized": True}, "--centralized deals out rows that are here"),
         ({"arrive": ("movie-1=2",)}, "--arrive says who is late in a simulation"),
