@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from atlas_fl.cli.main import main
+from atlas_fl.errors import ConfigError
 from atlas_fl.methods.averages import FedAvg
-from atlas_fl.methods.laws import LAWS, check_method
+from atlas_fl.methods.laws import LAWS, Trial, check_method
 from atlas_fl.methods.method import Aggregated, Method
 from atlas_fl.methods.registry import RULES
 from atlas_fl.plugins import load_plugins, registrations
@@ -137,6 +138,44 @@ class KnowsAll(FedAvg):
 def test_a_method_that_breaks_a_law_is_told_so_in_words(method: type[Method], law: str) -> None:
     faults = check_method(method)
     assert any(fault.startswith(f"{law}: ") for fault in faults), faults
+
+
+class StepsOn(Keeps):
+    """It says that its server goes on from what was trained."""
+
+    steps_on = True
+
+
+class OneRank(FedAvg):
+    """It sums factors of one rank."""
+
+    name = "one_rank"
+    equal_ranks = True
+    takes_newcomers = False
+
+    def aggregate(self, server_state, client_models, updates, federation, *, round, answers=None):
+        present = [client for client in federation.clients if client in updates]
+        models = {name: dict(params) for name, params in client_models.items()}
+        for key in ("layer.0.q.lora_A", "layer.0.q.lora_B", "layer.1.q.lora_A", "layer.1.q.lora_B"):
+            mean = torch.stack([updates[client][key] for client in present]).mean(0)
+            for params in models.values():
+                params[key] = mean
+        for client in present:
+            models[client]["head.weight"] = updates[client]["head.weight"]
+        return Aggregated(server_state={}, client_models=models)
+
+
+def test_a_method_may_say_what_it_does_otherwise() -> None:
+    assert "one client" in "".join(check_method(Keeps))
+    assert not [fault for fault in check_method(StepsOn) if fault.startswith("one client")]
+    assert check_method(OneRank) == []
+
+
+def test_a_method_of_one_rank_is_refused_with_several() -> None:
+    federation = Trial(OneRank()).federation
+    models = {name: {"q.lora_A": torch.zeros(2 + (name == "b"), 3)} for name in federation.clients}
+    with pytest.raises(ConfigError, match="--strategy one_rank needs one rank, and q.lora_A of a and b differ"):
+        OneRank().check(models, federation)
 
 
 def test_every_law_can_fail() -> None:

@@ -264,6 +264,8 @@ class StrategyOptions:
     """Clients go on with their own models, and the mixed one is what pulls them or stands beside them."""
     control_variates: bool = False
     """Gradients are corrected by SCAFFOLD's control variates."""
+    lr: float = 1e-3
+    """Peak learning rate of the clients' adapters."""
     seed: int = 0
     """Seed of the run."""
     rounds: int = 1

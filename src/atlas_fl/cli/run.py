@@ -25,6 +25,7 @@ from atlas_fl.config.settings import replace_settings
 from atlas_fl.config.values import to_words
 from atlas_fl.errors import ConfigError, unknown_name
 from atlas_fl.events import OnEvent
+from atlas_fl.plugins import load_plugins
 from atlas_fl.report.format import human_bytes
 
 if TYPE_CHECKING:
@@ -224,11 +225,15 @@ class ListOptions:
     """Registry to list."""
     name: Annotated[str | None, Positional("NAME")] = None
     """A strategy, to show it alone with its own settings."""
+    plugin: tuple[str, ...] = ()
+    """Plug-ins whose registrations are listed too; may be repeated."""
 
 
 def catalogue(words: Sequence[str]) -> int:
     """Print the registry that these words name; 0."""
     options = parse(ListOptions, split(words), command="atlas list")
+    if options.plugin:
+        load_plugins(options.plugin)
     if options.name is not None and options.what != "strategies":
         raise ConfigError(f"unexpected words: {options.name}; a strategy alone can be named; see `atlas list --help`")
     if options.name is not None:

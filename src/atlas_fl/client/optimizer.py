@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from atlas_fl.client.options import OptimizerName
+from atlas_fl.errors import ConfigError
 from atlas_fl.params import Params
 from atlas_fl.sparse.masked_sgd import SparseSGDM
 from atlas_fl.sparse.masks import Mask
@@ -169,7 +170,12 @@ def add_term(term: Term) -> Transform:
     def add_to_gradients(leaves: Params, _: Tensor | None) -> bool:
         for name, leaf in leaves.items():
             if leaf.grad is not None:
-                leaf.grad.add_(term(name, leaf.detach()))
+                gradient = term(name, leaf.detach())
+                if not isinstance(gradient, Tensor):
+                    raise ConfigError(
+                        f"a client term gave {type(gradient).__name__} for {name}; it must return a tensor of its shape"
+                    )
+                leaf.grad.add_(gradient)
         return True
 
     return add_to_gradients

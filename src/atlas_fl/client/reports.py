@@ -17,6 +17,8 @@ from atlas_fl.client.evaluation import evaluate
 from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.local_training import train
 from atlas_fl.client.options import EvaluateOptions, TrainOptions
+from atlas_fl.errors import ConfigError
+from atlas_fl.methods.method import Method
 from atlas_fl.methods.registry import reporting
 from atlas_fl.models.lora import Adapters, attach_adapters
 from atlas_fl.models.registry import last_layer_inputs
@@ -96,10 +98,30 @@ def train_and_report(jobs: Sequence[Job], site: Site) -> list[Update]:
     crossed: dict[str, Counter[tuple[Kind, Direction]]] = {}
     for kind in sorted({job.options.report for job in jobs} - {"none"}):
         asked = PackReport(jobs=[job for job in jobs if job.options.report == kind], site=site)
-        for client, params in reporting(kind).measure(asked).items():
+        method = reporting(kind)
+        for client, params in method.measure(asked).items():
+            _check_measured(method, site, asked.model(client), client, params)
             reports[client] = {kind: params}
         crossed |= asked.crossed
     return [_with_report(update, reports.get(update.client, {}), crossed) for update in train(jobs, site)]
+
+
+def _check_measured(method: type[Method], site: Site, model: Params, client: str, report: Params) -> None:
+    """Raise ConfigError unless a client measured the tensors that its method declares."""
+    declared = method.report_tensors(model, classes=site.data[client].task.num_labels)
+    for name in sorted(declared.keys() | report.keys()):
+        schema, value = declared.get(name), report.get(name)
+        if (
+            schema is None
+            or not isinstance(value, Tensor)
+            or (value.shape, value.dtype) != (schema.shape, schema.dtype)
+        ):
+            got = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+            wanted = "none of this name" if schema is None else f"a tensor {schema.shape} {schema.dtype}"
+            raise ConfigError(
+                f"the report {method.report!r} of --strategy {method.name} has {name}: {got}, and report_tensors"
+                f" declares {wanted}; make both agree"
+            )
 
 
 def _with_report(

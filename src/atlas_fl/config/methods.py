@@ -126,7 +126,8 @@ def check_equal_ranks(config: Config) -> None:
     """Raise ConfigError unless the ranks are as equal as the method needs."""
     name, ranks = config.mixing.strategy, config.ranks.ranks
     method = published_methods().get(name)
-    if method is not None and method.equal_ranks and not ranks.isdecimal():
+    needs_one = method_class(config).equal_ranks or (method is not None and method.equal_ranks)
+    if needs_one and not ranks.isdecimal():
         raise ConfigError(
             f"--strategy {name} averages factors of one rank, and --ranks {ranks} may give clients different ones;"
             f" set --ranks to one of {', '.join(map(str, config.ranks.candidates))}, or take flexlora"

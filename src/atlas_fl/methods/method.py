@@ -38,6 +38,7 @@ from atlas_fl.aggregation.rules import (
     mixing_matrices,
     with_updates,
 )
+from atlas_fl.errors import ConfigError
 from atlas_fl.params import HEAD, PRIVATE, ByClient, Params, ServerState, TreesByClient, head_keys, select
 from atlas_fl.storage.tensors import encoded_size
 
@@ -204,6 +205,10 @@ class Method(Part):
     """Anything leaves the clients."""
     takes_newcomers: ClassVar[bool] = True
     """Clients may join late; not where updates that they missed say who belongs together."""
+    equal_ranks: ClassVar[bool] = False
+    """Clients need one rank: a run with several is refused, so that tensors of one name have one shape."""
+    steps_on: ClassVar[bool] = False
+    """The server goes on from what was trained, so that a client alone does not keep it."""
     in_factors: ClassVar[bool] = False
     """It mixes the factors A and B alone; others mix in either space."""
     has_eta: ClassVar[bool] = False
@@ -266,6 +271,14 @@ class Method(Part):
 
     def check(self, models: ByClient, federation: Federation) -> None:
         """Raise ConfigError where it cannot aggregate models of these ranks and layers."""
+        first, *others = federation.clients if self.equal_ranks else ("",)
+        for other in others:
+            for key in sorted(models[first].keys() & models[other].keys()):
+                if not key.startswith(HEAD) and models[other][key].shape != models[first][key].shape:
+                    raise ConfigError(
+                        f"--strategy {self.name} needs one rank, and {key} of {first} and {other} differ; take one rank"
+                        " for all, such as --ranks 8"
+                    )
 
     def warnings(self, federation: Federation) -> tuple[str, ...]:
         """Warnings before a run with these clients."""
@@ -274,7 +287,10 @@ class Method(Part):
 
     def rule(self, step: MixingContext) -> np.ndarray:
         """M (n, n), row-stochastic, for one group of parameters."""
-        raise NotImplementedError(f"method {self.name!r} has neither a rule nor an aggregate of its own")
+        raise NotImplementedError(
+            f"method {self.name!r} has no rule; define it, or aggregate and arrival (rows of newcomers), or set"
+            " takes_newcomers = False"
+        )
 
     def arrival(self, step: MixingContext) -> np.ndarray:
         """The rows by which newcomers begin, in which they are not present and the others are."""

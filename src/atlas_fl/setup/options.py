@@ -40,7 +40,8 @@ def parts_of_config(config: Config) -> tuple[Part, ...]:
 
 def strategy_options(config: Config) -> StrategyOptions:
     """The options of this config that methods are made from."""
-    return StrategyOptions(**settings_for(config, StrategyOptions) | {"scale": scale_of(config)})
+    computed = {"scale": scale_of(config), "lr": adapter_learning_rate(config)}
+    return StrategyOptions(**settings_for(config, StrategyOptions) | computed)
 
 
 def predicting_models(
