@@ -154,6 +154,7 @@ class OneRank(FedAvg):
     takes_newcomers = False
 
     def aggregate(self, server_state, client_models, updates, federation, *, round, answers=None):
+        del round, answers
         present = [client for client in federation.clients if client in updates]
         models = {name: dict(params) for name, params in client_models.items()}
         for key in ("layer.0.q.lora_A", "layer.0.q.lora_B", "layer.1.q.lora_A", "layer.1.q.lora_B"):
@@ -174,7 +175,7 @@ def test_a_method_may_say_what_it_does_otherwise() -> None:
 def test_a_method_of_one_rank_is_refused_with_several() -> None:
     federation = Trial(OneRank()).federation
     models = {name: {"q.lora_A": torch.zeros(2 + (name == "b"), 3)} for name in federation.clients}
-    with pytest.raises(ConfigError, match="--strategy one_rank needs one rank, and q.lora_A of a and b differ"):
+    with pytest.raises(ConfigError, match=r"--strategy one_rank needs one rank, and q\.lora_A of a and b differ"):
         OneRank().check(models, federation)
 
 
