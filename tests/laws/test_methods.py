@@ -154,7 +154,7 @@ class OneRank(FedAvg):
     takes_newcomers = False
 
     def aggregate(self, server_state, client_models, updates, federation, *, round, answers=None):
-        del round, answers
+        del server_state, round, answers
         present = [client for client in federation.clients if client in updates]
         models = {name: dict(params) for name, params in client_models.items()}
         for key in ("layer.0.q.lora_A", "layer.0.q.lora_B", "layer.1.q.lora_A", "layer.1.q.lora_B"):
