@@ -71,11 +71,11 @@ def test_sites_train_by_the_example_as_the_simulation_does(federation: Callable[
 @pytest.mark.parametrize(
     "changes",
     [
-        {"trainable": "full", "ranks": "budget"},
+        {"trainable": "full", "lr": 1e-3, "candidates": (4, 8, 16, 32, 64), "strategy": "fedavg_cluster"},
         {"strategy": "fedavg", "trained_parts": "alternate", "participation": 0.5, "secrets": "none"},
         {"strategy": "ifca", "ranks": "4"},
         {"adapted_blocks": 1, "precision": "bf16", "optimizer": "sgd"},
-        {"strategy": "flora", "ranks": "4", "prior_correction": True, "personal_rounds": 1},
+        {"strategy": "hetlora", "prior_correction": True, "personal_rounds": 1},
     ],
     ids=lambda changes: "-".join(changes),
 )
@@ -93,6 +93,7 @@ def test_the_example_goes_with_what_is_not_refused(config: Make, changes: dict[s
         (["--strategy", "scaffold"], "leave --trainer hf_trainer out, or take another strategy than scaffold, which"),
         (["--strategy", "fedprox"], "--proximal-mu "),
         (["--strategy", "ditto"], "--second-model proximal is combined with the shared model in ATLAS's own steps"),
+        (["--strategy", "flora"], "--strategy flora sends what stands frozen beside the adapters, and --trainer hf_tr"),
         (["--strategy", "fedrep"], "leave --trainer hf_trainer out, or take another strategy than fedrep, which sets"),
         (["--dropout", "0.1"], "--dropout 0.1 is drawn in ATLAS's own steps, and --trainer hf_trainer takes steps of"),
         (["--precision", "fp16"], "take --precision bf16 or fp32, or leave --trainer out"),
