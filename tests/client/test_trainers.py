@@ -205,7 +205,10 @@ def half(training: ClientTraining) -> None:
 @pytest.mark.parametrize(
     ("trainer", "message"),
     [
-        (lambda _: {"loss": 1.0}, r"the trainer 'mine' returned \{'loss': 1.0\}; allowed: its mean training loss as a"),
+        (
+            lambda _: {"loss": 1.0},
+            r"the trainer 'mine' returned \{'loss': 1.0\}; allowed: its mean training loss as a float",
+        ),
         (half, r"the trainer 'mine' changed the names, shapes or types of parameters of a-0; train them in place"),
     ],
 )

@@ -121,12 +121,10 @@ class ClientExamples(Dataset[dict[str, Tensor]]):
 
 def collate(examples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """One batch of these examples, padded on the right with zeros, which the attention mask leaves out."""
-    return {
-        key: torch.stack([example[key] for example in examples])
-        if key == "labels"
-        else pad_sequence([example[key] for example in examples], batch_first=True)
-        for key in examples[0]
-    }
+    columns = {key: [example[key] for example in examples] for key in examples[0]}
+    labels = torch.stack(columns.pop("labels"))
+    padded = {key: pad_sequence(tensors, batch_first=True) for key, tensors in columns.items()}
+    return {**padded, "labels": labels}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +175,6 @@ def _train_by_plugin(job: Job, site: Site) -> Update:
     data = site.data[job.client].splits["train"]
     index = positions(len(data), job.client, options, secret=secret)
     draws = Draws(client=job.client, seed=options.seed, secret=secret)
-    asked = (options.batch_size, options.half, options.most)
     model = ClientModel(job, site).train()
     loaded = digest(model.params) if options.hash_loaded else None
     training = ClientTraining(
@@ -188,31 +185,25 @@ def _train_by_plugin(job: Job, site: Site) -> Update:
         collate=collate,
         options=options,
         lr=learning_rate(options, step=max(job.round, 1) - 1, steps=options.rounds),
-        seed=int(draws.generator("trainer", job.round, options.half, asked=asked).integers(2**31)),
+        seed=int(draws.generator("trainer", job.round, options.half, asked=(options.batch_size,)).integers(2**31)),
     )
     with seeded_globals(training.seed):
         loss = trainer(training)
     if loss is None:
         loss = float(torch.stack(model.losses).double().mean()) if model.losses else math.nan
+    if not isinstance(loss, float):
+        raise ConfigError(
+            f"the trainer {options.trainer!r} returned {short_repr(loss)}; allowed: its mean training loss as a float,"
+            " or None"
+        )
+    seconds = time.perf_counter() - began
     return Update(
         client=job.client,
         params=_trained_params(job, model),
         examples=len(index),
-        metrics={
-            "loss": _checked_loss(loss, options.trainer),
-            "seconds": time.perf_counter() - began,
-            "steps": float(len(model.losses)),
-        },
+        metrics={"loss": loss, "seconds": seconds, "steps": float(len(model.losses))},
         loaded=loaded,
         keys=len(job.params),
-    )
-
-
-def _checked_loss(loss: object, name: str) -> float:
-    if isinstance(loss, (int, float)):
-        return float(loss)
-    raise ConfigError(
-        f"the trainer {name!r} returned {short_repr(loss)}; allowed: its mean training loss as a number, or None"
     )
 
 
