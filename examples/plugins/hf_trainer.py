@@ -16,12 +16,11 @@ def hf_trainer(training):
     """Train the model of a client in place; the loss that is recorded is the one that the model computes."""
     options = training.options
     sgd = torch.optim.SGD, {"lr": training.lr, "momentum": options.momentum, "nesterov": options.nesterov}
-    adamw = torch.optim.AdamW, {"lr": training.lr}
+    optimizer = sgd if options.optimizer == "sgd" else (torch.optim.AdamW, {"lr": training.lr})
     with TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,  # nothing is saved: the parameters are read off the model
             save_strategy="no",
-            learning_rate=training.lr,
             lr_scheduler_type="constant",  # inside a round; the rate of the round follows --schedule
             per_device_train_batch_size=options.batch_size,
             num_train_epochs=options.epochs,
@@ -33,11 +32,7 @@ def hf_trainer(training):
             disable_tqdm=True,
         )
         trainer = Trainer(
-            training.model,
-            arguments,
-            train_dataset=training.examples,
-            data_collator=training.collate,
-            optimizer_cls_and_kwargs=adamw if options.optimizer == "adamw" else sgd,
+            training.model, arguments, training.collate, training.examples, optimizer_cls_and_kwargs=optimizer
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
