@@ -13,6 +13,8 @@ TrainedParts: TypeAlias = Literal[
 ]
 OptimizerName: TypeAlias = Literal["adamw", "sgd"]
 Schedule: TypeAlias = Literal["constant", "linear", "cosine", "step"]
+OWN_TRAINER = "atlas"
+"""The training loop of `client.local_training`, among those of plug-ins."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,8 @@ class TrainOptions:
     dropout: float = 0.0
     trained_parts: TrainedParts = "all"
     """Which parameters train (`trains`, `moves`)."""
+    trainer: str = OWN_TRAINER
+    """Name of the training loop (`client.trainers`)."""
     personal_rounds: int = 0
     """Last rounds of the run, in which all parameters train."""
     half: int | None = None

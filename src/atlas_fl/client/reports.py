@@ -15,8 +15,8 @@ from torch import Tensor
 from atlas_fl.client.batching import body_of, features_without_cut, make_row, split_by_tokens
 from atlas_fl.client.evaluation import evaluate
 from atlas_fl.client.job import Job, Site, Update
-from atlas_fl.client.local_training import train
 from atlas_fl.client.options import EvaluateOptions, TrainOptions
+from atlas_fl.client.trainers import train_clients
 from atlas_fl.errors import ConfigError
 from atlas_fl.methods.method import Method
 from atlas_fl.methods.registry import reporting
@@ -86,7 +86,7 @@ class PackReport:
             options: TrainOptions = job.options
             options = replace(options, half=half, epochs=passes * options.epochs, report="none", hash_loaded=False)
             jobs.append(replace(job, options=options))
-        updates = train(jobs, self.site)
+        updates = train_clients(jobs, self.site)
         for update in updates:
             self.crossed.setdefault(update.client, Counter()).update(update.crossed)
         return {update.client: update.params for update in updates}
@@ -103,7 +103,7 @@ def train_and_report(jobs: Sequence[Job], site: Site) -> list[Update]:
             _check_measured(method, site, asked.model(client), client, params)
             reports[client] = {kind: params}
         crossed |= asked.crossed
-    return [_with_report(update, reports.get(update.client, {}), crossed) for update in train(jobs, site)]
+    return [_with_report(update, reports.get(update.client, {}), crossed) for update in train_clients(jobs, site)]
 
 
 def _check_measured(method: type[Method], site: Site, model: Params, client: str, report: Params) -> None:

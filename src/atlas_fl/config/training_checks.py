@@ -4,10 +4,11 @@ from collections.abc import Sequence
 
 from atlas_fl.config.methods import is_of_method, last_aggregation, method_class, rule_of
 from atlas_fl.config.presets import preset_of
-from atlas_fl.config.schema import ALL_CLASSES, WHOLE, Config, ServerConfig
+from atlas_fl.config.schema import ALL_CLASSES, WHOLE, Config, ServerConfig, TrainingConfig
 from atlas_fl.config.settings import Setting, settings, value_of
 from atlas_fl.config.values import Mark, invalid_value, parse_integer
-from atlas_fl.errors import ConfigError
+from atlas_fl.errors import ConfigError, unknown_name
+from atlas_fl.plugins import registered_names, registrations
 
 
 def check_kind(config: Config) -> None:
@@ -193,3 +194,26 @@ def check_task_features(config: Config) -> None:
                 f"--strategy {config.mixing.strategy} compares features by classes of texts, and task {task.name!r} is"
                 f" {kind}; leave the task out, or take fedavg"
             )
+
+
+def check_trainer(config: Config) -> None:
+    """Raise ConfigError unless the training loop is registered and can train the tasks and the terms of plug-ins."""
+    from atlas_fl.data.registry import find_tasks
+
+    name = config.training.trainer
+    if name == TrainingConfig().trainer:
+        return
+    if name not in (names := registered_names()["trainer"]):
+        raise unknown_name("name in --trainer", name, names)
+    for task in find_tasks(config.data.tasks, config.data.task):
+        if task.images or task.writes:
+            kind = "of images" if task.images else "text to write"
+            raise ConfigError(
+                f"--trainer {name} trains classifiers and regressions of texts, and task {task.name!r} is {kind}; leave"
+                " the task out, or take --trainer atlas"
+            )
+    if terms := [term for pinned in config.run.plugin for term in registrations(pinned, "term")]:
+        raise ConfigError(
+            f"--trainer {name} takes steps of its own, in which the term {terms[0]!r} of a plug-in would not act; leave"
+            " that plug-in out, or take --trainer atlas"
+        )

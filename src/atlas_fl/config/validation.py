@@ -26,6 +26,7 @@ from atlas_fl.config.training_checks import (
     check_measured_round,
     check_precision,
     check_task_features,
+    check_trainer,
     check_whole_images,
 )
 from atlas_fl.config.values import convert_value, invalid_value, parse_integer, wrong_kind
@@ -72,6 +73,7 @@ def _check_names(config: Config, *, at_sites: bool) -> None:
     devices = [device.name for device in find_devices(data.devices, data.device)]
     tasks = find_tasks(data.tasks, data.task)
     check_task_features(config)
+    check_trainer(config)
     check_heterogeneity(
         tasks,
         rating_cuts=data.rating_cuts,

@@ -1,0 +1,116 @@
+"""Runs whose clients train by a stock `transformers.Trainer`: audited, same bits with workers and after a resume."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from atlas_fl.audit.check import audit_run
+from atlas_fl.cli.main import main
+from atlas_fl.config import Config
+from atlas_fl.experiment.run import resume_run, run_config
+from atlas_fl.plugins import load_plugins
+from tests.runs.federation import Federation
+from tests.runs.reading import rows, same_tensors, state
+from tests.runs.workers import check_same
+
+Make = Callable[..., Config]
+EXAMPLE = Path(__file__).parents[2] / "examples/plugins/hf_trainer.py"
+SETTINGS = {"plugin": (str(EXAMPLE),), "trainer": "hf_trainer", "rounds": 2, "pack_tokens": 200}
+
+
+@pytest.fixture(autouse=True)
+def _no_plugins() -> Iterator[None]:
+    yield
+    load_plugins(())
+
+
+def test_a_run_by_the_example_is_audited(config: Make) -> None:
+    run = run_config(config(**{**SETTINGS, "rounds": 1, "samples": 16, "strategy": "fedavg"}))
+    assert run.complete
+    load_plugins(())
+    assert audit_run(run.folder).ok
+
+
+@pytest.mark.slow
+def test_a_run_by_the_example_goes_on_with_the_same_bits(config: Make) -> None:
+    """`atlas` mixes by what clients train on either half of their examples, which the example does too."""
+    settings = {**SETTINGS, "strategy": "atlas", "ranks": "4"}
+    whole = run_config(config(name="alone", **settings))
+    assert whole.complete
+    stopped = run_config(config(name="stopped", max_rounds=1, **settings))
+    load_plugins(())
+    check_same(whole.folder, resume_run(stopped.folder).folder, round=2)
+    load_plugins(())
+    found = audit_run(whole.folder)
+    assert found.ok
+    assert {"loaded", "mixed", "moved"} <= {row.check for row in found.rows}
+    ours = run_config(config(name="ours", rounds=2, pack_tokens=200, strategy="atlas", ranks="4"))
+    assert not same_tensors(state(whole.folder, round=2), state(ours.folder, round=2))
+    assert [set(row) for row in rows(whole.folder)] == [set(row) for row in rows(ours.folder)]
+
+
+@pytest.mark.slow
+def test_two_processes_make_the_run_of_the_example(config: Make) -> None:
+    whole = run_config(config(name="alone", **SETTINGS))
+    check_same(whole.folder, run_config(config(name="workers", workers=2, **SETTINGS)).folder, round=2)
+
+
+@pytest.mark.slow
+def test_sites_train_by_the_example_as_the_simulation_does(federation: Callable[..., Federation]) -> None:
+    fed = federation(plugin=(str(EXAMPLE),), trainer="hf_trainer")
+    server, port = fed.serve()
+    sites = [fed.join(name, port, "--plugin", str(EXAMPLE)) for name in fed.sites]
+    for site in sites:
+        site.end()
+    server.end()
+    fed.is_as_simulated()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"trainable": "full", "lr": 1e-3, "candidates": (4, 8, 16, 32, 64), "strategy": "fedavg_cluster"},
+        {"strategy": "fedavg", "trained_parts": "alternate", "participation": 0.5, "secrets": "none"},
+        {"strategy": "ifca", "ranks": "4"},
+        {"adapted_blocks": 1, "precision": "bf16", "optimizer": "sgd"},
+        {"strategy": "hetlora", "prior_correction": True, "personal_rounds": 1},
+    ],
+    ids=lambda changes: "-".join(changes),
+)
+def test_the_example_goes_with_what_is_not_refused(config: Make, changes: dict[str, object]) -> None:
+    run = run_config(config(**{**SETTINGS, **changes}))
+    assert run.complete
+    assert audit_run(run.folder).ok
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--trainer", "hf_trainers"], "unknown name in --trainer 'hf_trainers'; did you mean 'hf_trainer'"),
+        (["--split", "2"], "--split 2 cuts models in two, and --trainer hf_trainer trains whole clients; leave one"),
+        (["--strategy", "scaffold"], "leave --trainer hf_trainer out, or take another strategy than scaffold, which"),
+        (["--strategy", "fedprox"], "--proximal-mu "),
+        (["--strategy", "ditto"], "--second-model proximal is combined with the shared model in ATLAS's own steps"),
+        (["--strategy", "flora"], "--strategy flora sends what stands frozen beside the adapters, and --trainer hf_tr"),
+        (["--strategy", "fedrep"], "leave --trainer hf_trainer out, or take another strategy than fedrep, which sets"),
+        (["--dropout", "0.1"], "--dropout 0.1 is drawn in ATLAS's own steps, and --trainer hf_trainer takes steps of"),
+        (["--precision", "fp16"], "take --precision bf16 or fp32, or leave --trainer out"),
+        (["--gradient-checkpointing"], "--gradient-checkpointing needs adapters in place while gradients are"),
+        (["--strategy", "multitask", "--ranks", "4"], "--multitask takes a step of all tasks at once"),
+        (["--preset", "vision-lora"], "is of images; leave the task out, or take --trainer atlas"),
+        (["--tasks", "squad"], "task 'squad' is text to write; leave the task out, or take --trainer atlas"),
+        (["--plugin", "examples/plugins/client_term.py"], "in which the term 'small_adapters' of a plug-in would not"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
+)
+def test_what_a_loop_of_ones_own_cannot_do_is_refused_in_a_line(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str, tmp_path: Path
+) -> None:
+    runs = tmp_path / "runs"
+    usual = ["--plugin", str(EXAMPLE), "--trainer", "hf_trainer", "--preset", "smoke", "--runs-dir", str(runs)]
+    assert main(["run", *usual, *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert not runs.exists()
