@@ -34,6 +34,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "reader": ("data.tables.READERS",),
     "allocator": ("ranks.allocation.ALLOCATORS",),
     "term": ("client.optimizer.TERMS",),
+    "update_filter": ("methods.update_filters.UPDATE_FILTERS",),
     "model": ("models.registry.MODELS",),
     "family": ("models.registry.FAMILIES", "models.registry.VISION_FAMILIES"),
     "vision_family": ("models.registry.VISION_FAMILIES", "models.registry.FAMILIES"),

@@ -131,6 +131,61 @@ def test_a_client_term_acts_with_workers_as_it_does_alone(config: Make, term: st
     assert rows(alone.folder) != rows(without.folder)
 
 
+FILTER = """
+import torch
+
+from atlas_fl.plugins import register
+
+@register("update_filter", "signs")
+def signs(number):
+    def act(change, draws):
+        kept = torch.rand(1, generator=draws)
+        return {name: tensor.sign() * 1e-3 * kept for name, tensor in change.items()}
+    return act
+"""
+
+
+@pytest.mark.slow
+def test_an_update_filter_acts_at_clients_with_workers_after_a_resume_and_at_sites(
+    config: Make, federation: Callable[..., Federation], tmp_path: Path
+) -> None:
+    plugin = tmp_path / "filter.py"
+    plugin.write_text(FILTER)
+    settings = {"plugin": (str(plugin),), "update_filter": ("signs", "noise=0.0001"), "rounds": 3, "pack_tokens": 200}
+    without = run_config(config(name="without", rounds=3, pack_tokens=200))
+    alone = run_config(config(name="alone", audit=True, **settings))
+    assert not same_tensors(state(without.folder, round=3), state(alone.folder, round=3))
+    check_same(alone.folder, run_config(config(name="workers", workers=2, **settings)).folder, round=3)
+    stopped = run_config(config(name="stopped", max_rounds=1, **settings))
+    load_plugins(())
+    check_same(alone.folder, resume_run(stopped.folder).folder, round=3)
+    assert audit_run(alone.folder).ok
+    fed = federation(plugin=(str(plugin),), update_filter=("signs", "noise=0.0001"))
+    server, port = fed.serve()
+    sites = [fed.join(name, port, "--plugin", str(plugin)) for name in fed.sites]
+    assert "filtered by --update-filter signs noise=0.0001" in "".join(site.end() for site in sites)
+    server.end()
+    fed.is_as_simulated()
+
+
+START, TRAINED, SECOND = (
+    Path(f"audit/{file}.safetensors") for file in ("round-0000/start", "round-0001/trained", "round-0001/second")
+)
+
+
+def test_clients_send_what_a_filter_leaves_of_their_change_and_keep_a_second_model_as_it_is(config: Make) -> None:
+    settings = {"rounds": 1, "audit": True, "strategy": "ditto", "ranks": "4"}
+    free = run_config(config(name="free", **settings)).folder
+    held = run_config(config(name="held", update_filter=("clip=0.0005",), **settings)).folder
+    assert audit_run(held).ok
+    sent = read_tensors(held / TRAINED)
+    changes = [
+        (sent[name] - one).norm() for name, one in read_tensors(held / START).items() if name.startswith("movie-0")
+    ]
+    assert float(torch.stack(changes).norm()) == pytest.approx(0.0005, rel=1e-3)
+    assert same_tensors(read_tensors(held / SECOND), read_tensors(free / SECOND))
+
+
 @pytest.mark.slow
 def test_a_client_term_that_a_script_put_into_the_registry_is_not_dropped_in_silence_by_workers(
     config: Make, monkeypatch: pytest.MonkeyPatch

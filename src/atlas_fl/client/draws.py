@@ -17,7 +17,7 @@ import torch
 
 from atlas_fl.rng import Seed, derive_secret, derive_seed, generator, torch_generator
 
-Use: TypeAlias = Literal["order", "subset", "halves", "gradients", "augment", "dropout", "sensitivity"]
+Use: TypeAlias = Literal["order", "subset", "halves", "gradients", "augment", "dropout", "sensitivity", "update"]
 """What is drawn; draws of two uses are independent."""
 
 

@@ -57,6 +57,8 @@ class TrainOptions:
     """Hash what was really loaded, for the audit."""
     rate_by_round: bool = False
     """Follow the schedule round by round, not step by step."""
+    update_filter: tuple[str, ...] = ()
+    """Filters of what leaves the client, in their order (`methods.update_filters`)."""
     prior_correction: bool = False
     """Add the log frequencies of the client's classes to its logits (`methods.prior_correction`)."""
     multitask: bool = False

@@ -131,6 +131,9 @@ class TrainingConfig:
     prior_correction: bool = False
     """Add the log frequencies of a client's own classes to its logits, in training and in evaluation: the shared model
     learns what classes look like, and every client brings how frequent they are with it."""
+    update_filter: tuple[str, ...] = ()
+    """Filters of a client's update before it leaves, in this order: `clip=NORM` scales the change down to an L2 norm,
+    `noise=DEVIATION` adds Gaussian noise to every value, `quantise=BITS` rounds at random, or those of plug-ins."""
     participation: Annotated[float, Range(above=0, most=1), Mark.COMMON] = 1.0
     """Share of the clients that train in a round."""
     eval_every: Annotated[int, Range(least=1), Mark.COMMON] = 1
