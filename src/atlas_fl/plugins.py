@@ -35,6 +35,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "allocator": ("ranks.allocation.ALLOCATORS",),
     "term": ("client.optimizer.TERMS",),
     "update_filter": ("methods.update_filters.UPDATE_FILTERS",),
+    "metric": ("data.metrics.FURTHER_METRICS", "storage.json_shapes.ROW_NAMES"),
     "model": ("models.registry.MODELS",),
     "family": ("models.registry.FAMILIES", "models.registry.VISION_FAMILIES"),
     "vision_family": ("models.registry.VISION_FAMILIES", "models.registry.FAMILIES"),

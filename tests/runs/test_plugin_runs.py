@@ -131,6 +131,54 @@ def test_a_client_term_acts_with_workers_as_it_does_alone(config: Make, term: st
     assert rows(alone.folder) != rows(without.folder)
 
 
+METRIC = """
+import numpy as np
+
+from atlas_fl.plugins import register
+
+@register("metric", "margin")
+def margin(task, labels, logits):
+    if task.name != "movie":
+        return None
+    ordered = np.sort(logits.astype(np.float64), axis=1)
+    return float(np.mean(ordered[:, -1] - ordered[:, -2]))
+"""
+
+
+@pytest.mark.slow
+def test_a_metric_is_scored_by_clients_with_workers_and_at_sites_and_stands_in_the_summary_and_the_report(
+    config: Make, federation: Callable[..., Federation], tmp_path: Path
+) -> None:
+    plugin = tmp_path / "margin.py"
+    plugin.write_text(METRIC)
+    settings = {"plugin": (str(plugin),), "rounds": 2, "pack_tokens": 200}
+    alone = run_config(config(name="alone", audit=True, **settings))
+    check_same(alone.folder, run_config(config(name="workers", workers=2, **settings)).folder, round=2)
+    load_plugins(())
+    stopped = run_config(config(name="stopped", max_rounds=1, **settings))
+    load_plugins(())
+    check_same(alone.folder, resume_run(stopped.folder).folder, round=2)
+    scored = {
+        row["client"]: row["margin"] for row in rows(alone.folder) if row.get("split") == "test" and "margin" in row
+    }
+    assert set(scored) == {"movie-0", "movie-1"}
+    tasks = read_json(RunFolder(alone.folder).summary)["tasks"]
+    assert tasks["movie"]["final"]["test"]["margin"] == pytest.approx(sum(scored.values()) / 2)
+    assert "margin" not in tasks["trec"]["final"]["test"]
+    load_plugins(())
+    assert audit_run(alone.folder).ok
+    load_plugins(())
+    assert "margin" in write_report([alone.folder]).read_text(), "a report loads no plug-in"
+    fed = federation(plugin=(str(plugin),))
+    server, port = fed.serve()
+    sites = [fed.join(name, port, "--plugin", str(plugin)) for name in fed.sites]
+    for site in sites:
+        site.end()
+    server.end()
+    fed.is_as_simulated()
+    assert any("margin" in row for row in rows(fed.served.path))
+
+
 FILTER = """
 import torch
 
