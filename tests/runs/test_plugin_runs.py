@@ -11,7 +11,7 @@ import torch
 from atlas_fl.audit.check import audit_run
 from atlas_fl.cli.main import main
 from atlas_fl.client.optimizer import TERMS, fedprox
-from atlas_fl.config import Config, run_folder
+from atlas_fl.config import Config, run_folder, to_toml, validate
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.experiment.export import export_client
 from atlas_fl.experiment.parallel_runs import run_all
@@ -177,6 +177,59 @@ def test_a_metric_is_scored_by_clients_with_workers_and_at_sites_and_stands_in_t
     server.end()
     fed.is_as_simulated()
     assert any("margin" in row for row in rows(fed.served.path))
+
+
+TRACKER = """
+from pathlib import Path
+
+from atlas_fl.plugins import register
+from atlas_fl.report.trackers.track_run import Tracker
+
+@register("tracker", "lines")
+class Lines(Tracker):
+    title = "lines"
+
+    def __init__(self, place):
+        self.place = Path(place)
+
+    def check(self):
+        self.place.touch()
+
+    def begin(self, run):
+        self.write(f"begin {run.first_round}")
+
+    def log(self, numbers, *, round):
+        self.write(f"round {round} {numbers['loss'] > 0}")
+
+    def log_summary(self, summary):
+        self.write("summary")
+
+    def finish(self, *, is_failed):
+        self.write(f"failed {is_failed}")
+
+    def write(self, line):
+        self.place.write_text(self.place.read_text() + line + "\\n")
+"""
+
+
+def test_a_tracker_of_a_plugin_is_told_of_a_run_and_of_its_resumption(
+    config: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plugin, log = tmp_path / "tracker.py", tmp_path / "log.txt"
+    plugin.write_text(TRACKER)
+    written = validate(config(name="logged", plugin=(str(plugin),), rounds=2, max_rounds=1))
+    settings = tmp_path / "run.toml"
+    settings.write_text(to_toml(written))
+    load_plugins(())
+    assert main(["run", "--config", str(settings), "--tracker", f"lines={log}"]) == 0
+    assert log.read_text().splitlines() == ["begin 1", "round 1 True", "failed False"]
+    load_plugins(())
+    assert main(["resume", str(run_folder(written).path), "--tracker", f"lines={log}"]) == 0
+    assert log.read_text().splitlines()[3:] == ["begin 2", "round 2 True", "summary", "failed False"]
+    capsys.readouterr()
+    assert main(["run", "--config", str(settings), "--tracker", "line=x"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("atlas: unknown tracker in --tracker, which takes name=place, 'line=x'; ")
 
 
 FILTER = """
