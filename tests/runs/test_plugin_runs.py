@@ -232,6 +232,34 @@ def test_a_tracker_of_a_plugin_is_told_of_a_run_and_of_its_resumption(
     assert line.startswith("atlas: unknown tracker in --tracker, which takes name=place, 'line=x'; ")
 
 
+FIGURE = """
+from atlas_fl.plugins import register
+from atlas_fl.report.html.elements import Chart
+
+@register("figure", "seconds")
+def seconds(record):
+    rows = [{"client": row["client"], "took": row["seconds"]} for row in record.metrics if row.get("split") == "train"]
+    axes = {"x": {"field": "client", "type": "nominal"}, "y": {"field": "took", "type": "quantitative"}}
+    spec = {"data": {"name": "rows"}, "mark": "bar", "encoding": axes}
+    return Chart(name="seconds", title="Seconds of training", note="by client", spec=spec, data={"rows": rows})
+"""
+
+
+@pytest.mark.slow
+def test_a_figure_of_a_plugin_stands_in_the_report_and_among_the_files_where_the_command_names_it(
+    config: Make, tmp_path: Path
+) -> None:
+    plugin = tmp_path / "figure.py"
+    plugin.write_text(FIGURE)
+    run = run_config(config(rounds=1)).folder
+    assert main(["report", str(run), "--plugin", str(plugin)]) == 0
+    assert "Seconds of training" in (run / "report.html").read_text()
+    assert (run / "figures/seconds.png").is_file()
+    assert (run / "figures/seconds.csv").read_text().splitlines()[0] == "client,took"
+    assert main(["report", str(run), "--page-only"]) == 0
+    assert "Seconds of training" not in (run / "report.html").read_text()
+
+
 FILTER = """
 import torch
 
