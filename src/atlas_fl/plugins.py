@@ -38,6 +38,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "metric": ("data.metrics.FURTHER_METRICS", "storage.json_shapes.ROW_NAMES"),
     "tracker": ("report.trackers.registry.TRACKERS",),
     "figure": ("report.html.run_page.PLUGIN_FIGURES", "report.figures.FIGURES", "report.figures.MEASURED"),
+    "fingerprint": ("clustering.fingerprints.FINGERPRINTS", "clustering.fingerprints.WARM_UPS"),
     "model": ("models.registry.MODELS",),
     "family": ("models.registry.FAMILIES", "models.registry.VISION_FAMILIES"),
     "vision_family": ("models.registry.VISION_FAMILIES", "models.registry.FAMILIES"),

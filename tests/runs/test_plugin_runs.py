@@ -260,6 +260,33 @@ def test_a_figure_of_a_plugin_stands_in_the_report_and_among_the_files_where_the
     assert "Seconds of training" not in (run / "report.html").read_text()
 
 
+FINGERPRINT = """
+import torch
+
+from atlas_fl.clustering.fingerprints import GradientFingerprint
+from atlas_fl.plugins import register
+
+register("fingerprint", "signs")(GradientFingerprint(each=torch.sign))
+"""
+
+
+@pytest.mark.slow
+def test_a_fingerprint_of_a_plugin_makes_the_sketches_with_workers_as_it_does_alone(
+    config: Make, tmp_path: Path
+) -> None:
+    plugin = tmp_path / "signs.py"
+    plugin.write_text(FINGERPRINT)
+    settings = {"plugin": (str(plugin),), "fingerprint": "signs", "rounds": 1, "pack_tokens": 200}
+    alone = run_config(config(name="alone", **settings)).folder
+    workers = run_config(config(name="workers", workers=2, **settings)).folder
+    mean = run_config(config(name="mean", fingerprint="gradient", rounds=1, pack_tokens=200)).folder
+    sketches = [read_tensors(RunFolder(folder).sketches) for folder in (alone, workers, mean)]
+    assert same_tensors(sketches[0], sketches[1])
+    assert not same_tensors(sketches[0], sketches[2])
+    with pytest.raises(ConfigError, match="unknown name in --fingerprint 'signs'; known: "):
+        run_config(config(fingerprint="signs"))
+
+
 FILTER = """
 import torch
 

@@ -131,7 +131,7 @@ class EvaluateOptions:
 class FingerprintOptions:
     """How a fingerprint is taken."""
 
-    kind: Literal["delta", "fisher", "gradient"]
+    kind: str
     sketch_dim: int
     train: TrainOptions
     """The warm-up's training, or the batches of the gradients."""

@@ -414,8 +414,8 @@ class ClusteringConfig:
     """`auto`, `oracle` (the true tasks) or a number of clusters."""
     cluster_by: Literal["corrected", "atlas", "silhouette", "gap"] = "corrected"
     """Method by which `auto` finds the clusters: noise-corrected similarity without k, or a k search by this score."""
-    fingerprint: Literal["fisher", "delta", "gradient"] = "fisher"
-    """Source of a client's fingerprint."""
+    fingerprint: str = "fisher"
+    """Source of a client's fingerprint: `fisher`, `delta`, `gradient`, or that of a plug-in."""
     fingerprint_batches: Annotated[int, Range(least=2)] = 12
     """Batches of the gradient and fisher fingerprints."""
     fingerprint_blocks: Annotated[int, Range(least=1)] = 2

@@ -56,6 +56,7 @@ def check_cluster_counts(clustering: ClusteringConfig, *, clients: int | None) -
 
 def _check_names(config: Config, *, at_sites: bool) -> None:
     """Raise AtlasError, with the nearest known name, for a name that no registry holds, or no client of the config."""
+    from atlas_fl.clustering.fingerprints import FINGERPRINTS, WARM_UPS
     from atlas_fl.data.heterogeneity import check_heterogeneity, joint_name
     from atlas_fl.data.partition import PARTITIONS
     from atlas_fl.data.registry import find_tasks
@@ -67,6 +68,8 @@ def _check_names(config: Config, *, at_sites: bool) -> None:
     _check_strategy(config)
     if data.partition not in PARTITIONS:
         raise unknown_name("name in --partition", data.partition, PARTITIONS)
+    if config.clustering.fingerprint not in (*FINGERPRINTS, *WARM_UPS):
+        raise unknown_name("name in --fingerprint", config.clustering.fingerprint, [*FINGERPRINTS, *WARM_UPS])
     _check_filters(config)
     if parse_integer(config.ranks.ranks) is None and config.ranks.ranks not in ALLOCATORS:
         raise unknown_name("allocator for --ranks", config.ranks.ranks, [*ALLOCATORS, "one of --candidates"])
