@@ -11,7 +11,7 @@ import torch
 from atlas_fl.audit.check import audit_run
 from atlas_fl.cli.main import main
 from atlas_fl.client.optimizer import TERMS, fedprox
-from atlas_fl.config import Config, run_folder
+from atlas_fl.config import Config, run_folder, to_toml, validate
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.experiment.export import export_client
 from atlas_fl.experiment.parallel_runs import run_all
@@ -129,6 +129,217 @@ def test_a_client_term_acts_with_workers_as_it_does_alone(config: Make, term: st
     workers = run_config(config(name="workers", workers=2, plugin=(term,), **settings))
     check_same(alone.folder, workers.folder, round=2)
     assert rows(alone.folder) != rows(without.folder)
+
+
+METRIC = """
+import numpy as np
+
+from atlas_fl.plugins import register
+
+@register("metric", "margin")
+def margin(task, labels, logits):
+    if task.name != "movie":
+        return None
+    ordered = np.sort(logits.astype(np.float64), axis=1)
+    return float(np.mean(ordered[:, -1] - ordered[:, -2]))
+"""
+
+
+@pytest.mark.slow
+def test_a_metric_is_scored_by_clients_with_workers_and_at_sites_and_stands_in_the_summary_and_the_report(
+    config: Make, federation: Callable[..., Federation], tmp_path: Path
+) -> None:
+    plugin = tmp_path / "margin.py"
+    plugin.write_text(METRIC)
+    settings = {"plugin": (str(plugin),), "rounds": 2, "pack_tokens": 200}
+    alone = run_config(config(name="alone", audit=True, **settings))
+    check_same(alone.folder, run_config(config(name="workers", workers=2, **settings)).folder, round=2)
+    load_plugins(())
+    stopped = run_config(config(name="stopped", max_rounds=1, **settings))
+    load_plugins(())
+    check_same(alone.folder, resume_run(stopped.folder).folder, round=2)
+    scored = {
+        row["client"]: row["margin"] for row in rows(alone.folder) if row.get("split") == "test" and "margin" in row
+    }
+    assert set(scored) == {"movie-0", "movie-1"}
+    tasks = read_json(RunFolder(alone.folder).summary)["tasks"]
+    assert tasks["movie"]["final"]["test"]["margin"] == pytest.approx(sum(scored.values()) / 2)
+    assert "margin" not in tasks["trec"]["final"]["test"]
+    load_plugins(())
+    assert audit_run(alone.folder).ok
+    load_plugins(())
+    assert "margin" in write_report([alone.folder]).read_text(), "a report loads no plug-in"
+    fed = federation(plugin=(str(plugin),))
+    server, port = fed.serve()
+    sites = [fed.join(name, port, "--plugin", str(plugin)) for name in fed.sites]
+    for site in sites:
+        site.end()
+    server.end()
+    fed.is_as_simulated()
+    assert any("margin" in row for row in rows(fed.served.path))
+
+
+TRACKER = """
+from pathlib import Path
+
+from atlas_fl.plugins import register
+from atlas_fl.report.trackers.track_run import Tracker
+
+@register("tracker", "lines")
+class Lines(Tracker):
+    title = "lines"
+
+    def __init__(self, place):
+        self.place = Path(place)
+
+    def check(self):
+        self.place.touch()
+
+    def begin(self, run):
+        self.write(f"begin {run.first_round}")
+
+    def log(self, numbers, *, round):
+        self.write(f"round {round} {numbers['loss'] > 0}")
+
+    def log_summary(self, summary):
+        self.write("summary")
+
+    def finish(self, *, is_failed):
+        self.write(f"failed {is_failed}")
+
+    def write(self, line):
+        self.place.write_text(self.place.read_text() + line + "\\n")
+"""
+
+
+def test_a_tracker_of_a_plugin_is_told_of_a_run_and_of_its_resumption(
+    config: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plugin, log = tmp_path / "tracker.py", tmp_path / "log.txt"
+    plugin.write_text(TRACKER)
+    written = validate(config(name="logged", plugin=(str(plugin),), rounds=2, max_rounds=1))
+    settings = tmp_path / "run.toml"
+    settings.write_text(to_toml(written))
+    load_plugins(())
+    assert main(["run", "--config", str(settings), "--tracker", f"lines={log}"]) == 0
+    assert log.read_text().splitlines() == ["begin 1", "round 1 True", "failed False"]
+    load_plugins(())
+    assert main(["resume", str(run_folder(written).path), "--tracker", f"lines={log}"]) == 0
+    assert log.read_text().splitlines()[3:] == ["begin 2", "round 2 True", "summary", "failed False"]
+    capsys.readouterr()
+    assert main(["run", "--config", str(settings), "--tracker", "line=x"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("atlas: unknown tracker in --tracker, which takes name=place, 'line=x'; ")
+
+
+FIGURE = """
+from atlas_fl.plugins import register
+from atlas_fl.report.html.elements import Chart
+
+@register("figure", "seconds")
+def seconds(record):
+    rows = [{"client": row["client"], "took": row["seconds"]} for row in record.metrics if row.get("split") == "train"]
+    axes = {"x": {"field": "client", "type": "nominal"}, "y": {"field": "took", "type": "quantitative"}}
+    spec = {"data": {"name": "rows"}, "mark": "bar", "encoding": axes}
+    return Chart(name="seconds", title="Seconds of training", note="by client", spec=spec, data={"rows": rows})
+"""
+
+
+@pytest.mark.slow
+def test_a_figure_of_a_plugin_stands_in_the_report_and_among_the_files_where_the_command_names_it(
+    config: Make, tmp_path: Path
+) -> None:
+    plugin = tmp_path / "figure.py"
+    plugin.write_text(FIGURE)
+    run = run_config(config(rounds=1)).folder
+    assert main(["report", str(run), "--plugin", str(plugin)]) == 0
+    assert "Seconds of training" in (run / "report.html").read_text()
+    assert (run / "figures/seconds.png").is_file()
+    assert (run / "figures/seconds.csv").read_text().splitlines()[0] == "client,took"
+    assert main(["report", str(run), "--page-only"]) == 0
+    assert "Seconds of training" not in (run / "report.html").read_text()
+
+
+FINGERPRINT = """
+import torch
+
+from atlas_fl.clustering.fingerprints import GradientFingerprint
+from atlas_fl.plugins import register
+
+register("fingerprint", "signs")(GradientFingerprint(each=torch.sign))
+"""
+
+
+@pytest.mark.slow
+def test_a_fingerprint_of_a_plugin_makes_the_sketches_with_workers_as_it_does_alone(
+    config: Make, tmp_path: Path
+) -> None:
+    plugin = tmp_path / "signs.py"
+    plugin.write_text(FINGERPRINT)
+    settings = {"plugin": (str(plugin),), "fingerprint": "signs", "rounds": 1, "pack_tokens": 200}
+    alone = run_config(config(name="alone", **settings)).folder
+    workers = run_config(config(name="workers", workers=2, **settings)).folder
+    mean = run_config(config(name="mean", fingerprint="gradient", rounds=1, pack_tokens=200)).folder
+    sketches = [read_tensors(RunFolder(folder).sketches) for folder in (alone, workers, mean)]
+    assert same_tensors(sketches[0], sketches[1])
+    assert not same_tensors(sketches[0], sketches[2])
+    with pytest.raises(ConfigError, match="unknown name in --fingerprint 'signs'; known: "):
+        run_config(config(fingerprint="signs"))
+
+
+FILTER = """
+import torch
+
+from atlas_fl.plugins import register
+
+@register("update_filter", "signs")
+def signs(number):
+    def act(change, draws):
+        kept = torch.rand(1, generator=draws)
+        return {name: tensor.sign() * 1e-3 * kept for name, tensor in change.items()}
+    return act
+"""
+
+
+@pytest.mark.slow
+def test_an_update_filter_acts_at_clients_with_workers_after_a_resume_and_at_sites(
+    config: Make, federation: Callable[..., Federation], tmp_path: Path
+) -> None:
+    plugin = tmp_path / "filter.py"
+    plugin.write_text(FILTER)
+    settings = {"plugin": (str(plugin),), "update_filter": ("signs", "noise=0.0001"), "rounds": 3, "pack_tokens": 200}
+    without = run_config(config(name="without", rounds=3, pack_tokens=200))
+    alone = run_config(config(name="alone", audit=True, **settings))
+    assert not same_tensors(state(without.folder, round=3), state(alone.folder, round=3))
+    check_same(alone.folder, run_config(config(name="workers", workers=2, **settings)).folder, round=3)
+    stopped = run_config(config(name="stopped", max_rounds=1, **settings))
+    load_plugins(())
+    check_same(alone.folder, resume_run(stopped.folder).folder, round=3)
+    assert audit_run(alone.folder).ok
+    fed = federation(plugin=(str(plugin),), update_filter=("signs", "noise=0.0001"))
+    server, port = fed.serve()
+    sites = [fed.join(name, port, "--plugin", str(plugin)) for name in fed.sites]
+    assert "filtered by --update-filter signs noise=0.0001" in "".join(site.end() for site in sites)
+    server.end()
+    fed.is_as_simulated()
+
+
+START, TRAINED, SECOND = (
+    Path(f"audit/{file}.safetensors") for file in ("round-0000/start", "round-0001/trained", "round-0001/second")
+)
+
+
+def test_clients_send_what_a_filter_leaves_of_their_change_and_keep_a_second_model_as_it_is(config: Make) -> None:
+    settings = {"rounds": 1, "audit": True, "strategy": "ditto", "ranks": "4"}
+    free = run_config(config(name="free", **settings)).folder
+    held = run_config(config(name="held", update_filter=("clip=0.0005",), **settings)).folder
+    assert audit_run(held).ok
+    sent = read_tensors(held / TRAINED)
+    changes = [
+        (sent[name] - one).norm() for name, one in read_tensors(held / START).items() if name.startswith("movie-0")
+    ]
+    assert float(torch.stack(changes).norm()) == pytest.approx(0.0005, rel=1e-3)
+    assert same_tensors(read_tensors(held / SECOND), read_tensors(free / SECOND))
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from atlas_fl.cli.display import labels_of, show, show_progress
 from atlas_fl.config import Config, validate
 from atlas_fl.config.values import LARGEST
 from atlas_fl.errors import AtlasError, ConfigError
+from atlas_fl.plugins import load_plugins
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,8 @@ class ReportOptions:
     """Strategy that the others are compared with, of several runs; fedavg_cluster, fedavg or local by default."""
     page_only: bool = False
     """Write the page and draw no figures."""
+    plugin: tuple[str, ...] = ()
+    """Plug-ins with figures of your own; those that a run names are not loaded. May be repeated."""
 
 
 def report(words: Sequence[str]) -> int:
@@ -48,6 +51,7 @@ def report(words: Sequence[str]) -> int:
     if options.control is not None and len(options.runs) == 1:
         raise ConfigError(f"--control is {options.control}, and one run is compared with nothing; name more runs")
     folders = [find_run(name, runs_dir=options.runs_dir).path for name in options.runs]
+    load_plugins(options.plugin)
     show([str(write_report(folders, to=options.to, control=options.control))])
     for folder in folders if not options.page_only else ():
         show(str(path) for path in draw_all(folder))

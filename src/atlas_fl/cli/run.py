@@ -47,20 +47,21 @@ class TrackerOptions:
     trackio: str | None = None
     """Log to this project of Trackio too (extra `trackio`); TRACKIO_DIR says where."""
 
-    def trackers(self) -> tuple["Tracker", ...]:
-        """A tracker for each that is named, and with a place to log to."""
-        from atlas_fl.report.trackers.mlflow import MlflowTracker
-        from atlas_fl.report.trackers.tensorboard import TensorBoardTracker
-        from atlas_fl.report.trackers.trackio import TrackioTracker
-        from atlas_fl.report.trackers.wandb import WandbTracker
+    tracker: tuple[str, ...] = ()
+    """Log to a tracker of a plug-in too: `name=place`; may be repeated."""
 
-        named: tuple[tuple[Callable[[str], Tracker], str | None], ...] = (
-            (WandbTracker, self.wandb),
-            (TensorBoardTracker, self.tensorboard),
-            (MlflowTracker, self.mlflow),
-            (TrackioTracker, self.trackio),
-        )
-        return tuple(tracker(place) for tracker, place in named if place is not None)
+    def trackers(self) -> tuple["Tracker", ...]:
+        """A tracker for each that is named, with a place to log to; those of plug-ins once these are loaded."""
+        from atlas_fl.report.trackers.registry import TRACKERS
+
+        flags = [one.name for one in fields(TrackerOptions) if one.name != "tracker"]
+        named = [(name, place) for name in flags if (place := getattr(self, name)) is not None]
+        for word in self.tracker:
+            name, sign, place = word.partition("=")
+            if not sign or name not in TRACKERS:
+                raise unknown_name("tracker in --tracker, which takes name=place,", word, TRACKERS)
+            named.append((name, place))
+        return tuple(TRACKERS[name](place) for name, place in named)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +102,7 @@ def run(words: Sequence[str]) -> int:
         return _resume([Words("", (resumed,)), *(group for group in groups if group.flag != "--resume")])
     options = parse(RunOptions, groups, command="atlas run")
     if options.lambda_sweep and (
-        named := [one.name for one in fields(TrackerOptions) if getattr(options, one.name) is not None]
+        named := [one.name for one in fields(TrackerOptions) if getattr(options, one.name) not in (None, ())]
     ):
         raise ConfigError(f"--{named[0]} logs one run, and --lambda-sweep makes several; leave one of them out")
     if options.lambda_sweep:
@@ -161,8 +162,11 @@ def _resume(groups: Sequence[Words]) -> int:
     if options.max_rounds is not None and options.max_rounds < 1:
         raise ConfigError(f"--max-rounds is {options.max_rounds}; allowed: at least 1; give more, or leave it out")
     folder = find_run(options.run, runs_dir=options.runs_dir, allow_unplanned=True)
+    config = load_config(folder.config, within=folder.path)
+    if options.tracker:
+        load_plugins(config.run.plugin, outside=folder.path)
     _carry_out(
-        load_config(folder.config, within=folder.path),
+        config,
         folder.path,
         trackers=options.trackers(),
         work=lambda on_event: resume_run(folder.path, max_rounds=options.max_rounds, on_event=on_event),

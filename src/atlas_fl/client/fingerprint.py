@@ -20,6 +20,7 @@ from atlas_fl.client.job import Job, Site, Update, cut_channel_of
 from atlas_fl.client.label_covariance import LABELS, label_sketch
 from atlas_fl.client.local_training import train
 from atlas_fl.client.options import FingerprintOptions
+from atlas_fl.clustering.fingerprints import FINGERPRINTS
 from atlas_fl.clustering.sketch import combine_parts, sketch_parts
 from atlas_fl.params import LORA_A, LORA_B, Params
 from atlas_fl.split.channel import CutTraffic
@@ -160,16 +161,17 @@ def add_gradient(totals: Mapping[str, Tensor], gradient: Mapping[str, Tensor], *
     sums = {}
     for key, new in gradient.items():
         total = totals.get(key)
-        if kind == "gradient":
-            sums[key] = new if total is None else total.add_(new)
-        else:  # the diagonal of the Fisher information, up to scale
-            sums[key] = new.square() if total is None else total.addcmul_(new, new)
+        if kind == "fisher" and total is not None:  # one pass over large tensors, and other bits than two
+            sums[key] = total.addcmul_(new, new)
+        else:
+            term = FINGERPRINTS[kind].each(new)
+            sums[key] = term if total is None else total.add_(term)
     return sums
 
 
 def average_gradients(totals: Mapping[str, Tensor], *, kind: str) -> dict[str, Tensor]:
     """The tensors that are sketched, from such sums, up to a factor."""
-    return dict(totals) if kind == "gradient" else {key: total.sqrt() for key, total in totals.items()}
+    return {key: FINGERPRINTS[kind].total(total) for key, total in totals.items()}
 
 
 def names_below_cut(names: Iterable[str], job: Job, site: Site) -> list[str]:

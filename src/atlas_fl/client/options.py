@@ -61,6 +61,8 @@ class TrainOptions:
     """Hash what was really loaded, for the audit."""
     rate_by_round: bool = False
     """Follow the schedule round by round, not step by step."""
+    update_filter: tuple[str, ...] = ()
+    """Filters of what leaves the client, in their order (`methods.update_filters`)."""
     prior_correction: bool = False
     """Add the log frequencies of the client's classes to its logits (`methods.prior_correction`)."""
     multitask: bool = False
@@ -133,7 +135,7 @@ class EvaluateOptions:
 class FingerprintOptions:
     """Options of a fingerprint."""
 
-    kind: Literal["delta", "fisher", "gradient"]
+    kind: str
     sketch_dim: int
     train: TrainOptions
     """The warm-up's training, or the batches of the gradients."""

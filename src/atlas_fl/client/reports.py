@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from atlas_fl.client.batching import body_of, features_without_cut, make_row, split_by_tokens
+from atlas_fl.client.draws import Draws
 from atlas_fl.client.evaluation import evaluate
 from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.options import EvaluateOptions, TrainOptions
@@ -20,9 +21,10 @@ from atlas_fl.client.trainers import train_clients
 from atlas_fl.errors import ConfigError
 from atlas_fl.methods.method import Method
 from atlas_fl.methods.registry import reporting
+from atlas_fl.methods.update_filters import apply_filter
 from atlas_fl.models.lora import Adapters, attach_adapters
 from atlas_fl.models.registry import last_layer_inputs
-from atlas_fl.params import Params
+from atlas_fl.params import Params, digest
 from atlas_fl.storage.ledger import Direction, Kind
 
 
@@ -86,7 +88,7 @@ class PackReport:
             options: TrainOptions = job.options
             options = replace(options, half=half, epochs=passes * options.epochs, report="none", hash_loaded=False)
             jobs.append(replace(job, options=options))
-        updates = train_clients(jobs, self.site)
+        updates = train_and_filter(jobs, self.site)
         for update in updates:
             self.crossed.setdefault(update.client, Counter()).update(update.crossed)
         return {update.client: update.params for update in updates}
@@ -103,7 +105,29 @@ def train_and_report(jobs: Sequence[Job], site: Site) -> list[Update]:
             _check_measured(method, site, asked.model(client), client, params)
             reports[client] = {kind: params}
         crossed |= asked.crossed
-    return [_with_report(update, reports.get(update.client, {}), crossed) for update in train_clients(jobs, site)]
+    return [_with_report(update, reports.get(update.client, {}), crossed) for update in train_and_filter(jobs, site)]
+
+
+def train_and_filter(jobs: Sequence[Job], site: Site) -> list[Update]:
+    """Every client's trained model as its filters let it leave, in the order of the jobs."""
+    return [_filter(update, job, site) for job, update in zip(jobs, train_clients(jobs, site), strict=True)]
+
+
+def _filter(update: Update, job: Job, site: Site) -> Update:
+    options: TrainOptions = job.options
+    if not options.update_filter or options.is_personal(job.round):
+        return update
+    start = {name: job.params[name].cpu() for name in sorted(update.params) if options.trains(name, round=job.round)}
+    change: Params = {name: (update.params[name] - tensor).float() for name, tensor in start.items()}
+    draws = Draws(client=job.client, seed=options.seed, secret=site.secrets.get(job.client))
+    # Two different answers with the same noise would tell their difference.
+    asked = (job.round, digest(job.params), replace(options, hash_loaded=False))
+    for place, word in enumerate(options.update_filter):
+        change = apply_filter(word, change, draws.torch_generator("update", place, *asked))
+    sent = {name: (tensor + change[name]).to(tensor.dtype) for name, tensor in start.items()}
+    if job.mask is not None:
+        sent = {name: torch.where(job.mask[name].cpu(), tensor, start[name]) for name, tensor in sent.items()}
+    return replace(update, params={**update.params, **sent})
 
 
 def _check_measured(method: type[Method], site: Site, model: Params, client: str, report: Params) -> None:

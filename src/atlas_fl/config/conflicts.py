@@ -47,9 +47,9 @@ class Conflict:
     other_value: str
     reason: str
     remedy: str
-    third: str
+    third: str = ""
     """Empty in the row of a pair."""
-    third_value: str
+    third_value: str = ""
 
     @property
     def values(self) -> list[tuple[str, str]]:

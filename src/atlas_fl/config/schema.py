@@ -133,6 +133,9 @@ class TrainingConfig:
     prior_correction: bool = False
     """Add the log frequencies of a client's own classes to its logits, in training and in evaluation: the shared model
     learns what classes look like, and every client brings how frequent they are with it."""
+    update_filter: tuple[str, ...] = ()
+    """Filters of a client's update before it leaves, in this order: `clip=NORM` scales the change down to an L2 norm,
+    `noise=DEVIATION` adds Gaussian noise to every value, `quantise=BITS` rounds at random, or those of plug-ins."""
     participation: Annotated[float, Range(above=0, most=1), Mark.COMMON] = 1.0
     """Share of the clients that train in a round."""
     eval_every: Annotated[int, Range(least=1), Mark.COMMON] = 1
@@ -413,8 +416,8 @@ class ClusteringConfig:
     """`auto`, `oracle` (the true tasks) or a number of clusters."""
     cluster_by: Literal["corrected", "atlas", "silhouette", "gap"] = "corrected"
     """Method by which `auto` finds the clusters: noise-corrected similarity without k, or a k search by this score."""
-    fingerprint: Literal["fisher", "delta", "gradient"] = "fisher"
-    """Source of a client's fingerprint."""
+    fingerprint: str = "fisher"
+    """Source of a client's fingerprint: `fisher`, `delta`, `gradient`, or that of a plug-in."""
     fingerprint_batches: Annotated[int, Range(least=2)] = 12
     """Batches of the gradient and fisher fingerprints."""
     fingerprint_blocks: Annotated[int, Range(least=1)] = 2

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from atlas_fl.config.conflicts import check_conflicts
-from atlas_fl.config.methods import check_equal_ranks, rule_of, with_method_settings
+from atlas_fl.config.methods import check_equal_ranks, method_class, rule_of, with_method_settings
 from atlas_fl.config.presets import check_dial
 from atlas_fl.config.schema import (
     WILDCARD,
@@ -57,6 +57,7 @@ def check_cluster_counts(clustering: ClusteringConfig, *, clients: int | None) -
 
 def _check_names(config: Config, *, at_sites: bool) -> None:
     """Raise AtlasError, with the nearest known name, for a name that no registry holds, or no client of the config."""
+    from atlas_fl.clustering.fingerprints import FINGERPRINTS, WARM_UPS
     from atlas_fl.data.heterogeneity import check_heterogeneity, joint_name
     from atlas_fl.data.partition import PARTITIONS
     from atlas_fl.data.registry import find_tasks
@@ -68,6 +69,9 @@ def _check_names(config: Config, *, at_sites: bool) -> None:
     _check_strategy(config)
     if data.partition not in PARTITIONS:
         raise unknown_name("name in --partition", data.partition, PARTITIONS)
+    if config.clustering.fingerprint not in (*FINGERPRINTS, *WARM_UPS):
+        raise unknown_name("name in --fingerprint", config.clustering.fingerprint, [*FINGERPRINTS, *WARM_UPS])
+    _check_filters(config)
     if parse_integer(config.ranks.ranks) is None and config.ranks.ranks not in ALLOCATORS:
         raise unknown_name("allocator for --ranks", config.ranks.ranks, [*ALLOCATORS, "one of --candidates"])
     devices = [device.name for device in find_devices(data.devices, data.device)]
@@ -168,6 +172,20 @@ def validate(config: Config, *, at_sites: bool = False) -> Config:
     check_conflicts(config, of_halves=True)
     check_measured_round(config)
     return config
+
+
+def _check_filters(config: Config) -> None:
+    """Raise ConfigError unless every filter of updates is known, and sees all that a client's examples go into."""
+    from atlas_fl.methods.update_filters import make_filter
+
+    method = method_class(config)
+    for word in config.training.update_filter:
+        make_filter(word)
+        if method.report != "none" and not method.models_in_report:
+            raise ConfigError(
+                f"--update-filter {word} is for updates, and --strategy {config.mixing.strategy} asks clients for"
+                f" {method.report.replace('_', ' ')} beside them; leave it out, or take another strategy"
+            )
 
 
 def check_types(config: Config) -> None:

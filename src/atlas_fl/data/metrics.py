@@ -1,7 +1,8 @@
 """Metrics of predictions in numpy: loss, accuracy, F1, MCC, calibration, Pearson, Spearman, ROUGE, counts by class."""
 
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 from jaxtyping import Float, Shaped
@@ -9,6 +10,11 @@ from jaxtyping import Float, Shaped
 from atlas_fl.data.task import Labels, Task
 
 Array = np.ndarray[Any, np.dtype[Any]]
+
+FurtherMetric: TypeAlias = Callable[[Task, Labels, Array], float | None]
+"""(task, labels (n,), logits (n, labels)) -> a further score of one client's examples; None where a task has none."""
+FURTHER_METRICS: dict[str, FurtherMetric] = {}
+"""Metrics of plug-ins by name; they stand beside the scores of a task and decide nothing."""
 
 CONFIDENCE_BINS = 15
 """As many as Guo et al. take for their tables."""
@@ -26,6 +32,8 @@ def scores(task: Task, labels: Shaped[Array, " n"], logits: Float[Array, "n labe
     """
     assert len(labels) == len(logits) > 0, "scores need one row of logits per label, and at least one"
     metrics = _regression(labels, logits[:, 0]) if task.is_regression else _classification(labels, logits)
+    further = {name: metric(task, labels, logits) for name, metric in FURTHER_METRICS.items()}
+    metrics |= {name: float(value) for name, value in further.items() if value is not None and math.isfinite(value)}
     return {**metrics, "primary": metrics.get(task.metric, 0.0)}
 
 

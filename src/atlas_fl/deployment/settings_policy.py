@@ -268,8 +268,10 @@ def what_leaves(config: Config, *, client: ClientData, device: str, blocks: int)
     label_statistics = "labels' names and counts" if task.has_classes else "mean and spread of its labels"
     usual = f"how many examples each split has, test too, their {counts}{label_statistics}; scores, losses, seconds"
     private_data = "images" if task.images else "texts, tokens"
+    filters = " ".join(config.training.update_filter)
+    noise = f"filtered by --update-filter {filters}" if filters else "without noise"
     may_show = (
-        "what a hostile server may still learn: updates are sums over this site's examples, without noise and without"
+        f"what a hostile server may still learn: updates are sums over this site's examples, {noise} and without"
         f" secure sums; who chooses the models can learn {'images' if task.images else 'training texts'} from them, the"
         " more the more rounds there are"
     )

@@ -42,7 +42,7 @@ import numpy as np
 import torch
 
 from atlas_fl.experiment.early_stopping import best_rounds
-from atlas_fl.storage.json_shapes import METRICS, SHARING
+from atlas_fl.storage.json_shapes import METRICS, SHARING, further_scores
 from atlas_fl.storage.ledger import LedgerRow, Totals, totals
 
 LIBRARIES = ("torch", "transformers", "peft", "safetensors", "numpy", "scikit-learn")
@@ -162,7 +162,8 @@ def group_scores(members: Sequence[History]) -> dict[str, Any]:
 
 
 def _row_scores(row: Row) -> dict[str, Any]:
-    scores: dict[str, Any] = {name: row[name] for name in ("round", *METRICS, "examples") if name in row}
+    names = ("round", *METRICS, "examples", *further_scores(row))
+    scores: dict[str, Any] = {name: row[name] for name in names if name in row}
     if "accuracy" in row and "majority" in row:
         scores["gain_over_majority"] = row["accuracy"] - row["majority"]
     return scores
@@ -170,7 +171,10 @@ def _row_scores(row: Row) -> dict[str, Any]:
 
 def _means(scores: Sequence[Row]) -> dict[str, float]:
     """Plain means: every client counts once. A metric that a client lacks has no mean over the group."""
-    names = [name for name in (*METRICS, "gain_over_majority") if scores and all(name in entry for entry in scores)]
+    if not scores:
+        return {}
+    every = (*METRICS, "gain_over_majority", *further_scores(scores[0]))
+    names = [name for name in every if all(name in entry for entry in scores)]
     return {name: fmean(entry[name] for entry in scores) for name in names}
 
 

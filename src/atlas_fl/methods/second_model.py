@@ -71,6 +71,7 @@ class SecondModel(Part):
                 "second_model": self.kind,
                 "second_weight": self.options.second_weight,
                 "control_variates": False,
+                "update_filter": (),  # it never leaves its client
                 **self.training_options(),
             },
         )

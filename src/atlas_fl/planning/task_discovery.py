@@ -16,6 +16,7 @@ from atlas_fl.client.job import Job, Update
 from atlas_fl.client.label_covariance import LABELS
 from atlas_fl.client.options import EvaluateOptions, FingerprintOptions
 from atlas_fl.clustering.cluster import cluster_clients, oracle_clustering
+from atlas_fl.clustering.fingerprints import FINGERPRINTS
 from atlas_fl.clustering.labels import ClusteringSettings
 from atlas_fl.clustering.merge import merge_clusters
 from atlas_fl.clustering.result import Clustering, agreement, purity_warnings, summarise_clusters
@@ -165,8 +166,7 @@ def _cluster_sketches(
     settings = ClusteringSettings(
         **settings_for(assembly.config, ClusteringSettings),
         threshold=options.similarity_threshold,
-        # Fisher information is positive everywhere; what tells clients apart is its difference from the mean.
-        centre=options.fingerprint == "fisher",
+        centre=options.fingerprint in FINGERPRINTS and FINGERPRINTS[options.fingerprint].centre,
     )
     if options.clusters == "oracle":
         return oracle_clustering(sketches[0], sketches[1], tasks=tasks, settings=settings)

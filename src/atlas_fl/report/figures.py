@@ -11,6 +11,7 @@ from atlas_fl.report.figure_rows import ROWS, to_csv
 from atlas_fl.report.html.elements import Chart, Section
 from atlas_fl.report.html.run_clients import data_of_clients, likeness, moving_weights, ranks, sharing
 from atlas_fl.report.html.run_costs import leakage, traffic
+from atlas_fl.report.html.run_page import plugin_charts
 from atlas_fl.report.html.run_scores import convergence
 from atlas_fl.report.record import Record, read_record
 from atlas_fl.report.table import Table
@@ -78,7 +79,7 @@ def draw_all(run_dir: Path | str) -> list[Path]:
 
     Beside each lie the same figure as PDF and its numbers as CSV, which is empty where the run has none. A run that
     lacks what one of `FIGURES` shows gets the figure with a sentence that says so; those of `MEASURED` are drawn where
-    there is something to show, and `OF_ADAPTERS` where adapters were trained.
+    there is something to show, `OF_ADAPTERS` where adapters were trained, and those of plug-ins that are loaded.
 
     Raises:
         CheckpointError: this is no run folder, or a file in it is damaged.
@@ -86,7 +87,7 @@ def draw_all(run_dir: Path | str) -> list[Path]:
     folder = find_run(run_dir)
     record = read_record(folder.path)
     sections = cache(lambda section: section(record))
-    return [
+    drawn = [
         _save(
             figure.draw(sections(figure.section)),
             folder.figures / f"{name}.png",
@@ -95,6 +96,10 @@ def draw_all(run_dir: Path | str) -> list[Path]:
         )
         for name, figure in figures_of(record).items()
     ]
+    for name, chart in plugin_charts(record).items():
+        rows = [row for part in chart.data.values() for row in part]
+        drawn.append(_save(draw([chart]), folder.figures / f"{name}.png", rows=rows, within=folder.path))
+    return drawn
 
 
 def figures_of(record: Record) -> dict[str, Figure]:

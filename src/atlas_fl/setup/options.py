@@ -134,6 +134,7 @@ def train_options(config: Config, *, with_images: bool) -> TrainOptions:
         "max_steps": steps,
         "lr": learning_rate_of(config, with_images=with_images),
         "trained_parts": _trained_parts(config),
+        "update_filter": config.training.update_filter if method_class(config).communicates else (),
         "second_model": _second_model(config),
         "second_weight": config.mixing.second_weight if is_personal else TrainOptions.second_weight,
         "hash_loaded": config.run.audit,

@@ -20,6 +20,11 @@ METRICS = (
     *GENERATION_METRICS,
 )
 """Scores in rows of evaluations."""
+ROW_NAMES = (
+    *("round", "client", "task", "split", "classes", "examples", "seconds", "steps", "skipped", "gain_over_majority"),
+    *METRICS,
+)
+"""Names in rows of training and evaluations and in their summaries; each other number there is a plug-in's score."""
 
 SHARING = ("own_share", "effective_clients", "variance_over_noise")
 """Measures of a client's row under `kriging` (`methods.kriging.MeasuredSharing`)."""
@@ -299,7 +304,14 @@ def metrics_row(value: Any, location: str) -> str:
     """The fault of a row of `metrics.jsonl`."""
     if isinstance(value, dict) and "split" not in value:
         return _EVENT_ROW(value, location) or _BY_EVENT.get(value["event"], mapping)(value, location)
-    return _SCORES_ROW(value, location)
+    return _SCORES_ROW(value, location) or _first_fault(
+        score(value[name], f"{location}.{name}") for name in further_scores(value)
+    )
+
+
+def further_scores(row: Mapping[str, Any]) -> list[str]:
+    """The scores of plug-ins in a row of an evaluation, by name."""
+    return [name for name, value in row.items() if name not in ROW_NAMES and type(value) in (int, float)]
 
 
 _LEDGER = fields(

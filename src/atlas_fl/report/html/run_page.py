@@ -1,9 +1,9 @@
 """The page of one run, in the order in which people ask."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from atlas_fl.config import config_hash, differences, load_config
 from atlas_fl.config.files import read_tables
@@ -13,17 +13,21 @@ from atlas_fl.config.values import to_words
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.experiment.summary import attack_note
 from atlas_fl.report.finished_runs import changed_flags, read_summary
-from atlas_fl.report.html.elements import Block, Command, Folded, Page, Section, Text
+from atlas_fl.report.html.elements import Block, Chart, Command, Folded, Page, Section, Text
 from atlas_fl.report.html.run_clients import data_of_clients, likeness, moving_weights, ranks, sharing
 from atlas_fl.report.html.run_costs import leakage, memory, mishaps, time, traffic
 from atlas_fl.report.html.run_scores import convergence, outcome
-from atlas_fl.report.record import read_record
+from atlas_fl.report.record import Record, read_record
 from atlas_fl.report.table import Table
 from atlas_fl.storage.digests import check_files
 from atlas_fl.storage.json_shapes import require_fields
 from atlas_fl.storage.run_folder import RunFolder, find_run
 
 Summary = Mapping[str, Any]
+FigureOf: TypeAlias = Callable[[Record], Chart | None]
+"""(what a run has recorded) -> a chart of it; None where the run has nothing to show."""
+PLUGIN_FIGURES: dict[str, FigureOf] = {}
+"""Figures of plug-ins, by the name of their file."""
 
 
 def run_page(run: Path | str) -> Page:
@@ -52,6 +56,7 @@ def run_page(run: Path | str) -> Page:
         time(record, summary),
         mishaps(record),
         leakage(record),
+        _plugin_section(record),
         _settings_section(folder, summary),
     ]
     last = max((row["round"] for row in record.metrics), default=0)
@@ -63,6 +68,17 @@ def run_page(run: Path | str) -> Page:
         sections=[section for section in sections if section is not None],
         warnings=warnings,
     )
+
+
+def plugin_charts(record: Record) -> dict[str, Chart]:
+    """The charts that plug-ins make of a run, by the name of their file."""
+    charts = {name: figure(record) for name, figure in PLUGIN_FIGURES.items()}
+    return {name: chart for name, chart in charts.items() if chart is not None}
+
+
+def _plugin_section(record: Record) -> Section | None:
+    charts = [*plugin_charts(record).values()]
+    return Section(name="plugins", title="Figures of plug-ins", blocks=charts) if charts else None
 
 
 def _incomplete_note(last: int) -> str:

@@ -30,6 +30,7 @@ from atlas_fl.report.html.palette import colour
 from atlas_fl.report.record import Record
 from atlas_fl.report.table import Cell, Table, count, plain, size
 from atlas_fl.report.tables import GROUP_COLUMNS, group_cells
+from atlas_fl.storage.json_shapes import further_scores
 
 Summary = Mapping[str, Any]
 ALL = "(all clients)"
@@ -153,7 +154,9 @@ def _by_score(record: Record, scored: Mapping[str, Any], task: str) -> list[str]
 
 
 def _task_table(groups: Mapping[str, Any], overall: Mapping[str, Any], scored: Mapping[str, Any]) -> Table:
-    further = [name for name in OTHER_SCORES if any(name in _test(group) for group in groups.values())]
+    found = {name: score for group in groups.values() for name, score in _test(group).items()}
+    further = [name for name in OTHER_SCORES if name in found]
+    further += further_scores(found)
     best = {task: _best_client(scored, task) for task in groups}
     return Table(
         title="By task",
@@ -182,7 +185,7 @@ def _group_cells(group: Mapping[str, Any], best: tuple[str, float | None], furth
         plain(worst.get("primary")),
         best[0],
         plain(best[1]),
-        *(plain(_test(group).get(name), OTHER_SCORES[name]) for name in further),
+        *(plain(_test(group).get(name), OTHER_SCORES.get(name, 3)) for name in further),
     ]
 
 

@@ -20,6 +20,7 @@ from atlas_fl.client.importance import IMPORTANCE
 from atlas_fl.client.job import Job, Update
 from atlas_fl.client.label_covariance import LABELS
 from atlas_fl.client.options import TrainOptions
+from atlas_fl.data.metrics import FURTHER_METRICS
 from atlas_fl.errors import ProtocolError, short_repr
 from atlas_fl.methods.fedpac import LARGEST_FEATURE
 from atlas_fl.methods.method import Method, ReportTensor
@@ -64,6 +65,7 @@ CALIBRATION = Range(most=1.0, may_be_undefined=True)
 """Calibration error; it is undefined where the loss is."""
 PERPLEXITY = Range(least=1.0, most=LARGEST_SCORE / 10, may_be_undefined=True)
 """The range that `metrics.jsonl` may hold, with room for rounding."""
+ANY_SCORE = Range(least=-LARGEST_SCORE / 10, most=LARGEST_SCORE / 10)
 
 Ranges = Mapping[str, Range]
 SCORES: Mapping[str, Ranges] = {
@@ -245,10 +247,10 @@ def _kind(metadata: ClientMetadata) -> str:
 
 
 def _optional_scores(request: AnsweredRequest) -> Ranges:
-    """The scores that an answer may lack: a correlation with a constant is undefined."""
+    """The scores that an answer may lack: a correlation with a constant is undefined, as those of plug-ins may be."""
     if request.metadata.num_labels == 0:
         return ROUGE if request.job.options.new_tokens and request.job.cut is None else {}
-    return CORRELATIONS if request.metadata.num_labels == 1 else {}
+    return {**(CORRELATIONS if request.metadata.num_labels == 1 else {}), **dict.fromkeys(FURTHER_METRICS, ANY_SCORE)}
 
 
 def _check_primary(request: AnsweredRequest, update: Update) -> None:

@@ -308,7 +308,7 @@ def _read(kind: Any, value: Any, *, where: str) -> Any:
             return None
         (inner,) = (member for member in get_args(kind) if member is not NoneType)
         return _read(inner, value, where=where)
-    elif get_origin(kind) is tuple and isinstance(value, list):
+    elif get_origin(kind) is tuple and isinstance(value, list | tuple):
         return tuple(_read(get_args(kind)[0], item, where=where) for item in value)
     elif type(value) is kind:
         return value

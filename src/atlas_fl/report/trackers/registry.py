@@ -1,0 +1,17 @@
+"""TRACKERS: experiment trackers by the name of their flag, and those of plug-ins (`--tracker name=place`)."""
+
+from collections.abc import Callable
+
+from atlas_fl.report.trackers.mlflow import MlflowTracker
+from atlas_fl.report.trackers.tensorboard import TensorBoardTracker
+from atlas_fl.report.trackers.track_run import Tracker
+from atlas_fl.report.trackers.trackio import TrackioTracker
+from atlas_fl.report.trackers.wandb import WandbTracker
+
+TRACKERS: dict[str, Callable[[str], Tracker]] = {
+    "wandb": WandbTracker,
+    "tensorboard": TensorBoardTracker,
+    "mlflow": MlflowTracker,
+    "trackio": TrackioTracker,
+}
+"""By name, what makes a tracker of a place to log to."""
