@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -158,7 +159,7 @@ def test_a_metric_is_scored_by_clients_with_workers_and_at_sites_and_stands_in_t
     stopped = run_config(config(name="stopped", max_rounds=1, **settings))
     load_plugins(())
     check_same(alone.folder, resume_run(stopped.folder).folder, round=2)
-    scored = {
+    scored: dict[Any, Any] = {
         row["client"]: row["margin"] for row in rows(alone.folder) if row.get("split") == "test" and "margin" in row
     }
     assert set(scored) == {"movie-0", "movie-1"}
