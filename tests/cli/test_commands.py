@@ -58,7 +58,7 @@ def test_an_unknown_command_has_its_nearest(atlas: Atlas) -> None:
     said = atlas("rnu")
     assert said.code == 2
     assert said.err.startswith(
-        "atlas: unknown command 'rnu'; did you mean 'run'? known: fetch, doctor, demo, list, plan,"
+        "atlas: unknown command 'rnu'; did you mean 'run'? known: fetch, doctor, demo, list, check-method, plan,"
     )
     assert atlas("foo").err.startswith("atlas: unknown command 'foo'; known: fetch, doctor,")
 

@@ -117,7 +117,7 @@ def test_a_proximal_weight_of_zero_trains_as_fedavg_does() -> None:
     options = [train_options(config, with_images=False) for config in (fedavg, fedprox)]
     assert replace(options[1], proximal_mu=0.0) == options[0] != options[1]
     assert rule_of(fedprox) == rule_of(fedavg)
-    server = [replace(strategy_options(config), scale=float) for config in (fedavg, fedprox)]
+    server = [replace(strategy_options(config), scale=float, proximal_mu=0.0) for config in (fedavg, fedprox)]
     assert server[0] == server[1]
 
 

@@ -20,7 +20,6 @@ SOURCES = Path(atlas_fl.__file__).parent
 READ_BY_CONFIG = {
     "trainable": "`Config.trainable` decides by the kind of the tasks",
     "tune": "`Config.trainable` decides by the kind of the tasks",
-    "measure_round": "`config.methods.first_measured_round` fits it to the rounds",
 }
 """Settings that nothing else reads, with the reason."""
 

@@ -10,7 +10,6 @@ from atlas_fl.cli.display import going_on, show, show_progress
 from atlas_fl.config import Config, validate, with_values
 from atlas_fl.errors import MAX_REPR_CHARACTERS, ConfigError
 from atlas_fl.events import PhaseStarted
-from atlas_fl.experiment.parallel_runs import run_all
 from atlas_fl.experiment.sweep import (
     LAMBDA_SWEEP,
     Point,
@@ -272,6 +271,8 @@ def run_grid(base: Config, *, over: Sequence[str], seeds: Sequence[int], same_ro
 
 def _run(points: Sequence[Point], *, jobs: int = 1) -> Runs:
     """Run these points; each with the folder of its finished run."""
+    from atlas_fl.experiment.parallel_runs import run_all
+
     with show_progress() as on_event, going_on("the same command"):
 
         def announce(index: int, point: Point, state: RunState) -> None:

@@ -11,7 +11,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from atlas_fl.aggregation.exact_average import Factors, stack_products
 from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.aggregation.rules import Answers
 from atlas_fl.methods.frozen_part import WithFrozenPart
@@ -24,10 +23,6 @@ class FedAvgStacked(WithFrozenPart):
 
     name = "fedavg_stacked"
     begins_again = True
-
-    def new_factors(self, a: list[Tensor], b: list[Tensor], weights: list[float]) -> Factors:
-        """sum_k w_k s_k B_k A_k."""
-        return stack_products(a, b, [self.options.scale(len(factor)) for factor in a], weights)
 
     def aggregate(
         self,

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from atlas_fl.aggregation.exact_average import Factors, add_factors, from_adapter, to_adapter
+from atlas_fl.aggregation.exact_average import Factors, add_factors, from_adapter, stack_products, to_adapter
 from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.aggregation.rules import Answers, StrategyOptions
 from atlas_fl.methods.averages import FedAvg
@@ -56,8 +56,8 @@ class WithFrozenPart(FedAvg):
         super().__init__(replace(options or StrategyOptions(), space="factors", within="all"))
 
     def new_factors(self, a: list[Tensor], b: list[Tensor], weights: list[float]) -> Factors:
-        """Addition of clients with these factors and weights to one module."""
-        raise NotImplementedError
+        """Addition of clients with these factors and weights to one module; by default the sum of their products."""
+        return stack_products(a, b, [self.options.scale(len(factor)) for factor in a], weights)
 
     def send(self, round: RoundStart) -> TreesByClient:
         """The frozen part."""

@@ -287,7 +287,8 @@ class Method(Part):
 
     def rule(self, step: MixingContext) -> np.ndarray:
         """M (n, n), row-stochastic, for one group of parameters."""
-        raise NotImplementedError(
+        del step
+        raise ConfigError(
             f"method {self.name!r} has no rule; define it, or aggregate and arrival (rows of newcomers), or set"
             " takes_newcomers = False"
         )
@@ -384,7 +385,8 @@ class Method(Part):
     @classmethod
     def measure(cls, report: Report) -> Mapping[str, Params]:
         """The report of each client; it runs where the client's examples are."""
-        raise NotImplementedError(f"method {cls.name!r} asks for {cls.report!r} and does not measure it")
+        del report
+        raise ConfigError(f"method {cls.name!r} asks for {cls.report!r} and does not measure it; define measure")
 
     @classmethod
     def report_tensors(cls, model: Params, *, classes: int) -> Mapping[str, ReportTensor]:

@@ -175,8 +175,8 @@ class ByDistance(Robust):
     """Weights of each group's present, as the distances between their models give them."""
 
     def weigh(self, squares: Float64[np.ndarray, "n n"]) -> Float64[np.ndarray, " n"]:
-        """The weights of a group from the squared distances between its models."""
-        raise NotImplementedError
+        """The weights of a group from the squared distances between its models; by default the plain mean."""
+        return np.full(len(squares), 1 / len(squares))
 
     def rule(self, step: MixingContext) -> np.ndarray:
         """The weights of each group's present; before there are updates, the plain mean."""
