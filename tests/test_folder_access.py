@@ -22,6 +22,7 @@ READS = frozenset({"json.load", "json.loads", "tomllib.load", "tomllib.loads", "
 
 ALLOWED: Mapping[str, tuple[dict[str, int], str]] = {
     "cli/main.py": ({"open": 1}, "the null device"),
+    "config/presets.py": ({"read_text": 1, "tomllib.loads": 1}, "a file of the package"),
     "config/conflicts.py": ({"read_text": 1}, "a resource of this package"),
     "config/files.py": ({"tomllib.loads": 1}, "the one reader of TOML, after its bounds"),
     "data/cifar.py": ({"open": 2, "read_bytes": 1}, "data that a user names"),
