@@ -36,8 +36,9 @@ from tests.runs.federation import SITES, Federation
 from tests.runs.finished import FinishedRuns, locked
 from tests.runs.processes import Programs
 
-LOAD_ANEW = ("test_same_bits", "test_resume")
-"""Modules whose runs load models as those of users do; a loaded model reads a file that test_resume alters."""
+LOAD_ANEW = ("test_same_bits", "test_resume", "test_deployed_mistakes", "test_plugin_runs", "test_trainer_runs")
+"""Modules whose runs load models as those of users do; a loaded model reads a file that test_resume alters, and a
+server in this process gives up the weights of its own."""
 PLAN_ANEW = ("test_same_bits", "test_planning_effort", "test_split")
 """Modules whose runs plan with as many batches as those of users do."""
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")

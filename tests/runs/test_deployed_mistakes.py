@@ -105,7 +105,7 @@ def test_sites_that_cannot_take_part_end_with_a_line_and_the_server_goes_on_and_
         (("serve", "--strategy", "local"), "--strategy local sends nothing"),
         (
             ("serve", "--share", "B", "head", "--space", "factors", "--init-adapter", "x"),
-            "--rerank and --init-adapter make whole models at the server",
+            "--init-adapter x makes whole models at the server",
         ),
         (("serve", "--port", "70000"), "--port is 70000"),
         (("serve", "--wait", "0.01"), "0 of 2 clients have come within 0.01 seconds, missing: movie-0, movie-1"),
