@@ -36,7 +36,10 @@ from tests.runs.federation import SITES, Federation
 from tests.runs.finished import FinishedRuns, locked
 from tests.runs.processes import Programs
 
-LOAD_ANEW = ("test_same_bits", "test_resume", "test_deployed_mistakes", "test_plugin_runs", "test_trainer_runs")
+LOAD_ANEW = (
+    *("test_same_bits", "test_resume", "test_deployed_mistakes", "test_plugin_runs", "test_trainer_runs"),
+    *("test_proxied", "test_membership", "test_flower", "test_forty_sites", "test_deployed", "test_deployed_images"),
+)
 """Modules whose runs load models as those of users do; a loaded model reads a file that test_resume alters, and a
 server in this process gives up the weights of its own."""
 PLAN_ANEW = ("test_same_bits", "test_planning_effort", "test_split")

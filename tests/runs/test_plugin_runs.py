@@ -46,7 +46,7 @@ from atlas_fl.plugins import register
 from atlas_fl.ranks.allocation import ALLOCATORS
 
 register("task", "films")(replace(TASKS["movie"], name="films"))
-register("strategy", "own_average")(lambda options: replace(FedAvg(options)))
+register("method")(type("Own", (FedAvg,), {"name": "own_average", "__doc__": "FedAvg.", "__module__": __name__}))
 register("allocator", "own_ranks")(ALLOCATORS["uniform"])
 """
 
