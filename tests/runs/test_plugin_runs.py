@@ -55,6 +55,15 @@ def rows_of_ledger(folder: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in RunFolder(folder).ledger.read_text().splitlines()]
 
 
+def check_at_sites(fed: Federation, *plugins: str) -> None:
+    """Sites that name these plug-ins end as the simulation does."""
+    server, port = fed.serve()
+    for site in [fed.join(name, port, "--plugin", *plugins) for name in fed.sites]:
+        site.end()
+    server.end()
+    fed.is_as_simulated()
+
+
 @pytest.fixture(autouse=True)
 def _no_plugins() -> Iterator[None]:
     yield
@@ -171,12 +180,7 @@ def test_a_metric_is_scored_by_clients_with_workers_and_at_sites_and_stands_in_t
     load_plugins(())
     assert "margin" in write_report([alone.folder]).read_text(), "a report loads no plug-in"
     fed = federation(plugin=(str(plugin),))
-    server, port = fed.serve()
-    sites = [fed.join(name, port, "--plugin", str(plugin)) for name in fed.sites]
-    for site in sites:
-        site.end()
-    server.end()
-    fed.is_as_simulated()
+    check_at_sites(fed, str(plugin))
     assert any("margin" in row for row in rows(fed.served.path))
 
 
@@ -416,12 +420,7 @@ def test_a_method_of_ones_own_gives_the_same_bits_with_workers_at_sites_and_afte
     load_plugins(())
     assert audit_run(whole.folder).ok
     fed = federation(plugin=(str(INVERSE_LOSS),), strategy="inverse_loss")
-    server, port = fed.serve()
-    sites = [fed.join(name, port, "--plugin", str(INVERSE_LOSS)) for name in fed.sites]
-    for site in sites:
-        site.end()
-    server.end()
-    fed.is_as_simulated()
+    check_at_sites(fed, str(INVERSE_LOSS))
 
 
 REPORTING = """
@@ -463,12 +462,7 @@ def test_a_report_of_a_methods_own_reaches_the_server_and_the_ledger(
     assert {(row["direction"], row["round"]) for row in sent} == {("up", 1), ("up", 2)}
     assert audit_run(whole.folder).ok
     fed = federation(plugin=(str(plugin),), strategy="by_start_loss")
-    server, port = fed.serve()
-    sites = [fed.join(name, port, "--plugin", str(plugin)) for name in fed.sites]
-    for site in sites:
-        site.end()
-    server.end()
-    fed.is_as_simulated()
+    check_at_sites(fed, str(plugin))
 
 
 @pytest.mark.slow

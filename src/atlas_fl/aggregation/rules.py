@@ -92,7 +92,7 @@ class MixingContext:
     groups: Int64[np.ndarray, " n"]
     """Clients of different groups must not mix."""
     present: Bool[np.ndarray, " n"]
-    """Who took part."""
+    """Clients that took part."""
     eta: float
     """Size of the step."""
     parameters: ParameterGroup

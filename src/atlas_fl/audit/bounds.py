@@ -33,9 +33,9 @@ class Bounds:
     ratio: float
     """Largest norm over the median."""
     clipped: tuple[str, ...]
-    """Whose update was scaled down."""
+    """Clients whose update was scaled down."""
     restored: tuple[str, ...]
-    """Who kept the model that it began with, because the mixed one was none."""
+    """Clients that kept the model that they began with, because the mixed one was none."""
     sent: Models
     """The updates as they came of those beyond the bound."""
 

@@ -233,9 +233,9 @@ class Rule:
     by_layer: bool
     """True if eta is scaled by the importance of the layer."""
     present: tuple[bool, ...]
-    """Whose update counts."""
+    """Clients whose update counts."""
     without_edges: tuple[str, ...] = ()
-    """Who is nobody's neighbour."""
+    """Clients that are nobody's neighbour."""
     robust: Robust = field(default_factory=Robust)
     """Bounds on weights, and settings of robust rules."""
     recorded: Mapping[str, np.ndarray] | None = None
@@ -301,7 +301,7 @@ def _begins_in_cluster(plan: AuditPlan, k: int) -> bool:
 
 
 def _members(plan: AuditPlan, rule: Rule, k: int, *, head: bool) -> list[int]:
-    """Whose updates are aggregated into the model of client k."""
+    """Clients whose updates are aggregated into the model of client k."""
     everyone = rule.kind in EVERYONE or (rule.kind in WITHIN and rule.robust.within == "all")
     everyone = everyone or (rule.kind == KRIGING and not _begins_in_cluster(plan, k))
     members = []

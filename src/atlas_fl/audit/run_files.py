@@ -207,9 +207,9 @@ class AuditRecord:
     """Record of one round."""
 
     participants: tuple[str, ...]
-    """Who was asked to train."""
+    """Clients that were asked to train."""
     refused: Mapping[str, str]
-    """Whose update was refused, with the reason."""
+    """Reason by client whose update was refused."""
     eta: float | None
     """Step of the round."""
     plan: str
@@ -217,13 +217,13 @@ class AuditRecord:
     loaded: Mapping[str, Mapping[str, Any]]
     """Digest and number of keys that each client says it loaded."""
     kept: tuple[str, ...] = ()
-    """Who kept its own model because it was better on validation."""
+    """Clients that kept their own model because it was better on validation."""
     without_edges: tuple[str, ...] = ()
-    """Who was nobody's neighbour in the server's step, because its update was refused."""
+    """Clients that were nobody's neighbour in the server's step, because their update was refused."""
 
     @property
     def accepted_clients(self) -> frozenset[str]:
-        """Whose update was mixed."""
+        """Clients whose update was mixed."""
         return frozenset(self.participants) - self.refused.keys()
 
 

@@ -154,7 +154,7 @@ class Update:
     crossed: CutTraffic = field(default_factory=dict)
     """Bytes of all messages through the client's cut, by kind and direction."""
     hosted: HostMatch | None = None
-    """Who computed the upper part, where the engine itself has paired the clients."""
+    """Client that computed the upper part, where the engine itself has paired the clients."""
     travelled: bool = False
     """It came over a network, and so its model did, also in a round that mixes none."""
     classes: Mapping[str, Sequence[int]] = field(default_factory=dict)

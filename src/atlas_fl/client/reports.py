@@ -39,7 +39,7 @@ class PackReport:
 
     @property
     def clients(self) -> tuple[str, ...]:
-        """Who is asked."""
+        """Clients that are asked."""
         return tuple(job.client for job in self.jobs)
 
     @cached_property

@@ -279,7 +279,7 @@ class ReceivedUpdates:
     refused: dict[str, str]
     """Why each other one was refused, by client."""
     clipped: dict[str, str]
-    """Whose update was scaled down to the norm bound, with the figures."""
+    """Clients whose update was scaled down to the norm bound, with the figures."""
     out_of_bound: dict[str, Params]
     """The updates as they came of those whom the norm bound refused or scaled down."""
 

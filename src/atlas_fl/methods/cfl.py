@@ -20,8 +20,8 @@ from torch import Tensor
 
 from atlas_fl.aggregation.change_similarity import cosines, gram_of_changes
 from atlas_fl.aggregation.matrices import Federation, average, group_ids
-from atlas_fl.aggregation.rules import Answers, MixingContext, StrategyOptions, weighted_average, with_updates
-from atlas_fl.methods.method import Aggregated, Method
+from atlas_fl.aggregation.rules import MixingContext, StrategyOptions, weighted_average, with_updates
+from atlas_fl.methods.method import Method
 from atlas_fl.params import ByClient, ServerState
 
 CLUSTERS = "clusters"
@@ -49,7 +49,7 @@ def average_inside(clusters: Int64[np.ndarray, " n"], step: MixingContext, optio
 
 
 def bipartition(similarities: Float64[np.ndarray, "n n"]) -> Bool[np.ndarray, " n"]:
-    """Who is apart from the first client in the two parts whose largest similarity across is least.
+    """Clients apart from the first one in the two parts whose largest similarity across is least.
 
     The most similar pair is joined until two parts are left (algorithm 3); of equal pairs the one of earlier clients.
     """
@@ -101,20 +101,12 @@ class Cfl(Method):
         state: ServerState = {} if step.models is None else step.models.server_state
         return average_inside(clusters_in(state.get(CLUSTERS), step.federation), step, self.options)
 
-    def aggregate(
-        self,
-        server_state: ServerState,
-        client_models: ByClient,
-        updates: ByClient,
-        federation: Federation,
-        *,
-        round: int,
-        answers: Answers | None = None,
-    ) -> Aggregated:
-        """Cut clusters by these updates, then average inside them."""
+    def next_state(
+        self, server_state: ServerState, client_models: ByClient, updates: ByClient, federation: Federation
+    ) -> ServerState:
+        """The clusters, cut by these updates."""
         present = np.array([client in updates for client in federation.clients])
         clusters = clusters_in(server_state.get(CLUSTERS), federation)
         after = with_updates(client_models, updates)
         clusters = next_clusters(clusters, client_models, after, federation, present, self.options)
-        state: ServerState = {CLUSTERS: clusters_by_client(federation, clusters)}
-        return super().aggregate(state, client_models, updates, federation, round=round, answers=answers)
+        return {CLUSTERS: clusters_by_client(federation, clusters)}

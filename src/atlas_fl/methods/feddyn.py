@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from atlas_fl.aggregation.matrices import Federation
-from atlas_fl.aggregation.rules import Answers, StrategyOptions
+from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.methods.averages import FedAvg
 from atlas_fl.methods.method import FACTORS, SECOND_TENSORS, Aggregated, PublishedMethod, RoundStart, message_size
@@ -53,22 +53,14 @@ class FedAvgDynamic(FedAvg):
         del participants, classes
         return 0, message_size(shared)
 
-    def aggregate(
-        self,
-        server_state: ServerState,
-        client_models: ByClient,
-        updates: ByClient,
-        federation: Federation,
-        *,
-        round: int,
-        answers: Answers | None = None,
+    def complete(
+        self, done: Aggregated, client_models: ByClient, updates: ByClient, federation: Federation
     ) -> Aggregated:
         """x by cohort, and the changes of all clients."""
         options = self.options
-        done = super().aggregate(server_state, client_models, updates, federation, round=round, answers=answers)
         present = [client in updates for client in federation.clients]
         whole = {one.name: one for one in cohorts(federation, [True] * len(present), options)}
-        changes = {client: dict(params) for client, params in changes_of(server_state).items()}
+        changes = {client: dict(params) for client, params in changes_of(done.server_state).items()}
         models = {client: dict(params) for client, params in done.client_models.items()} if updates else {}
         for cohort in cohorts(federation, present, options):
             clients = [federation.clients[k] for k in cohort.members]
@@ -81,7 +73,7 @@ class FedAvgDynamic(FedAvg):
                 model = (done.client_models[clients[0]][key].double() + mean).to(client_models[clients[0]][key].dtype)
                 for client in clients:
                     models[client][key] = model
-        state: ServerState = {CHANGES: changes} if changes else server_state
+        state: ServerState = {CHANGES: changes} if changes else done.server_state
         return replace(done, server_state=state, client_models={**done.client_models, **models})
 
     def check(self, models: ByClient, federation: Federation) -> None:

@@ -22,7 +22,6 @@ from torch import Tensor
 from atlas_fl.aggregation.change_similarity import cosines, gram_of_changes
 from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.aggregation.rules import (
-    Answers,
     MixingContext,
     StrategyOptions,
     layer_of,
@@ -31,7 +30,7 @@ from atlas_fl.aggregation.rules import (
 )
 from atlas_fl.errors import ConfigError
 from atlas_fl.methods.cfl import average_inside, clusters_by_client, clusters_in
-from atlas_fl.methods.method import Aggregated, Method
+from atlas_fl.methods.method import Method
 from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, ServerState, shared_params
 
 CUTS = "cuts"
@@ -103,17 +102,10 @@ class FedTreeLora(Method):
         layer = max(map(int, cuts)) if step.parameters.layer is None else step.parameters.layer
         return average_inside(clusters_in(cuts[str(layer)], step.federation), step, self.options)
 
-    def aggregate(
-        self,
-        server_state: ServerState,
-        client_models: ByClient,
-        updates: ByClient,
-        federation: Federation,
-        *,
-        round: int,
-        answers: Answers | None = None,
-    ) -> Aggregated:
-        """Make the tree in the first round in which everyone took part, then average."""
+    def next_state(
+        self, server_state: ServerState, client_models: ByClient, updates: ByClient, federation: Federation
+    ) -> ServerState:
+        """The tree, made in the first round in which everyone took part."""
         options = self.options
         if CUTS not in server_state and all(client in updates for client in federation.clients):
             distances = layer_distances(client_models, with_updates(client_models, updates), federation, options)
@@ -122,4 +114,4 @@ class FedTreeLora(Method):
                 str(layer): clusters_by_client(federation, cut) for layer, cut in zip(distances, cuts, strict=True)
             }
             server_state = {CUTS: by_layer} if by_layer else {}
-        return super().aggregate(server_state, client_models, updates, federation, round=round, answers=answers)
+        return server_state

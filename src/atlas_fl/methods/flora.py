@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from atlas_fl.aggregation.matrices import Federation
-from atlas_fl.aggregation.rules import Answers
 from atlas_fl.methods.frozen_part import WithFrozenPart
 from atlas_fl.methods.method import FACTORS, Aggregated, PublishedMethod
-from atlas_fl.params import LORA_A, LORA_B, ByClient, Params, ServerState
+from atlas_fl.params import LORA_A, LORA_B, ByClient, Params
 
 
 class FedAvgStacked(WithFrozenPart):
@@ -24,24 +23,18 @@ class FedAvgStacked(WithFrozenPart):
     name = "fedavg_stacked"
     begins_again = True
 
-    def aggregate(
-        self,
-        server_state: ServerState,
-        client_models: ByClient,
-        updates: ByClient,
-        federation: Federation,
-        *,
-        round: int,
-        answers: Answers | None = None,
+    def complete(
+        self, done: Aggregated, client_models: ByClient, updates: ByClient, federation: Federation
     ) -> Aggregated:
         """The products join the frozen part, and everyone has the adapter that it was sent, with B = 0."""
-        done = super().aggregate(server_state, client_models, updates, federation, round=round, answers=answers)
-        if done.server_state is server_state:
+        completed = super().complete(done, client_models, updates, federation)
+        if completed is done:
             return done
         models = {
-            client: {**params, **_begin_again(client_models[client])} for client, params in done.client_models.items()
+            client: {**params, **_begin_again(client_models[client])}
+            for client, params in completed.client_models.items()
         }
-        return replace(done, client_models=models)
+        return replace(completed, client_models=models)
 
 
 def _begin_again(sent: Params) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from atlas_fl.aggregation.exact_average import Factors, add_factors, from_adapter, stack_products, to_adapter
 from atlas_fl.aggregation.matrices import Federation
-from atlas_fl.aggregation.rules import Answers, StrategyOptions
+from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.methods.averages import FedAvg
 from atlas_fl.methods.method import SECOND_TENSORS, Aggregated, RoundStart, message_size
 from atlas_fl.methods.second_model import SecondModel, stack
@@ -80,18 +80,11 @@ class WithFrozenPart(FedAvg):
             return 0, message_size(_factors_of(adapters, participants)) - message_size(adapters)
         return 0, message_size(_factors_of(adapters, participants - 1))
 
-    def aggregate(
-        self,
-        server_state: ServerState,
-        client_models: ByClient,
-        updates: ByClient,
-        federation: Federation,
-        *,
-        round: int,
-        answers: Answers | None = None,
+    def complete(
+        self, done: Aggregated, client_models: ByClient, updates: ByClient, federation: Federation
     ) -> Aggregated:
         """The average of the factors, and the frozen part with what this round adds."""
-        done = super().aggregate(server_state, client_models, updates, federation, round=round, answers=answers)
+        del client_models
         present = [client in updates for client in federation.clients]
         everyone = next((one for one in cohorts(federation, present, self.options) if not one.is_head), None)
         if everyone is None:
@@ -102,7 +95,7 @@ class WithFrozenPart(FedAvg):
         for module in lora_modules(next(iter(updates.values()))):
             new = self._of_module(module, updates, everyone, federation)
             newest |= to_adapter(module, new, scale)
-            held = from_adapter(module, self.frozen_part(server_state), scale, like=new)
+            held = from_adapter(module, self.frozen_part(done.server_state), scale, like=new)
             whole |= to_adapter(module, add_factors(held, new), scale)
         return replace(done, server_state={RESIDUAL: whole, NEWEST: newest})
 

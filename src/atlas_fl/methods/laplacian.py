@@ -8,7 +8,8 @@ Elbakary et al. 2024, "MIRA: A method of federated multi-task learning for large
 import numpy as np
 
 from atlas_fl.aggregation.matrices import drop_edges, laplacian_step
-from atlas_fl.aggregation.rules import MixingContext, clustered_average
+from atlas_fl.aggregation.rules import MixingContext
+from atlas_fl.methods.averages import FedAvgCluster
 from atlas_fl.methods.method import Method, PublishedMethod
 
 
@@ -40,19 +41,13 @@ class AtlasLaplacian(Method):
         return np.where(degree > 0, edges / np.where(degree > 0, degree, 1.0), np.eye(len(edges)))
 
 
-class AtlasNoLaplacian(Method):
+class AtlasNoLaplacian(FedAvgCluster):
     """ATLAS without phase 4: its clusters, its ranks and its space, but the in-cluster average for the Laplacian.
 
     The matrix is that of `fedavg_cluster`; the two differ in what a run puts around them (ranks and space).
     """
 
     name = "atlas_no_laplacian"
-    matrix = "shares of the examples inside clusters"
-    clustered = True
-
-    def rule(self, step: MixingContext) -> np.ndarray:
-        """The shares of the examples inside clusters."""
-        return clustered_average(self.options, step)
 
 
 ATLAS_PAD = PublishedMethod(

@@ -54,7 +54,7 @@ class RoundStart:
     round: int
     """Its number, from 1."""
     clients: tuple[str, ...]
-    """Who trains in it."""
+    """Clients that train in it."""
     tasks: Mapping[str, str]
     """The task of every client of the run, in their order."""
     client_models: ByClient
@@ -107,7 +107,7 @@ class Report(Protocol):
 
     @property
     def clients(self) -> tuple[str, ...]:
-        """Who is asked."""
+        """Clients that are asked."""
         ...
 
     def model(self, client: str) -> Params:
@@ -335,17 +335,33 @@ class Method(Part):
 
         `client_models` are those of the last aggregation, of every client.
         """
+        server_state = self.next_state(server_state, client_models, updates, federation)
         after = sync_shared(with_updates(client_models, updates), federation, list(updates))
         present = [client in updates for client in federation.clients]
         models = RoundModels(before=client_models, after=after, server_state=server_state, answers=answers or Answers())
         matrices = self.matrices(federation, present, round=round, models=models)
         mixed = mix_by_space(after, matrices, federation, self.options, self.reduce)
-        return Aggregated(
+        done = Aggregated(
             server_state=server_state,
             client_models=mixed.by_client,
             discarded=mixed.discarded,
             rows=self._applied_rows(matrices, after, federation),
         )
+        return self.complete(done, client_models, updates, federation)
+
+    def next_state(
+        self, server_state: ServerState, client_models: ByClient, updates: ByClient, federation: Federation
+    ) -> ServerState:
+        """The server state by which this round is mixed, where updates change it before."""
+        del client_models, updates, federation
+        return server_state
+
+    def complete(
+        self, done: Aggregated, client_models: ByClient, updates: ByClient, federation: Federation
+    ) -> Aggregated:
+        """The step after the mixing, where there is more to it."""
+        del client_models, updates, federation
+        return done
 
     def _applied_rows(self, matrices: Matrices, models: ByClient, federation: Federation) -> dict[str, np.ndarray]:
         if self.granularity != "all" or self.reduce is not None or any(cut is not None for cut in federation.cuts):

@@ -85,7 +85,7 @@ def make_filter(word: str) -> UpdateFilter:
 
 
 def apply_filter(word: str, change: Params, draws: torch.Generator) -> Params:
-    """What the filter of this word makes of a change.
+    """Change after the filter of this word.
 
     Raises:
         ConfigError: it gives back other tensors.

@@ -41,7 +41,7 @@ class LedgerRow:
     peer: str = ""
     """The client at the other end, who hosts this one's upper part; empty: the server."""
     guest: str = ""
-    """Whose upper part it is that a host gets and returns; empty: what is sent is the client's own."""
+    """Client whose upper part a host gets and returns; empty: what is sent is the client's own."""
     relayed: bool = False
     """It goes to the `peer` over the server, which hands it on."""
     phase: str = ""
