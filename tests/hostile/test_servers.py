@@ -225,7 +225,10 @@ ASKS: Mapping[str, Mapping[str, tuple[Lie, str]]] = {
             r"the model at the end has '\.\./\.\./x'",
         ),
         "halves where nobody needs any": (with_report("halves", since=1), "train with report halves, and .* none"),
-        "a pull where features are not aligned": (with_means(), "train in round 2 with class means .* none then"),
+        "a pull where features are not aligned": (
+            with_means(),
+            "train in round 2 with .'centroids'. beside the model, .* none then",
+        ),
     },
     "cut": {
         "more blocks": (in_job("train", cut={"blocks": 2}), "a cut at block 2, and .* a cut at block 1"),
@@ -251,19 +254,22 @@ ASKS: Mapping[str, Mapping[str, tuple[Lie, str]]] = {
             with_report("class_features", since=2),
             "report class_features, and .* halves",
         ),
-        "a report that there is not": (with_report("texts", since=1), "server's train.report is 'texts'"),
+        "a report that there is not": (with_report("texts", since=1), "train with report texts, .* say none"),
     },
     "class features": {
         "halves in the place of features": (with_report("halves", since=1), "report halves, and .* class_features"),
         "an update without its features": (with_report("none", since=1), "report none, and .* class_features"),
         "a pull before anybody has reported": (with_means(since=1), "train in round 1 with"),
-        "a pull of scores": (with_means(action="evaluate"), "evaluate in round 2 with class"),
+        "a pull of scores": (with_means(action="evaluate"), "evaluate in round 2 with .'centroids'. beside the model"),
         "means of more classes": (with_means(means=torch.zeros(3, 32)), r"'means' is \(3, 32\) .* allowed: \(2, 32\)"),
         "means of another width": (with_means(means=torch.zeros(2, 31)), r"'means' is \(2, 31\)"),
         "means of no numbers": (with_means(means=torch.full((2, 32), torch.nan)), "'means' holds values from nan"),
         "huge means": (with_means(means=torch.full((2, 32), 1e7)), r"'means' holds values from 1e\+07"),
         "seen in numbers": (with_means(seen=torch.ones(2)), "'seen' is .* torch.float32; allowed"),
-        "more than means": (with_means(x=torch.ones(1)), "asks for a pull to"),
+        "more than means": (
+            with_means(x=torch.ones(1)),
+            "asks for centroids of .'means', 'seen', 'x'., .* of .'means', 'seen'.;",
+        ),
     },
     "images": {
         "sums of another model": (in_job("ridge", body="0" * 64), "ridge with another model"),
@@ -629,7 +635,7 @@ def test_who_was_late_is_measured_again_and_not_for_ever(
         return ({**head, "round": next(rounds)}, tensors) if asks else None
 
     found = lied(recorded("halves"), lie)
-    assert "halves of its examples in a 4th round, and the settings that this site accepted say once" in found.error
+    assert "its halves in a 4th round, and the settings that this site accepted say once" in found.error
     sent = [tensors for _, tensors in found.said_after if any(key.startswith("report/") for key in tensors)]
     assert len(sent) == MOST_MEASURED
 
