@@ -239,6 +239,7 @@ FOR_ALL = {
     ("label_covariance.py", "sketch"): "the same",
     ("label_covariance.py", "TrainOptions"): "handed on to `positions`",
     ("job.py", "simulated_secret"): "noise of a simulation without secrets",
+    ("trainers.py", "seeded_globals"): "no seed of the server's: a number that `Draws` drew",
 }
 """Where a seed that the server knows is read, beside `Draws`, by module and the function that it is given to."""
 FROM_A_DRAW = {("trainers.py", "manual_seed")}
