@@ -208,7 +208,7 @@ def main() -> None:
     second = commands.add_parser("table")
     second.add_argument("--of", type=Path, required=True)
     second.add_argument("--kinds", nargs="+")
-    second.add_argument("--methods", nargs="+", default=["corrected", "atlas", "silhouette", "gap"])
+    second.add_argument("--methods", nargs="+", default=["corrected", "atlas", "silhouette"])
     second.add_argument("--threshold", type=float, default=0.6, help="of `corrected`; a run has 0.8")
     second.add_argument("--truth", choices=("read", "asked"), default="read")
     second.add_argument("--merge", type=float, help="the cosine of labels from which clusters are joined")

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from atlas_fl.clustering.cluster import cluster_clients, oracle_clustering
-from atlas_fl.clustering.k_search import METHODS, RULES
+from atlas_fl.clustering.k_search import METHODS
 from atlas_fl.clustering.labels import ClusteringSettings, decided_labels
 from atlas_fl.clustering.result import Clustering, agreement, assign_client, predict_cluster
 from atlas_fl.errors import CheckpointError, ConfigError
@@ -78,14 +78,6 @@ def test_two_unlike_clients_are_not_averaged_by_corrected(planted):
     found = cluster_clients(first, second, settings=SETTINGS)
     assert found.labels == (0, 1)
     assert "every client is a cluster of its own" in found.warnings[-1]
-
-
-def test_gap_may_find_nothing_itself(planted, monkeypatch):
-    first, second, _ = planted([4, 4], signal=0.3)
-    monkeypatch.setitem(RULES, "gap", lambda _: 1)
-    found = cluster_clients(first, second, settings=replace(K_SEARCH, cluster_by="gap"))
-    assert set(found.labels) == {0} and not found.structure["found"]
-    assert found.structure["reason"].startswith("gap itself chose one cluster, though the silhouette")
 
 
 @pytest.mark.parametrize("method", ["corrected", "silhouette"])

@@ -6,7 +6,6 @@ from atlas_fl.clustering.k_search import (
     RULES,
     atlas_score,
     cluster_sizes,
-    gap_statistic,
     k_means,
     pairwise_distances,
     score_row,
@@ -64,43 +63,14 @@ def test_k_means_by_hand():
     assert cluster_sizes(labels) == [2, 2]
 
 
-def test_gap_by_hand():
-    # references 0..3: W_1 = 5, W_2 = 1; the line: W_1 = 101, W_2 = 1, so Gap(1) = log(5 / 101), Gap(2) = 0, no error
-    reference = np.arange(4.0)[:, None]
-    found = gap_statistic([reference, reference], [1, 2], inertia={1: 101.0, 2: 1.0}, seed=0)
-    assert found[1] == pytest.approx({"gap": np.log(5 / 101), "gap_error": 0})
-    assert found[2] == pytest.approx({"gap": 0, "gap_error": 0}, abs=1e-9)
-    wider = gap_statistic([reference, 2 * reference], [1], inertia={1: 5.0}, seed=0)
-    # logs 0 and log 4 about their mean: sd log 2, times sqrt(1 + 1/2)
-    assert wider[1] == pytest.approx({"gap": np.log(2), "gap_error": np.log(2) * 1.5**0.5})
-
-
-def test_a_cluster_for_each_client_does_not_make_the_gap_infinite():
-    found = gap_statistic([np.arange(4.0)[:, None]], [4], inertia={1: 101.0, 4: 0.0}, seed=0)
-    assert found[4]["gap"] == pytest.approx(np.log(5 / 101))
-
-
-def test_identical_clients_do_not_either():
-    found = gap_statistic([np.arange(4.0)[:, None]], [1, 2], inertia={1: 1.0, 2: 0.0}, seed=0)
-    assert np.isfinite(found[2]["gap"])
-
-
 def table(**columns):
-    num = len(columns["gap"])
-    rows = [{"k": k + 1, "bonus": 0.0, "gap_error": 0.1} for k in range(num)]
+    rows = [{"k": k + 1, "bonus": 0.0} for k in range(len(columns["atlas"]))]
     return [{**row, **{name: column[i] for name, column in columns.items()}} for i, row in enumerate(rows)]
 
 
-@pytest.mark.parametrize(
-    ("values", "k"), [([0.0, 0.15, 0.9], 1), ([0.0, 0.25, 0.3], 2), ([0.0, 0.5, 0.9], 3), ([0.7, 0.2, 0.9], 1)]
-)
-def test_gap_takes_the_first_k_whose_successor_is_not_clearly_better(values, k):
-    assert RULES["gap"](table(gap=values)) == k
-
-
 def test_highest_score_wins_and_ties_go_to_fewer_clusters():
-    rows = table(gap=[0] * 4, atlas=[None, 0.5, 0.7, 0.7], silhouette=[None, 0.3, 0.1, 0.2])
+    rows = table(atlas=[None, 0.5, 0.7, 0.7], silhouette=[None, 0.3, 0.1, 0.2])
     assert RULES["atlas"](rows) == 3 and RULES["silhouette"](rows) == 2
     rows[3]["bonus"] = 0.2
     assert RULES["atlas"](rows) == 4
-    assert RULES["atlas"](table(gap=[0], atlas=[None])) == 1
+    assert RULES["atlas"](table(atlas=[None])) == 1

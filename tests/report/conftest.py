@@ -118,14 +118,13 @@ def client_of(named: tuple[str, str], index: int, cluster: int, draw: np.random.
 def k_row(k: int, *, tasks: int) -> dict[str, Any]:
     """A line of the k table; one cluster has few scores, and as many as there are tasks have the best."""
     if k == 1:
-        return {"k": 1, "silhouette": None, "davies_bouldin": None, "atlas": None, "gap": 0.1}
+        return {"k": 1, "silhouette": None, "davies_bouldin": None, "atlas": None}
     return {
         "k": k,
         "silhouette": 0.4 - 0.05 * abs(k - tasks),
         "davies_bouldin": 1.2 + 0.1 * k,
         "calinski_harabasz": 3.5 + k,
         "atlas": 0.45 - 0.15 * max(0, k - tasks),
-        "gap": 0.3 - 0.02 * k,
         "singletons": max(0, k - 3),
         "chosen": k == tasks,
     }

@@ -20,10 +20,9 @@ Clients that are all alike, all unlike, or grouped as chance would group them gi
 be isotropic in the sketch. With fewer than three clients there is nothing to test.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -45,10 +44,6 @@ from atlas_fl.rng import derive_seed, generator
 
 KTableRow: TypeAlias = dict[str, Any]
 """One line of the k table; a score that is not defined at this k is None."""
-
-
-NO_SCATTER = 1e-12
-"""Stand-in for W_k = 0, where a cluster holds one client or identical ones: this share of W_1."""
 
 
 def cluster_sizes(labels: np.ndarray) -> list[int]:
@@ -110,46 +105,15 @@ def k_means(points: np.ndarray, k: int, *, seed: int, num_starts: int = 10) -> t
     return model.labels_.astype(np.int64), float(model.inertia_)
 
 
-def gap_statistic(
-    references: Sequence[np.ndarray], ks: Sequence[int], *, inertia: Mapping[int, float], seed: int
-) -> dict[int, KTableRow]:
-    """By k: the gap statistic and its error (Tibshirani, Walther and Hastie 2001).
-
-    `Gap(k) = E log W_k(reference) - log W_k`, W_k the sum of squares within clusters; the error is
-    `sd sqrt(1 + 1 / references)`. The references are points (n, c) without clusters. The paper draws them uniformly
-    from a box, which with n points in n - 1 dimensions finds one cluster always; here they are unrelated clients.
-    """
-    inertias = np.array(
-        [[k_means(reference, k, seed=seed, num_starts=3)[1] for k in (1, *ks)] for reference in references]
-    )
-    logs = np.log(np.maximum(inertias[:, 1:], NO_SCATTER * inertias[:, :1]))
-    errors = logs.std(axis=0) * np.sqrt(1 + 1 / len(references))
-    observed = np.log([max(inertia[k], NO_SCATTER * inertia[1]) for k in ks])
-    gap = logs.mean(axis=0) - observed
-    return {k: {"gap": float(gap[i]), "gap_error": float(errors[i])} for i, k in enumerate(ks)}
-
-
 def highest_score(name: str, table: Sequence[KTableRow]) -> int:
     """The k whose score of this name is highest, the smaller k of two equal ones; 1 where none has a score."""
     scored = [row for row in table if row[name] is not None]
     return int(max(scored, key=lambda row: (row[name] + row["bonus"], -row["k"]))["k"]) if scored else 1
 
 
-def first_gap(table: Sequence[KTableRow]) -> int:
-    """The smallest k with `Gap(k) >= Gap(next k) - 2 error(next k)`, else the largest; k = 1 finds no clusters.
-
-    The paper takes one error, which splits a planted cluster in about one federation of nine clients in ten.
-    """
-    for row, after in pairwise(table):
-        if row["gap"] + row["bonus"] >= after["gap"] + after["bonus"] - 2 * after["gap_error"]:
-            return int(row["k"])
-    return int(table[-1]["k"])
-
-
 RULES: dict[str, Callable[[Sequence[KTableRow]], int]] = {
     "atlas": partial(highest_score, "atlas"),
     "silhouette": partial(highest_score, "silhouette"),
-    "gap": first_gap,
 }
 """Rules by which the k search chooses k from the k table."""
 
@@ -242,10 +206,6 @@ def structure_test(
     )
 
 
-NUM_REFERENCES = 20
-"""Reference data sets of the gap statistic."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
     """Proposal of a method before the test for structure."""
@@ -295,15 +255,12 @@ def search_k(
     if not ks or ks == (1,):
         row = {**score_row(points, np.zeros(len(points))), "chosen": True}
         return Proposal(labels=np.zeros(len(points), dtype=np.int64), k_table=(row,), warnings=warnings)
-    fits = {k: _with_warm_start(points, k, settings, previous) for k in sorted({1, *ks})}
-    rngs = [generator(settings.seed, "gap", draw) for draw in range(NUM_REFERENCES)]
-    references = [_project(*draw_unrelated(first, second, rng=rng), settings) for rng in rngs]
-    statistics = gap_statistic(references, list(fits), inertia={k: fits[k][1] for k in fits}, seed=settings.seed)
+    fits = {k: _with_warm_start(points, k, settings, previous) for k in ks}
     bonus = {
         k: 0.0 if previous is None else settings.stability * float(adjusted_rand_score(previous, fits[k][0]))
         for k in fits
     }
-    table = [{**score_row(points, fits[k][0]), **statistics[k], "bonus": bonus[k]} for k in fits]
+    table = [{**score_row(points, fits[k][0]), "bonus": bonus[k]} for k in fits]
     chosen = ks[0] if settings.fixed_k else RULES[settings.cluster_by](table)
     rows_out = tuple({**row, "chosen": row["k"] == chosen} for row in table)
     return Proposal(labels=fits[chosen][0], k_table=rows_out, warnings=warnings)

@@ -16,7 +16,7 @@ class ClusteringSettings:
     """Settings of a clustering, which `config.validation` has checked."""
 
     seed: int
-    """Seed of k-means, of the gap's references and of the rotations."""
+    """Seed of k-means and of the rotations."""
     clusters: str = "auto"
     """`auto`, a number of clusters, or `oracle` where they are the true tasks."""
     cluster_by: str = "corrected"

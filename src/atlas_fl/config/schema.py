@@ -414,7 +414,7 @@ class ClusteringConfig:
 
     clusters: Annotated[str, Mark.COMMON, Mark.WORD_OR_NUMBER] = "auto"
     """`auto`, `oracle` (the true tasks) or a number of clusters."""
-    cluster_by: Literal["corrected", "atlas", "silhouette", "gap"] = "corrected"
+    cluster_by: Literal["corrected", "atlas", "silhouette"] = "corrected"
     """Method by which `auto` finds the clusters: noise-corrected similarity without k, or a k search by this score."""
     fingerprint: str = "fisher"
     """Source of a client's fingerprint: `fisher`, `delta`, `gradient`, or that of a plug-in."""

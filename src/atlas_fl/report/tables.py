@@ -22,7 +22,6 @@ K_SCORES = {
     "silhouette": "silhouette",
     "davies_bouldin": "Davies-Bouldin",
     "calinski_harabasz": "Calinski-Harabasz",
-    "gap": "gap",
     "atlas": "ATLAS score",
     "merge_similarity": "merge at",
 }
