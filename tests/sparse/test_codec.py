@@ -1,9 +1,8 @@
 import pytest
 import torch
 
-from atlas_fl.errors import ConfigError, ModelError, ProtocolError
+from atlas_fl.errors import ModelError, ProtocolError
 from atlas_fl.sparse.codec import (
-    RandomMask,
     decode_mask,
     decode_values,
     encode_mask,
@@ -32,27 +31,12 @@ def test_the_bytes_of_values_by_hand() -> None:
     assert start["w"].tolist() == [[9, 9, 9], [9, 9, 9]]
 
 
-def test_the_forms_of_a_mask_by_hand() -> None:
-    """b then w is 01 101000. 200 ones and 800 zeros are runs of 0, 72 + 1 * 128 and 32 + 6 * 128."""
-    found = decode_tensors(encode_mask(MASK))
-    assert found["bitmap"].tolist() == [0b01101000]
-    flat = {"w": torch.arange(1000) < 200}
-    assert decode_tensors(encode_mask(flat))["runs"].tolist() == [0, 72 + 128, 1, 32 + 128, 6]
-    drawn = RandomMask(seed=5, sparsity=0.9)
-    mask = make_mask("random", {"w": torch.zeros(3000)}, sparsity=0.9, seed=5)
-    assert decode_tensors(encode_mask(mask, random_mask=drawn))["seed"].tolist() == [5, 0]
-    assert len(encode_mask(mask, random_mask=drawn)) < 300 < len(encode_mask(mask))
-
-
-@pytest.mark.parametrize("sparsity", [0.1, 0.5, 0.9, 0.99, 0.999])
-def test_the_shortest_form_is_taken_and_its_size_is_known(sparsity: float) -> None:
+def test_the_bits_of_a_mask_by_hand() -> None:
+    """b then w is 01 101000."""
+    assert decode_tensors(encode_mask(MASK))["bitmap"].tolist() == [0b01101000]
     params = {"a": torch.zeros(100, 70), "b": torch.zeros(33)}
-    mask = make_mask("random", params, sparsity=sparsity, seed=1)
+    mask = make_mask("random", params, sparsity=0.9, seed=1)
     assert mask_size(mask) == len(encode_mask(mask))
-    assert ("bitmap" in decode_tensors(encode_mask(mask))) == (sparsity < 0.95)
-    found = decode_mask(encode_mask(mask), params)
-    assert list(found) == ["a", "b"]
-    assert all(torch.equal(found[name], mask[name]) for name in mask)
 
 
 def test_at_nine_tenths_a_message_takes_a_tenth_of_the_dense_bytes_and_little_more() -> None:
@@ -96,11 +80,7 @@ def test_what_is_damaged_or_of_another_model_is_refused() -> None:
         decode_values(values, fewer, PARAMS)
     with pytest.raises(ProtocolError, match="has 3 values and its mask keeps 3"):
         decode_values(values, MASK, {name: value.double() for name, value in PARAMS.items()})
-    with pytest.raises(ProtocolError, match="neither a bitmap nor runs"):
+    with pytest.raises(ProtocolError, match="no bitmap of the right length"):
         decode_mask(encode_tensors({"layout": decode_tensors(message)["layout"]}), PARAMS)
-    with pytest.raises(ProtocolError, match="not what belongs to it"):
-        decode_mask(encode_tensors({"layout": decode_tensors(message)["layout"], "seed": torch.tensor([1])}), PARAMS)
     with pytest.raises(ModelError, match="the mask has none for 'b'"):
         encode_values(PARAMS, {"w": MASK["w"]})
-    with pytest.raises(ConfigError, match="not the random one"):
-        encode_mask(MASK, random_mask=RandomMask(seed=1, sparsity=0.5))

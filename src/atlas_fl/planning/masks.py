@@ -22,7 +22,7 @@ from atlas_fl.planning.round_costs import check_costs
 from atlas_fl.rng import generator
 from atlas_fl.runtime.engine import Engine, run_on_all_clients
 from atlas_fl.setup.assembly import Assembly
-from atlas_fl.setup.options import random_mask_of, strategy_of
+from atlas_fl.setup.options import strategy_of
 from atlas_fl.sparse.codec import mask_size, values_size
 from atlas_fl.sparse.masks import (
     BY_SENSITIVITY,
@@ -164,7 +164,7 @@ def _mask_from_file(assembly: Assembly, models: ByClient) -> Mask | None:
 
 def mask_messages(assembly: Assembly, mask: Mask) -> list[LedgerRow]:
     """The messages that send this mask over the backbone to every client."""
-    size = mask_size(mask, random_mask=random_mask_of(assembly.config))
+    size = mask_size(mask)
     return [_ledger_row(name, "down", "mask", size) for name in assembly.names]
 
 

@@ -62,7 +62,7 @@ from atlas_fl.setup.assembly import (
     truncation_notes,
     without_private,
 )
-from atlas_fl.setup.options import cut_of, random_mask_of, strategy_of, strategy_options
+from atlas_fl.setup.options import cut_of, strategy_of, strategy_options
 from atlas_fl.sparse.masks import Mask
 from atlas_fl.split.channel import Cut
 
@@ -359,7 +359,7 @@ def full_model_sender(
 ) -> NewSender:
     """Make senders of whole models to receivers that keep what they trained last, or not; `mask` where there is one."""
     body_mask = None if mask is None else split_body_and_head(mask)[0]
-    common = SharedModelCache(home=digest(trained_body(backbone, config)), mask=body_mask, drawn=random_mask_of(config))
+    common = SharedModelCache(home=digest(trained_body(backbone, config)), mask=body_mask)
     return lambda: FullModelSender(common=common, counts_on_trained=keeps_trained)
 
 

@@ -18,7 +18,6 @@ from atlas_fl.params import ByClient, ServerState, TreesByClient
 from atlas_fl.runtime.attacks import ATTACKS, HostileEngine, choose_attackers
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.setup.assembly import scale_of
-from atlas_fl.sparse.codec import RandomMask
 from atlas_fl.split.channel import Cut
 
 
@@ -161,14 +160,6 @@ def optimizer_options(config: Config, name: str) -> dict[str, Any]:
     if name == "adamw":
         return {"optimizer": name, "momentum": 0.0, "nesterov": False}
     return {"optimizer": name, "momentum": config.images.momentum, "nesterov": config.images.nesterov}
-
-
-def random_mask_of(config: Config) -> RandomMask | None:
-    """Seed, sparsity and scope of the config's random mask; None for other masks."""
-    sparse = config.sparse
-    if sparse.mask != "random" or sparse.mask_file is not None:
-        return None
-    return RandomMask(seed=config.run.seed, sparsity=sparse.sparsity, scope=sparse.mask_scope)
 
 
 def cut_of(config: Config, blocks: int | None, *, shared: int | None = None) -> Cut | None:

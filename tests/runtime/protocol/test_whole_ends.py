@@ -13,13 +13,12 @@ from atlas_fl.errors import ProtocolError
 from atlas_fl.params import Params, digest
 from atlas_fl.runtime.protocol.model_sync import FullModelReceiver, FullModelSender, SharedModelCache
 from atlas_fl.runtime.transport.frames import decode_frame, encode_frame
-from atlas_fl.sparse.codec import RandomMask, values_size
+from atlas_fl.sparse.codec import values_size
 from atlas_fl.sparse.masks import make_mask
 
 HOME = {"b.weight": torch.randn(6, 5, generator=torch.Generator().manual_seed(0)), "a.bias": torch.arange(7.0)}
 HEAD = {"head.weight": torch.ones(3, 5), "head.bias": torch.zeros(3)}
 TRAIN = TrainOptions(seed=0, max_steps=3)
-DRAWN = RandomMask(seed=4, sparsity=0.8)
 MASK = {
     **make_mask("random", HOME, sparsity=0.8, seed=4),
     **{key: torch.zeros_like(own, dtype=torch.bool) for key, own in HEAD.items()},
@@ -29,8 +28,8 @@ MASK = {
 class Ends:
     """A sender and a receiver with frames between them."""
 
-    def __init__(self, drawn: RandomMask | None = None) -> None:
-        self.sender = FullModelSender(common=SharedModelCache(home=digest(HOME), drawn=drawn))
+    def __init__(self) -> None:
+        self.sender = FullModelSender(common=SharedModelCache(home=digest(HOME)))
         self.receiver = FullModelReceiver(home=HOME)
 
     def given(self, action: str, params: Params, options: Any, mask: Any = None) -> tuple[Job, set[str]]:
@@ -72,9 +71,8 @@ def test_of_a_dense_model_body_and_head_are_sent_where_they_are_not_held() -> No
     assert same(ends.receiver.read_final_model(*ends.sender.final_model_message(mixed)), mixed)
 
 
-@pytest.mark.parametrize("drawn", [None, DRAWN])
-def test_under_a_mask_its_values_travel_and_the_mask_once(drawn: RandomMask | None) -> None:
-    ends, start = Ends(drawn), {**HOME, **HEAD}
+def test_under_a_mask_its_values_travel_and_the_mask_once() -> None:
+    ends, start = Ends(), {**HOME, **HEAD}
     job, sent = ends.given("train", start, TRAIN, MASK)
     assert sent == {"mask", "top/head.weight", "top/head.bias"}
     assert job.mask is not None and same(job.mask, MASK)

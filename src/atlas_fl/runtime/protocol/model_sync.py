@@ -40,7 +40,7 @@ from atlas_fl.runtime.protocol.messages import (
     write_trees,
 )
 from atlas_fl.runtime.transport.frames import Head
-from atlas_fl.sparse.codec import RandomMask, decode_mask, decode_values, encode_mask, encode_values
+from atlas_fl.sparse.codec import decode_mask, decode_values, encode_mask, encode_values
 from atlas_fl.sparse.masks import Mask
 
 
@@ -163,8 +163,6 @@ class SharedModelCache:
     """Digest of the body that every other end has in its files."""
     mask: Mask | None = None
     """The weights of the body that may move, from the first job on that brings a mask."""
-    drawn: RandomMask | None = None
-    """The seed and sparsity of a mask that was drawn."""
     lock: Any = field(default_factory=threading.RLock)
     _message: torch.Tensor | None = None
     _known: dict[tuple[int, ...], tuple[tuple[weakref.ref[torch.Tensor], ...], str]] = field(default_factory=dict)
@@ -174,7 +172,7 @@ class SharedModelCache:
         assert self.mask is not None, "asked for under a mask alone"
         with self.lock:
             if self._message is None:
-                self._message = as_tensor(encode_mask(self.mask, random_mask=self.drawn))
+                self._message = as_tensor(encode_mask(self.mask))
             return self._message
 
     def digest(self, params: Params) -> str:
