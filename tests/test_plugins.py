@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from atlas_fl import plugins
 from atlas_fl.cli.main import main
+from atlas_fl.client import optimizer
 from atlas_fl.client.optimizer import fedprox
 from atlas_fl.config import Config, config_hash, differences, parse_config, pinned_hash, to_toml, validate, with_values
 from atlas_fl.errors import ConfigError
@@ -22,6 +25,7 @@ from atlas_fl.plugins import (
     pin_plugins,
     register,
     registered_names,
+    source_files,
 )
 
 EXAMPLE = Path(__file__).parents[1] / "examples/plugins/partition.py"
@@ -137,10 +141,51 @@ def test_what_is_no_plugin_is_refused_in_a_line(names: tuple[str, ...], message:
     assert "\n" not in str(raised.value)
 
 
-def test_nothing_is_registered_from_a_script() -> None:
-    with pytest.raises(ConfigError, match=r"register\('term', 'mine'\) was called outside of a plug-in"):
-        register("term", "mine")(fedprox)
+def test_what_a_script_registers_is_refused_unless_the_run_names_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugins._STATE, "by_hand", {})
+    register("term", "mine")(fedprox)
     assert "mine" not in registered_names()["term"]
+    with pytest.raises(ConfigError, match=r"the term 'mine' was registered by .*test_plugins.py, which is no plug-in"):
+        validate(Config())
+
+
+def test_the_file_of_a_class_function_or_module_is_its_plugin() -> None:
+    assert source_files([fedprox, optimizer]) == (optimizer.__file__,)
+    for value, message in ((3, "3 is no class, function or module"), (eval("lambda: 0", {}), "is defined in no file")):
+        with pytest.raises(ConfigError, match=message):
+            source_files([value])
+
+
+SCRIPT = """
+from atlas_fl import audit_run, find_preset, resume_run, run_config, with_values
+from atlas_fl.aggregation.matrices import average
+from atlas_fl.methods.method import Method
+from atlas_fl.plugins import register
+
+@register("method")
+class Alike(Method):
+    name = "alike"
+    matrix = "equal shares"
+
+    def rule(self, step):
+        return average([1.0] * len(step.federation.clients), step.groups, step.present)
+
+{guard}
+    settings = {{"strategy": "alike", "workers": 2, "max_rounds": 1, "audit": True}}
+    result = run_config(with_values(find_preset("smoke"), settings), plugins=[Alike])
+    print(result.complete, resume_run(result.folder).complete, audit_run(result.folder).ok)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("guard", "found"),
+    [('if __name__ == "__main__":', "False True True"), ("if True:", "it begins a run while it is loaded; put that")],
+)
+def test_a_script_runs_the_method_that_it_defines(tmp_path: Path, guard: str, found: str) -> None:
+    (tmp_path / "own.py").write_text(SCRIPT.format(guard=guard))
+    ended = subprocess.run([sys.executable, "own.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert found in ended.stdout + ended.stderr
 
 
 def test_another_process_refuses_what_a_script_put_into_a_registry() -> None:

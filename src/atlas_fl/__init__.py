@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from atlas_fl.experiment.run import run_config as run_config
     from atlas_fl.experiment.sweep import grid as grid
     from atlas_fl.experiment.sweep import seeds as seeds
+    from atlas_fl.methods.method import Method as Method
     from atlas_fl.models.gated_adapter import load_gated_adapter as load_gated_adapter
     from atlas_fl.planning.leakage import CutLeakage as CutLeakage
     from atlas_fl.planning.place_client import ClientPlacement as ClientPlacement
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from atlas_fl.planning.plan import Plan as Plan
     from atlas_fl.planning.planner import make_plan as make_plan
     from atlas_fl.planning.planner import measure_leakage as measure_leakage
+    from atlas_fl.plugins import register as register
     from atlas_fl.report.figures import draw_all as draw_all
     from atlas_fl.report.html.write import write_report as write_report
     from atlas_fl.report.score_table import ComparisonRow as ComparisonRow
@@ -92,11 +94,13 @@ _HOMES = {
     "experiment.parallel_runs": "run_all",
     "experiment.run": "RunResult resume_run run_config",
     "experiment.sweep": "grid seeds",
+    "methods.method": "Method",
     "models.gated_adapter": "load_gated_adapter",
     "planning.leakage": "CutLeakage",
     "planning.place_client": "ClientPlacement place_client",
     "planning.plan": "Plan",
     "planning.planner": "make_plan measure_leakage",
+    "plugins": "register",
     "report.figures": "draw_all",
     "report.html.write": "write_report",
     "report.score_table": "ComparisonRow comparison_rows",

@@ -5,10 +5,10 @@
     @register("partition", "halves")
     def halves(prior, num_clients, samples, alpha, rng): ...
 
-`--plugin FILE_OR_MODULE` loads one. A setting holds its name and the first sixteen digits of its SHA-256
-(`halves.py#sha256=0123456789abcdef`): the digest is part of a run's identity, and whoever loads the plug-in of a run,
-a worker or a resumed run, refuses another one. The registries of a process hold exactly the plug-ins of the config that
-was validated last.
+`--plugin FILE_OR_MODULE` loads one; `run_config(config, plugins=[halves])` names the file that defines it. A setting
+holds its name and the first sixteen digits of its SHA-256 (`halves.py#sha256=0123456789abcdef`): the digest is part of
+a run's identity, and whoever loads the plug-in of a run, a worker or a resumed run, refuses another one. The registries
+of a process hold exactly the plug-ins of the config that was validated last.
 """
 
 import re
@@ -22,7 +22,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
 from atlas_fl.errors import AtlasError, ConfigError, replace_unprintable, short_repr, unknown_name
@@ -98,6 +98,8 @@ class _State:
     """Plug-ins whose entries are in the registries."""
     loading: list[Entry] | None = None
     """Entries of the plug-in that is being loaded."""
+    by_hand: dict[tuple[str, str], str] = field(default_factory=dict)
+    """Files of registrations that were made while no plug-in was loaded, by kind and name."""
 
 
 _STATE = _State()
@@ -106,10 +108,11 @@ _STATE = _State()
 def register(kind: str, name: str = "") -> Callable[[EntryT], EntryT]:
     """Register what this is called with under a name of its own: a decorator, or `register("task", "mine")(task)`.
 
-    Without `name` it is the value's own, such as that of a method's class.
+    Without `name` it is the value's own, such as that of a method's class. In a script it takes effect in runs that
+    name the script's file; `load_plugins` refuses others.
 
     Raises:
-        ConfigError: the kind is unknown, the name is no word, or no plug-in is being loaded.
+        ConfigError: the kind is unknown, or the name is no word.
     """
 
     def add(value: EntryT) -> EntryT:
@@ -117,21 +120,48 @@ def register(kind: str, name: str = "") -> Callable[[EntryT], EntryT]:
         entry = name or own
         if own and entry != own:
             raise ConfigError(f"the {kind} {short_repr(own)} is registered as {short_repr(entry)}; give it one name")
-        if _STATE.loading is None:
-            raise ConfigError(
-                f"register({kind!r}, {entry!r}) was called outside of a plug-in, and would not reach workers or a"
-                " resumed run; put it in a file of its own, and name the file: --plugin FILE, or plugin of RunConfig"
-            )
         if kind not in KINDS:
             raise unknown_name("kind of registration", kind, KINDS)
         if not _NAME.fullmatch(entry):
             raise ConfigError(
                 f"a {kind} has the name {short_repr(entry)}; allowed: letters, digits, - and _; rename it"
             )
-        _STATE.loading.append(Entry(kind=kind, name=entry, value=value))
+        if _STATE.loading is None:
+            _STATE.by_hand[kind, entry] = _file_of(sys._getframe(1).f_globals, name=entry)
+        else:
+            _STATE.loading.append(Entry(kind=kind, name=entry, value=value))
         return value
 
     return add
+
+
+def source_files(values: Sequence[object]) -> tuple[str, ...]:
+    """The files, each once, that define these classes, functions or modules, as `--plugin` takes them.
+
+    Raises:
+        ConfigError: one is something else, or defined in no file.
+    """
+    files = []
+    for value in values:
+        module = value if isinstance(value, ModuleType) else sys.modules.get(getattr(value, "__module__", ""))
+        if not isinstance(value, ModuleType | FunctionType | type):
+            raise ConfigError(
+                f"{short_repr(value)} is no class, function or module; pass what is decorated with @register, or name"
+                " its file: RunConfig(plugin=(FILE,))"
+            )
+        files.append(_file_of(vars(module) if module else {}, name=value.__name__))
+    return tuple(dict.fromkeys(files))
+
+
+def _file_of(module: Mapping[str, Any], *, name: str) -> str:
+    """The file of the module with these globals; a ConfigError where there is none that workers could load."""
+    file = module.get("__file__")
+    if file is None or not Path(file).is_file():
+        raise ConfigError(
+            f"{name} is defined in no file, so neither workers nor a resumed run could load it; write it into a .py"
+            " file (in a notebook: %%writefile own.py) and name the file: --plugin FILE, or RunConfig(plugin=(FILE,))"
+        )
+    return str(file)
 
 
 def pin_plugins(names: Sequence[str]) -> tuple[str, ...]:
@@ -149,8 +179,11 @@ def load_plugins(names: Sequence[str], *, outside: Path | None = None) -> tuple[
     Files in the folder `outside` are refused: a run that one was given does not bring its own code.
 
     Raises:
-        ConfigError: as `pin_plugins`; one cannot be imported, registers nothing, or registers a name that is taken.
+        ConfigError: as `pin_plugins`; one cannot be imported, registers nothing, or registers a name that is taken; a
+            script has registered something and its file is none of these; a plug-in begins a run while it is loaded.
     """
+    if _STATE.loading is not None:
+        raise ConfigError('it begins a run while it is loaded; put that below `if __name__ == "__main__":`')
     sources = _find_sources(names)
     for source in sources:
         if outside is not None and not source.module and Path(source.name).resolve().is_relative_to(outside.resolve()):
@@ -165,6 +198,14 @@ def load_plugins(names: Sequence[str], *, outside: Path | None = None) -> tuple[
             if pinned not in _STATE.loaded:
                 _STATE.loaded[pinned] = _run(source)
             _activate(source, _STATE.loaded[pinned])
+    active = {(entry.kind, entry.name) for entries in _STATE.active.values() for entry in entries}
+    for (kind, name), file in _STATE.by_hand.items():
+        if (kind, name) not in active:
+            raise ConfigError(
+                f"the {kind} {name!r} was registered by {file}, which is no plug-in of this run, so it would not reach"
+                " workers or a resumed run; name the file: run_config(config, plugins=[...]), or"
+                f" RunConfig(plugin=({file!r},))"
+            )
     return tuple(wanted)
 
 

@@ -1,6 +1,7 @@
 """Runs: run a config in its folder, resume from a checkpoint, export models, write the summary."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -38,7 +39,7 @@ from atlas_fl.experiment.summary import attack_note, summarise, versions
 from atlas_fl.models.identity import model_identity
 from atlas_fl.planning.plan import Plan, PlanResult
 from atlas_fl.planning.planner import check_clients, plan_run
-from atlas_fl.plugins import load_plugins
+from atlas_fl.plugins import load_plugins, source_files
 from atlas_fl.runtime.engine import Engine, MissingAnswersError
 from atlas_fl.setup.assembly import Assembly, defer_late_clients, with_joined_clients, without_clients
 from atlas_fl.setup.options import configured_attackers, predicting_models, strategy_of, with_attackers
@@ -72,13 +73,22 @@ class RunResult:
 
 
 def run_config(
-    config: Config, *, on_event: OnEvent = ignore, resume: bool = False, backend: Backend | None = None
+    config: Config,
+    *,
+    plugins: Sequence[object] = (),
+    on_event: OnEvent = ignore,
+    resume: bool = False,
+    backend: Backend | None = None,
 ) -> RunResult:
     """Run this config in a folder of its own; without a `backend` on that of its `--engine`.
 
+    `plugins` are classes and functions that `atlas_fl.plugins.register` decorates, or modules: the run loads the files
+    that define them, in all its processes and when it is resumed.
     A folder that holds the same run is refused, or resumed with `resume=True` (a complete run is only read).
     Raises an `AtlasError` for whatever the user can mend; nothing is written before the config is valid.
     """
+    files = (*config.run.plugin, *source_files(plugins))
+    config = replace(config, run=replace(config.run, plugin=files))
     config = pin_mask_file(validate(config, at_sites=backend is not None))
     backend = backend or BACKENDS[config.run.engine]
     folder = run_folder(config)
