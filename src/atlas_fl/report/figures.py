@@ -132,7 +132,7 @@ def _clusters(record: Record, rows: list[Row]) -> list[Chart]:
     reason = ((record.plan.get("clustering") or {}).get("structure") or {}).get("reason")
     line = "a line ends at the two halves of a client: its length is the noise"
     components = chart(
-        "scatter",
+        "noisy_scatter",
         rows,
         name="clusters",
         title="Principal components of the sketches",

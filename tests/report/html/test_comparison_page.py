@@ -80,20 +80,6 @@ def test_memory_is_drawn_where_methods_differ_in_it(runs: list[Path]) -> None:
     assert rows == {"fedper": 1.5e9, "fedavg": 552.9e6, "local": 552.9e6}
 
 
-def test_a_sweep_is_drawn_with_the_interval_of_every_value(
-    make_federation: Callable[..., None], tmp_path: Path
-) -> None:
-    for mu in (0.01, 0.1, 1.0):
-        make_federation(2, gains={"ditto": mu / 10}, proximal_mu=mu)
-    page = page_of(sorted(path.parent for path in tmp_path.glob("*/summary.json")))
-    rows = chart_of(page, "sweep-0-0")
-    means = {row["method"]: row for row in chart_of(page, "means-0")}
-    assert [row["value"] for row in rows] == [0.01, 0.1, 1.0]
-    for row in rows:
-        drawn = means[f"ditto proximal_mu={row['value']:g}"] if row["value"] != 1.0 else means["ditto proximal_mu=1.0"]
-        assert [row[name] for name in ("mean", "low", "high")] == [drawn[name] for name in ("mean", "low", "high")]
-
-
 def test_a_front_by_hand() -> None:
     costs = {"dear": 9, "cheap": 1, "beaten": 5, "good": 5, "same as good": 5}
     scores = {"dear": 0.9, "cheap": 0.5, "beaten": 0.6, "good": 0.7, "same as good": 0.7}

@@ -46,7 +46,7 @@ def test_a_line_that_is_none_is_left_out(make_run, line: str) -> None:
 def test_of_a_long_log_the_end_alone_is_read(make_run) -> None:
     line = "2026-01-01T11:00:00Z INFO movie-0: a note of some length that stands in every line of this log\n"
     run = unfinished(make_run(), LOG + line * 40_000)
-    assert row_of(run)["rounds"] == "-", "the rounds are further back than the last MiB"
+    assert row_of(run)["rounds"] == "begins", "the rounds are further back than the last MiB"
 
 
 def test_a_run_that_is_complete_cannot_be_read_or_begins_says_so_in_the_list(make_run, tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_a_run_that_is_complete_cannot_be_read_or_begins_says_so_in_the_list(mak
     begun = tmp_path / "begun"
     begun.mkdir()
     (begun / "config.toml").write_text("")
-    assert row_of(begun)["rounds"] == "-"
+    assert row_of(begun)["rounds"] == "begins"
 
 
 def test_the_page_of_a_run_is_that_of_the_report_and_asks_for_news(make_run) -> None:

@@ -1,4 +1,4 @@
-"""Charts of a comparison of methods: scores by seed, differences from the control, sweeps, the Pareto front."""
+"""Charts of a comparison of methods: scores by seed, differences from the control, the Pareto front."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,15 +6,12 @@ from typing import Any
 import numpy as np
 
 from atlas_fl.report.comparison_tables import shown
-from atlas_fl.report.federation_results import Sweep
 from atlas_fl.report.html.charts import Chart, Row, Spec, chart, row_height
 from atlas_fl.report.method_comparison import MethodComparison, pareto_front
 from atlas_fl.report.statistics import ROPE
 
 SAME_MEMORY = 1.02
 """Predictions that differ by less differ by the lengths of texts alone, and are no reason for a chart."""
-LOG_SCALE_RATIO = 20
-"""The largest of a setting's values over the least, from which its axis is logarithmic."""
 
 
 def by_mean(comparison: MethodComparison) -> list[str]:
@@ -71,35 +68,6 @@ def difference_chart(comparison: MethodComparison, place: int) -> Chart:
         high=ROPE,
         height=row_height(len(order)),
     )
-
-
-def sweep_charts(comparison: MethodComparison, sweeps: Sequence[Sweep], place: int) -> list[Chart]:
-    """For every setting that was swept, the mean score over its values with a band of 95%, a line a method."""
-    charts = []
-    for number, setting in enumerate(dict.fromkeys(sweep.setting for sweep in sweeps)):
-        rows: list[Row] = [
-            {"method": sweep.method, "value": value, **_mean(comparison, label)}
-            for sweep in sweeps
-            if sweep.setting == setting
-            for label, value in sweep.values.items()
-        ]
-        values = [float(row["value"]) for row in rows]
-        least = min((value for value in values if value > 0), default=0.0)
-        is_log = min(values) >= 0 < least and max(values) >= LOG_SCALE_RATIO * least
-        charts.append(
-            chart(
-                "setting",
-                rows,
-                name=f"sweep-{place}-{number}",
-                title=f"Mean test score over {setting}",
-                note="band: 95% t interval of the mean over seeds",
-                axis=setting,
-                scale=_log_scale(values) if is_log else {"zero": False},
-                methods=list(dict.fromkeys(row["method"] for row in rows)),
-                height=320,
-            )
-        )
-    return charts
 
 
 def _log_scale(values: Sequence[float]) -> Spec:

@@ -25,7 +25,6 @@ from atlas_fl.report.html.comparison_charts import (
     difference_chart,
     memory_front,
     score_chart,
-    sweep_charts,
     traffic_front,
 )
 from atlas_fl.report.html.elements import Block, Folded, Page, Section, Text
@@ -109,7 +108,7 @@ def _federation(result: FederationResults, place: int) -> list[Section]:
         return [Section(name=f"federation-{place}", title=result.title, blocks=[Text(lines=notes)])]
     *tables, costs_table = method_tables(replace(comparison, rows=_sorted(comparison.rows, by_mean(comparison))))
     scores: list[Block] = [*([Text(lines=notes)] if notes else []), score_chart(comparison, place)]
-    scores += [*sweep_charts(comparison, result.sweeps, place), *tables]
+    scores += tables
     sections = [Section(name=f"federation-{place}", title=f"{result.title}: what came out", blocks=scores)]
     if comparison.pairs:
         order = sorted(comparison.pairs, key=lambda name: -comparison.pairs[name].mean)

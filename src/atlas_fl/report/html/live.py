@@ -14,7 +14,6 @@ from typing import TypeAlias
 from urllib.parse import quote
 
 from atlas_fl.errors import AtlasError
-from atlas_fl.report.format import EMPTY
 from atlas_fl.report.html.comparison_page import comparison_page
 from atlas_fl.report.html.elements import Block, Page, Section, Text, render
 from atlas_fl.report.html.run_page import run_page
@@ -127,7 +126,7 @@ def _progress(run: Path, state: str) -> list[Cell]:  # noqa: ARG001  # what is r
     if folder.summary.exists():
         return ["complete", plain(None), score]
     if not done:
-        return [EMPTY, plain(None), score]
+        return ["begins", plain(None), score]
     at, rounds, _ = done[-1]
     seconds = fmean(float(taken) for _, _, taken in done[-RECENT:])
     return [f"{at} of {rounds}", duration(seconds * (int(rounds) - int(at))), score]
