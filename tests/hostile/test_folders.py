@@ -23,7 +23,6 @@ import pytest
 from atlas_fl.cli.main import main
 from atlas_fl.config import Config
 from atlas_fl.report.html.live import find_places, list_text, page_text, state_of
-from atlas_fl.storage.run_folder import RunFolder
 from tests.runs.finished import FinishedRuns
 
 SECONDS = 120

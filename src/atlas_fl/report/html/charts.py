@@ -78,7 +78,7 @@ def heat_map(
     held = [row[value] for row in rows]
     low, high = domain or (min(held), max(held))
     is_numbered = len(columns) <= MOST_NUMBERED_COLUMNS and len(lines) <= MOST_NUMBERED_ROWS
-    letters = len(columns) * max(len(str(column)) for column in columns)
+    letters = len(columns) * max(len(column) if isinstance(column, str) else 0 for column in columns)
     usual = {"x_title": None, "label_limit": 130, "legend": value, "height": row_height(len(lines))}
     filled = usual | values | {"x": x, "y": y, "value": value, "form": form, "columns": columns, "lines": lines}
     return chart(
