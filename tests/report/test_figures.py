@@ -31,7 +31,7 @@ def charts(record: Record, name: str) -> dict[str, Chart]:
 
 
 def test_each_figure_lies_there_as_png_of_300_dpi_and_pdf_with_its_numbers(make_run) -> None:
-    run = make_run()
+    run = make_run(tasks=2, clients_per_task=2)
     record, paths = read_record(run), draw_all(run)
     held = [name for name, figure in FIGURES.items() if figure.rows(record)]
     assert held == ["convergence", "scores", "classes", "clusters", "adjacency", "ranks", "bytes"]
