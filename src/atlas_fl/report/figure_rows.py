@@ -18,7 +18,7 @@ from atlas_fl.report.record import Record
 
 Row: TypeAlias = dict[str, Any]
 EVERY_CLIENT = "(mean)"
-"""In the column of clients: the mean over the clients of a task. `charts.yaml` has it too."""
+"""In the column of clients: the mean over the clients of a task; the specifications of charts name it too."""
 ALL = "(all clients)"
 """In the column of clients: all test examples of a task."""
 LEAST_EMBEDDED = 6
