@@ -32,8 +32,6 @@ OWNERS = {
     "optuna": "experiment/search.py",
     "sqlalchemy": "experiment/search.py",
     "wandb": "report/trackers/wandb.py",
-    "mlflow": "report/trackers/mlflow.py",
-    "trackio": "report/trackers/trackio.py",
     "yaml": "config/",
     "packaging": "storage/extras.py",
     "jinja2": "report/html/elements.py",

@@ -38,6 +38,7 @@ FIRST = (
     "report/html/page.css",
     "report/html/page.js",
     "report/html/live.js",
+    "report/html/charts.yaml",
 )
 """Files without which the package installs and does not work, or is not typed."""
 LEFT_OUT = frozenset({".venv", "runs", "build", "dist", ".git"})

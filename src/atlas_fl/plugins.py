@@ -38,7 +38,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "update_filter": ("methods.update_filters.UPDATE_FILTERS",),
     "metric": ("data.metrics.FURTHER_METRICS", "storage.json_shapes.ROW_NAMES"),
     "tracker": ("report.trackers.registry.TRACKERS",),
-    "figure": ("report.html.run_page.PLUGIN_FIGURES", "report.figures.FIGURES", "report.figures.MEASURED"),
+    "figure": ("report.figures.PLUGIN_FIGURES", "report.figures.FIGURES"),
     "fingerprint": ("clustering.fingerprints.FINGERPRINTS", "clustering.fingerprints.WARM_UPS"),
     "model": ("models.registry.MODELS",),
     "family": ("models.registry.FAMILIES", "models.registry.VISION_FAMILIES"),

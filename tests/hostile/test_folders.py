@@ -14,7 +14,6 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 from typing import TypeAlias
@@ -23,9 +22,7 @@ import pytest
 
 from atlas_fl.cli.main import main
 from atlas_fl.config import Config
-from atlas_fl.report.html.elements import render
-from atlas_fl.report.html.live_page import list_page, page_or_reason
-from atlas_fl.storage.run_folder import RunFolder
+from atlas_fl.report.html.live import find_places, list_text, page_text, state_of
 from tests.runs.finished import FinishedRuns
 
 SECONDS = 120
@@ -145,9 +142,10 @@ def entries(folder: Path) -> list[str]:
 
 def watched(folder: Path) -> int:
     """The list and the page of `atlas watch`."""
-    now = datetime.now(UTC)
-    render(list_page({"run": folder}, now=now))
-    render(page_or_reason(RunFolder(folder), now=now))
+    places = find_places([folder], None)
+    state = state_of(places)
+    list_text(places, state)
+    page_text(folder, state)
     return 0
 
 

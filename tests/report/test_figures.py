@@ -1,17 +1,17 @@
+import csv
 import json
+from io import StringIO
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from atlas_fl.errors import CheckpointError
+from atlas_fl.report import figures
 from atlas_fl.report.drawing import draw
-from atlas_fl.report.figures import FIGURES, MEASURED, draw_all
-from atlas_fl.report.html.elements import Chart
-from atlas_fl.report.html.run_clients import data_of_clients, likeness
-from atlas_fl.report.html.run_scores import convergence
+from atlas_fl.report.figures import FIGURES, charts_of, draw_all
+from atlas_fl.report.html.charts import Chart
 from atlas_fl.report.record import Record, read_record
-from atlas_fl.report.table import Table
 from tests.report.html.hostile import NAMES, rename
 from tests.report.svg import overlaps, text_of
 
@@ -23,25 +23,38 @@ SCENES = {
 
 
 def drawn(record: Record, name: str) -> str:
-    figure = (FIGURES | MEASURED)[name]
-    return figure.draw(figure.section(record))
+    return draw(charts_of(record, name), columns=FIGURES[name].columns)
 
 
-def charts(section) -> dict[str, Chart]:
-    return {block.name: block for block in section.blocks if isinstance(block, Chart)}
+def charts(record: Record, name: str) -> dict[str, Chart]:
+    return {chart.name: chart for chart in charts_of(record, name)}
 
 
-def test_seven_figures_at_300_dpi(make_run) -> None:
-    run = make_run()
-    paths = draw_all(run)
-    assert [path.name for path in paths] == [f"{name}.png" for name in FIGURES]
-    assert len(paths) == 7
+def test_each_figure_lies_there_as_png_of_300_dpi_and_pdf_with_its_numbers(make_run) -> None:
+    run = make_run(tasks=2, clients_per_task=2)
+    record, paths = read_record(run), draw_all(run)
+    held = [name for name, figure in FIGURES.items() if figure.rows(record)]
+    assert held == ["convergence", "scores", "classes", "clusters", "adjacency", "ranks", "bytes"]
+    assert paths == [run / "figures" / f"{name}.png" for name in held]
     for path in paths:
-        assert path.parent == run / "figures"
         with Image.open(path) as image:
             assert image.format == "PNG" and image.info["Software"] == "ATLAS"
             assert image.info["dpi"] == pytest.approx((300, 300), abs=0.1)
             assert min(image.size) >= 1000
+        assert path.with_suffix(".pdf").read_bytes().startswith(b"%PDF")
+        read = list(csv.DictReader(StringIO(path.with_suffix(".csv").read_text("utf-8"))))
+        for row, values in zip(read, FIGURES[path.stem].rows(record), strict=True):
+            assert row == {name: "" if value is None else str(value) for name, value in values.items()}
+
+
+def test_drawing_again_gives_the_same_bytes(make_run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "FIGURES", {name: FIGURES[name] for name in ("bytes", "ranks")})
+    run = make_run(tasks=1, clients_per_task=1, rounds=1)
+    draw_all(run)
+    first = {path.name: path.read_bytes() for path in (run / "figures").iterdir()}
+    assert len(first) == 6
+    draw_all(run)
+    assert {path.name: path.read_bytes() for path in (run / "figures").iterdir()} == first
 
 
 @pytest.mark.parametrize("scene", SCENES.values(), ids=SCENES)
@@ -65,77 +78,48 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path) -> None:
         draw_all(tmp_path)
 
 
-def test_a_figure_has_every_chart_of_its_kind_and_no_tip(make_run) -> None:
+def test_a_figure_has_every_chart_of_its_kind(make_run) -> None:
     record = read_record(make_run(f1=True))
     text = text_of(drawn(record, "convergence"))
     mean = np.mean([list(member.series("validation").values()) for member in record.by_task["trec"]], axis=0)
     assert f"{mean[-1]:.3f}" in text.split("\n")
     for task in record.tasks:
         assert f"{task}: validation score" in text and f"{task}: loss" in text
-    assert "accuracy, which is not the score" in text
-    other = read_record(make_run("other"))
-    assert "accuracy, which is not the score" not in text_of(drawn(other, "convergence"))
 
 
-def test_the_score_map_frames_what_was_refused_in_the_order_of_the_clusters(make_run) -> None:
-    record = read_record(make_run(eval_every=2, rounds=5, refused=True, interleaved=True))
-    chart = charts(convergence(record))["scores"]
-    names = [record.clients[index] for index in record.sorted_clients]
-    assert chart.spec["encoding"]["y"]["scale"]["domain"] == names
+def test_the_score_map_has_the_rounds_that_were_evaluated_and_clusters_side_by_side(make_run) -> None:
+    record = read_record(make_run(eval_every=2, rounds=5, interleaved=True))
+    chart = charts(record, "scores")["scores"]
+    assert chart.spec["encoding"]["y"]["scale"]["domain"] == record.sorted_clients != list(record.task_of)
     assert chart.spec["encoding"]["x"]["scale"]["domain"] == [0, 2, 4, 5]
-    assert chart.data["refused"] == [{"client": record.clients[1], "round": 2}]
-    assert [row["client"] for row in chart.data["starts"]] == [names[3], names[6]]
     printed = text_of(drawn(record, "scores")).split("\n")
-    stored = [f"{row['score']:.2f}" for row in chart.data["rows"]]
+    stored = [f"{row['score']:.2f}" for row in chart.rows]
     assert [text for text in printed if text in stored][: len(stored)] == stored
-
-
-def test_the_score_map_is_coloured_by_the_score_itself_where_a_task_has_no_classes(make_run) -> None:
-    folder = make_run("regression")
-    kept = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    for row in kept:
-        row.pop("majority", None)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
-    assert "colour: score" in charts(convergence(read_record(folder)))["scores"].note
 
 
 def test_the_graph_says_its_edges_and_who_has_none(make_run) -> None:
     record = read_record(make_run(undecided=True, interleaved=True))
-    chart = charts(likeness(record))["weight"]
+    chart, clients = charts(record, "adjacency")["adjacency"], list(record.task_of)
     matrix = np.array(record.plan["adjacency"])
-    for row in chart.data["rows"]:
-        i, j = record.clients.index(row["client"]), record.clients.index(row["other"])
-        assert row["weight"] == matrix[i, j]
-    assert len(chart.data["rows"]) == np.count_nonzero(matrix)
+    for row in chart.rows:
+        assert row["weight"] == matrix[clients.index(row["client"]), clients.index(row["other"])]
+    assert len(chart.rows) == np.count_nonzero(matrix)
     assert "7 edges, 1 of 9 clients without any" in text_of(drawn(record, "adjacency"))
 
 
-def test_ranks_stand_beside_their_devices_and_bytes_beside_their_sums(make_run) -> None:
-    record = read_record(make_run())
-    assert "gpu_16gb" in text_of(drawn(record, "ranks")).split("\n")
-    assert {"adapter", "fingerprint", "head", "all", "100.0%"} <= set(text_of(drawn(record, "bytes")).split("\n"))
-
-
-def test_what_is_not_there_is_said() -> None:
+def test_what_is_not_there_has_no_chart_and_no_file(make_run) -> None:
     bare = Record(name="x", plan={"clients": [{"name": "a-0", "task": "a"}]}, metrics=[], ledger=[])
-    assert {name: text_of(drawn(bare, name)) for name in FIGURES} == {
-        "convergence": "no round has been evaluated yet",
-        "scores": "no round has been evaluated yet",
-        "adjacency": "the plan holds no graph",
-        "clusters": "no sketches were clustered in this run",
-        "ranks": "the plan holds no ranks",
-        "bytes": "this run sent nothing",
-        "classes": "no task of this run has classes",
-    }
+    assert charts_of(bare, *FIGURES) == []
+    run = make_run(rounds=0, sends=False, sketches=False, tasks=1, clients_per_task=1)
+    assert [path.stem for path in draw_all(run)] == ["convergence", "scores", "classes", "ranks"]
 
 
-def test_the_k_table_is_below_the_scatter(make_run) -> None:
+def test_sketches_are_drawn_by_their_components_and_from_six_clients_on_by_t_sne(make_run) -> None:
     record = read_record(make_run())
-    text = text_of(drawn(record, "clusters"))
-    lines = text.split("\n")
-    row = lines[lines.index("chosen") - 1 :]
-    assert row[:8] == ["3", "chosen", "0.400", "1.500", "6.500", "0.240", "0.450", "0"]
-    assert record.plan["clustering"]["structure"]["reason"] in text
+    assert list(charts(record, "clusters")) == ["clusters", "tsne"]
+    assert record.plan["clustering"]["structure"]["reason"] in text_of(drawn(record, "clusters"))
+    five = read_record(make_run("five", tasks=1, clients_per_task=5))
+    assert list(charts(five, "clusters")) == ["clusters"]
 
 
 def test_names_that_would_do_harm_are_words_of_a_figure(make_run) -> None:
@@ -145,13 +129,6 @@ def test_names_that_would_do_harm_are_words_of_a_figure(make_run) -> None:
         assert "<script" not in svg and "<img" not in svg
     text = text_of(drawn(record, "scores"))
     assert {NAMES["pairs-1"], NAMES["trec-2"]} <= {line.removesuffix("\u200b") for line in text.split("\n")}
-
-
-def test_a_table_with_a_long_heading_is_drawn() -> None:
-    table = Table(title="Title", columns=("one two three four", "five"), rows=[["a", "b"]], footer=[["c", "d"]])
-    lines = text_of(draw([table])).split("\n")
-    assert [line for line in lines if line in "abcd"] == ["a", "b", "c", "d"]
-    assert overlaps(draw([table])) == []
 
 
 def counted(clients: int, classes: int) -> Record:
@@ -176,21 +153,20 @@ def counted(clients: int, classes: int) -> Record:
 
 
 def test_accuracy_by_class_of_each_client_and_of_all_by_hand() -> None:
-    chart = charts(convergence(counted(3, 2)))["by-class-0"]
-    found = {(row["client"], row["class"]): row["accuracy"] for row in chart.data["rows"]}
-    # class 0: 0 + 1 + 2 of 0 + 2 + 2, class 1: 3 of 6; all: 6 of 10
+    chart = charts(counted(3, 2), "by-class")["by-class-0"]
+    found = {(row["client"], row["class"]): row["accuracy"] for row in chart.rows}
+    # class 0: 0 + 1 + 2 of 0 + 2 + 2, class 1: 3 of 6
     assert found == {
         **{("(all clients)", "class 0"): 0.75, ("(all clients)", "class 1"): 0.5},
         **{("digits-0", "class 1"): 0.0, ("digits-1", "class 0"): 0.5, ("digits-1", "class 1"): 0.5},
         **{("digits-2", "class 0"): 1.0, ("digits-2", "class 1"): 1.0},
     }
     assert chart.spec["encoding"]["y"]["scale"]["domain"] == ["(all clients)", "digits-0", "digits-1", "digits-2"]
-    assert "of all classes: 0.600" in chart.note
 
 
 def test_a_class_without_examples_is_an_empty_cell() -> None:
-    chart = charts(data_of_clients(counted(4, 3)))["classes-0"]
-    assert {(row["class"], row["examples"]) for row in chart.data["rows"]} == {("class 1", 2), ("class 2", 2)}
+    chart = charts(counted(4, 3), "classes")["classes-0"]
+    assert {(row["class"], row["examples"]) for row in chart.rows} == {("class 1", 2), ("class 2", 2)}
     assert chart.spec["encoding"]["x"]["scale"]["domain"] == ["class 0", "class 1", "class 2"]
     assert "mean distance of their mix to the task's: 0.55 of 1" in chart.note
 
@@ -209,3 +185,15 @@ def test_a_run_that_was_cut_off_is_drawn_as_far_as_it_went(make_run) -> None:
     record = read_record(run)
     assert len(record.metrics) == 60
     assert "movie: validation score" in text_of(drawn(record, "convergence"))
+
+
+def test_what_is_measured_of_masks_and_cuts_is_drawn_as_it_stands_in_the_plan(make_run) -> None:
+    run = make_run(tasks=1, clients_per_task=2)
+    plan = json.loads((run / "plan.json").read_text())
+    plan["clients"][0]["cut"] = 2
+    plan["leakage"] = [{"task": "movie", "blocks": at, "read": 0.9 / at, "commonest": 0.05} for at in (1, 2)]
+    plan["sparse"] = {"mask": "least_sensitive", "sparsity": 0.9, "layers": {"layer 0": 0.2, "layer 1": 0.1}}
+    record = Record(name="x", plan=plan, metrics=[], ledger=[])
+    assert [row["taken"] for row in charts(record, "leakage")["leakage"].rows] == [False, True]
+    assert "tokens read" in text_of(drawn(record, "leakage"))
+    assert {"layer 0", "layer 1"} <= set(text_of(drawn(record, "mask")).split("\n"))

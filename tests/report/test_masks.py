@@ -12,7 +12,7 @@ LAYERS = ["embeddings", *(f"encoder.layer.{block}" for block in range(12)), "lay
 
 def test_a_bar_for_every_layer_and_mask() -> None:
     chart = density_chart({"a": {"x": 0.2, "y": 0.4}, "b": {"x": 0.1, "y": 0.5}}, share=0.3)
-    assert [row["moving"] for row in chart.data["rows"]] == [0.2, 0.4, 0.1, 0.5]
+    assert [row["moving"] for row in chart.rows] == [0.2, 0.4, 0.1, 0.5]
     assert {"a", "b", "x", "y"} <= set(text_of(draw([chart])).split("\n")) and "dashed" in chart.note
 
 

@@ -45,9 +45,9 @@ def test_mean_and_spread_over_seeds_by_hand(tmp_path: Path) -> None:
     assert cell.mean == pytest.approx(0.6) and cell.std == pytest.approx(0.1)
     chart = sweep_chart(found)
     assert chart is not None
-    assert [row["mean"] for row in chart.data["rows"]] == pytest.approx([0.65, 0.6])
-    assert [(row["high"] - row["low"]) / 2 for row in chart.data["rows"]] == pytest.approx([0.1, 0.1])
-    assert [row["mean"] for row in chart.data["seeds"][3:]] == pytest.approx([0.5, 0.6, 0.7])
+    assert [row["mean"] for row in chart.rows] == pytest.approx([0.65] * 3 + [0.6] * 3)
+    assert [(row["high"] - row["low"]) / 2 for row in chart.rows] == pytest.approx([0.1] * 6)
+    assert [row["of_seed"] for row in chart.rows[3:]] == pytest.approx([0.5, 0.6, 0.7])
 
 
 def test_classes_lie_along_the_axis_and_local_steps_are_lines(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from atlas_fl.experiment.recorder import check_run_files
 from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.planning.place_client import place_client
 from atlas_fl.planning.plan import Plan
-from atlas_fl.report.figures import FIGURES
+from atlas_fl.report.drawing import draw
+from atlas_fl.report.figures import FIGURES, charts_of
 from atlas_fl.report.record import read_record
 from atlas_fl.report.score_table import comparison_rows
 from atlas_fl.report.tables import closing_table
@@ -49,8 +50,8 @@ def read(folder: Path, number: int) -> Mapping[str, Callable[[], Any]]:
 
     def drawn() -> None:
         record = read_record(folder)
-        for figure in FIGURES.values() if number % DRAWN_EVERY == 0 else ():
-            figure.draw(figure.section(record))
+        if number % DRAWN_EVERY == 0:
+            draw(charts_of(record, *FIGURES))
 
     def gone_on_with() -> None:
         if RunFolder(folder).summary.exists():

@@ -239,14 +239,14 @@ def test_a_tracker_of_a_plugin_is_told_of_a_run_and_of_its_resumption(
 
 FIGURE = """
 from atlas_fl.plugins import register
-from atlas_fl.report.html.elements import Chart
+from atlas_fl.report.html.charts import Chart
 
 @register("figure", "seconds")
 def seconds(record):
     rows = [{"client": row["client"], "took": row["seconds"]} for row in record.metrics if row.get("split") == "train"]
     axes = {"x": {"field": "client", "type": "nominal"}, "y": {"field": "took", "type": "quantitative"}}
-    spec = {"data": {"name": "rows"}, "mark": "bar", "encoding": axes}
-    return Chart(name="seconds", title="Seconds of training", note="by client", spec=spec, data={"rows": rows})
+    spec = {"mark": "bar", "encoding": axes}
+    return Chart(name="seconds", title="Seconds of training", note="by client", spec=spec, rows=rows)
 """
 
 

@@ -42,11 +42,6 @@ class TrackerOptions:
     """Log to this project of Weights & Biases too (extra `wandb`); with WANDB_MODE=offline to files alone."""
     tensorboard: str | None = None
     """Log to this folder for TensorBoard too (extra `tensorboard`)."""
-    mlflow: str | None = None
-    """Log to this experiment of MLflow too (extra `mlflow`); MLFLOW_TRACKING_URI says where."""
-    trackio: str | None = None
-    """Log to this project of Trackio too (extra `trackio`); TRACKIO_DIR says where."""
-
     tracker: tuple[str, ...] = ()
     """Log to a tracker of a plug-in too: `name=place`; may be repeated."""
 

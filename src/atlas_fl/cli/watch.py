@@ -14,17 +14,19 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from atlas_fl.cli.arguments import Positional, parse, split
 from atlas_fl.cli.display import show
 from atlas_fl.errors import ConfigError, short_repr
+
+if TYPE_CHECKING:
+    from atlas_fl.report.html.live import Places
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 HOST = r"(?!.*[^.:]{64})[A-Za-z0-9._:%-]{1,253}"
@@ -38,9 +40,9 @@ NICE = 10
 
 @dataclass(frozen=True, kw_only=True)
 class WatchOptions:
-    """Show runs in the browser while they go on: how far they are, how long they will take, the newest scores, who is
-    in trouble, and below that their whole page; a comparison or a sweep as one page of its runs. It reads the folders
-    and never writes there. Ctrl-C ends it."""
+    """Show runs in the browser while they go on: how far they are, how long they will take, the newest scores, and the
+    page that `atlas report` makes of what each has written; a comparison or a sweep as one page of its runs. It reads
+    the folders and never writes there. Ctrl-C ends it."""
 
     runs: Annotated[tuple[str, ...], Positional("RUN ...")] = ()
     """Folders of runs, or their names in --runs-dir; all that lie there by default, new ones too."""
@@ -61,28 +63,14 @@ class Watched:
     runs_dir: Path
     token: str | None
     """Token that a request needs; None where only this machine can ask."""
-    pages: dict[Path, tuple[str, str]] = field(default_factory=dict)
-    """The state that a page was made from, and the page, by run or comparison."""
-    rows: dict[Path, tuple[str, Any]] = field(default_factory=dict)
-    """The state that a row of the list was made from, and the row, by run."""
-    compared: dict[Path, dict[tuple[Path, ...], Any]] = field(default_factory=dict)
-    """The complete runs that were compared last, and their page, by comparison."""
 
-    def folders(self) -> dict[str, Path]:
-        """The runs by name; bytes of a name that are no text are shown as such."""
-        from atlas_fl.storage.run_folder import RunFolder
+    def places(self) -> "Places":
+        """The runs and comparisons by the names of their pages; no comparison where runs were named."""
+        from atlas_fl.report.html.live import find_places
 
-        found = self.runs
-        if not found and self.runs_dir.is_dir():
-            found = tuple(sorted(self.runs_dir.iterdir()))
-        there = (path for path in found if RunFolder(path).is_resumable())
-        return {os.fsencode(path.name or path.resolve().name).decode(errors="replace"): path for path in there}
-
-    def comparisons(self) -> dict[str, Path]:
-        """The comparisons and sweeps by name, where no run was named: the files that say which runs they are of."""
-        from atlas_fl.report.html.live_page import find_comparisons
-
-        return {} if self.runs else find_comparisons(self.runs_dir)
+        if self.runs:
+            return find_places(self.runs, None)
+        return find_places(sorted(self.runs_dir.iterdir()) if self.runs_dir.is_dir() else (), self.runs_dir)
 
 
 def watch(words: Sequence[str]) -> int:
@@ -100,7 +88,7 @@ def watch(words: Sequence[str]) -> int:
         raise ConfigError(f"--runs-dir is {options.runs_dir}, which is no folder; begin a run first, or name one")
     token = None if options.host in LOOPBACK else secrets.token_urlsafe(24)
     watched = Watched(runs=named, runs_dir=Path(options.runs_dir), token=token)
-    if named and len(watched.folders()) < len(named):
+    if named and len(watched.places()) < len(named):
         raise ConfigError("two of these runs have the same name; watch them one at a time, or by --runs-dir")
     with listen(watched, host=options.host, port=options.port) as server:
         os.nice(NICE)
@@ -224,15 +212,20 @@ class _Handler(BaseHTTPRequestHandler):
             return
         assert isinstance(self.server, _Server)
         self.server.admit(self.connection)
-        folders, name = self.shown.folders(), unquote(url.path.strip("/"))
+        from atlas_fl.report.html.live import list_text, page_text, state_of
+
+        places, name = self.shown.places(), unquote(url.path.strip("/"))
         if not name and len(self.shown.runs) == 1:
-            name = next(iter(folders), "gone")
-        if name and name not in folders and name not in self.shown.comparisons():
+            name = next(iter(places), "gone")
+        if name and name not in places:
             self._answer(HTTPStatus.NOT_FOUND, "There is no such run here.\n", kind="plain")
-        elif "state" in query:
-            self._answer(HTTPStatus.OK, self._state(folders, name), kind="plain")
+            return
+        state = state_of({name: places[name]} if name else places)
+        if "state" in query:
+            self._answer(HTTPStatus.OK, state, kind="plain")
         else:
-            self._answer(HTTPStatus.OK, self._page(folders, name), kind="html")
+            text = page_text(places[name], state) if name else list_text(places, state)
+            self._answer(HTTPStatus.OK, text, kind="html")
 
     @property
     def _cookie(self) -> str:
@@ -246,37 +239,6 @@ class _Handler(BaseHTTPRequestHandler):
         cookies = (part.strip().partition("=") for part in self.headers.get("Cookie", "").split(";"))
         given = [*query.get("token", []), *(value for name, _, value in cookies if name == self._cookie)]
         return any(hmac.compare_digest(one.encode(errors="replace"), token.encode()) for one in given)
-
-    def _state(self, folders: dict[str, Path], name: str) -> str:
-        from atlas_fl.report.html.live_page import state_of
-
-        now, comparisons = datetime.now(UTC), self.shown.comparisons()
-        is_of_all = not name or name in comparisons
-        runs = [f"{one} {state_of(path, now=now)}" for one, path in folders.items() if is_of_all or name == one]
-        plans = [f"{one} {_time_of(path)}" for one, path in comparisons.items()]
-        return "\n".join([*plans, *runs] if is_of_all else runs)
-
-    def _page(self, folders: dict[str, Path], name: str) -> str:
-        from atlas_fl.report.html.elements import render
-        from atlas_fl.report.html.live_page import list_page, page_or_reason
-        from atlas_fl.storage.run_folder import RunFolder
-
-        state, now, comparisons = self._state(folders, name), datetime.now(UTC), self.shown.comparisons()
-        if not name:
-            page = list_page(folders, list(comparisons), now=now, known=self.shown.rows)
-            return render(page, state=state)
-        place = folders.get(name) or comparisons[name]
-        known = self.shown.pages.get(place)
-        if known is None or known[0] != state:
-            if name in folders:
-                page = page_or_reason(RunFolder(place), now=now)
-            else:  # statistics take seconds to load
-                from atlas_fl.report.html.live_comparison import live_comparison
-
-                page = live_comparison(name, place, now=now, compared=self.shown.compared.setdefault(place, {}))
-            known = (state, render(page, state=state))
-            self.shown.pages[place] = known
-        return known[1]
 
     def _answer(self, status: HTTPStatus, text: str, *, kind: str) -> None:
         body = text.encode()
@@ -296,11 +258,3 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         """Log nothing: a request is no news."""
-
-
-def _time_of(path: Path) -> int:
-    """When the file was changed, in nanoseconds; 0 if it has gone since it was listed."""
-    try:
-        return path.stat().st_mtime_ns
-    except FileNotFoundError:
-        return 0

@@ -1,4 +1,4 @@
-"""The numbers that each figure of a run shows, as rows: for the CSV files beside the figures and for charts of pages.
+"""The numbers that each figure of a run shows, as rows: those of its charts on the page and of the CSV file beside it.
 
 A row is a mapping from column to text or number; the columns of one figure are the same in all its rows. What the run
 does not hold has no row.
@@ -6,33 +6,23 @@ does not hold has no row.
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from atlas_fl.experiment.summary import class_counts, class_names, mean_series, sampled_series
+from atlas_fl.experiment.summary import MEASURED, class_scores, mean_series, sampled_series
 from atlas_fl.report.csv_text import format_csv
+from atlas_fl.report.format import cluster_name
 from atlas_fl.report.record import Record
 
 Row: TypeAlias = dict[str, Any]
 EVERY_CLIENT = "(mean)"
-"""In the column of clients: the mean over the clients of a task."""
-
-
-def convergence_rows(record: Record) -> list[Row]:
-    """Scores and losses by round: of every client, and their mean over each task."""
-    rows: list[Row] = []
-    for task, members in record.by_task.items():
-        for member in members:
-            for name, split, metric in _SERIES:
-                rows += _series_rows(member.series(split, metric), task=task, client=member.client, series=name)
-        for name, split, metric in _SERIES:
-            mean = sampled_series if split == "train" else mean_series
-            rows += _series_rows(mean(members, split, metric), task=task, client=EVERY_CLIENT, series=name)
-    return rows
-
-
+"""In the column of clients: the mean over the clients of a task; the specifications of charts name it too."""
+ALL = "(all clients)"
+"""In the column of clients: all test examples of a task."""
+LEAST_EMBEDDED = 6
+"""Clients from which t-SNE shows more than the two principal components."""
 _SERIES = (
     ("validation score", "validation", "primary"),
     ("validation accuracy", "validation", "accuracy"),
@@ -42,90 +32,89 @@ _SERIES = (
 )
 
 
-def _series_rows(values: Mapping[int, float], **names: str) -> list[Row]:
-    return [{**names, "round": at, "value": value} for at, value in values.items()]
-
-
-def score_rows(record: Record) -> list[Row]:
-    """Validation score of every client and round, and its accuracy above the majority class where both are known."""
-    rows = []
-    for history in record.histories.values():
-        for at, row in history.splits.get("validation", {}).items():
-            if "primary" in row:
-                has_gain = "accuracy" in row and "majority" in row
-                gain = row["accuracy"] - row["majority"] if has_gain else None
-                names = {"client": history.client, "task": history.task}
-                rows.append({**names, "round": at, "score": row["primary"], "gain": gain})
+def convergence_rows(record: Record) -> list[Row]:
+    """Scores and losses by round: of every client, and their mean over each task."""
+    rows: list[Row] = []
+    for task, members in record.by_task.items():
+        for name, split, metric in _SERIES:
+            mean = sampled_series if split == "train" else mean_series
+            by_client = {member.client: member.series(split, metric) for member in members}
+            by_client[EVERY_CLIENT] = mean(members, split, metric)
+            rows += [
+                {"task": task, "client": client, "series": name, "round": at, "value": value}
+                for client, series in by_client.items()
+                for at, value in series.items()
+            ]
     return rows
 
 
-def pair_rows(record: Record, matrix: Sequence[Sequence[float]] | None, *, name: str) -> list[Row]:
-    """A matrix of clients, (clients, clients), entry by entry; clients with clusters side by side."""
-    order, clients = record.sorted_clients, record.clients
-    if matrix is None:
-        return []
-    return [{"client": clients[i], "other": clients[j], name: matrix[i][j]} for i in order for j in order]
+def score_rows(record: Record) -> list[Row]:
+    """Validation score of every client and round."""
+    return [
+        {"client": name, "task": record.task_of[name], "round": at, "score": score}
+        for name in record.sorted_clients
+        if name in record.histories
+        for at, score in record.histories[name].series("validation").items()
+    ]
 
 
 def adjacency_rows(record: Record) -> list[Row]:
     """The weight of every edge of the client graph."""
-    rows = pair_rows(record, record.plan.get("adjacency"), name="weight")
-    return [row for row in rows if row["weight"]]
-
-
-def similarity_rows(record: Record) -> list[Row]:
-    """The similarity of every two clients that clusters were made from."""
-    return pair_rows(record, (record.plan.get("clustering") or {}).get("similarity"), name="similarity")
-
-
-def member_rows(record: Record) -> list[Row]:
-    """Task and cluster of every client, in the order of the heat maps."""
-    clients = [record.clients[index] for index in record.sorted_clients]
-    return [{"client": name, "task": record.task_of[name], "cluster": record.cluster_of[name]} for name in clients]
-
-
-def component_rows(record: Record, places: np.ndarray, *, names: tuple[str, str] = ("x", "y")) -> list[Row]:
-    """Where each client lies, (clients, 2), with its task and cluster."""
+    places = {name: place for place, name in enumerate(record.task_of)}
+    matrix = record.plan.get("adjacency")
     return [
-        {"client": client, "task": record.task_of[client], "cluster": record.cluster_of[client]}
-        | dict(zip(names, place.tolist()))
-        for client, place in zip(record.clients, places)
+        {"client": client, "other": other, "weight": matrix[places[client]][places[other]]}
+        for client in record.sorted_clients
+        for other in record.sorted_clients
+        if matrix and matrix[places[client]][places[other]]
     ]
 
 
 def sketch_rows(record: Record) -> list[Row]:
-    """The principal components of every client's sketch: the mean of its two halves, and both halves."""
-    if record.sketches is None:
+    """Principal components of every client's sketch, of the mean of its two halves and of both; its t-SNE if many."""
+    if record.sketches is None or len(record.task_of) < 3:
         return []
-    first, second, _ = principal_components(*record.sketches)
-    halves = [dict(zip(("x1", "y1", "x2", "y2"), (*a, *b))) for a, b in zip(first.tolist(), second.tolist())]
-    return [row | half for row, half in zip(component_rows(record, (first + second) / 2), halves)]
+    first, second, _ = principal_components(record.sketches)
+    embedded = embed(record.sketches) if len(first) >= LEAST_EMBEDDED else np.empty((len(first), 0))
+    return [
+        {"client": client["name"], "task": client["task"], "cluster": cluster_name(client.get("cluster", -1))}
+        | dict(zip(("x", "y", "x1", "y1", "x2", "y2"), [*(a + b) / 2, *a, *b]))
+        | dict(zip(("tsne_x", "tsne_y"), place))
+        for client, a, b, place in zip(record.plan["clients"], first, second, embedded)
+    ]
 
 
-def principal_components(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Both halves on the first two principal components of their means, (n, 2) each, and the shares of variance (2,).
-
-    Sketches are (n, dim). With fewer than three clients the missing components are zero.
-    """
-    mean = (first.astype(np.float64) + second.astype(np.float64)) / 2
-    centre = mean.mean(axis=0)
-    _, sizes, directions = np.linalg.svd(mean - centre, full_matrices=False)
-    axes = np.zeros((2, mean.shape[1]))
-    axes[: len(directions[:2])] = directions[:2]
+def principal_components(sketches: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Both halves (2, n, dim) on the first two components of their means, (n, 2) each; the shares of variance (2,)."""
+    halves = sketches.astype(np.float64)
+    mean = halves.mean(axis=0)
+    _, sizes, directions = np.linalg.svd(mean - mean.mean(axis=0), full_matrices=False)
+    axes = directions[:2]
     axes *= np.where(axes[np.arange(2), np.abs(axes).argmax(axis=1)] < 0, -1.0, 1.0)[:, None]  # the sign is free
-    shares = np.zeros(2)
-    variance = np.square(sizes)
-    shares[: len(variance[:2])] = variance[:2] / max(float(variance.sum()), 1e-300)
-    return (first - centre) @ axes.T, (second - centre) @ axes.T, shares
+    first, second = (halves - mean.mean(axis=0)) @ axes.T
+    return first, second, np.square(sizes[:2]) / max(float(np.square(sizes).sum()), 1e-300)
+
+
+def embed(sketches: np.ndarray) -> np.ndarray:
+    """t-SNE (van der Maaten and Hinton, 2008) of the means of two halves, (2, clients, dim): (clients, 2)."""
+    from sklearn.manifold import TSNE
+    from threadpoolctl import threadpool_limits
+
+    mean = sketches.astype(np.float64).mean(axis=0)
+    perplexity = min(30.0, (len(mean) - 1) / 3)
+    with threadpool_limits(1):  # its threads wait for each other: seconds in the place of milliseconds on busy cores
+        places: np.ndarray = TSNE(perplexity=perplexity, init="pca", random_state=0).fit_transform(mean)
+    return places.astype(np.float64)
 
 
 def rank_rows(record: Record) -> list[Row]:
-    """The rank of every client and layer."""
-    planned = [record.plan["clients"][index] for index in record.sorted_clients]
+    """The rank of every client and layer that has an adapter."""
+    planned = {client["name"]: client for client in record.plan["clients"]}
     return [
-        {"client": client["name"], "device": client.get("device", ""), "layer": layer, "rank": rank}
-        for client in planned
-        for layer, rank in enumerate(client.get("ranks", ()))
+        {"client": name, "device": planned[name].get("device", ""), "layer": layer, "rank": rank}
+        for name in record.sorted_clients
+        for layer, rank in enumerate(planned[name].get("ranks", ()))
+        if rank
     ]
 
 
@@ -142,28 +131,26 @@ def traffic_rows(record: Record) -> list[Row]:
 
 def label_rows(record: Record) -> list[Row]:
     """Training examples of every client and class, and their share of the client's; no row where labels are numbers."""
-    rows: list[Row] = []
-    for data in record.plan.get("data") or ():
-        labels = data.get("labels")
-        if "distance" not in data or not isinstance(labels, Mapping):
-            continue
-        total = sum(labels.values())
-        names = {"client": data["client"], "task": data["task"]}
-        rows += [
-            {**names, "class": name, "examples": held, "share": held / total if total else None}
-            for name, held in labels.items()
-        ]
-    return rows
+    return [
+        {"client": data["client"], "task": data["task"], "class": name, "examples": held}
+        | {"share": held / max(1, sum(data["labels"].values()))}
+        for data in record.plan.get("data") or ()
+        if "distance" in data
+        for name, held in data["labels"].items()
+    ]
 
 
 def leakage_rows(record: Record) -> list[Row]:
-    """Leakage of each task's texts through a cut after so many blocks."""
-    return [dict(row) for row in record.plan.get("leakage") or ()]
+    """Leakage of each task's texts through a cut after so many blocks, and whether a client has that cut."""
+    taken = {(client["task"], client.get("cut")) for client in record.plan["clients"]}
+    rows = record.plan.get("leakage") or ()
+    return [{**row, "taken": (row["task"], row["blocks"]) in taken} for row in rows]
 
 
 def sharing_rows(record: Record) -> list[Row]:
     """Share of its own that each client keeps of a group of parameters, by the last measurement."""
-    latest = {(row["client"], row["parameters"]): row for row in record.sharing}
+    measured = [row for row in record.metrics if row.get("event") == MEASURED]
+    latest = {(row["client"], row["parameters"]): row for row in measured}
     shown = ("client", "parameters", "own_share", "effective_clients", "variance_over_noise", "round")
     return [{name: row.get(name) for name in shown} for row in latest.values()]
 
@@ -175,45 +162,21 @@ def group_order(group: str) -> tuple[bool, list[int], str]:
 
 def mask_rows(record: Record) -> list[Row]:
     """The share of the weights of each tensor that may move."""
-    layers = (record.plan.get("sparse") or {}).get("layers") or {}
-    return [{"tensor": name, "moving": moving} for name, moving in layers.items()]
+    sparse = record.plan.get("sparse") or {}
+    mask = str(sparse.get("mask")).replace("_", " ")
+    return [{"mask": mask, "tensor": name, "moving": moving} for name, moving in sparse.get("layers", {}).items()]
 
 
 def class_rows(record: Record) -> list[Row]:
-    """Test examples of every client and class, and how many of them were recognised."""
+    """Test examples of every class, and the share that was recognised: of all clients of a task, then of each."""
     rows: list[Row] = []
-    for member in record.histories.values():
-        counts = class_counts(member)
-        if counts is not None:
-            hits, examples = counts
-            names = class_names(record.plan, member.task) or [str(index) for index in range(len(hits))]
-            rows += [
-                {
-                    "task": member.task,
-                    "client": member.client,
-                    "class": name,
-                    "hits": int(right),
-                    "examples": int(total),
-                }
-                for name, right, total in zip(names, hits, examples, strict=True)
-            ]
+    for task, members in record.by_task.items():
+        groups = {ALL: members, **{member.client: [member] for member in members}}
+        for client, group in groups.items():
+            scores = class_scores(group, plan=record.plan).get("classes", {})
+            held = {name: score for name, score in scores.items() if score["examples"]}
+            rows += [{"task": task, "client": client, "class": name, **score} for name, score in held.items()]
     return rows
-
-
-ROWS: dict[str, Callable[[Record], list[Row]]] = {
-    "convergence": convergence_rows,
-    "scores": score_rows,
-    "adjacency": adjacency_rows,
-    "clusters": sketch_rows,
-    "ranks": rank_rows,
-    "bytes": traffic_rows,
-    "classes": label_rows,
-    "leakage": leakage_rows,
-    "sharing": sharing_rows,
-    "mask": mask_rows,
-    "by-class": class_rows,
-}
-"""By the name of the figure's file."""
 
 
 def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -1,115 +1,328 @@
-"""draw_all: all figures of a run as files, each made of charts and tables of its page."""
+"""FIGURES: the figures of a run, each with its rows and its charts; the page shows them, `draw_all` writes files."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, TypeAlias
 
 from atlas_fl.report.drawing import draw, save_pdf, save_png
-from atlas_fl.report.figure_rows import ROWS, to_csv
-from atlas_fl.report.html.elements import Chart, Section
-from atlas_fl.report.html.run_clients import data_of_clients, likeness, moving_weights, ranks, sharing
-from atlas_fl.report.html.run_costs import leakage, traffic
-from atlas_fl.report.html.run_page import plugin_charts
-from atlas_fl.report.html.run_scores import convergence
+from atlas_fl.report.figure_rows import (
+    EVERY_CLIENT,
+    Row,
+    adjacency_rows,
+    class_rows,
+    convergence_rows,
+    group_order,
+    label_rows,
+    leakage_rows,
+    mask_rows,
+    principal_components,
+    rank_rows,
+    score_rows,
+    sharing_rows,
+    sketch_rows,
+    to_csv,
+    traffic_rows,
+)
+from atlas_fl.report.format import isolate
+from atlas_fl.report.html.charts import Chart, chart, colour, heat_map
+from atlas_fl.report.mask_charts import density_chart
 from atlas_fl.report.record import Record, read_record
-from atlas_fl.report.table import Table
 from atlas_fl.storage.folder_access import write_atomic
+from atlas_fl.storage.ledger import KINDS
 from atlas_fl.storage.run_folder import find_run
+
+FigureOf: TypeAlias = Callable[[Record], Chart | None]
+"""(what a run has recorded) -> a chart of it; None where the run has nothing to show."""
+PLUGIN_FIGURES: dict[str, FigureOf] = {}
+"""Figures of plug-ins, by the name of their file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A figure of a run: the blocks of one section of its page whose names begin like this."""
+    """A figure of a run: the page, its PNG and PDF have its charts, its CSV file has its rows."""
 
-    section: Callable[[Record], Section | None]
-    charts: tuple[str, ...]
-    """Names of charts up to their number, and titles of tables."""
-    empty: str
-    """Sentence of the figure if the run has nothing to show."""
+    rows: Callable[[Record], list[Row]]
+    """None where the run has nothing to show."""
+    charts: Callable[[Record, list[Row]], list[Chart]]
     columns: int = 1
-
-    def draw(self, section: Section | None) -> str:
-        """The figure as SVG, from its section of the page."""
-        blocks = [] if section is None else section.blocks
-        shown = [block for block in blocks if isinstance(block, Chart | Table) and _name(block) in self.charts]
-        return draw(shown, columns=self.columns, empty=self.empty)
+    """Charts beside each other in a file."""
 
 
-def _name(block: Chart | Table) -> str:
-    return block.title if isinstance(block, Table) else block.name.rstrip("-0123456789")
+def _convergence(record: Record, rows: list[Row]) -> list[Chart]:
+    charts = []
+    for index, task in enumerate(record.tasks):
+        of_task = [row for row in rows if row["task"] == task]
+        losses = [row for row in of_task if row["client"] == EVERY_CLIENT and row["series"].endswith("loss")]
+        scores = [row for row in of_task if row["series"] == "validation score"]
+        means = [
+            row for row in of_task if row["client"] == EVERY_CLIENT and not row["series"].endswith(("score", "loss"))
+        ]
+        if not scores:
+            continue
+        clients = [name for name in dict.fromkeys(row["client"] for row in scores) if name != EVERY_CLIENT]
+        score = chart(
+            "score",
+            scores + means,
+            name=f"score-{index}",
+            title=f"{isolate(task)}: validation score",
+            note="thin: one client; bold: their mean; dashed: majority class; dotted: accuracy, if another",
+            colour=colour(index),
+            faded=max(0.2, min(0.75, 6 / len(clients))),
+            options=[None, *clients],
+            labels=["all clients", *clients],
+            is_wide=False,
+        )
+        loss = chart(
+            "loss",
+            losses,
+            name=f"loss-{index}",
+            title=f"{isolate(task)}: loss",
+            note="means over the clients that have one",
+            colour=colour(index),
+            is_wide=False,
+        )
+        charts += [score, loss]
+    return charts
 
 
-def _traffic(record: Record) -> Section | None:
-    return traffic(record, None)
+def _scores(_: Record, rows: list[Row]) -> list[Chart]:
+    rounds = sorted({row["round"] for row in rows})
+    return [
+        heat_map(
+            "scores",
+            rows,
+            x="round",
+            value="score",
+            title="Validation score of every client, round by round",
+            note="clients of a cluster stand together",
+            form=".2f",
+            columns=rounds,
+            x_title="round",
+        )
+    ]
+
+
+def _adjacency(record: Record, rows: list[Row]) -> list[Chart]:
+    clients = record.sorted_clients
+    edges = [row for row in rows if row["client"] != row["other"]]
+    pairs = {frozenset((row["client"], row["other"])) for row in edges}
+    alone = len(clients) - len(frozenset[str]().union(*pairs))
+    lone = f", {alone} of {len(clients)} clients without any" if alone else ""
+    return [
+        heat_map(
+            "adjacency",
+            rows,
+            x="other",
+            value="weight",
+            title="Client graph, by which atlas_laplacian mixes",
+            note=f"clients of a cluster stand together; {len(pairs)} edges{lone}; empty: no edge",
+            form=".2f",
+            columns=clients,
+            lines=clients,
+            is_wide=len(clients) > 12,
+        )
+    ]
+
+
+def _clusters(record: Record, rows: list[Row]) -> list[Chart]:
+    assert record.sketches is not None
+    shares = principal_components(record.sketches)[2]
+    reason = ((record.plan.get("clustering") or {}).get("structure") or {}).get("reason")
+    line = "a line ends at the two halves of a client: its length is the noise"
+    components = chart(
+        "noisy_scatter",
+        rows,
+        name="clusters",
+        title="Principal components of the sketches",
+        note=f"{reason}; {line}" if reason else line,
+        x=f"first component, {shares[0]:.0%} of the variance",
+        y=f"second component, {shares[1]:.0%} of the variance",
+        tasks=record.tasks,
+        height=340,
+        is_wide=False,
+    )
+    if "tsne_x" not in rows[0]:
+        return [components]
+    names = ("client", "task", "cluster")
+    places = [{name: row[name] for name in names} | {"x": row["tsne_x"], "y": row["tsne_y"]} for row in rows]
+    embedding = chart(
+        "scatter",
+        places,
+        name="tsne",
+        title="t-SNE of the sketches",
+        note="near: alike; distances between groups mean nothing",
+        x="first",
+        y="second",
+        tasks=record.tasks,
+        height=340,
+        is_wide=False,
+    )
+    return [components, embedding]
+
+
+def _ranks(_: Record, rows: list[Row]) -> list[Chart]:
+    layers = sorted({row["layer"] for row in rows})
+    return [
+        heat_map(
+            "ranks",
+            rows,
+            x="layer",
+            value="rank",
+            title="LoRA rank of every layer and client",
+            note="clients of a cluster stand together; empty: no adapter",
+            form="d",
+            columns=list(range(layers[0], layers[-1] + 1)),
+            x_title="layer",
+        )
+    ]
+
+
+def _bytes(_: Record, rows: list[Row]) -> list[Chart]:
+    kinds = [kind for kind in KINDS if any(row["kind"] == kind for row in rows)]
+    return [
+        chart(
+            "bytes",
+            rows,
+            title="Bytes of every round, by kind",
+            note="above the line: up to the server; below: down to the clients; round 0 is what planning sends",
+            rounds=list(range(rows[0]["round"], rows[-1]["round"] + 1)),
+            kinds=kinds,
+            colours=[f"var(--kind-{kind})" for kind in kinds],
+            height=280,
+        )
+    ]
+
+
+def _classes(record: Record, rows: list[Row]) -> list[Chart]:
+    charts = []
+    for index, task in enumerate(record.tasks):
+        of_task = [row for row in rows if row["task"] == task]
+        classes = list(dict.fromkeys(row["class"] for row in of_task))
+        if not classes:
+            continue
+        apart = fmean(data["distance"] for data in record.plan["data"] if data["task"] == task)
+        charts.append(
+            heat_map(
+                f"classes-{index}",
+                [row for row in of_task if row["examples"]],
+                x="class",
+                value="share",
+                title=f"{isolate(task)}: training examples by class",
+                note=f"share of the client's; empty: none; mean distance of their mix to the task's: {apart:.2f} of 1",
+                form=".0%",
+                domain=(0.0, max(row["share"] for row in of_task)),
+                columns=classes,
+                is_wide=len(classes) > 8,
+            )
+        )
+    return charts
+
+
+def _leakage(record: Record, rows: list[Row]) -> list[Chart]:
+    return [
+        chart(
+            "leakage",
+            rows,
+            title="Tokens of unseen texts that a linear probe reads out of what crosses a cut",
+            note="ring: a cut of this run; dashed: always the commonest token",
+            tasks=record.tasks,
+            height=280,
+        )
+    ]
+
+
+def _sharing(record: Record, rows: list[Row]) -> list[Chart]:
+    return [
+        heat_map(
+            "sharing",
+            rows,
+            x="parameters",
+            value="own_share",
+            legend="of its own",
+            title="Share of its own model that each client keeps",
+            note="the rest are other clients' models; clients of a cluster stand together",
+            form=".0%",
+            domain=(0.0, 1.0),
+            columns=sorted({row["parameters"] for row in rows}, key=group_order),
+            lines=record.sorted_clients,
+        )
+    ]
+
+
+def _mask(record: Record, rows: list[Row]) -> list[Chart]:
+    shares = {rows[0]["mask"]: {row["tensor"]: row["moving"] for row in rows}}
+    return [density_chart(shares, share=1 - record.plan["sparse"]["sparsity"])]
+
+
+def _by_class(record: Record, rows: list[Row]) -> list[Chart]:
+    return [
+        heat_map(
+            f"by-class-{index}",
+            of_task,
+            x="class",
+            value="accuracy",
+            title=f"{isolate(task)}: test accuracy by class",
+            note="first line: all clients; empty: no test example of that class",
+            form=".2f",
+            domain=(0.0, 1.0),
+        )
+        for index, task in enumerate(record.tasks)
+        if (of_task := [row for row in rows if row["task"] == task])
+    ]
 
 
 FIGURES: dict[str, Figure] = {
-    "convergence": Figure(
-        section=convergence, charts=("score", "loss"), columns=2, empty="no round has been evaluated yet"
-    ),
-    "scores": Figure(section=convergence, charts=("scores",), empty="no round has been evaluated yet"),
-    "adjacency": Figure(section=likeness, charts=("weight",), empty="the plan holds no graph"),
-    "clusters": Figure(
-        section=likeness,
-        charts=("clusters", "Numbers of clusters that were weighed"),
-        empty="no sketches were clustered in this run",
-    ),
-    "ranks": Figure(section=ranks, charts=("ranks",), empty="the plan holds no ranks"),
-    "bytes": Figure(section=_traffic, charts=("bytes", "By kind of message"), empty="this run sent nothing"),
-    "classes": Figure(section=data_of_clients, charts=("classes",), empty="no task of this run has classes"),
+    "convergence": Figure(rows=convergence_rows, charts=_convergence, columns=2),
+    "scores": Figure(rows=score_rows, charts=_scores),
+    "by-class": Figure(rows=class_rows, charts=_by_class),
+    "classes": Figure(rows=label_rows, charts=_classes),
+    "clusters": Figure(rows=sketch_rows, charts=_clusters, columns=2),
+    "adjacency": Figure(rows=adjacency_rows, charts=_adjacency),
+    "ranks": Figure(rows=rank_rows, charts=_ranks),
+    "sharing": Figure(rows=sharing_rows, charts=_sharing),
+    "mask": Figure(rows=mask_rows, charts=_mask),
+    "bytes": Figure(rows=traffic_rows, charts=_bytes),
+    "leakage": Figure(rows=leakage_rows, charts=_leakage),
 }
-"""A figure by the name of its file; where a run lacks what it shows, the file holds a sentence that says so."""
+"""A figure by the name of its files."""
 
-OF_ADAPTERS = frozenset({"adjacency", "clusters", "ranks"})
-"""Figures that whole models have nothing for: they are not fingerprinted and have no ranks."""
 
-MEASURED: dict[str, Figure] = {
-    "leakage": Figure(section=leakage, charts=("leakage",), empty=""),
-    "sharing": Figure(section=sharing, charts=("sharing", "By group of parameters"), empty=""),
-    "mask": Figure(section=moving_weights, charts=("mask",), empty=""),
-    "by-class": Figure(section=convergence, charts=("by-class",), empty="no test images have been scored yet"),
-}
-"""Figures of what only some runs measure, by the name of their file: drawn where `ROWS` has numbers for them."""
+def charts_of(record: Record, *names: str) -> list[Chart]:
+    """The charts of these figures, of those for which the run has rows."""
+    rows = {name: FIGURES[name].rows(record) for name in names}
+    return [drawn for name in names if rows[name] for drawn in FIGURES[name].charts(record, rows[name])]
+
+
+def plugin_charts(record: Record) -> dict[str, Chart]:
+    """The charts that plug-ins make of a run, by the name of their file."""
+    charts = {name: figure(record) for name, figure in PLUGIN_FIGURES.items()}
+    return {name: made for name, made in charts.items() if made is not None}
 
 
 def draw_all(run_dir: Path | str) -> list[Path]:
-    """Draw every figure of a run into its `figures/` folder, PNG at 300 DPI, and return the paths.
+    """Draw every figure for which a run has rows, and those of plug-ins that are loaded, and return their paths.
 
-    Beside each lie the same figure as PDF and its numbers as CSV, which is empty where the run has none. A run that
-    lacks what one of `FIGURES` shows gets the figure with a sentence that says so; those of `MEASURED` are drawn where
-    there is something to show, `OF_ADAPTERS` where adapters were trained, and those of plug-ins that are loaded.
+    They lie in its `figures/` folder, each as PNG at 300 DPI and as PDF, with its numbers as CSV.
 
     Raises:
         CheckpointError: this is no run folder, or a file in it is damaged.
     """
     folder = find_run(run_dir)
     record = read_record(folder.path)
-    sections = cache(lambda section: section(record))
-    drawn = [
-        _save(
-            figure.draw(sections(figure.section)),
-            folder.figures / f"{name}.png",
-            rows=ROWS[name](record),
-            within=folder.path,
-        )
-        for name, figure in figures_of(record).items()
-    ]
-    for name, chart in plugin_charts(record).items():
-        rows = [row for part in chart.data.values() for row in part]
-        drawn.append(_save(draw([chart]), folder.figures / f"{name}.png", rows=rows, within=folder.path))
-    return drawn
-
-
-def figures_of(record: Record) -> dict[str, Figure]:
-    """The figures that this run has."""
-    always = {name: figure for name, figure in FIGURES.items() if record.has_adapters or name not in OF_ADAPTERS}
-    return always | {name: figure for name, figure in MEASURED.items() if ROWS[name](record)}
-
-
-def _save(svg: str, path: Path, *, rows: Sequence[Mapping[str, Any]], within: Path) -> Path:
-    """Write a figure as PNG and PDF, and its numbers as CSV, in the folder of a run; the path of the PNG."""
-    save_pdf(svg, path.with_suffix(".pdf"), within=within)
-    write_atomic(path.with_suffix(".csv"), to_csv(rows).encode(), within=within)
-    return save_png(svg, path, within=within)
+    drawn: dict[str, tuple[str, Sequence[Mapping[str, Any]]]] = {}
+    for name, figure in FIGURES.items():
+        rows = figure.rows(record)
+        if rows:
+            charts = figure.charts(record, rows)
+            drawn[name] = draw(charts, columns=min(figure.columns, len(charts))), rows
+    for name, made in plugin_charts(record).items():
+        drawn[name] = draw([made]), made.rows
+    paths = []
+    for name, (svg, numbers) in drawn.items():
+        path = folder.figures / f"{name}.png"
+        save_pdf(svg, path.with_suffix(".pdf"), within=folder.path)
+        write_atomic(path.with_suffix(".csv"), to_csv(numbers).encode(), within=folder.path)
+        paths.append(save_png(svg, path, within=folder.path))
+    return paths

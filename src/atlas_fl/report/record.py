@@ -1,20 +1,19 @@
 """A run folder read into memory, as the figures and tables need it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from atlas_fl.errors import CheckpointError
-from atlas_fl.experiment.summary import MEASURED, History, histories
+from atlas_fl.experiment.summary import History, histories
+from atlas_fl.report.finished_runs import read_summary
 from atlas_fl.storage.digests import check_files, read_checked_rows
-from atlas_fl.storage.json_shapes import PLAN, check_shape
 from atlas_fl.storage.jsonl import read_json
 from atlas_fl.storage.ledger import LedgerRow, Totals, totals
-from atlas_fl.storage.run_folder import RunFolder, find_run
+from atlas_fl.storage.run_folder import find_run
 from atlas_fl.storage.tensors import read_sketches
 
 
@@ -24,30 +23,28 @@ class Record:
 
     name: str
     plan: Mapping[str, Any]
+    """The first plan, or where clients joined later the last one."""
     metrics: Sequence[Mapping[str, Any]]
     ledger: Sequence[LedgerRow]
-    sketches: tuple[np.ndarray, np.ndarray] | None = None
-    """Both sketches of every client, float32 (n, dim) each; None where no client was fingerprinted."""
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    """Empty until the run is complete."""
+    sketches: np.ndarray | None = None
+    """Both sketches of every client, float32 (2, n, dim); None where no client was fingerprinted."""
 
     @cached_property
     def histories(self) -> dict[str, History]:
         """The evaluations by client, in the order of the plan."""
         by_client = histories(self.metrics)
-        return {name: by_client[name] for name in self.clients if name in by_client}
+        return {name: by_client[name] for name in self.task_of if name in by_client}
 
     @cached_property
     def totals(self) -> Totals:
         """The sums of the ledger."""
         return totals(self.ledger)
 
-    @property
-    def clients(self) -> list[str]:
-        """The clients' names, in the order of the plan."""
-        return [client["name"] for client in self.plan["clients"]]
-
-    @property
+    @cached_property
     def task_of(self) -> dict[str, str]:
-        """Each client's task."""
+        """Each client's task, in the order of the plan."""
         return {client["name"]: client["task"] for client in self.plan["clients"]}
 
     @property
@@ -56,32 +53,19 @@ class Record:
         return list(dict.fromkeys(self.task_of.values()))
 
     @property
-    def sharing(self) -> list[Mapping[str, Any]]:
-        """The rows that say how much of its own a client keeps, older ones first."""
-        return [row for row in self.metrics if row.get("event") == MEASURED]
-
-    @property
-    def has_adapters(self) -> bool:
-        """True if clients trained adapters; the plan of whole models has an empty list of ranks for everyone."""
-        return any(client.get("ranks") != [] for client in self.plan["clients"])
-
-    @property
-    def cluster_of(self) -> dict[str, int]:
-        """Each client's cluster; -1 is in none."""
-        return {client["name"]: client.get("cluster", -1) for client in self.plan["clients"]}
-
-    @property
     def by_task(self) -> dict[str, list[History]]:
         """The evaluations by task."""
         members = self.histories.values()
         return {task: [member for member in members if member.task == task] for task in self.tasks}
 
     @property
-    def sorted_clients(self) -> list[int]:
-        """Indices of the clients with clusters side by side, tasks inside them, undecided clients last."""
-        clusters, tasks = self.cluster_of, self.tasks
-        sort_keys = [(clusters[name] < 0, clusters[name], tasks.index(self.task_of[name])) for name in self.clients]
-        return sorted(range(len(sort_keys)), key=lambda index: sort_keys[index])
+    def sorted_clients(self) -> list[str]:
+        """The clients with clusters side by side, tasks inside them, undecided clients last."""
+        clusters = {client["name"]: client.get("cluster", -1) for client in self.plan["clients"]}
+        tasks = self.tasks
+        return sorted(
+            self.task_of, key=lambda name: (clusters[name] < 0, clusters[name], tasks.index(self.task_of[name]))
+        )
 
 
 def read_record(run: Path | str) -> Record:
@@ -90,30 +74,17 @@ def read_record(run: Path | str) -> Record:
     Raises:
         CheckpointError: this is no run folder, or a file in it is damaged.
     """
-    folder: RunFolder = find_run(run)
-    file, plan = _plan(folder)
-    check_files(folder, folder.sketches_of(file.name))
-    sketches = read_sketches(folder.sketches_of(file.name))
-    if sketches is not None and sketches.shape[1] != len(plan["clients"]):
-        raise CheckpointError(
-            f"damaged file {folder.sketches_of(file.name)}: it holds sketches of {sketches.shape[1]} clients, the plan"
-            f" has {len(plan['clients'])}; restore it from a copy, or run again"
-        )
-    return Record(
-        name=folder.path.resolve().name,
-        plan=plan,
-        metrics=read_checked_rows(folder, folder.metrics),
-        ledger=[LedgerRow(**row) for row in read_checked_rows(folder, folder.ledger)],
-        sketches=None if sketches is None else (sketches[0], sketches[1]),
-    )
-
-
-def _plan(folder: RunFolder) -> tuple[Path, Mapping[str, Any]]:
-    """The plan that all is shown by, and its file: the first one, or where clients joined later the last one."""
+    folder = find_run(run)
     first, last = folder.plan, folder.plans()[-1]
     check_files(folder, first, last)
-    plans = {file: read_json(file) for file in dict.fromkeys((first, last))}
-    for file, plan in plans.items():
-        check_shape(plan, PLAN, file=file)
+    plans = {file: read_json(file) for file in (first, last)}
     file = last if len(plans[last]["clients"]) > len(plans[first]["clients"]) else first
-    return file, plans[file]
+    check_files(folder, folder.sketches_of(file.name))
+    return Record(
+        name=folder.path.resolve().name,
+        plan=plans[file],
+        metrics=read_checked_rows(folder, folder.metrics),
+        ledger=[LedgerRow(**row) for row in read_checked_rows(folder, folder.ledger)],
+        summary=read_summary(folder.path) if folder.summary.exists() else {},
+        sketches=read_sketches(folder.sketches_of(file.name)),
+    )

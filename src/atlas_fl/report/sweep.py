@@ -10,8 +10,7 @@ from typing import Any
 from atlas_fl.experiment.search import SearchResult, Trial
 from atlas_fl.report.csv_text import format_csv
 from atlas_fl.report.finished_runs import read_summary
-from atlas_fl.report.html.charts import TALLEST, Spec, category, chart, colours, quantity, tips
-from atlas_fl.report.html.elements import Chart, Row
+from atlas_fl.report.html.charts import TALLEST, Chart, Row, chart
 from atlas_fl.report.table import Cell, Table, count, plain
 
 EVENLY = "iid"
@@ -128,55 +127,37 @@ def sweep_chart(swept: SweepScores, *, note: str = "") -> Chart | None:
     if not rows:
         return None
     names = list(swept.lines)
-    values = [value if swept.is_numeric else value.replace("_", " ") for value in swept.values]
-    along, across = ("x", "y") if swept.is_numeric else ("y", "x")
-    field = colours("line", None, domain=names)
-    legend = {"columns": 2, "labelLimit": 340, "symbolOpacity": 1} if any(names) else None
-    shared: Spec = {
-        along: category("value", word_of(swept.along) if swept.is_numeric else None, order=values, labelAngle=0),
-        "color": field | {"legend": legend},
-        "tooltip": tips(("line", "of", ""), ("value", word_of(swept.along), ""), ("mean", "mean", ".4f")),
-    }
-    score = quantity("mean", f"test {swept.metric}")
-    dot = {"type": "point", "filled": True}
-    layers: list[Spec] = [{"mark": {**dot, "size": 70, "opacity": 1}, "encoding": {across: score}}]
-    if swept.is_numeric:
-        layers.append({"mark": {"type": "line", "strokeWidth": 2}, "encoding": {across: score}})
-    if swept.seeds > 1:
-        # points of two lines at one value stand apart, so that error bars do not cover each other
-        shared[f"{along}Offset"] = {"field": "line", "type": "nominal", "sort": names, "scale": {"paddingOuter": 3}}
-        bar = {across: score | {"field": "low"}, f"{across}2": {"field": "high"}}
-        layers += [
-            {"mark": {"type": "rule", "strokeWidth": 1.5}, "encoding": bar},
-            {"data": {"name": "seeds"}, "mark": {**dot, "size": 18, "opacity": 0.45}, "encoding": {across: score}},
-        ]
-    lines = len(values) * max(1.0, len(names) / 2)
-    return Chart(
+    lines = len(swept.values) * max(1.0, len(names) / 2)
+    return chart(
+        "sweep_numbers" if swept.is_numeric else "sweep_words",
+        rows,
         name="sweep",
         title=f"Test {swept.metric} over {word_of(swept.along)}",
         note="; ".join(part for part in (_how(swept), note) if part),
-        spec=chart(
-            {"data": {"name": "rows"}, "encoding": shared, "layer": layers},
-            height=300 if swept.is_numeric else int(min(max(160, 30 * lines), TALLEST)),
-        ),
-        data={"rows": rows, "seeds": _rows(swept, by_seed=True)},
+        axis=word_of(swept.along),
+        score=f"test {swept.metric}",
+        values=[value if swept.is_numeric else value.replace("_", " ") for value in swept.values],
+        lines=names,
+        legend={"columns": 2, "labelLimit": 340} if any(names) else None,
+        height=300 if swept.is_numeric else int(min(max(160, 30 * lines), TALLEST)),
     )
 
 
-def _rows(swept: SweepScores, *, by_seed: bool = False) -> list[Row]:
-    """A row for each cell that has scores, or for each of its seeds, whose score is then the mean."""
+def _rows(swept: SweepScores) -> list[Row]:
+    """A row for each seed of each cell that has scores, with the mean and the spread of the cell."""
     return [
         {
             "line": line,
             "value": value if swept.is_numeric else value.replace("_", " "),
-            "mean": mean,
+            "mean": cells[value].mean,
             "low": cells[value].mean - cells[value].std,
             "high": cells[value].mean + cells[value].std,
+            "of_seed": score,
         }
         for line, cells in swept.lines.items()
         for value in swept.values
-        if value in cells and cells[value].scores
-        for mean in (cells[value].scores if by_seed else [cells[value].mean])
+        if value in cells
+        for score in cells[value].scores
     ]
 
 

@@ -72,15 +72,11 @@ def _value(cell: Element) -> float | str:
     return float(str(numbers[0].attributes["value"])) if numbers else cell.text
 
 
-def chart_of(page: Element, name: str, data: str = "rows") -> list[dict[str, Any]]:
+def chart_of(page: Element, name: str) -> list[dict[str, Any]]:
     """The rows of a chart."""
     script = next(script for script in page.all("script") if script.attributes.get("id") == f"data-{name}")
-    packed = json.loads(script.text)["data"][data]
-    columns = {
-        key: [column["levels"][code] for code in column["codes"]] if "codes" in column else column["values"]
-        for key, column in packed["columns"].items()
-    }
-    return [{key: values[index] for key, values in columns.items()} for index in range(packed["length"])]
+    payload = json.loads(script.text)
+    return [dict(zip(payload["names"], row, strict=True)) for row in payload["rows"]]
 
 
 def sections_of(page: Element) -> list[str]:

@@ -22,6 +22,10 @@ CUT_LABELS = """[...document.querySelectorAll('svg .role-legend-label text')]
     .map((one) => one.textContent)"""
 
 
+CUT_TABLES = """[...document.querySelectorAll('main .table')]
+    .filter((one) => one.scrollWidth > one.clientWidth + 1).map((one) => one.ariaLabel)"""
+
+
 @pytest.fixture(scope="module")
 def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
     assert BROWSER is not None
@@ -55,6 +59,7 @@ def test_a_run_fits_every_width_and_is_quiet(make_run, tab: Tab, is_dark: bool) 
         check_quiet(tab, page)
         assert overflow(tab) <= 0, width
         assert tab.evaluate(CUT_LABELS) == [], width
+        assert width == 768 or tab.evaluate(CUT_TABLES) == [], width
     assert tab.evaluate("[...document.querySelectorAll('[data-chart]')].every((one) => one.dataset.drawn === 'yes')")
     assert tab.evaluate("window.harmed") is None
     drawn = tab.evaluate("document.querySelector('#figure-outcome svg').textContent")
@@ -65,19 +70,22 @@ def test_a_run_fits_every_width_and_is_quiet(make_run, tab: Tab, is_dark: bool) 
 def test_a_watched_run_shows_what_is_new_by_itself_and_is_quiet(make_run, tab: Tab) -> None:
     run = make_run(rounds=2)
     (run / "summary.json").unlink()
-    (run / "log.txt").write_text("2026-01-01T10:00:00Z INFO round 1\n")
     with serving(Watched(runs=(run,), runs_dir=run.parent, token=None)) as port:
         for width in (1440, 375):
             tab.open(f"http://127.0.0.1:{port}/", width=width)
             assert overflow(tab) <= 0, width
-        shown = "document.querySelector('#now dd')?.textContent"
-        assert tab.evaluate(shown) == "round 1"
+            assert tab.evaluate(CUT_TABLES) == [], width
+        shown = "document.querySelector('.warning')?.textContent ?? ''"
+        assert "after round 2" in tab.evaluate(shown)
         tab.wait("performance.getEntriesByType('resource').length > 0")  # it has looked once
-        (run / "log.txt").write_text("2026-01-01T10:00:00Z INFO round 1\n2026-01-01T10:00:09Z INFO round 2\n")
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        newer = "".join(json.dumps(row | {"round": 3}) + "\n" for row in rows if row["round"] == 2)
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(newer)
         until = time.monotonic() + 60
-        while tab.evaluate(shown) != "round 2" and time.monotonic() < until:
+        while "after round 3" not in tab.evaluate(shown) and time.monotonic() < until:
             time.sleep(0.2)
-        assert tab.evaluate(shown) == "round 2"
+        assert "after round 3" in tab.evaluate(shown)
         assert tab.complaints == []
         assert {url.split("?")[0] for url in tab.requests} == {f"http://127.0.0.1:{port}/"}
         tab.call("Page.navigate", url="about:blank")  # before the server goes, which it would miss
@@ -91,11 +99,11 @@ def test_a_comparison_fits_every_width_and_is_quiet(compared: Path, tab: Tab) ->
 
 
 def test_two_hundred_clients_are_drawn(make_run, tab: Tab) -> None:
-    page = write_report([make_run(tasks=4, clients_per_task=50, rounds=2)])
+    page = write_report([make_run(tasks=4, clients_per_task=50, rounds=20)])
     tab.open(page, width=1440, is_dark=True)
     check_quiet(tab, page)
     assert overflow(tab) <= 0
-    assert tab.evaluate("document.querySelectorAll('#figure-similarity canvas').length") == 1, "too many for an SVG"
+    assert tab.evaluate("document.querySelectorAll('#figure-scores canvas').length") == 1, "too many for an SVG"
 
 
 def test_drawn_numbers_are_the_stored_ones(make_run, tab: Tab) -> None:
@@ -141,9 +149,9 @@ def test_dots_lie_where_their_scores_say(make_run, tab: Tab) -> None:
 def test_the_keyboard_sorts_a_table(make_run, tab: Tab) -> None:
     tab.open(write_report([make_run(tasks=1, clients_per_task=4)]), width=1440)
     column = "[...document.querySelectorAll('#outcome table')].at(-1).tBodies[0].rows"
-    read = f"[...{column}].map((row) => Number(row.cells[6].querySelector('data').value))"
+    read = f"[...{column}].map((row) => Number(row.cells[4].querySelector('data').value))"
     before = tab.evaluate(read)
-    tab.evaluate("[...document.querySelectorAll('#outcome table')].at(-1).tHead.rows[0].cells[5].firstChild.focus()")
+    tab.evaluate("[...document.querySelectorAll('#outcome table')].at(-1).tHead.rows[0].cells[3].firstChild.focus()")
     tab.press("Tab")
     assert tab.evaluate("document.activeElement.textContent") == "final"
     tab.press("Enter")
@@ -203,8 +211,8 @@ def test_a_client_that_is_chosen_stands_out(make_run, tab: Tab) -> None:
 
 
 def test_a_canvas_follows_the_theme(make_run, tab: Tab) -> None:
-    tab.open(write_report([make_run(tasks=4, clients_per_task=20, rounds=1)]), width=1440, is_dark=False)
-    ground = "document.querySelector('#figure-similarity .drawing').style.background"
+    tab.open(write_report([make_run(tasks=4, clients_per_task=50, rounds=20)]), width=1440, is_dark=False)
+    ground = "document.querySelector('#figure-scores .drawing').style.background"
     assert tab.evaluate(ground) == "rgb(255, 255, 255)"
     tab.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
     tab.wait(f"{ground} === 'rgb(20, 24, 29)'")

@@ -3,7 +3,8 @@ import json
 import pytest
 
 from atlas_fl.report.format import isolate
-from atlas_fl.report.html.elements import Chart, Page, Section, Text, in_script, pack_rows, render
+from atlas_fl.report.html.charts import Chart
+from atlas_fl.report.html.elements import Page, Section, Text, in_script, render
 from atlas_fl.report.table import Number, Table, count, duration, plain, share, size
 from tests.report.html.reading import chart_of, parse_page, table_of
 
@@ -26,13 +27,11 @@ def test_a_column_of_which_nothing_is_known_is_left_out() -> None:
     assert table_of(parse_page(page_of(table)), "t") == [{"name": "a", "once": 1.0}, {"name": "b", "once": "-"}]
 
 
-def test_rows_are_unpacked_as_they_were() -> None:
-    rows = [{"client": name, "round": at, "score": at / 3, "gain": None} for name in ("a", "b") for at in range(4)]
-    chart = Chart(name="c", title="t", note="n", spec={"mark": "bar"}, data={"rows": rows, "none": []})
-    page = parse_page(page_of(chart))
-    assert chart_of(page, "c") == rows
-    assert chart_of(page, "c", "none") == []
-    assert pack_rows(rows)["columns"]["client"]["levels"] == ["a", "b"]
+def test_rows_are_those_of_the_chart_by_name() -> None:
+    rows = [{"client": "a", "score": 1 / 3, "gain": None}, {"client": "b", "round": 2, "score": 0.5, "gain": 1}]
+    chart = Chart(name="c", title="t", note="n", spec={"mark": "bar"}, rows=rows)
+    found = chart_of(parse_page(page_of(chart)), "c")
+    assert [{name: row.get(name) for name in found[0]} for row in rows] == found
 
 
 def test_nothing_in_data_ends_a_script() -> None:
@@ -50,7 +49,7 @@ def test_a_page_without_charts_carries_no_library() -> None:
 def test_a_number_that_is_none_is_refused(value: float) -> None:
     from atlas_fl.errors import DataError
 
-    chart = Chart(name="c", title="t", note="", spec={}, data={"rows": [{"x": value}]})
+    chart = Chart(name="c", title="t", note="", spec={}, rows=[{"x": value}])
     with pytest.raises(DataError, match=r"is (nan|inf)"):
         page_of(chart)
 

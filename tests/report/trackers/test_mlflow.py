@@ -1,5 +1,6 @@
 """What MLflow keeps of a run, asked of its own database, and what it is given where it is not installed."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,10 +11,8 @@ import pytest
 from atlas_fl.config import Config, config_hash
 from atlas_fl.config.settings import settings
 from atlas_fl.events import Event, Note, PhaseStarted, RoundFinished
-from atlas_fl.report.trackers import mlflow as tracking
-from atlas_fl.report.trackers.mlflow import MlflowTracker
 from atlas_fl.report.trackers.track_run import numbers_of, track_run
-from tests.report.trackers.test_track_run import ROWS
+from tests.report.trackers.test_track_run import ROWS, tracker_of
 
 SUMMARY = {"overall": {"final": {"test": {"accuracy": 0.625}}, "rounds_to": {"90%": 2}}}
 
@@ -25,7 +24,7 @@ def round_finished(number: int) -> RoundFinished:
 def track_two_sessions(folder: Path) -> list[Event]:
     told = list[Event]()
     for number in (1, 2):
-        with track_run([MlflowTracker("federations")], Config(), folder, told.append) as logging:
+        with track_run([tracker_of("mlflow", "federations")], Config(), folder, told.append) as logging:
             logging.tell(PhaseStarted(f"round {number}"))
             logging.tell(round_finished(number))
             if number == 2:
@@ -76,7 +75,8 @@ class Client:
 def test_two_sessions_are_one_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     client = Client()
     entities = SimpleNamespace(Metric=lambda *parts: parts, Param=lambda *parts: parts)
-    monkeypatch.setattr(tracking, "_mlflow", lambda: SimpleNamespace(MlflowClient=lambda: client, entities=entities))
+    module = SimpleNamespace(MlflowClient=lambda: client, entities=entities)
+    monkeypatch.setitem(sys.modules, "mlflow", module)
     assert not any(isinstance(event, Note) for event in track_two_sessions(tmp_path))
     assert client.runs == {"r": {"mlflow.runName": tmp_path.name, "atlas_fl.hash": config_hash(Config())}}
     assert client.status == ["r FINISHED", "r RUNNING", "r FINISHED"]

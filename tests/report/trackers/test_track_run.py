@@ -3,7 +3,7 @@
 import builtins
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from threading import Event as Event_
 from types import ModuleType
@@ -14,12 +14,10 @@ import pytest
 from atlas_fl.config import Config, config_hash
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import Event, Note, PhaseStarted, RoundFinished, ignore
+from atlas_fl.plugins import load_plugins
 from atlas_fl.report.trackers import track_run as tracking
-from atlas_fl.report.trackers.mlflow import MlflowTracker
-from atlas_fl.report.trackers.tensorboard import TensorBoardTracker
+from atlas_fl.report.trackers.registry import TRACKERS
 from atlas_fl.report.trackers.track_run import TrackedRun, Tracker, numbers_of, summary_numbers, track_run
-from atlas_fl.report.trackers.trackio import TrackioTracker
-from atlas_fl.report.trackers.wandb import WandbTracker
 from atlas_fl.storage.extras import install_command
 
 ROWS = (
@@ -28,12 +26,26 @@ ROWS = (
     {"round": 2, "client": "a-1", "event": "refused", "reason": "NaN"},
 )
 ROUND = RoundFinished(round=2, rounds=3, scores={}, loss=0.25, seconds=3.0, bytes=40, rows=ROWS)
-TRACKERS: Mapping[str, Callable[[str], Tracker]] = {
-    "wandb": WandbTracker,
-    "tensorboard": TensorBoardTracker,
-    "mlflow": MlflowTracker,
-    "trackio": TrackioTracker,
+PLUGINS = Path(__file__).parents[3] / "examples/plugins"
+FLAGS = {
+    "wandb": "--wandb",
+    "tensorboard": "--tensorboard",
+    "mlflow": "--tracker mlflow",
+    "trackio": "--tracker trackio",
 }
+
+
+def tracker_of(name: str, place: str) -> Tracker:
+    """A tracker of the package, or of the plug-in in the examples that has its name."""
+    if name not in ("wandb", "tensorboard"):
+        load_plugins((str(PLUGINS / f"{name}_tracker.py"),))
+    return TRACKERS[name](place)
+
+
+@pytest.fixture(autouse=True)
+def _no_plugins() -> Iterator[None]:
+    yield
+    load_plugins(())
 
 
 def test_numbers_of_a_round_by_hand() -> None:
@@ -53,7 +65,7 @@ def test_numbers_of_a_summary_are_those_over_all_clients() -> None:
     assert summary_numbers({}) == {}
 
 
-@pytest.mark.parametrize("package", TRACKERS)
+@pytest.mark.parametrize("package", FLAGS)
 def test_without_the_package_nothing_begins(package: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     real, module = builtins.__import__, {"tensorboard": "torch.utils.tensorboard"}.get(package, package)
 
@@ -64,8 +76,8 @@ def test_without_the_package_nothing_begins(package: str, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(builtins, "__import__", without)
     with (
-        pytest.raises(ConfigError, match=rf"--{package} needs .* {re.escape(install_command(package))}") as caught,
-        track_run([TRACKERS[package](str(tmp_path) if package == "tensorboard" else "p")], *RUN(tmp_path)),
+        pytest.raises(ConfigError, match=rf"{FLAGS[package]} needs .* {re.escape(install_command(package))}") as caught,
+        track_run([tracker_of(package, str(tmp_path) if package == "tensorboard" else "p")], *RUN(tmp_path)),
     ):
         pytest.fail("it began")
     assert "\n" not in str(caught.value)
@@ -76,23 +88,22 @@ def RUN(folder: Path) -> tuple[Config, Path, Callable[[Event], None]]:  # noqa: 
 
 
 @pytest.mark.parametrize(
-    ("tracker", "allowed"),
+    ("name", "place", "allowed"),
     [
-        *((WandbTracker(name), "--wandb is .*allowed: the name of a project, without") for name in ("", "a/b", "50%")),
-        (WandbTracker(" "), "--wandb is ' '; allowed: the name of a project, without"),
-        (TensorBoardTracker(""), "--tensorboard is ''; allowed: a folder"),
-        (TensorBoardTracker(f"{__file__}/below"), "--tensorboard is .*; allowed: a folder to write to"),
-        (TensorBoardTracker("s3://bucket/x"), "--tensorboard is 's3://bucket/x'; allowed: a folder to write to"),
-        (TensorBoardTracker(__file__), "--tensorboard is .*test_track_run.py.*; allowed: a folder"),
-        (MlflowTracker(" "), "--mlflow is ' '; allowed: the name of an experiment"),
         *(
-            (TrackioTracker(name), "--trackio is .*; allowed: the name of a project")
-            for name in ("", "a/b", "../up", "a" * 101)
+            ("wandb", place, "--wandb is .*allowed: the name of a project, without")
+            for place in ("", " ", "a/b", "50%")
         ),
+        ("tensorboard", "", "--tensorboard is ''; allowed: a folder"),
+        ("tensorboard", f"{__file__}/below", "--tensorboard is .*; allowed: a folder to write to"),
+        ("tensorboard", "s3://bucket/x", "--tensorboard is 's3://bucket/x'; allowed: a folder to write to"),
+        ("tensorboard", __file__, "--tensorboard is .*test_track_run.py.*; allowed: a folder"),
+        ("mlflow", " ", "--tracker mlflow= names no experiment"),
+        *(("trackio", place, "the name of a project has letters") for place in ("", "a/b", "../up", "a" * 101)),
     ],
 )
-def test_a_name_that_a_tracker_does_not_take_is_one_line(tracker: Tracker, allowed: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=allowed), track_run([tracker], *RUN(tmp_path)):
+def test_a_name_that_a_tracker_does_not_take_is_one_line(name: str, place: str, allowed: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=allowed), track_run([tracker_of(name, place)], *RUN(tmp_path)):
         pytest.fail("it began")
 
 
@@ -146,14 +157,14 @@ def test_a_tracker_that_fails_is_told_once_and_the_run_and_the_other_go_on(faili
     assert run.settings["seed"] == 42 and run.settings["hash"] == config_hash(Config())
 
 
-@pytest.mark.parametrize("package", TRACKERS)
+@pytest.mark.parametrize("package", FLAGS)
 def test_a_package_that_breaks_or_of_which_only_a_folder_is_left_is_one_line(
     package: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    tracker = TRACKERS[package]("p" if package != "tensorboard" else str(tmp_path))
+    tracker, flag = tracker_of(package, "p" if package != "tensorboard" else str(tmp_path)), FLAGS[package]
     module = {"tensorboard": "torch.utils.tensorboard"}.get(package, package)
     monkeypatch.setitem(sys.modules, module, ModuleType(module))
-    with pytest.raises(ConfigError, match=rf"^--{package}(:.* cannot be loaded| needs).*, or leave --{package} out$"):
+    with pytest.raises(ConfigError, match=rf"^{flag}(:.* cannot be loaded| needs).*, or leave {flag} out$"):
         tracker.check()
     real = builtins.__import__
 
@@ -163,9 +174,7 @@ def test_a_package_that_breaks_or_of_which_only_a_folder_is_left_is_one_line(
         return real(name, *rest, **more)
 
     monkeypatch.setattr(builtins, "__import__", broken)
-    message = (
-        rf"^--{package}: {package} cannot be loaded \(TypeError: Descriptors cannot be created directly\.\); install"
-    )
+    message = rf"^{flag}: {package} cannot be loaded \(TypeError: Descriptors cannot be created directly\.\); install"
     with pytest.raises(ConfigError, match=message):
         tracker.check()
 

@@ -2,6 +2,7 @@
 
 import json
 import sqlite3
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,17 +11,15 @@ import pytest
 
 from atlas_fl.config import Config
 from atlas_fl.events import Event, Note, PhaseStarted, RoundFinished
-from atlas_fl.report.trackers import trackio as tracking
 from atlas_fl.report.trackers.track_run import numbers_of, track_run
-from atlas_fl.report.trackers.trackio import TrackioTracker
-from tests.report.trackers.test_track_run import ROWS
+from tests.report.trackers.test_track_run import ROWS, tracker_of
 
 ROUND = RoundFinished(round=3, rounds=3, scores={}, loss=0.5, seconds=1.0, bytes=8, rows=ROWS)
 
 
 def track(folder: Path) -> None:
     told = list[Event]()
-    with track_run([TrackioTracker("federations")], Config(), folder, told.append) as logging:
+    with track_run([tracker_of("trackio", "federations")], Config(), folder, told.append) as logging:
         logging.tell(PhaseStarted("round 3"))
         logging.tell(ROUND)
         logging.summary({"overall": {"final": {"test": {"accuracy": 0.625}}}})
@@ -36,7 +35,7 @@ def test_a_run_that_goes_on_is_the_one_of_its_name(monkeypatch: pytest.MonkeyPat
             log=lambda numbers, *, step: calls.append((numbers, step)), finish=lambda: calls.append("end")
         )
 
-    monkeypatch.setattr(tracking, "_trackio", lambda: SimpleNamespace(init=init))
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=init))
     track(tmp_path)
     begun, *logged = calls
     assert (begun["project"], begun["name"], begun["resume"]) == ("federations", tmp_path.name, "allow")

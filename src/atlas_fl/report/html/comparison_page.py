@@ -6,13 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
-import numpy as np
-
 from atlas_fl.config import config_hash
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.tuning import DEVELOPMENT_SEEDS
-from atlas_fl.report.comparison_tables import method_tables, pair_tables, shown
-from atlas_fl.report.federation_ranks import MethodRanks, rank_if_several
+from atlas_fl.report.comparison_tables import method_tables, pair_tables
+from atlas_fl.report.federation_ranks import rank_if_several, ranks_table
 from atlas_fl.report.federation_results import (
     FederationResults,
     by_federation,
@@ -22,25 +20,18 @@ from atlas_fl.report.federation_results import (
 )
 from atlas_fl.report.finished_runs import FinishedRun, changed_flags, read_finished_run
 from atlas_fl.report.format import names_in_words
-from atlas_fl.report.html.charts import FAINT, category, chart, quantity, row_height, tips
 from atlas_fl.report.html.comparison_charts import (
     by_mean,
-    client_map,
     difference_chart,
     memory_front,
     score_chart,
-    sweep_charts,
     traffic_front,
 )
-from atlas_fl.report.html.elements import Block, Chart, Fact, Facts, Folded, Page, Row, Section, Text
-from atlas_fl.report.html.palette import colour
-from atlas_fl.report.method_comparison import MethodComparison
-from atlas_fl.report.statistics import ROPE, PairedComparison, compare_with_control
+from atlas_fl.report.html.elements import Block, Folded, Page, Section, Text
 from atlas_fl.report.table import Cell, Table, count, duration, plain, size
-from atlas_fl.storage.run_folder import SHOWN_RUNS, RunFolder, find_run
+from atlas_fl.storage.run_folder import SHOWN_RUNS, find_run
 
 RowT = TypeVar("RowT")
-BEST = "; scores of each client's best round by validation"
 
 
 def comparison_page(
@@ -63,25 +54,26 @@ def comparison_page(
     finished = {
         folder.path: read_finished_run(folder.path, score=score) for folder in folders if folder.summary.exists()
     }
-    shown = [
-        run
-        for members in by_federation(
-            [run for run in finished.values() if run.seed not in DEVELOPMENT_SEEDS] or list(finished.values())
-        )
-        for run in with_common_seeds(members)
-    ]
+    evaluated = [run for run in finished.values() if run.seed not in DEVELOPMENT_SEEDS] or list(finished.values())
+    shown = [run for members in by_federation(evaluated) for run in with_common_seeds(members)]
     if not shown:
         raise ConfigError(f"none of these {len(folders)} runs can be compared: none is complete")
     results = federation_results(shown, control=control)
     sections = [section for place, result in enumerate(results) for section in _federation(result, place)]
-    compared = {result.title: result.comparison for result in results if result.comparison is not None}
+    compared = [result.comparison for result in results if result.comparison is not None]
+    ranks = rank_if_several(compared)
+    if ranks is not None:
+        table = ranks_table(ranks, control=compared[0].control)
+        sections.append(Section(name="ranks", title="Ranks over all federations", blocks=[table]))
     left_out = [path.name for path, run in finished.items() if not any(run is one for one in shown)]
     unfinished = [folder.path.name for folder in folders if not folder.summary.exists()]
+    methods = len({run.method for run in shown})
+    words = results[0].title if len(results) == 1 else f"{len(results)} federations"
+    best = "; scores of each client's best round by validation" if score == "best" else ""
     return Page(
-        title=_title(results, shown),
-        subtitle=f"{len(shown)} runs, {len(results)} federation{'' if len(results) == 1 else 's'}"
-        + (BEST if score == "best" else ""),
-        sections=[*sections, *_ranks(compared), _runs(finished)],
+        title=f"{words}: {methods} method{'' if methods == 1 else 's'} compared",
+        subtitle=f"{len(shown)} runs, {len(results)} federation{'' if len(results) == 1 else 's'}{best}",
+        sections=[*sections, _runs(finished)],
         warnings=[
             *_names_sentence(unfinished, "not complete, and so not compared"),
             *_names_sentence(left_out, "of a seed that not every method has, or of tuning, and so not compared"),
@@ -95,12 +87,6 @@ def _names_sentence(names: Sequence[str], words: str) -> list[str]:
         f" and {len(names) - SHOWN_RUNS} more" if len(names) > SHOWN_RUNS else ""
     )
     return [f"{len(names)} run{'' if len(names) == 1 else 's'} {words}: {listed}."] if names else []
-
-
-def _title(results: Sequence[FederationResults], runs: Sequence[FinishedRun]) -> str:
-    methods = {run.method for run in runs}
-    words = results[0].title if len(results) == 1 else f"{len(results)} federations"
-    return f"{words}: {len(methods)} method{'' if len(methods) == 1 else 's'} compared"
 
 
 def _federation(result: FederationResults, place: int) -> list[Section]:
@@ -120,24 +106,18 @@ def _federation(result: FederationResults, place: int) -> list[Section]:
     if comparison is None:
         notes.append("No two of its methods, the control among them, have the same seeds: there is nothing to compare.")
         return [Section(name=f"federation-{place}", title=result.title, blocks=[Text(lines=notes)])]
-    blocks: list[Block] = [_facts(comparison), *([Text(lines=notes)] if notes else [])]
-    blocks += [score_chart(comparison, place), *sweep_charts(comparison, result.sweeps, place)]
     *tables, costs_table = method_tables(replace(comparison, rows=_sorted(comparison.rows, by_mean(comparison))))
-    blocks += [*tables, client_map(comparison, place)]
-    sections = [Section(name=f"federation-{place}", title=f"{result.title}: what came out", blocks=blocks)]
+    scores: list[Block] = [*([Text(lines=notes)] if notes else []), score_chart(comparison, place)]
+    scores += tables
+    sections = [Section(name=f"federation-{place}", title=f"{result.title}: what came out", blocks=scores)]
     if comparison.pairs:
-        pairs: list[Block] = [Text(lines=_equal_in_practice(comparison)), difference_chart(comparison, place)]
         order = sorted(comparison.pairs, key=lambda name: -comparison.pairs[name].mean)
-        pairs += pair_tables(replace(comparison, pairs=_sorted(comparison.pairs, order)))
+        pairs = pair_tables(replace(comparison, pairs=_sorted(comparison.pairs, order)))
+        title = f"{result.title}: against {comparison.control}"
         sections.append(
-            Section(name=f"pairs-{place}", title=f"{result.title}: against {comparison.control}", blocks=pairs)
+            Section(name=f"pairs-{place}", title=title, blocks=[difference_chart(comparison, place), *pairs])
         )
-    in_memory = memory_front(comparison, place)
-    costs: list[Block] = [
-        traffic_front(comparison, place),
-        *([in_memory] if in_memory else []),
-        costs_table,
-    ]
+    costs: list[Block] = [traffic_front(comparison, place), *memory_front(comparison, place), costs_table]
     costs += _settings_of_methods(result)
     return [*sections, Section(name=f"costs-{place}", title=f"{result.title}: score against costs", blocks=costs)]
 
@@ -146,109 +126,13 @@ def _sorted(rows: Mapping[str, RowT], names: Sequence[str]) -> dict[str, RowT]:
     return {name: rows[name] for name in names}
 
 
-def _facts(comparison: MethodComparison) -> Facts:
-    means = {name: row.statistics.mean for name, row in comparison.rows.items()}
-    best = max(means, key=lambda name: means[name])
-    control = comparison.rows[comparison.control].statistics.mean
-    return Facts(
-        facts=[
-            Fact(name="methods", value=count(len(means))),
-            Fact(name="seeds", value=count(len(comparison.seeds)), note=", ".join(map(str, comparison.seeds))),
-            Fact(name="clients", value=count(len(comparison.clients))),
-            Fact(name="highest mean", value=plain(means[best]), note=best),
-            Fact(name="control", value=plain(control), note=comparison.control),
-        ]
-    )
-
-
 def _settings_of_methods(result: FederationResults) -> list[Block]:
-    words = {**{name: [text] for name, text in result.own_settings.items()}}
+    words = {name: [text] for name, text in result.own_settings.items()}
     for name, text in result.tuned.items():
         words.setdefault(name, []).append(text)
     rows = [[name, "; ".join(parts)] for name, parts in words.items()]
     table = Table(title="Settings", columns=("method", "settings of its own, and how they were chosen"), rows=rows)
     return [Folded(title="Settings of the methods", blocks=[table])] if rows else []
-
-
-def _equal_in_practice(comparison: MethodComparison) -> list[str]:
-    """Sentences on the methods that are better, equal or worse in practice than the control, and than the best."""
-    best = by_mean(comparison)[0]
-    lines = [_verdicts(comparison.pairs, comparison.control)]
-    if best != comparison.control:
-        scores = {name: np.asarray(values, np.float64) for name, values in comparison.scores.items()}
-        lines.append(_verdicts(compare_with_control(scores, control=best, seed=0), best, is_best=True))
-    return lines
-
-
-def _verdicts(pairs: Mapping[str, PairedComparison], control: str, *, is_best: bool = False) -> str:
-    """`Against X: better: a, b; equal within 0.01: c; not decided: d.`"""
-    groups: dict[str, list[str]] = {"better": [], "equal": [], "worse": []}
-    undecided: list[str] = []
-    for name, pair in sorted(pairs.items(), key=lambda item: -item[1].mean):
-        groups.get(shown(pair), undecided).append(name)
-    titles = {"better": "better", "equal": f"equal within {ROPE:g}", "worse": "worse"}
-    parts = [f"{titles[verdict]}: {', '.join(names)}" for verdict, names in groups.items() if names]
-    parts += [f"not decided: {', '.join(undecided)}"] if undecided else []
-    return f"Against {control}{', the highest mean' if is_best else ''}: {'; '.join(parts)}."
-
-
-def _ranks(compared: Mapping[str, MethodComparison]) -> list[Section]:
-    """Average ranks over federations; nothing where too few are comparable."""
-    ranks = rank_if_several(list(compared.values()))
-    if ranks is None:
-        return []
-    control = next(iter(compared.values())).control
-    words = [
-        f"Over {ranks.federations} federations ({', '.join(compared)}) of the {len(ranks.average_ranks)} methods that"
-        " all have.",
-        f"Friedman's test that all are alike: p {ranks.friedman_p:.3f}. Average ranks that are"
-        f" {ranks.critical_difference:.2f} or more apart differ at 5% (Nemenyi).",
-    ]
-    rows: list[list[Cell]] = []
-    for name, rank in sorted(ranks.average_ranks.items(), key=lambda item: item[1]):
-        against = ranks.against_control.get(name)
-        z, p = (None, None) if against is None else (against.z, against.adjusted_p)
-        rows.append([name, plain(rank, 2), plain(z, 2), plain(p)])
-    table = Table(
-        title="Average ranks",
-        columns=("method", "average rank", f"z against {control}", "p (Holm)"),
-        rows=rows,
-        note="1 is the best; of methods with equal scores in a federation the mean of their ranks",
-    )
-    return [
-        Section(name="ranks", title="Ranks over all federations", blocks=[Text(lines=words), _rank_chart(ranks), table])
-    ]
-
-
-def _rank_chart(ranks: MethodRanks) -> Chart:
-    """Average ranks, and the critical difference as a line from the best one."""
-    order = sorted(ranks.average_ranks, key=lambda name: ranks.average_ranks[name])
-    best = ranks.average_ranks[order[0]]
-    rows: list[Row] = [{"method": name, "rank": ranks.average_ranks[name]} for name in order]
-    critical = [{"method": order[0], "from": best, "to": best + ranks.critical_difference}]
-    y = category("method", None, order=order, labelOverlap="greedy")
-    layers = [
-        {
-            "data": {"name": "critical"},
-            "mark": {"type": "rule", "color": FAINT, "strokeWidth": 5, "opacity": 0.5},
-            "encoding": {"x": quantity("from", "average rank"), "x2": {"field": "to"}, "y": y},
-        },
-        {
-            "mark": {"type": "point", "filled": True, "size": 90, "color": colour(0), "opacity": 1},
-            "encoding": {
-                "x": quantity("rank", "average rank"),
-                "y": y,
-                "tooltip": tips(("method", "method", ""), ("rank", "average rank", ".3f")),
-            },
-        },
-    ]
-    return Chart(
-        name="ranks",
-        title="Average rank of every method, the best first",
-        note="grey: as far as a rank may lie from the best one without differing from it (Nemenyi, 5%)",
-        spec=chart({"data": {"name": "rows"}, "layer": layers}, height=row_height(len(order))),
-        data={"rows": rows, "critical": critical},
-    )
 
 
 def _runs(finished: Mapping[Path, FinishedRun]) -> Section:
@@ -260,7 +144,7 @@ def _runs(finished: Mapping[Path, FinishedRun]) -> Section:
         words = ["atlas", "run", "--preset", run.config.run.preset, *dial, *changed_flags(run.config)]
         rows.append(
             [
-                RunFolder(path).path.name,
+                path.name,
                 run.method,
                 count(run.seed),
                 plain(sum(scores) / len(scores)),

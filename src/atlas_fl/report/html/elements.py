@@ -6,80 +6,45 @@ for the page's own Content-Security-Policy, so that a browser runs no other scri
 
 import re
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from hashlib import sha256
 from importlib import resources
-from typing import Any, ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias
 
 import vl_convert
 from jinja2 import DictLoader, Environment, StrictUndefined
 
-from atlas_fl.report.html.charts import CONFIG
-from atlas_fl.report.html.palette import colour_variables
+from atlas_fl.report.html.charts import Chart, look
 from atlas_fl.report.table import Cell, Number, Table
 from atlas_fl.storage.jsonl import to_json
 
 GENERATOR = "ATLAS report"
 """Stands in every page, which is known by it."""
-MOST_LEVELS = 0.5
-"""Share of distinct texts in a column up to which it is written as its levels and their indices."""
-
 LIBRARY = "window.vegaEmbed = vegaEmbed;"
 """Names that the script of the charts sets: Vega, Vega-Lite and Vega-Embed, as this one name."""
-
-Row: TypeAlias = Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fact:
-    """One number or word with its name, and what it is to be held against."""
-
-    name: str
-    value: Cell
-    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """The few numbers that a section comes down to."""
+    """The few numbers that a page comes down to: (name, value, what it is to be held against)."""
 
     kind: ClassVar[str] = "facts"
-    facts: Sequence[Fact]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chart:
-    """A Vega-Lite chart; `data` holds its rows by the names that the layers of `spec` have for them."""
-
-    kind: ClassVar[str] = "chart"
-    name: str
-    title: str
-    note: str
-    spec: Mapping[str, Any]
-    data: Mapping[str, Sequence[Row]]
-    is_wide: bool = True
-
-    @property
-    def payload(self) -> str:
-        """Spec and data as JSON that can stand inside a script element."""
-        content = {"spec": self.spec, "data": {name: pack_rows(rows) for name, rows in self.data.items()}}
-        return in_script(to_json(content))
+    facts: Sequence[tuple[str, Cell, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """Sentences, each a paragraph; or with `is_list` the points of a list."""
+    """Sentences, each a paragraph."""
 
     kind: ClassVar[str] = "text"
     lines: Sequence[str]
-    is_list: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """Words for a terminal, and what they do."""
+    """Words for a terminal or out of a file, and what they do."""
 
     kind: ClassVar[str] = "command"
     words: str
@@ -105,7 +70,6 @@ class Section:
     name: str
     title: str
     blocks: Sequence[Block]
-    lead: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,37 +84,15 @@ class Page:
     """Other pages of the same server: (name, address)."""
 
 
-def pack_rows(rows: Sequence[Row]) -> dict[str, Any]:
-    """Rows of the same keys column by column, repeated texts as indices of their levels; `page.js` unpacks them."""
-    columns: dict[str, Any] = {}
-    for name in dict.fromkeys(name for row in rows for name in row):
-        values = [row.get(name) for row in rows]
-        levels = list(dict.fromkeys(values))
-        if isinstance(values[0], str) and len(levels) < MOST_LEVELS * len(values):
-            index = {level: position for position, level in enumerate(levels)}
-            columns[name] = {"levels": levels, "codes": [index[value] for value in values]}
-        else:
-            columns[name] = {"values": values}
-    return {"length": len(rows), "columns": columns}
-
-
-def in_script(text: str) -> str:
-    """JSON in which nothing can end the script element around it."""
-    for character in "<>&\u2028\u2029":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
-
-
 def render(page: Page, *, state: str | None = None) -> str:
     """The text of the page: HTML with its styles, its scripts and all data inside.
 
     With the `state` that it was made from it asks the server that it came from for news, and loads itself again where
     that has another; else it asks nobody.
     """
-    has_charts = any(_has_chart(section.blocks) for section in page.sections)
-    library, news = [_chart_library()] if has_charts else [], [] if state is None else [_asset("live.js")]
-    scripts = [*library, _asset("page.js"), *news]
-    style = colour_variables() + _asset("page.css")
+    has_charts = any(isinstance(block, Chart) for section in page.sections for block in section.blocks)
+    library, news = [_chart_library()] if has_charts else [], [] if state is None else [asset("live.js")]
+    scripts = [*library, asset("page.js"), *news]
     hashes = " ".join(f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in scripts)
     policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {hashes} 'unsafe-eval'"
     return (
@@ -160,8 +102,8 @@ def render(page: Page, *, state: str | None = None) -> str:
             page=page,
             generator=GENERATOR,
             has_charts=has_charts,
-            look=in_script(to_json(CONFIG)),
-            style=style,
+            look=in_script(to_json(look())),
+            style=asset("page.css"),
             scripts=scripts,
             policy=policy if state is None else f"{policy}; connect-src 'self'",
             state=state,
@@ -169,22 +111,34 @@ def render(page: Page, *, state: str | None = None) -> str:
     )
 
 
-def _has_chart(blocks: Sequence[Block]) -> bool:
-    return any(isinstance(block, Chart) or (isinstance(block, Folded) and _has_chart(block.blocks)) for block in blocks)
+def payload(chart: Chart) -> str:
+    """Spec and rows of a chart as JSON that can stand inside a script element."""
+    names = list(dict.fromkeys(name for row in chart.rows for name in row))
+    rows = [[row.get(name) for name in names] for row in chart.rows]
+    return in_script(to_json({"spec": chart.spec, "names": names, "rows": rows}))
+
+
+def in_script(text: str) -> str:
+    """JSON in which nothing can end the script element around it."""
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
 
 
 @cache
 def _environment() -> Environment:
-    loader = DictLoader({"page.html.jinja": _asset("page.html.jinja")})
+    loader = DictLoader({"page.html.jinja": asset("page.html.jinja")})
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.tests["number"] = lambda cell: isinstance(cell, Number)
+    environment.filters["payload"] = payload
     return environment
 
 
 @cache
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """A file beside this one: a template, a script, a style sheet."""
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 

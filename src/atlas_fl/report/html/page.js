@@ -4,11 +4,7 @@
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-  function unpack({ length, columns }) {
-    const names = Object.keys(columns);
-    const value = (column, row) => (column.codes ? column.levels[column.codes[row]] : column.values[row]);
-    return Array.from({ length }, (_, row) => Object.fromEntries(names.map((name) => [name, value(columns[name], row)])));
-  }
+  const unpack = ({ names, rows }) => rows.map((row) => Object.fromEntries(names.map((name, place) => [name, row[place]])));
 
   // A canvas knows no CSS variables; an SVG does, and so follows the theme and the printer by itself.
   function resolve(node) {
@@ -31,9 +27,8 @@
 
   function draw(element) {
     const payload = JSON.parse(document.getElementById("data-" + element.dataset.chart).textContent, harmless);
-    const datasets = Object.fromEntries(Object.entries(payload.data).map(([name, packed]) => [name, unpack(packed)]));
-    const shapes = Object.values(datasets).reduce((sum, rows) => sum + rows.length, 0);
-    const isLarge = shapes > MOST_SHAPES;
+    const rows = unpack(payload);
+    const isLarge = rows.length > MOST_SHAPES;
     const spec = isLarge ? resolve(payload.spec) : payload.spec;
     element.style.background = isLarge ? css("--ground") : "";
     if (isLarge) dark.addEventListener("change", () => draw(element), { once: true });
@@ -41,14 +36,14 @@
     const isNarrow = element.clientWidth < NARROW;
     const legend = { ...config.legend, ...(isNarrow ? { columns: 2, labelLimit: 95 } : {}) };
     const axis = { ...config.axis, ...(isNarrow ? { labelLimit: 80 } : {}) };
-    const fitting = { ...config, axis, legend };
+    const fitting = { ...config, axis, legend, mark: { tooltip: { content: "data" } } };
     const options = {
       mode: "vega-lite", renderer: isLarge ? "canvas" : "svg", actions: false,
-      config: isLarge ? resolve(fitting) : fitting, tooltip: { theme: "page" },
+      config: isLarge ? resolve(fitting) : fitting, tooltip: { theme: "page", formatTooltip: tip },
     };
-    return vegaEmbed(element, { ...spec, datasets }, options).then(({ view }) => {
+    return vegaEmbed(element, { ...spec, data: { values: rows } }, options).then(({ view }) => {
       element.dataset.drawn = "yes";
-      addNumbers(element.parentElement.querySelector("details.numbers"), Object.values(datasets)[0], element.dataset.chart);
+      addNumbers(element.parentElement.querySelector("details.numbers"), payload.names, rows, element.dataset.chart);
       return view;
     });
   }
@@ -57,17 +52,25 @@
     return typeof value === "number" ? String(Number(value.toPrecision(MOST_DIGITS))) : value ?? "";
   }
 
-  function addNumbers(details, rows, name) {
-    details.addEventListener("toggle", () => fillNumbers(details, rows, name), { once: true });
+  function tip(row, html) {
+    const cells = Object.entries(row).map(([name, value]) => `<tr><td class="key">${html(name)}</td><td>${html(shown(value))}</td></tr>`);
+    return `<table>${cells.join("")}</table>`;
   }
 
-  function fillNumbers(details, rows, name) {
+  function addNumbers(details, names, rows, name) {
+    details.addEventListener("toggle", () => fillNumbers(details, names, rows, name), { once: true });
+  }
+
+  function fillNumbers(details, names, rows, name) {
     if (!rows.length || details.querySelector("table")) return;
-    const names = Object.keys(rows[0]);
     const table = document.createElement("table"), box = document.createElement("div");
     const line = (parent, tag, values) => {
       const row = parent.insertRow();
-      values.forEach((value) => { row.append(Object.assign(document.createElement(tag), { textContent: shown(value) })); });
+      values.forEach((value, place) => {
+        const cell = Object.assign(document.createElement(tag), { textContent: shown(value) });
+        cell.dataset.name = names[place];
+        row.append(cell);
+      });
     };
     line(table.createTHead(), "th", names);
     const body = table.createTBody();

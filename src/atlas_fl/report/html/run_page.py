@@ -1,33 +1,27 @@
 """The page of one run, in the order in which people ask."""
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-from atlas_fl.config import config_hash, differences, load_config
-from atlas_fl.config.files import read_tables
-from atlas_fl.config.presets import find_preset, presets
-from atlas_fl.config.settings import settings
-from atlas_fl.config.values import to_words
-from atlas_fl.errors import CheckpointError, ConfigError
-from atlas_fl.experiment.summary import attack_note
-from atlas_fl.report.finished_runs import changed_flags, read_summary
-from atlas_fl.report.html.elements import Block, Chart, Command, Folded, Page, Section, Text
-from atlas_fl.report.html.run_clients import data_of_clients, likeness, moving_weights, ranks, sharing
-from atlas_fl.report.html.run_costs import leakage, memory, mishaps, time, traffic
-from atlas_fl.report.html.run_scores import convergence, outcome
+from atlas_fl.config import config_hash, load_config, to_toml
+from atlas_fl.experiment.summary import MEASURED, attack_note, client_scores, group_scores
+from atlas_fl.report.figure_rows import sharing_rows
+from atlas_fl.report.figures import charts_of, plugin_charts
+from atlas_fl.report.finished_runs import changed_flags
+from atlas_fl.report.format import EMPTY
+from atlas_fl.report.html.charts import Chart, Row, chart, row_height
+from atlas_fl.report.html.elements import Block, Command, Facts, Folded, Page, Section, Text
 from atlas_fl.report.record import Record, read_record
-from atlas_fl.report.table import Table
+from atlas_fl.report.table import Cell, Table, count, duration, plain, share, size
+from atlas_fl.report.tables import closing_table, plan_tables, sharing_of_groups
 from atlas_fl.storage.digests import check_files
-from atlas_fl.storage.json_shapes import require_fields
 from atlas_fl.storage.run_folder import RunFolder, find_run
 
-Summary = Mapping[str, Any]
-FigureOf: TypeAlias = Callable[[Record], Chart | None]
-"""(what a run has recorded) -> a chart of it; None where the run has nothing to show."""
-PLUGIN_FIGURES: dict[str, FigureOf] = {}
-"""Figures of plug-ins, by the name of their file."""
+MOST_ROUNDS_NAMED = 12
+PRIVACY = ("privacy spent", "no bound", "no noise of differential privacy is in what was sent")
 
 
 def run_page(run: Path | str) -> Page:
@@ -40,111 +34,191 @@ def run_page(run: Path | str) -> Page:
     """
     folder = find_run(run)
     record = read_record(folder.path)
-    summary = read_summary(folder.path) if folder.summary.exists() else None
-    if summary is not None:
-        require_fields(summary, "run", "clients", file=folder.summary)
-    sections = [
-        outcome(record, summary),
-        data_of_clients(record),
-        likeness(record),
-        ranks(record),
-        sharing(record),
-        moving_weights(record),
-        convergence(record),
-        traffic(record, summary),
-        memory(record, summary),
-        time(record, summary),
-        mishaps(record),
-        leakage(record),
-        _plugin_section(record),
-        _settings_section(folder, summary),
-    ]
     last = max((row["round"] for row in record.metrics), default=0)
-    attack = attack_note(summary or {})
-    warnings = [*([] if summary is not None else [_incomplete_note(last)]), *([attack] if attack else [])]
+    sections: dict[tuple[str, str], list[Block]] = {
+        ("outcome", "What came out"): _outcome(record),
+        ("convergence", "How it converged"): [*charts_of(record, "convergence", "scores", "by-class")],
+        ("clients", "Who the clients are"): _clients(record),
+        ("plan", "Who was found alike, and what was planned"): [
+            *charts_of(record, "clusters", "adjacency", "ranks", "mask", "leakage"),
+            *plan_tables(record.plan),
+        ],
+        ("sharing", "How personal each model is"): _sharing(record),
+        ("costs", "What it cost"): _costs(record),
+        ("events", "Who was refused, missing, late or hosted"): _events(record),
+        ("plugins", "Figures of plug-ins"): [*plugin_charts(record).values()],
+        ("settings", "Settings, and how to make it again"): _settings(folder),
+    }
+    words = record.summary.get("run", {})
+    told = [f"{name} {words[name]}" for name in ("preset", "strategy", "model", "seed") if words.get(name) is not None]
+    done = f"Shown is what was saved after round {last}." if last else "No round has been saved yet."
+    warnings = [attack_note(record.summary)] if record.summary else [f"This run is not complete. {done}"]
     return Page(
         title=record.name,
-        subtitle=_subtitle((summary or {}).get("run") or {}, last),
-        sections=[section for section in sections if section is not None],
-        warnings=warnings,
+        subtitle=", ".join(["one run", *told, f"{last} round{'' if last == 1 else 's'}"]),
+        sections=[
+            Section(name=name, title=title, blocks=blocks) for (name, title), blocks in sections.items() if blocks
+        ],
+        warnings=[warning for warning in warnings if warning],
     )
 
 
-def plugin_charts(record: Record) -> dict[str, Chart]:
-    """The charts that plug-ins make of a run, by the name of their file."""
-    charts = {name: figure(record) for name, figure in PLUGIN_FIGURES.items()}
-    return {name: chart for name, chart in charts.items() if chart is not None}
+def _outcome(record: Record) -> list[Block]:
+    """Final scores against the majority class, by task and by client; nothing before the first test score."""
+    summary = record.summary or {
+        "tasks": {task: group_scores(members) for task, members in record.by_task.items() if members},
+        "overall": group_scores(list(record.histories.values())),
+    }
+    clients = record.summary.get("clients") or {name: client_scores(h) for name, h in record.histories.items()}
+    scored = {name: entry["final"]["test"] for name, entry in clients.items() if "test" in entry.get("final", {})}
+    if not scored:
+        return []
+    mean, order = summary["overall"]["final"]["test"], sorted(scored, key=lambda name: -scored[name]["primary"])
+    facts: list[tuple[str, Cell, str]] = [
+        ("mean test score", plain(mean["primary"]), f"of {len(scored)} clients, at the end"),
+        ("over the majority class", plain(mean.get("gain_over_majority"), sign=True), ""),
+        ("best client", plain(scored[order[0]]["primary"]), order[0]),
+        ("worst client", plain(scored[order[-1]]["primary"]), order[-1]),
+        ("sent in all", size(record.totals.total), f"{size(record.totals.up).text} up"),
+    ]
+    full = (summary.get("bytes") or {}).get("full_model", {})
+    if "reduction" in full:
+        facts.append(("less than the whole model in every round", share(full["reduction"]), ""))
+    facts.append(PRIVACY)
+    return [
+        Facts(facts=facts),
+        _outcome_chart(record, clients, order),
+        closing_table(summary),
+        _client_table(record, clients),
+    ]
 
 
-def _plugin_section(record: Record) -> Section | None:
-    charts = [*plugin_charts(record).values()]
-    return Section(name="plugins", title="Figures of plug-ins", blocks=charts) if charts else None
+def _outcome_chart(record: Record, clients: Mapping[str, Any], scored: list[str]) -> Chart:
+    order = [name for task in record.tasks for name in scored if record.task_of[name] == task]
+    rows: list[Row] = [
+        {
+            "client": name,
+            "task": record.task_of[name],
+            "majority": clients[name]["final"]["test"].get("majority"),
+            "best": clients[name].get("best", {}).get("test", {}).get("primary"),
+            "final": clients[name]["final"]["test"]["primary"],
+        }
+        for name in order
+    ]
+    return chart(
+        "outcome",
+        rows,
+        title="Test score of every client",
+        note="dot: final; hollow: best round by validation; bar: majority class",
+        clients=order,
+        tasks=record.tasks,
+        height=row_height(len(order)),
+    )
 
 
-def _incomplete_note(last: int) -> str:
-    """Sentence on a run without a summary."""
-    done = f"Shown is what was saved after round {last}." if last else "No round has been saved yet."
-    return f"This run is not complete. {done}"
+def _client_table(record: Record, clients: Mapping[str, Any]) -> Table:
+    devices = {client["name"]: client.get("device", EMPTY) for client in record.plan["clients"]}
+    rows: list[list[Cell]] = []
+    for name, entry in clients.items():
+        test, best = entry.get("final", {}).get("test", {}), entry.get("best", {})
+        sent = record.totals.by_client.get(name, {})
+        rows.append(
+            [
+                *(name, record.task_of[name], devices[name], plain(test.get("majority")), plain(test.get("primary"))),
+                plain(test.get("gain_over_majority"), sign=True),
+                *(plain(best.get("test", {}).get("primary")), count(best.get("round"))),
+                *(size(sent.get("up", 0)), size(sent.get("down", 0))),
+                share(entry.get("utilisation", {}).get("busy")),
+            ]
+        )
+    return Table(
+        title="By client",
+        columns=(
+            *("client", "task", "device", "majority", "final", "over majority", "best", "in round"),
+            *("sent", "received", "busy"),
+        ),
+        rows=rows,
+        note="busy: predicted seconds of training over those of the slowest client of each round",
+    )
 
 
-def _subtitle(run: Mapping[str, Any], last: int) -> str:
-    words = [f"{name} {run[name]}" for name in ("preset", "strategy", "model", "seed") if run.get(name) is not None]
-    return ", ".join(["one run", *words, f"{last} round{'' if last == 1 else 's'}"])
+def _clients(record: Record) -> list[Block]:
+    """The clients and the differences of their data."""
+    data = {row["client"]: row for row in record.plan.get("data") or ()}
+    rows: list[list[Cell]] = []
+    for client in record.plan["clients"]:
+        row = data.get(client["name"], {})
+        examples = row.get("examples", {})
+        rows.append(
+            [
+                *(client["name"], client["task"], client.get("device", EMPTY)),
+                *(count(examples.get(split)) for split in ("train", "validation", "test")),
+                *(share(row.get("majority", {}).get("train")), plain(row.get("distance"), 2)),
+            ]
+        )
+    table = Table(
+        title="Examples of every client",
+        columns=(
+            *("client", "task", "device", "training", "validation", "test", "majority class"),
+            "labels from the task's",
+        ),
+        rows=rows,
+        note="labels from the task's: half the L1 distance between a client's mix of labels and its task's, 0 to 1",
+    )
+    notes = record.plan.get("notes")
+    folded = [Folded(title="What the plan noted", blocks=[Text(lines=notes)])] if notes else []
+    return [*charts_of(record, "classes"), table, *folded]
 
 
-def _settings_section(folder: RunFolder, summary: Summary | None) -> Section:
-    """Section on the differences from the preset, all settings, versions, and the commands that repeat the run.
+def _sharing(record: Record) -> list[Block]:
+    rows = sharing_rows(record)
+    return [*charts_of(record, "sharing"), sharing_of_groups(rows)] if rows else []
 
-    A run of an earlier version whose settings this version does not know gets the settings as its file has them.
 
-    Raises:
-        CheckpointError: `config.toml` is damaged.
-    """
+def _costs(record: Record) -> list[Block]:
+    """Bytes by kind, and seconds by phase."""
+    blocks: list[Block] = [*charts_of(record, "bytes")]
+    sums, seconds = record.totals, record.summary.get("seconds", {})
+    if sums.total:
+        rows: list[list[Cell]] = [
+            [kind, size(ways["up"]), size(ways["down"]), share((ways["up"] + ways["down"]) / sums.total)]
+            for kind, ways in sums.by_kind.items()
+        ]
+        footer: list[list[Cell]] = [["all", size(sums.up), size(sums.down), share(1.0)]]
+        columns = ("kind", "up", "down", "share")
+        blocks.append(Table(title="By kind of message", columns=columns, rows=rows, footer=footer))
+    if seconds:
+        phases: list[list[Cell]] = [[name, duration(taken)] for name, taken in seconds["phases"].items()]
+        footer = [["all", duration(seconds["total"])], ["a round, mean", duration(seconds.get("round_mean"))]]
+        blocks.append(Table(title="By phase", columns=("phase", "time here"), rows=phases, footer=footer))
+    return blocks
+
+
+def _events(record: Record) -> list[Block]:
+    """Clients that were refused, missing, late or hosted; nothing where there is none."""
+    events: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    for row in record.metrics:
+        if "event" in row and row["event"] not in ("mixed", MEASURED):
+            detail = str(row.get("reason") or row.get("host") or "")
+            events[row.get("client", "all"), row["event"], detail].append(row["round"])
+    rows: list[list[Cell]] = []
+    for (client, event, detail), at in events.items():
+        more = len(at) - MOST_ROUNDS_NAMED
+        rounds = ", ".join(map(str, at[:MOST_ROUNDS_NAMED])) + (f" and {more} more" if more > 0 else "")
+        rows.append([client, event, count(len(at)), rounds, detail])
+    columns = ("client", "event", "times", "rounds", "why, or by whom")
+    return [Table(title="Events", columns=columns, rows=rows)] if rows else []
+
+
+def _settings(folder: RunFolder) -> list[Block]:
+    """The commands that repeat the run, and all its settings."""
     check_files(folder, folder.config)
-    blocks = [*_commands(folder), *_all_settings(folder), *_versions(summary)]
-    return Section(name="settings", title="Settings, and how to make it again", blocks=blocks)
-
-
-def _commands(folder: RunFolder) -> list[Block]:
-    name = shlex.quote(f"{folder.path.name}/config.toml")
-    same = Command(
-        words=f"atlas run --config {name} --name again",
-        what="From the run's own file with every setting alike, in the folder in which the run lies:",
-    )
-    try:
-        config = load_config(folder.config, within=folder.path)
-        usual = find_preset(config.run.preset, dial=config.run.dial) if config.run.preset in presets() else None
-    except ConfigError as error:
-        return [Text(lines=[f"This version of ATLAS does not read these settings: {error}"]), same]
-    if usual is None:
-        return [same]
-    flags = ["--preset", config.run.preset, *([] if config.run.dial is None else ["--dial", str(config.run.dial)])]
-    words = shlex.join(["atlas", "run", *flags, *changed_flags(config)])
-    rows = [
-        [settings()[name].flag, " ".join(to_words(value)), " ".join(to_words(preset))]
-        for name, (preset, value) in differences(usual, config).items()
+    config = load_config(folder.config, within=folder.path)
+    dial = [] if config.run.dial is None else ["--dial", str(config.run.dial)]
+    words = shlex.join(["atlas", "run", "--preset", config.run.preset, *dial, *changed_flags(config)])
+    again = f"atlas run --config {shlex.quote(f'{folder.path.name}/config.toml')} --name again"
+    return [
+        Command(words=words, what=f"With flags; settings {config_hash(config):.8}:"),
+        Command(words=again, what="From the run's own file, in the folder in which the run lies:"),
+        Folded(title="All settings", blocks=[Command(words=to_toml(config), what="config.toml")]),
     ]
-    changed = Table(
-        title=f"Set otherwise than in the preset {config.run.preset}", columns=("flag", "here", "preset"), rows=rows
-    )
-    short = Command(words=words, what=f"With flags; settings {config_hash(config):.8}:")
-    return [short, same, *([changed] if rows else [])]
-
-
-def _all_settings(folder: RunFolder) -> list[Block]:
-    try:
-        tables = read_tables(folder.config, within=folder.path)
-    except ConfigError as error:
-        raise CheckpointError(f"damaged file {folder.config}: {error}") from None
-    rows = [
-        [table, name, str(value)]
-        for table, values in tables.items()
-        for name, value in (values.items() if isinstance(values, dict) else [("", values)])
-    ]
-    table = Table(title="config.toml", columns=("part", "setting", "value"), rows=rows)
-    return [Folded(title=f"All {len(rows)} settings", blocks=[table])]
-
-
-def _versions(summary: Summary | None) -> list[Block]:
-    rows = [[name, str(version)] for name, version in ((summary or {}).get("versions") or {}).items()]
-    return [Table(title="Versions", columns=("what", "version"), rows=rows)] if rows else []

@@ -2,16 +2,9 @@
 
 from collections.abc import Callable
 
-from atlas_fl.report.trackers.mlflow import MlflowTracker
 from atlas_fl.report.trackers.tensorboard import TensorBoardTracker
 from atlas_fl.report.trackers.track_run import Tracker
-from atlas_fl.report.trackers.trackio import TrackioTracker
 from atlas_fl.report.trackers.wandb import WandbTracker
 
-TRACKERS: dict[str, Callable[[str], Tracker]] = {
-    "wandb": WandbTracker,
-    "tensorboard": TensorBoardTracker,
-    "mlflow": MlflowTracker,
-    "trackio": TrackioTracker,
-}
+TRACKERS: dict[str, Callable[[str], Tracker]] = {"wandb": WandbTracker, "tensorboard": TensorBoardTracker}
 """By name, what makes a tracker of a place to log to."""

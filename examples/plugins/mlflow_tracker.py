@@ -1,11 +1,16 @@
-"""MLflow as a tracker: runs of an experiment on the server, or in the database, of `MLFLOW_TRACKING_URI`."""
+"""MLflow as a tracker: runs of an experiment on the server, or in the database, of `MLFLOW_TRACKING_URI`.
+
+pip install '.[mlflow]'
+atlas run --plugin examples/plugins/mlflow_tracker.py --tracker mlflow=EXPERIMENT
+"""
 
 import re
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from atlas_fl.config.values import invalid_value
+from atlas_fl.errors import ConfigError
+from atlas_fl.plugins import register
 from atlas_fl.report.trackers.track_run import TrackedRun, Tracker, importing, summary_numbers
 
 RUN, HASH = "mlflow.runName", "atlas_fl.hash"
@@ -18,6 +23,7 @@ LONGEST = 6000
 """Characters of a setting's value that MLflow keeps."""
 
 
+@register("tracker", "mlflow")
 class MlflowTracker(Tracker):
     """Logs to an experiment of MLflow, through its client and without its current run, of which a process has one."""
 
@@ -32,7 +38,7 @@ class MlflowTracker(Tracker):
     def check(self) -> None:
         """Raise ConfigError unless mlflow is installed and the experiment has a name."""
         if not self.experiment.strip():
-            raise invalid_value("--mlflow", self.experiment, "the name of an experiment")
+            raise ConfigError("--tracker mlflow= names no experiment; give one, as in --tracker mlflow=federations")
         _mlflow()
 
     def begin(self, run: TrackedRun) -> None:
@@ -74,7 +80,7 @@ class MlflowTracker(Tracker):
 
 
 def _mlflow() -> Any:
-    with importing("MLflow", flag="--mlflow", package="mlflow"):
+    with importing("MLflow", flag="--tracker mlflow", package="mlflow"):
         import mlflow
 
         _ = mlflow.MlflowClient, mlflow.entities

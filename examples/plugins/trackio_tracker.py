@@ -1,16 +1,22 @@
-"""Trackio as a tracker: a project in the folder of `TRACKIO_DIR`, or where `TRACKIO_SPACE_ID` or `_SERVER_URL` say."""
+"""Trackio as a tracker: a project in the folder of `TRACKIO_DIR`, or where `TRACKIO_SPACE_ID` or `_SERVER_URL` say.
+
+pip install '.[trackio]'
+atlas run --plugin examples/plugins/trackio_tracker.py --tracker trackio=PROJECT
+"""
 
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from atlas_fl.config.values import invalid_value
+from atlas_fl.errors import ConfigError
+from atlas_fl.plugins import register
 from atlas_fl.report.trackers.track_run import TrackedRun, Tracker, importing, summary_numbers
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")
 """Trackio takes other characters out of a name, and so may log to another project."""
 
 
+@register("tracker", "trackio")
 class TrackioTracker(Tracker):
     """Logs to a project of Trackio; a run that goes on is the one of its name there."""
 
@@ -24,8 +30,8 @@ class TrackioTracker(Tracker):
     def check(self) -> None:
         """Raise ConfigError unless trackio is installed and the project has a name."""
         if not NAME.fullmatch(self.project):
-            allowed = "the name of a project: letters, digits, - and _, at most 100"
-            raise invalid_value("--trackio", self.project, allowed)
+            allowed = "the name of a project has letters, digits, - and _, at most 100"
+            raise ConfigError(f"--tracker trackio={self.project[:100]!r}: {allowed}")
         _trackio()
 
     def begin(self, run: TrackedRun) -> None:
@@ -55,7 +61,7 @@ class TrackioTracker(Tracker):
 
 
 def _trackio() -> Any:
-    with importing("Trackio", flag="--trackio", package="trackio"):
+    with importing("Trackio", flag="--tracker trackio", package="trackio"):
         import trackio
 
         _ = trackio.init
