@@ -156,18 +156,18 @@ def test_the_cache_of_datasets_is_used_without_a_network(cached_as: str, offline
     files_of = TASKS["rte"].files
     assert files_of is not None
     assert offline / cached_as / "rte" in files_of(Source(cache_dir=Path("/nowhere")))
-    with pytest.raises(DataError, match="GLUE task 'wnli' is not here"):
+    with pytest.raises(DataError, match="GLUE wnli is not here"):
         load("wnli", None)
 
 
 def test_with_nothing_there_the_error_names_the_three_ways(offline: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"GLUE task 'rte' is not here: there is no folder .*rte, the cache") as caught:
+    with pytest.raises(DataError, match=r"GLUE rte is not here: there is no folder .*rte, the cache") as caught:
         load("rte", tmp_path)
     told = str(caught.value)
     assert str(offline) in told
     assert "HF_HUB_OFFLINE is set" in told
     assert "either connect to the hub, or fill that cache" in told
-    assert "give --data-dir DIR with DIR/rte/{train,validation}.parquet" in told
+    assert "give --data-dir DIR with DIR/rte/{train,validation,test}.parquet" in told
     assert "\n" not in told
 
 
@@ -237,7 +237,7 @@ def test_questions_without_an_answer_are_left_out(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("offline")
 @pytest.mark.parametrize(("name", "repository"), [("imdb", "stanfordnlp/imdb"), ("xsum", "EdinburghNLP/xsum")])
 def test_a_task_of_the_hub_that_is_not_here_says_how_to_get_it(name: str, repository: str) -> None:
-    with pytest.raises(DataError, match=rf"task '{name}' is not here: .*datasets.load_dataset\('{repository}'") as said:
+    with pytest.raises(DataError, match=rf"{name} is not here: .*datasets.load_dataset\('{repository}'") as said:
         load(name, None)
     assert f"DIR/{name}/" in str(said.value)
 

@@ -10,7 +10,7 @@ import pytest
 from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config, validate
 from atlas_fl.data import cleaning, embedded, tables
-from atlas_fl.data.cache import DATA_CACHE
+from atlas_fl.data.cache import forget
 from atlas_fl.events import ignore
 from atlas_fl.experiment.parallel_runs import run_all
 from atlas_fl.experiment.run import resume_run, run_config
@@ -41,7 +41,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     monkeypatch.setattr(embedded, "_lines", counted(embedded._lines, lambda path: path.name))
     for module in (embedded, cleaning):
         monkeypatch.setattr(module, "split_rows", counted(module.split_rows, lambda _, *, name, **__: name))
-    DATA_CACHE.clear()
+    forget()
     return counts
 
 
@@ -94,7 +94,7 @@ def test_a_csv_that_changes_between_two_runs_is_read_anew(make: Make, own: Path,
     after = digests(make())
     assert reads == {**ONCE, "own.csv": 2, "own": 2}
     assert [left == right for left, right in zip(before, after)] == [True, True, False, False]
-    DATA_CACHE.clear()
+    forget()
     assert digests(make()) == after
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from atlas_fl.data.cache import DATA_CACHE
+from atlas_fl.data.cache import read_once
 from atlas_fl.data.cleaning import SEED, deduplicate, split_rows
 from atlas_fl.data.task import Rows, Source, Task, TaskData
 from atlas_fl.errors import DataError
@@ -113,7 +113,7 @@ def read_ratings(path: Path, *, least: float) -> Rows:
 
 def read_all_ratings(path: Path) -> Rows:
     """Sentences with their mean ratings, float64, as labels."""
-    return DATA_CACHE.get((read_all_ratings, path), files=(path,), read=lambda: _parse_ratings(path))
+    return read_once((read_all_ratings, path), files=(path,), read=lambda: _parse_ratings(path))
 
 
 def _parse_ratings(path: Path) -> Rows:
@@ -129,7 +129,7 @@ def _parse_ratings(path: Path) -> Rows:
 
 def read_questions(path: Path) -> tuple[Rows, tuple[str, ...]]:
     """The distinct TREC questions with their coarse type as label, and the fine type of each."""
-    return DATA_CACHE.get((read_questions, path), files=(path,), read=lambda: _parse_questions(path))
+    return read_once((read_questions, path), files=(path,), read=lambda: _parse_questions(path))
 
 
 def _parse_questions(path: Path) -> tuple[Rows, tuple[str, ...]]:
