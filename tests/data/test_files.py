@@ -222,7 +222,7 @@ def test_wrong_data_is_a_data_error(rows: list[dict[str, object]], options: str,
 def test_a_class_of_the_test_alone_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", [{"text": f"t{i}", "label": "ab"[i % 2]} for i in range(20)])
     write(tmp_path / "test.jsonl", [{"text": f"u{i}", "label": "abc"[i % 3]} for i in range(9)])
-    with pytest.raises(DataError, match="class 'c' of task 'mine' has 3 test rows and no training row; give"):
+    with pytest.raises(DataError, match="class 'c' of task 'mine' has 3 test rows and no training row; give it"):
         parse_task(f"mine={tmp_path}")
 
 

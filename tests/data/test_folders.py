@@ -88,7 +88,7 @@ def test_a_class_of_the_test_alone_is_refused(tmp_path: Path) -> None:
     for split, names in (("train", "ab"), ("test", "abc")):
         for name in names:
             write(tmp_path / split / name, 5, first=len(split) * 10)
-    with pytest.raises(DataError, match="class 'c' of task 'x' has 5 test rows and no training row; give train rows"):
+    with pytest.raises(DataError, match="class 'c' of task 'x' has 5 test rows and no training row; give it"):
         load(f"x={tmp_path}")
 
 

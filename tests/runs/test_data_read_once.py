@@ -39,8 +39,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     monkeypatch.setitem(tables.READERS, ".csv", counted(tables.READERS[".csv"], lambda path: path.name))
     monkeypatch.setattr(embedded, "_lines", counted(embedded._lines, lambda path: path.name))
-    for module in (embedded, cleaning):
-        monkeypatch.setattr(module, "split_rows", counted(module.split_rows, lambda _, *, name, **__: name))
+    monkeypatch.setattr(cleaning, "split_rows", counted(cleaning.split_rows, lambda _, *, name, **__: name))
     forget()
     return counts
 

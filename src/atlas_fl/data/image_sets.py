@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from atlas_fl.data.cleaning import arrange, split_rows
+from atlas_fl.data.cleaning import arrange
 from atlas_fl.data.hub import Published, find_tables, source_files
 from atlas_fl.data.tables import Table, column
 from atlas_fl.data.task import Images, Pixels, Source, Task, TaskData
@@ -56,7 +56,7 @@ def load_digits(source: Source) -> TaskData:
     # its values run from 0 to 16
     pixels: Pixels = np.rint(digits.images * (255 / 16)).astype(np.uint8)[..., None]
     images = Images(pixels=pixels, label=digits.target.astype(np.int64))
-    return split_rows(images, name="digits", validation_share=source.validation_share)
+    return arrange({"all": images}, name="digits", validation_share=source.validation_share)
 
 
 def load_fashion(source: Source) -> TaskData:
