@@ -33,7 +33,7 @@ ALLOWED: Mapping[str, tuple[dict[str, int], str]] = {
     "experiment/parallel_runs.py": ({"fdopen": 1, "json.loads": 2}, "between this process and its own workers"),
     "flower/server_app.py": ({"read_bytes": 1}, "certificates in a temporary folder of this process"),
     "models/files.py": (
-        {"open": 2, "read_bytes": 2, "safe_open": 1},
+        {"read_bytes": 2, "safe_open": 1},
         "the folder of a model that a user names, whose files it has found regular",
     ),
     "models/prefix_cache.py": ({"read_text": 1, "read_bytes": 1}, "this package, and what the system says of itself"),

@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from atlas_fl.errors import ModelError
 from atlas_fl.models import vision
 from atlas_fl.models.attention import PACKED, PackedLayout
-from atlas_fl.models.registry import Family, ModelShape, ModelSource, apply_head
+from atlas_fl.models.registry import Family, ModelShape, apply_head
 from atlas_fl.models.vision import Vision
 from atlas_fl.params import Params, head_keys
 from atlas_fl.storage.tensors import DTYPES
@@ -34,7 +34,8 @@ class Backbone:
     """A frozen model with what prepares its input and what is known of its architecture."""
 
     name: str
-    source: ModelSource
+    source: str
+    """Directory or hub name of its files."""
     model: PreTrainedModel
     tokenizer: Any
     """transformers' tokenizer; None of a model that sees images."""

@@ -18,7 +18,6 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from atlas_fl.errors import ConfigError, ModelError
-from atlas_fl.models.registry import ModelSource
 from atlas_fl.params import HEAD, Params
 
 
@@ -52,7 +51,7 @@ class Vision:
     """A frozen vision backbone and how its images are prepared."""
 
     name: str
-    source: ModelSource
+    source: str
     model: PreTrainedModel
     """The stock classifier with nothing behind its features: its `logits` are what the stock head would read."""
     hidden: int
