@@ -42,7 +42,7 @@ from atlas_fl.client.batching import (
 from atlas_fl.client.draws import Draws
 from atlas_fl.client.job import Job, Site, Update, cut_channel_of, log_prior, without_empty
 from atlas_fl.client.optimizer import GradientMean, LossScale, gradient_chain, gradient_norms, make_optimizer
-from atlas_fl.client.options import Schedule, TrainOptions
+from atlas_fl.client.options import TrainOptions
 from atlas_fl.methods.fedpac import alignment_loss
 from atlas_fl.methods.prior_correction import correct_logits
 from atlas_fl.methods.registry import SECOND_MODELS
@@ -62,18 +62,6 @@ SCHEDULES: Mapping[str, Callable[[float], float]] = {
     "step": lambda done: 0.1 ** ((done >= 0.5) + (done >= 0.75)),
 }
 """Share of the peak by the share of the steps after the warm-up that are done, 0 to 1."""
-
-
-def rate_factor(schedule: Schedule, *, warmup: float, step: int, steps: int) -> float:
-    """The share of the peak rate at a step (from 0) of `steps`; `warmup` is a share of the steps.
-
-    >>> [round(rate_factor("linear", warmup=0.2, step=s, steps=10), 3) for s in (0, 1, 2, 6, 9)]
-    [0.5, 1.0, 1.0, 0.5, 0.125]
-    """
-    warm = round(warmup * steps)
-    if step < warm:
-        return (step + 1) / warm
-    return SCHEDULES[schedule]((step - warm) / max(1, steps - warm))
 
 
 def num_steps(examples: int, options: TrainOptions) -> int:
@@ -131,7 +119,10 @@ def learning_rate(options: TrainOptions, *, step: int, steps: int) -> float:
     >>> [round(learning_rate(o, step=s, steps=10), 3) for s in (0, 1, 2, 6, 9)]
     [0.5, 1.0, 1.0, 0.5, 0.125]
     """
-    return options.lr * rate_factor(options.schedule, warmup=options.warmup, step=step, steps=steps)
+    warm = round(options.warmup * steps)
+    if step < warm:
+        return options.lr * ((step + 1) / warm)
+    return options.lr * SCHEDULES[options.schedule]((step - warm) / max(1, steps - warm))
 
 
 def optimizer_step(
