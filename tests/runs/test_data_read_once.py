@@ -81,12 +81,6 @@ def test_the_runs_of_a_sweep_share_what_was_read(make: Make, reads: Counter[str]
     assert reads == ONCE
 
 
-def test_tasks_of_one_file_share_it(config: Make, reads: Counter[str]) -> None:
-    load_clients(config(tasks=("trec", "pairs", "nyt_sentiment", "scramble")))
-    files = {name: count for name, count in reads.items() if name.endswith(".txt")}
-    assert files == {"question_labels.txt": 1, "nytEditorialSnippets_GroundTruth.txt": 1}
-
-
 def test_a_csv_that_changes_between_two_runs_is_read_anew(make: Make, own: Path, reads: Counter[str]) -> None:
     before = digests(make())
     own.write_text(own.read_text().replace("word", "noun"))

@@ -174,19 +174,14 @@ def merge_norms(own_norms: Tensor, others: Tensor, indices: Sequence[int]) -> Te
     return norms
 
 
-def server_side_names(backbone: Backbone, params: Params, cut: Cut | None) -> tuple[str, ...]:
-    """The names, sorted, of the adapters that a client shares with its cluster: all above its cut; none without."""
-    if cut is None or cut.shared is None:
-        return ()
-    client_side = select_client_side(backbone, params, blocks=cut.blocks, head=True)
-    return tuple(sorted(name for name in params if name not in client_side and not name.startswith(HEAD)))
-
-
 def shared_names(backbone: Backbone, params: Params, cut: Cut | None, *, multitask: bool) -> tuple[str, ...]:
     """The names, sorted, of the adapters that a client trains together with others: all, or those above its cut."""
-    if multitask:
-        return tuple(sorted(name for name in params if not name.startswith(HEAD)))
-    return server_side_names(backbone, params, cut)
+    own: Collection[str] = ()
+    if not multitask:
+        if cut is None or cut.shared is None:
+            return ()
+        own = select_client_side(backbone, params, blocks=cut.blocks, head=True)
+    return tuple(sorted(name for name in params if name not in own and not name.startswith(HEAD)))
 
 
 class LocalTrainer:
@@ -313,18 +308,15 @@ class LocalTrainer:
         if self.line is not None:
             self.line.share_norms(norms, self._below)
 
-    @property
-    def _skipped_steps(self) -> dict[str, float]:
-        return {"skipped": float(self.scale.skipped)} if self._tells_skipped else {}
-
     def update(self, seconds: float) -> Update:
         """Answer to the server."""
         loss = float(torch.stack(self.losses).double().mean()) if self.losses else math.nan
+        skipped = {"skipped": float(self.scale.skipped)} if self._tells_skipped else {}
         return Update(
             client=self.job.client,
             params={key: leaf.detach().cpu() for key, leaf in self.params.items()},
             examples=self.examples,
-            metrics={"loss": loss, "seconds": seconds, "steps": float(len(self.losses)), **self._skipped_steps},
+            metrics={"loss": loss, "seconds": seconds, "steps": float(len(self.losses)), **skipped},
             loaded=self.loaded,
             keys=len(self.params) + len(self._frozen),
             crossed={} if self.line is None else dict(self.line.traffic),

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 
-from atlas_fl.data.cache import read_once
 from atlas_fl.data.cleaning import SEED, arrange, deduplicate
 from atlas_fl.data.task import Rows, Source, Task, TaskData
 from atlas_fl.errors import DataError
@@ -113,10 +112,6 @@ def read_ratings(path: Path, *, least: float) -> Rows:
 
 def read_all_ratings(path: Path) -> Rows:
     """Sentences with their mean ratings, float64, as labels."""
-    return read_once((read_all_ratings, path), files=(path,), read=lambda: _parse_ratings(path))
-
-
-def _parse_ratings(path: Path) -> Rows:
     text, rating = [], []
     for number, line in enumerate(_lines(path)[1:], start=2):
         cells = line.split("\t")
@@ -129,10 +124,6 @@ def _parse_ratings(path: Path) -> Rows:
 
 def read_questions(path: Path) -> tuple[Rows, tuple[str, ...]]:
     """The distinct TREC questions with their coarse type as label, and the fine type of each."""
-    return read_once((read_questions, path), files=(path,), read=lambda: _parse_questions(path))
-
-
-def _parse_questions(path: Path) -> tuple[Rows, tuple[str, ...]]:
     cells = [line.partition(" ") for line in _lines(path)]
     fines = sorted({fine for fine, _, _ in cells})
     text = tuple(question for _, _, question in cells)

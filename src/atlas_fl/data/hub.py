@@ -27,11 +27,6 @@ class Published:
     folder: str
     """Its folder in a directory of the user's."""
 
-    @property
-    def dataset_name(self) -> str:
-        """The repository without its owner; versions of `datasets` before 2.14 cached under it."""
-        return self.repository.partition("/")[2]
-
     def folder_in(self, source: Source) -> Path | None:
         """The folder in which a directory of the user's would hold it; None where no directory was given."""
         return None if source.data_dir is None else source.data_dir / self.folder
@@ -71,24 +66,23 @@ def source_files(published: Published, source: Source) -> tuple[Path, ...]:
         return (folder,)
     import datasets  # two seconds that other commands need not pay
 
-    cache = Path(datasets.config.HF_DATASETS_CACHE)
-    names = (published.repository, published.dataset_name)
-    cached = (cache / name.replace("/", "___") / published.config for name in names)
-    return (*(() if folder is None else (folder,)), *cached)
+    cached = Path(datasets.config.HF_DATASETS_CACHE, published.repository.replace("/", "___"), published.config)
+    return (cached,) if folder is None else (folder, cached)
 
 
 def _read_cache(published: Published) -> dict[str, Table] | None:
     from datasets.packaged_modules.cache.cache import Cache
 
     # Asked before the hub: load_dataset would retry for half a minute before it looks here.
-    for repository in (published.repository, published.dataset_name):
-        try:
-            name, config = published.dataset_name, published.config
-            builder = Cache(repo_id=repository, dataset_name=name, config_name=config, version="auto", hash="auto")
-            return from_datasets(builder.as_dataset())
-        except (ValueError, OSError):
-            continue
-    return None
+    repository = published.repository
+    name = repository.partition("/")[2]
+    try:
+        builder = Cache(
+            repo_id=repository, dataset_name=name, config_name=published.config, version="auto", hash="auto"
+        )
+        return from_datasets(builder.as_dataset())
+    except (ValueError, OSError):
+        return None
 
 
 def _unreachable() -> str | None:

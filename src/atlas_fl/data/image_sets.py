@@ -1,7 +1,7 @@
 """Image tasks: digits, Fashion-MNIST (IDX files), CIFAR-10 and CIFAR-100 (tables of the hub).
 
 IDX: Y. LeCun, C. Cortes and C. Burges, The MNIST database of handwritten digits, 1998: two zero bytes, the type (8 is
-uint8), the number of dimensions, each as big-endian uint32, then the values; packed with gzip or not.
+uint8), the number of dimensions, each as big-endian uint32, then the values; packed with gzip.
 digits: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI 1998, as scikit-learn ships it.
 Fashion-MNIST: H. Xiao, K. Rasul and R. Vollgraf, arXiv:1708.07747 (MIT licence).
 CIFAR: A. Krizhevsky, Learning multiple layers of features from tiny images, 2009. Its Python archives are pickles,
@@ -31,7 +31,7 @@ _UINT8 = 8
 def read_idx(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """The array of a file; a `DataError` if it is missing, cut off or of another format."""
     try:
-        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        content = gzip.decompress(path.read_bytes())
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"cannot read {path}: {' '.join(str(error).split())[:120]}; get the file again") from error
     num_dimensions = content[3] if len(content) > 3 else 0
@@ -65,11 +65,11 @@ def load_fashion(source: Source) -> TaskData:
     A `DataError` says where the files were looked for and how to get them.
     """
     folders = _fashion_folders(source)
-    folder = next((folder for folder in folders if _fashion_file(folder, "train-images").is_file()), None)
+    folder = next((folder for folder in folders if (folder / "train-images-idx3-ubyte.gz").is_file()), None)
     if folder is None:
         raise DataError(
             f"Fashion-MNIST is in none of {', '.join(map(str, folders))}; run `atlas fetch vision`, or install the"
-            " Debian package dataset-fashion-mnist, or give --data-dir with its four files of t10k and train"
+            " Debian package dataset-fashion-mnist, or give --data-dir DIR with its four files in DIR/fashion_mnist"
         )
     splits = {"train": _read_fashion(folder, "train"), "test": _read_fashion(folder, "t10k")}
     return arrange(splits, name="fashion_mnist", validation_share=source.validation_share)
@@ -78,33 +78,12 @@ def load_fashion(source: Source) -> TaskData:
 def _fashion_folders(source: Source) -> tuple[Path, ...]:
     """Folders that the files may be in, in the order in which they are looked for."""
     assert FASHION.system_dir is not None, "the Debian package has one"
-    folders = (FASHION.system_dir, source.cache_dir / FASHION.name)
-    if source.data_dir is None:
-        return folders
-    return (source.data_dir / "fashion_mnist", source.data_dir / "fashion-mnist", source.data_dir, *folders)
-
-
-def fashion_files(source: Source) -> tuple[Path, ...]:
-    """All files that are looked for, packed or not."""
-    names = [name.removesuffix(end) for name in FASHION.files for end in ("", ".gz")]
-    return tuple(folder / name for folder in _fashion_folders(source) for name in names)
-
-
-def _fashion_file(folder: Path, name: str) -> Path:
-    """The file of this name where it is not packed; else the packed one, which may be missing too."""
-    packed = folder / f"{name}-idx{3 if name.endswith('images') else 1}-ubyte.gz"
-    unpacked = packed.with_suffix("")
-    return unpacked if unpacked.is_file() and not packed.is_file() else packed
+    own = () if source.data_dir is None else (source.data_dir / "fashion_mnist",)
+    return (*own, FASHION.system_dir, source.cache_dir / FASHION.name)
 
 
 def _read_fashion(folder: Path, start: str) -> Images:
-    arrays = []
-    for kind in ("images", "labels"):
-        path = _fashion_file(folder, f"{start}-{kind}")
-        if not path.is_file():
-            raise DataError(f"there is no file {path}; run `atlas fetch vision`, or restore it")
-        arrays.append(read_idx(path))
-    images, labels = arrays
+    images, labels = (read_idx(folder / f"{start}-{kind}-ubyte.gz") for kind in ("images-idx3", "labels-idx1"))
     if images.ndim != 3 or labels.shape != images.shape[:1] or labels.max(initial=0) >= len(_CLOTHES):
         raise DataError(f"the images and labels of {start} in {folder} do not belong together; get both again")
     return Images(pixels=images[..., None], label=labels.astype(np.int64))
@@ -188,7 +167,7 @@ VISION: tuple[Task, ...] = (
         label_names=_CLOTHES,
         note="pictures of clothes, 28 x 28, grey; embedded (`atlas fetch vision`)",
         load=load_fashion,
-        files=fashion_files,
+        files=lambda source: [folder / name for folder in _fashion_folders(source) for name in FASHION.files],
     ),
     _cifar_task("cifar10", "CIFAR-10", config="plain_text", label="label", label_names=_TEN),
     _cifar_task("cifar100", "CIFAR-100", config="cifar100", label="fine_label", label_names=_HUNDRED),

@@ -110,18 +110,6 @@ class Family:
     """True if its tokens are patches of images; what its head reads is then the stock classifier's to say."""
 
     @property
-    def word_table(self) -> str:
-        """The table of tokens inside the headless model."""
-        return "embeddings.word_embeddings.weight" if self.stem == ("embeddings",) else f"{self.stem[0]}.weight"
-
-    @property
-    def position_table(self) -> str | None:
-        """The table of positions inside the headless model; None where positions are rotated into attention."""
-        if self.stem == ("embeddings",):
-            return "embeddings.position_embeddings.weight"
-        return f"{self.stem[1]}.weight" if len(self.stem) > 1 else None
-
-    @property
     def causal(self) -> bool:
         """Return whether a token sees only those before it: the last one stands for all, and text can be written."""
         return self.pool == "last"
