@@ -1,7 +1,6 @@
 from pathlib import Path
 
 import datasets
-import huggingface_hub
 import numpy as np
 import pytest
 from PIL import Image
@@ -24,12 +23,6 @@ def sizes(data: TaskData) -> list[int]:
 def same(left: TaskData, right: TaskData) -> bool:
     pairs = [(as_images(getattr(left, s)), as_images(getattr(right, s))) for s in ("train", "test")]
     return all((one.pixels == two.pixels).all() and (one.label == two.label).all() for one, two in pairs)
-
-
-@pytest.fixture(name="_offline")
-def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
 
 
 def test_the_classes_are_those_of_the_data_sets() -> None:
@@ -67,17 +60,6 @@ def test_a_saved_folder_of_the_hubs_format_is_read(tmp_path: Path) -> None:
     splits["train"].to_parquet(tmp_path / "other" / "cifar100" / "train-00000-of-00001.parquet")
     splits["test"].to_parquet(tmp_path / "other" / "cifar100" / "test-00000-of-00001.parquet")
     assert same(load("cifar100", tmp_path / "other"), data)
-
-
-@pytest.mark.usefixtures("_offline")
-def test_where_it_is_nowhere_one_line_names_the_ways(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"CIFAR-100 is not here: there is no folder .*HF_HUB_OFFLINE") as caught:
-        load("cifar100", tmp_path)
-    assert "DIR/cifar100/{train,validation,test}.parquet" in str(caught.value)
-    assert "load_dataset('uoft-cs/cifar100', 'cifar100')" in str(caught.value)
-    assert "\n" not in str(caught.value)
-    with pytest.raises(DataError, match=r"CIFAR-10 is not here: no --data-dir was given"):
-        load("cifar10", None)
 
 
 @pytest.mark.parametrize(

@@ -231,29 +231,3 @@ def test_questions_without_an_answer_are_left_out(tmp_path: Path) -> None:
     for split in ("train", "validation", "test"):
         rows.assign(context=rows["context"] + split).to_parquet(tmp_path / "squad" / f"{split}.parquet")
     assert len(load("squad", tmp_path).train) == 39
-
-
-@pytest.mark.usefixtures("offline")
-@pytest.mark.parametrize(("name", "repository"), [("imdb", "stanfordnlp/imdb"), ("xsum", "EdinburghNLP/xsum")])
-def test_a_task_of_the_hub_that_is_not_here_says_how_to_get_it(name: str, repository: str) -> None:
-    with pytest.raises(DataError, match=rf"{name} is not here: .*datasets.load_dataset\('{repository}'") as said:
-        load(name, None)
-    assert f"DIR/{name}/" in str(said.value)
-
-
-def test_a_task_of_the_hub_is_read_from_the_cache(offline: Path, tmp_path: Path) -> None:
-    files = {}
-    for split in ("train", "test"):
-        rows_of("ag_news", split, 40).to_parquet(tmp_path / f"{split}.parquet")
-        files[split] = str(tmp_path / f"{split}.parquet")
-    Parquet(
-        cache_dir=str(offline),
-        dataset_name="ag_news",
-        config_name="default",
-        config_id="default",
-        hash="abc",
-        data_files=files,
-    ).download_and_prepare()
-    (offline / "ag_news").rename(offline / "fancyzhx___ag_news")
-    data = load("ag_news", None)
-    assert (len(data.train), len(data.validation), len(data.test)) == (32, 8, 40)

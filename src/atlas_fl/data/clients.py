@@ -24,7 +24,6 @@ BY_CLASSES = "classes"
 """The partition in which every client has rows of exactly so many classes (`partition.assign_classes`)."""
 OWN, BALANCED = "own", "balanced"
 """Mixes of test rows: the client's own, and equal numbers of every class."""
-Mix: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 Sizes: TypeAlias = Mapping[Split, int | None]
 """Rows of a client by split; None deals a split out whole."""
 _FLAGS: dict[Split, str] = {
@@ -116,14 +115,14 @@ def majority(rows: Examples) -> float | None:
 
 
 def left_out_notes(clients: Sequence[ClientData]) -> tuple[str, ...]:
-    """A line for each task of which files were skipped, and for each of which rows were left out by cleaning."""
+    """A line for each task of which files were left out, and for each of which rows were left out by cleaning."""
     lines = []
     for name, members in _by_task(clients).items():
         files = next((client.unread for client in members if client.unread), ())
         count = max(client.left_out for client in members)
         if files:
             lines.append(
-                f"{name}: {len(files):,} files are left out, since they cannot be read or have the name of no split:"
+                f"{name}: {len(files):,} files are left out, whose names are of no split:"
                 f" {', '.join(files[:MOST_NAMED])}{', ..' if len(files) > MOST_NAMED else ''}"
             )
         if count:
