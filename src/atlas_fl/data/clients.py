@@ -172,15 +172,23 @@ def make_clients(  # noqa: PLR0913 - one name for each setting of the data
     for task in tasks:
         data = load_task(task, source)
         _check_room(task, data, clients_per_task, sizes, client_sizes=client_sizes)
-        own_mix = sizes if test_mix == OWN else {split: sizes[split] for split in sizes if split != "test"}
+        own_mix: Sizes = {split: size for split, size in sizes.items() if split != "test" or test_mix == OWN}
         parts = deal_rows(task, data, clients_per_task, own_mix, seed=seed)
         if test_mix != OWN:
             each = _sizes(sizes["test"], len(data.test), clients_per_task)
             parts["test"] = _deal_test(task, data, each, test_mix, rng=generator(seed, "deal", task.name, "test"))
-        for number in range(clients_per_task):
-            rows = {split: data.splits[split].take(parts[split][number]) for split in data.splits}
-            name = f"{task.name}-{number}"
-            clients.append(ClientData(name=name, task=task, **rows, left_out=data.left_out, unread=data.unread))
+        clients += [
+            ClientData(
+                name=f"{task.name}-{number}",
+                task=task,
+                train=data.train.take(parts["train"][number]),
+                validation=data.validation.take(parts["validation"][number]),
+                test=data.test.take(parts["test"][number]),
+                left_out=data.left_out,
+                unread=data.unread,
+            )
+            for number in range(clients_per_task)
+        ]
         check_no_leak({split: rows.take(np.concatenate(parts[split])) for split, rows in data.splits.items()})
     return tuple(_with_shuffled_labels(client, seed) for client in clients) if shuffle_labels else tuple(clients)
 

@@ -8,7 +8,7 @@ order is `merge_sources`, `shift_concepts`, `flip_classes`, and as a reference `
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -36,7 +36,7 @@ def check_heterogeneity(
     """Raise `ConfigError` unless the tasks have the labels that these settings need. No data is read."""
     if one_task:
         common_task(tasks)
-    needs = (
+    needs: tuple[tuple[str, bool, Callable[[Task], bool], str], ...] = (
         ("--rating-cuts", bool(rating_cuts), lambda task: task.is_regression, "values, such as movie_ratings"),
         ("--flipped-clients", bool(flipped_clients) and not rating_cuts, lambda task: task.has_classes, "classes"),
         ("--test-mix balanced", test_mix == BALANCED, lambda task: task.has_classes, "classes of its own"),
