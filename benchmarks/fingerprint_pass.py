@@ -55,7 +55,7 @@ def main() -> None:
     )
     params = assembly.initial_params(client, (4,) * assembly.shape.num_layers)
     job = Job(client=client.name, params=params, round=0, options=options)
-    stock = AutoModelForSequenceClassification.from_pretrained(site.backbone.source.path, num_labels=2).eval()
+    stock = AutoModelForSequenceClassification.from_pretrained(site.backbone.source, num_labels=2).eval()
     ratios, stock_ratios = [], []
     for number in range(args.repeat + 1):
         few, whole = (

@@ -66,7 +66,7 @@ def pad_batch(batch: EncodedExamples, pad: int, device: str) -> dict[str, torch.
 def peft_model(assembly: Assembly, num_labels: int, device: str) -> torch.nn.Module:
     """The stock classifier under PEFT, without dropout: the loop must be comparable to the last digits."""
     backbone = assembly.site.backbone
-    model = AutoModelForSequenceClassification.from_pretrained(backbone.source.path, num_labels=num_labels)
+    model = AutoModelForSequenceClassification.from_pretrained(backbone.source, num_labels=num_labels)
     settings = LoraConfig(
         r=RANK,
         lora_alpha=2 * RANK,

@@ -8,16 +8,7 @@ import torch
 from atlas_fl.client.batching import collate_packed, forward
 from atlas_fl.client.job import Job
 from atlas_fl.client.local_training import batches, example_loss, train
-from atlas_fl.client.optimizer import (
-    LossScale,
-    add_term,
-    chain,
-    client_terms,
-    clip,
-    fedprox,
-    gradient_chain,
-    make_optimizer,
-)
+from atlas_fl.client.optimizer import LossScale, client_terms, fedprox, gradient_chain, make_optimizer
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.sparse.masked_sgd import SparseSGDM
 from atlas_fl.split.channel import Cut
@@ -35,10 +26,11 @@ def leaf(values: list[float], gradient: list[float]) -> torch.Tensor:
 def test_the_term_of_fedprox_by_hand() -> None:
     """0.5 (3 - 1, 2 - 2) = (1, 0), and behind clipping: (3, 4) has norm 5, clipped to 1 it is (0.6, 0.8)."""
     own = leaf([3.0, 2.0], [3.0, 4.0])
-    term = fedprox(dataclasses.replace(PLAIN, proximal_mu=0.5), {"w": torch.tensor([1.0, 2.0])})
+    options, anchor = dataclasses.replace(PLAIN, proximal_mu=0.5, clip=1.0), {"w": torch.tensor([1.0, 2.0])}
+    term = fedprox(options, anchor)
     assert term is not None
     assert term("w", own.detach()).tolist() == [1.0, 0.0]
-    assert chain([clip(1.0), add_term(term)])({"w": own}, None)
+    assert gradient_chain({"w": own}, options, LossScale(enabled=False), anchor=anchor)({"w": own}, None)
     assert own.grad is not None
     assert own.grad.tolist() == pytest.approx([1.6, 0.8], abs=1e-5)
 

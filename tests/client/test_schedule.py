@@ -3,25 +3,29 @@
 import pytest
 import torch
 
-from atlas_fl.client.local_training import SCHEDULES, optimizer_step, rate_factor
+from atlas_fl.client.local_training import SCHEDULES, learning_rate, optimizer_step
 from atlas_fl.client.options import TrainOptions
+
+
+def rate(schedule: str, *, step: int, steps: int, warmup: float = 0.0) -> float:
+    return learning_rate(TrainOptions(seed=0, lr=1.0, schedule=schedule, warmup=warmup), step=step, steps=steps)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_rate_rises_to_its_peak_and_never_again(schedule: str) -> None:
-    factors = [rate_factor(schedule, warmup=0.2, step=step, steps=50) for step in range(50)]
+    factors = [rate(schedule, warmup=0.2, step=step, steps=50) for step in range(50)]
     assert factors[9] == factors[10] == 1.0
     assert factors[:10] == sorted(factors[:10]) and factors[10:] == sorted(factors[10:], reverse=True)
     assert all(0 < factor <= 1 for factor in factors)
 
 
 def test_steps_by_hand() -> None:
-    found = [round(rate_factor("step", warmup=0.0, step=step, steps=8), 3) for step in range(8)]
+    found = [round(rate("step", step=step, steps=8), 3) for step in range(8)]
     assert found == [1.0, 1.0, 1.0, 1.0, 0.1, 0.1, 0.01, 0.01]
 
 
 def test_half_of_a_cosine_by_hand() -> None:
-    assert rate_factor("cosine", warmup=0.0, step=2, steps=4) == pytest.approx(0.5)
+    assert rate("cosine", step=2, steps=4) == pytest.approx(0.5)
 
 
 def test_the_rate_goes_on_where_the_round_before_ended() -> None:

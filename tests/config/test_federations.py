@@ -155,7 +155,7 @@ def test_a_dial_that_there_is_not_is_refused(words: tuple[str, ...], message: st
         ),
         ({"flipped_clients": 1.5}, "--flipped-clients is 1.5; allowed: at least 0, at most 1"),
         ({"client_sizes": (1,)}, "--client-sizes is .1,.; allowed: at least 2"),
-        ({"rating_cuts": (0.0,)}, "--rating-cuts turns values into classes, and task 'movie' has none"),
+        ({"rating_cuts": (0.0,)}, "--rating-cuts needs tasks of values, such as movie_ratings, and 'movie' has none"),
         ({"one_task": True}, "--one-task takes tasks as sources of one, and 'trec' has other classes than 'movie'"),
     ],
 )

@@ -11,15 +11,14 @@ from atlas_fl.errors import DataError
 BY_HAND = bytes([0, 0, 8, 2, 0, 0, 0, 2, 0, 0, 0, 3, 1, 2, 3, 4, 5, 6])
 
 
-@pytest.mark.parametrize(("name", "pack"), [("t.gz", gzip.compress), ("t", bytes)])
-def test_two_rows_of_three_by_hand(name: str, pack, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(pack(BY_HAND))
-    assert read_idx(tmp_path / name).tolist() == [[1, 2, 3], [4, 5, 6]]
+def test_two_rows_of_three_by_hand(tmp_path: Path) -> None:
+    (tmp_path / "t.gz").write_bytes(gzip.compress(BY_HAND))
+    assert read_idx(tmp_path / "t.gz").tolist() == [[1, 2, 3], [4, 5, 6]]
 
 
 def test_sizes_are_big_endian(tmp_path: Path) -> None:
     path = tmp_path / "t"
-    path.write_bytes(bytes([0, 0, 8, 1]) + struct.pack(">I", 300) + bytes(300))
+    path.write_bytes(gzip.compress(bytes([0, 0, 8, 1]) + struct.pack(">I", 300) + bytes(300)))
     assert read_idx(path).shape == (300,)
     assert read_idx(path).dtype == np.uint8
 
@@ -36,7 +35,7 @@ def test_sizes_are_big_endian(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_file_is_one_line(content: bytes, message: str, tmp_path: Path) -> None:
-    (tmp_path / "t").write_bytes(content)
+    (tmp_path / "t").write_bytes(gzip.compress(content))
     with pytest.raises(DataError, match=message):
         read_idx(tmp_path / "t")
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from atlas_fl.data.cleaning import arrange, check_no_leak, clean, deduplicate, split_rows
+from atlas_fl.data.cleaning import arrange, check_no_leak, clean, deduplicate
 from atlas_fl.data.clients import ClientData, label_statistics, majority, make_clients
 from atlas_fl.data.task import Images, Source, Task, TaskData, as_texts
 from atlas_fl.errors import ConfigError, DataError
@@ -29,7 +29,9 @@ def numbers(found: Any) -> list[int]:
 
 def task(count: int = 430) -> Task:
     def load(source: Source) -> TaskData:
-        return split_rows(images([i % 3 for i in range(count)]), name="toy", validation_share=source.validation_share)
+        return arrange(
+            {"all": images([i % 3 for i in range(count)])}, name="toy", validation_share=source.validation_share
+        )
 
     return Task(name="toy", num_labels=3, images=True, label_names=("a", "b", "c"), load=load)
 
@@ -98,11 +100,11 @@ def test_validation_is_a_fifth_or_the_share_that_is_asked_for() -> None:
     found = arrange(given, name="x", validation_share=0.1)
     assert [len(part) for part in (found.train, found.validation, found.test)] == [90, 10, 2]
     assert np.bincount(found.validation.label).tolist() == [5, 5]
-    alone = split_rows(images([i % 2 for i in range(43)]), name="x", validation_share=0.1)
+    alone = arrange({"all": images([i % 2 for i in range(43)])}, name="x", validation_share=0.1)
     assert [len(part) for part in (alone.train, alone.validation, alone.test)] == [27, 3, 13]
     for cut in (
         lambda: arrange(given, name="x", validation_share=0.009),
-        lambda: split_rows(given["train"], name="x", validation_share=0.013),
+        lambda: arrange({"all": given["train"]}, name="x", validation_share=0.013),
     ):
         with pytest.raises(DataError, match=r"--validation-share 0.0.* of the (100|70) rows of task 'x' is not one"):
             cut()

@@ -1,11 +1,9 @@
-from itertools import combinations
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atlas_fl.data.partition import actual_mixes, deal, dirichlet, iid, most_clients_of_two, quantity
+from atlas_fl.data.partition import actual_mixes, deal, dirichlet, iid, quantity
 from atlas_fl.errors import DataError
 from atlas_fl.rng import generator
 from tests.examples import examples
@@ -65,21 +63,9 @@ def test_scarce_classes_are_not_spent_on_one_client() -> None:
 def test_where_two_classes_are_impossible_the_error_says_for_how_many_they_are() -> None:
     classes = np.repeat([0, 1], [100, 3])
     with pytest.raises(
-        DataError, match=r"there for 3 clients and not for 5 \(rows per class: 100, 3\); lower --clients"
+        DataError, match=r"no rows of two classes for each of 5 clients \(rows per class: 100, 3\); lower --cl"
     ):
         deal(classes, np.tile([0.5, 0.5], (5, 1)), np.full(5, 4), rng=generator(6), two_classes=True)
-
-
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=4))
-def test_most_clients_of_two_agrees_with_trying_all_ways(supply: list[int]) -> None:
-    def possible(left: tuple[int, ...], clients: int) -> bool:
-        return clients == 0 or any(
-            left[a] and left[b] and possible(tuple(n - (c in (a, b)) for c, n in enumerate(left)), clients - 1)
-            for a, b in combinations(range(len(left)), 2)
-        )
-
-    best = max(n for n in range(sum(supply) // 2 + 1) if possible(tuple(sorted(supply)), n))
-    assert most_clients_of_two(np.asarray(supply)) == best
 
 
 @examples(60)

@@ -122,9 +122,9 @@ def test_a_size_is_met_exactly_and_as_evenly_as_the_supply_allows() -> None:
     assert plan_rows(held, np.asarray([20, 20, 20]), size=10).tolist() == [[5, 5, 0], [5, 0, 5]]
     # six rows of the shared class: three each is the most even
     assert plan_rows(held, np.asarray([6, 20, 20]), size=10).tolist() == [[3, 7, 0], [3, 0, 7]]
-    with pytest.raises(DataError, match=r"too few rows for 2 clients of 10 \(rows per class: 6, 5, 5\); lower .* to 8"):
+    with pytest.raises(DataError, match=r"too few rows for 2 clients of 10 .* 2 classes \(rows per class: 6, 5, 5\)"):
         plan_rows(held, np.asarray([6, 5, 5]), size=10)
-    with pytest.raises(DataError, match=r"1 rows a client are fewer than its 2 classes; raise the size to 2"):
+    with pytest.raises(DataError, match=r"2 clients of 1 with a row or more of each of their 2 classes"):
         plan_rows(held, np.asarray([6, 5, 5]), size=1)
 
 
@@ -187,5 +187,5 @@ def test_other_partitions_deal_a_whole_split_too(partition: str) -> None:
 def test_settings_that_do_not_fit_are_one_line() -> None:
     with pytest.raises(DataError, match=r"test of task 'toy': the classes have too few rows .* \(--test-samples\)"):
         make(partition="classes", classes_per_client=1, samples=30, validation_samples=5, test_samples=30)
-    with pytest.raises(DataError, match=r"200 train rows and 101 clients of 2 need 202; lower --clients-per-task to"):
+    with pytest.raises(DataError, match=r"200 train rows and 101 clients need 202 \(--samples\); lower"):
         make(clients_per_task=101, **WHOLE)

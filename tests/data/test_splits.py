@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from atlas_fl.data.cleaning import arrange, bin_edges, check_no_leak, split_rows, strata, stratified_order
+from atlas_fl.data.cleaning import arrange, bin_edges, check_no_leak, strata, stratified_order
 from atlas_fl.data.task import Rows, TaskData
 from atlas_fl.errors import DataError
 from atlas_fl.rng import generator
@@ -17,20 +17,20 @@ def texts(data: TaskData) -> list[tuple[str, ...]]:
 
 
 def test_430_rows_are_one_default_client() -> None:
-    data = split_rows(made(430), name="x")
+    data = arrange({"all": made(430)}, name="x")
     assert [len(part) for part in texts(data)] == [200, 100, 130]
     assert [int(rows.label.sum()) for rows in (data.train, data.validation, data.test)] == [60, 30, 39]
 
 
 def test_splits_depend_on_rows_and_name_alone() -> None:
-    assert texts(split_rows(made(90), name="x")) == texts(split_rows(made(90), name="x"))
-    assert texts(split_rows(made(90), name="x")) != texts(split_rows(made(90), name="y"))
+    assert texts(arrange({"all": made(90)}, name="x")) == texts(arrange({"all": made(90)}, name="x"))
+    assert texts(arrange({"all": made(90)}, name="x")) != texts(arrange({"all": made(90)}, name="y"))
 
 
 def test_duplicates_never_reach_two_splits() -> None:
     once = made(60)
     thrice = Rows(text=once.text * 3, label=np.tile(once.label, 3))
-    data = split_rows(thrice, name="x")
+    data = arrange({"all": thrice}, name="x")
     check_no_leak(data.splits)
     assert sorted(sum(texts(data), ())) == sorted(once.text)
 
@@ -63,8 +63,8 @@ def test_rows_that_are_left_out_are_counted() -> None:
     train = Rows(text=own.text + twice.text, label=np.concatenate([own.label, twice.label]))
     data = arrange({"train": train, "validation": made(9, prefix="v"), "test": own.take(range(7))}, name="x")
     assert data.left_out == 1 + 2 + 7 and len(data.train) == 50 - 7 + 1
-    assert split_rows(train, name="x").left_out == 3
-    assert split_rows(own, name="x").left_out == 0
+    assert arrange({"all": train}, name="x").left_out == 3
+    assert arrange({"all": own}, name="x").left_out == 0
 
 
 def test_without_labelled_test_the_published_validation_is_the_test() -> None:
@@ -87,27 +87,25 @@ def test_no_more_than_two_thousand_rows_are_carved() -> None:
 
 def test_too_few_rows_are_refused() -> None:
     with pytest.raises(DataError, match=r"task 'x' has no validation rows \(4 distinct rows in all\); give it more"):
-        split_rows(made(4, share=0.5), name="x")
+        arrange({"all": made(4, share=0.5)}, name="x")
 
 
 def test_contradicting_labels_are_named_where_they_leave_nothing() -> None:
     same = Rows(text=("Same", "same") * 3, label=np.asarray([0, 1] * 3))
-    told = r"no test rows \(0 distinct rows in all\): 6 of 6 rows are texts that have another label, such as 'Same'"
+    told = r"no test rows \(0 distinct rows in all\): 6 of 6 rows have another label too, such as 'Same'"
     with pytest.raises(DataError, match=told):
-        split_rows(same, name="x")
+        arrange({"all": same}, name="x")
 
 
 def test_one_file_as_train_and_test_is_named() -> None:
-    told = (
-        r"no train and no validation rows \(50 .*\): 50 of 50 train rows are in test too, such as 'text 0'; give each"
-    )
+    told = r"no train and no validation rows \(50 .*\): 50 of 50 train rows are in test too, such as 'text 0'; give"
     with pytest.raises(DataError, match=told):
         arrange({"train": made(50), "test": made(50)}, name="x")
 
 
 def test_a_class_that_is_held_out_alone_is_named_with_its_split() -> None:
     test = Rows(text=("u", "v", "w"), label=np.asarray([0, 2, 2]))
-    told = "class 'c' of task 'x' has 2 test rows and no training row; give train rows of it, or remove it from"
+    told = "class 'c' of task 'x' has 2 test rows and no training row; give it train rows, three at the least"
     with pytest.raises(DataError, match=told):
         arrange({"train": made(50), "test": test}, name="x", label_names="abc")
     assert len(arrange({"train": made(50), "test": test}, name="x").test) == 3
@@ -128,15 +126,15 @@ def test_three_rows_of_a_class_suffice_to_learn_it_whatever_the_draw(count: int)
         label = np.append(made(60).label, [2] * count)
         rows = Rows(text=(*made(60).text, *map(str, range(count))), label=label)
         try:
-            data = split_rows(rows, name=task, label_names="abc")
+            data = arrange({"all": rows}, name=task, label_names="abc")
         except DataError as error:
             refused.add(str(error).partition("; ")[2])
         else:
             assert 2 in data.train.label
-    assert refused <= {"add rows of it, three at the least, or remove them"}
+    assert refused <= {"give it train rows, three at the least, or remove it everywhere"}
     assert bool(refused) == (count < 3)
 
 
 def test_one_class_is_refused() -> None:
     with pytest.raises(DataError, match="all 200 training rows of task 'x' have one label; give it rows of a second"):
-        split_rows(made(430, share=0), name="x")
+        arrange({"all": made(430, share=0)}, name="x")

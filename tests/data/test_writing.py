@@ -81,7 +81,7 @@ def test_a_folder_keeps_its_splits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ("target=", ConfigError, r"task option 'target' of 'qa' is empty"),
+        ("target=", ConfigError, r"gives an option twice or without a value"),
         (
             "target=answer,label=label",
             ConfigError,

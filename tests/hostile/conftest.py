@@ -20,7 +20,7 @@ TWO = ("movie-0", "movie-1")
 RECORDED: Mapping[str, tuple[dict[str, object], dict[str, Any]]] = {
     "usual": ({"rounds": 2}, {}),
     "cut": ({"split": "movie-0=1"}, {"allow": ("cut", "labels")}),
-    "cut, head here": ({"split": "movie-0=1", "head": "client", "fingerprint": "delta"}, {"allow": ("cut",)}),
+    "cut, head here": ({"split": "movie-0=1", "head": "client"}, {"allow": ("cut",)}),
     "kept": ({"share": ("A",), "space": "factors"}, {}),
     "halves": ({"strategy": "kriging", "measure_round": 2, "rounds": 5}, {"least_examples": 12}),
     "class features": ({"strategy": "fedpac", "rounds": 2}, {"least_examples": 8, "allow": ("partial-training",)}),

@@ -394,7 +394,7 @@ SETTINGS: Mapping[str, tuple[dict[str, object], str]] = {
     "ranks that fill the memory": ({"candidates": (2, 10**6)}, "--candidates is 1000000; a site takes at most 1024"),
     "rounds without an end": ({"rounds": 10**9}, "--rounds is 1000000000; a site takes at most 100000"),
     "a model of the hub": ({"model": "evil/model"}, "'evil/model', and a site fetches no .*--allow hub-model"),
-    "a model outside": ({"model": "../../../../x/.ssh"}, "neither a directory nor a .gguf file"),
+    "a model outside": ({"model": "../../../../x/.ssh"}, "is no directory; give the path of one"),
     "a folder that is no model": ({"model": "/etc"}, "could not be loaded"),
     "the home of nobody": ({"model": "~nosuchuser/x"}, "names of at most 255 bytes, and none that begins with ~"),
     "a model's name without an end": ({"model": "x" * 5000}, "'x+.*; a site takes names of at most 255 bytes"),

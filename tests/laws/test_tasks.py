@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from atlas_fl.data.cache import DATA_CACHE
+from atlas_fl.data.cache import forget
 from atlas_fl.data.cleaning import check_no_leak, deduplicate
 from atlas_fl.data.clients import ClientData, make_clients
 from atlas_fl.data.embedded import EMBEDDED
@@ -69,7 +69,7 @@ def test_splits_have_no_duplicate_and_no_leak(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_splits_are_the_same_whenever_they_are_read(name: str) -> None:
     first_read = splits(name)
-    DATA_CACHE.clear()
+    forget()
     again = TASKS[name].load(SOURCE)
     for first, second in zip(first_read, (again.train, again.validation, again.test)):
         assert (first.text, first.pair) == (second.text, second.pair)

@@ -42,7 +42,7 @@ def test_a_damaged_folder_is_refused(tiny_of, folder: Path) -> None:
 
 def test_another_kind_of_adapter_is_refused(tiny_of, folder: Path) -> None:
     settings(folder, peft_type="IA3")
-    with pytest.raises(ModelError, match=r"is 'IA3'; only LORA can be imported"):
+    with pytest.raises(ModelError, match=r"has peft_type='IA3', which plain LoRA has not"):
         import_adapter(folder, family=tiny_of("roberta").backbone.family)
 
 

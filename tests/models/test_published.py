@@ -132,7 +132,7 @@ PUBLISHED: dict[str, tuple[str, Callable[[Mapping[str, Tensor]], dict[str, Tenso
     "qwen2.5": ("qwen2", tied_as_published, {"tie_word_embeddings": True, "pad_token_id": None}),
     "mistral": ("mistral", tied_as_published, {"tie_word_embeddings": True, "pad_token_id": None}),
 }
-FILES = ("safetensors", "torch", "old torch", "shards", "torch shards")
+FILES = ("safetensors", "torch", "shards", "torch shards")
 
 
 def write_weights(folder: Path, tensors: dict[str, Tensor], files: str) -> None:
@@ -140,7 +140,7 @@ def write_weights(folder: Path, tensors: dict[str, Tensor], files: str) -> None:
     if files == "safetensors":
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     elif "shards" not in files:
-        torch.save(tensors, folder / "pytorch_model.bin", _use_new_zipfile_serialization=files == "torch")
+        torch.save(tensors, folder / "pytorch_model.bin")
     else:
         names = sorted(tensors)
         stem, ending = ("pytorch_model", "bin") if "torch" in files else ("model", "safetensors")

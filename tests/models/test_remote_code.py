@@ -12,7 +12,6 @@ import torch
 import atlas_fl
 from atlas_fl.errors import ModelError
 from atlas_fl.models.loading import load_backbone, loading_options
-from atlas_fl.models.registry import ModelSource
 from atlas_fl.models.vision_loading import load_vision
 
 SOURCES = sorted(Path(atlas_fl.__file__).parent.rglob("*.py"))
@@ -35,7 +34,7 @@ def test_every_call_that_loads_a_model_or_data_refuses_code() -> None:
     calls = [(path, call) for path in SOURCES for call in loading_calls(path)]
     assert len(calls) > 10
     assert [f"{path.name}:{call.lineno}" for path, call in calls if not refuses_code(call)] == []
-    assert loading_options(ModelSource(path="x"))["trust_remote_code"] is False
+    assert loading_options("x")["trust_remote_code"] is False
     assert not refuses_code(next(loading_calls_of("AutoModel.from_pretrained('x', local_files_only=True)")))
 
 

@@ -13,9 +13,10 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from atlas_fl.client.batching import read_logits
 from atlas_fl.errors import ConfigError, DataError, ModelError
+from atlas_fl.models.backbone import trainable_names
 from atlas_fl.models.lora import init_head
 from atlas_fl.models.registry import MODELS, head_shapes, locate_model
-from atlas_fl.models.vision import Vision, backbone_weights, image_features, image_logits, preprocess, trainable_names
+from atlas_fl.models.vision import Vision, backbone_weights, image_features, image_logits, preprocess
 from atlas_fl.models.vision_loading import as_whole, load_vision
 from tests.models.tiny_vision import MEAN, SIZES, STD, processor, save_tiny
 
@@ -91,7 +92,7 @@ def test_every_given_tensor_takes_the_place_of_its_own_and_the_module_keeps_its_
     before = {name: tensor.clone() for name, tensor in backbone_weights(vision).items()}
     with torch.no_grad():
         usual = image_features(vision, {}, pixels)
-        for name in trainable_names(vision):
+        for name in trainable_names(as_whole(vision)):
             moved = before[name] + torch.randn(before[name].shape, generator=source)
             changed = image_features(vision, {name: moved}, pixels)
             assert not changed.equal(usual) or name.endswith("k_proj.bias"), name  # softmax ignores a key's bias
@@ -138,16 +139,16 @@ def test_weights_of_another_architecture_are_named(load: Load) -> None:
 
 def test_frozen_blocks_by_hand(load: Load) -> None:
     vision = load("dinov2")
-    everything = trainable_names(vision)
+    everything = trainable_names(as_whole(vision))
     assert set(backbone_weights(vision)) - set(everything) == {"embeddings.mask_token"}
-    two = trainable_names(vision, frozen_blocks=2)
+    two = trainable_names(as_whole(vision), frozen_blocks=2)
     assert {name.split(".")[2] for name in two if name.startswith("encoder")} == {"2"}
     assert [name for name in two if not name.startswith("encoder.layer.2.")] == ["layernorm.weight", "layernorm.bias"]
-    assert not [name for name in trainable_names(vision, frozen_blocks=1) if name.startswith("embeddings")]
-    assert trainable_names(vision, frozen_blocks=3) == ()
+    assert not [name for name in trainable_names(as_whole(vision), frozen_blocks=1) if name.startswith("embeddings")]
+    assert trainable_names(as_whole(vision), frozen_blocks=3) == ()
     for wrong in (-1, 4):
         with pytest.raises(ConfigError, match=rf"has 3 blocks and {wrong} cannot be frozen; give 0 to 3"):
-            trainable_names(vision, frozen_blocks=wrong)
+            trainable_names(as_whole(vision), frozen_blocks=wrong)
 
 
 def test_counts_by_hand(load: Load) -> None:
@@ -158,7 +159,7 @@ def test_counts_by_hand(load: Load) -> None:
     backbone = as_whole(vision)
     named = dict(backbone.model.named_parameters())
     assert backbone.num_parameters == embeddings + 3 * block + 64
-    assert sum(named[name].numel() for name in trainable_names(vision, frozen_blocks=1)) == 2 * block + 64
+    assert sum(named[name].numel() for name in trainable_names(as_whole(vision), frozen_blocks=1)) == 2 * block + 64
     assert head_shapes(backbone.family, hidden=backbone.width, num_labels=5) == {
         "head.weight": (5, 32),
         "head.bias": (5,),
@@ -283,5 +284,5 @@ def test_wrong_models_are_one_line(
 
 def test_vision_models_are_registered_as_such() -> None:
     assert [alias for alias, model in MODELS.items() if model.images] == ["dino-vits16", "dinov2-vits14"]
-    assert locate_model("dino-vits16").path == "facebook/dino-vits16"
+    assert locate_model("dino-vits16") == "facebook/dino-vits16"
     assert "not where the weights come from" in MODELS["dinov2-vits14"].note

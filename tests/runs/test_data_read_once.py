@@ -10,7 +10,7 @@ import pytest
 from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config, validate
 from atlas_fl.data import cleaning, embedded, tables
-from atlas_fl.data.cache import DATA_CACHE
+from atlas_fl.data.cache import forget
 from atlas_fl.events import ignore
 from atlas_fl.experiment.parallel_runs import run_all
 from atlas_fl.experiment.run import resume_run, run_config
@@ -39,9 +39,8 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     monkeypatch.setitem(tables.READERS, ".csv", counted(tables.READERS[".csv"], lambda path: path.name))
     monkeypatch.setattr(embedded, "_lines", counted(embedded._lines, lambda path: path.name))
-    for module in (embedded, cleaning):
-        monkeypatch.setattr(module, "split_rows", counted(module.split_rows, lambda _, *, name, **__: name))
-    DATA_CACHE.clear()
+    monkeypatch.setattr(cleaning, "split_rows", counted(cleaning.split_rows, lambda _, *, name, **__: name))
+    forget()
     return counts
 
 
@@ -82,19 +81,13 @@ def test_the_runs_of_a_sweep_share_what_was_read(make: Make, reads: Counter[str]
     assert reads == ONCE
 
 
-def test_tasks_of_one_file_share_it(config: Make, reads: Counter[str]) -> None:
-    load_clients(config(tasks=("trec", "pairs", "nyt_sentiment", "scramble")))
-    files = {name: count for name, count in reads.items() if name.endswith(".txt")}
-    assert files == {"question_labels.txt": 1, "nytEditorialSnippets_GroundTruth.txt": 1}
-
-
 def test_a_csv_that_changes_between_two_runs_is_read_anew(make: Make, own: Path, reads: Counter[str]) -> None:
     before = digests(make())
     own.write_text(own.read_text().replace("word", "noun"))
     after = digests(make())
     assert reads == {**ONCE, "own.csv": 2, "own": 2}
     assert [left == right for left, right in zip(before, after)] == [True, True, False, False]
-    DATA_CACHE.clear()
+    forget()
     assert digests(make()) == after
 
 

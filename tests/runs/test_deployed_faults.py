@@ -161,8 +161,8 @@ def test_a_client_that_comes_late_is_placed_and_no_fault_changes_a_bit_of_it(
 def test_what_is_not_shared_stays_at_its_site_and_no_fault_changes_a_bit(
     federation: Callable[..., Federation], config: Callable[..., Config]
 ) -> None:
-    """B and heads are at the sites alone, warmed up there: one is killed, one comes late and cut, the server dies."""
-    settings = {"clients_per_task": 3, "rounds": 5, "split": "movie-2=1", "fingerprint": "delta"}
+    """B and heads are at the sites alone: one is killed, one comes late and cut, the server dies."""
+    settings = {"clients_per_task": 3, "rounds": 5, "split": "movie-2=1"}
     settings |= {"share": ("A",), "space": "factors", "head": "client"}
     fed = federation(**settings)
 

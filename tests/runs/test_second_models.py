@@ -45,7 +45,7 @@ def loss_of(config: Config, folder: Path, *, client: str) -> float:
     site = assemble(validate(config)).site
     rows = site.data[client].splits["test"]
     classes = site.data[client].task.num_labels
-    stock = AutoModelForSequenceClassification.from_pretrained(site.backbone.source.path, num_labels=classes)
+    stock = AutoModelForSequenceClassification.from_pretrained(site.backbone.source, num_labels=classes)
     model = load_gated_adapter(stock.eval(), folder)
     losses = []
     for start, stop, label in zip(rows.offsets[:-1], rows.offsets[1:], rows.labels, strict=True):

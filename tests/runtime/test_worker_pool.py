@@ -45,7 +45,7 @@ class Early:
 
 def resident(site: Site) -> WorkerLoop:
     """A worker with this site's data and a model of its own, as in a process of its own."""
-    own = replace(site, backbone=load_backbone(str(site.backbone.source.path)))
+    own = replace(site, backbone=load_backbone(str(site.backbone.source)))
     found = WorkerLoop(lambda _head, _memory: WorkerContext(site=own, receiver=AdapterReceiver()), lambda: None)
     with ThreadPoolExecutor(1) as threads:
         init_workers([found], [{}], threads)

@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from atlas_fl.errors import ModelError
 from atlas_fl.experiment.installation import inspect_installation
-from atlas_fl.models.loading import find_family
 from atlas_fl.storage import extras
 from atlas_fl.storage.extras import install_command
 
@@ -31,7 +29,7 @@ def test_every_extra_that_a_message_names_is_declared() -> None:
     sources = [path.read_text() for place in ("src", "examples") for path in (ROOT / place).rglob("*.py")]
     named = {name for text in sources for name in re.findall(r"install_command\(\"?'?([a-z]+)'?\"?\)", text)}
     trackers = {name for text in sources for name in re.findall(r'importing\([^)]*package="([a-z]+)"', text)}
-    assert {"search", "flower", "ray", "gguf"} <= named
+    assert {"search", "flower", "ray"} <= named
     assert trackers == {"wandb", "tensorboard", "mlflow", "trackio"}
     assert (named - {"package", "extra"}) | trackers <= DECLARED.keys()
 
@@ -54,12 +52,3 @@ def test_without_an_installation_the_sources_are_named(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(extras.metadata, "requires", missing)
     assert install_command("search") == "pip install '.[search]'"
-
-
-def test_a_gguf_file_without_its_package_is_told_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("atlas_fl.models.loading.find_spec", lambda _: None)
-    file = tmp_path / "tiny.gguf"
-    file.write_bytes(b"GGUF")
-    line = r"the package gguf, which reads it, is not installed; pip install 'gguf>=0\.10'$"
-    with pytest.raises(ModelError, match=line):
-        find_family(str(file))

@@ -7,7 +7,6 @@ mean square of the batch gradients of the last blocks' and the head's weights at
 Of a client that is cut each side sketches its own tensors, and the sketch is the sum of both.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -25,11 +24,10 @@ from atlas_fl.clustering.sketch import combine_parts, sketch_parts
 from atlas_fl.params import LORA_A, LORA_B, Params
 from atlas_fl.split.channel import CutTraffic
 from atlas_fl.split.model import select_client_side
-from atlas_fl.storage.tensors import encoded_size
 
 FIRST, SECOND = "sketch.first", "sketch.second"
-PARTS, AGREED = "parts", "agreed"
-"""The names under which a cut client's part of a sketch travels, and whether its halves agree."""
+PARTS = "parts"
+"""The name under which a cut client's part of a sketch travels."""
 
 
 def fingerprint(jobs: Sequence[Job], site: Site) -> list[Update]:
@@ -59,36 +57,11 @@ def _delta(jobs: Sequence[Job], site: Site) -> list[Update]:
     answers = []
     for job, first, second in zip(jobs, trained[::2], trained[1::2], strict=True):
         sketches = [delta_sketch(half.params, job.options) for half in (first, second)]
-        crossed = {} if job.cut is None else _cut_traffic(job, first, second, site)
         steps = int(max(first.metrics["steps"], second.metrics["steps"]))
         loss = (first.metrics["loss"] + second.metrics["loss"]) / 2
         params = mean(first.params, second.params)
-        answers.append(fingerprint_update(job, sketches, params, steps=steps, loss=loss, crossed=crossed))
+        answers.append(fingerprint_update(job, sketches, params, steps=steps, loss=loss, crossed={}))
     return answers
-
-
-def _cut_traffic(job: Job, first: Update, second: Update, site: Site) -> CutTraffic:
-    """Bytes across the cut in both halves' training, in every look at their agreement and for the sketches."""
-    options: FingerprintOptions = job.options
-    taken = min(int(half.metrics["steps"]) for half in (first, second))
-    looks = sum(is_agreement_check(done + 1, options) for done in range(taken))
-    names = names_below_cut([key for key in first.params if key.endswith(LORA_B)], job, site)
-    part = encoded_size(parts_message([np.zeros(options.sketch_dim)] * len(names))) if names else 0
-    sums = Counter(first.crossed)
-    sums.update(second.crossed)
-    sums["fingerprint", "up"] += 2 * (looks + 1) * part
-    sums["control", "down"] += looks * encoded_size(agreement_message(True))
-    return dict(sums)
-
-
-def is_agreement_check(done: int, options: FingerprintOptions) -> bool:
-    """Return whether the halves' agreement is looked at after so many steps; after the last nothing depends on it."""
-    return done % options.stride == 0 and done < options.steps
-
-
-def agreement_message(agreed: bool) -> dict[str, Tensor]:
-    """Message to a cut client about a look at its halves: true where its warm-up ends here."""
-    return {AGREED: torch.tensor(agreed)}
 
 
 def half_job(job: Job, half: int) -> Job:
@@ -109,7 +82,7 @@ def half_job(job: Job, half: int) -> Job:
 def _agreeing(jobs: Sequence[Job], done: int, live: Mapping[int, Params]) -> list[int]:
     """The places of both halves of every client whose halves agree well enough; looked at every few steps."""
     options: FingerprintOptions = jobs[0].options
-    if not is_agreement_check(done, options):
+    if done % options.stride or done >= options.steps:  # after the last step nothing depends on it
         return []
     ended = []
     for first in (index for index in live if index % 2 == 0 and index + 1 in live):
@@ -121,17 +94,8 @@ def _agreeing(jobs: Sequence[Job], done: int, live: Mapping[int, Params]) -> lis
 
 def delta_sketch(params: Params, options: FingerprintOptions) -> np.ndarray:
     """The sketch of a warmed-up B, (sketch_dim,) float32 of unit length."""
-    return combine_parts(delta_parts(params, options).values())
-
-
-def delta_parts(params: Params, options: FingerprintOptions) -> dict[str, np.ndarray]:
-    """Part of every B in that sketch, by name."""
-    return parts_of(lora_b(params), options)
-
-
-def lora_b(params: Params) -> dict[str, Tensor]:
-    """Every B, in the order of the names, as a member holds its tensors."""
-    return {key: params[key].detach() for key in sorted(params) if key.endswith(LORA_B)}
+    factors = {key: params[key].detach() for key in sorted(params) if key.endswith(LORA_B)}
+    return combine_parts(parts_of(factors, options).values())
 
 
 def _from_gradients(job: Job, site: Site) -> Update:

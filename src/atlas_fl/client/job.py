@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from atlas_fl.data.clients import ClientData
-from atlas_fl.data.task import Examples, Images, Task
+from atlas_fl.data.task import Images, Task
 from atlas_fl.methods.prior_correction import log_frequencies
 from atlas_fl.models.backbone import Backbone, module_dims, target_modules
 from atlas_fl.models.lora import init_adapters, init_head
@@ -186,13 +186,8 @@ def log_prior(job: Job, site: Site) -> Tensor | None:
 
 def image_tokens(client: ClientData, *, length: int) -> ClientTokens:
     """The client's images, `length` tokens each."""
-    examples_by_split: Mapping[Split, Examples] = {
-        "train": client.train,
-        "validation": client.validation,
-        "test": client.test,
-    }
     splits = {}
-    for split, rows in examples_by_split.items():
+    for split, rows in client.splits.items():
         assert isinstance(rows, Images), "a run on images has image tasks alone"
         splits[split] = encode_images(rows.pixels, rows.label, length=length)
     return ClientTokens(task=client.task, splits=splits)

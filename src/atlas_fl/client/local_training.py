@@ -42,7 +42,7 @@ from atlas_fl.client.batching import (
 from atlas_fl.client.draws import Draws
 from atlas_fl.client.job import Job, Site, Update, cut_channel_of, log_prior, without_empty
 from atlas_fl.client.optimizer import GradientMean, LossScale, gradient_chain, gradient_norms, make_optimizer
-from atlas_fl.client.options import Schedule, TrainOptions
+from atlas_fl.client.options import TrainOptions
 from atlas_fl.methods.fedpac import alignment_loss
 from atlas_fl.methods.prior_correction import correct_logits
 from atlas_fl.methods.registry import SECOND_MODELS
@@ -62,18 +62,6 @@ SCHEDULES: Mapping[str, Callable[[float], float]] = {
     "step": lambda done: 0.1 ** ((done >= 0.5) + (done >= 0.75)),
 }
 """Share of the peak by the share of the steps after the warm-up that are done, 0 to 1."""
-
-
-def rate_factor(schedule: Schedule, *, warmup: float, step: int, steps: int) -> float:
-    """The share of the peak rate at a step (from 0) of `steps`; `warmup` is a share of the steps.
-
-    >>> [round(rate_factor("linear", warmup=0.2, step=s, steps=10), 3) for s in (0, 1, 2, 6, 9)]
-    [0.5, 1.0, 1.0, 0.5, 0.125]
-    """
-    warm = round(warmup * steps)
-    if step < warm:
-        return (step + 1) / warm
-    return SCHEDULES[schedule]((step - warm) / max(1, steps - warm))
 
 
 def num_steps(examples: int, options: TrainOptions) -> int:
@@ -131,7 +119,10 @@ def learning_rate(options: TrainOptions, *, step: int, steps: int) -> float:
     >>> [round(learning_rate(o, step=s, steps=10), 3) for s in (0, 1, 2, 6, 9)]
     [0.5, 1.0, 1.0, 0.5, 0.125]
     """
-    return options.lr * rate_factor(options.schedule, warmup=options.warmup, step=step, steps=steps)
+    warm = round(options.warmup * steps)
+    if step < warm:
+        return options.lr * ((step + 1) / warm)
+    return options.lr * SCHEDULES[options.schedule]((step - warm) / max(1, steps - warm))
 
 
 def optimizer_step(
@@ -183,19 +174,14 @@ def merge_norms(own_norms: Tensor, others: Tensor, indices: Sequence[int]) -> Te
     return norms
 
 
-def server_side_names(backbone: Backbone, params: Params, cut: Cut | None) -> tuple[str, ...]:
-    """The names, sorted, of the adapters that a client shares with its cluster: all above its cut; none without."""
-    if cut is None or cut.shared is None:
-        return ()
-    client_side = select_client_side(backbone, params, blocks=cut.blocks, head=True)
-    return tuple(sorted(name for name in params if name not in client_side and not name.startswith(HEAD)))
-
-
 def shared_names(backbone: Backbone, params: Params, cut: Cut | None, *, multitask: bool) -> tuple[str, ...]:
     """The names, sorted, of the adapters that a client trains together with others: all, or those above its cut."""
-    if multitask:
-        return tuple(sorted(name for name in params if not name.startswith(HEAD)))
-    return server_side_names(backbone, params, cut)
+    own: Collection[str] = ()
+    if not multitask:
+        if cut is None or cut.shared is None:
+            return ()
+        own = select_client_side(backbone, params, blocks=cut.blocks, head=True)
+    return tuple(sorted(name for name in params if name not in own and not name.startswith(HEAD)))
 
 
 class LocalTrainer:
@@ -322,18 +308,15 @@ class LocalTrainer:
         if self.line is not None:
             self.line.share_norms(norms, self._below)
 
-    @property
-    def _skipped_steps(self) -> dict[str, float]:
-        return {"skipped": float(self.scale.skipped)} if self._tells_skipped else {}
-
     def update(self, seconds: float) -> Update:
         """Answer to the server."""
         loss = float(torch.stack(self.losses).double().mean()) if self.losses else math.nan
+        skipped = {"skipped": float(self.scale.skipped)} if self._tells_skipped else {}
         return Update(
             client=self.job.client,
             params={key: leaf.detach().cpu() for key, leaf in self.params.items()},
             examples=self.examples,
-            metrics={"loss": loss, "seconds": seconds, "steps": float(len(self.losses)), **self._skipped_steps},
+            metrics={"loss": loss, "seconds": seconds, "steps": float(len(self.losses)), **skipped},
             loaded=self.loaded,
             keys=len(self.params) + len(self._frozen),
             crossed={} if self.line is None else dict(self.line.traffic),

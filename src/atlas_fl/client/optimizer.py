@@ -11,14 +11,14 @@ a gradient. `TERMS` is where an algorithm registers one; every client that train
 clipping: they are not data, and of a cut model each side adds its own part without a message.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from types import MappingProxyType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from atlas_fl.client.options import OptimizerName
+from atlas_fl.client.options import TrainOptions
 from atlas_fl.errors import ConfigError
 from atlas_fl.params import Params
 from atlas_fl.sparse.masked_sgd import SparseSGDM
@@ -28,20 +28,11 @@ Term: TypeAlias = Callable[[str, Tensor], Tensor]
 """(name, value) -> the gradient of the term with respect to this tensor, of its shape."""
 
 
-class TermOptions(Protocol):
-    """The numbers of all terms."""
-
-    @property
-    def proximal_mu(self) -> float:
-        """FedProx's mu; 0 for no such term."""
-        ...
-
-
-TermOf: TypeAlias = Callable[[TermOptions, Params], Term | None]
+TermOf: TypeAlias = Callable[[TrainOptions, Params], Term | None]
 """(options, the anchor, by default the model at the start of the round) -> the term; None where it is switched off."""
 
 
-def fedprox(options: TermOptions, anchor: Params) -> Term | None:
+def fedprox(options: TrainOptions, anchor: Params) -> Term | None:
     """FedProx: the gradient mu (w - w_start) of `mu / 2 ||w - w_start||^2` (Li et al. 2020, arXiv:1812.06127).
 
     With an anchor of its own in the place of w_start it is the term of MR-MTL (Liu et al. 2022, arXiv:2206.07902).
@@ -54,7 +45,7 @@ TERMS: dict[str, TermOf] = {"fedprox": fedprox}
 """Every term by the name of its algorithm. One of a plug-in acts wherever the plug-in is named."""
 
 
-def client_terms(options: TermOptions, leaves: Params, anchor: Params = MappingProxyType({})) -> list[Term]:
+def client_terms(options: TrainOptions, leaves: Params, anchor: Params = MappingProxyType({})) -> list[Term]:
     """The terms that these options switch on, around this anchor, or where it says nothing around the leaves as now.
 
     The values are copied only where there is a term.
@@ -72,40 +63,6 @@ LOSS_SCALE = 2.0**10
 GROWTH_STEPS = 100
 """Steps without overflow after which the scale of a whole model's loss doubles: fewer than the 2,000 of torch, because
 every round begins with a fresh one."""
-
-
-class OptimizerOptions(TermOptions, Protocol):
-    """The numbers of an optimizer step."""
-
-    @property
-    def optimizer(self) -> OptimizerName:
-        """The optimizer's name in `OPTIMIZERS`."""
-        ...
-
-    @property
-    def lr(self) -> float:
-        """Peak learning rate."""
-        ...
-
-    @property
-    def momentum(self) -> float:
-        """Momentum setting of SGD."""
-        ...
-
-    @property
-    def nesterov(self) -> bool:
-        """Nesterov's momentum instead of the classical one, of SGD."""
-        ...
-
-    @property
-    def weight_decay(self) -> float:
-        """Decoupled of AdamW, coupled of SGD."""
-        ...
-
-    @property
-    def clip(self) -> float:
-        """Largest norm of the gradient; 0 for any."""
-        ...
 
 
 Transform: TypeAlias = Callable[[Params, Tensor | None], bool]
@@ -129,8 +86,8 @@ class LossScale:
         """Steps that were left out."""
         self._enabled, self._grows, self._sound_steps = enabled, grows, 0
 
-    def unscale(self, leaves: Params, _: Tensor | None = None) -> bool:
-        """Divide the gradients by the scale (`Transform`); False where one of them is not finite."""
+    def unscale(self, leaves: Params) -> bool:
+        """Divide the gradients by the scale; False where one of them is not finite."""
         if not self._enabled:
             return True
         gradients = [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
@@ -151,49 +108,6 @@ def gradient_norms(leaves: Params) -> Tensor:
     return torch.stack(norms) if norms else torch.zeros(0)
 
 
-def clip(most: float, *, on_norms: Callable[[Tensor], None] | None = None) -> Transform:
-    """Scale the gradients down to a joint norm of at most `most`; `on_norms` is told the norms that it is made of."""
-
-    def clip_by_norm(leaves: Params, norms: Tensor | None) -> bool:
-        norms = gradient_norms(leaves) if norms is None else norms
-        if on_norms is not None:
-            on_norms(norms)
-        torch.nn.utils.clip_grads_with_norm_(list(leaves.values()), most, torch.linalg.vector_norm(norms))
-        return True
-
-    return clip_by_norm
-
-
-def add_term(term: Term) -> Transform:
-    """Add the gradient of a term of the client's objective."""
-
-    def add_to_gradients(leaves: Params, _: Tensor | None) -> bool:
-        for name, leaf in leaves.items():
-            if leaf.grad is not None:
-                gradient = term(name, leaf.detach())
-                if not isinstance(gradient, Tensor):
-                    raise ConfigError(
-                        f"a client term gave {type(gradient).__name__} for {name}; it must return a tensor of its shape"
-                    )
-                leaf.grad.add_(gradient)
-        return True
-
-    return add_to_gradients
-
-
-def add_correction(correction: Params) -> Transform:
-    """Add these constants to the gradients of their names; a parameter without one has a correction of zero."""
-
-    def add_to_gradients(leaves: Params, _: Tensor | None) -> bool:
-        for name, constant in correction.items():
-            gradient = leaves[name].grad
-            if gradient is not None:
-                gradient.add_(constant)
-        return True
-
-    return add_to_gradients
-
-
 class GradientMean:
     """The mean of a client's gradients over the steps of a round, as they are before its terms: SCAFFOLD's control."""
 
@@ -201,28 +115,22 @@ class GradientMean:
         self._sums: dict[str, Tensor] = {}
         self._steps = 0
 
-    def add(self, leaves: Params, _: Tensor | None = None) -> bool:
-        """Count the gradients of a step (`Transform`)."""
+    def add(self, leaves: Params) -> None:
+        """Count the gradients of a step."""
         self._steps += 1
         for name, leaf in leaves.items():
             if leaf.grad is not None:
                 gradient = leaf.grad.detach().float()
                 self._sums[name] = self._sums[name] + gradient if name in self._sums else gradient.clone()
-        return True
 
     def mean(self) -> dict[str, Tensor]:
         """The mean by parameter, float32 on the CPU; empty without steps."""
         return {name: (total / self._steps).cpu() for name, total in self._sums.items()}
 
 
-def chain(transforms: Sequence[Transform]) -> Transform:
-    """The transforms one after another; those behind the first that leaves the step out are not applied."""
-    return lambda leaves, norms: all(transform(leaves, norms) for transform in transforms)
-
-
 def gradient_chain(
     leaves: Params,
-    options: OptimizerOptions,
+    options: TrainOptions,
     scale: LossScale,
     *,
     on_norms: Callable[[Tensor], None] | None = None,
@@ -234,45 +142,57 @@ def gradient_chain(
 
     `mean` is told the gradients behind clipping; the `correction` is added to them.
     """
-    clips = [clip(options.clip, on_norms=on_norms)] if options.clip > 0 else []
-    means = [] if mean is None else [mean.add]
     constants = {name: value.to(leaves[name]) for name, value in correction.items() if name in leaves}
-    terms = map(add_term, client_terms(options, leaves, anchor))
-    return chain([scale.unscale, *clips, *means, *terms, add_correction(constants)])
+    terms = client_terms(options, leaves, anchor)
+
+    def transform(leaves: Params, norms: Tensor | None) -> bool:
+        if not scale.unscale(leaves):
+            return False
+        if options.clip > 0:
+            norms = gradient_norms(leaves) if norms is None else norms
+            if on_norms is not None:
+                on_norms(norms)
+            torch.nn.utils.clip_grads_with_norm_(list(leaves.values()), options.clip, torch.linalg.vector_norm(norms))
+        if mean is not None:
+            mean.add(leaves)
+        for term in terms:
+            _add_term(term, leaves)
+        for name, constant in constants.items():
+            gradient = leaves[name].grad
+            if gradient is not None:
+                gradient.add_(constant)
+        return True
+
+    return transform
+
+
+def _add_term(term: Term, leaves: Params) -> None:
+    for name, leaf in leaves.items():
+        if leaf.grad is not None:
+            gradient = term(name, leaf.detach())
+            if not isinstance(gradient, Tensor):
+                raise ConfigError(
+                    f"a client term gave {type(gradient).__name__} for {name}; it must return a tensor of its shape"
+                )
+            leaf.grad.add_(gradient)
 
 
 def make_optimizer(
-    leaves: Params, options: OptimizerOptions, *, masks: Mask | None = None, skips: bool = False
+    leaves: Params, options: TrainOptions, *, masks: Mask | None = None, skips: bool = False
 ) -> torch.optim.Optimizer:
     """mask -> AdamW or SGD, for these leaves by name, which may be none. What the mask freezes keeps every bit.
 
     `skips` says that a loss scale may leave steps out.
     """
-    return OPTIMIZERS[options.optimizer](leaves, options, masks=masks, skips=skips)
-
-
-class _MakeOptimizer(Protocol):
-    def __call__(
-        self, leaves: Params, options: OptimizerOptions, *, masks: Mask | None, skips: bool
-    ) -> torch.optim.Optimizer: ...
-
-
-def _adamw(leaves: Params, options: OptimizerOptions, *, masks: Mask | None, skips: bool) -> torch.optim.Optimizer:
-    del skips
-    on_cpu = all(leaf.device.type == "cpu" for leaf in leaves.values())
-    optimizer = torch.optim.AdamW(
-        [{"params": list(leaves.values())}],
-        lr=options.lr,
-        weight_decay=options.weight_decay,
-        fused=on_cpu or None,
-        foreach=None,
-    )
-    if masks is not None:
-        _freeze(optimizer, leaves, masks)
-    return optimizer
-
-
-def _sgd(leaves: Params, options: OptimizerOptions, *, masks: Mask | None, skips: bool) -> torch.optim.Optimizer:
+    parameters = [{"params": list(leaves.values())}]
+    if options.optimizer == "adamw":
+        on_cpu = all(leaf.device.type == "cpu" for leaf in leaves.values())
+        adamw = torch.optim.AdamW(
+            parameters, lr=options.lr, weight_decay=options.weight_decay, fused=on_cpu or None, foreach=None
+        )
+        if masks is not None:
+            _freeze(adamw, leaves, masks)
+        return adamw
     settings: dict[str, Any] = {
         "lr": options.lr,
         "momentum": options.momentum,
@@ -283,10 +203,7 @@ def _sgd(leaves: Params, options: OptimizerOptions, *, masks: Mask | None, skips
         return SparseSGDM(leaves, masks=masks, **settings)
     # The fused kernel gives the bits of the others in half the time, but after a first step that was left out it goes
     # on with momentum that nobody wrote (torch 2.13).
-    return torch.optim.SGD([{"params": list(leaves.values())}], fused=not skips, foreach=skips, **settings)
-
-
-OPTIMIZERS: Mapping[str, _MakeOptimizer] = {"adamw": _adamw, "sgd": _sgd}
+    return torch.optim.SGD(parameters, fused=not skips, foreach=skips, **settings)
 
 
 def _freeze(optimizer: torch.optim.Optimizer, leaves: Params, masks: Mask) -> None:

@@ -8,12 +8,11 @@ gradients go up with its next request, or with its answer to the job; those of t
 Loop, batches, optimizer and scores are those of a whole model (`client.local_training`, `client.evaluation`).
 
 For a plan, rows cross as in training. A gradient comes down only where something here is measured: a fingerprint of the
-last blocks asks nothing of those below. In the warm-up both halves of the data train adapters of their own, side by
-side in one row, and after every few steps the server is asked whether the two agree.
+last blocks asks nothing of those below.
 """
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -31,17 +30,7 @@ from atlas_fl.client.batching import (
     split_by_tokens,
 )
 from atlas_fl.client.evaluation import in_order, on_device, scored_outputs, scores_of
-from atlas_fl.client.fingerprint import (
-    AGREED,
-    add_gradient,
-    average_gradients,
-    delta_parts,
-    half_job,
-    is_agreement_check,
-    mean,
-    parts_message,
-    parts_of,
-)
+from atlas_fl.client.fingerprint import add_gradient, average_gradients, parts_message, parts_of
 from atlas_fl.client.importance import half_rows, head_leaves, last_weights, layer_sums, merged_leaves, sums_message
 from atlas_fl.client.job import Job, Site, Update, cut_channel_of
 from atlas_fl.client.local_training import LocalTrainer, example_loss, merge_norms, train
@@ -73,35 +62,34 @@ class ClientSide:
     indices: tuple[int, ...]
     """Indices of the client's trained tensors among those of the whole model."""
     server: ServerLink
-    channels: Mapping[int, CutChannel]
-    """By the index of each of the job's models; they write and count its messages up."""
+    channel: CutChannel
+    """Writes and counts its messages up."""
     closing: dict[str, bytes] = field(default_factory=dict)
     """Messages that the last step left to be sent."""
 
     def step(self, active: Mapping[int, LocalTrainer], done: int, site: Site) -> None:
-        """One optimizer step of every active model (`client.local_training.Step`)."""
-        row = collate_packed([next(member.batches) for member in active.values()], device=site.backbone.device)
-        mask = dropout_masks([member.dropout(done) for member in active.values()], device=site.backbone.device)
-        params = [member.params for member in active.values()]
-        with client_side_forward(row, params, site, blocks=self.cut.blocks, mask=mask) as hidden:
+        """One optimizer step of the job's model (`client.local_training.Step`)."""
+        (member,) = active.values()
+        row = collate_packed([next(member.batches)], device=site.backbone.device)
+        mask = dropout_masks([member.dropout(done)], device=site.backbone.device)
+        with client_side_forward(row, [member.params], site, blocks=self.cut.blocks, mask=mask) as hidden:
             if self.cut.head == "server":
-                got = self.server.ask("loss", done, self.up(hidden, row, active))
+                got = self.server.ask("loss", done, self.up(hidden, row))
             else:
-                got = self._head_here(hidden, row, active, done, site, mask)
+                got = self._head_here(hidden, row, member, done, site, mask)
             if hidden.requires_grad:
-                hidden.backward(rows_of(got, "gradient", active, like=hidden))  # type: ignore[no-untyped-call]
+                hidden.backward(rows_of(got, "gradient", like=hidden))  # type: ignore[no-untyped-call]
         self.closing = {}
-        for index, member in active.items():
-            norms = None
-            if member.options.clip > 0:
-                own_norms = member.norms()
-                norms = merge_norms(own_norms, self._others(got, index, own_norms), self.indices)
-                self.closing[f"{index}/control"] = encode_tensors({NORMS: own_norms})
-            member.step(done, norms=norms)
+        norms = None
+        if member.options.clip > 0:
+            own_norms = member.norms()
+            norms = merge_norms(own_norms, self._others(got, own_norms), self.indices)
+            self.closing["0/control"] = encode_tensors({NORMS: own_norms})
+        member.step(done, norms=norms)
 
-    def _others(self, got: Payloads, index: int, own_norms: Tensor) -> Tensor:
+    def _others(self, got: Payloads, own_norms: Tensor) -> Tensor:
         """The norms of the server's gradients, (tensors,) float32; raises `ProtocolError` for anything else."""
-        others = read_message(message_in(got, index, "control")).get(NORMS)
+        others = read_message(message_in(got, "control")).get(NORMS)
         placed = others is not None and all(0 <= at < len(own_norms) + len(others) for at in self.indices)
         if others is None or others.dtype is not torch.float32 or others.ndim != 1 or not placed:
             raise ProtocolError("the server's norms are of other tensors; install its version of atlas-fl")
@@ -109,71 +97,60 @@ class ClientSide:
             raise ProtocolError("the server names other tensors than are trained here; install its version")
         return others
 
-    def up(self, hidden: Tensor, row: PackedBatch, indices: Collection[int]) -> dict[str, bytes]:
-        """Every model's rows, with all that the server needs to go on from them."""
-        sent = dict(self.closing)
-        for k, index in enumerate(indices):
-            lengths, reads = row.lengths[k], row.target_positions[k]
-            beside = {"lengths": lengths} | ({} if reads is None else {"places": reads})
-            client_rows = hidden[row.segments[k].start : row.segments[k].stop]
-            sent[f"{index}/activation"] = self.channels[index].encode_up(client_rows, "activation", extra=beside)
-            if self.cut.head == "server":
-                sent[f"{index}/label"] = encode_tensors({"labels": row.labels[k]})
+    def up(self, hidden: Tensor, row: PackedBatch) -> dict[str, bytes]:
+        """The rows, with all that the server needs to go on from them."""
+        reads = row.target_positions[0]
+        beside = {"lengths": row.lengths[0]} | ({} if reads is None else {"places": reads})
+        sent = {**self.closing, "0/activation": self.channel.encode_up(hidden, "activation", extra=beside)}
+        if self.cut.head == "server":
+            sent["0/label"] = encode_tensors({"labels": row.labels[0]})
         return sent
 
     def _head_here(
         self,
         hidden: Tensor,
         row: PackedBatch,
-        active: Mapping[int, LocalTrainer],
+        member: LocalTrainer,
         done: int,
         site: Site,
         mask: DropoutMaskFn | None,
     ) -> Payloads:
         """The server's answer to the gradient of the features, whose loss is computed here."""
-        read = self.features(hidden, row, active, done).requires_grad_()
+        read = self.features(hidden, row, done).requires_grad_()
         with site.autocast():
-            params = [member.params for member in active.values()]
-            logits = read_logits(site.backbone, params, torch.split(read, list(row.counts)), mask=mask)
-        losses = [example_loss(client_logits, labels) for client_logits, labels in zip(logits, row.labels, strict=True)]
-        torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
-        for member, loss in zip(active.values(), losses, strict=True):
-            member.losses.append(loss.detach())
+            (logits,) = read_logits(site.backbone, [member.params], [read], mask=mask)
+        loss = example_loss(logits, row.labels[0])
+        loss.backward()  # type: ignore[no-untyped-call]
+        member.losses.append(loss.detach())
         assert read.grad is not None, "a loss has a gradient by what it is of"
-        upper = torch.split(read.grad, list(row.counts))
-        sent = {
-            f"{index}/gradient": self.channels[index].encode_up(client_logits, "gradient")
-            for index, client_logits in zip(active, upper, strict=True)
-        }
-        return self.server.ask("gradient", done, sent)
+        return self.server.ask("gradient", done, {"0/gradient": self.channel.encode_up(read.grad, "gradient")})
 
-    def features(self, hidden: Tensor, row: PackedBatch, indices: Collection[int], done: int) -> Tensor:
+    def features(self, hidden: Tensor, row: PackedBatch, done: int) -> Tensor:
         """Features, (reads, hidden), as they come down."""
-        got = self.server.ask("features", done, self.up(hidden, row, indices))
-        return rows_of(got, "activation", indices, like=hidden.new_empty(sum(row.counts), hidden.shape[1]))
+        got = self.server.ask("features", done, self.up(hidden, row))
+        return rows_of(got, "activation", like=hidden.new_empty(row.counts[0], hidden.shape[1]))
 
 
-def message_in(got: Payloads, index: int, kind: str) -> bytes:
-    """The message of this kind to one of the job's models; raises `ProtocolError` where the answer has none."""
-    if f"{index}/{kind}" not in got:
+def message_in(got: Payloads, kind: str) -> bytes:
+    """The message of this kind; raises `ProtocolError` where the answer has none."""
+    if f"0/{kind}" not in got:
         raise ProtocolError(f"the server's answer has no {kind}; install its version of atlas-fl")
-    return got[f"{index}/{kind}"]
+    return got[f"0/{kind}"]
 
 
-def rows_of(got: Payloads, kind: str, indices: Collection[int], *, like: Tensor) -> Tensor:
-    """The rows in the server's answer, of all these places, as they are needed here."""
-    parts = [read_message(message_in(got, index, kind)).get(ROWS, like.new_empty(0, 0)) for index in indices]
-    shape = (sum(len(part) for part in parts), *{part.shape[1] for part in parts})
-    if shape != tuple(like.shape):
-        raise ProtocolError(f"the server's {kind} is {shape}, not {tuple(like.shape)}; install its version")
-    return torch.cat(parts).to(device=like.device, dtype=like.dtype)
+def rows_of(got: Payloads, kind: str, *, like: Tensor) -> Tensor:
+    """The rows in the server's answer as they are needed here."""
+    rows = read_message(message_in(got, kind)).get(ROWS, like.new_empty(0, 0))
+    if rows.shape != like.shape:
+        raise ProtocolError(f"the server's {kind} is {tuple(rows.shape)}, not {tuple(like.shape)}; install its version")
+    return rows.to(device=like.device, dtype=like.dtype, copy=True)
 
 
 def client_side_of(job: Job, site: Site, *, indices: tuple[int, ...], server: ServerLink) -> ClientSide:
     """The way of a job of one model, for a client that is cut."""
-    line = cut_channel_of(job, site)
-    assert job.cut is not None and line is not None, "only a cut client has a way through its cut"
-    return ClientSide(cut=job.cut, indices=indices, server=server, channels={0: line})
+    channel = cut_channel_of(job, site)
+    assert job.cut is not None and channel is not None, "only a cut client has a way through its cut"
+    return ClientSide(cut=job.cut, indices=indices, server=server, channel=channel)
 
 
 def train_below(job: Job, site: Site, crossing: ClientSide) -> Update:
@@ -194,9 +171,9 @@ def evaluate_below(job: Job, site: Site, crossing: ClientSide) -> Update:
         row = collate_packed([data.take(order[part]) for _, part in chunk], device=site.backbone.device)
         with client_side_forward(row, [params], site, blocks=crossing.cut.blocks) as hidden:
             if not at_home:
-                crossing.server.ask("score", done, crossing.up(hidden, row, crossing.channels))
+                crossing.server.ask("score", done, crossing.up(hidden, row))
                 continue
-            read = crossing.features(hidden, row, crossing.channels, done)
+            read = crossing.features(hidden, row, done)
             with site.autocast():
                 (logits,) = read_logits(site.backbone, [params], [read], mask=None)
             outputs.append(scored_outputs(logits, row.labels[0], site.data[job.client].task))
@@ -205,7 +182,7 @@ def evaluate_below(job: Job, site: Site, crossing: ClientSide) -> Update:
     return Update(client=job.client, params=job.params, examples=len(data), metrics=metrics)
 
 
-def gradients_below(job: Job, site: Site, crossing: ClientSide) -> Update:
+def fingerprint_below(job: Job, site: Site, crossing: ClientSide) -> Update:
     """The client's own tensors' part of its fingerprint; the sketches are the server's, who has the other part."""
     options: FingerprintOptions = job.options
     leaves, head = last_weights(site.backbone, options.blocks), _head(job, site, crossing)
@@ -251,59 +228,19 @@ def _loss_gradient(
         with site.autocast(scaled=False):
             hidden = client_forward(site.backbone, row.ids, row.types, row.layout, blocks=crossing.cut.blocks)
         if crossing.cut.head == "server":
-            got = crossing.server.ask("loss", done, crossing.up(hidden, row, (0,)))
+            got = crossing.server.ask("loss", done, crossing.up(hidden, row))
         else:
-            read = crossing.features(hidden, row, (0,), done).requires_grad_()
+            read = crossing.features(hidden, row, done).requires_grad_()
             with site.autocast(scaled=False):
                 loss = example_loss(head_logits(site.backbone, head, read).float(), row.labels[0])
             *gradients_here, upper = torch.autograd.grad(loss, [*head.values(), read])
             head_gradients = dict(zip(head, gradients_here, strict=True))
-            sent = {"0/gradient": crossing.channels[0].encode_up(upper, "gradient")}
+            sent = {"0/gradient": crossing.channel.encode_up(upper, "gradient")}
             got = crossing.server.ask("gradient", done, sent)
         if not leaves:
             return loss, head_gradients
-        upper = rows_of(got, "gradient", (0,), like=hidden)
+        upper = rows_of(got, "gradient", like=hidden)
         below = torch.autograd.grad(hidden, list(leaves.values()), upper)
         return loss, {**dict(zip(leaves, below, strict=True)), **head_gradients}
 
     return call_with_params(site.backbone.model, leaves, gradients)
-
-
-def fingerprint_below(job: Job, site: Site, crossing: ClientSide) -> Update:
-    """The client's side of its fingerprint, of whatever kind."""
-    return (_warm_up if job.options.kind == "delta" else gradients_below)(job, site, crossing)
-
-
-def _warm_up(job: Job, site: Site, crossing: ClientSide) -> Update:
-    """The mean of both halves' models, as far as they are here; the sketches are the server's."""
-    halves = {half: half_job(replace(job, cut=None), half) for half in (0, 1)}
-    crossing.channels = {half: line for half in halves if (line := cut_channel_of(job, site)) is not None}
-    first, second = train(
-        list(halves.values()),
-        site,
-        step=crossing.step,
-        watch=lambda done, live: _check_agreement(job.options, done, live, crossing),
-    )
-    crossing.closing |= _parts({0: first.params, 1: second.params}, job.options)
-    metrics = {"loss": (first.metrics["loss"] + second.metrics["loss"]) / 2}
-    return Update(client=job.client, params=mean(first.params, second.params), examples=0, metrics=metrics)
-
-
-def _check_agreement(
-    options: FingerprintOptions, done: int, live: Mapping[int, Params], crossing: ClientSide
-) -> Collection[int]:
-    """The places whose training ends here: both where the server says that they agree."""
-    if not is_agreement_check(done, options) or len(live) < 2:
-        return ()
-    sent, crossing.closing = {**crossing.closing, **_parts(live, options)}, {}
-    agreed = read_message(message_in(crossing.server.ask("agree", done, sent), 0, "control")).get(AGREED)
-    if agreed is None or agreed.numel() != 1:
-        raise ProtocolError("the server does not say whether the warm-up ends; install its version of atlas-fl")
-    return tuple(live) if bool(agreed.item()) else ()
-
-
-def _parts(models: Mapping[int, Params], options: FingerprintOptions) -> dict[str, bytes]:
-    return {
-        f"{half}/fingerprint": encode_tensors(parts_message(list(delta_parts(params, options).values())))
-        for half, params in models.items()
-    }

@@ -1,4 +1,4 @@
-"""The server half of fingerprints and importance over a cut: gradients above it, and the warm-up with its agreement.
+"""The server half of fingerprints and importance over a cut: gradients above it.
 
 No graph is kept between two messages, as in training: with the head at the client the pass is computed again for the
 gradient of the features. Of a weight that clients share, a pass over several clients gives the sum of their gradients,
@@ -6,9 +6,8 @@ so each client is answered alone.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 
 import numpy as np
 import torch
@@ -18,13 +17,8 @@ from atlas_fl.client.batching import NO_DROPOUT, call_with_params, modules_of
 from atlas_fl.client.fingerprint import (
     PARTS,
     add_gradient,
-    agreement_message,
     average_gradients,
     fingerprint_update,
-    half_job,
-    is_agreement_check,
-    lora_b,
-    mean,
     names_below_cut,
     parts_of,
 )
@@ -46,16 +40,14 @@ from atlas_fl.client.split_server import (
     ServerHalf,
     ServerInput,
     ServerOutput,
-    TrainingHalf,
 )
 from atlas_fl.clustering.sketch import combine_parts
 from atlas_fl.errors import DataError, ProtocolError
 from atlas_fl.models.attention import make_layout
 from atlas_fl.models.backbone import head_logits
-from atlas_fl.params import LORA_B, Params
+from atlas_fl.params import Params
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.model import server_forward
-from atlas_fl.storage.tensors import encode_tensors
 
 
 class MeasuringHalf(ServerHalf):
@@ -79,12 +71,12 @@ class MeasuringHalf(ServerHalf):
         else:
             if done >= self._batches:
                 raise ProtocolError(f"{self.side.job.client} goes on after its {self._batches} batches")
-            entry = self.side.entry(payloads, 0, self._head, NO_DROPOUT, wants=self._wants)
-        return ParsedRequest(half=self, what=what, entries=(entry,), alone=True)
+            entry = self.side.entry(payloads, self._head, NO_DROPOUT, wants=self._wants)
+        return ParsedRequest(half=self, what=what, entry=entry, alone=True)
 
-    def answer(self, question: ParsedRequest, outputs: Sequence[ServerOutput]) -> dict[str, bytes]:  # noqa: ARG002 - it is computed here
+    def answer(self, question: ParsedRequest, output: ServerOutput | None) -> dict[str, bytes]:  # noqa: ARG002 - it is computed here
         """Features, or the gradient of the rows where a weight below the cut is measured."""
-        (entry,) = question.entries
+        entry = question.entry
         model = self.side.site.backbone.model
         if question.what == "features":
             self._waiting = entry
@@ -117,7 +109,10 @@ class MeasuringHalf(ServerHalf):
             raise ProtocolError(
                 f"{self.side.job.client} ends after {self.side.done} of {self._batches} batches; install our version"
             )
-        return metrics_of_side(self._measure.end(payloads, self._losses), self.side)
+        update = self._measure.end(payloads, self._losses)
+        if self.side.cut.head == "server":
+            return update
+        return replace(update, metrics={name: value for name, value in update.metrics.items() if name != "loss"})
 
 
 _ROWS = "rows"
@@ -137,7 +132,7 @@ def blocks_below(options: FingerprintOptions, cut: Cut, *, total: int) -> int:
     return min(cut.blocks, max(0, options.blocks - (total - cut.blocks)))
 
 
-def gradients_half(job: Job, site: Site) -> MeasuringHalf:
+def fingerprint_half(job: Job, site: Site) -> MeasuringHalf:
     """The server's half of a fingerprint of gradients."""
     options: FingerprintOptions = job.options
     side = CutMessages(job, site)
@@ -180,8 +175,17 @@ class _Sketches:
 
     def _whole_sketch(self, half: int, payloads: Payloads) -> np.ndarray:
         options: FingerprintOptions = self._side.job.options
-        below = parts_below(self._side, payloads, half, self._below, dim=options.sketch_dim)
-        return sketch_of(self._names, below, average_gradients(self._totals[half], kind=options.kind), options)
+        parts = parts_of(average_gradients(self._totals[half], kind=options.kind), options)
+        if self._below:
+            below = self._side.decode(payloads, "fingerprint", index=half).get(PARTS)
+            if not _are_numbers(below, (len(self._below), options.sketch_dim)):
+                raise self._side.refusal("parts of a sketch")
+            assert below is not None
+            parts |= dict(zip(self._below, below.numpy(), strict=True))
+        try:
+            return combine_parts(parts[name] for name in self._names)
+        except DataError as error:
+            raise ProtocolError(str(error)) from None
 
 
 class _Shares:
@@ -199,7 +203,7 @@ class _Shares:
     def end(self, payloads: Payloads, losses: Sequence[float]) -> Update:  # noqa: ARG002 - importance has no loss
         """The importance of all blocks."""
         side, blocks = self._side, self._side.cut.blocks
-        below = side.decode(payloads, 0, "fingerprint").get(IMPORTANCE)
+        below = side.decode(payloads, "fingerprint").get(IMPORTANCE)
         if not _are_numbers(below, (side.job.options.batches, blocks)):
             raise side.refusal("importance")
         assert below is not None
@@ -210,107 +214,7 @@ class _Shares:
             raise ProtocolError(f"{side.job.client}: {error}") from None
 
 
-def metrics_of_side(update: Update, side: CutMessages) -> Update:
-    """The answer without the loss where that is the client's, who has the head."""
-    if side.cut.head == "server":
-        return update
-    return replace(update, metrics={name: value for name, value in update.metrics.items() if name != "loss"})
-
-
-def parts_below(
-    side: CutMessages, payloads: Payloads, half: int, names: Sequence[str], *, dim: int
-) -> dict[str, np.ndarray]:
-    """Parts of the client's tensors of these names in a half's sketch; raise `ProtocolError` for any other message."""
-    if not names:
-        return {}
-    parts = side.decode(payloads, half, "fingerprint").get(PARTS)
-    if not _are_numbers(parts, (len(names), dim)):
-        raise side.refusal("parts of a sketch")
-    assert parts is not None
-    return dict(zip(names, parts.numpy(), strict=True))
-
-
-def sketch_of(
-    names: Iterable[str], below: Mapping[str, np.ndarray], above: Params, options: FingerprintOptions
-) -> np.ndarray:
-    """The sketch of the tensors of these names, in a whole model's order: of the client's parts and our tensors."""
-    try:
-        parts = {**below, **parts_of(above, options)}
-        return combine_parts(parts[name] for name in names)
-    except DataError as error:
-        raise ProtocolError(str(error)) from None
-
-
 def _are_numbers(numbers: Tensor | None, shape: tuple[int, int]) -> bool:
     if numbers is None or numbers.dtype is not torch.float64 or numbers.shape != shape:
         return False
     return bool(numbers.isfinite().all())
-
-
-class WarmingHalf(ServerHalf):
-    """Both halves' adapters above the cut, trained as in a round, in one row."""
-
-    def __init__(self, job: Job, site: Site) -> None:
-        options: FingerprintOptions = job.options
-        self.side, self._options = CutMessages(job, site), options
-        self._halves = tuple(TrainingHalf(half_job(job, half), site, index=half) for half in (0, 1))
-        self.places = self._halves[0].places
-        # As a member of a pack holds them, whose order decides on the sketch's last bits.
-        self._names = sorted(key for key in job.params if key.endswith(LORA_B))
-        self._below = [name for name in self._names if name in self.side.below.params]
-        self._looked, self._agreed = 0, False
-
-    def read(self, what: str, done: int, payloads: Payloads) -> ParsedRequest:
-        """The requests of both halves as one, or that for a look at their agreement."""
-        self.side.done = max(half.side.done for half in self._halves)
-        both = all(half.steps for half in self._halves)
-        if both and is_agreement_check(self.side.done, self._options) and self._looked != self.side.done:
-            self.side.expect(what, done, "agree")
-            self._look(payloads)
-            return ParsedRequest(half=self, what=what, entries=(), alone=True)
-        requests = [half.read(what, done, payloads) for half in self._halves if half.steps]
-        return ParsedRequest(half=self, what=what, entries=tuple(chain.from_iterable(one.entries for one in requests)))
-
-    def _look(self, payloads: Payloads) -> None:
-        for half in self._halves:
-            half.step(payloads)
-        first, second = (self._sketch(index, half.params, payloads) for index, half in enumerate(self._halves))
-        self._looked, self._agreed = self.side.done, float(np.dot(first, second)) >= self._options.reliability
-        if self._agreed:
-            for half in self._halves:
-                half.stop()
-
-    def _sketch(self, index: int, params: Params, payloads: Payloads) -> np.ndarray:
-        below = parts_below(self.side, payloads, index, self._below, dim=self._options.sketch_dim)
-        return sketch_of(self._names, below, lora_b(params), self._options)
-
-    def answer(self, question: ParsedRequest, outputs: Sequence[ServerOutput]) -> dict[str, bytes]:
-        """The answers of both halves, or whether they agree."""
-        if question.what == "agree":
-            return self.side.count_sent(encode_tensors(agreement_message(self._agreed)), "control")
-        active, answer = [half for half in self._halves if half.steps], dict[str, bytes]()
-        for half, entry, read in zip(active, question.entries, outputs, strict=True):
-            answer |= half.answer(ParsedRequest(half=half, what=question.what, entries=(entry,)), (read,))
-        return answer
-
-    def end(self, payloads: Payloads) -> Update:
-        """The mean of both halves' models above the cut, and both sketches."""
-        first, second = (half.end(payloads) for half in self._halves)
-        sketches = [self._sketch(index, update.params, payloads) for index, update in enumerate((first, second))]
-        for half in self._halves:
-            self.side.crossed.update(half.side.crossed)
-        losses = [update.metrics.get("loss", math.nan) for update in (first, second)]
-        update = fingerprint_update(
-            self.side.job,
-            sketches,
-            mean(first.params, second.params),
-            steps=max(half.side.done for half in self._halves),
-            loss=sum(losses) / 2,
-            crossed={},
-        )
-        return metrics_of_side(update, self.side)
-
-
-def fingerprint_half(job: Job, site: Site) -> ServerHalf:
-    """The server's half of a cut client's fingerprint, of whatever kind."""
-    return WarmingHalf(job, site) if job.options.kind == "delta" else gradients_half(job, site)

@@ -158,7 +158,7 @@ def _server_output(
 
 
 Payloads: TypeAlias = Mapping[str, bytes]
-"""Messages through a cut by `PLACE/KIND`: which of a job's models, and what of it."""
+"""Messages through a cut by `PLACE/KIND`; the place is 1 of a sketch of the second half, else 0."""
 
 
 class CutMessages:
@@ -191,7 +191,7 @@ class CutMessages:
                 " install the same atlas-fl on both ends"
             )
 
-    def decode(self, payloads: Payloads, index: int, kind: Kind) -> dict[str, Tensor]:
+    def decode(self, payloads: Payloads, kind: Kind, *, index: int = 0) -> dict[str, Tensor]:
         """The tensors of one message, counted."""
         message = payloads.get(f"{index}/{kind}")
         if message is None:
@@ -199,19 +199,19 @@ class CutMessages:
         self.crossed[kind, "up"] += len(message)
         return read_message(message)
 
-    def rows_down(self, rows: Tensor, kind: Kind, *, index: int = 0) -> dict[str, bytes]:
+    def rows_down(self, rows: Tensor, kind: Kind) -> dict[str, bytes]:
         """An answer with these rows, counted."""
-        return self.count_sent(encode_rows(rows, wire=self.cut.wire), kind, index=index)
+        return self.count_sent(encode_rows(rows, wire=self.cut.wire), kind)
 
-    def count_sent(self, message: bytes, kind: Kind, *, index: int = 0) -> dict[str, bytes]:
+    def count_sent(self, message: bytes, kind: Kind) -> dict[str, bytes]:
         """An answer with this message, counted."""
         self.crossed[kind, "down"] += len(message)
-        return {f"{index}/{kind}": message}
+        return {f"0/{kind}": message}
 
-    def entry(self, payloads: Payloads, index: int, params: Params, dropout: Dropout, *, wants: bool) -> ServerInput:
+    def entry(self, payloads: Payloads, params: Params, dropout: Dropout, *, wants: bool) -> ServerInput:
         """The rows of one model, with labels where the head is here; a leaf where their gradient is wanted."""
         task, device = self.site.data[self.job.client].task, self.site.backbone.device
-        opened = self.decode(payloads, index, "activation")
+        opened = self.decode(payloads, "activation")
         rows, lengths, positions = opened.get(ROWS), opened.get("lengths"), opened.get("places")
         if rows is None or rows.shape[1] != self.site.backbone.hidden or not self._are_lengths(lengths, rows):
             raise self.refusal("rows")
@@ -222,7 +222,7 @@ class CutMessages:
             raise self.refusal("places")
         labels = None
         if self.cut.head == "server":
-            labels = self.decode(payloads, index, "label").get("labels")
+            labels = self.decode(payloads, "label").get("labels")
             if not self._are_labels(labels, len(lengths) if positions is None else len(positions)):
                 raise self.refusal("labels")
         return ServerInput(
@@ -235,9 +235,9 @@ class CutMessages:
             labels=None if labels is None else labels.to(device),
         )
 
-    def with_upper(self, entry: ServerInput, payloads: Payloads, *, index: int = 0) -> ServerInput:
+    def with_upper(self, entry: ServerInput, payloads: Payloads) -> ServerInput:
         """The entry with the gradient of its features, which has come from the client."""
-        rows = self.decode(payloads, index, "gradient").get(ROWS)
+        rows = self.decode(payloads, "gradient").get(ROWS)
         if rows is None or rows.shape != (entry.reads, entry.rows.shape[1]):
             raise self.refusal("a gradient")
         return replace(entry, upper=rows.to(entry.rows.device, copy=True))
@@ -317,14 +317,9 @@ class ParsedRequest:
 
     half: "ServerHalf"
     what: str
-    entries: tuple[ServerInput, ...]
+    entry: ServerInput
     alone: bool = False
     """Answered by its half itself: gradients of what clients share cannot be told apart in a pack."""
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of all its rows."""
-        return sum(len(entry.rows) for entry in self.entries)
 
 
 class ServerHalf(Protocol):
@@ -349,8 +344,8 @@ class ServerHalf(Protocol):
         """Parse a message into a request; raise `ProtocolError` where no such may come now."""
         ...
 
-    def answer(self, question: ParsedRequest, outputs: Sequence[ServerOutput]) -> dict[str, bytes]:
-        """The answer to a request, from the outputs of its entries."""
+    def answer(self, question: ParsedRequest, output: ServerOutput | None) -> dict[str, bytes]:
+        """The answer to a request, from the output of its entry; None where it goes `alone`."""
         ...
 
     def last(self, payloads: Payloads) -> None:  # noqa: ARG002 - there is no last step
@@ -421,29 +416,25 @@ def answer_all(questions: Sequence[ParsedRequest], site: Site) -> list[dict[str,
 
     Those with a gradient are one pass, the others another, as far as `site.max_tokens` reach; some go `alone`.
     """
-    answers = {k: one.half.answer(one, ()) for k, one in enumerate(questions) if one.alone}
+    answers = {k: one.half.answer(one, None) for k, one in enumerate(questions) if one.alone}
     for backward in (True, False):
         sizes = [
-            (k, one.tokens)
+            (k, len(one.entry.rows))
             for k, one in enumerate(questions)
             if not one.alone and (one.what in ("loss", "gradient")) is backward
         ]
         for group in greedy_packs(sizes, site.max_tokens):
-            outputs = iter(forward_batch([e for k in group for e in questions[k].entries], site, backward=backward))
-            for k in group:
-                own_outputs = [next(outputs) for _ in questions[k].entries]
-                answers[k] = questions[k].half.answer(questions[k], own_outputs)
+            outputs = forward_batch([questions[k].entry for k in group], site, backward=backward)
+            for k, output in zip(group, outputs, strict=True):
+                answers[k] = questions[k].half.answer(questions[k], output)
     return [answers[k] for k in range(len(questions))]
 
 
 class TrainingHalf(ServerHalf):
-    """Trains the blocks above the cut, with an optimizer of their own, in step with the client's.
+    """Trains the blocks above the cut, with an optimizer of their own, in step with the client's."""
 
-    `index` is the model's among those of its job, as its messages have it.
-    """
-
-    def __init__(self, job: Job, site: Site, *, together: SharedAdapterGroup | None = None, index: int = 0) -> None:
-        self.side, self.together, self._index = CutMessages(job, site), together, index
+    def __init__(self, job: Job, site: Site, *, together: SharedAdapterGroup | None = None) -> None:
+        self.side, self.together = CutMessages(job, site), together
         self.places = tuple(client_side_indices(site.backbone, job.params, job.options, self.side.cut))
         self._member = server_side_trainer(job, site) if together is None else together.members[job.client]
         self._waiting: ServerInput | None = None
@@ -454,13 +445,13 @@ class TrainingHalf(ServerHalf):
         self.close(what, done, payloads)
         assert self.is_ready(), "who shares adapters is read when all have stepped"
         if self._waiting is not None:
-            entry, self._waiting = self.side.with_upper(self._waiting, payloads, index=self._index), None
+            entry, self._waiting = self.side.with_upper(self._waiting, payloads), None
         else:
             if done >= self._member.steps:
                 raise ProtocolError(f"{self.side.job.client} goes on after its {self._member.steps} steps")
             dropout = self._member.dropout(done)
-            entry = self.side.entry(payloads, self._index, self._member.params, dropout, wants=bool(self.places))
-        return ParsedRequest(half=self, what=what, entries=(entry,))
+            entry = self.side.entry(payloads, self._member.params, dropout, wants=bool(self.places))
+        return ParsedRequest(half=self, what=what, entry=entry)
 
     def close(self, what: str, done: int, payloads: Payloads) -> None:
         """Step, or tell the others that it can, before the next question."""
@@ -472,22 +463,23 @@ class TrainingHalf(ServerHalf):
         """Return whether the adapters have taken as many steps as this client."""
         return self._waiting is not None or self.together is None or self.together.done == self.side.done
 
-    def answer(self, question: ParsedRequest, outputs: Sequence[ServerOutput]) -> dict[str, bytes]:
+    def answer(self, question: ParsedRequest, output: ServerOutput | None) -> dict[str, bytes]:
         """Features, or the gradient of the rows with the norms of this half's gradients."""
-        ((entry,), (output,)) = question.entries, outputs
+        entry = question.entry
+        assert output is not None, "a pass goes before"
         side = self.side
         if question.what == "features":
             self._waiting = entry
-            return side.rows_down(output.features, "activation", index=self._index)
+            return side.rows_down(output.features, "activation")
         if output.loss is not None:
             self._member.losses.append(output.loss.detach())
         side.done += 1
         self._open = entry.reads
         answer: dict[str, bytes] = {}
         if entry.rows.grad is not None:
-            answer |= side.rows_down(entry.rows.grad, "gradient", index=self._index)
+            answer |= side.rows_down(entry.rows.grad, "gradient")
         if self._member.options.clip > 0:
-            answer |= side.count_sent(encode_tensors({NORMS: self._member.norms()}), "control", index=self._index)
+            answer |= side.count_sent(encode_tensors({NORMS: self._member.norms()}), "control")
         return answer
 
     def step(self, payloads: Payloads) -> None:
@@ -496,7 +488,7 @@ class TrainingHalf(ServerHalf):
             return
         norms, count, self._open = None, self._open, 0
         if self._member.options.clip > 0:
-            others = self.side.decode(payloads, self._index, "control").get(NORMS)
+            others = self.side.decode(payloads, "control").get(NORMS)
             if others is None or others.dtype is not torch.float32 or others.shape != (len(self.places),):
                 raise self.side.refusal("norms")
             norms = merge_norms(others.to(self._member.norms()), self._member.norms(), self.places)
@@ -513,20 +505,6 @@ class TrainingHalf(ServerHalf):
                 f"{side.job.client} ends after {side.done} of {member.steps} steps; install our version"
             )
         self.step(payloads)
-
-    @property
-    def steps(self) -> int:
-        """Number of all its steps."""
-        return self._member.steps
-
-    @property
-    def params(self) -> Params:
-        """The model above the cut as it is now."""
-        return self._member.params
-
-    def stop(self) -> None:
-        """End the training here."""
-        self._member.steps = self.side.done
 
     def end(self, payloads: Payloads) -> Update:
         """The trained upper part."""
@@ -554,13 +532,14 @@ class EvaluationHalf(ServerHalf):
     def read(self, what: str, done: int, payloads: Payloads) -> ParsedRequest:
         """Rows of some examples, each of which comes once."""
         self.close(what, done, payloads)
-        entry = self.side.entry(payloads, 0, self._params, NO_DROPOUT, wants=False)
+        entry = self.side.entry(payloads, self._params, NO_DROPOUT, wants=False)
         self._scored += len(entry.lengths)
-        return ParsedRequest(half=self, what=what, entries=(entry,))
+        return ParsedRequest(half=self, what=what, entry=entry)
 
-    def answer(self, question: ParsedRequest, outputs: Sequence[ServerOutput]) -> dict[str, bytes]:
+    def answer(self, question: ParsedRequest, output: ServerOutput | None) -> dict[str, bytes]:
         """Features, or nothing where the scores are here."""
-        ((entry,), (output,)) = question.entries, outputs
+        entry = question.entry
+        assert output is not None, "a pass goes before"
         self.side.done += 1
         if output.logits is None or entry.labels is None:
             return self.side.rows_down(output.features, "activation")

@@ -63,28 +63,22 @@ def clean(data: TaskData) -> TaskData:
     return TaskData(train=without(deduplicate(data.train), validation, test), validation=validation, test=test)
 
 
-def why_fewer(given: Mapping[str, Examples]) -> tuple[str, str] | None:
-    """Cause and remedy of rows that cleaning took of these splits, in words; None where it took repetitions at most."""
-    causes, remedies = list[str](), list[str]()
+def why_fewer(given: Mapping[str, Examples]) -> tuple[str, ...]:
+    """Causes by which cleaning took rows of these splits, in words; none where it took repetitions at most."""
+    causes = []
     for split, rows in given.items():
-        if positions := _contradictions(rows):
+        labels: dict[str, set[float]] = {}
+        for key, label in zip(keys(rows), rows.label.tolist(), strict=True):
+            labels.setdefault(key, set()).add(label)
+        if positions := [position for position, key in enumerate(keys(rows)) if len(labels[key]) > 1]:
             of_split = "" if split == "all" else f"{split} "
-            what = "images that have another label too" if isinstance(rows, Images) else "texts that have another label"
-            causes.append(f"{len(positions)} of {len(rows)} {of_split}rows are {what}{_such_as(rows, positions[0])}")
-            remedies.append("give equal rows one label, or remove them")
+            causes.append(
+                f"{len(positions)} of {len(rows)} {of_split}rows have another label too{_such_as(rows, positions[0])}"
+            )
     for left, right, positions in _shared_rows(given):
         rows = given[left]
         causes.append(f"{len(positions)} of {len(rows)} {left} rows are in {right} too{_such_as(rows, positions[0])}")
-        remedies.append("give each split rows of its own")
-    return (", and ".join(causes), ", and ".join(dict.fromkeys(remedies))) if causes else None
-
-
-def _contradictions(rows: Examples) -> list[int]:
-    """Positions of the rows whose key has two labels."""
-    labels: dict[str, set[float]] = {}
-    for key, label in zip(row_keys := list(keys(rows)), rows.label.tolist(), strict=True):
-        labels.setdefault(key, set()).add(label)
-    return [position for position, key in enumerate(row_keys) if len(labels[key]) > 1]
+    return tuple(causes)
 
 
 def _shared_rows(given: Mapping[Any, Examples]) -> Iterator[tuple[Any, Any, list[int]]]:
@@ -153,35 +147,6 @@ def stratified_order(labels: Labels, rng: np.random.Generator) -> Labels:
     return np.argsort(rank, kind="stable")
 
 
-def split_rows(
-    rows: Examples,
-    *,
-    name: str,
-    labelled: bool = True,
-    label_names: Sequence[str] = (),
-    validation_share: float | None = None,
-) -> TaskData:
-    """Disjoint splits in the proportions 200 : 100 : 130 of these rows without their duplicates.
-
-    They depend on the rows and the name alone. `validation_share` is that of what is left when the test is taken. A
-    `DataError` says when there are too few rows, or classes of labelled ones, or one of `label_names` without training
-    rows.
-    """
-    given = {"all": rows}
-    rows = deduplicate(rows)
-    order = stratified_order(rows.label, generator(SEED, "split", name))
-    total = TRAIN + VALIDATION + TEST
-    num_validation, num_test = len(rows) * VALIDATION // total, len(rows) * TEST // total
-    if validation_share is not None:
-        num_validation = _share_of(len(rows) - num_test, validation_share, name=name)
-    data = TaskData(
-        train=rows.take(order[num_validation + num_test :]),
-        validation=rows.take(order[num_test : num_validation + num_test]),
-        test=rows.take(order[:num_test]),
-    )
-    return check_splits(data, name=name, labelled=labelled, label_names=label_names, given=given)
-
-
 def arrange(
     splits: Mapping[str, Examples],
     *,
@@ -195,58 +160,68 @@ def arrange(
     With labelled train, validation and test: these. Without test: its validation is the test, as published results
     on GLUE are, and validation is a fifth of train (at most 2,000 rows), or `validation_share` of it. With train alone:
     both are taken from it. Rows of no split (`all`) are cut by `split_rows`.
+
+    A `DataError` says what nobody could learn from: an empty split, labelled training rows of one class only, or one of
+    `label_names` that is held out alone; it says what cleaning took, too.
     """
     if "all" in splits:
-        return split_rows(
-            splits["all"],
-            name=name,
-            labelled=labelled,
-            label_names=label_names,
-            validation_share=validation_share,
-        )
+        data = split_rows(splits["all"], name=name, validation_share=validation_share)
+    else:
+        data = _complete(splits, name=name, validation_share=validation_share)
+    sizes = {split: len(rows) for split, rows in data.splits.items()}
+    if empty := [split for split, size in sizes.items() if size == 0]:
+        what = f"task {name!r} has no {' and no '.join(empty)} rows ({sum(sizes.values())} distinct rows in all)"
+        raise _mistake(what, splits, remedy="give it more rows, five at the least")
+    if labelled and len(np.unique(data.train.label)) < 2:
+        what = f"all {sizes['train']} training rows of task {name!r} have one label"
+        raise _mistake(what, splits, remedy="give it rows of a second")
+    held_out = {"validation": data.validation, "test": data.test}
+    for split, rows in held_out.items() if label_names else ():
+        for label in np.setdiff1d(rows.label, data.train.label).tolist():
+            count = int((rows.label == label).sum())
+            what = f"class {label_names[label]!r} of task {name!r} has {count} {split} rows and no training row"
+            raise _mistake(what, splits, remedy="give it train rows, three at the least, or remove it everywhere")
+    return replace(data, left_out=sum(map(len, splits.values())) - sum(sizes.values()))
+
+
+def split_rows(rows: Examples, *, name: str, validation_share: float | None = None) -> TaskData:
+    """Disjoint splits in the proportions 200 : 100 : 130 of these rows without their duplicates.
+
+    They depend on the rows and the name alone. `validation_share` is that of what is left when the test is taken.
+    """
+    rows = deduplicate(rows)
+    order = stratified_order(rows.label, generator(SEED, "split", name))
+    total = TRAIN + VALIDATION + TEST
+    num_validation, num_test = len(rows) * VALIDATION // total, len(rows) * TEST // total
+    if validation_share is not None:
+        num_validation = _share_of(len(rows) - num_test, validation_share, name=name)
+    return TaskData(
+        train=rows.take(order[num_validation + num_test :]),
+        validation=rows.take(order[num_test : num_validation + num_test]),
+        test=rows.take(order[:num_test]),
+    )
+
+
+def _complete(splits: Mapping[str, Examples], *, name: str, validation_share: float | None) -> TaskData:
+    """The given splits, cleaned, and those that are taken from train."""
     train = deduplicate(splits["train"])
     given = [splits[split] for split in ("test", "validation") if split in splits and len(splits[split])]
     for part in range(2 - len(given)):
         num_rows = min(int(len(train) * CARVED_SHARE), MOST_CARVED)
         if len(given) == 1 and validation_share is not None:
             num_rows = _share_of(len(train), validation_share, name=name)
-        carved, train = _carve(train, num_rows, name=f"{name}/{part}")
-        given.append(carved)
-    data = clean(TaskData(train=train, validation=given[1], test=given[0]))
-    return check_splits(data, name=name, labelled=labelled, label_names=label_names, given=splits)
-
-
-def check_splits(
-    data: TaskData, *, name: str, labelled: bool, label_names: Sequence[str], given: Mapping[str, Examples]
-) -> TaskData:
-    """The same data with the number of rows that are left out; a `DataError` says what nobody could learn from.
-
-    That is an empty split, labelled training rows of one class only, or one of `label_names` that is held out alone; it
-    says what of `given` cleaning took, too.
-    """
-    sizes = {split: len(rows) for split, rows in data.splits.items()}
-    if empty := [split for split, size in sizes.items() if size == 0]:
-        what = f"task {name!r} has no {' and no '.join(empty)} rows ({sum(sizes.values())} distinct rows in all)"
-        raise _mistake(what, given, remedy="give it more rows, five at the least")
-    if labelled and len(np.unique(data.train.label)) < 2:
-        what = f"all {sizes['train']} training rows of task {name!r} have one label"
-        raise _mistake(what, given, remedy="give it rows of a second")
-    for split, rows in (("validation", data.validation), ("test", data.test)):
-        for label in np.setdiff1d(rows.label, data.train.label)[: len(label_names)].tolist():
-            count = int((rows.label == label).sum())
-            what = f"class {label_names[label]!r} of task {name!r} has {count} {split} rows and no training row"
-            taken = "train" not in given or label in given["train"].label
-            remedy = "add rows of it, three at the least, or remove them"
-            if "train" in given:
-                remedy = "give train rows of it, or remove it from the other splits"
-            raise _mistake(what, given if taken else {}, remedy=remedy)
-    return replace(data, left_out=sum(map(len, given.values())) - sum(sizes.values()))
+        order = stratified_order(train.label, generator(SEED, "carve", f"{name}/{part}"))
+        given.append(train.take(order[:num_rows]))
+        train = train.take(order[num_rows:])
+    return clean(TaskData(train=train, validation=given[1], test=given[0]))
 
 
 def _mistake(what: str, given: Mapping[str, Examples], *, remedy: str) -> DataError:
-    """The error with what cleaning took of these splits and how to mend that, where it took any."""
-    why = why_fewer(given)
-    return DataError(f"{what}; {remedy}" if why is None else f"{what}: {why[0]}; {why[1]}")
+    """The error with what cleaning took of these splits, where it took any."""
+    causes = why_fewer(given)
+    if not causes:
+        return DataError(f"{what}; {remedy}")
+    return DataError(f"{what}: {', and '.join(causes)}; give equal rows one label, and each split rows of its own")
 
 
 def _share_of(count: int, share: float, *, name: str) -> int:
@@ -256,8 +231,3 @@ def _share_of(count: int, share: float, *, name: str) -> int:
             " rows"
         )
     return share_count
-
-
-def _carve(rows: Kind, num_rows: int, *, name: str) -> tuple[Kind, Kind]:
-    order = stratified_order(rows.label, generator(SEED, "carve", name))
-    return rows.take(order[:num_rows]), rows.take(order[num_rows:])

@@ -24,7 +24,6 @@ BY_CLASSES = "classes"
 """The partition in which every client has rows of exactly so many classes (`partition.assign_classes`)."""
 OWN, BALANCED = "own", "balanced"
 """Mixes of test rows: the client's own, and equal numbers of every class."""
-Mix: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 Sizes: TypeAlias = Mapping[Split, int | None]
 """Rows of a client by split; None deals a split out whole."""
 _FLAGS: dict[Split, str] = {
@@ -116,14 +115,14 @@ def majority(rows: Examples) -> float | None:
 
 
 def left_out_notes(clients: Sequence[ClientData]) -> tuple[str, ...]:
-    """A line for each task of which files were skipped, and for each of which rows were left out by cleaning."""
+    """A line for each task of which files were left out, and for each of which rows were left out by cleaning."""
     lines = []
     for name, members in _by_task(clients).items():
         files = next((client.unread for client in members if client.unread), ())
         count = max(client.left_out for client in members)
         if files:
             lines.append(
-                f"{name}: {len(files):,} files are left out, since they cannot be read or have the name of no split:"
+                f"{name}: {len(files):,} files are left out, whose names are of no split:"
                 f" {', '.join(files[:MOST_NAMED])}{', ..' if len(files) > MOST_NAMED else ''}"
             )
         if count:
@@ -173,7 +172,11 @@ def make_clients(  # noqa: PLR0913 - one name for each setting of the data
     for task in tasks:
         data = load_task(task, source)
         _check_room(task, data, clients_per_task, sizes, client_sizes=client_sizes)
-        parts = deal_rows(task, data, clients_per_task, sizes, seed=seed, test_mix=test_mix)
+        own_mix: Sizes = {split: size for split, size in sizes.items() if split != "test" or test_mix == OWN}
+        parts = deal_rows(task, data, clients_per_task, own_mix, seed=seed)
+        if test_mix != OWN:
+            each = _sizes(sizes["test"], len(data.test), clients_per_task)
+            parts["test"] = _deal_test(task, data, each, test_mix, rng=generator(seed, "deal", task.name, "test"))
         clients += [
             ClientData(
                 name=f"{task.name}-{number}",
@@ -200,7 +203,6 @@ def _deal_by_partition(
     alpha: float,
     seed: Seed,
     client_sizes: Sequence[int],
-    test_mix: str,
 ) -> dict[Split, list[Labels]]:
     edges = None if task.has_classes else bin_edges(data.train.label)
     classes = {split: strata(rows.label, edges=edges) for split, rows in data.splits.items()}
@@ -213,28 +215,28 @@ def _deal_by_partition(
         train_sizes = np.resize(np.asarray(client_sizes, np.int64), num_clients)
     elif sizes["train"] is None:
         train_sizes = train_sizes + _spread(len(data.train) - int(train_sizes.sum()), num_clients)
-    rngs = {split: generator(seed, "deal", task.name, split) for split in sizes}
-    try:
-        train = deal(classes["train"], mixes, train_sizes, rng=rngs["train"], two_classes=task.has_classes)
-    except DataError as error:
-        raise DataError(f"task {task.name!r}: {error}") from error
-    # Where a class ran out, the held-out rows follow what the client got and not what it was meant to get.
-    mixes = actual_mixes(classes["train"], train, mixes)
-    dealt: dict[Split, list[Labels]] = {"train": train}
-    held_out: tuple[Split, Split] = ("validation", "test")
-    for split in held_out:
-        each = _sizes(sizes[split], len(classes[split]), num_clients)
-        if split == "test" and test_mix != OWN:
-            dealt[split] = _deal_test(classes[split], each, prior, test_mix, rng=rngs[split])
-        else:
-            dealt[split] = deal(classes[split], mixes, each, rng=rngs[split])
+    dealt: dict[Split, list[Labels]] = {}
+    for split, size in sizes.items():
+        each = train_sizes if split == "train" else _sizes(size, len(classes[split]), num_clients)
+        rng = generator(seed, "deal", task.name, split)
+        try:
+            dealt[split] = deal(classes[split], mixes, each, rng=rng, two_classes=task.has_classes and split == "train")
+        except DataError as error:
+            raise DataError(f"task {task.name!r}: {error}") from error
+        if split == "train":
+            # Where a class ran out, the held-out rows follow what the client got and not what it was meant to get.
+            mixes = actual_mixes(classes["train"], dealt["train"], mixes)
     return dealt
 
 
-def _deal_test(classes: Labels, sizes: Labels, prior: Mix, test_mix: str, *, rng: np.random.Generator) -> list[Labels]:
+def _deal_test(task: Task, data: TaskData, sizes: Labels, test_mix: str, *, rng: np.random.Generator) -> list[Labels]:
     """The test rows of every client in a mix that is not its own."""
+    edges = None if task.has_classes else bin_edges(data.train.label)
+    num_classes = task.num_labels if edges is None else len(edges) + 1
+    prior = np.bincount(strata(data.train.label, edges=edges), minlength=num_classes) / len(data.train)
+    classes = strata(data.test.label, edges=edges)
     if test_mix == BALANCED:
-        return deal_balanced(classes, sizes, num_classes=len(prior), rng=rng)
+        return deal_balanced(classes, sizes, num_classes=num_classes, rng=rng)
     return deal(classes, np.tile(prior, (len(sizes), 1)), sizes, rng=rng)
 
 
@@ -256,7 +258,6 @@ def _deal_by_classes(
     *,
     classes_per_client: int | None,
     seed: Seed,
-    test_mix: str,
 ) -> dict[Split, list[Labels]]:
     assert classes_per_client is not None, "who takes this partition says how many classes"
     if not task.has_classes:
@@ -265,10 +266,6 @@ def _deal_by_classes(
     parts: dict[Split, list[Labels]] = {}
     for split, size in sizes.items():
         rng, labels = generator(seed, "deal", task.name, split), data.splits[split].label
-        if split == "test" and test_mix != OWN:
-            prior = np.bincount(data.train.label, minlength=task.num_labels) / len(data.train)
-            parts[split] = _deal_test(labels, _sizes(size, len(labels), num_clients), prior, test_mix, rng=rng)
-            continue
         try:
             parts[split] = deal_classes(labels, has_class, size=size, rng=rng)
         except DataError as error:
@@ -279,26 +276,15 @@ def _deal_by_classes(
 def _check_room(
     task: Task, data: TaskData, num_clients: int, sizes: Sizes, *, client_sizes: Sequence[int] = ()
 ) -> None:
-    if client_sizes:
-        needed_rows = int(np.resize(np.asarray(client_sizes, np.int64), num_clients).sum())
-        if needed_rows > len(data.train):
+    for split, rows in data.splits.items():
+        size = sizes[split] or _LEAST[split]
+        needed, flag = num_clients * size, _FLAGS[split]
+        if split == "train" and client_sizes:
+            needed, flag = int(np.resize(np.asarray(client_sizes, np.int64), num_clients).sum()), "--client-sizes"
+        if needed > len(rows):
             raise DataError(
-                f"task {task.name!r} has {len(data.train)} train rows and --client-sizes say {needed_rows} together;"
-                " lower them, or --clients-per-task"
-            )
-        sizes = {**sizes, "train": needed_rows // num_clients}
-    have = {split: len(rows) for split, rows in data.splits.items()}
-    needed = {split: _LEAST[split] if size is None else size for split, size in sizes.items()}
-    for split, size in needed.items():
-        if num_clients * size > have[split]:
-            possible = min(have[other] // needed[other] for other in sizes)
-            remedy = f"lower --clients-per-task to {possible}" if possible else "add rows"
-            if sizes[split] is not None and have[split] // num_clients >= _LEAST[split]:
-                remedy = f"{remedy} or" if possible else "lower"
-                remedy = f"{remedy} {_FLAGS[split]} to {have[split] // num_clients}"
-            raise DataError(
-                f"task {task.name!r} has {have[split]} {split} rows and {num_clients} clients of {size} need "
-                f"{num_clients * size}; {remedy}"
+                f"task {task.name!r} has {len(rows)} {split} rows and {num_clients} clients need {needed} ({flag});"
+                f" lower --clients-per-task{'' if sizes[split] is None else f' or {flag}'}, or add rows"
             )
 
 
@@ -335,18 +321,6 @@ def shard_notes(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     with_classes = [row for row in rows if "distance" in row]
     tasks = group_by(with_classes, lambda row: str(row["task"]))
     return tuple(_note(task, task_rows) for task, task_rows in tasks.items())
-
-
-def balance_notes(clients: Sequence[ClientData], test_mix: str) -> tuple[str, ...]:
-    """A line for each task of how many test examples of each class a client has, where these are balanced."""
-    if test_mix != BALANCED:
-        return ()
-    lines = []
-    for name, members in _by_task(clients).items():
-        counts = np.stack([np.bincount(one.test.label, minlength=one.task.num_labels) for one in members])
-        each = (f"{word} {_span(column.tolist())}" for word, column in zip(members[0].task.label_names, counts.T))
-        lines.append(f"{name}: balanced test examples of a client by class: {', '.join(each)}")
-    return tuple(lines)
 
 
 def _note(task: str, rows: Sequence[Mapping[str, Any]]) -> str:

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from atlas_fl.data.cache import DATA_CACHE
-from atlas_fl.data.cleaning import SEED, deduplicate, split_rows
+from atlas_fl.data.cleaning import SEED, arrange, deduplicate
 from atlas_fl.data.task import Rows, Source, Task, TaskData
 from atlas_fl.errors import DataError
 from atlas_fl.rng import generator
@@ -113,10 +112,6 @@ def read_ratings(path: Path, *, least: float) -> Rows:
 
 def read_all_ratings(path: Path) -> Rows:
     """Sentences with their mean ratings, float64, as labels."""
-    return DATA_CACHE.get((read_all_ratings, path), files=(path,), read=lambda: _parse_ratings(path))
-
-
-def _parse_ratings(path: Path) -> Rows:
     text, rating = [], []
     for number, line in enumerate(_lines(path)[1:], start=2):
         cells = line.split("\t")
@@ -129,10 +124,6 @@ def _parse_ratings(path: Path) -> Rows:
 
 def read_questions(path: Path) -> tuple[Rows, tuple[str, ...]]:
     """The distinct TREC questions with their coarse type as label, and the fine type of each."""
-    return DATA_CACHE.get((read_questions, path), files=(path,), read=lambda: _parse_questions(path))
-
-
-def _parse_questions(path: Path) -> tuple[Rows, tuple[str, ...]]:
     cells = [line.partition(" ") for line in _lines(path)]
     fines = sorted({fine for fine, _, _ in cells})
     text = tuple(question for _, _, question in cells)
@@ -161,14 +152,14 @@ def load_ratings(source: Source, *, name: str, file: str, least: float | None) -
     """The splits of a sentiment task; without `least`, those of the mean ratings themselves, float32, from -4 to 4."""
     path = _hutto(source, file)
     if least is not None:
-        return split_rows(read_ratings(path, least=least), name=name)
+        return arrange({"all": read_ratings(path, least=least)}, name=name)
     rows = read_all_ratings(path)
-    return split_rows(replace(rows, label=rows.label.astype(np.float32)), name=name, labelled=False)
+    return arrange({"all": replace(rows, label=rows.label.astype(np.float32))}, name=name, labelled=False)
 
 
 def load_trec(source: Source) -> TaskData:
     """The splits of the questions with their six coarse answer types."""
-    return split_rows(read_questions(_question_files(source)[0])[0], name="trec")
+    return arrange({"all": read_questions(_question_files(source)[0])[0]}, name="trec")
 
 
 def load_pairs(source: Source) -> TaskData:
@@ -177,18 +168,18 @@ def load_pairs(source: Source) -> TaskData:
     questions, types = read_questions(labels)
     meaning = read_descriptions(definitions)
     descriptions = [_description(fine, meaning) for fine in types]
-    return split_rows(answer_types(questions.text, descriptions, generator(SEED, "make", "pairs")), name="pairs")
+    return arrange({"all": answer_types(questions.text, descriptions, generator(SEED, "make", "pairs"))}, name="pairs")
 
 
 def load_scramble(source: Source) -> TaskData:
     """The splits of sentences and of sentences with five words in another order."""
     sentences = _unique(read_ratings(_hutto(source, EDITORIALS), least=0))
-    return split_rows(scramble(sentences, generator(SEED, "make", "scramble")), name="scramble")
+    return arrange({"all": scramble(sentences, generator(SEED, "make", "scramble"))}, name="scramble")
 
 
 def load_sms(source: Source) -> TaskData:
     """The splits of the text messages."""
-    return split_rows(read_sms(_sms_file(source)), name="sms")
+    return arrange({"all": read_sms(_sms_file(source))}, name="sms")
 
 
 def _lines(path: Path) -> list[str]:

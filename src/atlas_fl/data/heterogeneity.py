@@ -8,7 +8,7 @@ order is `merge_sources`, `shift_concepts`, `flip_classes`, and as a reference `
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -36,20 +36,15 @@ def check_heterogeneity(
     """Raise `ConfigError` unless the tasks have the labels that these settings need. No data is read."""
     if one_task:
         common_task(tasks)
-    for task in tasks:
-        if rating_cuts and not task.is_regression:
-            raise ConfigError(
-                f"--rating-cuts turns values into classes, and task {task.name!r} has none; take movie_ratings or"
-                " another task of numbers"
-            )
-        if flipped_clients and not rating_cuts and not task.has_classes:
-            raise ConfigError(
-                f"--flipped-clients reverses classes, and task {task.name!r} has none; take a task with classes"
-            )
-        if test_mix == BALANCED and not task.has_classes:
-            raise ConfigError(
-                f"--test-mix balanced counts classes, and task {task.name!r} has none of its own; take --test-mix task"
-            )
+    needs: tuple[tuple[str, bool, Callable[[Task], bool], str], ...] = (
+        ("--rating-cuts", bool(rating_cuts), lambda task: task.is_regression, "values, such as movie_ratings"),
+        ("--flipped-clients", bool(flipped_clients) and not rating_cuts, lambda task: task.has_classes, "classes"),
+        ("--test-mix balanced", test_mix == BALANCED, lambda task: task.has_classes, "classes of its own"),
+    )
+    for flag, is_set, fits, labels in needs:
+        for task in tasks if is_set else ():
+            if not fits(task):
+                raise ConfigError(f"{flag} needs tasks of {labels}, and {task.name!r} has none; take another task")
 
 
 def shift_concepts(clients: Sequence[ClientData], cuts: Sequence[float]) -> tuple[ClientData, ...]:

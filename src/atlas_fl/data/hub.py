@@ -1,7 +1,6 @@
 """Data sets of the hub: from a directory, the cache of `datasets`, or the hub itself, in this order."""
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.error import HTTPError
@@ -12,6 +11,8 @@ from atlas_fl.data.task import Source
 from atlas_fl.errors import DataError
 
 REACH_SECONDS = 5
+FILES = "{train,validation,test}.parquet (or .csv, .jsonl, or a save_to_disk folder)"
+"""Files that a data set's folder in a directory of the user's may hold."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,13 +26,6 @@ class Published:
     """Name of the data set within the repository."""
     folder: str
     """Its folder in a directory of the user's."""
-    files: str = "{train,validation}.parquet (or .csv, .jsonl, or a save_to_disk folder)"
-    """Files that its folder in a directory of the user's may hold."""
-
-    @property
-    def dataset_name(self) -> str:
-        """The repository without its owner; versions of `datasets` before 2.14 cached under it."""
-        return self.repository.partition("/")[2]
 
     def folder_in(self, source: Source) -> Path | None:
         """The folder in which a directory of the user's would hold it; None where no directory was given."""
@@ -40,6 +34,13 @@ class Published:
 
 def find_tables(published: Published, source: Source) -> dict[str, Table]:
     """The tables of a data set by split; a `DataError` names what is missing and the three ways to supply it."""
+    tables = _find_tables(published, source)
+    if "train" not in tables:
+        raise DataError(f"{published.title} has no train split; it has {', '.join(tables) or 'nothing'}")
+    return tables
+
+
+def _find_tables(published: Published, source: Source) -> dict[str, Table]:
     folder = published.folder_in(source)
     if folder is not None and folder.is_dir():
         return read_folder(folder)
@@ -65,24 +66,23 @@ def source_files(published: Published, source: Source) -> tuple[Path, ...]:
         return (folder,)
     import datasets  # two seconds that other commands need not pay
 
-    cache = Path(datasets.config.HF_DATASETS_CACHE)
-    names = (published.repository, published.dataset_name)
-    cached = (cache / name.replace("/", "___") / published.config for name in names)
-    return (*(() if folder is None else (folder,)), *cached)
+    cached = Path(datasets.config.HF_DATASETS_CACHE, published.repository.replace("/", "___"), published.config)
+    return (cached,) if folder is None else (folder, cached)
 
 
 def _read_cache(published: Published) -> dict[str, Table] | None:
     from datasets.packaged_modules.cache.cache import Cache
 
     # Asked before the hub: load_dataset would retry for half a minute before it looks here.
-    for repository in (published.repository, published.dataset_name):
-        try:
-            name, config = published.dataset_name, published.config
-            builder = Cache(repo_id=repository, dataset_name=name, config_name=config, version="auto", hash="auto")
-            return from_datasets(builder.as_dataset())
-        except (ValueError, OSError):
-            continue
-    return None
+    repository = published.repository
+    name = repository.partition("/")[2]
+    try:
+        builder = Cache(
+            repo_id=repository, dataset_name=name, config_name=published.config, version="auto", hash="auto"
+        )
+        return from_datasets(builder.as_dataset())
+    except (ValueError, OSError):
+        return None
 
 
 def _unreachable() -> str | None:
@@ -107,10 +107,5 @@ def _missing(published: Published, folder: Path | None, reason: str) -> DataErro
         f"{published.title} is not here: {looked}, the cache {datasets.config.HF_DATASETS_CACHE} does not hold it and "
         f"the hub does not give it ({reason}); either connect to the hub, or fill that cache with "
         f"datasets.load_dataset({published.repository!r}, {published.config!r}) where there is a network and copy it, "
-        f"or give --data-dir DIR with DIR{os.sep}{published.folder}{os.sep}{published.files}"
+        f"or give --data-dir DIR with DIR{os.sep}{published.folder}{os.sep}{FILES}"
     )
-
-
-def missing_split(title: str, splits: Sequence[str]) -> DataError:
-    """The error for a data set without rows to train on."""
-    return DataError(f"{title} has no train split; it has {', '.join(splits) or 'nothing'}")

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from atlas_fl.data.cleaning import arrange
-from atlas_fl.data.hub import Published, find_tables, missing_split, source_files
+from atlas_fl.data.hub import Published, find_tables, source_files
 from atlas_fl.data.tables import SPLITS, Table, column, texts
 from atlas_fl.data.task import Labels, Metric, Rows, Source, Task, TaskData, rows_to_write
 from atlas_fl.errors import DataError
@@ -46,16 +46,10 @@ class Format:
     note: str = "GLUE; tested on its validation split"
 
     @property
-    def title(self) -> str:
-        """Name in messages."""
-        return f"GLUE {self.name}" if self.repository == GLUE_REPOSITORY else self.name
-
-    @property
     def published(self) -> Published:
         """The data set as the hub knows it."""
-        is_glue = self.repository == GLUE_REPOSITORY
         return Published(
-            title=f"{'GLUE task' if is_glue else 'task'} {self.name!r}",
+            title=f"GLUE {self.name}" if self.repository == GLUE_REPOSITORY else self.name,
             repository=self.repository,
             config=self.config or self.name,
             folder=self.name,
@@ -66,13 +60,11 @@ def load_hub_task(source: Source, *, form: Format) -> TaskData:
     """The splits of a task; a `DataError` names what is missing and the three ways to supply it."""
     tables = find_tables(form.published, source)
     rows = {
-        split: _rows(table, form, origin=f"{split} of {form.title}")
+        split: _rows(table, form, origin=f"{split} of {form.published.title}")
         for split, table in tables.items()
         # some copies leave the hidden labels out, others write -1
         if split in SPLITS and (split != "test" or (form.target or "label") in table)
     }
-    if "train" not in rows:
-        raise missing_split(form.title, tuple(tables))
     return arrange(rows, name=form.name, labelled=form.target is None)
 
 

@@ -1,21 +1,26 @@
-"""Image tasks: digits, Fashion-MNIST (IDX files), CIFAR as a task.
+"""Image tasks: digits, Fashion-MNIST (IDX files), CIFAR-10 and CIFAR-100 (tables of the hub).
 
 IDX: Y. LeCun, C. Cortes and C. Burges, The MNIST database of handwritten digits, 1998: two zero bytes, the type (8 is
-uint8), the number of dimensions, each as big-endian uint32, then the values; packed with gzip or not.
+uint8), the number of dimensions, each as big-endian uint32, then the values; packed with gzip.
 digits: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI 1998, as scikit-learn ships it.
 Fashion-MNIST: H. Xiao, K. Rasul and R. Vollgraf, arXiv:1708.07747 (MIT licence).
+CIFAR: A. Krizhevsky, Learning multiple layers of features from tiny images, 2009. Its Python archives are pickles,
+which can run code, and are not opened.
 """
 
 import gzip
 import zlib
+from functools import partial
+from io import BytesIO
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from atlas_fl.data.cifar import CIFAR10, CIFAR100, cifar_task
-from atlas_fl.data.cleaning import arrange, split_rows
+from atlas_fl.data.cleaning import arrange
+from atlas_fl.data.hub import Published, find_tables, source_files
+from atlas_fl.data.tables import Table, column
 from atlas_fl.data.task import Images, Pixels, Source, Task, TaskData
 from atlas_fl.errors import DataError
 from atlas_fl.storage.assets import FASHION
@@ -26,7 +31,7 @@ _UINT8 = 8
 def read_idx(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """The array of a file; a `DataError` if it is missing, cut off or of another format."""
     try:
-        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        content = gzip.decompress(path.read_bytes())
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"cannot read {path}: {' '.join(str(error).split())[:120]}; get the file again") from error
     num_dimensions = content[3] if len(content) > 3 else 0
@@ -51,7 +56,7 @@ def load_digits(source: Source) -> TaskData:
     # its values run from 0 to 16
     pixels: Pixels = np.rint(digits.images * (255 / 16)).astype(np.uint8)[..., None]
     images = Images(pixels=pixels, label=digits.target.astype(np.int64))
-    return split_rows(images, name="digits", validation_share=source.validation_share)
+    return arrange({"all": images}, name="digits", validation_share=source.validation_share)
 
 
 def load_fashion(source: Source) -> TaskData:
@@ -60,11 +65,11 @@ def load_fashion(source: Source) -> TaskData:
     A `DataError` says where the files were looked for and how to get them.
     """
     folders = _fashion_folders(source)
-    folder = next((folder for folder in folders if _fashion_file(folder, "train-images").is_file()), None)
+    folder = next((folder for folder in folders if (folder / "train-images-idx3-ubyte.gz").is_file()), None)
     if folder is None:
         raise DataError(
             f"Fashion-MNIST is in none of {', '.join(map(str, folders))}; run `atlas fetch vision`, or install the"
-            " Debian package dataset-fashion-mnist, or give --data-dir with its four files of t10k and train"
+            " Debian package dataset-fashion-mnist, or give --data-dir DIR with its four files in DIR/fashion_mnist"
         )
     splits = {"train": _read_fashion(folder, "train"), "test": _read_fashion(folder, "t10k")}
     return arrange(splits, name="fashion_mnist", validation_share=source.validation_share)
@@ -73,36 +78,76 @@ def load_fashion(source: Source) -> TaskData:
 def _fashion_folders(source: Source) -> tuple[Path, ...]:
     """Folders that the files may be in, in the order in which they are looked for."""
     assert FASHION.system_dir is not None, "the Debian package has one"
-    folders = (FASHION.system_dir, source.cache_dir / FASHION.name)
-    if source.data_dir is None:
-        return folders
-    return (source.data_dir / "fashion_mnist", source.data_dir / "fashion-mnist", source.data_dir, *folders)
-
-
-def fashion_files(source: Source) -> tuple[Path, ...]:
-    """All files that are looked for, packed or not."""
-    names = [name.removesuffix(end) for name in FASHION.files for end in ("", ".gz")]
-    return tuple(folder / name for folder in _fashion_folders(source) for name in names)
-
-
-def _fashion_file(folder: Path, name: str) -> Path:
-    """The file of this name where it is not packed; else the packed one, which may be missing too."""
-    packed = folder / f"{name}-idx{3 if name.endswith('images') else 1}-ubyte.gz"
-    unpacked = packed.with_suffix("")
-    return unpacked if unpacked.is_file() and not packed.is_file() else packed
+    own = () if source.data_dir is None else (source.data_dir / "fashion_mnist",)
+    return (*own, FASHION.system_dir, source.cache_dir / FASHION.name)
 
 
 def _read_fashion(folder: Path, start: str) -> Images:
-    arrays = []
-    for kind in ("images", "labels"):
-        path = _fashion_file(folder, f"{start}-{kind}")
-        if not path.is_file():
-            raise DataError(f"there is no file {path}; run `atlas fetch vision`, or restore it")
-        arrays.append(read_idx(path))
-    images, labels = arrays
+    images, labels = (read_idx(folder / f"{start}-{kind}-ubyte.gz") for kind in ("images-idx3", "labels-idx1"))
     if images.ndim != 3 or labels.shape != images.shape[:1] or labels.max(initial=0) >= len(_CLOTHES):
         raise DataError(f"the images and labels of {start} in {folder} do not belong together; get both again")
     return Images(pixels=images[..., None], label=labels.astype(np.int64))
+
+
+_SIDE = 32
+_TEN = "airplane automobile bird cat deer dog frog horse ship truck"
+_HUNDRED = """
+apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can castle
+caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin elephant flatfish
+forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster man maple_tree motorcycle
+mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree plain plate poppy porcupine
+possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk skyscraper snail snake spider squirrel streetcar
+sunflower sweet_pepper table tank telephone television tiger tractor train trout tulip turtle wardrobe whale willow_tree
+wolf woman worm
+"""
+
+
+def load_cifar(source: Source, *, published: Published, label: str, num_labels: int) -> TaskData:
+    """Its own test split, and a validation split cut from its train; `label` is the column of its classes."""
+    tables = find_tables(published, source)
+    splits = {
+        split: _cifar_images(table, label, num_labels, origin=f"{split} of {published.title}")
+        for split, table in tables.items()
+    }
+    return arrange(splits, name=published.folder, validation_share=source.validation_share)
+
+
+def _cifar_images(table: Table, label: str, num_labels: int, *, origin: str) -> Images:
+    if "img" not in table:
+        raise DataError(f"{origin} has no column 'img'; it has {', '.join(map(repr, table))}")
+    labels = np.asarray(column(table, label, origin=origin))
+    if labels.dtype != np.int64 or labels.min() < 0 or labels.max() >= num_labels:
+        raise DataError(f"column {label!r} of {origin} holds no whole numbers from 0 to {num_labels - 1}; get it again")
+    return Images(pixels=np.stack([_decode(value, origin=origin) for value in table["img"]]), label=labels)
+
+
+def _decode(value: Any, *, origin: str) -> Pixels:
+    from PIL import Image
+
+    try:
+        # the hub's files hold encoded images, which `datasets` may have decoded already
+        image = Image.open(BytesIO(value["bytes"])) if isinstance(value, dict) else value
+        array: Pixels = np.asarray(image.convert("RGB"))
+    except (OSError, KeyError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise DataError(f"an image of {origin} cannot be read: {reason}; get it again") from error
+    if array.shape != (_SIDE, _SIDE, 3):
+        raise DataError(f"an image of {origin} is {array.shape[0]} x {array.shape[1]} and not {_SIDE} x {_SIDE}")
+    return array
+
+
+def _cifar_task(name: str, title: str, *, config: str, label: str, label_names: str) -> Task:
+    published = Published(title=title, repository=f"uoft-cs/{name}", config=config, folder=name)
+    names = tuple(label_names.split())
+    return Task(
+        name=name,
+        num_labels=len(names),
+        images=True,
+        label_names=names,
+        note=f"{title}, photographs, 32 x 32; from the hub, its cache, or tables in --data-dir",
+        load=partial(load_cifar, published=published, label=label, num_labels=len(names)),
+        files=partial(source_files, published),
+    )
 
 
 VISION: tuple[Task, ...] = (
@@ -122,8 +167,8 @@ VISION: tuple[Task, ...] = (
         label_names=_CLOTHES,
         note="pictures of clothes, 28 x 28, grey; embedded (`atlas fetch vision`)",
         load=load_fashion,
-        files=fashion_files,
+        files=lambda source: [folder / name for folder in _fashion_folders(source) for name in FASHION.files],
     ),
-    cifar_task(CIFAR10),
-    cifar_task(CIFAR100),
+    _cifar_task("cifar10", "CIFAR-10", config="plain_text", label="label", label_names=_TEN),
+    _cifar_task("cifar100", "CIFAR-100", config="cifar100", label="fine_label", label_names=_HUNDRED),
 )

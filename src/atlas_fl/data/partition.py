@@ -65,7 +65,7 @@ def deal(
     """For every client the positions of its rows: disjoint, `sizes[k]` of them, in about the mix `mixes[k]`.
 
     Where a class has run out, the client gets more of its others. With `two_classes` every client gets rows of two
-    classes at the least, and a `DataError` says for how many clients that is possible.
+    classes at the least, and a `DataError` says where that is impossible.
     """
     assert sizes.sum() <= len(classes), "the caller checks that the rows suffice"
     supply = np.bincount(classes, minlength=mixes.shape[1])
@@ -116,19 +116,13 @@ def _level(supply: Array, total: int) -> Array:
     return taken
 
 
-def most_clients_of_two(supply: Array) -> int:
-    """The most clients that can all have rows of two classes when class c has `supply[c]` rows."""
-    # n clients need 2n rows, of each class one a client: possible iff sum_c min(supply_c, n) >= 2n.
-    return max(n for n in range(int(supply.sum()) // 2 + 1) if np.minimum(supply, n).sum() >= 2 * n)
-
-
 def _first_pairs(mixes: Array, supply: Array) -> Array:
     """One row of each of two classes for every client, the likeliest two where the others still get theirs."""
     num_clients, left = len(mixes), supply.copy()
     if np.minimum(left, num_clients).sum() < 2 * num_clients:
         raise DataError(
-            f"rows of two classes are there for {most_clients_of_two(supply)} clients and not for {num_clients} (rows "
-            f"per class: {', '.join(map(str, supply))}); lower --clients-per-task or add rows of the rare classes"
+            f"there are no rows of two classes for each of {num_clients} clients (rows per class:"
+            f" {', '.join(map(str, supply))}); lower --clients-per-task or add rows of the rare classes"
         )
     counts = np.zeros(mixes.shape, dtype=np.int64)
     for client, mix in enumerate(mixes):
@@ -227,7 +221,7 @@ def plan_rows(has_class: Array, supply: Array, *, size: int | None) -> Array:
 
     With a `size` every client has exactly so many, spread over its classes as evenly as the supply allows; without one
     every row is dealt out, to clients as equal as the assignment allows and of every class as equally as that leaves
-    possible. A `DataError` says for what size the rows suffice.
+    possible. A `DataError` says where the rows do not suffice.
     """
     clients, degree = has_class.sum(axis=1), has_class.sum(axis=0)
     if (supply < degree).any():
@@ -252,8 +246,11 @@ def plan_rows(has_class: Array, supply: Array, *, size: int | None) -> Array:
 
     most = int(supply.max())
     if plan_within(most) is None:
-        assert size is not None, "what `_evenest` found can be dealt"
-        raise DataError(_too_large(has_class, supply, size))
+        raise DataError(
+            f"the classes have too few rows for {len(has_class)} clients of {size} with a row or more of each of their"
+            f" {clients.max()} classes (rows per class: {', '.join(map(str, supply[:20]))}"
+            f"{', ..' if len(supply) > 20 else ''}); give another size"
+        )
     plan = plan_within(_least(lambda slack: plan_within(slack) is not None, 0, most))
     assert plan is not None, "the search ends where there is a plan"
     return plan
@@ -265,19 +262,14 @@ def deal_classes(classes: Labels, has_class: Array, *, size: int | None, rng: np
     return _draw_rows(classes, counts, rng)
 
 
-def _can_deal(has_class: Array, supply: Array, *, sizes: tuple[int, int], least: Array) -> bool:
-    """Return whether every client can have a row of each of its classes and as many in all, of each class `least`."""
-    cells = has_class.astype(np.int64), np.where(has_class, supply, 0)
-    return _flow(cells=cells, clients=sizes, classes=(least, supply)) is not None
-
-
 def _evenest(has_class: Array, supply: Array) -> tuple[int, int]:
     """The largest smallest size of a client when every row is dealt, and the smallest largest one above it."""
     total = int(supply.sum())
     mean = total // len(has_class)
+    cells = has_class.astype(np.int64), np.where(has_class, supply, 0)
 
     def possible(low: int, high: int) -> bool:
-        return _can_deal(has_class, supply, sizes=(low, high), least=supply)
+        return _flow(cells=cells, clients=(low, high), classes=(supply, supply)) is not None
 
     least = int(has_class.sum(axis=1).max())
     high = _least(lambda size: possible(least, size), -(-total // len(has_class)), total)
@@ -291,21 +283,6 @@ def _least(holds: Callable[[int], bool], low: int, high: int) -> int:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle + 1, high)
     return low
-
-
-def _too_large(has_class: Array, supply: Array, size: int) -> str:
-    least = int(has_class.sum(axis=1).max())
-
-    def fails(rows: int) -> bool:
-        return not _can_deal(has_class, supply, sizes=(rows, rows), least=has_class.sum(axis=0))
-
-    fits = _least(fails, least, size) - 1
-    if fits < least:
-        return f"{size} rows a client are fewer than its {least} classes; raise the size to {least}"
-    return (
-        f"the classes have too few rows for {len(has_class)} clients of {size} (rows per class:"
-        f" {', '.join(map(str, supply[:20]))}{', ..' if len(supply) > 20 else ''}); lower the size to {fits}"
-    )
 
 
 def _flow(*, cells: tuple[Array, Array], clients: tuple[int, int], classes: tuple[Array, Array]) -> Array | None:

@@ -1,17 +1,14 @@
 """Tables from disk: csv, tsv, jsonl, parquet, and folders of `datasets.save_to_disk`, as columns of plain values."""
 
-import csv
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from atlas_fl.errors import DataError
+from atlas_fl.errors import DataError, short_repr
 from atlas_fl.storage.folder_access import check_regular
-from atlas_fl.storage.jsonl import from_json
 
 Table: TypeAlias = Mapping[str, Sequence[Any]]
 """Columns of equal length by name."""
@@ -22,7 +19,6 @@ SPLITS: Mapping[str, Sequence[str]] = {
     "test": ("test", "test_matched"),
 }
 """Names that the files and folders of a split may have, in any case; MNLI has the last of each."""
-LONGEST_CELL = 1 << 30
 MOST_UNPACKED_BYTES = 1 << 30
 """Most bytes of an unpacked parquet file: one of some kilobytes may say the same text a million times."""
 _BATCH_ROWS = 256
@@ -45,10 +41,12 @@ def read_table(path: Path, *, class_names: bool = False) -> Table:
         raise DataError(f"{path} is of no kind that can be read; give a file that ends in {', '.join(READERS)}")
     try:
         check_regular(path)
-        table = reader(path, class_names=class_names) if reader is _read_parquet else reader(path)
+        table = reader(path)
+        if class_names and reader is _read_parquet:
+            table = _with_class_names(table, _noted_class_names(path))
     except UnicodeDecodeError as error:
         raise DataError(f"cannot read {path}: byte {error.start} is no UTF-8; save the file as UTF-8") from error
-    except (OSError, ValueError, RecursionError, csv.Error) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())[:200]
         raise DataError(f"cannot read {path}: {reason}; mend the file or save it as jsonl or parquet") from error
     if not any(len(values) for values in table.values()):
@@ -76,101 +74,83 @@ def files_of_no_split(folder: Path) -> tuple[str, ...]:
     return tuple(str(path) for path in _tables_in(folder) if path not in read)
 
 
-def column(table: Table, name: str, *, origin: object) -> Sequence[Any]:
-    """The values of a column; a `DataError` that names the columns that exist, or the first row without a value."""
+def column(table: Table, name: str, *, origin: object, of_classes: bool = False) -> Sequence[Any]:
+    """The values of a column; a `DataError` names the columns that exist, or the first row that is not allowed.
+
+    A class is not called as programs call a missing value.
+    """
     if name not in table:
         raise DataError(f"{origin} has no column {name!r}; it has {', '.join(map(repr, table))}")
-    for number, value in enumerate(table[name], start=1):
-        if _is_missing(value):
-            raise DataError(f"row {number} of {origin} has no value in column {name!r}; fill it or remove the row")
-        if not isinstance(value, str | int | float):
-            kind = type(value).__name__
-            raise DataError(f"row {number} of {origin} holds a {kind} in column {name!r}; give a text or a number")
+    for row, value in enumerate(table[name], start=1):
+        if not _is_allowed(value) or (of_classes and str(value).strip().lower() in _NO_VALUE):
+            raise DataError(
+                f"row {row} of {origin} has {short_repr(value)} in column {name!r}; allowed:"
+                f" {'the name or number of a class' if of_classes else 'a text or a number'}; mend the row or remove it"
+            )
     return table[name]
 
 
-def _is_missing(value: object) -> bool:
-    if isinstance(value, str):
-        return not value.strip()
-    # what pandas has for a missing value of some types is of a type of its own
-    of_pandas = type(value).__name__ in ("NAType", "NaTType")
-    return value is None or of_pandas or (isinstance(value, float) and math.isnan(value))
-
-
-def classes(table: Table, name: str, *, origin: object) -> Sequence[Any]:
-    """The values of a column of labels; a `DataError` names the first that only says that there is none."""
-    values = column(table, name, origin=origin)
-    for number, value in enumerate(values, start=1):
-        if isinstance(value, str) and value.strip().lower() in _NO_VALUE:
-            raise DataError(
-                f"row {number} of {origin} has {value.strip()!r} in column {name!r}, which stands for a missing label;"
-                " fill it or remove the row (a class of that name needs another one)"
-            )
-    return values
+def _is_allowed(value: object) -> bool:
+    """Return whether a value is a number or a text that a file can hold, and not blank."""
+    if not isinstance(value, str):  # what pandas has for missing values of some types is no number either
+        return isinstance(value, int) or (isinstance(value, float) and not math.isnan(value))
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return bool(value.strip())
 
 
 def texts(table: Table, name: str, *, origin: object) -> tuple[str, ...]:
-    """The values of a column as texts; a `DataError` that names the first that no file could hold."""
-    values = tuple(str(value) for value in column(table, name, origin=origin))
-    for number, text in enumerate(values, start=1):
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise DataError(
-                f"row {number} of {origin} holds half a character in column {name!r} ({error.reason}); mend the row"
-            ) from error
-    return values
+    """The values of a column as texts."""
+    return tuple(str(value) for value in column(table, name, origin=origin))
 
 
 def from_datasets(data: Mapping[str, Any], *, class_names: bool = False) -> dict[str, Table]:
     """Tables of a `datasets.DatasetDict` by split, with the names of classes for their numbers where asked for."""
-    import datasets  # its objects are here already
-
     tables = {}
     for name, rows in data.items():
         table: Table = rows.with_format(None)[:]
-        kinds = rows.features.items() if class_names else ()
-        names = {column: kind.names for column, kind in kinds if isinstance(kind, datasets.ClassLabel)}
         split = next((split for split, known in SPLITS.items() if name.lower() in known), name)
-        tables[split] = _with_class_names(table, names)
+        tables[split] = _with_class_names(table, _class_names(rows.features)) if class_names else table
     return tables
+
+
+def _class_names(features: Mapping[str, Any]) -> dict[str, Sequence[str]]:
+    """Names of the classes by column, of the features of a `datasets.Dataset`."""
+    import datasets  # two seconds that other commands need not pay
+
+    return {name: kind.names for name, kind in features.items() if isinstance(kind, datasets.ClassLabel)}
 
 
 def _with_class_names(table: Table, names: Mapping[str, Sequence[str]]) -> Table:
     """The table with the name of a class in the place of its number; without one (-1) a row has no value."""
-
-    def name_of(column: str, number: Any) -> str | None:
-        known = names[column]
-        return known[number] if isinstance(number, int) and 0 <= number < len(known) else None
-
-    named = {column: [name_of(column, number) for number in table[column]] for column in names if column in table}
+    named = {
+        column: [
+            known[number] if isinstance(number, int) and 0 <= number < len(known) else None for number in table[column]
+        ]
+        for column, known in names.items()
+    }
     return {**table, **named}
 
 
 def _read_csv(path: Path) -> Table:
-    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
-    with path.open(encoding="utf-8-sig", newline="") as file, _long_cells():
-        reader = csv.reader(file, delimiter=delimiter, strict=True)
-        header = next(reader, [])
-        if len(set(header)) != len(header):
-            raise ValueError("two columns of the header have one name")
-        rows = []
-        for row in reader:
-            if row and len(row) != len(header):
-                raise ValueError(f"line {reader.line_num} has {len(row)} cells and the header has {len(header)}")
-            if row:
-                rows.append(row)
-    return {name: [row[index] for row in rows] for index, name in enumerate(header)}
-
-
-@contextmanager
-def _long_cells() -> Iterator[None]:
-    """Cells of any length: the module's own limit of 128 kB is below a long document."""
-    limit = csv.field_size_limit(LONGEST_CELL)
+    pandas = import_module("pandas")  # half a second that other commands need not pay
     try:
-        yield
-    finally:
-        csv.field_size_limit(limit)
+        cells = pandas.read_csv(
+            path,
+            sep="\t" if path.suffix.lower() == ".tsv" else ",",
+            header=None,
+            dtype=str,
+            keep_default_na=False,
+            encoding="utf-8-sig",
+        )
+    except pandas.errors.EmptyDataError:
+        return {}
+    header = cells.iloc[0].tolist()
+    if len(set(header)) != len(header):
+        raise ValueError("two columns of the header have one name")
+    return {name: cells[index][1:].tolist() for index, name in enumerate(header)}
 
 
 def _read_jsonl(path: Path) -> Table:
@@ -181,10 +161,8 @@ def _read_jsonl(path: Path) -> Table:
                 continue
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"line {number} is no JSON ({error.msg})") from error
-            except ValueError:  # Python reads no whole number of more than 4,300 digits
-                raise ValueError(f"line {number} holds a number of thousands of digits") from None
+            except ValueError as error:  # Python reads no whole number of more than 4,300 digits either
+                raise ValueError(f"line {number} is no JSON ({str(error).partition(';')[0]})") from error
             if not isinstance(row, dict):
                 raise ValueError(f"line {number} is no JSON object")
             rows.append(row)
@@ -192,39 +170,35 @@ def _read_jsonl(path: Path) -> Table:
     return {name: [row.get(name) for row in rows] for name in names}
 
 
-def _read_parquet(path: Path, *, class_names: bool = False) -> Table:
+def _read_parquet(path: Path) -> Table:
     arrow = import_module("pyarrow")  # half a second that other commands need not pay
     batches: list[Any] = []
     unpacked = 0
     try:
         with import_module("pyarrow.parquet").ParquetFile(path) as file:
-            schema = file.schema_arrow
             for batch in file.iter_batches(batch_size=_BATCH_ROWS):
                 batches.append(batch)
                 unpacked += batch.nbytes
                 if unpacked > MOST_UNPACKED_BYTES:
                     raise ValueError(f"its values take more than the {MOST_UNPACKED_BYTES:,} bytes that are read")
-        table: Table = arrow.Table.from_batches(batches, schema).to_pandas().to_dict("list")
+        table: Table = arrow.Table.from_batches(batches, file.schema_arrow).to_pandas().to_dict("list")
     except (arrow.ArrowException, MemoryError, OverflowError) as error:
         raise ValueError(str(error) or "its values take more memory than there is") from None
-    return _with_class_names(table, _noted_class_names(schema)) if class_names else table
+    return table
 
 
-def _noted_class_names(schema: Any) -> dict[str, Sequence[str]]:
+def _noted_class_names(path: Path) -> dict[str, Sequence[str]]:
     """Names of the classes by column, where `datasets` has written the file with a `ClassLabel`."""
-    noted = (schema.metadata or {}).get(b"huggingface")
+    schema = import_module("pyarrow.parquet").read_schema(path)
+    if b"huggingface" not in (schema.metadata or {}):
+        return {}
     try:
-        features = from_json(noted)["info"]["features"] if noted else {}
-        return {
-            column: list(feature["names"])
-            for column, feature in features.items()
-            if isinstance(feature, dict) and feature.get("_type") == "ClassLabel"
-        }
-    except (KeyError, TypeError, AttributeError) as error:
+        return _class_names(import_module("datasets").Features.from_arrow_schema(schema))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError("what datasets has noted in it of its columns is damaged") from error
 
 
-READERS: dict[str, Callable[..., Table]] = {
+READERS: dict[str, Callable[[Path], Table]] = {
     ".csv": _read_csv,
     ".tsv": _read_csv,
     ".jsonl": _read_jsonl,

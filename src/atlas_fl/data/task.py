@@ -104,7 +104,7 @@ class TaskData:
     left_out: int = 0
     """Rows that were given and are in no split: repeated, contradicting each other, or in two splits."""
     unread: tuple[str, ...] = ()
-    """Files that were skipped: broken images where that was asked for, and tables whose name is of no split."""
+    """Files and folders that were left out, whose names are of no split."""
 
     @property
     def splits(self) -> Mapping[Split, Examples]:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from atlas_fl.client.calibration import SCALED_BY
-from atlas_fl.client.fingerprint import half_job
 from atlas_fl.client.job import Job
 from atlas_fl.client.options import (
     EvaluateOptions,
@@ -91,7 +90,7 @@ def _is_clustering_round(config: Config, number: int) -> bool:
 
 def _fingerprint(config: Config, job: Job, outline: "Outline") -> FingerprintOptions:
     options = fingerprint_options(config, round=job.round)
-    if job.cut is None or options.kind == "delta":
+    if job.cut is None:
         return options
     return replace(options, blocks=blocks_below(options, job.cut, total=outline.blocks))
 
@@ -348,8 +347,6 @@ class JobPolicy:
         if not 1 <= cut_info.tokens <= MOST_TOKENS:
             raise _refusal(f"messages of {cut_info.tokens} tokens", f"1 to {MOST_TOKENS}")
         options: TrainOptions | None = job.options if action == "train" else None
-        if action == "fingerprint" and job.options.kind == "delta":
-            options = half_job(job, 0).options
         if cut_info.places != (() if options is None else self.outline.places(cut, options)):
             raise _refusal("other tensors below the cut", "those of the model")
 

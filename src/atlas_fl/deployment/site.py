@@ -167,7 +167,7 @@ class AdapterSiteRuntime:
             model,
             to,
             family=self.known.family,
-            base=self.known.source.path,
+            base=self.known.source,
             scale=scale_of(self._config),
             head=head_of_client(self._config, self._client),
         )

@@ -93,7 +93,7 @@ def export_clients(assembly: Assembly, models: ByClient, folder: RunFolder, *, o
                 params,
                 folder.adapter(client),
                 family=site.backbone.family,
-                base=site.backbone.source.path,
+                base=site.backbone.source,
                 scale=site.scale,
                 head=heads[client],
                 within=folder.path,
@@ -138,7 +138,7 @@ def export_client(
     head = _head_of_row(config, next(row for row in plan.data if row["client"] == client_plan.name))
     if any(client.ranks for client in plan.clients):
         source, family = find_family(config.model.model)
-        notes = write_adapter(params, Path(to), family=family, base=source.path, scale=scale_of(config), head=head)
+        notes = write_adapter(params, Path(to), family=family, base=source, scale=scale_of(config), head=head)
     else:
         notes = write_whole(_full_model_backbone(config, params), params, Path(to), head=head)
     for line in notes:
@@ -184,7 +184,7 @@ def write_whole(
     def save(model: Params, draft: Path) -> None:
         save_model(backbone, model, draft, labels=head.labels)
 
-    base = backbone.source.path
+    base = backbone.source
     return _write_folder(
         save, params, to, kind="whole model", family=backbone.family, base=base, head=head, within=within
     )

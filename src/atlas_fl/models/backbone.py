@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from atlas_fl.errors import ModelError
-from atlas_fl.models import vision
+from atlas_fl.errors import ConfigError, ModelError
 from atlas_fl.models.attention import PACKED, PackedLayout
-from atlas_fl.models.registry import Family, ModelShape, ModelSource, apply_head
+from atlas_fl.models.registry import Family, ModelShape, apply_head
 from atlas_fl.models.vision import Vision
 from atlas_fl.params import Params, head_keys
 from atlas_fl.storage.tensors import DTYPES
@@ -34,7 +33,8 @@ class Backbone:
     """A frozen model with what prepares its input and what is known of its architecture."""
 
     name: str
-    source: ModelSource
+    source: str
+    """Directory or hub name of its files."""
     model: PreTrainedModel
     tokenizer: Any
     """transformers' tokenizer; None of a model that sees images."""
@@ -206,19 +206,19 @@ def module_dims(module: nn.Module) -> tuple[int, int]:
 def trainable_names(backbone: Backbone, *, frozen_blocks: int = 0) -> tuple[str, ...]:
     """The tensors that train where all weights do, in stock order, but for the embeddings and the first blocks.
 
-    A pooler that the head does not read is left out: it would have no gradient.
+    With all blocks frozen the head alone trains. What no head reads is left out, since it would have no gradient: a
+    pooler, or the mask of pre-training on images. Raises `ConfigError` for more blocks than there are.
     """
-    if backbone.vision is not None:
-        return vision.trainable_names(backbone.vision, frozen_blocks=frozen_blocks)
-    family = backbone.family
-    read = [n for n, _ in backbone.model.named_parameters() if family.pooler or not n.startswith("pooler.")]
-    return vision.without_first_blocks(
-        read,
-        model=backbone.name,
-        blocks=family.blocks,
-        count=len(backbone.blocks),
-        frozen_blocks=frozen_blocks,
-    )
+    family, count = backbone.family, len(backbone.blocks)
+    if not 0 <= frozen_blocks <= count:
+        raise ConfigError(f"{backbone.name} has {count} blocks and {frozen_blocks} cannot be frozen; give 0 to {count}")
+    if frozen_blocks == count:
+        return ()
+    unread = ("mask_token",) if family.images else () if family.pooler else ("pooler",)
+    names = [name for name, _ in backbone.model.named_parameters() if not set(name.split(".")) & set(unread)]
+    start = f"{family.blocks}.{frozen_blocks}."
+    first = next(index for index, name in enumerate(names) if name.startswith(start)) if frozen_blocks else 0
+    return tuple(names[first:])
 
 
 def model_shape(backbone: Backbone, modules: Mapping[str, nn.Module] | None, *, first_adapted: int = 0) -> ModelShape:

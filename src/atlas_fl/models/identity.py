@@ -73,7 +73,7 @@ def _architecture(backbone: Backbone) -> Mapping[str, Any]:
     """The entries of the files' `config.json` that differ from the architecture's defaults and are computed with."""
     source = backbone.source
     with as_model_error(backbone.name, source), loading_lock():
-        config = AutoConfig.from_pretrained(source.path, **loading_options(source))
+        config = AutoConfig.from_pretrained(source, **loading_options(source))
     defaults = type(config)().to_dict()
     values = {name: value for name, value in config.to_dict().items() if name not in NOT_COMPUTED_WITH}
     changed = {name: value for name, value in values.items() if name not in defaults or value != defaults[name]}

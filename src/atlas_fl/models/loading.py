@@ -1,4 +1,4 @@
-"""Loading a frozen backbone from an alias, a hub name, a directory or a GGUF file, or only its first blocks.
+"""Loading a frozen backbone from an alias, a hub name or a directory, or only its first blocks.
 
 Files are checked (`models.files`) before a library reads them. `build_first_blocks` builds the lower part of a stock
 model without the rest.
@@ -6,8 +6,7 @@ model without the rest.
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from importlib.util import find_spec
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import RLock
 from types import TracebackType
@@ -29,32 +28,19 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from atlas_fl.errors import ModelError, one_line, short_repr
-from atlas_fl.models.attention import PACKED, register_packed_attention
-from atlas_fl.models.backbone import Backbone, block_index
+from atlas_fl.models.attention import PACKED, make_layout, register_packed_attention
+from atlas_fl.models.backbone import Backbone, backbone_features, block_index
 from atlas_fl.models.files import (
-    check_blocks,
+    check_config,
     check_folder,
-    check_heads,
-    check_packable,
     check_raw_config,
     check_size,
-    check_tables,
-    count_blocks,
     is_local,
     lacks_pooler,
     tensor_names,
-    tensor_shapes,
 )
-from atlas_fl.models.registry import (
-    FAMILIES,
-    VISION_FAMILIES,
-    Family,
-    ModelSource,
-    locate_model,
-    with_trained_pooler,
-)
+from atlas_fl.models.registry import FAMILIES, VISION_FAMILIES, Family, locate_model, with_trained_pooler
 from atlas_fl.params import HEAD, Params
-from atlas_fl.storage.extras import install_command
 from atlas_fl.storage.files import atomic_folder
 
 _LOADING = RLock()
@@ -104,29 +90,62 @@ def load_backbone(
     auto = AutoModelForCausalLM if writes else AutoModel
     with as_model_error(name, source), loading_lock():
         tokenizer = load_tokenizer(name, source)
+        config = AutoConfig.from_pretrained(source, **loading_options(source))
+        loaded, missing = load_stock(name, source, auto, config, weights=weights, attn_implementation=PACKED)
+        model = loaded.base_model
+        inside = [key.removeprefix(f"{family.prefix}.") for key in missing]
+        if missing and family.pooler is None and all(key.startswith("pooler.") for key in inside):
+            model.pooler = None  # a part of the head where the stock classifier reads it
+        else:
+            check_complete(name, missing)
+        prepare_model(name, model, tokenizer, family)
+        loaded = loaded.requires_grad_(False).eval()
+        backbone = Backbone(name=name, source=source, model=model, tokenizer=tokenizer, family=family)
         if weights is None:
-            _check_config(name, source, family, auto)
-        loaded, loading_info = _load_model(source, auto, weights)
-    model = loaded.base_model
-    _check_loaded(name, model, family, loading_info)
-    prepare_model(name, model, tokenizer, family)
-    loaded = loaded.to(device).requires_grad_(False).eval()
-    vocabulary = loaded.get_output_embeddings().weight if writes else None
-    backbone = Backbone(
-        name=name, source=source, model=model, tokenizer=tokenizer, family=family, vocabulary=vocabulary
-    )
+            _compute_once(backbone)
+    loaded.to(device)
+    if writes:
+        backbone = replace(backbone, vocabulary=loaded.get_output_embeddings().weight)
     if gradient_checkpointing:
         checkpoint_blocks(backbone)
     return backbone
 
 
-def _check_config(name: str, source: ModelSource, family: Family, auto: Any) -> None:
-    """Raise `ModelError` where the model of this config is not the one whose weights the files hold."""
-    config = AutoConfig.from_pretrained(source.path, **loading_options(source))
-    shapes = tensor_shapes(name, source)
-    if source.gguf_file is None:
-        check_tables(name, config, shapes, family)
-    check_size(name, auto, config, shapes)
+def _compute_once(backbone: Backbone) -> None:
+    """Let the model read two tokens: settings that do not fit each other show here, and not in the first round."""
+    tokens = torch.zeros(2, dtype=torch.int64)
+    with torch.no_grad():
+        backbone_features(backbone, tokens, tokens, make_layout([2]))
+
+
+def load_stock(
+    name: str, source: str, auto: Any, config: Any, *, weights: Params | None = None, **options: Any
+) -> tuple[PreTrainedModel, list[str]]:
+    """(the stock model in float32, names of the tensors that it lacks), of these weights or the files'.
+
+    Raises `ModelError` where the files hold less than the config asks for, or a tensor in another shape.
+    """
+    options = {"dtype": torch.float32, "output_loading_info": True, **options}
+    if weights is None:
+        check_size(name, auto, config, source)
+        loaded, info = auto.from_pretrained(
+            source, config=config, ignore_mismatched_sizes=True, **options, **loading_options(source)
+        )
+    else:
+        with torch.device("meta"):  # transformers takes weights in the place of files by the model's own class alone
+            model_class = type(auto.from_config(config, trust_remote_code=False))
+        loaded, info = model_class.from_pretrained(
+            None, config=config, state_dict=dict(weights), trust_remote_code=False, **options
+        )
+    for key, stored, expected in sorted(info["mismatched_keys"]):
+        check_shape(name, key, stored, expected)
+    return loaded, sorted(info["missing_keys"])
+
+
+def check_complete(name: str, missing: Sequence[str]) -> None:
+    """Raise `ModelError` where files lack tensors."""
+    if missing:
+        raise ModelError(f"model {name!r} lacks {missing[0]} and {len(missing) - 1} more tensors; give complete files")
 
 
 @dataclass(frozen=True)
@@ -147,14 +166,14 @@ class _TokenizerErrors(AbstractContextManager[None]):
             ) from None
 
 
-def load_tokenizer(name: str, source: ModelSource) -> PreTrainedTokenizerBase:
+def load_tokenizer(name: str, source: str) -> PreTrainedTokenizerBase:
     """The model's tokenizer; raises `ModelError` where its files are damaged, or there are none."""
     with _TokenizerErrors(name):
-        tokenizer = AutoTokenizer.from_pretrained(source.path, **loading_options(source))
+        tokenizer = AutoTokenizer.from_pretrained(source, **loading_options(source))
     _pair_ids(tokenizer)  # settings of other types show when it is used
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise ModelError(
-            f"the tokenizer of model {name!r} knows no word: {source.path} has no file of its tokens; copy"
+            f"the tokenizer of model {name!r} knows no word: {source} has no file of its tokens; copy"
             " tokenizer.json, or the vocabulary that the model was published with, beside its config.json"
         )
     return tokenizer
@@ -165,39 +184,6 @@ def _pair_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     tokenizer(".", ".", truncation=True, max_length=8)
     ids: list[int] = tokenizer(".", ".", verbose=False)["input_ids"]
     return ids
-
-
-def _load_model(source: ModelSource, auto: Any, weights: Params | None) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """(model, tensors that its files lack or have in other shapes); made of these weights where they are given."""
-    options: dict[str, Any] = {"attn_implementation": PACKED, "dtype": torch.float32, "output_loading_info": True}
-    if weights is None:
-        loaded, loading_info = auto.from_pretrained(
-            source.path, ignore_mismatched_sizes=True, **options, **loading_options(source)
-        )
-        return loaded, loading_info
-    config = AutoConfig.from_pretrained(source.path, **loading_options(source))
-    with torch.device("meta"):  # transformers takes weights in the place of files by the model's own class alone
-        model_class = type(auto.from_config(config, trust_remote_code=False))
-    loaded, loading_info = model_class.from_pretrained(
-        None, config=config, state_dict=dict(weights), trust_remote_code=False, **options
-    )
-    return loaded, loading_info
-
-
-def _check_loaded(name: str, model: PreTrainedModel, family: Family, loading_info: dict[str, Any]) -> None:
-    """Raise `ModelError` for a tensor that the files lack or have in another shape, and drop a pooler that they lack.
-
-    It is a part of the head where the stock classifier reads it (`registry.with_trained_pooler`).
-    """
-    for key, stored, expected in sorted(loading_info["mismatched_keys"]):
-        check_shape(name, key, stored, expected)
-    missing = sorted(loading_info["missing_keys"])
-    inside = [key.removeprefix(f"{family.prefix}.") for key in missing]
-    if family.pooler is None and missing and all(key.startswith("pooler.") for key in inside):
-        model.pooler = None
-        return
-    if missing:
-        raise ModelError(f"model {name!r} lacks {missing[0]} and {len(missing) - 1} more tensors; give complete files")
 
 
 def check_shape(name: str, key: str, stored: Sequence[int], expected: Sequence[int]) -> None:
@@ -262,7 +248,7 @@ def save_classifier(
     folder is there in full, or not at all (`storage.files.atomic_folder`).
     """
     source, family = backbone.source, backbone.family
-    config = AutoConfig.from_pretrained(source.path, **loading_options(source))
+    config = AutoConfig.from_pretrained(source, **loading_options(source))
     config.num_labels = len(params[family.head[-1].key + "weight"])
     if labels:
         config.id2label = dict(enumerate(labels))
@@ -270,19 +256,23 @@ def save_classifier(
     if config.num_labels == 1:
         config.problem_type = "regression"  # without it a pipeline takes the value's sigmoid
     config.pad_token_id = backbone.model.config.pad_token_id
+    tensors = {
+        key.removeprefix(HEAD) if key.startswith(HEAD) else f"{family.prefix}.{key}": tensor
+        for key, tensor in {**backbone.frozen, **params}.items()
+    }
+    save_stock(AutoModelForSequenceClassification, config, tensors, backbone.tokenizer, folder, within=within)
+
+
+def save_stock(auto: Any, config: Any, tensors: Params, processor: Any, folder: Path, *, within: Path | None) -> None:
+    """Write the stock model of this config with these tensors, and what prepares its input, as a folder."""
     with loading_lock():
-        model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=False)
-        tensors = {**backbone.frozen, **params}
-        named = {
-            key.removeprefix(HEAD) if key.startswith(HEAD) else f"{family.prefix}.{key}": tensor
-            for key, tensor in tensors.items()
-        }
+        model = auto.from_config(config, trust_remote_code=False)
         parameters = dict(model.named_parameters())
-        model.load_state_dict({key: tensor.cpu() for key, tensor in named.items() if key in parameters}, strict=False)
-        assert not parameters.keys() - named.keys(), "a classifier is its backbone and its head"
+        assert not parameters.keys() - tensors.keys(), "a classifier is its backbone and its head"
+        model.load_state_dict({key: tensors[key].cpu() for key in parameters}, strict=False)
         with atomic_folder(folder, within=within) as draft:
             model.save_pretrained(draft)
-            backbone.tokenizer.save_pretrained(draft)
+            processor.save_pretrained(draft)
 
 
 def checkpoint_blocks(backbone: Backbone) -> None:
@@ -299,39 +289,28 @@ def checkpoint_blocks(backbone: Backbone) -> None:
         block.training = True
 
 
-def find_family(name: str, *, in_part: bool = False) -> tuple[ModelSource, Family]:
+def find_family(name: str) -> tuple[str, Family]:
     """Source of a model's files and its architecture, without loading its weights.
 
-    Files that are read `in_part` may lack blocks, as at a cut client.
     Raises `ModelError` where the folder, the config or the names of the tensors are no model's.
     """
     source = locate_model(name)
-    if source.gguf_file and find_spec("gguf") is None:
-        raise ModelError(
-            f"model {name!r} is a GGUF file, and the package gguf, which reads it, is not installed;"
-            f" {install_command('gguf')}"
-        )
     with as_model_error(name, source), loading_lock():
         check_folder(name, source)
         check_raw_config(name, source)
-        config = AutoConfig.from_pretrained(source.path, **loading_options(source))
+        config = AutoConfig.from_pretrained(source, **loading_options(source))
         family = {**FAMILIES, **VISION_FAMILIES}.get(config.model_type)
         if family is None:
             raise ModelError(_unknown_architecture(name, config.model_type))
-        check_heads(name, config)
-        check_packable(name, config)
-        names = tensor_names(name, source)
-        is_named = source.gguf_file is None and not family.images  # transformers renames what the others have
-        is_whole = check_blocks(name, config, count_blocks(names, family) if is_named else len(names), in_part=in_part)
-    # of a part nothing follows: the pooler stands above all blocks
-    is_without_pooler = is_named and is_whole and lacks_pooler(family, names)
-    return source, with_trained_pooler(family) if is_without_pooler else family
+        check_config(name, config)
+        if lacks_pooler(config, family, tensor_names(name, source)):
+            return source, with_trained_pooler(family)
+        return source, family
 
 
-def loading_options(source: ModelSource) -> dict[str, Any]:
+def loading_options(source: str) -> dict[str, Any]:
     """The arguments with which the files of a source are read: code among them is never run, and nobody is asked."""
-    gguf = {"gguf_file": source.gguf_file} if source.gguf_file else {}
-    return {"local_files_only": is_local(source), "trust_remote_code": False, **gguf}
+    return {"local_files_only": is_local(source), "trust_remote_code": False}
 
 
 @contextmanager
@@ -357,7 +336,7 @@ def loading_lock() -> Iterator[None]:
 
 
 @contextmanager
-def as_model_error(name: str, source: ModelSource, *, images: bool = False) -> Iterator[None]:
+def as_model_error(name: str, source: str, *, images: bool = False) -> Iterator[None]:
     """Turn any error of a library that reads a model's files into `ModelError`."""
     try:
         yield
@@ -366,7 +345,7 @@ def as_model_error(name: str, source: ModelSource, *, images: bool = False) -> I
         reader = "preprocessor_config.json" if images else "tokenizer.json"
         embedded = "vision` and --model dinov2-vits14" if images else "embedded` and --model minilm"
         raise ModelError(
-            f"model {name!r} ({source.path}) could not be loaded{failure}: {first_line(error)}; give a directory that"
+            f"model {name!r} ({source}) could not be loaded{failure}: {first_line(error)}; give a directory that"
             f" holds config.json, model.safetensors and {reader}, fill the hub's cache on a machine with a network and"
             f" copy it, or use the embedded one: `atlas fetch {embedded}"
         ) from error
@@ -385,15 +364,13 @@ def build_first_blocks(name: str, *, blocks: int | None) -> Backbone:
     None is all blocks: an outline of the model, for whom names and sizes suffice.
 
     Nothing is built of what stands above, so the state dict of the model names what a file has to give.
-    Raises `ModelError` where the model is not to be had, is a GGUF file, or has no more blocks than these.
+    Raises `ModelError` where the model is not to be had or has no more blocks than these.
     """
     register_packed_attention()
-    source, family = find_family(name, in_part=True)
-    if source.gguf_file:
-        raise ModelError(f"model {name!r} is a GGUF file, which cannot be read in parts; give a directory or hub name")
+    source, family = find_family(name)
     with as_model_error(name, source), loading_lock():
         tokenizer = load_tokenizer(name, source)
-        config = AutoConfig.from_pretrained(source.path, **loading_options(source))
+        config = AutoConfig.from_pretrained(source, **loading_options(source))
         total = int(config.num_hidden_layers)
         if blocks is not None and not 0 <= blocks < total:
             raise ModelError(

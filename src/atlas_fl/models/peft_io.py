@@ -23,7 +23,6 @@ from atlas_fl.storage.jsonl import from_json
 from atlas_fl.storage.tensors import write_tensors
 
 WEIGHTS, SETTINGS, LABELS = "adapter_model.safetensors", "adapter_config.json", "labels.json"
-PICKLED = "adapter_model.bin"
 _ROOT = "base_model.model."
 _QUERY_AND_VALUE = {"distilbert": ("q_lin", "v_lin"), **dict.fromkeys(VISION_FAMILIES, ("q_proj", "v_proj"))}
 
@@ -112,11 +111,11 @@ MERGE = (
 _PLAIN = frozenset(
     {
         # no effect on the output of a loaded adapter, or the way in which the base holds its weights
-        *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+        *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
         *("inference_mode", "lora_dropout", "fan_in_fan_out", "megatron_core", "qalora_group_size"),
         # repeated by the names and shapes of the tensors, or read here
         *("r", "rank_pattern", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-        *("modules_to_save", "lora_alpha", "alpha_pattern", "use_rslora", "init_lora_weights"),
+        *("modules_to_save", "lora_alpha", "alpha_pattern", "use_rslora"),
     }
 )
 """Settings of PEFT that plain LoRA may have with any value."""
@@ -165,12 +164,12 @@ def adapter_labels(folder: Path) -> tuple[str, ...]:
         return ()
     try:
         labels = from_json(read_named_file(folder / LABELS, max_bytes=MOST_JSON_BYTES))
+        if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
+            raise ValueError("it holds no list of names")
     except (OSError, ValueError) as error:
         raise ModelError(
             f"{folder / LABELS} cannot be read ({error}); remove it, or export the adapter again"
         ) from error
-    if not isinstance(labels, list) or not all(isinstance(label, str) for label in labels):
-        raise ModelError(f"{folder / LABELS} holds no list of names; remove it, or export the adapter again")
     return tuple(labels)
 
 
@@ -185,28 +184,22 @@ def _read_settings(folder: Path) -> Mapping[str, Any]:
 
 
 def _no_adapter(folder: Path, reason: object) -> ModelError:
-    if (folder / PICKLED).is_file() and not (folder / WEIGHTS).exists():
-        return ModelError(
-            f"the adapter in {folder} is {PICKLED}, a pickle, which can run code and is not opened; load it with PEFT"
-            f" and save_pretrained it, which writes {WEIGHTS}"
-        )
-    return ModelError(f"no PEFT adapter in {folder}: {reason}; give a folder that holds {SETTINGS} and {WEIGHTS}")
+    return ModelError(
+        f"no PEFT adapter in {folder}: {reason}; give a folder that holds {SETTINGS} and {WEIGHTS}, as PEFT's"
+        " save_pretrained writes them"
+    )
 
 
 def _check_settings(settings: Mapping[str, Any], folder: Path) -> None:
     """Raise ModelError for a setting that changes what an adapter computes and that plain LoRA does not have."""
-    if settings.get("peft_type") != "LORA":
-        raise ModelError(f"the adapter in {folder} is {settings.get('peft_type')!r}; only LORA can be imported")
-    init = settings.get("init_lora_weights", True)
-    if init not in _INITS:
-        raise ModelError(
-            f"the adapter in {folder} begins by init_lora_weights={init!r}, which changes the weights of its base;"
-            " convert it with PEFT's save_pretrained(DIR, path_initial_model_for_weight_conversion=...), or"
-            f" {MERGE}"
-        )
     defaults = LoraConfig().to_dict()
-    for name, value in settings.items():
-        if name not in _PLAIN and value and value != defaults.get(name):
+    for name, value in {"peft_type": None, **settings}.items():
+        is_default = not value or value == defaults.get(name)
+        if name == "peft_type":
+            is_default = value == "LORA"
+        elif name == "init_lora_weights":
+            is_default = value in _INITS
+        if name not in _PLAIN and not is_default:
             raise ModelError(
                 f"the adapter in {folder} has {name}={short_repr(value)}, which plain LoRA has not; {MERGE}"
             )
@@ -244,10 +237,12 @@ def _scales(settings: Mapping[str, Any], params: dict[str, Any], folder: Path, *
         rank = params[module + LORA_A].shape[0]
         try:
             alpha = float(alphas.get(get_pattern_key(alphas, f"{family.prefix}.{module}"), usual))
+            if not math.isfinite(alpha):
+                raise ValueError(f"{alpha} is not finite")
         except (AttributeError, TypeError, ValueError, re.error) as error:
-            raise ModelError(f"the alpha of {module} in {folder / SETTINGS} cannot be read: {error}") from error
-        if not math.isfinite(alpha):
-            raise ModelError(f"the alpha of {module} in {folder / SETTINGS} is {alpha}; give a finite number")
+            raise ModelError(
+                f"the alpha of {module} in {folder / SETTINGS} cannot be read: {error}; give a number"
+            ) from error
         scale = alpha / (rank**0.5 if settings.get("use_rslora") else rank)
         if scale and rank not in scales:
             scales[rank] = scale

@@ -110,18 +110,6 @@ class Family:
     """True if its tokens are patches of images; what its head reads is then the stock classifier's to say."""
 
     @property
-    def word_table(self) -> str:
-        """The table of tokens inside the headless model."""
-        return "embeddings.word_embeddings.weight" if self.stem == ("embeddings",) else f"{self.stem[0]}.weight"
-
-    @property
-    def position_table(self) -> str | None:
-        """The table of positions inside the headless model; None where positions are rotated into attention."""
-        if self.stem == ("embeddings",):
-            return "embeddings.position_embeddings.weight"
-        return f"{self.stem[1]}.weight" if len(self.stem) > 1 else None
-
-    @property
     def causal(self) -> bool:
         """Return whether a token sees only those before it: the last one stands for all, and text can be written."""
         return self.pool == "last"
@@ -263,14 +251,6 @@ class RegisteredModel:
     note: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelSource:
-    """Place of the files of a model."""
-
-    path: str
-    gguf_file: str | None = None
-
-
 MODELS: dict[str, RegisteredModel] = {
     model.alias: model
     for model in (
@@ -304,8 +284,8 @@ MODELS: dict[str, RegisteredModel] = {
 }
 
 
-def locate_model(name: str) -> ModelSource:
-    """Place of the files of this alias, hub name, directory or GGUF file.
+def locate_model(name: str) -> str:
+    """Directory or hub name of the files of this alias, hub name or directory.
 
     Raises `ConfigError` for a name that is none of these, `ModelError` for a path where nothing is or that cannot be
     looked at, and `DataError` for an embedded model not fetched yet.
@@ -313,35 +293,23 @@ def locate_model(name: str) -> ModelSource:
     if name in MODELS:
         registered = MODELS[name].path
         if registered != "embedded":
-            return ModelSource(path=registered)
-        return ModelSource(path=str((vit_dir if MODELS[name].images else model_dir)(embedded_dir())))
-    if (source := _source_at_path(name)) is not None:
-        return source
-    if name.startswith((".", "/", "~")):
-        raise ModelError(
-            f"model {name!r} is neither a directory nor a .gguf file; give the path of one, a hub name such as"
-            f" owner/model, or one of {', '.join(sorted(MODELS))}"
-        )
-    if "/" in name or any(name == model.path for model in MODELS.values()):
-        return ModelSource(path=name)
-    raise unknown_name("model", name, MODELS)
-
-
-def _source_at_path(name: str) -> ModelSource | None:
-    """The directory or GGUF file of this name; raises `ModelError` where that cannot be told."""
+            return registered
+        return str((vit_dir if MODELS[name].images else model_dir)(embedded_dir()))
+    known = f"a hub name such as owner/model, or one of {', '.join(sorted(MODELS))}"
     try:
         path = Path(name).expanduser()
         if path.is_dir():
-            return ModelSource(path=str(path))
-        if path.is_file() and path.suffix == ".gguf":
-            return ModelSource(path=str(path.parent), gguf_file=path.name)
+            return str(path)
     except (OSError, RuntimeError, ValueError) as error:  # a long name, another's folder, no such user
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ModelError(
-            f"model {short_repr(name)} cannot be looked for ({reason}); give the path of a directory or a .gguf file, a"
-            f" hub name such as owner/model, or one of {', '.join(sorted(MODELS))}"
+            f"model {short_repr(name)} cannot be looked for ({reason}); give the path of a directory, {known}"
         ) from None
-    return None
+    if name.startswith((".", "/", "~")):
+        raise ModelError(f"model {name!r} is no directory; give the path of one, {known}")
+    if "/" in name or any(name == model.path for model in MODELS.values()):
+        return name
+    raise unknown_name("model", name, MODELS)
 
 
 def is_hub_reachable(*, timeout_seconds: float = 3.0) -> bool:

@@ -6,7 +6,7 @@ client's tensors for one call. `augment` makes random crops of padded images and
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 
 import numpy as np
@@ -17,8 +17,7 @@ from torch.func import functional_call
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from atlas_fl.errors import ConfigError, ModelError
-from atlas_fl.models.registry import ModelSource
+from atlas_fl.errors import ModelError
 from atlas_fl.params import HEAD, Params
 
 
@@ -43,16 +42,12 @@ def augment(
     return bordered[image, rows[:, :, None], columns[:, None, :]]
 
 
-_UNREAD = "mask_token"
-"""A tensor of pre-training that no classifier reads; it would have no gradient."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Vision:
     """A frozen vision backbone and how its images are prepared."""
 
     name: str
-    source: ModelSource
+    source: str
     model: PreTrainedModel
     """The stock classifier with nothing behind its features: its `logits` are what the stock head would read."""
     hidden: int
@@ -96,34 +91,6 @@ class Vision:
 def backbone_weights(vision: Vision) -> Params:
     """Every tensor of the backbone by its stock name, float32; these are the module's own, not copies."""
     return {name: tensor.detach().float() for name, tensor in vision.backbone.named_parameters()}
-
-
-def trainable_names(vision: Vision, *, frozen_blocks: int = 0) -> tuple[str, ...]:
-    """The tensors of the backbone that train when the embeddings and the first blocks are frozen, in stock order.
-
-    With 0 all do. With all blocks frozen what stands behind them is too, and the head alone trains.
-    """
-    names = [name for name in vision.classifier_names if not name.endswith(_UNREAD)]
-    count = len(list(vision.backbone.get_submodule(vision.blocks).children()))
-    return without_first_blocks(
-        names, model=vision.name, blocks=vision.blocks, count=count, frozen_blocks=frozen_blocks
-    )
-
-
-def without_first_blocks(
-    names: Sequence[str], *, model: str, blocks: str, count: int, frozen_blocks: int
-) -> tuple[str, ...]:
-    """These tensors in stock order but for those of the embeddings and the first blocks; none without any block.
-
-    `blocks` is the path of the list of all `count` blocks. Raises `ConfigError` for more blocks than there are.
-    """
-    if not 0 <= frozen_blocks <= count:
-        raise ConfigError(f"{model} has {count} blocks and {frozen_blocks} cannot be frozen; give 0 to {count}")
-    if frozen_blocks == count:
-        return ()
-    start = f"{blocks}.{frozen_blocks}."
-    first = next(index for index, name in enumerate(names) if name.startswith(start)) if frozen_blocks else 0
-    return tuple(names[first:])
 
 
 def image_features(

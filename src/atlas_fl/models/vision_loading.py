@@ -18,12 +18,19 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassi
 
 from atlas_fl.errors import ConfigError, ModelError
 from atlas_fl.models.backbone import Backbone
-from atlas_fl.models.files import check_blocks, check_folder, check_heads, check_raw_config, check_size, tensor_shapes
-from atlas_fl.models.loading import as_model_error, checkpoint_blocks, loading_lock, loading_options
-from atlas_fl.models.registry import VISION_FAMILIES, Dense, Family, ModelSource, locate_model
+from atlas_fl.models.files import check_config, check_folder, check_raw_config
+from atlas_fl.models.loading import (
+    as_model_error,
+    check_complete,
+    checkpoint_blocks,
+    load_stock,
+    loading_lock,
+    loading_options,
+    save_stock,
+)
+from atlas_fl.models.registry import VISION_FAMILIES, Dense, Family, locate_model
 from atlas_fl.models.vision import Vision, backbone_weights
 from atlas_fl.params import HEAD, Params, head_keys
-from atlas_fl.storage.files import atomic_folder
 
 RESAMPLE = {2: "bilinear", 3: "bicubic"}
 """Pillow's numbers of the filters that PyTorch has too."""
@@ -47,18 +54,14 @@ def load_vision(
     with as_model_error(name, source, images=True), loading_lock():
         check_folder(name, source)
         check_raw_config(name, source)
-        config = AutoConfig.from_pretrained(source.path, **loading_options(source))
+        config = AutoConfig.from_pretrained(source, **loading_options(source))
+        check_config(name, config)
         config.num_labels = 0  # stock for features without a classifier
-        _check_config(name, source, config)
-        processor = AutoImageProcessor.from_pretrained(source.path, **loading_options(source))
-        model, loading_info = AutoModelForImageClassification.from_pretrained(
-            source.path, config=config, dtype=torch.float32, output_loading_info=True, **loading_options(source)
-        )
+        processor = AutoImageProcessor.from_pretrained(source, **loading_options(source))
+        model, missing = load_stock(name, source, AutoModelForImageClassification, config)
+        check_complete(name, missing)
         size = _processor_size(name, processor) if image_size is None else image_size
         normalisation = _normalisation(name, processor)
-    missing = sorted(loading_info["missing_keys"])
-    if missing:
-        raise ModelError(f"model {name!r} lacks {missing[0]} and {len(missing) - 1} more tensors; give complete files")
     _resize(name, model, size)
     for key, parameter in model.base_model.named_parameters():
         # tensors of a mapped file lie wherever its header ends, and products of what is unaligned may end in other bits
@@ -73,16 +76,6 @@ def load_vision(
         **normalisation,
         blocks=_find_blocks(name, model.base_model),
     )
-
-
-def _check_config(name: str, source: ModelSource, config: Any) -> None:
-    """Raise `ModelError` where a config asks for a model that its files do not hold."""
-    shapes = tensor_shapes(name, source)
-    if isinstance(getattr(config, "num_hidden_layers", None), int):
-        check_blocks(name, config, len(shapes))
-    if config.model_type in VISION_FAMILIES:
-        check_heads(name, config)
-    check_size(name, AutoModelForImageClassification, config, shapes)
 
 
 def _resize(name: str, model: PreTrainedModel, size: int) -> None:
@@ -240,13 +233,8 @@ def save_vision(
     config = copy.deepcopy(vision.model.config)
     config.id2label = dict(enumerate(labels))
     config.label2id = {name: index for index, name in enumerate(labels)}
-    with loading_lock():
-        model = AutoModelForImageClassification.from_config(config, trust_remote_code=False)
-        tensors = {**backbone_weights(vision), **params}
-        state = {vision.classifier_names[key]: tensors[key] for key in vision.classifier_names}
-        state |= {f"classifier.{key.removeprefix(HEAD)}": params[key] for key in head_keys(params)}
-        model.load_state_dict(state, strict=True)
-        processor = AutoImageProcessor.from_pretrained(vision.source.path, trust_remote_code=False)
-        with atomic_folder(folder, within=within) as draft:
-            model.save_pretrained(draft)
-            processor.save_pretrained(draft)
+    named = {**backbone_weights(vision), **params}
+    tensors = {vision.classifier_names[key]: named[key] for key in vision.classifier_names}
+    tensors |= {f"classifier.{key.removeprefix(HEAD)}": params[key] for key in head_keys(params)}
+    processor = AutoImageProcessor.from_pretrained(vision.source, trust_remote_code=False)
+    save_stock(AutoModelForImageClassification, config, tensors, processor, folder, within=within)

@@ -16,7 +16,7 @@ from atlas_fl.aggregation.matrices import eta_warnings
 from atlas_fl.aggregation.mixing import average_initial, resize_ranks
 from atlas_fl.config import Config
 from atlas_fl.config.presets import dial_note
-from atlas_fl.data.clients import balance_notes, label_statistics, left_out_notes, shard_notes
+from atlas_fl.data.clients import label_statistics, left_out_notes, shard_notes
 from atlas_fl.data.heterogeneity import heterogeneity_notes
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.errors import ConfigError
@@ -235,7 +235,6 @@ def _data_notes(assembly: Assembly, data: Sequence[Mapping[str, Any]]) -> tuple[
         *left_out_notes(assembly.clients),
         *truncation_notes(assembly.site.data, assembly.site.backbone),
         *shard_notes(data),
-        *balance_notes(assembly.clients, assembly.config.data.test_mix),
         *heterogeneity_notes(assembly.clients),
     )
 

@@ -15,18 +15,17 @@ from typing import TypeAlias
 
 import numpy as np
 
-from atlas_fl.client.fingerprint import agreement_message, is_agreement_check, parts_message
+from atlas_fl.client.fingerprint import parts_message
 from atlas_fl.client.importance import last_weights, sums_message
 from atlas_fl.client.options import FingerprintOptions
 from atlas_fl.data.clients import ClientData
 from atlas_fl.models.tokenization import EncodedExamples
-from atlas_fl.params import LORA_A, LORA_B, head_keys
+from atlas_fl.params import head_keys
 from atlas_fl.planning.round_costs import (
     SERVER_DEVICE,
     client_side,
     heaviest_step,
     message_sizes,
-    norms_size,
     num_head_params,
     num_outputs,
     rank_one_params,
@@ -68,8 +67,6 @@ class _Phase:
     """Examples of every batch; at most these where a warm-up stops early."""
     batches_per_row: int = 1
     """Batches that lie in one row, and so cross a cut in one message."""
-    agreement_checks: int = 0
-    """Requests beside those of the passes."""
 
 
 def predict_planning(
@@ -100,7 +97,6 @@ def _phases(assembly: Assembly, client: ClientData) -> list[_Phase]:
             data=train,
             counts=_warm_up_counts(len(train), options),
             batches_per_row=2,
-            agreement_checks=sum(is_agreement_check(step, options) for step in range(1, options.steps + 1)),
         )
         phases.append(warm_up)
     elif clustered:
@@ -217,32 +213,11 @@ def _phase_bytes(assembly: Assembly, client: ClientData, phase: _Phase, cut: Cut
     if phase.name == "importance":
         total["up"] += encoded_size(sums_message([np.zeros(cut.blocks)] * IMPORTANCE_BATCHES))
     if phase.name == "fingerprint":
-        total.update(_fingerprint_bytes(assembly, client, phase, cut))
-    return dict(total)
-
-
-def _fingerprint_bytes(assembly: Assembly, client: ClientData, phase: _Phase, cut: Cut) -> Sizes:
-    """Bytes of sketches, and of a warm-up's norms and checks of its halves' agreement, beside those of the passes."""
-    options, names = fingerprint_options(assembly.config), rank_one_params(assembly, client)
-    if options.kind != "delta":
+        options, names = fingerprint_options(assembly.config), rank_one_params(assembly, client)
         weights = [*last_weights(assembly.site.backbone, options.blocks), *head_keys(names)]
-        return {"up": 2 * _sketch_part_bytes(len(client_side(assembly, cut, weights)), options)}
-    trained = [name for name in names if not name.endswith(LORA_A)]
-    below, checks = client_side(assembly, cut, trained), phase.agreement_checks
-    num_factors = sum(name.endswith(LORA_B) for name in below)
-    sizes = {
-        "up": 2 * (checks + 1) * _sketch_part_bytes(num_factors, options),
-        "down": checks * encoded_size(agreement_message(True)),
-    }
-    if options.train.clip > 0:
-        sizes["up"] += len(phase.counts) * norms_size(len(below))
-        sizes["down"] += len(phase.counts) * norms_size(len(trained) - len(below))
-    return sizes
-
-
-def _sketch_part_bytes(count: int, options: FingerprintOptions) -> int:
-    """Bytes of a client's part of one sketch, of `count` tensors."""
-    return encoded_size(parts_message([np.zeros(options.sketch_dim)] * count)) if count else 0
+        if count := len(client_side(assembly, cut, weights)):
+            total["up"] += 2 * encoded_size(parts_message([np.zeros(options.sketch_dim)] * count))
+    return dict(total)
 
 
 def _predict_phase(
@@ -305,6 +280,6 @@ def _link_seconds(assembly: Assembly, client: ClientData, device: Device, phase:
     has_backward = cut.head == "client" and phase.probe.lowest_block < assembly.shape.num_layers
     passes = len(phase.counts) // phase.batches_per_row
     sizes = _phase_bytes(assembly, client, phase, cut)
-    messages = passes * (4 if has_backward else 2) + 2 * phase.agreement_checks
+    messages = passes * (4 if has_backward else 2)
     traffic = RoundTraffic(up_bytes=sizes.get("up", 0), down_bytes=sizes.get("down", 0), messages=messages)
     return crossing_seconds(traffic, device)

@@ -109,7 +109,7 @@ def _head_for(start: StartAdapter, task: Task, assembly: Assembly) -> Params | N
 
 
 def _base_notes(start: StartAdapter, assembly: Assembly) -> tuple[str, ...]:
-    path = assembly.site.backbone.source.path
+    path = assembly.site.backbone.source
     if start.base is None or start.base == path or Path(start.base).name == Path(path).name:
         return ()
     return (

@@ -36,7 +36,7 @@ def assert_same(found: Update, expected: Update) -> None:
     assert all(torch.equal(found.params[key], expected.params[key]) for key in expected.params)
 
 
-WHATS = ("fingerprint delta", "fingerprint fisher", "fingerprint gradient", "importance gradient", "importance rngwp")
+WHATS = ("fingerprint fisher", "fingerprint gradient", "importance gradient", "importance rngwp")
 
 
 @pytest.mark.parametrize("what", WHATS)
@@ -78,25 +78,13 @@ def test_a_fingerprint_of_the_last_blocks_sends_rows_and_labels_and_gets_nothing
     assert [what for what, _, _ in crossing.server.asked] == ["loss"] * 2 * job.options.batches
 
 
-@pytest.mark.parametrize("head", ["client", "server"])
-def test_a_warm_up_over_the_cut_ends_where_the_whole_models_does(tiny_of, site_of, spec_of, head) -> None:
-    site, job = client(tiny_of("bert"), site_of, spec_of, "fingerprint delta", Cut(blocks=1, head=head))
-    early = dataclasses.replace(job, options=dataclasses.replace(job.options, reliability=-1.0))
-    (whole,) = ACTIONS["fingerprint"]([dataclasses.replace(early, cut=None)], site)
-    found, crossing, _ = over_the_cut("fingerprint", early, tiny_of("bert"), site)
-    assert_same(found, whole)
-    assert found.metrics["steps"] == early.options.stride == 2
-    assert [what for what, _, _ in crossing.server.asked].count("agree") == 1
-    assert dict(found.crossed) == dict(ACTIONS["fingerprint"]([early], site)[0].crossed)
-
-
 @pytest.mark.parametrize(
     ("what", "message"),
     [
         ("fingerprint fisher", {"parts": torch.zeros(1, 64, dtype=torch.float64)}),
         ("fingerprint fisher", {"parts": torch.zeros(6, 64)}),
         ("fingerprint fisher", {}),
-        ("fingerprint delta", {"parts": torch.full((4, 64), torch.nan, dtype=torch.float64)}),
+        ("fingerprint gradient", {"parts": torch.full((6, 64), torch.nan, dtype=torch.float64)}),
         ("importance rngwp", {"importance": torch.zeros(3, 3, dtype=torch.float64)}),
     ],
 )

@@ -203,7 +203,7 @@ def test_mixed_cuts_at_their_sites_end_in_the_bits_of_a_simulation(clients) -> N
             assert_same(fed.engine.run(action, asked), alone(action, asked, site))
 
 
-@pytest.mark.parametrize("what", ["fingerprint delta", "fingerprint fisher", "importance gradient"])
+@pytest.mark.parametrize("what", ["fingerprint fisher", "importance gradient"])
 def test_what_a_plan_needs_is_measured_over_streams_as_in_a_simulation(clients, what: str) -> None:
     """In the middle of a pass that measures, another site asks for its job: its part is that of the frozen model."""
     site, path, jobs = clients
