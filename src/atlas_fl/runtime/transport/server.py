@@ -32,7 +32,7 @@ from atlas_fl.runtime.transport.frames import (
     join_chunks,
     split_frame,
 )
-from atlas_fl.runtime.transport.sessions import HereAlreadyError, NotListedError, Penalties, Session, Sessions
+from atlas_fl.runtime.transport.sessions import HereAlreadyError, Penalties, Session, Sessions
 
 SERVICE, METHOD = "atlas.Stream", "Exchange"
 PING_SECONDS = 10
@@ -109,7 +109,7 @@ class Server:
         self._penalties = Penalties(
             clock=sessions.clock, first_seconds=limits.penalty_seconds, most_seconds=limits.most_penalty_seconds
         )
-        self._streams: dict[str, int] = {}
+        self._streams = Counter[str]()
         self._visits: set[Visit] = set()
         self._looks = 0
         self._admitted = Counter[Peer]()
@@ -175,7 +175,7 @@ class Server:
         name = common_name(pem)
         certificate = digest_of(pem)
         visit = Visit(context, self._limits, self._unfinished)
-        self._streams[name] = self._streams.get(name, 0) + 1
+        self._streams[name] += 1
         try:
             if self._streams[name] > self._limits.streams:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, f"{name} has {self._limits.streams} streams already")
@@ -187,27 +187,14 @@ class Server:
                     self._visits.discard(visit)
         except ProtocolError as error:
             self._sessions.refuse(name, str(error))
-            await self._end_stream(visit, grpc.StatusCode.PERMISSION_DENIED, one_line(error))
+            await visit.abort(grpc.StatusCode.PERMISSION_DENIED, one_line(error), port=self._port)
         except TimeoutError:
             if not visit.clock.expired():
                 raise
-            await self._end_stream(visit, visit.code, visit.reason or "nothing came, or was taken, for too long")
+            await visit.abort(visit.code, visit.reason, port=self._port)
         finally:
             visit.close()
-            self._streams[name] -= 1
-            if not self._streams[name]:
-                del self._streams[name]
-
-    async def _end_stream(self, visit: "Visit", code: grpc.StatusCode, reason: str) -> None:
-        """End it for this reason, and its connection without a word where more keeps coming.
-
-        Of a stream that ends while it has unread data, and over which something was written meanwhile, gRPC keeps a
-        megabyte for ever. Of one whose connection has ended and that was read to its end it keeps nothing.
-        """
-        if await visit.is_sending():
-            end_connection(self._port, visit.peer)
-            await visit.skip_rest()
-        await visit.abort(code, reason)
+            self._streams -= Counter([name])  # in place, and without those that have none
 
     async def _serve_visit(self, name: str, certificate: str, visit: "Visit") -> None:
         """One stream from its hello to its end; raises `ProtocolError` where the client or what it says is refused."""
@@ -216,7 +203,8 @@ class Server:
             self._penalties.check(name)
         except ProtocolError:
             # Its hello is on the way: gRPC at the other end loses the reason of a stream that ends before it is sent.
-            await visit.skip(seconds=self._limits.skip_looks * self._limits.look_seconds)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(visit.read(), self._limits.skip_looks * self._limits.look_seconds)
             raise
         self._admitted[visit.peer] += 1
         try:
@@ -234,17 +222,11 @@ class Server:
             self._penalties.add(name)
             raise
         finally:
-            self._admitted[visit.peer] -= 1
-            if not self._admitted[visit.peer]:
-                del self._admitted[visit.peer]
+            self._admitted -= Counter([visit.peer])
 
     async def _serve_requests(self, session: Session, certificate: str, visit: "Visit") -> None:
         while (request := await visit.frame(limit=self._sessions.limit_of(session.name))) is not None:
-            try:
-                self._sessions.check_listed(session.name, certificate)
-            except NotListedError:
-                self._sessions.look()
-                raise
+            self._sessions.check_listed(session.name, certificate)
             await visit.write(await visit.answer(self._sessions.handle(session, request)))
 
     async def _enter_session(self, name: str, certificate: str, hello: bytearray) -> tuple[Session, int, Frame]:
@@ -326,7 +308,8 @@ class Visit:
             self._silent_looks = 0
             self._read_ahead()
 
-    async def _read(self) -> Any:
+    async def read(self) -> Any:
+        """The next piece."""
         if self._ahead is None:
             piece = await self._context.read()
         else:
@@ -338,7 +321,7 @@ class Visit:
 
     async def _first(self) -> Any:
         """The first piece of a frame."""
-        while (piece := await self._read()) is not grpc.aio.EOF and len(piece) <= len(LONG):
+        while (piece := await self.read()) is not grpc.aio.EOF and len(piece) <= len(LONG):
             if piece == LONG and self._looks_left is None:
                 self._looks_left = self._limits.piece_looks
         return piece
@@ -358,7 +341,7 @@ class Visit:
                 # the oldest never waits, or all might wait for each other
                 while sum(sizes.values()) > most and next(iter(sizes)) is not self:
                     await asyncio.sleep(LOOK_AGAIN_SECONDS)
-            piece = await (self._read() if self in sizes else self._first())
+            piece = await (self.read() if self in sizes else self._first())
             if piece is not grpc.aio.EOF:
                 sizes[self] = sizes.get(self, 0) + len(piece)
             return piece
@@ -369,29 +352,22 @@ class Visit:
             sizes.pop(self, None)
             self._looks_left = None
 
-    async def is_sending(self) -> bool:
-        """Return whether more comes than signs of life; a client that waits to be answered sends nothing else."""
-        try:
+    async def abort(self, code: grpc.StatusCode, reason: str, *, port: int) -> None:
+        """End it with this status, and its connection to this port without a word where more keeps coming.
+
+        Of a stream that ends while it has unread data, and over which something was written meanwhile, gRPC keeps a
+        megabyte for ever. Of one whose connection has ended and that was read to its end it keeps nothing. A client
+        that waits to be answered sends nothing but signs of life.
+        """
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LOOK_AGAIN_SECONDS):
-                return await self._first() is not grpc.aio.EOF
-        except TimeoutError:
-            return False
-
-    async def skip_rest(self) -> None:
-        """Read to the end of the stream, which is near: its connection has ended."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(SILENCE_SECONDS):
-                while await self._read() is not grpc.aio.EOF:
-                    pass
-
-    async def abort(self, code: grpc.StatusCode, reason: str) -> None:
-        """End it with this status."""
+                piece = await self._first()
+            if piece is not grpc.aio.EOF:
+                end_connection(port, self.peer)
+                async with asyncio.timeout(SILENCE_SECONDS):
+                    while await self.read() is not grpc.aio.EOF:
+                        pass
         await self._context.abort(code, reason)
-
-    async def skip(self, *, seconds: float) -> None:
-        """Let one piece pass, if it comes within so many seconds."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._context.read(), seconds)
 
     async def answer(self, work: Awaitable[Frame]) -> Frame:
         """The result of this work; while it lasts long, signs of life are read (`look`)."""
