@@ -45,7 +45,8 @@ LIMITS = Limits(
     look_seconds=0.05,
     hello_looks=10,
     piece_looks=10,
-    silent_looks=40,
+    ping_seconds=0.2,
+    answer_seconds=0.2,
     idle_seconds=1.0,
     penalty_seconds=0.001,
 )
@@ -519,11 +520,6 @@ def honest(place: Place) -> None:
     with place.link("charlie") as link:
         assert link.exchange(CENSUS)[0]["kind"] == "done"
     assert time.monotonic() - began < 5
-
-
-@pytest.fixture(autouse=True)
-def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atlas_fl.runtime.transport.client.BEAT_SECONDS", 0.1)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,7 +12,6 @@ import socket
 import ssl
 import time
 from collections.abc import Callable
-from itertools import chain
 from typing import Any
 
 import grpc
@@ -23,12 +22,8 @@ from atlas_fl.params import Params
 from atlas_fl.runtime.transport.certificates import CERT, KEY, Certs
 from atlas_fl.runtime.transport.event_loop import EventBridge, LoopThread, keep_freed_memory
 from atlas_fl.runtime.transport.frames import (
-    BEAT,
-    BEAT_SECONDS,
-    CHUNK,
     FRAME_LIMIT,
     HEAD_LIMIT,
-    LONG,
     Frame,
     Head,
     decode_frame,
@@ -125,7 +120,7 @@ async def _status(call: Any, error: Exception) -> tuple[grpc.StatusCode | None, 
     return (await call.code(), await call.details()) if call.done() else (None, "")
 
 
-READY_SECONDS = 30.0
+READY_SECONDS = 90.0
 """Longest wait for a welcome: a server first makes sure that the former session of this name is gone."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
 WELCOME_LIMIT = HEAD_LIMIT + 2**10
@@ -167,7 +162,6 @@ class Link:
         self._bridge = EventBridge(threads=self._threads, on_event=on_event)
         self._channel: grpc.aio.Channel | None = None
         self._call: Any = None
-        self._writing = asyncio.Lock()  # of whole frames: what says that this end is there goes between them
         self._opened = contextlib.ExitStack()
         self.welcome: dict[str, Any] = {}
         """The server's welcome when the newest stream began."""
@@ -184,7 +178,6 @@ class Link:
             stack.enter_context(self._threads)
             stack.callback(lambda: self._threads.call(self._drop()))
             self._bridge.call(self._open_stream())
-            self._threads.submit(self._beat())
             self._opened = stack.pop_all()
         return self
 
@@ -209,9 +202,8 @@ class Link:
         while True:
             call = await self._open_stream()
             try:
-                async with self._writing:
-                    for chunk in chain([LONG] if len(frame) >= CHUNK else [], split_frame(frame)):
-                        await call.write(chunk)
+                for chunk in split_frame(frame):
+                    await call.write(chunk)
                 payload = await join_chunks(call.read, limit=self.answer_limit)
             except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
                 await self._handle_disconnect(*await _status(call, error))
@@ -219,17 +211,6 @@ class Link:
             if payload is not None:
                 return payload
             await self._handle_disconnect(None)
-
-    async def _beat(self) -> None:
-        """Tell the server every few seconds that this end is there, whatever the program computes meanwhile."""
-        while True:
-            await asyncio.sleep(BEAT_SECONDS)
-            call = self._call
-            if call is not None and not self._writing.locked():
-                # Whoever exchanges next sees that the stream has ended, and begins another.
-                with contextlib.suppress(grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
-                    async with self._writing:
-                        await call.write(BEAT)
 
     async def _handle_disconnect(self, code: grpc.StatusCode | None, details: str = "") -> None:
         if code is grpc.StatusCode.PERMISSION_DENIED:

@@ -139,14 +139,6 @@ class HereAlreadyError(ProtocolError):
 class Stream(Protocol):
     """The carrier of a session."""
 
-    heard: int
-    """Signs of life of the other end so far."""
-
-    @property
-    def is_busy(self) -> bool:
-        """Return whether a message is under way."""
-        ...
-
     def end(self, reason: str) -> None:
         """End it now, and for good."""
         ...
