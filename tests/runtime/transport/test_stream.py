@@ -5,7 +5,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -338,27 +337,6 @@ def test_who_is_not_listed_or_has_another_config_is_refused_and_the_server_is_to
         ("site-1", "site-1 has config other, the server c"),
         ("site-1", "client 'site-1' speaks protocol 0, the server 4"),
     ]
-
-
-def test_expired_and_foreign_certificates_are_refused_at_once(certs_folder: Path, tmp_path: Path) -> None:
-    make_certs(tmp_path / "foreign", servers=["localhost"], clients=["site-1"])
-    foreign = open_certs(tmp_path / "foreign" / "site-1")
-    # its own authority is foreign, but it trusts the server's
-    trusting = tmp_path / "trusting"
-    trusting.mkdir()
-    for name in ("cert.pem", "key.pem"):
-        (trusting / name).write_bytes((tmp_path / "foreign" / "site-1" / name).read_bytes())
-    (trusting / "ca.pem").write_bytes((certs_folder / "site-1" / "ca.pem").read_bytes())
-    then = datetime.now(UTC) - timedelta(days=9)
-    make_certs(tmp_path / "old", servers=["localhost"], clients=["site-1"], days=2, now=then)
-    expired = open_certs(tmp_path / "old" / "site-1", now=then)
-    with serving(Echo(), certs_folder) as port:
-        with pytest.raises(ProtocolError, match=f"certificate of localhost:{port} is refused here"):
-            link(port, foreign).__enter__()
-        with pytest.raises(ProtocolError, match=f"server at localhost:{port} refuses the certificate"):
-            link(port, open_certs(trusting)).__enter__()
-        with pytest.raises(ProtocolError, match=r"refused here|refuses the certificate"):
-            link(port, expired).__enter__()
 
 
 def test_a_certificate_for_another_name_is_refused_at_once(tmp_path: Path) -> None:
