@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from atlas_fl.client.job import Job, Update
-from atlas_fl.client.options import EvaluateOptions, TrainOptions
+from atlas_fl.client.options import OPTIONS, EvaluateOptions, TrainOptions
 from atlas_fl.errors import ProtocolError
 from atlas_fl.methods.fedpac import summarize
 from atlas_fl.methods.kriging import join_halves
@@ -27,7 +27,6 @@ from atlas_fl.runtime.protocol.answer_schema import (
     check_tensors,
 )
 from atlas_fl.runtime.protocol.client_metadata import ClientMetadata
-from atlas_fl.runtime.protocol.messages import OPTIONS
 
 
 def test_every_action_has_a_schema() -> None:

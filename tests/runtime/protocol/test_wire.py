@@ -8,6 +8,7 @@ import torch
 
 from atlas_fl.client.job import Job, Update
 from atlas_fl.client.options import (
+    OPTIONS,
     EvaluateOptions,
     FingerprintOptions,
     ImportanceOptions,
@@ -19,7 +20,7 @@ from atlas_fl.client.options import (
 from atlas_fl.client.registry import ACTIONS
 from atlas_fl.errors import ProtocolError
 from atlas_fl.params import digest
-from atlas_fl.runtime.protocol.messages import OPTIONS, job_message, read_job, read_update, update_message
+from atlas_fl.runtime.protocol.messages import job_message, read_job, read_update, update_message
 from atlas_fl.split.channel import Cut
 
 TRAIN = TrainOptions(seed=3, max_steps=4, lr=0.1 + 0.2, schedule="cosine", trained_parts="B", half=1)

@@ -89,12 +89,6 @@ class AnsweredRequest:
     num_layers: int | None
     """Blocks of the backbone; None where models are whole, which are measured by weight."""
 
-    @property
-    def report(self) -> str:
-        """The report that the job asks for beside the model, or `none`."""
-        options = self.job.options
-        return options.report if isinstance(options, TrainOptions) else "none"
-
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedAnswer:
@@ -187,7 +181,8 @@ def _check_classes(request: AnsweredRequest, update: Update) -> None:
 
 def _check_report(request: AnsweredRequest, update: Update) -> None:
     """Raise `ProtocolError` unless the tensors beside the model are those that the job asked for."""
-    report = request.report
+    options = request.job.options
+    report = options.report if isinstance(options, TrainOptions) else "none"
     try:
         if others := sorted(update.reported.keys() - {report}):
             raise ProtocolError(f"it has unknown {_first(others)}")

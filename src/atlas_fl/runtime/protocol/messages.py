@@ -16,15 +16,7 @@ from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_orig
 import torch
 
 from atlas_fl.client.job import Job, Trees, Update
-from atlas_fl.client.options import (
-    EvaluateOptions,
-    FingerprintOptions,
-    ImportanceOptions,
-    RidgeOptions,
-    ScaleOptions,
-    SensitivityOptions,
-    TrainOptions,
-)
+from atlas_fl.client.options import OPTIONS
 from atlas_fl.errors import ProtocolError, short_repr
 from atlas_fl.params import PRIVATE, Params, digest
 from atlas_fl.partial_sharing import hidden_ranks, private_digest, transmitted_params, with_placeholders
@@ -73,18 +65,6 @@ class Identity:
                 raise ProtocolError(
                     f"client {name!r} has {key} {said[key]!s:.16}, the server {value:.16}; {REMEDIES[key]}"
                 )
-
-
-OPTIONS: Mapping[str, type[Any]] = {
-    "fingerprint": FingerprintOptions,
-    "importance": ImportanceOptions,
-    "train": TrainOptions,
-    "evaluate": EvaluateOptions,
-    "ridge": RidgeOptions,
-    "scale": ScaleOptions,
-    "sensitivity": SensitivityOptions,
-}
-"""The options of every action of `client.registry.ACTIONS`."""
 
 
 @dataclass(frozen=True)
