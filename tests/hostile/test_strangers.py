@@ -131,7 +131,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
             listed=listed.now,
             on_presence=on_presence,
             on_refused=manager.on_refused,
-            limit_of=lambda _: LIMIT,
+            limit=LIMIT,
         )
         server = Server(sessions, open_certs(fed / "server"), host="127.0.0.1", port=0, limits=LIMITS)
         found = Place(folder=folder, manager=manager, server=server, notes=notes, changed=changed)

@@ -20,8 +20,8 @@ from atlas_fl.partial_sharing import (
     with_placeholders,
 )
 from atlas_fl.runtime.protocol.messages import PrivateRef, model_message, read_private
-from atlas_fl.runtime.protocol.model_sync import AdapterSender
-from atlas_fl.runtime.protocol.private_params import Owner, PrivateParamStore, PrivateReceiver, check_store, clear_store
+from atlas_fl.runtime.protocol.model_sync import AdapterReceiver, AdapterSender
+from atlas_fl.runtime.protocol.private_params import Owner, PrivateParamStore, check_store, clear_store
 
 NAMES = frozenset({"a.lora_A", "a.lora_B", "b.lora_A", "b.lora_B", "head.w"})
 
@@ -60,7 +60,7 @@ def private_of(model: Params) -> PrivateRef | None:
 
 def step(vault: PrivateParamStore, model: Params, *, round: int = 1, add: float = 1.0, hash_loaded: bool = False):
     """A job and its answer, heads as JSON leaves them: (what was trained, all that was sent, the update)."""
-    sender, receiver = AdapterSender(), PrivateReceiver(store=vault)
+    sender, receiver = AdapterSender(), AdapterReceiver(store=vault)
     job = Job(client="c", params=model, round=round, options=TrainOptions(seed=0))
     head, down = sender.job("train", job, number=1)
     _, at_site, _ = receiver.job(json.loads(json.dumps(head)), down, client="c")
@@ -69,7 +69,7 @@ def step(vault: PrivateParamStore, model: Params, *, round: int = 1, add: float 
     update = Update(client="c", params=trained(whole, add), examples=4, metrics={}, loaded=loaded, keys=len(whole))
     answer, up = receiver.update("train", update, at_site, number=1)
     found = sender.update("train", json.loads(json.dumps(answer)), up, job=job)
-    assert receiver.plain.held["trained"][0] == sender.held["trained"][0]
+    assert receiver.held["trained"][0] == sender.held["trained"][0]
     return trained(whole, add), {**down, **up}, found
 
 

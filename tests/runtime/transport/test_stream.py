@@ -65,7 +65,7 @@ class Echo:
             listed=lambda: dict.fromkeys(self.allowed),
             on_presence=self.on_presence,
             on_refused=lambda name, reason: self.refused.append((name, reason.partition(";")[0])),
-            limit_of=lambda _name: self.limit,
+            limit=self.limit,
         )
 
 

@@ -11,9 +11,9 @@ has not written.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -22,9 +22,7 @@ from atlas_fl.errors import CheckpointError, ConfigError, ModelError, ProtocolEr
 from atlas_fl.models.lora import expand_rank
 from atlas_fl.params import LORA_A, LORA_B, PRIVATE, Params, digest, select
 from atlas_fl.partial_sharing import digest_tensor, placeholder, unshared_keys
-from atlas_fl.runtime.protocol.messages import CutInfo, PrivateRef, read_private
-from atlas_fl.runtime.protocol.model_sync import AdapterReceiver, Receiver
-from atlas_fl.runtime.transport.frames import Head
+from atlas_fl.runtime.protocol.messages import PrivateRef
 from atlas_fl.split.channel import Cut
 from atlas_fl.storage.folder_access import DRAFT, is_inner_file
 from atlas_fl.storage.jsonl import read_json, write_json
@@ -220,49 +218,6 @@ class PrivateParamStore:
 
     def _file(self, sha256: str) -> Path:
         return self.folder / f"{sha256}.safetensors"
-
-
-@dataclass(kw_only=True, eq=False)
-class PrivateReceiver:
-    """The receiver of a client that keeps a part of its model to itself."""
-
-    store: PrivateParamStore
-    plain: AdapterReceiver = field(default_factory=AdapterReceiver)
-    """Keeps what is shared."""
-    _opened: tuple[Params, PrivateRef | None] = ({}, None)
-    """The part of the newest job's model that came, and the name of the rest."""
-
-    def job(self, head: Mapping[str, Any], tensors: Params, *, client: str) -> tuple[str, Job, CutInfo | None]:
-        """(action, job with its whole model, cut info); raises `ModelError` where its private part is lost."""
-        action, job, cut_info = self.plain.job(head, tensors, client=client)
-        private = read_private(head)
-        self._opened = job.params, private
-        whole = self.store.whole(job.params, private, cut=job.cut, round=job.round)
-        return action, replace(job, params=whole), cut_info
-
-    def update(self, action: str, update: Update, job: Job, *, number: int) -> tuple[Head, Params]:
-        """The message with the update's shared part and the name of the rest."""
-        sent, private = self._opened
-        update, reference = self.store.split_private(update, job, sent, private)
-        head, tensors = self.plain.update(action, update, job, number=number)
-        return head if reference is None else {**head, "private": asdict(reference)}, tensors
-
-    def read_final_model(self, head: Mapping[str, Any], tensors: Params) -> Params:
-        """The whole model at the end of the run; empty where there is none."""
-        sent = self.plain.read_final_model(head, tensors)
-        if head.get("model") is not True:
-            return sent
-        private = read_private(head)
-        model = self.store.whole(sent, private, cut=None, round=0)
-        self.store.end(private)
-        return model
-
-    def forget(self) -> None:
-        """Forget the shared parts; the private ones stay."""
-        self.plain.forget()
-
-
-SiteReceiver: TypeAlias = Receiver | PrivateReceiver
 
 
 def _ranks(missing: frozenset[str], sent: Params, hidden: Sequence[int]) -> dict[str, int]:

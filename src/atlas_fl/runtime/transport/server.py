@@ -218,7 +218,7 @@ class Server:
             self._admitted -= Counter([visit.peer])
 
     async def _serve_requests(self, session: Session, certificate: str, visit: "Visit") -> None:
-        while (request := await visit.frame(limit=self._sessions.limit_of(session.name))) is not None:
+        while (request := await visit.frame(limit=self._sessions.limit)) is not None:
             self._sessions.check_listed(session.name, certificate)
             await visit.write(await self._sessions.handle(session, request))
 

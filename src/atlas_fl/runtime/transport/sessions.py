@@ -187,8 +187,8 @@ class Sessions:
     """Callback with (client, reason) of a refused connection or request."""
     on_unlisted: Callable[[str], None] = lambda _name: None
     """Callback with a client that was taken off the list while it had a session here."""
-    limit_of: Callable[[str], int] = lambda _name: FRAME_LIMIT
-    """Most bytes of a request of a client, which its welcome says; an answer may have `FRAME_LIMIT` at least."""
+    limit: int = FRAME_LIMIT
+    """Most bytes of a request, which the welcome says; an answer may have `FRAME_LIMIT` at least."""
     clock: Callable[[], float] = time.monotonic
     by_name: dict[str, Session] = field(default_factory=dict)
 
@@ -261,7 +261,7 @@ class Sessions:
             session.here = True
             session.left.clear()
             self.on_presence(name, True)
-        return session, session.streams, make_frame({"welcome": welcome, "limit": self.limit_of(name)}, {})
+        return session, session.streams, make_frame({"welcome": welcome, "limit": self.limit}, {})
 
     def leave(self, session: Session, stream: int) -> None:
         """Record that the stream of this number has ended; the client is gone unless a newer one has begun."""
@@ -274,7 +274,7 @@ class Sessions:
 
     async def handle(self, session: Session, payload: bytes | bytearray) -> Frame:
         """The answer to a request of this session, worked out once however often it is sent."""
-        head, tensors = decode_frame(payload, limit=self.limit_of(session.name))
+        head, tensors = decode_frame(payload, limit=self.limit)
         number, body = head.get("sequence"), head.get("body")
         if type(number) is not int or not isinstance(body, dict):
             raise ProtocolError("a request has no number or no body; install the same atlas-fl on both ends")
@@ -296,7 +296,7 @@ class Sessions:
     async def _work(self, name: str, number: int, body: Mapping[str, Any], tensors: Params) -> Frame:
         try:
             head, answer_tensors = await self.answer(name, body, tensors)
-            limit = max(FRAME_LIMIT, self.limit_of(name))
+            limit = max(FRAME_LIMIT, self.limit)
             return make_frame({"sequence": number, "body": head}, answer_tensors, limit=limit)
         except ProtocolError as error:
             self.refuse(name, error.logged)
