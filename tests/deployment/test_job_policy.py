@@ -1,12 +1,13 @@
 """What a site lets out beside a model: what the job asked for, and only then."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from atlas_fl.client.job import Job
-from atlas_fl.client.options import TrainOptions
+from atlas_fl.client.options import EvaluateOptions, ImportanceOptions, ScaleOptions, TrainOptions
 from atlas_fl.config import Config, validate, with_values
 from atlas_fl.deployment.job_policy import JobPolicy, Outline
 from atlas_fl.deployment.start_models import start_models_of
@@ -47,12 +48,20 @@ def test_a_report_leaves_with_the_answer_to_the_job_that_asked_for_it(
             with pytest.raises(ProtocolError, match=r"'report/.*' with its answer to train, and .* what the settings"):
                 policy(Config()).check_answer("train", job, {**SENT, **others})
     with pytest.raises(ProtocolError, match=r"'report/.*' with its answer to evaluate"):
-        policy(Config()).check_answer("evaluate", job, {"metrics": SENT["metrics"], **(own or FEATURES)})
+        scored = replace(job, options=EvaluateOptions(split="test"))
+        policy(Config()).check_answer("evaluate", scored, {"metrics": SENT["metrics"], **(own or FEATURES)})
 
 
-@pytest.mark.parametrize("action", ["evaluate", "importance", "scale"])
-def test_no_model_leaves_with_an_answer_that_has_none(action: str) -> None:
-    job = Job(client="a", params=MODEL, round=1, options=TrainOptions(seed=0))
+@pytest.mark.parametrize(
+    ("action", "options"),
+    [
+        ("evaluate", EvaluateOptions(split="test")),
+        ("importance", ImportanceOptions(kind="gradient", train=TrainOptions(seed=0), batches=1)),
+        ("scale", ScaleOptions(examples=1)),
+    ],
+)
+def test_no_model_leaves_with_an_answer_that_has_none(action: str, options: Any) -> None:
+    job = Job(client="a", params=MODEL, round=1, options=options)
     policy(Config()).check_answer(action, job, {"metrics": SENT["metrics"]})
     with pytest.raises(ProtocolError, match=rf"'param/q.lora_A' with its answer to {action}"):
         policy(Config()).check_answer(action, job, SENT)

@@ -151,10 +151,10 @@ TRAINING: Mapping[str, Kind] = {
     "no examples": Kind(saying(examples=0), REFUSED + "it answers on 0 examples"),
     "examples as words": Kind(saying(examples="8"), REFUSED + "the answer is no update"),
     "no digest": Kind(saying(loaded=None), REFUSED + "it says that it loaded None; allowed: a SHA-256"),
-    "a digest of words": Kind(saying(loaded="../../etc"), REFUSED + "it says that it loaded '../../etc'"),
+    "a digest of words": Kind(saying(loaded="../../etc"), REFUSED + "the answer is no update: loaded is '../../etc'"),
     "10^18 tensors loaded": Kind(saying(keys=10**18), REFUSED + "it says that it loaded 1000000000000000000 tensors"),
     "a private part that is a path": Kind(
-        saying(private={"sha256": "../../x", "ranks": []}), REFUSED + "a private part is named '../../x'"
+        saying(private={"sha256": "../../x", "ranks": []}), REFUSED + "private.sha256 is '../../x'"
     ),
     "a private part that is none": Kind(saying(private=[1]), REFUSED),
     "classes": Kind(saying(classes={"hits": [1], "examples": [8]}), REFUSED + "it has counts by class"),

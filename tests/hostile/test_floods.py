@@ -45,7 +45,7 @@ with LoopThread() as threads:
         admit=lambda name, hello: {{}},
         listed=lambda: dict.fromkeys(("site-1", "site-2")),
         on_presence=lambda name, here: None,
-        limit_of=lambda name: {LIMIT},
+        limit={LIMIT},
     )
     limits = Limits(penalty_seconds=1e-4, most_penalty_seconds=1e-4)
     server = Server(sessions, open_certs(Path(sys.argv[1])), host="127.0.0.1", port=0, limits=limits)

@@ -85,12 +85,12 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
         {"num_labels": 0, "label_names": [], "labels": {split: [0, 0] for split in CENSUS["labels"]}},
         "task 'mine' of site-1 is to write text, and no task of the settings does",
     ),
-    ({"left_out": 2_000_001}, "left_out is 2000001 and no whole number from 0 to 2000000"),
+    ({"left_out": 2_000_001}, "left_out is 2000001; allowed: whole number from 0 to 2000000"),
     (
         {"num_labels": 1, "label_names": [], "labels": {split: [1e30, 1] for split in CENSUS["labels"]}},
-        "labels.train[0] is 1e+30 and no number from -1e+12 to 1e+12",
+        "labels.train[0] is 1e+30; allowed: number from -1e+12 to 1e+12",
     ),
-    ({"num_labels": 10**4 + 1}, "num_labels is 10001 and no whole number from 0 to 10000"),
+    ({"num_labels": 10**4 + 1}, "num_labels is 10001; allowed: whole number from 0 to 10000"),
     ({"task": "movie", "label_names": ["x", "y"]}, "site-1 has labels (x, y) judged by accuracy for task 'movie'"),
 )
 

@@ -45,7 +45,8 @@ LIMITS = Limits(
     look_seconds=0.05,
     hello_looks=10,
     piece_looks=10,
-    silent_looks=40,
+    ping_seconds=0.2,
+    answer_seconds=0.2,
     idle_seconds=1.0,
     penalty_seconds=0.001,
 )
@@ -130,7 +131,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
             listed=listed.now,
             on_presence=on_presence,
             on_refused=manager.on_refused,
-            limit_of=lambda _: LIMIT,
+            limit=LIMIT,
         )
         server = Server(sessions, open_certs(fed / "server"), host="127.0.0.1", port=0, limits=LIMITS)
         found = Place(folder=folder, manager=manager, server=server, notes=notes, changed=changed)
@@ -206,7 +207,7 @@ def odd_certs(place: Place, name: str) -> Certs:
     """A certificate of the authority with a name that `make_certs` would refuse."""
     folder = place.folder / "odd" / str(len(list(place.folder.glob("odd/*"))))
     begin, end = NOW - timedelta(hours=1), NOW + timedelta(days=1)
-    certificates._issue(folder, certificates._old_authority(place.folder / "fed" / "ca", begin, end), name)
+    certificates._old_authority(place.folder / "fed" / "ca", (begin, end)).issue(folder, name)
     pem = {file: (folder / file).read_bytes() for file in ("ca.pem", CERT, "key.pem")}
     return Certs(name=name, ca=pem["ca.pem"], cert=pem[CERT], key=pem["key.pem"], folder=folder)
 
@@ -253,7 +254,7 @@ KINDS: dict[str, Kind] = {
     "not_listed_and_silent": Knock(certs="fed/stranger", pieces=(), stays=True, words=NOT_LISTED),
     "revoked": Knock(certs="old/revoked", words="is not listed here"),
     "no_hello": Knock(pieces=(), stays=True),
-    "signs_of_life_and_no_hello": Knock(pieces=(b"",) * 1000, stays=True),
+    "empty_pieces_and_no_hello": Knock(pieces=(b"",) * 1000, stays=True),
     "garbage": Knock(pieces=(bytes(range(256)) * 2,), words="is this an ATLAS end?"),
     "deep_json": Knock(pieces=with_head(b"[" * 50_000), words="is no strict JSON"),
     "a_number_of_digits_without_end": Knock(
@@ -263,7 +264,6 @@ KINDS: dict[str, Kind] = {
     "another_version_of_frames": Knock(
         pieces=(frame(HELLO)[:4] + b"\x09" + frame(HELLO)[5:],), words="a frame of version 9"
     ),
-    "a_slow_hello": Knock(pieces=(b"L",), stays=True, words="for too long"),  # more is to come, and nothing does
     **{
         f"a_huge_head {head}, {body}": Knock(
             pieces=(struct.pack("<4sHHQQ", b"ATLS", 1, 0, head, body) + bytes(2000),), words="says that it holds"
@@ -275,7 +275,6 @@ KINDS: dict[str, Kind] = {
         words="request 7 follows request 1",
         welcomed=True,
     ),
-    "a_session_without_a_sign_of_life": Knock(stays=True, words="it said nothing for too long", welcomed=True),
     "a_request_before_its_hello": Knock(pieces=(request(1, **CENSUS),), words="speaks protocol None"),
 }
 """By name; those of more than one stream are added below."""
@@ -519,11 +518,6 @@ def honest(place: Place) -> None:
     with place.link("charlie") as link:
         assert link.exchange(CENSUS)[0]["kind"] == "done"
     assert time.monotonic() - began < 5
-
-
-@pytest.fixture(autouse=True)
-def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atlas_fl.runtime.transport.client.BEAT_SECONDS", 0.1)
 
 
 @pytest.mark.parametrize("kind", KINDS)

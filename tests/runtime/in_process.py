@@ -11,9 +11,6 @@ from atlas_fl.runtime.transport.sessions import NO_TENSORS, PROTOCOL, Message, S
 class EndlessStream:
     """A stream that nobody ends."""
 
-    heard = 0
-    is_busy = False
-
     def end(self, reason: str) -> None:
         """Without effect."""
 

@@ -32,7 +32,7 @@ def test_updates_up_to_the_bound_are_left_alone_and_one_beyond_it_is_equal(monke
     monkeypatch.setattr(local, "MAX_BYTES_IN_MEMORY", 2 * MB + 16)
     held: list[Update] = []
     for client in range(4):
-        held.append(local.spill_if_large(given := update(client), held))
+        held += local.spill_to_disk("train", [given := update(client)], held)
         assert (held[-1] is given) == (client < 2), "an update is 1 MB and 8 bytes"
         assert held[-1].examples == client
     for client, one in enumerate(held):
@@ -45,7 +45,7 @@ def test_memory_stays_at_the_bound_however_many_clients_there_are(monkeypatch: p
     monkeypatch.setattr(local, "MAX_BYTES_IN_MEMORY", 2 * MB + 16)
     held = list[Update]()
     for client in range(12):
-        held.append(local.spill_if_large(update(client), held))
+        held += local.spill_to_disk("train", [update(client)], held)
     assert [is_a_file(one.params["weight"]) for one in held] == [False] * 2 + [True] * 10
 
 

@@ -3,6 +3,7 @@
 A job carries one of these across the wire; `setup.options` makes them from the config.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -201,3 +202,15 @@ class SensitivityOptions:
     labels: Literal["sampled", "true"] = "sampled"
     names: tuple[str, ...] = ()
     """The weights that are scored."""
+
+
+OPTIONS: Mapping[str, type[object]] = {
+    "fingerprint": FingerprintOptions,
+    "importance": ImportanceOptions,
+    "train": TrainOptions,
+    "evaluate": EvaluateOptions,
+    "ridge": RidgeOptions,
+    "scale": ScaleOptions,
+    "sensitivity": SensitivityOptions,
+}
+"""The options of every action of `client.registry.ACTIONS`."""

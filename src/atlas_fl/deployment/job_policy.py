@@ -33,11 +33,12 @@ from atlas_fl.deployment.settings_policy import asks_sensitivity
 from atlas_fl.deployment.start_models import Initial, StartModels
 from atlas_fl.errors import ProtocolError, one_line, short_repr
 from atlas_fl.experiment.rounds import is_aggregation_round
+from atlas_fl.methods.method import ReportTensor
 from atlas_fl.methods.registry import reporting
 from atlas_fl.params import HEAD, LORA_A, LORA_B, Params, shared_params
 from atlas_fl.planning.leakage import is_scored_round
 from atlas_fl.planning.planning_costs import IMPORTANCE_BATCHES
-from atlas_fl.runtime.protocol.answer_schema import SCHEMAS, AnsweredRequest, TensorSchema, schema_of
+from atlas_fl.runtime.protocol.answer_schema import SCHEMAS, AnsweredRequest, check_tensors
 from atlas_fl.runtime.protocol.client_metadata import ClientMetadata
 from atlas_fl.runtime.protocol.messages import REPORT, CutInfo, read_job, read_private
 from atlas_fl.setup.options import (
@@ -248,10 +249,10 @@ class JobPolicy:
             metadata=self.metadata,
             num_layers=None if self.outline.whole else self.outline.blocks,
         )
-        schema = SCHEMAS[action]
-        names: Iterable[str] = () if schema.keeps_model else shared
-        if schema.tensors is not None:
-            names = schema.tensors(request)
+        expected = SCHEMAS[action](request)
+        names: Iterable[str] = () if expected.keeps_model else shared
+        if expected.tensors is not None:
+            names = expected.tensors
         allowed = {f"param/{key}" for key in names} | {"metrics", "param/values"}
         report = job.options.report if action == "train" else "none"
         if report != "none":
@@ -368,8 +369,7 @@ class JobPolicy:
         for kind, tensors in job.sent.items():
             if tensors.keys() != allowed[kind].keys():
                 raise _refusal(f"{kind} of {short_repr(sorted(tensors))}", f"{kind} of {sorted(allowed[kind])}")
-            for name, schema in allowed[kind].items():
-                schema_of(schema).check(name, tensors[name])
+            check_tensors(tensors, allowed[kind])
 
     def _check_whole(self, action: str, job: Job, head: Mapping[str, Any]) -> None:
         body = {key for key in self.outline.like if not key.startswith(HEAD)}
@@ -426,19 +426,16 @@ def _check_params(params: Params, like: Mapping[str, Tensor], *, most: int, what
         raise ProtocolError(
             f"{what} {kind} {short_repr(odd[0])}; install the server's version of atlas-fl, or ask who runs it"
         )
-    for name, tensor in params.items():
-        schema = TensorSchema(
-            shape=_shape(name, params, like[name], most=most),
-            dtype=like[name].dtype,
-            least=-MOST_VALUE,
-            most=MOST_VALUE,
+    schemas = {
+        name: ReportTensor(
+            shape=_shape(name, params, tensor, most=most), dtype=tensor.dtype, least=-MOST_VALUE, most=MOST_VALUE
         )
-        try:
-            schema.check(name, tensor)
-        except ProtocolError as error:
-            raise ProtocolError(
-                f"{what}: {error}; install the server's version of atlas-fl, or ask who runs it"
-            ) from None
+        for name, tensor in like.items()
+    }
+    try:
+        check_tensors(params, schemas)
+    except ProtocolError as error:
+        raise ProtocolError(f"{what}: {error}; install the server's version of atlas-fl, or ask who runs it") from None
 
 
 def _shape(name: str, params: Params, like: Tensor, *, most: int) -> tuple[int, ...]:

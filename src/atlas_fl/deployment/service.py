@@ -269,7 +269,7 @@ def listening(
             on_presence=manager.on_presence,
             on_refused=manager.on_refused,
             on_unlisted=lose,
-            limit_of=lambda _name: manager.max_request_bytes,
+            limit=manager.max_request_bytes,
         )
         server = Server(sessions, certs, host=service.host, port=service.port)
         port = bridge.call(server.start())

@@ -49,8 +49,6 @@ from atlas_fl.runtime.protocol.model_sync import AdapterReceiver
 from atlas_fl.runtime.protocol.private_params import (
     Owner,
     PrivateParamStore,
-    PrivateReceiver,
-    SiteReceiver,
     check_store,
     clear_store,
 )
@@ -133,7 +131,7 @@ class AdapterSiteRuntime:
         self._config = config
         self._client = client
         self._server_weights = model
-        self.receiver: SiteReceiver = AdapterReceiver()
+        self.receiver = AdapterReceiver()
         if not is_fully_shared(config.mixing.share):
             check_store(private, owner)
             back = config.run.checkpoint_every * config.run.keep_checkpoints
@@ -146,7 +144,7 @@ class AdapterSiteRuntime:
                 scale=scale_of(config),
                 rounds=back + config.mixing.aggregate_every + config.mixing.personal_rounds,
             )
-            self.receiver = PrivateReceiver(store=store)
+            self.receiver = AdapterReceiver(store=store)
         # nothing that it draws follows from what the server knows
         self._draws: dict[str, Any] = {"secrets": {client.name: load_or_create_secret(secret)}, "seed": None}
         self._site: AdapterSite | None = None

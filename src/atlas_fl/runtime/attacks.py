@@ -15,6 +15,7 @@ Changes of adapters are those of s B A, cut to the client's rank (`aggregation.n
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -56,10 +57,11 @@ class Attack:
     """It trains on reversed labels."""
 
 
-def _scale_change(before: Params, after: Params, context: AttackContext, *, factor: float) -> Params:
+def _scale_change(before: Params, after: Params, context: AttackContext, *, sign: int = 1) -> Params:
     """The update with its change scaled; unchanged where it is not finite, which the server refuses."""
     if any(not bool(tensor.isfinite().all()) for tensor in (*before.values(), *after.values())):
         return after
+    factor = sign * context.size
     return scaled_change(before, after, context.space, factors={BODY: factor, HEADS: factor})
 
 
@@ -84,17 +86,13 @@ def _add_noise(before: Params, after: Params, context: AttackContext) -> Params:
 
 def _replace_model(before: Params, after: Params, context: AttackContext) -> Params:
     model = {key: noise * _rms(after[key]) for key, noise in _normal(after, context).items()}
-    return _scale_change(before, {**after, **model}, context, factor=context.size)
+    return _scale_change(before, {**after, **model}, context)
 
 
 ATTACKS: dict[str, Attack] = {
     "label_flip": Attack(alter=lambda _before, after, _context: after, size=1.0, flips_labels=True),
-    "sign_flip": Attack(
-        alter=lambda before, after, context: _scale_change(before, after, context, factor=-context.size), size=1.0
-    ),
-    "scale": Attack(
-        alter=lambda before, after, context: _scale_change(before, after, context, factor=context.size), size=30.0
-    ),
+    "sign_flip": Attack(alter=partial(_scale_change, sign=-1), size=1.0),
+    "scale": Attack(alter=_scale_change, size=30.0),
     "model_replacement": Attack(alter=_replace_model, size=None),
     "noise": Attack(alter=_add_noise, size=10.0),
 }
@@ -155,11 +153,11 @@ class HostileEngine:
     def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
         """The updates of these jobs, in their order; attackers alter theirs after training."""
         updates = self.engine.run(action, jobs)
-        job_by_client = {job.client: job for job in jobs}
         if action != "train":
             return updates
+        job_by_client = {job.client: job for job in jobs if job.client in self.attackers}
         return [
-            self._alter_update(job_by_client[update.client], update) if update.client in self.attackers else update
+            self._alter_update(job_by_client[update.client], update) if update.client in job_by_client else update
             for update in updates
         ]
 

@@ -7,7 +7,7 @@ memory is short. The files are unlinked, so they are gone when nothing reads the
 
 import mmap
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,17 +30,13 @@ def spill_to_disk(action: str, updates: Sequence[Update], earlier: Sequence[Upda
     """
     if action == "evaluate" or not any(is_full_model(update.params) for update in updates):
         return list(updates)
+    size = sum(num_bytes(update.params) for update in earlier)
     results = list[Update]()
     for update in updates:
-        results.append(spill_if_large(update, [*earlier, *results]))
+        size += num_bytes(update.params)
+        is_held = size <= MAX_BYTES_IN_MEMORY
+        results.append(update if is_held else replace(update, params=memory_mapped(update.params)))
     return results
-
-
-def spill_if_large(update: Update, earlier: Sequence[Update]) -> Update:
-    """The update, in memory where it fits beside the earlier ones, else memory-mapped."""
-    if sum(num_bytes(other.params) for other in (*earlier, update)) <= MAX_BYTES_IN_MEMORY:
-        return update
-    return replace(update, params=memory_mapped(update.params))
 
 
 def memory_mapped(params: Params) -> Params:
@@ -61,20 +57,30 @@ def memory_mapped(params: Params) -> Params:
         ) from error
 
 
+def collect_updates(
+    action: str,
+    jobs: Sequence[Job],
+    results: Iterable[tuple[Sequence[Job], Sequence[Update]]],
+    on_progress: Callable[[str, int, int], None],
+) -> list[Update]:
+    """The updates of these jobs, in their order, from those of packs as they come."""
+    update_by_job: dict[int, Update] = {}
+    for pack, updates in results:
+        spilled = spill_to_disk(action, updates, list(update_by_job.values()))
+        update_by_job |= zip(map(id, pack), spilled, strict=True)
+        on_progress(action, len(update_by_job), len(jobs))
+    return [update_by_job[id(job)] for job in jobs]
+
+
 @dataclass(frozen=True, kw_only=True)
 class LocalEngine:
     """All clients in this process."""
 
     site: Site
-    on_progress: Callable[[str, int, int], None] | None = None
+    on_progress: Callable[[str, int, int], None] = lambda _action, _done, _jobs: None
     """Callback with (action, jobs done, jobs) after each pack."""
 
     def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
         """The updates of these jobs, in their order."""
-        update_by_job: dict[int, Update] = {}
-        for pack in packs(jobs, self.site):
-            updates = spill_to_disk(action, ACTIONS[action](pack, self.site), list(update_by_job.values()))
-            update_by_job |= zip(map(id, pack), updates, strict=True)
-            if self.on_progress is not None:
-                self.on_progress(action, len(update_by_job), len(jobs))
-        return [update_by_job[id(job)] for job in jobs]
+        results = ((pack, ACTIONS[action](pack, self.site)) for pack in packs(jobs, self.site))
+        return collect_updates(action, jobs, results, self.on_progress)

@@ -89,14 +89,11 @@ class ReusingEngine:
         """The updates of these jobs, in their order."""
         if not self.results.max_bytes or not all(_is_reusable(job, self.site) for job in jobs):
             return self.engine.run(action, jobs)
-        parts = [f"{job.client} {job.round} {job.options!r} {_digests_of(job)}" for job in jobs]
-        key = sha256("\n".join([self._site_key, action, *parts]).encode()).hexdigest()
+        parts = [f"{job.client} {job.round} {job.options!r}" for job in jobs]
+        trees = [{"model": job.params, **job.sent, **job.kept} for job in jobs]
+        digests = [{kind: digest(tree[kind]) for kind in sorted(tree)} for tree in trees]
+        key = sha256("\n".join([self._site_key, action, *parts, repr(digests)]).encode()).hexdigest()
         return self.results.run(key, lambda: self.engine.run(action, jobs))
-
-
-def _digests_of(job: Job) -> dict[str, str]:
-    """The digest of the job's model and of each tree beside it, by kind."""
-    return {kind: digest(params) for kind, params in sorted({"model": job.params, **job.sent, **job.kept}.items())}
 
 
 def _is_reusable(job: Job, site: Site) -> bool:

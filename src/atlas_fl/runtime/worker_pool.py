@@ -15,7 +15,7 @@ from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.registry import ACTIONS
 from atlas_fl.errors import AtlasError, ProtocolError
 from atlas_fl.params import Params
-from atlas_fl.runtime.local import spill_to_disk
+from atlas_fl.runtime.local import collect_updates
 from atlas_fl.runtime.protocol.model_sync import AdapterSender, NewSender, Receiver, Sender
 from atlas_fl.runtime.transport.frames import Head, decode_frame, encode_frame
 
@@ -65,24 +65,14 @@ class PoolEngine:
 
     def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
         """The updates of these jobs, in their order; raises `ProtocolError` where a worker has ended."""
-        all_packs = list(packs(jobs, self.site))
-        index_by_future = {
-            self.threads.submit(self._run_pack, action, pack): index for index, pack in enumerate(all_packs)
-        }
-        updates_by_pack: dict[int, list[Update]] = {}
+        pack_by_future = {self.threads.submit(self._run_pack, action, pack): pack for pack in packs(jobs, self.site)}
+        # popped, because a future keeps its result
+        results = ((pack_by_future.pop(future), future.result()) for future in as_completed(list(pack_by_future)))
         try:
-            for future in as_completed(index_by_future):
-                earlier = [update for updates in updates_by_pack.values() for update in updates]
-                # popped, because a future keeps its result
-                updates_by_pack[index_by_future.pop(future)] = spill_to_disk(action, future.result(), earlier)
-                self.on_progress(action, sum(map(len, updates_by_pack.values())), len(jobs))
+            return collect_updates(action, jobs, results, self.on_progress)
         finally:
-            for future in index_by_future:
+            for future in pack_by_future:
                 future.cancel()  # without effect on packs that are running
-        by_job = {
-            id(job): update for index, pack in enumerate(all_packs) for job, update in zip(pack, updates_by_pack[index])
-        }
-        return [by_job[id(job)] for job in jobs]
 
     def _run_pack(self, action: str, pack: Sequence[Job]) -> list[Update]:
         worker, sender = self._free.get()

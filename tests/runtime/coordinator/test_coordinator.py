@@ -34,6 +34,8 @@ CENSUS: Mapping[str, Any] = {
     "examples": {"train": 4, "validation": 2, "test": 2},
     "labels": {"train": [2, 2], "validation": [1, 1], "test": [1, 1]},
     "lengths": {"train": [[5, 0, 4]], "validation": [[5, 0, 2]], "test": [[5, 0, 2]]},
+    "images": False,
+    "left_out": 0,
     "device": "cpu_2gb",
     "part": None,
 }
@@ -159,7 +161,7 @@ def test_a_job_that_fails_is_told() -> None:
             {"label_names": ["good", "bad"]},
             r"site-2 has labels \(good, bad\) judged by accuracy for task 'movie', and in this run they are others;",
         ),
-        ({"part": -1}, "what the client tells of its data is refused: part is -1 and no whole number from 0 to 100000"),
+        ({"part": -1}, "tells of its data is refused: part is -1; allowed: whole number from 0 to 100000; install"),
         ({"tokenizer": "other"}, "has tokenizer other, the server t; its texts would be other tokens: give the server"),
         ({"architecture": "other"}, "has architecture other, the server a; its config.json computes something else"),
         ({"model": "other"}, "client 'site-2' has model other, the server m; give the server's model with --model"),

@@ -134,7 +134,7 @@ def test_a_host_whose_guest_says_nothing_does_its_own_job(clients, monkeypatch) 
 def test_a_host_is_told_numbers_of_examples_and_no_labels() -> None:
     census = read_metadata({**CENSUS, "labels": {"train": [3, 1], "validation": [0, 2], "test": [1, 1]}})
     known = redacted_metadata(census)
-    assert known.labels == {"train": [4.0, 0.0], "validation": [2.0, 0.0], "test": [2.0, 0.0]}
+    assert known.labels == {"train": (4.0, 0.0), "validation": (2.0, 0.0), "test": (2.0, 0.0)}
     assert (known.examples, known.lengths, known.label_names) == (census.examples, census.lengths, ())
     assert read_metadata(dataclasses.asdict(known)) == known
 

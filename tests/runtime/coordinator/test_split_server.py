@@ -107,6 +107,8 @@ def told(site: Site) -> dict[str, Mapping[str, object]]:
             "examples": {split: len(data) for split, data in own.splits.items()},
             "labels": {split: spread(own.task.num_labels, len(data)) for split, data in own.splits.items()},
             "lengths": {split: [[int(n), 0, 1] for n in data.lengths] for split, data in own.splits.items()},
+            "images": False,
+            "left_out": 0,
         }
         for name, own in site.data.items()
     }

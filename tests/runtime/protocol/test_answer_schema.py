@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from atlas_fl.client.job import Job, Update
-from atlas_fl.client.options import EvaluateOptions, TrainOptions
+from atlas_fl.client.options import OPTIONS, EvaluateOptions, TrainOptions
 from atlas_fl.errors import ProtocolError
 from atlas_fl.methods.fedpac import summarize
 from atlas_fl.methods.kriging import join_halves
+from atlas_fl.methods.method import ReportTensor
 from atlas_fl.methods.registry import RULES
 from atlas_fl.runtime.protocol.answer_schema import (
     CORRELATIONS,
@@ -22,11 +23,10 @@ from atlas_fl.runtime.protocol.answer_schema import (
     SECONDS,
     AnsweredRequest,
     Range,
-    TensorSchema,
     check_answer,
+    check_tensors,
 )
 from atlas_fl.runtime.protocol.client_metadata import ClientMetadata
-from atlas_fl.runtime.protocol.messages import OPTIONS
 
 
 def test_every_action_has_a_schema() -> None:
@@ -59,17 +59,10 @@ def test_a_wide_range_has_no_room_at_its_narrow_end() -> None:
     ],
 )
 def test_a_tensor_is_of_its_shape_dtype_and_range(tensor: torch.Tensor, message: str) -> None:
-    schema = TensorSchema(shape=(2,), dtype=torch.float32, least=0.0, most=1.0)
-    schema.check("t", torch.tensor([0.0, 1.0]))
+    schemas = {"t": ReportTensor(shape=(2,), least=0.0, most=1.0)}
+    check_tensors({"t": torch.tensor([0.0, 1.0])}, schemas)
     with pytest.raises(ProtocolError, match=message):
-        schema.check("t", tensor)
-
-
-def test_a_tensor_without_a_range_holds_any_finite_number() -> None:
-    schema = TensorSchema(shape=(1,), dtype=torch.float64)
-    schema.check("t", torch.tensor([1e300], dtype=torch.float64))
-    with pytest.raises(ProtocolError, match="allowed: finite numbers"):
-        schema.check("t", torch.tensor([math.inf], dtype=torch.float64))
+        check_tensors({"t": tensor}, schemas)
 
 
 REPORTS = ("none", *sorted({rule.report for rule in RULES.values()} - {"none"}))
@@ -81,8 +74,8 @@ METADATA = ClientMetadata(
     metric="accuracy",
     label_names=("a", "b", "c"),
     max_length=9,
-    examples=dict.fromkeys(("train", "validation", "test"), 5),
-    labels={split: [3.0, 0.0, 2.0] for split in ("train", "validation", "test")},
+    examples={"train": 5, "validation": 5, "test": 5},
+    labels={"train": (3.0, 0.0, 2.0), "validation": (3.0, 0.0, 2.0), "test": (3.0, 0.0, 2.0)},
     lengths={},
 )
 TRAINED = Update(client="a", params=MODEL, examples=5, metrics={"loss": 0.5, "seconds": 1.0, "steps": 2.0})

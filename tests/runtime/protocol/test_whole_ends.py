@@ -100,7 +100,7 @@ def test_the_body_is_not_altered_by_what_is_built_on_it() -> None:
     [
         ({"body": "0" * 64}, "names a model that is not here"),
         ({"masked": True}, "mask is not here"),
-        ({"action": "rm"}, "asks for 'rm'; known: fingerprint, importance, train, evaluate, ridge"),
+        ({"action": "rm"}, "action is 'rm'; allowed: fingerprint, importance, train, evaluate, ridge"),
         ({"options": {"seed": 0}}, "the server's train is"),
     ],
 )

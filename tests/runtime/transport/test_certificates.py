@@ -132,6 +132,11 @@ def test_a_server_whose_certificate_does_not_hold_is_refused_by_a_site(
     assert notes == []
 
 
+def test_a_server_of_another_authority_is_refused_by_a_site(folder: Path, served: tuple[Echo, int]) -> None:
+    with pytest.raises(ProtocolError, match=f"certificate of localhost:{served[1]} is refused here"):
+        link(served[1], open_certs(folder / "other" / "foreign"), []).__enter__()
+
+
 @pytest.mark.parametrize("name", ["expired", "early"])
 def test_a_site_is_told_before_it_knocks_that_its_time_is_over_or_has_not_come(folder: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}/cert.pem is expired or not valid yet: it holds from .*; make a new"):

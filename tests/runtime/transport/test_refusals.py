@@ -53,8 +53,7 @@ def test_names_without_end_are_not_all_remembered_and_terminal_codes_are_shown()
     assert len(clock.told) == MOST_NAMES + 1
     clock.at(100).look()
     clock.at(200).look()
-    assert not clock.refusals._told
-    assert not clock.refusals._counts
+    assert not clock.refusals._minutes
 
 
 def test_a_name_is_refused_for_twice_as_long_each_time_up_to_a_bound_and_begins_anew_after_it() -> None:

@@ -22,7 +22,7 @@ from atlas_fl.runtime.coordinator.peer_relay import GUEST_INFO, item_tensors
 from atlas_fl.runtime.coordinator.split_server import read_cut_request
 from atlas_fl.runtime.protocol.client_metadata import placeholder_client, read_metadata
 from atlas_fl.runtime.protocol.messages import CUT, CutInfo, read_job, read_payloads, update_message, write_payloads
-from atlas_fl.runtime.protocol.private_params import SiteReceiver
+from atlas_fl.runtime.protocol.model_sync import Receiver
 from atlas_fl.runtime.transport.frames import Head
 from atlas_fl.runtime.transport.sessions import NO_TENSORS, Exchange, Message
 from atlas_fl.split.channel import Cut
@@ -189,7 +189,7 @@ class SiteClient:
     registration: Head
     """Identity, metadata and device that the client registers with."""
     on_event: OnEvent
-    receiver: SiteReceiver
+    receiver: Receiver
     """Decodes jobs, with the models that the server has sent before."""
     on_final_model: Callable[[Params, str], None]
     """Saves the final model, given its digest at the server."""

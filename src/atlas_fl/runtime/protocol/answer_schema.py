@@ -7,8 +7,7 @@ The tensors of a training answer are checked where they would meet those of othe
 """
 
 import math
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -23,7 +22,7 @@ from atlas_fl.client.options import TrainOptions
 from atlas_fl.data.metrics import FURTHER_METRICS
 from atlas_fl.errors import ProtocolError, short_repr
 from atlas_fl.methods.fedpac import LARGEST_FEATURE
-from atlas_fl.methods.method import Method, ReportTensor
+from atlas_fl.methods.method import ReportTensor
 from atlas_fl.methods.registry import reporting
 from atlas_fl.params import Params
 from atlas_fl.runtime.protocol.client_metadata import ClientMetadata
@@ -34,7 +33,6 @@ LARGEST_WEIGHT = 1e6
 LARGEST_SUM = 1e30
 """Largest of a client's sums, so that those of all clients are finite in float32."""
 _ROUNDING = 1e-6
-_SHA256 = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,17 +66,9 @@ PERPLEXITY = Range(least=1.0, most=LARGEST_SCORE / 10, may_be_undefined=True)
 ANY_SCORE = Range(least=-LARGEST_SCORE / 10, most=LARGEST_SCORE / 10)
 
 Ranges = Mapping[str, Range]
+CLASS_SCORES = dict.fromkeys(("accuracy", "f1", "precision", "recall"), SHARE)
 SCORES: Mapping[str, Ranges] = {
-    "classes": {
-        "loss": SCORED_LOSS,
-        "ece": CALIBRATION,
-        "accuracy": SHARE,
-        "f1": SHARE,
-        "precision": SHARE,
-        "recall": SHARE,
-        "mcc": CORRELATION,
-        "primary": CORRELATION,
-    },
+    "classes": {"loss": SCORED_LOSS, "ece": CALIBRATION, **CLASS_SCORES, "mcc": CORRELATION, "primary": CORRELATION},
     "values": {"loss": SCORED_LOSS, "primary": CORRELATION},
     "text": {"loss": SCORED_LOSS, "perplexity": PERPLEXITY, "accuracy": SHARE, "primary": SHARE},
 }
@@ -101,74 +91,43 @@ class AnsweredRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorSchema:
-    """Shape, type and range of one tensor."""
+class ExpectedAnswer:
+    """Metrics, examples and tensors of the answer to one job."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    least: float = -math.inf
-    most: float = math.inf
-
-    def check(self, name: str, tensor: Tensor) -> None:
-        """Raise `ProtocolError` where this tensor is none of them."""
-        if tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:
-            raise ProtocolError(
-                f"{short_repr(name)} is {tuple(tensor.shape)} {tensor.dtype}; allowed: {self.shape} {self.dtype}"
-            )
-        if not tensor.numel() or not tensor.is_floating_point():
-            return
-        low, high = (float(bound) for bound in torch.aminmax(tensor))
-        # NaN is in neither range
-        if not (max(self.least, -_LARGEST) <= low and high <= min(self.most, _LARGEST)):
-            is_bounded = math.isfinite(self.least) or math.isfinite(self.most)
-            allowed = f"{self.least:g} to {self.most:g}" if is_bounded else "finite numbers"
-            raise ProtocolError(f"{short_repr(name)} holds values from {low:g} to {high:g}; allowed: {allowed}")
-
-
-_LARGEST = float(torch.finfo(torch.float64).max)
-
-
-def _like(tensor: Tensor, *, least: float = -LARGEST_WEIGHT, most: float = LARGEST_WEIGHT) -> TensorSchema:
-    """The schema of a tensor of this shape and type."""
-    return TensorSchema(shape=tuple(tensor.shape), dtype=tensor.dtype, least=least, most=most)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AnswerSchema:
-    """Metrics, examples and tensors of an answer to one action."""
-
-    metrics: Callable[[AnsweredRequest], Ranges] = lambda _: {}
-    optional: Callable[[AnsweredRequest], Ranges] = lambda _: {}
+    metrics: Ranges = field(default_factory=dict)
+    optional: Ranges = field(default_factory=dict)
     """Metrics that may be there as well."""
-    examples: Callable[[AnsweredRequest], int] = lambda _: 0
-    tensors: Callable[[AnsweredRequest], Mapping[str, TensorSchema]] | None = None
+    examples: int = 0
+    tensors: Mapping[str, ReportTensor] | None = None
     """None where they are the model's own and checked elsewhere, or as they were sent."""
     keeps_model: bool = False
     """The answer brings no tensors."""
-    also: Callable[[AnsweredRequest, Update], None] = field(default=lambda _asked, _update: None)
-    """Check of its numbers against each other; raises `ProtocolError`."""
 
 
 def check_answer(request: AnsweredRequest, update: Update) -> None:
     """Raise `ProtocolError` unless this update can be an answer to this request."""
-    schema = SCHEMAS[request.action]
-    _check_metrics(update.metrics, required=schema.metrics(request), optional=schema.optional(request))
-    if update.examples != (expected := schema.examples(request)):
-        raise ProtocolError(f"it answers on {update.examples} examples; allowed: the {expected} that were registered")
+    expected = SCHEMAS[request.action](request)
+    _check_metrics(update.metrics, expected)
+    if update.examples != expected.examples:
+        raise ProtocolError(
+            f"it answers on {update.examples} examples; allowed: the {expected.examples} that were registered"
+        )
     _check_loaded(request, update)
-    if schema.keeps_model and update.params is not request.job.params:
+    if expected.keeps_model and update.params is not request.job.params:
         raise ProtocolError(f"it brings tensors ({_first(update.params)}); allowed: none with {request.action}")
-    if schema.tensors is not None:
-        _check_tensors(update.params, schema.tensors(request))
+    if expected.tensors is not None:
+        check_tensors(update.params, expected.tensors)
     _check_classes(request, update)
     _check_report(request, update)
-    schema.also(request, update)
+    if request.action in _VALUE_CHECKS:
+        _VALUE_CHECKS[request.action](request, update)
 
 
-def _check_metrics(metrics: Mapping[str, float], *, required: Ranges, optional: Ranges) -> None:
+def _check_metrics(metrics: Mapping[str, float], expected: ExpectedAnswer) -> None:
+    required = expected.metrics
     if missing := [name for name in required if name not in metrics]:
         raise ProtocolError(f"it lacks the metrics {', '.join(missing)}; allowed: {', '.join(required)}")
-    ranges = {**required, **optional}
+    ranges = {**required, **expected.optional}
     for name, value in metrics.items():
         if name not in ranges:
             raise ProtocolError(f"it has a metric {short_repr(name)}; allowed: {', '.join(ranges) or 'none'}")
@@ -177,25 +136,37 @@ def _check_metrics(metrics: Mapping[str, float], *, required: Ranges, optional: 
 
 
 def _check_loaded(request: AnsweredRequest, update: Update) -> None:
-    """Raise `ProtocolError` unless the digest of the loaded model is one, and is there where it is asked for."""
+    """Raise `ProtocolError` unless the digest of the loaded model is there where it is asked for, and there alone."""
     is_due = request.action == "train" and request.job.options.hash_loaded
-    if (update.loaded is not None) is not is_due or (update.loaded and not _SHA256.fullmatch(update.loaded)):
+    if (update.loaded is not None) is not is_due:
         raise ProtocolError(
             f"it says that it loaded {short_repr(update.loaded)}; allowed: {'a SHA-256' if is_due else 'nothing'}"
         )
-    if not 0 <= update.keys <= len(request.job.params):
-        raise ProtocolError(
-            f"it says that it loaded {short_repr(update.keys)} tensors; allowed: 0 to {len(request.job.params)}"
-        )
+    if update.keys > len(request.job.params):
+        raise ProtocolError(f"it says that it loaded {update.keys} tensors; allowed: 0 to {len(request.job.params)}")
 
 
-def _check_tensors(params: Params, schemas: Mapping[str, TensorSchema]) -> None:
+def check_tensors(params: Params, schemas: Mapping[str, ReportTensor]) -> None:
+    """Raise `ProtocolError` unless these are all of these tensors and no others, each of its shape, type and range."""
     if missing := [name for name in schemas if name not in params]:
         raise ProtocolError(f"it lacks {_first(missing)}; allowed: {len(schemas)} tensors")
     if extra := [name for name in params if name not in schemas]:
         raise ProtocolError(f"it has unknown {_first(extra)}; allowed: {len(schemas)} tensors")
     for name, schema in schemas.items():
-        schema.check(name, params[name])
+        tensor = params[name]
+        if tuple(tensor.shape) != schema.shape or tensor.dtype != schema.dtype:
+            raise ProtocolError(
+                f"{short_repr(name)} is {tuple(tensor.shape)} {tensor.dtype}; allowed: {schema.shape} {schema.dtype}"
+            )
+        if not tensor.numel() or not tensor.is_floating_point():
+            continue
+        low, high = (float(bound) for bound in torch.aminmax(tensor))
+        # NaN is in no range
+        if not (schema.least <= low and high <= schema.most):
+            raise ProtocolError(
+                f"{short_repr(name)} holds values from {low:g} to {high:g}; allowed: {schema.least:g} to"
+                f" {schema.most:g}"
+            )
 
 
 def _check_classes(request: AnsweredRequest, update: Update) -> None:
@@ -204,7 +175,7 @@ def _check_classes(request: AnsweredRequest, update: Update) -> None:
     counted = request.action == "evaluate" and metadata.images and job.options.split == "test"
     if bool(update.classes) is not counted:
         raise ProtocolError(f"it {'lacks' if counted else 'has'} counts by class; allowed: those of test images alone")
-    if counted and list(update.classes["examples"]) != [int(count) for count in metadata.labels["test"]]:
+    if counted and list(update.classes["examples"]) != list(metadata.labels["test"]):
         raise ProtocolError("its examples by class are others than were registered; join with the data of the plan")
 
 
@@ -215,42 +186,42 @@ def _check_report(request: AnsweredRequest, update: Update) -> None:
     try:
         if others := sorted(update.reported.keys() - {report}):
             raise ProtocolError(f"it has unknown {_first(others)}")
-        if report != "none":
-            _check_report_of(reporting(report), request, update.reported.get(report, {}))
+        if report == "none":
+            return
+        method = reporting(report)
+        classes = request.metadata.num_labels
+        if method.needs_classes and classes < 2:
+            raise ProtocolError(f"task {request.metadata.task} has no classes; join with a task that has some")
+        reported = update.reported.get(report, {})
+        check_tensors(reported, method.report_tensors(request.job.params, classes=classes))
+        counts = [int(count) for count in request.metadata.labels["train"]] if classes > 1 else []
+        if fault := method.report_fault(reported, counts=counts):
+            raise ProtocolError(fault)
     except ProtocolError as error:
         raise ProtocolError(f"its report ({report}): {error}") from None
 
 
-def _check_report_of(method: type[Method], request: AnsweredRequest, report: Params) -> None:
-    classes = request.metadata.num_labels
-    if method.needs_classes and classes < 2:
-        raise ProtocolError(f"task {request.metadata.task} has no classes; join with a task that has some")
-    schemas = method.report_tensors(request.job.params, classes=classes)
-    _check_tensors(report, {name: schema_of(one) for name, one in schemas.items()})
-    counts = [int(count) for count in request.metadata.labels["train"]] if classes > 1 else []
-    if fault := method.report_fault(report, counts=counts):
-        raise ProtocolError(fault)
-
-
-def schema_of(tensor: ReportTensor) -> TensorSchema:
-    """The schema of a tensor that a method declares."""
-    return TensorSchema(shape=tensor.shape, dtype=tensor.dtype, least=tensor.least, most=tensor.most)
-
-
-def _first(names: "Mapping[str, object] | list[str]") -> str:
+def _first(names: Iterable[str]) -> str:
     every = list(names)
     return ", ".join(map(short_repr, every[:3])) + (f" and {len(every) - 3} more" if len(every) > 3 else "")
 
 
-def _kind(metadata: ClientMetadata) -> str:
-    return "classes" if metadata.num_labels > 1 else "values" if metadata.num_labels == 1 else "text"
-
-
-def _optional_scores(request: AnsweredRequest) -> Ranges:
-    """The scores that an answer may lack: a correlation with a constant is undefined, as those of plug-ins may be."""
-    if request.metadata.num_labels == 0:
-        return ROUGE if request.job.options.new_tokens and request.job.cut is None else {}
-    return {**(CORRELATIONS if request.metadata.num_labels == 1 else {}), **dict.fromkeys(FURTHER_METRICS, ANY_SCORE)}
+def _scores(request: AnsweredRequest) -> ExpectedAnswer:
+    """Scores of a model; a correlation with a constant is undefined, as those of plug-ins may be."""
+    options = request.job.options
+    num_labels = request.metadata.num_labels
+    kind = "classes" if num_labels > 1 else "values" if num_labels == 1 else "text"
+    optional: Ranges = dict.fromkeys(FURTHER_METRICS, ANY_SCORE)
+    if kind == "values":
+        optional = {**CORRELATIONS, **optional}
+    elif kind == "text":
+        optional = ROUGE if options.new_tokens and request.job.cut is None else {}
+    return ExpectedAnswer(
+        metrics={**SCORES[kind], "seconds": SECONDS},
+        optional=optional,
+        examples=request.metadata.examples[options.split],
+        keeps_model=True,
+    )
 
 
 def _check_primary(request: AnsweredRequest, update: Update) -> None:
@@ -261,20 +232,33 @@ def _check_primary(request: AnsweredRequest, update: Update) -> None:
         raise ProtocolError(f"primary is {metrics['primary']:g}; allowed: its {metric}, {metrics.get(metric, 0.0):g}")
 
 
-def _num_trained(request: AnsweredRequest) -> int:
-    """The number of examples on which a client with these options trains."""
+def _training(request: AnsweredRequest) -> ExpectedAnswer:
+    """A trained model, on as many examples as a client with these options trains on."""
     options = request.job.options
     every = request.metadata.examples["train"]
     count = every if options.half is None else len(range(options.half, every, 2))
-    return count if options.most is None else min(count, options.most)
+    return ExpectedAnswer(
+        metrics={"loss": FLOAT32_LOSS, "seconds": SECONDS, "steps": STEPS},
+        optional={"skipped": STEPS},
+        examples=count if options.most is None else min(count, options.most),
+    )
 
 
-def _fingerprint(request: AnsweredRequest) -> dict[str, TensorSchema]:
-    sketch = TensorSchema(shape=(request.job.options.sketch_dim,), dtype=torch.float32)
+def _fingerprint(request: AnsweredRequest) -> ExpectedAnswer:
+    sketch = ReportTensor(shape=(request.job.options.sketch_dim,))
     # whole models are not warmed up, so none comes back with its fingerprint
     model = request.job.params if request.num_layers is not None else {}
     labels = {LABELS: sketch} if sketches_labels(request.job) else {}
-    return {**{key: _like(tensor) for key, tensor in model.items()}, FIRST: sketch, SECOND: sketch, **labels}
+    tensors = {key: _like(tensor, least=-LARGEST_WEIGHT, most=LARGEST_WEIGHT) for key, tensor in model.items()}
+    return ExpectedAnswer(
+        metrics={"agreement": CORRELATION, "steps": STEPS, "loss": FLOAT32_LOSS},
+        tensors={**tensors, FIRST: sketch, SECOND: sketch, **labels},
+    )
+
+
+def _like(tensor: Tensor, *, least: float, most: float) -> ReportTensor:
+    """A tensor of this shape and type."""
+    return ReportTensor(shape=tuple(tensor.shape), dtype=tensor.dtype, least=least, most=most)
 
 
 def _check_sketches(request: AnsweredRequest, update: Update) -> None:
@@ -286,9 +270,10 @@ def _check_sketches(request: AnsweredRequest, update: Update) -> None:
             raise ProtocolError(f"{name} has length {length:g}; allowed: 1")
 
 
-def _importance(request: AnsweredRequest) -> dict[str, TensorSchema]:
+def _importance(request: AnsweredRequest) -> ExpectedAnswer:
     assert request.num_layers is not None, "only models with adapters are measured by layer"
-    return {IMPORTANCE: TensorSchema(shape=(request.num_layers,), dtype=torch.float64, least=0.0, most=1.0 + _ROUNDING)}
+    shares = ReportTensor(shape=(request.num_layers,), dtype=torch.float64, least=0.0, most=1.0 + _ROUNDING)
+    return ExpectedAnswer(tensors={IMPORTANCE: shares})
 
 
 def _check_importance(_: AnsweredRequest, update: Update) -> None:
@@ -297,13 +282,15 @@ def _check_importance(_: AnsweredRequest, update: Update) -> None:
         raise ProtocolError(f"importance sums to {total:g}; allowed: 1")
 
 
-def _ridge(request: AnsweredRequest) -> dict[str, TensorSchema]:
+def _ridge(request: AnsweredRequest) -> ExpectedAnswer:
     classes, features = request.job.params[WEIGHT].shape
-    most = request.metadata.examples["train"] * LARGEST_FEATURE**2
+    examples = request.metadata.examples["train"]
+    most = examples * LARGEST_FEATURE**2
     shapes = {GRAM: (features + 1, features + 1), CROSS: (features + 1, classes)}
-    return {
-        name: TensorSchema(shape=shape, dtype=torch.float64, least=-most, most=most) for name, shape in shapes.items()
+    tensors = {
+        name: ReportTensor(shape=shape, dtype=torch.float64, least=-most, most=most) for name, shape in shapes.items()
     }
+    return ExpectedAnswer(examples=examples, tensors=tensors)
 
 
 def _check_ridge(request: AnsweredRequest, update: Update) -> None:
@@ -317,39 +304,34 @@ def _check_ridge(request: AnsweredRequest, update: Update) -> None:
         raise ProtocolError(f"{GRAM} is no sum of products of {count} examples' features; install the server's version")
 
 
-def _sensitivity(request: AnsweredRequest) -> dict[str, TensorSchema]:
+def _scale(request: AnsweredRequest) -> ExpectedAnswer:
+    losses = ReportTensor(shape=(len(SCALES),), dtype=torch.float64, least=0.0, most=LARGEST_SUM**2)
+    examples = min(request.job.options.examples, request.metadata.examples["validation"])
+    return ExpectedAnswer(examples=examples, tensors={LOSSES: losses})
+
+
+def _sensitivity(request: AnsweredRequest) -> ExpectedAnswer:
     job = request.job
-    return {name: _like(job.params[name], least=0.0, most=LARGEST_SUM) for name in job.options.names}
+    return ExpectedAnswer(
+        examples=min(job.options.examples, request.metadata.examples["train"]),
+        tensors={name: _like(job.params[name], least=0.0, most=LARGEST_SUM) for name in job.options.names},
+    )
 
 
-SCHEMAS: Mapping[str, AnswerSchema] = {
-    "fingerprint": AnswerSchema(
-        metrics=lambda _: {"agreement": CORRELATION, "steps": STEPS, "loss": FLOAT32_LOSS},
-        tensors=_fingerprint,
-        also=_check_sketches,
-    ),
-    "importance": AnswerSchema(tensors=_importance, also=_check_importance),
-    "train": AnswerSchema(
-        metrics=lambda _: {"loss": FLOAT32_LOSS, "seconds": SECONDS, "steps": STEPS},
-        optional=lambda _: {"skipped": STEPS},
-        examples=_num_trained,
-    ),
-    "evaluate": AnswerSchema(
-        metrics=lambda asked: {**SCORES[_kind(asked.metadata)], "seconds": SECONDS},
-        optional=_optional_scores,
-        examples=lambda asked: asked.metadata.examples[asked.job.options.split],
-        keeps_model=True,
-        also=_check_primary,
-    ),
-    "ridge": AnswerSchema(examples=lambda asked: asked.metadata.examples["train"], tensors=_ridge, also=_check_ridge),
-    "scale": AnswerSchema(
-        examples=lambda asked: min(asked.job.options.examples, asked.metadata.examples["validation"]),
-        tensors=lambda _: {
-            LOSSES: TensorSchema(shape=(len(SCALES),), dtype=torch.float64, least=0.0, most=LARGEST_SUM**2)
-        },
-    ),
-    "sensitivity": AnswerSchema(
-        examples=lambda asked: min(asked.job.options.examples, asked.metadata.examples["train"]), tensors=_sensitivity
-    ),
+SCHEMAS: Mapping[str, Callable[[AnsweredRequest], ExpectedAnswer]] = {
+    "fingerprint": _fingerprint,
+    "importance": _importance,
+    "train": _training,
+    "evaluate": _scores,
+    "ridge": _ridge,
+    "scale": _scale,
+    "sensitivity": _sensitivity,
 }
 """Every action that a client can be asked for, of adapters and of whole models."""
+_VALUE_CHECKS: Mapping[str, Callable[[AnsweredRequest, Update], None]] = {
+    "fingerprint": _check_sketches,
+    "importance": _check_importance,
+    "evaluate": _check_primary,
+    "ridge": _check_ridge,
+}
+"""Checks of an answer's numbers against each other."""

@@ -6,44 +6,45 @@ simulation.
 """
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, get_args
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Any, TypeAlias, get_args
 
 import numpy as np
 
 from atlas_fl.client.job import ClientTokens
 from atlas_fl.data.clients import ClientData
-from atlas_fl.data.task import METRICS, Labels, Rows, Source, Task, TaskData
-from atlas_fl.errors import ConfigError, ProtocolError, short_repr
+from atlas_fl.data.task import Labels, Metric, Rows, Source, Task, TaskData
+from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.params import Split
 from atlas_fl.ranks.devices import Device, find_devices
-from atlas_fl.storage.json_shapes import Bounds, Shape, fields, flag, optional
+from atlas_fl.runtime.protocol.messages import Allowed, read, read_fields
+from atlas_fl.storage.json_shapes import Bounds
 
 SPLITS: tuple[Split, ...] = get_args(Split)
 SHOWN = 6
 MOST_EXAMPLES, MOST_TOKENS = 2 * 10**6, 10**9
-MOST_LENGTHS, LONGEST_NAME = 10**5, 200
-"""Different lengths in a split, and signs in a label's name."""
-BOUNDS: Mapping[str, Bounds] = {
-    "num_labels": Bounds(least=0, most=10**4, whole=True),
-    "max_length": Bounds(least=1, most=2**20, whole=True),
-    "examples": Bounds(least=1, most=MOST_EXAMPLES, whole=True),
-    "left_out": Bounds(least=0, most=MOST_EXAMPLES, whole=True),
-    "part": Bounds(least=0, most=10**5, whole=True),
-    "examples of a class": Bounds(least=0, most=MOST_EXAMPLES, whole=True),
-    "mean label": Bounds(least=-1e12, most=1e12),
-    "deviation of labels": Bounds(least=0, most=1e12),
-    "tokens": Bounds(least=1, most=2**20, whole=True),
-    "tokens to be predicted": Bounds(least=0, most=2**20, whole=True),
-    "examples of a length": Bounds(least=1, most=MOST_EXAMPLES, whole=True),
-}
-"""The range of each number of a registration; a device's are `ranks.devices.BOUNDS`.
-
-Beyond these metadata are a mistake, or an attempt to make the server allocate (a few numbers an example) or plan with
-numbers that no file of a run may hold (`storage.json_shapes`).
-"""
+REFUSED = "what the client tells of its data is refused: "
+Examples: TypeAlias = Annotated[int, Bounds(least=1, most=MOST_EXAMPLES, whole=True)]
+TaskName: TypeAlias = Annotated[
+    str,
+    Allowed(
+        "1 to 100 letters, digits, dots, hyphens and underscores",
+        lambda text: re.fullmatch(r"[A-Za-z0-9_.\-]{1,100}", text) is not None,
+    ),
+]
+LabelName: TypeAlias = Annotated[
+    str, Allowed("up to 200 printable characters", lambda text: text.isprintable() and len(text) <= 200)
+]
+LabelNumber: TypeAlias = Annotated[float, Bounds(least=-1e12, most=1e12)]
+"""Examples of a class, or the mean or the deviation of labels."""
+Length: TypeAlias = tuple[
+    Annotated[int, Bounds(least=1, most=2**20, whole=True)],
+    Annotated[int, Bounds(least=0, most=2**20, whole=True)],
+    Examples,
+]
+"""(tokens, tokens to be predicted, examples that have so many)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,22 +70,25 @@ def labels_of_task(task: "Task | ClientMetadata") -> TaskLabels:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientMetadata:
-    """The server's knowledge of one client's data."""
+    """The server's knowledge of one client's data, each number in the range that a registration may have.
 
-    task: str
-    num_labels: int
-    metric: str
-    label_names: tuple[str, ...]
-    max_length: int
-    examples: Mapping[str, int]
+    Beyond these metadata are a mistake, or an attempt to make the server allocate (a few numbers an example) or plan
+    with numbers that no file of a run may hold.
+    """
+
+    task: TaskName
+    num_labels: Annotated[int, Bounds(least=0, most=10**4, whole=True)]
+    metric: Metric
+    label_names: tuple[LabelName, ...]
+    max_length: Annotated[int, Bounds(least=1, most=2**20, whole=True)]
+    examples: Mapping[Split, Examples]
     """Numbers of examples by split."""
-    labels: Mapping[str, list[float]]
+    labels: Mapping[Split, tuple[LabelNumber, ...]]
     """By split: examples of every class, or mean and standard deviation of values or of words."""
-    lengths: Mapping[str, tuple[tuple[int, int, int], ...]]
-    """By split: (tokens, tokens to be predicted, examples that have so many)."""
+    lengths: Mapping[Split, tuple[Length, ...]]
     images: bool = False
     """The examples are images."""
-    left_out: int = 0
+    left_out: Annotated[int, Bounds(least=0, most=MOST_EXAMPLES, whole=True)] = 0
     """Rows that its task was given and the client has not."""
 
     @property
@@ -96,62 +100,50 @@ class ClientMetadata:
 def metadata_of(client: ClientData, tokens: ClientTokens) -> dict[str, Any]:
     """The metadata that this client sends to the server: plain data for strict JSON."""
     task = client.task
-    rows = {"train": client.train, "validation": client.validation, "test": client.test}
-    return {
-        "task": task.name,
-        "num_labels": task.num_labels,
-        "metric": task.metric,
-        "label_names": list(task.label_names),
-        "max_length": task.max_length,
-        "examples": {split: len(split_rows) for split, split_rows in rows.items()},
-        "labels": {split: _spread(split_rows.label, task) for split, split_rows in rows.items()},
-        "lengths": {split: _lengths(split_rows) for split, split_rows in tokens.splits.items()},
-        **({"images": True} if task.images else {}),
-        **({"left_out": client.left_out} if client.left_out else {}),
-    }
+    rows: dict[Split, Any] = {"train": client.train, "validation": client.validation, "test": client.test}
+    metadata = ClientMetadata(
+        task=task.name,
+        num_labels=task.num_labels,
+        metric=task.metric,
+        label_names=task.label_names,
+        max_length=task.max_length,
+        examples={split: len(split_rows) for split, split_rows in rows.items()},
+        labels={split: _spread(split_rows.label, task) for split, split_rows in rows.items()},
+        lengths={split: _lengths(split_rows) for split, split_rows in tokens.splits.items()},
+        images=task.images,
+        left_out=client.left_out,
+    )
+    return asdict(metadata)
 
 
-def _lengths(data: EncodedExamples) -> list[list[int]]:
+def _lengths(data: EncodedExamples) -> tuple[Length, ...]:
     pairs, counts = np.unique(np.stack([data.lengths, data.num_targets]), axis=1, return_counts=True)
-    triples: list[list[int]] = np.concatenate([pairs, counts[None]]).T.tolist()
-    return triples
+    return tuple(map(tuple, np.concatenate([pairs, counts[None]]).T.tolist()))
 
 
-def _spread(label: Labels, task: Task) -> list[float]:
+def _spread(label: Labels, task: Task) -> tuple[float, ...]:
     if task.has_classes:
-        return [int(count) for count in np.bincount(label, minlength=task.num_labels)]
-    return [float(label.mean()), float(label.std())]
+        return tuple(np.bincount(label, minlength=task.num_labels).tolist())
+    return float(label.mean()), float(label.std())
 
 
 def read_metadata(data: Mapping[str, Any]) -> ClientMetadata:
-    """The metadata that plain data holds.
-
-    Raises `ProtocolError` where they do not hold together, or tell of more than fits any server (`BOUNDS`).
-    """
-    if fault := _REGISTRATION(dict(data), "") or _token_fault(data["lengths"]):
-        raise ProtocolError(f"what the client tells of its data is refused: {fault}")
-    metadata = ClientMetadata(
-        task=data["task"],
-        num_labels=int(data["num_labels"]),
-        metric=data["metric"],
-        label_names=tuple(data["label_names"]),
-        max_length=int(data["max_length"]),
-        examples={split: int(data["examples"][split]) for split in SPLITS},
-        labels={split: [float(value) for value in data["labels"][split]] for split in SPLITS},
-        lengths={split: tuple((int(a), int(b), int(n)) for a, b, n in data["lengths"][split]) for split in SPLITS},
-        images=data.get("images", False),
-        left_out=int(data.get("left_out", 0)),
-    )
-    if fault := _split_fault(metadata):
-        raise ProtocolError(f"what the client tells of its data does not hold together: {fault}")
+    """The metadata that plain data holds; raises `ProtocolError` for a number out of range, or two that differ."""
+    metadata: ClientMetadata = read_fields(ClientMetadata, data, REFUSED)
+    if len(metadata.label_names) not in (0, metadata.num_labels):
+        raise ProtocolError(f"{REFUSED}{len(metadata.label_names)} names of {metadata.num_labels} labels")
+    for split in SPLITS:
+        if fault := _split_fault(metadata, split):
+            raise ProtocolError(f"{REFUSED}{fault}")
     return metadata
 
 
 def read_part(data: Mapping[str, Any]) -> int | None:
     """The part of its task that a client says it has; raises `ProtocolError` where there is no such part."""
-    if fault := optional(BOUNDS["part"].shape)(data.get("part"), "part"):
-        raise ProtocolError(f"what the client tells of its data is refused: {fault}")
-    return None if data.get("part") is None else int(data["part"])
+    part: int | None = read(
+        Annotated[int, Bounds(least=0, most=10**5, whole=True)] | None, data.get("part"), f"{REFUSED}part"
+    )
+    return part
 
 
 def read_device(text: str) -> Device:
@@ -162,98 +154,26 @@ def read_device(text: str) -> Device:
         raise ProtocolError(str(error)) from None
 
 
-def _scalar(kind: str, test: Callable[[Any], bool]) -> Shape:
-    return lambda value, location: "" if test(value) else f"{location} is {short_repr(value)}; allowed: {kind}"
-
-
-def _length_fault(value: Any, location: str) -> str:
-    """The fault of a row of lengths: tokens, how many of them are to be predicted, examples that have so many."""
-    if not isinstance(value, list | tuple) or len(value) != len(_LENGTH):
-        return f"{location} is {short_repr(value)}; allowed: {', '.join(_LENGTH)}"
-    for name, number in zip(_LENGTH, value, strict=True):
-        if fault := BOUNDS[name].shape(number, f"{location}, {name},"):
-            return fault
-    return "" if value[1] <= value[0] else f"{location} has more tokens to be predicted than tokens"
-
-
-def _rows_of(shape: Shape, *, most: int) -> Shape:
-    """A list or a tuple of at most so many of these."""
-
-    def rows_shape(value: Any, location: str) -> str:
-        if not isinstance(value, list | tuple) or len(value) > most:
-            return f"{location} is {short_repr(value)}; allowed: a list of up to {most} entries"
-        faults = (shape(entry, f"{location}[{index}]") for index, entry in enumerate(value))
-        return next((fault for fault in faults if fault), "")
-
-    return rows_shape
-
-
-_LENGTH = ("tokens", "tokens to be predicted", "examples of a length")
-_TASK = re.compile(r"[A-Za-z0-9_.\-]{1,100}")
-_task_name = _scalar(
-    "1 to 100 letters, digits, dots, hyphens and underscores",
-    lambda value: isinstance(value, str) and _TASK.fullmatch(value) is not None,
-)
-_metric = _scalar(", ".join(METRICS), lambda value: isinstance(value, str) and value in METRICS)
-_label_name = _scalar(
-    f"up to {LONGEST_NAME} printable characters",
-    lambda value: isinstance(value, str) and value.isprintable() and len(value) <= LONGEST_NAME,
-)
-_label_number = Bounds(least=-1e12, most=1e12).shape
-_MOST_LABELS = int(BOUNDS["num_labels"].most)
-_REGISTRATION = fields(
-    {
-        "task": _task_name,
-        "num_labels": BOUNDS["num_labels"].shape,
-        "metric": _metric,
-        "label_names": _rows_of(_label_name, most=_MOST_LABELS),
-        "max_length": BOUNDS["max_length"].shape,
-        "examples": fields(dict.fromkeys(SPLITS, BOUNDS["examples"].shape)),
-        "labels": fields(dict.fromkeys(SPLITS, _rows_of(_label_number, most=_MOST_LABELS))),
-        "lengths": fields(dict.fromkeys(SPLITS, _rows_of(_length_fault, most=MOST_LENGTHS))),
-    },
-    images=flag,
-    left_out=BOUNDS["left_out"].shape,
-)
-
-
-def _token_fault(lengths: Mapping[str, Any]) -> str:
-    """The fault of splits with more tokens than a server counts."""
-    for split in SPLITS:
-        total = sum(tokens * count for tokens, _, count in lengths[split])
-        if total > MOST_TOKENS:
-            return f"lengths.{split} sum to {total} tokens; allowed: {MOST_TOKENS}"
-    return ""
-
-
-def _split_fault(metadata: ClientMetadata) -> str:
-    """The fault of numbers that contradict each other; empty where they hold together."""
-    if len(metadata.label_names) not in (0, metadata.num_labels):
-        return f"{len(metadata.label_names)} names of {metadata.num_labels} labels"
-    for split in SPLITS:
-        if fault := _label_fault(metadata, split):
-            return fault
-        counted = sum(count for _, _, count in metadata.lengths[split])
-        if counted != metadata.examples[split]:
-            return f"lengths.{split} are of {counted} examples and there are {metadata.examples[split]}"
-    return ""
-
-
-def _label_fault(metadata: ClientMetadata, split: Split) -> str:
-    values = metadata.labels[split]
-    classes = metadata.num_labels
+def _split_fault(metadata: ClientMetadata, split: Split) -> str:
+    """The fault of numbers of this split that contradict each other; empty where they hold together."""
+    labels = metadata.labels[split]
+    lengths = metadata.lengths[split]
     examples = metadata.examples[split]
-    if classes > 1:
-        bounds = [BOUNDS["examples of a class"]] * classes
-    else:
-        bounds = [BOUNDS["mean label"], BOUNDS["deviation of labels"]]
-    if len(values) != len(bounds):
-        return f"labels.{split} has {len(values)} numbers; allowed: {len(bounds)}"
-    for value, bound in zip(values, bounds, strict=True):
-        if fault := bound.shape(value, f"labels.{split}"):
-            return fault
-    if classes > 1 and sum(values) != examples:
-        return f"labels.{split} are of {sum(values):g} examples and there are {examples}"
+    counted = sum(count for _, _, count in lengths)
+    tokens = sum(length * count for length, _, count in lengths)
+    classes = metadata.num_labels
+    if any(predicted > length for length, predicted, _ in lengths):
+        return f"lengths.{split} has more tokens to be predicted than tokens"
+    if tokens > MOST_TOKENS:
+        return f"lengths.{split} sum to {tokens} tokens; allowed: {MOST_TOKENS}"
+    if counted != examples:
+        return f"lengths.{split} are of {counted} examples and there are {examples}"
+    if len(labels) != max(2, classes):
+        return f"labels.{split} has {len(labels)} numbers; allowed: {max(2, classes)}"
+    if classes > 1 and (min(labels) < 0 or not all(map(float.is_integer, labels)) or sum(labels) != examples):
+        return f"labels.{split} are no counts of {examples} examples"
+    if classes <= 1 and labels[1] < 0:
+        return f"labels.{split} has the deviation {labels[1]:g}"
     return ""
 
 
@@ -262,7 +182,7 @@ def placeholder_client(name: str, metadata: ClientMetadata) -> tuple[ClientData,
     task = Task(
         name=metadata.task,
         num_labels=metadata.num_labels,
-        metric=next(metric for metric in METRICS if metric == metadata.metric),
+        metric=metadata.metric,
         max_length=metadata.max_length,
         label_names=metadata.label_names,
         images=metadata.images,
@@ -287,8 +207,8 @@ def redacted_metadata(metadata: ClientMetadata) -> ClientMetadata:
     The host works on rows and on labels as they come, and asks how many there are, how long, and of which kind.
     """
     classes = metadata.num_labels
-    labels = {
-        split: [float(count), *[0.0] * (classes - 1)] if classes > 1 else [0.0, 0.0]
+    labels: dict[Split, tuple[float, ...]] = {
+        split: (float(count), *[0.0] * (classes - 1)) if classes > 1 else (0.0, 0.0)
         for split, count in metadata.examples.items()
     }
     return replace(metadata, label_names=(), labels=labels, left_out=0)

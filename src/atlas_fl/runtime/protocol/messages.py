@@ -6,31 +6,24 @@ does not know.
 """
 
 import re
-from collections.abc import Collection, Mapping
+import sys
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from operator import gt
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 import torch
 
 from atlas_fl.client.job import Job, Trees, Update
-from atlas_fl.client.options import (
-    EvaluateOptions,
-    FingerprintOptions,
-    ImportanceOptions,
-    RidgeOptions,
-    ScaleOptions,
-    SensitivityOptions,
-    TrainOptions,
-)
+from atlas_fl.client.options import OPTIONS
 from atlas_fl.errors import ProtocolError, short_repr
 from atlas_fl.params import PRIVATE, Params, digest
 from atlas_fl.partial_sharing import hidden_ranks, private_digest, transmitted_params, with_placeholders
 from atlas_fl.runtime.transport.frames import Head
 from atlas_fl.split.channel import Cut
-from atlas_fl.storage import json_shapes as shapes
-from atlas_fl.storage.ledger import DIRECTIONS, KINDS
+from atlas_fl.storage.json_shapes import Bounds
+from atlas_fl.storage.ledger import Direction, Kind
 
 _OTHER_MODEL = "give the server's model with --model"
 REMEDIES: Mapping[str, str] = {
@@ -74,21 +67,23 @@ class Identity:
                 )
 
 
-OPTIONS: Mapping[str, type[Any]] = {
-    "fingerprint": FingerprintOptions,
-    "importance": ImportanceOptions,
-    "train": TrainOptions,
-    "evaluate": EvaluateOptions,
-    "ridge": RidgeOptions,
-    "scale": ScaleOptions,
-    "sensitivity": SensitivityOptions,
-}
-"""The options of every action of `client.registry.ACTIONS`."""
+@dataclass(frozen=True)
+class Allowed:
+    """The values that pass a test, beside `Bounds` the other annotation of a field that `read` knows."""
 
-COUNTS = ("hits", "examples")
-"""The counts by class, as `data.metrics.by_class` names them."""
+    words: str
+    test: Callable[[Any], bool]
 
-_SHA256 = re.compile("[0-9a-f]{64}")
+    def __str__(self) -> str:
+        return self.words
+
+    def __contains__(self, value: object) -> bool:
+        return self.test(value)
+
+
+Sha256: TypeAlias = Annotated[str, Allowed("a SHA-256", lambda text: re.fullmatch("[0-9a-f]{64}", text) is not None)]
+Action: TypeAlias = Annotated[str, Allowed(", ".join(OPTIONS), OPTIONS.__contains__)]
+Count: TypeAlias = Annotated[int, Bounds(least=0, most=10**18, whole=True)]
 _METRICS, _PARAM = "metrics", "param/"
 CUT = "cut/"
 """Prefix of the names of messages through a cut."""
@@ -114,8 +109,8 @@ class CutInfo:
 class PrivateRef:
     """The name of the part of a client's model that stays at the client."""
 
-    sha256: str | None
-    """Digest of its values; None for those that the client draws."""
+    sha256: Sha256 | None
+    """Digest of its values, which names a file; None for those that the client draws."""
     ranks: tuple[int, ...] = ()
     """Ranks of the modules of which nothing is sent, in the order of their names."""
 
@@ -130,10 +125,7 @@ def model_message(params: Params) -> tuple[Head, Params]:
 
 def read_private(head: Mapping[str, Any]) -> PrivateRef | None:
     """The private part that the head of a message names; raises `ProtocolError` for anything else."""
-    private: PrivateRef | None = _read(PrivateRef | None, head.get("private"), where="private")
-    # it names a file
-    if private is not None and private.sha256 is not None and not _SHA256.fullmatch(private.sha256):
-        raise ProtocolError(f"a private part is named {private.sha256!r:.40}; install the same atlas-fl on both ends")
+    private: PrivateRef | None = read(PrivateRef | None, head.get("private"), "private")
     return private
 
 
@@ -163,16 +155,12 @@ def job_message(
 
 def read_job(head: Mapping[str, Any], params: Params, *, client: str) -> tuple[str, Job, CutInfo | None]:
     """(action, job, cut info) of a message; raises `ProtocolError` for an unknown action, options or cut."""
-    action = head.get("action")
-    if action not in OPTIONS:
-        raise ProtocolError(f"the server asks for {action!r:.40}; known: {', '.join(OPTIONS)}; install its version")
-    assert isinstance(action, str)
-    if type(head.get("round")) is not int:
-        raise ProtocolError("the server's job names no round; install its version")
-    options = _read(OPTIONS[action], head.get("options"), where=action)
-    cut = _read(Cut | None, head.get("cut"), where="cut")
-    cut_info = _read(CutInfo | None, head.get("told"), where="told")
-    return action, Job(client=client, params=params, round=head["round"], options=options, cut=cut), cut_info
+    action: str = read(Action, head.get("action"), "the server's job: action")
+    options = read(OPTIONS[action], head.get("options"), f"the server's {action}")
+    number = read(int, head.get("round"), "the server's job: round")
+    cut = read(Cut | None, head.get("cut"), "the server's cut")
+    cut_info = read(CutInfo | None, head.get("told"), "the server's job: told")
+    return action, Job(client=client, params=params, round=number, options=options, cut=cut), cut_info
 
 
 def write_trees(prefix: str, trees: Trees) -> dict[str, torch.Tensor]:
@@ -196,76 +184,66 @@ def read_sent(tensors: Params) -> tuple[dict[str, torch.Tensor], dict[str, dict[
     return model, read_trees(SENT, tensors)
 
 
+@dataclass(frozen=True, kw_only=True)
+class AnswerHead:
+    """What an answer says beside its tensors and the number of its job."""
+
+    examples: Count
+    metrics: tuple[str, ...]
+    """The names of the metrics, whose values are a tensor."""
+    loaded: Sha256 | None
+    keys: Count
+    crossed: tuple[tuple[Kind, Direction, Count], ...]
+    same: bool
+    """The model is the job's own, and is not sent."""
+    classes: Mapping[Literal["hits", "examples"], tuple[Count, ...]] | None
+
+
 def update_message(update: Update, job: Job, *, number: int) -> tuple[Head, Params]:
     """The message with this update for the server; a model that is the job's own is not sent."""
-    same = update.params is job.params
-    head = {
-        "kind": "result",
-        "number": number,
-        "examples": update.examples,
-        "metrics": list(update.metrics),
-        "loaded": update.loaded,
-        "keys": update.keys,
-        "crossed": [[*way, size] for way, size in update.crossed.items()],
-        "same": same,
-        **({"classes": dict(update.classes)} if update.classes else {}),
-    }
+    head = AnswerHead(
+        examples=update.examples,
+        metrics=tuple(update.metrics),
+        loaded=update.loaded,
+        keys=update.keys,
+        crossed=tuple((kind, direction, size) for (kind, direction), size in update.crossed.items()),
+        same=update.params is job.params,
+        classes=dict(update.classes) or None,  # type: ignore[arg-type]
+    )
     values = torch.tensor(list(update.metrics.values()), dtype=torch.float64)
-    sent = {} if same else {_PARAM + key: tensor for key, tensor in update.params.items()}
-    return head, {_METRICS: values, **sent, **write_trees(REPORT, update.reported)}
-
-
-def _crossing(row: Any, location: str) -> str:
-    """The fault of a row of `crossed`: kind, direction and bytes of messages through the cut."""
-    is_row = isinstance(row, list) and len(row) == 3 and row[0] in KINDS and row[1] in DIRECTIONS
-    return shapes.count(row[2], location) if is_row else f"{location} is {short_repr(row)}"
-
-
-_UPDATE = shapes.fields(
-    {
-        "examples": shapes.count,
-        "metrics": shapes.list_of(shapes.text),
-        "loaded": shapes.optional(shapes.text),
-        "keys": shapes.integer,
-        "crossed": shapes.list_of(_crossing),
-    },
-    classes=shapes.fields(dict.fromkeys(COUNTS, shapes.list_of(shapes.count))),
-)
+    sent = {} if head.same else {_PARAM + key: tensor for key, tensor in update.params.items()}
+    tensors = {_METRICS: values, **sent, **write_trees(REPORT, update.reported)}
+    return {"kind": "result", "number": number, **asdict(head)}, tensors
 
 
 def read_update(head: Mapping[str, Any], tensors: Params, *, job: Job) -> Update:
     """The update that a client's message holds; raises `ProtocolError` for one that is not of this form."""
-    if fault := _UPDATE(dict(head), ""):
-        raise ProtocolError(f"the answer is no update: {fault.lstrip('.')}; install the same atlas-fl on both ends")
-    names = head["metrics"]
+    said: AnswerHead = read_fields(AnswerHead, head, "the answer is no update: ")
     values = tensors.get(_METRICS)
-    if values is None or values.dtype is not torch.float64 or values.shape != (len(names),):
+    if values is None or values.dtype is not torch.float64 or values.shape != (len(said.metrics),):
         raise ProtocolError("the answer is no update: its metrics have no values; install the same atlas-fl")
+    classes: dict[str, list[int]] = {name: list(counts) for name, counts in (said.classes or {}).items()}
+    if classes and (
+        len(classes["hits"]) != len(classes["examples"])
+        or sum(classes["examples"]) != said.examples
+        or any(map(gt, classes["hits"], classes["examples"]))
+    ):
+        raise ProtocolError(f"the counts by class are {short_repr(classes)}; install the same atlas-fl on both ends")
     params: Params = {key.removeprefix(_PARAM): tensor for key, tensor in tensors.items() if key.startswith(_PARAM)}
     if (private := read_private(head)) is not None:
         left = {key: tensor for key, tensor in job.params.items() if key not in params and key != PRIVATE}
         params = with_placeholders({**params, **left}, left.keys(), sha256=private.sha256)
     return Update(
         client=job.client,
-        params=job.params if head.get("same") is True else params,
-        examples=head["examples"],
-        metrics=dict(zip(names, values.tolist())),
-        loaded=head["loaded"],
-        keys=head["keys"],
-        crossed={(kind, direction): size for kind, direction, size in head["crossed"]},
-        classes=_classes(head),
+        params=job.params if said.same else params,
+        examples=said.examples,
+        metrics=dict(zip(said.metrics, values.tolist())),
+        loaded=said.loaded,
+        keys=said.keys,
+        crossed={(kind, direction): size for kind, direction, size in said.crossed},
+        classes=classes,
         reported=read_trees(REPORT, tensors),
     )
-
-
-def _classes(head: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Examples and hits by class, where there are any; raises `ProtocolError` where they do not hold together."""
-    if "classes" not in head:
-        return {}
-    hits, examples = (head["classes"][name] for name in COUNTS)
-    if len(hits) != len(examples) or sum(examples) != head["examples"] or any(map(gt, hits, examples)):
-        raise ProtocolError(f"the counts by class are {head['classes']!r:.60}; install the same atlas-fl on both ends")
-    return {"hits": hits, "examples": examples}
 
 
 def as_tensor(message: bytes) -> torch.Tensor:
@@ -293,25 +271,60 @@ def read_payloads(tensors: Params) -> dict[str, bytes]:
     return {name.removeprefix(CUT): as_bytes(tensor) for name, tensor in tensors.items() if name.startswith(CUT)}
 
 
-def _read(kind: Any, value: Any, *, where: str) -> Any:
-    """A value of this type from plain data; raises `ProtocolError` for anything else."""
-    if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
-        hints = get_type_hints(kind)
-        if value.keys() == {option.name for option in fields(kind)}:
-            made: Any = kind
-            return made(**{name: _read(hints[name], item, where=f"{where}.{name}") for name, item in value.items()})
-    elif get_origin(kind) is Literal:
-        if value in get_args(kind):
+def read_fields(kind: type[Any], head: Mapping[str, Any], where: str) -> Any:
+    """The dataclass whose fields are among the entries of this head; raises as `read` does."""
+    return read(kind, {field.name: head[field.name] for field in fields(kind) if field.name in head}, where)
+
+
+def read(kind: Any, value: Any, where: str) -> Any:
+    """A value of this type from plain data; raises `ProtocolError` that names the place and what is allowed.
+
+    Types are those of the fields of messages: scalars, literals, tuples, mappings and dataclasses, perhaps None, and
+    `Annotated` with `Bounds` or `Allowed`.
+    """
+    arguments = get_args(kind)
+    origin = get_origin(kind)
+    allowed = getattr(kind, "__name__", str(kind))
+    if origin is Annotated:
+        if (result := read(arguments[0], value, where)) in arguments[1]:
+            return result
+        allowed = str(arguments[1])
+    elif origin in (Union, UnionType):
+        (inner,) = (member for member in arguments if member is not NoneType)
+        return None if value is None else read(inner, value, where)
+    elif origin is Literal:
+        if isinstance(value, str) and value in arguments:
             return value
-    elif get_origin(kind) in (Union, UnionType):
-        if value is None and NoneType in get_args(kind):
-            return None
-        (inner,) = (member for member in get_args(kind) if member is not NoneType)
-        return _read(inner, value, where=where)
-    elif get_origin(kind) is tuple and isinstance(value, list | tuple):
-        return tuple(_read(get_args(kind)[0], item, where=where) for item in value)
+        allowed = ", ".join(arguments)
+    elif origin is not None or is_dataclass(kind):
+        return _read_entries(kind, value, where)
     elif type(value) is kind:
         return value
-    elif kind is float and type(value) is int:
+    elif kind is float and type(value) is int and abs(value) <= sys.float_info.max:
         return float(value)
-    raise ProtocolError(f"the server's {where} is {value!r:.40}; install its version of atlas-fl")
+    raise _misfit(where, value, allowed)
+
+
+def _read_entries(kind: Any, value: Any, where: str) -> Any:
+    """A tuple, a mapping or a dataclass from plain data."""
+    arguments = get_args(kind)
+    if get_origin(kind) is tuple:
+        size = len(value) if isinstance(value, list | tuple) else -1
+        kinds = arguments[:1] * size if arguments[-1] is Ellipsis else arguments
+        if size != len(kinds):
+            raise _misfit(where, value, "a list" if arguments[-1] is Ellipsis else f"a list of {len(kinds)}")
+        return tuple(read(kinds[index], entry, f"{where}[{index}]") for index, entry in enumerate(value))
+    if is_dataclass(kind):
+        kinds_by_name = get_type_hints(kind, include_extras=True)
+    else:
+        kinds_by_name = dict.fromkeys(get_args(arguments[0]), arguments[1])
+    if not isinstance(value, dict) or value.keys() != kinds_by_name.keys():
+        raise _misfit(where, value, f"entries {', '.join(kinds_by_name)}")
+    inside = where if where.endswith(" ") else f"{where}."
+    entries = {name: read(kinds_by_name[name], entry, f"{inside}{name}") for name, entry in value.items()}
+    made: Any = kind if is_dataclass(kind) else dict
+    return made(**entries)
+
+
+def _misfit(where: str, value: Any, allowed: str) -> ProtocolError:
+    return ProtocolError(f"{where} is {short_repr(value)}; allowed: {allowed}; install the same atlas-fl on both ends")

@@ -14,7 +14,7 @@ in both directions, since frozen weights keep every bit. The mask is sent to a c
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
 from typing import Any, TypeAlias
@@ -28,17 +28,20 @@ from atlas_fl.partial_sharing import transmitted_params
 from atlas_fl.runtime.protocol.messages import (
     SENT,
     CutInfo,
+    PrivateRef,
     as_bytes,
     as_tensor,
     job_head,
     job_message,
     model_message,
     read_job,
+    read_private,
     read_sent,
     read_update,
     update_message,
     write_trees,
 )
+from atlas_fl.runtime.protocol.private_params import PrivateParamStore
 from atlas_fl.runtime.transport.frames import Head
 from atlas_fl.sparse.codec import decode_mask, decode_values, encode_mask, encode_values
 from atlas_fl.sparse.masks import Mask
@@ -109,34 +112,56 @@ def _with_untrained(params: Params, job: Job, head: Mapping[str, Any]) -> Params
 
 @dataclass(kw_only=True, eq=False)
 class AdapterReceiver:
-    """Keeps the models that the other end counts on."""
+    """Keeps the models that the other end counts on; with a `store`, what a client does not share stays there."""
 
+    store: PrivateParamStore | None = None
     held: dict[str, tuple[str, Params]] = field(default_factory=dict)
-    """The last one that came whole and the last one trained here, each with its digest."""
+    """The last one that came whole and the last one trained here, each with its digest; of both what is shared."""
+    _opened: tuple[Params, PrivateRef | None] = ({}, None)
+    """The part of the newest job's model that came, and the name of the rest."""
 
     def job(self, head: Mapping[str, Any], tensors: Params, *, client: str) -> tuple[str, Job, CutInfo | None]:
-        """(action, job, cut info) of a message; raises `ProtocolError` for one that is none."""
+        """(action, job, cut info) of a message; raises `ProtocolError` for one that is none.
+
+        Raises `ModelError` where the part of the model that stays here is lost.
+        """
         model, sent = read_sent(tensors)
         base = {} if head.get("base") is None else resolve_model(self.held, {}, expected=str(head["base"]))
         params = resolve_model(self.held, {**base, **model}, expected=str(head.get("model")))
         action, job, cut_info = read_job(head, params, client=client)
+        if self.store is not None:
+            self._opened = params, read_private(head)
+            whole = self.store.whole(*self._opened, cut=job.cut, round=job.round)
+            job = replace(job, params=whole)
         return action, replace(job, sent=sent), cut_info
 
     def update(self, action: str, update: Update, job: Job, *, number: int) -> tuple[Head, Params]:
-        """The message with this update."""
+        """The message with this update: with a store its shared part, and the name of the rest."""
+        private: dict[str, Any] = {}
+        if self.store is not None:
+            update, reference = self.store.split_private(update, job, *self._opened)
+            private = {} if reference is None else {"private": asdict(reference)}
         if action == "train" and update.params is not job.params:
             self.held["trained"] = digest(update.params), update.params
             untrained = _untrained_keys(job) if update.params.keys() == job.params.keys() else set()
             params = {key: tensor for key, tensor in update.params.items() if key not in untrained}
             update = replace(update, params=params)
-        return update_message(update, job, number=number)
+        head, tensors = update_message(update, job, number=number)
+        return {**head, **private}, tensors
 
     def read_final_model(self, head: Mapping[str, Any], tensors: Params) -> Params:
         """The client's own model at the end of the run; empty where there is none."""
-        return tensors if head.get("model") is True else {}
+        if head.get("model") is not True:
+            return {}
+        if self.store is None:
+            return tensors
+        private = read_private(head)
+        model = self.store.whole(tensors, private, cut=None, round=0)
+        self.store.end(private)
+        return model
 
     def forget(self) -> None:
-        """Forget all models."""
+        """Forget all models; the parts that stay here are kept."""
         self.held.clear()
 
 

@@ -11,37 +11,26 @@ has not written.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from atlas_fl.client.job import Job, Update
-from atlas_fl.errors import CheckpointError, ConfigError, ModelError, ProtocolError, one_line, short_repr
+from atlas_fl.errors import CheckpointError, ConfigError, ModelError, ProtocolError, one_line
 from atlas_fl.models.lora import expand_rank
 from atlas_fl.params import LORA_A, LORA_B, PRIVATE, Params, digest, select
 from atlas_fl.partial_sharing import digest_tensor, placeholder, unshared_keys
-from atlas_fl.runtime.protocol.messages import CutInfo, PrivateRef, read_private
-from atlas_fl.runtime.protocol.model_sync import AdapterReceiver, Receiver
-from atlas_fl.runtime.transport.frames import Head
+from atlas_fl.runtime.protocol.messages import PrivateRef
 from atlas_fl.split.channel import Cut
 from atlas_fl.storage.folder_access import DRAFT, is_inner_file
-from atlas_fl.storage.json_shapes import check_shape, fields, integer, mapping_of, text
 from atlas_fl.storage.jsonl import read_json, write_json
 from atlas_fl.storage.tensors import read_tensors, write_tensors
 
 MARK = "vault.json"
 NEWEST, LAST, ROUNDS = "newest", "last", "rounds"
 _FILE = re.compile(rf"[0-9a-f]{{64}}\.safetensors|{re.escape(MARK)}")
-
-
-def _version(value: Any, location: str) -> str:
-    """The fault of the name of a version, which becomes that of a file."""
-    return "" if _FILE.fullmatch(f"{value}.safetensors") else f"{location.lstrip('.')} names {short_repr(value)}"
-
-
-_MARK = fields({"client": text, "config": text}, **{NEWEST: _version, ROUNDS: mapping_of(integer, names=_version)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,27 +46,19 @@ def check_store(folder: Path, owner: Owner | None = None) -> None:
     """Raise `ConfigError` unless this folder is missing, empty, or a store: this owner's, or without one anybody's."""
     if not folder.exists():
         return
+    fault = ""
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is a file; name a new folder with --private")
-    mark = _read_mark(folder)
-    strange = _strange(folder)
-    if not mark and strange:
-        raise ConfigError(
-            f"{folder} holds {strange[0]}, which `atlas join` has not written; name a new or an empty folder with"
-            " --private"
-        )
-    if not mark or owner is None:
-        return
-    if mark["client"] != owner.client:
-        raise ConfigError(
-            f"{folder} holds what {mark['client']} does not share, and this is {owner.client}; name another folder with"
-            " --private"
-        )
-    if mark["config"] != owner.config:
-        raise ConfigError(
-            f"{folder} holds what {mark['client']} did not share in another run (settings {mark['config']:.8}, here"
-            f" {owner.config:.8}); name another folder with --private, or remove it once that run is over"
-        )
+        fault = "is a file"
+    elif mark := _read_mark(folder):
+        if owner is not None and asdict(owner) != {key: mark[key] for key in asdict(owner)}:
+            fault = (
+                f"holds what {mark['client']} does not share in the run with settings {mark['config']:.8}, and this is"
+                f" {owner.client} in {owner.config:.8}"
+            )
+    elif strange := _strange(folder):
+        fault = f"holds {strange[0]}, which `atlas join` has not written"
+    if fault:
+        raise ConfigError(f"{folder} {fault}; name a new or an empty folder with --private")
 
 
 def clear_store(folder: Path, owner: Owner) -> str:
@@ -98,8 +79,6 @@ def clear_store(folder: Path, owner: Owner) -> str:
         for path in sorted(folder.iterdir(), key=lambda path: path.name == MARK):
             if _is_own(path):
                 path.unlink()
-        if folder.is_symlink():
-            return f"{folder} is a link and stays; it is empty"
         if left := _strange(folder):
             return f"{folder} stays: it holds {left[0]}, which `atlas join` has not written"
         folder.rmdir()
@@ -113,8 +92,9 @@ def _read_mark(folder: Path) -> dict[str, Any]:
     path = folder / MARK
     if not path.exists():
         return {}
-    mark: dict[str, Any] = read_json(path)
-    check_shape(mark, _MARK, file=path)
+    mark = read_json(path)
+    if not isinstance(mark, dict) or not {"client", "config"} <= mark.keys():
+        raise CheckpointError(f"damaged file {path}: it names no client and run; restore it from a copy")
     return mark
 
 
@@ -223,61 +203,21 @@ class PrivateParamStore:
         """Record that this version was made or named now; remove what no checkpoint can name, but never the newest."""
         before = _read_mark(self.folder)
         mark = {**asdict(self.owner), **before, **newest}
-        rounds = dict(mark.get(ROUNDS, {}))
-        rounds[sha256] = max(round, rounds.get(sha256, round))
-        for old, last in list(rounds.items()):
-            if old not in (sha256, mark.get(NEWEST)) and last < round - self.rounds:
-                del rounds[old]
-                if _is_own(self._file(old)):
-                    self._file(old).unlink()
-        if (after := {**mark, ROUNDS: rounds}) != before:
+        rounds = {**mark.get(ROUNDS, {}), sha256: max(round, mark.get(ROUNDS, {}).get(sha256, round))}
+        kept = {
+            name: last
+            for name, last in rounds.items()
+            if name in (sha256, mark.get(NEWEST)) or last >= round - self.rounds
+        }
+        # names come from the folder and not from the mark, so that none leads out of it
+        for path in self.folder.glob("*.safetensors"):
+            if path.stem in rounds.keys() - kept.keys() and _is_own(path):
+                path.unlink()
+        if (after := {**mark, ROUNDS: kept}) != before:
             write_json(self.folder / MARK, after)
 
     def _file(self, sha256: str) -> Path:
         return self.folder / f"{sha256}.safetensors"
-
-
-@dataclass(kw_only=True, eq=False)
-class PrivateReceiver:
-    """The receiver of a client that keeps a part of its model to itself."""
-
-    store: PrivateParamStore
-    plain: AdapterReceiver = field(default_factory=AdapterReceiver)
-    """Keeps what is shared."""
-    _opened: tuple[Params, PrivateRef | None] = ({}, None)
-    """The part of the newest job's model that came, and the name of the rest."""
-
-    def job(self, head: Mapping[str, Any], tensors: Params, *, client: str) -> tuple[str, Job, CutInfo | None]:
-        """(action, job with its whole model, cut info); raises `ModelError` where its private part is lost."""
-        action, job, cut_info = self.plain.job(head, tensors, client=client)
-        private = read_private(head)
-        self._opened = job.params, private
-        whole = self.store.whole(job.params, private, cut=job.cut, round=job.round)
-        return action, replace(job, params=whole), cut_info
-
-    def update(self, action: str, update: Update, job: Job, *, number: int) -> tuple[Head, Params]:
-        """The message with the update's shared part and the name of the rest."""
-        sent, private = self._opened
-        update, reference = self.store.split_private(update, job, sent, private)
-        head, tensors = self.plain.update(action, update, job, number=number)
-        return head if reference is None else {**head, "private": asdict(reference)}, tensors
-
-    def read_final_model(self, head: Mapping[str, Any], tensors: Params) -> Params:
-        """The whole model at the end of the run; empty where there is none."""
-        sent = self.plain.read_final_model(head, tensors)
-        if head.get("model") is not True:
-            return sent
-        private = read_private(head)
-        model = self.store.whole(sent, private, cut=None, round=0)
-        self.store.end(private)
-        return model
-
-    def forget(self) -> None:
-        """Forget the shared parts; the private ones stay."""
-        self.plain.forget()
-
-
-SiteReceiver: TypeAlias = Receiver | PrivateReceiver
 
 
 def _ranks(missing: frozenset[str], sent: Params, hidden: Sequence[int]) -> dict[str, int]:

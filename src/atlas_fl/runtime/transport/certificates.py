@@ -11,7 +11,8 @@ import ipaddress
 import re
 import ssl
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
@@ -38,7 +39,8 @@ EMPTY_SECONDS = 2.0
 EARLY = timedelta(hours=1)
 """Time that a certificate holds before it is made: clocks differ."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,62}")
-_DIGEST = re.compile(r"[0-9a-f]{64}")  # longer than a name may be
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_READABLE = "give a folder of `atlas certs make` as it was made"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +56,38 @@ class Certs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Issuer:
+class _Authority:
     """An authority, and the time for which its new certificates hold, which never outlive it."""
 
-    cert: x509.Certificate
+    name: x509.Name
     key: ec.EllipticCurvePrivateKey
+    pem: bytes
     begin: datetime
     end: datetime
+
+    def issue(
+        self, folder: Path, name: str, *, hosts: Sequence[str] = (), key: ec.EllipticCurvePublicKey | None = None
+    ) -> Path:
+        """A folder with a new certificate, the authority's own, and the key, if it is made here.
+
+        The certificate is for `key` where the private half of that is elsewhere.
+        """
+        files = {CA: self.pem}
+        if key is None:
+            new_key = ec.generate_private_key(ec.SECP256R1())
+            key = new_key.public_key()
+            files[KEY] = _private(new_key)
+        addresses = {host: _address(host) for host in hosts or (name,)}
+        extensions = (
+            x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH if hosts else ExtendedKeyUsageOID.CLIENT_AUTH]),
+            x509.SubjectAlternativeName(
+                [x509.IPAddress(own) if own else x509.DNSName(host) for host, own in addresses.items()]
+            ),
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key()),
+        )
+        files[CERT] = _pem(_certificate(_x509_name(name), key, self.name, self.key, (self.begin, self.end), extensions))
+        _write(folder, files)
+        return folder
 
 
 def make_certs(
@@ -74,15 +101,15 @@ def make_certs(
 
     Raises `ConfigError` for a bad name, a number of days out of range, and whatever would be overwritten.
     """
-    begin, end = _span(days, now)
+    times = _times(days, now)
     _check_new(folder, servers, clients)
     made = []
     if servers:
-        issuer = _new_authority(folder / AUTHORITY, begin, end)
-        made = [folder / AUTHORITY, _issue(folder / SERVER, issuer, SERVER, hosts=servers)]
+        authority = _new_authority(folder / AUTHORITY, times)
+        made = [folder / AUTHORITY, authority.issue(folder / SERVER, SERVER, hosts=servers)]
     else:
-        issuer = _old_authority(folder / AUTHORITY, begin, end)
-    made += [_issue(folder / name, issuer, name) for name in clients]
+        authority = _old_authority(folder / AUTHORITY, times)
+    made += [authority.issue(folder / name, name) for name in clients]
     _list_certs(folder, clients)
     return tuple(made)
 
@@ -94,11 +121,11 @@ def renew_certs(folder: Path, *, clients: Sequence[str], days: int = 365) -> tup
     Raises `ConfigError` for a client that is not listed, and as `make_certs` does.
     """
     _check_listed(folder, clients)
-    issuer = _old_authority(folder / AUTHORITY, *_span(days))
+    authority = _old_authority(folder / AUTHORITY, _times(days))
     keys = {name: _key_kept_by(folder / name) for name in clients}
     for name in clients:
         _set_aside(folder, name)
-    made = tuple(_issue(folder / name, issuer, name, key=keys[name]) for name in clients)
+    made = tuple(authority.issue(folder / name, name, key=keys[name]) for name in clients)
     _list_certs(folder, clients)
     return made
 
@@ -133,16 +160,16 @@ def sign_request(request: Path, *, folder: Path, days: int = 365) -> Path:
 
     Raises `ConfigError` where it is no request that its own key has signed, or its name cannot be or is listed already.
     """
-    begin, end = _span(days)
+    times = _times(days)
     name, key = _read_request(request)
     if name in read_list(folder / SERVER):
         raise ConfigError(
             f"client {name!r} of {request} is listed already; `atlas certs revoke {name} --to {folder}` first, if this"
             " is to take its place"
         )
-    issuer = _old_authority(folder / AUTHORITY, begin, end)
+    authority = _old_authority(folder / AUTHORITY, times)
     _set_aside(folder, name)
-    made = _issue(folder / name, issuer, name, key=key)
+    made = authority.issue(folder / name, name, key=key)
     _list_certs(folder, [name])
     return made
 
@@ -152,30 +179,19 @@ def open_certs(folder: Path, *, now: datetime | None = None) -> Certs:
 
     Raises `ConfigError` where a file is missing or malformed, the key is another's, or the time is over.
     """
-    pem = {}
-    for name in (CA, CERT, KEY):
-        path = folder / name
-        if not path.is_file():
-            raise ConfigError(
-                f"no file {path}; a folder of `atlas certs make` holds {CA}, {CERT} and {KEY}: give one with --certs"
-            )
-        pem[name] = _read(path)
-    try:
+    with _refused(f"{folder} holds no certificates that can be read", _READABLE):
+        pem = {name: _read(folder / name) for name in (CA, CERT, KEY)}
         cert = x509.load_pem_x509_certificate(pem[CERT])
         key = serialization.load_pem_private_key(pem[KEY], password=None)
         x509.load_pem_x509_certificate(pem[CA])
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{folder} holds no certificates that can be read ({error}); make them again") from None
     if key.public_key() != cert.public_key():
-        raise ConfigError(f"{folder / KEY} is not the key of {folder / CERT}; copy both from one `atlas certs make`")
+        raise ConfigError(f"{folder / KEY} is not the key of {folder / CERT}; {_READABLE}")
     if not cert.not_valid_before_utc <= (now or datetime.now(UTC)) <= cert.not_valid_after_utc:
         period = f"{cert.not_valid_before_utc:%Y-%m-%d} to {cert.not_valid_after_utc:%Y-%m-%d}"
         raise ConfigError(f"{folder / CERT} is expired or not valid yet: it holds from {period}; make a new one")
     name = _only_name(cert.subject)
     if not _NAME.fullmatch(name):  # files are named after it
-        raise ConfigError(
-            f"{folder / CERT} is of {short_repr(name)}, which is no name of a site; have another one made"
-        )
+        raise ConfigError(f"{folder / CERT} is of {short_repr(name)}, no name of a site; {_READABLE}")
     return Certs(name=name, ca=pem[CA], cert=pem[CERT], key=pem[KEY], folder=folder)
 
 
@@ -213,23 +229,21 @@ def read_list(folder: Path) -> dict[str, str | None]:
     with # is a comment. Raises `ConfigError` where there is no list, or none that can be read.
     """
     path = folder / CLIENTS
-    if not path.is_file():
-        raise ConfigError(
-            f"no file {path}; the folder `server` of `atlas certs make` holds it, one client's name a line"
-        )
+    with _refused(f"{path} cannot be read", "the folder `server` of `atlas certs make` holds it"):
+        lines = _read(path).decode(errors="replace").splitlines()
     listed: dict[str, str | None] = {}
-    last = None
-    lines = _read(path).decode(errors="replace").splitlines()
-    for word in (word for line in lines if not line.lstrip().startswith("#") for word in line.split()):
-        if _DIGEST.fullmatch(word.lower()) and last is not None:
-            listed[last] = word.lower()
-            last = None
-        elif not _NAME.fullmatch(word) or word in listed:
-            fault = f"lists a client twice, {word}" if word in listed else f"has {short_repr(word)}"
-            raise ConfigError(f"{path} {fault}; one name a line, each once, with the SHA-256 of its certificate")
-        else:
-            listed[word] = None
-            last = word
+    for line in lines:
+        words = line.split()
+        if not words or line.lstrip().startswith("#"):
+            continue
+        name = words[0]
+        fingerprint = words[1].lower() if len(words) == 2 else None
+        is_entry = len(words) == 1 or (fingerprint is not None and _DIGEST.fullmatch(fingerprint) is not None)
+        if not is_entry or not _NAME.fullmatch(name) or name in listed:
+            raise ConfigError(
+                f"{path} has {short_repr(line)}; one name a line, each once, with the SHA-256 of its certificate"
+            )
+        listed[name] = fingerprint
     return listed
 
 
@@ -266,17 +280,18 @@ class Listed:
 
     def now(self) -> Mapping[str, str | None]:
         """The clients that may join, as `read_list` has them."""
+        note = self._told
         try:
             stamp = self._stamp()
             if stamp != self._seen and not self._is_being_written(stamp[1]):
                 self._list = read_list(self._folder)
-                self._seen, self._told = stamp, ""
-                if not self._list:
-                    self._on_note(f"{self._folder / CLIENTS} lists nobody; until it does nobody may join")
+                self._seen = stamp
+                note = "" if self._list else f"{self._folder / CLIENTS} lists nobody; until it does nobody may join"
         except (ConfigError, OSError) as error:
-            if (why := str(error)) != self._told:
-                self._told = why
-                self._on_note(f"{why}; until then the list is the one that could be read last")
+            note = f"{error}; until then the list is the one that could be read last"
+        if note and note != self._told:
+            self._on_note(note)
+        self._told = note
         return self._list
 
     def _is_being_written(self, size: int) -> bool:
@@ -289,7 +304,17 @@ class Listed:
         return self._clock() - self._empty_since < EMPTY_SECONDS
 
 
-def _span(days: int, now: datetime | None = None) -> tuple[datetime, datetime]:
+@contextmanager
+def _refused(fault: str, remedy: str) -> Iterator[None]:
+    """Whatever is wrong with a file or with what it holds, as one `ConfigError`."""
+    try:
+        yield
+    except (OSError, ValueError, TypeError, InvalidSignature) as error:
+        reason = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
+        raise ConfigError(f"{fault} ({reason}); {remedy}") from None
+
+
+def _times(days: int, now: datetime | None = None) -> tuple[datetime, datetime]:
     """(begin, end) of certificates for so many days from now."""
     if not 1 <= days <= MOST_DAYS:
         raise ConfigError(f"--days is {days}; allowed: 1 to {MOST_DAYS}")
@@ -338,19 +363,15 @@ def _key_kept_by(site: Path) -> ec.EllipticCurvePublicKey | None:
     """The key of a site that has its private half alone; None where a new one is to be made here."""
     if (site / KEY).exists() or not (site / CERT).exists():
         return None
-    try:
+    with _refused(f"{site} holds no certificates that can be read", _READABLE):
         key = x509.load_pem_x509_certificate(_read(site / CERT)).public_key()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{site} holds no certificates that can be read ({error}); make them again") from None
     assert isinstance(key, ec.EllipticCurvePublicKey), "`sign_request` signs no others"
     return key
 
 
 def _read_request(path: Path) -> tuple[str, ec.EllipticCurvePublicKey]:
     """(name, key) of a request that its own key has signed."""
-    if not path.is_file():
-        raise ConfigError(f"no file {path}; give the {REQUEST} that `atlas certs request` has made at the site")
-    try:
+    with _refused(f"{path} is no request that can be signed", "make one with `atlas certs request`"):
         request = x509.load_pem_x509_csr(read_named_file(path, max_bytes=MOST_REQUEST_BYTES))
         key = request.public_key()
         name = _only_name(request.subject)
@@ -360,11 +381,6 @@ def _read_request(path: Path) -> tuple[str, ec.EllipticCurvePublicKey]:
             raise ValueError("its key has not signed it")
         if not name:
             raise ValueError("it has no name, or several")
-    except (OSError, ValueError, TypeError, InvalidSignature) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(
-            f"{path} is no request that can be signed ({reason}); make one with `atlas certs request`"
-        ) from None
     check_name(name)
     return name, key
 
@@ -381,15 +397,11 @@ def _check_new(folder: Path, servers: Sequence[str], clients: Sequence[str]) -> 
         raise ConfigError(f"--server is missing; name the host that clients reach, or a folder that has {AUTHORITY}/")
     listed = read_list(folder / SERVER) if (folder / SERVER / CLIENTS).exists() else {}
     for name in (*((AUTHORITY, SERVER) if servers else ()), *clients):
-        if name in listed and not (folder / name).exists():
+        if name in listed or (folder / name).exists():
             raise ConfigError(
-                f"client {name!r} is in {folder / SERVER / CLIENTS} already; `atlas certs renew {name} --to {folder}`"
-                " gives it a new certificate"
-            )
-        if (folder / name).exists():
-            remedy = ", or leave --server out to add clients" if servers else ""
-            raise ConfigError(
-                f"{folder / name} exists already and is not overwritten; choose another folder or name{remedy}"
+                f"{name!r} exists already in {folder} and is not overwritten; choose another folder or name, leave"
+                f" --server out to add clients, or give a site a new certificate with `atlas certs renew {name} --to"
+                f" {folder}`"
             )
 
 
@@ -420,79 +432,51 @@ def _x509_name(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
-def _new_authority(folder: Path, begin: datetime, end: datetime) -> _Issuer:
+def _new_authority(folder: Path, times: tuple[datetime, datetime]) -> _Authority:
     key = ec.generate_private_key(ec.SECP256R1())
     # Two federations must not take each other's authority for their own, so its name is its key's.
     name = _x509_name(f"atlas {x509.SubjectKeyIdentifier.from_public_key(key.public_key()).digest.hex()[:16]}")
-    cert = _builder(name, name, key.public_key(), begin, end, signs=True).sign(key, hashes.SHA256())
-    _write(folder, {CA: _pem(cert), KEY: _private(key)})
-    return _Issuer(cert=cert, key=key, begin=begin, end=end)
+    pem = _pem(_certificate(name, key.public_key(), name, key, times, ()))
+    _write(folder, {CA: pem, KEY: _private(key)})
+    return _Authority(name=name, key=key, pem=pem, begin=times[0], end=times[1])
 
 
-def _old_authority(folder: Path, begin: datetime, end: datetime) -> _Issuer:
+def _old_authority(folder: Path, times: tuple[datetime, datetime]) -> _Authority:
     """The authority in this folder; raises `ConfigError` where there is none, or its time is over."""
-    try:
-        cert = x509.load_pem_x509_certificate(_read(folder / CA))
+    begin, end = times
+    with _refused(f"{folder} holds no authority that can be read", "make another folder"):
+        pem = _read(folder / CA)
+        cert = x509.load_pem_x509_certificate(pem)
         key = serialization.load_pem_private_key(_read(folder / KEY), password=None)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder} holds no authority that can be read ({error}); make another folder") from None
     until = cert.not_valid_after_utc
     if until <= begin + EARLY:
         raise ConfigError(f"the authority in {folder} has ended on {until:%Y-%m-%d}; make a new folder for everyone")
     assert isinstance(key, ec.EllipticCurvePrivateKey)
-    return _Issuer(cert=cert, key=key, begin=begin, end=min(end, until))
+    return _Authority(name=cert.subject, key=key, pem=pem, begin=begin, end=min(end, until))
 
 
-def _issue(
-    folder: Path,
-    issuer: _Issuer,
-    name: str,
-    *,
-    hosts: Sequence[str] = (),
-    key: ec.EllipticCurvePublicKey | None = None,
-) -> Path:
-    """A folder with a certificate that this authority signs, the authority's own, and the key, if it is made here.
-
-    The certificate is for `key` where the private half of that is elsewhere.
-    """
-    files = {CA: _pem(issuer.cert)}
-    if key is None:
-        new_key = ec.generate_private_key(ec.SECP256R1())
-        key = new_key.public_key()
-        files[KEY] = _private(new_key)
-    role = ExtendedKeyUsageOID.SERVER_AUTH if hosts else ExtendedKeyUsageOID.CLIENT_AUTH
-    addresses = {host: _address(host) for host in hosts or (name,)}
-    alternatives = [x509.IPAddress(own) if own else x509.DNSName(host) for host, own in addresses.items()]
-    builder = (
-        _builder(_x509_name(name), issuer.cert.subject, key, issuer.begin, issuer.end, signs=False)
-        .add_extension(x509.ExtendedKeyUsage([role]), critical=False)
-        .add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer.key.public_key()), critical=False)
-    )
-    files[CERT] = _pem(builder.sign(issuer.key, hashes.SHA256()))
-    _write(folder, files)
-    return folder
-
-
-def _builder(
+def _certificate(
     subject: x509.Name,
-    issuer: x509.Name,
     key: ec.EllipticCurvePublicKey,
-    begin: datetime,
-    end: datetime,
-    *,
-    signs: bool,
-) -> x509.CertificateBuilder:
-    """A certificate of this key, which signs others, or serves for TLS."""
-    rest = dict.fromkeys(
-        ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "encipher_only"), False
+    issuer: x509.Name,
+    issuer_key: ec.EllipticCurvePrivateKey,
+    times: tuple[datetime, datetime],
+    extensions: Sequence[x509.ExtensionType],
+) -> x509.Certificate:
+    """A certificate of this key, which serves for TLS as the extensions say, or without any signs others."""
+    signs = not extensions
+    usage = x509.KeyUsage(not signs, False, False, False, False, signs, signs, False, False)
+    builder = (
+        x509.CertificateBuilder(issuer, subject, key, x509.random_serial_number())
+        .not_valid_before(times[0])
+        .not_valid_after(times[1])
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+        .add_extension(x509.BasicConstraints(signs, 0 if signs else None), critical=True)
+        .add_extension(usage, critical=True)
     )
-    usage = x509.KeyUsage(digital_signature=not signs, key_cert_sign=signs, crl_sign=signs, decipher_only=False, **rest)
-    builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key)
-    builder = builder.serial_number(x509.random_serial_number()).not_valid_before(begin).not_valid_after(end)
-    builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
-    builder = builder.add_extension(x509.BasicConstraints(signs, 0 if signs else None), critical=True)
-    return builder.add_extension(usage, critical=True)
+    for extension in extensions:
+        builder = builder.add_extension(extension, critical=False)
+    return builder.sign(issuer_key, hashes.SHA256())
 
 
 def _pem(signed: x509.Certificate | x509.CertificateSigningRequest) -> bytes:

@@ -12,7 +12,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable
-from itertools import chain
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import grpc
@@ -23,12 +23,8 @@ from atlas_fl.params import Params
 from atlas_fl.runtime.transport.certificates import CERT, KEY, Certs
 from atlas_fl.runtime.transport.event_loop import EventBridge, LoopThread, keep_freed_memory
 from atlas_fl.runtime.transport.frames import (
-    BEAT,
-    BEAT_SECONDS,
-    CHUNK,
     FRAME_LIMIT,
     HEAD_LIMIT,
-    LONG,
     Frame,
     Head,
     decode_frame,
@@ -125,7 +121,7 @@ async def _status(call: Any, error: Exception) -> tuple[grpc.StatusCode | None, 
     return (await call.code(), await call.details()) if call.done() else (None, "")
 
 
-READY_SECONDS = 30.0
+READY_SECONDS = 90.0
 """Longest wait for a welcome: a server first makes sure that the former session of this name is gone."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
 WELCOME_LIMIT = HEAD_LIMIT + 2**10
@@ -136,47 +132,42 @@ class UnreachableError(ProtocolError):
     """No server has answered for as long as it was tried."""
 
 
+@dataclass(eq=False)
 class Link:
-    """One session with a server; used as a context, from one thread.
+    """One session with a server; used as a context, from one thread."""
 
-    `hello` is what this end says of itself whenever a stream begins, and `patience` the seconds for which a server that
-    does not answer is tried again; `first_patience` those for the very first time.
-    """
+    address: str
+    certs: Certs
+    _: KW_ONLY
+    hello: Callable[[], Head]
+    """Says what this end is, whenever a stream begins."""
+    patience: float
+    """Seconds for which a server that does not answer is tried again."""
+    first_patience: float
+    """The same for the very first time."""
+    on_event: OnEvent
+    welcome: dict[str, Any] = field(default_factory=dict)
+    """The server's welcome when the newest stream began."""
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    """Bytes of all frames."""
+    answer_limit: int = FRAME_LIMIT
+    """Most bytes of an answer."""
+    _request_limit: int = 0
+    """Most bytes of a request, as the server's welcome says."""
+    _number: int = 0
+    _channel: grpc.aio.Channel | None = None
+    _call: Any = None
+    _opened: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    _threads: LoopThread = field(default_factory=LoopThread)
 
-    def __init__(
-        self,
-        address: str,
-        certs: Certs,
-        *,
-        hello: Callable[[], Head],
-        patience: float,
-        first_patience: float,
-        on_event: OnEvent,
-    ) -> None:
-        self._host, self._port = split_address(address)
-        self._address = address
-        self._certs = certs
-        self._hello = hello
+    def __post_init__(self) -> None:
+        self._host, self._port = split_address(self.address)
         # Read once: what is sent again goes under the same certificate, whatever lies in the folder by then.
-        self._context = _context(certs)
-        self._patience = patience
-        self._left = first_patience
+        self._context = _context(self.certs)
+        self._left = self.first_patience
         self._session = secrets.token_hex(16)
-        self._number = 0
-        self._threads = LoopThread()
-        self._bridge = EventBridge(threads=self._threads, on_event=on_event)
-        self._channel: grpc.aio.Channel | None = None
-        self._call: Any = None
-        self._writing = asyncio.Lock()  # of whole frames: what says that this end is there goes between them
-        self._opened = contextlib.ExitStack()
-        self.welcome: dict[str, Any] = {}
-        """The server's welcome when the newest stream began."""
-        self.sent_bytes = self.received_bytes = 0
-        """Bytes of all frames."""
-        self.answer_limit = FRAME_LIMIT
-        """Most bytes of an answer."""
-        self._request_limit = 0
-        """Most bytes of a request, as the server's welcome says."""
+        self._bridge = EventBridge(threads=self._threads, on_event=self.on_event)
 
     def __enter__(self) -> "Link":
         keep_freed_memory()
@@ -184,7 +175,6 @@ class Link:
             stack.enter_context(self._threads)
             stack.callback(lambda: self._threads.call(self._drop()))
             self._bridge.call(self._open_stream())
-            self._threads.submit(self._beat())
             self._opened = stack.pop_all()
         return self
 
@@ -209,9 +199,8 @@ class Link:
         while True:
             call = await self._open_stream()
             try:
-                async with self._writing:
-                    for chunk in chain([LONG] if len(frame) >= CHUNK else [], split_frame(frame)):
-                        await call.write(chunk)
+                for chunk in split_frame(frame):
+                    await call.write(chunk)
                 payload = await join_chunks(call.read, limit=self.answer_limit)
             except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
                 await self._handle_disconnect(*await _status(call, error))
@@ -220,23 +209,12 @@ class Link:
                 return payload
             await self._handle_disconnect(None)
 
-    async def _beat(self) -> None:
-        """Tell the server every few seconds that this end is there, whatever the program computes meanwhile."""
-        while True:
-            await asyncio.sleep(BEAT_SECONDS)
-            call = self._call
-            if call is not None and not self._writing.locked():
-                # Whoever exchanges next sees that the stream has ended, and begins another.
-                with contextlib.suppress(grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
-                    async with self._writing:
-                        await call.write(BEAT)
-
     async def _handle_disconnect(self, code: grpc.StatusCode | None, details: str = "") -> None:
         if code is grpc.StatusCode.PERMISSION_DENIED:
             raise ProtocolError(one_line(details))
         if code in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNIMPLEMENTED):
-            raise ProtocolError(f"the server at {self._address} failed ({code.name}: {one_line(details)}); see its log")
-        self._bridge.note(f"the connection to {self._address} is lost; trying again")
+            raise ProtocolError(f"the server at {self.address} failed ({code.name}: {one_line(details)}); see its log")
+        self._bridge.note(f"the connection to {self.address} is lost; trying again")
         await self._drop()
 
     async def _drop(self) -> None:
@@ -253,31 +231,31 @@ class Link:
         pause = FIRST_PAUSE
         again = self._number > 0
         while True:
-            reason = await asyncio.to_thread(probe, self._host, self._port, self._certs, self._context)
+            reason = await asyncio.to_thread(probe, self._host, self._port, self.certs, self._context)
             if reason is None:
                 reason = await self._begin()
             if reason is None:
                 break
             if time.monotonic() + pause > until:
                 raise UnreachableError(
-                    f"no answer from {self._address} for {self._left:g} seconds ({reason}); check the address, that"
+                    f"no answer from {self.address} for {self._left:g} seconds ({reason}); check the address, that"
                     " `atlas serve` runs there and that no firewall is between"
                 )
             if pause == FIRST_PAUSE:
                 meanwhile = ", in which the server may be started again" if again else ""
                 self._bridge.note(
-                    f"no answer from {self._address} ({reason}); trying for {self._left:g} seconds{meanwhile}"
+                    f"no answer from {self.address} ({reason}); trying for {self._left:g} seconds{meanwhile}"
                 )
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
-        self._left = self._patience
+        self._left = self.patience
         if again:
-            self._bridge.note(f"connected to {self._address} again")
+            self._bridge.note(f"connected to {self.address} again")
         return self._call
 
     async def _begin(self) -> str | None:
         """The reason why no stream has begun; None where one has. Raises `ProtocolError` where the server refuses."""
-        certs = self._certs
+        certs = self.certs
         credentials = grpc.ssl_channel_credentials(certs.ca, certs.key, certs.cert)
         # Its own connection and no proxy of the environment: the probe has just gone this very way.
         options = [*channel_options(), ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
@@ -286,7 +264,7 @@ class Link:
             # Without a timeout this never ends where a certificate is refused.
             await asyncio.wait_for(channel.channel_ready(), READY_SECONDS)
             call = channel.stream_stream(f"/{SERVICE}/{METHOD}")()
-            hello = {"session": self._session, "protocol": PROTOCOL, **self._hello()}
+            hello = {"session": self._session, "protocol": PROTOCOL, **self.hello()}
             await call.write(bytes(make_frame(hello, {})))
             payload = await asyncio.wait_for(join_chunks(call.read, limit=WELCOME_LIMIT), READY_SECONDS)
             if payload is None:

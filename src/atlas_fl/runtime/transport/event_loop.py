@@ -66,9 +66,8 @@ class LoopThread:
         future = self.submit(work)
         try:
             return future.result()
-        except KeyboardInterrupt:
-            future.cancel()
-            raise
+        finally:
+            future.cancel()  # without effect on what has ended
 
 
 @dataclass(kw_only=True, eq=False)

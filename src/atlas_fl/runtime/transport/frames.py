@@ -12,8 +12,7 @@ anybody: a frame that announces more than it may have is refused at its first pi
 and not for what is announced, and nothing is made of a frame that would be larger than the frame itself.
 
 One end puts the pieces together that have come while the other still encrypts the rest. Every piece but the last has
-`CHUNK` bytes; the last has fewer, or none. Between frames a client sends `BEAT` every `BEAT_SECONDS`, and `LONG` before
-a frame of several pieces, whose first one may take long.
+`CHUNK` bytes; the last has fewer, or none.
 """
 
 import math
@@ -180,9 +179,6 @@ def _whole(values: Any, *, most: int) -> TypeGuard[list[int]]:
 
 CHUNK = 2**20
 """Bytes of a piece; gRPC takes no longer message."""
-BEAT, LONG = b"", b"L"
-"""Signs of life of a sender; shorter than any frame."""
-BEAT_SECONDS = 3.0
 
 
 def split_frame(frame: Frame) -> Iterator[bytes]:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import socket
 from collections import Counter
-from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,24 +22,21 @@ from atlas_fl.runtime.transport.connections import (
 )
 from atlas_fl.runtime.transport.event_loop import keep_freed_memory
 from atlas_fl.runtime.transport.frames import (
-    BEAT,
     CHUNK,
     FRAME_LIMIT,
-    LONG,
     Frame,
     FrameTooLongError,
     join_chunks,
     split_frame,
 )
-from atlas_fl.runtime.transport.sessions import HereAlreadyError, NotListedError, Penalties, Session, Sessions
+from atlas_fl.runtime.transport.sessions import HereAlreadyError, Penalties, Session, Sessions
 
 SERVICE, METHOD = "atlas.Stream", "Exchange"
-PING_SECONDS = 10
-"""A peer that has said nothing for so long is asked whether it is there."""
-SILENCE_SECONDS = 10
-"""Seconds that it may take to answer that."""
+PING_SECONDS, ANSWER_SECONDS = 10.0, 60.0
+"""A peer that has said nothing for so long is asked whether it is there, and has so long to answer: over a slow link
+the answer waits behind a piece of a message."""
 LOOK_AGAIN_SECONDS = 0.05
-"""Seconds between two looks of a stream that waits for room, or for a place."""
+"""Seconds between two looks of a stream that waits for room."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +61,9 @@ class Limits:
     unfinished_bytes: int = 16 * FRAME_LIMIT
     """Bytes of all requests of which more is to come; all but the oldest wait for room, and not for longer than for a
     piece."""
-    silent_looks: int = 15
-    """Looks without a sign of life of a client that waits, or trains, before it is gone."""
-    alive_looks: int = 8
-    """The same where another session of its name asks to come in."""
+    ping_seconds: float = PING_SECONDS
+    answer_seconds: float = ANSWER_SECONDS
+    """Times as above, after which a client is gone and another session of its name may come in."""
     penalty_seconds: float = 1.0
     """Time for which a name is refused whose frame was too long: twice as long each time, to `most_penalty_seconds`."""
     most_penalty_seconds: float = 600.0
@@ -81,16 +76,17 @@ class Limits:
 LIMITS = Limits()
 
 
-def channel_options() -> list[tuple[str, int]]:
-    """The options that both ends set."""
+def channel_options(*, ping: float = PING_SECONDS, answer: float = ANSWER_SECONDS) -> list[tuple[str, int]]:
+    """The options that both ends set; gRPC pings the other end, and ends the streams of one that does not answer."""
     return [
         ("grpc.max_receive_message_length", CHUNK),
         ("grpc.max_send_message_length", CHUNK),
-        ("grpc.keepalive_time_ms", PING_SECONDS * 1000),
-        ("grpc.keepalive_timeout_ms", SILENCE_SECONDS * 1000),
+        ("grpc.keepalive_time_ms", int(ping * 1000)),
+        ("grpc.keepalive_timeout_ms", int(answer * 1000)),
+        ("grpc.http2.ping_timeout_ms", int(answer * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.http2.min_ping_interval_without_data_ms", PING_SECONDS * 500),
+        ("grpc.http2.min_ping_interval_without_data_ms", int(ping * 500)),
         ("grpc.http2.max_ping_strikes", 0),
     ]
 
@@ -109,9 +105,8 @@ class Server:
         self._penalties = Penalties(
             clock=sessions.clock, first_seconds=limits.penalty_seconds, most_seconds=limits.most_penalty_seconds
         )
-        self._streams: dict[str, int] = {}
+        self._streams = Counter[str]()
         self._visits: set[Visit] = set()
-        self._looks = 0
         self._admitted = Counter[Peer]()
         self._server: grpc.aio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -126,7 +121,7 @@ class Server:
         descriptors = raise_descriptor_limit()
         limits = self._limits
         options = [
-            *channel_options(),
+            *channel_options(ping=limits.ping_seconds, answer=limits.answer_seconds),
             # Without this, Linux lets two servers share a port and deals the clients out between them.
             ("grpc.so_reuseport", 0),
             ("grpc.max_concurrent_streams", limits.streams),
@@ -153,7 +148,6 @@ class Server:
     async def _look(self) -> None:
         while True:
             await asyncio.sleep(self._limits.look_seconds)
-            self._looks += 1
             for visit in self._visits:
                 visit.look()
             self._sessions.look()
@@ -175,7 +169,7 @@ class Server:
         name = common_name(pem)
         certificate = digest_of(pem)
         visit = Visit(context, self._limits, self._unfinished)
-        self._streams[name] = self._streams.get(name, 0) + 1
+        self._streams[name] += 1
         try:
             if self._streams[name] > self._limits.streams:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, f"{name} has {self._limits.streams} streams already")
@@ -187,27 +181,13 @@ class Server:
                     self._visits.discard(visit)
         except ProtocolError as error:
             self._sessions.refuse(name, str(error))
-            await self._end_stream(visit, grpc.StatusCode.PERMISSION_DENIED, one_line(error))
+            await visit.abort(grpc.StatusCode.PERMISSION_DENIED, one_line(error), port=self._port)
         except TimeoutError:
             if not visit.clock.expired():
                 raise
-            await self._end_stream(visit, visit.code, visit.reason or "nothing came, or was taken, for too long")
+            await visit.abort(visit.code, visit.reason, port=self._port)
         finally:
-            visit.close()
-            self._streams[name] -= 1
-            if not self._streams[name]:
-                del self._streams[name]
-
-    async def _end_stream(self, visit: "Visit", code: grpc.StatusCode, reason: str) -> None:
-        """End it for this reason, and its connection without a word where more keeps coming.
-
-        Of a stream that ends while it has unread data, and over which something was written meanwhile, gRPC keeps a
-        megabyte for ever. Of one whose connection has ended and that was read to its end it keeps nothing.
-        """
-        if await visit.is_sending():
-            end_connection(self._port, visit.peer)
-            await visit.skip_rest()
-        await visit.abort(code, reason)
+            self._streams -= Counter([name])  # in place, and without those that have none
 
     async def _serve_visit(self, name: str, certificate: str, visit: "Visit") -> None:
         """One stream from its hello to its end; raises `ProtocolError` where the client or what it says is refused."""
@@ -216,7 +196,8 @@ class Server:
             self._penalties.check(name)
         except ProtocolError:
             # Its hello is on the way: gRPC at the other end loses the reason of a stream that ends before it is sent.
-            await visit.skip(seconds=self._limits.skip_looks * self._limits.look_seconds)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(visit.context.read(), self._limits.skip_looks * self._limits.look_seconds)
             raise
         self._admitted[visit.peer] += 1
         try:
@@ -234,60 +215,39 @@ class Server:
             self._penalties.add(name)
             raise
         finally:
-            self._admitted[visit.peer] -= 1
-            if not self._admitted[visit.peer]:
-                del self._admitted[visit.peer]
+            self._admitted -= Counter([visit.peer])
 
     async def _serve_requests(self, session: Session, certificate: str, visit: "Visit") -> None:
-        while (request := await visit.frame(limit=self._sessions.limit_of(session.name))) is not None:
-            try:
-                self._sessions.check_listed(session.name, certificate)
-            except NotListedError:
-                self._sessions.look()
-                raise
-            await visit.write(await visit.answer(self._sessions.handle(session, request)))
+        while (request := await visit.frame(limit=self._sessions.limit)) is not None:
+            self._sessions.check_listed(session.name, certificate)
+            await visit.write(await self._sessions.handle(session, request))
 
     async def _enter_session(self, name: str, certificate: str, hello: bytearray) -> tuple[Session, int, Frame]:
-        """Enter as `Sessions.enter` does, once it is known whether a session of this name lives; end a silent one."""
+        """Enter as `Sessions.enter` does, once it is known whether a session of this name lives."""
         try:
             return self._sessions.enter(name, hello, certificate=certificate)
         except HereAlreadyError as error:
-            session = error.session
-            heard = session.stream.heard
-            looks = self._looks
-            while session.here and session.stream.heard == heard and not session.stream.is_busy:
-                if self._looks - looks > self._limits.alive_looks:
-                    session.stream.end("another process with this certificate has come, and this one was silent")
-                    await session.left.wait()
-                await asyncio.sleep(LOOK_AGAIN_SECONDS)
+            longest = self._limits.ping_seconds + self._limits.answer_seconds
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(error.session.left.wait(), 1.1 * longest)
             return self._sessions.enter(name, hello, certificate=certificate)
 
 
 class Visit:
-    """One stream: whole frames in and out, each piece of them within its time, and signs of life between them."""
+    """One stream: whole frames in and out, each piece of them within its time."""
 
     def __init__(
         self, context: "grpc.aio.ServicerContext[bytes, bytes]", limits: Limits, unfinished: dict["Visit", int]
     ) -> None:
-        self._context = context
+        self.context = context
         self._limits = limits
         self._unfinished = unfinished
         self.peer = peer_of(context.peer())
-        self._ahead: asyncio.Task[Any] | None = None
-        self._is_answering = False
-        self._silent_looks = 0
         self._looks_left: int | None = None
         self.clock = asyncio.timeout(None)
         self.reason = ""
         """The reason why it was ended."""
         self.code = grpc.StatusCode.UNAVAILABLE
-        self.heard = 0
-        """Signs of life so far."""
-
-    @property
-    def is_busy(self) -> bool:
-        """Return whether a frame is under way, whose pieces have their own time."""
-        return self._looks_left is not None
 
     def end(self, reason: str, *, for_good: bool = True) -> None:
         """End it now, whatever it waits for; a client that is ended for good does not try again."""
@@ -297,51 +257,11 @@ class Visit:
             self.clock.reschedule(asyncio.get_running_loop().time())
 
     def look(self) -> None:
-        """End it where its step, or its silence, has lasted for too many looks."""
+        """End it where its step has lasted for too many looks."""
         if self._looks_left is not None:
             self._looks_left -= 1
-            self._silent_looks = 0
             if self._looks_left < 0:
                 self.end("nothing came, or was taken, for too long", for_good=False)
-            return
-        self._silent_looks += 1
-        if self._silent_looks > self._limits.silent_looks:
-            self.end("it said nothing for too long", for_good=False)
-        elif self._is_answering and self._ahead is None:
-            self._read_ahead()
-
-    def close(self) -> None:
-        """Stop reading."""
-        if self._ahead is not None:
-            self._ahead.cancel()
-
-    def _read_ahead(self) -> None:
-        self._ahead = asyncio.ensure_future(self._context.read())
-        self._ahead.add_done_callback(self._came)
-
-    def _came(self, ahead: "asyncio.Task[Any]") -> None:
-        """Take what came while an answer is worked out; whatever is no sign of life is the next request's."""
-        if not ahead.cancelled() and ahead.exception() is None and ahead.result() == BEAT and self._is_answering:
-            self.heard += 1
-            self._silent_looks = 0
-            self._read_ahead()
-
-    async def _read(self) -> Any:
-        if self._ahead is None:
-            piece = await self._context.read()
-        else:
-            piece = await self._ahead
-            self._ahead = None
-        self.heard += 1
-        self._silent_looks = 0
-        return piece
-
-    async def _first(self) -> Any:
-        """The first piece of a frame."""
-        while (piece := await self._read()) is not grpc.aio.EOF and len(piece) <= len(LONG):
-            if piece == LONG and self._looks_left is None:
-                self._looks_left = self._limits.piece_looks
-        return piece
 
     async def frame(self, *, limit: int, looks: int | None = None) -> bytearray | None:
         """The next frame, all of it within so many looks if they are given; None where the stream ends before.
@@ -358,7 +278,7 @@ class Visit:
                 # the oldest never waits, or all might wait for each other
                 while sum(sizes.values()) > most and next(iter(sizes)) is not self:
                     await asyncio.sleep(LOOK_AGAIN_SECONDS)
-            piece = await (self._read() if self in sizes else self._first())
+            piece = await self.context.read()
             if piece is not grpc.aio.EOF:
                 sizes[self] = sizes.get(self, 0) + len(piece)
             return piece
@@ -369,43 +289,28 @@ class Visit:
             sizes.pop(self, None)
             self._looks_left = None
 
-    async def is_sending(self) -> bool:
-        """Return whether more comes than signs of life; a client that waits to be answered sends nothing else."""
-        try:
+    async def abort(self, code: grpc.StatusCode, reason: str, *, port: int) -> None:
+        """End it with this status, and its connection to this port without a word where more keeps coming.
+
+        Of a stream that ends while it has unread data, and over which something was written meanwhile, gRPC keeps a
+        megabyte for ever. Of one whose connection has ended and that was read to its end it keeps nothing. A client
+        that waits to be answered sends nothing.
+        """
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LOOK_AGAIN_SECONDS):
-                return await self._first() is not grpc.aio.EOF
-        except TimeoutError:
-            return False
-
-    async def skip_rest(self) -> None:
-        """Read to the end of the stream, which is near: its connection has ended."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(SILENCE_SECONDS):
-                while await self._read() is not grpc.aio.EOF:
-                    pass
-
-    async def abort(self, code: grpc.StatusCode, reason: str) -> None:
-        """End it with this status."""
-        await self._context.abort(code, reason)
-
-    async def skip(self, *, seconds: float) -> None:
-        """Let one piece pass, if it comes within so many seconds."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._context.read(), seconds)
-
-    async def answer(self, work: Awaitable[Frame]) -> Frame:
-        """The result of this work; while it lasts long, signs of life are read (`look`)."""
-        self._is_answering = True
-        try:
-            return await work
-        finally:
-            self._is_answering = False
+                piece = await self.context.read()
+            if piece is not grpc.aio.EOF:
+                end_connection(port, self.peer)
+                async with asyncio.timeout(PING_SECONDS):
+                    while await self.context.read() is not grpc.aio.EOF:
+                        pass
+        await self.context.abort(code, reason)
 
     async def write(self, frame: Frame) -> None:
         """Send a frame, each piece as soon as the other end has room for it."""
         for chunk in split_frame(frame):
             self._looks_left = self._limits.piece_looks
-            await self._context.write(chunk)
+            await self.context.write(chunk)
         self._looks_left = None
 
 

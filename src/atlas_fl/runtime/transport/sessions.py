@@ -36,12 +36,15 @@ SHOWN_SIGNS = 63
 
 
 @dataclass(eq=False)
-class _Count:
+class _Minute:
+    """The minute of a name since it was logged."""
+
     since: float
-    """Time at which this name was logged last."""
+    told: int = 0
     more: int = 0
-    """Refusals since then."""
+    """Refusals that were counted instead."""
     reason: str = ""
+    """The newest of these."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -50,37 +53,32 @@ class RefusalLog:
 
     tell: Callable[[str, str], None]
     clock: Callable[[], float]
-    _told: dict[str, list[float]] = field(default_factory=dict)
-    """Times at which each name was logged within the last minute."""
-    _counts: dict[str, _Count] = field(default_factory=dict)
-    """Names of which more was to be logged than may be."""
+    _minutes: dict[str, _Minute] = field(default_factory=dict)
 
     def add(self, name: str, reason: str, *, most: int = 1) -> None:
         """Log that this one was refused for this reason, or count it."""
-        now = self.clock()
         name = one_line(name, limit=SHOWN_SIGNS)
-        if name not in self._told and len(self._told) >= MOST_NAMES:
+        if name not in self._minutes and len(self._minutes) >= MOST_NAMES:
             name = OTHERS
-        recent = [at for at in self._told.get(name, ()) if at > now - MINUTE]
-        if len(recent) < most and name not in self._counts:
-            self._told[name] = [*recent, now]
+        minute = self._minutes.setdefault(name, _Minute(self.clock()))
+        if minute.told < most:
+            minute.told += 1
             self.tell(name, reason)
-            return
-        count = self._counts.setdefault(name, _Count(since=now))
-        count.more += 1
-        count.reason = reason
+        else:
+            minute.more += 1
+            minute.reason = reason
 
     def look(self) -> None:
-        """Log how many more there were, of names that were logged a minute ago."""
+        """Log how many more there were, of names that were logged a minute ago; to be called regularly."""
         now = self.clock()
-        for name, count in list(self._counts.items()):
-            if now - count.since >= MINUTE:
-                del self._counts[name]
-                self._told[name] = [now]
-                times = "once more" if count.more == 1 else f"{count.more} times more"
-                self.tell(name, f"{count.reason} ({times} within a minute)")
-        for name in [name for name, ats in self._told.items() if ats[-1] <= now - MINUTE and name not in self._counts]:
-            del self._told[name]
+        for name, minute in list(self._minutes.items()):
+            if now - minute.since < MINUTE:
+                continue
+            del self._minutes[name]
+            if minute.more:
+                self._minutes[name] = _Minute(now, told=1)
+                times = "once more" if minute.more == 1 else f"{minute.more} times more"
+                self.tell(name, f"{minute.reason} ({times} within a minute)")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -99,9 +97,9 @@ class Penalties:
     def add(self, name: str) -> None:
         """Refuse this name from now on, for longer than the last time."""
         now = self.clock()
-        until, seconds = self._penalties.get(name, (now, 0.0))
-        is_known = now <= until + self.most_seconds
-        seconds = min(max(self.first_seconds, 2 * seconds if is_known else 0.0), self.most_seconds)
+        until, seconds = self._penalties.get(name, (0.0, 0.0))
+        again = 2 * seconds if now <= until + self.most_seconds else 0.0
+        seconds = min(max(self.first_seconds, again), self.most_seconds)
         self._penalties[name] = now + seconds, seconds
 
     def check(self, name: str) -> None:
@@ -128,10 +126,6 @@ Admit: TypeAlias = Callable[[str, Mapping[str, Any]], Head]
 """(client, its hello) -> the server's welcome; raises `ProtocolError` to refuse."""
 
 
-class NotListedError(ProtocolError):
-    """A client that may not join, or not with this certificate."""
-
-
 class HereAlreadyError(ProtocolError):
     """A living session has this name."""
 
@@ -144,14 +138,6 @@ class HereAlreadyError(ProtocolError):
 
 class Stream(Protocol):
     """The carrier of a session."""
-
-    heard: int
-    """Signs of life of the other end so far."""
-
-    @property
-    def is_busy(self) -> bool:
-        """Return whether a message is under way."""
-        ...
 
     def end(self, reason: str) -> None:
         """End it now, and for good."""
@@ -201,8 +187,8 @@ class Sessions:
     """Callback with (client, reason) of a refused connection or request."""
     on_unlisted: Callable[[str], None] = lambda _name: None
     """Callback with a client that was taken off the list while it had a session here."""
-    limit_of: Callable[[str], int] = lambda _name: FRAME_LIMIT
-    """Most bytes of a request of a client, which its welcome says; an answer may have `FRAME_LIMIT` at least."""
+    limit: int = FRAME_LIMIT
+    """Most bytes of a request, which the welcome says; an answer may have `FRAME_LIMIT` at least."""
     clock: Callable[[], float] = time.monotonic
     by_name: dict[str, Session] = field(default_factory=dict)
 
@@ -210,16 +196,16 @@ class Sessions:
         self._refusals = RefusalLog(tell=self.on_refused, clock=self.clock)
 
     def check_listed(self, name: str, certificate: str | None = None) -> None:
-        """Raise `NotListedError` unless a client of this name may join with this certificate.
+        """Raise `ProtocolError` unless a client of this name may join with this certificate.
 
         A refused client learns nothing of any other.
         """
         listed = self.listed()
         if name not in listed:
             shown = one_line(name, limit=SHOWN_SIGNS)
-            raise NotListedError(f"client {shown!r} is not listed here; ask who runs the server")
+            raise ProtocolError(f"client {shown!r} is not listed here; ask who runs the server")
         if listed[name] not in (None, certificate):
-            raise NotListedError(
+            raise ProtocolError(
                 f"client {name!r} is listed with another certificate: this one was replaced or revoked; ask who runs"
                 " the server for the new one"
             )
@@ -233,7 +219,7 @@ class Sessions:
         for session in list(self.by_name.values()):
             try:
                 self.check_listed(session.name, session.certificate)
-            except NotListedError as error:
+            except ProtocolError as error:
                 reason = str(error)
                 del self.by_name[session.name]
                 self.refuse(session.name, reason)
@@ -250,8 +236,8 @@ class Sessions:
     ) -> tuple[Session, int, Frame]:
         """(session, number of this stream, welcome) of a client whose stream begins with this frame.
 
-        Raises `NotListedError` as `check_listed` does, `HereAlreadyError` for a name that another living session has,
-        and `ProtocolError` as `admit` does.
+        Raises `HereAlreadyError` for a name that another living session has, and `ProtocolError` as `check_listed` and
+        `admit` do.
         """
         hello, _ = decode_frame(payload)
         self.check_listed(name, certificate)
@@ -275,7 +261,7 @@ class Sessions:
             session.here = True
             session.left.clear()
             self.on_presence(name, True)
-        return session, session.streams, make_frame({"welcome": welcome, "limit": self.limit_of(name)}, {})
+        return session, session.streams, make_frame({"welcome": welcome, "limit": self.limit}, {})
 
     def leave(self, session: Session, stream: int) -> None:
         """Record that the stream of this number has ended; the client is gone unless a newer one has begun."""
@@ -288,7 +274,7 @@ class Sessions:
 
     async def handle(self, session: Session, payload: bytes | bytearray) -> Frame:
         """The answer to a request of this session, worked out once however often it is sent."""
-        head, tensors = decode_frame(payload, limit=self.limit_of(session.name))
+        head, tensors = decode_frame(payload, limit=self.limit)
         number, body = head.get("sequence"), head.get("body")
         if type(number) is not int or not isinstance(body, dict):
             raise ProtocolError("a request has no number or no body; install the same atlas-fl on both ends")
@@ -310,7 +296,7 @@ class Sessions:
     async def _work(self, name: str, number: int, body: Mapping[str, Any], tensors: Params) -> Frame:
         try:
             head, answer_tensors = await self.answer(name, body, tensors)
-            limit = max(FRAME_LIMIT, self.limit_of(name))
+            limit = max(FRAME_LIMIT, self.limit)
             return make_frame({"sequence": number, "body": head}, answer_tensors, limit=limit)
         except ProtocolError as error:
             self.refuse(name, error.logged)
