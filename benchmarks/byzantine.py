@@ -31,7 +31,7 @@ from torch.nn.functional import cross_entropy, pad
 
 from atlas_fl.aggregation.matrices import Federation, without_edges
 from atlas_fl.aggregation.norm_bound import Space, bound_updates
-from atlas_fl.aggregation.rules import StrategyOptions, twice_the_rank
+from atlas_fl.aggregation.rules import twice_the_rank
 from atlas_fl.aggregation.update_checks import check_update, unusable_models
 from atlas_fl.config import Config, with_values
 from atlas_fl.config.presets import find_preset
@@ -288,8 +288,8 @@ def run(case: Case, alpha: float | None) -> dict[str, object]:
     if case.attack != "none" and ATTACKS[case.attack].flips_labels:
         clients = with_flipped_labels(clients, hostile)
     net = Net(frozen=torch.randn(FEATURES, 64, generator=torch_generator(case.seed, "frozen")) / 8)
-    options = StrategyOptions(eta=0.5, byzantine=case.hostile, trim=case.hostile / case.clients)
-    strategy, federation = find_method(case.rule, options), federation_of(case, names)
+    strategy = find_method(case.rule, eta=0.5, byzantine=case.hostile, trim=case.hostile / case.clients)
+    federation = federation_of(case, names)
     data = {
         client.name: {
             split: relabel(case, images_of(client, split), int(group)) for split in ("train", "validation", "test")

@@ -123,7 +123,7 @@ def update_of(params: Mapping[str, Tensor], module: str) -> Tensor:
 @pytest.mark.parametrize("name", ["fedavg_stacked", "fedavg_with_residual"])
 def test_over_rounds_with_absent_clients_everyone_computes_with_the_sum_of_all_products(name: str) -> None:
     """By the papers' own bookkeeping, dense: W += the exact average in each round, with what adapters hold on top."""
-    strategy, fed = find_method(name, StrategyOptions(space="factors")), federation()
+    strategy, fed = find_method(name, space="factors"), federation()
     models = {client: {**params, **{key: 0 * params[key] for key in params if key.endswith("lora_B")}}
               for client, params in drawn_models(0).items()}  # fmt: skip
     state, base = (
@@ -158,10 +158,10 @@ def test_stack_fedex_and_flexlora_of_any_rank_are_one_update() -> None:
         }
         for client, params in updates.items()
     }
-    flexlora = find_method("fedavg", StrategyOptions(space="product"))
+    flexlora = find_method("fedavg", space="product")
     whole = flexlora.aggregate({}, padded, padded, fed, round=1).client_models["one"]
     for name in ("fedavg_stacked", "fedavg_with_residual"):
-        done = find_method(name, StrategyOptions(space="factors")).aggregate({}, updates, updates, fed, round=1)
+        done = find_method(name, space="factors").aggregate({}, updates, updates, fed, round=1)
         for module in MODULES:
             frozen = WithFrozenPart.frozen_part(done.server_state)
             got = update_of(frozen, module) + update_of(done.client_models["one"], module)

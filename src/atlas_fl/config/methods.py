@@ -122,18 +122,6 @@ def without_method_settings(config: Config) -> Config:
     return replace_settings({name: value_of(defaults, name) for name in method.settings}, base=config)
 
 
-def check_equal_ranks(config: Config) -> None:
-    """Raise ConfigError unless the ranks are as equal as the method needs."""
-    name, ranks = config.mixing.strategy, config.ranks.ranks
-    method = published_methods().get(name)
-    needs_one = method_class(config).equal_ranks or (method is not None and method.equal_ranks)
-    if needs_one and not ranks.isdecimal():
-        raise ConfigError(
-            f"--strategy {name} averages factors of one rank, and --ranks {ranks} may give clients different ones;"
-            f" set --ranks to one of {', '.join(map(str, config.ranks.candidates))}, or take flexlora"
-        )
-
-
 def _contradiction(config: Config, name: str, value: Any) -> ConfigError:
     # the preset may have set the other value: leaving the flag out would not do
     flag, actual = settings()[name].flag, value_of(config, name)

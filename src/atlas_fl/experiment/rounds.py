@@ -642,7 +642,7 @@ def _diversity(assembly: Assembly, planned: PlanResult, before: ByClient, outcom
     """Change of the distances between clients by the server's step; None without evaluation or finite figures."""
     # distances between all pairs of a hundred whole models would cost more than the round, and where factors are at
     # the clients alone nobody has the updates of all; a gate has another update for every token
-    is_stacked = assembly.config.mixing.second_gate != "none" or strategy_of(assembly.config).holds_frozen
+    is_stacked = assembly.config.server.second_gate != "none" or strategy_of(assembly.config).holds_frozen
     hidden = is_stacked or any(has_hidden_factors(params) for params in before.values())
     if not outcome.scores or assembly.is_full or hidden:
         return None

@@ -6,21 +6,17 @@ FedAvg: McMahan et al. 2017, arXiv:1602.05629. The settings of a row say what is
 
 import numpy as np
 
-from atlas_fl.aggregation.rules import MixingContext, StrategyOptions, clustered_average, weighted_average
+from atlas_fl.aggregation.rules import MixingContext, clustered_average, weighted_average
 from atlas_fl.methods.method import FACTORS, Method, PublishedMethod
 
 
 class Local(Method):
-    """Everyone keeps what it trained; nothing is sent, and no option says anything."""
+    """Everyone keeps what it trained; nothing is sent."""
 
     name = "local"
     matrix = "identity"
     relative_bytes = "0"
     communicates = False
-
-    def __init__(self, options: StrategyOptions | None = None) -> None:
-        del options
-        super().__init__(StrategyOptions())
 
     def rule(self, step: MixingContext) -> np.ndarray:
         """The identity."""

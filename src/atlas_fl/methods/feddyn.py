@@ -12,6 +12,7 @@ A client alone with its model, or head, has no e_k. A and B are summed apart, an
 
 from collections.abc import Collection
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -37,10 +38,8 @@ class FedAvgDynamic(FedAvg):
     relative_bytes = "1.5"
     in_factors = True
     is_average = False
+    fixed: ClassVar = {"space": "factors", "within": "all"}
     across_machines = SECOND_TENSORS
-
-    def __init__(self, options: StrategyOptions | None = None) -> None:
-        super().__init__(replace(options or StrategyOptions(), space="factors", within="all"))
 
     def send(self, round: RoundStart) -> TreesByClient:
         """alpha e_k, float32: what is added to each client's gradients besides the proximal term."""

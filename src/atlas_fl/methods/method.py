@@ -32,7 +32,6 @@ from atlas_fl.aggregation.rules import (
     RoundModels,
     Rule,
     StrategyOptions,
-    check_options,
     for_newcomers,
     mix_by_space,
     mixing_matrices,
@@ -142,6 +141,11 @@ class Part:
     """Tensors that travel and stay beside the models of a run; none by default."""
 
     options: StrategyOptions = field(default_factory=StrategyOptions)
+    fixed: ClassVar[Mapping[str, Any]] = {}
+    """Options that it does not leave to the settings."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "options", replace(self.options, **self.fixed))
 
     @property
     def changes_prediction(self) -> bool:
@@ -234,9 +238,6 @@ class Method(Part):
     models_in_report: ClassVar[int] = 0
     """Number of models that a report is as large as."""
 
-    def __post_init__(self) -> None:
-        check_options(self.options)
-
     @property
     def clustered(self) -> bool:
         """It needs clusters or a graph."""
@@ -249,7 +250,7 @@ class Method(Part):
 
     @property
     def granularity(self) -> str:
-        """Which parameters have a matrix of their own (`aggregation.rules.GRANULARITIES`)."""
+        """Which parameters have a matrix of their own (`all`, `layer`, `kind`, `layer_and_kind`, `last layer`)."""
         return "all"
 
     @property

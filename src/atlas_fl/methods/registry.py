@@ -1,6 +1,8 @@
 """RULES and METHODS: every method by name, those that aggregate and the published ones that are settings of these."""
 
 from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
 
 from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.errors import unknown_name
@@ -31,6 +33,8 @@ from atlas_fl.methods.ifca import Ifca
 from atlas_fl.methods.method import Method, Part, PublishedMethod
 from atlas_fl.methods.pfedgraph import PFedGraph
 from atlas_fl.methods.second_model import SecondModel
+
+PartT = TypeVar("PartT", bound=Part)
 
 RULES: dict[str, type[Method]] = {
     method.name: method
@@ -123,20 +127,29 @@ def rule_class(name: str) -> type[Method]:
     return RULES[canonical]
 
 
-def find_method(name: str, options: StrategyOptions) -> Method:
-    """The method with these options; raises ConfigError for an unknown name or options that contradict each other."""
-    return rule_class(name)(options)
+def make(part: type[PartT], values: Mapping[str, Any]) -> PartT:
+    """A part with these values of settings, of which it takes those that it has an effect of."""
+    own = {one.name for one in fields(part)}
+    common = {one.name for one in fields(StrategyOptions)}
+    options = StrategyOptions(**{name: value for name, value in values.items() if name in common})
+    return part(options, **{name: value for name, value in values.items() if name in own})
 
 
-def parts_of(method: Method, options: StrategyOptions) -> tuple[Part, ...]:
+def find_method(name: str, **values: Any) -> Method:
+    """The method with these values of settings; raises ConfigError for an unknown name."""
+    return make(rule_class(name), values)
+
+
+def parts_of(method: Method, values: Mapping[str, Any]) -> tuple[Part, ...]:
     """All that acts in a run: the method, and the parts that its settings switch on."""
+    options = method.options
     parts: list[Part] = [method]
     if options.personal_models:
-        parts.append(mr_mtl.PersonalModels(options))
+        parts.append(make(mr_mtl.PersonalModels, values))
     elif options.second_model != "none":
-        parts.append(SECOND_MODELS[options.second_model](options))
+        parts.append(make(SECOND_MODELS[options.second_model], values))
     if options.control_variates:
-        parts.append(scaffold.ControlVariates(options))
+        parts.append(make(scaffold.ControlVariates, values))
     return tuple(parts)
 
 

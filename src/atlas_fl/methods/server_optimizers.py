@@ -17,8 +17,8 @@ they are those of A and B, which then need equal ranks.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from atlas_fl.aggregation.rules import (
     with_updates,
 )
 from atlas_fl.errors import ConfigError, ProtocolError
+from atlas_fl.methods.knobs import Range, Tried
 from atlas_fl.methods.method import Aggregated, Method
 from atlas_fl.params import (
     HEAD,
@@ -58,11 +59,11 @@ class ServerOptimizer:
     """Hyper-parameters and second moment of one server optimizer."""
 
     lr: float
-    """eta, where the settings give none."""
     beta1: float
-    """beta_1, where the settings give none."""
     second_moment: SecondMoment | None
     """None of a rule without one, whose momentum is not damped either."""
+    beta2: float = 0.99
+    tau: float = 1e-3
 
 
 def _adagrad(v: Tensor, square: Tensor, _beta2: float) -> Tensor:
@@ -116,18 +117,17 @@ def cohorts(federation: Federation, present: Sequence[bool], options: StrategyOp
 
 
 def server_step(
-    current: Tensor, change: Tensor, moments: Moments | None, *, rule: ServerOptimizer, options: StrategyOptions
+    current: Tensor, change: Tensor, moments: Moments | None, *, rule: ServerOptimizer
 ) -> tuple[Tensor, Moments]:
     """(x_{t+1} in float64, m_t and v_t) from x_t and Delta_t of any shape; `moments` are None before the first step."""
-    lr = rule.lr if options.server_lr is None else options.server_lr
-    beta1, tau = rule.beta1 if options.server_beta1 is None else options.server_beta1, options.server_tau
+    lr, beta1, tau = rule.lr, rule.beta1, rule.tau
     first = torch.zeros_like(change) if moments is None else moments.first.to(change)
     first = beta1 * first + (change if rule.second_moment is None else (1 - beta1) * change)
     if rule.second_moment is None:
         return current + lr * first, Moments(first=first.float(), second=None)
     last = None if moments is None else moments.second
     second = torch.full_like(change, tau**2) if last is None else last.to(change)
-    second = rule.second_moment(second, change.square(), options.server_beta2)
+    second = rule.second_moment(second, change.square(), rule.beta2)
     step = lr * first / (second.sqrt() + tau)
     return current + step, Moments(first=first.float(), second=second.float())
 
@@ -162,7 +162,7 @@ class _ServerStep:
     def _next(self, cohort: Cohort, name: str, current: Tensor, change: Tensor) -> Tensor:
         first, second = (self.moments[kind].get(cohort.name, {}) for kind in ("first", "second"))
         moments = Moments(first=first[name], second=second.get(name)) if name in first else None
-        model, moments = server_step(current, change, moments, rule=self._rule, options=self._options)
+        model, moments = server_step(current, change, moments, rule=self._rule)
         self.moments["first"].setdefault(cohort.name, {})[name] = moments.first.contiguous().cpu()
         if moments.second is not None:
             self.moments["second"].setdefault(cohort.name, {})[name] = moments.second.contiguous().cpu()
@@ -213,8 +213,23 @@ def _weighted_sum(models: Sequence[Params], key: str, weights: Mapping[int, floa
     return total
 
 
+@dataclass(frozen=True, kw_only=True)
 class ServerStep(Method):
     """The average change of each cohort is the gradient of a step of the server."""
+
+    server_lr: Annotated[
+        float | None,
+        Range(above=0),
+        Tried("fedadam", "fedyogi", "fedadagrad", values=(0.01, 0.003, 0.03, 0.1)),
+        Tried("fedavgm", values=(1.0, 0.5, 0.25, 2.0)),
+    ] = None
+    """Learning rate of the server; by default 1 for `fedavgm` and 0.01 for `fedadagrad`, `fedyogi` and `fedadam`."""
+    server_beta1: Annotated[float | None, Range(least=0, below=1)] = None
+    """Share of the server's first moment that stays, its momentum; by default 0.9, and 0 for `fedadagrad`."""
+    server_beta2: Annotated[float, Range(least=0, below=1)] = 0.99
+    """Share of the server's second moment that stays, for `fedadam` and `fedyogi`."""
+    server_tau: Annotated[float, Range(above=0)] = 1e-3
+    """Constant added to the root of the second moment: the larger, the less adaptive the server's step."""
 
     matrix = "shares of the examples, then a server step"
     needs = "equal ranks with --space factors"
@@ -265,7 +280,9 @@ class ServerStep(Method):
         after = sync_shared(with_updates(client_models, updates), federation, list(updates))
         before = {client: client_models[client] for client in federation.clients}
         after = {client: after[client] for client in federation.clients}
-        step = _ServerStep(self.optimizer, self.options, server_state, before, after)
+        chosen = {"lr": self.server_lr, "beta1": self.server_beta1, "beta2": self.server_beta2, "tau": self.server_tau}
+        rule = replace(self.optimizer, **{name: number for name, number in chosen.items() if number is not None})
+        step = _ServerStep(rule, self.options, server_state, before, after)
         for cohort in cohorts(federation, [client in updates for client in federation.clients], self.options):
             step.run(cohort)
         models = {client: step.models.get(k, after[client]) for k, client in enumerate(after)}

@@ -21,7 +21,7 @@ from atlas_fl.data.heterogeneity import heterogeneity_notes
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, Progress, ignore
-from atlas_fl.methods.kriging import first_measured_round
+from atlas_fl.methods.kriging import Kriging
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.lora import expand_rank
 from atlas_fl.params import ByClient, Params, digest
@@ -62,7 +62,7 @@ from atlas_fl.setup.assembly import (
     truncation_notes,
     without_private,
 )
-from atlas_fl.setup.options import cut_of, random_mask_of, strategy_of, strategy_options
+from atlas_fl.setup.options import cut_of, random_mask_of, strategy_of
 from atlas_fl.sparse.masks import Mask
 from atlas_fl.split.channel import Cut
 
@@ -219,10 +219,11 @@ def _halves_notes(assembly: Assembly, clients: Sequence[ClientPlan]) -> tuple[st
         report_bytes_once(config, assembly.initial_params(client, tuple(planned.ranks)))
         for client, planned in zip(assembly.clients, clients, strict=True)
     )
-    if not size:
+    method = strategy_of(config)
+    if not size or not isinstance(method, Kriging):
         return ()
     return (
-        f"round {first_measured_round(strategy_options(config))} measures how much each client is to keep of its own:"
+        f"round {method.first_measured_round} measures how much each client is to keep of its own:"
         f" it trains twice more, on either half of its examples, and sends both models, {size / 1e6:.2g} MB in all,"
         " once; the server then knows two models of half the examples each",
     )
