@@ -20,7 +20,6 @@ from atlas_fl.aggregation.matrices import (
     share_warnings,
     without_edges,
 )
-from atlas_fl.errors import ConfigError
 
 # a path: a - b - c with weights 1 and 3
 PATH = np.array([[0, 1, 0], [1, 0, 3], [0, 3, 0]], float)
@@ -139,38 +138,9 @@ def test_eta_warnings_name_what_is_unusual_and_nothing_else():
     assert "eta is 1.2: the own model of b gets the negative weight -0.2" in negative
 
 
-def test_unknown_laplacian_names_the_nearest():
-    with pytest.raises(ConfigError, match="unknown Laplacian 'randomwalk'; did you mean 'random_walk'"):
-        laplacian(PATH, "randomwalk")
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ({"head_groups": ("t", "t")}, "3 clients need weights, clusters, head groups and a graph of that size"),
-        ({"weights": np.array([1.0, 0.0, 2.0])}, "each must be finite and above 0"),
-        ({"weights": np.array([1.0, np.nan, 2.0])}, "each must be finite and above 0"),
-        ({"adjacency": np.triu(PATH)}, "must be finite, .*symmetric"),
-        ({"adjacency": -PATH}, "not negative"),
-        ({"adjacency": PATH + np.eye(3)}, "zero diagonal"),
-        ({"adjacency": np.where(PATH > 0, np.inf, 0.0)}, "must be finite"),
-    ],
-)
-def test_a_federation_that_contradicts_itself_is_refused(words, message):
-    with pytest.raises(ConfigError, match=message):
-        federation(**words)
-
-
 def test_layer_factors_are_the_mean_importance_over_the_largest():
     known = federation(importance=np.array([[0.2, 0.8], [0.2, 0.8], [0.5, 0.5]]), layer_of={"q": 0})
     assert layer_factors(known) == pytest.approx(np.array([0.3 / 0.7, 1.0]))
-
-
-def test_layer_factors_need_importance():
-    with pytest.raises(ConfigError, match="needs the measured importance of the layers; use 'none'"):
-        layer_factors(federation())
-    with pytest.raises(ConfigError, match=r"importance of the layers is \[0.0, 0.0\]; it must be finite"):
-        layer_factors(federation(importance=np.zeros((3, 2)), layer_of={"q": 0}))
 
 
 @pytest.mark.parametrize(

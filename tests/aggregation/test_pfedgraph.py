@@ -189,6 +189,6 @@ def test_a_newcomer_begins_with_the_average_and_with_that_as_its_first_model():
 
 def test_layers_are_refused_in_one_line_where_there_are_none():
     strategy = find_method("pfedgraph", gram_by="layer")
-    with pytest.raises(ConfigError, match=r"^--gram-by layer needs a layer of every parameter, and w is in none; take"):
+    with pytest.raises(ConfigError, match=r"^--strategy pfedgraph mixes by layer, and w is in none; take"):
         strategy.check(vectors([1.0], [1.0]), federation())
     find_method("pfedgraph", gram_by="kind").check(vectors([1.0], [1.0]), federation())

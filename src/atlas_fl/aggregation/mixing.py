@@ -37,7 +37,7 @@ from atlas_fl.aggregation.lora_product import (
     truncated_svd,
 )
 from atlas_fl.aggregation.matrices import Federation, bounded_weights
-from atlas_fl.errors import ConfigError, ProtocolError, unknown_name
+from atlas_fl.errors import ProtocolError
 from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE, ByClient, Params, is_full_model, lora_modules
 
 
@@ -206,11 +206,6 @@ def mix_factor(
             yield (k,), new
 
 
-SHARES = ("A", "B", "head")
-SPACES = ("factors", "product")
-ALIGNMENTS = ("pad", "truncate")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Mixed:
     """Models after a server step."""
@@ -220,20 +215,6 @@ class Mixed:
     what did not move is the same tensor; clients with equal rows and ranks share one tensor, so read-only is meant."""
     discarded: dict[str, float]
     """Share of the squared norm of a client's update that its ranks could not hold; 0 for who did not move."""
-
-
-def check_mixing(share: Sequence[str], space: str, align: str) -> None:
-    """Raise ConfigError for an unknown word, for sharing nothing, and for product space with A or B alone."""
-    for kind, names, allowed in (("share", share, SHARES), ("space", [space], SPACES), ("align", [align], ALIGNMENTS)):
-        for name in names:
-            if name not in allowed:
-                raise unknown_name(kind, name, allowed)
-    if not share:
-        raise ConfigError(f"share is empty: a rule that communicates needs some of {', '.join(SHARES)}; or use 'local'")
-    if space == "product" and ("A" in share) != ("B" in share):
-        raise ConfigError(
-            f"space 'product' mixes s B A and needs both A and B shared, not {', '.join(share)}; use space 'factors'"
-        )
 
 
 class _Rows:
@@ -358,12 +339,11 @@ def mix(
 
     In `product` space the update `s B A` of each module is mixed with the matrix of its `lora_A`, then cut to each
     client's own rank. `scale` gives s of a rank. Who has the identity's row keeps the very same tensors. Raises
-    ConfigError for words that contradict, ProtocolError where models that should mix hold different tensors.
+    ProtocolError where models that should mix hold different tensors.
 
     With `reduce` a row of M, whose weights are equal, only says who is aggregated, and this function how: value by
     value, in product space those of the dense updates.
     """
-    check_mixing(share, space, align)
     rows = _Rows(matrices.__getitem__ if isinstance(matrices, Mapping) else matrices)
     models = _Models(params=tuple(by_client[client] for client in clients), clients=tuple(clients))
     new: dict[int, dict[str, Tensor]] = {}
@@ -391,14 +371,10 @@ def resize_ranks(params: Params, ranks: Mapping[str, int], scale: Callable[[int]
     """The same model with other ranks: `ranks` names the modules that change, `scale` gives s of a rank.
 
     Exact as long as the new rank holds the product, else the best approximation. New directions are orthogonal rows
-    of A beside zero columns of B, so they can be trained. Raises ConfigError for an unknown module or rank below 1.
+    of A beside zero columns of B, so they can be trained.
     """
     new = dict(params)
     for module, rank in ranks.items():
-        if module + LORA_A not in params:
-            raise unknown_name("adapted module", module, lora_modules(params))
-        if rank < 1:
-            raise ConfigError(f"rank {rank} of {module} must be at least 1")
         a, b = params[module + LORA_A], params[module + LORA_B]
         if rank != a.shape[0]:
             scales = {"old_scale": scale(a.shape[0]), "new_scale": scale(rank)}

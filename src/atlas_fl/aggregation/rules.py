@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float64, Int64
 
 from atlas_fl.aggregation.matrices import Federation, average, cluster_labels, group_ids, layer_factors
 from atlas_fl.aggregation.mixing import Mixed, Reduce, mix, tie_rows
-from atlas_fl.errors import ConfigError, ProtocolError
+from atlas_fl.errors import ConfigError
 from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, Params, ServerState, TreesByClient, is_last_layer
 
 Matrices: TypeAlias = Callable[[str], np.ndarray]
@@ -225,9 +225,6 @@ class StrategyOptions:
 
 def with_updates(client_models: ByClient, updates: ByClient) -> dict[str, Params]:
     """The model of every client after local training: its update, or its old model where it took no part."""
-    strangers = sorted(updates.keys() - client_models.keys())
-    if strangers:
-        raise ProtocolError(f"update of an unknown client {strangers[0]!r}; this run has {', '.join(client_models)}")
     return {client: updates.get(client, params) for client, params in client_models.items()}
 
 

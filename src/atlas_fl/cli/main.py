@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 
-from atlas_fl.cli import completion, demo, deploy, doctor, methods, results, run, sweep, watch
+from atlas_fl.cli import demo, deploy, doctor, methods, results, run, sweep, watch
 from atlas_fl.cli.arguments import Command, table, wrap_lines
 from atlas_fl.errors import AtlasError, ConfigError, did_you_mean, replace_unprintable, short_repr
 
@@ -57,11 +57,6 @@ COMMANDS: Mapping[str, Command] = {
     "certs": Command(deploy.certs, deploy.CertsOptions, "make, renew and revoke the certificates of a federation"),
     "serve": Command(deploy.serve, deploy.ServeOptions, "train a federation whose clients join from other machines"),
     "join": Command(deploy.join, deploy.JoinOptions, "take part in a federation with the data of this machine"),
-    "completion": Command(
-        lambda words: completion.completion(words, COMMANDS),
-        completion.CompletionOptions,
-        "print a script with which the shell completes commands and flags",
-    ),
 }
 """In the order in which a newcomer meets them."""
 

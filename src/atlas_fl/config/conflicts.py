@@ -192,7 +192,7 @@ def _has(config: Config, name: str, words: str) -> bool:
 def flag_of(name: str) -> str:
     """The flag of a setting, or of what decides a fact; words for several settings."""
     if name[0] == "@":
-        return f"[{name[1:]}]" if name.islower() else f"settings {name[1:].lower().replace('_', ' ')}"
+        return f"any setting of {name[1:].lower().removeprefix('of_').replace('_', ' ')}"
     return FACTS[name][0] if name in FACTS else settings()[name].flag
 
 

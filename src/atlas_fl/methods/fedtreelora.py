@@ -30,11 +30,10 @@ from atlas_fl.aggregation.rules import (
     weighted_average,
     with_updates,
 )
-from atlas_fl.errors import ConfigError
 from atlas_fl.methods.cfl import average_inside, clusters_by_client, clusters_in
 from atlas_fl.methods.knobs import Range, Tried
 from atlas_fl.methods.method import Method
-from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, ServerState, shared_params
+from atlas_fl.params import HEAD, ByClient, ServerState, shared_params
 
 CUTS = "cuts"
 """The entry of the server state: by layer the cluster of every client, by name; absent before the tree is made."""
@@ -92,15 +91,6 @@ class FedTreeLora(Method):
     matrix = "shares inside nested clusters by layer"
     takes_newcomers = False
     granularity = "layer"
-
-    def check(self, models: ByClient, federation: Federation) -> None:
-        """Raise ConfigError where a parameter is in no layer."""
-        for key in sorted({key for params in models.values() for key in shared_params(params, self.options.share)}):
-            if not key.startswith(HEAD) and key.removesuffix(LORA_A).removesuffix(LORA_B) not in federation.layer_of:
-                raise ConfigError(
-                    f"--strategy fedtreelora cuts clusters by layer, and {key} is in none; take fedavg_cluster, or"
-                    " --trainable lora"
-                )
 
     def rule(self, step: MixingContext) -> np.ndarray:
         """The shares of the examples inside the clusters of the layer; of heads, inside those of the highest."""

@@ -25,6 +25,10 @@ class AtlasLaplacian(Method):
     needs = "validation data with --graph adaptive"
     clustered = True
     has_eta = True
+    uses = (
+        *("eta", "eta_decay", "laplacian", "layer_weighting"),
+        *("alpha", "graph", "symmetrize", "neighbours", "singleton_neighbours", "graph_ema", "block_diagonal"),
+    )
 
     def rule(self, step: MixingContext) -> np.ndarray:
         """I - eta L."""

@@ -38,7 +38,19 @@ from atlas_fl.aggregation.rules import (
     with_updates,
 )
 from atlas_fl.errors import ConfigError
-from atlas_fl.params import HEAD, PRIVATE, ByClient, Params, ServerState, TreesByClient, head_keys, select
+from atlas_fl.params import (
+    HEAD,
+    LORA_A,
+    LORA_B,
+    PRIVATE,
+    ByClient,
+    Params,
+    ServerState,
+    TreesByClient,
+    head_keys,
+    select,
+    shared_params,
+)
 from atlas_fl.storage.tensors import encoded_size
 
 Losses: TypeAlias = Callable[[Mapping[int, ByClient]], Mapping[str, Mapping[int, float]]]
@@ -229,6 +241,8 @@ class Method(Part):
     """It reads features by class: tasks are classifications of texts."""
     head_is_last_layer: ClassVar[bool] = False
     """The last layer of the head alone trains first under `--trained-parts head_then_rest`."""
+    uses: ClassVar[tuple[str, ...]] = ()
+    """Settings, beside its fields, that only it has a use for."""
     report: ClassVar[str] = "none"
     """The kind of what it asks clients for beside their updates."""
     asks_once: ClassVar[bool] = False
@@ -272,10 +286,26 @@ class Method(Part):
 
     def check(self, models: ByClient, federation: Federation) -> None:
         """Raise ConfigError where it cannot aggregate models of these ranks and layers."""
-        first, *others = federation.clients if self.equal_ranks else ("",)
+        if self.equal_ranks:
+            self._check_one_shape(models, federation.clients)
+        for key in {key for params in models.values() for key in shared_params(params, self.options.share)}:
+            module = key.removesuffix(LORA_A).removesuffix(LORA_B)
+            if (
+                self.granularity in ("layer", "layer_and_kind")
+                and not key.startswith(HEAD)
+                and module not in federation.layer_of
+            ):
+                raise ConfigError(
+                    f"--strategy {self.name} mixes by layer, and {key} is in none; take another strategy, --gram-by all"
+                    " or kind, or --trainable lora"
+                )
+
+    def _check_one_shape(self, models: ByClient, clients: Sequence[str]) -> None:
+        """Raise ConfigError unless a tensor that these clients share has one shape, but for heads."""
+        first, *others = clients
         for other in others:
-            for key in sorted(models[first].keys() & models[other].keys()):
-                if not key.startswith(HEAD) and models[other][key].shape != models[first][key].shape:
+            for key, tensor in shared_params(models[first], self.options.share).items():
+                if not key.startswith(HEAD) and models[other].get(key, tensor).shape != tensor.shape:
                     raise ConfigError(
                         f"--strategy {self.name} needs one rank, and {key} of {first} and {other} differ; take one rank"
                         " for all, such as --ranks 8"

@@ -28,10 +28,9 @@ from atlas_fl.aggregation.rules import (
     groups_within,
     parameter_group,
 )
-from atlas_fl.errors import ConfigError
 from atlas_fl.methods.knobs import KNOB, Range, Tried
 from atlas_fl.methods.method import Method
-from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, ServerState, params_by_client, shared_params
+from atlas_fl.params import ByClient, ServerState, params_by_client, shared_params
 
 INITIAL = "initial"
 """The entry of the server state: the models that the clients began with, as far as they are shared."""
@@ -81,17 +80,6 @@ class FromStart(Method):
         """The same with those of newcomers."""
         models = {client: shared_params(params, self.options.share) for client, params in newcomers.items()}
         return {**server_state, INITIAL: {**initial_models_of(server_state), **models}}
-
-    def check(self, models: ByClient, federation: Federation) -> None:
-        """Raise ConfigError where matrices are by layer and a parameter is in none."""
-        if self.gram_by not in ("layer", "layer_and_kind"):
-            return
-        for key in (key for params in models.values() for key in shared_params(params, self.options.share)):
-            if not key.startswith(HEAD) and key.removesuffix(LORA_A).removesuffix(LORA_B) not in federation.layer_of:
-                raise ConfigError(
-                    f"--gram-by {self.gram_by} needs a layer of every parameter, and {key} is in none; take"
-                    " --gram-by all or kind"
-                )
 
 
 @dataclass(frozen=True, kw_only=True)

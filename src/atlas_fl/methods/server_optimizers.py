@@ -35,7 +35,7 @@ from atlas_fl.aggregation.rules import (
     groups_within,
     with_updates,
 )
-from atlas_fl.errors import ConfigError, ProtocolError
+from atlas_fl.errors import ProtocolError
 from atlas_fl.methods.knobs import Range, Tried
 from atlas_fl.methods.method import Aggregated, Method
 from atlas_fl.params import (
@@ -249,16 +249,7 @@ class ServerStep(Method):
         """Raise ConfigError where clients of one cohort cannot have one A and B, because their ranks differ."""
         everyone = [True] * len(federation.clients)
         for cohort in cohorts(federation, everyone, self.options) if self.options.space == "factors" else ():
-            first, *others = (federation.clients[k] for k in cohort.members)
-            shared = shared_params(models[first], self.options.share)
-            factors = [key for key in shared if key.endswith((LORA_A, LORA_B))]
-            for key, other in ((key, other) for key in factors for other in others):
-                if key in models[other] and models[other][key].shape != models[first][key].shape:
-                    raise ConfigError(
-                        f"--strategy {self.name} in --space factors has one moment for each value of {key}, and the"
-                        f" ranks of {first} and {other} differ; take --space product, or one rank for all, such as"
-                        " --ranks 8"
-                    )
+            self._check_one_shape(models, [federation.clients[k] for k in cohort.members])
 
     def rule(self, step: MixingContext) -> np.ndarray:
         """The shares of the examples inside each cohort."""
