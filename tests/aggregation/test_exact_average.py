@@ -170,9 +170,7 @@ def test_stacks_take_clients_of_different_ranks_and_one_without_an_adapter_and_f
         torch.testing.assert_close(
             update_of(WithFrozenPart.frozen_part(done.server_state), module), mean, rtol=1e-5, atol=1e-5
         )
-    with pytest.raises(
-        ConfigError, match="fedavg_with_residual needs one rank, and .* of .* and .* differ; take one rank"
-    ):
+    with pytest.raises(ConfigError, match=r"fedavg_with_residual needs one rank, and .* differ; take one rank"):
         RULES["fedavg_with_residual"](StrategyOptions()).check(updates, fed)
 
 

@@ -21,7 +21,7 @@ def replace_command(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> No
     def run(_: Sequence[str]) -> int:
         raise error
 
-    monkeypatch.setattr("atlas_fl.cli.main.COMMANDS", {"run": Command(run, dict, "breaks")})
+    monkeypatch.setattr("atlas_fl.cli.main.COMMANDS", {"run": Command(run, dict)})
 
 
 @pytest.mark.parametrize("words", [(), ("--help",), ("-h",), ("help",)])
@@ -30,7 +30,7 @@ def test_the_page_names_every_command(words: tuple[str, ...], atlas: Atlas) -> N
     assert (said.code, said.err) == (0, "")
     for name, command in COMMANDS.items():
         assert f"  {name} " in said.out
-        assert command.summary in said.out
+        assert command.summary in " ".join(said.out.split())
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -55,9 +55,9 @@ def _takes_reports(config: Config) -> bool:
 
 
 def _uses_clusters(config: Config) -> bool:
-    from atlas_fl.methods.registry import find_method
+    from atlas_fl.aggregation.rules import StrategyOptions
 
-    return find_method(rule_of(config), within=config.robust.within).clustered
+    return method_class(config)(StrategyOptions(within=config.robust.within)).clustered
 
 
 RULE = "rule"

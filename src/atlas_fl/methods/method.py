@@ -515,6 +515,11 @@ class PublishedMethod:
     equal_ranks: bool = False
     """Every client must have the same rank in every layer."""
 
+    def __post_init__(self) -> None:
+        for name in ("settings", "suggested"):
+            values = {key: tuple(one) if isinstance(one, list) else one for key, one in getattr(self, name).items()}
+            object.__setattr__(self, name, values)
+
     @property
     def relative_bytes(self) -> float:
         """Bytes of a round relative to FedAvg of the same adapters: half for each factor; corrections are as large.
