@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atlas_fl.aggregation.graph import dirichlet_energy, update_gram
-from atlas_fl.aggregation.matrices import LAPLACIANS, average, drop_edges, eta_bound, laplacian_step
+from atlas_fl.aggregation.matrices import LAPLACIANS, average, drop_edges, laplacian, laplacian_step
 from atlas_fl.aggregation.mixing import mix
 from tests.examples import examples
 
@@ -63,6 +63,16 @@ def test_a_step_inside_the_bound_lowers_the_dirichlet_energy(kind, case, part):
     values = rng.normal(size=(len(graph), 3))
     before, after = (dirichlet_energy(one @ one.T, _own_weights(graph, kind)) for one in (values, step @ values))
     assert after < before
+
+
+def eta_bound(adjacency, kind):
+    """2 / lambda_max(L): differences between clients shrink for 0 < eta below it; infinity without edges."""
+    matrix = laplacian(adjacency, kind)
+    if kind == "random_walk":
+        root = np.sqrt(adjacency.sum(axis=1))
+        matrix = root[:, None] * matrix / np.where(root > 0, root, 1.0)[None, :]
+    largest = float(np.linalg.eigvalsh((matrix + matrix.T) / 2)[-1]) if len(matrix) else 0.0
+    return 2.0 / largest if largest > 1e-12 else float("inf")
 
 
 def _own_weights(graph, kind):

@@ -148,34 +148,6 @@ def laplacian_step(
     return np.where(np.asarray(present, bool)[:, None], step, np.eye(len(present)))
 
 
-def eta_bound(adjacency: Float64[np.ndarray, "n n"], kind: str) -> float:
-    """2 / lambda_max(L): differences between clients shrink for 0 < eta below it; infinity without edges."""
-    matrix = laplacian(adjacency, kind)
-    if kind == "random_walk":
-        root = np.sqrt(adjacency.sum(axis=1))
-        matrix = root[:, None] * matrix / np.where(root > 0, root, 1.0)[None, :]
-    largest = float(np.linalg.eigvalsh((matrix + matrix.T) / 2)[-1]) if len(matrix) else 0.0
-    return 2.0 / largest if largest > 1e-12 else float("inf")
-
-
-def eta_warnings(federation: Federation, *, kind: str, eta: float) -> tuple[str, ...]:
-    """Warnings about an eta that is legal but seldom meant."""
-    bound, lines = eta_bound(federation.adjacency, kind), []
-    if eta == 0:
-        lines.append("eta is 0: the Laplacian step changes nothing, this is local training")
-    elif eta >= bound * (1 - 1e-9):
-        lines.append(f"eta is {eta:g}, the {kind} Laplacian of this graph shrinks differences only below {bound:.4g}")
-    step = laplacian_step(federation.adjacency, kind=kind, eta=eta, present=np.ones(len(federation.clients), bool))
-    names = federation.clients
-    for k, name in enumerate(names):
-        others = np.flatnonzero(np.abs(step[k]) > 1e-12)
-        if len(others) == 1 and others[0] != k:
-            lines.append(f"eta is {eta:g}: {name} takes over the model of {names[others[0]]} and drops its own")
-        elif step[k, k] < -1e-12:
-            lines.append(f"eta is {eta:g}: the own model of {name} gets the negative weight {step[k, k]:.3g}")
-    return tuple(lines)
-
-
 def layer_factors(federation: Federation) -> Float64[np.ndarray, " layers"]:
     """Importance of each layer, averaged over the clients, over that of the most important: factors on eta in [0, 1].
 

@@ -41,24 +41,10 @@ class Space:
 class Excess:
     """A change that is too large."""
 
-    part: str
-    """Which part of the model it is of."""
-    norm: float
-    median: float
-    clients: int
-    """Clients that the median is of."""
-
-    @property
-    def ratio(self) -> float:
-        """Multiple of the median."""
-        return self.norm / self.median
-
-    def __str__(self) -> str:
-        """The figures as part of a sentence."""
-        return (
-            f"the change of its {self.part} has norm {self.norm:.3g}, {self.ratio:.3g} times the median"
-            f" {self.median:.3g} of {self.clients} clients"
-        )
+    ratio: float
+    """Multiple of the median."""
+    reason: str
+    """The figures as part of a sentence."""
 
 
 def change_norms(before: Params, after: Params, how: Space) -> dict[str, float]:
@@ -104,9 +90,11 @@ def find_excesses(
     for part, cohort in _cohorts(norms, tasks):
         middle = statistics.median(norms[client][part] for client in cohort)
         for client in cohort if len(cohort) >= LEAST and 0 < middle < inf else ():
-            excess = Excess(part=part, norm=norms[client][part], median=middle, clients=len(cohort))
-            if excess.ratio > ratio and (client not in excesses or excess.ratio > excesses[client].ratio):
-                excesses[client] = excess
+            norm = norms[client][part]
+            times = norm / middle
+            if times > ratio and (client not in excesses or times > excesses[client].ratio):
+                reason = f"the change of its {part} has norm {norm:.3g}, {times:.3g} times the median {middle:.3g}"
+                excesses[client] = Excess(ratio=times, reason=f"{reason} of {len(cohort)} clients")
     return excesses
 
 
@@ -178,7 +166,7 @@ def bound_updates(
     norms = {client: change_norms(before[client], params, how) for client, params in trained.items()}
     excesses = find_excesses(norms, tasks, ratio=ratio)
     remedy = f"allowed are {ratio:g} (--max-norm-ratio)"
-    reasons = {client: f"{excess}; {remedy}" for client, excess in excesses.items()}
+    reasons = {client: f"{excess.reason}; {remedy}" for client, excess in excesses.items()}
     if mode == "refuse":
         return {client: params for client, params in trained.items() if client not in excesses}, reasons
     bounded = dict(trained)

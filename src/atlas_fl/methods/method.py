@@ -258,11 +258,6 @@ class Method(Part):
         return False
 
     @property
-    def state_by_cluster(self) -> bool:
-        """Its server state is of clusters, which then have to stay what they are."""
-        return False
-
-    @property
     def granularity(self) -> str:
         """Which parameters have a matrix of their own (`all`, `layer`, `kind`, `layer_and_kind`, `last layer`)."""
         return "all"

@@ -240,11 +240,6 @@ class ServerStep(Method):
         """With `--within clusters`."""
         return self.options.within == CLUSTERS
 
-    @property
-    def state_by_cluster(self) -> bool:
-        """Moments are of cohorts."""
-        return self.options.within == CLUSTERS
-
     def check(self, models: ByClient, federation: Federation) -> None:
         """Raise ConfigError where clients of one cohort cannot have one A and B, because their ranks differ."""
         everyone = [True] * len(federation.clients)

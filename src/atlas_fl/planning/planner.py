@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from atlas_fl.aggregation.graph import effective_neighbours
-from atlas_fl.aggregation.matrices import eta_warnings
 from atlas_fl.aggregation.mixing import average_initial, resize_ranks
 from atlas_fl.config import Config
 from atlas_fl.config.presets import dial_note
@@ -139,7 +138,7 @@ def _plan_full(assembly: Assembly, engine: Engine, *, on_event: OnEvent) -> Plan
         notes=(*_data_notes(assembly, data), *discovery.notes, *graph.warnings, *full_notes(assembly, mask_plan)),
     )
     return PlanResult(
-        plan=_announce(plan, config, on_event),
+        plan=_announce(plan, on_event),
         initial_models=mask_plan.initial_models,
         sketches=discovery.sketches,
         clustering=discovery.clustering,
@@ -152,12 +151,8 @@ def _graph_entry(adjacency: np.ndarray) -> dict[str, Any]:
     return {"effective_neighbours": effective_neighbours(adjacency).tolist()}
 
 
-def _announce(plan: Plan, config: Config, on_event: OnEvent) -> Plan:
-    """The plan with notes on the step of its rule; all of its notes are told."""
-    eta = strategy_of(config).eta(1)
-    if eta > 0:
-        warnings = eta_warnings(plan.federation(), kind=config.mixing.laplacian, eta=eta)
-        plan = replace(plan, notes=(*plan.notes, *warnings))
+def _announce(plan: Plan, on_event: OnEvent) -> Plan:
+    """The plan, whose notes are told."""
     for note in plan.notes:
         on_event(Note(note))
     return plan
@@ -196,7 +191,7 @@ def _plan_lora(assembly: Assembly, engine: Engine, *, on_event: OnEvent) -> Plan
             *graph.warnings,
         ),
     )
-    plan = _announce(plan, config, on_event)
+    plan = _announce(plan, on_event)
     models = initial_models(assembly, discovery, [client.ranks for client in clients], start=start)
     plan_cuts = cuts_of(assembly, plan)
     return PlanResult(
