@@ -100,9 +100,7 @@ def test_a_knob_of_the_user_goes_before_the_suggested_one() -> None:
 
 
 def test_a_knob_that_switches_the_method_off_is_refused_and_not_replaced() -> None:
-    message = (
-        "--proximal-mu 0.0 switches off what --strategy fedprox adds to fedavg; take --strategy fedavg, or another"
-    )
+    message = "--proximal-mu 0 switches off what --strategy fedprox adds to fedavg; take --strategy fedavg, or another"
     groups = split(["--strategy", "fedprox", "--proximal-mu", "0"])
     with pytest.raises(ConfigError, match=message):
         parse(RunOptions, groups, command="atlas run")

@@ -118,9 +118,6 @@ Moved: TypeAlias = tuple[tuple[int, ...], Tensor]
 Reduce: TypeAlias = Callable[[Tensor], Tensor]
 """From (clients, ...) to (...), value by value: what a rule that is no mixing matrix does in the place of a sum."""
 
-Workspace: TypeAlias = dict[tuple[int, int, torch.dtype, torch.device], Tensor]
-"""Stacks that are used again: megabytes fresh from the system cost more time than the sums over them."""
-
 
 def _weights(rows: np.ndarray, like: Tensor) -> Tensor:
     return torch.from_numpy(rows).to(device=like.device, dtype=like.dtype)
@@ -146,18 +143,10 @@ def _apply_rows(rows: np.ndarray, flat: Tensor, reduce: Reduce | None) -> Tensor
     return torch.stack(means * (len(rows) // len(means)))
 
 
-def mix_plain(
-    tensors: Mapping[int, Tensor], group: Group, workspace: Workspace, reduce: Reduce | None = None
-) -> Iterator[Moved]:
-    """`sum_l m_kl w_l` for every target of the group, whose tensors have one shape; equal rows give one tensor.
-
-    The stack of all sources lies in `workspace`, which the next call may overwrite.
-    """
+def mix_plain(tensors: Mapping[int, Tensor], group: Group, reduce: Reduce | None = None) -> Iterator[Moved]:
+    """`sum_l m_kl w_l` for every target of the group, whose tensors have one shape; equal rows give one tensor."""
     first = tensors[group.sources[0]]
-    shape_key = (len(group.sources), first.numel(), first.dtype, first.device)
-    if shape_key not in workspace:
-        workspace[shape_key] = torch.empty(*shape_key[:2], dtype=first.dtype, device=first.device)
-    stack = _flat(torch.stack([tensors[k].reshape(-1) for k in group.sources], out=workspace[shape_key]))
+    stack = _flat(torch.stack([tensors[k].reshape(-1) for k in group.sources]))
     mixed = _apply_rows(group.rows, stack, reduce).to(first.dtype).view(-1, *first.shape)
     # every row owns its memory: a client that stays away must not keep the stack of all alive
     rows = [mixed[0]] if len(mixed) == 1 else [row.clone() for row in mixed]
@@ -222,7 +211,6 @@ class _Rows:
 
     def __init__(self, matrices: Callable[[str], np.ndarray]) -> None:
         self._matrices = matrices
-        self.workspace: Workspace = {}
         self._found: dict[int, tuple[np.ndarray, tuple[Group, ...], tuple[int, ...]]] = {}
 
     def of(self, key: str) -> tuple[tuple[Group, ...], tuple[int, ...]]:
@@ -288,7 +276,7 @@ def _mix_key(
         tensors = models.holders(group, key)
         shapes = {tensor.shape for tensor in tensors.values()}
         if len(shapes) == 1 and (lead is None or {lead[k] for k in tensors} == {next(iter(shapes))[axis]}):
-            yield from mix_plain(tensors, group, rows.workspace, reduce)
+            yield from mix_plain(tensors, group, reduce)
         elif shapes and not is_factor:
             raise ProtocolError(
                 f"{key} has the shapes {sorted(map(tuple, shapes))}; clients that mix it need equal ones: name their "

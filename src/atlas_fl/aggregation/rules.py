@@ -4,7 +4,7 @@ A rule is called once for each group of parameters that its granularity tells ap
 examples is bounded (`aggregation.matrices.bounded_weights`).
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -111,6 +111,12 @@ def within_clusters(step: MixingContext) -> Int64[np.ndarray, " n"]:
 def groups_within(step: MixingContext, within: str) -> Int64[np.ndarray, " n"]:
     """The step's groups, with `within` as `clusters` cut at the borders of clusters."""
     return within_clusters(step) if within == CLUSTERS else step.groups
+
+
+def present_by_group(groups: Int64[np.ndarray, " n"], present: Bool[np.ndarray, " n"]) -> Iterator[list[int]]:
+    """The clients of each group that took part, by their places."""
+    for label in sorted(set(groups.tolist())):
+        yield np.flatnonzero((groups == label) & present).tolist()
 
 
 def layer_of(federation: Federation, key: str) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 from atlas_fl.config.methods import is_of_method, last_aggregation, method_class, published_methods, rule_of
 from atlas_fl.config.presets import preset_of
 from atlas_fl.config.schema import AUTO, NONE, Config, cuts_by_name
-from atlas_fl.config.settings import settings, value_of
+from atlas_fl.config.settings import flag_words, settings, value_of
 from atlas_fl.config.values import Mark, from_text, to_words
 from atlas_fl.errors import ConfigError
 from atlas_fl.plugins import registrations
@@ -197,11 +197,9 @@ def flag_of(name: str) -> str:
 
 
 def _flag_words(config: Config, name: str) -> str:
-    flag = flag_of(name)
     if name == "kinds":
         return ", ".join(f"{task} ({kind})" for task, kind in kinds_of(config).items())
-    value = config.mixing.strategy if flag == "--strategy" else _value(config, name)
-    if isinstance(value, bool):
-        return flag if value else flag.replace("--", "--no-", 1)
-    words = f"{value:g}" if isinstance(value, float) else " ".join(to_words(value))
-    return f"{flag} {words}"
+    if name in settings():
+        return flag_words(settings()[name], value_of(config, name))
+    value = config.mixing.strategy if flag_of(name) == "--strategy" else _value(config, name)
+    return " ".join([flag_of(name), *to_words(value)])

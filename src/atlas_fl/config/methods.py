@@ -11,7 +11,7 @@ from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
 from atlas_fl.config.schema import Config
-from atlas_fl.config.settings import replace_settings, settings, value_of
+from atlas_fl.config.settings import flag_words, replace_settings, settings, value_of
 from atlas_fl.config.values import to_words
 from atlas_fl.errors import ConfigError
 
@@ -124,27 +124,17 @@ def without_method_settings(config: Config) -> Config:
 
 def _contradiction(config: Config, name: str, value: Any) -> ConfigError:
     # the preset may have set the other value: leaving the flag out would not do
-    flag, actual = settings()[name].flag, value_of(config, name)
-    needed = _flag_words(flag, value)
+    actual, needed = " ".join(to_words(value_of(config, name))), flag_words(settings()[name], value)
+    strategy = config.mixing.strategy
     return ConfigError(
-        f"{flag} is {_words(actual)}, and --strategy {config.mixing.strategy} is {needed}; set {needed}, or take"
-        " another strategy"
+        f"{settings()[name].flag} is {actual}, and --strategy {strategy} is {needed}; set {needed}, or take another"
+        " strategy"
     )
 
 
 def _switched_off(config: Config, name: str) -> ConfigError:
-    flag, strategy, rule = settings()[name].flag, config.mixing.strategy, rule_of(config)
+    given, rule = flag_words(settings()[name], value_of(config, name)), rule_of(config)
     return ConfigError(
-        f"{flag} {_words(value_of(config, name))} switches off what --strategy {strategy} adds to {rule}; take"
-        f" --strategy {rule}, or another value"
+        f"{given} switches off what --strategy {config.mixing.strategy} adds to {rule}; take --strategy {rule}, or"
+        " another value"
     )
-
-
-def _words(value: Any) -> str:
-    return " ".join(to_words(value))
-
-
-def _flag_words(flag: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return flag if value else flag.replace("--", "--no-", 1)
-    return f"{flag} {_words(value)}"

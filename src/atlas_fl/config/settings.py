@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, get_type_hints
 
 from atlas_fl.config.schema import Config, ServerConfig
-from atlas_fl.config.values import Form, Mark, from_text, wrong_kind
+from atlas_fl.config.values import Form, Mark, from_text, to_words, wrong_kind
 from atlas_fl.errors import ConfigError, did_you_mean, short_repr
 from atlas_fl.methods.knobs import Range, Tried, documented_fields
 
@@ -110,6 +110,13 @@ def _own_docs(cls: Callable[..., Any]) -> dict[str, str]:
     (node,) = ast.parse(inspect.getsource(cls)).body
     assert isinstance(node, ast.ClassDef)
     return documented_fields(node)
+
+
+def flag_words(setting: Setting, value: Any) -> str:
+    """The flag with this value, as on a command line."""
+    if isinstance(value, bool):
+        return setting.flag if value else setting.flag.replace("--", "--no-", 1)
+    return f"{setting.flag} {value:g}" if isinstance(value, float) else " ".join([setting.flag, *to_words(value)])
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:

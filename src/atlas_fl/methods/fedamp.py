@@ -15,7 +15,7 @@ from typing import Annotated
 import numpy as np
 from jaxtyping import Float64
 
-from atlas_fl.aggregation.rules import MixingContext, weighted_average
+from atlas_fl.aggregation.rules import MixingContext, present_by_group, weighted_average
 from atlas_fl.methods.knobs import Range
 from atlas_fl.methods.method import FACTORS, Method, PublishedMethod
 from atlas_fl.methods.robust import model_distances
@@ -47,8 +47,7 @@ class FedAvgByDistance(Method):
     def rule(self, step: MixingContext) -> np.ndarray:
         """The rows m_k of those who are present."""
         matrix = np.eye(len(step.present))
-        for label in set(step.groups.tolist()):
-            inside = np.flatnonzero((step.groups == label) & step.present).tolist()
+        for inside in present_by_group(step.groups, step.present):
             squares = np.zeros((len(inside),) * 2)
             if step.models is not None:
                 squares = model_distances(step, inside, self.options)

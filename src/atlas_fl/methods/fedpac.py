@@ -32,7 +32,7 @@ from jaxtyping import Float64
 from scipy.optimize import nnls
 from torch import Tensor
 
-from atlas_fl.aggregation.rules import LAST_LAYER, MixingContext, weighted_average
+from atlas_fl.aggregation.rules import LAST_LAYER, MixingContext, present_by_group, weighted_average
 from atlas_fl.errors import short_repr
 from atlas_fl.methods.knobs import Range, Tried
 from atlas_fl.methods.method import Method, PublishedMethod, Report, ReportTensor, RoundStart
@@ -184,8 +184,7 @@ class ClassifierCollaboration(Method):
         if step.parameters.kind != LAST_LAYER or not reports:
             return self.arrival(step)
         matrix, names = np.eye(len(step.present)), step.federation.clients
-        for label in set(step.groups.tolist()):
-            inside = np.flatnonzero((step.groups == label) & step.present).tolist()
+        for inside in present_by_group(step.groups, step.present):
             if len(inside) > 1:
                 shares = np.asarray(step.federation.weights, np.float64)[inside]
                 matrix[np.ix_(inside, inside)] = combination_rows([reports[names[k]] for k in inside], shares)

@@ -26,6 +26,7 @@ from torch import Tensor
 from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.aggregation.mixing import Reduce, sync_shared
 from atlas_fl.aggregation.rules import (
+    CLUSTERS,
     Answers,
     Matrices,
     MixingContext,
@@ -241,6 +242,8 @@ class Method(Part):
     """It reads features by class: tasks are classifications of texts."""
     head_is_last_layer: ClassVar[bool] = False
     """The last layer of the head alone trains first under `--trained-parts head_then_rest`."""
+    reads_within: ClassVar[bool] = False
+    """It acts inside clusters with `--within clusters`."""
     uses: ClassVar[tuple[str, ...]] = ()
     """Settings, beside its fields, that only it has a use for."""
     report: ClassVar[str] = "none"
@@ -254,8 +257,8 @@ class Method(Part):
 
     @property
     def clustered(self) -> bool:
-        """It needs clusters or a graph."""
-        return False
+        """It needs clusters or a graph; of some methods only with `--within clusters`."""
+        return self.reads_within and self.options.within == CLUSTERS
 
     @property
     def granularity(self) -> str:

@@ -21,12 +21,12 @@ from jaxtyping import Float64
 from atlas_fl.aggregation.change_similarity import cosines, gram_of_changes
 from atlas_fl.aggregation.matrices import Federation, average
 from atlas_fl.aggregation.rules import (
-    CLUSTERS,
     MixingContext,
     ParameterGroup,
     RoundModels,
     groups_within,
     parameter_group,
+    present_by_group,
 )
 from atlas_fl.methods.knobs import KNOB, Range, Tried
 from atlas_fl.methods.method import Method
@@ -57,10 +57,7 @@ class FromStart(Method):
     """Parameters of `pfedgraph` and `kriging` with a mixing matrix of their own, by the Gram matrix of their own
     changes: none (under `kriging` heads have one), each layer, each kind (A, B or their product, head), or both."""
 
-    @property
-    def clustered(self) -> bool:
-        """With `--within clusters`."""
-        return self.options.within == CLUSTERS
+    reads_within = True
 
     @property
     def granularity(self) -> str:
@@ -98,8 +95,7 @@ class PFedGraph(FromStart):
         groups = groups_within(step, self.options.within)
         if step.models is None:
             return matrix
-        for label in set(groups.tolist()):
-            inside = np.flatnonzero((groups == label) & step.present).tolist()
+        for inside in present_by_group(groups, step.present):
             if len(inside) > 1:
                 similarities = self._similarities(step, step.models, inside)
                 pull = matrix[inside[0], inside] + similarities / (2 * self.gram_alpha)

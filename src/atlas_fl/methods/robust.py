@@ -115,10 +115,7 @@ class Robust(Method):
     """Hostile clients that `krum` and `multi_krum` expect among those that are aggregated; other robust rules warn
     where they withstand fewer."""
 
-    @property
-    def clustered(self) -> bool:
-        """With `--within clusters`."""
-        return self.options.within == CLUSTERS
+    reads_within = True
 
     def withstands(self, n: int) -> int:
         """Number of hostile clients of n that it withstands."""

@@ -235,10 +235,7 @@ class ServerStep(Method):
     needs = "equal ranks with --space factors"
     optimizer: ClassVar[ServerOptimizer]
 
-    @property
-    def clustered(self) -> bool:
-        """With `--within clusters`."""
-        return self.options.within == CLUSTERS
+    reads_within = True
 
     def check(self, models: ByClient, federation: Federation) -> None:
         """Raise ConfigError where clients of one cohort cannot have one A and B, because their ranks differ."""
