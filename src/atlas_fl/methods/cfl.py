@@ -50,6 +50,12 @@ def average_inside(clusters: Int64[np.ndarray, " n"], step: MixingContext, optio
     return weighted_average(options, replace(step, groups=groups))
 
 
+def average_inside_state(step: MixingContext, options: StrategyOptions) -> np.ndarray:
+    """The rows of averages inside the clusters of the server state, and the step's groups."""
+    state: ServerState = {} if step.models is None else step.models.server_state
+    return average_inside(clusters_in(state.get(CLUSTERS), step.federation), step, options)
+
+
 def bipartition(similarities: Float64[np.ndarray, "n n"]) -> Bool[np.ndarray, " n"]:
     """Clients apart from the first one in the two parts whose largest similarity across is least.
 
@@ -106,8 +112,7 @@ class Cfl(Method):
 
     def rule(self, step: MixingContext) -> np.ndarray:
         """The shares of the examples inside the clusters of the state."""
-        state: ServerState = {} if step.models is None else step.models.server_state
-        return average_inside(clusters_in(state.get(CLUSTERS), step.federation), step, self.options)
+        return average_inside_state(step, self.options)
 
     def next_state(
         self, server_state: ServerState, client_models: ByClient, updates: ByClient, federation: Federation

@@ -37,7 +37,6 @@ from atlas_fl.errors import short_repr
 from atlas_fl.methods.knobs import Range, Tried
 from atlas_fl.methods.method import Method, PublishedMethod, Report, ReportTensor, RoundStart
 from atlas_fl.params import HEAD, ByClient, Params, ServerState, TreesByClient, params_by_client
-from atlas_fl.storage.tensors import encoded_size
 
 FEATURES = "class_features"
 """The entry of the server state: what the clients of the last aggregation reported, by client."""
@@ -137,14 +136,6 @@ class ClassifierCollaboration(Method):
             MEANS: ReportTensor(shape=(classes, width), least=-LARGEST_FEATURE, most=LARGEST_FEATURE),
             VARIANCES: ReportTensor(shape=(classes,), least=0, most=width * LARGEST_FEATURE**2),
         }
-
-    def extra_bytes(self, shared: Params, *, participants: int, classes: int) -> tuple[int, int]:
-        """Class features up, and class means down."""
-        up, _ = super().extra_bytes(shared, participants=participants, classes=classes)
-        if not self.feature_alignment:
-            return up, 0
-        means = torch.zeros(classes, feature_width(shared))
-        return up, encoded_size({CENTROIDS: means, SEEN: torch.zeros(classes, dtype=torch.bool)})
 
     @classmethod
     def report_fault(cls, report: Params, *, counts: Sequence[int]) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from atlas_fl.aggregation.rules import MixingContext
-from atlas_fl.methods.cfl import CLUSTERS, average_inside, clusters_in
+from atlas_fl.methods.cfl import CLUSTERS, average_inside_state
 from atlas_fl.methods.knobs import Range, Tried
 from atlas_fl.methods.method import Choice, Losses, Method, RoundStart, message_size
 from atlas_fl.params import HEAD, ByClient, Params, ServerState, subtree, tensors
@@ -44,8 +44,7 @@ class Ifca(Method):
 
     def rule(self, step: MixingContext) -> np.ndarray:
         """The shares of the examples inside the clusters of the state."""
-        state: ServerState = {} if step.models is None else step.models.server_state
-        return average_inside(clusters_in(state.get(CLUSTERS), step.federation), step, self.options)
+        return average_inside_state(step, self.options)
 
     def extra_bytes(self, shared: Params, *, participants: int, classes: int) -> tuple[int, int]:
         """The models of all other clusters down."""

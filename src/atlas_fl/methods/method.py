@@ -461,15 +461,14 @@ class Method(Part):
 
     def report_bytes(self, model: Params, *, classes: int) -> int:
         """Bytes of one report of a client with this model; 0 where it asks for none."""
-        if self.report == "none":
-            return 0
-        schemas = self.report_tensors(model, classes=classes)
-        return encoded_size({name: torch.zeros(one.shape, dtype=one.dtype) for name, one in schemas.items()})
+        return 0 if self.report == "none" else _encoded_size(self.report_tensors(model, classes=classes))
 
     def extra_bytes(self, shared: Params, *, participants: int, classes: int) -> tuple[int, int]:
-        """The report, where it is asked for in every round."""
+        """What is reported, and what is sent, in a round in which both are."""
         del participants
-        return 0 if self.asks_once else self.report_bytes(shared, classes=classes), 0
+        up = 0 if self.asks_once else self.report_bytes(shared, classes=classes)
+        sent = self.sent_tensors(shared, classes=classes, round=min(2, self.options.last_aggregation))
+        return up, sum(map(_encoded_size, sent.values()))
 
     def record_reports(self, server_state: ServerState, reports: ByClient) -> ServerState:
         """The server state with what these clients have reported."""
@@ -537,6 +536,10 @@ class PublishedMethod:
     def trains_twice(self) -> bool:
         """A client trains a model of its own beside the shared one."""
         return "second_model" in self.settings and not self.settings.get("personal_models")
+
+
+def _encoded_size(tensors: Mapping[str, ReportTensor]) -> int:
+    return encoded_size({name: torch.zeros(one.shape, dtype=one.dtype) for name, one in tensors.items()})
 
 
 SECOND_TENSORS = "has a second set of tensors beside the model, which no message across machines holds yet"

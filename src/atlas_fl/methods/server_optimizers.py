@@ -79,14 +79,6 @@ def _adam(v: Tensor, square: Tensor, beta2: float) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moments:
-    """m and v of one tensor, float32; v is None where the rule has none."""
-
-    first: Tensor
-    second: Tensor | None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Cohort:
     """Clients that have one model, or one head."""
 
@@ -117,19 +109,17 @@ def cohorts(federation: Federation, present: Sequence[bool], options: StrategyOp
 
 
 def server_step(
-    current: Tensor, change: Tensor, moments: Moments | None, *, rule: ServerOptimizer
-) -> tuple[Tensor, Moments]:
-    """(x_{t+1} in float64, m_t and v_t) from x_t and Delta_t of any shape; `moments` are None before the first step."""
-    lr, beta1, tau = rule.lr, rule.beta1, rule.tau
-    first = torch.zeros_like(change) if moments is None else moments.first.to(change)
-    first = beta1 * first + (change if rule.second_moment is None else (1 - beta1) * change)
+    current: Tensor, change: Tensor, moments: Mapping[str, Tensor], *, rule: ServerOptimizer
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """(x_{t+1} in float64, m_t and v_t by name) from x_t and Delta_t; no moments before the first step."""
+    first = rule.beta1 * moments["first"].to(change) if moments else torch.zeros_like(change)
+    first = first + (change if rule.second_moment is None else (1 - rule.beta1) * change)
     if rule.second_moment is None:
-        return current + lr * first, Moments(first=first.float(), second=None)
-    last = None if moments is None else moments.second
-    second = torch.full_like(change, tau**2) if last is None else last.to(change)
+        return current + rule.lr * first, {"first": first.float()}
+    second = moments["second"].to(change) if moments else torch.full_like(change, rule.tau**2)
     second = rule.second_moment(second, change.square(), rule.beta2)
-    step = lr * first / (second.sqrt() + tau)
-    return current + step, Moments(first=first.float(), second=second.float())
+    step = rule.lr * first / (second.sqrt() + rule.tau)
+    return current + step, {"first": first.float(), "second": second.float()}
 
 
 class _ServerStep:
@@ -160,12 +150,11 @@ class _ServerStep:
             self._step_module(cohort, module)
 
     def _next(self, cohort: Cohort, name: str, current: Tensor, change: Tensor) -> Tensor:
-        first, second = (self.moments[kind].get(cohort.name, {}) for kind in ("first", "second"))
-        moments = Moments(first=first[name], second=second.get(name)) if name in first else None
-        model, moments = server_step(current, change, moments, rule=self._rule)
-        self.moments["first"].setdefault(cohort.name, {})[name] = moments.first.contiguous().cpu()
-        if moments.second is not None:
-            self.moments["second"].setdefault(cohort.name, {})[name] = moments.second.contiguous().cpu()
+        own = {kind: by_cohort.get(cohort.name, {}) for kind, by_cohort in self.moments.items()}
+        known = {kind: tensors[name] for kind, tensors in own.items() if name in tensors}
+        model, moments = server_step(current, change, known, rule=self._rule)
+        for kind, tensor in moments.items():
+            self.moments[kind].setdefault(cohort.name, {})[name] = tensor.contiguous().cpu()
         return model
 
     def _step_tensor(self, cohort: Cohort, key: str) -> None:
