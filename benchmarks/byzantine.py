@@ -30,8 +30,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
 from atlas_fl.aggregation.matrices import Federation, without_edges
-from atlas_fl.aggregation.norm_bound import Space, bound_updates
-from atlas_fl.aggregation.rules import twice_the_rank
+from atlas_fl.aggregation.norm_bound import bound_updates
+from atlas_fl.aggregation.rules import StrategyOptions, twice_the_rank
 from atlas_fl.aggregation.update_checks import check_update, unusable_models
 from atlas_fl.config import Config, with_values
 from atlas_fl.config.presets import find_preset
@@ -50,7 +50,7 @@ SIZES = ((5, 1), (9, 2))
 FEATURES, RANKS = 64, (4, 8)
 ROUNDS, STEPS, BATCH, RATE = 12, 8, 10, 0.1
 LAYER = "layer.0.hidden"
-SPACE = Space(space="product", share=("A", "B", "head"), scale=twice_the_rank)
+SPACE = StrategyOptions(space="product", share=("A", "B", "head"), scale=twice_the_rank)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,24 +17,13 @@ import torch
 from torch import Tensor
 
 from atlas_fl.aggregation.lora_product import factorise, stack_factors, truncated_svd
+from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE, ByClient, Params, lora_modules, shared_params
 
 LEAST = 3
 """Clients of a cohort from which norms are compared."""
 BODY, HEADS = "adapters or weights", "head"
 """The two parts of a model whose changes are measured."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Space:
-    """Where a rule mixes, and so where a change is measured."""
-
-    space: str
-    """`product` or `factors`."""
-    share: tuple[str, ...]
-    """Parts of a model that leave the client."""
-    scale: Callable[[int], float]
-    """LoRA scale s of a rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +36,7 @@ class Excess:
     """The figures as part of a sentence."""
 
 
-def change_norms(before: Params, after: Params, how: Space) -> dict[str, float]:
+def change_norms(before: Params, after: Params, how: StrategyOptions) -> dict[str, float]:
     """The norms of what training has changed, by `BODY` and `HEADS`; only of what is shared, and has values here."""
     shared = {key: tensor for key, tensor in shared_params(after, how.share).items() if tensor.numel()}
     squares = {BODY: 0.0, HEADS: 0.0}
@@ -106,7 +95,9 @@ def _cohorts(norms: Mapping[str, object], tasks: Mapping[str, str]) -> list[tupl
     return [(BODY, list(norms)), *((HEADS, clients) for clients in by_task.values())]
 
 
-def clip_update(before: Params, after: Params, how: Space, *, limits: Mapping[str, float]) -> dict[str, Tensor]:
+def clip_update(
+    before: Params, after: Params, how: StrategyOptions, *, limits: Mapping[str, float]
+) -> dict[str, Tensor]:
     """The update with its change scaled down so that no part's norm is above its limit (`scaled_change`).
 
     Cut to the client's rank it may move by as much again as was allowed, so in product space the norm is at most twice
@@ -118,7 +109,9 @@ def clip_update(before: Params, after: Params, how: Space, *, limits: Mapping[st
     )
 
 
-def scaled_change(before: Params, after: Params, how: Space, *, factors: Mapping[str, float]) -> dict[str, Tensor]:
+def scaled_change(
+    before: Params, after: Params, how: StrategyOptions, *, factors: Mapping[str, float]
+) -> dict[str, Tensor]:
     """`w + f (w' - w)` of every part that has a factor f other than 1; in product space `s B A + f (s B' A' - s B A)`,
     of which the client's rank holds the best approximation.
     """
@@ -155,7 +148,7 @@ def _clipped_pair(
 
 
 def bound_updates(
-    before: ByClient, trained: ByClient, tasks: Mapping[str, str], how: Space, *, mode: str, ratio: float
+    before: ByClient, trained: ByClient, tasks: Mapping[str, str], how: StrategyOptions, *, mode: str, ratio: float
 ) -> tuple[dict[str, Params], dict[str, str]]:
     """(the updates that may be mixed, why each of the others was refused or scaled down, by client).
 

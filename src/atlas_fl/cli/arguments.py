@@ -60,6 +60,7 @@ HINTS = {
     **dict.fromkeys(
         ("--output", "--out"), "run folders lie in --runs-dir FOLDER, and --name NAME is the folder of this run"
     ),
+    "--lambda-sweep": "runs over several eta are `atlas sweep --lambda-sweep`",
     "--help-all": "all settings are explained by --help all",
     "--cpu": "the CPU trains with --accelerator cpu",
     "--fp16": "the arithmetic is --precision fp16",

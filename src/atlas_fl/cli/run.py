@@ -69,8 +69,6 @@ class RunOptions(TrackerOptions, SettingsOptions):
 
     resume: bool = False
     """Go on with the run of these settings, if it was begun."""
-    lambda_sweep: bool = False
-    """Sweep eta of atlas_laplacian as `atlas sweep --lambda-sweep` does, with one seed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,15 +98,6 @@ def run(words: Sequence[str]) -> int:
     if (resumed := last_value(groups, "--resume")) is not None:
         return _resume([Words("", (resumed,)), *(group for group in groups if group.flag != "--resume")])
     options = parse(RunOptions, groups, command="atlas run")
-    if options.lambda_sweep and (
-        named := [one.name for one in fields(TrackerOptions) if getattr(options, one.name) not in (None, ())]
-    ):
-        raise ConfigError(f"--{named[0]} logs one run, and --lambda-sweep makes several; leave one of them out")
-    if options.lambda_sweep:
-        from atlas_fl.cli.sweep import run_grid
-        from atlas_fl.experiment.sweep import LAMBDA_SWEEP, with_eta
-
-        return run_grid(with_eta(options.settings), over=[LAMBDA_SWEEP], seeds=[options.settings.run.seed])
     config = validate(options.settings)
 
     from atlas_fl.experiment.run import run_config as run_config

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_origin
 
 import tomlkit
-from yaml import AliasToken, BaseLoader, MappingNode, ScalarNode, YAMLError, load, scan
+from yaml import AliasToken, BaseLoader, MappingNode, ScalarNode, YAMLError, compose, scan
 
 from atlas_fl.config.schema import Config
 from atlas_fl.config.settings import Setting, group_classes, replace_settings, settings, unknown_setting, value_of
@@ -22,31 +22,34 @@ from atlas_fl.errors import ConfigError, short_repr, unknown_name
 from atlas_fl.storage.folder_access import read_file, read_named_file
 
 
-class _Texts(BaseLoader):
-    """Mappings, lists and texts; no key stands twice in a mapping."""
-
-    def construct_mapping(self, node: MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value if isinstance(key, ScalarNode)]
-        if len({*keys}) < len(node.value):
-            raise ValueError(f"line {node.start_mark.line + 1}: a key stands twice in one mapping, or is no word")
-        return super().construct_mapping(node, deep=deep)
-
-
 def read_yaml(text: str) -> Any:
     """Content of a YAML text: mappings, lists and texts; raises ValueError where it is none, or has aliases."""
     try:
         if any(isinstance(token, AliasToken) for token in scan(text)):
             raise ValueError("it has aliases (*), which mean nothing here")
-        return load(text, Loader=_Texts)
+        root = compose(text, Loader=BaseLoader)
     except YAMLError as error:
         raise ValueError(str(error)) from None
+    return None if root is None else _content(root)
+
+
+def _content(node: Any) -> Any:
+    if isinstance(node, ScalarNode):
+        return str(node.value)
+    if not isinstance(node, MappingNode):
+        return [_content(part) for part in node.value]
+    keys = [key.value for key, _ in node.value if isinstance(key, ScalarNode)]
+    if len({*keys}) < len(node.value):
+        raise ValueError(f"line {node.start_mark.line + 1}: a key stands twice in one mapping, or is no word")
+    return {key.value: _content(value) for key, value in node.value}
 
 
 def convert_texts(value: object, kind: Any) -> Any:
     """The value of this kind that texts spell; raises ValueError where they spell none."""
     is_null = value in ("", "~", "null") and unwrap_optional(kind) is not None
-    words = value if isinstance(value, list) else [NONE if is_null else value]
-    if not all(isinstance(word, str) for word in words) or (isinstance(value, list) and get_origin(kind) is not tuple):
+    parts = value if isinstance(value, list) else [NONE if is_null else value]
+    words = [word for word in parts if isinstance(word, str)]
+    if len(words) < len(parts) or (isinstance(value, list) and get_origin(kind) is not tuple):
         raise ValueError(f"{short_repr(value)} is not {describe(kind)}")
     return from_words(words, kind)
 

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from atlas_fl.aggregation.norm_bound import Space
 from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.client.options import FingerprintOptions, TrainedParts, TrainOptions
 from atlas_fl.config import Config
@@ -72,11 +71,6 @@ def predicts_as_sent(config: Config) -> bool:
     return not any(part.changes_prediction for part in parts_of_config(config))
 
 
-def space_of(config: Config) -> Space:
-    """The space that this config's rule mixes in."""
-    return Space(space=config.mixing.space, share=config.mixing.share, scale=scale_of(config))
-
-
 def with_attackers(engine: Engine, config: Config, clients: Sequence[ClientData]) -> Engine:
     """Wrap the engine so that attackers act as this config says; the same engine where there are none."""
     attack = config.attack
@@ -87,7 +81,7 @@ def with_attackers(engine: Engine, config: Config, clients: Sequence[ClientData]
         attack=ATTACKS[attack.attack],
         attackers=configured_attackers(config, [client.name for client in clients]),
         size=attack.attack_scale,
-        space=space_of(config),
+        space=strategy_of(config).options,
         seed=config.run.seed,
         examples={client.name: len(client.train) for client in clients},
     )
