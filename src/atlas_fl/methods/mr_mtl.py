@@ -52,10 +52,3 @@ MR_MTL = PublishedMethod(
     suggested={"proximal_mu": 0.1},
     equal_ranks=True,
 )
-MR_MTL_CLUSTER = PublishedMethod(
-    summary="MR-MTL inside clusters: own models, pulled to the mean of their cluster.",
-    rule="fedavg_cluster",
-    settings={"personal_models": True, **FACTORS},
-    suggested={"proximal_mu": 0.1},
-    equal_ranks=True,
-)

@@ -252,8 +252,14 @@ class ServerStep(Method):
         after = sync_shared(with_updates(client_models, updates), federation, list(updates))
         before = {client: client_models[client] for client in federation.clients}
         after = {client: after[client] for client in federation.clients}
-        chosen = {"lr": self.server_lr, "beta1": self.server_beta1, "beta2": self.server_beta2, "tau": self.server_tau}
-        rule = replace(self.optimizer, **{name: number for name, number in chosen.items() if number is not None})
+        usual = self.optimizer
+        rule = replace(
+            usual,
+            lr=usual.lr if self.server_lr is None else self.server_lr,
+            beta1=usual.beta1 if self.server_beta1 is None else self.server_beta1,
+            beta2=self.server_beta2,
+            tau=self.server_tau,
+        )
         step = _ServerStep(rule, self.options, server_state, before, after)
         for cohort in cohorts(federation, [client in updates for client in federation.clients], self.options):
             step.run(cohort)
