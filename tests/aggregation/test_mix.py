@@ -279,7 +279,7 @@ def test_matrices_may_be_a_mapping_and_differ_by_name():
     held = models()
     matrices = {key: np.eye(3) if key.startswith("head.") else MATRIX for key in held["a"]}
     words = {"clients": CLIENTS, "share": ("A", "B", "head"), "space": "product", "align": "pad", "scale": two}
-    mixed = mix(held, matrices, **words).by_client
+    mixed = mix(held, matrices.__getitem__, **words).by_client
     assert mixed["a"]["head.weight"] is held["a"]["head.weight"]
     assert update(mixed["a"]) == pytest.approx(update(run(held).by_client["a"]), abs=1e-6)
 

@@ -229,7 +229,7 @@ def catalogue(words: Sequence[str]) -> int:
     if options.name is not None and options.what != "strategies":
         raise ConfigError(f"unexpected words: {options.name}; a strategy alone can be named; see `atlas list --help`")
     if options.name is not None:
-        show([_listing(_one_strategy(options.name)), _listing(_knobs(options.name))])
+        show([_listing(_strategies(options.name)), _listing(_knobs(options.name))])
     else:
         show([_listing(_catalogues() if options.what is None else CATALOGUES[options.what][1]())])
     return 0
@@ -249,16 +249,6 @@ def _catalogues() -> Lines:
     yield "atlas list", "what it is"
     for name, (about, _) in CATALOGUES.items():
         yield name, about
-
-
-def _one_strategy(name: str) -> Lines:
-    from atlas_fl.methods.registry import ALIASES
-
-    header, *lines = _strategies()
-    known = {line[0]: line for line in lines}
-    if (found := known.get(ALIASES.get(name, name))) is None:
-        raise unknown_name("strategy", name, [*known, *ALIASES])
-    yield from (header, found)
 
 
 def _knobs(name: str) -> Lines:
@@ -305,11 +295,14 @@ def _models() -> Lines:
         yield model.alias, model.parameters, f"{model.lr:g}", model.path, model.note
 
 
-def _strategies() -> Lines:
+def _strategies(alone: str | None = None) -> Lines:
     from atlas_fl.methods.registry import ALIASES, METHODS, RULES
 
     yield "strategy", "bytes", "what it does"
-    for name in (*RULES, *METHODS):
+    names = [*RULES, *METHODS] if alone is None else [ALIASES.get(alone, alone)]
+    if unknown := {*names} - {*RULES, *METHODS}:
+        raise unknown_name("strategy", unknown.pop(), [*RULES, *METHODS, *ALIASES])
+    for name in names:
         method = METHODS.get(name)
         rule = RULES[name if method is None else method.rule]
         aliases = [alias for alias, target in ALIASES.items() if target == name]

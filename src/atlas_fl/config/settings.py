@@ -63,11 +63,6 @@ def settings() -> Mapping[str, Setting]:
     return MappingProxyType(table)
 
 
-def marked(mark: Mark) -> frozenset[str]:
-    """Names of the settings with this mark."""
-    return frozenset(name for name, setting in settings().items() if mark in setting.marks)
-
-
 @cache
 def group_classes() -> Mapping[str, type[Any]]:
     """The dataclass of every group by the group's name."""
