@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import atlas_fl
-from atlas_fl.cli.arguments import ALIASES, HINTS, SettingsOptions, known_flags, parse, split
+from atlas_fl.cli.arguments import ALIASES, HINTS, has_settings, known_flags, parse, split
 from atlas_fl.cli.main import COMMANDS
 from atlas_fl.config import load_config, settings, validate, with_values
 from atlas_fl.config.presets import find_preset, presets
@@ -309,7 +309,7 @@ def accept(command: str, words: list[str]) -> None:
     methods = getattr(options, "strategies", ())
     if methods:
         grid(options.settings, over={"strategy": methods}, seeds=(42,))
-    elif issubclass(options_of, SettingsOptions) and "--task" not in words:
+    elif has_settings(options_of) and "--task" not in words:
         validate(options.settings)
     if command == "search":
         check_space(options.settings, parse_space(options.over))

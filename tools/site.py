@@ -16,7 +16,7 @@ from inspect import isfunction
 from pathlib import Path
 
 import atlas_fl
-from atlas_fl.cli.arguments import Argument, Command, SettingsOptions, option_arguments, setting_argument
+from atlas_fl.cli.arguments import Argument, Command, has_settings, option_arguments, setting_argument
 from atlas_fl.cli.main import COMMANDS
 from atlas_fl.config import Config, settings
 from atlas_fl.config.settings import group_classes
@@ -81,7 +81,7 @@ def _command(command: Command) -> Iterator[str]:
     yield " ".join((command.options.__doc__ or "").split())
     yield from ("", "| argument | what it is |", "|---|---|")
     yield from (_row(argument) for argument in option_arguments(command.options))
-    if issubclass(command.options, SettingsOptions):
+    if has_settings(command.options):
         yield from ("", "It takes every [setting](settings.md) as a flag, too.")
 
 

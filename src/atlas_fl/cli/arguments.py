@@ -241,9 +241,14 @@ def setting_argument(setting: Setting, config: Config) -> Argument:
     )
 
 
+def has_settings(options: type[Any]) -> bool:
+    """Return true for options that hold a config."""
+    return "settings" in options.__dataclass_fields__
+
+
 def arguments(options: type[Any], config: Config | None = None) -> list[Argument]:
     """All arguments of a command, with the defaults of this config."""
-    known = settings().values() if issubclass(options, SettingsOptions) else ()
+    known = settings().values() if has_settings(options) else ()
     return [*option_arguments(options), *(setting_argument(one, config or Config()) for one in known)]
 
 
@@ -266,7 +271,7 @@ def help_page(options: type[Any], *, command: str, config: Config | None = None,
     positional = [a.name if a.default is dataclasses.MISSING else f"[{a.name}]" for a in words]
     usage = f"usage: {' '.join([command, *required, '[OPTIONS]', *positional])}"
     sections = [("", _rows(words)), ("options:", [*_rows(flags), ("-h, --help", "Show this page.")])]
-    if issubclass(options, SettingsOptions):
+    if has_settings(options):
         sections += _groups(config or Config(), is_whole=is_whole)
         if not is_whole:
             more = f"`{command} --help all` shows all {len(settings())} settings"
@@ -400,7 +405,7 @@ def parse(options: type[OptionsT], groups: Sequence[Words], *, command: str, con
         ConfigError: a flag is unknown, or a value is missing, of the wrong type or none of the choices.
     """
     check_flags(groups, flags=known_flags(options), command=command)
-    if config is None and issubclass(options, SettingsOptions):
+    if config is None and has_settings(options):
         config = base_config(groups)
     if asked := [group for group in groups if group.flag in ("-h", "--help")]:
         is_whole = any("all" in group.values for group in asked)
