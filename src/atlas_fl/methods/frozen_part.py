@@ -48,10 +48,7 @@ class WithFrozenPart(FedAvg):
     holds_frozen = True
     fixed: ClassVar = {"space": "factors", "within": "all"}
 
-    @property
-    def changes_prediction(self) -> bool:
-        """Always."""
-        return True
+    changes_prediction = True
 
     def new_factors(self, a: list[Tensor], b: list[Tensor], weights: list[float]) -> Factors:
         """Addition of clients with these factors and weights to one module; by default the sum of their products."""
