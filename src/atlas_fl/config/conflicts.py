@@ -78,8 +78,8 @@ FACTS: Mapping[str, tuple[str, Callable[[Config], Any]]] = {
 """What follows from a config: the flag that decides it, and its value."""
 
 NAMED: Mapping[str, Callable[[Any], bool]] = {
-    "yes": bool,
-    "no": lambda value: not value,
+    **dict.fromkeys(("of one rank", "that takes reports", "that reads classes", "with clusters", "with terms"), bool),
+    **dict.fromkeys(("that shares nothing", "that takes no late clients", "without clusters"), lambda value: not value),
     "not a number": lambda value: not value.isdecimal(),
     "without a cut": lambda value: set(cuts_by_name(value).values()) == {NONE},
     "with auto": lambda value: AUTO in cuts_by_name(value).values(),
