@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
 from atlas_fl.aggregation.matrices import Federation, without_edges
-from atlas_fl.aggregation.norm_bound import Space, bound_updates
+from atlas_fl.aggregation.norm_bound import bound_updates
 from atlas_fl.aggregation.rules import StrategyOptions, twice_the_rank
 from atlas_fl.aggregation.update_checks import check_update, unusable_models
 from atlas_fl.config import Config, with_values
@@ -50,7 +50,7 @@ SIZES = ((5, 1), (9, 2))
 FEATURES, RANKS = 64, (4, 8)
 ROUNDS, STEPS, BATCH, RATE = 12, 8, 10, 0.1
 LAYER = "layer.0.hidden"
-SPACE = Space(space="product", share=("A", "B", "head"), scale=twice_the_rank)
+SPACE = StrategyOptions(space="product", share=("A", "B", "head"), scale=twice_the_rank)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,8 +288,8 @@ def run(case: Case, alpha: float | None) -> dict[str, object]:
     if case.attack != "none" and ATTACKS[case.attack].flips_labels:
         clients = with_flipped_labels(clients, hostile)
     net = Net(frozen=torch.randn(FEATURES, 64, generator=torch_generator(case.seed, "frozen")) / 8)
-    options = StrategyOptions(eta=0.5, byzantine=case.hostile, trim=case.hostile / case.clients)
-    strategy, federation = find_method(case.rule, options), federation_of(case, names)
+    strategy = find_method(case.rule, eta=0.5, byzantine=case.hostile, trim=case.hostile / case.clients)
+    federation = federation_of(case, names)
     data = {
         client.name: {
             split: relabel(case, images_of(client, split), int(group)) for split in ("train", "validation", "test")

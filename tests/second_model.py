@@ -18,5 +18,5 @@ def combine(
     gate: Params = MappingProxyType({}),
 ) -> Params:
     """What a client computes with."""
-    options = StrategyOptions(second_weight=weight, scale=scale)
-    return SECOND_MODELS[kind](options).combine(own, shared, gate)
+    options = StrategyOptions(scale=scale)
+    return SECOND_MODELS[kind](options, second_weight=weight).combine(own, shared, gate)

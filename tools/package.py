@@ -34,6 +34,7 @@ FIRST = (
     "py.typed",
     "config/presets.toml",
     "config/conflicts.tsv",
+    "methods/published.toml",
     "report/html/page.html.jinja",
     "report/html/page.css",
     "report/html/page.js",

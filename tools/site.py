@@ -16,9 +16,9 @@ from inspect import isfunction
 from pathlib import Path
 
 import atlas_fl
-from atlas_fl.cli.arguments import Argument, Command, has_settings, option_arguments, setting_arguments
+from atlas_fl.cli.arguments import Argument, Command, has_settings, option_arguments, setting_argument
 from atlas_fl.cli.main import COMMANDS
-from atlas_fl.config import Config
+from atlas_fl.config import Config, settings
 from atlas_fl.config.settings import group_classes
 
 ROOT = Path(__file__).parents[1]
@@ -95,7 +95,7 @@ def settings_page() -> str:
     for name, group in group_classes().items():
         lines += ["", f"## [{name}]", "", " ".join((group.__doc__ or "").split())]
         lines += ["", "| flag | what it is |", "|---|---|"]
-        lines += [_row(argument) for argument in setting_arguments(Config()) if argument.group == name]
+        lines += [_row(setting_argument(one, Config())) for one in settings().values() if one.group == name]
     return "\n".join([*lines, ""])
 
 

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from atlas_fl.aggregation.norm_bound import BODY, HEADS, Space, bound_updates, change_norms, clip_update, find_excesses
+from atlas_fl.aggregation.norm_bound import BODY, HEADS, bound_updates, change_norms, clip_update, find_excesses
+from atlas_fl.aggregation.rules import StrategyOptions
 
-PRODUCT = Space(space="product", share=("A", "B", "head"), scale=lambda rank: 16 / rank)
-FACTORS = Space(space="factors", share=("A", "B", "head"), scale=lambda rank: 16 / rank)
+PRODUCT = StrategyOptions(space="product", share=("A", "B", "head"), scale=lambda rank: 16 / rank)
+FACTORS = StrategyOptions(space="factors", share=("A", "B", "head"), scale=lambda rank: 16 / rank)
 CLIENTS = ("a", "b", "c", "d", "e")
 TASKS = dict(zip(CLIENTS, ("x", "x", "x", "y", "y")))
 
@@ -75,7 +76,7 @@ def test_the_norm_by_hand():
 
 def test_what_is_not_shared_or_not_here_is_not_measured():
     before, after = model(1), moved(2, model(1))
-    only_a = Space(space="factors", share=("A",), scale=lambda _: 2.0)
+    only_a = StrategyOptions(space="factors", share=("A",), scale=lambda _: 2.0)
     wanted = math.sqrt(
         sum(float((after[k] - before[k]).double().square().sum()) for k in before if "_A" in k or "bias" in k)
     )

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from atlas_fl.aggregation.change_similarity import cosines
 from atlas_fl.aggregation.matrices import Federation
-from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.config import with_values
 from atlas_fl.config.presets import find_preset
 from atlas_fl.config.validation import validate
@@ -34,9 +33,7 @@ def vectors(*points):
 
 
 def after_round(before, updates, state=None, **words):
-    done = find_method("cfl", StrategyOptions(**words)).aggregate(
-        state or {}, before, updates, federation(len(before)), round=1
-    )
+    done = find_method("cfl", **words).aggregate(state or {}, before, updates, federation(len(before)), round=1)
     return clusters_in(done.server_state[CLUSTERS], federation(len(before))).tolist(), done
 
 

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from atlas_fl.aggregation.matrices import Federation
-from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.methods.registry import find_method
 
 
@@ -20,7 +19,7 @@ def after_round(weights: list[float], values: dict[str, float]) -> list[float]:
     )
     before = {name: {"w": torch.tensor([100.0])} for name in names}
     updates = {name: {"w": torch.tensor([value])} for name, value in values.items()}
-    done = find_method("fedavg_of_others", StrategyOptions()).aggregate({}, before, updates, federation, round=1)
+    done = find_method("fedavg_of_others").aggregate({}, before, updates, federation, round=1)
     return [float(done.client_models[name]["w"]) for name in names]
 
 

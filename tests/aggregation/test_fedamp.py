@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atlas_fl.aggregation.matrices import Federation
-from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.methods.fedamp import attention
 from atlas_fl.methods.registry import find_method
 
@@ -56,7 +55,7 @@ def test_the_near_count_more_and_the_absent_not_at_all():
         "b": {"w": torch.tensor([1.0, 0])},
         "c": {"w": torch.tensor([3.0, 0])},
     }
-    done = find_method("fedavg_by_distance", StrategyOptions()).aggregate({}, before, updates, fed, round=1)
+    done = find_method("fedavg_by_distance").aggregate({}, before, updates, fed, round=1)
     weights = attention(np.array([[0.0, 1, 9], [1, 0, 4], [9, 4, 0]]), alpha=1.0, sigma=1.0)
     for row, name in zip(weights, names, strict=False):
         assert float(done.client_models[name]["w"][0]) == pytest.approx(row @ [0.0, 1, 3], rel=1e-6)

@@ -5,14 +5,13 @@ import pytest
 import torch
 
 from atlas_fl.aggregation.matrices import Federation
-from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.client.optimizer import LossScale, gradient_chain, make_optimizer
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.methods.feddyn import dynamic_corrections
 from atlas_fl.methods.registry import find_method
 from atlas_fl.params import flatten_state
 
-DYNAMIC = find_method("fedavg_dynamic", StrategyOptions())
+DYNAMIC = find_method("fedavg_dynamic")
 
 
 def federation(weights: list[float], tasks: tuple[str, ...]) -> Federation:
@@ -117,7 +116,7 @@ def test_it_ends_at_the_optimum_of_all_where_fedprox_does_not() -> None:
     ends, fed = {}, federation([1, 1, 1], ("t",) * 3)
     for name in ("fedavg_dynamic", "fedavg"):
         strategy, state, models = (
-            find_method(name, StrategyOptions(space="factors")),
+            find_method(name, space="factors"),
             {},
             {one: {"w": torch.zeros(2)} for one in TARGETS},
         )

@@ -10,7 +10,6 @@ from scipy.optimize import minimize
 from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.audit.class_features import Report, head_row, smallest_on_simplex
-from atlas_fl.errors import ConfigError
 from atlas_fl.methods.fedpac import ClassifierCollaboration, combination_rows, estimate, minimize_on_simplex, summarize
 
 
@@ -154,8 +153,3 @@ def test_a_layer_below_the_last_one_is_averaged_by_examples_inside_its_task() ->
     assert below == pytest.approx([mean, mean, mean, 3.0])
     last = [done.client_models[name]["head.classifier.weight"].item() for name in "abcd"]
     assert last == pytest.approx([10 * 20 / 63, 10 * 24 / 63, 20.0, 30.0])
-
-
-def test_heads_that_stay_at_the_clients_cannot_be_combined() -> None:
-    with pytest.raises(ConfigError, match="--share A B leaves out heads, which this strategy combines; add head"):
-        ClassifierCollaboration(StrategyOptions(share=("A", "B")))

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atlas_fl.aggregation.matrices import Federation
-from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.errors import ConfigError
 from atlas_fl.methods.fedtreelora import CUTS, nested_cuts
 from atlas_fl.methods.registry import find_method
@@ -65,7 +64,7 @@ def test_every_cut_refines_those_below(n, layers, step, seed):
 @pytest.mark.parametrize("space", ["product", "factors"])
 def test_lower_layers_are_averaged_over_all_and_upper_ones_in_their_clusters(space):
     """All four agree in the lower layer; in the upper one, as in their heads, the second two go the other way."""
-    strategy = find_method("fedtreelora", StrategyOptions(space=space, tree_threshold=0.5))
+    strategy = find_method("fedtreelora", space=space, tree_threshold=0.5)
     begun = {client: model(([1.0, 0.0], [0.0]), ([1.0, 0.0], [0.0])) for client in "abcd"}
     trained = {
         client: model(([1.0, 0.0], [2.0 + k]), ([1.0, 0.0], [(1.0 + k) * (1 if k < 2 else -1)]), head=float(k))
@@ -92,7 +91,7 @@ def test_lower_layers_are_averaged_over_all_and_upper_ones_in_their_clusters(spa
 
 
 def test_there_is_one_average_until_everyone_took_part():
-    strategy = find_method("fedtreelora", StrategyOptions())
+    strategy = find_method("fedtreelora")
     begun = {client: model(([1.0, 0.0], [0.0]), ([1.0, 0.0], [0.0])) for client in "abcd"}
     trained = {client: model(([1.0, 0.0], [1.0]), ([1.0, 0.0], [float(k) - 1.5])) for k, client in enumerate("abc")}
     done = strategy.aggregate({}, begun, trained, federation(), round=1)
@@ -104,5 +103,5 @@ def test_there_is_one_average_until_everyone_took_part():
 
 def test_parameters_without_a_layer_are_refused():
     whole = {client: {"w": torch.zeros(2)} for client in "abcd"}
-    with pytest.raises(ConfigError, match=r"^--strategy fedtreelora cuts clusters by layer, and w is in none"):
-        find_method("fedtreelora", StrategyOptions()).check(whole, federation())
+    with pytest.raises(ConfigError, match=r"^--strategy fedtreelora mixes by layer, and w is in none"):
+        find_method("fedtreelora").check(whole, federation())

@@ -75,12 +75,6 @@ def test_equal_fingerprints_have_the_greatest_closeness():
     assert affinity(np.zeros((3, 3))).tolist() == (1 - np.eye(3)).tolist()
 
 
-@pytest.mark.parametrize("alpha", [0.0, -1.0, float("nan"), float("inf")])
-def test_alpha_must_be_positive(distances, alpha):
-    with pytest.raises(ConfigError, match=r"alpha is .*; it must be above 0"):
-        affinity(distances, alpha=alpha)
-
-
 def test_distances_that_are_not_finite_are_refused_unless_the_client_is_undecided(distances):
     distances[0, 1] = distances[1, 0] = np.nan
     with pytest.raises(ConfigError, match="not finite; the fingerprints hold NaN"):
@@ -115,16 +109,9 @@ def test_adaptive_graph_survives_scores_of_zero_and_below(distances):
     assert low.adjacency == pytest.approx(affinity(distances))
 
 
-def test_adaptive_graph_needs_scores(distances):
-    with pytest.raises(ConfigError, match="'adaptive' needs a validation score of every client"):
-        graph(distances, graph="adaptive")
-
-
 def test_symmetrize_by_hand():
     directed = np.array([[0.0, 1.0], [0.5, 0.0]])
     assert [symmetrize(directed, how)[0, 1] for how in ("average", "max", "min")] == [0.75, 1.0, 0.5]
-    with pytest.raises(ConfigError, match="unknown symmetrisation 'mean'"):
-        symmetrize(directed, "mean")
 
 
 def test_nearest_equals_sklearns_neighbours(points, distances):
@@ -231,18 +218,3 @@ def test_inputs_are_untouched(distances):
 def test_one_client_has_an_empty_graph():
     made = make_graph(np.zeros((1, 1)), np.array([0]), GraphOptions(), clients=("a",), tasks=("t",))
     assert made.adjacency.tolist() == [[0.0]]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ({"graph": "uniforn"}, "unknown graph 'uniforn'; did you mean 'uniform'"),
-        ({"neighbours": -1}, "neighbours is -1; it must be 0 or more"),
-        ({"singleton_neighbours": -2}, "singleton_neighbours is -2; it must be 0 or more"),
-        ({"ema": 1.0}, "graph_ema is 1.0; it must be at least 0 and below 1"),
-        ({"symmetrize": "sum"}, "unknown symmetrisation 'sum'"),
-    ],
-)
-def test_options_out_of_range_are_named(distances, words, message):
-    with pytest.raises(ConfigError, match=message):
-        graph(distances, **words)

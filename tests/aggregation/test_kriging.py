@@ -19,7 +19,6 @@ from atlas_fl.methods.kriging import (
     correlations,
     measure,
     measure_clusters,
-    measured_sharing,
     positive_part,
     prediction_rows,
     variance_over_noise,
@@ -225,13 +224,12 @@ def test_what_is_told_of_sharing_by_hand() -> None:
             for key, tensor in {**same, "head.w": torch.tensor([head])}.items()
         }
 
-    options = StrategyOptions(max_share=1.0)
-    strategy = Kriging(options)
+    strategy = Kriging(StrategyOptions(max_share=1.0))
     state = strategy.record_reports(strategy.init(start), {"a": report(1.0, 3.0, 1.0), "b": report(-1.0, 1.0, 3.0)})
     models = RoundModels(before=start, after=start, server_state=state)
     clients = federation("ab", "xx")
     matrices = strategy.matrices(clients, [True, True], round=1, models=models)
-    told = {(row.client, row.parameters): row for row in measured_sharing(state, clients, matrices, options)}
+    told = {(row.client, row.parameters): row for row in strategy.measured({}, state, clients, matrices)}
     assert set(told) == {(name, parameters) for name in "ab" for parameters in ("adapters", "head")}
     # adapters: no noise at all, and each the contrary of the other
     assert told["a", "adapters"].variance_over_noise is None
@@ -293,13 +291,12 @@ def test_adapters_of_all_are_averaged_where_they_differ_by_less_than_their_noise
     clients = replace(federation("abc", "xxx"), clusters=np.array([0, 1, 1]))
 
     def matrix(key: str, *, b: tuple[float, float], within: str, present: tuple[bool, ...] = (True,) * 3) -> np.ndarray:
-        options = StrategyOptions(max_share=1.0, within=within)
-        strategy = Kriging(options)
+        strategy = Kriging(StrategyOptions(max_share=1.0, within=within))
         state = strategy.record_reports(strategy.init(start), {"a": report(3.0, 1.0), "b": report(*b)})
         models = RoundModels(before=start, after=start, server_state=state)
         matrices = strategy.matrices(clients, list(present), round=1, models=models)
         told.clear()
-        told.extend(measured_sharing(state, clients, matrices, options))
+        told.extend(strategy.measured({}, state, clients, matrices))
         return np.asarray(matrices(key))
 
     told: list[MeasuredSharing] = []

@@ -9,7 +9,7 @@ from scipy.optimize import minimize
 
 from atlas_fl.aggregation.change_similarity import cosines
 from atlas_fl.aggregation.matrices import Federation
-from atlas_fl.aggregation.rules import RoundModels, StrategyOptions
+from atlas_fl.aggregation.rules import RoundModels
 from atlas_fl.errors import ConfigError
 from atlas_fl.methods.pfedgraph import project_onto_simplex
 from atlas_fl.methods.registry import find_method
@@ -32,7 +32,7 @@ def vectors(*points):
 
 
 def rows(before, after, fed, key, **words):
-    strategy = find_method("pfedgraph", StrategyOptions(**words))
+    strategy = find_method("pfedgraph", **words)
     models = RoundModels(before=before, after=after, server_state=strategy.init(before))
     return strategy.matrices(fed, [True] * len(fed.clients), round=1, models=models)(key)
 
@@ -54,7 +54,7 @@ def test_rows_by_hand(point, expected):
 
 
 def test_directions_are_since_the_beginning_of_the_run_and_not_of_the_round():
-    strategy = find_method("pfedgraph", StrategyOptions(gram_alpha=1.0))
+    strategy = find_method("pfedgraph", gram_alpha=1.0)
     begun = vectors([0.0, 0.0], [0.0, 0.0])
     state = strategy.init(begun)
     # in this round both go up; since the beginning one has gone right and one up
@@ -173,7 +173,7 @@ def test_heads_of_other_tasks_add_nothing_to_the_similarity_of_bodies():
 
 
 def test_a_newcomer_begins_with_the_average_and_with_that_as_its_first_model():
-    strategy = find_method("pfedgraph", StrategyOptions())
+    strategy = find_method("pfedgraph")
     models, fresh = vectors([4.0], [8.0]), {"c": {"w": torch.tensor([1.0])}}
     fed = federation(weights=(1.0, 3.0, 5.0))
     state = strategy.init(models)
@@ -188,7 +188,7 @@ def test_a_newcomer_begins_with_the_average_and_with_that_as_its_first_model():
 
 
 def test_layers_are_refused_in_one_line_where_there_are_none():
-    strategy = find_method("pfedgraph", StrategyOptions(gram_by="layer"))
-    with pytest.raises(ConfigError, match=r"^--gram-by layer needs a layer of every parameter, and w is in none; take"):
+    strategy = find_method("pfedgraph", gram_by="layer")
+    with pytest.raises(ConfigError, match=r"^--strategy pfedgraph mixes by layer, and w is in none; take"):
         strategy.check(vectors([1.0], [1.0]), federation())
-    find_method("pfedgraph", StrategyOptions(gram_by="kind")).check(vectors([1.0], [1.0]), federation())
+    find_method("pfedgraph", gram_by="kind").check(vectors([1.0], [1.0]), federation())

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from atlas_fl.aggregation.matrices import Federation
-from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.methods.registry import RULES, find_method
 from atlas_fl.methods.server_optimizers import ServerStep
@@ -31,7 +30,7 @@ def heads(*values):
 
 def steps(name, before, *rounds, fed=None, **words):
     """(server state, models) after server steps on these updates."""
-    strategy = find_method(name, StrategyOptions(**words))
+    strategy = find_method(name, **words)
     state, models = strategy.init(before), before
     for number, updates in enumerate(rounds, 1):
         done = strategy.aggregate(state, models, updates, fed or federation(), round=number)
@@ -82,7 +81,7 @@ def test_fedadam_is_torchs_adam_on_the_pseudo_gradient_without_the_correction_of
         "exp_avg": torch.zeros_like(weight),
         "exp_avg_sq": torch.full_like(weight, tau**2),
     }
-    strategy = find_method("fedadam", StrategyOptions(server_lr=lr, server_tau=tau))
+    strategy = find_method("fedadam", server_lr=lr, server_tau=tau)
     models = {client: {"w": weight.detach().clone()} for client in "ab"}
     state = strategy.init(models)
     for number in range(1, 7):
@@ -179,15 +178,13 @@ def test_a_cohort_of_which_nobody_took_part_keeps_its_moments():
 
 @pytest.mark.parametrize("name", SERVER_OPTIMIZERS)
 def test_different_ranks_in_factor_space_are_refused_in_one_line(name):
-    strategy = find_method(name, StrategyOptions(space="factors"))
-    with pytest.raises(
-        ConfigError, match=f"^--strategy {name} in --space factors .* the ranks of a and b differ; take"
-    ):
+    strategy = find_method(name, space="factors")
+    with pytest.raises(ConfigError, match=f"^--strategy {name} needs one rank, and .* of a and b differ; take"):
         strategy.check(adapters(0, (2, 3)), federation())
     strategy.check(adapters(0, (3, 3)), federation())
-    clusters = find_method(name, StrategyOptions(space="factors", within="clusters"))
+    clusters = find_method(name, space="factors", within="clusters")
     clusters.check(adapters(0, (2, 3)), federation(clusters=(0, 1)))
-    find_method(name, StrategyOptions()).check(adapters(0, (2, 3)), federation())
+    find_method(name).check(adapters(0, (2, 3)), federation())
 
 
 def test_heads_of_several_shapes_in_one_task_are_refused():

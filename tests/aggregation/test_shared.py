@@ -6,7 +6,7 @@ import torch
 
 from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.aggregation.mixing import average_initial, owners_of, sync_shared, tie_rows
-from atlas_fl.aggregation.rules import RoundModels, StrategyOptions
+from atlas_fl.aggregation.rules import RoundModels
 from atlas_fl.methods.registry import RULES, find_method
 
 CLIENTS = ("a", "b", "c", "d")
@@ -58,7 +58,7 @@ def test_the_row_of_a_set_by_hand() -> None:
 @pytest.mark.parametrize("space", ["product", "factors"])
 def test_after_every_rule_owners_hold_the_same_and_the_set_moves_as_its_definition_says(name: str, space: str) -> None:
     fed = federation()
-    before, strategy = models(fed), find_method(name, StrategyOptions(space=space, eta=0.3))
+    before, strategy = models(fed), find_method(name, space=space, eta=0.3)
     trained = {client: before[client] for client in ("a", "c", "d")}
     after = strategy.aggregate(strategy.init(before), before, trained, fed, round=1).client_models
     for key in before["a"]:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import atlas_fl.audit
 from atlas_fl.audit.check import audit_run
-from atlas_fl.config import MixingConfig, RobustConfig
+from atlas_fl.config import MixingConfig, RobustConfig, ServerConfig
 from atlas_fl.methods.registry import ALIASES, RULES
 from atlas_fl.methods.server_optimizers import ServerStep
 from tests.audit.written import (
@@ -80,11 +80,11 @@ def test_an_honest_run_passes(tmp_path, strategy, words):
 @pytest.mark.parametrize("strategy", ROBUST)
 @pytest.mark.parametrize("space", ["product", "factors"])
 def test_a_robust_rule_inside_clusters_passes_and_another_rule_in_its_name_does_not(tmp_path, strategy, space):
-    robust = RobustConfig(within="clusters", trim=0.4, byzantine=2)
+    robust, server = RobustConfig(within="clusters"), ServerConfig(trim=0.4, byzantine=2)
     mixing = MixingConfig(strategy=strategy, space=space)
-    assert audit_run(write_run(tmp_path / "run", mixing, robust=robust)).ok
+    assert audit_run(write_run(tmp_path / "run", mixing, robust=robust, server=server)).ok
     for other in {*ROBUST, "fedavg_cluster"} - {strategy}:
-        liar = write_run(tmp_path / other, mixing, robust=robust, real=replace(mixing, strategy=other))
+        liar = write_run(tmp_path / other, mixing, robust=robust, server=server, real=replace(mixing, strategy=other))
         # of two or three clients some rules are the same
         same = {strategy, other} <= {"median", "trimmed_mean"} or {strategy, other} <= {"krum", "multi_krum"}
         assert same or only(audit_run(liar), "mixed"), other

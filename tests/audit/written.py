@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from atlas_fl.aggregation.matrices import Federation, without_edges
-from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.config import Config, MixingConfig, RanksConfig, RobustConfig, ServerConfig, TrainingConfig, to_toml
 from atlas_fl.errors import ConfigError
 from atlas_fl.methods.feddyn import dynamic_corrections
@@ -158,14 +157,11 @@ def write_run(
         server or ServerConfig(measure_round=2),
     )
     real = real or mixing
-    options = StrategyOptions(
-        eta=real.eta, eta_decay=real.eta_decay, laplacian=real.laplacian, space=real.space, share=real.share,
-        align=real.align, layer_weighting=real.layer_weighting,
-        max_share=robust.max_share, within=robust.within, trim=robust.trim, byzantine=robust.byzantine,
+    strategy = find_method(
+        real.strategy,
+        **{**vars(real), **vars(robust), **vars(server)},
         scale=lambda rank: (2 * rank if alpha is None else alpha) / (rank**0.5 if rslora else rank),
-        **{name: value for name, value in vars(server).items() if name in StrategyOptions.__dataclass_fields__},
-    )  # fmt: skip
-    strategy = find_method(real.strategy, options)
+    )
     each = accepted_ranks(strategy)
     # of those in the plan only a strategy that takes no others asks for one rank in the settings
     ranks = RanksConfig(ranks="8") if mixing.strategy in ONE_RANK else RanksConfig()

@@ -94,56 +94,39 @@ def entries(atlas: Atlas, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str
     return by_name
 
 
-SLOTS = ["matrix", "share", "space", "keep", "local term"]
-
-
-def test_every_strategy_is_shown_slot_by_slot_with_what_it_needs(atlas: Atlas, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_strategy_is_shown_with_its_matrix_and_what_it_needs(
+    atlas: Atlas, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert all(rule.matrix != Method.matrix for rule in RULES.values())
-    for name, (_, slots, needs) in entries(atlas, monkeypatch).items():
-        parts = slots.split("; ")
-        assert [part.split(":")[0] for part in parts if part.split(":")[0] in SLOTS] == SLOTS, name
-        assert needs.startswith("needs: ") and len(needs) > len("needs: "), name
+    for name, (_, matrix, needs, *_) in entries(atlas, monkeypatch).items():
+        assert matrix.startswith("matrix: ") and needs.startswith("needs: ") and len(needs) > len("needs: "), name
 
 
 @pytest.mark.parametrize(
-    ("name", "slots", "needs"),
+    ("name", "lines"),
     [
-        ("local", "matrix: identity; share: nothing; space: any; keep: own model; local term: none", "nothing"),
-        (
-            "fedavg",
-            "matrix: shares of the examples; share: A+B+head; space: any; keep: mixed model; local term: none",
-            "nothing",
-        ),
-        (
-            "ffa",
-            "matrix: fedavg, shares of the examples; share: B+head; space: factors; keep: mixed model; local term: none"
-            "; trains: B",
-            "equal ranks",
-        ),
+        ("local", ["matrix: identity", "needs: nothing"]),
         (
             "ditto",
-            "matrix: fedavg, shares of the examples; share: A+B+head; space: factors; keep: own proximal model beside"
-            " the mixed one; local term: none",
-            "equal ranks; twice the training",
-        ),
-        (
-            "fedlease",
-            "matrix: fedavg_cluster, shares of the examples inside clusters; share: A+B+head; space: any; keep: mixed"
-            " model; local term: none; sets: fingerprint=delta cluster_by=silhouette",
-            "nothing",
+            [
+                "matrix: fedavg, shares of the examples",
+                "needs: equal ranks; twice the training",
+                "sets: second_model=proximal space=factors share=A B head",
+            ],
         ),
     ],
 )
-def test_slots_by_hand(name: str, slots: str, needs: str, atlas: Atlas, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert entries(atlas, monkeypatch)[name][1:] == [slots, f"needs: {needs}"]
+def test_entries_by_hand(name: str, lines: list[str], atlas: Atlas, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert entries(atlas, monkeypatch)[name][1:] == lines
 
 
 @pytest.mark.parametrize("name", [*RULES, *METHODS])
 def test_who_needs_equal_ranks_or_factors_refuses_others(
     name: str, atlas: Atlas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, slots, needs = entries(atlas, monkeypatch)[name]
-    space = slots.partition("space: ")[2].partition(";")[0]
+    needs = entries(atlas, monkeypatch)[name][2]
+    rule = RULES[METHODS[name].rule if name in METHODS else name]
+    space = "factors" if rule.in_factors else METHODS[name].settings.get("space", "any") if name in METHODS else "any"
     given = METHODS[name].settings.get("ranks", "8") if name in METHODS else "8"
     mu = {"proximal_mu": "0.1"} if name in ("feddyn", "fedavg_dynamic") else {}
 
@@ -176,9 +159,12 @@ def test_a_strategy_alone_has_the_settings_that_are_its_own(name: str, atlas: At
         assert f"\n{settings()[setting].flag} " in said.out
 
 
-def test_settings_are_used_by_strategies_that_there_are() -> None:
-    named = {name for setting in settings().values() for name in setting.used_by}
-    assert named <= {*RULES, *METHODS}
+def test_a_rule_alone_has_its_knobs(atlas: Atlas) -> None:
+    assert "\n--bipartition-ratio " in atlas("list", "strategies", "cfl").out
+    assert {"--graph", "--eta"} <= {*atlas("list", "strategies", "atlas_laplacian").out.split()}
+    assert "\n--second-gate " in atlas("list", "strategies", "fedalt").out
+    used = {name for rule in RULES.values() for name in rule.uses}
+    assert used <= {*settings()}
 
 
 def test_an_unknown_strategy_has_its_nearest(atlas: Atlas) -> None:
@@ -187,6 +173,7 @@ def test_an_unknown_strategy_has_its_nearest(atlas: Atlas) -> None:
 
 def test_every_conflict_is_listed_with_its_reason_and_remedy(atlas: Atlas) -> None:
     said = atlas("list", "conflicts").out
-    first = [line.split()[0] for line in said.splitlines() if line and not line.startswith(" ")]
-    assert first[1:] == [flag_of(row.setting) for row in conflicts()]
+    first = [line for line in said.splitlines() if line and not line.startswith(" ")]
+    for line, row in zip(first[1:], conflicts(), strict=True):
+        assert line.startswith(flag_of(row.setting)), row
     assert not {"{", "}"} & set(said)

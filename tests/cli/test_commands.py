@@ -21,7 +21,7 @@ def replace_command(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> No
     def run(_: Sequence[str]) -> int:
         raise error
 
-    monkeypatch.setattr("atlas_fl.cli.main.COMMANDS", {"run": Command(run, dict, "breaks")})
+    monkeypatch.setattr("atlas_fl.cli.main.COMMANDS", {"run": Command(run, dict)})
 
 
 @pytest.mark.parametrize("words", [(), ("--help",), ("-h",), ("help",)])
@@ -30,7 +30,7 @@ def test_the_page_names_every_command(words: tuple[str, ...], atlas: Atlas) -> N
     assert (said.code, said.err) == (0, "")
     for name, command in COMMANDS.items():
         assert f"  {name} " in said.out
-        assert command.summary in said.out
+        assert command.summary in " ".join(said.out.split())
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -105,7 +105,7 @@ def test_a_full_disk_says_how_the_command_goes_on(atlas: Atlas, monkeypatch: pyt
         with going_on("the same command"):
             raise OSError(errno.ENOSPC, "No space left on device", "site-1-private/rounds.json")
 
-    monkeypatch.setattr("atlas_fl.cli.main.COMMANDS", {"join": Command(full, dict, "is full")})
+    monkeypatch.setattr("atlas_fl.cli.main.COMMANDS", {"join": Command(full, dict)})
     said = atlas("join")
     remedy = "free some space; a run goes on with the same command"
     assert (said.code, said.err) == (2, f"atlas: site-1-private/rounds.json: No space left on device; {remedy}\n")

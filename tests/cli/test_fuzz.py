@@ -57,7 +57,7 @@ def test_random_command_lines(seed: int, atlas: Atlas, monkeypatch: pytest.Monke
         line = random_line(draw)
         said = atlas(*line)
         if said.code == 0:
-            assert line[0] in ("list", "fetch", "completion"), line
+            assert line[0] in ("list", "fetch"), line
             assert said.err == ""
         else:
             assert said.code == 2, line

@@ -1,5 +1,4 @@
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
@@ -64,31 +63,6 @@ def test_a_terminal_gets_bars(capsys: pytest.CaptureFixture[str], monkeypatch: p
     out = told(tell, capsys)
     assert "5/5" in out
     assert "round  3/12" in out
-
-
-def test_a_terminal_says_how_long_the_last_three_rounds_let_expect(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-
-    def rounds(*lasting: float) -> Callable[[OnEvent], None]:
-        def tell(on_event: OnEvent) -> None:
-            for number, seconds in enumerate(lasting, 1):
-                on_event(replace(ROUND, round=number, rounds=6, seconds=seconds))
-
-        return tell
-
-    # 5, 7 and 9 seconds are 7 in the mean; two rounds are left; the 100 of the first no longer count
-    assert "about 14.0 s left" in told(rounds(100.0, 5.0, 7.0, 9.0), capsys)
-
-    # the run before was complete, or given up after two rounds
-    for before in (6, 2):
-
-        def two_runs(on_event: OnEvent, before: int = before) -> None:
-            rounds(*[100.0] * before)(on_event)
-            rounds(5.0)(on_event)
-
-        assert "about 25.0 s left" in told(two_runs, capsys)
 
 
 def test_text_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:

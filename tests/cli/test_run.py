@@ -157,7 +157,6 @@ def test_a_sweep_over_local_steps_scales_the_rounds_and_says_so(
     "words",
     [
         ["sweep", "--lambda-sweep"],
-        ["run", "--lambda-sweep", "--seed", "42"],
         ["compare", "--ablation", "atlas_laplacian", "--lambda-sweep", "--seeds", "1"],
     ],
 )

@@ -6,7 +6,6 @@ import dataclasses
 import pytest
 import torch
 
-from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.client.job import Job
 from atlas_fl.client.local_training import train
 from atlas_fl.client.options import TrainOptions
@@ -80,7 +79,7 @@ def test_a_trained_weight_stays_between_zero_and_one() -> None:
 
 def test_only_an_interpolated_model_holds_a_weight() -> None:
     start = model(2, 0)
-    assert float(Apfl(StrategyOptions(second_weight=0.25)).initial(start)[WEIGHT]) == 0.25
+    assert float(Apfl(second_weight=0.25).initial(start)[WEIGHT]) == 0.25
     assert FedDpa().initial(start) is start
 
 

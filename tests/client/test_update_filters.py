@@ -46,7 +46,7 @@ def test_quantise_keeps_the_mean_and_leaves_few_values() -> None:
         ({"update_filter": ["clip=much"]}, "--update-filter is 'clip=much'; allowed: name, or name=number"),
         ({"update_filter": ["clip=nan"]}, "--update-filter is 'clip=nan'; allowed: name, or name=number"),
         ({"update_filter": ["clip=1"], "split": "2"}, "--update-filter clip=1 is for models that a client trains by"),
-        ({"update_filter": ["clip=1"], "strategy": "fedpac"}, "asks clients for class features beside them; leave it"),
+        ({"update_filter": ["clip=1"], "strategy": "fedpac"}, "asks clients for reports beside them; leave it"),
     ],
 )
 def test_a_filter_that_cannot_act_is_refused(settings: dict[str, object], message: str) -> None:

@@ -3,13 +3,16 @@
 import pytest
 
 from atlas_fl.config import Config, settings, with_values
-from atlas_fl.config.conflicts import NAMED, RULE, Conflict, check_conflicts, conflicts
+from atlas_fl.config.conflicts import FACTS, NAMED, Conflict, check_conflicts, conflicts
+from atlas_fl.config.settings import group_classes
+from atlas_fl.config.values import Mark
 from atlas_fl.errors import ConfigError
 
 
 @pytest.mark.parametrize("conflict", conflicts(), ids=lambda row: f"{row.setting}-{row.other}")
 def test_a_row_is_of_settings_that_there_are_and_can_be_looked_for(conflict: Conflict) -> None:
-    assert {name for name, _ in conflict.values} <= {*settings(), RULE}
+    of_several = {f"@{name}" for name in (*group_classes(), *Mark.__members__)}
+    assert {name for name, _ in conflict.values} <= {*settings(), *FACTS, *of_several}
     assert conflict.applies(Config()) in (True, False)
     assert "{" not in conflict.message(Config())
 

@@ -1,7 +1,9 @@
+import dataclasses
 import re
 
 from atlas_fl.config import Config, settings, value_of
 from atlas_fl.config.settings import group_classes, replace_settings
+from atlas_fl.methods.registry import METHODS, RULES, SECOND_MODELS
 
 
 def test_every_setting_has_a_help_that_is_a_noun_phrase_or_an_imperative() -> None:
@@ -27,3 +29,18 @@ def test_values_change_their_own_group_alone() -> None:
     assert (value_of(changed, "eta"), value_of(changed, "seed")) == (0.25, 7)
     assert [name for name in settings() if value_of(changed, name) != value_of(base, name)] == ["eta", "seed"]
     assert changed.data is base.data
+
+
+def test_a_knob_of_a_method_is_a_setting_with_its_default_and_help() -> None:
+    parts = [*RULES.values(), *SECOND_MODELS.values()]
+    declared = {one.name: one.default for part in parts for one in dataclasses.fields(part) if one.name != "options"}
+    knobs = {name: setting for name, setting in settings().items() if setting.group == "server"}
+    assert declared == {name: value_of(Config(), name) for name in knobs}
+    assert all(setting.help for setting in knobs.values())
+
+
+def test_values_that_tuning_tries_are_of_strategies_that_there_are_and_in_range() -> None:
+    for setting in settings().values():
+        assert setting.tried.keys() <= {*RULES, *METHODS}, setting.name
+        numbers = [value for values in setting.tried.values() for value in values if not isinstance(value, str)]
+        assert setting.range is None or all(map(setting.range.contains, numbers)), setting.name

@@ -5,10 +5,9 @@ import pytest
 
 from atlas_fl.config import Config, DataConfig, RunConfig, config_hash, differences, run_folder, settings, with_values
 from atlas_fl.config.presets import find_preset
-from atlas_fl.config.settings import marked
 from atlas_fl.config.values import Mark
 
-SESSION = marked(Mark.SESSION)
+SESSION = {one.name for one in settings().values() if Mark.SESSION in one.marks}
 CHANGED = {
     "runs_dir": "elsewhere",
     "name": "mine",

@@ -40,7 +40,7 @@ def test_no_number_is_out_of_range(name: str, number: float) -> None:
         ({"eta": "0.1"}, "--eta is '0.1'; allowed: a number"),
         ({"tasks": ["movie"]}, r"--tasks is \['movie'\]; allowed: a list of texts"),
         ({"tasks": ()}, "--tasks is empty; a federation needs at least one task"),
-        ({"tasks": ("movie", "movie")}, "--tasks names 'movie' twice"),
+        ({"tasks": ("movie", "movie")}, r"--tasks is \('movie', 'movie'\); allowed: each task once; raise"),
         ({"tasks": ("movei",)}, r"unknown task 'movei'; did you mean 'movie'\?"),
         ({"devices": ("cpu_2gbb",)}, r"unknown device 'cpu_2gbb'; did you mean 'cpu_2gb'\?"),
         ({"devices": ()}, "no devices; choose from"),

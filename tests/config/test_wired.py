@@ -15,8 +15,11 @@ from atlas_fl.client.options import TrainOptions
 from atlas_fl.clustering.labels import ClusteringSettings
 from atlas_fl.config import settings
 from atlas_fl.config.settings import group_classes
+from atlas_fl.methods.mr_mtl import PersonalModels
+from atlas_fl.methods.registry import RULES, SECOND_MODELS
 
 SOURCES = Path(atlas_fl.__file__).parent
+PARTS = [*RULES.values(), *SECOND_MODELS.values(), PersonalModels]
 READ_BY_CONFIG = {
     "trainable": "`Config.trainable` decides by the kind of the tasks",
     "tune": "`Config.trainable` decides by the kind of the tasks",
@@ -35,7 +38,7 @@ def read_settings() -> set[tuple[str, str]]:
 def copied(modules: list[ast.Module]) -> Iterator[tuple[str, str]]:
     """(group, setting) of every field that `setup.options.settings_for` fills in and that is read."""
     attributes = {node.attr for module in modules for node in ast.walk(module) if isinstance(node, ast.Attribute)}
-    for options in (TrainOptions, StrategyOptions, ClusteringSettings, GraphOptions):
+    for options in (TrainOptions, StrategyOptions, ClusteringSettings, GraphOptions, *PARTS):
         for field in dataclasses.fields(options):
             if field.name in settings() and field.name in attributes:
                 yield settings()[field.name].group, field.name

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from atlas_fl.aggregation.matrices import Federation
-from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.client.job import Job, Update
 from atlas_fl.config import with_values
 from atlas_fl.config.presets import find_preset
@@ -171,7 +170,7 @@ def test_a_planted_federation_is_found(seed: int) -> None:
     )
     clients = [SimpleNamespace(name=name, task=SimpleNamespace(name="t")) for name in names]
     assembly: Any = SimpleNamespace(config=config, clients=clients, names=tuple(names))
-    strategy = find_method("ifca", StrategyOptions(space="factors"))
+    strategy = find_method("ifca", space="factors")
     start = {name: {"q.lora_A": torch.zeros(1, 1), "q.lora_B": torch.ones(1, 1)} for name in names}
     state = FederationState(round=0, server_models=start, client_models=start)
     drawn = draw_clusters(names, count=2, seed=seed)

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atlas_fl.aggregation.graph import dirichlet_energy, update_gram
-from atlas_fl.aggregation.matrices import LAPLACIANS, average, drop_edges, eta_bound, laplacian_step
-from atlas_fl.aggregation.mixing import SPACES, mix
+from atlas_fl.aggregation.matrices import LAPLACIANS, average, drop_edges, laplacian, laplacian_step
+from atlas_fl.aggregation.mixing import mix
 from tests.examples import examples
 
 KEEPS_PLAIN_MEAN = {"symmetric", "metropolis"}
@@ -65,6 +65,16 @@ def test_a_step_inside_the_bound_lowers_the_dirichlet_energy(kind, case, part):
     assert after < before
 
 
+def eta_bound(adjacency, kind):
+    """2 / lambda_max(L): differences between clients shrink for 0 < eta below it; infinity without edges."""
+    matrix = laplacian(adjacency, kind)
+    if kind == "random_walk":
+        root = np.sqrt(adjacency.sum(axis=1))
+        matrix = root[:, None] * matrix / np.where(root > 0, root, 1.0)[None, :]
+    largest = float(np.linalg.eigvalsh((matrix + matrix.T) / 2)[-1]) if len(matrix) else 0.0
+    return 2.0 / largest if largest > 1e-12 else float("inf")
+
+
 def _own_weights(graph, kind):
     """The edge weights whose energy a Laplacian descends: Metropolis scales the edges."""
     if kind != "metropolis":
@@ -115,7 +125,7 @@ def run(held, matrix, space, align="pad"):
 
 
 @pytest.mark.parametrize("kind", LAPLACIANS)
-@pytest.mark.parametrize("space", SPACES)
+@pytest.mark.parametrize("space", ["factors", "product"])
 @pytest.mark.parametrize("align", ["pad", "truncate"])
 def test_a_low_rank_client_moves(kind, space, align):
     held = models((1, 12, 5))
@@ -128,7 +138,7 @@ def test_a_low_rank_client_moves(kind, space, align):
 
 
 @pytest.mark.parametrize("kind", LAPLACIANS)
-@pytest.mark.parametrize("space", SPACES)
+@pytest.mark.parametrize("space", ["factors", "product"])
 def test_models_come_closer(kind, space):
     held = models((10, 10, 10))  # full rank: nothing is cut off
     graph = np.array([[0, 1, 0], [1, 0, 3], [0, 3, 0]], float)
@@ -159,7 +169,7 @@ def test_product_space_equals_the_dense_reference_for_any_ranks(ranks, seed):
             assert np.linalg.norm(dense(params).numpy() - best) <= 1e-4 * np.linalg.norm(exact)
 
 
-@pytest.mark.parametrize("space", SPACES)
+@pytest.mark.parametrize("space", ["factors", "product"])
 def test_mixing_leaves_its_inputs_untouched(space):
     held = models((2, 4, 3))
     copies = {client: {key: tensor.clone() for key, tensor in one.items()} for client, one in held.items()}
@@ -169,7 +179,7 @@ def test_mixing_leaves_its_inputs_untouched(space):
     assert (matrix == 1 / 3).all()
 
 
-@pytest.mark.parametrize("space", SPACES)
+@pytest.mark.parametrize("space", ["factors", "product"])
 def test_mixing_twice_gives_the_same_bits(space):
     matrix = np.array([[0.6, 0.2, 0.2], [0.1, 0.8, 0.1], [0.3, 0.3, 0.4]])
     first, second = (run(models((2, 4, 3)), matrix, space) for _ in range(2))

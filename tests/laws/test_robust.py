@@ -12,7 +12,6 @@ from scipy.stats import trim_mean
 
 from atlas_fl.aggregation.distances import squared_distances
 from atlas_fl.aggregation.matrices import Federation
-from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.errors import ProtocolError
 from atlas_fl.methods.registry import RULES, find_method
 from atlas_fl.methods.robust import (
@@ -48,7 +47,7 @@ def vectors(points):
 
 
 def aggregate(name, models, *, fed=None, **words):
-    strategy = find_method(name, StrategyOptions(**words))
+    strategy = find_method(name, **words)
     return strategy.aggregate({}, dict(models), models, fed or federation(len(models)), round=1).client_models
 
 
@@ -241,15 +240,14 @@ def test_models_that_hold_other_tensors_cannot_be_compared():
 
 def test_groups_that_are_too_small_for_a_rule_are_named():
     fed = federation(5, tasks=("x", "x", "x", "y", "y"), clusters=(0, 0, 0, 1, -1))
-    options = StrategyOptions(byzantine=1)
-    assert find_method("krum", options).warnings(fed) == (
+    assert find_method("krum").warnings(fed) == (
         "krum: the heads of x: 3 clients withstand 0 hostile ones, and --byzantine is 1",
         "krum: the heads of y: 2 clients withstand 0 hostile ones, and --byzantine is 1",
     )
-    assert find_method("median", options).warnings(fed) == (
+    assert find_method("median").warnings(fed) == (
         "median: the heads of y: 2 clients withstand 0 hostile ones, and --byzantine is 1",
     )
-    inside = find_method("krum", replace(options, within="clusters")).warnings(fed)
+    inside = find_method("krum", within="clusters").warnings(fed)
     assert inside[0] == "krum: cluster 0: 3 clients withstand 0 hostile ones, and --byzantine is 1"
-    assert not find_method("fedavg", options).warnings(fed)
-    assert not find_method("geometric_median", replace(options, byzantine=2)).warnings(federation(5))
+    assert not find_method("fedavg").warnings(fed)
+    assert not find_method("geometric_median", byzantine=2).warnings(federation(5))

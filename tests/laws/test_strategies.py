@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from atlas_fl.aggregation.matrices import Federation
-from atlas_fl.aggregation.rules import RoundModels, StrategyOptions, twice_the_rank
+from atlas_fl.aggregation.rules import RoundModels, twice_the_rank
 from atlas_fl.errors import ConfigError
 from atlas_fl.methods.frozen_part import WithFrozenPart
 from atlas_fl.methods.registry import ALIASES, RULES, find_method
@@ -22,15 +22,15 @@ RANKS, EQUAL_RANKS = (2, 6, 4, 3, 8), (4, 4, 4, 4, 4)
 KEYS = ("layer.0.q.lora_A", "layer.1.q.lora_A", "head.weight")
 """A name of each of the `parts` of a model."""
 BLOCKS = np.array([0, 0, 0, 1, 1])
-INSIDE = StrategyOptions(within="clusters")
+INSIDE = {"within": "clusters"}
 BEGIN_IN_CLUSTERS = {"atlas", "kriging"}
 """Rules that average inside clusters only until they have measured, over all clients, who belongs together."""
-CLUSTERED = [name for name in RULES if find_method(name, INSIDE).clustered and name not in BEGIN_IN_CLUSTERS]
+CLUSTERED = [name for name in RULES if find_method(name, **INSIDE).clustered and name not in BEGIN_IN_CLUSTERS]
 COMMUNICATING = [name for name in RULES if name != "local"]
 OPTIONS = [
     # updates drawn at random are nearly orthogonal: with a small alpha, rows of pfedgraph would be those of local
     # and clients would not pull against each other enough for cfl and fedtreelora to part them
-    replace(StrategyOptions(gram_alpha=8.0, bipartition_ratio=0.5, tree_threshold=-1.0), **words)
+    {"gram_alpha": 8.0, "bipartition_ratio": 0.5, "tree_threshold": -1.0, **words}
     for words in (
         {"space": "product"},
         {"space": "factors"},
@@ -110,14 +110,14 @@ REPORTS = {"class_features": class_means, "halves": halves}
 
 def first_state(name, options, federation, before):
     """The server state after a first round in which everyone took part."""
-    strategy = find_method(name, options)
+    strategy = find_method(name, **options)
     updates = {client: {key: tensor.flip(-1) for key, tensor in params.items()} for client, params in before.items()}
     return strategy.aggregate(strategy.init(before), before, updates, federation, round=1).server_state
 
 
 def informed(name, options, state, updates):
     """The server state with all that a run tells the server before it aggregates: reports, and chosen clusters."""
-    strategy = find_method(name, options)
+    strategy = find_method(name, **options)
     chosen = {"clusters": {client: torch.tensor(k % 2) for k, client in enumerate(CLIENTS)}} if name == "ifca" else {}
     report = REPORTS.get(strategy.report)
     reports = {client: report(params) for client, params in updates.items()} if report else {}
@@ -132,7 +132,7 @@ def step(name, options, federation, updates, *, before=None, state=None, round=2
     before = models(100, accepted_ranks(name, options, federation)) if before is None else before
     state = first_state(name, options, federation, before) if state is None else state
     state = informed(name, options, state, updates)
-    done = find_method(name, options).aggregate(state, before, updates, federation, round=round)
+    done = find_method(name, **options).aggregate(state, before, updates, federation, round=round)
     return done.server_state, done.client_models
 
 
@@ -142,13 +142,13 @@ def rows_of(name, options, federation, updates):
     state, _ = step(name, options, federation, updates)
     shown = RoundModels(before=before, after={**before, **updates}, server_state=state)
     present = [client in updates for client in CLIENTS]
-    return find_method(name, options).matrices(federation, present, round=2, models=shown)
+    return find_method(name, **options).matrices(federation, present, round=2, models=shown)
 
 
 def accepted_ranks(name, options, federation):
     """Ranks of the clients that the strategy takes: different ones where it can."""
     try:
-        find_method(name, options).check(models(0), federation)
+        find_method(name, **options).check(models(0), federation)
     except ConfigError:
         return EQUAL_RANKS
     return RANKS
@@ -241,9 +241,9 @@ def test_a_client_without_others_trains_locally(name, options):
 
 def test_local_changes_none(federation):
     updates = models(0)
-    _, start = step("local", StrategyOptions(), federation, updates)
+    _, start = step("local", {}, federation, updates)
     assert all(start[client] is updates[client] for client in CLIENTS)
-    assert not find_method("local", StrategyOptions()).communicates
+    assert not find_method("local").communicates
 
 
 @cases(RULES)
@@ -272,7 +272,7 @@ def test_permuting_clients_permutes_results(name, options, federation):
 @cases(RULES)
 def test_identical_clients_are_a_fixed_point(name, options, federation):
     same = dict.fromkeys(CLIENTS, model(7, 4, 2))
-    strategy = find_method(name, options)
+    strategy = find_method(name, **options)
     first = strategy.aggregate(strategy.init(same), same, same, federation, round=1)
     # what a strategy has clients hold frozen is not in what they begin the next round with
     held = first.client_models
@@ -311,7 +311,7 @@ def test_heads_never_cross_tasks(name, options, federation):
     assert not matrix[tasks[:, None] != tasks[None, :]].any()
     other = {**updates, "trec-0": {**updates["trec-0"], "head.weight": updates["trec-0"]["head.weight"] + 1}}
     state = first_state(name, options, federation, models(100, ranks))
-    options = replace(options, bipartition_ratio=1e-9)  # where CFL cuts once more follows from heads, too
+    options = {**options, "bipartition_ratio": 1e-9}  # where CFL cuts once more follows from heads, too
     first, second = (step(name, options, federation, one, state=state)[1] for one in (updates, other))
     assert all(torch.equal(first[c]["head.weight"], second[c]["head.weight"]) for c in CLIENTS[:3])
 
@@ -319,7 +319,7 @@ def test_heads_never_cross_tasks(name, options, federation):
 @cases(CLUSTERED)
 def test_nothing_flows_between_clusters(name, options, federation):
     ranks = accepted_ranks(name, options, federation)
-    updates, options = models(0, ranks), replace(options, within="clusters")
+    updates, options = models(0, ranks), {**options, **INSIDE}
     other = {**updates, "trec-1": model(77, ranks[4], 6)}
     first, second = (step(name, options, federation, one)[1] for one in (updates, other))
     for client in CLIENTS[:3]:
@@ -330,7 +330,7 @@ def test_nothing_flows_between_clusters(name, options, federation):
 @cases(CLUSTERED)
 def test_an_undecided_client_is_alone(name, options, federation):
     ranks = accepted_ranks(name, options, federation)
-    options = replace(options, within="clusters")
+    options = {**options, **INSIDE}
     graph = federation.adjacency.copy()
     graph[1], graph[:, 1] = 0, 0
     alone = replace(federation, clusters=np.array([0, -1, 0, 1, -1]), adjacency=graph)
@@ -388,15 +388,15 @@ def test_a_state_that_went_through_a_checkpoint_continues_with_the_same_bits(nam
 @pytest.mark.parametrize("laplacian", ["symmetric", "random_walk", "metropolis"])
 def test_eta_zero_is_local_training(laplacian, federation):
     updates = models(0)
-    _, start = step("atlas_laplacian", StrategyOptions(eta=0.0, laplacian=laplacian), federation, updates)
+    _, start = step("atlas_laplacian", {"eta": 0.0, "laplacian": laplacian}, federation, updates)
     assert all(start[client] is updates[client] for client in CLIENTS)
 
 
 @pytest.mark.parametrize("alias", ALIASES)
 def test_an_alias_is_its_strategy(alias):
-    assert find_method(alias, StrategyOptions()).name == ALIASES[alias]
+    assert find_method(alias).name == ALIASES[alias]
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_every_strategy_is_called_by_its_name(name):
-    assert find_method(name, StrategyOptions()).name == name
+    assert find_method(name).name == name

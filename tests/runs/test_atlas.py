@@ -12,8 +12,8 @@ from atlas_fl.config import Config, MixingConfig, with_values
 from atlas_fl.config.validation import validate
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.run import run_config
-from atlas_fl.methods.kriging import first_measured_round
-from atlas_fl.setup.options import strategy_options
+from atlas_fl.methods.kriging import Kriging
+from atlas_fl.setup.options import strategy_of
 from tests.runs.reading import rows, same_tensors
 
 pytestmark = pytest.mark.core
@@ -130,7 +130,9 @@ def test_it_measures_after_a_third_of_a_run_that_is_too_short(
     rounds: int, personal: int, asked: int, measured: int
 ) -> None:
     settings = {"rounds": rounds, "personal_rounds": personal, "measure_round": asked}
-    assert first_measured_round(strategy_options(with_values(Config(), settings))) == measured
+    strategy = strategy_of(with_values(Config(), settings))
+    assert isinstance(strategy, Kriging)
+    assert strategy.first_measured_round == measured
 
 
 def test_a_short_run_is_measured_and_audited(config: MakeConfig) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from atlas_fl.aggregation.norm_bound import Space
+from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.client.job import Job, Update
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.config import AttackConfig
@@ -18,7 +18,7 @@ from atlas_fl.errors import ConfigError
 from atlas_fl.runtime.attacks import ATTACKS, HostileEngine, choose_attackers, with_flipped_labels
 
 NAMES, OPTIONS = ("a", "b", "c"), TrainOptions(seed=3)
-SPACE = Space(space="product", share=("A", "B", "head"), scale=lambda _: 2.0)
+SPACE = StrategyOptions(space="product", share=("A", "B", "head"), scale=lambda _: 2.0)
 
 
 def model(seed):

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from atlas_fl.aggregation.lora_product import stack_factors
-from atlas_fl.errors import ConfigError
 from atlas_fl.params import LORA_A, LORA_B, Params
 
 
@@ -36,11 +35,7 @@ def stack_products(
 
 
 def residual(a: Sequence[Tensor], b: Sequence[Tensor], scale: float, weights: Sequence[float]) -> Factors:
-    """Addition of FedEx-LoRA to the averaged adapter of a module: a_k is (r, d_in), b_k (d_out, r), weights sum to 1.
-
-    Raises ConfigError where the ranks differ.
-    """
-    check_one_rank([len(factor) for factor in a])
+    """Addition of FedEx-LoRA to a module's averaged adapter: a_k is (r, d_in), b_k (d_out, r), weights sum to 1."""
     wide = [factor.double() for factor in a]
     mean = sum((weight * factor for weight, factor in zip(weights, wide, strict=True)), torch.zeros_like(wide[0]))
     last = b[-1].double()
@@ -79,11 +74,3 @@ def from_adapter(module: str, adapter: Params, scale: Callable[[int], float], *,
         return Factors(a=like.a[:0], b=like.b[:, :0])
     a, b = (adapter[module + end].to(like.a) for end in (LORA_A, LORA_B))
     return Factors(a=a, b=scale(len(a)) * b)
-
-
-def check_one_rank(ranks: Sequence[int]) -> None:
-    """Raise ConfigError where the ranks differ."""
-    if len(set(ranks)) > 1:
-        raise ConfigError(
-            f"fedex averages factors of one rank, and these have {sorted(set(ranks))}: set --ranks, or take flora"
-        )

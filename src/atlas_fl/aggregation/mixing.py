@@ -17,8 +17,8 @@ so that every owner gets the same; all of M's weights on owners fall on the firs
 A set with one owner, and the set of clusters that mix within themselves by averaging, move as without sharing.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
 
@@ -37,8 +37,8 @@ from atlas_fl.aggregation.lora_product import (
     truncated_svd,
 )
 from atlas_fl.aggregation.matrices import Federation, bounded_weights
-from atlas_fl.errors import ConfigError, ProtocolError, unknown_name
-from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE, ByClient, Params, is_full_model, lora_modules
+from atlas_fl.errors import ProtocolError
+from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE, ByClient, Params, is_full_model, lora_modules, shared_params
 
 
 def reuse_equal_tensors(newcomers: ByClient, models_by_client: ByClient, federation: Federation) -> dict[str, Params]:
@@ -118,9 +118,6 @@ Moved: TypeAlias = tuple[tuple[int, ...], Tensor]
 Reduce: TypeAlias = Callable[[Tensor], Tensor]
 """From (clients, ...) to (...), value by value: what a rule that is no mixing matrix does in the place of a sum."""
 
-Workspace: TypeAlias = dict[tuple[int, int, torch.dtype, torch.device], Tensor]
-"""Stacks that are used again: megabytes fresh from the system cost more time than the sums over them."""
-
 
 def _weights(rows: np.ndarray, like: Tensor) -> Tensor:
     return torch.from_numpy(rows).to(device=like.device, dtype=like.dtype)
@@ -146,18 +143,10 @@ def _apply_rows(rows: np.ndarray, flat: Tensor, reduce: Reduce | None) -> Tensor
     return torch.stack(means * (len(rows) // len(means)))
 
 
-def mix_plain(
-    tensors: Mapping[int, Tensor], group: Group, workspace: Workspace, reduce: Reduce | None = None
-) -> Iterator[Moved]:
-    """`sum_l m_kl w_l` for every target of the group, whose tensors have one shape; equal rows give one tensor.
-
-    The stack of all sources lies in `workspace`, which the next call may overwrite.
-    """
+def mix_plain(tensors: Mapping[int, Tensor], group: Group, reduce: Reduce | None = None) -> Iterator[Moved]:
+    """`sum_l m_kl w_l` for every target of the group, whose tensors have one shape; equal rows give one tensor."""
     first = tensors[group.sources[0]]
-    shape_key = (len(group.sources), first.numel(), first.dtype, first.device)
-    if shape_key not in workspace:
-        workspace[shape_key] = torch.empty(*shape_key[:2], dtype=first.dtype, device=first.device)
-    stack = _flat(torch.stack([tensors[k].reshape(-1) for k in group.sources], out=workspace[shape_key]))
+    stack = _flat(torch.stack([tensors[k].reshape(-1) for k in group.sources]))
     mixed = _apply_rows(group.rows, stack, reduce).to(first.dtype).view(-1, *first.shape)
     # every row owns its memory: a client that stays away must not keep the stack of all alive
     rows = [mixed[0]] if len(mixed) == 1 else [row.clone() for row in mixed]
@@ -206,11 +195,6 @@ def mix_factor(
             yield (k,), new
 
 
-SHARES = ("A", "B", "head")
-SPACES = ("factors", "product")
-ALIGNMENTS = ("pad", "truncate")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Mixed:
     """Models after a server step."""
@@ -222,41 +206,32 @@ class Mixed:
     """Share of the squared norm of a client's update that its ranks could not hold; 0 for who did not move."""
 
 
-def check_mixing(share: Sequence[str], space: str, align: str) -> None:
-    """Raise ConfigError for an unknown word, for sharing nothing, and for product space with A or B alone."""
-    for kind, names, allowed in (("share", share, SHARES), ("space", [space], SPACES), ("align", [align], ALIGNMENTS)):
-        for name in names:
-            if name not in allowed:
-                raise unknown_name(kind, name, allowed)
-    if not share:
-        raise ConfigError(f"share is empty: a rule that communicates needs some of {', '.join(SHARES)}; or use 'local'")
-    if space == "product" and ("A" in share) != ("B" in share):
-        raise ConfigError(
-            f"space 'product' mixes s B A and needs both A and B shared, not {', '.join(share)}; use space 'factors'"
-        )
+def _leads(components: Sequence[int], ranks: Mapping[int, int]) -> dict[int, int]:
+    """For each client with a rank the smallest among those that it is connected with."""
+    smallest: dict[int, int] = {}
+    for k, rank in ranks.items():
+        smallest[components[k]] = min(rank, smallest.get(components[k], rank))
+    return {k: smallest[components[k]] for k in ranks}
 
 
-class _Rows:
-    """Groups and components of each distinct matrix, found once."""
-
-    def __init__(self, matrices: Callable[[str], np.ndarray]) -> None:
-        self._matrices = matrices
-        self.workspace: Workspace = {}
-        self._found: dict[int, tuple[np.ndarray, tuple[Group, ...], tuple[int, ...]]] = {}
-
-    def of(self, key: str) -> tuple[tuple[Group, ...], tuple[int, ...]]:
-        matrix = self._matrices(key)
-        if id(matrix) not in self._found:
-            self._found[id(matrix)] = (matrix, groups_of(matrix), components_of(matrix))
-        return self._found[id(matrix)][1:]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Models:
-    """Everyone's models, by position."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Mixture:
+    """Everyone's models, by position, and the matrices that they are mixed by."""
 
     params: tuple[Params, ...]
     clients: tuple[str, ...]
+    matrices: Callable[[str], np.ndarray]
+    align: str
+    scale: Callable[[int], float]
+    reduce: Reduce | None
+    _found: dict[int, tuple[np.ndarray, tuple[Group, ...]]] = field(default_factory=dict)
+
+    def groups(self, key: str) -> tuple[Group, ...]:
+        """The groups of a tensor's matrix, which are found once for each distinct matrix."""
+        matrix = self.matrices(key)
+        if id(matrix) not in self._found:
+            self._found[id(matrix)] = (matrix, groups_of(matrix))
+        return self._found[id(matrix)][1]
 
     def holders(self, group: Group, key: str) -> dict[int, Tensor]:
         """The key's tensor of every client in the group; empty if nobody there holds it."""
@@ -266,86 +241,55 @@ class _Models:
             raise ProtocolError(f"{lacking} has no {key}, but clients that it mixes with do")
         return tensors
 
+    def mix_tensor(self, key: str) -> Iterator[Moved]:
+        """The mixed tensors of this name."""
+        is_b = key.endswith(LORA_B)
+        is_factor = is_b or key.endswith(LORA_A)
+        axis = 1 if is_b else 0
+        lead: dict[int, int] | None = None
+        if self.align == "truncate" and is_factor:
+            ranks = {k: one[key].shape[axis] for k, one in enumerate(self.params) if key in one}
+            lead = _leads(components_of(self.matrices(key)), ranks)
+        for group in self.groups(key):
+            tensors = self.holders(group, key)
+            shapes = {tensor.shape for tensor in tensors.values()}
+            if len(shapes) == 1 and (lead is None or {lead[k] for k in tensors} == {next(iter(shapes))[axis]}):
+                yield from mix_plain(tensors, group, self.reduce)
+            elif shapes and not is_factor:
+                raise ProtocolError(
+                    f"{key} has the shapes {sorted(map(tuple, shapes))}; clients that mix it need equal ones: name"
+                    " their tasks apart or do not share the head"
+                )
+            elif is_b:
+                scales = {k: self.scale(tensor.shape[1]) for k, tensor in tensors.items()}
+                turned = {k: tensor.T for k, tensor in tensors.items()}
+                mixed = mix_factor(turned, group, lead=lead, scales=scales, keep_own=False, reduce=self.reduce)
+                yield from ((clients, tensor.T.contiguous()) for clients, tensor in mixed)
+            elif shapes:
+                yield from mix_factor(tensors, group, lead=lead, scales=None, keep_own=True, reduce=self.reduce)
 
-def _all_keys(params: Iterable[Params]) -> Iterator[str]:
-    return iter(dict.fromkeys(key for one in params for key in one))
-
-
-def _is_shared(key: str, share: Sequence[str], space: str) -> bool:
-    """Return whether a tensor mixes by itself; biases and other whole tensors go with the adapters."""
-    if key.startswith(HEAD):
-        return "head" in share
-    if key == PRIVATE:
-        return False
-    if key.endswith(LORA_A):
-        return "A" in share and space == "factors"
-    if key.endswith(LORA_B):
-        return "B" in share and space == "factors"
-    return "A" in share or "B" in share
-
-
-def _leads(components: Sequence[int], ranks: Sequence[int | None]) -> dict[int, int]:
-    """For each client with a rank the smallest among those that it is connected with."""
-    smallest: dict[int, int] = {}
-    for component, rank in zip(components, ranks):
-        if rank is not None:
-            smallest[component] = min(rank, smallest.get(component, rank))
-    return {k: smallest[components[k]] for k, rank in enumerate(ranks) if rank is not None}
-
-
-def _mix_key(
-    models: _Models, rows: _Rows, key: str, *, align: str, scale: Callable[[int], float], reduce: Reduce | None
-) -> Iterator[Moved]:
-    groups, components = rows.of(key)
-    is_b = key.endswith(LORA_B)
-    is_factor = is_b or key.endswith(LORA_A)
-    axis = 1 if is_b else 0
-    lead: dict[int, int] | None = None
-    if align == "truncate" and is_factor:
-        lead = _leads(components, [one[key].shape[axis] if key in one else None for one in models.params])
-    for group in groups:
-        tensors = models.holders(group, key)
-        shapes = {tensor.shape for tensor in tensors.values()}
-        if len(shapes) == 1 and (lead is None or {lead[k] for k in tensors} == {next(iter(shapes))[axis]}):
-            yield from mix_plain(tensors, group, rows.workspace, reduce)
-        elif shapes and not is_factor:
-            raise ProtocolError(
-                f"{key} has the shapes {sorted(map(tuple, shapes))}; clients that mix it need equal ones: name their "
-                "tasks apart or do not share the head"
-            )
-        elif is_b:
-            scales = {k: scale(tensor.shape[1]) for k, tensor in tensors.items()}
-            turned = {k: tensor.T for k, tensor in tensors.items()}
-            mixed = mix_factor(turned, group, lead=lead, scales=scales, keep_own=False, reduce=reduce)
-            yield from ((clients, tensor.T.contiguous()) for clients, tensor in mixed)
-        elif shapes:
-            yield from mix_factor(tensors, group, lead=lead, scales=None, keep_own=True, reduce=reduce)
-
-
-def _mix_product(
-    models: _Models, group: Group, module: str, *, scale: Callable[[int], float], reduce: Reduce | None
-) -> Iterator[tuple[int, Tensor, Tensor, float, float]]:
-    """(client, A, B, energy thrown away, energy of the whole) for every target of the group."""
-    a, b = models.holders(group, module + LORA_A), models.holders(group, module + LORA_B)
-    if not a:
-        return
-    sources = group.sources
-    counts = [a[k].shape[0] for k in sources]
-    factors = [a[k] for k in sources], [b[k] for k in sources], [scale(r) for r in counts]
-    longest = [max(a[k].shape[0] for k in targets) for targets in group.targets]
-    if reduce is None:
-        stack_a, stack_b = stack_factors(*factors)
-        weights = torch.from_numpy(np.repeat(group.rows, counts, axis=1)).to(stack_a.device)
-        components = truncated_svd(stack_a, stack_b, weights, ranks=longest)
-    else:
-        components = leading_reduced(*factors, reduce=reduce, ranks=longest)
-    for best, targets in zip(components, group.targets):
-        yield from fit_clients(best, targets, a, b, scale=scale)
+    def mix_product(self, group: Group, module: str) -> Iterator[tuple[int, Tensor, Tensor, float, float]]:
+        """(client, A, B, energy thrown away, energy of the whole) for every target of the group."""
+        a, b = self.holders(group, module + LORA_A), self.holders(group, module + LORA_B)
+        if not a:
+            return
+        sources = group.sources
+        counts = [a[k].shape[0] for k in sources]
+        factors = [a[k] for k in sources], [b[k] for k in sources], [self.scale(r) for r in counts]
+        longest = [max(a[k].shape[0] for k in targets) for targets in group.targets]
+        if self.reduce is None:
+            stack_a, stack_b = stack_factors(*factors)
+            weights = torch.from_numpy(np.repeat(group.rows, counts, axis=1)).to(stack_a.device)
+            components = truncated_svd(stack_a, stack_b, weights, ranks=longest)
+        else:
+            components = leading_reduced(*factors, reduce=self.reduce, ranks=longest)
+        for best, targets in zip(components, group.targets):
+            yield from fit_clients(best, targets, a, b, scale=self.scale)
 
 
 def mix(
     by_client: ByClient,
-    matrices: Callable[[str], np.ndarray] | Mapping[str, np.ndarray],
+    matrices: Callable[[str], np.ndarray],
     *,
     clients: Sequence[str],
     share: Sequence[str],
@@ -358,32 +302,31 @@ def mix(
 
     In `product` space the update `s B A` of each module is mixed with the matrix of its `lora_A`, then cut to each
     client's own rank. `scale` gives s of a rank. Who has the identity's row keeps the very same tensors. Raises
-    ConfigError for words that contradict, ProtocolError where models that should mix hold different tensors.
+    ProtocolError where models that should mix hold different tensors.
 
     With `reduce` a row of M, whose weights are equal, only says who is aggregated, and this function how: value by
     value, in product space those of the dense updates.
     """
-    check_mixing(share, space, align)
-    rows = _Rows(matrices.__getitem__ if isinstance(matrices, Mapping) else matrices)
-    models = _Models(params=tuple(by_client[client] for client in clients), clients=tuple(clients))
-    new: dict[int, dict[str, Tensor]] = {}
-    for key in _all_keys(models.params):
-        if _is_shared(key, share, space):
-            for targets, tensor in _mix_key(models, rows, key, align=align, scale=scale, reduce=reduce):
-                for k in targets:
-                    new.setdefault(k, dict(models.params[k]))[key] = tensor
-    thrown, total = dict.fromkeys(clients, 0.0), dict.fromkeys(clients, 0.0)
-    # Sorted, because the sums below follow the order, and a model that comes from a checkpoint has another one.
-    modules = (
-        sorted(lora_modules(dict.fromkeys(_all_keys(models.params), torch.empty(0)))) if space == "product" else []
+    params = tuple(by_client[client] for client in clients)
+    mixture = _Mixture(
+        params=params, clients=tuple(clients), matrices=matrices, align=align, scale=scale, reduce=reduce
     )
-    for module in modules if "A" in share else []:
-        for group in rows.of(module + LORA_A)[0]:
-            for k, a, b, lost, whole in _mix_product(models, group, module, scale=scale, reduce=reduce):
-                new.setdefault(k, dict(models.params[k])).update({module + LORA_A: a, module + LORA_B: b})
+    shared = dict.fromkeys(key for one in params for key in shared_params(one, share))
+    # Sorted, because the sums below follow the order, and a model that comes from a checkpoint has another one.
+    modules = sorted(lora_modules(dict.fromkeys(shared, torch.empty(0)))) if space == "product" else []
+    new: dict[int, dict[str, Tensor]] = {}
+    for key in (key for key in shared if space == "factors" or not key.endswith((LORA_A, LORA_B))):
+        for targets, tensor in mixture.mix_tensor(key):
+            for k in targets:
+                new.setdefault(k, dict(params[k]))[key] = tensor
+    thrown, total = dict.fromkeys(clients, 0.0), dict.fromkeys(clients, 0.0)
+    for module in modules:
+        for group in mixture.groups(module + LORA_A):
+            for k, a, b, lost, whole in mixture.mix_product(group, module):
+                new.setdefault(k, dict(params[k])).update({module + LORA_A: a, module + LORA_B: b})
                 thrown[clients[k]] += lost
                 total[clients[k]] += whole
-    moved = {client: new.get(k, models.params[k]) for k, client in enumerate(clients)}
+    moved = {client: new.get(k, params[k]) for k, client in enumerate(clients)}
     return Mixed(by_client=moved, discarded=energy_share(thrown, total))
 
 
@@ -391,14 +334,10 @@ def resize_ranks(params: Params, ranks: Mapping[str, int], scale: Callable[[int]
     """The same model with other ranks: `ranks` names the modules that change, `scale` gives s of a rank.
 
     Exact as long as the new rank holds the product, else the best approximation. New directions are orthogonal rows
-    of A beside zero columns of B, so they can be trained. Raises ConfigError for an unknown module or rank below 1.
+    of A beside zero columns of B, so they can be trained.
     """
     new = dict(params)
     for module, rank in ranks.items():
-        if module + LORA_A not in params:
-            raise unknown_name("adapted module", module, lora_modules(params))
-        if rank < 1:
-            raise ConfigError(f"rank {rank} of {module} must be at least 1")
         a, b = params[module + LORA_A], params[module + LORA_B]
         if rank != a.shape[0]:
             scales = {"old_scale": scale(a.shape[0]), "new_scale": scale(rank)}

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from atlas_fl.aggregation.lora_product import factorise, stack_factors, truncated_svd
+from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE, ByClient, Params, lora_modules, shared_params
 
 LEAST = 3
@@ -26,42 +27,16 @@ BODY, HEADS = "adapters or weights", "head"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Space:
-    """Where a rule mixes, and so where a change is measured."""
-
-    space: str
-    """`product` or `factors`."""
-    share: tuple[str, ...]
-    """Parts of a model that leave the client."""
-    scale: Callable[[int], float]
-    """LoRA scale s of a rank."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Excess:
     """A change that is too large."""
 
-    part: str
-    """Which part of the model it is of."""
-    norm: float
-    median: float
-    clients: int
-    """Clients that the median is of."""
-
-    @property
-    def ratio(self) -> float:
-        """Multiple of the median."""
-        return self.norm / self.median
-
-    def __str__(self) -> str:
-        """The figures as part of a sentence."""
-        return (
-            f"the change of its {self.part} has norm {self.norm:.3g}, {self.ratio:.3g} times the median"
-            f" {self.median:.3g} of {self.clients} clients"
-        )
+    ratio: float
+    """Multiple of the median."""
+    reason: str
+    """The figures as part of a sentence."""
 
 
-def change_norms(before: Params, after: Params, how: Space) -> dict[str, float]:
+def change_norms(before: Params, after: Params, how: StrategyOptions) -> dict[str, float]:
     """The norms of what training has changed, by `BODY` and `HEADS`; only of what is shared, and has values here."""
     shared = {key: tensor for key, tensor in shared_params(after, how.share).items() if tensor.numel()}
     squares = {BODY: 0.0, HEADS: 0.0}
@@ -104,9 +79,11 @@ def find_excesses(
     for part, cohort in _cohorts(norms, tasks):
         middle = statistics.median(norms[client][part] for client in cohort)
         for client in cohort if len(cohort) >= LEAST and 0 < middle < inf else ():
-            excess = Excess(part=part, norm=norms[client][part], median=middle, clients=len(cohort))
-            if excess.ratio > ratio and (client not in excesses or excess.ratio > excesses[client].ratio):
-                excesses[client] = excess
+            norm = norms[client][part]
+            times = norm / middle
+            if times > ratio and (client not in excesses or times > excesses[client].ratio):
+                reason = f"the change of its {part} has norm {norm:.3g}, {times:.3g} times the median {middle:.3g}"
+                excesses[client] = Excess(ratio=times, reason=f"{reason} of {len(cohort)} clients")
     return excesses
 
 
@@ -118,7 +95,9 @@ def _cohorts(norms: Mapping[str, object], tasks: Mapping[str, str]) -> list[tupl
     return [(BODY, list(norms)), *((HEADS, clients) for clients in by_task.values())]
 
 
-def clip_update(before: Params, after: Params, how: Space, *, limits: Mapping[str, float]) -> dict[str, Tensor]:
+def clip_update(
+    before: Params, after: Params, how: StrategyOptions, *, limits: Mapping[str, float]
+) -> dict[str, Tensor]:
     """The update with its change scaled down so that no part's norm is above its limit (`scaled_change`).
 
     Cut to the client's rank it may move by as much again as was allowed, so in product space the norm is at most twice
@@ -130,7 +109,9 @@ def clip_update(before: Params, after: Params, how: Space, *, limits: Mapping[st
     )
 
 
-def scaled_change(before: Params, after: Params, how: Space, *, factors: Mapping[str, float]) -> dict[str, Tensor]:
+def scaled_change(
+    before: Params, after: Params, how: StrategyOptions, *, factors: Mapping[str, float]
+) -> dict[str, Tensor]:
     """`w + f (w' - w)` of every part that has a factor f other than 1; in product space `s B A + f (s B' A' - s B A)`,
     of which the client's rank holds the best approximation.
     """
@@ -167,7 +148,7 @@ def _clipped_pair(
 
 
 def bound_updates(
-    before: ByClient, trained: ByClient, tasks: Mapping[str, str], how: Space, *, mode: str, ratio: float
+    before: ByClient, trained: ByClient, tasks: Mapping[str, str], how: StrategyOptions, *, mode: str, ratio: float
 ) -> tuple[dict[str, Params], dict[str, str]]:
     """(the updates that may be mixed, why each of the others was refused or scaled down, by client).
 
@@ -178,7 +159,7 @@ def bound_updates(
     norms = {client: change_norms(before[client], params, how) for client, params in trained.items()}
     excesses = find_excesses(norms, tasks, ratio=ratio)
     remedy = f"allowed are {ratio:g} (--max-norm-ratio)"
-    reasons = {client: f"{excess}; {remedy}" for client, excess in excesses.items()}
+    reasons = {client: f"{excess.reason}; {remedy}" for client, excess in excesses.items()}
     if mode == "refuse":
         return {client: params for client, params in trained.items() if client not in excesses}, reasons
     bounded = dict(trained)

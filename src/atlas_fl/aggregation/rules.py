@@ -4,16 +4,16 @@ A rule is called once for each group of parameters that its granularity tells ap
 examples is bounded (`aggregation.matrices.bounded_weights`).
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
-from atlas_fl.aggregation.matrices import LAPLACIANS, Federation, average, cluster_labels, group_ids, layer_factors
-from atlas_fl.aggregation.mixing import Mixed, Reduce, check_mixing, mix, tie_rows
-from atlas_fl.errors import ConfigError, ProtocolError, unknown_name
+from atlas_fl.aggregation.matrices import Federation, average, cluster_labels, group_ids, layer_factors
+from atlas_fl.aggregation.mixing import Mixed, Reduce, mix, tie_rows
+from atlas_fl.errors import ConfigError
 from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, Params, ServerState, TreesByClient, is_last_layer
 
 Matrices: TypeAlias = Callable[[str], np.ndarray]
@@ -21,9 +21,6 @@ Matrices: TypeAlias = Callable[[str], np.ndarray]
 
 CLUSTERS = "clusters"
 """Value of `StrategyOptions.within` for each cluster by itself."""
-
-GRANULARITIES = ("all", "layer", "kind", "layer_and_kind")
-"""Which parameters of a model share a mixing matrix, besides heads, which mix inside a task."""
 
 LAST_LAYER = "last layer"
 """The granularity and the kind of rules that mix the last layer of a head otherwise than what stands below it."""
@@ -116,6 +113,12 @@ def groups_within(step: MixingContext, within: str) -> Int64[np.ndarray, " n"]:
     return within_clusters(step) if within == CLUSTERS else step.groups
 
 
+def present_by_group(groups: Int64[np.ndarray, " n"], present: Bool[np.ndarray, " n"]) -> Iterator[list[int]]:
+    """The clients of each group that took part, by their places."""
+    for label in sorted(set(groups.tolist())):
+        yield np.flatnonzero((groups == label) & present).tolist()
+
+
 def layer_of(federation: Federation, key: str) -> int:
     """The layer of an adapted module's tensor; raises ConfigError where the plan names none."""
     module = key.removesuffix(LORA_A).removesuffix(LORA_B)
@@ -187,9 +190,6 @@ def for_newcomers(rule: Rule) -> Rule:
     return lambda step: np.where(step.present[:, None], np.eye(len(step.present)), rule(step))
 
 
-LAYER_WEIGHTINGS = ("none", "importance")
-
-
 def twice_the_rank(_rank: int) -> float:
     """The scale alpha / r with alpha = 2 r: always 2."""
     return 2.0
@@ -197,81 +197,31 @@ def twice_the_rank(_rank: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyOptions:
-    """The numbers and words that rules are made from."""
+    """Settings that all methods see, by the names under which `config.schema` explains them; by default switched off.
 
-    eta: float = 0.1
-    """Step of the Laplacian in round one."""
-    eta_decay: float = 1.0
-    """Factor on eta after each round."""
-    laplacian: str = "random_walk"
-    """Which Laplacian."""
+    Settings of single methods are fields of their classes (`methods.knobs`).
+    """
+
     space: str = "product"
-    """Where the adapters are mixed: `product` or `factors`."""
     share: tuple[str, ...] = ("A", "B", "head")
-    """Parts of a model that leave the client."""
     align: str = "pad"
-    """Alignment of factors of different ranks: `pad` or `truncate`."""
+    max_share: float = 1.0
+    within: str = "all"
+    eta: float = 0.1
+    eta_decay: float = 1.0
+    laplacian: str = "random_walk"
     layer_weighting: str = "none"
-    """`importance` scales eta by each layer's importance."""
+    proximal_mu: float = 0.0
+    second_model: str = "none"
+    personal_models: bool = False
+    control_variates: bool = False
+    seed: int = 0
+    rounds: int = 1
+    personal_rounds: int = 0
     scale: Callable[[int], float] = twice_the_rank
     """LoRA scale s of a rank."""
-    max_share: float = 1.0
-    """Largest share of a weighted average that one client's examples may give it (`matrices.bounded_weights`)."""
-    within: str = "all"
-    """Where robust rules, server optimizers and `pfedgraph` are applied, over `all` clients or inside `clusters`, with
-    which `kriging` averages where clients differ by less than their noise."""
-    trim: float = 0.2
-    """Share of the clients whose values `trimmed_mean` leaves out at each end."""
-    byzantine: int = 1
-    """Hostile clients that `krum` and `multi_krum` expect."""
-    server_lr: float | None = None
-    """Learning rate eta of a server optimizer; its own default where None."""
-    server_beta1: float | None = None
-    """Share of a server optimizer's first moment that stays; its own default where None."""
-    server_beta2: float = 0.99
-    """Share of the second moment of `fedadam` and `fedyogi` that stays."""
-    server_tau: float = 1e-3
-    """Constant added to the root of the second moment; its square is the first second moment."""
-    gram_by: str = "all"
-    """Which parameters of `pfedgraph` and `kriging` have a mixing matrix of their own (`GRANULARITIES`)."""
-    gram_alpha: float = 0.8
-    """Pull of the rows of `pfedgraph` to the shares of the examples."""
-    attention_alpha: float = 1.0
-    """The most that all others together weigh in a row of `fedavg_by_distance`."""
-    attention_sigma: float = 1.0
-    """Squared distance, in mean ones of the round, at which a model counts for 1/e there."""
-    bipartition_ratio: float = 0.4
-    """`cfl` cuts a cluster whose average update is shorter than this share of its longest."""
-    tree_step: int = 1
-    """By how many clusters a layer of `fedtreelora` may have more than the one below."""
-    tree_threshold: float = 0.1
-    """The silhouette that cuts of `fedtreelora` must exceed where the layer below has one cluster."""
-    ifca_clusters: int = 3
-    """Clusters of `ifca`."""
-    measure_round: int = 4
-    """The round from which `kriging` measures halves."""
-    proximal_mu: float = 0.0
-    """Weight of the pull to the anchor; alpha of `fedavg_dynamic`."""
-    feature_alignment: float = 0.0
-    """Weight of FedPAC's pull to class means; 0 for none."""
-    second_model: str = "none"
-    """Kind of the clients' second models."""
-    second_weight: float = 0.5
-    """Weight of a second model, or of its pull to the shared one."""
-    second_gate: str = "none"
-    """`input` weighs what is stacked by the input."""
-    personal_models: bool = False
-    """Clients go on with their own models, and the mixed one is what pulls them or stands beside them."""
-    control_variates: bool = False
-    """Gradients are corrected by SCAFFOLD's control variates."""
     lr: float = 1e-3
     """Peak learning rate of the clients' adapters."""
-    seed: int = 0
-    """Seed of the run."""
-    rounds: int = 1
-    """Rounds of the run."""
-    personal_rounds: int = 0
-    """Last rounds of the run, after the last aggregation."""
 
     @property
     def last_aggregation(self) -> int:
@@ -279,25 +229,8 @@ class StrategyOptions:
         return self.rounds - self.personal_rounds
 
 
-def check_options(options: StrategyOptions) -> None:
-    """Raise ConfigError for a number out of range, an unknown word or words that contradict each other."""
-    for name, value in (("eta", options.eta), ("eta_decay", options.eta_decay)):
-        if not (np.isfinite(value) and value >= 0):
-            raise ConfigError(f"{name} is {value}; it must be finite and 0 or more")
-    if options.laplacian not in LAPLACIANS:
-        raise unknown_name("Laplacian", options.laplacian, LAPLACIANS)
-    if options.layer_weighting not in LAYER_WEIGHTINGS:
-        raise unknown_name("layer weighting", options.layer_weighting, LAYER_WEIGHTINGS)
-    if options.gram_by not in GRANULARITIES:
-        raise unknown_name("granularity", options.gram_by, GRANULARITIES)
-    check_mixing(options.share, options.space, options.align)
-
-
 def with_updates(client_models: ByClient, updates: ByClient) -> dict[str, Params]:
     """The model of every client after local training: its update, or its old model where it took no part."""
-    strangers = sorted(updates.keys() - client_models.keys())
-    if strangers:
-        raise ProtocolError(f"update of an unknown client {strangers[0]!r}; this run has {', '.join(client_models)}")
     return {client: updates.get(client, params) for client, params in client_models.items()}
 
 

@@ -83,7 +83,7 @@ def check_centroids(
     run: Run, round: int, plan: AuditPlan, record: AuditRecord, state: Mapping[str, Tensor]
 ) -> Iterator[AuditRow]:
     """A row for each client that trained: the class means that its features were pulled to; `state` is of before."""
-    if not run.config.get("training", {}).get("feature_alignment"):
+    if not run.config.get("server", {}).get("feature_alignment"):
         return
     is_personal = round > int(run.config["training"]["rounds"]) - run.mixing.personal_rounds
     reports = {} if is_personal else read_reports(state)

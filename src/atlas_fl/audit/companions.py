@@ -47,7 +47,7 @@ def check_second_models(run: Run, round: int, plan: AuditPlan, record: AuditReco
     is_personal = bool(mixing.get("personal_models"))
     if mixing.get("second_model", "none") != "none" and not is_personal:
         yield from _check_kept(run, round, plan, set(record.participants), check="second", noun="model")
-    if mixing.get("second_gate", "none") != "none":
+    if run.config.get("server", {}).get("second_gate", "none") != "none":
         trained = record.accepted_clients if is_personal else record.participants
         yield from _check_kept(run, round, plan, set(trained), check="gate", noun="gate")
 

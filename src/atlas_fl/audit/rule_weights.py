@@ -27,7 +27,7 @@ class Robust:
 
 def robust_of(run: Run) -> Robust:
     """The robust settings of this run, from its config.toml; `atlas` asks clusters whatever they say."""
-    robust_settings: Mapping[str, Any] = run.config.get("robust", {})
+    robust_settings: Mapping[str, Any] = {**run.config.get("robust", {}), **run.config.get("server", {})}
     if run.mixing.strategy == "atlas":
         robust_settings = {**robust_settings, "within": "clusters"}
     return Robust(**{name: robust_settings[name] for name in Robust.__dataclass_fields__ if name in robust_settings})

@@ -19,7 +19,7 @@ from atlas_fl.config import Config, settings, value_of
 from atlas_fl.config.files import load_values
 from atlas_fl.config.methods import check_typed_settings
 from atlas_fl.config.presets import find_preset, presets, turn_dial
-from atlas_fl.config.settings import field_docs, group_classes, replace_settings
+from atlas_fl.config.settings import Setting, field_docs, group_classes, replace_settings
 from atlas_fl.config.values import Mark, describe, from_words, item_kind, parse_integer, to_words, unwrap_optional
 from atlas_fl.errors import ConfigError, did_you_mean, short_repr
 from atlas_fl.storage.folder_access import MOST_JSON_BYTES, read_named_file
@@ -60,6 +60,7 @@ HINTS = {
     **dict.fromkeys(
         ("--output", "--out"), "run folders lie in --runs-dir FOLDER, and --name NAME is the folder of this run"
     ),
+    "--lambda-sweep": "runs over several eta are `atlas sweep --lambda-sweep`",
     "--help-all": "all settings are explained by --help all",
     "--cpu": "the CPU trains with --accelerator cpu",
     "--fp16": "the arithmetic is --precision fp16",
@@ -76,9 +77,6 @@ JOINED = frozenset(
 )
 """Flags with a list that may be given several times instead of once with several words."""
 
-LONGEST = 4096
-"""Characters of a word: as many as a path may have."""
-
 _FLAG = re.compile(r"-(?!inf$|nan$)[A-Za-z-]")
 
 
@@ -91,24 +89,15 @@ class Words:
 
 
 def split(args: Sequence[str], *, aliases: Mapping[str, str] = ALIASES) -> tuple[Words, ...]:
-    """The command line flag by flag; hyphens for underscores, and today's names for those of `aliases`.
-
-    Raises:
-        ConfigError: a word is longer than any value may be.
-    """
+    """The command line flag by flag; hyphens for underscores, and today's names for those of `aliases`."""
     groups = [Words("", ())]
     for word in args:
-        if len(word) > LONGEST:
-            flag, sign, value = word.partition("=") if is_flag(word) else (groups[-1].flag, "=", word)
-            problem = f"{flag} has {short_repr(value)}" if flag and sign else f"there is {short_repr(word)}"
-            raise ConfigError(f"{problem}; allowed: a word of at most {LONGEST:,} characters; shorten it")
-        if not is_flag(word):
-            last = groups[-1]
-            groups[-1] = Words(last.flag, (*last.values, word))
-            continue
-        name, sign, value = word.partition("=")
-        flag = name.replace("_", "-")
-        groups.append(Words(aliases.get(flag, flag), (value,) if sign else ()))
+        if is_flag(word):
+            name, sign, value = word.partition("=")
+            flag = name.replace("_", "-")
+            groups.append(Words(aliases.get(flag, flag), (value,) if sign else ()))
+        else:
+            groups[-1] = Words(groups[-1].flag, (*groups[-1].values, word))
     return tuple(groups)
 
 
@@ -132,10 +121,6 @@ def check_flags(groups: Iterable[Words], *, flags: Sequence[str], command: str) 
 def is_flag(word: str) -> bool:
     """Return true for a flag: -1, -.5 and -inf are numbers."""
     return _FLAG.match(word) is not None
-
-
-SETTINGS = "settings"
-"""The field of a command's options that holds a whole config, whose settings are flags of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +150,11 @@ class Command:
     """Its function, from words to an exit code."""
     options: type[Any]
     """The dataclass of its options, whose fields without a default it cannot do without."""
-    summary: str
+
+    @property
+    def summary(self) -> str:
+        """The first part of the first sentence on its options."""
+        return re.split(r"[.;:](?= |$)", " ".join((self.options.__doc__ or "").split()))[0]
 
 
 @dataclass(frozen=True)
@@ -188,8 +177,6 @@ class Argument:
     kind: Any
     default: Any
     help: str
-    group: str = ""
-    """The group of a setting; empty for an option of the command alone."""
 
     @property
     def name(self) -> str:
@@ -227,45 +214,42 @@ class Argument:
 def option_arguments(options: type[Any]) -> Iterator[Argument]:
     """Arguments that the options of a command declare, its own before those that it extends, without the settings."""
     help_of = field_docs(options)
-    kinds = get_type_hints(options)
     declared = get_type_hints(options, include_extras=True)
+    kinds = get_type_hints(options)
     for field in sorted(dataclasses.fields(options), key=lambda field: field.name not in options.__annotations__):
-        if field.name == SETTINGS:
-            continue
         marks = [one for one in getattr(declared[field.name], "__metadata__", ()) if isinstance(one, Positional)]
-        yield Argument(
-            key=field.name,
-            flag="" if marks else "--" + field.name.replace("_", "-"),
-            metavar=marks[0].metavar if marks else metavar(kinds[field.name]),
-            kind=kinds[field.name],
-            default=field.default,
-            help=help_of[field.name],
-        )
+        if field.name != "settings":
+            yield Argument(
+                key=field.name,
+                flag="" if marks else "--" + field.name.replace("_", "-"),
+                metavar=marks[0].metavar if marks else metavar(kinds[field.name]),
+                kind=kinds[field.name],
+                default=field.default,
+                help=help_of[field.name],
+            )
 
 
-def setting_arguments(config: Config) -> Iterator[Argument]:
-    """Every setting as a flag whose default is its value in this config."""
-    for setting in settings().values():
-        yield Argument(
-            key=setting.name,
-            flag=setting.flag,
-            metavar=metavar(setting.kind),
-            kind=setting.kind,
-            default=value_of(config, setting.name),
-            help=setting.help,
-            group=setting.group,
-        )
+def setting_argument(setting: Setting, config: Config) -> Argument:
+    """A setting as a flag whose default is its value in this config."""
+    return Argument(
+        key=setting.name,
+        flag=setting.flag,
+        metavar=metavar(setting.kind),
+        kind=setting.kind,
+        default=value_of(config, setting.name),
+        help=setting.help,
+    )
 
 
 def has_settings(options: type[Any]) -> bool:
     """Return true for options that hold a config."""
-    return any(field.name == SETTINGS for field in dataclasses.fields(options))
+    return "settings" in options.__dataclass_fields__
 
 
 def arguments(options: type[Any], config: Config | None = None) -> list[Argument]:
     """All arguments of a command, with the defaults of this config."""
-    of_settings = setting_arguments(config or Config()) if has_settings(options) else ()
-    return [*option_arguments(options), *of_settings]
+    known = settings().values() if has_settings(options) else ()
+    return [*option_arguments(options), *(setting_argument(one, config or Config()) for one in known)]
 
 
 def metavar(kind: Any) -> str:
@@ -289,14 +273,14 @@ def help_page(options: type[Any], *, command: str, config: Config | None = None,
     sections = [("", _rows(words)), ("options:", [*_rows(flags), ("-h, --help", "Show this page.")])]
     if has_settings(options):
         sections += _groups(config or Config(), is_whole=is_whole)
+        if not is_whole:
+            more = f"`{command} --help all` shows all {len(settings())} settings"
+            sections.append((f"{more}, `atlas list strategies NAME` those of one strategy.", []))
     width = max(len(name) for _, rows in sections for name, _ in rows)
     lines = [*wrap_lines(usage), "", *wrap_lines(" ".join((options.__doc__ or "").split()))]
     for title, rows in sections:
         if title or rows:
             lines += ["", *wrap_lines(title), *table(rows, names=min(width, NAMES))]
-    if has_settings(options) and not is_whole:
-        more = f"`{command} --help all` shows all {len(settings())} settings, `atlas list strategies NAME` those of one"
-        lines += ["", *wrap_lines(f"{more} strategy.")]
     return "\n".join(lines)
 
 
@@ -327,11 +311,10 @@ def wrap_lines(text: str, *, indent: int = 0) -> list[str]:
 def _groups(config: Config, *, is_whole: bool) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """The heading and the rows of every table of settings; where and from what a run is made stands before how."""
     yield "settings, by their table in config.toml:", []
-    classes = group_classes()
-    shown = [one for one in setting_arguments(config) if is_whole or Mark.COMMON in settings()[one.key].marks]
-    for group in sorted(classes, key=lambda group: group != "run"):
-        if rows := _rows(argument for argument in shown if argument.group == group):
-            yield f"[{group}] {classes[group].__doc__}", rows
+    for group, cls in sorted(group_classes().items(), key=lambda item: item[0] != "run"):
+        shown = [one for one in settings().values() if one.group == group and (is_whole or Mark.COMMON in one.marks)]
+        if shown:
+            yield f"[{group}] {cls.__doc__}", _rows(setting_argument(one, config) for one in shown)
 
 
 def _rows(options: Iterable[Argument]) -> list[tuple[str, str]]:
@@ -440,7 +423,7 @@ def parse(options: type[OptionsT], groups: Sequence[Words], *, command: str, con
     if not hasattr(options, "strategies"):  # a comparison names its strategies apart
         typed = {group.flag.replace("--no-", "--", 1) for group in groups}  # a switch that is off is typed, too
         check_typed_settings(config, typed)
-    return options(**values, **{SETTINGS: config})
+    return options(**values, settings=config)  # type: ignore[call-arg]
 
 
 def known_flags(options: type[Any]) -> list[str]:
@@ -450,47 +433,46 @@ def known_flags(options: type[Any]) -> list[str]:
 
 def _read(groups: Sequence[Words], declared: Sequence[Argument]) -> dict[str, Any]:
     """The values that words give to arguments, by key; raises ValueError where they give none."""
-    values, words = _read_flags(groups, {flag: one for one in declared if one.flag for flag in one.spellings})
-    for argument in declared:
-        if not argument.flag:
-            is_list = get_origin(argument.kind) is tuple
-            own = words if is_list else words[:1]
-            words = words[len(own) :]
-            if own or (is_list and argument.default is dataclasses.MISSING):
-                values[argument.key] = _read_value(argument, own)
+    values: dict[str, Any] = {}
+    words: list[str] = []
+    by_flag = {flag: one for one in declared if one.flag for flag in one.spellings}
+    for group in groups:
+        argument = by_flag.get(group.flag)
+        if argument is None or argument.kind is bool:
+            words += group.values
+            if argument is not None:
+                values[argument.key] = group.flag == argument.flag
+            continue
+        size = _size(argument)
+        own = group.values[:size] if size else group.values
+        value = _read_value(argument, own)
+        values[argument.key] = values.get(argument.key, ()) + value if group.flag in JOINED and not size else value
+        words += group.values[len(own) :]
+    for argument in (one for one in declared if not one.flag):
+        own_words = words[: _size(argument) or len(words)]
+        words = words[len(own_words) :]
+        if own_words or (not _size(argument) and argument.default is dataclasses.MISSING):
+            values[argument.key] = _read_value(argument, own_words)
     if words:
-        has_presets = any(argument.key == "preset" and argument.group for argument in declared)
-        raise ValueError(_unexpected(words, has_presets=has_presets))
+        named = presets().keys() & {*words} if "preset" in {one.key for one in declared} else ()
+        hint = f"; did you mean --preset {min(named)}?" if named else ""
+        raise ValueError(f"unexpected words: {' '.join(words)}{hint}")
     if missing := [argument.name for argument in declared if argument.is_required and argument.key not in values]:
         raise ValueError(f"missing: {', '.join(missing)}")
     return values
 
 
-def _read_flags(groups: Sequence[Words], by_flag: Mapping[str, Argument]) -> tuple[dict[str, Any], list[str]]:
-    """The values that flags give, by key, and the words that are not theirs."""
-    values: dict[str, Any] = {}
-    others: list[str] = []
-    for group in groups:
-        argument = by_flag.get(group.flag)
-        if argument is None or argument.kind is bool:
-            others += group.values
-            if argument is not None:
-                values[argument.key] = group.flag == argument.flag
-            continue
-        size = item_kind(argument.kind)[1] if get_origin(argument.kind) is tuple else 1
-        own = group.values[:size] if size else group.values
-        value = _read_value(argument, own)
-        if argument.key == "device" and argument.group and own and PROCESSORS.fullmatch(own[0]):
-            where = "cpu" if own[0].startswith("cpu") else "cuda"
-            raise ValueError(f"--device describes a client's machine; where packs train is --accelerator {where}")
-        values[argument.key] = values.get(argument.key, ()) + value if group.flag in JOINED and not size else value
-        others += group.values[len(own) :]
-    return values, others
+def _size(argument: Argument) -> int:
+    """Words of a value; 0 for any number."""
+    return item_kind(argument.kind)[1] if get_origin(argument.kind) is tuple else 1
 
 
 def _read_value(argument: Argument, words: Sequence[str]) -> Any:
-    if len(words) < (item_kind(argument.kind)[1] if get_origin(argument.kind) is tuple else 1):
+    if len(words) < _size(argument):
         raise ValueError(f"{argument.flag} lacks a value; allowed: {describe(argument.kind)}")
+    if argument.flag == "--device" and words and PROCESSORS.fullmatch(words[0]):
+        where = "cpu" if words[0].startswith("cpu") else "cuda"
+        raise ValueError(f"--device describes a client's machine; where packs train is --accelerator {where}")
     try:
         return from_words(words, argument.kind)
     except ValueError as error:
@@ -498,9 +480,3 @@ def _read_value(argument: Argument, words: Sequence[str]) -> Any:
         if argument.flag == "--tune" and words[0].isdecimal():  # in papers tuning is a number of settings tried
             problem += f"; how many settings of every method are tried is `atlas compare --trials {words[0]}`"
         raise ValueError(problem) from None
-
-
-def _unexpected(words: Sequence[str], *, has_presets: bool) -> str:
-    problem = f"unexpected words: {' '.join(words)}"
-    named = presets().keys() & {*words}
-    return f"{problem}; did you mean --preset {min(named)}?" if has_presets and named else problem

@@ -1,8 +1,6 @@
 """`atlas demo`: a first run that says what it does, how long it takes here and what came out, and writes its page."""
 
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -11,8 +9,7 @@ from atlas_fl.cli.display import going_on, show, show_progress
 from atlas_fl.cli.doctor import measure
 from atlas_fl.config import Config, run_folder, validate
 from atlas_fl.config.presets import find_preset
-from atlas_fl.events import Event, Note, OnEvent, PhaseStarted, RoundFinished
-from atlas_fl.report.format import cluster_name, number, seconds
+from atlas_fl.report.format import seconds
 
 if TYPE_CHECKING:
     from atlas_fl.experiment.run_time import RunTime
@@ -47,7 +44,7 @@ def demo(words: Sequence[str]) -> int:
     from atlas_fl.report.html.write import write_report
 
     with show_progress() as on_event, going_on("the same command"):
-        result = run_config(config, resume=True, on_event=with_first_results(on_event, folder))
+        result = run_config(config, resume=True, on_event=on_event)
     show(outcome(result.folder, result.summary, complete=result.complete))
     page = write_report([result.folder])
     show([*next_steps(config, folder), str(page)])
@@ -76,48 +73,6 @@ def time_lines(predicted: "RunTime") -> Iterator[str]:
         f" then {seconds(predicted.round)} for each of {predicted.rounds} rounds"
     )
     yield "Stop it with Ctrl-C whenever you like; the same command goes on after the last complete round."
-
-
-def with_first_results(
-    on_event: OnEvent, folder: "RunFolder", *, clock: Callable[[], float] = time.perf_counter
-) -> OnEvent:
-    """A callback that adds notes at the first results: who is alike before training, and after a round the time left.
-
-    In a run that goes on the first round is the first one of now.
-    """
-    round_start: list[float] = []
-    finished: list[int] = []
-
-    def tell(event: Event) -> None:
-        on_event(event)
-        if isinstance(event, PhaseStarted) and event.name.startswith("round ") and not round_start:
-            round_start.append(clock())
-            on_event(Note(alike_line(folder)))
-        elif isinstance(event, RoundFinished) and not finished:
-            finished.append(event.round)
-            on_event(Note(first_result(event, seconds_of_training=clock() - round_start[0])))
-
-    return tell
-
-
-def alike_line(folder: "RunFolder") -> str:
-    """The clients of each cluster, from the run's plan."""
-    from atlas_fl.storage.jsonl import read_json
-
-    members = defaultdict[int, list[str]](list)
-    for client in read_json(folder.plan)["clients"]:
-        members[client["cluster"]].append(client["name"])
-    groups = (f"{cluster_name(cluster)}: {' '.join(names)}" for cluster, names in sorted(members.items()))
-    return f"found alike, before any training together: {'; '.join(groups)}"
-
-
-def first_result(event: RoundFinished, *, seconds_of_training: float) -> str:
-    """Result of the first round, and the time of the others at its pace."""
-    scores = list(event.scores.values())
-    mean = number(sum(scores) / len(scores) if scores else None, 3)
-    left, rest = event.rounds - event.round, (event.rounds - event.round) * event.seconds
-    more = f"; {left} more {'round' if left == 1 else 'rounds'}, about {seconds(rest)} at this pace" if left else ""
-    return f"first result after {seconds(seconds_of_training)} of training: mean validation score {mean}{more}"
 
 
 def next_steps(config: Config, folder: "RunFolder") -> Iterator[str]:

@@ -1,14 +1,12 @@
 """Progress on the terminal while a run goes on: bars for phase and rounds, a line for each round; labels of runs."""
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
 from atlas_fl.config import differences, load_config, value_of
@@ -61,33 +59,6 @@ def going_on(how: str) -> Iterator[None]:
         raise
 
 
-@dataclass
-class RoundBar:
-    """A bar of the rounds of a run, with the time that is left if those to come last as long as the last three."""
-
-    bars: Bars
-    _task: TaskID | None = None
-    _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=3))
-
-    def advance(self, event: RoundFinished) -> None:
-        """This round is over; after the last one, and where another run begins, the bar is taken away."""
-        if event.round == 1:
-            self._clear()
-        self._seconds.append(event.seconds)
-        if self._task is None:
-            self._task = self.bars.add_task("rounds", total=event.rounds, left="")
-        left = fmean(self._seconds) * (event.rounds - event.round)
-        self.bars.update(self._task, completed=event.round, left=f"about {seconds(left)} left")
-        if event.round == event.rounds:
-            self._clear()
-
-    def _clear(self) -> None:
-        if self._task is not None:
-            self.bars.remove_task(self._task)
-        self._task = None
-        self._seconds.clear()
-
-
 @contextmanager
 def show_progress(*, notes: bool = True) -> Iterator[OnEvent]:
     """A callback that shows events as they come: bars on a terminal, plain lines everywhere else."""
@@ -97,15 +68,19 @@ def show_progress(*, notes: bool = True) -> Iterator[OnEvent]:
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TextColumn("{task.fields[left]}"),
+        TimeRemainingColumn(),
     )
     with Bars(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bars:
         phases: dict[str, TaskID] = {}
-        rounds = RoundBar(bars)
+        rounds: list[TaskID] = []
 
         def show(event: Event) -> None:
             if isinstance(event, RoundFinished):
-                rounds.advance(event)
+                if not rounds:
+                    rounds.append(bars.add_task("rounds"))
+                bars.update(rounds[0], total=event.rounds, completed=event.round)
+                if event.round == event.rounds:
+                    bars.remove_task(rounds.pop())
             if isinstance(event, Progress):
                 _advance(bars, phases, event)
             elif (line := event_line(event)) is not None and (notes or not isinstance(event, Note)):
@@ -140,5 +115,5 @@ def _advance(bars: Bars, phases: dict[str, TaskID], event: Progress) -> None:
         for task in phases.values():
             bars.remove_task(task)
         phases.clear()
-        phases[event.phase] = bars.add_task(event.phase, total=event.total, left="")
+        phases[event.phase] = bars.add_task(event.phase, total=event.total)
     bars.update(phases[event.phase], completed=event.done)

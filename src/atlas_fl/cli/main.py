@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 
-from atlas_fl.cli import completion, demo, deploy, doctor, methods, results, run, sweep, watch
+from atlas_fl.cli import demo, deploy, doctor, methods, results, run, sweep, watch
 from atlas_fl.cli.arguments import Command, table, wrap_lines
 from atlas_fl.errors import AtlasError, ConfigError, did_you_mean, replace_unprintable, short_repr
 
@@ -18,50 +18,29 @@ SPINS = "10000"
 
 
 COMMANDS: Mapping[str, Command] = {
-    "fetch": Command(run.fetch, run.FetchOptions, "get the embedded model and data"),
-    "doctor": Command(
-        doctor.doctor, doctor.DoctorOptions, "show what is installed and missing, and how long runs take here"
-    ),
-    "demo": Command(demo.demo, demo.DemoOptions, "train a first federation, told step by step, and write its page"),
-    "list": Command(run.catalogue, run.ListOptions, "list tasks, models, strategies, devices, presets or conflicts"),
-    "check-method": Command(
-        methods.check_methods, methods.CheckMethodOptions, "check that methods of a plug-in obey the laws of methods"
-    ),
-    "plan": Command(run.plan, run.PlanOptions, "show clusters, ranks, bytes, memory and seconds before training"),
-    "run": Command(run.run, run.RunOptions, "train a federation and leave a run folder"),
-    "resume": Command(run.resume, run.ResumeOptions, "go on with a run that was stopped"),
-    "report": Command(
-        results.report, results.ReportOptions, "write the page of a run or of several, and draw their figures"
-    ),
-    "watch": Command(watch.watch, watch.WatchOptions, "show runs in the browser while they go on"),
-    "results": Command(
-        results.page_of_results, results.ResultsOptions, "write one page of results from the files of many runs"
-    ),
-    "audit": Command(results.audit, results.AuditOptions, "recompute every round of a run; exits with 1 on a mismatch"),
-    "export": Command(
-        results.export, results.ExportOptions, "write a client's adapter in PEFT's format, or its whole model"
-    ),
-    "place": Command(results.place, results.PlaceOptions, "show the cluster of a newcomer beside those of a run"),
-    "compare": Command(sweep.compare, sweep.CompareOptions, "run several strategies over seeds, and compare"),
-    "sweep": Command(sweep.sweep, sweep.SweepOptions, "run a grid of settings and seeds, and compare"),
-    "search": Command(sweep.search, sweep.SearchOptions, "search for good settings; each trial is a run"),
-    "leakage": Command(
-        results.leakage,
-        results.LeakageOptions,
-        "measure what a cut at each block would give away of the clients' texts",
-    ),
-    "masks": Command(results.masks, results.MasksOptions, "show, compare and merge the masks of runs on images"),
-    "vectors": Command(
-        results.vectors, results.VectorsOptions, "merge what runs on images learned, and score it over scales"
-    ),
-    "certs": Command(deploy.certs, deploy.CertsOptions, "make, renew and revoke the certificates of a federation"),
-    "serve": Command(deploy.serve, deploy.ServeOptions, "train a federation whose clients join from other machines"),
-    "join": Command(deploy.join, deploy.JoinOptions, "take part in a federation with the data of this machine"),
-    "completion": Command(
-        lambda words: completion.completion(words, COMMANDS),
-        completion.CompletionOptions,
-        "print a script with which the shell completes commands and flags",
-    ),
+    "fetch": Command(run.fetch, run.FetchOptions),
+    "doctor": Command(doctor.doctor, doctor.DoctorOptions),
+    "demo": Command(demo.demo, demo.DemoOptions),
+    "list": Command(run.catalogue, run.ListOptions),
+    "check-method": Command(methods.check_methods, methods.CheckMethodOptions),
+    "plan": Command(run.plan, run.PlanOptions),
+    "run": Command(run.run, run.RunOptions),
+    "resume": Command(run.resume, run.ResumeOptions),
+    "report": Command(results.report, results.ReportOptions),
+    "watch": Command(watch.watch, watch.WatchOptions),
+    "results": Command(results.page_of_results, results.ResultsOptions),
+    "audit": Command(results.audit, results.AuditOptions),
+    "export": Command(results.export, results.ExportOptions),
+    "place": Command(results.place, results.PlaceOptions),
+    "compare": Command(sweep.compare, sweep.CompareOptions),
+    "sweep": Command(sweep.sweep, sweep.SweepOptions),
+    "search": Command(sweep.search, sweep.SearchOptions),
+    "leakage": Command(results.leakage, results.LeakageOptions),
+    "masks": Command(results.masks, results.MasksOptions),
+    "vectors": Command(results.vectors, results.VectorsOptions),
+    "certs": Command(deploy.certs, deploy.CertsOptions),
+    "serve": Command(deploy.serve, deploy.ServeOptions),
+    "join": Command(deploy.join, deploy.JoinOptions),
 }
 """In the order in which a newcomer meets them."""
 

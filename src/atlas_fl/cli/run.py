@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from rich.table import Table
 
@@ -20,7 +20,7 @@ from atlas_fl.cli.arguments import (
 from atlas_fl.cli.display import going_on, show, show_progress
 from atlas_fl.config import Config, load_config, pin_mask_file, run_folder, settings, validate, value_of
 from atlas_fl.config.conflicts import conflicts, flag_of
-from atlas_fl.config.methods import method_class, published_methods, rule_of, with_method_settings
+from atlas_fl.config.methods import method_class, published_methods, with_method_settings
 from atlas_fl.config.settings import replace_settings
 from atlas_fl.config.values import to_words
 from atlas_fl.errors import ConfigError, unknown_name
@@ -30,7 +30,6 @@ from atlas_fl.report.format import human_bytes
 
 if TYPE_CHECKING:
     from atlas_fl.experiment.run import RunResult
-    from atlas_fl.methods.method import Method, PublishedMethod
     from atlas_fl.report.trackers.track_run import Tracker
 
 
@@ -65,8 +64,6 @@ class RunOptions(TrackerOptions, SettingsOptions):
 
     resume: bool = False
     """Go on with the run of these settings, if it was begun."""
-    lambda_sweep: bool = False
-    """Sweep eta of atlas_laplacian as `atlas sweep --lambda-sweep` does, with one seed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,15 +93,6 @@ def run(words: Sequence[str]) -> int:
     if (resumed := last_value(groups, "--resume")) is not None:
         return _resume([Words("", (resumed,)), *(group for group in groups if group.flag != "--resume")])
     options = parse(RunOptions, groups, command="atlas run")
-    if options.lambda_sweep and (
-        named := [one.name for one in fields(TrackerOptions) if getattr(options, one.name) not in (None, ())]
-    ):
-        raise ConfigError(f"--{named[0]} logs one run, and --lambda-sweep makes several; leave one of them out")
-    if options.lambda_sweep:
-        from atlas_fl.cli.sweep import run_grid
-        from atlas_fl.experiment.sweep import LAMBDA_SWEEP, with_eta
-
-        return run_grid(with_eta(options.settings), over=[LAMBDA_SWEEP], seeds=[options.settings.run.seed])
     config = validate(options.settings)
 
     from atlas_fl.experiment.run import run_config as run_config
@@ -236,7 +224,7 @@ def catalogue(words: Sequence[str]) -> int:
     if options.name is not None and options.what != "strategies":
         raise ConfigError(f"unexpected words: {options.name}; a strategy alone can be named; see `atlas list --help`")
     if options.name is not None:
-        show([_listing(_one_strategy(options.name)), _listing(_knobs(options.name))])
+        show([_listing(_strategies(options.name)), _listing(_knobs(options.name))])
     else:
         show([_listing(_catalogues() if options.what is None else CATALOGUES[options.what][1]())])
     return 0
@@ -258,29 +246,20 @@ def _catalogues() -> Lines:
         yield name, about
 
 
-def _one_strategy(name: str) -> Lines:
-    from atlas_fl.methods.registry import ALIASES
-
-    header, *lines = _strategies()
-    known = {line[0]: line for line in lines}
-    if (found := known.get(ALIASES.get(name, name))) is None:
-        raise unknown_name("strategy", name, [*known, *ALIASES])
-    yield from (header, found)
-
-
 def _knobs(name: str) -> Lines:
     """The settings that a strategy has an effect on, or fixes, with their values under it."""
     from atlas_fl.methods.registry import ALIASES
+    from atlas_fl.setup.options import parts_of_config
 
     name = ALIASES.get(name, name)
     method = published_methods().get(name)
     config = with_method_settings(replace_settings({"strategy": name}, base=Config()))
     fixed = {} if method is None else method.settings
     suggested = {} if method is None else method.suggested
-    names = {name, rule_of(config)}
+    knobs = {*method_class(config).uses, *(one.name for part in parts_of_config(config) for one in fields(part))}
     yield "flag", "value", "what it is"
     for setting in settings().values():
-        is_own = setting.name in suggested or names & {*setting.used_by}
+        is_own = setting.name in {*suggested, *knobs}
         if is_own or setting.name in fixed:
             note = "" if setting.name not in fixed else " Fixed by the strategy."
             yield setting.flag, " ".join(to_words(value_of(config, setting.name))), setting.help + note
@@ -311,66 +290,29 @@ def _models() -> Lines:
         yield model.alias, model.parameters, f"{model.lr:g}", model.path, model.note
 
 
-def _strategies() -> Lines:
+def _strategies(alone: str | None = None) -> Lines:
     from atlas_fl.methods.registry import ALIASES, METHODS, RULES
 
     yield "strategy", "bytes", "what it does"
-    for name in (*RULES, *METHODS):
+    names = [*RULES, *METHODS] if alone is None else [ALIASES.get(alone, alone)]
+    if unknown := {*names} - {*RULES, *METHODS}:
+        raise unknown_name("strategy", unknown.pop(), [*RULES, *METHODS, *ALIASES])
+    for name in names:
         method = METHODS.get(name)
         rule = RULES[name if method is None else method.rule]
         aliases = [alias for alias, target in ALIASES.items() if target == name]
         summary = _first_line(rule) if method is None else method.summary
         also = f" Also {', '.join(aliases)}." if aliases else ""
-        has_equal_ranks = method is not None and method.equal_ranks
+        has_equal_ranks = rule.equal_ranks or (method is not None and method.equal_ranks)
         needs = ["equal ranks"] if has_equal_ranks else [rule.needs] if rule.needs else []
         needs += ["twice the training"] if method is not None and method.trains_twice else []
         needs += [rule.extra_passes] if rule.extra_passes else []
         size = rule.relative_bytes if rule.relative_bytes != "1" or method is None else f"{method.relative_bytes:g}"
-        slots = (f"{slot}: {words}" for slot, words in _slots(name, method, rule).items())
-        yield name, size, f"{summary}{also}\n{'; '.join(slots)}\nneeds: {'; '.join(needs) or 'nothing'}"
-
-
-TERMS = ("proximal_mu", "feature_alignment", "control_variates", "prior_correction")
-"""Settings of what a client minimises."""
-IN_SLOTS = frozenset({*TERMS, "share", "space", "personal_models", "second_model", "personal_rounds", "trained_parts"})
-"""Settings of a method that its slots say; others stand in the last one."""
-
-
-def _slots(name: str, method: "PublishedMethod | None", rule: "type[Method]") -> dict[str, str]:
-    """Description of a strategy, by slot, for people."""
-    config = with_method_settings(replace_settings({"strategy": name}, base=Config()))
-    mixing, is_local = config.mixing, not rule.communicates
-    own = {} if method is None else {**method.settings, **method.suggested}
-    has_space = "space" in own or rule.in_factors
-    return {
-        "matrix": rule.matrix if method is None else f"{rule.name}, {rule.matrix}",
-        "share": "nothing" if is_local else "+".join(mixing.share),
-        "space": "any" if not has_space else "factors" if rule.in_factors else mixing.space,
-        "keep": "own model" if is_local else _keep_slot(config),
-        "local term": _local_term(own, rule.name),
-        **({"trains": config.training.trained_parts} if "trained_parts" in own else {}),
-        **({"sets": sets} if (sets := _others(own)) else {}),
-    }
-
-
-def _keep_slot(config: Config) -> str:
-    mixing = config.mixing
-    if mixing.personal_models:
-        return "own model" + (", stacked on the mixed one" if mixing.second_model != "none" else "")
-    if mixing.second_model != "none":
-        return f"own {mixing.second_model} model beside the mixed one"
-    if mixing.personal_rounds:
-        return f"mixed model, fine-tuned for {mixing.personal_rounds} rounds"
-    return "mixed model" + (" and a frozen part" if method_class(config).holds_frozen else "")
-
-
-def _local_term(own: Mapping[str, Any], rule: str) -> str:
-    terms = [name if own[name] is True else f"{name}={own[name]}" for name in TERMS if name in own]
-    return ", ".join([*terms, *(["own changes"] if rule == "fedavg_dynamic" else [])]) or "none"
-
-
-def _others(own: Mapping[str, Any]) -> str:
-    return " ".join(f"{name}={value}" for name, value in own.items() if name not in IN_SLOTS)
+        own = {} if method is None else {**method.settings, **method.suggested}
+        sets = " ".join(f"{setting}={' '.join(to_words(value))}" for setting, value in own.items())
+        matrix = rule.matrix if method is None else f"{rule.name}, {rule.matrix}"
+        lines = [f"{summary}{also}", f"matrix: {matrix}", f"needs: {'; '.join(needs) or 'nothing'}"]
+        yield name, size, "\n".join([*lines, *([f"sets: {sets}"] if sets else [])])
 
 
 def _devices() -> Lines:

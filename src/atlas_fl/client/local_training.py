@@ -208,7 +208,7 @@ class LocalTrainer:
         self._draws = Draws(client=job.client, seed=options.seed, secret=secret)
         self._is_above = modules_above(site.backbone, job.cut)
         self._second = SECOND_MODELS[options.second_model](
-            StrategyOptions(second_weight=options.second_weight, scale=site.scale)
+            StrategyOptions(scale=site.scale), second_weight=options.second_weight
         )
         self._family, self._autocast = site.backbone.family, site.autocast
         self.leaves = {key: leaf for key, leaf in (*self.params.items(), *self.gate.items()) if leaf.requires_grad}

@@ -1,30 +1,85 @@
-"""Settings that contradict each other, a row of `conflicts.tsv` for each pair or three: `atlas list conflicts`.
+"""Settings that contradict each other, a row of `conflicts.tsv` for one, two or three: `atlas list conflicts`.
 
 A row has settings with the values that do not go together, the reason and the remedy. In both sentences `{0}`, `{1}`
 and `{2}` stand for the flags with their values, and `{candidates}` for the ranks of `--candidates`. Values are `set`
-(other than the default), `above` or `below` a number, one or several joined by `or`, `other than` these, or a name of
-`NAMED`. `rule` is the server's rule: the strategy, or the rule of a published method.
+(other than the default), `chosen` (other than the preset, too), `above`, `below`, `at least` or `no multiple of` a
+number or another setting, one or several joined by `or`, `other than` these, or a name of `NAMED`. `@ranks` is any
+setting of this group, `@OF_SGD` any with this mark. `FACTS` are what follows from the settings.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from csv import QUOTE_NONE, DictReader
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import Any
 
-from atlas_fl.config.methods import is_of_method, rule_of
+from atlas_fl.config.methods import is_of_method, last_aggregation, method_class, published_methods, rule_of
+from atlas_fl.config.presets import preset_of
 from atlas_fl.config.schema import AUTO, NONE, Config, cuts_by_name
-from atlas_fl.config.settings import settings, value_of
-from atlas_fl.config.values import from_text, to_words
+from atlas_fl.config.settings import flag_words, settings, value_of
+from atlas_fl.config.values import Mark, from_text, to_words
 from atlas_fl.errors import ConfigError
+from atlas_fl.plugins import registrations
 
-RULE = "rule"
 LEAVE_ONE = "leave one of them out"
 HALVES = "atlas or kriging"
 """Rules that compare halves. One of them is the default, so their rows come last, after all that a user typed."""
 
+
+def kinds_of(config: Config) -> Mapping[str, str]:
+    """By task `images`, `text to write`, `regression` or `classes`."""
+    from atlas_fl.data.registry import find_tasks
+
+    kinds = {}
+    for task in find_tasks(config.data.tasks, config.data.task):
+        # each client calls some ratings positive
+        has_classes = task.has_classes or (task.is_regression and bool(config.data.rating_cuts))
+        written = "text to write" if task.writes else "regression"
+        kinds[task.name] = "images" if task.images else "classes" if has_classes else written
+    return kinds
+
+
+def _has_images(config: Config) -> bool:
+    return "images" in kinds_of(config).values()
+
+
+def _needs_one_rank(config: Config) -> bool:
+    method = published_methods().get(config.mixing.strategy)
+    return method_class(config).equal_ranks or (method is not None and method.equal_ranks)
+
+
+def _takes_reports(config: Config) -> bool:
+    method = method_class(config)
+    return method.report != "none" and not method.models_in_report
+
+
+def _uses_clusters(config: Config) -> bool:
+    from atlas_fl.aggregation.rules import StrategyOptions
+
+    return method_class(config)(StrategyOptions(within=config.robust.within)).clustered
+
+
+RULE = "rule"
+FACTS: Mapping[str, tuple[str, Callable[[Config], Any]]] = {
+    RULE: ("--strategy", rule_of),
+    "communicates": ("--strategy", lambda config: method_class(config).communicates),
+    "takes_newcomers": ("--strategy", lambda config: method_class(config).takes_newcomers),
+    "reads_classes": ("--strategy", lambda config: method_class(config).needs_classes),
+    "takes_reports": ("--strategy", _takes_reports),
+    "needs_one_rank": ("--strategy", _needs_one_rank),
+    "uses_clusters": ("--strategy", _uses_clusters),
+    "kinds": ("--tasks", lambda config: tuple(kinds_of(config).values())),
+    "weights": ("--trainable", lambda config: config.trainable(images=_has_images(config))),
+    "steps": ("--optimizer", lambda config: config.optimizer(images=_has_images(config))),
+    "last_aggregation": ("--rounds", last_aggregation),
+    "terms": ("--plugin", lambda config: [name for one in config.run.plugin for name in registrations(one, "term")]),
+}
+"""What follows from a config: the flag that decides it, and its value."""
+
 NAMED: Mapping[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("of one rank", "that takes reports", "that reads classes", "with clusters", "with terms"), bool),
+    **dict.fromkeys(("that shares nothing", "that takes no late clients", "without clusters"), lambda value: not value),
     "not a number": lambda value: not value.isdecimal(),
     "without a cut": lambda value: set(cuts_by_name(value).values()) == {NONE},
     "with auto": lambda value: AUTO in cuts_by_name(value).values(),
@@ -33,13 +88,25 @@ NAMED: Mapping[str, Callable[[Any], bool]] = {
     "without A or B": lambda value: not {"A", "B"} <= set(value),
     "other than A B head": lambda value: set(value) != {"A", "B", "head"},
     "without head": lambda value: "head" not in value,
+    "with images": lambda kinds: "images" in kinds,
+    "of texts alone": lambda kinds: "images" not in kinds,
+    "with text to write": lambda kinds: "text to write" in kinds,
+    "with images or text to write": lambda kinds: bool({"images", "text to write"} & set(kinds)),
+    "without classes of texts": lambda kinds: set(kinds) != {"classes"},
 }
 """Conditions on a value beside equality and order."""
+
+ORDERS: Mapping[str, Callable[[Any, float], bool]] = {
+    "above": lambda value, bound: value > bound,
+    "below": lambda value, bound: value < bound,
+    "at least": lambda value, bound: value >= bound,
+    "no multiple of": lambda value, bound: bool(value % bound),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conflict:
-    """Two or three settings with the values that contradict each other."""
+    """Up to three settings with the values that contradict each other."""
 
     setting: str
     value: str
@@ -47,9 +114,8 @@ class Conflict:
     other_value: str
     reason: str
     remedy: str
-    third: str = ""
-    """Empty in the row of a pair."""
-    third_value: str = ""
+    third: str
+    third_value: str
 
     @property
     def values(self) -> list[tuple[str, str]]:
@@ -59,15 +125,19 @@ class Conflict:
 
     def applies(self, config: Config) -> bool:
         """Return true for a config with all values."""
-        return all(_has(config, name, words) for name, words in self.values)
+        return all(_matching(config, name, words) for name, words in self.values)
 
     def message(self, config: Config) -> str:
         """One line with the values, the reason and the remedy."""
-        flags = [_flag_words(config, name) for name, _ in self.values]
+        names = [(*_matching(config, name, words), *_meant(name))[0] for name, words in self.values]
+        flags = [
+            flag_of(found) if name[0] == "@" else _flag_words(config, found)
+            for found, (name, _) in zip(names, self.values, strict=True)
+        ]
         candidates = ", ".join(map(str, config.ranks.candidates))
         remedy = self.remedy
         strategy = config.mixing.strategy
-        if remedy == LEAVE_ONE and is_of_method(strategy, self.setting):
+        if remedy == LEAVE_ONE and is_of_method(strategy, names[0]):
             remedy = f"leave {{1}} out, or take another strategy than {strategy}, which sets {flags[0].split()[0]}"
         return f"{self.reason}; {remedy}".format(*flags, candidates=candidates)
 
@@ -83,32 +153,53 @@ def conflicts(table: str = "conflicts.tsv") -> tuple[Conflict, ...]:
 def check_conflicts(config: Config, *, of_halves: bool = False) -> None:
     """Raise ConfigError for the first conflict of the config, of rules that compare halves or of all others."""
     for conflict in conflicts():
-        if (conflict.value == HALVES) is of_halves and conflict.applies(config):
+        if (HALVES in (conflict.value, conflict.other_value)) is of_halves and conflict.applies(config):
             raise ConfigError(conflict.message(config))
 
 
+def _meant(name: str) -> Sequence[str]:
+    """The settings that a row names: one, or all of a group or with a mark."""
+    mark = Mark.__members__.get(name[1:])
+    known = settings().values()
+    return [one.name for one in known if f"@{one.group}" == name or mark in one.marks] if name[0] == "@" else [name]
+
+
+def _matching(config: Config, name: str, words: str) -> Sequence[str]:
+    """Those of them that have such a value."""
+    return [one for one in _meant(name) if _has(config, one, words)]
+
+
+def _value(config: Config, name: str) -> Any:
+    return FACTS[name][1](config) if name in FACTS else value_of(config, name)
+
+
 def _has(config: Config, name: str, words: str) -> bool:
-    value: Any = rule_of(config) if name == RULE else value_of(config, name)
-    first, _, rest = words.partition(" ")
-    if words == "set":
-        return bool(value != value_of(Config(), name))
+    value = _value(config, name)
+    if words in ("set", "chosen"):
+        usual = [Config()] if words == "set" else [Config(), preset_of(config)]
+        return all(value != value_of(one, name) for one in usual)
     if words in NAMED:
         return NAMED[words](value)
-    if first in ("above", "below"):
-        return bool(value > float(rest) if first == "above" else value < float(rest))
-    kind = str if name == RULE else settings()[name].kind
+    order, _, bound = words.rpartition(" ")
+    if order in ORDERS:
+        number = _value(config, bound) if bound in (*FACTS, *settings()) else float(bound)
+        return ORDERS[order](value, number)
+    kind = str if name in FACTS else settings()[name].kind
     listed = [from_text(word, kind) for word in words.removeprefix("other than ").split(" or ")]
     return (value in listed) is not words.startswith("other than ")
 
 
 def flag_of(name: str) -> str:
-    """The flag of a setting, or of the rule."""
-    return "--strategy" if name == RULE else settings()[name].flag
+    """The flag of a setting, or of what decides a fact; words for several settings."""
+    if name[0] == "@":
+        return f"any setting of {name[1:].lower().removeprefix('of_').replace('_', ' ')}"
+    return FACTS[name][0] if name in FACTS else settings()[name].flag
 
 
 def _flag_words(config: Config, name: str) -> str:
-    value = config.mixing.strategy if name == RULE else value_of(config, name)
-    if isinstance(value, bool):
-        return flag_of(name) if value else flag_of(name).replace("--", "--no-", 1)
-    words = f"{value:g}" if isinstance(value, float) else " ".join(to_words(value))
-    return f"{flag_of(name)} {words}"
+    if name == "kinds":
+        return ", ".join(f"{task} ({kind})" for task, kind in kinds_of(config).items())
+    if name in settings():
+        return flag_words(settings()[name], value_of(config, name))
+    value = config.mixing.strategy if flag_of(name) == "--strategy" else _value(config, name)
+    return " ".join([flag_of(name), *to_words(value)])

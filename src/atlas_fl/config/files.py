@@ -1,7 +1,7 @@
 """Config files: TOML or YAML with a table for each group, every setting commented, none of them necessary.
 
-YAML is read by the core schema of YAML 1.2. As PyYAML itself reads it, by YAML 1.1, `1e-3` is a text, `no` is false and
-`010` is eight. Here these are a number, a text and ten, so that the setting's own type says what it had to be.
+Of YAML every scalar is a text, which the setting's own type reads as on the command line: as PyYAML guesses, by YAML
+1.1, `1e-3` is a text, `no` is false and `010` is eight.
 """
 
 import errno
@@ -10,78 +10,48 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import tomlkit
-from yaml import MappingNode, Node, SafeLoader, ScalarNode, YAMLError, compose
+from yaml import AliasToken, BaseLoader, MappingNode, ScalarNode, YAMLError, compose, scan
 
 from atlas_fl.config.schema import Config
 from atlas_fl.config.settings import Setting, group_classes, replace_settings, settings, unknown_setting, value_of
-from atlas_fl.config.values import NONE, Mark, convert_value, describe, wrong_kind
+from atlas_fl.config.values import NONE, Mark, convert_value, describe, from_words, unwrap_optional, wrong_kind
 from atlas_fl.errors import ConfigError, short_repr, unknown_name
 from atlas_fl.storage.folder_access import read_file, read_named_file
 
-_STANDARD_TAGS = frozenset(
-    f"tag:yaml.org,2002:{kind}"
-    for kind in ("map", "seq", "str", "null", "bool", "int", "float", "timestamp", "merge", "value")
-)
-"""Tags that PyYAML itself gives to what has none."""
-_UNQUOTED_SCALARS: tuple[tuple[re.Pattern[str], Callable[[str], Any]], ...] = (
-    (re.compile(r"null|Null|NULL|~|"), lambda _: None),
-    (re.compile(r"true|True|TRUE|false|False|FALSE"), lambda text: text.lower() == "true"),
-    (re.compile(r"[-+]?[0-9]+"), int),
-    (re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"), float),
-    (re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"), lambda text: float(text.replace(".", ""))),
-)
-"""Values of a scalar without quotes; a text where it is none of these."""
-
 
 def read_yaml(text: str) -> Any:
-    """Content of a YAML text: mappings with texts as keys, lists, texts, numbers, true, false and None.
-
-    Raises:
-        ValueError: it is no YAML, has a key twice in one mapping, or a tag of its own.
-    """
+    """Content of a YAML text: mappings, lists and texts; raises ValueError where it is none, or has aliases."""
     try:
-        root = compose(text, Loader=SafeLoader)
+        if any(isinstance(token, AliasToken) for token in scan(text)):
+            raise ValueError("it has aliases (*), which mean nothing here")
+        root = compose(text, Loader=BaseLoader)
     except YAMLError as error:
         raise ValueError(str(error)) from None
-    return None if root is None else _read_node(root, {})
+    return None if root is None else _content(root)
 
 
-def _read_node(node: Node, cache: dict[int, Any]) -> Any:
-    """Value of a node; one that several aliases name is read once, so that no short text means a huge value."""
-    if id(node) not in cache:
-        if node.tag not in _STANDARD_TAGS:
-            raise ValueError(f"line {node.start_mark.line + 1}: the tag {node.tag} means nothing here")
-        cache[id(node)] = _read_scalar(node) if isinstance(node, ScalarNode) else _read_collection(node, cache)
-    return cache[id(node)]
-
-
-def _read_collection(node: Node, cache: dict[int, Any]) -> Any:
+def _content(node: Any) -> Any:
+    if isinstance(node, ScalarNode):
+        return str(node.value)
     if not isinstance(node, MappingNode):
-        return [_read_node(part, cache) for part in node.value]
-    mapping: dict[str, Any] = {}
-    for key, value in node.value:
-        line = f"line {key.start_mark.line + 1}"
-        if not isinstance(key, ScalarNode):
-            raise ValueError(f"{line}: a key is no word")
-        if key.value in mapping:
-            raise ValueError(f"{line}: {key.value!r} stands there twice")
-        mapping[key.value] = _read_node(value, cache)
-    return mapping
+        return [_content(part) for part in node.value]
+    keys = [key.value for key, _ in node.value if isinstance(key, ScalarNode)]
+    if len({*keys}) < len(node.value):
+        raise ValueError(f"line {node.start_mark.line + 1}: a key stands twice in one mapping, or is no word")
+    return {key.value: _content(value) for key, value in node.value}
 
 
-def _read_scalar(node: ScalarNode) -> Any:
-    text = str(node.value)
-    if node.style is not None:  # in quotes, or a block
-        return text
-    try:
-        return next((convert(text) for pattern, convert in _UNQUOTED_SCALARS if pattern.fullmatch(text)), text)
-    except ValueError:  # Python reads no whole number of more than 4,300 digits
-        raise ValueError(
-            f"line {node.start_mark.line + 1}: {short_repr(text)} is more than anything here can be"
-        ) from None
+def convert_texts(value: object, kind: Any) -> Any:
+    """The value of this kind that texts spell; raises ValueError where they spell none."""
+    is_null = value in ("", "~", "null") and unwrap_optional(kind) is not None
+    parts = value if isinstance(value, list) else [NONE if is_null else value]
+    words = [word for word in parts if isinstance(word, str)]
+    if len(words) < len(parts) or (isinstance(value, list) and get_origin(kind) is not tuple):
+        raise ValueError(f"{short_repr(value)} is not {describe(kind)}")
+    return from_words(words, kind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +61,8 @@ class FileFormat:
     name: str
     parse: Callable[[str], Any]
     """Content of a text; raises `ValueError` where it is none of this form."""
+    convert: Callable[[object, Any], Any]
+    """Value of this kind from such content; raises ValueError where there is none."""
     table: str
     """Header of a table."""
 
@@ -129,8 +101,8 @@ def read_toml(text: str) -> dict[str, Any]:
         raise ValueError("a number of thousands of digits is more than anything here can be") from None
 
 
-TOML = FileFormat(name="TOML", parse=read_toml, table="[{}]")
-YAML = FileFormat(name="YAML", parse=read_yaml, table="{}:")
+TOML = FileFormat(name="TOML", parse=read_toml, convert=convert_value, table="[{}]")
+YAML = FileFormat(name="YAML", parse=read_yaml, convert=convert_texts, table="{}:")
 FORMATS: Mapping[str, FileFormat] = {".yaml": YAML, ".yml": YAML}
 """The form of a file by its ending; TOML where there is none."""
 
@@ -178,7 +150,7 @@ def _read_tables(tables: Mapping[str, Any], path: str | Path, *, file_format: Fi
         if not isinstance(table, Mapping):
             header = file_format.table.format(group)
             raise ConfigError(f"{path}: {group} is no table; write {header} on a line of its own, its settings below")
-        values |= {key: _read_value(path, group, key, value) for key, value in table.items()}
+        values |= {key: _read_value(path, group, key, value, file_format) for key, value in table.items()}
     return values
 
 
@@ -216,14 +188,14 @@ def _parse_file(path: Path, file_format: FileFormat, within: Path | None) -> dic
         raise ConfigError(
             f"{path} is no {file_format.name} ({reason}); mend that line, or leave the file out"
         ) from None
-    if not isinstance(tables, dict | None):
+    if tables and not isinstance(tables, dict):
         header = file_format.table.format("training")
         raise ConfigError(f"{path} holds no tables; write {header} on a line of its own, its settings below")
     # YAML has nothing where all that stands below is commented out
-    return {group: {} if table is None else table for group, table in (tables or {}).items()}
+    return {group: table or {} for group, table in (tables or {}).items()}
 
 
-def _read_value(path: str | Path, group: str, key: str, value: object) -> Any:
+def _read_value(path: str | Path, group: str, key: str, value: object, file_format: FileFormat) -> Any:
     setting = settings().get(key)
     if setting is None:
         raise unknown_setting(key, where=str(path))
@@ -232,7 +204,7 @@ def _read_value(path: str | Path, group: str, key: str, value: object) -> Any:
     if Mark.WORD_OR_NUMBER in setting.marks and type(value) is int:
         value = str(value)
     try:
-        return convert_value(value, setting.kind)
+        return file_format.convert(value, setting.kind)
     except ValueError:
         raise wrong_kind(f"{path}: {key}", value, setting.kind) from None
 

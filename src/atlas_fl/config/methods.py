@@ -11,7 +11,7 @@ from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
 from atlas_fl.config.schema import Config
-from atlas_fl.config.settings import replace_settings, settings, value_of
+from atlas_fl.config.settings import flag_words, replace_settings, settings, value_of
 from atlas_fl.config.values import to_words
 from atlas_fl.errors import ConfigError
 
@@ -122,41 +122,19 @@ def without_method_settings(config: Config) -> Config:
     return replace_settings({name: value_of(defaults, name) for name in method.settings}, base=config)
 
 
-def check_equal_ranks(config: Config) -> None:
-    """Raise ConfigError unless the ranks are as equal as the method needs."""
-    name, ranks = config.mixing.strategy, config.ranks.ranks
-    method = published_methods().get(name)
-    needs_one = method_class(config).equal_ranks or (method is not None and method.equal_ranks)
-    if needs_one and not ranks.isdecimal():
-        raise ConfigError(
-            f"--strategy {name} averages factors of one rank, and --ranks {ranks} may give clients different ones;"
-            f" set --ranks to one of {', '.join(map(str, config.ranks.candidates))}, or take flexlora"
-        )
-
-
 def _contradiction(config: Config, name: str, value: Any) -> ConfigError:
     # the preset may have set the other value: leaving the flag out would not do
-    flag, actual = settings()[name].flag, value_of(config, name)
-    needed = _flag_words(flag, value)
+    actual, needed = " ".join(to_words(value_of(config, name))), flag_words(settings()[name], value)
+    strategy = config.mixing.strategy
     return ConfigError(
-        f"{flag} is {_words(actual)}, and --strategy {config.mixing.strategy} is {needed}; set {needed}, or take"
-        " another strategy"
+        f"{settings()[name].flag} is {actual}, and --strategy {strategy} is {needed}; set {needed}, or take another"
+        " strategy"
     )
 
 
 def _switched_off(config: Config, name: str) -> ConfigError:
-    flag, strategy, rule = settings()[name].flag, config.mixing.strategy, rule_of(config)
+    given, rule = flag_words(settings()[name], value_of(config, name)), rule_of(config)
     return ConfigError(
-        f"{flag} {_words(value_of(config, name))} switches off what --strategy {strategy} adds to {rule}; take"
-        f" --strategy {rule}, or another value"
+        f"{given} switches off what --strategy {config.mixing.strategy} adds to {rule}; take --strategy {rule}, or"
+        " another value"
     )
-
-
-def _words(value: Any) -> str:
-    return " ".join(to_words(value))
-
-
-def _flag_words(flag: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return flag if value else flag.replace("--", "--no-", 1)
-    return f"{flag} {_words(value)}"

@@ -4,19 +4,32 @@ A setting is declared on one line. Its name is its flag and its key in a file, s
 docstring is its help; its annotation has its type, its range and its marks (`config.values`).
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from atlas_fl.config.values import Mark, Range, UsedBy, invalid_value, parse_integer
+from atlas_fl.config.values import Form, Mark, invalid_value, parse_integer
+from atlas_fl.methods.knobs import Range, Tried, knobs_class
 from atlas_fl.plugins import split_pin
+
+MOST_NAME_BYTES = 200
+"""Bytes of a run's name: file systems allow 255, and files beside it are named after it."""
+
+
+def _is_folder_name(name: str | None) -> bool:
+    return name is None or not ("/" in name or name.startswith(".") or len(name.encode()) > MOST_NAME_BYTES)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Tasks, clients and their devices."""
 
-    tasks: Annotated[tuple[str, ...], Mark.COMMON] = ("movie", "trec", "pairs")
+    tasks: Annotated[
+        tuple[str, ...],
+        Form(lambda names: len({*names}) == len(names), "each task once; raise --clients-per-task for more clients"),
+        Mark.COMMON,
+    ] = ("movie", "trec", "pairs")
     """Tasks of the federation (`atlas list tasks`)."""
     task: Annotated[tuple[str, ...], Mark.COMMON] = ()
     """Your own csv, jsonl or parquet: `name=path`, then as needed text=, pair= and label= (columns) and metric=, or
@@ -49,16 +62,16 @@ class DataConfig:
     """With `--one-task`, share of a client's examples from its own source; the rest come from the others evenly."""
     centralized: bool = False
     """Reference: the examples of all clients of a task lie in one place, and it trains one model on them."""
-    max_length: Annotated[int | None, Range(least=4)] = None
+    max_length: Annotated[int | None, Range(least=4, at_site=2**16)] = None
     """Longest sequence in tokens; the task's own limit by default."""
     devices: Annotated[tuple[str, ...], Mark.COMMON] = ("cpu_2gb", "tablet_4gb", "laptop_8gb", "gpu_16gb")
     """Device profiles (`atlas list devices`), dealt out to the clients in turn."""
     device: tuple[str, ...] = ()
     """A profile of your own: `name=memory_gb=3,gflops=50,...` with every number from memory_gb to max_rank that
     `atlas list devices` shows; may be repeated."""
-    rouge_examples: Annotated[int, Range(least=0)] = 16
+    rouge_examples: Annotated[int, Range(least=0, at_site=10**4)] = 16
     """Most held-out prompts of a split that a client answers after the last round, for ROUGE; 0 for none."""
-    new_tokens: Annotated[int, Range(least=1)] = 32
+    new_tokens: Annotated[int, Range(least=1, at_site=4096)] = 32
     """Most tokens of such an answer."""
     data_dir: str | None = None
     """A directory that holds data sets which would else come from the hub or its cache."""
@@ -92,11 +105,11 @@ def parse_arrivals(words: Sequence[str]) -> Mapping[str, int]:
 class TrainingConfig:
     """Rounds and local training."""
 
-    rounds: Annotated[int, Range(least=1), Mark.COMMON] = 12
+    rounds: Annotated[int, Range(least=1, at_site=10**5), Mark.COMMON] = 12
     """Rounds of the whole run."""
-    local_epochs: Annotated[int, Range(least=1), Mark.COMMON] = 1
+    local_epochs: Annotated[int, Range(least=1, at_site=10**3), Mark.COMMON] = 1
     """Passes of a client over its data in a round."""
-    batch_size: Annotated[int, Range(least=1), Mark.COMMON] = 16
+    batch_size: Annotated[int, Range(least=1, at_site=4096), Mark.COMMON] = 16
     """Examples in a client's step."""
     lr: Annotated[float | None, Range(above=0), Mark.COMMON] = None
     """Peak learning rate; by default the model's own (`atlas list models`), which suits the optimizer of `auto`, and a
@@ -115,16 +128,22 @@ class TrainingConfig:
     optimizer: Annotated[Literal["auto", "adamw", "sgd"], Mark.COMMON] = "auto"
     """Optimizer of the clients; `auto` is SGD for whole image models and AdamW for all else. `--momentum` and
     `--nesterov` are of SGD."""
-    proximal_mu: Annotated[float, Range(least=0)] = 0.0
+    proximal_mu: Annotated[
+        float,
+        Range(least=0),
+        Tried("fedprox", values=(0.01, 0.1, 0.001, 1.0)),
+        Tried("mr_mtl", "mr_mtl_cluster", "fedamp", "feddyn", values=(0.1, 0.01, 1.0, 0.03)),
+    ] = 0.0
     """FedProx: weight mu of `mu / 2 ||w - w_start||^2` in every client's objective, where w_start is its model at the
     start of the round; 0 for none."""
     control_variates: bool = False
     """SCAFFOLD: add to every gradient of a client what its last round's mean gradient lacks of the mean of all."""
-    feature_alignment: Annotated[float, Range(least=0)] = 0.0
-    """FedPAC: weight of the pull of features to the means of their class over clients; 0 for none."""
     trainer: str = "atlas"
     """The training loop of the clients: `atlas`, or that of a plug-in, such as a stock `transformers.Trainer`."""
-    trained_parts: Literal["all", "B", "head", "alternate", "head_then_rest", "without_head"] = "all"
+    trained_parts: Annotated[
+        Literal["all", "B", "head", "alternate", "head_then_rest", "without_head"],
+        Tried("kriging", "atlas", values=("all", "head_then_rest")),
+    ] = "all"
     """Parameters that a client trains: all; of adapters B alone, A stays as drawn (FFA-LoRA); B in odd rounds and A in
     even ones (RoLoRA); in each round first the head alone, then the rest alone, half of the steps each (FedRep); or all
     but the head, which trains in the rounds of `--personal-rounds` (FedBABU)."""
@@ -144,11 +163,11 @@ class TrainingConfig:
     """Rounds without a better mean validation score after which the run ends early; 0 for never."""
     min_delta: Annotated[float, Range(least=0)] = 0.0
     """Least improvement of a score that counts under `--patience`."""
-    pack_tokens: Annotated[int | None, Range(least=1)] = None
+    pack_tokens: Annotated[int | None, Range(least=1, at_site=2**20)] = None
     """Tokens that train together; chosen for the machine by default, and never above the memory budget."""
-    pack_memory_gb: Annotated[float, Range(above=0, most=1e6)] = 4.0
+    pack_memory_gb: Annotated[float, Range(above=0, most=1e6, at_site=1024)] = 4.0
     """Memory that one pack's activations may take."""
-    prefix_cache_gb: Annotated[float, Range(least=0, most=1e6), Mark.SESSION] = 1.0
+    prefix_cache_gb: Annotated[float, Range(least=0, most=1e6, at_site=1024), Mark.SESSION] = 1.0
     """Memory of each process for what enters the first adapted block under `--adapted-blocks`, which is then computed
     once for each example; 0 keeps nothing. It changes no number."""
     prefix_disk_gb: Annotated[float, Range(least=0, most=1e6), Mark.SESSION] = 2.0
@@ -244,48 +263,10 @@ class RobustConfig:
     within: Literal["all", "clusters"] = "all"
     """Scope of robust rules and server optimizers, such as `median` and `fedadam`: all clients, or each cluster. With
     `clusters` `kriging` is what `atlas` is: it averages where clients hardly differ."""
-    trim: Annotated[float, Range(least=0, below=0.5), UsedBy("trimmed_mean")] = 0.2
-    """Share of the clients whose values `trimmed_mean` leaves out at each end, rounded up."""
-    byzantine: Annotated[int, Range(least=0), UsedBy("krum", "multi_krum")] = 1
-    """Hostile clients that `krum` and `multi_krum` expect among those that are aggregated."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServerConfig:
-    """Numbers of single strategies: how a server optimizer steps, and what rows and clusters follow from updates."""
-
-    server_lr: Annotated[float | None, Range(above=0), UsedBy("fedavgm", "fedadagrad", "fedyogi", "fedadam")] = None
-    """Learning rate of the server; by default 1 for `fedavgm` and 0.01 for `fedadagrad`, `fedyogi` and `fedadam`."""
-    server_beta1: Annotated[
-        float | None, Range(least=0, below=1), UsedBy("fedavgm", "fedadagrad", "fedyogi", "fedadam")
-    ] = None
-    """Share of the server's first moment that stays, its momentum; by default 0.9, and 0 for `fedadagrad`."""
-    server_beta2: Annotated[float, Range(least=0, below=1), UsedBy("fedyogi", "fedadam")] = 0.99
-    """Share of the server's second moment that stays, for `fedadam` and `fedyogi`."""
-    server_tau: Annotated[float, Range(above=0), UsedBy("fedadagrad", "fedyogi", "fedadam")] = 1e-3
-    """Constant added to the root of the second moment: the larger, the less adaptive the server's step."""
-    gram_by: Annotated[Literal["all", "layer", "kind", "layer_and_kind"], UsedBy("pfedgraph", "kriging", "atlas")] = (
-        "all"
-    )
-    """Parameters of `pfedgraph` and `kriging` with a mixing matrix of their own, by the Gram matrix of their own
-    changes: none (under `kriging` heads have one), each layer, each kind (A, B or their product, head), or both."""
-    gram_alpha: Annotated[float, Range(above=0), UsedBy("pfedgraph")] = 0.8
-    """Weight of the shares of the examples in the rows of `pfedgraph`; if small, similarity counts more."""
-    attention_alpha: Annotated[float, Range(above=0, most=1), UsedBy("fedavg_by_distance")] = 1.0
-    """The most that all others together weigh in what a client of `fedamp` is pulled to."""
-    attention_sigma: Annotated[float, Range(above=0), UsedBy("fedavg_by_distance")] = 1.0
-    """Squared distance between models, in mean ones of the round, at which another counts for 1/e in `fedamp`."""
-    ifca_clusters: Annotated[int, Range(least=1), UsedBy("ifca")] = 3
-    """Cluster models of `ifca`, of which each client takes the one with the least loss in every round."""
-    bipartition_ratio: Annotated[float, Range(above=0, most=1), UsedBy("cfl")] = 0.4
-    """`cfl` cuts a cluster in two when the average of its updates is shorter than this share of the longest."""
-    tree_step: Annotated[int, Range(least=1), UsedBy("fedtreelora")] = 1
-    """Most clusters that a layer of `fedtreelora` may have more than the layer below it."""
-    tree_threshold: Annotated[float, Range(least=0, below=1), UsedBy("fedtreelora")] = 0.1
-    """The silhouette above which `fedtreelora` cuts the clients of a layer at all."""
-    measure_round: Annotated[int, Range(least=1), UsedBy("kriging", "atlas")] = 4
-    """The round in which `kriging` and `atlas` measure halves, after a third of the run where it has fewer rounds; in
-    those before everyone is given averages, or with `atlas` predictions of clusters."""
+ServerConfig = knobs_class()
+"""Knobs of single strategies: how a server optimizer steps, and what rows and clusters follow from updates."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,12 +298,18 @@ class ImagesConfig:
     tune: Annotated[Literal["whole", "lora"], Mark.COMMON, Mark.OF_IMAGES] = "whole"
     """Trained weights of image models: `whole` is `--trainable full`, `lora` is `--trainable lora`, which comes first
     where it is given."""
-    nc: Annotated[str, Mark.COMMON, Mark.WORD_OR_NUMBER, Mark.OF_IMAGES] = ALL_CLASSES
+    nc: Annotated[
+        str,
+        Form(lambda nc: nc == ALL_CLASSES or (parse_integer(nc) or 0) > 0, "iid, or a number of classes from 1"),
+        Mark.COMMON,
+        Mark.WORD_OR_NUMBER,
+        Mark.OF_IMAGES,
+    ] = ALL_CLASSES
     """Classes of each client of an image task: `iid` (all of them), or a number."""
     validation_share: Annotated[float | None, Range(above=0, below=1), Mark.OF_IMAGES] = None
     """Share of a data set's training images that becomes its validation split, where it brings none; a fifth, and at
     most 2,000, by default."""
-    image_size: Annotated[int | None, Range(least=8), Mark.OF_IMAGES] = None
+    image_size: Annotated[int | None, Range(least=8, at_site=1024), Mark.OF_IMAGES] = None
     """Side of the square that the model sees, in pixels; what it was pretrained on by default."""
     frozen_blocks: Annotated[int, Range(least=0), Mark.OF_WHOLE_MODELS] = 0
     """Blocks from the first one up that stay as they are, the embeddings with them; 0 freezes nothing."""
@@ -331,7 +318,7 @@ class ImagesConfig:
     Of whole models: beside adapters it begins and trains as on texts."""
     ridge: Annotated[float, Range(above=0), Mark.OF_WHOLE_MODELS, Mark.OF_IMAGES] = 10.0
     """Penalty of that regression, in examples."""
-    local_steps: Annotated[int | None, Range(least=1)] = None
+    local_steps: Annotated[int | None, Range(least=1, at_site=10**5)] = None
     """Steps of a client in a round (J); whole passes (`--local-epochs`) by default."""
     momentum: Annotated[float, Range(least=0, below=1), Mark.OF_SGD] = 0.9
     """SGD's momentum; it begins anew in every round, or with `--carry-momentum` once."""
@@ -364,11 +351,11 @@ class SparseConfig:
     """Share of the weights that may not."""
     mask_scope: Literal["global", "layer"] = "global"
     """Choose over all weights together, or the same share of each tensor."""
-    calibration_rounds: Annotated[int, Range(least=1)] = 1
+    calibration_rounds: Annotated[int, Range(least=1, at_site=10**3)] = 1
     """Rounds in which the mask is made: in each a part is frozen and the rest is scored again."""
     calibration_clients: Annotated[int, Range(least=1)] = 10
     """Clients, drawn once, that score the weights; all where there are fewer."""
-    calibration_examples: Annotated[int, Range(least=1)] = 32
+    calibration_examples: Annotated[int, Range(least=1, at_site=10**5)] = 32
     """Training examples of each of them that its scores are made from."""
     fisher_labels: Literal["sampled", "true"] = "sampled"
     """Labels of the Fisher information: drawn from the model, or the true ones (empirical Fisher)."""
@@ -418,19 +405,21 @@ class ClusteringConfig:
     """Method by which `auto` finds the clusters: noise-corrected similarity without k, or a k search by this score."""
     fingerprint: str = "fisher"
     """Source of a client's fingerprint: `fisher`, `delta`, `gradient`, or that of a plug-in."""
-    fingerprint_batches: Annotated[int, Range(least=2)] = 12
+    fingerprint_batches: Annotated[int, Range(least=2, at_site=10**4)] = 12
     """Batches of the gradient and fisher fingerprints."""
     fingerprint_blocks: Annotated[int, Range(least=1)] = 2
     """Blocks, from the last one down, whose gradients the gradient and fisher fingerprints read."""
     fingerprint_samples: Annotated[int | None, Range(least=2)] = None
     """Most examples of a client that its fingerprint is made from, half of them for each half; all by default."""
-    fingerprint_steps: Annotated[int, Range(least=1)] = 60
+    fingerprint_steps: Annotated[int, Range(least=1, at_site=10**5)] = 60
     """Most warm-up steps of each half for the delta fingerprint."""
     sketch_dim: Annotated[int, Range(least=2, most=10**6)] = 1024
     """Length of the sketch that leaves the client."""
     pca_components: Annotated[int, Range(least=1)] = 64
     """Most principal components on the server; n clients have at most n - 1."""
-    k_range: Annotated[tuple[int, int], Range(least=2)] = (2, 5)
+    k_range: Annotated[
+        tuple[int, int], Range(least=2), Form(lambda ends: ends[0] <= ends[1], "the smaller number first")
+    ] = (2, 5)
     """Smallest and largest k of the search."""
     min_cluster_size: Annotated[int, Range(least=1)] = 1
     """Clusters below this size are merged into their nearest."""
@@ -454,7 +443,14 @@ class RanksConfig:
 
     ranks: Annotated[str, Mark.COMMON, Mark.WORD_OR_NUMBER] = "budget"
     """`budget`, `greedy`, `matched` (to the bytes of uniform), `uniform`, or one rank for every layer and client."""
-    candidates: Annotated[tuple[int, ...], Range(least=1)] = (4, 8, 16, 32, 64)
+    candidates: Annotated[
+        tuple[int, ...],
+        Range(least=1, at_site=1024),
+        Form(
+            lambda ranks: bool(ranks) and list(ranks) == sorted({*ranks}),
+            "at least one rank, each larger than the one before it",
+        ),
+    ] = (4, 8, 16, 32, 64)
     """Ranks that a layer may have."""
     importance: Literal["gradient", "rngwp"] = "gradient"
     """Measure of a layer's importance."""
@@ -480,33 +476,41 @@ class MixingConfig:
 
     strategy: Annotated[str, Mark.COMMON] = "atlas"
     """The rule (`atlas list strategies`); `--ablation` is the same flag and takes old names, such as local_only."""
-    eta: Annotated[float, Range(least=0, below=2), UsedBy("atlas_laplacian")] = 0.5
+    eta: Annotated[
+        float,
+        Range(least=0, below=2),
+        Tried("atlas_laplacian", "atlas_pad", "atlas_truncate", values=(0.5, 0.25, 0.9, 0.1)),
+    ] = 0.5
     """Step of the Laplacian: 0 mixes nothing."""
-    eta_decay: Annotated[float, Range(above=0, most=1), UsedBy("atlas_laplacian")] = 1.0
+    eta_decay: Annotated[float, Range(above=0, most=1)] = 1.0
     """Factor on eta after each round."""
-    laplacian: Annotated[Literal["symmetric", "random_walk", "metropolis"], UsedBy("atlas_laplacian")] = "random_walk"
+    laplacian: Literal["symmetric", "random_walk", "metropolis"] = "random_walk"
     """Form of the graph's Laplacian, which sets the mean that mixing keeps."""
-    alpha: Annotated[float | None, Range(above=0), UsedBy("atlas_laplacian")] = None
+    alpha: Annotated[float | None, Range(above=0)] = None
     """Sharpness of the graph's RBF; one over the median squared distance by default."""
-    graph: Annotated[Literal["similarity", "uniform", "adaptive"], UsedBy("atlas_laplacian")] = "similarity"
+    graph: Literal["similarity", "uniform", "adaptive"] = "similarity"
     """Edge weights: fingerprint similarity, equal, or similarity times validation performance."""
-    symmetrize: Annotated[Literal["average", "max", "min"], UsedBy("atlas_laplacian")] = "average"
+    symmetrize: Literal["average", "max", "min"] = "average"
     """Reduction of a directed graph's two weights to one."""
-    neighbours: Annotated[int, Range(least=0), UsedBy("atlas_laplacian")] = 0
+    neighbours: Annotated[int, Range(least=0)] = 0
     """Keep only this many nearest neighbours of a client; 0 keeps all."""
-    singleton_neighbours: Annotated[int, Range(least=0), UsedBy("atlas_laplacian")] = 1
+    singleton_neighbours: Annotated[int, Range(least=0)] = 1
     """Nearest clients that a client alone in its cluster is joined to; 0 leaves it alone."""
-    graph_ema: Annotated[float, Range(least=0, below=1), UsedBy("atlas_laplacian")] = 0.0
+    graph_ema: Annotated[float, Range(least=0, below=1)] = 0.0
     """Share of the previous graph that re-clustering keeps."""
-    block_diagonal: Annotated[bool, UsedBy("atlas_laplacian")] = True
+    block_diagonal: bool = True
     """Cut the edges between clusters."""
     space: Literal["factors", "product"] = "product"
     """Mix A and B apart, or the update s B A itself."""
-    share: Annotated[tuple[Literal["A", "B", "head"], ...], Mark.COMMON] = ("A", "B", "head")
+    share: Annotated[
+        tuple[Literal["A", "B", "head"], ...],
+        Form(lambda parts: bool(parts) and len({*parts}) == len(parts), "one or more of A, B, head, each once"),
+        Mark.COMMON,
+    ] = ("A", "B", "head")
     """Parts of a client's model that leave it."""
     align: Literal["pad", "truncate"] = "pad"
     """Alignment of factors of different ranks in factor space."""
-    layer_weighting: Annotated[Literal["none", "importance"], UsedBy("atlas_laplacian")] = "none"
+    layer_weighting: Literal["none", "importance"] = "none"
     """Scale eta per layer by the layer's importance."""
     aggregate_every: Annotated[int, Range(least=1)] = 1
     """Rounds between two aggregations; between them clients train on from their own models and nothing is mixed."""
@@ -518,13 +522,9 @@ class MixingConfig:
     interpolated with it by a trained weight (APFL), or stacked on it as a second adapter (FedDPA). It is what the
     client predicts with, and never leaves it. With `--personal-models`, `stacked` freezes what the server mixes under
     the client's own model, instead of pulling to it (FedALT)."""
-    second_weight: Annotated[float, Range(least=0), UsedBy("ditto", "apfl", "feddpa", "fedalt_fixed")] = 0.5
-    """Weight of the pull of a proximal second model; share of the others' own model to begin with, or throughout where
-    it is stacked without a gate."""
-    second_gate: Literal["none", "input"] = "none"
-    """`input`: in every adapted layer a gate weighs a stacked own adapter against the frozen one token by token. It
-    trains with the own adapter and is never sent (FedALT)."""
-    personal_rounds: Annotated[int, Range(least=0), Mark.COMMON] = 0
+    personal_rounds: Annotated[
+        int, Range(least=0), Mark.COMMON, Tried("fedavg_ft", "fedavg_cluster_ft", "fedbabu", values=(2, 1, 4))
+    ] = 0
     """Last rounds in which nothing is mixed: every client fine-tunes its model of the last aggregation for itself. A
     simulation counts no bytes for them; a site across machines reports its shared part to the server as ever."""
     keep: Literal["mixed", "best"] = "mixed"
@@ -540,14 +540,29 @@ class RunConfig:
     secrets: Annotated[str | None, Mark.SESSION] = None
     """Folder with the NAME-secret of every client, as `atlas join` keeps it: a simulation then draws the order, subsets
     and augmentation of examples, dropout and noise as these sites do. Without it all follow from --seed."""
-    preset: Annotated[str, Mark.COMMON] = "quick"
+    preset: Annotated[
+        str,
+        Form(
+            lambda name: re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name) is not None,
+            "a name of small letters, digits, - and _ (`atlas list presets`)",
+        ),
+        Mark.COMMON,
+    ] = "quick"
     """The recipe that all other defaults come from (`atlas list presets`). `--mode` is the same flag."""
     dial: Annotated[int | None, Range(least=0, most=4)] = None
     """Amount by which clients of a federation with a dial (`atlas list presets`) differ: 0 to 4; 2 by default."""
     plugin: Annotated[tuple[str, ...], Mark.COMMON] = ()
     """Plug-ins that register partitions, tasks, strategies and more: a .py file, a module, or an entry point of the
     group `atlas_fl`; may be repeated. A run puts the digest of its code behind each and goes on with no other."""
-    name: Annotated[str | None, Mark.SESSION, Mark.COMMON] = None
+    name: Annotated[
+        str | None,
+        Form(
+            _is_folder_name,
+            f"the name of a folder of at most {MOST_NAME_BYTES} bytes, without / and not starting with a dot",
+        ),
+        Mark.SESSION,
+        Mark.COMMON,
+    ] = None
     """Name of the run's folder; preset, strategy, model, seed and config hash by default."""
     runs_dir: Annotated[str, Mark.SESSION, Mark.COMMON] = "runs"
     """Folder of run folders."""
@@ -583,7 +598,7 @@ class Config:
     split: Annotated[SplitConfig, Mark.COMMON, Mark.WORD_OR_NUMBER] = field(default_factory=SplitConfig)
     mixing: MixingConfig = field(default_factory=MixingConfig)
     robust: RobustConfig = field(default_factory=RobustConfig)
-    server: ServerConfig = field(default_factory=ServerConfig)
+    server: Any = field(default_factory=ServerConfig)
     attack: Annotated[AttackConfig, Mark.COMMON] = field(default_factory=AttackConfig)
     images: ImagesConfig = field(default_factory=ImagesConfig)
     sparse: SparseConfig = field(default_factory=SparseConfig)

@@ -2,15 +2,16 @@
 
 import ast
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, is_dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from types import MappingProxyType
 from typing import Any, get_type_hints
 
-from atlas_fl.config.schema import Config
-from atlas_fl.config.values import Mark, Range, UsedBy, from_text, wrong_kind
+from atlas_fl.config.schema import Config, ServerConfig
+from atlas_fl.config.values import Form, Mark, from_text, to_words, wrong_kind
 from atlas_fl.errors import ConfigError, did_you_mean, short_repr
+from atlas_fl.methods.knobs import Range, Tried, documented_fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +28,11 @@ class Setting:
     """Its docstring, on one line."""
     range: Range | None = None
     """Range of its number or numbers."""
+    form: Form | None = None
+    """Form of its value."""
     marks: frozenset[Mark] = frozenset()
-    used_by: tuple[str, ...] = ()
-    """Strategies that it has an effect on; empty where it has one on any."""
+    tried: Mapping[str, Sequence[Any]] = field(default_factory=dict, hash=False)
+    """Values that the tuning of a strategy tries, by its name."""
 
     @property
     def flag(self) -> str:
@@ -53,21 +56,17 @@ def settings() -> Mapping[str, Setting]:
                 kind=kind,
                 help=help_of[name],
                 range=next((extra for extra in extras if isinstance(extra, Range)), None),
+                form=next((extra for extra in extras if isinstance(extra, Form)), None),
                 marks=frozenset(extra for extra in extras if isinstance(extra, Mark)),
-                used_by=next((extra.strategies for extra in extras if isinstance(extra, UsedBy)), ()),
+                tried={one: extra.values for extra in extras if isinstance(extra, Tried) for one in extra.strategies},
             )
     return MappingProxyType(table)
-
-
-def marked(mark: Mark) -> frozenset[str]:
-    """Names of the settings with this mark."""
-    return frozenset(name for name, setting in settings().items() if mark in setting.marks)
 
 
 @cache
 def group_classes() -> Mapping[str, type[Any]]:
     """The dataclass of every group by the group's name."""
-    return MappingProxyType(get_type_hints(Config))
+    return MappingProxyType({**get_type_hints(Config), "server": ServerConfig})
 
 
 def value_of(config: Config, name: str) -> Any:
@@ -95,24 +94,24 @@ def field_docs(cls: type[Any]) -> dict[str, str]:
 
     The fields of the classes that it extends are among them.
     """
-    return {name: text for one in reversed(cls.__mro__) if is_dataclass(one) for name, text in _own_docs(one).items()}
+    docs = {name: text for one in reversed(cls.__mro__) if is_dataclass(one) for name, text in _own_docs(one).items()}
+    return docs | {one.name: one.metadata["help"] for one in fields(cls) if one.metadata}
 
 
 @cache
 def _own_docs(cls: Callable[..., Any]) -> dict[str, str]:
+    if cls is ServerConfig:
+        return {}
     (node,) = ast.parse(inspect.getsource(cls)).body
     assert isinstance(node, ast.ClassDef)
-    return {
-        field.target.id: _docstring_text(below)
-        for field, below in zip(node.body, node.body[1:])
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-    }
+    return documented_fields(node)
 
 
-def _docstring_text(node: ast.stmt) -> str:
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-        return " ".join(str(node.value.value).split())
-    return ""
+def flag_words(setting: Setting, value: Any) -> str:
+    """The flag with this value, as on a command line."""
+    if isinstance(value, bool):
+        return setting.flag if value else setting.flag.replace("--", "--no-", 1)
+    return f"{setting.flag} {value:g}" if isinstance(value, float) else " ".join([setting.flag, *to_words(value)])
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:

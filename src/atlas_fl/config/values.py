@@ -4,49 +4,28 @@ A kind is an annotation of the settings: bool, int, float, str, a `Literal` of t
 these or None. Nothing is guessed: a number is not a text, and true is not 1.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum, auto
-from math import inf
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from atlas_fl.errors import ConfigError, short_repr
+from atlas_fl.methods.knobs import LARGEST as LARGEST
 
 NONE = "none"
 LIST_SEPARATOR = "+"
-LARGEST = 10**15
-"""Largest number of any setting: a larger float does not hold every whole number."""
 _SWITCH = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Range:
-    """Range of a setting that is a number, or of the numbers of a list."""
+@dataclass(frozen=True)
+class Form:
+    """Form of a setting that is no number, or of all numbers of a list."""
 
-    least: float = -LARGEST
-    above: float = -inf
-    most: float = LARGEST
-    below: float = inf
-
-    def contains(self, number: float) -> bool:
-        """Return true for a number in the range, and false for NaN."""
-        return self.least <= number <= self.most and self.above < number < self.below
-
-    def describe(self, number: float = 0) -> str:
-        """Words for the range; the bound of all numbers is among them only if this number is beyond it.
-
-        >>> Range(least=0, below=1).describe()
-        'at least 0, below 1'
-        """
-        bounds = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
-        said = {word: bound for word, bound in bounds.items() if abs(bound) < LARGEST}
-        if number > LARGEST and self.most == LARGEST:
-            said["at most"] = float(LARGEST)
-        words = [f"{word} {bound if isinstance(bound, int) else f'{bound:g}'}" for word, bound in said.items()]
-        return ", ".join(words) or "a number"
+    fits: Callable[[Any], bool]
+    allowed: str
 
 
 class Mark(Enum):
@@ -68,16 +47,6 @@ class Mark(Enum):
     """Without effect on texts."""
     OF_SGD = auto()
     """Without effect on AdamW."""
-
-
-@dataclass(frozen=True)
-class UsedBy:
-    """Strategies, or their rules, that a setting has an effect on."""
-
-    strategies: tuple[str, ...]
-
-    def __init__(self, *strategies: str) -> None:
-        object.__setattr__(self, "strategies", strategies)
 
 
 def describe(kind: Any) -> str:

@@ -8,7 +8,7 @@ they cost.
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
-from math import ceil, floor, sqrt
+from math import ceil, floor, inf, sqrt
 from pathlib import Path
 
 import numpy as np
@@ -26,25 +26,6 @@ from atlas_fl.setup.assembly import trainable_of
 from atlas_fl.setup.options import learning_rate_of, strategy_of
 from atlas_fl.sparse.masks import BY_SENSITIVITY
 
-MOST: Mapping[str, float] = {
-    "rounds": 10**5,
-    "local_epochs": 10**3,
-    "local_steps": 10**5,
-    "batch_size": 4096,
-    "max_length": 2**16,
-    "candidates": 1024,
-    "fingerprint_batches": 10**4,
-    "fingerprint_steps": 10**5,
-    "new_tokens": 4096,
-    "rouge_examples": 10**4,
-    "pack_tokens": 2**20,
-    "pack_memory_gb": 1024,
-    "prefix_cache_gb": 1024,
-    "image_size": 1024,
-    "calibration_rounds": 10**3,
-    "calibration_examples": 10**5,
-}
-"""The largest value of a server's setting that a site takes: what a job may cost it in memory and time."""
 MOST_NAME = 255
 """Bytes of a model's name of a server: what a file system looks for without an error."""
 LEAST_HELD_OUT = 5
@@ -233,12 +214,13 @@ def asks_sensitivity(config: Config) -> bool:
 
 
 def _check_sizes(config: Config, consent: Consent, task: Task) -> None:
-    for name, most in MOST.items():
-        value = value_of(config, name)
+    for setting in settings().values():
+        most = inf if setting.range is None else setting.range.at_site
+        value = value_of(config, setting.name) if most < inf else None
         largest = max(value, default=0) if isinstance(value, tuple) else value
         if largest is not None and largest > most:
             raise ConfigError(
-                f"the server's {settings()[name].flag} is {short_repr(largest)}; a site takes at most {most:g}; ask for"
+                f"the server's {setting.flag} is {short_repr(largest)}; a site takes at most {most:g}; ask for"
                 " other settings"
             )
     rate = learning_rate_of(config, with_images=task.images)

@@ -54,7 +54,6 @@ from atlas_fl.setup.options import (
     parts_of_config,
     predicting_models,
     predicts_as_sent,
-    space_of,
     strategy_of,
     train_options,
 )
@@ -299,7 +298,7 @@ def screen_updates(assembly: Assembly, state: FederationState, updates: Sequence
     robust, models = config.robust, {name: update.params for name, update in usable.items()}
     mode = robust.norm_bound if strategy_of(config).communicates else "off"
     bounded, reasons = bound_updates(
-        state.client_models, models, tasks, space_of(config), mode=mode, ratio=robust.max_norm_ratio
+        state.client_models, models, tasks, strategy_of(config).options, mode=mode, ratio=robust.max_norm_ratio
     )
     return ReceivedUpdates(
         updates={name: replace(usable[name], params=params) for name, params in bounded.items()},
@@ -642,7 +641,7 @@ def _diversity(assembly: Assembly, planned: PlanResult, before: ByClient, outcom
     """Change of the distances between clients by the server's step; None without evaluation or finite figures."""
     # distances between all pairs of a hundred whole models would cost more than the round, and where factors are at
     # the clients alone nobody has the updates of all; a gate has another update for every token
-    is_stacked = assembly.config.mixing.second_gate != "none" or strategy_of(assembly.config).holds_frozen
+    is_stacked = assembly.config.server.second_gate != "none" or strategy_of(assembly.config).holds_frozen
     hidden = is_stacked or any(has_hidden_factors(params) for params in before.values())
     if not outcome.scores or assembly.is_full or hidden:
         return None
@@ -668,7 +667,7 @@ def _restore_unusable(server: ServerStep, state: FederationState, trained: ByCli
     if assembly.config.split.server_adapters != "per_client" or assembly.config.training.multitask or has_frozen:
         unusable = set(mixed)
     norms = {
-        name: change_norms(state.client_models[name], params, space_of(assembly.config))
+        name: change_norms(state.client_models[name], params, strategy_of(assembly.config).options)
         for name, params in trained.items()
     }
     largest = {name: max(parts.values()) for name, parts in norms.items()}

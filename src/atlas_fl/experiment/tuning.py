@@ -27,24 +27,10 @@ DEVELOPMENT_SEEDS = (9001, 9002)
 
 SettingValue: TypeAlias = float | str
 
-KNOBS: Mapping[str, tuple[str, tuple[SettingValue, ...]]] = {
-    "fedprox": ("proximal_mu", (0.01, 0.1, 0.001, 1.0)),
-    **dict.fromkeys(("mr_mtl", "mr_mtl_cluster"), ("proximal_mu", (0.1, 0.01, 1.0, 0.03))),
-    **dict.fromkeys(("atlas_laplacian", "atlas_pad", "atlas_truncate"), ("eta", (0.5, 0.25, 0.9, 0.1))),
-    **dict.fromkeys(("fedavg_ft", "fedavg_cluster_ft", "fedbabu"), ("personal_rounds", (2, 1, 4))),
-    **dict.fromkeys(("fedadam", "fedyogi", "fedadagrad"), ("server_lr", (0.01, 0.003, 0.03, 0.1))),
-    "fedavgm": ("server_lr", (1.0, 0.5, 0.25, 2.0)),
-    "pfedgraph": ("gram_alpha", (0.8, 0.4, 1.6, 0.2)),
-    "ditto": ("second_weight", (0.5, 0.1, 1.0, 0.03)),
-    **dict.fromkeys(("apfl", "feddpa", "fedalt", "fedalt_fixed"), ("second_weight", (0.5, 0.25, 0.75, 0.9))),
-    **dict.fromkeys(("fedamp", "feddyn"), ("proximal_mu", (0.1, 0.01, 1.0, 0.03))),
-    "ifca": ("ifca_clusters", (3, 2, 4, 5)),
-    "fedpac": ("feature_alignment", (1.0, 0.1, 0.3, 3.0)),
-    "cfl": ("bipartition_ratio", (0.4, 0.25, 0.6, 0.8)),
-    "fedtreelora": ("tree_threshold", (0.1, 0.0, 0.2, 0.3)),
-    **dict.fromkeys(("kriging", "atlas"), ("trained_parts", ("all", "head_then_rest"))),
+KNOBS: Mapping[str, tuple[str, Sequence[SettingValue]]] = {
+    strategy: (setting.name, values) for setting in settings().values() for strategy, values in setting.tried.items()
 }
-"""The knob of a method, and its values, the default first."""
+"""The knob of a method, and its values, the default first (`methods.knobs.Tried`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

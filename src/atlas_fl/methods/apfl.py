@@ -26,7 +26,7 @@ class Apfl(SecondModel):
 
     def initial(self, start: Params) -> Params:
         """The model that everyone starts with, and a."""
-        return {**start, WEIGHT: torch.tensor(self.options.second_weight)}
+        return {**start, WEIGHT: torch.tensor(self.second_weight)}
 
     def combine(self, own: Params, shared: Params, gate: Params) -> Params:
         """a v + (1 - a) w."""

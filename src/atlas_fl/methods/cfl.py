@@ -11,7 +11,8 @@ so that it means the same for every model. Clusters are averaged apart from the 
 is cut only in a round in which all of its clients took part.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 from atlas_fl.aggregation.change_similarity import cosines, gram_of_changes
 from atlas_fl.aggregation.matrices import Federation, average, group_ids
 from atlas_fl.aggregation.rules import MixingContext, StrategyOptions, weighted_average, with_updates
+from atlas_fl.methods.knobs import Range, Tried
 from atlas_fl.methods.method import Method
 from atlas_fl.params import ByClient, ServerState
 
@@ -46,6 +48,12 @@ def average_inside(clusters: Int64[np.ndarray, " n"], step: MixingContext, optio
     """The rows of averages inside these clusters and the step's groups."""
     groups = group_ids(list(zip(clusters.tolist(), step.groups.tolist())))
     return weighted_average(options, replace(step, groups=groups))
+
+
+def average_inside_state(step: MixingContext, options: StrategyOptions) -> np.ndarray:
+    """The rows of averages inside the clusters of the server state, and the step's groups."""
+    state: ServerState = {} if step.models is None else step.models.server_state
+    return average_inside(clusters_in(state.get(CLUSTERS), step.federation), step, options)
 
 
 def bipartition(similarities: Float64[np.ndarray, "n n"]) -> Bool[np.ndarray, " n"]:
@@ -75,6 +83,8 @@ def next_clusters(
     federation: Federation,
     present: Bool[np.ndarray, " n"],
     options: StrategyOptions,
+    *,
+    ratio: float,
 ) -> Int64[np.ndarray, " n"]:
     """The clusters after a round with these updates; a part that is cut off gets the next free number."""
     result = clusters.copy()
@@ -84,13 +94,17 @@ def next_clusters(
             continue
         gram = gram_of_changes(before, after, inside.tolist(), federation, options)
         shares = average(federation.weights, clusters, present, max_share=options.max_share)[inside[0], inside]
-        if pull_apart(gram, np.asarray(shares), ratio=options.bipartition_ratio):
+        if pull_apart(gram, np.asarray(shares), ratio=ratio):
             result[inside[bipartition(cosines(gram))]] = result.max() + 1
     return result
 
 
+@dataclass(frozen=True, kw_only=True)
 class Cfl(Method):
     """Averages inside clusters that are cut in two where updates disagree (`--bipartition-ratio`)."""
+
+    bipartition_ratio: Annotated[float, Range(above=0, most=1), Tried("cfl", values=(0.4, 0.25, 0.6, 0.8))] = 0.4
+    """`cfl` cuts a cluster in two when the average of its updates is shorter than this share of the longest."""
 
     name = "cfl"
     matrix = "shares inside clusters of updates"
@@ -98,8 +112,7 @@ class Cfl(Method):
 
     def rule(self, step: MixingContext) -> np.ndarray:
         """The shares of the examples inside the clusters of the state."""
-        state: ServerState = {} if step.models is None else step.models.server_state
-        return average_inside(clusters_in(state.get(CLUSTERS), step.federation), step, self.options)
+        return average_inside_state(step, self.options)
 
     def next_state(
         self, server_state: ServerState, client_models: ByClient, updates: ByClient, federation: Federation
@@ -108,5 +121,7 @@ class Cfl(Method):
         present = np.array([client in updates for client in federation.clients])
         clusters = clusters_in(server_state.get(CLUSTERS), federation)
         after = with_updates(client_models, updates)
-        clusters = next_clusters(clusters, client_models, after, federation, present, self.options)
+        clusters = next_clusters(
+            clusters, client_models, after, federation, present, self.options, ratio=self.bipartition_ratio
+        )
         return {CLUSTERS: clusters_by_client(federation, clusters)}

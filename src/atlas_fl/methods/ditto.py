@@ -24,7 +24,7 @@ class Ditto(SecondModel):
 
     def training_options(self) -> dict[str, Any]:
         """lambda."""
-        return {"proximal_mu": self.options.second_weight}
+        return {"proximal_mu": self.second_weight}
 
 
 DITTO = PublishedMethod(

@@ -43,14 +43,3 @@ FEDALT = PublishedMethod(
     },
     equal_ranks=True,
 )
-FEDALT_FIXED = PublishedMethod(
-    summary="FedALT without its gate: --second-weight is the weight of every token.",
-    rule="fedavg_of_others",
-    settings={
-        "personal_models": True,
-        "second_model": "stacked",
-        "second_gate": "none",
-        **FACTORS,
-    },
-    equal_ranks=True,
-)

@@ -9,10 +9,14 @@ arXiv:2007.03797. In their algorithm every client has a model of its own, and wh
 the round, so that it means the same for every model. Heads have distances of their own, inside a task.
 """
 
+from dataclasses import dataclass
+from typing import Annotated
+
 import numpy as np
 from jaxtyping import Float64
 
-from atlas_fl.aggregation.rules import MixingContext, weighted_average
+from atlas_fl.aggregation.rules import MixingContext, present_by_group, weighted_average
+from atlas_fl.methods.knobs import Range
 from atlas_fl.methods.method import FACTORS, Method, PublishedMethod
 from atlas_fl.methods.robust import model_distances
 
@@ -28,22 +32,26 @@ def attention(squares: Float64[np.ndarray, "n n"], *, alpha: float, sigma: float
     return np.asarray(rows + np.diag(1.0 - rows.sum(axis=1)))
 
 
+@dataclass(frozen=True, kw_only=True)
 class FedAvgByDistance(Method):
     """FedAMP's mixture: the nearer a model the more it counts (`--attention-alpha`, `--attention-sigma`)."""
+
+    attention_alpha: Annotated[float, Range(above=0, most=1)] = 1.0
+    """The most that all others together weigh in what a client of `fedamp` is pulled to."""
+    attention_sigma: Annotated[float, Range(above=0)] = 1.0
+    """Squared distance between models, in mean ones of the round, at which another counts for 1/e in `fedamp`."""
 
     name = "fedavg_by_distance"
     matrix = "by distances of the models"
 
     def rule(self, step: MixingContext) -> np.ndarray:
         """The rows m_k of those who are present."""
-        options = self.options
         matrix = np.eye(len(step.present))
-        for label in set(step.groups.tolist()):
-            inside = np.flatnonzero((step.groups == label) & step.present).tolist()
+        for inside in present_by_group(step.groups, step.present):
             squares = np.zeros((len(inside),) * 2)
             if step.models is not None:
-                squares = model_distances(step, inside, options)
-            rows = attention(squares, alpha=options.attention_alpha, sigma=options.attention_sigma)
+                squares = model_distances(step, inside, self.options)
+            rows = attention(squares, alpha=self.attention_alpha, sigma=self.attention_sigma)
             matrix[np.ix_(inside, inside)] = rows
         return matrix
 

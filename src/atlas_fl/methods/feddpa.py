@@ -18,7 +18,7 @@ class FedDpa(SecondModel):
 
     def combine(self, own: Params, shared: Params, gate: Params) -> Params:
         """Both adapters as one."""
-        weight, scale = self.options.second_weight, self.options.scale
+        weight, scale = self.second_weight, self.options.scale
         if gate:
             return stack_by_gate(own, shared, gate, weight=weight, scale=scale)
         return stack(own, shared, weights=(weight, 1 - weight), scale=scale)

@@ -12,13 +12,14 @@ A client alone with its model, or head, has no e_k. A and B are summed apart, an
 
 from collections.abc import Collection
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.aggregation.rules import StrategyOptions
-from atlas_fl.errors import ConfigError, ProtocolError
+from atlas_fl.errors import ProtocolError
 from atlas_fl.methods.averages import FedAvg
 from atlas_fl.methods.method import FACTORS, SECOND_TENSORS, Aggregated, PublishedMethod, RoundStart, message_size
 from atlas_fl.methods.server_optimizers import Cohort, cohorts
@@ -33,14 +34,12 @@ class FedAvgDynamic(FedAvg):
 
     name = "fedavg_dynamic"
     matrix = "shares of the examples, moved by all changes"
-    needs = "equal ranks"
+    equal_ranks = True
     relative_bytes = "1.5"
     in_factors = True
     is_average = False
+    fixed: ClassVar = {"space": "factors", "within": "all"}
     across_machines = SECOND_TENSORS
-
-    def __init__(self, options: StrategyOptions | None = None) -> None:
-        super().__init__(replace(options or StrategyOptions(), space="factors", within="all"))
 
     def send(self, round: RoundStart) -> TreesByClient:
         """alpha e_k, float32: what is added to each client's gradients besides the proximal term."""
@@ -75,17 +74,6 @@ class FedAvgDynamic(FedAvg):
                     models[client][key] = model
         state: ServerState = {CHANGES: changes} if changes else done.server_state
         return replace(done, server_state=state, client_models={**done.client_models, **models})
-
-    def check(self, models: ByClient, federation: Federation) -> None:
-        """Raise ConfigError where the ranks of clients differ."""
-        first, *others = federation.clients
-        for other in others:
-            for key in sorted(models[first].keys() & models[other].keys()):
-                if not key.startswith(HEAD) and models[other][key].shape != models[first][key].shape:
-                    raise ConfigError(
-                        f"--strategy feddyn sums changes of {key}, and the ranks of {first} and {other} differ; take"
-                        " one rank for all, such as --ranks 8"
-                    )
 
 
 def _keys(params: Params, cohort: Cohort, options: StrategyOptions) -> list[str]:

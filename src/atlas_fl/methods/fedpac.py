@@ -23,6 +23,8 @@ matrix, has the direction of m, because for a fixed direction the best length de
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -30,11 +32,11 @@ from jaxtyping import Float64
 from scipy.optimize import nnls
 from torch import Tensor
 
-from atlas_fl.aggregation.rules import LAST_LAYER, MixingContext, weighted_average
-from atlas_fl.errors import ConfigError, short_repr
+from atlas_fl.aggregation.rules import LAST_LAYER, MixingContext, present_by_group, weighted_average
+from atlas_fl.errors import short_repr
+from atlas_fl.methods.knobs import Range, Tried
 from atlas_fl.methods.method import Method, PublishedMethod, Report, ReportTensor, RoundStart
 from atlas_fl.params import HEAD, ByClient, Params, ServerState, TreesByClient, params_by_client
-from atlas_fl.storage.tensors import encoded_size
 
 FEATURES = "class_features"
 """The entry of the server state: what the clients of the last aggregation reported, by client."""
@@ -89,11 +91,15 @@ def combination_rows(
     return np.stack(rows)
 
 
+@dataclass(frozen=True, kw_only=True)
 class ClassifierCollaboration(Method):
     """One average over all clients; last layers of heads inside a task by how near classes' features are (FedPAC).
 
     Who took no part keeps its head. Where nobody has reported features yet, heads are averaged by examples.
     """
+
+    feature_alignment: Annotated[float, Range(least=0), Tried("fedpac", values=(1.0, 0.1, 0.3, 3.0))] = 0.0
+    """FedPAC: weight of the pull of features to the means of their class over clients; 0 for none."""
 
     name = "classifier_collaboration"
     matrix = "shares of the examples; heads by class features"
@@ -105,17 +111,9 @@ class ClassifierCollaboration(Method):
     report_words = "with each update class frequencies, means and variances of its features by class"
     granularity = LAST_LAYER
 
-    def __post_init__(self) -> None:
-        """Raise ConfigError where heads are not shared."""
-        super().__post_init__()
-        if "head" not in self.options.share:
-            raise ConfigError(
-                f"--share {' '.join(self.options.share)} leaves out heads, which this strategy combines; add head"
-            )
-
     def send(self, round: RoundStart) -> TreesByClient:
         """The class means of their tasks, of the last aggregation; nothing in round one and in personal rounds."""
-        if not self.options.feature_alignment or round.is_personal:
+        if not self.feature_alignment or round.is_personal:
             return {}
         centroids = class_centroids(round.server_state, round.tasks)
         return {"centroids": {name: centroids.get(round.tasks[name], {}) for name in round.clients}}
@@ -139,14 +137,6 @@ class ClassifierCollaboration(Method):
             VARIANCES: ReportTensor(shape=(classes,), least=0, most=width * LARGEST_FEATURE**2),
         }
 
-    def extra_bytes(self, shared: Params, *, participants: int, classes: int) -> tuple[int, int]:
-        """Class features up, and class means down."""
-        up, _ = super().extra_bytes(shared, participants=participants, classes=classes)
-        if not self.options.feature_alignment:
-            return up, 0
-        means = torch.zeros(classes, feature_width(shared))
-        return up, encoded_size({CENTROIDS: means, SEEN: torch.zeros(classes, dtype=torch.bool)})
-
     @classmethod
     def report_fault(cls, report: Params, *, counts: Sequence[int]) -> str:
         """The examples of each class are the registered ones; an empty class has zeros."""
@@ -166,7 +156,7 @@ class ClassifierCollaboration(Method):
 
     def sent_tensors(self, model: Params, *, classes: int, round: int) -> Mapping[str, Mapping[str, ReportTensor]]:
         """Class means, from round two to the last aggregation."""
-        if not self.options.feature_alignment or not 2 <= round <= self.options.last_aggregation:
+        if not self.feature_alignment or not 2 <= round <= self.options.last_aggregation:
             return {}
         means = ReportTensor(shape=(classes, feature_width(model)), least=-LARGEST_FEATURE, most=LARGEST_FEATURE)
         return {"centroids": {CENTROIDS: means, SEEN: ReportTensor(shape=(classes,), dtype=torch.bool)}}
@@ -185,8 +175,7 @@ class ClassifierCollaboration(Method):
         if step.parameters.kind != LAST_LAYER or not reports:
             return self.arrival(step)
         matrix, names = np.eye(len(step.present)), step.federation.clients
-        for label in set(step.groups.tolist()):
-            inside = np.flatnonzero((step.groups == label) & step.present).tolist()
+        for inside in present_by_group(step.groups, step.present):
             if len(inside) > 1:
                 shares = np.asarray(step.federation.weights, np.float64)[inside]
                 matrix[np.ix_(inside, inside)] = combination_rows([reports[names[k]] for k in inside], shares)

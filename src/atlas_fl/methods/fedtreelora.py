@@ -11,6 +11,8 @@ first round in which everyone took part, before it there is one average, and it 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 from jaxtyping import Float64, Int64
@@ -28,10 +30,10 @@ from atlas_fl.aggregation.rules import (
     weighted_average,
     with_updates,
 )
-from atlas_fl.errors import ConfigError
 from atlas_fl.methods.cfl import average_inside, clusters_by_client, clusters_in
+from atlas_fl.methods.knobs import Range, Tried
 from atlas_fl.methods.method import Method
-from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, ServerState, shared_params
+from atlas_fl.params import HEAD, ByClient, ServerState, shared_params
 
 CUTS = "cuts"
 """The entry of the server state: by layer the cluster of every client, by name; absent before the tree is made."""
@@ -76,22 +78,19 @@ def layer_distances(
     return {layer: distances(layer) for layer in layers}
 
 
+@dataclass(frozen=True, kw_only=True)
 class FedTreeLora(Method):
     """Averages inside nested clusters, finer in higher layers (`--tree-step`, `--tree-threshold`)."""
+
+    tree_step: Annotated[int, Range(least=1)] = 1
+    """Most clusters that a layer of `fedtreelora` may have more than the layer below it."""
+    tree_threshold: Annotated[float, Range(least=0, below=1), Tried("fedtreelora", values=(0.1, 0.0, 0.2, 0.3))] = 0.1
+    """The silhouette above which `fedtreelora` cuts the clients of a layer at all."""
 
     name = "fedtreelora"
     matrix = "shares inside nested clusters by layer"
     takes_newcomers = False
     granularity = "layer"
-
-    def check(self, models: ByClient, federation: Federation) -> None:
-        """Raise ConfigError where a parameter is in no layer."""
-        for key in sorted({key for params in models.values() for key in shared_params(params, self.options.share)}):
-            if not key.startswith(HEAD) and key.removesuffix(LORA_A).removesuffix(LORA_B) not in federation.layer_of:
-                raise ConfigError(
-                    f"--strategy fedtreelora cuts clusters by layer, and {key} is in none; take fedavg_cluster, or"
-                    " --trainable lora"
-                )
 
     def rule(self, step: MixingContext) -> np.ndarray:
         """The shares of the examples inside the clusters of the layer; of heads, inside those of the highest."""
@@ -106,10 +105,9 @@ class FedTreeLora(Method):
         self, server_state: ServerState, client_models: ByClient, updates: ByClient, federation: Federation
     ) -> ServerState:
         """The tree, made in the first round in which everyone took part."""
-        options = self.options
         if CUTS not in server_state and all(client in updates for client in federation.clients):
-            distances = layer_distances(client_models, with_updates(client_models, updates), federation, options)
-            cuts = nested_cuts(list(distances.values()), step=options.tree_step, threshold=options.tree_threshold)
+            distances = layer_distances(client_models, with_updates(client_models, updates), federation, self.options)
+            cuts = nested_cuts(list(distances.values()), step=self.tree_step, threshold=self.tree_threshold)
             by_layer = {
                 str(layer): clusters_by_client(federation, cut) for layer, cut in zip(distances, cuts, strict=True)
             }

@@ -8,13 +8,13 @@ what it trained.
 """
 
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from atlas_fl.aggregation.exact_average import Factors, add_factors, from_adapter, stack_products, to_adapter
 from atlas_fl.aggregation.matrices import Federation
-from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.methods.averages import FedAvg
 from atlas_fl.methods.method import SECOND_TENSORS, Aggregated, RoundStart, message_size
 from atlas_fl.methods.second_model import SecondModel, stack
@@ -46,14 +46,9 @@ class WithFrozenPart(FedAvg):
     takes_newcomers = False
     across_machines = SECOND_TENSORS
     holds_frozen = True
+    fixed: ClassVar = {"space": "factors", "within": "all"}
 
-    @property
-    def changes_prediction(self) -> bool:
-        """Always."""
-        return True
-
-    def __init__(self, options: StrategyOptions | None = None) -> None:
-        super().__init__(replace(options or StrategyOptions(), space="factors", within="all"))
+    changes_prediction = True
 
     def new_factors(self, a: list[Tensor], b: list[Tensor], weights: list[float]) -> Factors:
         """Addition of clients with these factors and weights to one module; by default the sum of their products."""

@@ -11,12 +11,15 @@ a loss that is NaN or infinite is left out, so that a model that has diverged at
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import torch
 
 from atlas_fl.aggregation.rules import MixingContext
-from atlas_fl.methods.cfl import CLUSTERS, average_inside, clusters_in
+from atlas_fl.methods.cfl import CLUSTERS, average_inside_state
+from atlas_fl.methods.knobs import Range, Tried
 from atlas_fl.methods.method import Choice, Losses, Method, RoundStart, message_size
 from atlas_fl.params import HEAD, ByClient, Params, ServerState, subtree, tensors
 from atlas_fl.rng import generator
@@ -25,8 +28,12 @@ LOSSES = "losses"
 """The entry of the server state: of the clients that chose in this round the loss of every cluster's model."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class Ifca(Method):
     """Averages inside clusters whose models the clients choose by their losses (`--ifca-clusters`); equal ranks."""
+
+    ifca_clusters: Annotated[int, Range(least=1), Tried("ifca", values=(3, 2, 4, 5))] = 3
+    """Cluster models of `ifca`, of which each client takes the one with the least loss in every round."""
 
     name = "ifca"
     matrix = "shares inside clusters of least loss"
@@ -37,20 +44,19 @@ class Ifca(Method):
 
     def rule(self, step: MixingContext) -> np.ndarray:
         """The shares of the examples inside the clusters of the state."""
-        state: ServerState = {} if step.models is None else step.models.server_state
-        return average_inside(clusters_in(state.get(CLUSTERS), step.federation), step, self.options)
+        return average_inside_state(step, self.options)
 
     def extra_bytes(self, shared: Params, *, participants: int, classes: int) -> tuple[int, int]:
         """The models of all other clusters down."""
         del participants, classes
-        return 0, (self.options.ifca_clusters - 1) * message_size(shared)
+        return 0, (self.ifca_clusters - 1) * message_size(shared)
 
     def choose(self, round: RoundStart, losses: Losses) -> Choice | None:
         """The cluster of the least loss of every client of the round, and its model; at first clusters by the seed."""
         if round.is_personal:
             return None
         if CLUSTERS not in round.server_state:
-            drawn = draw_clusters(list(round.tasks), count=self.options.ifca_clusters, seed=self.options.seed)
+            drawn = draw_clusters(list(round.tasks), count=self.ifca_clusters, seed=self.options.seed)
             return Choice(server_state=_state_of(drawn, {}))
         own = {name: int(label) for name, label in tensors(subtree(round.server_state, CLUSTERS)).items()}
         candidates = {

@@ -44,7 +44,8 @@ With weights of any sign and without the scaling this is simple kriging, the pos
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
 import numpy as np
 from jaxtyping import Float64
@@ -58,11 +59,10 @@ from atlas_fl.aggregation.rules import (
     MixingContext,
     ParameterGroup,
     RoundModels,
-    StrategyOptions,
     clustered_average,
-    parameter_group,
     weighted_average,
 )
+from atlas_fl.methods.knobs import Range
 from atlas_fl.methods.method import Report, ReportTensor, RoundStart
 from atlas_fl.methods.pfedgraph import FromStart, initial_models_of
 from atlas_fl.params import LORA_B, ByClient, Params, ServerState, shared_params, subtree, tensors
@@ -131,50 +131,6 @@ def bound_others(matrix: Float64[np.ndarray, "n n"], max_share: float) -> Float6
     return np.asarray(others + np.diag(1 - others.sum(axis=1)))
 
 
-def _bounded_rows(
-    covariance: Float64[np.ndarray, "n n"],
-    noise: Float64[np.ndarray, " n"],
-    examples: np.ndarray,
-    options: StrategyOptions,
-) -> Float64[np.ndarray, "n n"]:
-    """The predictions by numbers of examples, with no other's share above `max_share`."""
-    weights = np.asarray(examples, np.float64)
-    return bound_others(prediction_rows(covariance, noise, weights / weights.sum()), options.max_share)
-
-
-def half_gram(
-    state: ServerState, names: Sequence[str], federation: Federation, group: ParameterGroup, options: StrategyOptions
-) -> Float64[np.ndarray, "n2 n2"]:
-    """The inner products of the changes in both halves of these clients, over the shared parameters of this group."""
-    initial, reports = initial_models_of(state), subtree(state, HALVES)
-    places = [(half, name) for half in ("first", "second") for name in names]
-    after = {f"{half}/{name}": tensors(subtree(subtree(reports, name), half)) for half, name in places}
-    before = {f"{half}/{name}": initial[name] for half, name in places}
-    return _gram(after, before, federation, group, options)
-
-
-def _gram(
-    after: ByClient, before: ByClient, federation: Federation, group: ParameterGroup, options: StrategyOptions
-) -> Float64[np.ndarray, "n n"]:
-    """The inner products of the changes of these models with each other, over the shared parameters of this group."""
-    total, each = np.zeros((len(after),) * 2), list(after)
-    keys = {key for params in after.values() for key in shared_params(params, options.share) if params[key].numel()}
-    for key in sorted(keys):  # sums follow the order
-        own = parameter_group(key, federation, granularity=options.gram_by, space=options.space)
-        if own != group or (options.space == "product" and key.endswith(LORA_B)):
-            continue
-        members = [index for index, one in enumerate(each) if key in after[one]]
-        total[np.ix_(members, members)] += change_gram(
-            after,
-            before,
-            [each[index] for index in members],
-            key,
-            as_products=options.space == "product",
-            scale=options.scale,
-        )
-    return total
-
-
 def measure_clusters(
     gram: Float64[np.ndarray, "n n"], averages: Float64[np.ndarray, "c n"]
 ) -> tuple[Float64[np.ndarray, "c c"], Float64[np.ndarray, " c"]] | None:
@@ -205,12 +161,6 @@ def shares_cluster(clusters: np.ndarray) -> np.ndarray:
     sizes = (clusters[:, None] == clusters[None, :]).sum(axis=1)
     shared = np.asarray((clusters >= 0) & (sizes > 1))
     return shared if 2 * shared.sum() > len(clusters) else np.zeros_like(shared)
-
-
-def alike_over_all(gram: Float64[np.ndarray, "n2 n2"], group: ParameterGroup, options: StrategyOptions) -> bool:
-    """Return whether those whose halves these are get one average: of adapters that differ by less than their noise."""
-    ratio = variance_over_noise(gram)
-    return options.within == CLUSTERS and not group.is_head and ratio is not None and ratio < 1
 
 
 def alike_in_cluster(gram: Float64[np.ndarray, "n2 n2"], clusters: np.ndarray) -> np.ndarray:
@@ -249,28 +199,6 @@ def _of_members(gram: Float64[np.ndarray, "n2 n2"], members: np.ndarray) -> Floa
     return gram[np.ix_(both, both)]
 
 
-def predict_clusters(
-    step: MixingContext, models: RoundModels, matrix: Float64[np.ndarray, "n n"], options: StrategyOptions
-) -> Float64[np.ndarray, "n n"]:
-    """The matrix with the rows of clusters for the averages of those who share one and took part."""
-    result, names = matrix.copy(), step.federation.clients
-    before = initial_models_of(models.server_state)
-    is_in = step.present & shares_cluster(step.federation.clusters)
-    for label in set(step.groups.tolist()):
-        places = np.flatnonzero((step.groups == label) & is_in)
-        _, first, cluster = np.unique(step.federation.clusters[places], return_index=True, return_inverse=True)
-        if len(first) < 2:
-            continue
-        after = {names[k]: models.after[names[k]] for k in places}
-        averages = matrix[np.ix_(places[first], places)]
-        measured = measure_clusters(_gram(after, before, step.federation, step.parameters, options), averages)
-        if measured is not None:
-            sizes = np.bincount(cluster, weights=step.federation.weights[places])
-            rows = _bounded_rows(*measured, sizes, options)
-            result[np.ix_(places, places)] = (rows @ averages)[cluster]
-    return result
-
-
 @dataclass(frozen=True, kw_only=True)
 class MeasuredSharing:
     """Share of its own that a client keeps of a group of parameters, and why."""
@@ -287,8 +215,13 @@ class MeasuredSharing:
     what differs between them over the noise of one; None without noise."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class Kriging(FromStart):
     """Everyone gets the best linear prediction of its own model, by covariances and noise of split halves."""
+
+    measure_round: Annotated[int, Range(least=1)] = 4
+    """The round in which `kriging` and `atlas` measure halves, after a third of the run where it has fewer rounds; in
+    those before everyone is given averages, or with `atlas` predictions of clusters."""
 
     name = "kriging"
     matrix = "by covariances of split halves"
@@ -298,9 +231,15 @@ class Kriging(FromStart):
     report_words = "once, two models trained on either half of its examples"
     models_in_report = 2
 
+    @property
+    def first_measured_round(self) -> int:
+        """The round in which halves are first measured: `--measure-round`, or after a third of a shorter run."""
+        last = max(1, self.options.last_aggregation)
+        return self.measure_round if self.measure_round <= last else math.ceil(last / 3)
+
     def reports_in(self, round: int) -> bool:
         """From the round on that measures halves."""
-        return round >= first_measured_round(self.options)
+        return round >= self.first_measured_round
 
     def ask(self, round: RoundStart) -> Collection[str]:
         """The clients without halves."""
@@ -355,7 +294,7 @@ class Kriging(FromStart):
         names, reports = step.federation.clients, subtree(state, HALVES)
         is_measured = np.array([name in reports for name in names], bool)
         if self.clustered and step.models is not None and (step.present & ~is_measured).any():
-            predicted = predict_clusters(step, step.models, matrix, self.options)
+            predicted = self._predict_clusters(step, step.models, matrix)
             matrix = np.where(is_measured[:, None], matrix, predicted)
         for label in set(step.groups.tolist()):
             known = np.flatnonzero((step.groups == label) & is_measured)
@@ -368,9 +307,9 @@ class Kriging(FromStart):
     ) -> np.ndarray:
         """The matrix with the rows of the measured clients of one group, by their places."""
         names = [step.federation.clients[k] for k in known.tolist()]
-        gram = half_gram(state, names, step.federation, step.parameters, self.options)
+        gram = self._half_gram(state, names, step.federation, step.parameters)
         result = matrix.copy()
-        if alike_over_all(gram, step.parameters, self.options):
+        if self._is_alike(gram, step.parameters):
             result[known] = weighted_average(self.options, step)[known]
             return result
         clusters = step.federation.clusters[known] if self.clustered else np.full(len(known), -1)
@@ -379,18 +318,114 @@ class Kriging(FromStart):
         there = np.flatnonzero(step.present[known])
         if not alike[there].all():
             inside, others = known[there], ~alike[there]
-            rows = _bounded_rows(*measure(_of_members(gram, there)), step.federation.weights[inside], self.options)
+            rows = self._bounded_rows(*measure(_of_members(gram, there)), step.federation.weights[inside])
             result[inside[others]] = 0.0
             result[np.ix_(inside[others], inside)] = rows[others]
         return result
 
+    def _predict_clusters(
+        self, step: MixingContext, models: RoundModels, matrix: Float64[np.ndarray, "n n"]
+    ) -> Float64[np.ndarray, "n n"]:
+        """The matrix with the rows of clusters for the averages of those who share one and took part."""
+        result, names = matrix.copy(), step.federation.clients
+        before = initial_models_of(models.server_state)
+        is_in = step.present & shares_cluster(step.federation.clusters)
+        for label in set(step.groups.tolist()):
+            places = np.flatnonzero((step.groups == label) & is_in)
+            _, first, cluster = np.unique(step.federation.clusters[places], return_index=True, return_inverse=True)
+            if len(first) < 2:
+                continue
+            after = {names[k]: models.after[names[k]] for k in places}
+            averages = matrix[np.ix_(places[first], places)]
+            measured = measure_clusters(self._gram(after, before, step.federation, step.parameters), averages)
+            if measured is not None:
+                sizes = np.bincount(cluster, weights=step.federation.weights[places])
+                result[np.ix_(places, places)] = (self._bounded_rows(*measured, sizes) @ averages)[cluster]
+        return result
+
+    def _bounded_rows(
+        self, covariance: Float64[np.ndarray, "n n"], noise: Float64[np.ndarray, " n"], examples: np.ndarray
+    ) -> Float64[np.ndarray, "n n"]:
+        """The predictions by numbers of examples, with no other's share above `--max-share`."""
+        weights = np.asarray(examples, np.float64)
+        return bound_others(prediction_rows(covariance, noise, weights / weights.sum()), self.options.max_share)
+
+    def _half_gram(
+        self, state: ServerState, names: Sequence[str], federation: Federation, group: ParameterGroup
+    ) -> Float64[np.ndarray, "n2 n2"]:
+        """The inner products of the changes in both halves of these clients, over the shared parameters of a group."""
+        initial, reports = initial_models_of(state), subtree(state, HALVES)
+        places = [(half, name) for half in ("first", "second") for name in names]
+        after = {f"{half}/{name}": tensors(subtree(subtree(reports, name), half)) for half, name in places}
+        before = {f"{half}/{name}": initial[name] for half, name in places}
+        return self._gram(after, before, federation, group)
+
+    def _gram(
+        self, after: ByClient, before: ByClient, federation: Federation, group: ParameterGroup
+    ) -> Float64[np.ndarray, "n n"]:
+        """The inner products of the changes of these models with each other, over the shared parameters of a group."""
+        as_products, share = self.options.space == "product", self.options.share
+        total, each = np.zeros((len(after),) * 2), list(after)
+        keys = {key for params in after.values() for key in shared_params(params, share) if params[key].numel()}
+        for key in sorted(keys):  # sums follow the order
+            if self.group_of(key, federation) == group and not (as_products and key.endswith(LORA_B)):
+                places = [index for index, one in enumerate(each) if key in after[one]]
+                members = [each[index] for index in places]
+                total[np.ix_(places, places)] += change_gram(
+                    after, before, members, key, as_products=as_products, scale=self.options.scale
+                )
+        return total
+
+    def _is_alike(self, gram: Float64[np.ndarray, "n2 n2"], group: ParameterGroup) -> bool:
+        """Return whether clients with these halves get one average: adapters that differ by less than their noise."""
+        ratio = variance_over_noise(gram)
+        return self.clustered and not group.is_head and ratio is not None and ratio < 1
+
     def measured(
         self, before: ServerState, after: ServerState, federation: Federation, matrices: Matrices
     ) -> tuple[MeasuredSharing, ...]:
-        """Share of its own that each client keeps; empty in a round that measured nobody."""
-        if len(subtree(after, HALVES)) == len(subtree(before, HALVES)):
+        """A row for each measured client and group of parameters; empty in a round that measured nobody.
+
+        tau^2 = mean_k K_kk - mean_{k != l} K_kl is the variance between clients without bias; heads are compared inside
+        their task. It is of all of a group together, not of a single value.
+        """
+        reports = subtree(after, HALVES)
+        if len(reports) == len(subtree(before, HALVES)):
             return ()
-        return measured_sharing(after, federation, matrices, self.options)
+        positions = {name: k for k, name in enumerate(federation.clients)}
+        groups: dict[tuple[ParameterGroup, str], tuple[str, list[str]]] = {}
+        for name in reports:
+            model = tensors(subtree(subtree(reports, name), "first"))
+            for key in sorted(shared_params(model, self.options.share)):
+                group = self.group_of(key, federation)
+                task = federation.head_groups[positions[name]] if group.is_head else ""
+                _, members = groups.setdefault((group, task), (key, []))
+                if name not in members:
+                    members.append(name)
+        return tuple(
+            row
+            for (group, _), (key, members) in groups.items()
+            for row in self._sharing(after, federation, group, np.asarray(matrices(key)), members)
+        )
+
+    def _sharing(
+        self, state: ServerState, federation: Federation, group: ParameterGroup, matrix: np.ndarray, names: list[str]
+    ) -> Iterator[MeasuredSharing]:
+        """A row for each of these clients, from the matrix of the round that measured them."""
+        gram = self._half_gram(state, names, federation, group)
+        places = [federation.clients.index(name) for name in names]
+        ratios: Sequence[float | None] = [None] * len(names)
+        if self.clustered and not self._is_alike(gram, group):
+            ratios = _ratios_in_clusters(gram, federation.clusters[places])
+        for name, place, ratio in zip(names, places, ratios, strict=True):
+            weights = matrix[place][matrix[place] > 0]
+            yield MeasuredSharing(
+                client=name,
+                parameters=group.words,
+                own_share=float(matrix[place, place]),
+                effective_clients=float(np.exp(-(weights * np.log(weights)).sum())),
+                variance_over_noise=variance_over_noise(gram) if ratio is None else ratio,
+            )
 
 
 class Atlas(Kriging):
@@ -398,61 +433,13 @@ class Atlas(Kriging):
 
     name = "atlas"
     matrix = "averages that fit, others by covariances of split halves"
-
-    def __init__(self, options: StrategyOptions | None = None) -> None:
-        super().__init__(replace(options or StrategyOptions(), within=CLUSTERS))
-
-
-def first_measured_round(options: StrategyOptions) -> int:
-    """The round in which halves are first measured: `--measure-round`, or after a third of a run that is shorter."""
-    last = max(1, options.last_aggregation)
-    return options.measure_round if options.measure_round <= last else math.ceil(last / 3)
+    fixed: ClassVar = {"within": CLUSTERS}
 
 
 def join_halves(first: Params, second: Params) -> Params:
     """Report of two trained halves, each tensor under the name of its half."""
     named = (("first/", first), ("second/", second))
     return {f"{half}{key}": tensor for half, params in named for key, tensor in params.items()}
-
-
-def measured_sharing(
-    state: ServerState, federation: Federation, matrices: Matrices, options: StrategyOptions
-) -> tuple[MeasuredSharing, ...]:
-    """A row for each measured client and group of parameters, from the matrices of the round that measured them.
-
-    tau^2 = mean_k K_kk - mean_{k != l} K_kl is the variance between clients without bias; heads are compared inside
-    their task. It is of all of a group together, not of a single value.
-    """
-    reports = subtree(state, HALVES)
-    rows = []
-    positions = {name: k for k, name in enumerate(federation.clients)}
-    models = {name: tensors(subtree(subtree(reports, name), "first")) for name in reports}
-    groups: dict[tuple[ParameterGroup, str], tuple[str, list[str]]] = {}
-    for name, model in models.items():
-        for key in sorted(shared_params(model, options.share)):
-            group = parameter_group(key, federation, granularity=options.gram_by, space=options.space)
-            task = federation.head_groups[positions[name]] if group.is_head else ""
-            _, members = groups.setdefault((group, task), (key, []))
-            if name not in members:
-                members.append(name)
-    for (group, _), (key, members) in groups.items():
-        gram = half_gram(state, members, federation, group, options)
-        ratios: Sequence[float | None] = [None] * len(members)
-        if options.within == CLUSTERS and not alike_over_all(gram, group, options):
-            ratios = _ratios_in_clusters(gram, federation.clusters[[positions[name] for name in members]])
-        for name, ratio in zip(members, ratios, strict=True):
-            row = matrices(key)[positions[name]]
-            weights = row[row > 0]
-            rows.append(
-                MeasuredSharing(
-                    client=name,
-                    parameters=group.words,
-                    own_share=float(row[positions[name]]),
-                    effective_clients=float(np.exp(-(weights * np.log(weights)).sum())),
-                    variance_over_noise=variance_over_noise(gram) if ratio is None else ratio,
-                )
-            )
-    return tuple(rows)
 
 
 def sharing_words(rows: Sequence[MeasuredSharing]) -> list[str]:

@@ -10,7 +10,7 @@ import numpy as np
 from atlas_fl.aggregation.matrices import drop_edges, laplacian_step
 from atlas_fl.aggregation.rules import MixingContext
 from atlas_fl.methods.averages import FedAvgCluster
-from atlas_fl.methods.method import Method, PublishedMethod
+from atlas_fl.methods.method import Method
 
 
 class AtlasLaplacian(Method):
@@ -25,6 +25,10 @@ class AtlasLaplacian(Method):
     needs = "validation data with --graph adaptive"
     clustered = True
     has_eta = True
+    uses = (
+        *("eta", "eta_decay", "laplacian", "layer_weighting"),
+        *("alpha", "graph", "symmetrize", "neighbours", "singleton_neighbours", "graph_ema", "block_diagonal"),
+    )
 
     def rule(self, step: MixingContext) -> np.ndarray:
         """I - eta L."""
@@ -48,15 +52,3 @@ class AtlasNoLaplacian(FedAvgCluster):
     """
 
     name = "atlas_no_laplacian"
-
-
-ATLAS_PAD = PublishedMethod(
-    summary="ATLAS as first described: the Laplacian on A and B apart, ranks padded with zeros.",
-    rule="atlas_laplacian",
-    settings={"space": "factors", "align": "pad"},
-)
-ATLAS_TRUNCATE = PublishedMethod(
-    summary="ATLAS as first described: the Laplacian on A and B apart, only the ranks that all have.",
-    rule="atlas_laplacian",
-    settings={"space": "factors", "align": "truncate"},
-)

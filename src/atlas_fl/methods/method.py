@@ -26,20 +26,32 @@ from torch import Tensor
 from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.aggregation.mixing import Reduce, sync_shared
 from atlas_fl.aggregation.rules import (
+    CLUSTERS,
     Answers,
     Matrices,
     MixingContext,
     RoundModels,
     Rule,
     StrategyOptions,
-    check_options,
     for_newcomers,
     mix_by_space,
     mixing_matrices,
     with_updates,
 )
 from atlas_fl.errors import ConfigError
-from atlas_fl.params import HEAD, PRIVATE, ByClient, Params, ServerState, TreesByClient, head_keys, select
+from atlas_fl.params import (
+    HEAD,
+    LORA_A,
+    LORA_B,
+    PRIVATE,
+    ByClient,
+    Params,
+    ServerState,
+    TreesByClient,
+    head_keys,
+    select,
+    shared_params,
+)
 from atlas_fl.storage.tensors import encoded_size
 
 Losses: TypeAlias = Callable[[Mapping[int, ByClient]], Mapping[str, Mapping[int, float]]]
@@ -142,6 +154,11 @@ class Part:
     """Tensors that travel and stay beside the models of a run; none by default."""
 
     options: StrategyOptions = field(default_factory=StrategyOptions)
+    fixed: ClassVar[Mapping[str, Any]] = {}
+    """Options that it does not leave to the settings."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "options", replace(self.options, **self.fixed))
 
     @property
     def changes_prediction(self) -> bool:
@@ -225,6 +242,10 @@ class Method(Part):
     """It reads features by class: tasks are classifications of texts."""
     head_is_last_layer: ClassVar[bool] = False
     """The last layer of the head alone trains first under `--trained-parts head_then_rest`."""
+    reads_within: ClassVar[bool] = False
+    """It acts inside clusters with `--within clusters`."""
+    uses: ClassVar[tuple[str, ...]] = ()
+    """Settings, beside its fields, that only it has a use for."""
     report: ClassVar[str] = "none"
     """The kind of what it asks clients for beside their updates."""
     asks_once: ClassVar[bool] = False
@@ -234,22 +255,14 @@ class Method(Part):
     models_in_report: ClassVar[int] = 0
     """Number of models that a report is as large as."""
 
-    def __post_init__(self) -> None:
-        check_options(self.options)
-
     @property
     def clustered(self) -> bool:
-        """It needs clusters or a graph."""
-        return False
-
-    @property
-    def state_by_cluster(self) -> bool:
-        """Its server state is of clusters, which then have to stay what they are."""
-        return False
+        """It needs clusters or a graph; of some methods only with `--within clusters`."""
+        return self.reads_within and self.options.within == CLUSTERS
 
     @property
     def granularity(self) -> str:
-        """Which parameters have a matrix of their own (`aggregation.rules.GRANULARITIES`)."""
+        """Which parameters have a matrix of their own (`all`, `layer`, `kind`, `layer_and_kind`, `last layer`)."""
         return "all"
 
     @property
@@ -271,10 +284,26 @@ class Method(Part):
 
     def check(self, models: ByClient, federation: Federation) -> None:
         """Raise ConfigError where it cannot aggregate models of these ranks and layers."""
-        first, *others = federation.clients if self.equal_ranks else ("",)
+        if self.equal_ranks:
+            self._check_one_shape(models, federation.clients)
+        for key in {key for params in models.values() for key in shared_params(params, self.options.share)}:
+            module = key.removesuffix(LORA_A).removesuffix(LORA_B)
+            if (
+                self.granularity in ("layer", "layer_and_kind")
+                and not key.startswith(HEAD)
+                and module not in federation.layer_of
+            ):
+                raise ConfigError(
+                    f"--strategy {self.name} mixes by layer, and {key} is in none; take another strategy, --gram-by all"
+                    " or kind, or --trainable lora"
+                )
+
+    def _check_one_shape(self, models: ByClient, clients: Sequence[str]) -> None:
+        """Raise ConfigError unless a tensor that these clients share has one shape, but for heads."""
+        first, *others = clients
         for other in others:
-            for key in sorted(models[first].keys() & models[other].keys()):
-                if not key.startswith(HEAD) and models[other][key].shape != models[first][key].shape:
+            for key, tensor in shared_params(models[first], self.options.share).items():
+                if not key.startswith(HEAD) and models[other].get(key, tensor).shape != tensor.shape:
                     raise ConfigError(
                         f"--strategy {self.name} needs one rank, and {key} of {first} and {other} differ; take one rank"
                         " for all, such as --ranks 8"
@@ -432,15 +461,14 @@ class Method(Part):
 
     def report_bytes(self, model: Params, *, classes: int) -> int:
         """Bytes of one report of a client with this model; 0 where it asks for none."""
-        if self.report == "none":
-            return 0
-        schemas = self.report_tensors(model, classes=classes)
-        return encoded_size({name: torch.zeros(one.shape, dtype=one.dtype) for name, one in schemas.items()})
+        return 0 if self.report == "none" else _encoded_size(self.report_tensors(model, classes=classes))
 
     def extra_bytes(self, shared: Params, *, participants: int, classes: int) -> tuple[int, int]:
-        """The report, where it is asked for in every round."""
+        """What is reported, and what is sent, in a round in which both are."""
         del participants
-        return 0 if self.asks_once else self.report_bytes(shared, classes=classes), 0
+        up = 0 if self.asks_once else self.report_bytes(shared, classes=classes)
+        sent = self.sent_tensors(shared, classes=classes, round=min(2, self.options.last_aggregation))
+        return up, sum(map(_encoded_size, sent.values()))
 
     def record_reports(self, server_state: ServerState, reports: ByClient) -> ServerState:
         """The server state with what these clients have reported."""
@@ -484,6 +512,11 @@ class PublishedMethod:
     equal_ranks: bool = False
     """Every client must have the same rank in every layer."""
 
+    def __post_init__(self) -> None:
+        for name in ("settings", "suggested"):
+            values = {key: tuple(one) if isinstance(one, list) else one for key, one in getattr(self, name).items()}
+            object.__setattr__(self, name, values)
+
     @property
     def relative_bytes(self) -> float:
         """Bytes of a round relative to FedAvg of the same adapters: half for each factor; corrections are as large.
@@ -503,6 +536,10 @@ class PublishedMethod:
     def trains_twice(self) -> bool:
         """A client trains a model of its own beside the shared one."""
         return "second_model" in self.settings and not self.settings.get("personal_models")
+
+
+def _encoded_size(tensors: Mapping[str, ReportTensor]) -> int:
+    return encoded_size({name: torch.zeros(one.shape, dtype=one.dtype) for name, one in tensors.items()})
 
 
 SECOND_TENSORS = "has a second set of tensors beside the model, which no message across machines holds yet"

@@ -8,12 +8,12 @@ in cross-silo federated learning", arXiv:2206.07902; Evgeniou and Pontil 2004.
 """
 
 from atlas_fl.methods.feddpa import FedDpa
-from atlas_fl.methods.method import FACTORS, Part, PublishedMethod, RoundStart
+from atlas_fl.methods.method import FACTORS, PublishedMethod, RoundStart
 from atlas_fl.methods.second_model import gates
 from atlas_fl.params import ByClient, TreesByClient
 
 
-class PersonalModels(Part):
+class PersonalModels(FedDpa):
     """`--personal-models`: the server's mixture goes beside a client's own model."""
 
     @property
@@ -25,6 +25,10 @@ class PersonalModels(Part):
     def _is_stacked(self) -> bool:
         return self.options.second_model == "stacked"
 
+    def own_training(self, round: RoundStart) -> None:
+        """None: the model of its own is the one that trains."""
+        del round
+
     def send(self, round: RoundStart) -> TreesByClient:
         """The mixture of the last aggregation, as anchor or as companion."""
         return {"companion" if self._is_stacked else "anchor": round.server_models}
@@ -32,25 +36,18 @@ class PersonalModels(Part):
     def keep(self, round: RoundStart) -> TreesByClient:
         """The gates."""
         models = {name: round.client_models[name] for name in round.clients}
-        return {"gate": gates(round, models, self.options.second_gate)}
+        return {"gate": gates(round, models, self.second_gate)}
 
     def predict(self, round: RoundStart) -> ByClient:
         """A client's own model, stacked on the mixture where it is its companion."""
         if not self._is_stacked:
             return {}
-        return FedDpa(self.options).together(round, own=round.client_models, shared=round.server_models)
+        return self.together(round, own=round.client_models, shared=round.server_models)
 
 
 MR_MTL = PublishedMethod(
     summary="MR-MTL: own models, pulled to their mean (Liu et al. 2022, arXiv:2206.07902; Evgeniou & Pontil 2004).",
     rule="fedavg",
-    settings={"personal_models": True, **FACTORS},
-    suggested={"proximal_mu": 0.1},
-    equal_ranks=True,
-)
-MR_MTL_CLUSTER = PublishedMethod(
-    summary="MR-MTL inside clusters: own models, pulled to the mean of their cluster.",
-    rule="fedavg_cluster",
     settings={"personal_models": True, **FACTORS},
     suggested={"proximal_mu": 0.1},
     equal_ranks=True,

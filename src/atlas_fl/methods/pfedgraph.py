@@ -12,16 +12,25 @@ layer, kind of parameter or both a matrix of its own (`--gram-by`). Heads of dif
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import numpy as np
 from jaxtyping import Float64
 
 from atlas_fl.aggregation.change_similarity import cosines, gram_of_changes
 from atlas_fl.aggregation.matrices import Federation, average
-from atlas_fl.aggregation.rules import CLUSTERS, MixingContext, StrategyOptions, groups_within, parameter_group
-from atlas_fl.errors import ConfigError
+from atlas_fl.aggregation.rules import (
+    MixingContext,
+    ParameterGroup,
+    RoundModels,
+    groups_within,
+    parameter_group,
+    present_by_group,
+)
+from atlas_fl.methods.knobs import KNOB, Range, Tried
 from atlas_fl.methods.method import Method
-from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, ServerState, params_by_client, shared_params
+from atlas_fl.params import ByClient, ServerState, params_by_client, shared_params
 
 INITIAL = "initial"
 """The entry of the server state: the models that the clients began with, as far as they are shared."""
@@ -40,31 +49,24 @@ def initial_models_of(state: ServerState) -> ByClient:
     return params_by_client(state, INITIAL)
 
 
-def _similarities(step: MixingContext, clients: Sequence[int], options: StrategyOptions) -> Float64[np.ndarray, "n n"]:
-    """The cosines between the changes of these clients, by index."""
-    assert step.models is not None, "changes are of models"
-    initial, after = initial_models_of(step.models.server_state), step.models.after
-    federation, granularity = step.federation, options.gram_by
-
-    def is_in_group(key: str) -> bool:
-        return parameter_group(key, federation, granularity=granularity, space=options.space) == step.parameters
-
-    selects = None if granularity == "all" else is_in_group  # else heads and the rest are compared apart
-    return cosines(gram_of_changes(initial, after, clients, federation, options, selects=selects))
-
-
+@dataclass(frozen=True, kw_only=True)
 class FromStart(Method):
     """A method that compares clients by what has changed in their models since the run began."""
 
-    @property
-    def clustered(self) -> bool:
-        """With `--within clusters`."""
-        return self.options.within == CLUSTERS
+    gram_by: Annotated[Literal["all", "layer", "kind", "layer_and_kind"], KNOB] = "all"
+    """Parameters of `pfedgraph` and `kriging` with a mixing matrix of their own, by the Gram matrix of their own
+    changes: none (under `kriging` heads have one), each layer, each kind (A, B or their product, head), or both."""
+
+    reads_within = True
 
     @property
     def granularity(self) -> str:
         """`--gram-by`."""
-        return self.options.gram_by
+        return self.gram_by
+
+    def group_of(self, key: str, federation: Federation) -> ParameterGroup:
+        """The parameters that this one shares a matrix with."""
+        return parameter_group(key, federation, granularity=self.gram_by, space=self.options.space)
 
     def init(self, client_models: ByClient) -> ServerState:
         """The shared part of the models that the clients begin with."""
@@ -76,21 +78,13 @@ class FromStart(Method):
         models = {client: shared_params(params, self.options.share) for client, params in newcomers.items()}
         return {**server_state, INITIAL: {**initial_models_of(server_state), **models}}
 
-    def check(self, models: ByClient, federation: Federation) -> None:
-        """Raise ConfigError where matrices are by layer and a parameter is in none."""
-        options = self.options
-        if options.gram_by not in ("layer", "layer_and_kind"):
-            return
-        for key in (key for params in models.values() for key in shared_params(params, options.share)):
-            if not key.startswith(HEAD) and key.removesuffix(LORA_A).removesuffix(LORA_B) not in federation.layer_of:
-                raise ConfigError(
-                    f"--gram-by {options.gram_by} needs a layer of every parameter, and {key} is in none; take"
-                    " --gram-by all or kind"
-                )
 
-
+@dataclass(frozen=True, kw_only=True)
 class PFedGraph(FromStart):
     """Everyone gets more of those whose changes point into its own direction (`--gram-by`, `--gram-alpha`)."""
+
+    gram_alpha: Annotated[float, Range(above=0), Tried("pfedgraph", values=(0.8, 0.4, 1.6, 0.2))] = 0.8
+    """Weight of the shares of the examples in the rows of `pfedgraph`; if small, similarity counts more."""
 
     name = "pfedgraph"
     matrix = "by cosines of the changes"
@@ -101,13 +95,25 @@ class PFedGraph(FromStart):
         groups = groups_within(step, self.options.within)
         if step.models is None:
             return matrix
-        for label in set(groups.tolist()):
-            inside = np.flatnonzero((groups == label) & step.present).tolist()
+        for inside in present_by_group(groups, step.present):
             if len(inside) > 1:
-                similarities = _similarities(step, inside, self.options)
-                pull = matrix[inside[0], inside] + similarities / (2 * self.options.gram_alpha)
+                similarities = self._similarities(step, step.models, inside)
+                pull = matrix[inside[0], inside] + similarities / (2 * self.gram_alpha)
                 matrix[np.ix_(inside, inside)] = [project_onto_simplex(row) for row in pull]
         return np.asarray(np.where(step.present[:, None], matrix, np.eye(len(matrix))))
+
+    def _similarities(
+        self, step: MixingContext, models: RoundModels, clients: Sequence[int]
+    ) -> Float64[np.ndarray, "n n"]:
+        """The cosines between the changes of these clients, by index."""
+
+        def is_in_group(key: str) -> bool:
+            return self.group_of(key, step.federation) == step.parameters
+
+        initial = initial_models_of(models.server_state)
+        selects = None if self.gram_by == "all" else is_in_group  # else heads and the rest are compared apart
+        gram = gram_of_changes(initial, models.after, clients, step.federation, self.options, selects=selects)
+        return cosines(gram)
 
     def arrival(self, step: MixingContext) -> np.ndarray:
         """The shares of the examples."""

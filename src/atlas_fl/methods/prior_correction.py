@@ -12,7 +12,6 @@ An exported model has log pi_k in the bias of its head, where the head has one (
 import torch
 from torch import Tensor
 
-from atlas_fl.methods.method import PublishedMethod
 from atlas_fl.models.registry import Family
 from atlas_fl.params import Params
 
@@ -34,20 +33,3 @@ def fold_prior(params: Params, prior: Tensor, *, family: Family) -> Params | Non
     if bias not in params:
         return None
     return {**params, bias: params[bias] + prior.to(params[bias].device)}
-
-
-LOCAL_PRIOR = PublishedMethod(
-    summary="Local training with each client's own class frequencies in its logits, and nothing sent: a reference.",
-    rule="local",
-    settings={"prior_correction": True},
-)
-FEDAVG_PRIOR = PublishedMethod(
-    summary="FedAvg with each client's own class frequencies in its logits (Menon et al. 2021, arXiv:2007.07314).",
-    rule="fedavg",
-    settings={"prior_correction": True},
-)
-FEDAVG_CLUSTER_PRIOR = PublishedMethod(
-    summary="Clustered FedAvg with each client's own class frequencies in its logits.",
-    rule="fedavg_cluster",
-    settings={"prior_correction": True},
-)

@@ -1,117 +1,59 @@
-"""RULES and METHODS: every method by name, those that aggregate and the published ones that are settings of these."""
+"""RULES and METHODS: every method by name, those that aggregate and the published ones that are settings of these.
 
+A module of this package that defines a `Method` with a name, or a `PublishedMethod`, is listed by that; rows that are
+nothing but settings stand in `published.toml`.
+"""
+
+import tomllib
 from collections.abc import Mapping
+from dataclasses import fields
+from importlib import import_module, resources
+from pkgutil import iter_modules
+from typing import Any, TypeVar
 
+from atlas_fl import methods
 from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.errors import unknown_name
-from atlas_fl.methods import (
-    averages,
-    ditto,
-    fedalt,
-    fedamp,
-    feddpa,
-    feddyn,
-    fedex,
-    fedpac,
-    flora,
-    hetlora,
-    kriging,
-    laplacian,
-    mr_mtl,
-    prior_correction,
-    robust,
-    scaffold,
-    server_optimizers,
-)
-from atlas_fl.methods.apfl import APFL, Apfl
-from atlas_fl.methods.cfl import Cfl
-from atlas_fl.methods.fedtreelora import FedTreeLora
-from atlas_fl.methods.frozen_part import FrozenCompanion
-from atlas_fl.methods.ifca import Ifca
 from atlas_fl.methods.method import Method, Part, PublishedMethod
-from atlas_fl.methods.pfedgraph import PFedGraph
+from atlas_fl.methods.mr_mtl import PersonalModels
+from atlas_fl.methods.scaffold import ControlVariates
 from atlas_fl.methods.second_model import SecondModel
 
-RULES: dict[str, type[Method]] = {
-    method.name: method
-    for method in (
-        averages.Local,
-        averages.FedAvg,
-        hetlora.FedAvgByNorm,
-        averages.FedAvgCluster,
-        kriging.Atlas,
-        laplacian.AtlasLaplacian,
-        laplacian.AtlasNoLaplacian,
-        robust.Median,
-        robust.TrimmedMean,
-        robust.Krum,
-        robust.MultiKrum,
-        robust.GeometricMedian,
-        server_optimizers.FedAvgM,
-        server_optimizers.FedAdagrad,
-        server_optimizers.FedYogi,
-        server_optimizers.FedAdam,
-        PFedGraph,
-        fedamp.FedAvgByDistance,
-        fedalt.FedAvgOfOthers,
-        feddyn.FedAvgDynamic,
-        flora.FedAvgStacked,
-        fedex.FedAvgWithResidual,
-        Cfl,
-        Ifca,
-        FedTreeLora,
-        fedpac.ClassifierCollaboration,
-        kriging.Kriging,
-    )
-}
+PartT = TypeVar("PartT", bound=Part)
+
+MODULES = [
+    import_module(f"{methods.__name__}.{one.name}") for one in iter_modules(methods.__path__) if one.name != "registry"
+]
+"""All modules of this package but this one."""
+
+
+def _classes(base: type[PartT], named_by: str) -> dict[str, type[PartT]]:
+    """The classes of the modules that have a name of their own, by it."""
+    values = [value for module in MODULES for value in vars(module).values()]
+    found = [one for one in values if isinstance(one, type) and issubclass(one, base)]
+    return {vars(one)[named_by]: one for one in found if vars(one).get(named_by)}
+
+
+RULES: dict[str, type[Method]] = _classes(Method, "name")
 """The methods that aggregate, by name: what `--strategy` takes, and what a published method is made of."""
 
 METHODS: dict[str, PublishedMethod] = {
-    "fedit": averages.FEDIT,
-    "flexlora": averages.FLEXLORA,
-    "hetlora": hetlora.HETLORA,
-    "fedpac": fedpac.FEDPAC,
-    "ffa": averages.FFA,
-    "rolora": averages.ROLORA,
-    "flora": flora.FLORA,
-    "fedex": fedex.FEDEX,
-    "fedsa": averages.FEDSA,
-    "fedper": averages.FEDPER,
-    "fedrep": averages.FEDREP,
-    "fedbabu": averages.FEDBABU,
-    "fedavg_ft": averages.FEDAVG_FT,
-    "fedavg_cluster_ft": averages.FEDAVG_CLUSTER_FT,
-    "fedlease": averages.FEDLEASE,
-    "fedavg_oracle": averages.FEDAVG_ORACLE,
-    "centralized": averages.CENTRALIZED,
-    "multitask": averages.MULTITASK,
-    "linear_probe": averages.LINEAR_PROBE,
-    "hsplitlora": averages.HSPLITLORA,
-    "ditto": ditto.DITTO,
-    "apfl": APFL,
-    "feddpa": feddpa.FEDDPA,
-    "fedalt": fedalt.FEDALT,
-    "fedalt_fixed": fedalt.FEDALT_FIXED,
-    "mr_mtl": mr_mtl.MR_MTL,
-    "mr_mtl_cluster": mr_mtl.MR_MTL_CLUSTER,
-    "fedamp": fedamp.FEDAMP,
-    "local_prior": prior_correction.LOCAL_PRIOR,
-    "fedavg_prior": prior_correction.FEDAVG_PRIOR,
-    "fedavg_cluster_prior": prior_correction.FEDAVG_CLUSTER_PRIOR,
-    "scaffold": scaffold.SCAFFOLD,
-    "feddyn": feddyn.FEDDYN,
-    "fedprox": averages.FEDPROX,
-    "atlas_pad": laplacian.ATLAS_PAD,
-    "atlas_truncate": laplacian.ATLAS_TRUNCATE,
+    name: PublishedMethod(**row)
+    for name, row in tomllib.loads(
+        resources.files(methods).joinpath("published.toml").read_text(encoding="utf-8")
+    ).items()
+} | {
+    name.lower(): value
+    for module in MODULES
+    for name, value in vars(module).items()
+    if isinstance(value, PublishedMethod)
 }
 """Every published method that is a rule with settings, by the name that `--strategy` takes."""
 
 ALIASES: dict[str, str] = {"local_only": "local", "standard_fl": "fedavg"}
 """Names that earlier descriptions of these rules used."""
 
-SECOND_MODELS: Mapping[str, type[SecondModel]] = {
-    model.kind: model for model in (SecondModel, ditto.Ditto, Apfl, feddpa.FedDpa, FrozenCompanion)
-}
+SECOND_MODELS: Mapping[str, type[SecondModel]] = _classes(SecondModel, "kind")
 """Second models by kind, as `--second-model` says; `none` is a client's only one."""
 
 
@@ -123,20 +65,29 @@ def rule_class(name: str) -> type[Method]:
     return RULES[canonical]
 
 
-def find_method(name: str, options: StrategyOptions) -> Method:
-    """The method with these options; raises ConfigError for an unknown name or options that contradict each other."""
-    return rule_class(name)(options)
+def make(part: type[PartT], values: Mapping[str, Any]) -> PartT:
+    """A part with these values of settings, of which it takes those that it has an effect of."""
+    own = {one.name for one in fields(part)}
+    common = {one.name for one in fields(StrategyOptions)}
+    options = StrategyOptions(**{name: value for name, value in values.items() if name in common})
+    return part(options, **{name: value for name, value in values.items() if name in own})
 
 
-def parts_of(method: Method, options: StrategyOptions) -> tuple[Part, ...]:
+def find_method(name: str, **values: Any) -> Method:
+    """The method with these values of settings; raises ConfigError for an unknown name."""
+    return make(rule_class(name), values)
+
+
+def parts_of(method: Method, values: Mapping[str, Any]) -> tuple[Part, ...]:
     """All that acts in a run: the method, and the parts that its settings switch on."""
+    options = method.options
     parts: list[Part] = [method]
     if options.personal_models:
-        parts.append(mr_mtl.PersonalModels(options))
+        parts.append(make(PersonalModels, values))
     elif options.second_model != "none":
-        parts.append(SECOND_MODELS[options.second_model](options))
+        parts.append(make(SECOND_MODELS[options.second_model], values))
     if options.control_variates:
-        parts.append(scaffold.ControlVariates(options))
+        parts.append(make(ControlVariates, values))
     return tuple(parts)
 
 

@@ -16,8 +16,10 @@ their task. An update's norm is bounded before any rule (`aggregation.norm_bound
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import ceil
+from typing import Annotated
 
 import numpy as np
 from jaxtyping import Float64
@@ -27,6 +29,7 @@ from atlas_fl.aggregation.distances import squared_distances
 from atlas_fl.aggregation.matrices import Federation, average, cluster_labels
 from atlas_fl.aggregation.mixing import Reduce
 from atlas_fl.aggregation.rules import CLUSTERS, MixingContext, StrategyOptions, groups_within
+from atlas_fl.methods.knobs import Range
 from atlas_fl.methods.method import Method
 
 TIE = 1e-9
@@ -101,16 +104,18 @@ def model_distances(step: MixingContext, clients: Sequence[int], options: Strate
     )
 
 
+@dataclass(frozen=True, kw_only=True)
 class Robust(Method):
     """An aggregate of the present of each group that few hostile clients do not move far.
 
     Its rows are the plain mean of each group, which says who is aggregated with whom.
     """
 
-    @property
-    def clustered(self) -> bool:
-        """With `--within clusters`."""
-        return self.options.within == CLUSTERS
+    byzantine: Annotated[int, Range(least=0)] = 1
+    """Hostile clients that `krum` and `multi_krum` expect among those that are aggregated; other robust rules warn
+    where they withstand fewer."""
+
+    reads_within = True
 
     def withstands(self, n: int) -> int:
         """Number of hostile clients of n that it withstands."""
@@ -135,10 +140,10 @@ class Robust(Method):
         for group in dict.fromkeys([*bodies, *heads]):
             n = bodies.count(group) or heads.count(group)
             withstood = self.withstands(n)
-            if withstood < options.byzantine and n > 1 and not group.endswith("cluster "):
+            if withstood < self.byzantine and n > 1 and not group.endswith("cluster "):
                 lines.append(
                     f"{name}: {group}: {n} clients withstand {withstood} hostile ones, and --byzantine is"
-                    f" {options.byzantine}"
+                    f" {self.byzantine}"
                 )
         return tuple(lines)
 
@@ -155,8 +160,12 @@ class Median(Robust):
         return coordinate_median
 
 
+@dataclass(frozen=True, kw_only=True)
 class TrimmedMean(Robust):
     """The mean of every value without its lowest and highest (`--trim`)."""
+
+    trim: Annotated[float, Range(least=0, below=0.5)] = 0.2
+    """Share of the clients whose values `trimmed_mean` leaves out at each end, rounded up."""
 
     name = "trimmed_mean"
     matrix = "none, the trimmed mean of each value"
@@ -164,11 +173,11 @@ class TrimmedMean(Robust):
     @property
     def reduce(self) -> Reduce:
         """The trimmed mean by value."""
-        return partial(trimmed_average, trim=self.options.trim)
+        return partial(trimmed_average, trim=self.trim)
 
     def withstands(self, n: int) -> int:
         """As many as are left out at each end."""
-        return num_trimmed(n, self.options.trim)
+        return num_trimmed(n, self.trim)
 
 
 class ByDistance(Robust):
@@ -205,7 +214,7 @@ class Krum(ByDistance):
 
     def weigh(self, squares: Float64[np.ndarray, "n n"]) -> Float64[np.ndarray, " n"]:
         """All weight on the model with the least score."""
-        return krum_weights(squares, byzantine=self.options.byzantine, selected=1)
+        return krum_weights(squares, byzantine=self.byzantine, selected=1)
 
 
 class MultiKrum(Krum):
@@ -216,7 +225,7 @@ class MultiKrum(Krum):
 
     def weigh(self, squares: Float64[np.ndarray, "n n"]) -> Float64[np.ndarray, " n"]:
         """Equal weights of the models with the least scores."""
-        f = self.options.byzantine
+        f = self.byzantine
         return krum_weights(squares, byzantine=f, selected=_num_selected(len(squares), f))
 
 

@@ -12,17 +12,32 @@ With a = 1/2 that is the paper's; with a = 1 the gate is closed to w and nothing
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from atlas_fl.methods.knobs import KNOB, Range, Tried
 from atlas_fl.methods.method import OwnTraining, Part, RoundStart
 from atlas_fl.params import HEAD, LORA_A, LORA_B, LORA_GATE, ByClient, Params, lora_modules
 
 
+@dataclass(frozen=True, kw_only=True)
 class SecondModel(Part):
     """A second model of one kind, at the client and in the round."""
+
+    second_weight: Annotated[
+        float,
+        Range(least=0),
+        Tried("ditto", values=(0.5, 0.1, 1.0, 0.03)),
+        Tried("apfl", "feddpa", "fedalt", "fedalt_fixed", values=(0.5, 0.25, 0.75, 0.9)),
+    ] = 0.5
+    """Weight of the pull of a proximal second model; share of the others' own model to begin with, or throughout where
+    it is stacked without a gate."""
+    second_gate: Annotated[Literal["none", "input"], KNOB] = "none"
+    """`input`: in every adapted layer a gate weighs a stacked own adapter against the frozen one token by token. It
+    trains with the own adapter and is never sent (FedALT)."""
 
     kind: ClassVar[str] = "none"
     """The value of `--second-model`."""
@@ -59,17 +74,17 @@ class SecondModel(Part):
         """Options of the second training that differ from the first."""
         return {"proximal_mu": 0.0}
 
-    def own_training(self, round: RoundStart) -> OwnTraining:
+    def own_training(self, round: RoundStart) -> OwnTraining | None:
         """The second training of the clients of the round, beside the shared models as they were sent."""
         shared = {name: round.client_models[name] for name in round.clients}
         models = {name: round.of("second").get(name) or self.initial(params) for name, params in shared.items()}
         return OwnTraining(
             models=models,
             sent=self.beside(shared),
-            kept={"gate": gates(round, shared, self.options.second_gate)},
+            kept={"gate": gates(round, shared, self.second_gate)},
             options={
                 "second_model": self.kind,
-                "second_weight": self.options.second_weight,
+                "second_weight": self.second_weight,
                 "control_variates": False,
                 "update_filter": (),  # it never leaves its client
                 **self.training_options(),
@@ -82,7 +97,7 @@ class SecondModel(Part):
 
     def together(self, round: RoundStart, *, own: ByClient, shared: ByClient) -> ByClient:
         """Models that clients with one of their own predict with, with the newest gate."""
-        gate = gates(round, own, self.options.second_gate)
+        gate = gates(round, own, self.second_gate)
         return {
             name: self.combine(own[name], shared[name], gate.get(name, {})) if name in own else params
             for name, params in round.client_models.items()

@@ -17,8 +17,8 @@ they are those of A and B, which then need equal ranks.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -35,7 +35,8 @@ from atlas_fl.aggregation.rules import (
     groups_within,
     with_updates,
 )
-from atlas_fl.errors import ConfigError, ProtocolError
+from atlas_fl.errors import ProtocolError
+from atlas_fl.methods.knobs import Range, Tried
 from atlas_fl.methods.method import Aggregated, Method
 from atlas_fl.params import (
     HEAD,
@@ -58,11 +59,11 @@ class ServerOptimizer:
     """Hyper-parameters and second moment of one server optimizer."""
 
     lr: float
-    """eta, where the settings give none."""
     beta1: float
-    """beta_1, where the settings give none."""
     second_moment: SecondMoment | None
     """None of a rule without one, whose momentum is not damped either."""
+    beta2: float = 0.99
+    tau: float = 1e-3
 
 
 def _adagrad(v: Tensor, square: Tensor, _beta2: float) -> Tensor:
@@ -75,14 +76,6 @@ def _yogi(v: Tensor, square: Tensor, beta2: float) -> Tensor:
 
 def _adam(v: Tensor, square: Tensor, beta2: float) -> Tensor:
     return beta2 * v + (1 - beta2) * square
-
-
-@dataclass(frozen=True, kw_only=True)
-class Moments:
-    """m and v of one tensor, float32; v is None where the rule has none."""
-
-    first: Tensor
-    second: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,20 +109,17 @@ def cohorts(federation: Federation, present: Sequence[bool], options: StrategyOp
 
 
 def server_step(
-    current: Tensor, change: Tensor, moments: Moments | None, *, rule: ServerOptimizer, options: StrategyOptions
-) -> tuple[Tensor, Moments]:
-    """(x_{t+1} in float64, m_t and v_t) from x_t and Delta_t of any shape; `moments` are None before the first step."""
-    lr = rule.lr if options.server_lr is None else options.server_lr
-    beta1, tau = rule.beta1 if options.server_beta1 is None else options.server_beta1, options.server_tau
-    first = torch.zeros_like(change) if moments is None else moments.first.to(change)
-    first = beta1 * first + (change if rule.second_moment is None else (1 - beta1) * change)
+    current: Tensor, change: Tensor, moments: Mapping[str, Tensor], *, rule: ServerOptimizer
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """(x_{t+1} in float64, m_t and v_t by name) from x_t and Delta_t; no moments before the first step."""
+    first = rule.beta1 * moments["first"].to(change) if moments else torch.zeros_like(change)
+    first = first + (change if rule.second_moment is None else (1 - rule.beta1) * change)
     if rule.second_moment is None:
-        return current + lr * first, Moments(first=first.float(), second=None)
-    last = None if moments is None else moments.second
-    second = torch.full_like(change, tau**2) if last is None else last.to(change)
-    second = rule.second_moment(second, change.square(), options.server_beta2)
-    step = lr * first / (second.sqrt() + tau)
-    return current + step, Moments(first=first.float(), second=second.float())
+        return current + rule.lr * first, {"first": first.float()}
+    second = moments["second"].to(change) if moments else torch.full_like(change, rule.tau**2)
+    second = rule.second_moment(second, change.square(), rule.beta2)
+    step = rule.lr * first / (second.sqrt() + rule.tau)
+    return current + step, {"first": first.float(), "second": second.float()}
 
 
 class _ServerStep:
@@ -160,12 +150,11 @@ class _ServerStep:
             self._step_module(cohort, module)
 
     def _next(self, cohort: Cohort, name: str, current: Tensor, change: Tensor) -> Tensor:
-        first, second = (self.moments[kind].get(cohort.name, {}) for kind in ("first", "second"))
-        moments = Moments(first=first[name], second=second.get(name)) if name in first else None
-        model, moments = server_step(current, change, moments, rule=self._rule, options=self._options)
-        self.moments["first"].setdefault(cohort.name, {})[name] = moments.first.contiguous().cpu()
-        if moments.second is not None:
-            self.moments["second"].setdefault(cohort.name, {})[name] = moments.second.contiguous().cpu()
+        own = {kind: by_cohort.get(cohort.name, {}) for kind, by_cohort in self.moments.items()}
+        known = {kind: tensors[name] for kind, tensors in own.items() if name in tensors}
+        model, moments = server_step(current, change, known, rule=self._rule)
+        for kind, tensor in moments.items():
+            self.moments[kind].setdefault(cohort.name, {})[name] = tensor.contiguous().cpu()
         return model
 
     def _step_tensor(self, cohort: Cohort, key: str) -> None:
@@ -213,37 +202,35 @@ def _weighted_sum(models: Sequence[Params], key: str, weights: Mapping[int, floa
     return total
 
 
+@dataclass(frozen=True, kw_only=True)
 class ServerStep(Method):
     """The average change of each cohort is the gradient of a step of the server."""
+
+    server_lr: Annotated[
+        float | None,
+        Range(above=0),
+        Tried("fedadam", "fedyogi", "fedadagrad", values=(0.01, 0.003, 0.03, 0.1)),
+        Tried("fedavgm", values=(1.0, 0.5, 0.25, 2.0)),
+    ] = None
+    """Learning rate of the server; by default 1 for `fedavgm` and 0.01 for `fedadagrad`, `fedyogi` and `fedadam`."""
+    server_beta1: Annotated[float | None, Range(least=0, below=1)] = None
+    """Share of the server's first moment that stays, its momentum; by default 0.9, and 0 for `fedadagrad`."""
+    server_beta2: Annotated[float, Range(least=0, below=1)] = 0.99
+    """Share of the server's second moment that stays, for `fedadam` and `fedyogi`."""
+    server_tau: Annotated[float, Range(above=0)] = 1e-3
+    """Constant added to the root of the second moment: the larger, the less adaptive the server's step."""
 
     matrix = "shares of the examples, then a server step"
     needs = "equal ranks with --space factors"
     optimizer: ClassVar[ServerOptimizer]
 
-    @property
-    def clustered(self) -> bool:
-        """With `--within clusters`."""
-        return self.options.within == CLUSTERS
-
-    @property
-    def state_by_cluster(self) -> bool:
-        """Moments are of cohorts."""
-        return self.options.within == CLUSTERS
+    reads_within = True
 
     def check(self, models: ByClient, federation: Federation) -> None:
         """Raise ConfigError where clients of one cohort cannot have one A and B, because their ranks differ."""
         everyone = [True] * len(federation.clients)
         for cohort in cohorts(federation, everyone, self.options) if self.options.space == "factors" else ():
-            first, *others = (federation.clients[k] for k in cohort.members)
-            shared = shared_params(models[first], self.options.share)
-            factors = [key for key in shared if key.endswith((LORA_A, LORA_B))]
-            for key, other in ((key, other) for key in factors for other in others):
-                if key in models[other] and models[other][key].shape != models[first][key].shape:
-                    raise ConfigError(
-                        f"--strategy {self.name} in --space factors has one moment for each value of {key}, and the"
-                        f" ranks of {first} and {other} differ; take --space product, or one rank for all, such as"
-                        " --ranks 8"
-                    )
+            self._check_one_shape(models, [federation.clients[k] for k in cohort.members])
 
     def rule(self, step: MixingContext) -> np.ndarray:
         """The shares of the examples inside each cohort."""
@@ -265,7 +252,15 @@ class ServerStep(Method):
         after = sync_shared(with_updates(client_models, updates), federation, list(updates))
         before = {client: client_models[client] for client in federation.clients}
         after = {client: after[client] for client in federation.clients}
-        step = _ServerStep(self.optimizer, self.options, server_state, before, after)
+        usual = self.optimizer
+        rule = replace(
+            usual,
+            lr=usual.lr if self.server_lr is None else self.server_lr,
+            beta1=usual.beta1 if self.server_beta1 is None else self.server_beta1,
+            beta2=self.server_beta2,
+            tau=self.server_tau,
+        )
+        step = _ServerStep(rule, self.options, server_state, before, after)
         for cohort in cohorts(federation, [client in updates for client in federation.clients], self.options):
             step.run(cohort)
         models = {client: step.models.get(k, after[client]) for k, client in enumerate(after)}

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from atlas_fl.aggregation.graph import effective_neighbours
-from atlas_fl.aggregation.matrices import eta_warnings
 from atlas_fl.aggregation.mixing import average_initial, resize_ranks
 from atlas_fl.config import Config
 from atlas_fl.config.presets import dial_note
@@ -21,7 +20,7 @@ from atlas_fl.data.heterogeneity import heterogeneity_notes
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, Progress, ignore
-from atlas_fl.methods.kriging import first_measured_round
+from atlas_fl.methods.kriging import Kriging
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.lora import expand_rank
 from atlas_fl.params import ByClient, Params, digest
@@ -62,7 +61,7 @@ from atlas_fl.setup.assembly import (
     truncation_notes,
     without_private,
 )
-from atlas_fl.setup.options import cut_of, strategy_of, strategy_options
+from atlas_fl.setup.options import cut_of, strategy_of
 from atlas_fl.sparse.masks import Mask
 from atlas_fl.split.channel import Cut
 
@@ -139,7 +138,7 @@ def _plan_full(assembly: Assembly, engine: Engine, *, on_event: OnEvent) -> Plan
         notes=(*_data_notes(assembly, data), *discovery.notes, *graph.warnings, *full_notes(assembly, mask_plan)),
     )
     return PlanResult(
-        plan=_announce(plan, config, on_event),
+        plan=_announce(plan, on_event),
         initial_models=mask_plan.initial_models,
         sketches=discovery.sketches,
         clustering=discovery.clustering,
@@ -152,12 +151,8 @@ def _graph_entry(adjacency: np.ndarray) -> dict[str, Any]:
     return {"effective_neighbours": effective_neighbours(adjacency).tolist()}
 
 
-def _announce(plan: Plan, config: Config, on_event: OnEvent) -> Plan:
-    """The plan with notes on the step of its rule; all of its notes are told."""
-    eta = strategy_of(config).eta(1)
-    if eta > 0:
-        warnings = eta_warnings(plan.federation(), kind=config.mixing.laplacian, eta=eta)
-        plan = replace(plan, notes=(*plan.notes, *warnings))
+def _announce(plan: Plan, on_event: OnEvent) -> Plan:
+    """The plan, whose notes are told."""
     for note in plan.notes:
         on_event(Note(note))
     return plan
@@ -196,7 +191,7 @@ def _plan_lora(assembly: Assembly, engine: Engine, *, on_event: OnEvent) -> Plan
             *graph.warnings,
         ),
     )
-    plan = _announce(plan, config, on_event)
+    plan = _announce(plan, on_event)
     models = initial_models(assembly, discovery, [client.ranks for client in clients], start=start)
     plan_cuts = cuts_of(assembly, plan)
     return PlanResult(
@@ -219,10 +214,11 @@ def _halves_notes(assembly: Assembly, clients: Sequence[ClientPlan]) -> tuple[st
         report_bytes_once(config, assembly.initial_params(client, tuple(planned.ranks)))
         for client, planned in zip(assembly.clients, clients, strict=True)
     )
-    if not size:
+    method = strategy_of(config)
+    if not size or not isinstance(method, Kriging):
         return ()
     return (
-        f"round {first_measured_round(strategy_options(config))} measures how much each client is to keep of its own:"
+        f"round {method.first_measured_round} measures how much each client is to keep of its own:"
         f" it trains twice more, on either half of its examples, and sends both models, {size / 1e6:.2g} MB in all,"
         " once; the server then knows two models of half the examples each",
     )

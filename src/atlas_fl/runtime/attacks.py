@@ -21,7 +21,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from atlas_fl.aggregation.norm_bound import BODY, HEADS, Space, scaled_change
+from atlas_fl.aggregation.norm_bound import BODY, HEADS, scaled_change
+from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.client.job import Job, Update
 from atlas_fl.data.clients import ClientData
 from atlas_fl.errors import ConfigError
@@ -36,7 +37,7 @@ class AttackContext:
 
     size: float
     """Strength of the attack."""
-    space: Space
+    space: StrategyOptions
     """The space in which the aggregation rule mixes."""
     random: torch.Generator
     """Random stream of this client and round."""
@@ -145,7 +146,7 @@ class HostileEngine:
     attackers: tuple[str, ...]
     size: float | None
     """Strength of the attack; None: the default of its kind."""
-    space: Space
+    space: StrategyOptions
     seed: int
     examples: Mapping[str, int]
     """Training examples of each client."""

@@ -16,7 +16,6 @@ import torch
 from atlas_fl.client.job import ClientTokens, Prompts, Site, Trainable, image_tokens, initial_params
 from atlas_fl.config import Config, DataConfig, parse_arrivals
 from atlas_fl.config.schema import ALL_CLASSES, NONE, cuts_by_name
-from atlas_fl.config.training_checks import no_fp16
 from atlas_fl.config.values import invalid_value
 from atlas_fl.data.clients import BY_CLASSES, MOST_NAMED, ClientData, make_clients
 from atlas_fl.data.heterogeneity import centralize, flip_classes, merge_sources, separate_sources, shift_concepts
@@ -331,7 +330,10 @@ def pick_device(accelerator: str, *, precision: str = "fp32") -> str:
         raise ConfigError("accelerator 'cuda' is not available on this machine; use --accelerator cpu, or auto")
     device = "cuda" if available and accelerator != "cpu" else "cpu"
     if precision == "fp16" and device == "cpu":
-        raise no_fp16()
+        raise ConfigError(
+            "--precision fp16 needs a GPU with CUDA, and this would run on the CPU; take --precision bf16 or fp32, or"
+            " --accelerator cuda where there is one"
+        )
     return device
 
 

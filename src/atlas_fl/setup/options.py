@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from atlas_fl.aggregation.norm_bound import Space
 from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.client.options import FingerprintOptions, TrainedParts, TrainOptions
 from atlas_fl.config import Config
@@ -28,19 +27,18 @@ def settings_for(config: Config, options: type) -> dict[str, Any]:
 
 def strategy_of(config: Config) -> Method:
     """The method that aggregates, with this config's numbers."""
-    return find_method(rule_of(config), strategy_options(config))
+    return find_method(rule_of(config), **method_values(config))
 
 
 def parts_of_config(config: Config) -> tuple[Part, ...]:
     """The method and what else this config switches on beside it (second models, control variates)."""
-    options = strategy_options(config)
-    return parts_of(find_method(rule_of(config), options), options)
+    return parts_of(strategy_of(config), method_values(config))
 
 
-def strategy_options(config: Config) -> StrategyOptions:
-    """The options of this config that methods are made from."""
+def method_values(config: Config) -> dict[str, Any]:
+    """Values of this config's settings that methods are made from, by name."""
     computed = {"scale": scale_of(config), "lr": adapter_learning_rate(config)}
-    return StrategyOptions(**settings_for(config, StrategyOptions) | computed)
+    return {**settings_for(config, StrategyOptions), **vars(config.server), **computed}
 
 
 def predicting_models(
@@ -72,11 +70,6 @@ def predicts_as_sent(config: Config) -> bool:
     return not any(part.changes_prediction for part in parts_of_config(config))
 
 
-def space_of(config: Config) -> Space:
-    """The space that this config's rule mixes in."""
-    return Space(space=config.mixing.space, share=config.mixing.share, scale=scale_of(config))
-
-
 def with_attackers(engine: Engine, config: Config, clients: Sequence[ClientData]) -> Engine:
     """Wrap the engine so that attackers act as this config says; the same engine where there are none."""
     attack = config.attack
@@ -87,7 +80,7 @@ def with_attackers(engine: Engine, config: Config, clients: Sequence[ClientData]
         attack=ATTACKS[attack.attack],
         attackers=configured_attackers(config, [client.name for client in clients]),
         size=attack.attack_scale,
-        space=space_of(config),
+        space=strategy_of(config).options,
         seed=config.run.seed,
         examples={client.name: len(client.train) for client in clients},
     )
@@ -135,7 +128,7 @@ def train_options(config: Config, *, with_images: bool) -> TrainOptions:
         "trained_parts": _trained_parts(config),
         "update_filter": config.training.update_filter if method_class(config).communicates else (),
         "second_model": _second_model(config),
-        "second_weight": config.mixing.second_weight if is_personal else TrainOptions.second_weight,
+        "second_weight": config.server.second_weight if is_personal else TrainOptions.second_weight,
         "hash_loaded": config.run.audit,
         "rate_by_round": with_images and config.trainable(images=True) == "full",
     }
