@@ -36,7 +36,7 @@ OWNERS = {
     "trackio": "report/trackers/trackio.py",
     "yaml": "config/",
     "packaging": "storage/extras.py",
-    "jinja2": "report/html/elements.py",
+    "jinja2": ("report/html/elements.py", "report/results_page.py"),
     "vl_convert": ("report/drawing.py", "report/html/elements.py"),
 }
 """The only place that may import a package."""

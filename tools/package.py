@@ -35,6 +35,7 @@ FIRST = (
     "config/presets.toml",
     "config/conflicts.tsv",
     "report/html/page.html.jinja",
+    "report/results_page.md.jinja",
     "report/html/page.css",
     "report/html/page.js",
     "report/html/live.js",

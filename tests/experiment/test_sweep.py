@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from atlas_fl.cli.sweep import local_runs
 from atlas_fl.config import Config, RunConfig, run_folder, to_toml, with_values
 from atlas_fl.config.presets import find_preset
 from atlas_fl.errors import CheckpointError, ConfigError
@@ -106,15 +105,6 @@ def test_the_grid_has_every_combination_with_seeds_innermost(base: Config) -> No
     ]
     assert points[-1].changes == {"eta": "0.5", "share": "A+B"}
     assert len({run_folder(point.config).path for point in points}) == len(points)
-
-
-def test_a_point_is_compared_with_the_local_runs_of_its_own_settings(base: Config) -> None:
-    points = grid(base, over={"strategy": ("local", "atlas"), "samples": ("8", "12")}, seeds=(1, 2))
-    runs = [(p, Path(f"{p.changes['strategy']}-{p.changes['samples']}-{p.config.run.seed}")) for p in points]
-    own = {size: [Path(f"local-{size}-1"), Path(f"local-{size}-2")] for size in ("8", "12")}
-    expected = {f"strategy={rule} samples={size}": own[size] for rule in ("local", "atlas") for size in own}
-    assert local_runs(runs) == expected
-    assert local_runs(runs[4:]) == {label: [] for label in list(expected)[2:]}
 
 
 def test_a_named_sweep_has_a_name_for_every_run(base: Config) -> None:

@@ -110,17 +110,18 @@ def page_of_results(words: Sequence[str]) -> int:
 
 def _write_statistics(folder: Path, results: "Sequence[FederationResults]") -> None:
     """Write the statistics of every federation in full, one file a format."""
-    from atlas_fl.report.comparison_tables import is_methods_csv, statistics_files
-    from atlas_fl.storage.folder_access import write_atomic
+    from atlas_fl.report.comparison_tables import statistics_files
+    from atlas_fl.storage.folder_access import open_named_file, write_atomic
 
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"--statistics is {folder}, which is no folder; name one, or a new one such as statistics")
     files = statistics_files({one.title: one.comparison for one in results if one.comparison is not None})
-    is_own = (folder / "methods.csv").is_file() and is_methods_csv(folder / "methods.csv")
-    if not is_own and (taken := [name for name in files if (folder / name).exists()]):
-        raise ConfigError(
-            f"--statistics is {folder}, and its {taken[0]} was not written by this command; name a new folder"
-        )
+    written = folder / next(iter(files))
+    if written.is_file():
+        with open_named_file(written, max_bytes=sys.maxsize) as file:
+            is_own = file.read(100).startswith(b"federation,method,")
+    else:
+        is_own = not folder.exists() or (folder.is_dir() and not any((folder / name).exists() for name in files))
+    if not is_own:
+        raise ConfigError(f"--statistics is {folder}, which holds what this command did not write; name a new folder")
     for name, text in files.items():
         write_atomic(folder / name, text.encode())
     show([f"wrote {', '.join(str(folder / name) for name in files)}"])

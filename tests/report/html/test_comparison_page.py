@@ -6,7 +6,7 @@ from statistics import fmean
 import pytest
 
 from atlas_fl.errors import ConfigError
-from atlas_fl.report.finished_runs import read_scores
+from atlas_fl.report.finished_runs import read_finished_run
 from atlas_fl.report.html.comparison_page import comparison_page
 from atlas_fl.report.html.elements import render
 from atlas_fl.report.method_comparison import compare_methods, pareto_front
@@ -29,7 +29,7 @@ def page_of(runs: list[Path], *, control: str | None = None) -> Element:
 def test_means_and_intervals_are_those_of_the_runs(runs: list[Path]) -> None:
     page, by_method = page_of(runs), {}
     for name in ("local", "fedavg", "fedper"):
-        scores = [read_scores(run).scores.values() for run in runs if f"-{name}-" in run.name]
+        scores = [read_finished_run(run).scores.scores.values() for run in runs if f"-{name}-" in run.name]
         by_method[name] = [fmean(values) for values in scores]
     table = {row["method"]: row for row in table_of(page, "Scores")}
     assert set(table) == set(by_method)
@@ -83,20 +83,6 @@ def test_memory_is_drawn_where_methods_differ_in_it(runs: list[Path]) -> None:
     assert rows == {"fedper": 1.5e9, "fedavg": 552.9e6, "local": 552.9e6}
 
 
-def test_a_sweep_is_drawn_with_the_interval_of_every_value(
-    make_federation: Callable[..., None], tmp_path: Path
-) -> None:
-    for mu in (0.01, 0.1, 1.0):
-        make_federation(2, gains={"ditto": mu / 10}, proximal_mu=mu)
-    page = page_of(sorted(path.parent for path in tmp_path.glob("*/summary.json")))
-    rows = chart_of(page, "sweep-0-0")
-    means = {row["method"]: row for row in chart_of(page, "means-0", "means")}
-    assert [row["value"] for row in rows] == [0.01, 0.1, 1.0]
-    for row in rows:
-        drawn = means[f"ditto proximal_mu={row['value']:g}"] if row["value"] != 1.0 else means["ditto proximal_mu=1.0"]
-        assert [row[name] for name in ("mean", "low", "high")] == [drawn[name] for name in ("mean", "low", "high")]
-
-
 def test_a_front_by_hand() -> None:
     costs = {"dear": 9, "cheap": 1, "beaten": 5, "good": 5, "same as good": 5}
     scores = {"dear": 0.9, "cheap": 0.5, "beaten": 0.6, "good": 0.7, "same as good": 0.7}
@@ -128,9 +114,9 @@ def test_only_unfinished_runs_are_refused_in_one_line(runs: list[Path]) -> None:
         comparison_page(runs)
 
 
-def test_seeds_of_one_method_give_a_page_without_comparison(runs: list[Path]) -> None:
+def test_one_method_is_described_and_compared_with_none(runs: list[Path]) -> None:
     page = page_of([run for run in runs if "-local-" in run.name])
-    assert sections_of(page) == ["federation-0", "runs"]
+    assert sections_of(page) == ["federation-0", "costs-0", "runs"]
     assert len(table_of(page, "Runs")) == 3
 
 

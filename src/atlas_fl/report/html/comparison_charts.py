@@ -6,14 +6,12 @@ from typing import Any
 import numpy as np
 
 from atlas_fl.report.comparison_tables import shown
-from atlas_fl.report.federation_results import Sweep
 from atlas_fl.report.html.charts import (
     FAINT,
     INK,
     Spec,
     category,
     chart,
-    colours,
     heat_map,
     quantity,
     row_height,
@@ -27,8 +25,6 @@ from atlas_fl.report.statistics import ROPE
 VERDICTS = ("worse", "equal", "better", "not decided")
 SAME_MEMORY = 1.02
 """Predictions that differ by less differ by the lengths of texts alone, and are no reason for a chart."""
-LOG_SCALE_RATIO = 20
-"""The largest of a setting's values over the least, from which its axis is logarithmic."""
 VERDICT_COLOURS = (colour(1), colour(0), colour(2), FAINT)
 
 
@@ -173,53 +169,6 @@ def client_map(comparison: MethodComparison, place: int) -> Chart:
         ),
         data={"rows": rows},
     )
-
-
-def sweep_charts(comparison: MethodComparison, sweeps: Sequence[Sweep], place: int) -> list[Chart]:
-    """For every setting that was swept, the mean score over its values with a band of 95%, a line a method."""
-    charts = []
-    for number, setting in enumerate(dict.fromkeys(sweep.setting for sweep in sweeps)):
-        rows = [
-            {"value": value, **_mean_row(comparison, label), "method": sweep.method}
-            for sweep in sweeps
-            if sweep.setting == setting
-            for label, value in sweep.values.items()
-        ]
-        charts.append(
-            Chart(
-                name=f"sweep-{place}-{number}",
-                title=f"Mean test score over {setting}",
-                note="band: 95% t interval of the mean over seeds" if len(comparison.seeds) > 1 else "one seed",
-                spec=chart({"data": {"name": "rows"}, "layer": _sweep_layers(rows, setting)}, height=320),
-                data={"rows": rows},
-            )
-        )
-    return charts
-
-
-def _sweep_layers(rows: Sequence[Row], setting: str) -> list[Spec]:
-    x = quantity("value", setting, zero=False)
-    values = [float(row["value"]) for row in rows]
-    least = min((value for value in values if value > 0), default=0.0)
-    if min(values) >= 0 < least and max(values) >= LOG_SCALE_RATIO * least:
-        x["scale"] = _log_scale(values)
-    methods = list(dict.fromkeys(row["method"] for row in rows))
-    colour_of = colours("method", "method", domain=methods, legend={"symbolOpacity": 1})
-    known = tips(
-        *(("method", "method", ""), ("value", setting, ""), ("mean", "mean", ".4f")),
-        *(("low", "95% from", ".4f"), ("high", "to", ".4f")),
-    )
-    title = "mean test score"
-    return [
-        {
-            "mark": {"type": "area", "opacity": 0.18},
-            "encoding": {"x": x, "y": quantity("low", title), "y2": {"field": "high"}, "color": colour_of},
-        },
-        {
-            "mark": {"type": "line", "strokeWidth": 2, "point": {"size": 50}},
-            "encoding": {"x": x, "y": quantity("mean", title), "color": colour_of, "tooltip": known},
-        },
-    ]
 
 
 def _log_scale(values: Sequence[float]) -> Spec:

@@ -29,7 +29,6 @@ from atlas_fl.report.html.comparison_charts import (
     difference_chart,
     memory_front,
     score_chart,
-    sweep_charts,
     traffic_front,
 )
 from atlas_fl.report.html.elements import Block, Chart, Fact, Facts, Folded, Page, Row, Section, Text
@@ -121,8 +120,8 @@ def _federation(result: FederationResults, place: int) -> list[Section]:
         notes.append("No two of its methods, the control among them, have the same seeds: there is nothing to compare.")
         return [Section(name=f"federation-{place}", title=result.title, blocks=[Text(lines=notes)])]
     blocks: list[Block] = [_facts(comparison), *([Text(lines=notes)] if notes else [])]
-    blocks += [score_chart(comparison, place), *sweep_charts(comparison, result.sweeps, place)]
-    *tables, costs_table = method_tables(replace(comparison, rows=_sorted(comparison.rows, by_mean(comparison))))
+    blocks.append(score_chart(comparison, place))
+    *tables, costs_table = method_tables(_sorted(comparison.rows, by_mean(comparison)))
     blocks += [*tables, client_map(comparison, place)]
     sections = [Section(name=f"federation-{place}", title=f"{result.title}: what came out", blocks=blocks)]
     if comparison.pairs:
