@@ -30,7 +30,6 @@ OWNERS = {
     "onnx": "storage/",
     "PIL": "data/",
     "optuna": "experiment/search.py",
-    "sqlalchemy": "experiment/search.py",
     "wandb": "report/trackers/wandb.py",
     "mlflow": "report/trackers/mlflow.py",
     "trackio": "report/trackers/trackio.py",

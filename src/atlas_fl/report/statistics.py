@@ -219,7 +219,7 @@ def sign_flip_p(differences: Float64[np.ndarray, " seeds"], *, rng: np.random.Ge
     """Two-sided p: the share of flips of signs whose mean is as far from 0 as the mean of the differences.
 
     Differences of 0, which do not change with their sign, are left out. Of more than `EXACT_PAIRS` others the flips
-    are random, and p = (1 + number as far) / (1 + flips).
+    are random, and p is twice (1 + number as far at that end) / (1 + flips).
     """
     moved = differences[differences != 0]
     if len(moved) < 2:
