@@ -151,7 +151,7 @@ def test_a_sweep_over_local_steps_scales_the_rounds_and_says_so(
     said = atlas(*words, "--runs-dir", str(tmp_path / "scaled"))
     assert (said.code, said.err) == (0, "")
     assert [(config.images.local_steps, config.training.rounds) for config in ran] == [(4, 6), (12, 2)]
-    assert "every run takes 24 gradient steps: 6 rounds of 4, 2 rounds of 12; --same-rounds keeps" in said.out
+    assert "24 gradient steps in every run: 6 rounds of 4, 2 rounds of 12; --same-rounds keeps" in said.out
     ran.clear()
     said = atlas(*words, "--same-rounds", "--runs-dir", str(tmp_path / "same"))
     assert [config.training.rounds for config in ran] == [6, 6]

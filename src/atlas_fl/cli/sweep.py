@@ -30,10 +30,7 @@ if TYPE_CHECKING:
     from atlas_fl.report.finished_runs import FinishedRun
 
 STRATEGIES = ("local", "fedavg_cluster", "atlas")
-COMPARED = {flag: "--strategies" if name == "--strategy" else name for flag, name in ALIASES.items()} | {
-    "--methods": "--strategies",
-    "--algorithms": "--strategies",
-}
+COMPARED = {flag: "--strategies" if name == "--strategy" else name for flag, name in ALIASES.items()}
 """Flags of other programs, and their names in a comparison."""
 MOST_TRIALS = 20
 """Most settings of a method that are tried; with more, learning rates reach a thousand times the default."""
@@ -234,12 +231,16 @@ def run_grid(base: Config, *, over: Sequence[str], seeds: Sequence[int], same_ro
     from atlas_fl.storage.folder_access import write_atomic
 
     values = parse_over(over)
-    scaled = None if same_rounds else same_steps(base, values)
-    show([] if scaled is None else [str(scaled)])
-    points = grid(base, over=values, seeds=seeds, scaled=scaled)
+    rounds = {} if same_rounds else same_steps(base, values)
+    note = ""
+    if rounds:
+        first = next(iter(rounds))
+        note = f"{int(first) * rounds[first]['rounds']} gradient steps in every run"
+        told = ", ".join(f"{scaled['rounds']} rounds of {steps}" for steps, scaled in rounds.items())
+        show([f"{note}: {told}; --same-rounds keeps those given"])
+    points = grid(base, over=values, seeds=seeds, rounds=rounds)
     path = Path(base.run.runs_dir) / comparison_name(points, preset=base.run.preset)
     write_planned_runs(points, path)
-    note = "" if scaled is None else f"{scaled.steps} gradient steps in every run"
     finished = _write_runs(_run(points), path=path, note=note)
     groups: dict[str, list[RunScores]] = {}
     for point, run in zip(points, finished, strict=True):

@@ -223,11 +223,10 @@ def changed_flags(config: Config) -> list[str]:
     return [word for name, (_, value) in changed.items() for word in (settings()[name].flag, *to_words(value))]
 
 
-def is_csv(path: Path) -> bool:
-    """Return whether a file begins as `to_csv` writes it."""
+def begins_with(path: Path, *, text: str = ",".join(COLUMNS)) -> bool:
+    """Return whether a file begins with this text, by default as `to_csv` writes it."""
     with open_named_file(path, max_bytes=sys.maxsize) as file:
-        header = file.readline(1000).rstrip(b"\r\n")
-    return header == ",".join(COLUMNS).encode()
+        return file.read(len(text)) == text.encode()
 
 
 def read_csv(path: Path) -> list[FinishedRun]:
@@ -237,7 +236,7 @@ def read_csv(path: Path) -> list[FinishedRun]:
         ConfigError: it is none, a row does not say what one says, or the flags of a row mean other settings than those
             that its run had: a preset has changed since.
     """
-    if not is_csv(path):
+    if not begins_with(path):
         raise ConfigError(f"{path} is no file of runs; give folders of runs, or a CSV file that `atlas results` wrote")
     try:
         text = read_named_file(path, max_bytes=MOST_JSON_BYTES).decode(errors="replace")

@@ -24,6 +24,8 @@ from atlas_fl.report.method_comparison import AVERAGE, MethodComparison
 from atlas_fl.report.statistics import ALPHA, ROPE, PairedComparison, least_sign_flip_p
 from atlas_fl.report.table import Table
 
+BEGINNING = "# Results\n\nWritten by `atlas results`"
+"""Begins every page."""
 ENOUGH = 10
 """Federations from which the approximations of the rank tests hold (Demsar 2006)."""
 MODELS = {"final": "the models that they end with", "best": "their best round by validation"}
