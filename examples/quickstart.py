@@ -6,7 +6,7 @@ python examples/quickstart.py smoke      # only to see that everything works
 
 import sys
 
-from atlas_fl import audit_run, comparison_rows, draw_all, find_preset, make_plan, run_config, with_values
+from atlas_fl import audit_run, compare_methods, draw_all, find_preset, make_plan, run_config, with_values
 
 
 def main(preset: str) -> None:
@@ -25,8 +25,9 @@ def main(preset: str) -> None:
 
     report = audit_run(folders["atlas"][0], [folders["local"][0]])
     print(f"audit: {len(report.rows)} checks, {len(report.failures)} failed")
-    for row in comparison_rows(folders, local=folders["local"]):
-        print(f"{row.name}: mean {row.mean}, worst client {row.worst}, gain over local {row.gain_over_local}")
+    for name, row in compare_methods(folders).rows.items():
+        described = row.statistics
+        print(f"{name}: mean {described.mean}, worst client {described.worst_client}, hurt {described.hurt}")
     for path in draw_all(folders["atlas"][0]):
         print(path)
 

@@ -30,11 +30,10 @@ OWNERS = {
     "onnx": "storage/",
     "PIL": "data/",
     "optuna": "experiment/search.py",
-    "sqlalchemy": "experiment/search.py",
     "wandb": "report/trackers/wandb.py",
     "yaml": "config/",
     "packaging": "storage/extras.py",
-    "jinja2": "report/html/elements.py",
+    "jinja2": ("report/html/elements.py", "report/results_page.py"),
     "vl_convert": ("report/drawing.py", "report/html/elements.py"),
 }
 """The only place that may import a package."""

@@ -62,7 +62,7 @@ ALLOWED: Mapping[str, tuple[dict[str, int], str]] = {
     "experiment/recorder.py": ({"unlink": 2}, "later plans of a run that goes back behind them, by their names"),
     "experiment/run.py": ({"unlink": 1}, "rows and later plans of a run that begins again, by their names"),
     "experiment/parallel_runs.py": ({"fdopen": 1}, "the standard output of a worker process, for its answers"),
-    "experiment/search.py": ({"create_study": 2}, "opens a study or makes one; it removes nothing"),
+    "experiment/search.py": ({"create_study": 1}, "a study in memory"),
 }
 """By module: which calls, how often, and why nothing of a user's can go by them."""
 
@@ -71,7 +71,7 @@ WRITERS: Mapping[str, str] = {
     "cli/run.py": "--to, which is new or a plan",
     "flower/messages.py": "certificates in a temporary folder of this process",
     "runtime/transport/certificates.py": "the list of clients, which it has read",
-    "cli/sweep.py": "the folder of a search; beside the runs, under a name that has a digest of them",
+    "cli/sweep.py": "beside the runs, under a name that has a digest of them or of a search",
     "deployment/server.py": "in a run's folder",
     "deployment/receipt.py": "into a folder of drafts",
     "deployment/service.py": "in a run's folder",
@@ -89,7 +89,7 @@ WRITERS: Mapping[str, str] = {
     "report/figures.py": "the numbers of figures, beside them in a run's folder",
     "report/html/write.py": "a page, where what is none of ours was set aside",
     "experiment/run.py": "in a run's folder",
-    "experiment/search.py": "the folder of a search",
+    "experiment/search.py": "beside the runs, under a name that has a digest of the search",
     "experiment/sweep.py": "beside the runs, under a name that has a digest of them",
     "experiment/tuning.py": "in a run's folder",
 }

@@ -36,6 +36,7 @@ FIRST = (
     "config/conflicts.tsv",
     "methods/published.toml",
     "report/html/page.html.jinja",
+    "report/results_page.md.jinja",
     "report/html/page.css",
     "report/html/page.js",
     "report/html/live.js",

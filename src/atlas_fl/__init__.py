@@ -66,8 +66,8 @@ if TYPE_CHECKING:
     from atlas_fl.plugins import register as register
     from atlas_fl.report.figures import draw_all as draw_all
     from atlas_fl.report.html.write import write_report as write_report
-    from atlas_fl.report.score_table import ComparisonRow as ComparisonRow
-    from atlas_fl.report.score_table import comparison_rows as comparison_rows
+    from atlas_fl.report.method_comparison import MethodComparison as MethodComparison
+    from atlas_fl.report.method_comparison import compare_methods as compare_methods
     from atlas_fl.sparse.fisher import Fisher as Fisher
     from atlas_fl.sparse.fisher import fisher_scores as fisher_scores
     from atlas_fl.sparse.fisher import logits_of_module as logits_of_module
@@ -103,7 +103,7 @@ _HOMES = {
     "plugins": "register",
     "report.figures": "draw_all",
     "report.html.write": "write_report",
-    "report.score_table": "ComparisonRow comparison_rows",
+    "report.method_comparison": "MethodComparison compare_methods",
     "sparse.fisher": "Fisher fisher_scores logits_of_module",
     "sparse.masks": "calibrate_mask make_mask",
     "sparse.masked_sgd": "SparseSGDM",

@@ -69,7 +69,7 @@ def test_one_mask_is_drawn_into_its_run_and_a_merged_file_is_a_mask_again(
     assert atlas("masks", str(runs / "run-42")).code == 0
     assert [path.name for path in (runs / "run-42/figures").iterdir()] == ["masks-density.png"]
     to = tmp_path / "both.safetensors"
-    words = ["masks", str(runs / "run-42"), str(runs / "run-123"), "--figures", str(tmp_path)]
+    words = ["masks", str(runs / "run-42"), str(runs / "run-123"), "--runs-dir", str(tmp_path)]
     assert atlas(*words, "--merge", "intersection", "--to", str(to)).code == 0
     said = atlas("masks", str(to))
     assert (said.code, said.err) == (0, "") and "25.0%" in said.out

@@ -1,5 +1,6 @@
 """The commands that train, with a stand-in for the training; `test_real.py` has the real one."""
 
+import csv
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,10 +13,11 @@ from PIL import Image
 
 from atlas_fl.cli.arguments import ALIASES, split
 from atlas_fl.cli.sweep import _parse_comparison
-from atlas_fl.config import Config, load_config, run_folder, to_toml, value_of
+from atlas_fl.config import Config, config_hash, load_config, run_folder, to_toml, value_of
 from atlas_fl.config.presets import find_preset
 from atlas_fl.events import Note, PhaseStarted
 from atlas_fl.experiment.run import RunResult
+from atlas_fl.report.finished_runs import find_finished_runs
 from atlas_fl.report.html.write import is_page
 from atlas_fl.storage.jsonl import write_json
 
@@ -122,17 +124,20 @@ def test_sweep_runs_every_point_and_ends_in_a_table_and_a_csv(atlas: Atlas, ran:
     assert [(config.mixing.eta, config.run.seed) for config in ran] == [(0, 42), (0, 123), (0.5, 42), (0.5, 123)]
     assert "run 3 of 4: eta=0.5 seed=42 starts ..." in said.out
     rows = [line.split() for line in said.out.splitlines() if line.strip().startswith("eta=")]
-    assert [row[:3] for row in rows[:2]] == [["eta=0", "2", "0.750"], ["eta=0.5", "2", "0.800"]]
-    assert rows[2:] == [["eta=0", "+0.250", "0.750"], ["eta=0.5", "+0.300", "0.800"]]
+    assert [row[:2] for row in rows[:2]] == [["eta=0", "0.750"], ["eta=0.5", "0.800"]]
+    assert rows[-2:] == [["eta=0", "0.750"], ["eta=0.5", "0.800"]], "by task"
     (file,) = tmp_path.glob("comparison-quick-eta-????????.csv")
-    csv = file.read_text(encoding="utf-8").splitlines()
-    assert [line.split(",")[0] for line in csv] == ["name", "eta=0", "eta=0.5"]
-    latex = file.with_suffix(".tex").read_text(encoding="utf-8").splitlines()
-    scores = dict(line.split(" & ")[:2] for line in latex if line.startswith("eta="))
-    assert scores == {"eta=0": "0.750 $\\pm$ 0.000", "eta=0.5": "0.800 $\\pm$ 0.000"}
+    assert f"the runs: {file}" in said.out and f"and as a figure: {file.with_suffix('.png')}" in said.out
+    assert {config_hash(run.config) for run in find_finished_runs([file])} == {config_hash(config) for config in ran}
+    methods = list(csv.DictReader(file.with_suffix(".methods.csv").read_text(encoding="utf-8").splitlines()))
+    assert [(row["method"], row["mean"], row["seeds"]) for row in methods] == [
+        ("eta=0", "0.75", "2"),
+        ("eta=0.5", "0.8", "2"),
+    ]
+    latex = file.with_suffix(".statistics.tex").read_text(encoding="utf-8").splitlines()
+    assert sum(line.startswith("eta=0.5 & 0.800 $\\pm$ 0.000 & 0.000 & 0.800") for line in latex) == 1
     with Image.open(file.with_suffix(".png")) as image:
         assert image.info["dpi"] == pytest.approx((300, 300), abs=0.1)
-    assert f"and as a figure: {file.with_suffix('.png')}" in said.out
     again = atlas(*words)
     assert len(ran) == 4
     assert "run 3 of 4: eta=0.5 seed=42 is finished ..." in again.out
@@ -146,7 +151,7 @@ def test_a_sweep_over_local_steps_scales_the_rounds_and_says_so(
     said = atlas(*words, "--runs-dir", str(tmp_path / "scaled"))
     assert (said.code, said.err) == (0, "")
     assert [(config.images.local_steps, config.training.rounds) for config in ran] == [(4, 6), (12, 2)]
-    assert "every run takes 24 gradient steps: 6 rounds of 4, 2 rounds of 12; --same-rounds keeps" in said.out
+    assert "24 gradient steps in every run: 6 rounds of 4, 2 rounds of 12; --same-rounds keeps" in said.out
     ran.clear()
     said = atlas(*words, "--same-rounds", "--runs-dir", str(tmp_path / "same"))
     assert [config.training.rounds for config in ran] == [6, 6]
@@ -169,17 +174,20 @@ def test_the_lambda_sweep_is_a_sweep_over_eta(
     assert {config.mixing.strategy for config in ran} == {"atlas_laplacian"}
 
 
-def test_compare_knows_old_names_and_the_gain_over_local(atlas: Atlas, ran: list[Config], tmp_path: Path) -> None:
+def test_compare_knows_old_names_and_says_the_same_in_every_format(
+    atlas: Atlas, ran: list[Config], tmp_path: Path
+) -> None:
     words = ["--ablation", "local_only", "atlas", "--seeds", "1", "--runs-dir", str(tmp_path), "--eta", "0"]
     said = atlas("compare", *words)
     assert (said.code, said.err) == (0, "")
     assert [config.mixing.strategy for config in ran] == ["local", "atlas"]
-    rows = [line.split() for line in said.out.splitlines() if line.strip().startswith("atlas")]
-    assert any("+0.250" in row for row in rows)
-    for suffix in ("json", "md", "methods.tex", "methods.csv", "pairs.csv"):
-        assert len(list(tmp_path.glob(f"comparison-quick-strategy-????????.{suffix}"))) == 1
-    assert len(list(tmp_path.glob("comparison-quick-strategy-????????.csv"))) == 1
     (page,) = tmp_path.glob("comparison-quick-strategy-????????.html")
+    for suffix in (".methods.csv", ".statistics.json", ".statistics.tex", ".md"):
+        assert "0.75" in page.with_suffix(suffix).read_text()
+    assert page.with_suffix(".pairs.csv").exists() and page.with_suffix(".pdf").exists()
+    words = ["results", str(page.with_suffix(".csv")), "--control", "local", "--to", str(tmp_path / "page.md")]
+    assert atlas(*words).code == 0
+    assert (tmp_path / "page.md").read_text() == page.with_suffix(".md").read_text()
     assert said.out.splitlines()[-1] == f"as a page to look at: {page}"
     assert is_page(page) and "2 methods compared" in page.read_text(encoding="utf-8")
 
@@ -191,10 +199,11 @@ def test_compare_leaves_runs_in_one_place_out_of_statistics_by_client(
     said = atlas("compare", *words, "local", "fedavg", "centralized", "multitask")
     assert (said.code, said.err) == (0, "")
     assert {config.mixing.strategy for config in ran} == {"local", "fedavg", "centralized", "multitask"}
-    table, _, statistics = said.out.partition("centralized, multitask: one client a task, and so not in the statistics")
-    assert "multitask" in table and "fedavg" in statistics and "multitask" not in statistics
-    said = atlas("compare", *words, "centralized", "multitask", "--control", "centralized")
-    assert said.code == 0 and "Against centralized" in said.out and "one client a task" not in said.out
+    rows = [line.split() for line in said.out.splitlines() if line.strip()]
+    assert {"local", "fedavg"} <= {row[0] for row in rows} and "multitask" not in {row[0] for row in rows}
+    assert "All examples of a task in one place (`centralized`): 0." in said.out
+    said = atlas("compare", *words, "local", "multitask", "--control", "multitask")
+    assert said.code == 2 and "--control is multitask, which has one client a task; allowed: a strategy of" in said.err
 
 
 def test_compare_over_a_setting_compares_for_each_value_and_ranks_over_all(
@@ -206,11 +215,12 @@ def test_compare_over_a_setting_compares_for_each_value_and_ranks_over_all(
     assert sorted((config.mixing.strategy, config.run.dial, config.run.seed) for config in ran) == [
         (name, dial, seed) for name in ("fedavg", "local") for dial in (1, 3) for seed in (42, 123)
     ]
-    assert said.out.index("dial=1") < said.out.index("dial=3") < said.out.index("Ranks over 2 comparisons")
-    assert said.out.count("Against fedavg") == 2
-    (ranks,) = (path for path in tmp_path.glob("comparison-*.json") if "average_ranks" in path.read_text())
-    content = json.loads(ranks.read_text())
-    assert (content["over"], set(content["average_ranks"])) == (["dial=1", "dial=3"], {"local", "fedavg"})
+    titles = [f"contradiction, dial {dial}" for dial in (1, 3)]
+    assert said.out.index(titles[0]) < said.out.index(titles[1]) < said.out.index("Ranks over all federations")
+    assert said.out.count("Tests against fedavg") == 2
+    (file,) = tmp_path.glob("comparison-*.statistics.json")
+    content = json.loads(file.read_text())
+    assert (list(content["federations"]), set(content["ranks"]["average_ranks"])) == (titles, {"local", "fedavg"})
 
 
 @pytest.mark.parametrize("control", [[], ["--control", "local"]])
@@ -284,8 +294,8 @@ def test_compare_over_presets_takes_the_settings_of_each_and_the_flags(
         ("label-skew", 3, skew, 120),
     }
     assert (len(ran), {config.training.rounds for config in ran}) == (8, {3})
-    assert "Ranks over 4 comparisons" in said.out
-    assert said.out.index("preset=null dial=1") < said.out.index("preset=label-skew dial=3")
+    assert "1 is the best of 4 federations" in " ".join(said.out.split())
+    assert said.out.index("label-skew, dial 3") < said.out.index("null, dial 1")
 
 
 @pytest.mark.parametrize(

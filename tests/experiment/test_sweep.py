@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from atlas_fl.cli.sweep import local_runs
 from atlas_fl.config import Config, RunConfig, run_folder, to_toml, with_values
 from atlas_fl.config.presets import find_preset
 from atlas_fl.errors import CheckpointError, ConfigError
@@ -108,15 +107,6 @@ def test_the_grid_has_every_combination_with_seeds_innermost(base: Config) -> No
     assert len({run_folder(point.config).path for point in points}) == len(points)
 
 
-def test_a_point_is_compared_with_the_local_runs_of_its_own_settings(base: Config) -> None:
-    points = grid(base, over={"strategy": ("local", "atlas"), "samples": ("8", "12")}, seeds=(1, 2))
-    runs = [(p, Path(f"{p.changes['strategy']}-{p.changes['samples']}-{p.config.run.seed}")) for p in points]
-    own = {size: [Path(f"local-{size}-1"), Path(f"local-{size}-2")] for size in ("8", "12")}
-    expected = {f"strategy={rule} samples={size}": own[size] for rule in ("local", "atlas") for size in own}
-    assert local_runs(runs) == expected
-    assert local_runs(runs[4:]) == {label: [] for label in list(expected)[2:]}
-
-
 def test_a_named_sweep_has_a_name_for_every_run(base: Config) -> None:
     named = replace(base, run=replace(base.run, name="mine"))
     points = grid(named, over={"eta": ["0", "0.5"]}, seeds=(1, 2))
@@ -172,28 +162,25 @@ def test_a_folder_of_another_run_is_not_taken_for_this_one(base: Config, ran: li
 
 def test_rounds_are_scaled_so_that_all_runs_take_as_many_steps(base: Config) -> None:
     vision = replace(find_preset("vision-quick"), run=base.run)
-    scaled = same_steps(vision, {"local_steps": ["4", "8", "16"], "nc": ["1", "iid"]})
-    assert scaled is not None
+    rounds = same_steps(vision, {"local_steps": ["4", "8", "16"], "nc": ["1", "iid"]})
     # 6 rounds of 4 are 24 steps, and 16 divides 16 and 32: halves go up
-    assert scaled.settings == {
+    assert rounds == {
         "4": {"rounds": 8, "eval_every": 8},
         "8": {"rounds": 4, "eval_every": 4},
         "16": {"rounds": 2, "eval_every": 2},
     }
-    points = grid(vision, over={"local_steps": ["4", "8", "16"], "nc": ["1", "iid"]}, seeds=(1,), scaled=scaled)
+    points = grid(vision, over={"local_steps": ["4", "8", "16"], "nc": ["1", "iid"]}, seeds=(1,), rounds=rounds)
     steps = {point.config.training.rounds * (point.config.images.local_steps or 0) for point in points}
-    assert steps == {scaled.steps} == {32}
-    assert str(scaled).startswith("every run takes 32 gradient steps (the settings alone: 24): 8 rounds of 4, 4 rounds")
+    assert steps == {32}
     assert points[0].changes == {"local_steps": "4", "nc": "1"}, "rounds follow and are not swept"
 
 
 def test_steps_that_fit_keep_the_rounds_of_the_settings(base: Config) -> None:
     vision = with_values(replace(find_preset("vision-fedavg"), run=base.run), {"rounds": "512"})
-    scaled = same_steps(vision, {"local_steps": ["4", "8", "16"]})
-    assert scaled is not None and scaled.steps == scaled.base_steps == 2048
-    assert [own["rounds"] for own in scaled.settings.values()] == [512, 256, 128]
+    rounds = same_steps(vision, {"local_steps": ["4", "8", "16"]})
+    assert [own["rounds"] for own in rounds.values()] == [512, 256, 128]
     # evaluations lie as many steps apart: every 25 rounds of 4 steps, every 6 of 16
-    assert [own["eval_every"] for own in scaled.settings.values()] == [25, 12, 6]
+    assert [own["eval_every"] for own in rounds.values()] == [25, 12, 6]
 
 
 @pytest.mark.parametrize(
@@ -211,8 +198,8 @@ def test_steps_far_from_those_of_the_settings_are_refused(over: dict[str, list[s
 
 def test_rounds_stay_where_they_are_swept_or_steps_are_not() -> None:
     vision = find_preset("vision-quick")
-    assert same_steps(vision, {"nc": ["1", "5"]}) is None
-    assert same_steps(vision, {"local_steps": ["4", "8"], "rounds": ["2", "3"]}) is None
+    assert same_steps(vision, {"nc": ["1", "5"]}) == {}
+    assert same_steps(vision, {"local_steps": ["4", "8"], "rounds": ["2", "3"]}) == {}
 
 
 def test_comparisons_of_other_runs_have_other_names_and_the_same_ones_the_same() -> None:

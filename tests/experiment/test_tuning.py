@@ -78,14 +78,3 @@ def test_what_is_tried_of_a_cut_model_can_run(base: Config) -> None:
     with pytest.raises(CheckpointError, match="seen"):
         tune_methods(cut, ("atlas", "fedprox"), number=4, lr=1e-3, run_points=run_points)
     assert len({validate(point.config).training.lr for point in tried[:8]}) == 4, "rates alone"
-
-
-def test_what_cannot_be_tuned_is_refused(base: Config) -> None:
-    def without_scores(points: Sequence[Point]) -> list[Path]:
-        for point in points:
-            run_folder(point.config).path.mkdir(parents=True)
-            run_folder(point.config).summary.write_text("{}")
-        return [run_folder(point.config).path for point in points]
-
-    with pytest.raises(CheckpointError, match="has no validation score to tune by"):
-        tune_methods(base, ("local",), number=1, lr=1e-3, run_points=without_scores)

@@ -14,20 +14,19 @@ from rich.console import Console
 
 from atlas_fl.cli.main import main
 from atlas_fl.report.comparison_tables import (
-    comparison_json,
-    flat_names,
     latex,
-    markdown,
+    method_tables,
     methods_csv,
-    pairs_csv,
+    page_tables,
+    pair_tables,
     statistics_files,
-    terminal_tables,
+    task_table,
 )
 from atlas_fl.report.federation_results import FederationResults, federation_results
 from atlas_fl.report.finished_runs import RunScores, find_finished_runs
 from atlas_fl.report.method_comparison import MethodComparison, MethodRow, compare_scores
 from atlas_fl.report.results_page import write_page
-from atlas_fl.report.statistics import BayesianComparison, PairedComparison
+from atlas_fl.report.statistics import PairedComparison
 
 CLIENTS = ("a-0", "a-1", "b-0", "b-1")
 
@@ -59,7 +58,6 @@ def page(comparison: MethodComparison) -> str:
     result = FederationResults(
         title="null",
         words="",
-        sweeps=(),
         changed={},
         own_settings={},
         tuned={},
@@ -72,15 +70,10 @@ def page(comparison: MethodComparison) -> str:
 
 
 FORMATS: dict[str, Callable[[MethodComparison], str]] = {
-    "CSV": lambda comparison: methods_csv({"null": comparison}) + pairs_csv({"null": comparison}),
-    "JSON": comparison_json,
-    "Markdown": markdown,
-    "LaTeX": latex,
+    "CSV": lambda comparison: "".join(list(statistics_files({"null": comparison}).values())[:2]),
+    "JSON": lambda comparison: statistics_files({"null": comparison})["statistics.json"],
+    "LaTeX": lambda comparison: statistics_files({"null": comparison})["statistics.tex"],
     "page": page,
-    **{
-        name: lambda comparison, name=name: statistics_files({"null": comparison})[name]
-        for name in ("statistics.json", "statistics.tex")
-    },
 }
 
 
@@ -100,6 +93,8 @@ def changed(record: Any, path: tuple[str, ...]) -> Any:
     """The record with another value there."""
     name, *rest = path
     value = getattr(record, name)
+    if isinstance(value, dict):
+        return replace(record, **{name: {key: score + 0.375 for key, score in value.items()}})
     if rest:
         return replace(record, **{name: changed(value, tuple(rest))})
     assert value is not None, f"{name} is not known here, and nothing is tested"
@@ -115,7 +110,8 @@ def test_every_field_of_a_method_is_in_every_file(
 ) -> None:
     row = changed(comparison.rows["fedavg_cluster"], path)
     other = replace(comparison, rows={**comparison.rows, "fedavg_cluster": row})
-    assert FORMATS[form](other) != FORMATS[form](comparison)
+    is_left_out = form == "page" and path == ("tasks",)
+    assert (FORMATS[form](other) == FORMATS[form](comparison)) is is_left_out
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -130,16 +126,17 @@ def test_every_field_of_a_pair_is_in_every_file(comparison: MethodComparison, fo
 def test_the_files_are_flat_and_in_full_precision(comparison: MethodComparison) -> None:
     (*_, last), (local, *_) = (
         list(csv.DictReader(text.splitlines()))
-        for text in (methods_csv({"null, dial 2": comparison}), pairs_csv({"null, dial 2": comparison}))
+        for text in list(statistics_files({"null, dial 2": comparison}).values())[:2]
     )
     row, pair = comparison.rows["fedper"], comparison.pairs["local"]
     assert (last["federation"], last["method"], float(last["mean"])) == ("null, dial 2", "fedper", row.statistics.mean)
     assert row.statistics.interval is not None
-    assert (float(last["interval_low"]), float(last["interval_high"])) == row.statistics.interval
+    assert tuple(map(float, last["interval"].split())) == row.statistics.interval
     assert (last["hurt_by_control"], last["reused_seconds"]) == ("", "2.0")
     assert (local["method"], local["control"], float(local["bayesian_rope"])) == ("local", "fedper", pair.bayesian.rope)
     assert [float(word) for word in local["differences"].split()] == list(pair.differences)
-    assert list(last) == ["federation", "method", *flat_names(MethodRow)]
+    assert methods_csv({"null, dial 2": comparison.rows}).splitlines()[-1].startswith('"null, dial 2",fedper,4,4,')
+    assert float(last["tasks_a"]) == row.tasks["a"]
 
 
 def test_the_terminal_has_eighty_columns_and_all_of_it_but_the_differences_by_seed(
@@ -148,11 +145,12 @@ def test_the_terminal_has_eighty_columns_and_all_of_it_but_the_differences_by_se
     rows = {"fedavg_cluster_prior" if name == "fedper" else name: row for name, row in comparison.rows.items()}
     runs = {name: [run_of(name, seed) for seed in (1, 2, 3, 4)] for name in rows}
     file = io.StringIO()
-    for table in terminal_tables(compare_scores(runs, control="fedavg")):
+    wide = compare_scores(runs, control="fedavg")
+    for table in [*method_tables(wide.rows), task_table(wide.rows), *pair_tables(wide)]:
         Console(width=80, file=file, color_system=None).print(table)
     text = file.getvalue()
     assert max(map(len, text.splitlines())) <= 80
-    assert text.count("\n fedavg_cluster_prior ") == 6, "a table that does not fit would fold the name"
+    assert text.count("\n fedavg_cluster_prior ") == 7, "a table that does not fit would fold the name"
     for heading in (
         "95% by",
         "calibration",
@@ -172,21 +170,24 @@ def test_the_terminal_has_eighty_columns_and_all_of_it_but_the_differences_by_se
 
 
 def test_what_is_written_says_the_same(comparison: MethodComparison) -> None:
-    content = json.loads(comparison_json(comparison))
+    files = statistics_files({"null": comparison})
+    content = json.loads(files["statistics.json"])["federations"]["null"]
     assert content["rows"]["local"]["statistics"]["mean"] == comparison.rows["local"].statistics.mean
     assert np.asarray(content["scores"]["local"]).shape == (4, 4)
     mean = f"{comparison.rows['local'].statistics.mean:.3f}"
-    assert f"| `local` | {mean} ±" in markdown(comparison)
+    assert f"| `local` | {mean} ±" in page(comparison)
     mean = f"{comparison.rows['fedavg_cluster'].statistics.mean:.3f}"
-    assert rf"fedavg\_cluster & {mean} $\pm$ " in latex(comparison)
-    assert f"local & ${comparison.pairs['local'].mean:+.3f}$ $\\pm$ " in latex(comparison)
-    assert "\\\\" not in latex(comparison).replace(r" \\" + "\n", "")
+    written = files["statistics.tex"]
+    assert rf"fedavg\_cluster & {mean} $\pm$ " in written
+    assert f"local & ${comparison.pairs['local'].mean:+.3f}$ $\\pm$ " in written
+    assert "\\\\" not in written.replace(r" \\" + "\n", "")
+    assert written.endswith(latex([*page_tables(comparison), task_table(comparison.rows)]))
 
 
 def test_time_is_with_what_was_reused_and_without_it_where_a_run_does_not_say(comparison: MethodComparison) -> None:
-    assert "| 12.0 s | 2.0 s |" in markdown(comparison)
+    assert "| 12.0 s | 2.0 s |" in page(comparison)
     rows = {name: replace(row, reused_seconds=None) for name, row in comparison.rows.items()}
-    assert "| 10.0 s | - |" in markdown(replace(comparison, rows=rows))
+    assert "| 10.0 s | - |" in page(replace(comparison, rows=rows))
 
 
 def test_results_writes_the_statistics_of_every_federation(
@@ -206,9 +207,5 @@ def test_results_writes_the_statistics_of_every_federation(
     (tmp_path / "all" / "methods.csv").write_text("mine")
     assert main(words) == main([*words[:-1], str(tmp_path / "page.md")]) == 2
     said = capsys.readouterr().err.splitlines()
-    assert ["was not written by this command" in said[0], "which is no folder" in said[1]] == [True, True]
+    assert ["which holds what this command did not write" in line for line in said] == [True, True]
     assert (tmp_path / "all" / "methods.csv").read_text() == "mine"
-
-
-def test_probabilities_of_the_three_cases_have_columns_of_their_own() -> None:
-    assert {f"bayesian_{field.name}" for field in fields(BayesianComparison)} <= set(flat_names(PairedComparison))

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from atlas_fl.cli.main import main
-from atlas_fl.errors import CheckpointError, ConfigError, DataError
+from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.experiment.tuning import TunedMethod, TuningTrial, read_tuning, write_tuning
 from atlas_fl.report import finished_runs
-from atlas_fl.report.federation_results import FederationResults, federation_results, method_rows, trial_words
+from atlas_fl.report.federation_results import FederationResults, federation_results, method_rows
 from atlas_fl.report.finished_runs import find_finished_runs, to_csv
 from atlas_fl.storage.run_folder import RunFolder
 from tests.report.conftest import results_page
@@ -127,7 +127,7 @@ def test_a_choice_that_was_tried_stands_by_its_names() -> None:
         TuningTrial(settings={"lr": lr, "trained_parts": parts}, validation=0.5 + lr)
         for lr, parts in ((0.01, "all"), (0.02, "all"), (0.01, "head_then_rest"))
     ]
-    said = trial_words(TunedMethod(strategy="kriging", trials=tuple(trials)))
+    said = str(TunedMethod(strategy="kriging", trials=tuple(trials)))
     assert said.endswith(
         "lr 0.01..0.02, trained_parts all or head_then_rest; chosen lr 0.02, trained_parts all (validation 0.520)"
     )
@@ -176,22 +176,23 @@ def test_the_memory_of_a_method_is_that_of_the_client_that_needs_most(
 @pytest.mark.parametrize(
     ("column", "value", "told"),
     [
-        ("memory_bytes", "1e308", "1e308 is no number of at least 0 and at most"),
-        ("bytes", "-5", "-5 is no number of bytes"),
-        ("bytes", "9" * 400, "is no number of bytes"),
-        ("bytes_below_whole", "-inf", "-inf is no number of at least"),
+        ("memory_bytes", "1e308", "1e308 is no number of at most"),
+        ("bytes", "", "could not convert string to float"),
+        ("bytes", "9" * 400, "is no number of at most"),
+        ("bytes_below_whole", "-inf", "-inf is no number of at most"),
+        ("scores", "0.5 nan", "nan is no number of at most"),
         ("flags", "x", "the column flags begins with x"),
         ("tuning", "[" * 100_000, "its lists are nested more than 64 deep"),
         (
             "tuning",
             '{"strategy": "local", "seeds": [1], "trials": [{"settings": {"lr": 3}, "validation": 0.1},'
             ' {"settings": {}, "validation": 0.5}]}',
-            "the column tuning has trials of different settings",
+            "the trials of a tuning are one and more, of the same settings",
         ),
         (
             "tuning",
             '{"strategy": "local", "seeds": [1], "trials": [{"settings": {"lr": "<b>3"}, "validation": 0.1}]}',
-            "trials[0].settings.lr is '<b>3'",
+            "no tuning tries lr '<b>3'",
         ),
     ],
 )
@@ -233,33 +234,6 @@ def test_what_is_no_run_is_passed_by_and_what_is_not_there_is_one_line(
             find_finished_runs([tmp_path, place])
 
 
-def test_a_summary_without_clients_is_one_line(make_federation: MakeFederation, tmp_path: Path) -> None:
-    make_federation(2)
-    path = tmp_path / "2-fedper-1" / "summary.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"clients": {}}))
-    with pytest.raises(DataError, match="has no client in its summary"):
-        find_finished_runs([tmp_path])
-
-
-def test_a_row_off_the_axis_takes_no_sweep_away(make_federation: MakeFederation, tmp_path: Path) -> None:
-    for mu in (0.0, 0.1, 1.0):
-        make_federation(2, gains={"ditto": mu / 10}, proximal_mu=mu)
-    make_federation(2, gains={"ditto": 0.0}, proximal_mu=0.1, lr=0.05)
-    (result,) = federation_results(find_finished_runs([tmp_path]), control=None)
-    (sweep,) = result.sweeps
-    assert sweep.method.startswith("ditto lr=") and list(sweep.values.values()) == [0.0, 0.1, 1.0]
-
-
-def test_rows_that_differ_in_one_number_are_a_sweep(make_federation: MakeFederation, tmp_path: Path) -> None:
-    for mu in (1.0, 0.01, 0.1):
-        make_federation(2, gains={"ditto": mu / 10}, proximal_mu=mu)
-    make_federation(2, gains={"fedavg": 0.05})
-    (result,) = federation_results(find_finished_runs([tmp_path]), control="fedavg")
-    (sweep,) = result.sweeps
-    assert (sweep.method, sweep.setting, list(sweep.values.values())) == ("ditto", "proximal_mu", [0.01, 0.1, 1.0])
-    assert set(sweep.values) < set(result.seeds)
-
-
 def test_losses_are_means_over_clients_and_stand_in_rows_and_pages(
     make_run: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -279,7 +253,7 @@ def test_losses_are_means_over_clients_and_stand_in_rows_and_pages(
     assert f"| `fedavg` | {mean:.3f} | 0.250 |" in page
 
 
-@pytest.mark.parametrize("value", ["nan", "inf", "-5", "1e400", "x"])
+@pytest.mark.parametrize("value", ["nan", "inf", "1e400", "x"])
 def test_a_loss_that_is_none_is_one_line(value: str, make_run: Callable[..., Path], tmp_path: Path) -> None:
     for name in ("fedavg", "local"):
         make_run(name, strategy=name)
@@ -314,10 +288,12 @@ def test_a_record_of_more_trials_stays_and_one_that_chose_another_does_not(tmp_p
 
 def test_a_record_that_does_not_fit_its_run_is_one_line(tuned: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_tuning(RunFolder(tuned / "2-local-1"), TunedMethod(strategy="local", trials=DITTO.trials[1:2]))
-    with pytest.raises(ConfigError, match=r"2-local-1/tuning\.json says that tuning chose lr 0\.02 second_weight 0\.5"):
+    with pytest.raises(
+        ConfigError, match=r"2-local-1/tuning\.json says that tuning chose lr 0\.02, second_weight 0\.5"
+    ):
         find_finished_runs([tuned])
     assert main(["results", str(tuned)]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
     RunFolder(tuned / "2-local-1").tuning.write_text('{"strategy": "local", "seeds": [9001], "trials": []}')
-    with pytest.raises(CheckpointError, match=r"damaged file .*tuning\.json: trials is \[\] and no list of 1 or more"):
+    with pytest.raises(CheckpointError, match=r"damaged file .*tuning\.json: the trials of a tuning are one and more"):
         find_finished_runs([tuned])

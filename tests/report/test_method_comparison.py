@@ -1,7 +1,9 @@
 """Methods compared over seeds, from run folders of invented numbers; pandas and scipy say the same."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +11,12 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from atlas_fl.errors import ConfigError, DataError
+from atlas_fl.errors import CheckpointError, ConfigError, DataError
+from atlas_fl.report.finished_runs import read_finished_run
 from atlas_fl.report.method_comparison import (
     MethodComparison,
     compare_methods,
+    describe_runs,
     variance_in_tasks,
 )
 
@@ -61,6 +65,35 @@ def test_a_method_is_described_as_pandas_does(groups: Groups, comparison: Method
         if name != "fedavg_cluster":
             assert row.hurt_by_control == pytest.approx((wide[name] < wide["fedavg_cluster"]).mean())
     assert comparison.rows["fedavg_cluster"].hurt_by_control is None
+    by_task = frame.assign(task=frame["client"].str.rsplit("-", n=1).str[0]).groupby(["method", "task"])["score"].mean()
+    assert comparison.rows["atlas"].tasks == pytest.approx(by_task["atlas"].to_dict())
+
+
+def test_a_sweep_is_described_as_a_comparison_is_and_hurts_nobody(groups: Groups, comparison: MethodComparison) -> None:
+    rows = describe_runs({name: [read_finished_run(run).scores for run in runs] for name, runs in groups.items()})
+    for name, row in rows.items():
+        assert (row.statistics.hurt, row.hurt_by_control) == (None, None)
+        assert replace(row.statistics, hurt=0) == replace(comparison.rows[name].statistics, hurt=0)
+        assert (row.tasks, row.loss, row.num_bytes) == (
+            comparison.rows[name].tasks,
+            comparison.rows[name].loss,
+            comparison.rows[name].num_bytes,
+        )
+
+
+def test_the_best_round_has_other_scores_than_the_last(groups: Groups, comparison: MethodComparison) -> None:
+    best = compare_methods(groups, score="best").rows["atlas"]
+    means = [json.loads((run / "summary.json").read_text())["overall"]["best"] for run in groups["atlas"]]
+    assert best.statistics.mean == pytest.approx(np.mean([mean["test"]["primary"] for mean in means]))
+    assert best.statistics.mean != comparison.rows["atlas"].statistics.mean
+
+
+def test_an_unfinished_run_is_named_with_the_remedy(groups: Groups) -> None:
+    run = groups["local"][0]
+    (run / "summary.json").unlink()
+    text = f"run {run} is not complete: it has no summary.json; atlas resume {run}"
+    with pytest.raises(CheckpointError, match=re.escape(text)):
+        compare_methods(groups)
 
 
 def test_a_pair_is_tested_as_scipy_does(groups: Groups, comparison: MethodComparison) -> None:

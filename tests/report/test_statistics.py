@@ -1,26 +1,22 @@
 """Statistics over seeds against hand numbers, scipy's own tests, baycomp, rliable and simulations."""
 
-import tracemalloc
 from itertools import product
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from atlas_fl.errors import ConfigError, DataError
-from atlas_fl.report import statistics
 from atlas_fl.report.statistics import (
     bayesian_signed_rank,
     bootstrap_interval,
     compare_pair,
     compare_with_control,
     describe_method,
-    describe_methods,
     holm,
     hurt_share,
-    interquartile_mean,
     least_sign_flip_p,
     probability_of_improvement,
+    round_scores,
     seeds_needed,
     sign_flip_p,
     signed_rank_p,
@@ -56,10 +52,10 @@ def test_a_method_by_hand() -> None:
 
 
 def test_one_seed_has_no_spread_and_no_interval() -> None:
-    described = describe_method(LOCAL[:1], rng=rng())
+    described = describe_method(LOCAL[:1], tasks=["a"] * 4, rng=rng())
     assert described.mean == pytest.approx(0.75)
     assert [described.std, described.interval, described.interquartile_interval, described.hurt] == [None] * 4
-    assert describe_method(LOCAL[:1, :3], rng=rng()).lowest_third == pytest.approx(0.6)  # one of three clients
+    assert describe_method(LOCAL[:1, :3], tasks=["a"] * 3, rng=rng()).lowest_third == pytest.approx(0.6)  # one of three
 
 
 def test_scores_that_differ_by_rounding_alone_hurt_nobody() -> None:
@@ -71,14 +67,6 @@ def test_the_t_interval_is_scipys() -> None:
     values = rng(1).normal(0.8, 0.02, 7)
     reference = stats.ttest_1samp(values, 0).confidence_interval()
     assert t_interval(values) == pytest.approx((reference.low, reference.high))
-
-
-def test_a_methods_interval_does_not_depend_on_the_other_methods() -> None:
-    scores = {name: rng(index).normal(0.8, 0.1, (6, 4)) for index, name in enumerate(["local", "fedavg", "atlas"])}
-    alone = describe_methods({"atlas": scores["atlas"]}, seed=3, resamples=99)["atlas"]
-    assert describe_methods(scores, seed=3, resamples=99)["atlas"] == alone
-    another = describe_methods(scores, seed=4, resamples=99)["atlas"]
-    assert another.interquartile_interval != alone.interquartile_interval
 
 
 RUNS = np.array([
@@ -107,7 +95,9 @@ OTHER_RUNS = np.array([
 
 def test_the_interquartile_mean_and_its_interval_are_rliables() -> None:
     """rliable 1.2.0, `aggregate_iqm` and `get_interval_estimates` with 100,000 repetitions."""
-    assert interquartile_mean(RUNS) == pytest.approx(0.74865)
+    described = describe_method(RUNS, tasks=list("abcd"), rng=rng())
+    assert described.interquartile_mean == pytest.approx(0.74865)
+    assert described.stratified_interval == pytest.approx((0.73225, 0.76530), abs=5e-4)
     assert bootstrap_interval(RUNS, rng=rng()) == pytest.approx((0.73225, 0.76530), abs=5e-4)
 
 
@@ -121,40 +111,18 @@ def test_the_probability_of_improvement_is_rliables_and_scipys() -> None:
     assert probability_of_improvement(np.array([0.5, 0.3]), np.array([0.4, 0.5])) == pytest.approx(1.5 / 4)
 
 
-def test_tasks_that_share_their_seeds_need_seeds_resampled_whole() -> None:
+def test_tasks_that_share_their_seeds_need_seeds_resampled_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a good seed is good for all tasks, drawing inside each task promises 95% and holds far less."""
+    monkeypatch.setattr("atlas_fl.report.statistics.RESAMPLES", 400)
     covered = {True: 0, False: 0}
     for table in range(150):
         source = rng([7, table])
         runs = source.normal(0, 1, (10, 1)) + source.normal(0, 0.3, (10, 4))
         for whole in covered:
-            low, high = bootstrap_interval(runs, rng=source, whole_seeds=whole, resamples=400)
+            low, high = bootstrap_interval(runs, rng=source, whole_seeds=whole)
             covered[whole] += low <= 0 <= high
     assert covered[True] >= 0.85 * 150
     assert covered[False] <= 0.75 * 150
-
-
-def test_what_is_drawn_in_chunks_is_what_is_drawn_at_once(monkeypatch) -> None:
-    differences = accuracies(rng(4), 17) - 0.3
-
-    def everything():
-        return (
-            bootstrap_interval(RUNS, rng=rng(), resamples=1000),
-            bayesian_signed_rank(differences, rng=rng(), draws=1000),
-            sign_flip_p(differences, rng=rng(), flips=1000),
-        )
-
-    at_once = everything()
-    monkeypatch.setattr(statistics, "CHUNK", 200)
-    assert everything() == at_once
-
-
-def test_many_seeds_do_not_take_the_memory_of_all_draws() -> None:
-    tracemalloc.start()
-    bayesian_signed_rank(rng().normal(0, 0.02, 200), rng=rng(), draws=50_000)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 64e6  # the weights of all draws alone are 80 MB, and all their pairs 16 GB
 
 
 @pytest.mark.parametrize("pairs", range(1, 11))
@@ -163,7 +131,7 @@ def test_differences_of_one_sign_reach_the_least_p(pairs) -> None:
     differences = np.arange(1, pairs + 1) / 100
     assert least_sign_flip_p(pairs) == 2 / 2**pairs
     assert sign_flip_p(differences, rng=rng()) == sign_flip_p(-differences, rng=rng()) == 2 / 2**pairs
-    assert signed_rank_p(differences) == pytest.approx(2 / 2**pairs)
+    assert signed_rank_p(differences, rng=rng()) == pytest.approx(2 / 2**pairs)
 
 
 def test_sign_flips_by_hand() -> None:
@@ -174,30 +142,21 @@ def test_sign_flips_by_hand() -> None:
     assert sign_flip_p(np.zeros(4), rng=rng()) == 1
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_sign_flips_are_scipys_permutation_test(seed) -> None:
-    differences = accuracies(rng(seed), 9, rows=20) - accuracies(rng(seed + 50), 9, rows=20)
-    reference = stats.permutation_test(
-        (differences,), np.mean, permutation_type="samples", n_resamples=np.inf, vectorized=True
-    )
-    assert sign_flip_p(differences, rng=rng()) == pytest.approx(reference.pvalue)
-
-
 def test_random_sign_flips_estimate_the_exact_p_and_are_never_zero() -> None:
     differences = np.round(rng(8).normal(0.01, 0.02, 17), 3)
     signs = np.array(list(product([1, -1], repeat=16)))  # of all but the first: the other half is its mirror image
     sums = differences[0] + signs @ differences[1:]
     exact = (np.abs(sums) >= abs(differences.sum()) - 1e-12).mean()
     assert 0.01 < exact < 0.5
-    error = np.sqrt(exact * (1 - exact) / 100_000)
+    error = 2 * np.sqrt(exact / 2 * (1 - exact / 2) / 2**15)
     assert sign_flip_p(differences, rng=rng()) == pytest.approx(exact, abs=4 * error)
-    assert sign_flip_p(np.ones(30), rng=rng()) == least_sign_flip_p(30) == 1 / 100_001
+    assert sign_flip_p(np.ones(30), rng=rng()) == least_sign_flip_p(30) == 2 / (1 + 2**15)
 
 
-@pytest.mark.parametrize("pairs", [3, 6, 10, 24])
+@pytest.mark.parametrize("pairs", [3, 6, 10])
 def test_wilcoxon_without_ties_is_scipys_exact_test(pairs) -> None:
     differences = rng(pairs).normal(0.3, 1, pairs)
-    assert signed_rank_p(differences) == pytest.approx(stats.wilcoxon(differences, method="exact").pvalue)
+    assert signed_rank_p(differences, rng=rng()) == pytest.approx(stats.wilcoxon(differences, method="exact").pvalue)
 
 
 def test_wilcoxon_with_ties_and_zeros_counts_all_signs() -> None:
@@ -205,18 +164,12 @@ def test_wilcoxon_with_ties_and_zeros_counts_all_signs() -> None:
 
     Of sixteen signs the negative sum is 0 once and 2 three times, and as often at the other end: 8/16.
     """
-    assert signed_rank_p(np.array([0.02, 0.01, 0.01, -0.01, 0.0])) == pytest.approx(0.5)
-    assert signed_rank_p(np.zeros(3)) == 1
+    assert signed_rank_p(np.array([0.02, 0.01, 0.01, -0.01, 0.0]), rng=rng()) == pytest.approx(0.5)
+    assert signed_rank_p(np.zeros(3), rng=rng()) == 1
     # the sizes of .83 - .82 and .51 - .52 differ behind the fifteenth digit and are tied all the same
-    assert signed_rank_p(np.array([0.83 - 0.82, 0.51 - 0.52, 0.7 - 0.6])) == pytest.approx(0.75)
-
-
-def test_wilcoxon_with_ties_is_the_permutation_of_signed_ranks() -> None:
-    differences = np.array([0.01, 0.01, 0.02, -0.01, 0.03, 0.02, 0.0, -0.02])
-    moved = differences[differences != 0]
-    ranks = stats.rankdata(np.abs(moved)) * np.sign(moved)
-    reference = stats.permutation_test((ranks,), np.sum, permutation_type="samples", n_resamples=np.inf)
-    assert signed_rank_p(differences) == pytest.approx(reference.pvalue)
+    assert signed_rank_p(round_scores(np.array([0.83 - 0.82, 0.51 - 0.52, 0.7 - 0.6])), rng=rng()) == pytest.approx(
+        0.75
+    )
 
 
 BAYCOMP = {
@@ -254,8 +207,6 @@ def test_the_bayesian_signed_rank_test_is_the_formula_of_the_paper() -> None:
 def test_without_a_rope_two_equal_methods_are_as_likely_better_as_worse() -> None:
     posterior = bayesian_signed_rank(np.zeros(5), rng=rng(), rope=0.0, draws=100)
     assert (posterior.left, posterior.rope, posterior.right) == (0.5, 0.0, 0.5)
-    with pytest.raises(DataError, match=r"rope is -0\.1; it is a half width"):
-        bayesian_signed_rank(np.zeros(5), rng=rng(), rope=-0.1)
 
 
 @pytest.mark.parametrize(("effect", "seeds"), [(0.2, 199), (0.5, 34), (-0.8, 15), (1e9, 2), (0.05, None), (0.0, None)])
@@ -290,8 +241,6 @@ def test_holm_by_hand() -> None:
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.6, 0.7]) == pytest.approx([1, 1])
     assert holm([]).shape == (0,)
-    with pytest.raises(DataError, match="each lies between 0 and 1"):
-        holm([0.5, 1.5])
 
 
 def test_a_pair_by_hand() -> None:
@@ -311,23 +260,17 @@ def test_a_pair_by_hand() -> None:
 
 
 def test_one_seed_says_nothing_and_equal_differences_have_no_effect_size() -> None:
-    alone = compare_pair(np.array([0.9]), np.array([0.5]), rng=rng(), draws=10)
+    alone = compare_pair(np.array([0.9]), np.array([0.5]), rng=rng())
     assert (alone.interval, alone.effect_size, alone.seeds_needed) == (None, None, None)
     assert alone.sign_flip_p == alone.wilcoxon_p == alone.least_p == 1
-    equal = compare_pair(np.array([0.9, 0.7]), np.array([0.8, 0.6]), rng=rng(), draws=10)
+    equal = compare_pair(np.array([0.9, 0.7]), np.array([0.8, 0.6]), rng=rng())
     assert (equal.effect_size, equal.seeds_needed) == (None, None)
 
 
 def test_clients_are_averaged_before_they_are_compared() -> None:
     gains = np.array([[0.1, 0, 0, 0.02], [0.2, 0, 0, -0.04]])
     scores = {"local": LOCAL, "atlas": LOCAL + gains}
-    means = {of: compare_with_control(scores, control="local", seed=1, of=of, draws=10) for of in OF}
-    assert means["mean"]["atlas"].differences == pytest.approx((0.03, 0.04))
-    assert means["worst"]["atlas"].differences == pytest.approx((0.1, 0.2))
-    assert means["lowest_third"]["atlas"].differences == pytest.approx((0.05, 0.1))
-
-
-OF = ("mean", "worst", "lowest_third")
+    assert compare_with_control(scores, control="local", seed=1)["atlas"].differences == pytest.approx((0.03, 0.04))
 
 
 def null_table(source, *, methods=5, seeds=10, clients=9, gain=0.0):
@@ -347,6 +290,7 @@ def flip_seeds(differences):
     return sign_flip_p(differences.mean(axis=1), rng=rng())
 
 
+@pytest.mark.slow
 def test_without_a_difference_one_table_in_twenty_has_a_rejection() -> None:
     """200 tables of ten seeds, four methods and a control; more than binomial luck (1 in 1000) is a broken test.
 
@@ -379,30 +323,3 @@ def test_the_whole_comparison_sees_what_was_planted_and_what_is_practically_equa
     assert pairs["atlas"].probability_of_improvement > 0.75 and pairs["atlas"].seeds_needed <= 10
     assert pairs["fedavg"].adjusted_p > 0.05 and pairs["fedavg"].bayesian.rope > 0.95
     assert compare_with_control(scores, control="local", seed=1) == pairs
-
-
-@pytest.mark.parametrize(
-    ("scores", "message"),
-    [
-        ({}, "no method"),
-        ({"local": np.ones((2, 3)), "atlas": np.ones((2, 2))}, r"local \(2, 3\), atlas \(2, 2\)"),
-        ({"local": np.ones(3)}, r"scores of local have the shape \(3,\); give seeds x clients"),
-        ({"local": np.ones((0, 3))}, r"have the shape \(0, 3\)"),
-        ({"local": np.array([[0.5, np.nan]])}, "scores of local hold NaN or infinity; leave out the seeds"),
-    ],
-)
-def test_scores_that_cannot_be_compared_are_refused(scores, message) -> None:
-    for function in (describe_methods, compare_with_control):
-        with pytest.raises(DataError, match=message):
-            function(scores, seed=1, **({"control": "local"} if function is compare_with_control else {}))
-
-
-def test_what_does_not_fit_is_named() -> None:
-    with pytest.raises(ConfigError, match="unknown method 'locl'; did you mean 'local'"):
-        compare_with_control({"local": LOCAL}, control="locl", seed=1)
-    with pytest.raises(ConfigError, match="unknown method 'atlas'"):
-        describe_methods({"local": LOCAL}, baseline="atlas", seed=1)
-    with pytest.raises(DataError, match="3 tasks for 4 clients"):
-        describe_method(LOCAL, tasks=["a", "b", "c"], rng=rng())
-    with pytest.raises(DataError, match=r"shapes \(2,\) and \(3,\)"):
-        compare_pair(np.ones(2), np.ones(3), rng=rng())

@@ -1,81 +1,64 @@
-"""What the figure of a sweep shows, on invented summaries."""
+"""What the figure of a sweep shows, on invented scores."""
 
 from itertools import product
-from pathlib import Path
 
 import pytest
 
 from atlas_fl.report.drawing import draw
-from atlas_fl.report.sweep import SweepScores, read_sweep_scores, sweep_chart
-from atlas_fl.storage.jsonl import write_json
+from atlas_fl.report.html.charts import Chart
+from atlas_fl.report.sweep import sweep_chart
 from tests.report.svg import overlaps, text_of
 
-SCORES = {42: 0.50, 123: 0.60, 456: 0.70}
+SCORES = (0.50, 0.60, 0.70)
 """By seed; mean 0.6 and standard deviation 0.1 by hand."""
 
 
-def swept(folder: Path, over: dict[str, list[str]], *, seeds: int = 3, metric: str = "accuracy") -> SweepScores:
+def swept(over: dict[str, list[str]], *, seeds: int = 3, note: str = "") -> Chart:
     """A sweep in which the first value scores `SCORES`, and every next one of each setting 0.05 more."""
-    changes, runs = [], []
+    changes, scores = [], []
     for values in product(*over.values()):
         own = dict(zip(over, values, strict=True))
         shift = 0.05 * sum(over[name].index(value) for name, value in own.items())
-        for seed, score in list(SCORES.items())[:seeds]:
-            run = folder / f"{'-'.join(values)}-{seed}"
-            run.mkdir()
-            (run / "config.toml").write_text("")
-            write_json(run / "plan.json", {})
-            test = {"primary": score + shift, metric: score + shift}
-            write_json(run / "summary.json", {"overall": {"final": {"test": test}}})
+        for score in SCORES[:seeds]:
             changes.append(own)
-            runs.append(run)
-    return read_sweep_scores(changes, runs)
+            scores.append(score + shift)
+    return sweep_chart(changes, scores, note=note)
 
 
-def drawn(scores: SweepScores, *, note: str = "") -> str:
-    chart = sweep_chart(scores, note=note)
-    assert chart is not None
-    return draw([chart])
+def lines_of(chart: Chart) -> list[str]:
+    return text_of(draw([chart])).split("\n")
 
 
-def test_mean_and_spread_over_seeds_by_hand(tmp_path: Path) -> None:
-    found = swept(tmp_path, {"nc": ["iid", "1"]})
-    assert found.values == ("1", "iid") and found.is_numeric and found.metric == "accuracy" and found.seeds == 3
-    cell = found.lines[""]["iid"]
-    assert cell.mean == pytest.approx(0.6) and cell.std == pytest.approx(0.1)
-    chart = sweep_chart(found)
-    assert chart is not None
+def test_mean_and_spread_over_seeds_by_hand() -> None:
+    chart = swept({"nc": ["iid", "1"]})
+    assert [row["value"] for row in chart.rows] == ["1"] * 3 + ["iid"] * 3
     assert [row["mean"] for row in chart.rows] == pytest.approx([0.65] * 3 + [0.6] * 3)
     assert [(row["high"] - row["low"]) / 2 for row in chart.rows] == pytest.approx([0.1] * 6)
     assert [row["of_seed"] for row in chart.rows[3:]] == pytest.approx([0.5, 0.6, 0.7])
 
 
-def test_classes_lie_along_the_axis_and_local_steps_are_lines(tmp_path: Path) -> None:
-    lines = text_of(drawn(swept(tmp_path, {"nc": ["10", "1", "5", "iid"], "local_steps": ["4", "8", "16"]}))).split(
-        "\n"
-    )
+def test_classes_lie_along_the_axis_and_local_steps_are_lines() -> None:
+    lines = lines_of(swept({"nc": ["10", "1", "5", "iid"], "local_steps": ["4", "8", "16"]}))
     assert [line for line in lines if line in ("1", "5", "10", "iid")] == ["1", "5", "10", "iid"]
     assert [line for line in lines if "steps" in line] == [f"local steps (J) {j}" for j in (4, 8, 16)]
-    assert "Test accuracy over classes per client (N_c)" in lines
+    assert "Test score over classes per client (N_c)" in lines
 
 
-def test_numbers_lie_along_the_axis_whichever_came_first(tmp_path: Path) -> None:
-    found = swept(tmp_path, {"mask": ["random", "least_sensitive"], "sparsity": ["0.9", "0.5"]}, seeds=1)
-    assert found.along == "sparsity" and found.values == ("0.5", "0.9")
-    assert list(found.lines) == ["mask random", "mask least_sensitive"]
-    assert "one seed" in text_of(drawn(found))
+def test_numbers_lie_along_the_axis_whichever_came_first() -> None:
+    chart = swept({"mask": ["random", "least_sensitive"], "sparsity": ["0.9", "0.5"]}, seeds=1)
+    assert [(row["line"], row["value"]) for row in chart.rows] == [
+        ("mask random", "0.5"),
+        ("mask least_sensitive", "0.5"),
+        ("mask random", "0.9"),
+        ("mask least_sensitive", "0.9"),
+    ]
+    assert chart.title == "Test score over sparsity" and "one seed" in chart.note
 
 
-def test_strategies_stand_in_the_order_that_comes_out(tmp_path: Path) -> None:
-    found = swept(tmp_path, {"mask": ["random", "least_sensitive", "most_sensitive"]})
-    assert found.values == ("most_sensitive", "least_sensitive", "random")
-    lines = text_of(drawn(found)).split("\n")
+def test_strategies_stand_in_the_order_that_comes_out() -> None:
     best = ["most sensitive", "least sensitive", "random"]
+    lines = lines_of(swept({"mask": ["random", "least_sensitive", "most_sensitive"]}))
     assert [line for line in lines if line in best] == best, "the best stands above"
-
-
-def test_other_metrics_than_accuracy_are_a_score(tmp_path: Path) -> None:
-    assert "Test score over eta" in text_of(drawn(swept(tmp_path, {"eta": ["0", "0.1"]}, metric="mcc")))
 
 
 @pytest.mark.parametrize(
@@ -87,11 +70,5 @@ def test_other_metrics_than_accuracy_are_a_score(tmp_path: Path) -> None:
         {"eta": ["0", "0.01", "0.1", "0.5", "1"], "strategy": ["fedavg", "local", "atlas", "fedavg_cluster", "x"]},
     ],
 )
-def test_no_words_cover_each_other_or_leave_the_page(tmp_path: Path, over: dict[str, list[str]]) -> None:
-    assert overlaps(drawn(swept(tmp_path, over), note="32 gradient steps in every run")) == []
-
-
-def test_a_sweep_without_test_scores_has_no_chart(tmp_path: Path) -> None:
-    found = swept(tmp_path, {"eta": ["0"]}, seeds=1)
-    empty = SweepScores(**{**vars(found), "lines": {"": {"0": type(found.lines[""]["0"])(scores=())}}})
-    assert sweep_chart(empty) is None
+def test_no_words_cover_each_other_or_leave_the_page(over: dict[str, list[str]]) -> None:
+    assert overlaps(draw([swept(over, note="32 gradient steps in every run")])) == []

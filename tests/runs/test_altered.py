@@ -21,7 +21,6 @@ from atlas_fl.planning.plan import Plan
 from atlas_fl.report.drawing import draw
 from atlas_fl.report.figures import FIGURES, charts_of
 from atlas_fl.report.record import read_record
-from atlas_fl.report.score_table import comparison_rows
 from atlas_fl.report.tables import closing_table
 from atlas_fl.storage import checkpoint
 from atlas_fl.storage.jsonl import read_json
@@ -71,7 +70,6 @@ def read(folder: Path, number: int) -> Mapping[str, Callable[[], Any]]:
         "report": drawn,
         "resume": gone_on_with,
         "export": exported,
-        "compare": lambda: comparison_rows({"one": [folder]}),
     }
     if number % PLACED_EVERY == 0:
         readers["place"] = lambda: place_client(folder, task="movie", samples=8)

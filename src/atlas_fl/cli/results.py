@@ -1,9 +1,7 @@
 """`atlas report`, `results`, `audit`, `export`, `place`, `leakage`, `masks` and `vectors`: commands on runs."""
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -80,14 +78,14 @@ def page_of_results(words: Sequence[str]) -> int:
     options = parse(ResultsOptions, split(words), command="atlas results")
     if not options.folders:
         raise ConfigError("no folder is named; give the folder in which runs lie, such as runs")
-    check_target(options.to, example="results.md", is_own=_is_page_of_results)
 
     from atlas_fl.report.federation_results import federation_results
-    from atlas_fl.report.finished_runs import find_finished_runs, is_csv, to_csv
-    from atlas_fl.report.results_page import write_page
+    from atlas_fl.report.finished_runs import begins_with, find_finished_runs, to_csv
+    from atlas_fl.report.results_page import BEGINNING, write_page
     from atlas_fl.storage.folder_access import write_atomic
 
-    check_target(options.csv, example="results.csv", is_own=is_csv, flag="--csv")
+    check_target(options.to, example="results.md", is_own=lambda path: begins_with(path, text=BEGINNING))
+    check_target(options.csv, example="results.csv", is_own=begins_with, flag="--csv")
     if None not in (options.to, options.csv) and Path(str(options.to)).resolve() == Path(str(options.csv)).resolve():
         raise ConfigError(f"--to and --csv are both {options.to}; name a file for each")
     if options.statistics == "":
@@ -110,27 +108,18 @@ def page_of_results(words: Sequence[str]) -> int:
 
 def _write_statistics(folder: Path, results: "Sequence[FederationResults]") -> None:
     """Write the statistics of every federation in full, one file a format."""
-    from atlas_fl.report.comparison_tables import is_methods_csv, statistics_files
+    from atlas_fl.report.comparison_tables import statistics_files
+    from atlas_fl.report.finished_runs import begins_with
     from atlas_fl.storage.folder_access import write_atomic
 
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"--statistics is {folder}, which is no folder; name one, or a new one such as statistics")
     files = statistics_files({one.title: one.comparison for one in results if one.comparison is not None})
-    is_own = (folder / "methods.csv").is_file() and is_methods_csv(folder / "methods.csv")
-    if not is_own and (taken := [name for name in files if (folder / name).exists()]):
-        raise ConfigError(
-            f"--statistics is {folder}, and its {taken[0]} was not written by this command; name a new folder"
-        )
+    written = folder / next(iter(files))
+    is_free = not folder.exists() or (folder.is_dir() and not any((folder / name).exists() for name in files))
+    if not is_free and not (written.is_file() and begins_with(written, text="federation,method,")):
+        raise ConfigError(f"--statistics is {folder}, which holds what this command did not write; name a new folder")
     for name, text in files.items():
         write_atomic(folder / name, text.encode())
     show([f"wrote {', '.join(str(folder / name) for name in files)}"])
-
-
-def _is_page_of_results(path: Path) -> bool:
-    from atlas_fl.storage.folder_access import open_named_file
-
-    with open_named_file(path, max_bytes=sys.maxsize) as file:
-        return file.read(100).startswith(b"# Results\n\nWritten by `atlas results`")
 
 
 MISMATCH = 1
@@ -297,10 +286,8 @@ class MasksOptions:
     """Make one mask: what at least one of them lets move, or what all do."""
     to: str | None = None
     """The file that the merged mask is written to."""
-    figures: str | None = None
-    """Folder for the figures; that of the run by default, and --runs-dir for several masks."""
     runs_dir: str = "runs"
-    """Where run folders lie."""
+    """Where run folders lie, and the figures of several masks; those of one lie in its folder."""
 
 
 def masks(words: Sequence[str]) -> int:
@@ -319,21 +306,19 @@ def masks(words: Sequence[str]) -> int:
 
     files = _files(options)
     if options.clients is None:
-        names = labels_of(list(files))
-        masks_by_name: dict[str, Any] = {
-            name: read_mask(file) for name, file in zip(names, files.values(), strict=True)
-        }
+        labels = labels_of(list(files))
+        own: dict[str, Any] = {name: read_mask(file) for name, file in zip(labels, files.values(), strict=True)}
     else:
-        masks_by_name = _of_clients(options, list(files), clients=options.clients)
-    check_same_model(masks_by_name)
-    mask = None if options.to is None else merge_masks(masks_by_name, method=options.merge)
-    show([_table(masks_by_name, list(files))])
-    show(f"figure: {path}" for path in _draw(masks_by_name, folder=_figures(options, files)))
+        own = _of_clients(options, list(files), clients=options.clients)
+    check_same_model(own)
+    mask = None if options.to is None else merge_masks(own, method=options.merge)
+    show([_mask_table(own, list(files))])
+    show(f"figure: {path}" for path in _draw(own, folder=_figures(options, list(files))))
     if mask is not None and options.to is not None:
         write_tensors(Path(options.to), mask)
         share = percent(num_kept(mask) / num_values(mask))
         counts = f"{num_kept(mask):,} of {num_values(mask):,} weights may move ({share})"
-        show([f"{options.merge} of {len(masks_by_name)}: {counts}; train under it: --mask-file {options.to}"])
+        show([f"{options.merge} of {len(own)}: {counts}; train under it: --mask-file {options.to}"])
     return 0
 
 
@@ -373,53 +358,44 @@ def _of_clients(options: MasksOptions, named: Sequence[Path], *, clients: int) -
     return dict(masks_by_client(find_run(named[0], runs_dir=options.runs_dir), clients=clients))
 
 
-def _table(masks_by_name: Mapping[str, Mapping[str, Any]], named: Sequence[Path]) -> Any:
+def _mask_table(masks: Mapping[str, Mapping[str, Any]], named: Sequence[Path]) -> "Table":
     from atlas_fl.params import num_values
     from atlas_fl.report.table import Cell, Table, count, plain, share
     from atlas_fl.sparse.masks import num_kept, overlap
 
-    numbers = [str(index) for index in range(1, len(masks_by_name) + 1)] if len(masks_by_name) > 1 else []
-    shared = overlap(list(masks_by_name.values()))
+    numbers = [str(index) for index in range(1, len(masks) + 1)] if len(masks) > 1 else []
     rows: list[list[Cell]] = []
-    for index, (name, mask) in enumerate(masks_by_name.items()):
-        movable, total = num_kept(mask), num_values(mask)
-        agree = [plain(value) for value in shared[index]] if numbers else []
-        rows.append([str(index + 1), name, count(movable), share(movable / total), *agree])
+    for number, ((name, mask), shared) in enumerate(zip(masks.items(), overlap(list(masks.values()))), start=1):
+        movable = num_kept(mask)
+        agree = map(plain, shared) if numbers else ()
+        rows.append([str(number), name, count(movable), share(movable / num_values(mask)), *agree])
     lines = ["numbered columns: Jaccard index, both over either"] if numbers else []
-    if len(named) == len(masks_by_name):
-        lines += [f"{index}: {path}" for index, path in enumerate(named, start=1)]
-    else:
-        lines.append(str(named[0]))
+    lines += [f"{number}: {path}" for number, path in enumerate(named, start=1)]
     columns = ("", "mask", "may move", "share", *numbers)
     return Table(title="Masks", columns=columns, rows=rows, note="\n".join(lines))
 
 
-def _figures(options: MasksOptions, files: Mapping[Path, Path]) -> Path:
-    if options.figures is not None:
-        return Path(options.figures)
-    if len(files) > 1:
+def _figures(options: MasksOptions, named: Sequence[Path]) -> Path:
+    """The folder of the figures: that of the one run, beside the one file, or where the runs lie."""
+    if len(named) > 1:
         return Path(options.runs_dir)
-    (named,) = files
-    return named / "figures" if named.is_dir() else named.parent
+    return named[0] / "figures" if named[0].is_dir() else named[0].parent
 
 
-def _draw(masks_by_name: Mapping[str, Mapping[str, Any]], *, folder: Path) -> list[Path]:
+def _draw(masks: Mapping[str, Mapping[str, Any]], *, folder: Path) -> list[Path]:
     from atlas_fl.params import num_values
-    from atlas_fl.report.drawing import draw, save_beside, save_png
+    from atlas_fl.report.drawing import draw, save_beside
     from atlas_fl.report.mask_charts import density_chart, overlap_chart
     from atlas_fl.sparse.masks import density_by_layer, num_kept, overlap
-    from atlas_fl.storage.run_folder import RunFolder
 
-    is_of_run = RunFolder(folder.parent).is_run() and folder.name == "figures"
-    within = folder.parent if is_of_run else folder
-    save = partial(save_png if is_of_run else save_beside, within=within)
-    shares = [num_kept(mask) / num_values(mask) for mask in masks_by_name.values()]
+    within = folder.parent if folder.name == "figures" else folder
+    shares = [num_kept(mask) / num_values(mask) for mask in masks.values()]
     common = shares[0] if max(shares) - min(shares) < 1e-3 else None
-    density = density_chart({name: density_by_layer(mask) for name, mask in masks_by_name.items()}, share=common)
-    paths = [save(draw([density]), folder / "masks-density.png")]
-    if len(masks_by_name) > 1:
-        chart = overlap_chart(list(masks_by_name), overlap(list(masks_by_name.values())), densities=shares)
-        paths.append(save(draw([chart]), folder / "masks-overlap.png"))
+    density = density_chart({name: density_by_layer(mask) for name, mask in masks.items()}, share=common)
+    paths = [save_beside(draw([density]), folder / "masks-density.png", within=within)]
+    if len(masks) > 1:
+        chart = overlap_chart(list(masks), overlap(list(masks.values())), densities=shares)
+        paths.append(save_beside(draw([chart]), folder / "masks-overlap.png", within=within))
     return paths
 
 

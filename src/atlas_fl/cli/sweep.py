@@ -1,8 +1,9 @@
 """`atlas sweep`, `compare` and `search`: many runs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from atlas_fl.cli.arguments import ALIASES, Positional, SettingsOptions, Words, base_config, parse, split
@@ -26,13 +27,10 @@ from atlas_fl.storage.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from atlas_fl.experiment.tuning import TunedMethod
-    from atlas_fl.report.method_comparison import MethodComparison
+    from atlas_fl.report.finished_runs import FinishedRun
 
 STRATEGIES = ("local", "fedavg_cluster", "atlas")
-COMPARED = {flag: "--strategies" if name == "--strategy" else name for flag, name in ALIASES.items()} | {
-    "--methods": "--strategies",
-    "--algorithms": "--strategies",
-}
+COMPARED = {flag: "--strategies" if name == "--strategy" else name for flag, name in ALIASES.items()}
 """Flags of other programs, and their names in a comparison."""
 MOST_TRIALS = 20
 """Most settings of a method that are tried; with more, learning rates reach a thousand times the default."""
@@ -44,7 +42,7 @@ WORDS: dict[RunState, str] = {"finished": "is finished", "unfinished": "goes on"
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions(SettingsOptions):
     """Run every combination of the swept values with several seeds; finished runs are left alone, begun ones go on.
-    Ends in a table, its CSV and LaTeX files, and a figure."""
+    Ends in tables, their CSV and LaTeX files, and a figure."""
 
     over: tuple[str, ...] = ()
     """A setting and its values, `eta=0,0.01,0.1`; may be repeated. Parts of a list are joined by +: `share=A+B,B`."""
@@ -59,7 +57,7 @@ class SweepOptions(SettingsOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions(SettingsOptions):
-    """Run several strategies with several seeds; finished runs are left alone, begun ones go on. Ends in a table, its
+    """Run several strategies with several seeds; finished runs are left alone, begun ones go on. Ends in tables, their
     CSV and LaTeX files, a figure and a page."""
 
     names: Annotated[tuple[str, ...], Positional("STRATEGY ...")] = ()
@@ -68,7 +66,7 @@ class CompareOptions(SettingsOptions):
     """The same as a flag; `--ablation` is the same flag."""
     over: tuple[str, ...] = ()
     """A setting and its values beside the strategies, `dial=1,3`, `eta=0,0.5` or `preset=null,label-skew`; may be
-    repeated. Strategies are compared for each value, and ranked over all of them."""
+    repeated. Values of what methods set are rows of one table; other values are compared by themselves and ranked."""
     lambda_sweep: bool = False
     """The same as `--over eta=0,0.01,0.1,0.5,1`."""
     seeds: tuple[int, ...] = (3,)
@@ -104,7 +102,6 @@ def compare(words: Sequence[str]) -> int:
     _refuse(groups, "--strategy", "name all that are compared with --strategies")
     options = _parse_comparison(groups)
 
-    from atlas_fl.report.federation_results import VARIED
     from atlas_fl.report.html.write import write_report
 
     values = parse_over([*options.over, *([LAMBDA_SWEEP] if options.lambda_sweep else [])], presets=True)
@@ -118,19 +115,25 @@ def compare(words: Sequence[str]) -> int:
         for name in options.strategies:
             over = {"strategy": (name,), **values} | ({"preset": (preset,)} if "preset" in values else {})
             points += grid(with_values(base, chosen.get(name, {})), over=over, seeds=chosen_seeds(options.seeds))
+    _check_control(options.control, points)
     path = Path(options.settings.run.runs_dir) / comparison_name(points, preset="-".join(tuned))
     write_planned_runs(points, path)
     runs = _run(points, jobs=options.jobs)
     _write_tuning(runs, tuned)
-    _show_comparison(runs, path=path, note="")
-    _show_all_statistics(runs, options, tuned, path=path)
-    # A swept setting that tells methods apart makes several rows of each, and --control names none of them.
-    control = None if VARIED & set(values) else options.control
+    finished = _write_runs(runs, path=path, score=options.score)
+    control = _show_comparison(finished, options, values, path=path)
     page = write_report(
         [folder for _, folder in runs], to=path.with_suffix(".html"), control=control, score=options.score
     )
     show([f"as a page to look at: {page}"])
     return 0
+
+
+def _check_control(control: str | None, points: Sequence[Point]) -> None:
+    """Raise ConfigError for a control that has all examples in one place, and so no clients to compare."""
+    central = {point.changes["strategy"] for point in points if point.config.data.centralized}
+    if control in central:
+        raise ConfigError(f"--control is {control}, which has one client a task; allowed: a strategy of clients")
 
 
 def _parse_comparison(groups: Sequence[Words]) -> CompareOptions:
@@ -182,44 +185,10 @@ def _federations(
     return {preset: parse(CompareOptions, words, command="atlas compare").settings for preset, words in each.items()}
 
 
-def _show_all_statistics(
-    runs: Runs, options: CompareOptions, tuned: "Mapping[str, Sequence[TunedMethod]]", *, path: Path
-) -> None:
-    """Compare the methods, with `--over` for each swept value by itself, and then rank them over all values."""
-    from atlas_fl.report.federation_ranks import rank_comparisons, ranks_json, ranks_table
-    from atlas_fl.storage.folder_access import write_atomic
-
-    groups = _group_runs(
-        runs, by=lambda point: " ".join(f"{name}={value}" for name, value in _beside_strategy(point).items())
-    )
-    comparisons = {}
-    for beside, group in groups.items():
-        points = [point for point, _ in group]
-        preset = points[0].config.run.preset
-        own_path = path if len(groups) == 1 else path.with_name(comparison_name(points, preset=preset))
-        show([f"\n{beside}"] if beside else [])
-        comparisons[beside] = _show_statistics(group, options, tuned[preset], path=own_path)
-    if len(groups) > 1 and len(options.strategies) > 1:
-        ranks, control = rank_comparisons(list(comparisons.values())), next(iter(comparisons.values())).control
-        write_atomic(path.with_suffix(".json"), ranks_json(ranks, over=list(comparisons)).encode())
-        show([ranks_table(ranks, control=control), f"the ranks: {path.with_suffix('.json')}"])
-
-
-def _group_runs(runs: Runs, *, by: Callable[[Point], str]) -> dict[str, list[tuple[Point, Path]]]:
-    groups: dict[str, list[tuple[Point, Path]]] = {}
-    for point, folder in runs:
-        groups.setdefault(by(point), []).append((point, folder))
-    return groups
-
-
-def _folders_by(runs: Runs, *, by: Callable[[Point], str]) -> dict[str, list[Path]]:
-    return {label: [folder for _, folder in group] for label, group in _group_runs(runs, by=by).items()}
-
-
 def _tune(base: Config, options: CompareOptions) -> "tuple[TunedMethod, ...]":
     """Try settings of every strategy, and print what was tried."""
     from atlas_fl.data.registry import find_tasks
-    from atlas_fl.experiment.tuning import tune_methods, value_words
+    from atlas_fl.experiment.tuning import tune_methods
     from atlas_fl.setup.options import learning_rate_of
 
     images = any(task.images for task in find_tasks(base.data.tasks, base.data.task))
@@ -231,9 +200,7 @@ def _tune(base: Config, options: CompareOptions) -> "tuple[TunedMethod, ...]":
         run_points=lambda points: [folder for _, folder in _run(points, jobs=options.jobs)],
         score=options.score,
     )
-    for method in tuned:
-        values = " ".join(f"{name}={value_words(value)}" for name, value in method.best.settings.items())
-        show([f"{method.strategy}: {values} (validation {method.best.validation:.3f}, best of {len(method.trials)})"])
+    show(f"{method.strategy}: {method}" for method in tuned)
     return tuned
 
 
@@ -257,15 +224,33 @@ def _refuse(groups: Sequence[Words], flag: str, remedy: str) -> None:
 
 
 def run_grid(base: Config, *, over: Sequence[str], seeds: Sequence[int], same_rounds: bool = False) -> int:
-    """Run every point and print the comparison; 0."""
+    """Run every point and print the scores; 0."""
+    from atlas_fl.report.comparison_tables import latex, method_tables, methods_csv, task_table
+    from atlas_fl.report.finished_runs import RunScores
+    from atlas_fl.report.method_comparison import describe_runs
+    from atlas_fl.storage.folder_access import write_atomic
+
     values = parse_over(over)
-    scaled = None if same_rounds else same_steps(base, values)
-    show([] if scaled is None else [str(scaled)])
-    points = grid(base, over=values, seeds=seeds, scaled=scaled)
+    rounds = {} if same_rounds else same_steps(base, values)
+    note = ""
+    if rounds:
+        first = next(iter(rounds))
+        note = f"{int(first) * rounds[first]['rounds']} gradient steps in every run"
+        told = ", ".join(f"{scaled['rounds']} rounds of {steps}" for steps, scaled in rounds.items())
+        show([f"{note}: {told}; --same-rounds keeps those given"])
+    points = grid(base, over=values, seeds=seeds, rounds=rounds)
     path = Path(base.run.runs_dir) / comparison_name(points, preset=base.run.preset)
     write_planned_runs(points, path)
-    note = "" if scaled is None else f"{scaled.steps} gradient steps in every run"
-    _show_comparison(_run(points), path=path, note=note)
+    finished = _write_runs(_run(points), path=path, note=note)
+    groups: dict[str, list[RunScores]] = {}
+    for point, run in zip(points, finished, strict=True):
+        groups.setdefault(label_of(point), []).append(run.scores)
+    rows = describe_runs(groups)
+    tables = [*method_tables(rows), task_table(rows)]
+    files = {"methods.csv": methods_csv({base.run.preset: rows}), "statistics.tex": latex(tables)}
+    for name, text in files.items():
+        write_atomic(path.with_suffix(f".{name}"), text.encode())
+    show([*tables, f"the same in full: {path.with_suffix('')}.{{{','.join(files)}}}"])
     return 0
 
 
@@ -283,88 +268,57 @@ def _run(points: Sequence[Point], *, jobs: int = 1) -> Runs:
     return list(zip(points, folders, strict=True))
 
 
-def _show_statistics(
-    runs: Runs, options: CompareOptions, tuned: "Sequence[TunedMethod]", *, path: Path
-) -> "MethodComparison":
-    """Print the statistics of the methods, and write all of them beside the comparison."""
-    from atlas_fl.report.comparison_tables import (
-        comparison_json,
-        latex,
-        markdown,
-        methods_csv,
-        pairs_csv,
-        terminal_tables,
-    )
-    from atlas_fl.report.method_comparison import compare_methods
-    from atlas_fl.storage.folder_access import write_atomic
-
-    central = _in_one_place([point for point, _ in runs])
-    by_strategy = _folders_by(runs, by=lambda point: point.changes["strategy"])
-    groups = {name: folders for name, folders in by_strategy.items() if name not in central}
-    if central:
-        show([f"{', '.join(central)}: one client a task, and so not in the statistics by client"])
-    comparison = compare_methods(groups, control=options.control, score=options.score)
-    by_federation = {_federation_name(runs[0][0]): comparison}
-    files = {
-        ".methods.csv": methods_csv(by_federation),
-        ".pairs.csv": pairs_csv(by_federation),
-        ".json": comparison_json(comparison, tuned),
-        ".md": markdown(comparison, tuned),
-        ".methods.tex": latex(comparison),
-    }
-    for suffix, text in files.items():
-        write_atomic(path.with_suffix(suffix), text.encode())
-    show(terminal_tables(comparison))
-    show([f"all statistics, with differences by seed, in full: {path.with_suffix('')}{{{','.join(files)}}}"])
-    return comparison
-
-
-def _federation_name(point: Point) -> str:
-    """`contradiction, dial 2`, with what is swept beside."""
-    run = point.config.run
-    beside = [f"{name}={value}" for name, value in _beside_strategy(point).items() if name not in ("preset", "dial")]
-    return ", ".join([run.preset, *([] if run.dial is None else [f"dial {run.dial}"]), *beside])
-
-
-def _in_one_place(points: Sequence[Point]) -> list[str]:
-    """The strategies without clients of their own; none where all are, which compare with each other."""
-    strategies = {point.changes["strategy"]: point.config.data.centralized for point in points}
-    return [] if all(strategies.values()) else [name for name, is_central in strategies.items() if is_central]
-
-
-def _show_comparison(runs: Runs, *, path: Path, note: str) -> None:
+def _write_runs(
+    runs: Runs, *, path: Path, score: Literal["final", "best"] = "final", note: str = ""
+) -> "list[FinishedRun]":
+    """Write the runs as rows, as `atlas results` reads them, and draw them; the runs with the scores asked for."""
     from atlas_fl.report.drawing import draw, save_pdf, save_png
-    from atlas_fl.report.score_table import comparison_rows, comparison_table, tasks_table, to_csv, to_latex
-    from atlas_fl.report.sweep import read_sweep_scores, sweep_chart
+    from atlas_fl.report.finished_runs import read_finished_run, to_csv
+    from atlas_fl.report.sweep import sweep_chart
     from atlas_fl.storage.folder_access import write_atomic
 
-    rows = comparison_rows(_folders_by(runs, by=label_of), local=local_runs(runs))
-    latex = path.with_suffix(".tex")
-    write_atomic(path, to_csv(rows).encode())
-    write_atomic(latex, to_latex(rows).encode())
-    scores = read_sweep_scores([point.changes for point, _ in runs], [folder for _, folder in runs])
-    chart = sweep_chart(scores, note=note)
-    drawn = draw([] if chart is None else [chart], empty="no run of this sweep has test scores")
+    write_atomic(path, to_csv([read_finished_run(folder) for _, folder in runs]).encode())
+    finished = [read_finished_run(folder, score=score) for _, folder in runs]
+    means = [fmean(run.scores.scores.values()) for run in finished]
+    drawn = draw([sweep_chart([point.changes for point, _ in runs], means, note=note)])
     save_pdf(drawn, path.with_suffix(".pdf"))
-    figure = save_png(drawn, path.with_suffix(".png"))
-    show([comparison_table(rows), tasks_table(rows)])
-    show([f"the same as CSV: {path}", f"as LaTeX: {latex}", f"and as a figure: {figure}"])
+    show([f"the runs: {path}", f"and as a figure: {save_png(drawn, path.with_suffix('.png'))}"])
+    return finished
 
 
-def local_runs(runs: Runs) -> dict[str, list[Path]]:
-    """The runs of strategy local that differ from a point in strategy and seed alone, by the label of the point."""
-    return {
-        label_of(point): [
-            folder
-            for other, folder in runs
-            if other.config.mixing.strategy == "local" and _beside_strategy(other) == _beside_strategy(point)
-        ]
-        for point, _ in runs
-    }
+def _show_comparison(
+    runs: "Sequence[FinishedRun]", options: CompareOptions, values: Mapping[str, Sequence[str]], *, path: Path
+) -> str | None:
+    """Compare the methods of every federation, and rank them over all; print and write it; the control that is named.
 
+    A swept setting that tells methods apart makes several rows of each, and `--control` names none of them.
+    """
+    from atlas_fl.report.comparison_tables import method_tables, pair_tables, statistics_files, task_table
+    from atlas_fl.report.federation_ranks import rank_if_several, ranks_table
+    from atlas_fl.report.federation_results import VARIED, federation_results
+    from atlas_fl.report.results_page import lines_in_one_place, write_page
+    from atlas_fl.storage.folder_access import write_atomic
 
-def _beside_strategy(point: Point) -> dict[str, str]:
-    return {name: value for name, value in point.changes.items() if name != "strategy"}
+    named = None if VARIED & set(values) else options.control
+    results = federation_results(runs, control=named)
+    compared = {result.title: result.comparison for result in results if result.comparison is not None}
+    for result in results:
+        show([f"\n{result.title}"])
+        if result.comparison is not None:
+            rows = result.comparison.rows
+            show([*method_tables(rows), task_table(rows), *pair_tables(result.comparison)])
+        show(lines_in_one_place(result))
+    if not compared:
+        return named
+    control = next(iter(compared.values())).control
+    ranks = rank_if_several(list(compared.values()))
+    show([] if ranks is None else [ranks_table(ranks, control=control)])
+    files = statistics_files(compared)
+    files["md"] = write_page(results, num_runs=len(runs), control=control, score=options.score)
+    for name, text in files.items():
+        write_atomic(path.with_suffix(f".{name}"), text.encode())
+    show([f"all statistics in full: {path.with_suffix('')}.{{{','.join(files)}}}"])
+    return named
 
 
 def label_of(point: Point) -> str:
@@ -377,7 +331,7 @@ def label_of(point: Point) -> str:
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions(SettingsOptions):
     """Search for the settings with the best validation score by tree-structured Parzen estimators; each trial is a run.
-    The same command goes on where it was stopped. Ends in a table, a CSV file and best.toml."""
+    The same command goes on where it was stopped. Ends in a table, its CSV file, and one of the best settings."""
 
     over: tuple[str, ...] = ()
     """A setting and its range, `lr=1e-4..1e-2:log` or `local-steps=4..16`, or its values, `weight-decay=0,1e-4`; may be
@@ -396,8 +350,7 @@ def search(words: Sequence[str]) -> int:
         raise ConfigError("--over is missing; allowed: a setting and its range; write --over lr=1e-4..1e-2:log")
     validate(options.settings)
 
-    from atlas_fl.experiment.search import BEST, TABLE, parse_space
-    from atlas_fl.experiment.search import run_search as run_search
+    from atlas_fl.experiment.search import parse_space, run_search
     from atlas_fl.report.sweep import search_csv, search_table
     from atlas_fl.storage.folder_access import write_atomic
 
@@ -407,7 +360,7 @@ def search(words: Sequence[str]) -> int:
             trial = f"trial {number} ({number + 1} of {options.trials}): {label_of(point)}"
             on_event(PhaseStarted(f"{trial} {WORDS[state]}"))
 
-        study = run_search(
+        found = run_search(
             options.settings,
             space=parse_space(options.over),
             trials=options.trials,
@@ -415,7 +368,8 @@ def search(words: Sequence[str]) -> int:
             on_trial=announce,
             on_event=on_event,
         )
-    write_atomic(study.folder / TABLE, search_csv(study.trials).encode())
-    show([search_table(study), f"the same as CSV: {study.folder / 'trials.csv'}"])
-    show([f"the best settings: atlas run --config {study.folder / BEST}"])
+    table = found.settings.with_suffix(".csv")
+    write_atomic(table, search_csv(found.trials).encode())
+    show([search_table(found), f"the same as CSV: {table}"])
+    show([f"the best settings: atlas run --config {found.settings}"])
     return 0

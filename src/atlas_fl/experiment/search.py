@@ -1,13 +1,11 @@
-"""Hyperparameter search: search spaces, trials, and the Optuna study that stores them.
+"""Hyperparameter search: search spaces and trials, which Optuna proposes.
 
-Trials are ordinary runs. The study is a file that holds finished trials alone, each written in one step: a search that
-is killed proposes the same trial again and resumes its run. A proposal is a function of the seed, the number of the
-trial and the trials before it. Sampler: tree-structured Parzen estimators, Bergstra, Bardenet, Bengio, Kegl,
-"Algorithms for Hyper-Parameter Optimization" (NeurIPS 2011). Median pruning: Golovin et al., "Google Vizier" (KDD
-2017).
+Trials are ordinary runs, and nothing else is kept: a proposal is a function of the seed, the number of the trial and
+the trials before it, so the same search proposes the same trials again, passes by finished runs and resumes the one
+that was interrupted. Sampler: tree-structured Parzen estimators, Bergstra, Bardenet, Bengio, Kegl, "Algorithms for
+Hyper-Parameter Optimization" (NeurIPS 2011). Median pruning: Golovin et al., "Google Vizier" (KDD 2017).
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,20 +16,18 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from atlas_fl.config import Config, identity_settings, pin_mask_file, run_folder, to_toml, validate, with_values
-from atlas_fl.config.files import load_values
 from atlas_fl.config.settings import Setting, find_setting, parse_setting
 from atlas_fl.config.values import Mark, parse_integer, unwrap_optional
-from atlas_fl.errors import CheckpointError, ConfigError
+from atlas_fl.errors import ConfigError
 from atlas_fl.events import Event, OnEvent, RoundFinished, ignore
 from atlas_fl.experiment.early_stopping import best_rounds
 from atlas_fl.experiment.parallel_runs import run_all
 from atlas_fl.experiment.summary import histories, mean_series
-from atlas_fl.experiment.sweep import Point, RunState, grid, parse_over
+from atlas_fl.experiment.sweep import OnRun, Point, RunState, grid, parse_over
 from atlas_fl.rng import derive_seed
 from atlas_fl.storage.extras import install_command
-from atlas_fl.storage.files import is_left_of_beginning, run_lock
-from atlas_fl.storage.folder_access import list_folder, open_to_append, remove_drafts, write_atomic
-from atlas_fl.storage.jsonl import from_json, read_rows, to_json
+from atlas_fl.storage.folder_access import write_atomic
+from atlas_fl.storage.jsonl import read_rows, to_json
 from atlas_fl.storage.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -108,68 +104,6 @@ def _parse_number(setting: Setting, text: str, *, kind: type) -> Any:
 
 
 Pruner: TypeAlias = Literal["none", "median"]
-SETTINGS = "settings"
-
-
-def open_study(path: Path, *, settings: Mapping[str, Any]) -> Any:
-    """Open the study in this file, or create it.
-
-    Raises:
-        CheckpointError: the file is damaged, or its study is of other settings.
-    """
-    optuna = _optuna()
-    from sqlalchemy.exc import SQLAlchemyError
-
-    open_to_append(path).close()  # the database takes an empty file for a new one, and would follow a link
-    try:
-        study = optuna.create_study(
-            storage=f"sqlite:///{path.absolute()}", study_name="search", direction="maximize", load_if_exists=True
-        )
-        if SETTINGS not in study.user_attrs:
-            study.set_user_attr(SETTINGS, dict(settings))
-        recorded = study.user_attrs[SETTINGS]
-    except SQLAlchemyError as error:
-        reason = str(getattr(error, "orig", error)).splitlines()[0]
-        raise CheckpointError(
-            f"{path} cannot be read as a study ({reason}); restore it, or remove it: runs that are finished stay"
-        ) from None
-    for name in [name for name in {**settings, **recorded} if settings.get(name) != recorded.get(name)]:
-        raise CheckpointError(
-            f"the search in {path.parent} was begun with {name} = {recorded.get(name)!r}, not {settings.get(name)!r};"
-            " choose another --name or --runs-dir"
-        )
-    return study
-
-
-def next_trial(study: Any, space: "SearchSpace", *, seed: int, pruner: Pruner) -> Any:
-    """Propose the next trial, of a study in memory with all finished trials; nothing is written."""
-    optuna = _optuna()
-    finished = study.get_trials(deepcopy=False)
-    draft = optuna.create_study(
-        direction="maximize",
-        sampler=optuna.samplers.TPESampler(seed=derive_seed(seed, "search", len(finished)) % 2**32),
-        pruner=optuna.pruners.MedianPruner() if pruner == "median" else optuna.pruners.NopPruner(),
-    )
-    draft.add_trials(finished)
-    return draft.ask(dict(space))
-
-
-def record_trial(
-    study: Any, space: "SearchSpace", params: Mapping[str, Any], *, scores: Mapping[int, float], pruned: bool, run: str
-) -> None:
-    """Write a finished trial: its settings, its validation scores by round, and the name of its run."""
-    optuna = _optuna()
-    states = optuna.trial.TrialState
-    study.add_trial(
-        optuna.trial.create_trial(
-            state=states.PRUNED if pruned else states.COMPLETE,
-            params=dict(params),
-            distributions=dict(space),
-            value=None if pruned else max(scores.values()),
-            intermediate_values=dict(scores),
-            user_attrs={"run": run},
-        )
-    )
 
 
 def _optuna() -> Any:
@@ -181,24 +115,25 @@ def _optuna() -> Any:
     return optuna
 
 
-STUDY, BEST, TABLE = "study.sqlite3", "best.toml", "trials.csv"
-OnTrial = Callable[[int, Point, RunState], None]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Trial:
     """A finished trial."""
 
     number: int
     """Its number, from 0."""
-    changes: Mapping[str, str]
-    """The chosen values, as text."""
+    params: Mapping[str, Any]
+    """The chosen values, as Optuna has them."""
     run: str
     """The name of its run."""
     scores: Mapping[int, float]
     """The mean validation score of every evaluated round."""
     pruned: bool
     """True for one that was pruned before its last round."""
+
+    @property
+    def changes(self) -> dict[str, str]:
+        """The chosen values, as a command line spells them."""
+        return {name: format_value(value) for name, value in self.params.items()}
 
     @property
     def score(self) -> float:
@@ -215,8 +150,8 @@ class Trial:
 class SearchResult:
     """The outcome of a search."""
 
-    folder: Path
-    """The folder of its study and of `best.toml`."""
+    settings: Path
+    """The file of the best settings, beside the runs."""
     trials: tuple[Trial, ...]
 
     @property
@@ -235,86 +170,65 @@ def run_search(
     space: "SearchSpace",
     trials: int,
     pruner: Pruner = "none",
-    on_trial: OnTrial = lambda *_: None,
+    on_trial: OnRun = lambda *_: None,
     on_event: OnEvent = ignore,
 ) -> SearchResult:
-    """Run trials until the study has `trials` of them, and write the best settings as `best.toml`.
+    """Run so many trials, and write the best settings to a file beside the runs.
 
     The objective is the mean validation score over clients in a trial's best round. Finished runs are not repeated, and
     unfinished ones are resumed. `on_trial` is called with a trial's number, point and the state of its run beforehand.
 
     Raises:
-        AtlasError: a trial's settings cannot be run, or what lies in the folder is of another search.
+        AtlasError: a trial's settings cannot be run.
     """
     if trials < 1:
         raise ConfigError(f"--trials is {trials}; allowed: at least 1; give the number of trials")
-    if base.run.max_rounds is not None:
-        raise ConfigError(f"--max-rounds is {base.run.max_rounds}; here every run goes to its end; leave it out")
-    optuna = _optuna()
     check_space(base, space)
     base = pin_mask_file(base)
-    over = {name: optuna.distributions.distribution_to_json(choices) for name, choices in space.items()}
-    settings = from_json(to_json({**identity_settings(base), "over": over, "pruner": pruner}))
-    folder = search_folder(base, settings)
-    with run_lock(folder):
-        remove_drafts(folder, of=re.compile(re.escape(BEST)))
-        study = open_study(folder / STUDY, settings=settings)
-        for number in range(len(study.get_trials(deepcopy=False)), trials):
-            draft = next_trial(study, space, seed=base.run.seed, pruner=pruner)
-            point = _trial_point(base, draft.params)
-            run, pruned = _run_trial(point, draft, on_state=partial(on_trial, number, point), on_event=on_event)
-            record_trial(study, space, draft.params, scores=_validation_scores(run), pruned=pruned, run=run.name)
-        result = SearchResult(
-            folder=folder, trials=tuple(_read_trial(trial) for trial in study.get_trials(deepcopy=False))
-        )
-        best = _trial_point(base, result.best.changes).config
-        named_best = replace(best, run=replace(best.run, name=_best_name(folder)))
-        write_atomic(folder / BEST, to_toml(named_best).encode())
+    finished: list[Trial] = []
+    points: list[Point] = []
+    for number in range(trials):
+        draft = _next_trial(finished, space, seed=base.run.seed, pruner=pruner)
+        over = {name: (format_value(value),) for name, value in draft.params.items()}
+        points += grid(base, over=over, seeds=(base.run.seed,))
+        on_state = partial(on_trial, number, points[number])
+        run, pruned = _run_trial(points[number], draft, on_state=on_state, on_event=on_event)
+        scores = _validation_scores(run)
+        finished.append(Trial(number=number, params=draft.params, run=run.name, scores=scores, pruned=pruned))
+    result = SearchResult(settings=_settings_file(base, space, pruner), trials=tuple(finished))
+    best = points[result.best.number].config
+    named = replace(best, run=replace(best.run, name=f"{result.settings.stem}-best"))
+    write_atomic(result.settings, to_toml(named).encode())
     return result
 
 
-def search_folder(base: Config, settings: Mapping[str, Any]) -> Path:
-    """The folder of a search beside the runs, under its `--name` or one with a hash of its settings.
-
-    Raises:
-        ConfigError: a run lies there, or something else that is no search.
-    """
-    digest = sha256(to_json(settings).encode()).hexdigest()[:8]
-    path = Path(base.run.runs_dir) / (base.run.name or f"search-{base.run.preset}-{digest}")
-    if RunFolder(path).is_resumable() or (path.exists() and not path.is_dir()):
-        raise ConfigError(f"{path} is taken; choose another --name or --runs-dir for the search")
-    if base.run.name is not None and path.exists() and not (path / STUDY).is_file():
-        _check_leftovers(path)
-    return path
+def _settings_file(base: Config, space: "SearchSpace", pruner: Pruner) -> Path:
+    """The file of a search: its name has a digest of all that is searched, so that no two searches share one."""
+    searched = {**identity_settings(base), "over": {name: str(choices) for name, choices in space.items()}}
+    digest = sha256(to_json({**searched, "pruner": pruner}).encode()).hexdigest()[:8]
+    return Path(base.run.runs_dir) / f"{base.run.name or f'search-{base.run.preset}'}-{digest}.toml"
 
 
-def _check_leftovers(folder: Path) -> None:
-    """Check that a folder without a study is empty, or holds only the other files of a search.
-
-    Raises:
-        ConfigError: it holds something else, which would be written over.
-    """
-    best_file = folder / BEST
-    try:
-        leftovers = {BEST, TABLE} if load_values(best_file, within=folder)["name"] == _best_name(folder) else set()
-    except (ConfigError, KeyError):
-        leftovers = set()
-    names = [name for name in list_folder(folder) if not is_left_of_beginning(name)]
-    if others := [name for name in names if name not in leftovers]:
-        raise ConfigError(
-            f"{folder} exists, is no search and holds {others[0]}; choose another --name or --runs-dir for the search"
+def _next_trial(finished: Sequence[Trial], space: "SearchSpace", *, seed: int, pruner: Pruner) -> Any:
+    """Propose the next trial, of a study in memory with all finished trials."""
+    optuna = _optuna()
+    states = optuna.trial.TrialState
+    study = optuna.create_study(
+        direction="maximize",
+        sampler=optuna.samplers.TPESampler(seed=derive_seed(seed, "search", len(finished)) % 2**32),
+        pruner=optuna.pruners.MedianPruner() if pruner == "median" else optuna.pruners.NopPruner(),
+    )
+    for trial in finished:
+        study.add_trial(
+            optuna.trial.create_trial(
+                state=states.PRUNED if trial.pruned else states.COMPLETE,
+                params=dict(trial.params),
+                distributions=dict(space),
+                value=None if trial.pruned else trial.score,
+                intermediate_values=dict(trial.scores),
+            )
         )
-
-
-def _best_name(folder: Path) -> str:
-    """The name that `best.toml` gives to a run."""
-    return f"{folder.name}-best"
-
-
-def _trial_point(base: Config, params: Mapping[str, Any]) -> Point:
-    over = {name: (format_value(value),) for name, value in params.items()}
-    (point,) = grid(base, over=over, seeds=(base.run.seed,))
-    return point
+    return study.ask(dict(space))
 
 
 def _run_trial(
@@ -345,13 +259,3 @@ def _report_scores(draft: Any, scores: Mapping[int, float]) -> None:
 
 def _validation_scores(run: Path) -> dict[int, float]:
     return mean_series(list(histories(read_rows(RunFolder(run).metrics)).values()), "validation")
-
-
-def _read_trial(trial: Any) -> Trial:
-    return Trial(
-        number=trial.number,
-        changes={name: format_value(value) for name, value in trial.params.items()},
-        run=trial.user_attrs["run"],
-        scores=trial.intermediate_values,
-        pruned=trial.state.name == "PRUNED",
-    )

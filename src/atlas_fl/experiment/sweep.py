@@ -9,6 +9,7 @@ from hashlib import sha256
 from itertools import product
 from math import lcm
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 from atlas_fl.config import (
@@ -57,54 +58,34 @@ class Point:
 OnRun: TypeAlias = Callable[[int, Point, RunState], None]
 
 
-@dataclass(frozen=True, kw_only=True)
-class SameSteps:
-    """Rounds by local steps, so that every run of a sweep takes as many gradient steps: rounds x J is one number."""
+def same_steps(base: Config, over: Mapping[str, Sequence[str]]) -> dict[str, dict[str, int]]:
+    """Rounds, and rounds between two evaluations, by swept number of local steps: rounds x J is one number.
 
-    steps: int
-    """Rounds x J of every run."""
-    base_steps: int
-    """Rounds x J of the settings without the sweep."""
-    settings: Mapping[str, Mapping[str, int]]
-    """Rounds and rounds between two evaluations, by swept value."""
-
-    def __str__(self) -> str:
-        """One line for the screen."""
-        rounds = ", ".join(f"{values['rounds']} rounds of {steps}" for steps, values in self.settings.items())
-        changed = "" if self.steps == self.base_steps else f" (the settings alone: {self.base_steps})"
-        return f"every run takes {self.steps} gradient steps{changed}: {rounds}; --same-rounds keeps those given"
-
-
-def same_steps(base: Config, over: Mapping[str, Sequence[str]]) -> SameSteps | None:
-    """The scaled rounds of a sweep over local steps; None where they are not swept, or the rounds are swept too.
-
-    The steps are those of the base, rounded to the nearest number that every swept value divides, halves up.
+    It is that of the base, rounded to the nearest number that every swept value divides, halves up. Empty where local
+    steps are not swept, or the rounds are swept too.
 
     Raises:
         ConfigError: a value is no number of steps, or that number is far from the base's.
     """
     if STEPS not in over or "rounds" in over:
-        return None
+        return {}
     values = {text: with_values(base, {STEPS: text}).images.local_steps or 0 for text in over[STEPS]}
     if wrong := [text for text, steps in values.items() if steps < 1]:
         raise ConfigError(f"--over sweeps {STEPS} to {wrong[0]}; allowed: at least 1; give numbers of steps")
-    first = next(iter(values.values()))
-    rounds, unit = base.training.rounds, lcm(*values.values())
-    base_steps = rounds * (base.images.local_steps or first)
+    training, unit = base.training, lcm(*values.values())
+    base_steps = training.rounds * (base.images.local_steps or next(iter(values.values())))
     steps = max(1, (2 * base_steps + unit) // (2 * unit)) * unit
     if steps > MAX_STRETCH * base_steps:
         raise ConfigError(
             f"--over sweeps {STEPS} to {', '.join(values)}, which divide multiples of {unit} steps alone, and the"
-            f" settings have {rounds} rounds, {base_steps} steps; give --rounds {-(-rounds * unit // base_steps)} or"
-            " more, other values, or --same-rounds"
+            f" settings have {training.rounds} rounds, {base_steps} steps; give --rounds"
+            f" {-(-training.rounds * unit // base_steps)} or more, other values, or --same-rounds"
         )
-    settings = {text: _scale_rounds(base, steps // local_steps) for text, local_steps in values.items()}
-    return SameSteps(steps=steps, base_steps=base_steps, settings=settings)
-
-
-def _scale_rounds(base: Config, rounds: int) -> dict[str, int]:
-    training = base.training
-    return {"rounds": rounds, "eval_every": max(1, round(training.eval_every * rounds / training.rounds))}
+    rounds = {text: steps // local_steps for text, local_steps in values.items()}
+    return {
+        text: {"rounds": number, "eval_every": max(1, round(training.eval_every * number / training.rounds))}
+        for text, number in rounds.items()
+    }
 
 
 def seeds(count: int) -> tuple[int, ...]:
@@ -174,11 +155,15 @@ def with_eta(config: Config) -> Config:
 
 
 def grid(
-    base: Config, *, over: Mapping[str, Sequence[str]], seeds: Sequence[int], scaled: SameSteps | None = None
+    base: Config,
+    *,
+    over: Mapping[str, Sequence[str]],
+    seeds: Sequence[int],
+    rounds: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
 ) -> tuple[Point, ...]:
     """A point for every combination of values and every seed, seeds innermost; all of them are valid.
 
-    With `scaled` its rounds are those of the point's local steps.
+    `rounds` are those of some local steps (`same_steps`).
 
     Raises:
         AtlasError: a value is not allowed, or the base has a `max_rounds`, with which no run would be finished.
@@ -190,8 +175,7 @@ def grid(
     points = []
     for values in product(*over.values()):
         changes = dict(zip(over, values))
-        rounds = {} if scaled is None else scaled.settings[changes[STEPS]]
-        changed = with_values(base, {**changes, **rounds})
+        changed = with_values(base, {**changes, **rounds.get(changes.get(STEPS, ""), {})})
         for name in changes:
             check_swept_setting(changed, name)
         if "dial" in changes:

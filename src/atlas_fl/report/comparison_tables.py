@@ -1,4 +1,4 @@
-"""Tables of a comparison of methods (`atlas compare`, `atlas results`): terminal, Markdown, LaTeX, CSV, JSON.
+"""Tables of a comparison of methods (`atlas compare`, `sweep`, `results`): terminal, page, LaTeX, CSV, JSON.
 
 Which columns there are is said once (`METHOD_TABLES`, `PAIR_TABLES`), narrow enough for eighty columns, and all of
 these but CSV and JSON are made of it. The columns of CSV are the fields of the records themselves, and JSON has the
@@ -6,19 +6,16 @@ records as they are. A test holds that a field which none of them shows is notic
 """
 
 import json
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
-from pathlib import Path
-from typing import Any, Generic, TypeVar, get_type_hints
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Generic, TypeVar
 
-from atlas_fl.experiment.tuning import TunedMethod, value_words
 from atlas_fl.report.csv_text import format_csv
+from atlas_fl.report.federation_ranks import rank_if_several
 from atlas_fl.report.format import EMPTY
 from atlas_fl.report.method_comparison import MethodComparison, MethodRow
-from atlas_fl.report.statistics import ROPE, Interval, PairedComparison, least_sign_flip_p
+from atlas_fl.report.statistics import ROPE, Interval, PairedComparison
 from atlas_fl.report.table import Cell, Number, Table, count, duration, plain, size, text_of
-from atlas_fl.storage.folder_access import open_named_file
 
 SHOWN = 0.95
 """Posterior probability from which something is said to be shown."""
@@ -119,59 +116,61 @@ PAIR_TABLES: Mapping[str, tuple[Column[PairedComparison], ...]] = {
 """Columns of the tables of methods minus the control, by title."""
 
 
-def reading(comparison: MethodComparison) -> dict[str, str]:
-    """The note below each table, by its title."""
-    least = least_sign_flip_p(len(comparison.seeds))
-    return {
-        "Scores": (
-            f"test scores over {len(comparison.seeds)} seeds and {len(comparison.clients)} clients; std: over seeds of"
-            " the mean over clients; middle half: interquartile mean over seeds x tasks; its 95% by a bootstrap of"
-            " whole seeds, and stratified: of seeds inside each task"
-        ),
-        "Clients": (
-            "deviation: between the clients of a task; over guess: gain over guessing the commonest class; hurt: share"
-            f" of clients that score less than with local training, FedAvg, or the control, {comparison.control}"
-        ),
-        "Probabilities": (
-            "test loss: cross-entropy in nats where labels are classes; calibration error: how far the confidence in"
-            " predictions is from their accuracy (Guo et al. 2017)"
-        ),
-        "Costs": (
-            "below whole: bytes not sent of those of whole models; device memory: what training takes of the client"
-            " that needs most, as the plan predicts it; time: of a run, with what the results had taken that it reused"
-            " from earlier runs (reused); frozen states that are kept are not in it"
-        ),
-        "Against": (
-            f"paired by seed; shown: worse, equal within {ROPE:g} or better, where P is {SHOWN:g} or more;"
-            " P (run beats run): of runs of any two seeds; seeds needed: for a difference of that size, power .8"
-        ),
-        "Tests against": (
-            f"p by sign flips, at least {least:.3g} with {len(comparison.seeds)} seeds, Holm over the rows; least p:"
-            f" where so many seeds differ; P: Bayesian signed-rank, equal within {ROPE:g}"
-        ),
-    }
+NOTES = {
+    "Scores": (
+        "test scores; std: over seeds of the mean over clients; middle half: interquartile mean over seeds x tasks; its"
+        " 95% by a bootstrap of whole seeds, and stratified: of seeds inside each task"
+    ),
+    "Clients": (
+        "deviation: between the clients of a task; over guess: gain over guessing the commonest class; hurt: share of"
+        " clients that score less than with local training, FedAvg, or the control"
+    ),
+    "Probabilities": (
+        "test loss: cross-entropy in nats where labels are classes; calibration error: how far the confidence in"
+        " predictions is from their accuracy (Guo et al. 2017)"
+    ),
+    "Costs": (
+        "below whole: bytes not sent of those of whole models; device memory: what training takes of the client that"
+        " needs most, as the plan predicts it; time: of a run, with what the results had taken that it reused from"
+        " earlier runs (reused); frozen states that are kept are not in it"
+    ),
+    "Against": (
+        f"paired by seed; shown: worse, equal within {ROPE:g} or better, where P is {SHOWN:g} or more; P (run beats"
+        " run): of runs of any two seeds; seeds needed: for a difference of that size, power .8"
+    ),
+    "Tests against": (
+        "p by sign flips, Holm over the rows; least p: where so many seeds differ; P: Bayesian signed-rank, equal"
+        f" within {ROPE:g}"
+    ),
+}
+"""The note below each table, by its title."""
 
 
-def method_tables(comparison: MethodComparison) -> list[Table]:
+def method_tables(rows: Mapping[str, MethodRow]) -> list[Table]:
     """The tables with one row a method; without those of which nothing is known."""
-    notes = reading(comparison)
     tables = []
     for title, columns in METHOD_TABLES.items():
-        known = [any(text_of(column.cell(row)) != EMPTY for row in comparison.rows.values()) for column in columns]
+        known = [any(text_of(column.cell(row)) != EMPTY for row in rows.values()) for column in columns]
         kept = [column for column, is_known in zip(columns, known) if is_known or not column.left_out_if_empty]
         if any(known):
-            tables.append(_table(title, kept, comparison.rows, note=notes[title]))
+            tables.append(_table(title, kept, rows, note=NOTES[title]))
     return tables
 
 
 def pair_tables(comparison: MethodComparison) -> list[Table]:
     """The tables with one row a method against the control; none of one seed."""
-    notes = reading(comparison)
     return [
-        _table(f"{title} {comparison.control}", columns, comparison.pairs, note=notes[title])
+        _table(f"{title} {comparison.control}", columns, comparison.pairs, note=NOTES[title])
         for title, columns in PAIR_TABLES.items()
         if comparison.pairs
     ]
+
+
+def task_table(rows: Mapping[str, MethodRow]) -> Table:
+    """The mean score of every task."""
+    tasks = dict.fromkeys(task for row in rows.values() for task in row.tasks)
+    cells = [[name, *(plain(row.tasks.get(task)) for task in tasks)] for name, row in rows.items()]
+    return Table(title="By task", columns=("method", *tasks), rows=cells)
 
 
 def _table(title: str, columns: Sequence[Column[RowT]], rows: Mapping[str, RowT], *, note: str) -> Table:
@@ -179,134 +178,66 @@ def _table(title: str, columns: Sequence[Column[RowT]], rows: Mapping[str, RowT]
     return Table(title=title, columns=["method", *(column.heading for column in columns)], rows=cells, note=note)
 
 
-def _all_tables(comparison: MethodComparison) -> list[Table]:
-    """All tables, and for files alone one with a column as wide as there are seeds."""
-    by_seed = [
+def page_tables(comparison: MethodComparison) -> list[Table]:
+    """The tables of methods and pairs, and for files alone one with a column as wide as there are seeds."""
+    by_seed: list[list[Cell]] = [
         [name, " ".join(f"{value:+.3f}" for value in pair.differences)] for name, pair in comparison.pairs.items()
     ]
     title = f"Minus {comparison.control}, by seed"
     minus = Table(title=title, columns=("method", "differences"), rows=by_seed)
-    return [*method_tables(comparison), *pair_tables(comparison), *([minus] if by_seed else [])]
+    return [*method_tables(comparison.rows), *pair_tables(comparison), *([minus] if by_seed else [])]
 
 
-def terminal_tables(comparison: MethodComparison) -> list[Table]:
-    """The tables that fit eighty columns."""
-    return [*method_tables(comparison), *pair_tables(comparison)]
+def latex(tables: Iterable[Table]) -> str:
+    """These tables as LaTeX (booktabs), each below a comment with its title."""
+    return "\n".join(f"% {table.title}\n{table.latex()}" for table in tables)
 
 
-def markdown_tables(comparison: MethodComparison) -> Iterator[str]:
-    """The lines of all tables as Markdown, each below its title."""
-    for table in _all_tables(comparison):
-        yield from ("", f"*{table.title}*", "", *table.markdown())
-
-
-def markdown(comparison: MethodComparison, tuned: Sequence[TunedMethod] = ()) -> str:
-    """All tables as Markdown, how to read them, and what was tried of each method, the best first."""
-    seeds = ", ".join(map(str, comparison.seeds))
-    lines = [
-        f"Seeds {seeds}; {len(comparison.clients)} clients; control `{comparison.control}`.",
-        *markdown_tables(comparison),
-        "",
-        *(f"- {title}: {note}" for title, note in reading(comparison).items()),
-    ]
-    if tuned:
-        lines += ["", "| method | tried on development seeds: settings (validation) |", "|---|---|"]
-        lines += [f"| `{method.strategy}` | {_trials(method)} |" for method in tuned]
-    return "\n".join([*lines, ""])
-
-
-def _trials(method: TunedMethod) -> str:
-    ordered = sorted(method.trials, key=lambda trial: trial.validation, reverse=True)
-    words = [" ".join(f"{name} {value_words(value)}" for name, value in trial.settings.items()) for trial in ordered]
-    return "; ".join(f"{one} ({trial.validation:.3f})" for one, trial in zip(words, ordered, strict=True))
-
-
-def latex(comparison: MethodComparison) -> str:
-    """All tables as LaTeX (booktabs), each below a comment with its title."""
-    return "\n".join(f"% {table.title}\n{table.latex()}" for table in _all_tables(comparison))
-
-
-def methods_csv(comparisons: Mapping[str, MethodComparison]) -> str:
+def methods_csv(rows: Mapping[str, Mapping[str, MethodRow]]) -> str:
     """A row for each federation and method with every field of `MethodRow`, in full precision; unknown ones empty."""
-    rows = [
-        {"federation": federation, "method": name, **flat_values(row)}
-        for federation, comparison in comparisons.items()
-        for name, row in comparison.rows.items()
-    ]
-    return _csv(["federation", "method", *flat_names(MethodRow)], rows)
-
-
-def pairs_csv(comparisons: Mapping[str, MethodComparison]) -> str:
-    """A row for each federation and method with every field of `PairedComparison` of it minus the control."""
-    rows = [
-        {"federation": federation, "method": name, "control": comparison.control, **flat_values(pair)}
-        for federation, comparison in comparisons.items()
-        for name, pair in comparison.pairs.items()
-    ]
-    return _csv(["federation", "method", "control", *flat_names(PairedComparison)], rows)
-
-
-def _csv(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
-    return format_csv(names, [[row.get(name) for name in names] for row in rows])
-
-
-def comparison_json(comparison: MethodComparison, tuned: Sequence[TunedMethod] = ()) -> str:
-    """All of it as strict JSON, and what was tried of each method."""
-    tuning = {method.strategy: [asdict(trial) for trial in method.trials] for method in tuned}
-    return json.dumps({**asdict(comparison), "tuning": tuning}, indent=1, allow_nan=False) + "\n"
+    return _csv(
+        [
+            {"federation": federation, "method": name, **_flat(asdict(row))}
+            for federation, by_method in rows.items()
+            for name, row in by_method.items()
+        ]
+    )
 
 
 def statistics_files(comparisons: Mapping[str, MethodComparison]) -> dict[str, str]:
-    """The files, by name, that hold all statistics of several federations, by title."""
+    """The files, by name, that hold all statistics of several federations, by title, and the ranks over them."""
+    ranks = rank_if_several(list(comparisons.values()))
+    content = {
+        "federations": {federation: asdict(comparison) for federation, comparison in comparisons.items()},
+        "ranks": None if ranks is None else asdict(ranks),
+    }
+    pairs = [
+        {"federation": federation, "method": name, "control": comparison.control, **_flat(asdict(pair))}
+        for federation, comparison in comparisons.items()
+        for name, pair in comparison.pairs.items()
+    ]
     return {
-        "methods.csv": methods_csv(comparisons),
-        "pairs.csv": pairs_csv(comparisons),
-        "statistics.json": json.dumps(
-            {federation: asdict(comparison) for federation, comparison in comparisons.items()},
-            indent=1,
-            allow_nan=False,
-        )
-        + "\n",
+        "methods.csv": methods_csv({title: comparison.rows for title, comparison in comparisons.items()}),
+        "pairs.csv": _csv(pairs),
+        "statistics.json": json.dumps(content, indent=1, allow_nan=False) + "\n",
         "statistics.tex": "\n".join(
-            f"% {federation}\n{latex(comparison)}" for federation, comparison in comparisons.items()
+            f"% {federation}\n{latex([*page_tables(comparison), task_table(comparison.rows)])}"
+            for federation, comparison in comparisons.items()
         ),
     }
 
 
-def is_methods_csv(path: Path) -> bool:
-    """Return whether a file begins as `methods_csv` writes it."""
-    with open_named_file(path, max_bytes=sys.maxsize) as file:
-        return (
-            file.readline(1000).rstrip(b"\r\n") == ",".join(["federation", "method", *flat_names(MethodRow)]).encode()
-        )
+def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    return format_csv(names, [[row.get(name) for name in names] for row in rows])
 
 
-def flat_names(record: type[Any], prefix: str = "") -> list[str]:
-    """The columns of a record: its fields, those of records inside it in their place, an interval as two."""
-    names: list[str] = []
-    for name, kind in get_type_hints(record).items():
-        if is_dataclass(kind):
-            assert isinstance(kind, type)
-            names += flat_names(kind, _prefix(name))
-        else:
-            names += [f"{prefix}{name}_low", f"{prefix}{name}_high"] if kind == Interval | None else [prefix + name]
-    return names
-
-
-def flat_values(record: Any, prefix: str = "") -> dict[str, Any]:
-    """The values of a record by the names that `flat_names` gives them; several numbers are words of one cell."""
+def _flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a record by name, those of records inside it behind its own; several numbers are words in one."""
     values: dict[str, Any] = {}
-    kinds = get_type_hints(type(record))
-    for field in fields(record):
-        value, name = getattr(record, field.name), prefix + field.name
-        if is_dataclass(value):
-            values |= flat_values(value, _prefix(field.name))
-        elif kinds[field.name] == Interval | None:
-            values |= dict(zip((f"{name}_low", f"{name}_high"), value or (None, None), strict=True))
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            values |= _flat(value, "" if name == "statistics" else f"{name}_")
         else:
-            values[name] = " ".join(map(str, value)) if isinstance(value, tuple) else value
+            values[prefix + name] = " ".join(map(str, value)) if isinstance(value, tuple) else value
     return values
-
-
-def _prefix(name: str) -> str:
-    return "" if name == "statistics" else f"{name}_"  # a method's own numbers go by their names

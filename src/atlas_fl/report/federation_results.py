@@ -1,9 +1,9 @@
-"""Finished runs by federation and method: federations, rows of a method, sweeps.
+"""Finished runs by federation and method: federations and rows of a method.
 
 Runs belong to one federation where they agree in all settings but the method, what some method sets, the seed and what
 tuning varies. Inside it a row is a method with its settings: what the method owns (`PublishedMethod.settings`), and
 what it suggests where the run has that value, go without saying; runs of one method that differ in anything else are
-different rows, with these settings beside the name. Rows of a method that differ in one number are a sweep of it.
+different rows, with these settings beside the name.
 """
 
 from collections import Counter
@@ -17,11 +17,10 @@ from atlas_fl.config.presets import dial_of, preset_of, presets
 from atlas_fl.config.settings import value_of
 from atlas_fl.config.values import LIST_SEPARATOR, to_words
 from atlas_fl.errors import ConfigError
-from atlas_fl.experiment.tuning import KNOBS, TunedMethod, value_words
+from atlas_fl.experiment.tuning import KNOBS
 from atlas_fl.methods.registry import METHODS
 from atlas_fl.report.finished_runs import FinishedRun
-from atlas_fl.report.method_comparison import MethodComparison, compare_scores, default_control
-from atlas_fl.report.score_table import BASELINE
+from atlas_fl.report.method_comparison import BASELINE, MethodComparison, compare_scores, default_control
 
 OF_THE_METHOD = frozenset(name for method in METHODS.values() for name in (*method.settings, *method.suggested))
 """Settings that some method sets: in these the methods of one federation may differ."""
@@ -30,19 +29,6 @@ OF_THE_TUNING = frozenset({"lr", *(name for name, _ in KNOBS.values())}) - OF_TH
 VARIED = OF_THE_METHOD | OF_THE_TUNING
 """Settings that may tell the rows of one federation apart."""
 WHICH_RUN = frozenset({"strategy", "seed"})
-LEAST_SWEPT = 3
-"""Values of a setting from which there is a curve to see."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sweep:
-    """Rows of one method that differ in one number alone; a value that is no number has no place on an axis."""
-
-    method: str
-    """With the settings that its other rows have otherwise."""
-    setting: str
-    values: Mapping[str, float]
-    """By row, the value of the setting; ascending."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +44,8 @@ class FederationResults:
     """By method, those of its settings in which it differs from other methods, and which are not what it sets."""
     tuned: Mapping[str, str]
     """By method, what was tried of it on which seeds, and what was chosen; without those of no record."""
-    sweeps: tuple[Sweep, ...]
-    """Sweeps of at least `LEAST_SWEPT` values."""
     comparison: MethodComparison | None
-    """None where fewer than two methods, the control among them, have the same seeds."""
+    """None where the control lacks seeds that others have."""
     seeds: Mapping[str, tuple[int, ...]]
     """By method, those of its runs."""
     incomplete: Mapping[str, tuple[int, ...]]
@@ -136,14 +120,13 @@ def _compare_federation(runs: Sequence[FinishedRun], *, control: str | None) -> 
         control = default_control([*complete, *methods]) if methods else BASELINE
     if methods and control not in methods:
         raise ConfigError(f"--control is {control}, and {_title(config)} has {', '.join(methods)}; name one of these")
-    is_compared = len(complete) > 1 and control in complete
+    is_compared = control in complete
     return FederationResults(
         title=_title(config),
         words=_dial_words(config),
         changed=_changed_settings(by_client or runs),
         own_settings=_own_settings({name: methods[name] for name in _in_order(methods, control)}),
         tuned={name: words for name in _in_order(methods, control) if (words := _tuning_words(methods[name]))},
-        sweeps=_sweeps({name: methods[name] for name in complete}),
         comparison=compare_scores(_in_order(complete, control), control=control) if is_compared else None,
         seeds={name: tuple(sorted(methods[name])) for name in _in_order(methods, control)},
         incomplete=incomplete if is_compared else {},
@@ -173,31 +156,6 @@ def method_rows(runs: Sequence[FinishedRun]) -> dict[str, dict[int, FinishedRun]
                 )
             row[run.seed] = run
     return dict(sorted(rows.items()))
-
-
-def _sweeps(methods: Mapping[str, Mapping[int, FinishedRun]]) -> tuple[Sweep, ...]:
-    """Sweeps of each method."""
-    by_method: dict[str, dict[str, Config]] = {}
-    for label, by_seed in methods.items():
-        run = next(iter(by_seed.values()))
-        by_method.setdefault(run.method, {})[label] = run.config
-    found = []
-    for method, configs in by_method.items():
-        varied = [
-            name for name in sorted(VARIED) if len({repr(value_of(config, name)) for config in configs.values()}) > 1
-        ]
-        for setting in varied:
-            lines: dict[str, dict[str, float]] = {}
-            for label, config in configs.items():
-                others = {name: value_of(config, name) for name in varied if name != setting}
-                if type(value := value_of(config, setting)) in (int, float):
-                    lines.setdefault(f"{method} {setting_words(others)}".rstrip(), {})[label] = value
-            found += [
-                Sweep(method=name, setting=setting, values=dict(sorted(values.items(), key=lambda item: item[1])))
-                for name, values in lines.items()
-                if len(values) >= LEAST_SWEPT
-            ]
-    return tuple(found)
 
 
 def setting_words(values: Mapping[str, Any]) -> str:
@@ -261,24 +219,7 @@ def _tuning_words(runs: Mapping[int, FinishedRun]) -> str:
     first = next(record for record in records if record is not None)
     others = sum(record != first for record in records)
     partly = f"; {others} of {len(records)} runs have no such record" if others else ""
-    return trial_words(first) + partly
-
-
-def trial_words(tuned: TunedMethod) -> str:
-    """`8 settings tried on seeds 9001, 9002: lr 0.005..0.02; chosen lr 0.01 (validation 0.812)`."""
-    ranges = []
-    for name in tuned.trials[0].settings:
-        values = [trial.settings[name] for trial in tuned.trials]
-        numbers = [value for value in values if not isinstance(value, str)]
-        ends = [min(numbers), max(numbers)] if numbers else values
-        between = ".." if numbers else " or "
-        ranges.append(f"{name} {between.join(dict.fromkeys(map(value_words, ends)))}")
-    chosen = ", ".join(f"{name} {value_words(value)}" for name, value in tuned.best.settings.items())
-    return (
-        f"{len(tuned.trials)} setting{'s' * (len(tuned.trials) > 1)} tried on seeds"
-        f" {', '.join(map(str, tuned.seeds))}: {', '.join(ranges)}; chosen {chosen}"
-        f" (validation {tuned.best.validation:.3f})"
-    )
+    return f"{first}{partly}"
 
 
 def _scores_in_one_place(runs: Sequence[FinishedRun]) -> dict[str, tuple[float, ...]]:

@@ -11,9 +11,8 @@ import json
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from io import StringIO
-from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,26 +20,28 @@ from atlas_fl.config import Config, config_hash, differences, load_config
 from atlas_fl.config.methods import with_method_settings
 from atlas_fl.config.presets import find_preset
 from atlas_fl.config.settings import replace_settings, settings
-from atlas_fl.config.values import from_words, to_words
-from atlas_fl.errors import CheckpointError, ConfigError, DataError
-from atlas_fl.experiment.tuning import (
-    DEVELOPMENT_SEEDS,
-    TunedMethod,
-    has_settings,
-    parse_tuning,
-    read_tuning,
-    tuning_json,
-)
+from atlas_fl.config.values import LARGEST, from_words, to_words
+from atlas_fl.errors import AtlasError, CheckpointError, ConfigError, DataError
+from atlas_fl.experiment.tuning import DEVELOPMENT_SEEDS, TunedMethod, has_settings, parse_tuning, read_tuning
 from atlas_fl.report.csv_text import format_csv, unescape_cell
 from atlas_fl.storage.digests import check_files
 from atlas_fl.storage.folder_access import MOST_JSON_BYTES, files_below, open_named_file, read_named_file
-from atlas_fl.storage.json_shapes import LARGEST, SUMMARY, TUNING, check_shape
 from atlas_fl.storage.jsonl import from_json, read_json
 from atlas_fl.storage.run_folder import RunFolder, find_run
 
+NUMBERS = {
+    "gain_over_majority": "gain_over_majority",
+    "bytes": "num_bytes",
+    "bytes_below_whole": "bytes_below_whole",
+    "seconds": "seconds",
+    "seconds_reused": "reused_seconds",
+    "memory_bytes": "memory_bytes",
+    "loss": "loss",
+    "calibration_error": "calibration_error",
+}
+"""Fields of `RunScores` by their columns of the file."""
 COLUMNS = (
-    *("preset", "dial", "strategy", "seed", "mean", "gain_over_majority", "bytes", "bytes_below_whole", "seconds"),
-    *("seconds_reused", "memory_bytes", "loss", "calibration_error", "clients", "tasks", "scores", "flags", "tuning"),
+    *("preset", "dial", "strategy", "seed", "mean", *NUMBERS, "clients", "tasks", "scores", "flags", "tuning"),
     "config_hash",
 )
 """Columns of the file. `clients`, `tasks` and `scores` have one word a client; `tuning` is the JSON of what was tried,
@@ -99,50 +100,52 @@ def read_summary(run: Path | str) -> Mapping[str, Any]:
     """The content of `summary.json` of a complete run.
 
     Raises:
-        CheckpointError: the run is missing or not complete.
+        CheckpointError: the run is missing, not complete, or not what was written.
     """
     folder = find_run(run)
     if not folder.summary.exists():
         raise CheckpointError(f"run {folder.path} is not complete: it has no summary.json; atlas resume {folder.path}")
     check_files(folder, folder.summary)
     content: Mapping[str, Any] = read_json(folder.summary)
-    check_shape(content, SUMMARY, file=folder.summary)
     return content
 
 
-def read_scores(run: Path | str, *, score: Literal["final", "best"] = "final") -> RunScores:
-    """Scores of a run folder: of the models that clients end with, or of the best round by validation.
+def read_finished_run(run: Path | str, *, score: Literal["final", "best"] = "final") -> FinishedRun:
+    """The finished run of this folder: its scores are of the models that clients end with, or of the best round.
 
     Raises:
-        CheckpointError: the run is missing or not complete.
+        ConfigError: its settings are of another version, or not those that its record of tuning says were chosen.
+        CheckpointError: the run is missing or not complete, or its settings cannot be read.
         DataError: a client has no test score.
     """
+    folder = find_run(run)
     summary = read_summary(run)
+    config = load_config(folder.config, within=folder.path)
+    found = FinishedRun(config=config, scores=_scores_of_summary(summary, score, run), tuning=read_tuning(folder))
+    _check_tuning(found, str(folder.tuning))
+    return found
+
+
+def _scores_of_summary(summary: Mapping[str, Any], score: str, run: Path | str) -> RunScores:
     clients = summary["clients"]
-    if not clients:
-        raise DataError(f"run {run} has no client in its summary; restore summary.json from a copy, or run again")
     try:
         scores = {name: float(entry[score]["test"]["primary"]) for name, entry in clients.items()}
     except KeyError as error:
         raise DataError(f"run {run} has no test score of every client ({error}); run it again") from None
+    needed = [entry.get("predicted", {}).get("memory_bytes") for entry in clients.values()]
     return RunScores(
         seed=int(summary["run"]["seed"]),
         tasks={name: str(entry.get("task", "")) for name, entry in clients.items()},
         scores=scores,
         loss=_mean_of(clients, score, "loss"),
         calibration_error=_mean_of(clients, score, "ece"),
-        gain_over_majority=summary["overall"][score].get("test", {}).get("gain_over_majority"),
+        gain_over_majority=summary["overall"][score]["test"].get("gain_over_majority"),
         num_bytes=summary["bytes"]["up"] + summary["bytes"]["down"],
         bytes_below_whole=summary["bytes"].get("full_model", {}).get("reduction"),
-        seconds=summary.get("seconds", {}).get("total"),
-        reused_seconds=summary.get("seconds", {}).get("reused"),
-        memory_bytes=_most_memory(clients),
+        seconds=summary["seconds"].get("total"),
+        reused_seconds=summary["seconds"].get("reused"),
+        memory_bytes=None if None in needed else max(needed),
     )
-
-
-def _most_memory(clients: Mapping[str, Any]) -> float | None:
-    needed = [entry.get("predicted", {}).get("memory_bytes") for entry in clients.values()]
-    return None if None in needed else max(needed)
 
 
 def _mean_of(clients: Mapping[str, Any], score: str, metric: str) -> float | None:
@@ -161,42 +164,31 @@ def find_finished_runs(places: Sequence[Path | str]) -> tuple[FinishedRun, ...]:
         CheckpointError: the settings or the summary of one cannot be read.
         DataError: one has no test score of every client.
     """
-    if missing := [place for place in places if not str(place) or not Path(place).exists()]:
-        raise ConfigError(f"there is no folder or file {str(missing[0])!r}; name folders of runs or files of --csv")
-    files = [Path(place) for place in places if Path(place).is_file()]
-    named = [Path(place) for place in places if Path(place).is_dir()]
-    found = sorted({path.parent for place in named for path in files_below(place) if path.name == "summary.json"})
-    folders = [path for path in found if RunFolder(path).config.exists() or RunFolder(path).plan.exists()]
-    runs = {config_hash(run.config): run for file in files for run in read_csv(file)}
-    for folder in folders:
-        if load_config(RunFolder(folder).config, within=folder).run.seed not in DEVELOPMENT_SEEDS:
-            run = read_finished_run(folder)
-            runs[config_hash(run.config)] = run
+    runs: dict[str, FinishedRun] = {}
+    for place in places:
+        if not str(place) or not Path(place).exists():
+            raise ConfigError(f"there is no folder or file {str(place)!r}; name folders of runs or files of --csv")
+        found = read_csv(Path(place)) if Path(place).is_file() else _runs_below(Path(place))
+        runs |= {config_hash(run.config): run for run in found}
     if not runs:
         raise ConfigError(f"no finished run below {', '.join(map(str, places))}; run `atlas compare` first")
     return tuple(sorted(runs.values(), key=_order))
 
 
-def read_finished_run(run: Path | str, *, score: Literal["final", "best"] = "final") -> FinishedRun:
-    """The finished run of this folder, with the scores that are asked for.
-
-    Raises:
-        ConfigError: its settings are of another version, or not those that its record of tuning says were chosen.
-        CheckpointError: the run is missing or not complete, or its settings cannot be read.
-        DataError: a client has no test score.
-    """
-    folder = find_run(run)
-    config = load_config(folder.config, within=folder.path)
-    found = FinishedRun(config=config, scores=read_scores(folder.path, score=score), tuning=read_tuning(folder))
-    _check_tuning(found, str(folder.tuning))
-    return found
+def _runs_below(place: Path) -> list[FinishedRun]:
+    folders = [RunFolder(path.parent) for path in files_below(place) if path.name == "summary.json"]
+    runs = [folder for folder in folders if folder.config.exists() or folder.plan.exists()]
+    return [
+        read_finished_run(folder.path)
+        for folder in runs
+        if load_config(folder.config, within=folder.path).run.seed not in DEVELOPMENT_SEEDS
+    ]
 
 
 def _check_tuning(run: FinishedRun, where: str) -> None:
     """Raise ConfigError unless the run has the settings that its record of tuning says were chosen."""
     if run.tuning is not None and not has_settings(run.config, run.tuning.best):
-        chosen = " ".join(f"{name} {value:g}" for name, value in run.tuning.best.settings.items())
-        raise ConfigError(f"{where} says that tuning chose {chosen}, and the run has others; take that record away")
+        raise ConfigError(f"{where} says that tuning chose {run.tuning.best}, and the run has others; take it away")
 
 
 def _order(run: FinishedRun) -> tuple[str, int, str, int, str]:
@@ -210,23 +202,19 @@ def to_csv(runs: Iterable[FinishedRun]) -> str:
     rows: list[list[object]] = []
     for run in runs:
         scores = run.scores
+        words = (scores.scores, scores.tasks.values(), scores.scores.values())
         rows.append(
             [
                 *(run.config.run.preset, run.config.run.dial, run.method, run.seed),
                 sum(scores.scores.values()) / len(scores.scores),
-                *(scores.gain_over_majority, scores.num_bytes, scores.bytes_below_whole, scores.seconds),
-                *(scores.reused_seconds, scores.memory_bytes, scores.loss, scores.calibration_error),
-                *(_words(values) for values in (scores.scores, scores.tasks.values(), scores.scores.values())),
+                *(getattr(scores, name) for name in NUMBERS.values()),
+                *(" ".join(map(str, values)) for values in words),
                 shlex.join(changed_flags(run.config)),
-                None if run.tuning is None else json.dumps(tuning_json(run.tuning)),
+                None if run.tuning is None else json.dumps(asdict(run.tuning)),
                 config_hash(run.config),
             ]
         )
     return format_csv(COLUMNS, rows)
-
-
-def _words(values: Iterable[object]) -> str:
-    return " ".join(map(str, values))
 
 
 def changed_flags(config: Config) -> list[str]:
@@ -235,11 +223,10 @@ def changed_flags(config: Config) -> list[str]:
     return [word for name, (_, value) in changed.items() for word in (settings()[name].flag, *to_words(value))]
 
 
-def is_csv(path: Path) -> bool:
-    """Return whether a file begins as `to_csv` writes it."""
+def begins_with(path: Path, *, text: str = ",".join(COLUMNS)) -> bool:
+    """Return whether a file begins with this text, by default as `to_csv` writes it."""
     with open_named_file(path, max_bytes=sys.maxsize) as file:
-        header = file.readline(1000).rstrip(b"\r\n")
-    return header == ",".join(COLUMNS).encode()
+        return file.read(len(text)) == text.encode()
 
 
 def read_csv(path: Path) -> list[FinishedRun]:
@@ -249,7 +236,7 @@ def read_csv(path: Path) -> list[FinishedRun]:
         ConfigError: it is none, a row does not say what one says, or the flags of a row mean other settings than those
             that its run had: a preset has changed since.
     """
-    if not is_csv(path):
+    if not begins_with(path):
         raise ConfigError(f"{path} is no file of runs; give folders of runs, or a CSV file that `atlas results` wrote")
     try:
         text = read_named_file(path, max_bytes=MOST_JSON_BYTES).decode(errors="replace")
@@ -265,29 +252,17 @@ def _read_row(row: Mapping[str, Any], where: str) -> FinishedRun:
             raise ValueError("it has more or fewer cells than the header has names")
         row = {name: unescape_cell(cell) for name, cell in row.items()}
         config = _config_of(row)
-        scores = _scores_of(row, config.run.seed)
-        tuning = _tuning_of(row)
-    except (ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
+        tuning = parse_tuning(from_json(row["tuning"])) if row["tuning"] else None
+        run = FinishedRun(config=config, scores=_scores_of(row, config.run.seed), tuning=tuning)
+    except (ValueError, KeyError, TypeError, AttributeError, AtlasError) as error:
         raise ConfigError(f"{where} is no row of a run ({error}); restore the file, or take the line out") from None
     if config_hash(config) != row["config_hash"]:
         raise ConfigError(
             f"{where} is of a run {row['config_hash']:.16}, and its flags mean {config_hash(config)} today: a preset"
             " has changed since; take such lines out and run them again"
         )
-    run = FinishedRun(config=config, scores=scores, tuning=tuning)
     _check_tuning(run, where)
     return run
-
-
-def _tuning_of(row: Mapping[str, Any]) -> TunedMethod | None:
-    if not row["tuning"]:
-        return None
-    content = from_json(row["tuning"])
-    if fault := TUNING(content, "tuning"):
-        raise ValueError(fault)
-    if len({frozenset(trial["settings"]) for trial in content["trials"]}) > 1:
-        raise ValueError("the column tuning has trials of different settings")
-    return parse_tuning(content)
 
 
 def _config_of(row: Mapping[str, Any]) -> Config:
@@ -307,30 +282,17 @@ def _config_of(row: Mapping[str, Any]) -> Config:
 
 def _scores_of(row: Mapping[str, Any], seed: int) -> RunScores:
     clients, tasks, scores = (row[name].split(" ") for name in ("clients", "tasks", "scores"))
+    known: dict[str, Any] = {field: _number(row[name]) if row[name] else None for name, field in NUMBERS.items()}
     return RunScores(
         seed=seed,
         tasks=dict(zip(clients, tasks, strict=True)),
-        scores={name: float(score) for name, score in zip(clients, scores, strict=True)},
-        loss=_number(row["loss"]),
-        calibration_error=_number(row["calibration_error"]),
-        gain_over_majority=_number(row["gain_over_majority"], least=-1.0),
-        num_bytes=_whole_number(row["bytes"]),
-        bytes_below_whole=_number(row["bytes_below_whole"], least=-inf),
-        seconds=_number(row["seconds"]),
-        reused_seconds=_number(row["seconds_reused"]),
-        memory_bytes=_number(row["memory_bytes"]),
+        scores={name: _number(score) for name, score in zip(clients, scores, strict=True)},
+        **known | {"num_bytes": _number(row["bytes"])},
     )
 
 
-def _whole_number(text: str) -> int:
-    if not text.isdecimal() or len(text) > len(str(int(LARGEST))):
-        raise ValueError(f"{text:.40} is no number of bytes")
-    return int(text)
-
-
-def _number(text: str, *, least: float = 0.0) -> float | None:
-    value = float(text) if text else None
-    least = max(least, -LARGEST)
-    if value is not None and not least <= value <= LARGEST:
-        raise ValueError(f"{text} is no number of at least {least:g} and at most {LARGEST:g}")
+def _number(text: str) -> float:
+    value = int(text) if text.isdecimal() else float(text)
+    if not abs(value) <= LARGEST:
+        raise ValueError(f"{text:.40} is no number of at most {LARGEST:g}")
     return value

@@ -10,18 +10,21 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from jaxtyping import Float64
 
 from atlas_fl.errors import ConfigError, DataError
-from atlas_fl.report.finished_runs import RunScores, read_scores
-from atlas_fl.report.score_table import BASELINE
+from atlas_fl.report.finished_runs import RunScores, read_finished_run
 from atlas_fl.report.statistics import (
     MethodStatistics,
     PairedComparison,
     compare_with_control,
-    describe_methods,
+    describe_method,
     hurt_share,
+    task_means,
 )
+from atlas_fl.rng import generator
 
+BASELINE = "local"
 AVERAGE = "fedavg"
 """The method that "worse than the average" is measured against."""
 CONTROLS = ("fedavg_cluster", AVERAGE, BASELINE)
@@ -30,7 +33,7 @@ CONTROLS = ("fedavg_cluster", AVERAGE, BASELINE)
 
 @dataclass(frozen=True, kw_only=True)
 class MethodRow:
-    """Row of one method in a comparison."""
+    """Row of one method in a comparison, or of one value in a sweep: runs that differ in their seed."""
 
     statistics: MethodStatistics
     """Statistics of its test scores; `hurt` is against local training, None without it."""
@@ -57,6 +60,8 @@ class MethodRow:
     """Seconds of the results that a run reused from earlier ones; None if a run does not say."""
     memory_bytes: float | None
     """Memory that training takes of the fullest client's device, as predicted; None where a run does not say."""
+    tasks: Mapping[str, float]
+    """Mean score by task."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +84,6 @@ def compare_methods(
     *,
     control: str | None = None,
     score: Literal["final", "best"] = "final",
-    seed: int = 0,
 ) -> MethodComparison:
     """The comparison of these finished runs.
 
@@ -87,63 +91,90 @@ def compare_methods(
         groups: run folders by method, one for each seed.
         control: the method that the others are compared with; by default clustered FedAvg, FedAvg or local training.
         score: the model that clients end with, or the best round by validation.
-        seed: of the bootstrap and of what tests draw.
 
     Raises:
         ConfigError: no method is called `control`.
         CheckpointError: a run is missing or not complete.
         DataError: the runs of two methods differ in their seeds or clients, or a client has no test score.
     """
-    read = {name: [read_scores(run, score=score) for run in runs] for name, runs in groups.items()}
-    return compare_scores(read, control=control, seed=seed)
+    read = {name: [read_finished_run(run, score=score).scores for run in runs] for name, runs in groups.items()}
+    return compare_scores(read, control=control)
 
 
-def compare_scores(
-    groups: Mapping[str, Sequence[RunScores]], *, control: str | None = None, seed: int = 0
-) -> MethodComparison:
+def compare_scores(groups: Mapping[str, Sequence[RunScores]], *, control: str | None = None) -> MethodComparison:
     """The comparison of runs of which these scores are known, by method; errors as of `compare_methods`."""
-    runs = {name: {run.seed: run for run in members} for name, members in groups.items()}
-    control = _control(control, list(runs))
-    seeds, clients = _common(runs)
-    scores = {
-        name: np.asarray([[by_seed[seed].scores[client] for client in clients] for seed in seeds], np.float64)
-        for name, by_seed in runs.items()
-    }
-    first = next(iter(runs.values()))[seeds[0]]
-    tasks = [first.tasks[client] for client in clients]
-    local = BASELINE if BASELINE in scores else None
-    described = describe_methods(scores, seed=seed, baseline=local, tasks=tasks, whole_seeds=True)
+    if control is None:
+        control = default_control(list(groups))
+    if control not in groups:
+        raise ConfigError(f"--control is {control}; allowed: one of the compared, {', '.join(groups)}")
+    groups = {name: sorted(runs, key=lambda run: run.seed) for name, runs in groups.items()}
+    seeds, clients = _common(groups)
+    scores = {name: _matrix(runs, clients) for name, runs in groups.items()}
     return MethodComparison(
         control=control,
         seeds=seeds,
         clients=clients,
         scores={name: tuple(map(tuple, values.tolist())) for name, values in scores.items()},
         rows={
-            name: MethodRow(
-                statistics=described[name],
-                hurt_by_average=None
-                if name == AVERAGE or AVERAGE not in scores
-                else hurt_share(values, scores[AVERAGE]),
-                hurt_by_control=None if name == control else hurt_share(values, scores[control]),
-                loss=_mean([run.loss for run in by_seed.values()]),
-                calibration_error=_mean([run.calibration_error for run in by_seed.values()]),
-                gain_over_majority=_mean([run.gain_over_majority for run in by_seed.values()]),
-                variance_in_tasks=variance_in_tasks(values, tasks),
-                bytes_below_whole=_mean([run.bytes_below_whole for run in by_seed.values()]),
-                num_bytes=float(np.mean([run.num_bytes for run in by_seed.values()])),
-                seconds=_mean([run.seconds for run in by_seed.values()]),
-                reused_seconds=_mean([run.reused_seconds for run in by_seed.values()]),
-                memory_bytes=_mean([run.memory_bytes for run in by_seed.values()]),
+            name: _row(
+                name,
+                runs,
+                clients,
+                local=scores.get(BASELINE),
+                average=None if name == AVERAGE else scores.get(AVERAGE),
+                control=None if name == control else scores[control],
             )
-            for (name, by_seed), values in zip(runs.items(), scores.values(), strict=True)
+            for name, runs in groups.items()
         },
-        pairs=compare_with_control(scores, control=control, seed=seed) if len(seeds) > 1 and len(scores) > 1 else {},
+        pairs=compare_with_control(scores, control=control, seed=0) if len(seeds) > 1 else {},
+    )
+
+
+def describe_runs(groups: Mapping[str, Sequence[RunScores]]) -> dict[str, MethodRow]:
+    """A row for each group of runs that differ in their seed alone; groups may differ in their clients."""
+    return {name: _row(name, runs, list(runs[0].scores)) for name, runs in groups.items()}
+
+
+Matrix = Float64[np.ndarray, "seeds clients"]
+
+
+def _matrix(runs: Sequence[RunScores], clients: Sequence[str]) -> Matrix:
+    return np.asarray([[run.scores[client] for client in clients] for run in runs], np.float64)
+
+
+def _row(
+    name: str,
+    runs: Sequence[RunScores],
+    clients: Sequence[str],
+    *,
+    local: Matrix | None = None,
+    average: Matrix | None = None,
+    control: Matrix | None = None,
+) -> MethodRow:
+    """The row of these runs; clients may be hurt against local training, the average and the control."""
+    scores = _matrix(runs, clients)
+    tasks = [runs[0].tasks[client] for client in clients]
+    rng = generator(0, "statistics", "bootstrap", name)
+    return MethodRow(
+        statistics=describe_method(scores, tasks=tasks, rng=rng, baseline=local),
+        hurt_by_average=None if average is None else hurt_share(scores, average),
+        hurt_by_control=None if control is None else hurt_share(scores, control),
+        loss=_mean([run.loss for run in runs]),
+        calibration_error=_mean([run.calibration_error for run in runs]),
+        gain_over_majority=_mean([run.gain_over_majority for run in runs]),
+        variance_in_tasks=variance_in_tasks(scores, tasks),
+        bytes_below_whole=_mean([run.bytes_below_whole for run in runs]),
+        num_bytes=float(np.mean([run.num_bytes for run in runs])),
+        seconds=_mean([run.seconds for run in runs]),
+        reused_seconds=_mean([run.reused_seconds for run in runs]),
+        memory_bytes=_mean([run.memory_bytes for run in runs]),
+        tasks=dict(zip(dict.fromkeys(tasks), task_means(scores, tasks).mean(axis=0).tolist(), strict=True)),
     )
 
 
 def default_control(names: Sequence[str]) -> str:
-    """The first of `CONTROLS` that is among these methods, or else the first of them."""
-    return next((name for name in CONTROLS if name in names), names[0])
+    """The first of `CONTROLS` that is among these methods, with any settings, or else the first of them."""
+    return next((name for wanted in CONTROLS for name in names if name.split()[0] == wanted), names[0])
 
 
 def pareto_front(costs: Mapping[str, float], scores: Mapping[str, float]) -> list[str]:
@@ -165,30 +196,23 @@ def pareto_front(costs: Mapping[str, float], scores: Mapping[str, float]) -> lis
     return sorted(front, key=lambda name: costs[name])
 
 
-def _control(control: str | None, names: Sequence[str]) -> str:
-    if control is None:
-        return default_control(names)
-    if control not in names:
-        raise ConfigError(f"--control is {control}; allowed: one of the compared, {', '.join(names)}")
-    return control
-
-
-def _common(runs: Mapping[str, Mapping[int, RunScores]]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+def _common(groups: Mapping[str, Sequence[RunScores]]) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """The seeds and the clients that all methods have."""
-    names = list(runs)
-    for name in names[1:]:
-        if set(runs[name]) != set(runs[names[0]]):
+    first, *others = groups
+    seeds = {name: [run.seed for run in runs] for name, runs in groups.items()}
+    for name in others:
+        if seeds[name] != seeds[first]:
             raise DataError(
-                f"{name} has the seeds {sorted(runs[name])} and {names[0]} {sorted(runs[names[0]])}; pairs"
-                " need the same: run the missing ones"
+                f"{name} has the seeds {seeds[name]} and {first} {seeds[first]}; pairs need the same: run the missing"
             )
-    seeds = tuple(sorted(runs[names[0]]))
-    clients = tuple(runs[names[0]][seeds[0]].scores)
-    for name, by_seed in runs.items():
-        for seed, run in by_seed.items():
+    clients = tuple(groups[first][0].scores)
+    for name, runs in groups.items():
+        for run in runs:
             if set(run.scores) != set(clients):
-                raise DataError(f"the run of {name} with seed {seed} has other clients than the others; compare alike")
-    return seeds, clients
+                raise DataError(
+                    f"the run of {name} with seed {run.seed} has other clients than the others; compare alike"
+                )
+    return tuple(seeds[first]), clients
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -196,7 +220,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return float(np.mean(defined)) if defined and len(defined) == len(values) else None
 
 
-def variance_in_tasks(scores: np.ndarray, tasks: Sequence[str]) -> float | None:
+def variance_in_tasks(scores: Matrix, tasks: Sequence[str]) -> float | None:
     """The unbiased variance of the scores, (seeds, clients), of the clients of a task: mean over tasks and seeds."""
     groups = [[k for k, own in enumerate(tasks) if own == task] for task in dict.fromkeys(tasks)]
     variances = [scores[:, group].var(axis=1, ddof=1).mean() for group in groups if len(group) > 1]

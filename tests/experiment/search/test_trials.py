@@ -17,9 +17,9 @@ pytest.importorskip("optuna")
 from atlas_fl.cli.main import main
 from atlas_fl.config import Config, RunConfig, config_hash, load_config, run_folder, to_toml, validate
 from atlas_fl.config.presets import find_preset
-from atlas_fl.errors import CheckpointError, ConfigError
+from atlas_fl.errors import ConfigError
 from atlas_fl.events import OnEvent, RoundFinished
-from atlas_fl.experiment.search import BEST, STUDY, SearchResult, parse_space, run_search
+from atlas_fl.experiment.search import SearchResult, parse_space, run_search
 from atlas_fl.report import sweep as table
 from atlas_fl.storage.extras import install_command
 
@@ -95,7 +95,7 @@ def test_a_search_that_is_killed_anywhere_ends_as_one_that_is_not(
     given_up = [trial for trial in whole.trials if trial.pruned]
     assert bool(given_up) == (pruner == "median")
     assert all(max(trial.scores) < 3 for trial in given_up)
-    assert (parts.folder / BEST).read_text().replace('/b"', '"') == (whole.folder / BEST).read_text()
+    assert parts.settings.read_text().replace('/b"', '"') == whole.settings.read_text()
 
 
 def test_more_trials_go_on_and_the_first_ones_stay(base: Config, lived: list[float]) -> None:
@@ -103,17 +103,10 @@ def test_more_trials_go_on_and_the_first_ones_stay(base: Config, lived: list[flo
     more = run_search(base, space=SPACE, trials=12)
     assert outcome(more)[:4] == outcome(few)
     lived[0] = 0
-    assert outcome(run_search(base, space=SPACE, trials=12)) == outcome(more)
-
-
-def test_without_its_study_a_search_finds_its_finished_runs_again(base: Config, lived: list[float]) -> None:
-    first = run_search(base, space=SPACE, trials=6)
-    (first.folder / STUDY).unlink()
-    lived[0] = 0
     told: list[str] = []
-    again = run_search(base, space=SPACE, trials=6, on_trial=lambda _, __, state: told.append(state))
-    assert outcome(again) == outcome(first)
-    assert told == ["finished"] * 6
+    again = run_search(base, space=SPACE, trials=12, on_trial=lambda _, __, state: told.append(state))
+    assert outcome(again) == outcome(more)
+    assert told == ["finished"] * 12
 
 
 @pytest.mark.usefixtures("lived")
@@ -131,47 +124,30 @@ def test_the_best_is_best_on_validation_and_better_than_chance(base: Config) -> 
 @pytest.mark.usefixtures("lived")
 def test_the_best_settings_are_a_config_of_a_run_of_its_own(base: Config) -> None:
     found = run_search(base, space=SPACE, trials=5)
-    best = validate(load_config(found.folder / BEST))
+    best = validate(load_config(found.settings))
     trial = load_config(Path(base.run.runs_dir) / found.best.run / "config.toml")
     assert config_hash(best) == config_hash(trial)
     assert repr(best.training.lr) == found.best.changes["lr"]
-    assert run_folder(best).path == Path(base.run.runs_dir) / f"{found.folder.name}-best"
+    assert run_folder(best).path == Path(base.run.runs_dir) / f"{found.settings.stem}-best"
 
 
 @pytest.mark.usefixtures("lived")
 def test_another_seed_tries_other_settings(base: Config) -> None:
     other = replace(base, run=replace(base.run, seed=7))
     first, second = (run_search(config, space=SPACE, trials=2) for config in (base, other))
-    assert first.folder != second.folder
+    assert first.settings != second.settings
     assert first.trials[0].changes != second.trials[0].changes
 
 
 @pytest.mark.usefixtures("lived")
-def test_a_named_search_of_other_settings_is_refused(base: Config) -> None:
+def test_searches_of_one_name_and_other_settings_have_files_of_their_own(base: Config) -> None:
     named = replace(base, run=replace(base.run, name="mine"))
     found = run_search(named, space=SPACE, trials=2)
-    assert found.folder.name == "mine" and found.trials[0].run.startswith("mine-s42-")
-    with pytest.raises(CheckpointError, match=r"mine was begun with over = .*; choose another --name or --runs-dir"):
-        run_search(named, space=parse_space(["lr=1e-4..1:log"]), trials=2)
-    mine = found.folder.with_name("folder")
-    mine.mkdir()
-    (mine / "best.toml").write_text("years of work")
-    with pytest.raises(ConfigError, match=r"folder exists, is no search and holds best\.toml; choose another --name"):
-        run_search(replace(base, run=replace(base.run, name="folder")), space=SPACE, trials=2)
-    assert (mine / "best.toml").read_text() == "years of work"
-    (found.folder / "study.sqlite3").unlink()
-    assert run_search(named, space=SPACE, trials=2).trials == found.trials
-    taken = replace(base, run=replace(base.run, name=found.trials[0].run))
-    with pytest.raises(ConfigError, match="is taken; choose another --name"):
-        run_search(taken, space=SPACE, trials=2)
-
-
-@pytest.mark.usefixtures("lived")
-def test_a_damaged_study_is_one_line(base: Config) -> None:
-    found = run_search(base, space=SPACE, trials=1)
-    (found.folder / STUDY).write_bytes(b"no database " * 100)
-    with pytest.raises(CheckpointError, match=r"study.sqlite3 cannot be read as a study \(file is not a database\)"):
-        run_search(base, space=SPACE, trials=1)
+    assert re.fullmatch(r"mine-[0-9a-f]{8}\.toml", found.settings.name)
+    assert found.trials[0].run.startswith("mine-s42-")
+    other = run_search(named, space=parse_space(["lr=1e-4..1:log"]), trials=2)
+    pruned = run_search(named, space=SPACE, trials=2, pruner="median")
+    assert len({found.settings, other.settings, pruned.settings}) == 3
 
 
 @pytest.mark.usefixtures("lived")
@@ -210,14 +186,15 @@ def test_the_command_ends_in_a_table_a_csv_and_the_best_settings(
     printed = capsys.readouterr().out
     assert "trial 2 (3 of 3): lr=" in printed and "starts ..." in printed
     table = [row.split() for row in printed.splitlines() if row[:2] in (" 0", " 1", " 2")]
-    lines = list(csv.reader((tmp_path / "mine" / "trials.csv").read_text().splitlines()))
+    (file,) = tmp_path.glob("mine-????????.csv")
+    lines = list(csv.reader(file.read_text().splitlines()))
     assert lines[0] == ["trial", "lr", "schedule", "validation", "best_round", "rounds", "pruned", "run"]
     for shown, line in zip(table, lines[1:], strict=True):
         assert float(shown[1]) == pytest.approx(float(line[1]), rel=5e-3)
         assert shown[2] == line[2] and float(shown[3]) == pytest.approx(float(line[3]), abs=5e-5)
     best = max(lines[1:], key=lambda line: float(line[3]))
     assert f"best: trial {best[0]}, {best[-1]}" in " ".join(printed.split())
-    assert printed.splitlines()[-1] == f"the best settings: atlas run --config {tmp_path / 'mine' / BEST}"
+    assert printed.splitlines()[-1] == f"the best settings: atlas run --config {file.with_suffix('.toml')}"
     assert main([*words[:-1], str(tmp_path / "other"), "--over", "lr=1..0"]) == 2
     assert main(words[:3] + words[7:]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("atlas: --over is missing; allowed: a setting and its")

@@ -6,7 +6,7 @@ from statistics import fmean
 import pytest
 
 from atlas_fl.errors import ConfigError
-from atlas_fl.report.finished_runs import read_scores
+from atlas_fl.report.finished_runs import read_finished_run
 from atlas_fl.report.html.comparison_page import comparison_page
 from atlas_fl.report.html.elements import render
 from atlas_fl.report.method_comparison import compare_methods, pareto_front
@@ -29,7 +29,7 @@ def page_of(runs: list[Path], *, control: str | None = None) -> Element:
 def test_means_and_intervals_are_those_of_the_runs(runs: list[Path]) -> None:
     page, by_method = page_of(runs), {}
     for name in ("local", "fedavg", "fedper"):
-        scores = [read_scores(run).scores.values() for run in runs if f"-{name}-" in run.name]
+        scores = [read_finished_run(run).scores.scores.values() for run in runs if f"-{name}-" in run.name]
         by_method[name] = [fmean(values) for values in scores]
     table = {row["method"]: row for row in table_of(page, "Scores")}
     assert set(table) == set(by_method)
@@ -111,9 +111,9 @@ def test_only_unfinished_runs_are_refused_in_one_line(runs: list[Path]) -> None:
         comparison_page(runs)
 
 
-def test_seeds_of_one_method_give_a_page_without_comparison(runs: list[Path]) -> None:
+def test_one_method_is_described_and_compared_with_none(runs: list[Path]) -> None:
     page = page_of([run for run in runs if "-local-" in run.name])
-    assert sections_of(page) == ["federation-0", "runs"]
+    assert sections_of(page) == ["federation-0", "costs-0", "runs"]
     assert len(table_of(page, "Runs")) == 3
 
 

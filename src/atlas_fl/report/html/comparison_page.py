@@ -106,7 +106,7 @@ def _federation(result: FederationResults, place: int) -> list[Section]:
     if comparison is None:
         notes.append("No two of its methods, the control among them, have the same seeds: there is nothing to compare.")
         return [Section(name=f"federation-{place}", title=result.title, blocks=[Text(lines=notes)])]
-    *tables, costs_table = method_tables(replace(comparison, rows=_sorted(comparison.rows, by_mean(comparison))))
+    *tables, costs_table = method_tables(_sorted(comparison.rows, by_mean(comparison)))
     scores: list[Block] = [*([Text(lines=notes)] if notes else []), score_chart(comparison, place)]
     scores += tables
     sections = [Section(name=f"federation-{place}", title=f"{result.title}: what came out", blocks=scores)]
