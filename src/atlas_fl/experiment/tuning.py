@@ -18,8 +18,7 @@ from atlas_fl.config import Config, settings, value_of, with_values
 from atlas_fl.config.schema import NONE
 from atlas_fl.errors import CheckpointError
 from atlas_fl.experiment.sweep import Point, grid
-from atlas_fl.storage.json_shapes import TUNING, check_shape
-from atlas_fl.storage.jsonl import read_json, write_json
+from atlas_fl.storage.jsonl import read_json, read_sealed, write_sealed
 from atlas_fl.storage.run_folder import RunFolder
 
 DEVELOPMENT_SEEDS = (9001, 9002)
@@ -153,7 +152,7 @@ def write_tuning(folder: RunFolder, tuned: TunedMethod) -> None:
     """Write beside a run how its settings were chosen; a record of more trials that chose the same stays."""
     earlier = read_tuning(folder)
     if earlier is None or earlier.best.settings != tuned.best.settings or len(earlier.trials) <= len(tuned.trials):
-        write_json(folder.tuning, tuning_json(tuned), shape=TUNING)
+        write_sealed(folder.tuning, tuning_json(tuned))
 
 
 def tuning_json(tuned: TunedMethod) -> dict[str, Any]:
@@ -169,9 +168,7 @@ def read_tuning(folder: RunFolder) -> TunedMethod | None:
     """
     if not folder.tuning.is_file():
         return None
-    content = read_json(folder.tuning)
-    check_shape(content, TUNING, file=folder.tuning)
-    return parse_tuning(content)
+    return parse_tuning(read_sealed(folder.tuning))
 
 
 def parse_tuning(content: Mapping[str, Any]) -> TunedMethod:

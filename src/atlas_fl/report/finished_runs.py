@@ -22,7 +22,7 @@ from atlas_fl.config.methods import with_method_settings
 from atlas_fl.config.presets import find_preset
 from atlas_fl.config.settings import replace_settings, settings
 from atlas_fl.config.values import from_words, to_words
-from atlas_fl.errors import CheckpointError, ConfigError, DataError
+from atlas_fl.errors import CheckpointError, ConfigError, DataError, short_repr
 from atlas_fl.experiment.tuning import (
     DEVELOPMENT_SEEDS,
     TunedMethod,
@@ -30,14 +30,18 @@ from atlas_fl.experiment.tuning import (
     parse_tuning,
     read_tuning,
     tuning_json,
+    value_words,
 )
 from atlas_fl.report.csv_text import format_csv, unescape_cell
-from atlas_fl.storage.digests import check_files
+from atlas_fl.storage.digests import read_checked
 from atlas_fl.storage.folder_access import MOST_JSON_BYTES, files_below, open_named_file, read_named_file
-from atlas_fl.storage.json_shapes import LARGEST, SUMMARY, TUNING, check_shape
-from atlas_fl.storage.jsonl import from_json, read_json
+from atlas_fl.storage.jsonl import from_json
 from atlas_fl.storage.run_folder import RunFolder, find_run
 
+LARGEST = 1e18
+"""Largest number of bytes or seconds in a file of rows."""
+SUMMARY_ENTRIES = ("run", "overall", "tasks", "clients", "bytes")
+"""Entries of a summary that its readers use."""
 COLUMNS = (
     *("preset", "dial", "strategy", "seed", "mean", "gain_over_majority", "bytes", "bytes_below_whole", "seconds"),
     *("seconds_reused", "memory_bytes", "loss", "calibration_error", "clients", "tasks", "scores", "flags", "tuning"),
@@ -104,10 +108,7 @@ def read_summary(run: Path | str) -> Mapping[str, Any]:
     folder = find_run(run)
     if not folder.summary.exists():
         raise CheckpointError(f"run {folder.path} is not complete: it has no summary.json; atlas resume {folder.path}")
-    check_files(folder, folder.summary)
-    content: Mapping[str, Any] = read_json(folder.summary)
-    check_shape(content, SUMMARY, file=folder.summary)
-    return content
+    return read_checked(folder, folder.summary, *SUMMARY_ENTRIES)
 
 
 def read_scores(run: Path | str, *, score: Literal["final", "best"] = "final") -> RunScores:
@@ -195,7 +196,7 @@ def read_finished_run(run: Path | str, *, score: Literal["final", "best"] = "fin
 def _check_tuning(run: FinishedRun, where: str) -> None:
     """Raise ConfigError unless the run has the settings that its record of tuning says were chosen."""
     if run.tuning is not None and not has_settings(run.config, run.tuning.best):
-        chosen = " ".join(f"{name} {value:g}" for name, value in run.tuning.best.settings.items())
+        chosen = " ".join(f"{name} {value_words(value)}" for name, value in run.tuning.best.settings.items())
         raise ConfigError(f"{where} says that tuning chose {chosen}, and the run has others; take that record away")
 
 
@@ -283,11 +284,14 @@ def _tuning_of(row: Mapping[str, Any]) -> TunedMethod | None:
     if not row["tuning"]:
         return None
     content = from_json(row["tuning"])
-    if fault := TUNING(content, "tuning"):
-        raise ValueError(fault)
-    if len({frozenset(trial["settings"]) for trial in content["trials"]}) > 1:
+    tuning = parse_tuning(content)
+    if len({frozenset(trial.settings) for trial in tuning.trials}) != 1:
         raise ValueError("the column tuning has trials of different settings")
-    return parse_tuning(content)
+    for trial in tuning.trials:
+        for value in (trial.validation, *trial.settings.values()):
+            if not isinstance(value, int | float) and not str(value).isidentifier():
+                raise ValueError(f"the column tuning has the value {short_repr(value)}")
+    return tuning
 
 
 def _config_of(row: Mapping[str, Any]) -> Config:

@@ -8,11 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from atlas_fl.errors import CheckpointError
 from atlas_fl.experiment.summary import MEASURED, History, histories
-from atlas_fl.storage.digests import check_files, read_checked_rows
-from atlas_fl.storage.json_shapes import PLAN, check_shape
-from atlas_fl.storage.jsonl import read_json
+from atlas_fl.storage.digests import check_files, read_checked, read_checked_rows
 from atlas_fl.storage.ledger import LedgerRow, Totals, totals
 from atlas_fl.storage.run_folder import RunFolder, find_run
 from atlas_fl.storage.tensors import read_sketches
@@ -94,11 +91,6 @@ def read_record(run: Path | str) -> Record:
     file, plan = _plan(folder)
     check_files(folder, folder.sketches_of(file.name))
     sketches = read_sketches(folder.sketches_of(file.name))
-    if sketches is not None and sketches.shape[1] != len(plan["clients"]):
-        raise CheckpointError(
-            f"damaged file {folder.sketches_of(file.name)}: it holds sketches of {sketches.shape[1]} clients, the plan"
-            f" has {len(plan['clients'])}; restore it from a copy, or run again"
-        )
     return Record(
         name=folder.path.resolve().name,
         plan=plan,
@@ -111,9 +103,6 @@ def read_record(run: Path | str) -> Record:
 def _plan(folder: RunFolder) -> tuple[Path, Mapping[str, Any]]:
     """The plan that all is shown by, and its file: the first one, or where clients joined later the last one."""
     first, last = folder.plan, folder.plans()[-1]
-    check_files(folder, first, last)
-    plans = {file: read_json(file) for file in dict.fromkeys((first, last))}
-    for file, plan in plans.items():
-        check_shape(plan, PLAN, file=file)
+    plans = {file: read_checked(folder, file, "clients") for file in dict.fromkeys((first, last))}
     file = last if len(plans[last]["clients"]) > len(plans[first]["clients"]) else first
     return file, plans[file]

@@ -14,8 +14,6 @@ from atlas_fl.report.csv_text import format_csv
 from atlas_fl.report.finished_runs import read_summary
 from atlas_fl.report.format import EMPTY, number
 from atlas_fl.report.table import Cell, Number, Table, count, duration, plain, size
-from atlas_fl.storage.json_shapes import require_fields
-from atlas_fl.storage.run_folder import find_run
 
 BASELINE = "local"
 
@@ -68,17 +66,9 @@ def comparison_rows(
     rows = []
     for name, runs in groups.items():
         alone = groups.get(BASELINE, ()) if local is None else local.get(name, ())
-        baseline = {_seed(summary): summary for summary in map(_complete, alone)}
-        rows += [_row(name, [_complete(run) for run in runs], baseline, score)] if runs else []
+        baseline = {_seed(summary): summary for summary in map(read_summary, alone)}
+        rows += [_row(name, [read_summary(run) for run in runs], baseline, score)] if runs else []
     return rows
-
-
-def _complete(run: Path | str) -> Mapping[str, Any]:
-    """The summary with all that a row needs."""
-    summary = read_summary(run)
-    require_fields(summary, "run", "overall", "tasks", "bytes", file=find_run(run).summary)
-    require_fields(summary["overall"], "final", "best", file=find_run(run).summary)
-    return summary
 
 
 def _seed(summary: Mapping[str, Any]) -> object:

@@ -20,7 +20,6 @@ from atlas_fl.report.html.run_scores import convergence, outcome
 from atlas_fl.report.record import Record, read_record
 from atlas_fl.report.table import Table
 from atlas_fl.storage.digests import check_files
-from atlas_fl.storage.json_shapes import require_fields
 from atlas_fl.storage.run_folder import RunFolder, find_run
 
 Summary = Mapping[str, Any]
@@ -41,8 +40,6 @@ def run_page(run: Path | str) -> Page:
     folder = find_run(run)
     record = read_record(folder.path)
     summary = read_summary(folder.path) if folder.summary.exists() else None
-    if summary is not None:
-        require_fields(summary, "run", "clients", file=folder.summary)
     sections = [
         outcome(record, summary),
         data_of_clients(record),

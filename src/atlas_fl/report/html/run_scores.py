@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from atlas_fl.experiment.summary import client_scores, group_scores
+from atlas_fl.experiment.summary import client_scores, further_scores, group_scores
 from atlas_fl.report.figure_rows import EVERY_CLIENT, class_rows, convergence_rows, member_rows, score_rows
 from atlas_fl.report.format import EMPTY, cluster_name, isolate
 from atlas_fl.report.html.charts import (
@@ -30,7 +30,6 @@ from atlas_fl.report.html.palette import colour
 from atlas_fl.report.record import Record
 from atlas_fl.report.table import Cell, Table, count, plain, size
 from atlas_fl.report.tables import GROUP_COLUMNS, group_cells
-from atlas_fl.storage.json_shapes import further_scores
 
 Summary = Mapping[str, Any]
 ALL = "(all clients)"

@@ -23,10 +23,10 @@ from atlas_fl.runtime.coordinator.split_server import read_cut_request
 from atlas_fl.runtime.protocol.client_metadata import placeholder_client, read_metadata
 from atlas_fl.runtime.protocol.messages import CUT, CutInfo, read_job, read_payloads, update_message, write_payloads
 from atlas_fl.runtime.protocol.private_params import SiteReceiver
+from atlas_fl.runtime.protocol.shapes import fields, list_of, mapping, text
 from atlas_fl.runtime.transport.frames import Head
 from atlas_fl.runtime.transport.sessions import NO_TENSORS, Exchange, Message
 from atlas_fl.split.channel import Cut
-from atlas_fl.storage.json_shapes import fields, list_of, mapping, text
 from atlas_fl.storage.jsonl import from_json
 
 _HOST_MESSAGE = fields({"items": list_of(mapping), "live": list_of(text), "guests": list_of(text)})

@@ -18,8 +18,8 @@ from atlas_fl.data.task import METRICS, Labels, Rows, Source, Task, TaskData
 from atlas_fl.errors import ConfigError, ProtocolError, short_repr
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.params import Split
-from atlas_fl.ranks.devices import Device, find_devices
-from atlas_fl.storage.json_shapes import Bounds, Shape, fields, flag, optional
+from atlas_fl.ranks.devices import Bounds, Device, find_devices
+from atlas_fl.runtime.protocol.shapes import Shape, fields, first_fault, flag, number_in, optional
 
 SPLITS: tuple[Split, ...] = get_args(Split)
 SHOWN = 6
@@ -42,7 +42,7 @@ BOUNDS: Mapping[str, Bounds] = {
 """The range of each number of a registration; a device's are `ranks.devices.BOUNDS`.
 
 Beyond these metadata are a mistake, or an attempt to make the server allocate (a few numbers an example) or plan with
-numbers that no file of a run may hold (`storage.json_shapes`).
+numbers that overflow.
 """
 
 
@@ -149,7 +149,7 @@ def read_metadata(data: Mapping[str, Any]) -> ClientMetadata:
 
 def read_part(data: Mapping[str, Any]) -> int | None:
     """The part of its task that a client says it has; raises `ProtocolError` where there is no such part."""
-    if fault := optional(BOUNDS["part"].shape)(data.get("part"), "part"):
+    if fault := optional(number_in(BOUNDS["part"]))(data.get("part"), "part"):
         raise ProtocolError(f"what the client tells of its data is refused: {fault}")
     return None if data.get("part") is None else int(data["part"])
 
@@ -171,7 +171,7 @@ def _length_fault(value: Any, location: str) -> str:
     if not isinstance(value, list | tuple) or len(value) != len(_LENGTH):
         return f"{location} is {short_repr(value)}; allowed: {', '.join(_LENGTH)}"
     for name, number in zip(_LENGTH, value, strict=True):
-        if fault := BOUNDS[name].shape(number, f"{location}, {name},"):
+        if fault := number_in(BOUNDS[name])(number, f"{location}, {name},"):
             return fault
     return "" if value[1] <= value[0] else f"{location} has more tokens to be predicted than tokens"
 
@@ -182,8 +182,7 @@ def _rows_of(shape: Shape, *, most: int) -> Shape:
     def rows_shape(value: Any, location: str) -> str:
         if not isinstance(value, list | tuple) or len(value) > most:
             return f"{location} is {short_repr(value)}; allowed: a list of up to {most} entries"
-        faults = (shape(entry, f"{location}[{index}]") for index, entry in enumerate(value))
-        return next((fault for fault in faults if fault), "")
+        return first_fault(shape(entry, f"{location}[{index}]") for index, entry in enumerate(value))
 
     return rows_shape
 
@@ -199,21 +198,21 @@ _label_name = _scalar(
     f"up to {LONGEST_NAME} printable characters",
     lambda value: isinstance(value, str) and value.isprintable() and len(value) <= LONGEST_NAME,
 )
-_label_number = Bounds(least=-1e12, most=1e12).shape
+_label_number = number_in(Bounds(least=-1e12, most=1e12))
 _MOST_LABELS = int(BOUNDS["num_labels"].most)
 _REGISTRATION = fields(
     {
         "task": _task_name,
-        "num_labels": BOUNDS["num_labels"].shape,
+        "num_labels": number_in(BOUNDS["num_labels"]),
         "metric": _metric,
         "label_names": _rows_of(_label_name, most=_MOST_LABELS),
-        "max_length": BOUNDS["max_length"].shape,
-        "examples": fields(dict.fromkeys(SPLITS, BOUNDS["examples"].shape)),
+        "max_length": number_in(BOUNDS["max_length"]),
+        "examples": fields(dict.fromkeys(SPLITS, number_in(BOUNDS["examples"]))),
         "labels": fields(dict.fromkeys(SPLITS, _rows_of(_label_number, most=_MOST_LABELS))),
         "lengths": fields(dict.fromkeys(SPLITS, _rows_of(_length_fault, most=MOST_LENGTHS))),
     },
     images=flag,
-    left_out=BOUNDS["left_out"].shape,
+    left_out=number_in(BOUNDS["left_out"]),
 )
 
 
@@ -250,7 +249,7 @@ def _label_fault(metadata: ClientMetadata, split: Split) -> str:
     if len(values) != len(bounds):
         return f"labels.{split} has {len(values)} numbers; allowed: {len(bounds)}"
     for value, bound in zip(values, bounds, strict=True):
-        if fault := bound.shape(value, f"labels.{split}"):
+        if fault := number_in(bound)(value, f"labels.{split}"):
             return fault
     if classes > 1 and sum(values) != examples:
         return f"labels.{split} are of {sum(values):g} examples and there are {examples}"

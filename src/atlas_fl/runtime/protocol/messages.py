@@ -27,9 +27,9 @@ from atlas_fl.client.options import (
 from atlas_fl.errors import ProtocolError, short_repr
 from atlas_fl.params import PRIVATE, Params, digest
 from atlas_fl.partial_sharing import hidden_ranks, private_digest, transmitted_params, with_placeholders
+from atlas_fl.runtime.protocol import shapes
 from atlas_fl.runtime.transport.frames import Head
 from atlas_fl.split.channel import Cut
-from atlas_fl.storage import json_shapes as shapes
 from atlas_fl.storage.ledger import DIRECTIONS, KINDS
 
 _OTHER_MODEL = "give the server's model with --model"

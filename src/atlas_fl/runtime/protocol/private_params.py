@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 
 from atlas_fl.client.job import Job, Update
-from atlas_fl.errors import CheckpointError, ConfigError, ModelError, ProtocolError, one_line, short_repr
+from atlas_fl.errors import CheckpointError, ConfigError, ModelError, ProtocolError, one_line
 from atlas_fl.models.lora import expand_rank
 from atlas_fl.params import LORA_A, LORA_B, PRIVATE, Params, digest, select
 from atlas_fl.partial_sharing import digest_tensor, placeholder, unshared_keys
@@ -27,21 +27,12 @@ from atlas_fl.runtime.protocol.model_sync import AdapterReceiver, Receiver
 from atlas_fl.runtime.transport.frames import Head
 from atlas_fl.split.channel import Cut
 from atlas_fl.storage.folder_access import DRAFT, is_inner_file
-from atlas_fl.storage.json_shapes import check_shape, fields, integer, mapping_of, text
-from atlas_fl.storage.jsonl import read_json, write_json
+from atlas_fl.storage.jsonl import read_sealed, write_sealed
 from atlas_fl.storage.tensors import read_tensors, write_tensors
 
 MARK = "vault.json"
 NEWEST, LAST, ROUNDS = "newest", "last", "rounds"
 _FILE = re.compile(rf"[0-9a-f]{{64}}\.safetensors|{re.escape(MARK)}")
-
-
-def _version(value: Any, location: str) -> str:
-    """The fault of the name of a version, which becomes that of a file."""
-    return "" if _FILE.fullmatch(f"{value}.safetensors") else f"{location.lstrip('.')} names {short_repr(value)}"
-
-
-_MARK = fields({"client": text, "config": text}, **{NEWEST: _version, ROUNDS: mapping_of(integer, names=_version)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,11 +102,7 @@ def clear_store(folder: Path, owner: Owner) -> str:
 def _read_mark(folder: Path) -> dict[str, Any]:
     """The content of the mark; empty where there is none."""
     path = folder / MARK
-    if not path.exists():
-        return {}
-    mark: dict[str, Any] = read_json(path)
-    check_shape(mark, _MARK, file=path)
-    return mark
+    return read_sealed(path) if path.exists() else {}
 
 
 def _is_own(path: Path) -> bool:
@@ -195,12 +182,12 @@ class PrivateParamStore:
     def end(self, reference: PrivateRef | None) -> None:
         """Write down which version the server has named at the end."""
         if mark := _read_mark(self.folder):
-            write_json(self.folder / MARK, {**mark, LAST: None if reference is None else reference.sha256})
+            write_sealed(self.folder / MARK, {**mark, LAST: None if reference is None else reference.sha256})
 
     def _keep(self, params: Params, round: int) -> str:
         sha256 = digest(params)
         if not (self.folder / MARK).exists():
-            write_json(self.folder / MARK, asdict(self.owner))
+            write_sealed(self.folder / MARK, asdict(self.owner))
         if not self._file(sha256).exists():
             write_tensors(self._file(sha256), params)
         self._record(sha256, round, newest=sha256)
@@ -228,10 +215,11 @@ class PrivateParamStore:
         for old, last in list(rounds.items()):
             if old not in (sha256, mark.get(NEWEST)) and last < round - self.rounds:
                 del rounds[old]
-                if _is_own(self._file(old)):
-                    self._file(old).unlink()
+                file = self._file(old)
+                if file.parent == self.folder and _is_own(file):
+                    file.unlink()
         if (after := {**mark, ROUNDS: rounds}) != before:
-            write_json(self.folder / MARK, after)
+            write_sealed(self.folder / MARK, after)
 
     def _file(self, sha256: str) -> Path:
         return self.folder / f"{sha256}.safetensors"
