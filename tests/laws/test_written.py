@@ -22,6 +22,8 @@ NUMBERS = st.one_of(
     st.integers(-(10**30), 10**30),
     st.sampled_from([0, 1, -1, 1e17, 1e18, 1e299, 1e300, 5e-324, 10**12, 10**12 + 1, True, None, "1"]),
 )
+
+
 def with_value(content, place, value):
     """The content with this value at this place."""
     copy = json.loads(json.dumps(content))

@@ -59,25 +59,25 @@ class Kriging(Since):
         return self._first_mean(step, k).row(step, k, key)
 
     def state_fault(self, step: Step) -> tuple[str, float | None] | None:
-        """Whether who was to report has, in the shapes of its model, and nobody else."""
+        """Whether who was to report has, a value for every tensor of its model, and nothing else has changed."""
         if step.is_undone:
             return None
-        trained = {
-            step.plan.clients[k]: step.trained[step.plan.clients[k]] for k in step.there(range(step.num_clients))
-        }
-        known, now = _read_halves(step.state), _read_halves(step.told)
-        wanted = known[FIRST].keys() | (trained.keys() if self._is_measured(step) else set())
-        if any(now[half].keys() != wanted for half in HALVES):
-            return f"there are halves of {sorted(now[FIRST])}, and asked were {sorted(wanted)}", None
-        before, after = step.state, step.told
-        for path, tensor in before.items():
-            if path not in after or not torch.equal(after[path], tensor):
-                return f"{path} of the server state has changed", None
-        for client in sorted(wanted - known[FIRST].keys()):
-            if fault := next(filter(None, (_half_fault(client, half, now, trained) for half in HALVES)), ""):
-                return fault, None
-        strange = [path for path in after if path not in before and not path.startswith("halves/")]
-        return f"the server state has {strange[0]}, which the rule does not make" if strange else "", None
+        expected = dict(step.state)
+        if self._is_measured(step):
+            for client in (step.plan.clients[k] for k in step.there(range(step.num_clients))):
+                for half in HALVES:
+                    for key, tensor in step.trained[client].items():
+                        expected.setdefault(f"halves/{client}/{half}/{key}", tensor)
+        if wrong := sorted(expected.keys() ^ step.told.keys()):
+            return f"the server state {'lacks' if wrong[0] in expected else 'is not to have'} {wrong[0]}", None
+        for path, tensor in step.told.items():
+            is_kept = path not in step.state or torch.equal(tensor, step.state[path])
+            if not is_kept or tensor.shape != expected[path].shape or not bool(tensor.isfinite().all()):
+                return (
+                    f"{path} of the server state has changed, or is of shape {tuple(tensor.shape)}, or no number",
+                    None,
+                )
+        return "", None
 
     def _is_measured(self, step: Step) -> bool:
         settings = step.run.settings
@@ -186,16 +186,6 @@ def _reports(step: Step) -> Halves:
 
     reports: Halves = step.once("reports", complete)
     return reports
-
-
-def _half_fault(client: str, half: str, reports: Halves, trained: Models) -> str:
-    params, model = reports[half][client], trained[client]
-    if params.keys() != model.keys():
-        return f"the {half} half of {client} has {len(params)} tensors, its model {len(model)}"
-    for key, tensor in params.items():
-        if tensor.shape != model[key].shape or not bool(tensor.isfinite().all()):
-            return f"{key} of the {half} half of {client} has shape {tuple(tensor.shape)} or is no number"
-    return ""
 
 
 def _compared(step: Step, key: str, models: Mapping[str, Mapping[str, Tensor]]) -> tuple[str, ...]:

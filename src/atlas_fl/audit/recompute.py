@@ -5,6 +5,7 @@ Product space by full singular value decompositions; factors row by row of the r
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from torch import Tensor
@@ -229,15 +230,14 @@ def recompute(formula: Formula, step: Step, after: Models, *, joins: bool = Fals
             step.matrices[group] = weights(formula, step, key, joins=joins)
         return step.matrices[group]
 
-    has_value = formula.has_value and not joins
     return Recomputed(
         plan=step.plan,
         before=step.trained,
         after=after,
         weights=matrix,
-        space=formula.space if has_value and formula.space else mixing.space,
+        space=mixing.space,
         share=mixing.share if formula.mixes else (),
         align=mixing.align,
         reduce=formula.reduce(step),
-        server=(lambda k, key: formula.value(step, k, key)) if has_value else None,
+        server=partial(formula.value, step) if formula.has_value and not joins else None,
     )

@@ -1,13 +1,12 @@
 """Readers of a run folder for the audit: plan, records, models, masks, last round.
 
 How files are opened and JSON is read is shared with the rest (`storage`); what they say is not. Content that fits its
-digests is not looked at again; a file that cannot be used all the same is one line (`_usable`).
+digests is not looked at again.
 """
 
 import math
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -34,16 +33,6 @@ NO_ANSWER = "it did not answer"
 """The reason that is recorded of who sent no update."""
 PLAN_FILE = re.compile(r"plan(-\d{4,})?\.json")
 """The names that a record may give for the plan in force: of a file in the run's own folder."""
-
-
-@contextmanager
-def _usable(path: Path, what: str) -> Iterator[None]:
-    """Errors of content that has not the form of what a run writes, as a CheckpointError that names the file."""
-    try:
-        yield
-    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
-        fault = f"{type(error).__name__}({short_repr(str(error))})"
-        raise CheckpointError(f"{path} is no {what}: {fault}; restore it from a copy, or run again") from error
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -168,27 +157,30 @@ class Run:
 
     def plan(self, name: str) -> AuditPlan:
         """The plan of this file name inside the run folder; raises CheckpointError if it is missing or incomplete."""
+        file = self.path / name
         if name not in self.plans:
-            content = read_json(self.path / name, within=self.path)
-            with _usable(self.path / name, "plan"):
+            content = read_json(file, within=self.path)
+            try:
                 self.plans[name] = _plan(content)
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                raise CheckpointError(f"{file} is no plan: {error!r}; restore it from a copy, or run again") from error
         return self.plans[name]
 
     def record(self, round: int) -> AuditRecord:
         """The record of a round; raises CheckpointError if it is missing or damaged."""
         path = self.folder(round) / "record.json"
         content = read_sealed(path, within=self.path)
-        with _usable(path, "record of a round"):
-            if not PLAN_FILE.fullmatch(content["plan"]):
-                raise ValueError(f"{short_repr(content['plan'])} is no name of a plan's file")
-            return AuditRecord(
-                refused=content["refused"],
-                eta=content["eta"],
-                plan=content["plan"],
-                loaded=content["loaded"],
-                without_edges=tuple(content.get("without_edges", ())),
-                **{name: tuple(content[name]) for name in ("participants", "kept", "clipped", "restored")},
-            )
+        if not PLAN_FILE.fullmatch(str(content["plan"])):
+            fault = f"{short_repr(content['plan'])} is no name of a plan's file"
+            raise CheckpointError(f"{path} is no record of a round: {fault}; restore it from a copy, or run again")
+        return AuditRecord(
+            refused=content["refused"],
+            eta=content["eta"],
+            plan=content["plan"],
+            loaded=content["loaded"],
+            without_edges=tuple(content.get("without_edges", ())),
+            **{name: tuple(content[name]) for name in ("participants", "kept", "clipped", "restored")},
+        )
 
     def models(self, round: int, name: str) -> Models:
         """`start` or `trained` of a round, by client; raises CheckpointError if the file is missing or damaged."""
@@ -329,7 +321,7 @@ def read_audited(path: Path | str, *, within: Path | None = None) -> dict[str, T
     return read_shared(Path(path), within=within, rename=rename)
 
 
-def read_shared(path: Path, *, within: Path | None, rename: Any) -> dict[str, Tensor]:
+def read_shared(path: Path, *, within: Path | None, rename: Callable[[str, str], str]) -> dict[str, Tensor]:
     """The tensors in a file, by names that rise, each under all its names.
 
     The metadata's entry `same` says by the name under which a tensor stands who else holds it; `rename` makes a name of

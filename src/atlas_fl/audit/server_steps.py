@@ -117,7 +117,6 @@ class Dynamic(Averaging):
 
     has_value = True
     corrects = True
-    space = "factors"
 
     def value(self, step: Step, k: int, key: str) -> Value | None:
         """The next value of this tensor of client k; None where it has no server step."""
@@ -144,13 +143,13 @@ class Dynamic(Averaging):
 
     def _value(self, step: Step, members: Sequence[int], key: str) -> Value:
         there = step.there(members)
-        values = [step.value(step.trained, one, key, space=self.space) for one in there]
+        values = [step.value(step.trained, one, key) for one in there]
         sums = [self._sum(step, one, key) for one in members]
         return weighted([*step.shares(there), *step.shares(members)], [*values, *sums])
 
     def _sum(self, step: Step, k: int, key: str) -> np.ndarray:
         """Sum of client k's changes of this tensor over all rounds; zeros where it took part in none."""
-        first, last = (step.value(models, k, key, space=self.space) for models in (step.before, step.trained))
+        first, last = (step.value(models, k, key) for models in (step.before, step.trained))
         earlier = step.state.get(f"changes/{step.plan.clients[k]}/{key}")
         total = np.zeros_like(first) if earlier is None else numbers(earlier)
         return total + last - first if step.present[k] else total
@@ -166,7 +165,6 @@ class ExactAverage(Averaging):
 
     stacks: bool
     has_value = True
-    space = "factors"
 
     def value(self, step: Step, k: int, key: str) -> Value | None:
         """The next value of this tensor of client k; None where it has no server step."""
@@ -174,11 +172,11 @@ class ExactAverage(Averaging):
         if not _steps(step, members, key):
             return None
         if self.stacks and key.endswith((LORA_A, LORA_B)):
-            sent, trained = (step.value(models, k, key, space=self.space) for models in (step.before, step.trained))
+            sent, trained = (step.value(models, k, key) for models in (step.before, step.trained))
             next_value = sent if key.endswith(LORA_A) else np.zeros_like(sent)
             return next_value, float(np.linalg.norm(sent) + np.linalg.norm(trained))
         there = step.there(members)
-        return weighted(step.shares(there), [step.value(step.trained, one, key, space=self.space) for one in there])
+        return weighted(step.shares(there), [step.value(step.trained, one, key) for one in there])
 
     def frozen(self, state: Flat) -> dict[str, Tensor]:
         """What every client holds frozen."""

@@ -88,9 +88,9 @@ class Step:
         mixing = self.run.mixing
         return [key for key in keys if is_compared(key, mixing.share, mixing.space) and selects(key)]
 
-    def value(self, models: Models, k: int, key: str, *, space: str = "") -> np.ndarray:
-        """The value of client k at this parameter, in the space of the settings or the given one."""
-        return value(self.plan, models[self.plan.clients[k]], key, space or self.run.mixing.space)
+    def value(self, models: Models, k: int, key: str) -> np.ndarray:
+        """The value of client k at this parameter."""
+        return value(self.plan, models[self.plan.clients[k]], key, self.run.mixing.space)
 
     def changes(self, clients: Sequence[int], key: str, first: Models, last: Models) -> list[np.ndarray]:
         """The change of each client's value from the first models to the last, as vectors of one length."""
@@ -126,8 +126,6 @@ class Formula:
     """False if everyone keeps its own model."""
     corrects = False
     """True if clients are sent a correction of their gradients (`correction`)."""
-    space = ""
-    """`factors` of a rule that steps on A and B whatever the settings say."""
 
     def row(self, step: Step, k: int, key: str) -> list[float]:
         """The weight that each client's value has in the next value of client k, at this parameter."""

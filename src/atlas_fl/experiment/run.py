@@ -126,7 +126,7 @@ def _continue_run(config: Config, folder: RunFolder, on_event: OnEvent, backend:
 
         def emit(event: Any) -> None:
             if not hasattr(event, "done"):
-                log.info("%s", event)
+                log(str(event))
             on_event(event)
 
         if folder.summary.exists():
