@@ -1,7 +1,6 @@
 """Second formula of FedPAC (Xu et al., 2023): class features as reported, and the weights of heads by them.
 
-D_k is added up client by client and class by class, and its program on the simplex is solved by an active set: weights
-of zero are given up and taken back until no weight would lower the objective. The server solves it otherwise.
+D_k is added up client by client and class by class, and its program on the simplex is solved one weight at a time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from atlas_fl.audit.averages import Averaging
-from atlas_fl.audit.dense import numbers
+from atlas_fl.audit.dense import numbers, smallest_without_signs
 from atlas_fl.audit.run_files import AuditPlan
 from atlas_fl.audit.step import Step
 from atlas_fl.params import is_last_layer
@@ -129,27 +128,9 @@ def head_row(reports: Mapping[str, Report], names: Sequence[str], own: str, shar
 
 
 def smallest_on_simplex(matrix: np.ndarray) -> list[float]:
-    """The m >= 0 with sum 1 of the smallest m^T matrix m, for a positive definite matrix, by an active set."""
-    n = len(matrix)
-    m = np.zeros(n)
-    m[int(np.argmin(np.diag(matrix)))] = 1.0
-    for _ in range(50 * n):
-        pull = matrix @ m  # half of the gradient: at the best point no entry is below m^T matrix m
-        value, candidate = float(m @ pull), int(np.argmin(pull))
-        if pull[candidate] >= value * (1 - 1e-12) or m[candidate] > 0:
-            break
-        support = [*np.flatnonzero(m > 0).tolist(), candidate]
-        while True:
-            inner = np.linalg.solve(matrix[np.ix_(support, support)], np.ones(len(support)))
-            target = np.zeros(n)
-            target[support] = inner / inner.sum()
-            if (target[support] > 0).all():
-                m = target
-                break
-            falling = [i for i in support if target[i] <= 0]
-            reach = min(m[i] / (m[i] - target[i]) for i in falling)
-            m = m + reach * (target - m)
-            left = min(falling, key=lambda i: m[i])
-            m[left] = 0.0
-            support.remove(left)
-    return [float(one) for one in m / m.sum()]
+    """The m >= 0 with sum 1 of the smallest m^T matrix m.
+
+    These are the shares of the u >= 0 of the smallest u^T matrix u - 2 sum(u).
+    """
+    u = smallest_without_signs(matrix, np.ones(len(matrix)))
+    return [float(one) for one in u / u.sum()]

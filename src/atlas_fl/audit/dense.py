@@ -16,6 +16,9 @@ from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE
 TOLERANCE = 1e-4
 """Largest relative error: float32 factors of a float64 truth."""
 
+SWEEPS, STILL = 100_000, 1e-14
+"""Rounds over all weights of a program, and how little of the largest they may move in the last one."""
+
 
 def is_mixed(key: str, share: Sequence[str]) -> bool:
     """Return whether a parameter leaves the client; what is neither adapter nor head goes with the adapters."""
@@ -129,3 +132,19 @@ def bound_weights(weights: Sequence[float], max_share: float) -> list[float]:
         weights = [min(weight, low) for weight in weights]
     total = sum(weights)
     return [weight / total for weight in weights]
+
+
+def smallest_without_signs(program: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """The m >= 0 with the smallest m^T program m - 2 m^T target, for a positive definite program.
+
+    One weight at a time is set to where the objective is least, until none moves. The server solves it otherwise.
+    """
+    weights = np.zeros(len(target))
+    for _ in range(SWEEPS):
+        before = weights.copy()
+        for i in range(len(weights)):
+            rest = float(program[i] @ weights) - program[i, i] * weights[i]
+            weights[i] = max(0.0, (target[i] - rest) / program[i, i])
+        if np.abs(weights - before).max() <= STILL * weights.max(initial=0.0):
+            break
+    return weights

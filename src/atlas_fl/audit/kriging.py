@@ -1,8 +1,4 @@
-"""Second formula of kriging: each client's row computed again from the halves that it reported, in float64.
-
-The program is solved one weight at a time, each set to where the objective is least, until none moves. The server
-solves it otherwise.
-"""
+"""Second formula of kriging: each client's row computed again from the halves that it reported, in float64."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +8,7 @@ import torch
 from torch import Tensor
 
 from atlas_fl.audit.averages import CLUSTER_MEAN, MEAN, Mean
-from atlas_fl.audit.dense import is_compared
+from atlas_fl.audit.dense import is_compared, smallest_without_signs
 from atlas_fl.audit.directions import Since, first_models, shares_matrix
 from atlas_fl.audit.run_files import AuditPlan, Flat, Models
 from atlas_fl.audit.step import Step
@@ -23,8 +19,6 @@ RIDGE = 1e-9
 """Ridge on top of the noise."""
 SHORTEST = 1e-6
 """Share of the longest below which a length is none."""
-SWEEPS, STILL = 100_000, 1e-14
-"""Rounds over all weights, and how little of the largest they may move in the last one."""
 
 Halves = dict[str, Models]
 """By half the models that clients reported, by client."""
@@ -263,16 +257,3 @@ def prediction_row(k: int, known: np.ndarray, noise: np.ndarray, examples: np.nd
     program = cosine + np.diag([(1 / agreed - 1) * mean / count + RIDGE for count in examples])
     row = smallest_without_signs(program, cosine[k])
     return row / row.sum() if row.sum() > 0 else np.asarray(examples / examples.sum())
-
-
-def smallest_without_signs(program: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """The m >= 0 with the smallest m^T program m - 2 m^T target, for a positive definite program."""
-    weights = np.zeros(len(target))
-    for _ in range(SWEEPS):
-        before = weights.copy()
-        for i in range(len(weights)):
-            rest = float(program[i] @ weights) - program[i, i] * weights[i]
-            weights[i] = max(0.0, (target[i] - rest) / program[i, i])
-        if np.abs(weights - before).max() <= STILL * weights.max(initial=0.0):
-            break
-    return weights
