@@ -292,7 +292,13 @@ def _mixture(step: Step, formula: Formula, record: AuditRecord) -> list[object]:
         head,
         mixing.align if body and mixing.space == "factors" else "",
         [repr(formula), repr(step.run.settings.server)] if formula.has_value and (body or head) else [],
+        # the matrices are of the recorded step, and what was asked for is another mixture
+        step.run.eta(step.round) if formula.steps and not _is_close(step.eta, step.run.eta(step.round)) else "",
     ]
+
+
+def _is_close(one: float, other: float) -> bool:
+    return abs(one - other) <= 1e-9 * max(other, 1.0)
 
 
 def _rows_fault(plan: AuditPlan, recorded: Mapping[str, np.ndarray]) -> str:
@@ -315,10 +321,10 @@ def _own_fault(own: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> str:
 def _record_findings(
     run: Run, round: int, plan: AuditPlan, record: AuditRecord, held: Models, trained: Models, after: Models
 ) -> Iterator[Finding]:
-    eta = run.mixing.eta * run.mixing.eta_decay ** (round - 1) if run.is_aggregated(round) else 0.0
+    eta = run.eta(round)
     refused = {client for client, reason in record.refused.items() if reason != NO_ANSWER}
     faults = []
-    if formula_of(run).steps and (record.eta is None or abs(record.eta - eta) > 1e-9 * max(eta, 1.0)):
+    if formula_of(run).steps and (record.eta is None or not _is_close(record.eta, eta)):
         faults.append(f"eta was {record.eta}, not {eta:g}")
     if set(record.without_edges) != refused:
         edges = sorted(record.without_edges)

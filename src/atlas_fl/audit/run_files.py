@@ -151,6 +151,10 @@ class Run:
         is_last = self.is_personal(round + 1)
         return not self.is_personal(round) and (round % self.mixing.aggregate_every == 0 or is_last)
 
+    def eta(self, round: int) -> float:
+        """The step that the settings say of this round."""
+        return self.mixing.eta * self.mixing.eta_decay ** (round - 1) if self.is_aggregated(round) else 0.0
+
     def folder(self, round: int) -> Path:
         """Where a round's files lie."""
         return self.path / "audit" / f"round-{round:04d}"
