@@ -57,7 +57,7 @@ def audit_run(run_dir: Path | str, others: Sequence[Path | str] = (), *, on_even
             rows += check.rows(on_event)
             unseen += check.unseen()
             unchecked += check.unchecked()
-        except (CheckpointError, KeyError, ValueError) as error:
+        except (CheckpointError, KeyError, ValueError) as error:  # damaged content may fail anywhere
             if not damage:
                 raise
             rows.append(_row(path, 0, Finding("files", "", str(error))))

@@ -51,17 +51,9 @@ def read_reports(state: Mapping[str, Tensor]) -> dict[str, Report]:
     """Reports by client, from a server state by path; without those whose three tensors are not there."""
     parts: dict[str, dict[str, np.ndarray]] = {}
     for path, tensor in state.items():
-        entry, _, rest = path.partition("/")
-        client, _, name = rest.partition("/")
-        if entry == ENTRY:
-            parts.setdefault(client, {})[name] = numbers(tensor)
-    return {client: Report(**arrays) for client, arrays in parts.items() if _is_report(arrays)}
-
-
-def _is_report(arrays: Mapping[str, np.ndarray]) -> bool:
-    if set(arrays) != set(NAMES) or [arrays[name].ndim for name in NAMES] != [1, 2, 1]:
-        return False
-    return len({len(array) for array in arrays.values()}) == 1 and bool(arrays["counts"].sum() > 0)
+        _, client, name = path.split("/")
+        parts.setdefault(client, {})[name] = numbers(tensor)
+    return {client: Report(**arrays) for client, arrays in parts.items() if set(arrays) == set(NAMES)}
 
 
 class HeadsByFeatures(Averaging):
@@ -83,18 +75,19 @@ class HeadsByFeatures(Averaging):
 
     def state_fault(self, step: Step) -> tuple[str, float | None] | None:
         """Whether those who took part reported, and counted the examples of the plan."""
-        accepted = {step.plan.clients[k] for k in step.there(range(step.num_clients))}
-        return None if step.is_undone else (_report_fault(step.plan, accepted, read_reports(step.told)), None)
+        return None if step.is_undone else (_report_fault(step), None)
 
 
-def _report_fault(plan: AuditPlan, accepted: set[str], reports: Mapping[str, Report]) -> str:
-    if set(reports) != accepted:
-        return f"there are class features of {sorted(reports)}, and {sorted(accepted)} took part"
-    for client, report in reports.items():
+def _report_fault(step: Step) -> str:
+    accepted = [step.plan.clients[k] for k in step.there(range(step.num_clients))]
+    if wrong := sorted({f"{ENTRY}/{client}/{name}" for client in accepted for name in NAMES} ^ step.told.keys()):
+        return f"the server state lacks {wrong[0]}, or is not to have it; {', '.join(sorted(accepted))} took part"
+    for client, report in read_reports(step.told).items():
         arrays = (report.counts, report.means, report.variances)
         if not all(np.isfinite(array).all() for array in arrays) or (report.variances < 0).any():
             return f"the class features of {client} are no numbers, or a variance is below 0"
-        if (examples := plan.examples[plan.clients.index(client)]) != report.counts.sum():
+        examples = step.plan.examples[step.plan.clients.index(client)]
+        if examples != report.counts.sum():
             return f"{client} counted {report.counts.sum():g} examples in its classes, the plan says {examples:g}"
     return ""
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from atlas_fl.audit.averages import CLUSTER_MEAN, MEAN, Mean
 from atlas_fl.audit.dense import is_compared, smallest_without_signs
 from atlas_fl.audit.directions import Since, first_models, shares_matrix
-from atlas_fl.audit.run_files import AuditPlan, Flat, Models
+from atlas_fl.audit.run_files import AuditPlan, Models
 from atlas_fl.audit.step import Step
 from atlas_fl.params import HEAD
 
@@ -150,35 +150,18 @@ def _cap_shares(step: Step, row: Sequence[float] | np.ndarray, k: int) -> list[f
     return [others.get(one, 1.0 - sum(others.values())) for one in range(len(row))]
 
 
-def _read_halves(state: Flat) -> Halves:
-    """Both halves of every client that reported, from a server state by path."""
-    reports: Halves = {half: {} for half in HALVES}
-    for path, tensor in state.items():
-        entry, *rest = path.split("/", 3)
-        if entry == "halves" and len(rest) == 3 and rest[1] in HALVES:
-            client, half, key = rest
-            reports[half].setdefault(client, {})[key] = tensor
-    return reports
-
-
 def _reports(step: Step) -> Halves:
-    """The halves after the round, without those that lack something: the row of the state has failed for these."""
+    """Both halves of every client that has reported, after the round."""
 
-    def complete() -> Halves:
-        reports = _read_halves(step.told)
-        begun: dict[str, set[str]] = {}
-        for path in step.state:
-            if path.startswith("initial/"):
-                _, client, key = path.split("/", 2)
-                begun.setdefault(client, set()).add(key)
-        whole = [
-            client
-            for client in step.plan.clients
-            if all(reports[half].get(client, {}).keys() == begun.get(client) for half in HALVES)
-        ]
-        return {half: {client: reports[half][client] for client in whole} for half in HALVES}
+    def read() -> Halves:
+        reports: Halves = {half: {} for half in HALVES}
+        for path, tensor in step.told.items():
+            if path.startswith("halves/"):
+                _, client, half, key = path.split("/", 3)
+                reports[half].setdefault(client, {})[key] = tensor
+        return reports
 
-    reports: Halves = step.once("reports", complete)
+    reports: Halves = step.once("reports", read)
     return reports
 
 
