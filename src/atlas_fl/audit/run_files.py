@@ -197,7 +197,7 @@ class Run:
     def server_state(self, folder: Path) -> Flat | None:
         """The server state that was written in this folder; None where there is none."""
         path = folder / "server.safetensors"
-        return read_shared(path, within=self.path, rename=lambda _, name: name) if path.is_file() else None
+        return read_shared(path, within=self.path, holder_name=lambda _, name: name) if path.is_file() else None
 
     def state_after(self, round: int, before: Flat) -> Flat:
         """The server state after this round; what it was before where the round wrote none."""
@@ -319,24 +319,24 @@ def read_audited(path: Path | str, *, within: Path | None = None) -> dict[str, T
     Raises CheckpointError if the file is missing or damaged.
     """
 
-    def rename(lead: str, client: str) -> str:
+    def holder_name(lead: str, client: str) -> str:
         return f"{client}/{lead.partition('/')[2]}"
 
-    return read_shared(Path(path), within=within, rename=rename)
+    return read_shared(Path(path), within=within, holder_name=holder_name)
 
 
-def read_shared(path: Path, *, within: Path | None, rename: Callable[[str, str], str]) -> dict[str, Tensor]:
+def read_shared(path: Path, *, within: Path | None, holder_name: Callable[[str, str], str]) -> dict[str, Tensor]:
     """The tensors in a file, by names that rise, each under all its names.
 
-    The metadata's entry `same` says by the name under which a tensor stands who else holds it; `rename` makes a name of
-    both.
+    The metadata's entry `same` says by the name under which a tensor stands who else holds it; `holder_name` makes a
+    name of both.
     """
     try:
         payload = read_file(path, max_bytes=memory_bytes(), within=within)
         tensors: dict[str, Tensor] = load(payload)
         header = from_json(payload[8 : 8 + int.from_bytes(payload[:8], "little")])
         same = from_json(header.get("__metadata__", {}).get("same", "{}"))
-        others = {rename(lead, holder): tensors[lead] for lead, holders in same.items() for holder in holders}
+        others = {holder_name(lead, holder): tensors[lead] for lead, holders in same.items() for holder in holders}
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
     except OSError as error:

