@@ -10,7 +10,7 @@ from torch import Tensor
 from atlas_fl.audit.averages import CLUSTER_MEAN, MEAN, Mean
 from atlas_fl.audit.dense import is_compared, smallest_without_signs
 from atlas_fl.audit.directions import Since, first_models, shares_matrix
-from atlas_fl.audit.run_files import AuditPlan, Models
+from atlas_fl.audit.run_files import AuditPlan, Flat, Models
 from atlas_fl.audit.step import Step
 from atlas_fl.params import HEAD
 
@@ -33,7 +33,7 @@ class Kriging(Since):
 
     def row(self, step: Step, k: int, key: str) -> list[float]:
         """The prediction, or the average where clients or clusters differ by less than their noise."""
-        reports = _reports(step)
+        reports: Halves = step.once("reports", lambda: read_halves(step.told))
         if step.plan.clients[k] not in reports[FIRST]:
             return self._cluster_row(step, k, key) or self.arrival_row(step, k, key)
         members = [one for one in MEAN.members(step, k, key) if step.plan.clients[one] in reports[FIRST]]
@@ -150,18 +150,13 @@ def _cap_shares(step: Step, row: Sequence[float] | np.ndarray, k: int) -> list[f
     return [others.get(one, 1.0 - sum(others.values())) for one in range(len(row))]
 
 
-def _reports(step: Step) -> Halves:
-    """Both halves of every client that has reported, after the round."""
-
-    def read() -> Halves:
-        reports: Halves = {half: {} for half in HALVES}
-        for path, tensor in step.told.items():
-            if path.startswith("halves/"):
-                _, client, half, key = path.split("/", 3)
-                reports[half].setdefault(client, {})[key] = tensor
-        return reports
-
-    reports: Halves = step.once("reports", read)
+def read_halves(state: Flat) -> Halves:
+    """Both halves of every client that has reported, from a server state by path."""
+    reports: Halves = {half: {} for half in HALVES}
+    for path, tensor in state.items():
+        if path.startswith("halves/"):
+            _, client, half, key = path.split("/", 3)
+            reports[half].setdefault(client, {})[key] = tensor
     return reports
 
 
