@@ -84,8 +84,9 @@ def _report_fault(step: Step) -> str:
         return f"the server state lacks {wrong[0]}, or is not to have it; {', '.join(sorted(accepted))} took part"
     for client, report in read_reports(step.told).items():
         arrays = (report.counts, report.means, report.variances)
-        if not all(np.isfinite(array).all() for array in arrays) or (report.variances < 0).any():
-            return f"the class features of {client} are no numbers, or a variance is below 0"
+        has_shapes = report.means.ndim == 2 and len({len(array) for array in arrays}) == 1
+        if not has_shapes or not all(np.isfinite(array).all() for array in arrays) or (report.variances < 0).any():
+            return f"the class features of {client} are no numbers of its classes, or a variance is below 0"
         examples = step.plan.examples[step.plan.clients.index(client)]
         if examples != report.counts.sum():
             return f"{client} counted {report.counts.sum():g} examples in its classes, the plan says {examples:g}"
