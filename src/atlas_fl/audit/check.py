@@ -38,6 +38,9 @@ search that finds the true tasks, a clip that never binds) are judged by what th
 SHIFT = 1e-6
 """A recomputed move above this is more than rounding, so the tensor cannot have stayed as it was."""
 
+OF_DAMAGE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""Errors in which content may end that is known not to be what was written; of other content they are our own."""
+
 
 def audit_run(run_dir: Path | str, others: Sequence[Path | str] = (), *, on_event: OnEvent = ignore) -> AuditReport:
     """Every check of every round of these runs, and that runs which should differ ended differently.
@@ -57,7 +60,7 @@ def audit_run(run_dir: Path | str, others: Sequence[Path | str] = (), *, on_even
             rows += check.rows(on_event)
             unseen += check.unseen()
             unchecked += check.unchecked()
-        except (CheckpointError, KeyError, ValueError) as error:  # damaged content may fail anywhere
+        except (CheckpointError, *OF_DAMAGE) as error:
             if not damage:
                 raise
             rows.append(_row(path, 0, Finding("files", "", str(error))))
