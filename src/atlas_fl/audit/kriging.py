@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atlas_fl.audit.averages import CLUSTER_MEAN, MEAN, Mean
+from atlas_fl.audit.averages import CLUSTER_MEAN, MEAN
 from atlas_fl.audit.dense import is_compared, smallest_without_signs
 from atlas_fl.audit.directions import Since, first_models, shares_matrix
 from atlas_fl.audit.run_files import AuditPlan, Flat, Models
@@ -50,7 +50,8 @@ class Kriging(Since):
 
     def arrival_row(self, step: Step, k: int, key: str) -> list[float]:
         """The average of a client that nothing is known of: that of its cluster, where it has one."""
-        return self._first_mean(step, k).row(step, k, key)
+        is_in_cluster = self._is_clustered(step) and _begins_in_cluster(step.plan, k)
+        return (CLUSTER_MEAN if is_in_cluster else MEAN).row(step, k, key)
 
     def state_fault(self, step: Step) -> tuple[str, float | None] | None:
         """Whether who was to report has, a value for every tensor of its model, and nothing else has changed."""
@@ -67,10 +68,7 @@ class Kriging(Since):
         for path, tensor in step.told.items():
             is_kept = path not in step.state or torch.equal(tensor, step.state[path])
             if not is_kept or tensor.shape != expected[path].shape or not bool(tensor.isfinite().all()):
-                return (
-                    f"{path} of the server state has changed, or is of shape {tuple(tensor.shape)}, or no number",
-                    None,
-                )
+                return f"{path} of the server state has changed, or has another shape, or is no number", None
         return "", None
 
     def _is_measured(self, step: Step) -> bool:
@@ -81,9 +79,6 @@ class Kriging(Since):
     def _is_clustered(self, step: Step) -> bool:
         return "clusters" in (self.within, step.run.settings.robust.within)
 
-    def _first_mean(self, step: Step, k: int) -> Mean:
-        return CLUSTER_MEAN if self._is_clustered(step) and _begins_in_cluster(step.plan, k) else MEAN
-
     def _is_averaged(
         self, step: Step, reports: Halves, keys: tuple[str, ...], key: str, *, k: int | None = None
     ) -> bool:
@@ -92,11 +87,8 @@ class Kriging(Since):
         For client k what its cluster reported, and by less than clusters differ; else the adapters of all.
         """
         plan = step.plan
-        if (
-            not self._is_clustered(step)
-            or (k is None and key.startswith(HEAD))
-            or (k is not None and plan.clusters[k] < 0)
-        ):
+        is_apart = key.startswith(HEAD) if k is None else plan.clusters[k] < 0
+        if is_apart or not self._is_clustered(step):
             return False
         places = range(step.num_clients) if k is None else step.mates(k, key)
         known = [one for one in places if plan.clients[one] in reports[FIRST]]
