@@ -15,12 +15,21 @@ from atlas_fl.config import MixingConfig
 from atlas_fl.errors import CheckpointError
 from atlas_fl.methods import registry
 from atlas_fl.methods.registry import ALIASES, METHODS
-from tests.audit.written import plan_json, write_run
+from tests.audit.test_honest import BY_FACTORS
+from tests.audit.written import edit_tensors, found, plan_json, write_run
 
 
 def test_every_strategy_has_an_independent_rule():
     assert RULES.keys() == registry.RULES.keys() | ALIASES.keys() | METHODS.keys()
     assert all(RULES[name] == RULES[method.rule] for name, method in METHODS.items())
+
+
+@pytest.mark.parametrize("strategy", registry.RULES)
+def test_a_model_that_was_altered_is_found_under_every_rule(tmp_path, strategy):
+    space = "factors" if strategy in BY_FACTORS else "product"
+    run = write_run(tmp_path / "run", MixingConfig(strategy=strategy, space=space))
+    edit_tensors(run, 1, "start", lambda flat: flat["movie-1/layer.0.q.lora_B"].add_(0.5))
+    assert (1, "movie-1", "mixed") in found(audit_run(run))
 
 
 def three(run, **plan):
