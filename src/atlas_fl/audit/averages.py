@@ -130,7 +130,7 @@ def median(_step: Step, stack: np.ndarray) -> np.ndarray:
 
 
 class Own(Formula):
-    """Everyone keeps its own model."""
+    """Identity: each client keeps its own model."""
 
     mixes = False
 
@@ -193,7 +193,7 @@ class Averaging(Formula):
 
 
 class MeanOfOthers(Averaging):
-    """Everyone's average without client k, which keeps its model where nobody is left."""
+    """Average of all others; a client without others keeps its model."""
 
     def row(self, step: Step, k: int, key: str) -> list[float]:
         """The shares of the others; those of all for who took no part."""

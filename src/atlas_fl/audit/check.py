@@ -106,10 +106,10 @@ class RunCheck:
         self.run = run
         self.formula = formula_of(run)
         self.held = self.server_models = run.models(0, "start")
-        """What clients begin the round with, and the models of the last aggregation."""
+        """Models that clients begin the round with, and those of the last aggregation."""
         self.state = run.state_after(0, {})
         self.mixtures: list[object] = []
-        """How every round mixed, as data: equal for rounds that may end alike; None of one that nobody knows."""
+        """Mixture of each round as data: equal for rounds that may end alike; None of one that nobody knows."""
 
     def rows(self, on_event: OnEvent) -> Iterator[AuditRow]:
         """A row for each check."""
@@ -278,7 +278,7 @@ def _server(found: tuple[str, float | None] | None) -> Iterator[Finding]:
 
 
 def _mixture(step: Step, formula: Formula, record: AuditRecord) -> list[object]:
-    """How this step mixed, as data: equal for steps that may end alike."""
+    """Mixture of this step as data: equal for steps that may end alike."""
     mixing, plan = step.run.mixing, step.plan
     identity = np.eye(step.num_clients)
     shared = set(mixing.share)

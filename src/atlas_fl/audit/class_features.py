@@ -74,7 +74,7 @@ class HeadsByFeatures(Averaging):
         return step.row(dict(zip(members, row, strict=True)))
 
     def state_fault(self, step: Step) -> tuple[str, float | None] | None:
-        """Whether those who took part reported, and counted the examples of the plan."""
+        """Fault where a client that took part has not reported, or counted other examples than the plan."""
         return None if step.is_undone else (_report_fault(step), None)
 
 

@@ -15,7 +15,7 @@ class Since(Averaging):
     """A rule that compares changes since the beginning, from models that its state keeps."""
 
     def initial(self, run: Run, models: Models) -> dict[str, np.ndarray]:
-        """What is shared of the models that clients begin with."""
+        """Shared tensors of the models that clients begin with."""
         shared = {
             f"initial/{client}/{key}": tensor
             for client, params in models.items()

@@ -54,7 +54,7 @@ class Kriging(Since):
         return (CLUSTER_MEAN if is_in_cluster else MEAN).row(step, k, key)
 
     def state_fault(self, step: Step) -> tuple[str, float | None] | None:
-        """Whether who was to report has, a value for every tensor of its model, and nothing else has changed."""
+        """Fault where a client that was to report has not done so of all tensors, or anything else has changed."""
         if step.is_undone:
             return None
         expected = dict(step.state)

@@ -12,7 +12,7 @@ class Finding(NamedTuple):
     client: str
     """The client; empty for what concerns everyone."""
     fault: str
-    """What did not hold; empty where it held."""
+    """Finding, where it did not hold; else empty."""
     error: float | None = None
     """Largest relative error, where something was compared by value."""
 

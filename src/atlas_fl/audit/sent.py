@@ -28,7 +28,7 @@ TOLERANCE = 1e-5
 
 Values: TypeAlias = Mapping[str, np.ndarray]
 Expected: TypeAlias = Callable[[int], tuple[Values, Values]]
-"""What client k was to be sent, by name, and the sums that it was computed from."""
+"""Expected tensors for client k, by name, and the sums that they were computed from."""
 
 
 def check_sent(run: Run, round: int, plan: AuditPlan, record: AuditRecord, state: Flat) -> Iterator[Finding]:

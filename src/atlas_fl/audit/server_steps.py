@@ -179,7 +179,7 @@ class ExactAverage(Averaging):
         return weighted(step.shares(there), [step.value(step.trained, one, key) for one in there])
 
     def frozen(self, state: Flat) -> dict[str, Tensor]:
-        """What every client holds frozen."""
+        """Frozen part of every client, by parameter."""
         return {
             path.removeprefix("residual/"): tensor for path, tensor in state.items() if path.startswith("residual/")
         }

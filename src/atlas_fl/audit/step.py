@@ -71,11 +71,11 @@ class Step:
         return [float(weights.get(other, 0.0)) for other in range(self.num_clients)]
 
     def mates(self, k: int, key: str) -> list[int]:
-        """Everyone whom client k may meet at this parameter, itself with them."""
+        """All clients that client k may meet at this parameter, itself included."""
         return [other for other in range(self.num_clients) if self.plan.may_meet(k, other, key)]
 
     def there(self, clients: Sequence[int]) -> list[int]:
-        """Those of these clients whose update counts."""
+        """The clients among these whose update counts."""
         return [one for one in clients if self.present[one]]
 
     def shares(self, clients: Sequence[int]) -> list[float]:
