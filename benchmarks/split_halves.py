@@ -33,7 +33,7 @@ GROUPS = ("adapters", "head")
 
 
 def measured_models(seed: int, dial: int, *, seen: bool) -> dict[str, dict[str, dict[str, Tensor]]]:
-    """Of each client both halves of round four, which have trained on examples that it has seen, or on others."""
+    """By half and client the models of round four, which have trained on examples that it has seen, or on others."""
 
     def positions(count: int, client: str, options: TrainOptions, *, secret: bytes | None) -> np.ndarray:
         assert options.most is None and secret is None, f"{client} of a simulation has all of its examples"
@@ -67,12 +67,13 @@ def flat(model: dict[str, Tensor], group: str) -> Tensor:
 
 
 def ratios(halves: dict[str, dict[str, dict[str, Tensor]]]) -> dict[tuple[str, str], float]:
-    """tau^2 / N of each task and group of parameters."""
+    """tau^2 / N of each task and group of parameters; `halves` are by half and client."""
     found = {}
-    for task in sorted({task_of(name) for name in halves}):
-        members = [both for name, both in sorted(halves.items()) if task_of(name) == task]
+    names = sorted(halves[HALVES[0]])
+    for task in sorted({task_of(name) for name in names}):
+        members = [name for name in names if task_of(name) == task]
         for group in GROUPS:
-            vectors = torch.stack([flat(both[half], group) for half in HALVES for both in members])
+            vectors = torch.stack([flat(halves[half][name], group) for half in HALVES for name in members])
             changes = vectors - vectors.mean(dim=0)  # what all have in common drops out
             gram = (changes @ changes.T).numpy()
             found[task, group] = variance_between(gram) / float(measure(gram)[1].mean())

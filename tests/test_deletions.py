@@ -13,7 +13,7 @@ CALLS = frozenset(
     {
         *("rmtree", "unlink", "rmdir", "removedirs", "rename", "renames", "truncate", "ftruncate", "symlink_to"),
         *("write_text", "write_bytes", "touch", "save_file", "save_model", "save_pretrained", "savefig", "imsave"),
-        *("copy2", "copyfile", "copyfileobj", "copytree", "FileHandler", "_LogFile", "create_study", "tofile"),
+        *("copy2", "copyfile", "copyfileobj", "copytree", "FileHandler", "create_study", "tofile"),
     }
 )
 """Calls by their last name that delete, rename or write, whatever they are called on."""
@@ -52,7 +52,7 @@ ALLOWED: Mapping[str, tuple[dict[str, int], str]] = {
         "the folder of this fetch, or of one that was killed; what lies in a part's place is set aside",
     ),
     "storage/run_folder.py": (
-        {"unlink": 1, "rmdir": 1, "_LogFile": 1},
+        {"unlink": 1, "rmdir": 1},
         "files of a run's names in a folder that was empty when the run began; the log is appended to",
     ),
     "models/peft_io.py": ({"save_pretrained": 1}, "into a folder of drafts"),

@@ -36,7 +36,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "term": ("client.optimizer.TERMS",),
     "trainer": ("client.trainers.TRAINERS",),
     "update_filter": ("methods.update_filters.UPDATE_FILTERS",),
-    "metric": ("data.metrics.FURTHER_METRICS", "storage.json_shapes.ROW_NAMES"),
+    "metric": ("data.metrics.FURTHER_METRICS", "experiment.summary.ROW_NAMES"),
     "tracker": ("report.trackers.registry.TRACKERS",),
     "figure": ("report.figures.PLUGIN_FIGURES", "report.figures.FIGURES"),
     "fingerprint": ("clustering.fingerprints.FINGERPRINTS", "clustering.fingerprints.WARM_UPS"),

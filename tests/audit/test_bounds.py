@@ -5,11 +5,8 @@ import re
 import pytest
 from safetensors.torch import load_file, save_file
 
-from atlas_fl.audit.bounds import read_bounds
 from atlas_fl.audit.check import audit_run
-from atlas_fl.audit.run_files import open_run
 from atlas_fl.config import MixingConfig
-from atlas_fl.errors import CheckpointError
 from tests.audit.written import edit_record, edit_tensors, found, only, write_run
 
 
@@ -61,13 +58,6 @@ def test_who_was_refused_is_nobodys_neighbour_and_the_record_says_so(tmp_path, l
     assert only(audit_run(run), "record")[0].detail.endswith("without edges were ['movie-0', 'movie-1']")
 
 
-def test_a_run_older_the_bound_has_none(tmp_path):
-    run = write_run(tmp_path / "run")
-    config = run / "config.toml"
-    config.write_text(re.sub(r"\[robust\]\n(.+\n)*", "", config.read_text()))
-    assert "bounded" not in {row.check for row in audit_run(run).rows}
-
-
 def test_who_keeps_the_model_that_it_began_with_is_held_to_it_and_to_the_reason(tmp_path):
     run = write_run(tmp_path / "run")
     edit_record(run, 1, restored={"movie-0": "the mixed model holds values"})
@@ -77,11 +67,3 @@ def test_who_keeps_the_model_that_it_began_with_is_held_to_it_and_to_the_reason(
     edit_tensors(run, 1, "start", lambda flat: flat.update(own))
     detail = only(audit_run(run), "mixed", round=1)[0].detail
     assert detail.startswith("no update explains why it keeps its model: the largest value is ")
-
-
-@pytest.mark.parametrize("damage", ['{"clipped": 3}', "[]"])
-def test_a_damaged_record_is_one_line(tmp_path, damage):
-    run = write_run(tmp_path / "run")
-    (run / "audit" / "round-0001" / "record.json").write_text(damage)
-    with pytest.raises(CheckpointError, match="is no record of a round"):
-        read_bounds(open_run(run), 1)

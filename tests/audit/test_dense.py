@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from atlas_fl.audit.check import audit_run
-from atlas_fl.audit.recompute import Recomputed, Round, decompose, is_best
+from atlas_fl.audit.dense import decompose, is_best
+from atlas_fl.audit.recompute import Recomputed
 from atlas_fl.audit.run_files import AuditPlan
 from tests.audit.written import edit_tensors, found, write_run
 
@@ -60,7 +61,7 @@ def near_tie(kept, *, spoil=0.0):
     half = np.full((2, 2), 0.5)
     sides = {"before": before, "after": {"a": after, "b": before["b"]}}
     return Recomputed(
-        Round(plan=plan, **sides, weights=lambda _: half, space="product", share=("A", "B"), align="pad")
+        plan=plan, **sides, weights=lambda _: half, space="product", share=("A", "B"), align="pad"
     ).module(0, "q")
 
 

@@ -1,18 +1,22 @@
 """Every rule of the server has one of the audit, which shares no code with it."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from atlas_fl.audit.averages import CLUSTER_MEAN, MEAN, Laplacian, Own
 from atlas_fl.audit.check import audit_run
-from atlas_fl.audit.rule_weights import RULES, Rule, kind_of, weights
-from atlas_fl.audit.run_files import AuditPlan
+from atlas_fl.audit.rules import RULES, formula_of
+from atlas_fl.audit.run_files import AuditPlan, open_run
+from atlas_fl.audit.step import Step, weights
 from atlas_fl.config import MixingConfig
 from atlas_fl.errors import CheckpointError
 from atlas_fl.methods import registry
 from atlas_fl.methods.registry import ALIASES, METHODS
-from tests.audit.written import plan_json, write_run
+from tests.audit.test_honest import BY_FACTORS
+from tests.audit.written import edit_tensors, found, plan_json, write_run
 
 
 def test_every_strategy_has_an_independent_rule():
@@ -20,28 +24,51 @@ def test_every_strategy_has_an_independent_rule():
     assert all(RULES[name] == RULES[method.rule] for name, method in METHODS.items())
 
 
-def test_rules_by_hand():
-    plan = AuditPlan(
-        clients=("a", "b", "c"), tasks=("x", "x", "y"), examples=(1.0, 3.0, 4.0), clusters=(0, 0, 0),
-        ranks=((1,),) * 3, adjacency=np.array([[0, 1, 0], [1, 0, 3], [0, 3, 0]], float), importance=None,
-        layer_of={}, alpha=None, rslora=False,
-    )  # fmt: skip
-
-    def matrix(kind, *, head=False, present=(True, True, True)):
-        rule = Rule(kind=kind, laplacian="random_walk", eta=0.5, by_layer=False, present=present)
-        return weights(plan, rule, head=head).tolist()
-
-    assert matrix("own") == np.eye(3).tolist()
-    assert matrix("mean") == [[1 / 8, 3 / 8, 4 / 8]] * 3
-    assert matrix("mean", head=True) == [[0.25, 0.75, 0], [0.25, 0.75, 0], [0, 0, 1]]
-    assert matrix("laplacian") == [[0.5, 0.5, 0], [0.125, 0.5, 0.375], [0, 0.5, 0.5]]
-    assert matrix("laplacian", head=True) == [[0.5, 0.5, 0], [0.5, 0.5, 0], [0, 0, 1]]
-    assert matrix("laplacian", present=(False, True, True))[0] == [1, 0, 0]
+@pytest.mark.parametrize("strategy", registry.RULES)
+def test_a_model_that_was_altered_is_found_under_every_rule(tmp_path, strategy):
+    space = "factors" if strategy in BY_FACTORS else "product"
+    run = write_run(tmp_path / "run", MixingConfig(strategy=strategy, space=space))
+    edit_tensors(run, 1, "start", lambda flat: flat["movie-1/layer.0.q.lora_B"].add_(0.5))
+    assert (1, "movie-1", "mixed") in found(audit_run(run))
 
 
-def test_a_rule_without_an_audit_is_named():
+def three(run, **plan):
+    """A plan of three clients, the third of another task."""
+    values = {"tasks": ("x", "x", "y"), "examples": (1.0, 3.0, 4.0), "clusters": (0, 0, 0), "ranks": ((1,),) * 3}
+    graph = np.array([[0, 1, 0], [1, 0, 3], [0, 3, 0]], float)
+    values |= {"adjacency": graph, "importance": None, "layer_of": {}, "alpha": None, "rslora": False, **plan}
+    return lambda present=(True, True, True): Step(
+        run=run,
+        round=1,
+        before={},
+        trained={},
+        eta=0.5,
+        present=present,
+        plan=AuditPlan(clients=("a", "b", "c"), **values),
+    )
+
+
+@pytest.fixture
+def walk(tmp_path):
+    """A run with the random walk's Laplacian."""
+    return open_run(write_run(tmp_path / "run", MixingConfig(strategy="atlas_laplacian", laplacian="random_walk")))
+
+
+def test_rules_by_hand(walk):
+    step = three(walk)
+    assert weights(Own(), step(), "a").tolist() == np.eye(3).tolist()
+    assert weights(MEAN, step(), "a").tolist() == [[1 / 8, 3 / 8, 4 / 8]] * 3
+    assert weights(MEAN, step(), "head.w").tolist() == [[0.25, 0.75, 0], [0.25, 0.75, 0], [0, 0, 1]]
+    assert weights(CLUSTER_MEAN, three(walk, clusters=(0, -1, 0))(), "a").tolist()[:2] == [[0.2, 0, 0.8], [0, 1, 0]]
+    assert weights(Laplacian(), step(), "a").tolist() == [[0.5, 0.5, 0], [0.125, 0.5, 0.375], [0, 0.5, 0.5]]
+    assert weights(Laplacian(), step(), "head.w").tolist() == [[0.5, 0.5, 0], [0.5, 0.5, 0], [0, 0, 1]]
+    assert weights(Laplacian(), step((False, True, True)), "a").tolist()[0] == [1, 0, 0]
+
+
+def test_a_rule_without_an_audit_is_named(walk):
+    settings = replace(walk.settings, mixing=replace(walk.mixing, strategy="fedmagic"))
     with pytest.raises(CheckpointError, match="no audit is written for strategy 'fedmagic'"):
-        kind_of("fedmagic")
+        formula_of(replace(walk, settings=settings))
 
 
 def test_importance_that_is_needed_and_missing_is_named(tmp_path):
@@ -51,11 +78,8 @@ def test_importance_that_is_needed_and_missing_is_named(tmp_path):
         audit_run(run)
 
 
-def test_without_edges_every_laplacian_leaves_models_as_they_are():
-    plan = AuditPlan(
-        clients=("a", "b"), tasks=("x", "x"), examples=(1.0, 3.0), clusters=(0, 0), ranks=((1,),) * 2,
-        adjacency=np.zeros((2, 2)), importance=None, layer_of={}, alpha=None, rslora=False,
-    )  # fmt: skip
-    for laplacian in ("symmetric", "random_walk", "metropolis"):
-        rule = Rule(kind="laplacian", laplacian=laplacian, eta=0.5, by_layer=False, present=(True, True))
-        assert weights(plan, rule, head=False).tolist() == np.eye(2).tolist()
+@pytest.mark.parametrize("laplacian", ["symmetric", "random_walk", "metropolis"])
+def test_without_edges_every_laplacian_leaves_models_as_they_are(tmp_path, laplacian):
+    run = open_run(write_run(tmp_path / "run", MixingConfig(strategy="atlas_laplacian", laplacian=laplacian)))
+    step = three(run, adjacency=np.zeros((3, 3)))()
+    assert weights(Laplacian(), step, "a").tolist() == np.eye(3).tolist()

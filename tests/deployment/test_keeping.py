@@ -13,7 +13,7 @@ from atlas_fl.errors import ConfigError, DataError, ProtocolError
 from atlas_fl.events import Note
 from atlas_fl.runtime.protocol.private_params import Owner, check_store
 from atlas_fl.runtime.transport.certificates import make_certs
-from atlas_fl.storage.jsonl import write_json
+from atlas_fl.storage.jsonl import write_sealed
 
 RECEIPT = Receipt(client="site-1", config="0123456789abcdef", model="ab" * 32)
 
@@ -93,7 +93,7 @@ def joining(tmp_path: Path) -> SiteOptions:
 
 
 def test_a_model_that_is_there_already_is_enough_where_the_server_has_gone(joining: SiteOptions, written: Path) -> None:
-    write_json(joining.to.with_name("private") / "vault.json", {"client": "site-1", "config": RECEIPT.config})
+    write_sealed(joining.to.with_name("private") / "vault.json", {"client": "site-1", "config": RECEIPT.config})
     told: list[object] = []
     found = join_federation(joining, on_event=told.append)
     assert found == SiteResult(name="site-1", adapter=written, sent_bytes=0, received_bytes=0)

@@ -165,8 +165,6 @@ def test_a_damaged_plan_is_one_line(stopped: Path, content: str) -> None:
     (stopped / "plan.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"damaged file .*plan\.json: its SHA-256 is .*; restore it from a copy"):
         resume_run(stopped)
-    with pytest.raises(CheckpointError, match="the plan"):
-        resume_run(with_new_digests(stopped))
 
 
 def test_a_line_that_is_no_row_is_named(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -114,8 +114,8 @@ def test_a_full_disk_is_told_with_the_path_of_a_small_file(tmp_path: Path) -> No
         append_rows(rows, [{"a": 1, "b": 2}])
     assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(rows))
     log = tmp_path / "log.txt"
-    with pytest.raises(OSError, match="too large") as caught, no_room(), run_log(log) as logger:
-        logger.info("round 1 of 3")
+    with pytest.raises(OSError, match="too large") as caught, no_room(), run_log(log) as tell:
+        tell("round 1 of 3")
     assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(log))
     with pytest.raises(OSError, match="too large") as caught, no_room():
         write_atomic(tmp_path / "state.json", b'{"some": "content"}')

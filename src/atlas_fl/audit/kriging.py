@@ -1,178 +1,193 @@
-"""Audit of kriging: the halves as reported, and each client's row computed again from dense changes in float64.
+"""Second formula of kriging: each client's row computed again from the halves that it reported, in float64."""
 
-The program is solved one weight at a time, each set to where the objective is least, until none moves. The server
-solves it otherwise.
-"""
-
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from atlas_fl.audit.report import AuditRow
-from atlas_fl.audit.rule_weights import robust_of
-from atlas_fl.audit.run_files import AuditPlan, Models, Run, is_aggregated
-from atlas_fl.audit.server_state import Flat, change_since_start, shares_matrix
-from atlas_fl.params import HEAD, LORA_B, PRIVATE
+from atlas_fl.audit.averages import CLUSTER_MEAN, MEAN
+from atlas_fl.audit.dense import is_compared, smallest_without_signs
+from atlas_fl.audit.directions import Since, first_models, shares_matrix
+from atlas_fl.audit.run_files import AuditPlan, Flat, Models
+from atlas_fl.audit.step import Step
+from atlas_fl.params import HEAD
 
-HALVES = ("first", "second")
+FIRST, SECOND = HALVES = ("first", "second")
 RIDGE = 1e-9
 """Ridge on top of the noise."""
 SHORTEST = 1e-6
 """Share of the longest below which a length is none."""
-SWEEPS, STILL = 100_000, 1e-14
-"""Rounds over all weights, and how little of the largest they may move in the last one."""
+
+Halves = dict[str, Models]
+"""By half the models that clients reported, by client."""
 
 
-class Predictions:
-    """The rows of a round, from the halves in the server state, and before those from the trained models."""
+@dataclass(frozen=True, kw_only=True)
+class Kriging(Since):
+    """Rows by predictions from split halves, and before there are any from the clusters' models."""
 
-    def __init__(self, run: Run, plan: AuditPlan, trained: Models, state: Flat) -> None:
-        self._run, self._plan, self._trained, self._state = run, plan, trained, state
-        whole = {client: _initial_names(state, client) for client in plan.clients}
-        # the row of the server state has failed for halves that lack something
-        self._reports = {
-            client: halves
-            for client, halves in read_halves(state).items()
-            if all(halves[half].keys() == whole.get(client) for half in HALVES)
-        }
-        self._rows: dict[tuple[tuple[int, ...], tuple[str, ...]], np.ndarray] = {}
-        self._averaged: dict[tuple[tuple[int, ...], tuple[str, ...]], bool] = {}
+    within: str = "settings"
+    """`clusters`, or `settings` for what these say."""
 
-    def row(
-        self, k: int, members: Sequence[int], key: str, average: list[float], in_cluster: list[float]
-    ) -> list[float] | None:
-        """The weights of client k for this parameter among these members who reported; its own where it is none.
+    def row(self, step: Step, k: int, key: str) -> list[float]:
+        """The prediction, or the average where clients or clusters differ by less than their noise."""
+        reports: Halves = step.once("reports", lambda: read_halves(step.told))
+        if step.plan.clients[k] not in reports[FIRST]:
+            return self._cluster_row(step, k, key) or self.arrival_row(step, k, key)
+        members = [one for one in MEAN.members(step, k, key) if step.plan.clients[one] in reports[FIRST]]
+        if k not in members:
+            return step.own_row(k)
+        keys = _compared(step, key, reports[FIRST])
+        if self._is_averaged(step, reports, keys, key):
+            return MEAN.row(step, k, key)
+        if self._is_averaged(step, reports, keys, key, k=k):
+            return CLUSTER_MEAN.row(step, k, key)
+        rows = step.once(("predicted", tuple(members), keys), lambda: _predict(step, reports, members, keys))
+        weights = _cap_shares(step, rows[members.index(k)], members.index(k))
+        return step.row(dict(zip(members, weights, strict=True)))
 
-        `average`, that of all members, where they differ by less than their noise, and `in_cluster` where those of its
-        cluster do. None where it has not reported.
-        """
-        names = self._plan.clients
-        known = tuple(one for one in members if names[one] in self._reports)
-        if names[k] not in self._reports:
+    def arrival_row(self, step: Step, k: int, key: str) -> list[float]:
+        """The average of a client that nothing is known of: that of its cluster, where it has one."""
+        is_in_cluster = self._is_clustered(step) and _begins_in_cluster(step.plan, k)
+        return (CLUSTER_MEAN if is_in_cluster else MEAN).row(step, k, key)
+
+    def state_fault(self, step: Step) -> tuple[str, float | None] | None:
+        """Fault where a client that was to report has not done so of all tensors, or anything else has changed."""
+        if step.is_undone:
             return None
-        if k not in known:
-            return [float(one == k) for one in range(len(names))]
-        keys = self._compared_with(key, [halves[HALVES[0]] for halves in self._reports.values()])
-        if self._is_averaged_over_all(key, keys):
-            return average
-        if self._is_averaged(k, key, keys):
-            return in_cluster
-        if (known, keys) not in self._rows:
-            self._rows[known, keys] = self._predict(known, keys)
-        row = [0.0] * len(names)
-        for one, weight in zip(known, self._rows[known, keys][known.index(k)], strict=True):
-            row[one] = float(weight)
-        return self._cap_shares(row, k)
+        expected = dict(step.state)
+        if self._is_measured(step):
+            for client in (step.plan.clients[k] for k in step.there(range(step.num_clients))):
+                for half in HALVES:
+                    for key, tensor in step.trained[client].items():
+                        expected.setdefault(f"halves/{client}/{half}/{key}", tensor)
+        if wrong := sorted(expected.keys() ^ step.told.keys()):
+            return f"the server state {'lacks' if wrong[0] in expected else 'is not to have'} {wrong[0]}", None
+        for path, tensor in step.told.items():
+            is_kept = path not in step.state or torch.equal(tensor, step.state[path])
+            if not is_kept or tensor.shape != expected[path].shape or not bool(tensor.isfinite().all()):
+                return f"{path} of the server state has changed, or has another shape, or is no number", None
+        return "", None
 
-    def cluster_row(self, k: int, averages: Mapping[int, Sequence[float]], key: str) -> list[float] | None:
-        """The weights of client k before it has reported, by the cluster that it begins in; None where it has.
+    def _is_measured(self, step: Step) -> bool:
+        settings = step.run.settings
+        first, aggregated = settings.server.measure_round, settings.training.rounds - settings.mixing.personal_rounds
+        return step.round >= (first if first <= max(1, aggregated) else -(-aggregated // 3))
 
-        `averages` are the rows of the averages of everyone who took part and may weigh here, by place.
+    def _is_clustered(self, step: Step) -> bool:
+        return "clusters" in (self.within, step.run.settings.robust.within)
+
+    def _is_averaged(
+        self, step: Step, reports: Halves, keys: tuple[str, ...], key: str, *, k: int | None = None
+    ) -> bool:
+        """True if clusters are averaged and what was reported differs by less than its noise.
+
+        For client k what its cluster reported, and by less than clusters differ; else the adapters of all.
         """
-        plan = self._plan
+        plan = step.plan
+        is_apart = key.startswith(HEAD) if k is None else plan.clusters[k] < 0
+        if is_apart or not self._is_clustered(step):
+            return False
+        places = range(step.num_clients) if k is None else step.mates(k, key)
+        known = [one for one in places if plan.clients[one] in reports[FIRST]]
+        members = known if k is None else [one for one in known if plan.clusters[one] == plan.clusters[k]]
+        if len(members) < 2:
+            return False
+
+        def measure() -> bool:
+            noise, inside = _noise_and_variance(step, reports, members, keys)
+            explains = len(members) == len(known)
+            if not explains:
+                _, total = _noise_and_variance(step, reports, known, keys)
+                explains = max(0.0, inside) < total - max(0.0, inside)
+            return noise > 0 and inside < noise and explains
+
+        return bool(step.once(("averaged", tuple(members), keys), measure))
+
+    def _cluster_row(self, step: Step, k: int, key: str) -> list[float] | None:
+        """The weights of client k before it has reported, by the cluster that it begins in; None without clusters."""
+        plan = step.plan
+        members = [one for one in MEAN.members(step, k, key) if _begins_in_cluster(plan, one)]
         by_cluster: dict[int, list[int]] = {}
-        for one in averages:
-            by_cluster.setdefault(int(plan.clusters[one]), []).append(one)
+        for one in members:
+            by_cluster.setdefault(plan.clusters[one], []).append(one)
         groups = list(by_cluster.values())
-        if plan.clients[k] in self._reports or k not in averages or len(groups) < 2 or max(map(len, groups)) < 2:
+        if not self._is_clustered(step) or k not in members or len(groups) < 2 or max(map(len, groups)) < 2:
             return None
-        names = [plan.clients[one] for one in averages]
-        keys = self._compared_with(key, [self._trained[name] for name in names])
-        change = dict(zip(averages, self._vectors(names, {name: self._trained[name] for name in names}, keys)))
-        means = [np.sum([averages[group[0]][one] * change[one] for one in averages], axis=0) for group in groups]
+        averages = [CLUSTER_MEAN.row(step, group[0], key) for group in groups]
+        keys = _compared(step, key, {plan.clients[one]: step.trained[plan.clients[one]] for one in members})
+        change = dict(zip(members, _vectors(step, members, step.trained, keys), strict=True))
+        means = [np.sum([row[one] * change[one] for one in members], axis=0) for row in averages]
         known, noise = _between_and_inside(groups, means, change)
-        spread = [sum(averages[group[0]][one] ** 2 for one in averages) for group in groups]
+        spread = np.array([sum(row[one] ** 2 for one in members) for row in averages])
         examples = np.array([sum(plan.examples[one] for one in group) for group in groups], np.float64)
         c = next(place for place, group in enumerate(groups) if k in group)
-        weights = prediction_row(c, _without_negative(known), noise * np.array(spread), examples)
-        row = [0.0] * len(plan.clients)
-        for d, weight in enumerate(self._cap_shares(weights, c)):
-            for one in averages:
-                row[one] += weight * averages[groups[d][0]][one]
-        return row
+        weights = _cap_shares(step, prediction_row(c, _without_negative(known), noise * spread, examples), c)
+        return step.row({one: sum(w * row[one] for w, row in zip(weights, averages, strict=True)) for one in members})
 
-    def _cap_shares(self, row: Sequence[float] | np.ndarray, k: int) -> list[float]:
-        others = {one: min(float(weight), self._max_share) for one, weight in enumerate(row) if one != k}
-        return [others.get(one, 1.0 - sum(others.values())) for one in range(len(row))]
 
-    def _is_averaged_over_all(self, key: str, keys: Sequence[str]) -> bool:
-        """Return whether clusters are averaged, and the adapters of all reports differ by less than their noise."""
-        known = [one for one, name in enumerate(self._plan.clients) if name in self._reports]
-        if robust_of(self._run).within == "all" or key.startswith(HEAD) or len(known) < 2:
-            return False
-        which = (tuple(known), (*keys, "over all"))
-        if which not in self._averaged:
-            noise, between = self._noise_and_variance(known, keys)
-            self._averaged[which] = noise > 0 and between < noise
-        return self._averaged[which]
+def _begins_in_cluster(plan: AuditPlan, k: int) -> bool:
+    """Return whether most clients share a cluster with another, and this one does."""
+    labels = [label for label in plan.clusters if label >= 0]
+    shared = [label for label in labels if labels.count(label) > 1]
+    return 2 * len(shared) > len(plan.clusters) and plan.clusters[k] in shared
 
-    def _is_averaged(self, k: int, key: str, keys: Sequence[str]) -> bool:
-        """True if clusters are averaged and this client's differs by less than its noise and than clusters do."""
-        plan = self._plan
-        known = [
-            one
-            for one, name in enumerate(plan.clients)
-            if name in self._reports and (plan.tasks[one] == plan.tasks[k] or not key.startswith(HEAD))
-        ]
-        members = [one for one in known if plan.clusters[one] == plan.clusters[k]]
-        if robust_of(self._run).within == "all" or plan.clusters[k] < 0 or len(members) < 2:
-            return False
-        which = (tuple(members), tuple(keys))
-        if which not in self._averaged:
-            noise, inside = self._noise_and_variance(members, keys)
-            _, total = self._noise_and_variance(known, keys)
-            explains = len(members) == len(known) or max(0.0, inside) < total - max(0.0, inside)
-            self._averaged[which] = noise > 0 and inside < noise and explains
-        return self._averaged[which]
 
-    def _noise_and_variance(self, members: Sequence[int], keys: Sequence[str]) -> tuple[float, float]:
-        first, second = (self._changes(members, half, keys) for half in HALVES)
-        noise = sum(float(np.square(one - other).sum()) for one, other in zip(first, second, strict=True)) / 4
-        # the mean of what both halves of all pairs say is the squared distance between two clients, without noise
-        pairs = [(i, j) for i in range(len(members)) for j in range(i)]
-        between = sum(float((first[i] - first[j]) @ (second[i] - second[j])) for i, j in pairs) / len(pairs) / 2
-        return noise / len(members), between
+def _cap_shares(step: Step, row: Sequence[float] | np.ndarray, k: int) -> list[float]:
+    """The row with no weight of another above the bound; what is left is its own."""
+    most = step.run.settings.robust.max_share
+    others = {one: min(float(weight), most) for one, weight in enumerate(row) if one != k}
+    return [others.get(one, 1.0 - sum(others.values())) for one in range(len(row))]
 
-    @property
-    def _max_share(self) -> float:
-        return float(self._run.config.get("robust", {}).get("max_share", 1.0))
 
-    def _compared_with(self, key: str, models: Sequence[Mapping[str, Tensor]]) -> tuple[str, ...]:
-        """The parameters that the matrix of this one follows from; in product space a module stands at its A."""
-        run, by = self._run, str(self._run.config.get("server", {}).get("gram_by", "all"))
-        held = {one for model in models for one in model if one != PRIVATE}
-        is_product = run.mixing.space == "product"
-        compared = {one for one in held if shares_matrix(run, self._plan, one, key, by=by)}
-        return tuple(sorted(one for one in compared if not (is_product and one.endswith(LORA_B))))
+def read_halves(state: Flat) -> Halves:
+    """Both halves of every client that has reported, from a server state by path."""
+    reports: Halves = {half: {} for half in HALVES}
+    for path, tensor in state.items():
+        if path.startswith("halves/"):
+            _, client, half, key = path.split("/", 3)
+            reports[half].setdefault(client, {})[key] = tensor
+    return reports
 
-    def _predict(self, members: Sequence[int], keys: Sequence[str]) -> np.ndarray:
-        first, second = (self._changes(members, half, keys) for half in HALVES)
-        n = len(members)
-        covariance, noise = np.zeros((n, n)), np.zeros(n)
-        for i in range(n):
-            noise[i] = float(np.square(first[i] - second[i]).sum()) / 4
-            for j in range(n):
-                covariance[i, j] = float(first[i] @ second[j] + second[i] @ first[j]) / 2
-        known = _without_negative(covariance)
-        examples = np.array([self._plan.examples[one] for one in members], np.float64)
-        return np.array([prediction_row(k, known, noise, examples) for k in range(n)])
 
-    def _changes(self, members: Sequence[int], half: str, keys: Sequence[str]) -> list[np.ndarray]:
-        names = [self._plan.clients[one] for one in members]
-        return self._vectors(names, {name: self._reports[name][half] for name in names}, keys)
+def _compared(step: Step, key: str, models: Mapping[str, Mapping[str, Tensor]]) -> tuple[str, ...]:
+    """The parameters that the matrix of this one follows from."""
+    mixing, shares = step.run.mixing, shares_matrix(step, key)
+    held = {one for params in models.values() for one in params}
+    return tuple(sorted(one for one in held if is_compared(one, mixing.share, mixing.space) and shares(one)))
 
-    def _vectors(self, names: Sequence[str], models: Models, keys: Sequence[str]) -> list[np.ndarray]:
-        vectors: dict[str, list[np.ndarray]] = {name: [] for name in names}
-        for key in keys:
-            holders = [name for name in names if key in models[name]]
-            parts = {n: change_since_start(self._run, self._plan, n, key, models, self._state) for n in holders}
-            longest = max(map(len, parts.values()), default=0)
-            for name in names:
-                part = parts.get(name, np.zeros(0))
-                vectors[name].append(np.pad(part, (0, longest - len(part))))
-        return [np.concatenate(parts) if parts else np.zeros(0) for parts in vectors.values()]
+
+def _vectors(step: Step, members: Sequence[int], models: Models, keys: Sequence[str]) -> list[np.ndarray]:
+    """The change of each member's model since the beginning, over these parameters."""
+    first = first_models(step, models)
+    changes = [step.changes(members, key, first, models) for key in keys]
+    return [np.concatenate([np.zeros(0), *(change[place] for change in changes)]) for place in range(len(members))]
+
+
+def _noise_and_variance(
+    step: Step, reports: Halves, members: Sequence[int], keys: Sequence[str]
+) -> tuple[float, float]:
+    first, second = (_vectors(step, members, reports[half], keys) for half in HALVES)
+    noise = sum(float(np.square(one - other).sum()) for one, other in zip(first, second, strict=True)) / 4
+    # the mean of what both halves of all pairs say is the squared distance between two clients, without noise
+    pairs = [(i, j) for i in range(len(members)) for j in range(i)]
+    between = sum(float((first[i] - first[j]) @ (second[i] - second[j])) for i, j in pairs) / len(pairs) / 2
+    return noise / len(members), between
+
+
+def _predict(step: Step, reports: Halves, members: Sequence[int], keys: Sequence[str]) -> np.ndarray:
+    first, second = (_vectors(step, members, reports[half], keys) for half in HALVES)
+    n = len(members)
+    covariance, noise = np.zeros((n, n)), np.zeros(n)
+    for i in range(n):
+        noise[i] = float(np.square(first[i] - second[i]).sum()) / 4
+        for j in range(n):
+            covariance[i, j] = float(first[i] @ second[j] + second[i] @ first[j]) / 2
+    known = _without_negative(covariance)
+    examples = np.array([step.plan.examples[one] for one in members], np.float64)
+    return np.array([prediction_row(k, known, noise, examples) for k in range(n)])
 
 
 def _between_and_inside(
@@ -212,61 +227,3 @@ def prediction_row(k: int, known: np.ndarray, noise: np.ndarray, examples: np.nd
     program = cosine + np.diag([(1 / agreed - 1) * mean / count + RIDGE for count in examples])
     row = smallest_without_signs(program, cosine[k])
     return row / row.sum() if row.sum() > 0 else np.asarray(examples / examples.sum())
-
-
-def _initial_names(state: Flat, client: str) -> set[str]:
-    start = f"initial/{client}/"
-    return {path.removeprefix(start) for path in state if path.startswith(start)}
-
-
-def smallest_without_signs(program: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """The m >= 0 with the smallest m^T program m - 2 m^T target, for a positive definite program."""
-    weights = np.zeros(len(target))
-    for _ in range(SWEEPS):
-        before = weights.copy()
-        for i in range(len(weights)):
-            rest = float(program[i] @ weights) - program[i, i] * weights[i]
-            weights[i] = max(0.0, (target[i] - rest) / program[i, i])
-        if np.abs(weights - before).max() <= STILL * weights.max(initial=0.0):
-            break
-    return weights
-
-
-def read_halves(state: Flat) -> dict[str, dict[str, dict[str, Tensor]]]:
-    """Both halves of every client that reported, from a server state by path."""
-    reports: dict[str, dict[str, dict[str, Tensor]]] = {}
-    for path, tensor in state.items():
-        entry, _, rest = path.partition("/")
-        client, _, rest = rest.partition("/")
-        half, _, key = rest.partition("/")
-        if entry == "halves" and half in HALVES:
-            reports.setdefault(client, {one: {} for one in HALVES})[half][key] = tensor
-    return reports
-
-
-def check_halves(run: Run, round: int, *, trained: Models, before: Flat, after: Flat) -> Iterator[AuditRow]:
-    """A row for the server state after a round: who was to report has, in the shapes of its model, and nobody else."""
-    first = int(run.config.get("server", {}).get("measure_round", 4))
-    aggregated = max(1, run.config["training"]["rounds"] - run.config["mixing"].get("personal_rounds", 0))
-    first = first if first <= aggregated else -(-aggregated // 3)
-    is_due = round >= first and is_aggregated(run, round)
-    known, now = read_halves(before), read_halves(after)
-    wanted = known.keys() | (trained.keys() if is_due else set())
-    fault = "" if now.keys() == wanted else f"there are halves of {sorted(now)}, and asked were {sorted(wanted)}"
-    changed = [path for path, tensor in before.items() if path not in after or not torch.equal(after[path], tensor)]
-    fault = fault or (f"{changed[0]} of the server state has changed" if changed else "")
-    for client in sorted(now.keys() - known.keys()):
-        fault = fault or _report_fault(client, now[client], trained.get(client, {}))
-    strange = [path for path in after if path not in before and not path.startswith("halves/")]
-    fault = fault or (f"the server state has {strange[0]}, which the rule does not make" if strange else "")
-    yield AuditRow(run=run.path.name, round=round, client="", check="server", ok=not fault, detail=fault)
-
-
-def _report_fault(client: str, halves: Mapping[str, Mapping[str, Tensor]], model: Mapping[str, Tensor]) -> str:
-    for half in HALVES:
-        if halves[half].keys() != model.keys():
-            return f"the {half} half of {client} has {len(halves[half])} tensors, its model {len(model)}"
-        for key, tensor in halves[half].items():
-            if tensor.shape != model[key].shape or not bool(tensor.isfinite().all()):
-                return f"{key} of the {half} half of {client} has shape {tuple(tensor.shape)} or is no number"
-    return ""

@@ -1,18 +1,23 @@
-"""Clients' models after a round computed a second time, in dense float64, from the weights of `audit.rule_weights`.
+"""Clients' models after a round computed a second time, in dense float64, from the formula of the rule.
 
 Product space by full singular value decompositions; factors row by row of the rank; what clients have in common.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
-import scipy.linalg
 from torch import Tensor
 
-from atlas_fl.audit.rule_weights import connected_clients
+from atlas_fl.audit.dense import TOLERANCE, decompose, is_best, is_mixed, numbers, update
 from atlas_fl.audit.run_files import AuditPlan, Models
-from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE
+from atlas_fl.audit.step import Formula, Step, Value, weights
+from atlas_fl.params import HEAD, LORA_A, LORA_B, is_last_layer
+
+NEAR_TIE = 1e-3
+"""Below this gap between the last singular value kept and the first dropped, share of the largest, the directions
+at the cut are not determined by float32 factors, and any optimal choice is right."""
 
 
 def common_faults(
@@ -26,14 +31,15 @@ def common_faults(
         faults, is_one = [], False
         for key, owners in _in_common(plan, k, after[client]):
             is_one = True
+            others = [plan.clients[one] for one in owners if one < k]
             for models, what in ((trained, "trained"), (after, "starts with")):
-                others = [plan.clients[one] for one in owners if one < k and plan.clients[one] not in excluded]
-                mine = models.get(client, {}).get(key) if client not in excluded else None
-                faults += [
-                    f"{client} {what} another {key} than {other}"
-                    for other in others
-                    if mine is not None and key in models.get(other, {}) and not _same(mine, models[other][key])
-                ]
+                held = {name: models[name][key] for name in (client, *others) if key in models.get(name, {})}
+                if client in held and client not in excluded:
+                    faults += [
+                        f"{client} {what} another {key} than {other}"
+                        for other in others
+                        if other in held and other not in excluded and not held[client].equal(held[other])
+                    ]
         if is_one:
             yield client, faults[0] if faults else ""
 
@@ -49,23 +55,11 @@ def with_common_tensors(plan: AuditPlan, before: Models, trained: Models) -> Mod
     return by_client
 
 
-def _in_common(plan: AuditPlan, k: int, params: dict[str, Tensor]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _in_common(plan: AuditPlan, k: int, params: Mapping[str, Tensor]) -> Iterator[tuple[str, tuple[int, ...]]]:
     for key in params:
-        layer = plan.layer_of.get(key.removesuffix(LORA_A).removesuffix(LORA_B))
-        owners = () if layer is None else plan.owners(k, layer)
+        owners = plan.owners(k, key)
         if len(owners) > 1:
             yield key, owners
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and bool((one == other).all())
-
-
-TOLERANCE = 1e-4
-"""Largest relative error: float32 factors of a float64 truth."""
-NEAR_TIE = 1e-3
-"""Below this gap between the last singular value kept and the first dropped, share of the largest, the directions
-at the cut are not determined by float32 factors, and any optimal choice is right."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,12 +74,17 @@ class Comparison:
     """True if every one of its bits is what was trained."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Round:
-    """The models around one server step, and its weights."""
+def _measure(expected: np.ndarray, got: np.ndarray, was: np.ndarray, *, size: float, still: bool) -> Comparison:
+    unit = size if size > 0 else 1.0
+    error, shift = float(np.linalg.norm(got - expected)) / unit, float(np.linalg.norm(expected - was)) / unit
+    return Comparison(error=error, shift=shift, still=still)
+
+
+@dataclass(kw_only=True, eq=False)
+class Recomputed:
+    """Recomputes one server step, module by module; the decompositions of one module are kept while it is looked at."""
 
     plan: AuditPlan
-    """The plan in force."""
     before: Models
     """Models of all clients before mixing."""
     after: Models
@@ -100,82 +99,46 @@ class Round:
     """Alignment of factors of different ranks."""
     reduce: Callable[[np.ndarray], np.ndarray] | None = None
     """Reduction of the values of a row, for a rule that is no weighted sum."""
-    server: Callable[[int, str], tuple[np.ndarray, float] | None] | None = None
+    server: Callable[[int, str], Value | None] | None = None
     """Result of a rule that steps from the average at client k's tensor, in product space at an A of its module,
     and the size of what went in; None where it gets nothing."""
+    _module: str = ""
+    _cut: dict[bytes, tuple[np.ndarray, float, np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=dict)
 
-
-def _dense(round: Round, client: str, module: str, models: Models) -> np.ndarray:
-    a = models[client][module + LORA_A].double().numpy()
-    b = models[client][module + LORA_B].double().numpy()
-    return np.asarray(round.plan.scale(a.shape[0]) * (b @ a))
-
-
-def decompose(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The full singular value decomposition (U, S, V^T).
-
-    LAPACK's divide and conquer fails now and then on a sound matrix of low rank, such as every update is; the slower
-    QR iteration then gives the same decomposition.
-    """
-    try:
-        left, values, right = np.linalg.svd(matrix, full_matrices=False)
-    except np.linalg.LinAlgError:
-        left, values, right = scipy.linalg.svd(matrix, full_matrices=False, lapack_driver="gesvd")
-    return left, values, right
-
-
-def _measure(expected: np.ndarray, got: np.ndarray, was: np.ndarray, *, size: float, still: bool) -> Comparison:
-    unit = size if size > 0 else 1.0
-    error, shift = float(np.linalg.norm(got - expected)) / unit, float(np.linalg.norm(expected - was)) / unit
-    return Comparison(error=error, shift=shift, still=still)
-
-
-def is_best(mixed: np.ndarray, got: np.ndarray, rank: int, *, size: float) -> bool:
-    """True if `got` is some best approximation of that rank: what is left meets neither its rows nor its columns and
-    holds no direction larger than the smallest that was kept.
-    """
-    left, values, right = decompose(got)
-    rest, limit = mixed - got, TOLERANCE * size
-    num_kept = int((values[:rank] > limit).sum())
-    crossing = max(np.linalg.norm(left[:, :num_kept].T @ rest), np.linalg.norm(rest @ right[:num_kept].T))
-    smallest = float(values[rank - 1]) if rank <= len(values) else 0.0
-    return bool(crossing <= limit and np.linalg.norm(rest, 2) <= smallest + limit)
-
-
-class Recomputed:
-    """Recomputes one round, module by module; the decompositions of one module are kept while it is looked at."""
-
-    def __init__(self, round: Round) -> None:
-        self.round = round
-        self._module = ""
-        self._cut: dict[bytes, tuple[np.ndarray, float, np.ndarray, np.ndarray, np.ndarray]] = {}
+    def worst(self, k: int) -> tuple[str, Comparison]:
+        """The tensor or module of client k that is farthest from the recomputation."""
+        found = [one for key in self.before[self.plan.clients[k]] for one in self.compare(k, key)]
+        return max(found, key=lambda one: one[1].error)
 
     def compare(self, k: int, key: str) -> list[tuple[str, Comparison]]:
         """The comparison of one tensor of client k, or at its A that of a module; nothing at its B."""
-        round = self.round
-        if not is_mixed(key, round.share) or self._stays(k, key):
+        if not is_mixed(key, self.share) or self._stays(k, key):
             still = self.is_still(k, key)
             return [(key, Comparison(error=0.0 if still else float("inf"), shift=0.0, still=still))]
-        if round.space == "factors" or not key.endswith((LORA_A, LORA_B)):
+        if self.space == "factors" or not key.endswith((LORA_A, LORA_B)):
             return [(key, self.tensor(k, key))]
         module = key.removesuffix(LORA_A)
         return [(module, self.module(k, module))] if key.endswith(LORA_A) else []
 
+    def is_still(self, k: int, key: str) -> bool:
+        """Return whether client k starts with the very bits that it held."""
+        name = self.plan.clients[k]
+        return self.before[name][key].equal(self.after[name][key])
+
     def _stays(self, k: int, key: str) -> bool:
         """Return whether the rule leaves this tensor of client k as it is."""
-        if self.round.server is not None:
-            return self.round.server(k, key) is None
-        row = self.round.weights(key)[k]
+        if self.server is not None:
+            return self.server(k, key) is None
+        row = self.weights(key)[k]
         return bool(row[k] == 1.0 and np.count_nonzero(row) == 1)
 
     def module(self, k: int, module: str) -> Comparison:
         """The update of a module in product space."""
-        round, names = self.round, self.round.plan.clients
-        row = round.weights(module + LORA_A)[k]
-        rank = round.before[names[k]][module + LORA_A].shape[0]
-        mixed, size, left, values, right = self._mix_product(module, row, k=k)
+        name = self.plan.clients[k]
+        rank = self.before[name][module + LORA_A].shape[0]
+        mixed, size, left, values, right = self._mix_product(module, k=k)
         expected = (left[:, :rank] * values[:rank]) @ right[:rank]
-        got, was = _dense(round, names[k], module, round.after), _dense(round, names[k], module, round.before)
+        was, got = (update(self.plan, models[name], module) for models in (self.before, self.after))
         still = all(self.is_still(k, module + end) for end in (LORA_A, LORA_B))
         comparison = _measure(expected, got, was, size=size, still=still)
         tied = rank < len(values) and values[rank - 1] - values[rank] < NEAR_TIE * values[0]
@@ -183,93 +146,98 @@ class Recomputed:
             return Comparison(error=0.0, shift=comparison.shift, still=still)
         return comparison
 
-    def _mix_product(
-        self, module: str, row: np.ndarray, *, k: int
-    ) -> tuple[np.ndarray, float, np.ndarray, np.ndarray, np.ndarray]:
-        """The weighted sum of the updates, the size of what went in, and its singular value decomposition."""
+    def _mix_product(self, module: str, *, k: int) -> tuple[np.ndarray, float, np.ndarray, np.ndarray, np.ndarray]:
+        """The update of client k, the size of what went in, and its singular value decomposition."""
         if self._module != module:
-            self._module, self._cut = module, {}
+            self._module = module
+            self._cut = {}
+        row = self.weights(module + LORA_A)[k]
         if row.tobytes() not in self._cut:
-            mixed, size = self._update(module, row, k=k)
-            left, values, right = decompose(mixed)
-            self._cut[row.tobytes()] = (mixed, size, left, values, right)
+            model = None if self.server is None else self.server(k, module + LORA_A)
+            sources = np.flatnonzero(row).tolist()
+            if model is None:
+                parts = [update(self.plan, self.before[self.plan.clients[one]], module) for one in sources]
+                model = self._combine(row[sources], parts)
+            self._cut[row.tobytes()] = (*model, *decompose(model[0]))
         return self._cut[row.tobytes()]
-
-    def _update(self, module: str, row: np.ndarray, *, k: int) -> tuple[np.ndarray, float]:
-        """The dense update that those with this row get, and the size of what went in."""
-        if self.round.server is not None and (model := self.round.server(k, module + LORA_A)) is not None:
-            return model
-        names = self.round.plan.clients
-        sources = np.flatnonzero(row).tolist()
-        parts = [_dense(self.round, names[other], module, self.round.before) for other in sources]
-        return self._combine(row[sources], parts)
 
     def tensor(self, k: int, key: str) -> Comparison:
         """A tensor that mixes by itself: a head, a bias, or a factor in factor space."""
-        round, names = self.round, self.round.plan.clients
-        matrix = round.weights(key)
-        client_value = round.before[names[k]][key].double().numpy()
-        got = round.after[names[k]][key].double().numpy()
-        sources = np.flatnonzero(matrix[k]).tolist()
-        others = {other: round.before[names[other]][key].double().numpy() for other in sources}
-        if self.round.server is not None and (model := self.round.server(k, key)) is not None:
+        names, row = self.plan.clients, self.weights(key)[k]
+        was, got = (numbers(models[names[k]][key]) for models in (self.before, self.after))
+        others = {other: numbers(self.before[names[other]][key]) for other in np.flatnonzero(row).tolist()}
+        model = None if self.server is None else self.server(k, key)
+        if model is not None:
             expected, size = model
         elif key.endswith((LORA_A, LORA_B)):
-            expected = self._factor(k, key, client_value, others)
-            size = float(sum(abs(matrix[k, other]) * np.linalg.norm(one) for other, one in others.items()))
+            expected = self._factor(k, key, was, others)
+            size = float(sum(abs(row[other]) * np.linalg.norm(one) for other, one in others.items()))
         else:
-            expected, size = self._combine(matrix[k][sources], list(others.values()))
-        return _measure(expected, got, client_value, size=size, still=self.is_still(k, key))
+            expected, size = self._combine(row[list(others)], list(others.values()))
+        return _measure(expected, got, was, size=size, still=self.is_still(k, key))
 
-    def _combine(self, weights: np.ndarray, parts: Sequence[np.ndarray]) -> tuple[np.ndarray, float]:
+    def _combine(self, row: np.ndarray, parts: Sequence[np.ndarray]) -> Value:
         """The weighted sum, or what the rule makes of these, and the size of what went in.
 
         Where one far value does not move the result, the size is that of most.
         """
         norms = [float(np.linalg.norm(part)) for part in parts]
-        if self.round.reduce is not None:
-            return self.round.reduce(np.stack(parts)), float(np.median(norms))
-        mixed = np.asarray(sum(weight * part for weight, part in zip(weights, parts, strict=True)))
-        return mixed, float(sum(abs(weight) * norm for weight, norm in zip(weights, norms, strict=True)))
+        if self.reduce is not None:
+            return self.reduce(np.stack(parts)), float(np.median(norms))
+        mixed = np.asarray(sum(weight * part for weight, part in zip(row, parts, strict=True)))
+        return mixed, float(sum(abs(weight) * norm for weight, norm in zip(row, norms, strict=True)))
 
-    def is_still(self, k: int, key: str) -> bool:
-        """Return whether client k starts with the very bits that it held."""
-        name = self.round.plan.clients[k]
-        before, after = self.round.before[name][key], self.round.after[name][key]
-        return before.shape == after.shape and bool((before == after).all())
-
-    def _factor(self, k: int, key: str, client_value: np.ndarray, others: Mapping[int, np.ndarray]) -> np.ndarray:
+    def _factor(self, k: int, key: str, was: np.ndarray, others: Mapping[int, np.ndarray]) -> np.ndarray:
         """A factor row by row of the rank: s B for B, because s B A is the update."""
-        matrix, plan = self.round.weights(key), self.round.plan
+        if all(other == k for other in others):
+            return was
         is_b = key.endswith(LORA_B)
-        mine = client_value.T if is_b else client_value
-        expected = np.zeros_like(mine) if is_b else mine.copy()
+        mine = was.T if is_b else was
         rows = {other: one.T if is_b else one for other, one in others.items()}
-        if all(other == k for other in rows):
-            return client_value
-        leading = len(mine)
-        if self.round.align == "truncate":
-            reached = [self.round.before[plan.clients[one]] for one in connected_clients(matrix, k)]
-            leading = min(one[key].shape[1 if is_b else 0] for one in reached if key in one)
-            expected = mine.copy()
-        for row in range(leading):
-            nothing = np.zeros(mine.shape[1])
-            given = [one[row] if row < len(one) else nothing for one in rows.values()]
-            if any(row < len(one) for one in rows.values()):
-                own_scale = plan.scale(len(mine)) if is_b else 1.0
-                scales = [plan.scale(len(one)) / own_scale if is_b else 1.0 for one in rows.values()]
-                weights = np.array([matrix[k, other] for other in rows])
-                expected[row], _ = self._combine(weights, [s * one for s, one in zip(scales, given, strict=True)])
+        expected = np.zeros_like(mine) if is_b and self.align != "truncate" else mine.copy()
+        matrix = self.weights(key)
+        for place in range(self._leading(k, key, matrix) if self.align == "truncate" else len(mine)):
+            if any(place < len(one) for one in rows.values()):
+                given = [one[place] if place < len(one) else np.zeros(mine.shape[1]) for one in rows.values()]
+                scales = [
+                    self.plan.scale(len(one)) / self.plan.scale(len(mine)) if is_b else 1.0 for one in rows.values()
+                ]
+                parts = [scale * one for scale, one in zip(scales, given, strict=True)]
+                expected[place], _ = self._combine(matrix[k, list(rows)], parts)
         return expected.T if is_b else expected
 
+    def _leading(self, k: int, key: str, matrix: np.ndarray) -> int:
+        """The smallest rank of all whose model reaches client k or is reached by it, directly or through others."""
+        reached, border = {k}, [k]
+        while border:
+            here = border.pop()
+            near = [one for one in range(len(matrix)) if matrix[here, one] != 0 or matrix[one, here] != 0]
+            border += [one for one in near if one not in reached]
+            reached.update(near)
+        held = [self.before[self.plan.clients[one]] for one in reached]
+        return min(one[key].shape[1 if key.endswith(LORA_B) else 0] for one in held if key in one)
 
-def is_mixed(key: str, share: Sequence[str]) -> bool:
-    """Return whether a parameter leaves the client; what is neither adapter nor head goes with the adapters."""
-    if key.startswith(HEAD):
-        return "head" in share
-    if key == PRIVATE:
-        return False
-    for end, word in ((LORA_A, "A"), (LORA_B, "B")):
-        if key.endswith(end):
-            return word in share
-    return "A" in share or "B" in share
+
+def recompute(formula: Formula, step: Step, after: Models, *, joins: bool = False) -> Recomputed:
+    """The models after this step, by a formula; `after` are those to compare. With `joins` of clients that join."""
+    mixing = step.run.mixing
+
+    def matrix(key: str) -> np.ndarray:
+        # parameters of one layer, one kind and one end share a matrix
+        end = key[-1] if key.endswith((LORA_A, LORA_B)) else ""
+        group = (key.startswith(HEAD), step.plan.layer(key), end, is_last_layer(key))
+        if group not in step.matrices:
+            step.matrices[group] = weights(formula, step, key, joins=joins)
+        return step.matrices[group]
+
+    return Recomputed(
+        plan=step.plan,
+        before=step.trained,
+        after=after,
+        weights=matrix,
+        space=mixing.space,
+        share=mixing.share if formula.mixes else (),
+        align=mixing.align,
+        reduce=formula.reduce(step),
+        server=partial(formula.value, step) if formula.has_value and not joins else None,
+    )

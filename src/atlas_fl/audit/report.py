@@ -1,6 +1,20 @@
 """The result of an audit as plain data: AuditReport, a row for each check of a client in a round."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Finding(NamedTuple):
+    """One thing that was checked in a round."""
+
+    check: str
+    """The word of `AuditRow.check`."""
+    client: str
+    """The client; empty for what concerns everyone."""
+    fault: str
+    """Finding, where it did not hold; else empty."""
+    error: float | None = None
+    """Largest relative error, where something was compared by value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,7 +28,7 @@ class AuditRow:
     client: str
     """The client; empty for what concerns everyone."""
     check: str
-    """`record`, `joined`, `loaded`, `names`, `bounded`, `server`, `mixed`, `moved` or `different`."""
+    """The word of a check, such as `record`, `loaded` or `mixed` (`docs/resume-and-audit.md`)."""
     ok: bool
     """True if it held."""
     error: float | None = None

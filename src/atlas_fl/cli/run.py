@@ -189,11 +189,11 @@ def fetch(words: Sequence[str]) -> int:
     """Fetch what these words name; 0."""
     options = parse(FetchOptions, split(words), command="atlas fetch")
 
-    from atlas_fl.storage.assets import embedded_dir
-    from atlas_fl.storage.downloads import fetch_embedded, fetch_vision
+    from atlas_fl.storage.assets import EMBEDDED_ASSETS, VISION_ASSETS, embedded_dir
+    from atlas_fl.storage.downloads import fetch_assets
 
-    fill = {"embedded": fetch_embedded, "vision": fetch_vision}[options.what]
-    fill(embedded_dir(), report=lambda line: show([line]))
+    assets = {"embedded": EMBEDDED_ASSETS, "vision": VISION_ASSETS}[options.what]
+    fetch_assets(assets.values(), embedded_dir(), report=lambda line: show([line]))
     return 0
 
 

@@ -21,7 +21,7 @@ from atlas_fl.events import Note, OnEvent
 from atlas_fl.experiment.recorder import check_same_settings, checkpoint_models
 from atlas_fl.params import Params
 from atlas_fl.partial_sharing import is_fully_shared
-from atlas_fl.planning.plan import Plan
+from atlas_fl.planning.plan import read_plan
 from atlas_fl.ranks.devices import DEVICES
 from atlas_fl.runtime.coordinator import coordinator
 from atlas_fl.runtime.coordinator.client_registry import ClientProxy
@@ -41,9 +41,8 @@ from atlas_fl.runtime.transport.event_loop import EventBridge
 from atlas_fl.setup.assembly import Assembly, JoinQueue, Newcomer, assemble, pick_device, trainable_of
 from atlas_fl.setup.options import strategy_of
 from atlas_fl.storage import checkpoint
-from atlas_fl.storage.digests import check_files, check_state
 from atlas_fl.storage.files import run_lock
-from atlas_fl.storage.jsonl import read_json, read_sealed, write_sealed
+from atlas_fl.storage.jsonl import read_sealed, write_sealed
 from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import read_tensors
 
@@ -375,11 +374,10 @@ def serve_final_models(
 
 def last_plan(folder: RunFolder) -> tuple[checkpoint.Checkpoint, tuple[str, ...]] | None:
     """(newest checkpoint, clients of its plan); None where there is no checkpoint to go on from."""
-    newest, _ = checkpoint.load_latest(folder.checkpoints, check=check_state)
+    newest, _ = checkpoint.load_latest(folder.checkpoints)
     if newest is None:
         return None
-    check_files(folder, folder.path / newest.state["plan"])
-    plan = Plan.from_json(read_json(folder.path / newest.state["plan"]))
+    plan = read_plan(folder, folder.path / newest.state["plan"])
     return newest, tuple(client.name for client in plan.clients)
 
 

@@ -34,15 +34,14 @@ from atlas_fl.models.peft_io import export_adapter
 from atlas_fl.models.registry import Family
 from atlas_fl.models.vision_loading import as_whole, load_vision, save_vision
 from atlas_fl.params import HEAD, PRIVATE, ByClient, Params, head_keys
-from atlas_fl.planning.plan import Plan
+from atlas_fl.planning.plan import read_plan
 from atlas_fl.plugins import load_plugins
 from atlas_fl.setup.assembly import Assembly, scale_of
 from atlas_fl.setup.options import predicting_models
 from atlas_fl.storage import checkpoint
-from atlas_fl.storage.digests import check_files, check_state
+from atlas_fl.storage.digests import check_files
 from atlas_fl.storage.files import atomic_folder
 from atlas_fl.storage.folder_access import write_atomic
-from atlas_fl.storage.jsonl import read_json
 from atlas_fl.storage.run_folder import RunFolder, find_run
 
 
@@ -118,8 +117,7 @@ def export_client(
     config = load_config(folder.config, within=folder.path)
     load_plugins(config.run.plugin, outside=folder.path)
     saved = _load_checkpoint(folder, round)
-    check_files(folder, folder.path / saved.state["plan"])
-    plan = Plan.from_json(read_json(folder.path / saved.state["plan"]))
+    plan = read_plan(folder, folder.path / saved.state["plan"])
     server_models, client_models = checkpoint_models(saved, [client.name for client in plan.clients])
     models = predicting_models(
         config,
@@ -250,13 +248,11 @@ def _load_checkpoint(folder: RunFolder, round: str | None) -> checkpoint.Checkpo
             f"run {folder.path} has no checkpoint of round {number}; have: {', '.join(map(str, paths))}; a run with"
             " --keep-best K keeps those of its K best rounds"
         )
-    saved = checkpoint.load(paths[number])
-    check_state(saved)
-    return saved
+    return checkpoint.load(paths[number])
 
 
 def _newest_checkpoint(folder: RunFolder) -> checkpoint.Checkpoint:
-    newest = checkpoint.load_newest(folder.checkpoints, check=check_state)
+    newest = checkpoint.load_newest(folder.checkpoints)
     if newest is None:
         raise CheckpointError(f"run {folder.path} has no checkpoint to export from; resume it")
     return newest

@@ -7,7 +7,6 @@ its task. Where no client has that task, an image head is fitted on the newcomer
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,8 +42,7 @@ from atlas_fl.runtime.engine import Engine, TrafficMeter, run_on_all_clients
 from atlas_fl.setup.assembly import Assembly, Newcomer, truncation_notes, with_newcomer, without_private
 from atlas_fl.setup.options import cut_of, fingerprint_options, is_reclustered, strategy_of
 from atlas_fl.split.channel import Cut
-from atlas_fl.storage.json_shapes import PLAN, check_written
-from atlas_fl.storage.jsonl import from_json, to_json
+from atlas_fl.storage.jsonl import to_json
 from atlas_fl.storage.ledger import LedgerRow
 
 
@@ -155,7 +153,7 @@ def _add_client(
         ),
     )
     # the plan of all is never at stake: a newcomer whose numbers it could not hold is turned away before it is written
-    check_written(from_json(to_json(plan.to_json())), PLAN, file=Path("plan.json"))
+    to_json(plan.to_json())  # refuses NaN and infinity
     messages = (*planned.messages, *(replace(row, round=number) for row in addition.messages))
     planned = replace(
         planned, plan=plan, sketches=discovery.sketches, clustering=discovery.clustering, messages=messages

@@ -37,7 +37,6 @@ from atlas_fl.runtime.reuse import REUSED_RESULTS
 from atlas_fl.storage import checkpoint, digests
 from atlas_fl.storage.checkpoint import Checkpoint
 from atlas_fl.storage.files import secret_digest
-from atlas_fl.storage.json_shapes import PLAN, STATE, SUMMARY, check_written, ledger_row, metrics_row
 from atlas_fl.storage.jsonl import (
     append_rows,
     drop_undefined,
@@ -137,7 +136,6 @@ def check_run_files(folder: RunFolder, saved: Checkpoint) -> None:
     Raises:
         CheckpointError: a plan, sketches, mask or rows before the checkpoint are damaged; the message names the file.
     """
-    digests.check_state(saved)
     recorded = digests.digests_in_state(saved.state)
     recorded.check(folder, *(folder.path / name for name in recorded.sha256 if name != folder.config.name))
 
@@ -232,7 +230,7 @@ class Recorder:
         if join.state_changed:
             self._write_server_state(folder, state.server_state)
         plan = join.planned.plan.to_json()
-        self.audit_digests["plan.json"] = write_json(folder / "plan.json", plan, shape=PLAN, within=self.folder.path)
+        self.audit_digests["plan.json"] = write_json(folder / "plan.json", plan, within=self.folder.path)
         self._write_audit_record(folder, {"round": state.round + 1})
 
     def set_clients(self, config: Config, clients: tuple[ClientData, ...], secrets: Mapping[str, bytes]) -> None:
@@ -280,11 +278,10 @@ class Recorder:
         if planned.mask is not None:
             self.file_digests[self.folder.mask.name] = write_tensors(self.folder.mask, planned.mask)
         path = self.folder.path / self.plan_file
-        self.file_digests[self.plan_file] = write_json(path, planned.plan.to_json(), shape=PLAN)
+        self.file_digests[self.plan_file] = write_json(path, planned.plan.to_json())
 
     def _append_rows(self, path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-        shape = metrics_row if path == self.folder.metrics else ledger_row
-        append_rows(path, rows, running=self.row_hashes[path.name], shape=shape)
+        append_rows(path, rows, running=self.row_hashes[path.name])
 
     def _all_digests(self) -> dict[str, str]:
         return {**self.file_digests, **{name: row_hash.hexdigest() for name, row_hash in self.row_hashes.items()}}
@@ -413,7 +410,6 @@ class Recorder:
         }
         if same:
             content["server_same"] = same
-        check_written(from_json(to_json(content)), STATE, file=self.folder.checkpoints / checkpoint.STATE)
         checkpoint.save(self.folder.checkpoints, round=state.round, tensors=tensors, state=content)
         checkpoint.prune(self.folder.checkpoints, keep=self.keep_checkpoints, keep_rounds=self._best_rounds(state))
 
@@ -427,11 +423,9 @@ class Recorder:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write the digests of all files of a complete run, and then the summary, which marks it as complete."""
-        # before the digests, which would name a summary that is not there
-        check_written(from_json(to_json(summary)), SUMMARY, file=self.folder.summary)
         digest = sha256(encode_json(summary)).hexdigest()
         digests.write_digests(self.folder, {**self._all_digests(), self.folder.summary.name: digest})
-        write_json(self.folder.summary, summary, shape=SUMMARY)
+        write_json(self.folder.summary, summary)
 
     def rewind_to(self, saved: checkpoint.Checkpoint) -> None:
         """Truncate the logs to a checkpoint and remove later plans, so that no round is recorded twice."""

@@ -37,7 +37,7 @@ from atlas_fl.experiment.rounds import run_rounds
 from atlas_fl.experiment.state import FederationState
 from atlas_fl.experiment.summary import attack_note, summarise, versions
 from atlas_fl.models.identity import model_identity
-from atlas_fl.planning.plan import Plan, PlanResult
+from atlas_fl.planning.plan import Plan, PlanResult, read_plan
 from atlas_fl.planning.planner import check_clients, plan_run
 from atlas_fl.plugins import load_plugins, source_files
 from atlas_fl.runtime.engine import Engine, MissingAnswersError
@@ -46,7 +46,6 @@ from atlas_fl.setup.options import configured_attackers, predicting_models, stra
 from atlas_fl.storage import checkpoint, digests
 from atlas_fl.storage.files import run_lock
 from atlas_fl.storage.folder_access import write_atomic
-from atlas_fl.storage.json_shapes import SUMMARY, check_shape, ledger_row, list_of, metrics_row, require_fields
 from atlas_fl.storage.jsonl import read_json, read_rows
 from atlas_fl.storage.run_folder import (
     RunFolder,
@@ -137,11 +136,11 @@ def _continue_run(config: Config, folder: RunFolder, on_event: OnEvent, backend:
 
         def emit(event: Any) -> None:
             if not hasattr(event, "done"):
-                log.info("%s", event)
+                log(str(event))
             on_event(event)
 
         if folder.summary.exists():
-            digests.check_files(folder, folder.summary, folder.config)
+            digests.check_files(folder, folder.config)
             result = _run_result(folder, config=config)
             early = f"; it stopped early after round {result.rounds}" if "stopped" in result.summary else ""
             emit(Note(f"run {folder.path} is complete{early}"))
@@ -256,7 +255,7 @@ def _restore_checkpoint(
     assembly: Assembly, recorder: Recorder, folder: RunFolder, saved: checkpoint.Checkpoint, emit: OnEvent
 ) -> tuple[Assembly, PlanResult, FederationState]:
     """Restore the clients, the plan and the state of this checkpoint; truncate the logs to it."""
-    plan = Plan.from_json(read_json(folder.path / saved.state["plan"]))
+    plan = read_plan(folder, folder.path / saved.state["plan"])
     assembly = with_joined_clients(assembly, [client.name for client in plan.clients], round=saved.round + 1)
     recorder.set_clients(assembly.config, assembly.clients, assembly.site.secrets)
     check_provenance(saved.state["origin"], recorder.provenance, folder=folder.path)
@@ -301,10 +300,6 @@ def _check_clients(plan: Plan, assembly: Assembly, folder: RunFolder) -> None:
 
 
 def _summarise_run(config: Config, folder: RunFolder, assembly: Assembly, recorder: Recorder) -> dict[str, Any]:
-    metrics = read_rows(folder.metrics)
-    check_shape(metrics, list_of(metrics_row), file=folder.metrics)
-    ledger = read_rows(folder.ledger)
-    check_shape(ledger, list_of(ledger_row), file=folder.ledger)
     summary = summarise(
         run={
             "name": folder.path.name,
@@ -314,8 +309,8 @@ def _summarise_run(config: Config, folder: RunFolder, assembly: Assembly, record
             "seed": config.run.seed,
             "config_hash": config_hash(config),
         },
-        metrics=metrics,
-        ledger=ledger,
+        metrics=read_rows(folder.metrics),
+        ledger=read_rows(folder.ledger),
         plan=read_json(folder.path / recorder.plan_file),
         phase_seconds=recorder.phase_seconds,
         memory=recorder.peak_memory(),
@@ -336,9 +331,7 @@ def _run_result(
 ) -> RunResult:
     complete = folder.summary.exists()
     if complete:
-        summary = read_json(folder.summary)
-        check_shape(summary, SUMMARY, file=folder.summary)
-        require_fields(summary, "run", file=folder.summary)
+        summary = digests.read_checked(folder, folder.summary, "run")
     else:
         assert assembly is not None and recorder is not None, "a run without a summary has just been trained"
         summary = _summarise_run(config, folder, assembly, recorder)

@@ -42,9 +42,22 @@ import numpy as np
 import torch
 
 from atlas_fl.experiment.early_stopping import best_rounds
-from atlas_fl.storage.json_shapes import METRICS, SHARING, further_scores
 from atlas_fl.storage.ledger import LedgerRow, Totals, totals
 
+GENERATION_METRICS = ("perplexity", "rouge1", "rouge2", "rougeL")
+"""Scores of written text; lower perplexity is better, but accuracy decides (`data.task.Metric`)."""
+METRICS = (
+    *("loss", "ece", "primary", "accuracy", "f1", "precision", "recall", "mcc", "pearson", "spearman", "majority"),
+    *GENERATION_METRICS,
+)
+"""Scores in rows of evaluations."""
+ROW_NAMES = (
+    *("round", "client", "task", "split", "classes", "examples", "seconds", "steps", "skipped", "gain_over_majority"),
+    *METRICS,
+)
+"""Names in rows of training and evaluations and in their summaries; each other number there is a plug-in's score."""
+SHARING = ("own_share", "effective_clients", "variance_over_noise")
+"""Measures of a client's row under `kriging` (`methods.kriging.MeasuredSharing`)."""
 LIBRARIES = ("torch", "transformers", "peft", "safetensors", "numpy", "scikit-learn")
 
 
@@ -73,6 +86,11 @@ MEASURED = "sharing measured"
 """The event of a client in a round that measured how much of its own it keeps, with a group of parameters."""
 
 Row = Mapping[str, Any]
+
+
+def further_scores(row: Row) -> list[str]:
+    """The scores of plug-ins in a row of an evaluation, by name."""
+    return [name for name, value in row.items() if name not in ROW_NAMES and type(value) in (int, float)]
 
 
 @dataclass(frozen=True, kw_only=True)

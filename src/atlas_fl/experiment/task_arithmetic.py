@@ -28,7 +28,7 @@ from atlas_fl.setup.assembly import Assembly, assemble, trainable_of
 from atlas_fl.sparse.masks import BY_SENSITIVITY, Mask
 from atlas_fl.sparse.task_vectors import apply_vector, task_vector
 from atlas_fl.storage import checkpoint
-from atlas_fl.storage.digests import check_files, check_state
+from atlas_fl.storage.digests import check_files
 from atlas_fl.storage.run_folder import RunFolder
 
 
@@ -95,7 +95,7 @@ def load_trained_run(folder: RunFolder) -> TrainedRun:
         raise ConfigError(
             f"run {folder.path} trained adapters, or texts, and task vectors are of whole models; give runs on images"
         )
-    saved = checkpoint.load_newest(folder.checkpoints, check=check_state)
+    saved = checkpoint.load_newest(folder.checkpoints)
     if not folder.summary.is_file() or saved is None:
         raise CheckpointError(f"run {folder.path} is not complete; go on with: atlas resume {folder.path}")
     assembly = assemble(config)

@@ -15,9 +15,9 @@ import numpy as np
 
 from atlas_fl.config import Config, settings, value_of, with_values
 from atlas_fl.config.schema import NONE
-from atlas_fl.errors import CheckpointError, short_repr
+from atlas_fl.errors import short_repr
 from atlas_fl.experiment.sweep import Point, grid
-from atlas_fl.storage.jsonl import read_json, write_json
+from atlas_fl.storage.jsonl import read_json, read_sealed, write_sealed
 from atlas_fl.storage.run_folder import RunFolder
 
 DEVELOPMENT_SEEDS = (9001, 9002)
@@ -150,7 +150,7 @@ def write_tuning(folder: RunFolder, tuned: TunedMethod) -> None:
     """Write beside a run how its settings were chosen; a record of more trials that chose the same stays."""
     earlier = read_tuning(folder)
     if earlier is None or earlier.best.settings != tuned.best.settings or len(earlier.trials) <= len(tuned.trials):
-        write_json(folder.tuning, asdict(tuned))
+        write_sealed(folder.tuning, asdict(tuned))
 
 
 def read_tuning(folder: RunFolder) -> TunedMethod | None:
@@ -161,10 +161,7 @@ def read_tuning(folder: RunFolder) -> TunedMethod | None:
     """
     if not folder.tuning.is_file():
         return None
-    try:
-        return parse_tuning(read_json(folder.tuning))
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"damaged file {folder.tuning}: {error}; restore it from a copy, or remove it") from None
+    return parse_tuning(read_sealed(folder.tuning))
 
 
 def parse_tuning(content: Mapping[str, Any]) -> TunedMethod:

@@ -19,7 +19,7 @@ from atlas_fl.data.registry import find_tasks
 from atlas_fl.data.task import Examples, Source, Task, TaskData
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.events import OnEvent, PhaseStarted, ignore
-from atlas_fl.planning.plan import Plan
+from atlas_fl.planning.plan import Plan, read_plan
 from atlas_fl.planning.planner import local_engine
 from atlas_fl.planning.ranks_and_cuts import fit_client, importance_by_client
 from atlas_fl.planning.task_discovery import collect_fingerprints, fingerprint_signature
@@ -29,7 +29,6 @@ from atlas_fl.runtime.engine import Engine
 from atlas_fl.setup.assembly import Assembly, assemble, load_clients, source_of
 from atlas_fl.setup.options import fingerprint_options
 from atlas_fl.storage.digests import check_files
-from atlas_fl.storage.jsonl import read_json
 from atlas_fl.storage.run_folder import RunFolder, find_run
 
 
@@ -62,8 +61,7 @@ def place_client(
     Raises `ConfigError` where the run has no clusters, `CheckpointError` where its sketches were taken in another way.
     """
     folder = find_run(run)
-    check_files(folder, folder.plan)
-    config, plan = load_config(folder.config, within=folder.path), Plan.from_json(read_json(folder.plan))
+    config, plan = load_config(folder.config, within=folder.path), read_plan(folder, folder.plan)
     clustering = _load_clustering(folder, config, plan)
     check_files(folder, folder.config)
     load_plugins(config.run.plugin, outside=folder.path)

@@ -2,17 +2,18 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.clustering.result import Clustering
-from atlas_fl.errors import CheckpointError
 from atlas_fl.params import Params
 from atlas_fl.sparse.masks import Mask
-from atlas_fl.storage.json_shapes import PLAN
+from atlas_fl.storage.digests import read_checked
 from atlas_fl.storage.ledger import LedgerRow
+from atlas_fl.storage.run_folder import RunFolder
 
 ARRAYS = ("adjacency", "importance")
 TUPLES = ("notes", "data", "leakage")
@@ -98,28 +99,16 @@ class Plan:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> "Plan":
-        """The plan that `to_json` wrote; raises `CheckpointError` where a part is missing or damaged."""
-        try:
-            plan = _plan_from_json(data)
-            if fault := PLAN(data, ""):
-                raise CheckpointError(f"the plan is damaged ({fault}); restore the file, or run again")
-            return plan
-        except (AttributeError, TypeError, ValueError) as error:
-            raise CheckpointError(f"the plan is damaged ({error}); restore the file, or run again") from error
+        """The plan that `to_json` wrote."""
+        clients = tuple(ClientPlan(**{**entry, "ranks": tuple(entry["ranks"])}) for entry in data["clients"])
+        arrays = {name: np.array(data[name], dtype=np.float64) for name in ARRAYS}
+        tuples = {name: tuple(data[name]) for name in TUPLES}
+        return Plan(**{**data, **arrays, **tuples, "clients": clients})
 
 
-def _plan_from_json(data: Mapping[str, Any]) -> Plan:
-    missing = [name for name in Plan.__dataclass_fields__ if name not in data]
-    fields = ClientPlan.__dataclass_fields__
-    missing += [name for name in fields for entry in data.get("clients", ()) if name not in entry]
-    if missing:
-        raise CheckpointError(
-            f"the plan lacks {missing[0]!r}: it was altered or is of another version; restore the file, or run again"
-        )
-    clients = tuple(ClientPlan(**{**entry, "ranks": tuple(entry["ranks"])}) for entry in data["clients"])
-    arrays = {name: np.array(data[name], dtype=np.float64) for name in ARRAYS}
-    tuples = {name: tuple(data[name]) for name in TUPLES}
-    return Plan(**{**data, **arrays, **tuples, "clients": clients})
+def read_plan(folder: RunFolder, file: Path) -> Plan:
+    """The plan in this file of a run; raises `CheckpointError` where it is not what was written."""
+    return Plan.from_json(read_checked(folder, file, *Plan.__dataclass_fields__))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,8 +36,8 @@ from atlas_fl.split.model import select_client_side
 from atlas_fl.storage.tensors import encoded_size
 
 MOST_PREDICTED = 1e15
-"""Seconds and bytes of a client's round or of one phase of its planning: what is added up from these over a run can be
-written and read again (`storage.json_shapes.LARGEST`)."""
+"""Seconds and bytes of a client's round or of one phase of its planning: what is added up from these over a run is a
+number still."""
 SERVER_DEVICE: Device = DEVICES["workstation"]
 """The profile that the server's side of a cut is predicted with."""
 

@@ -7,16 +7,48 @@ upload, LoRA on query and value of a 6 x 384 encoder (36,864 bytes for each rank
 first ATLAS, kept as a bound. `memory_gb` counts 2^30 bytes, as memory is sold; `mbps` counts 10^6 bits.
 """
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from atlas_fl.errors import ConfigError, short_repr, unknown_name
-from atlas_fl.storage.json_shapes import Bounds
 
 UPLOAD_SECONDS = 1.0
 """Time that the upload of the adapters may take."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """The numbers from `least` to `most`, both included."""
+
+    least: float
+    most: float
+    whole: bool = False
+
+    def __str__(self) -> str:
+        """The range in words.
+
+        >>> str(Bounds(least=1, most=2**20, whole=True))
+        'whole number from 1 to 1048576'
+        """
+        kind = "whole number" if self.whole else "number"
+        return f"{kind} from {_digits(self.least)} to {_digits(self.most)}"
+
+    def __contains__(self, value: object) -> bool:
+        """Return whether this is such a number; truth values are none."""
+        return (
+            isinstance(value, int | float)
+            and type(value) is not bool
+            and self.least <= value <= self.most
+            and (not self.whole or value == math.floor(value))
+        )
+
+
+def _digits(value: float) -> str:
+    return str(value) if isinstance(value, int) and abs(value) < 10**8 else f"{value:g}"
+
 
 BOUNDS: Mapping[str, Bounds] = {
     "memory_gb": Bounds(least=1e-4, most=10**6),

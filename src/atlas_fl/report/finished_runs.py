@@ -24,9 +24,9 @@ from atlas_fl.config.values import LARGEST, from_words, to_words
 from atlas_fl.errors import AtlasError, CheckpointError, ConfigError, DataError
 from atlas_fl.experiment.tuning import DEVELOPMENT_SEEDS, TunedMethod, has_settings, parse_tuning, read_tuning
 from atlas_fl.report.csv_text import format_csv, unescape_cell
-from atlas_fl.storage.digests import check_files
+from atlas_fl.storage.digests import read_checked
 from atlas_fl.storage.folder_access import MOST_JSON_BYTES, files_below, open_named_file, read_named_file
-from atlas_fl.storage.jsonl import from_json, read_json
+from atlas_fl.storage.jsonl import from_json
 from atlas_fl.storage.run_folder import RunFolder, find_run
 
 NUMBERS = {
@@ -40,6 +40,8 @@ NUMBERS = {
     "calibration_error": "calibration_error",
 }
 """Fields of `RunScores` by their columns of the file."""
+SUMMARY_ENTRIES = ("run", "overall", "tasks", "clients", "bytes")
+"""Entries of a summary that its readers use."""
 COLUMNS = (
     *("preset", "dial", "strategy", "seed", "mean", *NUMBERS, "clients", "tasks", "scores", "flags", "tuning"),
     "config_hash",
@@ -105,9 +107,7 @@ def read_summary(run: Path | str) -> Mapping[str, Any]:
     folder = find_run(run)
     if not folder.summary.exists():
         raise CheckpointError(f"run {folder.path} is not complete: it has no summary.json; atlas resume {folder.path}")
-    check_files(folder, folder.summary)
-    content: Mapping[str, Any] = read_json(folder.summary)
-    return content
+    return read_checked(folder, folder.summary, *SUMMARY_ENTRIES)
 
 
 def read_finished_run(run: Path | str, *, score: Literal["final", "best"] = "final") -> FinishedRun:

@@ -10,8 +10,7 @@ import numpy as np
 
 from atlas_fl.experiment.summary import History, histories
 from atlas_fl.report.finished_runs import read_summary
-from atlas_fl.storage.digests import check_files, read_checked_rows
-from atlas_fl.storage.jsonl import read_json
+from atlas_fl.storage.digests import check_files, read_checked, read_checked_rows
 from atlas_fl.storage.ledger import LedgerRow, Totals, totals
 from atlas_fl.storage.run_folder import find_run
 from atlas_fl.storage.tensors import read_sketches
@@ -76,8 +75,7 @@ def read_record(run: Path | str) -> Record:
     """
     folder = find_run(run)
     first, last = folder.plan, folder.plans()[-1]
-    check_files(folder, first, last)
-    plans = {file: read_json(file) for file in (first, last)}
+    plans = {file: read_checked(folder, file, "clients") for file in dict.fromkeys((first, last))}
     file = last if len(plans[last]["clients"]) > len(plans[first]["clients"]) else first
     check_files(folder, folder.sketches_of(file.name))
     return Record(

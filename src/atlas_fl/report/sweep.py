@@ -40,9 +40,10 @@ def sweep_chart(changes: Sequence[Mapping[str, str]], scores: Sequence[float], *
         line = ", ".join(f"{word_of(name)} {value}" for name, value in changed.items() if name != along)
         value = changed[along] if is_numeric else changed[along].replace("_", " ")
         cells.setdefault(line, {}).setdefault(value, []).append(score)
-    rows = [
-        row for line, by_value in cells.items() for value, scores in by_value.items() for row in _rows(line, value, scores)
-    ]
+    rows = []
+    for line, by_value in cells.items():
+        for value, of_seeds in by_value.items():
+            rows += _rows(line, value, of_seeds)
     rows.sort(key=_place if is_numeric else _mean)
     values = list(dict.fromkeys(row["value"] for row in rows))
     seeds = len(rows) // sum(map(len, cells.values()))

@@ -10,10 +10,10 @@ from itertools import groupby
 from statistics import fmean
 from typing import Any
 
+from atlas_fl.experiment.summary import GENERATION_METRICS
 from atlas_fl.report.figure_rows import group_order
 from atlas_fl.report.format import EMPTY, cluster_name, human_bytes, isolate, names_in_words, number, percent, seconds
 from atlas_fl.report.table import Cell, Number, Table, count, duration, plain, share, size
-from atlas_fl.storage.json_shapes import GENERATION_METRICS
 
 KINDS = {"activations": ("activation",), "gradients": ("gradient",), "labels, norms": ("label", "control")}
 """The columns of `crossing_table` and the kinds of messages that they sum."""

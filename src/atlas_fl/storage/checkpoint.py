@@ -7,14 +7,13 @@ disk or a person does to them later is found out by two SHA-256 digests, one of 
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from atlas_fl.errors import CheckpointError
 from atlas_fl.storage.files import set_aside
@@ -24,10 +23,9 @@ from atlas_fl.storage.folder_access import (
     make_folder,
     memory_bytes,
     opened_folder,
-    read_file,
+    read_written,
 )
-from atlas_fl.storage.json_shapes import count, fields, mapping, text
-from atlas_fl.storage.jsonl import from_json, to_json, unsealed, write_sealed
+from atlas_fl.storage.jsonl import read_sealed, to_json, write_sealed
 from atlas_fl.storage.tensors import decode_tensors, write_tensors
 
 TENSORS, STATE = "state.safetensors", "state.json"
@@ -36,7 +34,6 @@ _HIDDEN = re.compile(rf"\.{NAME.pattern}\.(([0-9a-f]{{16}}\.)?writing|removed)")
 _NAMES = r"state\.(safetensors|json)"
 _CHECKPOINT_FILES = re.compile(rf"{_NAMES}|\.{_NAMES}\.([0-9a-f]{{16}}\.)?writing")
 """Files of a checkpoint's folder, and for a moment of a draft."""
-_CONTENT = fields({"round": count, "tensors_sha256": text, "state": mapping})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +63,7 @@ def save(folder: Path, *, round: int, tensors: Mapping[str, torch.Tensor], state
     draft = make_folder(folder / draft_name(final.name), within=folder.parent)
     replaced = folder / f"{final.name}.replaced"
     digest = write_tensors(draft / TENSORS, tensors, within=folder.parent)
-    content = {"round": round, "tensors_sha256": digest, "state": state}
+    content = {"round": round, "files": {TENSORS: digest}, "state": state}
     write_sealed(draft / STATE, content, within=folder.parent)
     if final.exists():  # a folder cannot be renamed onto another, so the old one stays readable under a second name
         _remove(replaced)
@@ -100,7 +97,7 @@ def load_latest(
     return None, tuple(messages)
 
 
-def load_newest(folder: Path, *, check: Callable[[Checkpoint], None] | None = None) -> Checkpoint | None:
+def load_newest(folder: Path) -> Checkpoint | None:
     """The newest checkpoint, None where there is none: for what would say something else from an older one.
 
     Raises:
@@ -108,15 +105,12 @@ def load_newest(folder: Path, *, check: Callable[[Checkpoint], None] | None = No
     """
     for path in _newest_first(folder)[:1]:
         try:
-            newest = load(path)
-            if check is not None:
-                check(newest)
+            return load(path)
         except CheckpointError as error:
             fault = str(error).partition("; ")[0]
             raise CheckpointError(
                 f"checkpoint {path.name} of {folder.parent} is damaged: {fault}; restore it from a copy, or run again"
             ) from None
-        return newest
     return None
 
 
@@ -147,19 +141,6 @@ def newest_state(folder: Path) -> Mapping[str, Any] | None:
     return None
 
 
-def checkpoint_faults(path: Path) -> Iterator[tuple[str, str]]:
-    """The file of a checkpoint that is there and altered, and how it differs."""
-    existing = [name for name in (STATE, TENSORS) if (path / name).exists()]
-    name = STATE
-    try:
-        expected = _read_state(path)["tensors_sha256"] if STATE in existing else None
-        name = TENSORS
-        if expected is not None and TENSORS in existing and sha256(_read(path / TENSORS)).hexdigest() != expected:
-            yield TENSORS, f"it has not the SHA-256 that {STATE} says"
-    except CheckpointError as error:
-        yield name, str(error)
-
-
 def load(path: Path) -> Checkpoint:
     """The checkpoint in this folder.
 
@@ -167,17 +148,14 @@ def load(path: Path) -> Checkpoint:
         CheckpointError: a file is missing, cut off or altered; the message says which and how.
     """
     head = _read_state(path)
-    payload = _read(path / TENSORS)
-    if (digest := sha256(payload).hexdigest()) != head["tensors_sha256"]:
-        expected = head["tensors_sha256"]
+    payload = read_written(path / TENSORS, max_bytes=memory_bytes(), within=path.parents[2])
+    digest = sha256(payload).hexdigest()
+    expected = head["files"][TENSORS]
+    if digest != expected:
         raise CheckpointError(
             f"{TENSORS} of {len(payload)} bytes has SHA-256 {digest[:12]}, but {STATE} says {expected[:12]}"
         )
-    try:
-        tensors = decode_tensors(payload)
-    except (SafetensorError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{TENSORS} is altered ({error})") from None
-    return Checkpoint(round=head["round"], tensors=tensors, state=head["state"], path=path)
+    return Checkpoint(round=head["round"], tensors=decode_tensors(payload), state=head["state"], path=path)
 
 
 def prune(folder: Path, *, keep: int, keep_rounds: Collection[int] = ()) -> None:
@@ -206,25 +184,7 @@ def round_of(path: Path) -> int:
 
 
 def _read_state(path: Path) -> dict[str, Any]:
-    try:
-        content = unsealed(from_json(_read(path / STATE)))
-    except ValueError as error:
-        raise CheckpointError(f"{STATE} is cut off or altered ({error})") from None
-    if fault := _CONTENT(content, ""):
-        raise CheckpointError(f"{STATE} is altered: {fault}")
-    match = NAME.fullmatch(path.name)
-    if match and int(match[1]) != content["round"]:
-        raise CheckpointError(f"{STATE} is of round {content['round']}")
-    return content
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return read_file(path, max_bytes=memory_bytes(), within=path.parents[2])
-    except FileNotFoundError:
-        raise CheckpointError(f"{path.name} is missing") from None
-    except OSError as error:  # a file where a folder should be, or the other way round, or a disk that fails
-        raise CheckpointError(f"{path.name} cannot be read ({error.strerror})") from None
+    return read_sealed(path / STATE, within=path.parents[2])
 
 
 def _newest_first(folder: Path) -> list[Path]:

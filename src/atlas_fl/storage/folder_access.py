@@ -31,6 +31,7 @@ MOST_LOG_BYTES = 1 << 20
 """Most bytes of a log, from its end: some ten thousand lines."""
 IS_LINK = "a link, which is not followed here"
 NOT_REGULAR = "no regular file"
+OUTSIDE = "no path inside its folder"
 HAS_OTHER_NAME = "a hard link, and so a file with another name, which is not written to; copy the folder"
 DRAFT = re.compile(r"\.(.+)\.[0-9a-f]{16}\.writing", re.DOTALL)
 """The name of a draft; its group is the name that the file was to have, or the beginning of a long one."""
@@ -69,14 +70,14 @@ def opened_folder(path: Path, *, within: Path | None = None, create: bool = Fals
         OSError: a part is a link or no folder, or it is not there.
     """
     root = path if within is None else within
-    parts = path.relative_to(root).parts
-    assert ".." not in parts, "names come from lists of files, or were checked"
+    if not path.is_relative_to(root) or ".." in path.relative_to(root).parts:
+        raise OSError(errno.EINVAL, OUTSIDE, str(path))
     if create:
         root.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         place = root
-        for part in parts:
+        for part in path.relative_to(root).parts:
             place = place / part
             inner = _open_inner_folder(descriptor, part, place, create=create)
             os.close(descriptor)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -28,7 +28,6 @@ from atlas_fl.storage.folder_access import (
     read_written,
     write_atomic,
 )
-from atlas_fl.storage.json_shapes import Shape, check_written, list_of
 
 LINE_WIDTH = 120
 MOST_DEPTH = 64
@@ -40,13 +39,6 @@ _TEXTS = re.compile(r'"(?:[^"\\]++|\\.?)*+(?:"|\Z)', re.DOTALL)
 _OTHER_CHARACTERS = re.compile(r"[^\[\]{}]+")
 SEAL = "sha256"
 """The entry of a sealed file: the SHA-256 over all its other entries."""
-
-
-class Hash(Protocol):
-    """A digest that takes more bytes, as those of `hashlib` do."""
-
-    def update(self, data: bytes, /) -> None:
-        """Take these bytes too."""
 
 
 def _to_builtin(value: object) -> object:
@@ -156,18 +148,15 @@ def encode_json(value: object) -> bytes:
     return (format_json(from_json(to_json(value))) + "\n").encode()
 
 
-def write_json(path: Path, value: object, *, shape: Shape | None = None, within: Path | None = None) -> str:
+def write_json(path: Path, value: object, *, within: Path | None = None) -> str:
     """Write strict JSON in one step, laid out to be read by people; the file's SHA-256 as hexadecimal digits.
 
     No part of the path below `within` is a link (`storage.folder_access`); so it is for all readers and writers here.
 
     Raises:
-        DataError: a number is NaN or infinite, or the value has not the shape that readers of the file ask for.
+        DataError: a number is NaN or infinite.
     """
-    plain = from_json(to_json(value))
-    if shape is not None:
-        check_written(plain, shape, file=path)
-    content = encode_json(plain)
+    content = encode_json(value)
     write_atomic(path, content, within=within)
     return sha256(content).hexdigest()
 
@@ -203,43 +192,25 @@ def read_sealed(path: Path, *, within: Path | None = None) -> dict[str, Any]:
     """The content of a sealed file, without its digest.
 
     Raises:
-        CheckpointError: there is no such file, or it is damaged.
+        CheckpointError: there is no such file, or it is not what was written.
     """
-    try:
-        return unsealed(read_json(path, within=within))
-    except ValueError as error:
-        raise CheckpointError(f"damaged file {path}: {error}; restore it from a copy, or run again") from None
-
-
-def unsealed(content: Any) -> dict[str, Any]:
-    """The content of a sealed file, without its digest.
-
-    Raises:
-        ValueError: it is not what was written.
-    """
-    if not isinstance(content, dict) or SEAL not in content:
-        raise ValueError("it is not what was written")
-    plain = {name: value for name, value in content.items() if name != SEAL}
-    if content_sha256(plain) != content[SEAL]:
-        raise ValueError("it is not what was written")
+    content = read_json(path, within=within)
+    plain = {name: value for name, value in content.items() if name != SEAL} if isinstance(content, dict) else {}
+    if not plain or content_sha256(plain) != content.get(SEAL):
+        raise CheckpointError(f"damaged file {path}: it is not what was written; restore it from a copy, or run again")
     return plain
 
 
-def append_rows(
-    path: Path, rows: Iterable[Mapping[str, Any]], *, running: Hash | None = None, shape: Shape | None = None
-) -> int:
+def append_rows(path: Path, rows: Iterable[Mapping[str, Any]], *, running: Any = None) -> int:
     """Append one line a row and flush them to the disk; the length of the file in bytes afterwards.
 
     All rows are encoded before the first is written: a row that is refused leaves the file as it was. A `running`
-    digest of the file takes the new lines too.
+    digest of `hashlib` takes the new lines too.
 
     Raises:
-        DataError: a number is NaN or infinite, or a row has not the shape that readers of the file ask for.
+        DataError: a number is NaN or infinite.
     """
-    texts = [to_json(row) for row in rows]
-    if shape is not None:
-        check_written([from_json(text) for text in texts], list_of(shape), file=path)
-    lines = "".join([text + "\n" for text in texts]).encode()
+    lines = "".join([to_json(row) + "\n" for row in rows]).encode()
     is_new = not os.path.lexists(path)
     with os_errors_with_path(path), open_to_append(path) as file:
         file.write(lines)

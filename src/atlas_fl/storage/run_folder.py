@@ -1,12 +1,10 @@
 """The folder of a run: where everything lies, what it is called, how it is found, and its log."""
 
-import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from io import TextIOWrapper
 from pathlib import Path
 
 from atlas_fl.errors import CheckpointError, ConfigError
@@ -200,44 +198,23 @@ def remove_leftovers(path: Path) -> None:
     remove_drafts(path, of=_LOCKED_FILES)
 
 
-class _OneLineFormatter(logging.Formatter):
-    """Time in UTC, level and message, on one line whatever the message holds."""
-
-    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802
-        return datetime.fromtimestamp(record.created, UTC).strftime(datefmt or "%Y-%m-%dT%H:%M:%SZ")
-
-    def format(self, record: logging.LogRecord) -> str:
-        return super().format(record).replace("\n", " | ")
-
-
-class _LogFile(logging.FileHandler):
-    """Ends the run where the disk takes no more, as every other file does; `logging` would print a traceback."""
-
-    def _open(self) -> TextIOWrapper:
-        return TextIOWrapper(open_to_append(Path(self.baseFilename)), encoding="utf-8", errors=self.errors)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        assert self.stream is not None, "it is opened at once"
-        try:
-            self.stream.write(self.format(record) + self.terminator)
-            self.stream.flush()
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, self.baseFilename) from error
-
-
 @contextmanager
-def run_log(path: Path) -> Iterator[logging.Logger]:
-    """A logger that appends lines such as `2026-11-21T10:15:02Z INFO round 3 of 6` to a file.
+def run_log(path: Path) -> Iterator[Callable[[str], None]]:
+    """A function that appends a line such as `2026-11-21T10:15:02Z INFO round 3 of 6` to this file.
 
-    It stands alone, outside the tree of `logging.getLogger`: the program's own logging is neither used nor changed.
+    It stands alone: the program's own logging is neither used nor changed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handler = _LogFile(path, encoding="utf-8")
-    handler.setFormatter(_OneLineFormatter("%(asctime)s %(levelname)s %(message)s"))
-    logger = logging.Logger("atlas_fl.experiment.run", level=logging.INFO)
-    logger.addHandler(handler)
-    try:
-        yield logger
-    finally:
+    file = open_to_append(path)
+
+    def log(text: str) -> None:
+        line = text.replace("\n", " | ")
         with os_errors_with_path(path):
-            handler.close()
+            file.write(f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} INFO {line}\n".encode())
+            file.flush()
+
+    try:
+        yield log
+    finally:
+        with os_errors_with_path(path):  # what is in the buffer of a full disk fails once more
+            file.close()

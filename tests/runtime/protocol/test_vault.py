@@ -22,6 +22,7 @@ from atlas_fl.partial_sharing import (
 from atlas_fl.runtime.protocol.messages import PrivateRef, model_message, read_private
 from atlas_fl.runtime.protocol.model_sync import AdapterReceiver, AdapterSender
 from atlas_fl.runtime.protocol.private_params import Owner, PrivateParamStore, check_store, clear_store
+from atlas_fl.storage.jsonl import read_sealed, write_sealed
 
 NAMES = frozenset({"a.lora_A", "a.lora_B", "b.lora_A", "b.lora_B", "head.w"})
 
@@ -249,7 +250,7 @@ def test_only_what_the_vault_has_written_is_removed_at_the_end(kept: Path, tmp_p
 
 
 def test_the_folder_of_another_owner_is_not_cleared(kept: Path) -> None:
-    (kept / "vault.json").write_text(json.dumps({"client": "c", "config": "of another run"}))
+    write_sealed(kept / "vault.json", {"client": "c", "config": "of another run"})
     assert clear_store(kept, OWNER) == ""
     assert len(list(kept.iterdir())) == 4
 
@@ -257,8 +258,8 @@ def test_the_folder_of_another_owner_is_not_cleared(kept: Path) -> None:
 def test_no_name_in_the_index_leads_out_of_the_folder(kept: Path, tmp_path: Path) -> None:
     victim = tmp_path / f"{'ab' * 32}.safetensors"
     victim.touch()
-    mark = json.loads((kept / "vault.json").read_text())
-    (kept / "vault.json").write_text(json.dumps({**mark, "rounds": {f"../{victim.stem}": 0, **mark["rounds"]}}))
+    mark = read_sealed(kept / "vault.json")
+    write_sealed(kept / "vault.json", {**mark, "rounds": {f"../{victim.stem}": 0, **mark["rounds"]}})
     start = draw({"a": 1, "b": 1})
     step(vault_in(tmp_path, "A"), with_placeholders(start, unshared_keys(start, ("A",)), sha256=None), round=9)
     assert victim.exists()

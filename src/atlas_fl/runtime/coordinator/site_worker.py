@@ -21,15 +21,20 @@ from atlas_fl.params import Params, digest
 from atlas_fl.runtime.coordinator.peer_relay import GUEST_INFO, item_tensors
 from atlas_fl.runtime.coordinator.split_server import read_cut_request
 from atlas_fl.runtime.protocol.client_metadata import placeholder_client, read_metadata
-from atlas_fl.runtime.protocol.messages import CUT, CutInfo, read_job, read_payloads, update_message, write_payloads
+from atlas_fl.runtime.protocol.messages import (
+    CUT,
+    CutInfo,
+    read,
+    read_job,
+    read_payloads,
+    update_message,
+    write_payloads,
+)
 from atlas_fl.runtime.protocol.model_sync import Receiver
 from atlas_fl.runtime.transport.frames import Head
 from atlas_fl.runtime.transport.sessions import NO_TENSORS, Exchange, Message
 from atlas_fl.split.channel import Cut
-from atlas_fl.storage.json_shapes import fields, list_of, mapping, text
 from atlas_fl.storage.jsonl import from_json
-
-_HOST_MESSAGE = fields({"items": list_of(mapping), "live": list_of(text), "guests": list_of(text)})
 
 
 @dataclass(kw_only=True, eq=False)
@@ -50,11 +55,12 @@ class HostedClients:
 
         Raises `ProtocolError` for a malformed message; a malformed item is refused in its answer.
         """
-        if fault := _HOST_MESSAGE(dict(head), ""):
-            raise ProtocolError(f"the server's message to a host is none: {fault}; install its version of atlas-fl")
-        items: list[Any] = head["items"]
-        self._halves = {key: half for key, half in self._halves.items() if key in head["live"]}
-        self._models = {key: model for key, model in self._models.items() if key in head["guests"]}
+        said = "the server's message to a host: "
+        items: tuple[Any, ...] = read(tuple[dict, ...], head.get("items"), f"{said}items")
+        live: tuple[str, ...] = read(tuple[str, ...], head.get("live"), f"{said}live")
+        guests: tuple[str, ...] = read(tuple[str, ...], head.get("guests"), f"{said}guests")
+        self._halves = {key: half for key, half in self._halves.items() if key in live}
+        self._models = {key: model for key, model in self._models.items() if key in guests}
         answers: dict[int, tuple[Head, Params]] = {}
         requests: dict[int, CutRequest] = {}
         for index, item in enumerate(items):

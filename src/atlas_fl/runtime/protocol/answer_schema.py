@@ -26,8 +26,9 @@ from atlas_fl.methods.method import ReportTensor
 from atlas_fl.methods.registry import reporting
 from atlas_fl.params import Params
 from atlas_fl.runtime.protocol.client_metadata import ClientMetadata
-from atlas_fl.storage.json_shapes import LARGEST_SCORE
 
+LARGEST_SCORE = 1e299
+"""Largest perplexity or score of a plug-in: a mean over clients is a number still."""
 LARGEST_WEIGHT = 1e6
 """Largest weight of a model that a client has warmed up, or trained on half of its examples; others are below one."""
 LARGEST_SUM = 1e30
@@ -61,9 +62,8 @@ SCORED_LOSS = Range(most=1e78, may_be_undefined=True)
 """The square of a float32 at most; a model that others have spoilt may have none, which is no fault of its client."""
 CALIBRATION = Range(most=1.0, may_be_undefined=True)
 """Calibration error; it is undefined where the loss is."""
-PERPLEXITY = Range(least=1.0, most=LARGEST_SCORE / 10, may_be_undefined=True)
-"""The range that `metrics.jsonl` may hold, with room for rounding."""
-ANY_SCORE = Range(least=-LARGEST_SCORE / 10, most=LARGEST_SCORE / 10)
+PERPLEXITY = Range(least=1.0, most=LARGEST_SCORE, may_be_undefined=True)
+ANY_SCORE = Range(least=-LARGEST_SCORE, most=LARGEST_SCORE)
 
 Ranges = Mapping[str, Range]
 CLASS_SCORES = dict.fromkeys(("accuracy", "f1", "precision", "recall"), SHARE)

@@ -18,9 +18,8 @@ from atlas_fl.data.task import Labels, Metric, Rows, Source, Task, TaskData
 from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.params import Split
-from atlas_fl.ranks.devices import Device, find_devices
+from atlas_fl.ranks.devices import Bounds, Device, find_devices
 from atlas_fl.runtime.protocol.messages import Allowed, read, read_fields
-from atlas_fl.storage.json_shapes import Bounds
 
 SPLITS: tuple[Split, ...] = get_args(Split)
 SHOWN = 6

@@ -20,9 +20,9 @@ from atlas_fl.client.options import OPTIONS
 from atlas_fl.errors import ProtocolError, short_repr
 from atlas_fl.params import PRIVATE, Params, digest
 from atlas_fl.partial_sharing import hidden_ranks, private_digest, transmitted_params, with_placeholders
+from atlas_fl.ranks.devices import Bounds
 from atlas_fl.runtime.transport.frames import Head
 from atlas_fl.split.channel import Cut
-from atlas_fl.storage.json_shapes import Bounds
 from atlas_fl.storage.ledger import Direction, Kind
 
 _OTHER_MODEL = "give the server's model with --model"

@@ -25,7 +25,7 @@ from atlas_fl.partial_sharing import digest_tensor, placeholder, unshared_keys
 from atlas_fl.runtime.protocol.messages import PrivateRef
 from atlas_fl.split.channel import Cut
 from atlas_fl.storage.folder_access import DRAFT, is_inner_file
-from atlas_fl.storage.jsonl import read_json, write_json
+from atlas_fl.storage.jsonl import read_sealed, write_sealed
 from atlas_fl.storage.tensors import read_tensors, write_tensors
 
 MARK = "vault.json"
@@ -90,12 +90,7 @@ def clear_store(folder: Path, owner: Owner) -> str:
 def _read_mark(folder: Path) -> dict[str, Any]:
     """The content of the mark; empty where there is none."""
     path = folder / MARK
-    if not path.exists():
-        return {}
-    mark = read_json(path)
-    if not isinstance(mark, dict) or not {"client", "config"} <= mark.keys():
-        raise CheckpointError(f"damaged file {path}: it names no client and run; restore it from a copy")
-    return mark
+    return read_sealed(path) if path.exists() else {}
 
 
 def _is_own(path: Path) -> bool:
@@ -175,12 +170,12 @@ class PrivateParamStore:
     def end(self, reference: PrivateRef | None) -> None:
         """Write down which version the server has named at the end."""
         if mark := _read_mark(self.folder):
-            write_json(self.folder / MARK, {**mark, LAST: None if reference is None else reference.sha256})
+            write_sealed(self.folder / MARK, {**mark, LAST: None if reference is None else reference.sha256})
 
     def _keep(self, params: Params, round: int) -> str:
         sha256 = digest(params)
         if not (self.folder / MARK).exists():
-            write_json(self.folder / MARK, asdict(self.owner))
+            write_sealed(self.folder / MARK, asdict(self.owner))
         if not self._file(sha256).exists():
             write_tensors(self._file(sha256), params)
         self._record(sha256, round, newest=sha256)
@@ -214,7 +209,7 @@ class PrivateParamStore:
             if path.stem in rounds.keys() - kept.keys() and _is_own(path):
                 path.unlink()
         if (after := {**mark, ROUNDS: kept}) != before:
-            write_json(self.folder / MARK, after)
+            write_sealed(self.folder / MARK, after)
 
     def _file(self, sha256: str) -> Path:
         return self.folder / f"{sha256}.safetensors"

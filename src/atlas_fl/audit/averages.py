@@ -1,0 +1,288 @@
+"""Second formulas of averages: by examples, norms or distances, robust ones, of others, and the Laplacian step.
+
+Robust rules follow their papers one client and one coordinate at a time: Yin et al., 2018 (median, trimmed mean);
+Blanchard et al., 2017 (Krum); Pillutla et al., 2022 (geometric median). FedAMP: Huang et al., 2021.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
+
+import numpy as np
+
+from atlas_fl.audit.dense import bound_weights, is_mixed, numbers, padded, update
+from atlas_fl.audit.step import Formula, Step
+from atlas_fl.errors import CheckpointError
+from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE
+
+Shares: TypeAlias = Callable[[Step, Sequence[int], str], Sequence[float]]
+"""(step, members, parameter) -> the share of each member."""
+
+
+def by_examples(step: Step, members: Sequence[int], _key: str) -> Sequence[float]:
+    """Shares by examples."""
+    return step.shares(members)
+
+
+def alike(_step: Step, members: Sequence[int], _key: str) -> Sequence[float]:
+    """Equal shares."""
+    return [1 / len(members)] * len(members)
+
+
+def by_norm(step: Step, members: Sequence[int], key: str) -> Sequence[float]:
+    """Shares of adapters by the Frobenius norm of all updates s B A; of heads, and where all are 0, by examples."""
+    norms = [step.once(("norm", k), partial(_norm, step, k)) for k in members]
+    if key.startswith(HEAD) or not any(norms):
+        return step.shares(members)
+    return bound_weights(norms, step.run.settings.robust.max_share)
+
+
+def _norm(step: Step, k: int) -> float:
+    params = step.trained[step.plan.clients[k]]
+    modules = [key.removesuffix(LORA_A) for key in params if key.endswith(LORA_A)]
+    held = [module for module in modules if all(params[module + end].numel() for end in (LORA_A, LORA_B))]
+    squares = sum(float(np.square(update(step.plan, params, module)).sum()) for module in held)
+    return float(np.sqrt(squares))
+
+
+def by_krum(step: Step, members: Sequence[int], key: str) -> Sequence[float]:
+    """The one with the smallest s(k) = the sum over its n - f - 2 nearest others l of || V_k - V_l ||^2."""
+    return _krum_shares(step, members, key, num_selected=1)
+
+
+def by_multi_krum(step: Step, members: Sequence[int], key: str) -> Sequence[float]:
+    """The n - f with the smallest s(k)."""
+    n = len(members)
+    return _krum_shares(step, members, key, num_selected=n - min(step.run.settings.robust.byzantine, (n - 1) // 2))
+
+
+def _krum_shares(step: Step, members: Sequence[int], key: str, *, num_selected: int) -> Sequence[float]:
+    distances, n = square_distances(step, members, key), len(members)
+    if n == 1:
+        return [1.0]
+    num_nearest = min(max(n - step.run.settings.robust.byzantine - 2, 1), n - 1)
+    scores = [sum(sorted(np.delete(distances[k], k))[:num_nearest]) for k in range(n)]
+    last = sorted(scores)[num_selected - 1]
+    chosen = [score <= last * (1 + 1e-9) for score in scores]
+    return [one / sum(chosen) for one in chosen]
+
+
+def by_geometric_median(step: Step, members: Sequence[int], key: str) -> Sequence[float]:
+    """Weiszfeld's weights 1 / max(nu, || z - w_k ||), from the mean on until they settle."""
+    points = model_points(step, members, key)
+    shares = [1 / len(points)] * len(points)
+    for _ in range(1000):
+        centre = sum(share * point for share, point in zip(shares, points, strict=True))
+        inverse = [1 / max(1e-6, float(np.linalg.norm(centre - point))) for point in points]
+        before = shares
+        shares = [one / sum(inverse) for one in inverse]
+        if max(abs(new - old) for new, old in zip(shares, before, strict=True)) < 1e-12:
+            break
+    return shares
+
+
+def square_distances(step: Step, members: Sequence[int], key: str) -> np.ndarray:
+    """Squared distances between these members' models, of their heads or of all the rest."""
+    points = model_points(step, members, key)
+    return np.array([[float(np.square(one - other).sum()) for other in points] for one in points])
+
+
+def model_points(step: Step, members: Sequence[int], key: str) -> np.ndarray:
+    """(members, members): points with the distances of what these share, of their heads or of all the rest.
+
+    The triangular factors of differences to the first member, tensor after tensor: each column keeps its own digits.
+    """
+    is_head = key.startswith(HEAD)
+    return np.asarray(step.once(("points", tuple(members), is_head), lambda: _points(step, members, is_head)))
+
+
+def _points(step: Step, members: Sequence[int], is_head: bool) -> np.ndarray:
+    factor = np.zeros((0, len(members)))
+    models = [step.trained[step.plan.clients[k]] for k in members]
+    share = step.run.mixing.share
+    for key in (key for key in models[0] if key.startswith(HEAD) == is_head and key != PRIVATE):
+        if key.endswith((LORA_A, LORA_B)) and {"A", "B"} <= set(share):
+            if key.endswith(LORA_B):
+                continue  # both are compared by their product
+            columns = [update(step.plan, params, key.removesuffix(LORA_A)).ravel() for params in models]
+        elif is_mixed(key, share):
+            values = [numbers(params[key]) for params in models]
+            columns = padded([(one.T if key.endswith(LORA_B) else one).ravel() for one in values])
+        else:
+            continue
+        block = np.stack([column - columns[0] for column in columns], axis=1)
+        factor = np.asarray(np.linalg.qr(np.concatenate([factor, block]), mode="r"))
+    return factor.T
+
+
+def trimmed_mean(step: Step, stack: np.ndarray) -> np.ndarray:
+    """The mean of what is left without the largest and the smallest values."""
+    trim = step.run.settings.robust.trim
+    left_out = min(int(np.ceil(trim * len(stack) - 1e-9)), (len(stack) - 1) // 2)
+    ordered = np.sort(stack, axis=0)
+    return np.asarray(np.mean(ordered[left_out : len(stack) - left_out], axis=0))
+
+
+def median(_step: Step, stack: np.ndarray) -> np.ndarray:
+    """The median of every value."""
+    return np.asarray(np.median(stack, axis=0))
+
+
+class Own(Formula):
+    """Identity: each client keeps its own model."""
+
+    mixes = False
+
+    def row(self, step: Step, k: int, key: str) -> list[float]:
+        """The row of who keeps its model."""
+        del key
+        return step.own_row(k)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mean(Formula):
+    """An average over those who took part, inside a cluster or of all."""
+
+    within: str = "all"
+    """`all`, `clusters`, or `settings` for what these say."""
+    shares: Shares = by_examples
+    reduction: Callable[[Step, np.ndarray], np.ndarray] | None = None
+    clusters: tuple[int, ...] | None = None
+    """Cluster of each client; None for those of the plan."""
+
+    def members(self, step: Step, k: int, key: str) -> list[int]:
+        """Clients whose values are averaged for client k."""
+        within = step.run.settings.robust.within if self.within == "settings" else self.within
+        clusters = step.plan.clusters if self.clusters is None else self.clusters
+        return [
+            one
+            for one in step.there(step.mates(k, key))
+            if within == "all" or one == k or 0 <= clusters[k] == clusters[one]
+        ]
+
+    def row(self, step: Step, k: int, key: str) -> list[float]:
+        """The shares of the members; its own where there are none."""
+        members = self.members(step, k, key)
+        if not members:
+            return step.own_row(k)
+        return step.row(dict(zip(members, self.shares(step, members, key), strict=True)))
+
+    def reduce(self, step: Step) -> Callable[[np.ndarray], np.ndarray] | None:
+        """The median or the trimmed mean of every value."""
+        reduction = self.reduction
+        return None if reduction is None else lambda stack: reduction(step, stack)
+
+
+MEAN = Mean()
+CLUSTER_MEAN = Mean(within="clusters")
+
+
+class Averaging(Formula):
+    """A rule of its own under which those who join begin with the average of all."""
+
+    average = MEAN
+
+    def row(self, step: Step, k: int, key: str) -> list[float]:
+        """The average, of rules that step from it."""
+        return self.average.row(step, k, key)
+
+    def arrival_row(self, step: Step, k: int, key: str) -> list[float]:
+        """The average of the others."""
+        return self.average.row(step, k, key)
+
+
+class MeanOfOthers(Averaging):
+    """Average of all others; a client without others keeps its model."""
+
+    def row(self, step: Step, k: int, key: str) -> list[float]:
+        """The shares of the others; those of all for who took no part."""
+        row = self.average.row(step, k, key)
+        if not step.present[k]:
+            return row
+        others = {other: weight for other, weight in enumerate(row) if other != k}
+        total = sum(others.values())
+        return step.row({one: weight / total for one, weight in others.items()}) if total > 0 else step.own_row(k)
+
+
+class MeanByDistance(Averaging):
+    """FedAMP: alpha / (n - 1) e^(-x / sigma) to each other, with x in mean squared distances; the rest to itself."""
+
+    def row(self, step: Step, k: int, key: str) -> list[float]:
+        """The attention of client k."""
+        members, row = self.average.members(step, k, key), step.own_row(k)
+        if not step.present[k] or len(members) < 2:
+            return row
+        server = step.run.settings.server
+        distances, others = square_distances(step, members, key), len(members) - 1
+        mean = float(distances.sum()) / (len(members) * others)
+        for other, square in zip(members, distances[members.index(k)], strict=True):
+            if other != k:
+                near = float(np.exp(-square / (mean * server.attention_sigma))) if mean > 0 else 1.0
+                row[other] = server.attention_alpha * near / others
+                row[k] -= row[other]
+        return row
+
+
+class Laplacian(Formula):
+    """W <- (I - eta L) W over the graph of the plan; who took no part keeps its model."""
+
+    steps = True
+
+    def row(self, step: Step, k: int, key: str) -> list[float]:
+        """Row k of I - eta L."""
+        if not step.present[k]:
+            return step.own_row(k)
+        is_head = key.startswith(HEAD)
+        matrix = step.once(("laplacian", is_head), lambda: self._matrix(step, key))
+        own = np.array(step.own_row(k))
+        row: list[float] = (own - self._step_size(step, key) * matrix[k]).tolist()
+        return row
+
+    def arrival_row(self, step: Step, k: int, key: str) -> list[float]:
+        """The weights of its edges over their sum; its own where it meets nobody."""
+        edges = {other: self._edge(step, k, other, key) for other in step.there(range(step.num_clients))}
+        total = sum(edges.values())
+        return step.row({one: edge / total for one, edge in edges.items()}) if total > 0 else step.own_row(k)
+
+    def _edge(self, step: Step, k: int, other: int, key: str) -> float:
+        names = step.plan.clients
+        is_edge = k != other and step.plan.may_meet(k, other, key)
+        if not is_edge or names[k] in step.without_edges or names[other] in step.without_edges:
+            return 0.0
+        return float(step.plan.adjacency[k, other])
+
+    def _matrix(self, step: Step, key: str) -> np.ndarray:
+        n, kind = step.num_clients, step.run.mixing.laplacian
+        edge = [[self._edge(step, k, other, key) for other in range(n)] for k in range(n)]
+        degree = [sum(row) for row in edge]
+        pull = np.zeros((n, n))  # how strongly each client is drawn to each other
+        for k in range(n):
+            for other in range(n):
+                if edge[k][other] > 0:
+                    divisor = {"symmetric": 1.0, "random_walk": degree[k], "metropolis": max(degree[k], degree[other])}
+                    pull[k, other] = edge[k][other] / divisor[kind]
+        matrix = np.diag(pull.sum(axis=1)) - pull
+        largest = np.linalg.norm(matrix, 2) if kind == "symmetric" else 1.0
+        return np.asarray(matrix / largest if largest > 0 else matrix)
+
+    def _step_size(self, step: Step, key: str) -> float:
+        layer = step.plan.layer(key)
+        if step.run.mixing.layer_weighting != "importance" or layer is None:
+            return step.eta
+        if step.plan.importance is None:
+            raise CheckpointError("the plan holds no importance of the layers, but eta was to follow it")
+        means = step.plan.importance.mean(axis=0)
+        return float(step.eta * means[layer] / means.max())
+
+
+class Recorded(Formula):
+    """A plug-in's method: the rows that it recorded, for there is no second formula."""
+
+    is_known = False
+
+    def row(self, step: Step, k: int, key: str) -> list[float]:
+        """Row k of the recorded matrix."""
+        matrix = step.run.mixing_rows(step.round)["head" if key.startswith(HEAD) else "adapters"]
+        row: list[float] = matrix[k].tolist()
+        return row

@@ -1,0 +1,65 @@
+"""The second formula of every strategy, by name; this table alone knows methods by their names."""
+
+from collections.abc import Mapping
+
+from atlas_fl.audit import averages
+from atlas_fl.audit.averages import CLUSTER_MEAN, MEAN, Laplacian, Mean, MeanByDistance, MeanOfOthers, Own, Recorded
+from atlas_fl.audit.class_features import HeadsByFeatures
+from atlas_fl.audit.directions import ByDirections
+from atlas_fl.audit.kriging import Kriging
+from atlas_fl.audit.run_files import Run
+from atlas_fl.audit.server_steps import Dynamic, ExactAverage, ServerOptimizer
+from atlas_fl.audit.step import Formula
+from atlas_fl.audit.update_clusters import Bipartition, Choice, Tree
+from atlas_fl.errors import CheckpointError
+
+OWN, LAPLACIAN, BY_NORM = Own(), Laplacian(), Mean(shares=averages.by_norm)
+BY_DISTANCE, OF_OTHERS, DYNAMIC, BY_FEATURES = MeanByDistance(), MeanOfOthers(), Dynamic(), HeadsByFeatures()
+STACKED, WITH_RESIDUAL = ExactAverage(stacks=True), ExactAverage(stacks=False)
+
+RULES: Mapping[str, Formula] = {
+    **dict.fromkeys(("local", "local_only", "centralized", "multitask", "linear_probe", "local_prior"), OWN),
+    **dict.fromkeys(("fedavg", "standard_fl", "fedit", "flexlora", "ffa", "rolora", "fedsa", "fedper"), MEAN),
+    **dict.fromkeys(("mr_mtl", "fedrep", "fedbabu", "fedavg_ft", "fedavg_prior", "fedprox", "hsplitlora"), MEAN),
+    **dict.fromkeys(("scaffold", "ditto", "apfl", "feddpa"), MEAN),
+    **dict.fromkeys(("fedavg_cluster", "fedavg_cluster_ft", "fedavg_cluster_prior", "fedlease"), CLUSTER_MEAN),
+    **dict.fromkeys(("fedavg_oracle", "atlas_no_laplacian", "mr_mtl_cluster"), CLUSTER_MEAN),
+    **dict.fromkeys(("atlas_laplacian", "atlas_pad", "atlas_truncate"), LAPLACIAN),
+    **dict.fromkeys(("fedavg_by_norm", "hetlora"), BY_NORM),
+    **dict.fromkeys(("fedavg_by_distance", "fedamp"), BY_DISTANCE),
+    **dict.fromkeys(("fedavg_of_others", "fedalt", "fedalt_fixed"), OF_OTHERS),
+    **dict.fromkeys(("fedavg_dynamic", "feddyn"), DYNAMIC),
+    **dict.fromkeys(("fedavg_stacked", "flora"), STACKED),
+    **dict.fromkeys(("fedavg_with_residual", "fedex"), WITH_RESIDUAL),
+    **dict.fromkeys(("classifier_collaboration", "fedpac"), BY_FEATURES),
+    "median": Mean(within="settings", shares=averages.alike, reduction=averages.median),
+    "trimmed_mean": Mean(within="settings", shares=averages.alike, reduction=averages.trimmed_mean),
+    "krum": Mean(within="settings", shares=averages.by_krum),
+    "multi_krum": Mean(within="settings", shares=averages.by_multi_krum),
+    "geometric_median": Mean(within="settings", shares=averages.by_geometric_median),
+    "fedavgm": ServerOptimizer(kind="fedavgm", lr=1.0, beta1=0.9),
+    "fedadagrad": ServerOptimizer(kind="fedadagrad", lr=0.01, beta1=0.0),
+    "fedyogi": ServerOptimizer(kind="fedyogi", lr=0.01, beta1=0.9),
+    "fedadam": ServerOptimizer(kind="fedadam", lr=0.01, beta1=0.9),
+    "pfedgraph": ByDirections(),
+    "cfl": Bipartition(),
+    "ifca": Choice(),
+    "fedtreelora": Tree(),
+    "kriging": Kriging(),
+    "atlas": Kriging(within="clusters"),
+}
+
+
+def formula_of(run: Run, round: int | None = None) -> Formula:
+    """The formula of the run's strategy; with a round that of the round, in which everyone may keep its own model.
+
+    Raises CheckpointError for a strategy that no audit is written for.
+    """
+    if round is not None and not run.is_aggregated(round):
+        return OWN
+    strategy = run.mixing.strategy
+    if strategy not in RULES and run.settings.run.plugin:
+        return Recorded()
+    if strategy not in RULES:
+        raise CheckpointError(f"no audit is written for strategy {strategy!r}; there is one for {', '.join(RULES)}")
+    return RULES[strategy]

@@ -1,0 +1,226 @@
+"""A server step as the formulas see it, and the shape of a formula: one rule, written a second time.
+
+A formula is a frozen value. It says the weights of each client's next value, one row and one edge at a time, and where
+the rule has a state, or steps from an average, what these become. How models follow from it is `audit.recompute`.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from atlas_fl.audit.dense import arrays, bound_weights, is_compared, padded, value, vector
+from atlas_fl.audit.run_files import AuditPlan, Flat, Models, Run
+from atlas_fl.params import HEAD
+
+RELATIVE, OF_LARGEST = 1e-4, 1e-6
+"""Tolerance of a value of a server state: as a share of itself, and of the largest of its tensor."""
+FLOAT32 = 3e38
+"""A state beyond this cannot be kept, and its round is undone."""
+
+Value = tuple[np.ndarray, float]
+"""A dense value, and the size of what went into it."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Step:
+    """Input of a server step, or of what clients that join begin with."""
+
+    run: Run
+    plan: AuditPlan
+    round: int
+    present: tuple[bool, ...]
+    """Clients whose update counts."""
+    before: Models
+    """The models of the last aggregation."""
+    trained: Models
+    """The same with the updates."""
+    eta: float = 0.0
+    without_edges: tuple[str, ...] = ()
+    """Clients that are nobody's neighbour."""
+    state: Flat = field(default_factory=dict)
+    """Server state before the round."""
+    told: Flat = field(default_factory=dict)
+    """Server state after the round, as it was recorded: with what clients reported in it."""
+    is_undone: bool = False
+    """True if clients kept the models that they began with, because the mixed ones were none."""
+    matrices: dict[tuple[bool, int | None, str, bool], np.ndarray] = field(default_factory=dict)
+    """Weights of each group of parameters, as far as they were asked for: whether they are heads, their layer, A or B,
+    whether they are a head's last layer."""
+    _known: dict[Hashable, Any] = field(default_factory=dict)
+
+    def once(self, key: Hashable, compute: Callable[[], Any]) -> Any:
+        """The value of `compute`, which is computed once under this key."""
+        if key not in self._known:
+            self._known[key] = compute()
+        return self._known[key]
+
+    @property
+    def num_clients(self) -> int:
+        """Number of clients."""
+        return len(self.plan.clients)
+
+    def own_row(self, k: int) -> list[float]:
+        """The row of who keeps its model."""
+        return [float(other == k) for other in range(self.num_clients)]
+
+    def row(self, weights: Mapping[int, float]) -> list[float]:
+        """The row with these weights, by place."""
+        return [float(weights.get(other, 0.0)) for other in range(self.num_clients)]
+
+    def mates(self, k: int, key: str) -> list[int]:
+        """All clients that client k may meet at this parameter, itself included."""
+        return [other for other in range(self.num_clients) if self.plan.may_meet(k, other, key)]
+
+    def there(self, clients: Sequence[int]) -> list[int]:
+        """The clients among these whose update counts."""
+        return [one for one in clients if self.present[one]]
+
+    def shares(self, clients: Sequence[int]) -> list[float]:
+        """Shares of these clients by their examples, none above the bound of the settings."""
+        return bound_weights([self.plan.examples[one] for one in clients], self.run.settings.robust.max_share)
+
+    def compared(self, models: Models, clients: Sequence[int], selects: Callable[[str], bool]) -> list[str]:
+        """Parameters of these clients with a value that is mixed and `selects` names."""
+        keys = dict.fromkeys(key for k in clients for key in models[self.plan.clients[k]])
+        mixing = self.run.mixing
+        return [key for key in keys if is_compared(key, mixing.share, mixing.space) and selects(key)]
+
+    def value(self, models: Models, k: int, key: str) -> np.ndarray:
+        """The value of client k at this parameter."""
+        return value(self.plan, models[self.plan.clients[k]], key, self.run.mixing.space)
+
+    def changes(self, clients: Sequence[int], key: str, first: Models, last: Models) -> list[np.ndarray]:
+        """The change of each client's value from the first models to the last, as vectors of one length."""
+        names, space = [self.plan.clients[k] for k in clients], self.run.mixing.space
+        ends = [vector(self.plan, models[name], key, space) for models in (last, first) for name in names]
+        ends = padded(ends)
+        return [end - start for end, start in zip(ends[: len(names)], ends[len(names) :], strict=True)]
+
+    def products(self, clients: Sequence[int], keys: Sequence[str], first: Models, last: Models) -> np.ndarray:
+        """Inner products of the clients' changes over these parameters; heads count within a task."""
+        total = np.zeros((len(clients), len(clients)))
+        for key in keys:
+            changes = self.changes(clients, key, first, last)
+            for i, left in enumerate(changes):
+                for j, right in enumerate(changes):
+                    if self.plan.may_meet(clients[i], clients[j], key):
+                        total[i, j] += float(left @ right)
+        return total
+
+
+class Formula:
+    """One rule. The defaults are those of a rule without a state, whose step is a weighted sum."""
+
+    is_known = True
+    """False of a plug-in's method, for which there is no second formula."""
+    has_value = False
+    """True if `value` says the next values, and not the rows."""
+    chooses = False
+    """True if clients choose the model that a round begins with."""
+    steps = False
+    """True if the rule has a step size eta, which records hold."""
+    mixes = True
+    """False if everyone keeps its own model."""
+    corrects = False
+    """True if clients are sent a correction of their gradients (`correction`)."""
+
+    def row(self, step: Step, k: int, key: str) -> list[float]:
+        """The weight that each client's value has in the next value of client k, at this parameter."""
+        raise NotImplementedError
+
+    def arrival_row(self, step: Step, k: int, key: str) -> list[float]:
+        """The weights of the values that client k begins with, who joins: those of an average of the others."""
+        return self.row(step, k, key)
+
+    def reduce(self, step: Step) -> Callable[[np.ndarray], np.ndarray] | None:
+        """Reduction of the clients' values, (clients, ...), to one; None for a weighted sum."""
+        del step
+        return None
+
+    def value(self, step: Step, k: int, key: str) -> Value | None:
+        """The next value of a rule that steps from an average; None where client k gets nothing."""
+        raise NotImplementedError
+
+    def initial(self, run: Run, models: Models) -> dict[str, np.ndarray]:
+        """Entries of the state by the models that clients begin with."""
+        del run, models
+        return {}
+
+    def expected(self, step: Step) -> dict[str, np.ndarray]:
+        """The state after the step, by path."""
+        return arrays(step.state)
+
+    def state_fault(self, step: Step) -> tuple[str, float | None] | None:
+        """(the fault of the state after the step, the largest error); None where there is no state."""
+        return compare_states(step.once("expected", lambda: self.expected(step)), step.told, before=step.state)
+
+    def begun_faults(
+        self, run: Run, round: int, plan: AuditPlan, held: Models, begun: Models, state: Flat
+    ) -> Iterator[tuple[str, str]]:
+        """(client, fault) of the models that clients chose to begin the round with."""
+        raise NotImplementedError
+
+    def correction(self, run: Run, client: str, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Expected correction of a client's gradients, by the state before the round."""
+        raise NotImplementedError
+
+    def frozen(self, state: Flat) -> dict[str, Tensor]:
+        """Part of this server state that every client holds frozen, by parameter."""
+        del state
+        return {}
+
+
+def weights(formula: Formula, step: Step, key: str, *, joins: bool = False) -> np.ndarray:
+    """(n, n): row k holds the weight that each client's value has in the next one of client k, at this parameter.
+
+    With `joins` those of clients that join; the others keep theirs.
+    """
+    clients = range(step.num_clients)
+    if joins:
+        new = [not step.present[k] and formula.mixes for k in clients]
+        return np.array([formula.arrival_row(step, k, key) if new[k] else step.own_row(k) for k in clients])
+    each = np.array([formula.row(step, k, key) for k in clients])
+    if not formula.mixes or key.startswith(HEAD) or formula.reduce(step) is not None:
+        return each
+    return np.array([_common_row(step, k, each, key) for k in clients])
+
+
+def _common_row(step: Step, k: int, each: np.ndarray, key: str) -> np.ndarray:
+    """The row of what client k has in common with others: the mean of their rows, by examples, over the present."""
+    owners = step.plan.owners(k, key)
+    if len(owners) < 2:
+        return np.asarray(each[k])
+    counted = step.there(owners) or owners
+    row = np.asarray(sum(share * each[one] for one, share in zip(counted, step.shares(counted), strict=True)))
+    owners_sum = row[list(owners)].sum()
+    row[list(owners)] = 0.0
+    if not row.any():
+        return np.array(step.own_row(k))
+    row[k] = owners_sum  # whoever of them it falls on, they hold the same
+    return row
+
+
+def compare_states(expected: Mapping[str, np.ndarray], state: Flat, *, before: Flat) -> tuple[str, float | None] | None:
+    """(the first entry that is not as computed again, the largest error of a value over the largest of its tensor)."""
+    if not expected and not state:
+        return None
+    if any(np.abs(wanted).max(initial=0.0) > FLOAT32 for wanted in expected.values()):
+        expected = arrays(before)
+    if lacking := sorted(expected.keys() - state.keys()):
+        return f"the server state lacks {lacking[0]}", None
+    if unknown := sorted(state.keys() - expected.keys()):
+        return f"the server state has {unknown[0]}, which the rule does not make", None
+    worst, fault = 0.0, ""
+    for path, got in arrays(state).items():
+        wanted = expected[path]
+        if got.shape != wanted.shape or not np.isfinite(got).all():
+            return f"{path} of the server state has shape {got.shape} or a value that is no number", None
+        largest = float(np.abs(wanted).max(initial=0.0))
+        error = float(np.abs(got - wanted).max(initial=0.0)) / (largest or 1.0)
+        worst = max(worst, error)
+        if not fault and not np.allclose(got, wanted, rtol=RELATIVE, atol=OF_LARGEST * largest):
+            fault = f"{path} of the server state is {error:.2g} away from the recomputation"
+    return fault, worst
