@@ -270,17 +270,11 @@ class JobPolicy:
         """Raise `ProtocolError` unless this message to a host asks for jobs that the settings ask of its guests."""
         if self.config.split.topology != "paired":
             raise _refusal("work for other sites", "none: clients do not host each other (--topology server)")
-        items = head.get("items")
-        entries = items if isinstance(items, list) else []
-        jobs = [item for item in entries if isinstance(item, dict) and item.get("kind") == "begin"]
-        for guests in (jobs, head.get("live"), head.get("guests")):
-            if isinstance(guests, list) and len(guests) > MOST_GUESTS:
-                raise ProtocolError(
-                    f"the server asks for work for {len(guests)} other sites at a time, and a host takes at most"
-                    f" {MOST_GUESTS}; nothing was sent: ask who runs it"
-                )
-        for item in jobs:
-            action, job, _ = read_job(item, {}, client="guest")
+        live = head.get("live")
+        if isinstance(live, list) and len(live) > MOST_GUESTS:
+            raise _refusal(f"work for {len(live)} other sites at a time", f"at most {MOST_GUESTS}")
+        if head.get("asks") == "begin":
+            action, job, _ = read_job(head, {}, client="guest")
             self._check_action(action, job)
             if job.cut is not None:
                 self._check_way(job.cut)

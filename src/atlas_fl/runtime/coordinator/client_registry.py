@@ -97,8 +97,6 @@ class ClientProxy:
     pending_job: PendingJob | None = None
     sender: Sender = field(default_factory=AdapterSender)
     """Encodes its jobs, given what its process has in memory."""
-    hosted_digests: dict[str, str] = field(default_factory=dict)
-    """By guest, the digest of the server half that this client was sent last as its host."""
     shutdown_message: tuple[Head, Params] | None = None
     shutdown_sent: bool = False
     """It was sent its shutdown message."""

@@ -132,7 +132,7 @@ class ClientManager:
         if kind == "cut":
             return await self._answer_cut_request(client, head, tensors)
         if kind == "hosted" and self._peer_relay is not None:
-            self._peer_relay.handle_answers(client.name, head, tensors)
+            self._peer_relay.handle_answer(client.name, head, tensors)
         if kind in ("result", "failed"):
             await self._accept_answer(client, head, tensors)
             if head.get("leaves") is True:
@@ -215,7 +215,6 @@ class ClientManager:
         client.part = part
         client.rejection = None
         client.refusal_reason = ""
-        client.hosted_digests = {}
         client.sender.forget()
         client.allow_retry()
         if is_new:

@@ -14,11 +14,11 @@ from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.options import EvaluateOptions
 from atlas_fl.client.registry import ACTIONS, CLIENT_SIDE, SERVER_SIDE
 from atlas_fl.client.split_client import client_side_of
-from atlas_fl.client.split_server import CutRequest, Payloads, ServerHalf, answers_to
+from atlas_fl.client.split_server import Payloads, ServerHalf, answers_to
 from atlas_fl.errors import AtlasError, ModelError, ProtocolError, one_line
 from atlas_fl.events import OnEvent, PhaseStarted
 from atlas_fl.params import Params, digest
-from atlas_fl.runtime.coordinator.peer_relay import GUEST_INFO, item_tensors
+from atlas_fl.runtime.coordinator.peer_relay import GUEST_INFO
 from atlas_fl.runtime.coordinator.split_server import read_cut_request
 from atlas_fl.runtime.protocol.client_metadata import placeholder_client, read_metadata
 from atlas_fl.runtime.protocol.messages import CUT, CutInfo, read_job, read_payloads, update_message, write_payloads
@@ -26,10 +26,7 @@ from atlas_fl.runtime.protocol.private_params import SiteReceiver
 from atlas_fl.runtime.transport.frames import Head
 from atlas_fl.runtime.transport.sessions import NO_TENSORS, Exchange, Message
 from atlas_fl.split.channel import Cut
-from atlas_fl.storage.json_shapes import fields, list_of, mapping, text
 from atlas_fl.storage.jsonl import from_json
-
-_HOST_MESSAGE = fields({"items": list_of(mapping), "live": list_of(text), "guests": list_of(text)})
 
 
 @dataclass(kw_only=True, eq=False)
@@ -37,58 +34,46 @@ class HostedClients:
     """The server halves of other clients that one site hosts."""
 
     _halves: dict[str, ServerHalf] = field(default_factory=dict)
-    _models: dict[str, Params] = field(default_factory=dict)
-    """By guest, the model that the server half of its last job began with."""
 
     def clear(self) -> None:
         """Forget all guests."""
         self._halves.clear()
-        self._models.clear()
 
     def answer(self, head: Mapping[str, Any], tensors: Params, site: Site) -> tuple[Head, Params]:
-        """Answer all items of a message; requests of cut clients are computed in one pass.
-
-        Raises `ProtocolError` for a malformed message; a malformed item is refused in its answer.
-        """
-        if fault := _HOST_MESSAGE(dict(head), ""):
-            raise ProtocolError(f"the server's message to a host is none: {fault}; install its version of atlas-fl")
-        items: list[Any] = head["items"]
-        self._halves = {key: half for key, half in self._halves.items() if key in head["live"]}
-        self._models = {key: model for key, model in self._models.items() if key in head["guests"]}
-        answers: dict[int, tuple[Head, Params]] = {}
-        requests: dict[int, CutRequest] = {}
-        for index, item in enumerate(items):
-            key = str(item.get("half"))
-            item_params = item_tensors(tensors, index)
-            try:
-                if item.get("kind") == "begin":
-                    self._halves[key] = self._begin_half(item, item_params, site)
-                elif item.get("kind") == "end":
-                    answers[index] = self._finish_half(key, item_params)
-                else:
-                    requests[index] = read_cut_request(self._halves.get(key), item, item_params)
-            except ProtocolError as error:
-                answers[index] = {"refused": str(error)}, {}
-        for index, answer in zip(requests, answers_to(list(requests.values()), site), strict=True):
-            assert answer is not None, "a host has no groups that wait for each other"
-            if isinstance(answer, ProtocolError):
-                answers[index] = {"refused": str(answer)}, {}
+        """Answer one message for a guest; raises `ProtocolError` for a malformed one, and refuses a guest's fault."""
+        live = head.get("live")
+        half = head.get("half")
+        if not isinstance(live, list) or not isinstance(half, str):
+            raise ProtocolError("the server's message to a host names no guest; install its version of atlas-fl")
+        self._halves = {key: kept for key, kept in self._halves.items() if key in live}
+        answer_head: Head = {}
+        answer: Params = NO_TENSORS
+        try:
+            if head.get("asks") == "begin":
+                self._halves[half] = self._begin_half(head, tensors, site)
+            elif head.get("asks") == "end":
+                answer_head, answer = self._finish_half(half, tensors)
             else:
-                answers[index] = {}, write_payloads(answer)
-        heads = [{**answer_head, "half": items[index].get("half")} for index, (answer_head, _) in answers.items()]
-        sent = {
-            f"{n}:{key}": tensor for n, (_, params) in enumerate(answers.values()) for key, tensor in params.items()
-        }
-        return {"kind": "hosted", "items": heads}, sent
+                answer = self._answer_request(half, head, tensors, site)
+        except ProtocolError as error:
+            answer_head = {"refused": str(error)}
+        return {**answer_head, "kind": "hosted"}, answer
+
+    def _answer_request(self, half: str, head: Mapping[str, Any], tensors: Params, site: Site) -> Params:
+        request = read_cut_request(self._halves.get(half), head, tensors)
+        (answer,) = answers_to([request], site)
+        assert answer is not None, "a host has no groups that wait for each other"
+        if isinstance(answer, ProtocolError):
+            raise answer
+        return write_payloads(answer)
 
     def _begin_half(self, item: Mapping[str, Any], tensors: Params, site: Site) -> ServerHalf:
         """A new server half for a guest whose job begins, for the first time or again."""
         guest = str(item.get("client"))
         encoded_info = read_payloads(tensors).get(GUEST_INFO)
-        above = {key: tensor for key, tensor in tensors.items() if not key.startswith(CUT)} or self._models.get(guest)
-        if encoded_info is None or above is None or digest(above) != item.get("model"):
+        above = {key: tensor for key, tensor in tensors.items() if not key.startswith(CUT)}
+        if encoded_info is None or digest(above) != item.get("model"):
             raise ProtocolError("a guest came without its model or its metadata; install the server's version")
-        self._models[guest] = above
         try:
             guest_info = from_json(encoded_info)
             below = [str(name) for name in guest_info["below"]]
