@@ -190,7 +190,10 @@ class SiteClient:
         Raises `ProtocolError` where the server refuses or stays away longer than the link waits, and `ModelError` where
         the model that a job needs is not available.
         """
-        head, tensors = self._register()
+        return self.work(*self._register())
+
+    def work(self, head: Mapping[str, Any], tensors: Params) -> Params:
+        """Do what this message of the server asks, and the next ones; the final model, as `run`."""
         while head.get("kind") != "done":
             if head.get("kind") == "register":
                 head, tensors = self._register()
