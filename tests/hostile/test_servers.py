@@ -346,7 +346,7 @@ def test_jobs_do_not_come_for_ever(usual: Recording, kind: str, most: int) -> No
 def test_a_site_trains_in_no_more_rounds_than_it_agreed_to(usual: Recording, lied: Callable[..., Ended]) -> None:
     """Whoever takes part by chance in the settings' words: the server chooses, and the site counts."""
     found = lied(usual, lambda *_: None, max_rounds_per_example=1 / 24)
-    assert "--rounds 2 may train this site 2 times on its 24 examples; allowed: 1" in found.error
+    assert "--rounds may train this site on its 24 examples: 2; allowed: at most 1" in found.error
     assert found.link.sent == []
 
 
@@ -356,17 +356,26 @@ SETTINGS: Mapping[str, tuple[dict[str, object], str]] = {
     "a cut that the device decides": ({"split": "auto"}, "agree with --allow cut labels"),
     "a cut with the head here": ({"split": "1", "head": "client"}, "agree with --allow cut, or"),
     "a cut of another, hosted here": ({"split": "movie-1=1", "topology": "paired"}, "agree with --allow hosting"),
-    "a sketch as long as the model": ({"sketch_dim": 10**5}, "--sketch-dim is 100,000; .*raise --most-sketch"),
-    "a fingerprint of two examples": ({"fingerprint_samples": 2}, "2 training examples would be behind a fingerprint"),
-    "one batch of one": ({"fingerprint_batches": 2, "batch_size": 1}, "4 training examples .* a fingerprint"),
+    "a sketch as long as the model": (
+        {"sketch_dim": 10**5},
+        "--sketch-dim: 100,000; allowed: at most 4,096, .*change --most-sketch",
+    ),
+    "a fingerprint of two examples": (
+        {"fingerprint_samples": 2},
+        "training examples behind a fingerprint: 2; allowed: at least 16",
+    ),
+    "one batch of one": ({"fingerprint_batches": 2, "batch_size": 1}, "training examples behind a fingerprint: 4;"),
     "one step of one": (
         {"local_steps": 1, "batch_size": 1, "tune": "lora", "tasks": ("digits",)},
-        "1 training examples .* an update",
+        "training examples behind an update: 1;",
     ),
-    "halves of few examples": ({"strategy": "kriging", "measure_round": 1}, "12 training examples .* a model of half"),
+    "halves of few examples": (
+        {"strategy": "kriging", "measure_round": 1},
+        "training examples behind a model of half: 12;",
+    ),
     "means of few examples": (
         {"strategy": "fedpac"},
-        "12 training examples would be behind the mean features of a class",
+        "training examples behind the mean features of a class: 12;",
     ),
     "steps that are sums of gradients": (
         {"optimizer": "sgd"},
@@ -382,24 +391,24 @@ SETTINGS: Mapping[str, tuple[dict[str, object], str]] = {
     ),
     "as many rounds as examples": (
         {"rounds": 24},
-        r"--rounds 24 may train this site 24 times on its 24 examples; allowed: 12 \(--max-rounds-per-example 0.5\)",
+        r"--rounds may train this site on its 24 examples: 24; allowed: at most 12, .* --max-rounds-per-example",
     ),
     "nearly as many rounds with a share of the clients": (
         {"rounds": 40, "participation": 0.3},
-        r"--rounds 40 with --participation 0.3 may train this site 24 times on its 24 examples; allowed: 12 ",
+        "--rounds may train this site on its 24 examples: 24; allowed: at most 12, ",
     ),
     "a fingerprint of all but a few": (
         {"fingerprint_samples": 20},
-        r"4 training examples would be behind .* and not behind a fingerprint; allowed: none, or at least 16, or the",
+        "training examples behind .* and not a fingerprint: 4; allowed: at least 16, because what leaves",
     ),
     "one validation example": (
         {"validation_samples": 1},
-        r"the validation split of this site has 1 examples; allowed: at least 5, or its scores and the counts of its",
+        "examples of this site's validation split: 1; allowed: at least 5, because",
     ),
-    "few examples": ({"samples": 8}, "8 training examples would be behind the census"),
-    "batches that fill the memory": ({"batch_size": 10**9}, "--batch-size is 1000000000; a site takes at most 4096"),
-    "ranks that fill the memory": ({"candidates": (2, 10**6)}, "--candidates is 1000000; a site takes at most 1024"),
-    "rounds without an end": ({"rounds": 10**9}, "--rounds is 1000000000; a site takes at most 100000"),
+    "few examples": ({"samples": 8}, "training examples behind the census: 8;"),
+    "batches that fill the memory": ({"batch_size": 10**9}, "--batch-size: 1,000,000,000; allowed: at most 4,096"),
+    "ranks that fill the memory": ({"candidates": (2, 10**6)}, "--candidates: 1,000,000; allowed: at most 1,024"),
+    "rounds without an end": ({"rounds": 10**9}, "--rounds: 1,000,000,000; allowed: at most 100,000"),
     "a model of the hub": ({"model": "evil/model"}, "'evil/model', and a site fetches no .*--allow hub-model"),
     "a model outside": ({"model": "../../../../x/.ssh"}, "neither a directory nor a .gguf file"),
     "a folder that is no model": ({"model": "/etc"}, "could not be loaded"),
@@ -407,11 +416,11 @@ SETTINGS: Mapping[str, tuple[dict[str, object], str]] = {
     "a model's name without an end": ({"model": "x" * 5000}, "'x+.*; a site takes names of at most 255 bytes"),
     "a decay that forgets the model": (
         {"lr": 0.01, "weight_decay": 100.0},
-        "--lr times --weight-decay is 1; a site takes at most 0.1",
+        "--lr times --weight-decay: 1.0; allowed: at most 0.1",
     ),
     "a term that undoes every step but the last": (
         {"lr": 0.01, "proximal_mu": 100.0},
-        "--lr times --proximal-mu is 1; a site takes at most 0.1",
+        "--lr times --proximal-mu: 1.0; allowed: at most 0.1",
     ),
 }
 

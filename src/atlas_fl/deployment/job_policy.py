@@ -196,8 +196,6 @@ class JobPolicy:
     """The site's knowledge of the models that come."""
     most_rounds: int
     """Most rounds in which this site trains."""
-    _named: str = ""
-    """Digests of the parts of the newest job's model, which its receiver has held against the tensors."""
     _trained: set[int] = field(default_factory=set)
     """The rounds in which it was asked to train."""
     _seen: Counter[tuple[Any, ...]] = field(default_factory=Counter)
@@ -216,8 +214,10 @@ class JobPolicy:
         self._check_action(action, job)
         if job.cut is not None and cut_info is not None:
             self._check_cut_info(action, job, cut_info, job.cut)
-        self._check_private(head)
-        self._named = " ".join(str(head[key]) for key in ("model", "private", "body", "top") if key in head)
+        private = read_private(head)
+        for rank in () if private is None else private.ranks:
+            if not 1 <= rank <= self._most_rank:  # it costs memory here
+                raise _refusal(f"rank {rank}", f"1 to {self._most_rank}")
         if self.outline.whole:
             self._check_whole(action, job, head)
         if action == "train":
@@ -232,8 +232,8 @@ class JobPolicy:
 
         Class means to pull features to come with it only where the settings align features.
         """
-        _check_params(job.params, self._expected_params(job.cut), most=self._most_rank, what=f"the model of {action}")
-        self.starts.check(action, job, named=self._named)
+        self._check_tensors(job.params, job.cut, what=f"the model of {action}")
+        self.starts.check(action, job)
         if job.sent:
             self._check_sent(action, job)
 
@@ -281,18 +281,15 @@ class JobPolicy:
 
     def check_final_model(self, params: Params) -> None:
         """Raise `ProtocolError` unless this can be the client's own model at the end."""
-        _check_params(params, self._expected_params(None), most=self._most_rank, what="the model at the end")
+        self._check_tensors(params, None, what="the model at the end")
 
     def _check_rounds(self, job: Job) -> None:
         if self._trained_cut is None:
             self._trained_cut = 0 if job.cut is None else job.cut.blocks
         self._trained.add(job.round)
         if len(self._trained) > self.most_rounds:
-            raise ProtocolError(
-                f"the server asks this site to train in {len(self._trained)} rounds; allowed: {self.most_rounds} for so"
-                " many examples as it has (--max-rounds-per-example), because a server that chooses the models can read"
-                " texts out of about as many updates as there are examples; nothing was sent: ask who runs it"
-            )
+            allowed = f"{self.most_rounds} for so many examples as it has (--max-rounds-per-example)"
+            raise _refusal(f"training in a {len(self._trained)}th round", allowed)
         if job.options.report != "none" and strategy_of(self.config).asks_once:
             self._measured.add(job.round)
         if len(self._measured) > MOST_MEASURED:
@@ -318,13 +315,14 @@ class JobPolicy:
         if cut is not None:
             self._check_way(cut)
         blocks = 0 if cut is None else cut.blocks
-        word = self._word
-        if word != AUTO:
-            agreed = 0 if word == NONE else int(word)
+        agreed: int | None
+        since = ""
+        if self._word == AUTO:
+            agreed = self._trained_cut
+            since = ", where this site was first trained"
         else:
-            agreed = blocks if self._trained_cut is None else self._trained_cut
-        if blocks != agreed:
-            since = ", where this site was first trained" if word == AUTO else ""
+            agreed = 0 if self._word == NONE else int(self._word)
+        if agreed not in (None, blocks):
             raise _refusal(_cut_words(blocks), _cut_words(agreed) + since)
 
     def _check_way(self, cut: Cut) -> None:
@@ -346,13 +344,6 @@ class JobPolicy:
             options = half_job(job, 0).options
         if cut_info.places != (() if options is None else self.outline.places(cut, options)):
             raise _refusal("other tensors below the cut", "those of the model")
-
-    def _check_private(self, head: Mapping[str, Any]) -> None:
-        """Raise `ProtocolError` unless all ranks named of a private part are the settings'; they cost memory here."""
-        private = read_private(head)
-        for rank in () if private is None else private.ranks:
-            if not 1 <= rank <= self._most_rank:
-                raise _refusal(f"rank {rank}", f"1 to {self._most_rank}")
 
     def _check_sent(self, action: str, job: Job) -> None:
         """Raise `ProtocolError` unless the settings' method sends these tensors beside the model in this round."""
@@ -386,11 +377,31 @@ class JobPolicy:
     def _most_rank(self) -> int:
         return max(self.config.ranks.candidates)
 
-    def _expected_params(self, cut: Cut | None) -> dict[str, Tensor]:
-        return {name: self.outline.like[name] for name in self.outline.names(cut)}
+    def _check_tensors(self, params: Params, cut: Cut | None, *, what: str) -> None:
+        """Raise `ProtocolError` unless these are this site's tensors with this cut, at ranks of the settings."""
+        names = self.outline.names(cut)
+        if odd := sorted(params.keys() ^ names):
+            kind = "has" if odd[0] in params else "lacks"
+            raise ProtocolError(
+                f"{what} {kind} {short_repr(odd[0])}; install the server's version of atlas-fl, or ask who runs it"
+            )
+        for name in sorted(names):
+            like = self.outline.like[name]
+            shape = tuple(like.shape)
+            if name.endswith((LORA_A, LORA_B)):
+                factor = params[name[: -len(LORA_A)] + LORA_A]
+                rank = min(max(factor.shape[0] if factor.ndim else 0, 1), self._most_rank)
+                shape = (rank, shape[1]) if name.endswith(LORA_A) else (shape[0], rank)
+            schema = TensorSchema(shape=shape, dtype=like.dtype, least=-MOST_VALUE, most=MOST_VALUE)
+            try:
+                schema.check(name, params[name])
+            except ProtocolError as error:
+                raise ProtocolError(
+                    f"{what}: {error}; install the server's version of atlas-fl, or ask who runs it"
+                ) from None
 
 
-def _cut_words(blocks: int) -> str:
+def _cut_words(blocks: int | None) -> str:
     return f"a cut at block {blocks}" if blocks else "the whole model"
 
 
@@ -414,37 +425,6 @@ def _by_name(options: Any, before: str = "") -> dict[str, Any]:
         elif option.name != "hash_loaded":
             values[before + option.name] = value
     return values
-
-
-def _check_params(params: Params, like: Mapping[str, Tensor], *, most: int, what: str) -> None:
-    """Raise `ProtocolError` unless these are such tensors, adapters of any rank up to `most`."""
-    if odd := sorted(params.keys() ^ like.keys()):
-        kind = "has" if odd[0] in params else "lacks"
-        raise ProtocolError(
-            f"{what} {kind} {short_repr(odd[0])}; install the server's version of atlas-fl, or ask who runs it"
-        )
-    for name, tensor in params.items():
-        schema = TensorSchema(
-            shape=_shape(name, params, like[name], most=most),
-            dtype=like[name].dtype,
-            least=-MOST_VALUE,
-            most=MOST_VALUE,
-        )
-        try:
-            schema.check(name, tensor)
-        except ProtocolError as error:
-            raise ProtocolError(
-                f"{what}: {error}; install the server's version of atlas-fl, or ask who runs it"
-            ) from None
-
-
-def _shape(name: str, params: Params, like: Tensor, *, most: int) -> tuple[int, ...]:
-    """The shape of this tensor at the rank that the factor A of its module has, or at the nearest that is allowed."""
-    if not name.endswith((LORA_A, LORA_B)):
-        return tuple(like.shape)
-    factor = params[name[: -len(LORA_A)] + LORA_A]
-    rank = min(max(factor.shape[0] if factor.ndim else 0, 1), most)
-    return (rank, like.shape[1]) if name.endswith(LORA_A) else (like.shape[0], rank)
 
 
 def meta_params(like: Params) -> dict[str, Tensor]:

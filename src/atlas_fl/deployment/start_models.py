@@ -122,13 +122,10 @@ class StartModels:
     _anchored: set[int] = field(default_factory=set)
     """The rounds in which the site trained from it."""
 
-    def check(self, action: str, job: Job, *, named: str = "") -> None:
-        """Raise `ProtocolError` for a model that no honest round has produced, with its figure and the bound.
-
-        `named` is its digest where it is known already.
-        """
+    def check(self, action: str, job: Job) -> None:
+        """Raise `ProtocolError` for a model that no honest round has produced, with its figure and the bound."""
         params = {key: tensor for key, tensor in job.params.items() if key != PRIVATE}
-        self._check_count(action, job, named or digest(params))
+        self._check_count(action, job, digest(params))
         initial = self.initial(ranks(params))
         if self._begins_anew(action, job):
             self._check_initial(action, params, initial)
