@@ -21,7 +21,7 @@ from atlas_fl.data.registry import find_tasks
 from atlas_fl.deployment.consent import SiteChoices, check_consent
 from atlas_fl.deployment.job_policy import JobPolicy, Outline, meta_params
 from atlas_fl.deployment.receipt import Receipt, confirm_again, read_receipt, write_model
-from atlas_fl.deployment.service import answer_limit, plugins_said
+from atlas_fl.deployment.service import plugins_said, request_limit
 from atlas_fl.deployment.settings_policy import (
     check_model_name,
     check_settings,
@@ -56,7 +56,7 @@ from atlas_fl.runtime.protocol.private_params import (
 )
 from atlas_fl.runtime.transport.certificates import Certs, open_certs
 from atlas_fl.runtime.transport.client import Link, UnreachableError
-from atlas_fl.runtime.transport.frames import Head
+from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Head
 from atlas_fl.setup.assembly import (
     assemble,
     client_side_runtime,
@@ -95,7 +95,7 @@ class FullModelSiteRuntime:
         self.model = model_identity(backbone)
         self.tokens = self._site.data[client.name]
         body = trained_body(backbone, config)
-        self.answer_limit = answer_limit(config, backbone.model, body=body)
+        self.answer_limit = request_limit(config, backbone.model, body=body)
         whole = assembly.full_models()[client.name]
         like = meta_params(whole)
         self.receiver = full_model_receiver(backbone, config, keeps_trained=True)
@@ -214,7 +214,7 @@ class AdapterSiteRuntime:
     def answer_limit(self) -> int:
         """Most bytes that the server may send at once."""
         whole, _ = self._outline
-        return answer_limit(self._config, whole.model)
+        return request_limit(self._config, whole.model)
 
     @cached_property
     def outline(self) -> Outline:
@@ -322,7 +322,7 @@ def join_federation(joining: SiteOptions, *, on_event: OnEvent = ignore) -> Site
         outline = home.outline
         said |= {"config": run, **identity_said(home.model)}
         check_same_model(link, said, name=settings.model.model)
-        link.answer_limit = home.answer_limit
+        link.answer_limit = max(FRAME_LIMIT, home.answer_limit)
         examples = len(client.train)
         sent = what_leaves(settings, client=client, device=device, blocks=outline.blocks)
         for line in (*sent, *truncation_notes({certs.name: home.tokens}, home.known)):
@@ -333,7 +333,7 @@ def join_federation(joining: SiteOptions, *, on_event: OnEvent = ignore) -> Site
             name=certs.name,
             load_site=home,
             link=link,
-            registration={**said, **registration, "device": joining.device, "part": joining.part},
+            registration={**said, **registration, "device": joining.device},
             on_event=on_event,
             receiver=home.receiver,
             on_final_model=lambda model, sha256: write_model(

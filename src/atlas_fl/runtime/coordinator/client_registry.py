@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
@@ -70,7 +70,6 @@ class ClientProxy:
     name: str
     metadata: ClientMetadata | None = None
     device: Device | None = None
-    part: int | None = None
     connected: bool = False
     has_come: bool = False
     """It has connected at least once."""
@@ -208,19 +207,6 @@ def disagreeing_clients(
             if own != size
         }
     return refused
-
-
-def same_part_note(client: ClientProxy, clients: Iterable[ClientProxy]) -> str:
-    """A note where another client has the same part of the same task; else empty."""
-    for other in clients:
-        if other is client or client.part is None or other.part != client.part or other.metadata is None:
-            continue
-        if client.metadata is not None and other.metadata.task == client.metadata.task:
-            return (
-                f"{client.name} and {other.name} both have part {client.part} of task {client.metadata.task!r}: its"
-                " rows count twice; give one of them another --part"
-            )
-    return ""
 
 
 def describe_connected(clients: Collection[ClientProxy]) -> str:

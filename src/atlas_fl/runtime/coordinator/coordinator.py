@@ -24,12 +24,11 @@ from atlas_fl.runtime.coordinator.client_registry import (
     describe_connected,
     disagreeing_clients,
     other_labels,
-    same_part_note,
 )
 from atlas_fl.runtime.coordinator.peer_relay import PeerRelay
 from atlas_fl.runtime.coordinator.split_server import SplitServer
 from atlas_fl.runtime.protocol.answer_schema import AnsweredRequest, check_answer
-from atlas_fl.runtime.protocol.client_metadata import ClientMetadata, TaskLabels, read_device, read_metadata, read_part
+from atlas_fl.runtime.protocol.client_metadata import ClientMetadata, TaskLabels, read_device, read_metadata
 from atlas_fl.runtime.protocol.messages import Identity
 from atlas_fl.runtime.protocol.model_sync import AdapterSender, NewSender
 from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Head
@@ -203,7 +202,6 @@ class ClientManager:
         self.identity.check(client.name, head)
         metadata = read_metadata(head)
         device = read_device(str(head.get("device")))
-        part = read_part(head)
         await self._check_registration(client, metadata, device)
         is_late = self._is_late(client)
         if is_late:
@@ -212,7 +210,6 @@ class ClientManager:
         is_new = client.metadata is None
         client.metadata = metadata
         client.device = device
-        client.part = part
         client.rejection = None
         client.refusal_reason = ""
         client.sender.forget()
@@ -223,8 +220,6 @@ class ClientManager:
             self.on_note(f"{client.name}: {metadata.task}, {count} training examples, {device.name} ({connected})")
             if is_late:
                 self.on_note(f"{client.name} came after the plan was made and joins before the next round")
-            if note := same_part_note(client, self.clients.values()):
-                self.on_note(note)
         async with self._registration_changed:
             self._registration_changed.notify_all()
 

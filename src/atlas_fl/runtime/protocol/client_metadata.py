@@ -19,7 +19,7 @@ from atlas_fl.errors import ConfigError, ProtocolError, short_repr
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.params import Split
 from atlas_fl.ranks.devices import Device, find_devices
-from atlas_fl.storage.json_shapes import Bounds, Shape, fields, flag, optional
+from atlas_fl.storage.json_shapes import Bounds, Shape, fields, flag
 
 SPLITS: tuple[Split, ...] = get_args(Split)
 SHOWN = 6
@@ -31,7 +31,6 @@ BOUNDS: Mapping[str, Bounds] = {
     "max_length": Bounds(least=1, most=2**20, whole=True),
     "examples": Bounds(least=1, most=MOST_EXAMPLES, whole=True),
     "left_out": Bounds(least=0, most=MOST_EXAMPLES, whole=True),
-    "part": Bounds(least=0, most=10**5, whole=True),
     "examples of a class": Bounds(least=0, most=MOST_EXAMPLES, whole=True),
     "mean label": Bounds(least=-1e12, most=1e12),
     "deviation of labels": Bounds(least=0, most=1e12),
@@ -145,13 +144,6 @@ def read_metadata(data: Mapping[str, Any]) -> ClientMetadata:
     if fault := _split_fault(metadata):
         raise ProtocolError(f"what the client tells of its data does not hold together: {fault}")
     return metadata
-
-
-def read_part(data: Mapping[str, Any]) -> int | None:
-    """The part of its task that a client says it has; raises `ProtocolError` where there is no such part."""
-    if fault := optional(BOUNDS["part"].shape)(data.get("part"), "part"):
-        raise ProtocolError(f"what the client tells of its data is refused: {fault}")
-    return None if data.get("part") is None else int(data["part"])
 
 
 def read_device(text: str) -> Device:
