@@ -170,7 +170,7 @@ def _framed(head: Mapping[str, Any], tensors: Params) -> Message:
 def joining_of(folder: Path, name: str, **words: Any) -> SiteOptions:
     """How a site joins; its certificates lie under the folder, and its model is written there."""
     task, _, part = name.partition("-")
-    own: dict[str, Any] = {"task": task, "part": int(part), "device": DEVICE, "to": folder / f"{name}-adapter"}
+    own: dict[str, Any] = {"task": task, "part": int(part), "device": DEVICE, "to": str(folder / f"{name}-adapter")}
     return SiteOptions(**{"address": "in:1", "certs": folder / "certs" / name, **own, **words})
 
 

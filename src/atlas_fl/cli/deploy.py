@@ -84,16 +84,6 @@ class JoinOptions(SiteChoices):
     """This site's folder of `atlas certs make`."""
     config: str | None = None
     """A TOML or YAML file of settings; this site works for no server with others."""
-    patience: float = 600.0
-    """Seconds to try a server again that has gone."""
-    private: str | None = None
-    """Where what the settings' --share leaves out is kept until the run is complete; NAME-private by default. A site
-    that is started again needs it."""
-    secret: str | None = None
-    """File of the secret from which order, subsets and augmentation of this site's examples, dropout and noise are
-    drawn; NAME-secret beside --to by default, made where there is none. It is never sent; keep it with the data."""
-    to: str | None = None
-    """Where this client's own model is written at the end, in PEFT's format; NAME-adapter by default."""
 
 
 def join(words: Sequence[str]) -> int:
@@ -104,19 +94,9 @@ def join(words: Sequence[str]) -> int:
 
     from atlas_fl.deployment.site import SiteOptions, join_federation
     from atlas_fl.report.format import human_bytes
-    from atlas_fl.runtime.transport.certificates import open_certs
 
-    certs = Path(options.certs)
-    joining = SiteOptions(
-        **options.choices(),
-        address=options.address,
-        certs=certs,
-        config=None if options.config is None else pinned_hash(base_config(groups), origin=options.config),
-        patience_seconds=options.patience,
-        private=None if options.private is None else Path(options.private),
-        secret=None if options.secret is None else Path(options.secret),
-        to=Path(options.to or f"{open_certs(certs).name}-adapter"),
-    )
+    pinned = None if options.config is None else pinned_hash(base_config(groups), origin=options.config)
+    joining = SiteOptions(**options.choices(), address=options.address, certs=Path(options.certs), config=pinned)
     with show_progress() as on_event, going_on("the same command"):
         joined = join_federation(joining, on_event=on_event)
     where = "no model: it was not in the plan" if joined.adapter is None else f"its model is in {joined.adapter}"

@@ -65,6 +65,18 @@ class SiteChoices(Consent):
     """Plug-ins of the federation as they lie here, a .py file or a module each; may be repeated. Only these are loaded,
     and they must have the digests of the server's."""
 
+    patience: float = 600.0
+    """Seconds to try a server again that has gone."""
+    private: str | None = None
+    """Where what the settings' --share leaves out is kept until the run is complete; NAME-private beside --to by
+    default. A site that is started again needs it."""
+    secret: str | None = None
+    """File of the secret from which order, subsets and augmentation of this site's examples, dropout and noise are
+    drawn; NAME-secret beside --to by default, made where there is none. It is never sent; keep it with the data."""
+    to: str | None = None
+    """Where this client's own model is written at the end, in PEFT's format, or a whole model in transformers' own;
+    NAME-adapter by default."""
+
     def choices(self) -> dict[str, Any]:
         """These choices by name, without those of a class that extends this one."""
         return {field.name: getattr(self, field.name) for field in fields(SiteChoices)}

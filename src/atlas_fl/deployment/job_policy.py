@@ -329,8 +329,7 @@ class JobPolicy:
         """Raise `ProtocolError` unless this cut is as the settings say, with a block on each side."""
         if not 1 <= cut.blocks < self.outline.blocks:
             raise _refusal(f"a cut at block {cut.blocks}", f"1 to {self.outline.blocks - 1} blocks at the site")
-        shares = self.config.split.server_adapters == "per_cluster"
-        expected = cut_of(self.config, cut.blocks, shared=cut.shared if shares else None)
+        expected = cut_of(self.config, cut.blocks)
         if cut != expected:
             names = [field.name for field in fields(cut)]
             name = next(name for name in names if getattr(cut, name) != getattr(expected, name))

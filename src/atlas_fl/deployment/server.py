@@ -75,10 +75,12 @@ def remote_backend(
                 f"run {folder.path} knows nothing of the data of {', '.join(unknown)}, and cannot go on without them;"
                 " let everybody come once, and then it does"
             )
-        # adapters that a cluster shares belong to those who were there when the plan was made
-        late = service.late and config.split.server_adapters == "per_client"
         names = tuple(dict.fromkeys((*listed, *left_out)))
-        with listening(config, service, certs, on_event=on_event, listed=names, late=late) as (manager, bridge, where):
+        with listening(config, service, certs, on_event=on_event, listed=names, late=service.late) as (
+            manager,
+            bridge,
+            where,
+        ):
             try:
                 on_event(Note(f"listening on {where} for {', '.join(expected)}"))
                 manager.known = {name: sites[name][0] for name in planned if name in sites}
@@ -89,9 +91,7 @@ def remote_backend(
                     goes = "missing in every round; their last models stay what others mix with"
                     on_event(Note(f"goes on without {', '.join(left_out)}: {goes}"))
                 with service.companion(manager, bridge):
-                    yield from _wait_and_assemble(
-                        config, manager, bridge, expected, service, late=late, left_out=left_out
-                    )
+                    yield from _wait_and_assemble(config, manager, bridge, expected, service, left_out=left_out)
                     if folder.summary.exists():
                         deliver_final_models(folder, manager, bridge, service, seconds=FAREWELL_SECONDS)
             except (BudgetError, ConfigError) as error:
@@ -117,13 +117,14 @@ def _wait_and_assemble(
     expected: tuple[str, ...],
     service: ServerOptions,
     *,
-    late: bool,
     left_out: tuple[str, ...],
 ) -> Iterator[tuple[Assembly, Engine]]:
     """Assembly and engine, once the expected clients have come."""
     least = service.min_clients or len(expected)
     come = bridge.call(manager.wait_for_clients(expected, min_clients=least, seconds=service.wait_seconds))
-    for line in check_sites(config, [manager.clients[name] for name in come], listed=tuple(manager.clients), late=late):
+    for line in check_sites(
+        config, [manager.clients[name] for name in come], listed=tuple(manager.clients), late=service.late
+    ):
         bridge.on_event(Note(line))
     folder = run_folder(config)
     clients = come if not left_out else tuple(name for name in _planned_clients(folder) if name in {*come, *left_out})

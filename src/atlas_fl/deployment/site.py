@@ -275,17 +275,8 @@ class SiteOptions(SiteChoices):
     """The token that the server gave out for this one session; None where it asks for certificates alone."""
     config: str | None = None
     """Hash that the server's config must have; None accepts any."""
-    patience_seconds: float = 600.0
-    """Seconds for which a server that has gone is tried again."""
     first_seconds: float = 30.0
-    """Seconds for which it is tried at the very first."""
-    private: Path | None = None
-    """Folder of the parts that it does not share, until the run is complete; None for `NAME-private` beside `to`."""
-    secret: Path | None = None
-    """File of the secret from which it draws about its own examples, made where there is none; None for `NAME-secret`
-    beside `to`."""
-    to: Path
-    """Folder of the client's own model at the end: in PEFT's format, or a whole model in transformers' own."""
+    """Seconds for which the server is tried at the very first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,89 +293,105 @@ class SiteResult:
 def join_federation(joining: SiteOptions, *, on_event: OnEvent = ignore) -> SiteResult:
     """Work for the server until its run is complete, and write the client's own model.
 
-    Raises an `AtlasError` for whatever the user can mend; `ProtocolError` where the server refuses or stays away.
+    A site that was killed when its model was written only tells the server so. Raises an `AtlasError` for whatever the
+    user can mend; `ProtocolError` where the server refuses or stays away.
     """
     certs = open_certs(joining.certs)
-    device = read_device(joining.device).name
+    name = certs.name
+    to = Path(joining.to or f"{name}-adapter")
+    private = Path(joining.private or to.with_name(f"{name}-private"))
+    read_device(joining.device)
     check_consent(joining)
     if joining.private is not None:
-        check_store(joining.private)
-    private = _private_of(joining, certs.name)
-    if (receipt := read_receipt(joining.to, client=certs.name)) is not None:
-        return _joined_before(joining, certs, receipt, private=private, on_event=on_event)
-    said = _first_said(joining)
-    with _link(joining, certs, said, on_event) as link:
-        on_event(Note(f"{certs.name} is connected to {joining.address}"))
-        on_event(PhaseStarted("loading"))
-        settings = _settings_of(link.welcome, joining)
-        client, home = _client_and_home(settings, joining, link.welcome, name=certs.name, device=device)
-        run = config_hash(settings)
-        outline = home.outline
-        said |= {"config": run, **identity_said(home.model)}
-        check_same_model(link, said, name=settings.model.model)
-        link.answer_limit = max(FRAME_LIMIT, home.answer_limit)
-        examples = len(client.train)
-        sent = what_leaves(settings, client=client, device=device, blocks=outline.blocks)
-        for line in (*sent, *truncation_notes({certs.name: home.tokens}, home.known)):
-            on_event(Note(line))
-        registration = metadata_of(client, home.tokens)
-        metadata = read_metadata(registration)  # what the server would refuse is refused before anything is said
-        worker = SiteClient(
-            name=certs.name,
-            load_site=home,
-            link=link,
-            registration={**said, **registration, "device": joining.device},
-            on_event=on_event,
-            receiver=home.receiver,
-            on_final_model=lambda model, sha256: write_model(
-                joining.to,
-                Receipt(client=certs.name, config=run, model=sha256),
-                partial(home.export, model, on_event=on_event),
-            ),
-            policy=JobPolicy(
-                config=settings,
-                client=certs.name,
-                metadata=metadata,
-                device=device,
-                outline=outline,
-                starts=start_models_of(settings, outline.initial, examples=examples, images=outline.images),
-                most_rounds=most_rounds(joining, examples=examples),
-            ),
-        )
-        left = ""
-        try:
-            has_model = bool(worker.run())
-            if has_model and not is_fully_shared(settings.mixing.share):
-                left = clear_store(private, Owner(client=certs.name, config=run))
-        except UnreachableError as error:
-            if not joining.to.exists():
-                raise
-            has_model = True
-            left = _unconfirmed_note(error, to=joining.to, private=private)
-        if left:
-            on_event(Note(left))
-        return _join_result(joining, certs.name, link, has_model=has_model)
+        check_store(private)
+    receipt = read_receipt(to, client=name)
+    if receipt is not None:
+        on_event(Note(f"the model of {name} is in {to} already; telling {joining.address}"))
+    plugins = plugins_said(pin_plugins(joining.plugin))
+    said = {"version": versions()["atlas_fl"], "config": joining.config, "plugins": plugins, "model": None}
+    link = _link(joining, certs, said, on_event)
+    try:
+        with link:
+            if receipt is not None:
+                confirm_again(link, receipt, to=to)
+                has_model = True
+                left = clear_store(private, Owner(client=name, config=receipt.config))
+            else:
+                has_model, left = _work(link, joining, said, name=name, to=to, private=private, on_event=on_event)
+    except UnreachableError as error:
+        if not to.exists():
+            raise
+        has_model = True
+        stays = f"; {private} stays until the server knows so, or you remove it" if private.exists() else ""
+        left = f"{str(error).partition(';')[0]}, and {to} is complete without it{stays}"
+    if left:
+        on_event(Note(left))
+    return SiteResult(
+        name=name,
+        adapter=to if has_model else None,
+        sent_bytes=link.sent_bytes,
+        received_bytes=link.received_bytes,
+    )
 
 
-def _client_and_home(
-    settings: Config, joining: SiteOptions, welcome: Head, *, name: str, device: str
-) -> tuple[ClientData, SiteRuntime]:
-    """The site's data and model under settings that it accepts; raises an `AtlasError` for those that it does not."""
+def _work(
+    link: Link,
+    joining: SiteOptions,
+    said: dict[str, str | None],
+    *,
+    name: str,
+    to: Path,
+    private: Path,
+    on_event: OnEvent,
+) -> tuple[bool, str]:
+    """(whether this client has got a model, what stays of its private part) after all jobs of the server."""
+    on_event(Note(f"{name} is connected to {joining.address}"))
+    on_event(PhaseStarted("loading"))
+    settings = _settings_of(link.welcome, joining)
+    run = config_hash(settings)
+    device = read_device(joining.device).name
     if joining.model is None:
         check_model_name(settings.model.model, joining)
     config = settings_here(settings, joining)
-    secret = joining.secret or secret_file(joining.to.parent, name)
+    secret = Path(joining.secret or secret_file(to.parent, name))
     client = own_client(config, name, task=joining.task, part=joining.part, secret=secret)
     check_settings(settings, joining, client=client, device=device)
-    home = home_of(
-        config,
-        client,
-        model=str(welcome.get("model")),
-        private=_private_of(joining, name),
-        secret=secret,
-        run=config_hash(settings),
+    there = str(link.welcome.get("model"))
+    home = home_of(config, client, model=there, private=private, secret=secret, run=run)
+    outline = home.outline
+    said |= {"config": run, **identity_said(home.model)}
+    check_same_model(link, said, name=settings.model.model)
+    link.answer_limit = max(FRAME_LIMIT, home.answer_limit)
+    sent = what_leaves(settings, client=client, device=device, blocks=outline.blocks)
+    for line in (*sent, *truncation_notes({name: home.tokens}, home.known)):
+        on_event(Note(line))
+    registration = metadata_of(client, home.tokens)
+    metadata = read_metadata(registration)  # what the server would refuse is refused before anything is said
+    examples = len(client.train)
+    worker = SiteClient(
+        name=name,
+        load_site=home,
+        link=link,
+        registration={**said, **registration, "device": joining.device},
+        on_event=on_event,
+        receiver=home.receiver,
+        on_final_model=lambda model, sha256: write_model(
+            to, Receipt(client=name, config=run, model=sha256), partial(home.export, model, on_event=on_event)
+        ),
+        policy=JobPolicy(
+            config=settings,
+            client=name,
+            metadata=metadata,
+            device=device,
+            outline=outline,
+            starts=start_models_of(settings, outline.initial, examples=examples, images=outline.images),
+            most_rounds=most_rounds(joining, examples=examples),
+        ),
     )
-    return client, home
+    has_model = bool(worker.run())
+    if not has_model or is_fully_shared(settings.mixing.share):
+        return has_model, ""
+    return has_model, clear_store(private, Owner(client=name, config=run))
 
 
 def identity_said(model: ModelIdentity) -> dict[str, str | None]:
@@ -415,44 +422,6 @@ def check_same_model(link: Link, said: Mapping[str, str | None], *, name: str) -
         )
 
 
-def _join_result(joining: SiteOptions, name: str, link: Link, *, has_model: bool) -> SiteResult:
-    return SiteResult(
-        name=name,
-        adapter=joining.to if has_model else None,
-        sent_bytes=link.sent_bytes,
-        received_bytes=link.received_bytes,
-    )
-
-
-def _unconfirmed_note(error: UnreachableError, *, to: Path, private: Path) -> str:
-    """The note where a model lies here in full, and the server cannot be told so."""
-    stays = f"; {private} stays until the server knows so, or you remove it" if private.exists() else ""
-    return f"{str(error).partition(';')[0]}, and {to} is complete without it{stays}"
-
-
-def _joined_before(
-    joining: SiteOptions, certs: Certs, receipt: Receipt, *, private: Path, on_event: OnEvent
-) -> SiteResult:
-    """The result of a site whose model lies there already: it was killed before its run was over for the server."""
-    on_event(Note(f"the model of {certs.name} is in {joining.to} already; telling {joining.address}"))
-    said = _first_said(joining)
-    link = _link(joining, certs, said, on_event)
-    try:
-        with link:
-            confirm_again(link, receipt, to=joining.to)
-        if left := clear_store(private, Owner(client=receipt.client, config=receipt.config)):
-            on_event(Note(left))
-    except UnreachableError as error:
-        on_event(Note(_unconfirmed_note(error, to=joining.to, private=private)))
-    return _join_result(joining, certs.name, link, has_model=True)
-
-
-def _first_said(joining: SiteOptions) -> dict[str, str | None]:
-    """The entries of the handshake that need no settings of the server."""
-    plugins = plugins_said(pin_plugins(joining.plugin))
-    return {"version": versions()["atlas_fl"], "config": joining.config, "plugins": plugins, "model": None}
-
-
 def _link(joining: SiteOptions, certs: Certs, said: Head, on_event: OnEvent) -> Link:
     """The link to the server; `said` is read at each handshake, so that later entries are said too."""
     token = {} if joining.token is None else {"token": joining.token}
@@ -460,15 +429,10 @@ def _link(joining: SiteOptions, certs: Certs, said: Head, on_event: OnEvent) -> 
         joining.address,
         certs,
         hello=lambda: {**said, **token},
-        patience=joining.patience_seconds,
+        patience=joining.patience,
         first_patience=joining.first_seconds,
         on_event=on_event,
     )
-
-
-def _private_of(joining: SiteOptions, name: str) -> Path:
-    """The folder of the parts that are not shared."""
-    return joining.private or joining.to.with_name(f"{name}-private")
 
 
 def _settings_of(welcome: Head, joining: SiteOptions) -> Config:

@@ -43,12 +43,8 @@ class Node(SiteChoices):
     """Name of the client in the federation; the node's number where the config gives none."""
     config: str | None = None
     """A TOML or YAML file of settings here; this node works for no run with others, as `--config` of `atlas join`."""
-    private: str | None = None
-    """Folder of the parts that the settings' --share leaves out, until the run is complete; beside `to` by default."""
     patience: float = 60.0
     """Seconds to try a server again that has gone."""
-    to: str = ""
-    """Folder of this client's models, a folder for each run; NAME-adapter by default."""
 
 
 def _kind(hint: Any) -> tuple[str, Callable[[Any], bool]]:

@@ -41,7 +41,7 @@ class SplitBackend(Protocol):
         """The update of both halves; None where the client has to begin the job again."""
         ...
 
-    def drop_job(self, number: int, client: str) -> None:
+    def drop_job(self, number: int) -> None:
         """Forget the server half of a closed job."""
         ...
 

@@ -323,7 +323,7 @@ class ClientManager:
     def _close_job(self, client: ClientProxy, pending: PendingJob, outcome: Update | str) -> None:
         """Close this job with its update, or with the reason why there is none."""
         if pending.split_backend is not None:
-            pending.split_backend.drop_job(pending.number, pending.job.client)
+            pending.split_backend.drop_job(pending.number)
         if client.pending_job is pending:
             client.pending_job = None
         if not pending.future.done():
@@ -387,8 +387,6 @@ class ClientManager:
             client = self.clients[job.client]
             if reason := client.skip_reason(round=job.round):
                 future.set_result(reason)
-                if split_backend is not None:
-                    split_backend.drop_job(0, job.client)
                 continue
             self._job_count += 1
             client.pending_job = PendingJob(self._job_count, action, job, future, split_backend, num_layers=num_layers)

@@ -225,7 +225,7 @@ class PeerRelay:
         task = self._tasks.get(number)
         if task is None:
             whole = await self._split_server.finish_job(number, update, tensors)
-            return None if whole is None else replace(whole, hosted=self._matches[update.client])
+            return replace(whole, hosted=self._matches[update.client])
         reply = await self._host_answer(task, {"asks": "end"}, tensors)
         if reply is None:
             return None
@@ -241,9 +241,9 @@ class PeerRelay:
             return None
         return replace(whole, hosted=self._matches[update.client])
 
-    def drop_job(self, number: int, client: str) -> None:
+    def drop_job(self, number: int) -> None:
         """Forget the server half of a closed job."""
-        self._split_server.drop_job(number, client)
+        self._split_server.drop_job(number)
         if (task := self._tasks.pop(number, None)) is not None:
             self._clients[task.host].wakeup.set()
 
