@@ -29,7 +29,6 @@ from atlas_fl.runtime.protocol.answer_schema import AnsweredRequest, check_answe
 from atlas_fl.runtime.protocol.client_metadata import redacted_metadata
 from atlas_fl.runtime.protocol.messages import CutInfo, job_message, read_payloads, read_update, write_payloads
 from atlas_fl.runtime.transport.frames import Head
-from atlas_fl.runtime.transport.sessions import Message
 from atlas_fl.split.channel import NORMS
 from atlas_fl.split.codec import ROWS, read_message
 from atlas_fl.split.host_matching import GuestRequirement, HostCapacity, HostMatch, match_hosts
@@ -53,7 +52,7 @@ class HostedTask:
     """Tokens of the guest's newest message."""
     num_outputs: int = 0
     """Positions of it that the guest's head reads."""
-    answer: "asyncio.Future[Message | None] | None" = None
+    answer: "asyncio.Future[tuple[Head, Params] | None] | None" = None
     """The host's answer that the guest waits for; None where the host was left."""
     left: bool = False
     """The host is not asked any more."""
@@ -106,8 +105,8 @@ class Question:
     """One message to a host; it has one at a time."""
 
     task: HostedTask
-    message: Message
-    answer: "asyncio.Future[Message | None] | None"
+    message: tuple[Head, Params]
+    answer: "asyncio.Future[tuple[Head, Params] | None] | None"
     """The guest waits for it; None where it does not."""
 
 
@@ -189,7 +188,7 @@ class PeerRelay:
             return None
         return {"kind": "cut"}, answer
 
-    async def _host_answer(self, task: HostedTask, head: Head, tensors: Params) -> Message | None:
+    async def _host_answer(self, task: HostedTask, head: Head, tensors: Params) -> tuple[Head, Params] | None:
         """Send a request to the host and wait for its answer; None where the guest begins again at the server."""
         if task.left:
             return None
