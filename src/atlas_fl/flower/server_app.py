@@ -237,32 +237,29 @@ def natural(name: str) -> list[tuple[bool, int, str]]:
 def begin(grid: Grid, context: Context) -> None:
     """Carry out the run of this context and leave its folder, as `atlas serve` does."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as in `atlas serve`
-    run = grid.run
     try:
-        app_dir = get_project_dir(run.fab_id, run.fab_version, run.fab_hash)
         with show_progress() as on_event:
-            federate(grid, order_of(context.run_config), app_dir=app_dir, on_event=on_event)
+            serve(grid, order_of(context.run_config), on_event=on_event)
     except AtlasError as error:
         show([f"atlas: {error}"])
         raise type(error)(str(error)) from None  # Flower logs where it comes from; that is no news
 
 
-def federate(grid: Grid, order: Order, *, app_dir: Path, on_event: OnEvent) -> None:
+def serve(grid: Grid, order: Order, *, on_event: OnEvent) -> None:
     """Serve this order to the nodes of this grid; its config file may lie in the app's folder."""
-    from atlas_fl.config import load_config, validate
-    from atlas_fl.runtime.transport.client import split_address
-
-    config = validate(load_config(app_dir / order.config), at_sites=True)
-    host, port = split_address(order.address)
-    nodes = name_nodes(grid, count=order.nodes, seconds=order.wait, min_clients=order.min_clients, on_event=on_event)
-
     from atlas_fl.cli.tables import outcome
+    from atlas_fl.config import load_config, validate
     from atlas_fl.deployment.server import remote_backend, serve_final_models
     from atlas_fl.deployment.service import ServerOptions
     from atlas_fl.experiment.run import run_config
     from atlas_fl.runtime.transport.certificates import make_certs
+    from atlas_fl.runtime.transport.client import split_address
     from atlas_fl.runtime.transport.sessions import Tokens
 
+    app_dir = get_project_dir(grid.run.fab_id, grid.run.fab_version, grid.run.fab_hash)
+    config = validate(load_config(app_dir / order.config), at_sites=True)
+    host, port = split_address(order.address)
+    nodes = name_nodes(grid, count=order.nodes, seconds=order.wait, min_clients=order.min_clients, on_event=on_event)
     names = sorted(nodes, key=natural)
     with tempfile.TemporaryDirectory(prefix="atlas-") as folder:
         certs, tokens = Path(folder) / "certs", Tokens()
