@@ -76,11 +76,8 @@ def remote_backend(
                 " let everybody come once, and then it does"
             )
         names = tuple(dict.fromkeys((*listed, *left_out)))
-        with listening(config, service, certs, on_event=on_event, listed=names, late=service.late) as (
-            manager,
-            bridge,
-            where,
-        ):
+        listens = listening(config, service, certs, on_event=on_event, listed=names, late=service.late)
+        with listens as (manager, bridge, where):
             try:
                 on_event(Note(f"listening on {where} for {', '.join(expected)}"))
                 manager.known = {name: sites[name][0] for name in planned if name in sites}
@@ -91,7 +88,7 @@ def remote_backend(
                     goes = "missing in every round; their last models stay what others mix with"
                     on_event(Note(f"goes on without {', '.join(left_out)}: {goes}"))
                 with service.companion(manager, bridge):
-                    yield from _wait_and_assemble(config, manager, bridge, expected, service, left_out=left_out)
+                    yield from _wait_and_assemble(config, manager, bridge, service, expected=expected, planned=planned)
                     if folder.summary.exists():
                         deliver_final_models(folder, manager, bridge, service, seconds=FAREWELL_SECONDS)
             except (BudgetError, ConfigError) as error:
@@ -114,24 +111,23 @@ def _wait_and_assemble(
     config: Config,
     manager: ClientManager,
     bridge: EventBridge,
-    expected: tuple[str, ...],
     service: ServerOptions,
     *,
-    left_out: tuple[str, ...],
+    expected: tuple[str, ...],
+    planned: tuple[str, ...],
 ) -> Iterator[tuple[Assembly, Engine]]:
     """Assembly and engine, once the expected clients have come."""
     least = service.min_clients or len(expected)
     come = bridge.call(manager.wait_for_clients(expected, min_clients=least, seconds=service.wait_seconds))
-    for line in check_sites(
-        config, [manager.clients[name] for name in come], listed=tuple(manager.clients), late=service.late
-    ):
+    proxies = [manager.clients[name] for name in come]
+    if line := check_sites(config, proxies, listed=tuple(manager.clients), late=service.late):
         bridge.on_event(Note(line))
     folder = run_folder(config)
-    clients = come if not left_out else tuple(name for name in _planned_clients(folder) if name in {*come, *left_out})
+    clients = tuple(name for name in planned or come if name in come or name in service.without)
     assembly = _assembly(config, manager, bridge, clients)
     if not folder.deliveries.exists():
         write_sealed(folder.deliveries, {"heard": []})
-    write_sites(folder, [manager.clients[name] for name in come])
+    write_sites(folder, proxies)
     with nullcontext() if assembly.is_full else SplitServer(assembly.site) as split_server:
         engine = RemoteEngine(
             manager=manager,
@@ -145,12 +141,11 @@ def _wait_and_assemble(
         yield assembly, engine
 
 
-def check_sites(
-    config: Config, proxies: Sequence[ClientProxy], *, listed: tuple[str, ...], late: bool
-) -> tuple[str, ...]:
-    """Notes on the clients, tasks and devices that the config names, where it fits the clients that have come.
+def check_sites(config: Config, proxies: Sequence[ClientProxy], *, listed: tuple[str, ...], late: bool) -> str:
+    """A note on the names in `--split` that nobody here has; empty where there are none.
 
-    Raises `ConfigError` where it does not: `late` ones may still have a name that nobody here has.
+    Raises `ConfigError` for settings that do not fit the clients that have come: `late` ones may still have a name that
+    nobody here has.
     """
     tasks = [proxy.metadata.task for proxy in proxies if proxy.metadata is not None]
     devices = [proxy.device.name for proxy in proxies if proxy.device is not None]
@@ -158,9 +153,8 @@ def check_sites(
     check_cluster_counts(config.clustering, clients=len(proxies))
     if not late:
         check_cut_names(config.split.split, allowed)
-    if not (named := unknown_cut_names(config.split.split, allowed)):
-        return ()
-    return (f"--split names {', '.join(named)}, and nobody here is called so: it is kept for who comes late",)
+    named = unknown_cut_names(config.split.split, allowed)
+    return f"--split names {', '.join(named)}, and nobody here is called so: kept for who comes late" if named else ""
 
 
 def check_served(config: Config, service: ServerOptions) -> None:
@@ -235,18 +229,15 @@ def _newcomer(proxy: ClientProxy) -> Newcomer:
 def _assembly(config: Config, manager: ClientManager, bridge: EventBridge, names: tuple[str, ...]) -> Assembly:
     """The parts of a run with these clients."""
     clients = [_newcomer(manager.clients[name]) for name in names]
-    tokens = {name: client.tokens for name, client in zip(names, clients, strict=True)}
+    tokens = {client.client.name: client.tokens for client in clients}
     assembly = assemble(
         config,
         clients=tuple(client.client for client in clients),
         tokens=tokens,
         devices=tuple(client.device for client in clients),
     )
-    return replace(
-        assembly,
-        join_queue=_join_queue(run_folder(config), manager, bridge, tokens),
-        uses_placeholders=not is_fully_shared(config.mixing.share),
-    )
+    queue = _join_queue(run_folder(config), manager, bridge, tokens)
+    return replace(assembly, join_queue=queue, uses_placeholders=not is_fully_shared(config.mixing.share))
 
 
 def _join_queue(

@@ -35,7 +35,7 @@ from atlas_fl.events import Note, OnEvent, PhaseStarted, ignore
 from atlas_fl.experiment.export import head_of_client, write_adapter, write_whole
 from atlas_fl.experiment.summary import versions
 from atlas_fl.models.backbone import Backbone, target_modules
-from atlas_fl.models.identity import ModelIdentity, model_identity, weights_digest
+from atlas_fl.models.identity import model_identity, weights_digest
 from atlas_fl.models.loading import build_first_blocks
 from atlas_fl.params import Params, digest
 from atlas_fl.partial_sharing import is_fully_shared
@@ -44,7 +44,7 @@ from atlas_fl.plugins import pin_plugins
 from atlas_fl.rng import derive_secret
 from atlas_fl.runtime.coordinator.site_worker import SiteClient
 from atlas_fl.runtime.protocol.client_metadata import metadata_of, read_device, read_metadata
-from atlas_fl.runtime.protocol.messages import CutInfo
+from atlas_fl.runtime.protocol.messages import REMEDIES, CutInfo
 from atlas_fl.runtime.protocol.model_sync import AdapterReceiver
 from atlas_fl.runtime.protocol.private_params import (
     Owner,
@@ -73,23 +73,14 @@ from atlas_fl.split.channel import Cut
 from atlas_fl.split.model import select_client_side
 from atlas_fl.storage.files import load_or_create_secret, secret_file
 
-PARTS: Mapping[str, str] = {
-    "model": "the digest of the weights",
-    "vocabulary": "the digest of the output embedding",
-    "architecture": "the digest of config.json",
-    "tokenizer": "the digest of the tokenizer",
-}
-"""The entries of a model's identity in the handshake, in words."""
-
 
 class FullModelSiteRuntime:
     """A site whose client trains all weights of the model."""
 
-    def __init__(self, config: Config, client: ClientData, *, secret: Path) -> None:
+    def __init__(self, config: Config, client: ClientData, *, draws: Mapping[str, Any]) -> None:
         self._head = head_of_client(config, client)
         assembly = assemble(config, clients=(client,))
-        # nothing that it draws follows from what the server knows
-        self._site = replace(assembly.site, secrets={client.name: load_or_create_secret(secret)}, seed=None)
+        self._site = replace(assembly.site, **draws)
         backbone = self._site.backbone
         self.known = backbone
         self.model = model_identity(backbone)
@@ -128,7 +119,7 @@ class AdapterSiteRuntime:
     """
 
     def __init__(
-        self, config: Config, client: ClientData, *, model: str, private: Path, secret: Path, owner: Owner
+        self, config: Config, client: ClientData, *, model: str, private: Path, draws: Mapping[str, Any], owner: Owner
     ) -> None:
         self._config = config
         self._client = client
@@ -147,8 +138,7 @@ class AdapterSiteRuntime:
                 rounds=back + config.mixing.aggregate_every + config.mixing.personal_rounds,
             )
             self.receiver = PrivateReceiver(store=store)
-        # nothing that it draws follows from what the server knows
-        self._draws: dict[str, Any] = {"secrets": {client.name: load_or_create_secret(secret)}, "seed": None}
+        self._draws = draws
         self._site: AdapterSite | None = None
         self._blocks: int | None = None
         if config.split.split == NONE:
@@ -257,10 +247,12 @@ def home_of(
     `run` is the hash of the server's settings, in which this site's own places are not; that of `config` without it.
     Raises `ConfigError` where something else lies at `private` or `secret`.
     """
+    # nothing that it draws follows from what the server knows
+    draws: dict[str, Any] = {"secrets": {client.name: load_or_create_secret(secret)}, "seed": None}
     if trainable_of(config, [client.task]) == "full":
-        return FullModelSiteRuntime(config, client, secret=secret)
+        return FullModelSiteRuntime(config, client, draws=draws)
     owner = Owner(client=client.name, config=run or config_hash(config))
-    return AdapterSiteRuntime(config, client, model=model, private=private, secret=secret, owner=owner)
+    return AdapterSiteRuntime(config, client, model=model, private=private, draws=draws, owner=owner)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -359,7 +351,9 @@ def _work(
     there = str(link.welcome.get("model"))
     home = home_of(config, client, model=there, private=private, secret=secret, run=run)
     outline = home.outline
-    said |= {"config": run, **identity_said(home.model)}
+    identity = home.model
+    said |= {"config": run, "model": identity.weights, "vocabulary": identity.vocabulary}
+    said |= {"architecture": identity.architecture, "tokenizer": identity.tokenizer}
     check_same_model(link, said, name=settings.model.model)
     link.answer_limit = max(FRAME_LIMIT, home.answer_limit)
     sent = what_leaves(settings, client=client, device=device, blocks=outline.blocks)
@@ -394,22 +388,12 @@ def _work(
     return has_model, clear_store(private, Owner(client=name, config=run))
 
 
-def identity_said(model: ModelIdentity) -> dict[str, str | None]:
-    """The identity of a site's model in the words of the handshake (`runtime.protocol.messages.Identity`)."""
-    return {
-        "model": model.weights,
-        "vocabulary": model.vocabulary,
-        "architecture": model.architecture,
-        "tokenizer": model.tokenizer,
-    }
-
-
 def check_same_model(link: Link, said: Mapping[str, str | None], *, name: str) -> None:
     """Raise `ModelError` where the model here is not the server's.
 
     The server is told the digests before that, and nothing else, so that its log says why this site does not come.
     """
-    for key, digest_name in PARTS.items():
+    for key in ("model", "vocabulary", "architecture", "tokenizer"):
         here = said[key]
         there = link.welcome.get(key)
         if here is None or there is None or here == there:
@@ -417,8 +401,8 @@ def check_same_model(link: Link, said: Mapping[str, str | None], *, name: str) -
         with suppress(ProtocolError):
             link.exchange({"kind": "register", **said})
         raise ModelError(
-            f"{digest_name} of model {short_repr(name)} is {here:.16} here and {one_line(there, limit=16)} at the"
-            " server; give the server's model with --model"
+            f"the digest of the {key} of {short_repr(name)} is {here:.16} here and {one_line(there, limit=16)} at the"
+            f" server; {REMEDIES[key]}"
         )
 
 
