@@ -20,7 +20,7 @@ from atlas_fl.data.clients import BY_CLASSES, ClientData, make_clients
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.deployment.consent import SiteChoices, check_consent
 from atlas_fl.deployment.job_policy import JobPolicy, Outline, meta_params
-from atlas_fl.deployment.receipt import Receipt, confirm_again, read_receipt, write_model
+from atlas_fl.deployment.receipt import Receipt, occupied_error, read_receipt, write_model
 from atlas_fl.deployment.service import plugins_said, request_limit
 from atlas_fl.deployment.settings_policy import (
     check_model_name,
@@ -42,7 +42,7 @@ from atlas_fl.partial_sharing import is_fully_shared
 from atlas_fl.planning.planner import full_model_receiver
 from atlas_fl.plugins import pin_plugins
 from atlas_fl.rng import derive_secret
-from atlas_fl.runtime.coordinator.site_worker import SiteClient
+from atlas_fl.runtime.coordinator.site_worker import SiteClient, confirm_saved
 from atlas_fl.runtime.protocol.client_metadata import metadata_of, read_device, read_metadata
 from atlas_fl.runtime.protocol.messages import REMEDIES, CutInfo
 from atlas_fl.runtime.protocol.model_sync import AdapterReceiver
@@ -305,7 +305,8 @@ def join_federation(joining: SiteOptions, *, on_event: OnEvent = ignore) -> Site
     try:
         with link:
             if receipt is not None:
-                confirm_again(link, receipt, to=to)
+                if link.welcome.get("config") != receipt.config or not confirm_saved(link, receipt.model):
+                    raise occupied_error(to)  # the model is of another run
                 has_model = True
                 left = clear_store(private, Owner(client=name, config=receipt.config))
             else:

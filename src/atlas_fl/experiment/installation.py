@@ -63,7 +63,7 @@ class AssetCheck:
     """The first file that is not right."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Problem:
     """A fault of the installation, and its remedy."""
 
@@ -173,25 +173,16 @@ def _folder(purpose: str, path: Path) -> Folder:
 
 def _package_problems(found: Installation) -> Iterator[Problem]:
     if found.version is None:
-        yield Problem(
-            text=f"{PROJECT} is on Python's path and not installed, so that what it needs is not known",
-            remedy="run `pip install .` in its sources, or `make setup`",
-            is_needed=True,
-        )
+        text = f"{PROJECT} is on Python's path and not installed, so that what it needs is not known"
+        yield Problem(text, "run `pip install .` in its sources, or `make setup`", is_needed=True)
     for package in found.packages:
         if not package.fits:
             here = f"{package.name} {package.installed} is here" if package.installed else f"{package.name} is missing"
-            yield Problem(
-                text=f"{here} and {package.needed} is needed",
-                remedy=f"run `pip install '{package.needed}'`",
-                is_needed=True,
-            )
+            text = f"{here} and {package.needed} is needed"
+            yield Problem(text, f"run `pip install '{package.needed}'`", is_needed=True)
     if found.load_error is not None:
-        yield Problem(
-            text=f"torch is installed and cannot be loaded: {found.load_error}",
-            remedy="run `pip install --force-reinstall torch`",
-            is_needed=True,
-        )
+        text = f"torch is installed and cannot be loaded: {found.load_error}"
+        yield Problem(text, "run `pip install --force-reinstall torch`", is_needed=True)
 
 
 def _asset_problems(found: Installation) -> Iterator[Problem]:
@@ -199,21 +190,15 @@ def _asset_problems(found: Installation) -> Iterator[Problem]:
         if asset.state == "whole" or (asset.state == "missing" and asset.group != "embedded"):
             continue
         here = f"is damaged: {asset.folder / str(asset.file)}" if asset.state == "damaged" else "was not fetched"
-        yield Problem(
-            text=f"{asset.name} {here}",
-            remedy=f"run `atlas fetch {asset.group}`",
-            is_needed=asset.group == "embedded",
-        )
+        remedy = f"run `atlas fetch {asset.group}`"
+        yield Problem(f"{asset.name} {here}", remedy, is_needed=asset.group == "embedded")
 
 
 def _machine_problems(found: Installation) -> Iterator[Problem]:
     free = found.free_memory_bytes
     if free is not None and free < RUN_MEMORY_BYTES:
-        yield Problem(
-            text=f"{free / 1e9:.1f} GB of memory are free and the quick preset takes {RUN_MEMORY_BYTES / 1e9:.1f} GB",
-            remedy="end other programs, or take --preset smoke",
-            is_needed=False,
-        )
+        text = f"{free / 1e9:.1f} GB of memory are free and the quick preset takes {RUN_MEMORY_BYTES / 1e9:.1f} GB"
+        yield Problem(text, "end other programs, or take --preset smoke", is_needed=False)
     remedies: Mapping[str, str] = {"runs": "name another --runs-dir", "cache": "set ATLAS_CACHE to a folder of yours"}
     for folder in found.folders:
         if not folder.is_writable:
@@ -224,4 +209,4 @@ def _machine_problems(found: Installation) -> Iterator[Problem]:
             continue
         # what is fetched and whole is only read
         is_needed = folder.purpose == "runs" or any(problem.is_needed for problem in _asset_problems(found))
-        yield Problem(text=text, remedy=remedies[folder.purpose], is_needed=is_needed)
+        yield Problem(text, remedies[folder.purpose], is_needed=is_needed)

@@ -98,10 +98,6 @@ SiteLoader: TypeAlias = Callable[[Cut | None, CutInfo | None], Any]
 """(cut, cut info) -> this site with the blocks below the cut, or with the whole model where there is no cut."""
 
 
-class ModelMismatchError(ProtocolError):
-    """The model saved here is not the server's model of this client."""
-
-
 MAX_REGISTRATIONS = 16
 """Most times in a row that a server may ask this client to register; a restarted server asks once."""
 
@@ -153,14 +149,10 @@ class RemoteCutChannel:
         return read_payloads(tensors)
 
 
-def confirm_saved(link: Exchange, sha256: str) -> None:
-    """Confirm to the server that this client's model is saved, and wait until it has recorded that.
-
-    Raises `ModelMismatchError` where the server has another model for this client.
-    """
+def confirm_saved(link: Exchange, sha256: str) -> bool:
+    """Tell the server that this client's model is saved; true once it has recorded that, false for another model."""
     answer, _ = link.exchange({"kind": "kept", "sha256": sha256})
-    if answer.get("kind") != "over":
-        raise ModelMismatchError("the server has another model for this client; it is not the run that this one is of")
+    return answer.get("kind") == "over"
 
 
 @dataclass(kw_only=True, eq=False)
@@ -212,8 +204,12 @@ class SiteClient:
         model = self.receiver.read_final_model(head, tensors)
         if model:
             self.policy.check_final_model(model)
-            self.on_final_model(model, str(head.get("sha256")))
-            confirm_saved(self.link, str(head.get("sha256")))
+            sha256 = str(head.get("sha256"))
+            self.on_final_model(model, sha256)
+            if not confirm_saved(self.link, sha256):
+                raise ProtocolError(
+                    "the server has another model for this client; it is not the run that this one is of"
+                )
         return model
 
     def _register(self) -> tuple[Mapping[str, Any], Params]:
