@@ -302,10 +302,7 @@ class JobPolicy:
         expected = JOBS[action]
         if not expected.rounds(self.config, job.round):
             raise _refusal(f"{action} in round {job.round}", f"--rounds {self.config.training.rounds}")
-        came = _by_name(job.options)
-        for name, value in _by_name(expected.options(self.config, job, self.outline)).items():
-            if came[name] != value:
-                raise _refusal(f"{action} with {name} {one_line(came[name], limit=60)}", one_line(value, limit=60))
+        _check_same(action, job.options, expected.options(self.config, job, self.outline))
 
     @property
     def _word(self) -> str:
@@ -329,11 +326,7 @@ class JobPolicy:
         """Raise `ProtocolError` unless this cut is as the settings say, with a block on each side."""
         if not 1 <= cut.blocks < self.outline.blocks:
             raise _refusal(f"a cut at block {cut.blocks}", f"1 to {self.outline.blocks - 1} blocks at the site")
-        expected = cut_of(self.config, cut.blocks)
-        if cut != expected:
-            names = [field.name for field in fields(cut)]
-            name = next(name for name in names if getattr(cut, name) != getattr(expected, name))
-            raise _refusal(f"a cut with {name} {short_repr(getattr(cut, name))}", short_repr(getattr(expected, name)))
+        _check_same("a cut", cut, cut_of(self.config, cut.blocks))
 
     def _check_cut_info(self, action: str, job: Job, cut_info: CutInfo, cut: Cut) -> None:
         if not 1 <= cut_info.tokens <= MOST_TOKENS:
@@ -409,6 +402,14 @@ def _refusal(request: str, agreed: str) -> ProtocolError:
         f"the server asks for {request}, and the settings that this site accepted say {agreed}; nothing was sent: ask"
         " who runs it"
     )
+
+
+def _check_same(what: str, came: Any, agreed: Any) -> None:
+    """Raise `ProtocolError` for the first field of a dataclass that is not as it follows from the settings."""
+    own = _by_name(came)
+    for name, value in _by_name(agreed).items():
+        if own[name] != value:
+            raise _refusal(f"{what} with {name} {one_line(own[name], limit=60)}", one_line(value, limit=60))
 
 
 def _by_name(options: Any, before: str = "") -> dict[str, Any]:
