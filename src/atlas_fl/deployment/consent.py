@@ -26,8 +26,9 @@ ALLOWANCES: Mapping[Allowance, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Consent:
-    """Consent of a site: options of `atlas join`, and keys of Flower's `--node-config`."""
+class SiteChoices:
+    """Data, model, device and consent of a site, as its owner gives them: options of `atlas join`, and keys of Flower's
+    `--node-config`."""
 
     allow: tuple[Allowance, ...] = ()
     """Consent beyond adapters, head, sketches and counts: `cut` (the model may be cut, and activations tell
@@ -44,12 +45,6 @@ class Consent:
     """Most rounds of training for each training example here; settings with more are refused."""
     most_sketch: int = 4096
     """Most numbers of a sketch of this data; settings with longer ones are refused."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SiteChoices(Consent):
-    """Data, model, device and consent of a site, as its owner gives them."""
-
     task: str
     """The data: your own as `name=path`, with text=, pair= and label= as needed, or a task's name."""
     device: str
@@ -82,7 +77,7 @@ class SiteChoices(Consent):
         return {field.name: getattr(self, field.name) for field in fields(SiteChoices)}
 
 
-def check_consent(consent: Consent) -> None:
+def check_consent(consent: SiteChoices) -> None:
     """Raise `ConfigError` unless this can be agreed to."""
     if wrong := [word for word in consent.allow if word not in ALLOWANCES]:
         raise ConfigError(f"--allow has {short_repr(wrong[0])}; allowed: {', '.join(get_args(Allowance))}")

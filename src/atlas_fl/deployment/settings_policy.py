@@ -18,7 +18,7 @@ from atlas_fl.config.schema import ALL_CLASSES, AUTO, NONE, cut_setting
 from atlas_fl.config.settings import settings, value_of
 from atlas_fl.data.clients import ClientData
 from atlas_fl.data.task import Labels, Task
-from atlas_fl.deployment.consent import ALLOWANCES, Allowance, Consent, SiteChoices
+from atlas_fl.deployment.consent import ALLOWANCES, Allowance, SiteChoices
 from atlas_fl.errors import ConfigError, short_repr
 from atlas_fl.models.registry import MODELS
 from atlas_fl.planning.leakage import most_looks
@@ -83,7 +83,7 @@ def settings_here(config: Config, chosen: SiteChoices) -> Config:
     return replace(settings, sparse=replace(settings.sparse, mask_file=None))
 
 
-def check_settings(config: Config, consent: Consent, *, client: ClientData, device: str) -> None:
+def check_settings(config: Config, consent: SiteChoices, *, client: ClientData, device: str) -> None:
     """Raise `ConfigError` unless a site with this data on this device agrees to these settings."""
     _check_sizes(config, consent, client.task)
     needed = allowances_needed(config, client=client.name, task=client.task, device=device)
@@ -116,7 +116,7 @@ def _check(what: str, value: float, *, least: float = -inf, most: float = inf, w
     )
 
 
-def _check_sizes(config: Config, consent: Consent, task: Task) -> None:
+def _check_sizes(config: Config, consent: SiteChoices, task: Task) -> None:
     for name, most in MOST.items():
         value = value_of(config, name)
         largest = max(value, default=0) if isinstance(value, tuple) else value
@@ -132,7 +132,7 @@ def _check_sizes(config: Config, consent: Consent, task: Task) -> None:
         _check("the server's --sketch-dim", size, most=consent.most_sketch, why=why, option="--most-sketch")
 
 
-def _check_examples(config: Config, consent: Consent, client: ClientData) -> None:
+def _check_examples(config: Config, consent: SiteChoices, client: ClientData) -> None:
     """Raise `ConfigError` unless enough examples of this site are behind all that leaves it.
 
     So many are behind each thing, and by so many at least two of them differ over the whole run: what is made of some
@@ -172,12 +172,12 @@ def allowances_needed(config: Config, *, client: str, task: Task, device: str) -
     return needed
 
 
-def most_rounds(consent: Consent, *, examples: int) -> int:
+def most_rounds(consent: SiteChoices, *, examples: int) -> int:
     """Most rounds in which a site with so many training examples trains."""
     return max(1, floor(consent.max_rounds_per_example * examples))
 
 
-def check_model_name(name: str, consent: Consent) -> None:
+def check_model_name(name: str, consent: SiteChoices) -> None:
     """Raise `ConfigError` unless a model that a server names is of this package's list or lies here."""
     if name.startswith("~") or len(name.encode()) > MOST_NAME:
         raise ConfigError(
