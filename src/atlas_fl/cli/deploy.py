@@ -176,6 +176,7 @@ def _certify(options: CertsOptions) -> list[str]:
             "send the request to who runs the server, for `atlas certs sign`, and put the"
             f" {certificates.CA} and {certificates.CERT} that come back into {made.parent}",
         ]
+    folders: Sequence[Path]
     if options.what == "make":
         folders = certificates.make_certs(
             Path(subject), servers=options.server, clients=options.client, days=options.days
