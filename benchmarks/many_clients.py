@@ -124,7 +124,7 @@ def join_all(folder: Path, port: int, mine: list[str]) -> None:
                     task=f"texts={folder / name}.csv",
                     device="gpu_16gb",
                     first_seconds=SECONDS,
-                    to=folder / f"{name}-adapter",
+                    to=str(folder / f"{name}-adapter"),
                 )
             ],
         )

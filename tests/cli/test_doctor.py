@@ -1,9 +1,8 @@
-import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,33 +64,10 @@ def test_without_the_embedded_parts_it_says_what_gets_them_and_exits_with_1(atla
     assert lines[-1] == "2 things are missing"
 
 
-@pytest.mark.usefixtures("whole", "measured")
-def test_json_holds_all_of_it(atlas: Atlas) -> None:
-    said = atlas("doctor", "--json")
-    content = json.loads(said.out)
-    assert (said.code, content["ready"], content["problems"], content["load_error"]) == (0, True, [], None)
-    assert {asset["name"]: asset["state"] for asset in content["assets"]} == dict.fromkeys(
-        EMBEDDED_ASSETS | VISION_ASSETS, "whole"
-    )
-    assert {package["name"]: package["fits"] for package in content["packages"]}["torch"] is True
-    assert {extra["name"] for extra in content["extras"]} >= {"flower", "ray", "search", "vision", "wandb"}
-    assert content["speed"]["token_seconds"] == SPEED.token_seconds
-    assert content["runs"]["quick"] == {**asdict(TIME), "total": 380}
-
-
-@pytest.mark.usefixtures("empty")
-def test_json_of_a_machine_that_lacks_something_is_still_json(atlas: Atlas) -> None:
-    said = atlas("doctor", "--json")
-    content = json.loads(said.out)
-    assert (said.code, content["ready"], content["speed"], content["runs"]) == (1, False, None, {})
-    assert [problem["is_needed"] for problem in content["problems"]] == [True, True]
-
-
 @pytest.mark.usefixtures("whole")
 def test_nothing_is_measured_where_it_is_not_wanted(atlas: Atlas, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "measure", lambda: pytest.fail("it trains"))
     assert "tokens/s" not in atlas("doctor", "--no-measure").out
-    assert json.loads(atlas("doctor", "--no-measure", "--json").out)["speed"] is None
 
 
 def test_a_missing_thing_comes_before_a_note() -> None:
@@ -102,6 +78,18 @@ def test_a_missing_thing_comes_before_a_note() -> None:
         "note: little memory; end programs",
         "1 thing is missing",
     ]
+
+
+def test_gpus_are_listed_with_their_memory() -> None:
+    cuda = SimpleNamespace(
+        is_available=lambda: True,
+        device_count=lambda: 2,
+        mem_get_info=lambda index: ((index + 1) * 10**9, 10**10),
+        get_device_name=lambda index: f"gpu {index}",
+    )
+    found = list(doctor.gpu_lines(SimpleNamespace(cuda=cuda)))
+    assert found == ["gpu 0, 1.0 GB of 10 GB free", "gpu 1, 2.0 GB of 10 GB free"]
+    assert list(doctor.gpu_lines(None)) == []
 
 
 def test_without_libraries_for_tensors_it_says_so_and_leaves_no_traceback() -> None:

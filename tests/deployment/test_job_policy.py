@@ -98,5 +98,5 @@ def test_a_site_counts_the_rounds_in_which_it_trains() -> None:
     site = policy(config)
     for round in (*range(1, 11), 3):
         site._check_rounds(Job(client="a", params=MODEL, round=round, options=TrainOptions(seed=0)))
-    with pytest.raises(ProtocolError, match=r"to train in 11 rounds; allowed: 10 .*--max-rounds-per-example"):
+    with pytest.raises(ProtocolError, match=r"training in a 11th round, and .* 10 .*--max-rounds-per-example"):
         site._check_rounds(Job(client="a", params=MODEL, round=11, options=TrainOptions(seed=0)))

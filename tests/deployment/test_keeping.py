@@ -87,13 +87,13 @@ def joining(tmp_path: Path) -> SiteOptions:
         task="movie",
         device="cpu_2gb",
         first_seconds=0.1,
-        private=tmp_path / "private",
-        to=tmp_path / "model",
+        private=str(tmp_path / "private"),
+        to=str(tmp_path / "model"),
     )
 
 
 def test_a_model_that_is_there_already_is_enough_where_the_server_has_gone(joining: SiteOptions, written: Path) -> None:
-    write_sealed(joining.to.with_name("private") / "vault.json", {"client": "site-1", "config": RECEIPT.config})
+    write_sealed(Path(joining.private or "") / "vault.json", {"client": "site-1", "config": RECEIPT.config})
     told: list[object] = []
     found = join_federation(joining, on_event=told.append)
     assert found == SiteResult(name="site-1", adapter=written, sent_bytes=0, received_bytes=0)
@@ -102,7 +102,7 @@ def test_a_model_that_is_there_already_is_enough_where_the_server_has_gone(joini
     assert last.endswith(
         f"and {written} is complete without it; {joining.private} stays until the server knows so, or you remove it"
     )
-    check_store(joining.to.with_name("private"), Owner(client="site-1", config=RECEIPT.config))
+    check_store(Path(joining.private or ""), Owner(client="site-1", config=RECEIPT.config))
     shutil.rmtree(written)
     with pytest.raises(ProtocolError, match=r"no answer from localhost:1 for 0\.1 seconds"):
         join_federation(joining)

@@ -29,6 +29,10 @@ SERVICE = ServerOptions(certs=Path("certs/server"))
         ({"centralized": True}, "--centralized deals out rows that are here"),
         ({"arrive": ("movie-1=2",)}, "--arrive says who is late in a simulation"),
         ({"workers": 2}, "--workers 2 is for simulations"),
+        (
+            {"split": "2", "server_adapters": "per_cluster", "strategy": "fedavg"},
+            "--server-adapters per_cluster has clients wait for each other",
+        ),
         ({"engine": "ray"}, "--engine ray is for simulations"),
     ],
 )
@@ -64,9 +68,9 @@ def test_the_clients_of_a_served_run_are_those_who_come() -> None:
 
 def test_a_cut_may_name_who_comes_late_and_nobody_else() -> None:
     config, seats = with_values(Config(), {"split": "site-1=2,site-9=2"}), [ClientProxy(name="site-1")]
-    (note,) = check_sites(config, seats, listed=("site-1",), late=True)
+    note = check_sites(config, seats, listed=("site-1",), late=True)
     assert note.startswith("--split names site-9, and nobody here is called so")
-    assert check_sites(config, seats, listed=("site-1", "site-9"), late=False) == ()
+    assert check_sites(config, seats, listed=("site-1", "site-9"), late=False) == ""
     with pytest.raises(ConfigError, match="unknown name in --split 'site-9'; did you mean 'site-1'"):
         check_sites(config, seats, listed=("site-1",), late=False)
 

@@ -8,17 +8,17 @@ import torch
 from atlas_fl.client.job import Job
 from atlas_fl.config import Config, RunConfig, config_hash, parse_config, to_toml, with_values
 from atlas_fl.deployment.consent import SiteChoices
+from atlas_fl.deployment.server import _expected_clients
 from atlas_fl.deployment.service import (
     REST_BYTES,
-    answer_limit,
-    check_without,
+    ServerOptions,
     read_sites,
     request_limit,
     without_places,
     write_sites,
 )
 from atlas_fl.deployment.settings_policy import settings_here
-from atlas_fl.errors import CheckpointError, ConfigError
+from atlas_fl.errors import AtlasError, CheckpointError
 from atlas_fl.runtime.coordinator.client_registry import ClientProxy
 from atlas_fl.runtime.protocol.client_metadata import read_device, read_metadata
 from atlas_fl.runtime.remote import RemoteEngine
@@ -36,33 +36,41 @@ def test_what_sites_said_of_themselves_is_read_as_it_was_and_later_ones_are_adde
     folder = RunFolder(tmp_path)
     write_sites(folder, [seat("a", "cpu_2gb"), seat("b", "laptop_8gb")])
     write_sites(folder, [seat("c", "cpu_2gb")])
-    found = read_sites(folder, ["b", "c"])
-    assert found == {
-        name: (read_metadata(CENSUS), read_device(text)) for name, text in (("b", "laptop_8gb"), ("c", "cpu_2gb"))
-    }
+    devices = {"a": "cpu_2gb", "b": "laptop_8gb", "c": "cpu_2gb"}
+    assert read_sites(folder) == {name: (read_metadata(CENSUS), read_device(text)) for name, text in devices.items()}
 
 
-def test_what_is_not_known_or_was_altered_is_told(tmp_path: Path) -> None:
+def test_what_was_altered_is_told(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    with pytest.raises(CheckpointError, match=r"has no sites\.json, and cannot go on without b; let everybody come"):
-        read_sites(folder, ["b"])
+    assert read_sites(folder) == {}
     write_sites(folder, [seat("a", "cpu_2gb")])
-    with pytest.raises(CheckpointError, match="does not know client 'b'"):
-        read_sites(folder, ["b"])
     folder.sites.write_bytes(folder.sites.read_bytes().replace(b"accuracy", b"accurate"))
     with pytest.raises(CheckpointError, match="damaged file"):
-        read_sites(folder, ["a"])
+        read_sites(folder)
 
 
-def test_a_run_goes_on_without_clients_that_it_has_and_not_without_all_of_them() -> None:
-    check_without(["b"], planned=["a", "b"], listed=["a"])
-    check_without(["c"], planned=["a", "b"], listed=["c"])
-    with pytest.raises(ConfigError, match="unknown client in --without 'd'"):
-        check_without(["d"], planned=["a", "b"], listed=["c"])
-    with pytest.raises(ConfigError, match="names every client"):
-        check_without(["a", "b"], planned=["a", "b"], listed=["a", "b", "c"])
-    with pytest.raises(ConfigError, match="names every client"):
-        check_without(["c"], planned=[], listed=["c"])
+@pytest.mark.parametrize(
+    ("without", "planned", "listed", "found"),
+    [
+        (["b"], ["a", "b"], ["a"], ("a",)),
+        (["c"], ["a", "b"], ["a", "b", "c"], ("a", "b")),
+        (["c"], [], ["a", "c"], ("a",)),
+        (["d"], ["a", "b"], ["a", "b", "c"], "unknown client in --without 'd'"),
+        (["a", "b"], ["a", "b"], ["a", "b", "c"], "--min-clients is 0, and 0 clients are waited for"),
+        (["c"], [], ["c"], "0 clients are waited for; lower it, list more in .*, or leave fewer out"),
+        ([], ["a", "b"], ["a"], "was planned with b, not listed here; list them again, go on with --without b"),
+    ],
+)
+def test_a_run_goes_on_without_clients_that_it_has_and_not_without_all_of_them(
+    tmp_path: Path, without: list[str], planned: list[str], listed: list[str], found: str | tuple[str, ...]
+) -> None:
+    service = ServerOptions(certs=tmp_path, without=tuple(without))
+    how = {"planned": tuple(planned), "listed": tuple(listed)}
+    if isinstance(found, tuple):
+        assert _expected_clients(RunFolder(tmp_path), service, **how) == found
+        return
+    with pytest.raises(AtlasError, match=found):
+        _expected_clients(RunFolder(tmp_path), service, **how)
 
 
 def test_who_is_left_out_is_asked_nothing_and_every_other_one_is_needed() -> None:
@@ -97,8 +105,6 @@ def test_a_request_may_be_as_large_as_what_a_client_sends_and_not_much_larger() 
     assert request_limit(with_values(config, {"ranks": "128"}), model) == 4 * largest + REST_BYTES
     body = {"weight": torch.empty(2**27, device="meta")}  # GPT-2 in fp32
     assert request_limit(config, model, body=body) == REST_BYTES + 2 * encoded_size(body) > 2 * 2**29
-    assert answer_limit(config, model, body=body) == request_limit(config, model, body=body)
-    assert answer_limit(config, model) == FRAME_LIMIT, "an answer may be so long whatever the model"
 
 
 def test_no_server_has_a_site_keep_states_of_its_texts_on_the_disk() -> None:

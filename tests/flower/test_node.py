@@ -33,7 +33,7 @@ def test_a_node_agrees_to_nothing_but_what_its_config_says() -> None:
         ({"task": "movie"}, "--node-config of node 7 has no device"),
         (
             {"task": "movie", "device": "cpu_2gb", "parts": 1},
-            "--node-config has 'parts'; known: allow, config, data-dir",
+            "unknown key in --node-config: 'parts'; did you mean 'part'",
         ),
         ({"task": "movie", "device": "cpu_2gb", "part": True}, "part in --node-config is True; it must be a whole num"),
         ({"task": 3, "device": "cpu_2gb"}, "task in --node-config is 3; it must be text"),

@@ -12,7 +12,7 @@ pytest.importorskip("flwr", reason="the extra `flower` is not installed")
 from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.flower import server_app
 from atlas_fl.flower.messages import RECORD, ConfigRecord, Error, Message, RecordDict
-from atlas_fl.flower.server_app import Invitations, NodeQuery, natural, order_of
+from atlas_fl.flower.server_app import Invitations, name_nodes, natural, order_of
 from atlas_fl.runtime.transport.certificates import make_certs
 from atlas_fl.runtime.transport.sessions import Tokens
 
@@ -56,7 +56,7 @@ def as_in_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nodes_are_known_by_the_names_they_give() -> None:
-    assert NodeQuery(Grid({7: "site-2", 8: "site-1"}), count=2, seconds=60).nodes() == {"site-2": 7, "site-1": 8}
+    assert name_nodes(Grid({7: "site-2", 8: "site-1"}), count=2, seconds=60) == {"site-2": 7, "site-1": 8}
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_nodes_are_known_by_the_names_they_give() -> None:
         ({7: "a", 8: "server"}, 0, "^node 8 cannot take part: client 'server' cannot be a name; allowed: up to 63"),
         ({7: "a", 8: "../a"}, 0, "^node 8 cannot take part: client '../a' cannot be a name"),
         ({7: "a", 8: Error(2, "x\x1b[2J\ny")}, 0, r"^node 8 cannot take part: x\?\[2J\?y$"),
-        ({7: "a", 8: None}, 0, "^no answer from node 8 within 0.05 seconds; look at its SuperNode's log$"),
+        ({7: "a", 8: None}, 0, "^node 8 cannot take part: no answer within 0.05 seconds; look at its SuperNode's log$"),
         (
             {7: "a"},
             2,
@@ -78,14 +78,14 @@ def test_nodes_are_known_by_the_names_they_give() -> None:
 )
 def test_a_federation_that_cannot_begin_says_why(answers: dict[int, Any], count: int, message: str) -> None:
     with pytest.raises(ProtocolError, match=message):
-        NodeQuery(Grid(answers), count=count, seconds=0.05).nodes()
+        name_nodes(Grid(answers), count=count, seconds=0.05)
 
 
 def test_a_second_node_of_a_name_is_refused_and_the_run_goes_on() -> None:
     """The one with the lower number has it, in whatever order they answer."""
     events = list[Any]()
-    query = NodeQuery(Grid({9: "a", 8: "b", 7: "a"}), count=3, seconds=60)
-    assert query.nodes(on_event=events.append) == {"a": 7, "b": 8}
+    grid = Grid({9: "a", 8: "b", 7: "a"})
+    assert name_nodes(grid, count=3, seconds=60, on_event=events.append) == {"a": 7, "b": 8}
     (note,) = [str(event) for event in events]
     assert "node 9 was refused: node 7 is named 'a' too; give one another name in its --node-config" in note
 
@@ -93,12 +93,16 @@ def test_a_second_node_of_a_name_is_refused_and_the_run_goes_on() -> None:
 def test_nodes_that_cannot_take_part_are_left_out_where_fewer_suffice() -> None:
     events = list[Any]()
     grid = Grid({7: "a", 8: Error(2, "has no task"), 9: "ca", 10: None})
-    assert NodeQuery(grid, count=4, seconds=0.05).nodes(min_clients=1, on_event=events.append) == {"a": 7}
+    assert name_nodes(grid, count=4, seconds=0.05, min_clients=1, on_event=events.append) == {"a": 7}
     told = "\n".join(str(event) for event in events)
-    for line in ("node 8 cannot take part: has no task", "client 'ca' cannot be a name", "no answer from node 10"):
+    for line in (
+        "node 8 cannot take part: has no task",
+        "client 'ca' cannot be a name",
+        "node 10 cannot take part: no answer",
+    ):
         assert f"begins without it: {line}" in told or line in told
     with pytest.raises(ProtocolError, match="node 8 cannot take part"):
-        NodeQuery(Grid({7: "a", 8: Error(2, "has no task")}), count=2, seconds=60).nodes(min_clients=2)
+        name_nodes(Grid({7: "a", 8: Error(2, "has no task")}), count=2, seconds=60, min_clients=2)
 
 
 class Watched:

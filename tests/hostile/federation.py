@@ -182,7 +182,7 @@ class Federation:
             name=name,
             load_site=home,
             link=Altering(inner=link, change=self.changes.get(name), over=self.over),
-            registration={**identity, **told, "device": DEVICE, "part": int(name[-1])},
+            registration={**identity, **told, "device": DEVICE},
             on_event=ignore,
             receiver=home.receiver,
             on_final_model=lambda *_: None,

@@ -8,6 +8,7 @@ its way:
 """
 
 import contextlib
+import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from atlas_fl.errors import AtlasError
 from atlas_fl.events import Event, Note, OnEvent
 from atlas_fl.params import Params
 from atlas_fl.runtime.coordinator.coordinator import ClientManager
+from atlas_fl.runtime.coordinator.site_worker import SiteClient
 from atlas_fl.runtime.transport.certificates import make_certs
 from atlas_fl.runtime.transport.event_loop import LoopThread
 from atlas_fl.runtime.transport.frames import decode_frame, encode_frame
@@ -42,6 +44,8 @@ class Spoken:
     hello: dict[str, Any]
     turns: list[tuple[Message, Message]] = field(default_factory=list)
     """(what the site said, what the server answered)."""
+    workers: list[SiteClient | None] = field(default_factory=list)
+    """The site as it was when it had each answer; None in the middle of a job."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -73,10 +77,30 @@ class Kept(OfflineLink):
     def __exit__(self, *_: object) -> None:
         self.leave()
 
+    worker: SiteClient | None = None
+
     def exchange(self, head: Mapping[str, Any], tensors: Params = NO_TENSORS) -> Message:
         answer = self.inner.exchange(head, tensors)
         self.spoken.turns.append((_framed(head, tensors), answer))
+        is_between_jobs = self.worker is not None and head["kind"] in ("register", "result", "hosted")
+        self.spoken.workers.append(_copy(self.worker) if is_between_jobs and answer[0]["kind"] != "cut" else None)
         return answer
+
+
+class Copied(SiteClient):
+    """A site whose link knows it."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(**how)
+        if isinstance(self.link, Kept):
+            self.link.worker = self
+
+
+def _copy(worker: Any) -> SiteClient:
+    """The site as it is now; data, model and guests are shared."""
+    shared = [worker.load_site, worker.load_site.known, worker.link, worker.on_event, worker.on_final_model]
+    shared += worker._hosted_clients._halves.values()
+    return copy.deepcopy(worker, {id(one): one for one in shared})
 
 
 @dataclass(kw_only=True, eq=False)
@@ -126,7 +150,10 @@ def linked(link: Any) -> Any:
 @contextmanager
 def our_links() -> Any:
     """`join` takes the link of its thread in the place of one over a network."""
-    with patch("atlas_fl.deployment.site._link", lambda *own: _LINKS[threading.get_ident()](*own)):
+    with (
+        patch("atlas_fl.deployment.site._link", lambda *own: _LINKS[threading.get_ident()](*own)),
+        patch("atlas_fl.deployment.site.SiteClient", Copied),
+    ):
         yield
 
 
@@ -143,7 +170,7 @@ def _framed(head: Mapping[str, Any], tensors: Params) -> Message:
 def joining_of(folder: Path, name: str, **words: Any) -> SiteOptions:
     """How a site joins; its certificates lie under the folder, and its model is written there."""
     task, _, part = name.partition("-")
-    own: dict[str, Any] = {"task": task, "part": int(part), "device": DEVICE, "to": folder / f"{name}-adapter"}
+    own: dict[str, Any] = {"task": task, "part": int(part), "device": DEVICE, "to": str(folder / f"{name}-adapter")}
     return SiteOptions(**{"address": "in:1", "certs": folder / "certs" / name, **own, **words})
 
 
@@ -173,20 +200,35 @@ class Lying(OfflineLink):
     """A link to a server that says what an honest one said, until its lie."""
 
     lie: Lie
+    start: int = -1
+    """The turn after which the site speaks; -1 for one that begins anew."""
+    place: int | None = None
+    """The turn of the first lie, where it is known."""
+    told: Message | None = None
+    """The first lie, where it is known."""
     sent: list[Message] = field(default_factory=list)
     lied: int | None = None
     """How much the site had said when it was first lied to."""
 
     def exchange(self, head: Mapping[str, Any], tensors: Params = NO_TENSORS) -> Message:
         self.sent.append(_framed(head, tensors))
-        place = len(self.sent) - 1
+        return self.answer(str(head["kind"]))
+
+    def answer(self, kind: str = "") -> Message:
+        """What the server says now; after a lie the same one again, whatever the site says."""
+        turn = self.start + len(self.sent)
         if self.lied is not None:
-            place = self.lied - 1  # the same lie again, whatever the site says
-        if place >= len(self.spoken.turns):
+            turn = self.start + self.lied
+        if turn >= len(self.spoken.turns):
             raise ServerGoneError
-        said, answer = self.spoken.turns[place]
-        assert said[0]["kind"] == head["kind"] or self.lied is not None
-        told = self.lie(dict(answer[0]), dict(answer[1]))
+        said, answer = self.spoken.turns[turn]
+        assert kind in ("", said[0]["kind"]) or self.lied is not None
+        if self.lied is None and turn == self.place:
+            told = self.told
+        elif self.lied is None and self.place is not None:
+            told = None
+        else:
+            told = self.lie(dict(answer[0]), dict(answer[1]))
         if told is not None and self.lied is None:
             self.lied = len(self.sent)
         return _framed(*(told or answer))
@@ -223,6 +265,29 @@ def lie_to(spoken: Spoken, lie: Lie, folder: Path, name: str, **words: Any) -> E
         except AtlasError as found:
             error = str(found)
     return Ended(error=error, link=link, told=told, joined=joined)
+
+
+def branch(spoken: Spoken, lie: Lie) -> Ended:
+    """How the site of a recording ends where its server, in the middle of it, says this instead of the truth.
+
+    The site goes on from the last job that it was given before that, as it was then.
+    """
+    tried = ((place, lie(dict(head), dict(tensors))) for place, (_, (head, tensors)) in enumerate(spoken.turns))
+    place, told = next((place, told) for place, told in tried if told is not None)
+    start = max(turn for turn in range(place + 1) if spoken.workers[turn] is not None)
+    worker = _copy(spoken.workers[start])
+    link = Lying(spoken=spoken, lie=lie, start=start, place=place, told=told)
+    notes, given = list[str](), list[Params]()
+    worker.link = link
+    worker.on_event = lambda event: _note(event, notes)
+    worker.on_final_model = lambda model, _: given.append(model)
+    error = ""
+    try:
+        worker.work(*link.answer())
+    except AtlasError as found:
+        error = str(found)
+    assert not given, "a model was written"
+    return Ended(error=error, link=link, told=notes)
 
 
 def welcomed(spoken: Spoken, change: Callable[[Config], str]) -> Spoken:

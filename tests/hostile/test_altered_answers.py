@@ -48,9 +48,8 @@ SETTINGS: dict[str, tuple[int, dict[str, object]]] = {
     "cuts": (100, {"split": "movie-1=1,movie-2=1,movie-3=2,movie-4=1,movie-5=2", "head": "client", "rounds": 6}),
     "server head": (100, {"split": "movie-1=1,movie-2=1,movie-3=2,movie-4=1,movie-5=2", "rounds": 6}),
     "pairs": (60, {"split": "movie-1=1,movie-2=1,movie-3=2", "topology": "paired", "rounds": 3}),
-    "shared": (60, {"split": "movie-1=1,movie-2=1,movie-3=1", "server_adapters": "per_cluster", "rounds": 6}),
 }
-"""How many answers are altered at least, and in which federation: 450 in all."""
+"""How many answers are altered at least, and in which federation: 390 in all."""
 
 
 @pytest.mark.parametrize("kind", SETTINGS)

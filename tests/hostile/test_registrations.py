@@ -113,7 +113,7 @@ def altered(draw: random.Random) -> dict[str, Any]:
     device, said = dict(PROFILE), registration()
     for _ in range(draw.randint(1, 3)):
         place = draw.choice(
-            ["device", "device", "max_length", "left_out", "part", "num_labels", "examples", "lengths", "labels"]
+            ["device", "device", "max_length", "left_out", "num_labels", "examples", "lengths", "labels"]
         )
         value = draw.choice([*NUMBERS, 10 ** draw.uniform(-3, 6), draw.randint(1, 20)])
         if place == "device":

@@ -20,19 +20,18 @@ from atlas_fl.runtime.transport.frames import encode_frame
 from atlas_fl.runtime.transport.sessions import Message
 from tests.hostile.servers import Recording
 
+RESULT = frozenset({"kind", "number", "examples", "metrics", "loaded", "keys", "crossed", "same", "classes", "private"})
 HEADS: Mapping[str, frozenset[str]] = {
     "register": frozenset(
         {
-            *("kind", "version", "config", "model", "device", "part", "images", "left_out"),
+            *("kind", "version", "config", "model", "device", "images", "left_out"),
             *("vocabulary", "architecture", "tokenizer", "plugins"),
             *("task", "num_labels", "metric", "label_names", "max_length", "examples", "labels", "lengths"),
         }
     ),
-    "result": frozenset(
-        {"kind", "number", "examples", "metrics", "loaded", "keys", "crossed", "same", "classes", "private"}
-    ),
+    "result": RESULT,
     "cut": frozenset({"kind", "number", "what", "done"}),
-    "hosted": frozenset({"kind", "items"}),
+    "hosted": RESULT,
     "kept": frozenset({"kind", "sha256"}),
 }
 """The fields of all that a site says."""

@@ -48,7 +48,7 @@ def test_what_a_site_says_of_itself_is_refused_or_kept_as_it_was(value, place) -
         folder = RunFolder(Path(name))
         device = parse_device("d=memory_gb=3,gflops=50,up_mbps=5,down_mbps=20,latency_ms=60,max_rank=8")
         write_sites(folder, [ClientProxy("a", metadata=metadata, device=device)])
-        assert read_sites(folder, ["a"]) == {"a": (metadata, device)}
+        assert read_sites(folder) == {"a": (metadata, device)}
 
 
 @pytest.mark.parametrize("name", DEVICE_BOUNDS)

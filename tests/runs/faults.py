@@ -55,7 +55,7 @@ FAULTS: Mapping[str, Callable[[], None]] = {
     "dies while it writes its model": lambda: setattr(peft_io, "write_tensors", die),
     "dies before it says so": lambda: setattr(site_worker, "confirm_saved", die),
     "dies before it removes its private part": lambda: setattr(site, "clear_store", die),
-    "dies before it ends": lambda: setattr(site, "_join_result", die),
+    "dies before it ends": lambda: setattr(site, "SiteResult", die),
     "dies before the checkpoint of round two": die_before_the_checkpoint_of_round_two,
     "has a full disk": fill_the_disk,
     "dies before it answers who has its model": die_before_the_answer,

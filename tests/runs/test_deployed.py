@@ -40,22 +40,6 @@ MIXED = {"split": "movie-0=1,movie-1=2,trec-1=1", "dropout": 0.1, "rounds": 2}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head", ["server", "client"])
-def test_a_deployed_federation_that_shares_above_its_cuts_is_the_simulated_one(
-    federation: Callable[..., Federation], head: str
-) -> None:
-    cuts = {"split": "movie-0=1,movie-1=2", "server_adapters": "per_cluster", "head": head}
-    fed = federation(**cuts, rounds=2, eta=0.3)
-    fed.complete()
-    fed.is_as_simulated()
-    rows = [sorted(map(str, read_rows(folder.ledger))) for folder in (fed.served, RunFolder(fed.simulated))]
-    assert rows[0] == rows[1]
-    report = audit_run(fed.served.path)
-    assert report.ok
-    assert {row.client for row in report.rows if row.check == "common"} == set(fed.sites)
-
-
-@pytest.mark.slow
 def test_sites_are_cut_by_their_own_names_and_tasks(federation: Callable[..., Federation]) -> None:
     """None of these is among the tasks, clients and devices of the settings."""
     own = "mine=memory_gb=8,gflops=200,up_mbps=20,down_mbps=50,latency_ms=20,max_rank=64"

@@ -89,7 +89,7 @@ def test_sites_that_cannot_take_part_end_with_a_line_and_the_server_goes_on_and_
     small = fed.join("movie-0", port)
     altered = fed.join("movie-1", port, "--model", str(other))
     assert "movie-0 cannot take part: none fits no cut of" in small.end(2).splitlines()[-1]
-    assert "the digest of config.json of model" in altered.end(2).splitlines()[-1]
+    assert "the digest of the architecture of" in altered.end(2).splitlines()[-1]
     slow = fed.join("movie-1", port, device=f"slow={TINY}".replace("gflops=20", "gflops=1e-300"))
     assert "gflops='1e-300' is not allowed; give a number from 0.001 to 1e+09" in slow.end(2).splitlines()[-1]
     said = server.end(2).splitlines()[-1]

@@ -66,8 +66,8 @@ class Watched:
                     task=task,
                     part=int(part),
                     device="cpu_2gb",
-                    to=self.folder / f"{name}-adapter",
-                    patience_seconds=60,
+                    to=str(self.folder / f"{name}-adapter"),
+                    patience=60,
                     first_seconds=60,
                 )
                 self._threads.append(threading.Thread(target=join_federation, args=[joining], daemon=True))

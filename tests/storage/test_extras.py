@@ -40,10 +40,8 @@ def test_no_message_offers_an_index_that_has_no_release() -> None:
 
 
 def test_doctor_names_the_packages_of_every_extra(tmp_path: Path) -> None:
-    found = inspect_installation(runs_dir=tmp_path / "runs", cache_dir=tmp_path / "cache")
-    assert {extra.name: extra.command for extra in found.extras} == {
-        name.replace("_", "-"): install_command(name) for name in DECLARED
-    }
+    found = inspect_installation(runs_dir=tmp_path / "runs")
+    assert found.extras.keys() == {name.replace("_", "-") for name in DECLARED}
 
 
 def test_without_an_installation_the_sources_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

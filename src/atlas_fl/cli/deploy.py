@@ -1,10 +1,10 @@
 """`atlas serve`, `join` and `certs`: a federation across machines."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal
 
 from atlas_fl.cli.arguments import Positional, base_config, parse, split
 from atlas_fl.cli.display import going_on, show, show_progress
@@ -84,16 +84,6 @@ class JoinOptions(SiteChoices):
     """This site's folder of `atlas certs make`."""
     config: str | None = None
     """A TOML or YAML file of settings; this site works for no server with others."""
-    patience: float = 600.0
-    """Seconds to try a server again that has gone."""
-    private: str | None = None
-    """Where what the settings' --share leaves out is kept until the run is complete; NAME-private by default. A site
-    that is started again needs it."""
-    secret: str | None = None
-    """File of the secret from which order, subsets and augmentation of this site's examples, dropout and noise are
-    drawn; NAME-secret beside --to by default, made where there is none. It is never sent; keep it with the data."""
-    to: str | None = None
-    """Where this client's own model is written at the end, in PEFT's format; NAME-adapter by default."""
 
 
 def join(words: Sequence[str]) -> int:
@@ -104,28 +94,15 @@ def join(words: Sequence[str]) -> int:
 
     from atlas_fl.deployment.site import SiteOptions, join_federation
     from atlas_fl.report.format import human_bytes
-    from atlas_fl.runtime.transport.certificates import open_certs
 
-    certs = Path(options.certs)
-    joining = SiteOptions(
-        **options.choices(),
-        address=options.address,
-        certs=certs,
-        config=None if options.config is None else pinned_hash(base_config(groups), origin=options.config),
-        patience_seconds=options.patience,
-        private=None if options.private is None else Path(options.private),
-        secret=None if options.secret is None else Path(options.secret),
-        to=Path(options.to or f"{open_certs(certs).name}-adapter"),
-    )
+    pinned = None if options.config is None else pinned_hash(base_config(groups), origin=options.config)
+    joining = SiteOptions(**options.choices(), address=options.address, certs=Path(options.certs), config=pinned)
     with show_progress() as on_event, going_on("the same command"):
         joined = join_federation(joining, on_event=on_event)
     where = "no model: it was not in the plan" if joined.adapter is None else f"its model is in {joined.adapter}"
     up, down = human_bytes(joined.sent_bytes), human_bytes(joined.received_bytes)
     show([f"the run is complete for {joined.name}; {where}; {up} up, {down} down"])
     return 0
-
-
-DAYS, TO = 365, "certs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,18 +124,25 @@ class CertsOptions:
     """make: host names and addresses under which sites reach the server; may be repeated."""
     client: tuple[str, ...] = ()
     """make: names of the sites; may be repeated."""
-    days: int = DAYS
+    days: int = 365
     """Days that the certificates hold, and not longer than their authority."""
 
 
-Lines: TypeAlias = list[str]
+TAKES: Mapping[str, tuple[tuple[str, ...], str, int]] = {
+    "make": (("--server", "--client", "--days"), "one DIR", 1),
+    "renew": (("--to", "--days"), "names of sites", 1000),
+    "revoke": (("--to",), "names of sites", 1000),
+    "request": (("--to",), "one NAME", 1),
+    "sign": (("--to", "--days"), "one REQUEST", 1),
+}
+"""By action its flags, its subjects, and how many of these at most."""
 
 
 def certs(words: Sequence[str]) -> int:
     """Carry out the action that these words name; 0."""
     groups = split(words)
     options = parse(CertsOptions, groups, command="atlas certs")
-    action, flags, noun, most = _ACTIONS[options.what]
+    flags, noun, most = TAKES[options.what]
     for group in groups:
         if group.flag and group.flag not in flags:
             raise ConfigError(
@@ -169,79 +153,46 @@ def certs(words: Sequence[str]) -> int:
             f"`atlas certs {options.what}` was given {len(options.subject)} words; it takes {noun}: see"
             " `atlas certs --help`"
         )
-    show(action(options))
+    show(_certify(options))
     return 0
 
 
-def _make(options: CertsOptions) -> Lines:
-    from atlas_fl.runtime.transport.certificates import AUTHORITY, SERVER, make_certs
+def _certify(options: CertsOptions) -> list[str]:
+    """Carry out an action; what was made, how long it holds and what to do with it."""
+    from atlas_fl.runtime.transport import certificates
 
-    made = make_certs(Path(options.subject[0]), servers=options.server, clients=options.client, days=options.days)
-    sites = [folder for folder in made if folder.name not in (AUTHORITY, SERVER)]
-    return [
-        *(f"made {folder}" for folder in made),
-        *_dates(sites),
-        "copy each site's folder to its site and to nobody else; the folder ca stays with you",
-    ]
-
-
-def _renew(options: CertsOptions) -> Lines:
-    from atlas_fl.runtime.transport.certificates import KEY, renew_certs
-
-    made = renew_certs(Path(options.to or TO), clients=options.subject, days=options.days)
-    ends = ", which has a new key" if any((folder / KEY).exists() for folder in made) else ""
-    return [
-        *(f"made {folder} anew; the certificate before it is worth nothing now" for folder in made),
-        *_dates(made),
-        f"copy each site's folder to its site{ends}, and start `atlas join` there again",
-    ]
-
-
-def _revoke(options: CertsOptions) -> Lines:
-    from atlas_fl.runtime.transport.certificates import revoke_certs
-
-    moved = revoke_certs(Path(options.to or TO), clients=options.subject)
-    return [
-        f"{', '.join(options.subject)} may not join any more; a server that runs ends their sessions now",
-        *(f"the folder is {folder} now" for folder in moved),
-    ]
-
-
-def _request(options: CertsOptions) -> Lines:
-    from atlas_fl.runtime.transport.certificates import CA, CERT, KEY, request_cert
-
-    (name,) = options.subject
-    made = request_cert(Path(options.to or name), name=name)
-    return [
-        f"made {made}; its key is {made.with_name(KEY)} and stays here",
-        f"send the request to who runs the server, for `atlas certs sign`, and put the {CA} and {CERT} that come back"
-        f" into {made.parent}",
-    ]
-
-
-def _sign(options: CertsOptions) -> Lines:
-    from atlas_fl.runtime.transport.certificates import sign_request
-
-    made = sign_request(Path(options.subject[0]), folder=Path(options.to or TO), days=options.days)
-    return [
-        f"made {made} for client {made.name}, who may join now",
-        *_dates([made]),
-        "send both files back; neither is secret",
-    ]
-
-
-def _dates(made: Sequence[Path]) -> Lines:
-    from atlas_fl.runtime.transport.certificates import holds_until
-
-    until = sorted({f"{holds_until(folder):%Y-%m-%d}" for folder in made})
-    return [f"good until {', '.join(until)}"] if until else []
-
-
-_ACTIONS: Mapping[str, tuple[Callable[[CertsOptions], Lines], tuple[str, ...], str, int]] = {
-    "make": (_make, ("--server", "--client", "--days"), "one DIR", 1),
-    "renew": (_renew, ("--to", "--days"), "names of sites", 1000),
-    "revoke": (_revoke, ("--to",), "names of sites", 1000),
-    "request": (_request, ("--to",), "one NAME", 1),
-    "sign": (_sign, ("--to", "--days"), "one REQUEST", 1),
-}
-"""By action its function, its flags, its subjects, and how many of these at most."""
+    subject = options.subject[0]
+    to = Path(options.to or "certs")
+    if options.what == "revoke":
+        moved = certificates.revoke_certs(to, clients=options.subject)
+        return [
+            f"{', '.join(options.subject)} may not join any more; a server that runs ends their sessions now",
+            *(f"the folder is {folder} now" for folder in moved),
+        ]
+    if options.what == "request":
+        made = certificates.request_cert(Path(options.to or subject), name=subject)
+        return [
+            f"made {made}; its key is {made.with_name(certificates.KEY)} and stays here",
+            "send the request to who runs the server, for `atlas certs sign`, and put the"
+            f" {certificates.CA} and {certificates.CERT} that come back into {made.parent}",
+        ]
+    folders: Sequence[Path]
+    if options.what == "make":
+        folders = certificates.make_certs(
+            Path(subject), servers=options.server, clients=options.client, days=options.days
+        )
+        lines = [f"made {folder}" for folder in folders]
+        remedy = "copy each site's folder to its site and to nobody else; the folder ca stays with you"
+    elif options.what == "renew":
+        folders = certificates.renew_certs(to, clients=options.subject, days=options.days)
+        lines = [f"made {folder} anew; the certificate before it is worth nothing now" for folder in folders]
+        remedy = (
+            "copy each site's folder to its site, with the new key where one is in it, and start `atlas join` there"
+        )
+    else:
+        folders = [certificates.sign_request(Path(subject), folder=to, days=options.days)]
+        lines = [f"made {folders[0]} for client {folders[0].name}, who may join now"]
+        remedy = "send both files back; neither is secret"
+    sites = [folder for folder in folders if folder.name not in (certificates.AUTHORITY, certificates.SERVER)]
+    until = sorted({f"{certificates.holds_until(folder):%Y-%m-%d}" for folder in sites})
+    return [*lines, *([f"good until {', '.join(until)}"] if until else []), remedy]

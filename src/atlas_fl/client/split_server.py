@@ -6,9 +6,7 @@ adapters and their optimizer for one job, and the frozen weights once for all. I
 where the head is at the client, the gradient of the features comes with a second request, and the pass is repeated.
 
 Messages are checked and counted before anything is computed of them (`CutMessages`): a wrong shape or label is refused
-here, not in the middle of a pack that its client shares with others. Server halves that share their adapters
-(`SharedAdapterGroup`) step together, once every client whose turn it is has sent the norms of its own side; the order
-in which clients ask changes nothing.
+here, not in the middle of a pack that its client shares with others.
 """
 
 from collections import Counter
@@ -38,7 +36,6 @@ from atlas_fl.client.local_training import (
     client_side_indices,
     example_loss,
     merge_norms,
-    shared_adapters_of,
 )
 from atlas_fl.errors import ProtocolError
 from atlas_fl.models.attention import make_layout
@@ -275,42 +272,6 @@ def server_side_trainer(job: Job, site: Site) -> LocalTrainer:
     return LocalTrainer(replace(job, params=CutMessages(job, site).above, cut=None), site, above=job.cut)
 
 
-class SharedAdapterGroup:
-    """The clients of one cluster that train in one round, from its start."""
-
-    def __init__(self, jobs: Sequence[Job], site: Site) -> None:
-        self.jobs = tuple(jobs)
-        self.members = {job.client: server_side_trainer(job, site) for job in jobs}
-        self.begun = set[str]()
-        """Clients that have asked something."""
-        self.done = 0
-        """Steps that all whose turn it was have taken."""
-        self.is_void = False
-        """True where the work so far is lost: the group begins again, or without somebody."""
-        self._sets = shared_adapters_of(list(self.members.values()))
-        self._told: dict[LocalTrainer, int] = {}
-        self._moving: dict[LocalTrainer, int] = {}
-
-    @property
-    def is_over(self) -> bool:
-        """Return whether all have taken all their steps."""
-        return all(member.steps <= self.done for member in self.members.values())
-
-    def tell(self, member: LocalTrainer, count: int, *, norms: Tensor | None) -> None:
-        """This client can step, over so many examples; the last one who says so makes all step."""
-        self._told[member] = count
-        if member.transform_gradients(self.done, norms=norms):
-            self._moving[member] = count
-        if len(self._told) < sum(member.steps > self.done for member in self.members.values()):
-            return
-        for shared in self._sets:
-            shared.step(self.done, self._moving)
-        for one in self._moving:
-            one.optimizer_step(self.done)
-        self.done += 1
-        self._told, self._moving = {}, {}
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ParsedRequest:
     """One client's request, read and checked."""
@@ -329,17 +290,6 @@ class ServerHalf(Protocol):
     places: tuple[int, ...] = ()
     """Indices of the client's trained tensors among those of the whole model."""
 
-    together: SharedAdapterGroup | None = None
-    """The group that it shares its adapters with; None where they are its own."""
-
-    def close(self, what: str, done: int, payloads: Payloads) -> None:  # noqa: ARG002 - no step was before
-        """Take the part of a message that ends the step before; raise `ProtocolError` where no such may come now."""
-        return
-
-    def is_ready(self) -> bool:
-        """Return whether a message can be read: not while others have to step first."""
-        return True
-
     def read(self, what: str, done: int, payloads: Payloads) -> ParsedRequest:
         """Parse a message into a request; raise `ProtocolError` where no such may come now."""
         ...
@@ -347,10 +297,6 @@ class ServerHalf(Protocol):
     def answer(self, question: ParsedRequest, output: ServerOutput | None) -> dict[str, bytes]:
         """The answer to a request, from the output of its entry; None where it goes `alone`."""
         ...
-
-    def last(self, payloads: Payloads) -> None:  # noqa: ARG002 - there is no last step
-        """Take the last step with the client's closing message; raise `ProtocolError` where work is missing."""
-        return
 
     def end(self, payloads: Payloads) -> Update:
         """This half's update, after its last step; raise `ProtocolError` where work is missing."""
@@ -388,27 +334,17 @@ def _loaded_digest(side: CutMessages, update: Update, server_update: Update) -> 
     return digest(side.job.params) if server_update.loaded == digest(side.above) else server_update.loaded
 
 
-def answers_to(requests: Sequence[CutRequest], site: Site) -> list[dict[str, bytes] | ProtocolError | None]:
-    """The answer to every request, or its refusal: a client's mistake is its own, not its pack's.
-
-    None for a client that has to wait for others to step.
-    """
-    answers: list[dict[str, bytes] | ProtocolError | None] = [None] * len(requests)
+def answers_to(requests: Sequence[CutRequest], site: Site) -> list[dict[str, bytes] | ProtocolError]:
+    """The answer to every request, or its refusal: a client's mistake is its own, not its pack's."""
+    answers: dict[int, dict[str, bytes] | ProtocolError] = {}
     questions = {}
     for k, request in enumerate(requests):
         try:
-            request.half.close(request.what, request.done, request.payloads)
+            questions[k] = request.half.read(request.what, request.done, request.payloads)
         except ProtocolError as error:
             answers[k] = error
-    for k, request in enumerate(requests):
-        if answers[k] is None and request.half.is_ready():
-            try:
-                questions[k] = request.half.read(request.what, request.done, request.payloads)
-            except ProtocolError as error:
-                answers[k] = error
-    for k, answer in zip(questions, answer_all(list(questions.values()), site), strict=True):
-        answers[k] = answer
-    return answers
+    answers |= dict(zip(questions, answer_all(list(questions.values()), site), strict=True))
+    return [answers[k] for k in range(len(requests))]
 
 
 def answer_all(questions: Sequence[ParsedRequest], site: Site) -> list[dict[str, bytes]]:
@@ -433,35 +369,25 @@ def answer_all(questions: Sequence[ParsedRequest], site: Site) -> list[dict[str,
 class TrainingHalf(ServerHalf):
     """Trains the blocks above the cut, with an optimizer of their own, in step with the client's."""
 
-    def __init__(self, job: Job, site: Site, *, together: SharedAdapterGroup | None = None) -> None:
-        self.side, self.together = CutMessages(job, site), together
+    def __init__(self, job: Job, site: Site) -> None:
+        self.side = CutMessages(job, site)
         self.places = tuple(client_side_indices(site.backbone, job.params, job.options, self.side.cut))
-        self._member = server_side_trainer(job, site) if together is None else together.members[job.client]
+        self._member = server_side_trainer(job, site)
         self._waiting: ServerInput | None = None
         self._open = 0  # examples of the step that is to be closed
 
     def read(self, what: str, done: int, payloads: Payloads) -> ParsedRequest:
         """Rows to train on, or the gradient of the features that went down; what the last step left comes before."""
-        self.close(what, done, payloads)
-        assert self.is_ready(), "who shares adapters is read when all have stepped"
+        self.side.expect_pass(what, done, waiting=self._waiting)
         if self._waiting is not None:
             entry, self._waiting = self.side.with_upper(self._waiting, payloads), None
         else:
+            self.step(payloads)
             if done >= self._member.steps:
                 raise ProtocolError(f"{self.side.job.client} goes on after its {self._member.steps} steps")
             dropout = self._member.dropout(done)
             entry = self.side.entry(payloads, self._member.params, dropout, wants=bool(self.places))
         return ParsedRequest(half=self, what=what, entry=entry)
-
-    def close(self, what: str, done: int, payloads: Payloads) -> None:
-        """Step, or tell the others that it can, before the next question."""
-        self.side.expect_pass(what, done, waiting=self._waiting)
-        if self._waiting is None:
-            self.step(payloads)
-
-    def is_ready(self) -> bool:
-        """Return whether the adapters have taken as many steps as this client."""
-        return self._waiting is not None or self.together is None or self.together.done == self.side.done
 
     def answer(self, question: ParsedRequest, output: ServerOutput | None) -> dict[str, bytes]:
         """Features, or the gradient of the rows with the norms of this half's gradients."""
@@ -486,30 +412,23 @@ class TrainingHalf(ServerHalf):
         """Step, now that the client has told the norms of its gradients."""
         if not self._open:
             return
-        norms, count, self._open = None, self._open, 0
+        norms, self._open = None, 0
         if self._member.options.clip > 0:
             others = self.side.decode(payloads, "control").get(NORMS)
             if others is None or others.dtype is not torch.float32 or others.shape != (len(self.places),):
                 raise self.side.refusal("norms")
             norms = merge_norms(others.to(self._member.norms()), self._member.norms(), self.places)
-        if self.together is None:
-            self._member.step(self.side.done - 1, norms=norms)
-        else:
-            self.together.tell(self._member, count, norms=norms)
+        self._member.step(self.side.done - 1, norms=norms)
 
-    def last(self, payloads: Payloads) -> None:
-        """The last step; those who share adapters go on as long as one of them does."""
+    def end(self, payloads: Payloads) -> Update:
+        """The trained upper part."""
         side, member = self.side, self._member
         if side.done < member.steps or self._waiting is not None:
             raise ProtocolError(
                 f"{side.job.client} ends after {side.done} of {member.steps} steps; install our version"
             )
         self.step(payloads)
-
-    def end(self, payloads: Payloads) -> Update:
-        """The trained upper part."""
-        self.last(payloads)
-        side, update = self.side, self._member.update(0.0)
+        update = member.update(0.0)
         here = {"loss": update.metrics["loss"]} if side.cut.head == "server" else {}
         return replace(update, metrics={**here, "steps": float(side.done)})
 
@@ -525,13 +444,9 @@ class EvaluationHalf(ServerHalf):
         self._outputs, self._labels = list[np.ndarray](), list[Tensor]()
         self._scored = 0
 
-    def close(self, what: str, done: int, payloads: Payloads) -> None:  # noqa: ARG002 - no step was before
-        """Raise `ProtocolError` unless rows to score are due."""
-        self.side.expect(what, done, "features" if self.side.cut.head == "client" else "score")
-
     def read(self, what: str, done: int, payloads: Payloads) -> ParsedRequest:
         """Rows of some examples, each of which comes once."""
-        self.close(what, done, payloads)
+        self.side.expect(what, done, "features" if self.side.cut.head == "client" else "score")
         entry = self.side.entry(payloads, self._params, NO_DROPOUT, wants=False)
         self._scored += len(entry.lengths)
         return ParsedRequest(half=self, what=what, entry=entry)

@@ -26,8 +26,9 @@ ALLOWANCES: Mapping[Allowance, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Consent:
-    """Consent of a site: options of `atlas join`, and keys of Flower's `--node-config`."""
+class SiteChoices:
+    """Data, model, device and consent of a site, as its owner gives them: options of `atlas join`, and keys of Flower's
+    `--node-config`."""
 
     allow: tuple[Allowance, ...] = ()
     """Consent beyond adapters, head, sketches and counts: `cut` (the model may be cut, and activations tell
@@ -44,12 +45,6 @@ class Consent:
     """Most rounds of training for each training example here; settings with more are refused."""
     most_sketch: int = 4096
     """Most numbers of a sketch of this data; settings with longer ones are refused."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SiteChoices(Consent):
-    """Data, model, device and consent of a site, as its owner gives them."""
-
     task: str
     """The data: your own as `name=path`, with text=, pair= and label= as needed, or a task's name."""
     device: str
@@ -65,12 +60,24 @@ class SiteChoices(Consent):
     """Plug-ins of the federation as they lie here, a .py file or a module each; may be repeated. Only these are loaded,
     and they must have the digests of the server's."""
 
+    patience: float = 600.0
+    """Seconds to try a server again that has gone."""
+    private: str | None = None
+    """Where what the settings' --share leaves out is kept until the run is complete; NAME-private beside --to by
+    default. A site that is started again needs it."""
+    secret: str | None = None
+    """File of the secret from which order, subsets and augmentation of this site's examples, dropout and noise are
+    drawn; NAME-secret beside --to by default, made where there is none. It is never sent; keep it with the data."""
+    to: str | None = None
+    """Where this client's own model is written at the end, in PEFT's format, or a whole model in transformers' own;
+    NAME-adapter by default."""
+
     def choices(self) -> dict[str, Any]:
         """These choices by name, without those of a class that extends this one."""
         return {field.name: getattr(self, field.name) for field in fields(SiteChoices)}
 
 
-def check_consent(consent: Consent) -> None:
+def check_consent(consent: SiteChoices) -> None:
     """Raise `ConfigError` unless this can be agreed to."""
     if wrong := [word for word in consent.allow if word not in ALLOWANCES]:
         raise ConfigError(f"--allow has {short_repr(wrong[0])}; allowed: {', '.join(get_args(Allowance))}")

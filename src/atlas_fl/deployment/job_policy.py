@@ -196,8 +196,6 @@ class JobPolicy:
     """The site's knowledge of the models that come."""
     most_rounds: int
     """Most rounds in which this site trains."""
-    _named: str = ""
-    """Digests of the parts of the newest job's model, which its receiver has held against the tensors."""
     _trained: set[int] = field(default_factory=set)
     """The rounds in which it was asked to train."""
     _seen: Counter[tuple[Any, ...]] = field(default_factory=Counter)
@@ -216,8 +214,10 @@ class JobPolicy:
         self._check_action(action, job)
         if job.cut is not None and cut_info is not None:
             self._check_cut_info(action, job, cut_info, job.cut)
-        self._check_private(head)
-        self._named = " ".join(str(head[key]) for key in ("model", "private", "body", "top") if key in head)
+        private = read_private(head)
+        for rank in () if private is None else private.ranks:
+            if not 1 <= rank <= self._most_rank:  # it costs memory here
+                raise _refusal(f"rank {rank}", f"1 to {self._most_rank}")
         if self.outline.whole:
             self._check_whole(action, job, head)
         if action == "train":
@@ -232,8 +232,8 @@ class JobPolicy:
 
         Class means to pull features to come with it only where the settings align features.
         """
-        _check_params(job.params, self._expected_params(job.cut), most=self._most_rank, what=f"the model of {action}")
-        self.starts.check(action, job, named=self._named)
+        self._check_tensors(job.params, job.cut, what=f"the model of {action}")
+        self.starts.check(action, job)
         if job.sent:
             self._check_sent(action, job)
 
@@ -270,35 +270,26 @@ class JobPolicy:
         """Raise `ProtocolError` unless this message to a host asks for jobs that the settings ask of its guests."""
         if self.config.split.topology != "paired":
             raise _refusal("work for other sites", "none: clients do not host each other (--topology server)")
-        items = head.get("items")
-        entries = items if isinstance(items, list) else []
-        jobs = [item for item in entries if isinstance(item, dict) and item.get("kind") == "begin"]
-        for guests in (jobs, head.get("live"), head.get("guests")):
-            if isinstance(guests, list) and len(guests) > MOST_GUESTS:
-                raise ProtocolError(
-                    f"the server asks for work for {len(guests)} other sites at a time, and a host takes at most"
-                    f" {MOST_GUESTS}; nothing was sent: ask who runs it"
-                )
-        for item in jobs:
-            action, job, _ = read_job(item, {}, client="guest")
+        live = head.get("live")
+        if isinstance(live, list) and len(live) > MOST_GUESTS:
+            raise _refusal(f"work for {len(live)} other sites at a time", f"at most {MOST_GUESTS}")
+        if head.get("asks") == "begin":
+            action, job, _ = read_job(head, {}, client="guest")
             self._check_action(action, job)
             if job.cut is not None:
                 self._check_way(job.cut)
 
     def check_final_model(self, params: Params) -> None:
         """Raise `ProtocolError` unless this can be the client's own model at the end."""
-        _check_params(params, self._expected_params(None), most=self._most_rank, what="the model at the end")
+        self._check_tensors(params, None, what="the model at the end")
 
     def _check_rounds(self, job: Job) -> None:
         if self._trained_cut is None:
             self._trained_cut = 0 if job.cut is None else job.cut.blocks
         self._trained.add(job.round)
         if len(self._trained) > self.most_rounds:
-            raise ProtocolError(
-                f"the server asks this site to train in {len(self._trained)} rounds; allowed: {self.most_rounds} for so"
-                " many examples as it has (--max-rounds-per-example), because a server that chooses the models can read"
-                " texts out of about as many updates as there are examples; nothing was sent: ask who runs it"
-            )
+            allowed = f"{self.most_rounds} for so many examples as it has (--max-rounds-per-example)"
+            raise _refusal(f"training in a {len(self._trained)}th round", allowed)
         if job.options.report != "none" and strategy_of(self.config).asks_once:
             self._measured.add(job.round)
         if len(self._measured) > MOST_MEASURED:
@@ -311,10 +302,7 @@ class JobPolicy:
         expected = JOBS[action]
         if not expected.rounds(self.config, job.round):
             raise _refusal(f"{action} in round {job.round}", f"--rounds {self.config.training.rounds}")
-        came = _by_name(job.options)
-        for name, value in _by_name(expected.options(self.config, job, self.outline)).items():
-            if came[name] != value:
-                raise _refusal(f"{action} with {name} {one_line(came[name], limit=60)}", one_line(value, limit=60))
+        _check_same(action, job.options, expected.options(self.config, job, self.outline))
 
     @property
     def _word(self) -> str:
@@ -324,25 +312,21 @@ class JobPolicy:
         if cut is not None:
             self._check_way(cut)
         blocks = 0 if cut is None else cut.blocks
-        word = self._word
-        if word != AUTO:
-            agreed = 0 if word == NONE else int(word)
+        agreed: int | None
+        since = ""
+        if self._word == AUTO:
+            agreed = self._trained_cut
+            since = ", where this site was first trained"
         else:
-            agreed = blocks if self._trained_cut is None else self._trained_cut
-        if blocks != agreed:
-            since = ", where this site was first trained" if word == AUTO else ""
+            agreed = 0 if self._word == NONE else int(self._word)
+        if agreed not in (None, blocks):
             raise _refusal(_cut_words(blocks), _cut_words(agreed) + since)
 
     def _check_way(self, cut: Cut) -> None:
         """Raise `ProtocolError` unless this cut is as the settings say, with a block on each side."""
         if not 1 <= cut.blocks < self.outline.blocks:
             raise _refusal(f"a cut at block {cut.blocks}", f"1 to {self.outline.blocks - 1} blocks at the site")
-        shares = self.config.split.server_adapters == "per_cluster"
-        expected = cut_of(self.config, cut.blocks, shared=cut.shared if shares else None)
-        if cut != expected:
-            names = [field.name for field in fields(cut)]
-            name = next(name for name in names if getattr(cut, name) != getattr(expected, name))
-            raise _refusal(f"a cut with {name} {short_repr(getattr(cut, name))}", short_repr(getattr(expected, name)))
+        _check_same("a cut", cut, cut_of(self.config, cut.blocks))
 
     def _check_cut_info(self, action: str, job: Job, cut_info: CutInfo, cut: Cut) -> None:
         if not 1 <= cut_info.tokens <= MOST_TOKENS:
@@ -350,13 +334,6 @@ class JobPolicy:
         options: TrainOptions | None = job.options if action == "train" else None
         if cut_info.places != (() if options is None else self.outline.places(cut, options)):
             raise _refusal("other tensors below the cut", "those of the model")
-
-    def _check_private(self, head: Mapping[str, Any]) -> None:
-        """Raise `ProtocolError` unless all ranks named of a private part are the settings'; they cost memory here."""
-        private = read_private(head)
-        for rank in () if private is None else private.ranks:
-            if not 1 <= rank <= self._most_rank:
-                raise _refusal(f"rank {rank}", f"1 to {self._most_rank}")
 
     def _check_sent(self, action: str, job: Job) -> None:
         """Raise `ProtocolError` unless the settings' method sends these tensors beside the model in this round."""
@@ -389,11 +366,32 @@ class JobPolicy:
     def _most_rank(self) -> int:
         return max(self.config.ranks.candidates)
 
-    def _expected_params(self, cut: Cut | None) -> dict[str, Tensor]:
-        return {name: self.outline.like[name] for name in self.outline.names(cut)}
+    def _check_tensors(self, params: Params, cut: Cut | None, *, what: str) -> None:
+        """Raise `ProtocolError` unless these are this site's tensors with this cut, at ranks of the settings."""
+        names = self.outline.names(cut)
+        if odd := sorted(params.keys() ^ names):
+            kind = "has" if odd[0] in params else "lacks"
+            raise ProtocolError(
+                f"{what} {kind} {short_repr(odd[0])}; install the server's version of atlas-fl, or ask who runs it"
+            )
+        schemas = {}
+        for name in sorted(names):
+            like = self.outline.like[name]
+            shape = tuple(like.shape)
+            if name.endswith((LORA_A, LORA_B)):
+                factor = params[name[: -len(LORA_A)] + LORA_A]
+                rank = min(max(factor.shape[0] if factor.ndim else 0, 1), self._most_rank)
+                shape = (rank, shape[1]) if name.endswith(LORA_A) else (shape[0], rank)
+            schemas[name] = ReportTensor(shape=shape, dtype=like.dtype, least=-MOST_VALUE, most=MOST_VALUE)
+        try:
+            check_tensors(params, schemas)
+        except ProtocolError as error:
+            raise ProtocolError(
+                f"{what}: {error}; install the server's version of atlas-fl, or ask who runs it"
+            ) from None
 
 
-def _cut_words(blocks: int) -> str:
+def _cut_words(blocks: int | None) -> str:
     return f"a cut at block {blocks}" if blocks else "the whole model"
 
 
@@ -402,6 +400,14 @@ def _refusal(request: str, agreed: str) -> ProtocolError:
         f"the server asks for {request}, and the settings that this site accepted say {agreed}; nothing was sent: ask"
         " who runs it"
     )
+
+
+def _check_same(what: str, came: Any, agreed: Any) -> None:
+    """Raise `ProtocolError` for the first field of a dataclass that is not as it follows from the settings."""
+    own = _by_name(came)
+    for name, value in _by_name(agreed).items():
+        if own[name] != value:
+            raise _refusal(f"{what} with {name} {one_line(own[name], limit=60)}", one_line(value, limit=60))
 
 
 def _by_name(options: Any, before: str = "") -> dict[str, Any]:
@@ -417,34 +423,6 @@ def _by_name(options: Any, before: str = "") -> dict[str, Any]:
         elif option.name != "hash_loaded":
             values[before + option.name] = value
     return values
-
-
-def _check_params(params: Params, like: Mapping[str, Tensor], *, most: int, what: str) -> None:
-    """Raise `ProtocolError` unless these are such tensors, adapters of any rank up to `most`."""
-    if odd := sorted(params.keys() ^ like.keys()):
-        kind = "has" if odd[0] in params else "lacks"
-        raise ProtocolError(
-            f"{what} {kind} {short_repr(odd[0])}; install the server's version of atlas-fl, or ask who runs it"
-        )
-    schemas = {
-        name: ReportTensor(
-            shape=_shape(name, params, tensor, most=most), dtype=tensor.dtype, least=-MOST_VALUE, most=MOST_VALUE
-        )
-        for name, tensor in like.items()
-    }
-    try:
-        check_tensors(params, schemas)
-    except ProtocolError as error:
-        raise ProtocolError(f"{what}: {error}; install the server's version of atlas-fl, or ask who runs it") from None
-
-
-def _shape(name: str, params: Params, like: Tensor, *, most: int) -> tuple[int, ...]:
-    """The shape of this tensor at the rank that the factor A of its module has, or at the nearest that is allowed."""
-    if not name.endswith((LORA_A, LORA_B)):
-        return tuple(like.shape)
-    factor = params[name[: -len(LORA_A)] + LORA_A]
-    rank = min(max(factor.shape[0] if factor.ndim else 0, 1), most)
-    return (rank, like.shape[1]) if name.endswith(LORA_A) else (like.shape[0], rank)
 
 
 def meta_params(like: Params) -> dict[str, Tensor]:

@@ -11,15 +11,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from atlas_fl.errors import CheckpointError, ConfigError, DataError
-from atlas_fl.runtime.coordinator.site_worker import ModelMismatchError, confirm_saved
-from atlas_fl.runtime.transport.client import Link
 from atlas_fl.storage.digests import file_sha256
 from atlas_fl.storage.files import atomic_folder
 from atlas_fl.storage.jsonl import read_sealed, write_sealed
 
 RECEIPT = "atlas.json"
-
-
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors of a disk that has no room."""
 
@@ -86,17 +82,3 @@ def write_model(to: Path, receipt: Receipt, export: Callable[[Path], None]) -> N
             f"the model cannot be written to {to} ({error.strerror}); {room} and start the same commands again, here"
             " and at the server, which has it still"
         ) from None
-
-
-def confirm_again(link: Link, receipt: Receipt, *, to: Path) -> None:
-    """Tell the server again that the model lies here, after the site or the link was cut off before it heard so.
-
-    Raises:
-        ConfigError: the model is of another run.
-    """
-    if link.welcome.get("config") != receipt.config:
-        raise occupied_error(to)
-    try:
-        confirm_saved(link, receipt.model)
-    except ModelMismatchError:
-        raise occupied_error(to) from None

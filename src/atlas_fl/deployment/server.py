@@ -15,7 +15,7 @@ from atlas_fl.config.conflicts import conflicts
 from atlas_fl.config.schema import NONE
 from atlas_fl.config.validation import check_cluster_counts, check_cut_names, unknown_cut_names
 from atlas_fl.data.registry import find_tasks
-from atlas_fl.deployment.service import ServerOptions, check_without, listening, read_sites, write_sites
+from atlas_fl.deployment.service import ServerOptions, listening, read_sites, write_sites
 from atlas_fl.errors import AtlasError, BudgetError, CheckpointError, ConfigError, ProtocolError, unknown_name
 from atlas_fl.events import Note, OnEvent
 from atlas_fl.experiment.recorder import check_same_settings, checkpoint_models
@@ -34,7 +34,7 @@ from atlas_fl.runtime.coordinator.coordinator import (
 )
 from atlas_fl.runtime.coordinator.split_server import SplitServer
 from atlas_fl.runtime.engine import Engine
-from atlas_fl.runtime.protocol.client_metadata import ClientMetadata, placeholder_client
+from atlas_fl.runtime.protocol.client_metadata import placeholder_client
 from atlas_fl.runtime.remote import RemoteEngine
 from atlas_fl.runtime.transport.certificates import listed_clients, open_certs
 from atlas_fl.runtime.transport.event_loop import EventBridge
@@ -65,24 +65,29 @@ def remote_backend(
         folder = run_folder(config)
         certs = open_certs(service.certs)
         listed = listed_clients(service.certs)
-        expected, left_out = _expected_clients(folder, listed, service.without)
-        if service.min_clients > len(expected):
-            raise ConfigError(
-                f"--min-clients is {service.min_clients}, and {len(expected)} clients are waited for; lower it, or list"
-                f" more in {service.certs}"
+        planned = _planned_clients(folder)
+        expected = _expected_clients(folder, service, planned=planned, listed=listed)
+        left_out = tuple(name for name in planned if name in service.without)
+        sites = read_sites(folder)
+        if unknown := [name for name in left_out if name not in sites]:
+            raise CheckpointError(
+                f"run {folder.path} knows nothing of the data of {', '.join(unknown)}, and cannot go on without them;"
+                " let everybody come once, and then it does"
             )
-        # adapters that a cluster shares belong to those who were there when the plan was made
-        late = service.late and config.split.server_adapters == "per_client"
         names = tuple(dict.fromkeys((*listed, *left_out)))
-        with listening(config, service, certs, on_event=on_event, listed=names, late=late) as (manager, bridge, where):
+        listens = listening(config, service, certs, on_event=on_event, listed=names, late=service.late)
+        with listens as (manager, bridge, where):
             try:
                 on_event(Note(f"listening on {where} for {', '.join(expected)}"))
-                manager.known = _known_clients(folder)
-                _leave_out(folder, manager, left_out, on_event)
+                manager.known = {name: sites[name][0] for name in planned if name in sites}
+                for name in left_out:
+                    manager.clients[name].metadata, manager.clients[name].device = sites[name]
+                    manager.clients[name].given_up = True
+                if left_out:
+                    goes = "missing in every round; their last models stay what others mix with"
+                    on_event(Note(f"goes on without {', '.join(left_out)}: {goes}"))
                 with service.companion(manager, bridge):
-                    yield from _wait_and_assemble(
-                        config, manager, bridge, expected, service, late=late, left_out=left_out
-                    )
+                    yield from _wait_and_assemble(config, manager, bridge, service, expected=expected, planned=planned)
                     if folder.summary.exists():
                         deliver_final_models(folder, manager, bridge, service, seconds=FAREWELL_SECONDS)
             except (BudgetError, ConfigError) as error:
@@ -105,23 +110,23 @@ def _wait_and_assemble(
     config: Config,
     manager: ClientManager,
     bridge: EventBridge,
-    expected: tuple[str, ...],
     service: ServerOptions,
     *,
-    late: bool,
-    left_out: tuple[str, ...],
+    expected: tuple[str, ...],
+    planned: tuple[str, ...],
 ) -> Iterator[tuple[Assembly, Engine]]:
     """Assembly and engine, once the expected clients have come."""
     least = service.min_clients or len(expected)
     come = bridge.call(manager.wait_for_clients(expected, min_clients=least, seconds=service.wait_seconds))
-    for line in check_sites(config, [manager.clients[name] for name in come], listed=tuple(manager.clients), late=late):
+    proxies = [manager.clients[name] for name in come]
+    if line := check_sites(config, proxies, listed=tuple(manager.clients), late=service.late):
         bridge.on_event(Note(line))
     folder = run_folder(config)
-    clients = come if not left_out else tuple(name for name in _planned_clients(folder) if name in {*come, *left_out})
+    clients = tuple(name for name in planned or come if name in come or name in service.without)
     assembly = _assembly(config, manager, bridge, clients)
     if not folder.deliveries.exists():
         write_sealed(folder.deliveries, {"heard": []})
-    write_sites(folder, [manager.clients[name] for name in come])
+    write_sites(folder, proxies)
     with nullcontext() if assembly.is_full else SplitServer(assembly.site) as split_server:
         engine = RemoteEngine(
             manager=manager,
@@ -135,12 +140,11 @@ def _wait_and_assemble(
         yield assembly, engine
 
 
-def check_sites(
-    config: Config, proxies: Sequence[ClientProxy], *, listed: tuple[str, ...], late: bool
-) -> tuple[str, ...]:
-    """Notes on the clients, tasks and devices that the config names, where it fits the clients that have come.
+def check_sites(config: Config, proxies: Sequence[ClientProxy], *, listed: tuple[str, ...], late: bool) -> str:
+    """A note on the names in `--split` that nobody here has; empty where there are none.
 
-    Raises `ConfigError` where it does not: `late` ones may still have a name that nobody here has.
+    Raises `ConfigError` for settings that do not fit the clients that have come: `late` ones may still have a name that
+    nobody here has.
     """
     tasks = [proxy.metadata.task for proxy in proxies if proxy.metadata is not None]
     devices = [proxy.device.name for proxy in proxies if proxy.device is not None]
@@ -148,9 +152,8 @@ def check_sites(
     check_cluster_counts(config.clustering, clients=len(proxies))
     if not late:
         check_cut_names(config.split.split, allowed)
-    if not (named := unknown_cut_names(config.split.split, allowed)):
-        return ()
-    return (f"--split names {', '.join(named)}, and nobody here is called so: it is kept for who comes late",)
+    named = unknown_cut_names(config.split.split, allowed)
+    return f"--split names {', '.join(named)}, and nobody here is called so: kept for who comes late" if named else ""
 
 
 def check_served(config: Config, service: ServerOptions) -> None:
@@ -191,46 +194,27 @@ def _planned_clients(folder: RunFolder) -> tuple[str, ...]:
     return () if last is None else last[1]
 
 
-def _known_clients(folder: RunFolder) -> dict[str, ClientMetadata]:
-    """The metadata of the clients of the plan to go on with."""
-    if not folder.sites.exists():
-        return {}
-    known = read_sealed(folder.sites)
-    sites = read_sites(folder, [name for name in _planned_clients(folder) if name in known])
-    return {name: metadata for name, (metadata, _) in sites.items()}
-
-
 def _expected_clients(
-    folder: RunFolder, listed: tuple[str, ...], without: tuple[str, ...]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(expected clients, clients of the plan that are left out).
-
-    The clients of the plan where there is one to go on with, else all that are listed; but for those to be left out.
-    """
-    planned = _planned_clients(folder)
-    check_without(without, planned=planned, listed=listed)
-    unlisted = [name for name in planned if name not in listed and name not in without]
-    if unlisted:
+    folder: RunFolder, service: ServerOptions, *, planned: tuple[str, ...], listed: tuple[str, ...]
+) -> tuple[str, ...]:
+    """The clients of the plan where there is one to go on with, else all that are listed; without those left out."""
+    without = service.without
+    clients = dict.fromkeys((*planned, *listed))
+    for name in without:
+        if name not in clients:
+            raise unknown_name("client in --without", name, clients)
+    if unlisted := [name for name in planned if name not in listed and name not in without]:
         raise CheckpointError(
             f"run {folder.path} was planned with {', '.join(unlisted)}, not listed here; list them again, go on with"
             f" --without {' '.join(unlisted)}, or choose another --name"
         )
     expected = tuple(name for name in planned or listed if name not in without)
-    return expected, tuple(name for name in planned if name in without)
-
-
-def _leave_out(folder: RunFolder, manager: ClientManager, names: tuple[str, ...], on_event: OnEvent) -> None:
-    """Give the excluded clients of the plan the metadata that the run folder has of them."""
-    if not names:
-        return
-    for name, (metadata, device) in read_sites(folder, names).items():
-        proxy = manager.clients[name]
-        proxy.metadata = metadata
-        proxy.device = device
-        proxy.given_up = True
-    on_event(
-        Note(f"goes on without {', '.join(names)}: missing in every round; their last models stay what others mix with")
-    )
+    if len(expected) < max(1, service.min_clients):
+        raise ConfigError(
+            f"--min-clients is {service.min_clients}, and {len(expected)} clients are waited for; lower it, list more"
+            f" in {service.certs}, or leave fewer out"
+        )
+    return expected
 
 
 def _newcomer(proxy: ClientProxy) -> Newcomer:
@@ -244,18 +228,15 @@ def _newcomer(proxy: ClientProxy) -> Newcomer:
 def _assembly(config: Config, manager: ClientManager, bridge: EventBridge, names: tuple[str, ...]) -> Assembly:
     """The parts of a run with these clients."""
     clients = [_newcomer(manager.clients[name]) for name in names]
-    tokens = {name: client.tokens for name, client in zip(names, clients, strict=True)}
+    tokens = {client.client.name: client.tokens for client in clients}
     assembly = assemble(
         config,
         clients=tuple(client.client for client in clients),
         tokens=tokens,
         devices=tuple(client.device for client in clients),
     )
-    return replace(
-        assembly,
-        join_queue=_join_queue(run_folder(config), manager, bridge, tokens),
-        uses_placeholders=not is_fully_shared(config.mixing.share),
-    )
+    queue = _join_queue(run_folder(config), manager, bridge, tokens)
+    return replace(assembly, join_queue=queue, uses_placeholders=not is_fully_shared(config.mixing.share))
 
 
 def _join_queue(

@@ -15,7 +15,7 @@ from torch import nn
 from atlas_fl.config import Config, RunConfig, config_hash, to_toml
 from atlas_fl.config.schema import NONE
 from atlas_fl.data.registry import TASKS, find_tasks
-from atlas_fl.errors import BudgetError, CheckpointError, ConfigError, ProtocolError, unknown_name
+from atlas_fl.errors import BudgetError, ConfigError, ProtocolError
 from atlas_fl.events import OnEvent
 from atlas_fl.experiment.summary import versions
 from atlas_fl.models.backbone import Backbone
@@ -55,33 +55,10 @@ def write_sites(folder: RunFolder, proxies: Sequence[ClientProxy]) -> None:
     write_sealed(folder.sites, {**sites, **reported})
 
 
-def read_sites(folder: RunFolder, names: Sequence[str]) -> dict[str, tuple[ClientMetadata, Device]]:
-    """The metadata and devices of these clients; raises `CheckpointError` where they are not known."""
-    if not folder.sites.exists():
-        raise CheckpointError(
-            f"run {folder.path} has no {folder.sites.name}, and cannot go on without {', '.join(names)}; let everybody"
-            " come once, and then it has"
-        )
-    sites = read_sealed(folder.sites)
-    by_client = {}
-    for name in names:
-        try:
-            by_client[name] = read_metadata(sites[name]["census"]), Device(**sites[name]["device"])
-        except (KeyError, TypeError, ProtocolError):
-            raise CheckpointError(
-                f"{folder.sites} does not know client {name!r}; restore it, or bring {name}"
-            ) from None
-    return by_client
-
-
-def check_without(without: Sequence[str], *, planned: Sequence[str], listed: Sequence[str]) -> None:
-    """Raise `ConfigError` unless these are clients, and some are left without them."""
-    clients = dict.fromkeys((*planned, *listed))
-    for name in without:
-        if name not in clients:
-            raise unknown_name("client in --without", name, clients)
-    if set(without) >= set(planned or listed):
-        raise ConfigError("--without names every client, and somebody must be there; leave one out")
+def read_sites(folder: RunFolder) -> dict[str, tuple[ClientMetadata, Device]]:
+    """The metadata and devices of the clients that this run has had."""
+    sites = read_sealed(folder.sites) if folder.sites.exists() else {}
+    return {name: (read_metadata(site["census"]), Device(**site["device"])) for name, site in sites.items()}
 
 
 REST_BYTES = 16 * 2**20
@@ -186,11 +163,6 @@ def request_limit(config: Config, model: nn.Module, *, body: Params | None = Non
     widths = sum(sum(weight.shape) for weight in model.parameters() if weight.ndim == 2)
     limit = REST_BYTES + 2 * 4 * max(ranks) * widths * models
     return limit if config.split.split == NONE else max(FRAME_LIMIT, limit)
-
-
-def answer_limit(config: Config, model: nn.Module, *, body: Params | None = None) -> int:
-    """Most bytes that a client takes at once, as the server sends them: what it may send itself, or `FRAME_LIMIT`."""
-    return max(FRAME_LIMIT, request_limit(config, model, body=body))
 
 
 def plugins_said(names: Sequence[str]) -> str:

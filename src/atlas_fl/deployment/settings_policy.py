@@ -5,7 +5,7 @@ job is checked against the settings (`deployment.job_policy`). Settings are boun
 they cost.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from math import ceil, floor, inf, sqrt
@@ -18,7 +18,7 @@ from atlas_fl.config.schema import ALL_CLASSES, AUTO, NONE, cut_setting
 from atlas_fl.config.settings import settings, value_of
 from atlas_fl.data.clients import ClientData
 from atlas_fl.data.task import Labels, Task
-from atlas_fl.deployment.consent import ALLOWANCES, Allowance, Consent, SiteChoices
+from atlas_fl.deployment.consent import ALLOWANCES, Allowance, SiteChoices
 from atlas_fl.errors import ConfigError, short_repr
 from atlas_fl.models.registry import MODELS
 from atlas_fl.planning.leakage import most_looks
@@ -64,7 +64,7 @@ def settings_here(config: Config, chosen: SiteChoices) -> Config:
     return replace(settings, sparse=replace(settings.sparse, mask_file=None))
 
 
-def check_settings(config: Config, consent: Consent, *, client: ClientData, device: str) -> None:
+def check_settings(config: Config, consent: SiteChoices, *, client: ClientData, device: str) -> None:
     """Raise `ConfigError` unless a site with this data on this device agrees to these settings."""
     _check_sizes(config, consent, client.task)
     needed = allowances_needed(config, client=client.name, task=client.task, device=device)
@@ -75,9 +75,62 @@ def check_settings(config: Config, consent: Consent, *, client: ClientData, devi
             f"the server's settings ({', '.join(dict.fromkeys(missing.values()))}) ask more of this site than it agreed"
             f" to ({reasons}); agree with --allow {words}, or ask for other settings"
         )
-    _check_examples(config, consent, task=client.task, labels=client.train.label)
-    _check_held_out({"validation": len(client.validation), "test": len(client.test)})
-    _check_rounds(config, consent, examples=len(client.train))
+    _check_examples(config, consent, client)
+    # of a share of the clients in each round the expected rounds, and four standard deviations more
+    mean = config.training.rounds * config.training.participation
+    expected = min(config.training.rounds, ceil(mean + 4 * sqrt(mean * (1 - config.training.participation))))
+    examples = len(client.train)
+    why = "a server that chooses the models can read texts out of about as many updates as there are examples"
+    what = f"rounds in which the server's --rounds may train this site on its {examples} examples"
+    _check(what, expected, most=most_rounds(consent, examples=examples), why=why, option="--max-rounds-per-example")
+
+
+def _check(what: str, value: float, *, least: float = -inf, most: float = inf, why: str = "", option: str = "") -> None:
+    """Raise `ConfigError` unless a number that settings make of a site or its data is in the range of the site."""
+    if least <= value <= most:
+        return
+    allowed = f"at least {least:,}" if value < least else f"at most {most:,}"
+    because = f", because {why}" if why else ""
+    change = f", or change {option}" if option else ""
+    raise ConfigError(
+        f"{what}: {value:,}; allowed: {allowed}{because}; ask for other settings, bring more data{change}"
+    )
+
+
+def _check_sizes(config: Config, consent: SiteChoices, task: Task) -> None:
+    for setting in settings().values():
+        if setting.range is not None and setting.range.at_site < inf:
+            value = value_of(config, setting.name)
+            largest = max(value, default=0) if isinstance(value, tuple) else value
+            _check(f"the server's {setting.flag}", largest or 0, most=setting.range.at_site)
+    rate = learning_rate_of(config, with_images=task.images)
+    for name in ("weight_decay", "proximal_mu"):
+        what = f"the server's --lr times {settings()[name].flag}"
+        why = "with more an update shows the last examples alone"
+        _check(what, rate * getattr(config.training, name), most=MOST_DECAY, why=why)
+    if takes_fingerprints(config, task):
+        why = "longer sketches give away more"
+        size = config.clustering.sketch_dim
+        _check("the server's --sketch-dim", size, most=consent.most_sketch, why=why, option="--most-sketch")
+
+
+def _check_examples(config: Config, consent: SiteChoices, client: ClientData) -> None:
+    """Raise `ConfigError` unless enough examples of this site are behind all that leaves it.
+
+    So many are behind each thing, and by so many at least two of them differ over the whole run: what is made of some
+    of the examples, held against what is made of others, shows the difference.
+    """
+    subsets = _behind(config, client.task, len(client.train))
+    ordered = sorted(subsets.items(), key=lambda item: item[1])
+    differences = {
+        f"{many} and not {few}": more - fewer for (few, fewer), (many, more) in pairwise(ordered) if more > fewer
+    }
+    why = "what leaves this site would show single examples"
+    for what, count in {**subsets, **_behind_report(config, client.train.label), **differences}.items():
+        least = consent.least_examples
+        _check(f"training examples behind {what}", count, least=least, why=why, option="--least-examples")
+    for split, data in (("validation", client.validation), ("test", client.test)):
+        _check(f"examples of this site's {split} split", len(data), least=LEAST_HELD_OUT, why=why)
 
 
 def allowances_needed(config: Config, *, client: str, task: Task, device: str) -> dict[Allowance, str]:
@@ -101,42 +154,12 @@ def allowances_needed(config: Config, *, client: str, task: Task, device: str) -
     return needed
 
 
-def _check_rounds(config: Config, consent: Consent, *, examples: int) -> None:
-    """Raise `ConfigError` unless a site with so many training examples agrees to so many rounds.
-
-    Of a share of the clients in each round (`--participation`) that many rounds are expected of it, and four standard
-    deviations more. `JobPolicy` holds the server to it.
-    """
-    training = config.training
-    most = most_rounds(consent, examples=examples)
-    mean = training.rounds * training.participation
-    expected = min(training.rounds, ceil(mean + 4 * sqrt(mean * (1 - training.participation))))
-    if expected > most:
-        share = "" if training.participation == 1 else f" with --participation {training.participation:g}"
-        raise ConfigError(
-            f"the server's --rounds {training.rounds}{share} may train this site {expected} times on its"
-            f" {examples} examples; allowed: {most} (--max-rounds-per-example {consent.max_rounds_per_example:g}),"
-            " because a server that chooses the models can read texts out of about as many updates as there are"
-            " examples; bring more data, ask for fewer rounds, or raise --max-rounds-per-example"
-        )
-
-
-def most_rounds(consent: Consent, *, examples: int) -> int:
+def most_rounds(consent: SiteChoices, *, examples: int) -> int:
     """Most rounds in which a site with so many training examples trains."""
     return max(1, floor(consent.max_rounds_per_example * examples))
 
 
-def _check_held_out(counts: Mapping[str, int]) -> None:
-    """Raise `ConfigError` unless the scores and label counts of each split are of more than a few examples."""
-    for split, count in counts.items():
-        if count < LEAST_HELD_OUT:
-            raise ConfigError(
-                f"the {split} split of this site has {count} examples; allowed: at least {LEAST_HELD_OUT}, or its"
-                " scores and the counts of its labels show single ones; bring more data"
-            )
-
-
-def check_model_name(name: str, consent: Consent) -> None:
+def check_model_name(name: str, consent: SiteChoices) -> None:
     """Raise `ConfigError` unless a model that a server names is of this package's list or lies here."""
     if name.startswith("~") or len(name.encode()) > MOST_NAME:
         raise ConfigError(
@@ -150,31 +173,6 @@ def check_model_name(name: str, consent: Consent) -> None:
         f"the server's settings name the model {short_repr(name)}, and a site fetches no model of the hub because a"
         " server says so; give --model with the model you want, or agree with --allow hub-model"
     )
-
-
-def _check_examples(config: Config, consent: Consent, *, task: Task, labels: Labels) -> None:
-    """Raise `ConfigError` unless enough training examples of this site are behind all that leaves it.
-
-    So many are behind each thing, and by so many at least two of them differ over the whole run: what is made of some
-    of the examples, held against what is made of others, shows the difference. `labels` are those of all its training
-    examples.
-    """
-    counts_by_use = {**_behind(config, task, len(labels)), **_behind_report(config, labels)}
-    for what, count in counts_by_use.items():
-        if count < consent.least_examples:
-            raise ConfigError(
-                f"{count} training examples would be behind {what} of this site; allowed: at least"
-                f" {consent.least_examples}, or what leaves it shows single examples; bring more data, ask for other"
-                " settings, or lower --least-examples"
-            )
-    subsets = sorted(_behind(config, task, len(labels)).items(), key=lambda item: item[1])
-    for (few, fewer), (many, more) in pairwise(subsets):
-        if 0 < more - fewer < consent.least_examples:
-            raise ConfigError(
-                f"{more - fewer} training examples would be behind {many} of this site and not behind {few}; allowed:"
-                f" none, or at least {consent.least_examples}, or the difference of the two shows single examples; ask"
-                " for other settings, or lower --least-examples"
-            )
 
 
 def _behind(config: Config, task: Task, examples: int) -> dict[str, int]:
@@ -213,66 +211,67 @@ def asks_sensitivity(config: Config) -> bool:
     return config.sparse.mask_file is None and config.sparse.mask in BY_SENSITIVITY
 
 
-def _check_sizes(config: Config, consent: Consent, task: Task) -> None:
-    for setting in settings().values():
-        most = inf if setting.range is None else setting.range.at_site
-        value = value_of(config, setting.name) if most < inf else None
-        largest = max(value, default=0) if isinstance(value, tuple) else value
-        if largest is not None and largest > most:
-            raise ConfigError(
-                f"the server's {setting.flag} is {short_repr(largest)}; a site takes at most {most:g}; ask for"
-                " other settings"
-            )
-    rate = learning_rate_of(config, with_images=task.images)
-    for name in ("weight_decay", "proximal_mu"):
-        decay = rate * getattr(config.training, name)
-        if decay > MOST_DECAY:
-            raise ConfigError(
-                f"the server's --lr times {settings()[name].flag} is {decay:g}; a site takes at most {MOST_DECAY:g},"
-                " because with more an update shows the last examples alone; ask for other settings"
-            )
-    size = config.clustering.sketch_dim
-    if takes_fingerprints(config, task) and size > consent.most_sketch:
-        raise ConfigError(
-            f"the server's --sketch-dim is {size:,}; this site's sketches have at most {consent.most_sketch:,} numbers,"
-            " because longer ones give away more; ask for other settings, or raise --most-sketch"
-        )
-
-
 def what_leaves(config: Config, *, client: ClientData, device: str, blocks: int) -> tuple[str, ...]:
     """Lines on the data that leave this site under settings that it has accepted, and on those that never do."""
     task = client.task
     words = allowances_needed(config, client=client.name, task=task, device=device)
     method = strategy_of(config)
     report = "" if method.report == "none" else f"; {method.report_words}"
-    sent = (_sent_whole if trainable_of(config, [task]) == "full" else _sent_adapters)(config, task) + report
-    counts = "" if task.images else "token lengths, "
-    label_statistics = "labels' names and counts" if task.has_classes else "mean and spread of its labels"
-    usual = f"how many examples each split has, test too, their {counts}{label_statistics}; scores, losses, seconds"
-    private_data = "images" if task.images else "texts, tokens"
+    lengths = "" if task.images else ", their token lengths"
+    labels = "labels' names and counts" if task.has_classes else "mean and spread of its labels"
     filters = " ".join(config.training.update_filter)
     noise = f"filtered by --update-filter {filters}" if filters else "without noise"
-    may_show = (
+    leaves = [
+        f"leaves this site: after each round {_trained(config, task)} that it trained; for the plan"
+        f" {', '.join(_for_the_plan(config, task))}{report}; how many examples each split has, test too{lengths},"
+        f" {labels}; scores, losses, seconds"
+    ]
+    never = "images, activations" if task.images else "texts, tokens, activations"
+    never += f"{' but as these means' if 'means' in report else ''}, the label of an example"
+    if "cut" in words:
+        where = cut_setting(config.split.split, client=client.name, task=task.name, device=device)
+        place = "a block, if this device cannot hold all," if where == AUTO else f"block {where} of {blocks}"
+        given = "and the label of each" if "labels" in words else "without their labels"
+        hosts = ", also by other sites" if "hosting" in words else ""
+        leaves.append(
+            f"leaves it too, as agreed: the activations of every example at {place} {given}: nearly all of the text can"
+            f" be read in them{hosts}{_noise_line(config, len(client.train))}"
+        )
+        never = "the files of its data" + ("" if "labels" in words else ", the label of an example")
+    return (
+        *leaves,
+        f"is never sent: {never}",
         f"what a hostile server may still learn: updates are sums over this site's examples, {noise} and without"
         f" secure sums; who chooses the models can learn {'images' if task.images else 'training texts'} from them, the"
-        " more the more rounds there are"
+        " more the more rounds there are",
     )
-    lines = [f"leaves this site: {sent}; {usual}"]
-    if "cut" not in words:
-        besides = " but as these means" if "means" in report else ""
-        return (*lines, f"is never sent: {private_data}, activations{besides}, the label of an example", may_show)
-    where = cut_setting(config.split.split, client=client.name, task=task.name, device=device)
-    at = "one of the model's blocks, if this device cannot hold all," if where == AUTO else f"block {where} of {blocks}"
-    given = "and the label of each" if "labels" in words else "without their labels"
-    return (
-        *lines,
-        f"leaves it too, as agreed: the activations of every example at {at} {given}: nearly all of the text can be"
-        " read in them"
-        + (", also by other sites" if "hosting" in words else "")
-        + _noise_line(config, len(client.train)),
-        "is never sent: the files of its data" + ("" if "labels" in words else ", the label of an example"),
-        may_show,
-    )
+
+
+def _trained(config: Config, task: Task) -> str:
+    """The tensors that leave after a round, in words."""
+    if trainable_of(config, [task]) == "full":
+        return "the weights under the mask" if config.sparse.has_mask else "the weights"
+    if set(config.mixing.share) == {"A", "B", "head"}:
+        return "the adapters and the head"
+    names = {"A": "the adapters' factors A", "B": "the adapters' factors B", "head": "the head"}
+    return " and ".join(names[part] for part in config.mixing.share)
+
+
+def _for_the_plan(config: Config, task: Task) -> Iterator[str]:
+    """Each thing that leaves before round one, in words."""
+    is_full = trainable_of(config, [task]) == "full"
+    if takes_fingerprints(config, task):
+        yield f"two sketches of {config.clustering.sketch_dim:,} numbers"
+        if config.clustering.merge_similarity is not None:
+            yield "one of how labels vary with features"
+        if config.clustering.fingerprint == "delta" and not is_full:
+            yield f"{_trained(config, task)} after a warm-up"
+    if not is_full:
+        yield "the importance of each block"
+    if is_full and task.images and config.images.head_first == "ridge":
+        yield "sums of its images' features by class"
+    if is_full and asks_sensitivity(config):
+        yield "a score of each weight"
 
 
 def _noise_line(config: Config, examples: int) -> str:
@@ -280,36 +279,8 @@ def _noise_line(config: Config, examples: int) -> str:
     noise = config.split.wire_noise
     if not noise:
         return ""
-    looks = most_looks(config, examples=examples)
-    most = max(looks.values())
-    by_split = ", ".join(f"{count} of {split}" for split, count in looks.items())
+    most = max(most_looks(config, examples=examples).values())
     return (
-        f"; the noise of --wire-noise {noise:g} averages away: a server may take up to {most} looks at a row"
-        f" ({by_split}), after which it is {noise / sqrt(most):.2g}"
+        f"; the noise of --wire-noise {noise:g} averages away: a server may take up to {most} looks at a row, after"
+        f" which it is {noise / sqrt(most):.2g}"
     )
-
-
-def _sketches(config: Config, task: Task) -> str:
-    if not takes_fingerprints(config, task):
-        return ""
-    labels = "" if config.clustering.merge_similarity is None else ", one of how labels vary with features"
-    return f"two sketches of {config.clustering.sketch_dim:,} numbers{labels}, "
-
-
-def _sent_adapters(config: Config, task: Task) -> str:
-    names = {"A": "the adapters' factors A", "B": "the adapters' factors B", "head": "the head"}
-    trained = ", ".join(names[part] for part in config.mixing.share)
-    if {"A", "B"} <= set(config.mixing.share):
-        trained = "the adapters and the head" if "head" in config.mixing.share else "the adapters"
-    sketches = _sketches(config, task)
-    warm = f"{trained} after a warm-up, " if sketches and config.clustering.fingerprint == "delta" else ""
-    return f"after each round {trained} that it trained; for the plan {sketches}{warm}the importance of each block"
-
-
-def _sent_whole(config: Config, task: Task) -> str:
-    fits_heads = task.images and config.images.head_first == "ridge"
-    sketches = _sketches(config, task)
-    heads = sketches + ("sums of its images' features by class, " if fits_heads else "")
-    scores = "a score of each weight, " if asks_sensitivity(config) else ""
-    trained = "the weights under the mask" if config.sparse.has_mask else "the weights"
-    return f"before round one {heads}{scores}after each round {trained} that it trained"

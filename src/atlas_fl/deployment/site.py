@@ -20,8 +20,8 @@ from atlas_fl.data.clients import BY_CLASSES, ClientData, make_clients
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.deployment.consent import SiteChoices, check_consent
 from atlas_fl.deployment.job_policy import JobPolicy, Outline, meta_params
-from atlas_fl.deployment.receipt import Receipt, confirm_again, read_receipt, write_model
-from atlas_fl.deployment.service import answer_limit, plugins_said
+from atlas_fl.deployment.receipt import Receipt, occupied_error, read_receipt, write_model
+from atlas_fl.deployment.service import plugins_said, request_limit
 from atlas_fl.deployment.settings_policy import (
     check_model_name,
     check_settings,
@@ -35,16 +35,16 @@ from atlas_fl.events import Note, OnEvent, PhaseStarted, ignore
 from atlas_fl.experiment.export import head_of_client, write_adapter, write_whole
 from atlas_fl.experiment.summary import versions
 from atlas_fl.models.backbone import Backbone, target_modules
-from atlas_fl.models.identity import ModelIdentity, model_identity, weights_digest
+from atlas_fl.models.identity import model_identity, weights_digest
 from atlas_fl.models.loading import build_first_blocks
 from atlas_fl.params import Params, digest
 from atlas_fl.partial_sharing import is_fully_shared
 from atlas_fl.planning.planner import full_model_receiver
 from atlas_fl.plugins import pin_plugins
 from atlas_fl.rng import derive_secret
-from atlas_fl.runtime.coordinator.site_worker import SiteClient
+from atlas_fl.runtime.coordinator.site_worker import SiteClient, confirm_saved
 from atlas_fl.runtime.protocol.client_metadata import metadata_of, read_device, read_metadata
-from atlas_fl.runtime.protocol.messages import CutInfo
+from atlas_fl.runtime.protocol.messages import REMEDIES, CutInfo
 from atlas_fl.runtime.protocol.model_sync import AdapterReceiver
 from atlas_fl.runtime.protocol.private_params import (
     Owner,
@@ -54,7 +54,7 @@ from atlas_fl.runtime.protocol.private_params import (
 )
 from atlas_fl.runtime.transport.certificates import Certs, open_certs
 from atlas_fl.runtime.transport.client import Link, UnreachableError
-from atlas_fl.runtime.transport.frames import Head
+from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Head
 from atlas_fl.setup.assembly import (
     assemble,
     client_side_runtime,
@@ -71,29 +71,20 @@ from atlas_fl.split.channel import Cut
 from atlas_fl.split.model import select_client_side
 from atlas_fl.storage.files import load_or_create_secret, secret_file
 
-PARTS: Mapping[str, str] = {
-    "model": "the digest of the weights",
-    "vocabulary": "the digest of the output embedding",
-    "architecture": "the digest of config.json",
-    "tokenizer": "the digest of the tokenizer",
-}
-"""The entries of a model's identity in the handshake, in words."""
-
 
 class FullModelSiteRuntime:
     """A site whose client trains all weights of the model."""
 
-    def __init__(self, config: Config, client: ClientData, *, secret: Path) -> None:
+    def __init__(self, config: Config, client: ClientData, *, draws: Mapping[str, Any]) -> None:
         self._head = head_of_client(config, client)
         assembly = assemble(config, clients=(client,))
-        # nothing that it draws follows from what the server knows
-        self._site = replace(assembly.site, secrets={client.name: load_or_create_secret(secret)}, seed=None)
+        self._site = replace(assembly.site, **draws)
         backbone = self._site.backbone
         self.known = backbone
         self.model = model_identity(backbone)
         self.tokens = self._site.data[client.name]
         body = trained_body(backbone, config)
-        self.answer_limit = answer_limit(config, backbone.model, body=body)
+        self.answer_limit = request_limit(config, backbone.model, body=body)
         whole = assembly.full_models()[client.name]
         like = meta_params(whole)
         self.receiver = full_model_receiver(backbone, config, keeps_trained=True)
@@ -126,7 +117,7 @@ class AdapterSiteRuntime:
     """
 
     def __init__(
-        self, config: Config, client: ClientData, *, model: str, private: Path, secret: Path, owner: Owner
+        self, config: Config, client: ClientData, *, model: str, private: Path, draws: Mapping[str, Any], owner: Owner
     ) -> None:
         self._config = config
         self._client = client
@@ -145,8 +136,7 @@ class AdapterSiteRuntime:
                 rounds=back + config.mixing.aggregate_every + config.mixing.personal_rounds,
             )
             self.receiver = AdapterReceiver(store=store)
-        # nothing that it draws follows from what the server knows
-        self._draws: dict[str, Any] = {"secrets": {client.name: load_or_create_secret(secret)}, "seed": None}
+        self._draws = draws
         self._site: AdapterSite | None = None
         self._blocks: int | None = None
         if config.split.split == NONE:
@@ -212,7 +202,7 @@ class AdapterSiteRuntime:
     def answer_limit(self) -> int:
         """Most bytes that the server may send at once."""
         whole, _ = self._outline
-        return answer_limit(self._config, whole.model)
+        return request_limit(self._config, whole.model)
 
     @cached_property
     def outline(self) -> Outline:
@@ -255,10 +245,12 @@ def home_of(
     `run` is the hash of the server's settings, in which this site's own places are not; that of `config` without it.
     Raises `ConfigError` where something else lies at `private` or `secret`.
     """
+    # nothing that it draws follows from what the server knows
+    draws: dict[str, Any] = {"secrets": {client.name: load_or_create_secret(secret)}, "seed": None}
     if trainable_of(config, [client.task]) == "full":
-        return FullModelSiteRuntime(config, client, secret=secret)
+        return FullModelSiteRuntime(config, client, draws=draws)
     owner = Owner(client=client.name, config=run or config_hash(config))
-    return AdapterSiteRuntime(config, client, model=model, private=private, secret=secret, owner=owner)
+    return AdapterSiteRuntime(config, client, model=model, private=private, draws=draws, owner=owner)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,17 +265,8 @@ class SiteOptions(SiteChoices):
     """The token that the server gave out for this one session; None where it asks for certificates alone."""
     config: str | None = None
     """Hash that the server's config must have; None accepts any."""
-    patience_seconds: float = 600.0
-    """Seconds for which a server that has gone is tried again."""
     first_seconds: float = 30.0
-    """Seconds for which it is tried at the very first."""
-    private: Path | None = None
-    """Folder of the parts that it does not share, until the run is complete; None for `NAME-private` beside `to`."""
-    secret: Path | None = None
-    """File of the secret from which it draws about its own examples, made where there is none; None for `NAME-secret`
-    beside `to`."""
-    to: Path
-    """Folder of the client's own model at the end: in PEFT's format, or a whole model in transformers' own."""
+    """Seconds for which the server is tried at the very first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,99 +283,108 @@ class SiteResult:
 def join_federation(joining: SiteOptions, *, on_event: OnEvent = ignore) -> SiteResult:
     """Work for the server until its run is complete, and write the client's own model.
 
-    Raises an `AtlasError` for whatever the user can mend; `ProtocolError` where the server refuses or stays away.
+    A site that was killed when its model was written only tells the server so. Raises an `AtlasError` for whatever the
+    user can mend; `ProtocolError` where the server refuses or stays away.
     """
     certs = open_certs(joining.certs)
-    device = read_device(joining.device).name
+    name = certs.name
+    to = Path(joining.to or f"{name}-adapter")
+    private = Path(joining.private or to.with_name(f"{name}-private"))
+    read_device(joining.device)
     check_consent(joining)
     if joining.private is not None:
-        check_store(joining.private)
-    private = _private_of(joining, certs.name)
-    if (receipt := read_receipt(joining.to, client=certs.name)) is not None:
-        return _joined_before(joining, certs, receipt, private=private, on_event=on_event)
-    said = _first_said(joining)
-    with _link(joining, certs, said, on_event) as link:
-        on_event(Note(f"{certs.name} is connected to {joining.address}"))
-        on_event(PhaseStarted("loading"))
-        settings = _settings_of(link.welcome, joining)
-        client, home = _client_and_home(settings, joining, link.welcome, name=certs.name, device=device)
-        run = config_hash(settings)
-        outline = home.outline
-        said |= {"config": run, **identity_said(home.model)}
-        check_same_model(link, said, name=settings.model.model)
-        link.answer_limit = home.answer_limit
-        examples = len(client.train)
-        sent = what_leaves(settings, client=client, device=device, blocks=outline.blocks)
-        for line in (*sent, *truncation_notes({certs.name: home.tokens}, home.known)):
-            on_event(Note(line))
-        registration = metadata_of(client, home.tokens)
-        metadata = read_metadata(registration)  # what the server would refuse is refused before anything is said
-        worker = SiteClient(
-            name=certs.name,
-            load_site=home,
-            link=link,
-            registration={**said, **registration, "device": joining.device, "part": joining.part},
-            on_event=on_event,
-            receiver=home.receiver,
-            on_final_model=lambda model, sha256: write_model(
-                joining.to,
-                Receipt(client=certs.name, config=run, model=sha256),
-                partial(home.export, model, on_event=on_event),
-            ),
-            policy=JobPolicy(
-                config=settings,
-                client=certs.name,
-                metadata=metadata,
-                device=device,
-                outline=outline,
-                starts=start_models_of(settings, outline.initial, examples=examples, images=outline.images),
-                most_rounds=most_rounds(joining, examples=examples),
-            ),
-        )
-        left = ""
-        try:
-            has_model = bool(worker.run())
-            if has_model and not is_fully_shared(settings.mixing.share):
-                left = clear_store(private, Owner(client=certs.name, config=run))
-        except UnreachableError as error:
-            if not joining.to.exists():
-                raise
-            has_model = True
-            left = _unconfirmed_note(error, to=joining.to, private=private)
-        if left:
-            on_event(Note(left))
-        return _join_result(joining, certs.name, link, has_model=has_model)
+        check_store(private)
+    receipt = read_receipt(to, client=name)
+    if receipt is not None:
+        on_event(Note(f"the model of {name} is in {to} already; telling {joining.address}"))
+    plugins = plugins_said(pin_plugins(joining.plugin))
+    said = {"version": versions()["atlas_fl"], "config": joining.config, "plugins": plugins, "model": None}
+    link = _link(joining, certs, said, on_event)
+    try:
+        with link:
+            if receipt is not None:
+                if link.welcome.get("config") != receipt.config or not confirm_saved(link, receipt.model):
+                    raise occupied_error(to)  # the model is of another run
+                has_model = True
+                left = clear_store(private, Owner(client=name, config=receipt.config))
+            else:
+                has_model, left = _work(link, joining, said, name=name, to=to, private=private, on_event=on_event)
+    except UnreachableError as error:
+        if not to.exists():
+            raise
+        has_model = True
+        stays = f"; {private} stays until the server knows so, or you remove it" if private.exists() else ""
+        left = f"{str(error).partition(';')[0]}, and {to} is complete without it{stays}"
+    if left:
+        on_event(Note(left))
+    return SiteResult(
+        name=name,
+        adapter=to if has_model else None,
+        sent_bytes=link.sent_bytes,
+        received_bytes=link.received_bytes,
+    )
 
 
-def _client_and_home(
-    settings: Config, joining: SiteOptions, welcome: Head, *, name: str, device: str
-) -> tuple[ClientData, SiteRuntime]:
-    """The site's data and model under settings that it accepts; raises an `AtlasError` for those that it does not."""
+def _work(
+    link: Link,
+    joining: SiteOptions,
+    said: dict[str, str | None],
+    *,
+    name: str,
+    to: Path,
+    private: Path,
+    on_event: OnEvent,
+) -> tuple[bool, str]:
+    """(whether this client has got a model, what stays of its private part) after all jobs of the server."""
+    on_event(Note(f"{name} is connected to {joining.address}"))
+    on_event(PhaseStarted("loading"))
+    settings = _settings_of(link.welcome, joining)
+    run = config_hash(settings)
+    device = read_device(joining.device).name
     if joining.model is None:
         check_model_name(settings.model.model, joining)
     config = settings_here(settings, joining)
-    secret = joining.secret or secret_file(joining.to.parent, name)
+    secret = Path(joining.secret or secret_file(to.parent, name))
     client = own_client(config, name, task=joining.task, part=joining.part, secret=secret)
     check_settings(settings, joining, client=client, device=device)
-    home = home_of(
-        config,
-        client,
-        model=str(welcome.get("model")),
-        private=_private_of(joining, name),
-        secret=secret,
-        run=config_hash(settings),
+    there = str(link.welcome.get("model"))
+    home = home_of(config, client, model=there, private=private, secret=secret, run=run)
+    outline = home.outline
+    identity = home.model
+    said |= {"config": run, "model": identity.weights, "vocabulary": identity.vocabulary}
+    said |= {"architecture": identity.architecture, "tokenizer": identity.tokenizer}
+    check_same_model(link, said, name=settings.model.model)
+    link.answer_limit = max(FRAME_LIMIT, home.answer_limit)
+    sent = what_leaves(settings, client=client, device=device, blocks=outline.blocks)
+    for line in (*sent, *truncation_notes({name: home.tokens}, home.known)):
+        on_event(Note(line))
+    registration = metadata_of(client, home.tokens)
+    metadata = read_metadata(registration)  # what the server would refuse is refused before anything is said
+    examples = len(client.train)
+    worker = SiteClient(
+        name=name,
+        load_site=home,
+        link=link,
+        registration={**said, **registration, "device": joining.device},
+        on_event=on_event,
+        receiver=home.receiver,
+        on_final_model=lambda model, sha256: write_model(
+            to, Receipt(client=name, config=run, model=sha256), partial(home.export, model, on_event=on_event)
+        ),
+        policy=JobPolicy(
+            config=settings,
+            client=name,
+            metadata=metadata,
+            device=device,
+            outline=outline,
+            starts=start_models_of(settings, outline.initial, examples=examples, images=outline.images),
+            most_rounds=most_rounds(joining, examples=examples),
+        ),
     )
-    return client, home
-
-
-def identity_said(model: ModelIdentity) -> dict[str, str | None]:
-    """The identity of a site's model in the words of the handshake (`runtime.protocol.messages.Identity`)."""
-    return {
-        "model": model.weights,
-        "vocabulary": model.vocabulary,
-        "architecture": model.architecture,
-        "tokenizer": model.tokenizer,
-    }
+    has_model = bool(worker.run())
+    if not has_model or is_fully_shared(settings.mixing.share):
+        return has_model, ""
+    return has_model, clear_store(private, Owner(client=name, config=run))
 
 
 def check_same_model(link: Link, said: Mapping[str, str | None], *, name: str) -> None:
@@ -400,7 +392,7 @@ def check_same_model(link: Link, said: Mapping[str, str | None], *, name: str) -
 
     The server is told the digests before that, and nothing else, so that its log says why this site does not come.
     """
-    for key, digest_name in PARTS.items():
+    for key in ("model", "vocabulary", "architecture", "tokenizer"):
         here = said[key]
         there = link.welcome.get(key)
         if here is None or there is None or here == there:
@@ -408,47 +400,9 @@ def check_same_model(link: Link, said: Mapping[str, str | None], *, name: str) -
         with suppress(ProtocolError):
             link.exchange({"kind": "register", **said})
         raise ModelError(
-            f"{digest_name} of model {short_repr(name)} is {here:.16} here and {one_line(there, limit=16)} at the"
-            " server; give the server's model with --model"
+            f"the digest of the {key} of {short_repr(name)} is {here:.16} here and {one_line(there, limit=16)} at the"
+            f" server; {REMEDIES[key]}"
         )
-
-
-def _join_result(joining: SiteOptions, name: str, link: Link, *, has_model: bool) -> SiteResult:
-    return SiteResult(
-        name=name,
-        adapter=joining.to if has_model else None,
-        sent_bytes=link.sent_bytes,
-        received_bytes=link.received_bytes,
-    )
-
-
-def _unconfirmed_note(error: UnreachableError, *, to: Path, private: Path) -> str:
-    """The note where a model lies here in full, and the server cannot be told so."""
-    stays = f"; {private} stays until the server knows so, or you remove it" if private.exists() else ""
-    return f"{str(error).partition(';')[0]}, and {to} is complete without it{stays}"
-
-
-def _joined_before(
-    joining: SiteOptions, certs: Certs, receipt: Receipt, *, private: Path, on_event: OnEvent
-) -> SiteResult:
-    """The result of a site whose model lies there already: it was killed before its run was over for the server."""
-    on_event(Note(f"the model of {certs.name} is in {joining.to} already; telling {joining.address}"))
-    said = _first_said(joining)
-    link = _link(joining, certs, said, on_event)
-    try:
-        with link:
-            confirm_again(link, receipt, to=joining.to)
-        if left := clear_store(private, Owner(client=receipt.client, config=receipt.config)):
-            on_event(Note(left))
-    except UnreachableError as error:
-        on_event(Note(_unconfirmed_note(error, to=joining.to, private=private)))
-    return _join_result(joining, certs.name, link, has_model=True)
-
-
-def _first_said(joining: SiteOptions) -> dict[str, str | None]:
-    """The entries of the handshake that need no settings of the server."""
-    plugins = plugins_said(pin_plugins(joining.plugin))
-    return {"version": versions()["atlas_fl"], "config": joining.config, "plugins": plugins, "model": None}
 
 
 def _link(joining: SiteOptions, certs: Certs, said: Head, on_event: OnEvent) -> Link:
@@ -458,15 +412,10 @@ def _link(joining: SiteOptions, certs: Certs, said: Head, on_event: OnEvent) -> 
         joining.address,
         certs,
         hello=lambda: {**said, **token},
-        patience=joining.patience_seconds,
+        patience=joining.patience,
         first_patience=joining.first_seconds,
         on_event=on_event,
     )
-
-
-def _private_of(joining: SiteOptions, name: str) -> Path:
-    """The folder of the parts that are not shared."""
-    return joining.private or joining.to.with_name(f"{name}-private")
 
 
 def _settings_of(welcome: Head, joining: SiteOptions) -> Config:

@@ -80,6 +80,11 @@ def _distance(part: Part, other: Part) -> float:
     return math.sqrt(max(float(((b.T @ b) * (a @ a.T)).sum()), 0.0))
 
 
+def _total_distance(parts: Parts, others: Parts, names: Iterable[str]) -> float:
+    """The distance of two models in these parts, as far as both have them."""
+    return math.hypot(*(_distance(parts[name], others[name]) for name in names if name in parts and name in others))
+
+
 def dead_ratio(a: Tensor, b: Tensor, *, scale: float) -> float:
     """max_i s |B u_i| / sigma_i(A) of A (r, d_in) and B (d_out, r), float64; 0 of a B that is 0."""
     vectors, sizes = _left_singular(a)
@@ -122,13 +127,10 @@ class StartModels:
     _anchored: set[int] = field(default_factory=set)
     """The rounds in which the site trained from it."""
 
-    def check(self, action: str, job: Job, *, named: str = "") -> None:
-        """Raise `ProtocolError` for a model that no honest round has produced, with its figure and the bound.
-
-        `named` is its digest where it is known already.
-        """
+    def check(self, action: str, job: Job) -> None:
+        """Raise `ProtocolError` for a model that no honest round has produced, with its figure and the bound."""
         params = {key: tensor for key, tensor in job.params.items() if key != PRIVATE}
-        self._check_count(action, job, named or digest(params))
+        self._check_count(action, job, digest(params))
         initial = self.initial(ranks(params))
         if self._begins_anew(action, job):
             self._check_initial(action, params, initial)
@@ -211,8 +213,8 @@ class StartModels:
                 names = [name for name in parts if name.startswith(HEAD) is heads]
                 most = math.hypot(*(self._moves.get(name, 0.0) for name in names))
                 if most > 0:
-                    away = self._distance(parts, self._own, names)
-                    yield "the head" if heads else "the adapters or weights", "moved", away / (since * most)
+                    away = _total_distance(parts, self._own, names) / (since * most)
+                    yield "the head" if heads else "the adapters or weights", "moved", away
         elif rounds > 0:
             yield from self._far(parts, initial, rounds=rounds)
 
@@ -248,7 +250,7 @@ class StartModels:
     def _check_still(self, job: Job, parts: Parts) -> None:
         """Raise `ProtocolError` for a start that stays where it is in round after round although training moves it."""
         limit = STILL * self._last_move
-        if not self._anchor or not limit or self._distance(parts, self._anchor, parts) > limit:
+        if not self._anchor or not limit or _total_distance(parts, self._anchor, parts) > limit:
             self._anchor, self._anchored = parts, {job.round}
             return
         self._anchored.add(job.round)
@@ -258,11 +260,6 @@ class StartModels:
                 f" this site's training moves it; allowed: {self.same_starts} rounds, whether the server leaves its"
                 " updates out or has made the model up; nothing was sent: ask who runs the server"
             )
-
-    @staticmethod
-    def _distance(parts: Parts, others: Parts, names: Iterable[str]) -> float:
-        """The distance of two models in these parts, as far as both have them."""
-        return math.hypot(*(_distance(parts[name], others[name]) for name in names if name in parts and name in others))
 
     def _parts(self, params: Params) -> Parts:
         scale = scale_of(self.config)

@@ -1,23 +1,22 @@
-"""State of the installation: packages and extras, processors and GPUs, memory, disk, embedded models and data.
+"""State of the installation: packages and extras, memory, disk, embedded models and data.
 
 Every problem has a remedy. It is needed where a run of the embedded presets cannot do without it; others are advice.
 Of the packages PyTorch alone is loaded.
 """
 
 import os
-import platform
 import shutil
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from types import ModuleType
+from typing import Literal, TypeAlias
 
 from atlas_fl.experiment.free_memory import free_bytes
 from atlas_fl.storage.assets import EMBEDDED_ASSETS, VISION_ASSETS, Asset, embedded_dir
 from atlas_fl.storage.downloads import find_damaged_file
-from atlas_fl.storage.extras import PROJECT, accepts, extra_requirements, install_command
+from atlas_fl.storage.extras import PROJECT, accepts, extra_requirements
 
 RUN_MEMORY_BYTES, RUN_DISK_BYTES = 2_500_000_000, 500_000_000
 """Most memory of a run of the quick preset, as README says, and space for several of its folders."""
@@ -39,47 +38,6 @@ class Package:
     def fits(self) -> bool:
         """Return true where the installed version meets the requirement."""
         return self.installed is not None and accepts(self.needed, self.installed)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Extra:
-    """An optional part of ATLAS and what it needs."""
-
-    name: str
-    packages: tuple[Package, ...]
-
-    @property
-    def is_installed(self) -> bool:
-        """Return true where all that it needs is installed."""
-        return all(package.fits for package in self.packages)
-
-    @property
-    def command(self) -> str:
-        """The command that installs what it needs."""
-        return install_command(self.name)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gpu:
-    """A GPU that PyTorch can use."""
-
-    name: str
-    memory_bytes: int
-    free_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Devices:
-    """Processors and GPUs."""
-
-    cpus: int
-    usable_cpus: int
-    """CPUs that this process may use."""
-    load: float
-    """Mean number of processes that wanted a processor in the last minute."""
-    threads: int | None
-    """Threads of PyTorch; None where it is not installed."""
-    gpus: tuple[Gpu, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +63,7 @@ class AssetCheck:
     """The first file that is not right."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Problem:
     """A fault of the installation, and its remedy."""
 
@@ -121,40 +79,32 @@ class Installation:
 
     version: str | None
     """Version of ATLAS; None where it is on the path and not installed."""
-    python: str
-    system: str
     packages: tuple[Package, ...]
-    extras: tuple[Extra, ...]
-    devices: Devices
+    extras: Mapping[str, tuple[Package, ...]]
+    """The packages of every optional part."""
+    torch: ModuleType | None
+    """PyTorch, where it can be loaded."""
+    load_error: str | None
+    """Reason why PyTorch, which is installed, cannot be loaded."""
     free_memory_bytes: int | None
     """Unknown, None, on some systems."""
     folders: tuple[Folder, ...]
     assets: tuple[AssetCheck, ...]
-    load_error: str | None
-    """Reason why PyTorch, which is installed, cannot be loaded."""
-
-    @property
-    def has_embedded(self) -> bool:
-        """Return true where the model and the texts of the default run are whole."""
-        return all(asset.state == "whole" for asset in self.assets if asset.group == "embedded")
 
 
-def inspect_installation(*, runs_dir: Path, cache_dir: Path | None = None) -> Installation:
-    """The state of this machine; runs would lie in `runs_dir`, embedded assets in `cache_dir` or the usual one."""
-    cache_dir = embedded_dir() if cache_dir is None else cache_dir
+def inspect_installation(*, runs_dir: Path) -> Installation:
+    """The state of this machine; runs would lie in `runs_dir`."""
     version, packages, extras = _read_metadata()
     torch, load_error = _load_torch(packages)
     return Installation(
         version=version,
-        python=platform.python_version(),
-        system=platform.platform(terse=True),
         packages=packages,
         extras=extras,
-        devices=_devices(torch),
-        free_memory_bytes=free_bytes(),
-        folders=(_folder("runs", runs_dir), _folder("cache", cache_dir)),
-        assets=tuple(check_asset(asset, cache_dir) for asset in (EMBEDDED_ASSETS | VISION_ASSETS).values()),
+        torch=torch,
         load_error=load_error,
+        free_memory_bytes=free_bytes(),
+        folders=(_folder("runs", runs_dir), _folder("cache", embedded_dir())),
+        assets=tuple(check_asset(asset, embedded_dir()) for asset in (EMBEDDED_ASSETS | VISION_ASSETS).values()),
     )
 
 
@@ -178,15 +128,13 @@ def check_asset(asset: Asset, cache_dir: Path) -> AssetCheck:
     )
 
 
-def _read_metadata() -> tuple[str | None, tuple[Package, ...], tuple[Extra, ...]]:
+def _read_metadata() -> tuple[str | None, tuple[Package, ...], dict[str, tuple[Package, ...]]]:
     """(version, what is needed always, extras) by the metadata of the installed package; nothing without one."""
-    try:
-        distribution = metadata.distribution(PROJECT)
-    except metadata.PackageNotFoundError:
-        return None, (), ()
-    names = distribution.metadata.get_all("Provides-Extra") or []
-    extras = tuple(Extra(name=name, packages=_packages(name)) for name in names)
-    return distribution.version, _packages(""), extras
+    version = _version(PROJECT)
+    if version is None:
+        return None, (), {}
+    extras = metadata.metadata(PROJECT).get_all("Provides-Extra") or []
+    return version, _packages(""), {extra: _packages(extra) for extra in extras}
 
 
 def _packages(extra: str) -> tuple[Package, ...]:
@@ -202,7 +150,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _load_torch(packages: tuple[Package, ...]) -> tuple[Any, str | None]:
+def _load_torch(packages: tuple[Package, ...]) -> tuple[ModuleType | None, str | None]:
     """(the module or None, why it cannot be loaded though it is installed)."""
     if not any(package.name == "torch" and package.installed for package in packages):
         return None, None
@@ -210,23 +158,6 @@ def _load_torch(packages: tuple[Package, ...]) -> tuple[Any, str | None]:
         return import_module("torch"), None
     except (ImportError, OSError) as error:  # of a library that it loads, such as one of CUDA
         return None, " ".join(str(error).split())
-
-
-def _devices(torch: Any) -> Devices:
-    usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-    return Devices(
-        cpus=os.cpu_count() or 1,
-        usable_cpus=usable or 1,
-        load=os.getloadavg()[0],
-        threads=None if torch is None else torch.get_num_threads(),
-        gpus=() if torch is None else tuple(_gpus(torch)),
-    )
-
-
-def _gpus(torch: Any) -> Iterator[Gpu]:
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        free, total = torch.cuda.mem_get_info(index)
-        yield Gpu(name=torch.cuda.get_device_name(index), memory_bytes=total, free_bytes=free)
 
 
 def _folder(purpose: str, path: Path) -> Folder:
@@ -242,25 +173,16 @@ def _folder(purpose: str, path: Path) -> Folder:
 
 def _package_problems(found: Installation) -> Iterator[Problem]:
     if found.version is None:
-        yield Problem(
-            text=f"{PROJECT} is on Python's path and not installed, so that what it needs is not known",
-            remedy="run `pip install .` in its sources, or `make setup`",
-            is_needed=True,
-        )
+        text = f"{PROJECT} is on Python's path and not installed, so that what it needs is not known"
+        yield Problem(text, "run `pip install .` in its sources, or `make setup`", is_needed=True)
     for package in found.packages:
         if not package.fits:
             here = f"{package.name} {package.installed} is here" if package.installed else f"{package.name} is missing"
-            yield Problem(
-                text=f"{here} and {package.needed} is needed",
-                remedy=f"run `pip install '{package.needed}'`",
-                is_needed=True,
-            )
+            text = f"{here} and {package.needed} is needed"
+            yield Problem(text, f"run `pip install '{package.needed}'`", is_needed=True)
     if found.load_error is not None:
-        yield Problem(
-            text=f"torch is installed and cannot be loaded: {found.load_error}",
-            remedy="run `pip install --force-reinstall torch`",
-            is_needed=True,
-        )
+        text = f"torch is installed and cannot be loaded: {found.load_error}"
+        yield Problem(text, "run `pip install --force-reinstall torch`", is_needed=True)
 
 
 def _asset_problems(found: Installation) -> Iterator[Problem]:
@@ -268,21 +190,15 @@ def _asset_problems(found: Installation) -> Iterator[Problem]:
         if asset.state == "whole" or (asset.state == "missing" and asset.group != "embedded"):
             continue
         here = f"is damaged: {asset.folder / str(asset.file)}" if asset.state == "damaged" else "was not fetched"
-        yield Problem(
-            text=f"{asset.name} {here}",
-            remedy=f"run `atlas fetch {asset.group}`",
-            is_needed=asset.group == "embedded",
-        )
+        remedy = f"run `atlas fetch {asset.group}`"
+        yield Problem(f"{asset.name} {here}", remedy, is_needed=asset.group == "embedded")
 
 
 def _machine_problems(found: Installation) -> Iterator[Problem]:
     free = found.free_memory_bytes
     if free is not None and free < RUN_MEMORY_BYTES:
-        yield Problem(
-            text=f"{free / 1e9:.1f} GB of memory are free and the quick preset takes {RUN_MEMORY_BYTES / 1e9:.1f} GB",
-            remedy="end other programs, or take --preset smoke",
-            is_needed=False,
-        )
+        text = f"{free / 1e9:.1f} GB of memory are free and the quick preset takes {RUN_MEMORY_BYTES / 1e9:.1f} GB"
+        yield Problem(text, "end other programs, or take --preset smoke", is_needed=False)
     remedies: Mapping[str, str] = {"runs": "name another --runs-dir", "cache": "set ATLAS_CACHE to a folder of yours"}
     for folder in found.folders:
         if not folder.is_writable:
@@ -292,5 +208,5 @@ def _machine_problems(found: Installation) -> Iterator[Problem]:
         else:
             continue
         # what is fetched and whole is only read
-        is_needed = folder.purpose == "runs" or not found.has_embedded
-        yield Problem(text=text, remedy=remedies[folder.purpose], is_needed=is_needed)
+        is_needed = folder.purpose == "runs" or any(problem.is_needed for problem in _asset_problems(found))
+        yield Problem(text, remedies[folder.purpose], is_needed=is_needed)

@@ -37,23 +37,19 @@ def work(message: Message, context: Context) -> Reply:
     from atlas_fl.deployment.site import SiteOptions, join_federation
 
     node = node_of(context.node_config, node_id=context.node_id)
-    config = None
-    if node.config is not None:
-        config = pinned_hash(load_config(Path(node.config)), origin=node.config)
+    pinned = None if node.config is None else pinned_hash(load_config(node.config), origin=node.config)
+    to = Path(node.to or f"{node.name}-adapter") / str(context.run_id)  # a folder for each run
     invitation = message.content[RECORD]
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as in `atlas join`
     with tempfile.TemporaryDirectory(prefix="atlas-") as folder, show_progress() as on_event:
         write_certs(invitation, Path(folder))
         joined = join_federation(
             SiteOptions(
-                **node.choices(),
+                **{**node.choices(), "to": str(to)},
                 address=str(invitation["address"]),
                 certs=Path(folder),
                 token=str(invitation["token"]),
-                config=config,
-                private=None if node.private is None else Path(node.private),
-                patience_seconds=node.patience,
-                to=Path(node.to or f"{node.name}-adapter") / str(context.run_id),
+                config=pinned,
             ),
             on_event=on_event,
         )

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from atlas_fl.deployment.consent import SiteChoices, check_consent
-from atlas_fl.errors import ConfigError, ProtocolError
+from atlas_fl.errors import ConfigError, ProtocolError, unknown_name
 from atlas_fl.runtime.transport.certificates import CA, CERT, KEY, check_name
 from atlas_fl.storage.extras import install_command
 from atlas_fl.storage.folder_access import write_atomic
@@ -43,42 +43,35 @@ class Node(SiteChoices):
     """Name of the client in the federation; the node's number where the config gives none."""
     config: str | None = None
     """A TOML or YAML file of settings here; this node works for no run with others, as `--config` of `atlas join`."""
-    private: str | None = None
-    """Folder of the parts that the settings' --share leaves out, until the run is complete; beside `to` by default."""
     patience: float = 60.0
     """Seconds to try a server again that has gone."""
-    to: str = ""
-    """Folder of this client's models, a folder for each run; NAME-adapter by default."""
 
 
-_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    **dict.fromkeys(
-        ("task", "device", "name", "model", "data_dir", "to", "allow", "config", "private"),
-        ("text", lambda v: type(v) is str and v != ""),
-    ),
-    **dict.fromkeys(("part", "least_examples", "most_sketch"), ("a whole number", lambda v: type(v) is int)),
-    **dict.fromkeys(
-        ("patience", "max_rounds_per_example"), ("a number above 0", lambda v: type(v) in (int, float) and v > 0)
-    ),
-}
+def _kind(hint: Any) -> tuple[str, Callable[[Any], bool]]:
+    """(a value of this type in words, its test); several words are one text."""
+    if int in (hint, *get_args(hint)):
+        return "a whole number", lambda value: type(value) is int
+    if hint is float:
+        return "a number above 0", lambda value: type(value) in (int, float) and value > 0
+    return "text", lambda value: type(value) is str and value != ""
 
 
 def node_of(config: Mapping[str, Any], *, node_id: int) -> Node:
     """The node that its `--node-config` describes; raises `ConfigError` where it does not."""
-    values = {key.replace("-", "_"): value for key, value in config.items()}
-    if unknown := sorted(values.keys() - _KINDS.keys()):
-        keys = ", ".join(sorted(key.replace("_", "-") for key in _KINDS))
-        raise ConfigError(f"--node-config has {unknown[0]!r}; known: {keys}")
+    hints = get_type_hints(Node)
+    values: dict[str, Any] = {"name": str(node_id)}
+    for key, value in config.items():
+        name = key.replace("-", "_")
+        if name not in hints:
+            raise unknown_name("key in --node-config:", key, [known.replace("_", "-") for known in hints])
+        kind, fits = _kind(hints[name])
+        if not fits(value):
+            raise ConfigError(f"{key} in --node-config is {value!r}; it must be {kind}")
+        values[name] = tuple(value.split()) if get_origin(hints[name]) is tuple else value
     for key in ("task", "device"):
         if key not in values:
             raise ConfigError(f"--node-config of node {node_id} has no {key}; start its SuperNode as with '{SAMPLE}'")
-    for key, value in values.items():
-        kind, fits = _KINDS[key]
-        if not fits(value):
-            raise ConfigError(f"{key.replace('_', '-')} in --node-config is {value!r}; it must be {kind}")
-    if "allow" in values:
-        values["allow"] = tuple(values["allow"].split())
-    node = Node(**{"name": str(node_id), **values})
+    node = Node(**values)
     check_name(node.name)
     check_consent(node)
     return node

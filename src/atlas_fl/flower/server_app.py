@@ -69,68 +69,61 @@ class _Sent:
         return [(self.pending.pop(reply.metadata.reply_to_message_id), reply) for reply in replies]
 
 
-class NodeQuery:
-    """The question for the names of at least so many nodes, or for 0 of those that are connected; asked when made."""
+def name_nodes(
+    grid: Grid, *, count: int, seconds: float, min_clients: int = 0, on_event: OnEvent = ignore
+) -> dict[str, int]:
+    """The node behind every client's name, of `count` nodes, or for 0 of those that are connected.
 
-    def __init__(self, grid: Grid, *, count: int, seconds: float) -> None:
-        self._seconds = seconds
-        self._until = time.monotonic() + seconds
-        self._asked = _Sent(grid=grid, kind=MessageType.QUERY, ttl=max(seconds, 60.0))
-        while len(nodes := sorted(grid.get_node_ids())) < max(count, 1):
-            if time.monotonic() > self._until:
-                raise ProtocolError(
-                    f"{len(nodes)} of {max(count, 1)} SuperNodes are connected after {seconds:g} seconds; start them,"
-                    " or lower nodes in --run-config"
-                )
-            time.sleep(POLL_SECONDS)
-        self._asked.push({node: RecordDict() for node in nodes})
+    Of two nodes with one name the one with the lower number has it, in every run; the other one is refused with a note,
+    and so is a node that does not answer, or answers with an error, where `min_clients` others are there.
+    Raises `ProtocolError` where fewer remain; 0 is all, but for those that took another's name.
+    """
+    until = time.monotonic() + seconds
+    while len(connected := sorted(grid.get_node_ids())) < max(count, 1):
+        if time.monotonic() > until:
+            raise ProtocolError(
+                f"{len(connected)} of {max(count, 1)} SuperNodes are connected after {seconds:g} seconds; start them,"
+                " or lower nodes in --run-config"
+            )
+        time.sleep(POLL_SECONDS)
+    asked = _Sent(grid=grid, kind=MessageType.QUERY, ttl=max(seconds, 60.0))
+    asked.push({node: RecordDict() for node in connected})
+    answers: dict[int, Message] = {}
+    while asked.pending and time.monotonic() < until:
+        answers |= asked.pull()
+        time.sleep(POLL_SECONDS)
+    nodes: dict[str, int] = {}
+    faults: list[str] = []
+    for node in connected:
+        try:
+            name = _name_in(answers.get(node), seconds=seconds)
+        except AtlasError as error:
+            faults.append(f"node {node} cannot take part: {one_line(error)}")
+            continue
+        holder = nodes.setdefault(name, node)
+        if holder != node:
+            taken = f"node {holder} is named {name!r} too"
+            on_event(Note(f"node {node} was refused: {taken}; give one another name in its --node-config"))
+    if len(nodes) < max(min_clients, 1) or (faults and min_clients == 0):
+        raise ProtocolError(faults[0] if faults else f"{len(nodes)} of {min_clients} clients have a name of their own")
+    for line in faults:
+        on_event(Note(f"begins without it: {line}"))
+    return nodes
 
-    def nodes(self, *, min_clients: int = 0, on_event: OnEvent = ignore) -> dict[str, int]:
-        """The node behind every client's name.
 
-        Of two nodes with one name the one with the lower number has it, in every run; the other one is refused with a
-        note, and so is a node that does not answer, or answers with an error, where `min_clients` others are there.
-        Raises `ProtocolError` where fewer remain; 0 is all, but for those that took another's name.
-        """
-        names, faults = self._answers()
-        nodes: dict[str, int] = {}
-        for node in sorted(names):
-            holder = nodes.setdefault(names[node], node)
-            if holder != node:
-                taken = f"node {holder} is named {names[node]!r} too"
-                on_event(Note(f"node {node} was refused: {taken}; give one another name in its --node-config"))
-        lines = [faults[node] for node in sorted(faults)]
-        if len(nodes) < max(min_clients, 1) or (lines and min_clients == 0):
-            reason = lines[0] if lines else f"{len(nodes)} of {min_clients} clients have a name of their own"
-            raise ProtocolError(reason)
-        for line in lines:
-            on_event(Note(f"begins without it: {line}"))
-        return nodes
-
-    def _answers(self) -> tuple[dict[int, str], dict[int, str]]:
-        """(the name of every node that has one, by node a line on why it cannot take part)."""
-        names: dict[int, str] = {}
-        faults: dict[int, str] = {}
-        while self._asked.pending and time.monotonic() < self._until:
-            for node, reply in self._asked.pull():
-                if reply.has_error():
-                    # a SuperNode that was killed counts as connected for a while
-                    remedy = GONE_REMEDY if reply.error.code == GONE else ""
-                    faults[node] = f"node {node} cannot take part: {one_line(reply.error.reason)}{remedy}"
-                    continue
-                try:
-                    name = str(reply.content[RECORD]["name"])
-                    check_name(name)
-                except (KeyError, TypeError):
-                    faults[node] = f"node {node} cannot take part: it told no name; install the same atlas-fl there"
-                except ConfigError as error:
-                    faults[node] = f"node {node} cannot take part: {error}"
-                else:
-                    names[node] = name
-            time.sleep(POLL_SECONDS)
-        for node in self._asked.pending.values():
-            faults[node] = f"no answer from node {node} within {self._seconds:g} seconds; look at its SuperNode's log"
-        return names, faults
+def _name_in(reply: Message | None, *, seconds: float) -> str:
+    """The name that a node has told; raises an `AtlasError` where it has told none, or none that can be one."""
+    if reply is None:
+        raise ProtocolError(f"no answer within {seconds:g} seconds; look at its SuperNode's log")
+    if reply.has_error():
+        # a SuperNode that was killed counts as connected for a while
+        raise ProtocolError(f"{reply.error.reason}{GONE_REMEDY if reply.error.code == GONE else ''}")
+    try:
+        name = str(reply.content[RECORD]["name"])
+    except (KeyError, TypeError):
+        raise ProtocolError("it told no name; install the same atlas-fl there") from None
+    check_name(name)
+    return name
 
 
 @dataclass(kw_only=True, eq=False)
@@ -244,33 +237,29 @@ def natural(name: str) -> list[tuple[bool, int, str]]:
 def begin(grid: Grid, context: Context) -> None:
     """Carry out the run of this context and leave its folder, as `atlas serve` does."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as in `atlas serve`
-    run = grid.run
     try:
-        app_dir = get_project_dir(run.fab_id, run.fab_version, run.fab_hash)
         with show_progress() as on_event:
-            federate(grid, order_of(context.run_config), app_dir=app_dir, on_event=on_event)
+            serve(grid, order_of(context.run_config), on_event=on_event)
     except AtlasError as error:
         show([f"atlas: {error}"])
         raise type(error)(str(error)) from None  # Flower logs where it comes from; that is no news
 
 
-def federate(grid: Grid, order: Order, *, app_dir: Path, on_event: OnEvent) -> None:
+def serve(grid: Grid, order: Order, *, on_event: OnEvent) -> None:
     """Serve this order to the nodes of this grid; its config file may lie in the app's folder."""
-    from atlas_fl.config import load_config, validate
-    from atlas_fl.runtime.transport.client import split_address
-
-    config = validate(load_config(app_dir / order.config), at_sites=True)
-    host, port = split_address(order.address)
-    question = NodeQuery(grid, count=order.nodes, seconds=order.wait)
-    # The nodes take seconds to answer, and these to be imported.
     from atlas_fl.cli.tables import outcome
+    from atlas_fl.config import load_config, validate
     from atlas_fl.deployment.server import remote_backend, serve_final_models
     from atlas_fl.deployment.service import ServerOptions
     from atlas_fl.experiment.run import run_config
     from atlas_fl.runtime.transport.certificates import make_certs
+    from atlas_fl.runtime.transport.client import split_address
     from atlas_fl.runtime.transport.sessions import Tokens
 
-    nodes = question.nodes(min_clients=order.min_clients, on_event=on_event)
+    app_dir = get_project_dir(grid.run.fab_id, grid.run.fab_version, grid.run.fab_hash)
+    config = validate(load_config(app_dir / order.config), at_sites=True)
+    host, port = split_address(order.address)
+    nodes = name_nodes(grid, count=order.nodes, seconds=order.wait, min_clients=order.min_clients, on_event=on_event)
     names = sorted(nodes, key=natural)
     with tempfile.TemporaryDirectory(prefix="atlas-") as folder:
         certs, tokens = Path(folder) / "certs", Tokens()

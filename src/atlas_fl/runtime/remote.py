@@ -35,8 +35,6 @@ class RemoteEngine:
         Raises `ProtocolError` where too few did: the run stops there and resumes from its checkpoint.
         """
         jobs = [job for job in jobs if job.client not in self.excluded]
-        if self.split_server is not None:
-            self.split_server.begin_round(action, jobs)
         size = self.max_concurrent or max(1, len(jobs))
         updates = list[Update]()
         for first in range(0, len(jobs), size):

@@ -37,7 +37,6 @@ CENSUS: Mapping[str, Any] = {
     "images": False,
     "left_out": 0,
     "device": "cpu_2gb",
-    "part": None,
 }
 PARAMS = {"a.lora_A": torch.ones(1, 2)}
 
@@ -161,7 +160,6 @@ def test_a_job_that_fails_is_told() -> None:
             {"label_names": ["good", "bad"]},
             r"site-2 has labels \(good, bad\) judged by accuracy for task 'movie', and in this run they are others;",
         ),
-        ({"part": -1}, "tells of its data is refused: part is -1; allowed: whole number from 0 to 100000; install"),
         ({"tokenizer": "other"}, "has tokenizer other, the server t; its texts would be other tokens: give the server"),
         ({"architecture": "other"}, "has architecture other, the server a; its config.json computes something else"),
         ({"model": "other"}, "client 'site-2' has model other, the server m; give the server's model with --model"),
@@ -293,16 +291,6 @@ def test_a_newcomer_whose_head_fits_no_mask_learns_nothing_of_the_tasks_of_other
             assert "movie" not in str(refused.value)
 
     play(script, THREE, accepts_late=True, one_head=True)
-
-
-def test_two_clients_with_one_part_both_train_and_the_server_says_so() -> None:
-    async def script(manager: ClientManager, _: list[str]) -> None:
-        for name in NAMES:
-            await register(manager, name, part=0)
-        assert await manager.wait_for_clients(NAMES, min_clients=2, seconds=60) == NAMES
-
-    notes = play(script)
-    assert any(note.startswith("site-2 and site-1 both have part 0 of task 'movie': its rows count") for note in notes)
 
 
 def test_the_line_that_ends_waiting_says_who_was_refused_and_why() -> None:

@@ -1,6 +1,5 @@
 """Guests and hosts at their sites, in threads, and a server between them that hands on: the bits of a simulation."""
 
-import asyncio
 import dataclasses
 import threading
 from collections.abc import Sequence
@@ -9,9 +8,6 @@ from typing import Any
 import pytest
 
 from atlas_fl.client.job import Job, Site
-from atlas_fl.runtime.coordinator.client_registry import ClientProxy
-from atlas_fl.runtime.coordinator.peer_relay import GUEST_INFO, PeerRelay
-from atlas_fl.runtime.coordinator.split_server import SplitServer
 from atlas_fl.runtime.protocol.client_metadata import read_metadata, redacted_metadata
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.host_matching import GuestRequirement, HostCapacity, HostingCost, HostMatch
@@ -25,21 +21,20 @@ from tests.runtime.coordinator.test_split_server import (
     home_of,
     left,
     scored,
-    told,
 )
 from tests.runtime.coordinator.test_split_server import (
     clients as clients,
 )
 
 
-def seated(jobs: Sequence[Job], *, far: int = 1000) -> list[Job]:
-    """The jobs with their places: whoever has a whole model hosts, the first of them best; `far` bytes are d-0's."""
+def seated(jobs: Sequence[Job]) -> list[Job]:
+    """The jobs with their places: whoever has a whole model hosts, the first of them best."""
     hosts = {job.client: k for k, job in enumerate(jobs) if job.cut is None}
     costs = {name: HostingCost(compute_seconds=0.0, link_seconds=1.0 + k) for name, k in hosts.items()}
     return [
         dataclasses.replace(
             job,
-            hosting=HostCapacity(name=job.client, cluster=0, free_bytes=far if job.client == "d-0" else 1000)
+            hosting=HostCapacity(name=job.client, cluster=0, free_bytes=1000)
             if job.cut is None
             else GuestRequirement(name=job.client, cluster=0, bytes=10, device_seconds=1.0, costs=costs),
         )
@@ -77,9 +72,9 @@ def returns(fed: Federation, name: str, thread: threading.Thread, **how: Any) ->
     return back
 
 
-@pytest.mark.parametrize(("dies_at", "far", "host"), [(1, 1000, "d-0"), (3, 1000, "d-0"), (3, 9, None), (5, 9, None)])
-def test_guests_of_a_host_that_dies_begin_again_elsewhere_and_no_bit_changes(clients, dies_at, far, host) -> None:
-    """Its first answer is to the beginning; another host takes over where it has room, and else the server."""
+@pytest.mark.parametrize("dies_at", [1, 3, 5])
+def test_guests_of_a_host_that_dies_begin_again_elsewhere_and_no_bit_changes(clients, dies_at) -> None:
+    """Its first answer is to the beginning; the server takes over, and the next job has a host again."""
     site, path, jobs = clients
     jobs = three(jobs)
     with federation(site, path, [job.client for job in jobs]) as fed:
@@ -87,14 +82,13 @@ def test_guests_of_a_host_that_dies_begin_again_elsewhere_and_no_bit_changes(cli
         back = returns(fed, "c-0", fed.running[0])
         fed.join("a-0")
         fed.join("d-0", home=home_of(site, path, None))
-        found = fed.engine.run("train", seated(jobs, far=far))
+        found = fed.engine.run("train", seated(jobs))
         back.join(60)
         assert_same(found, alone("train", jobs, site))
         assert found[0].hosted is not None
-        assert found[0].hosted.host == host
-        assert found[0].hosted.reason.startswith("c-0 dropped; ")
+        assert (found[0].hosted.host, found[0].hosted.reason) == (None, "c-0 was left: it is gone")
         # in the next one it hosts again
-        (again, *_) = fed.engine.run("evaluate", seated(scored(jobs), far=far))
+        (again, *_) = fed.engine.run("evaluate", seated(scored(jobs)))
         assert again.hosted is not None
         assert again.hosted.host == "c-0"
 
@@ -137,30 +131,3 @@ def test_a_host_is_told_numbers_of_examples_and_no_labels() -> None:
     assert known.labels == {"train": (4.0, 0.0), "validation": (2.0, 0.0), "test": (2.0, 0.0)}
     assert (known.examples, known.lengths, known.label_names) == (census.examples, census.lengths, ())
     assert read_metadata(dataclasses.asdict(known)) == known
-
-
-def test_a_host_is_sent_a_guests_adapters_once_for_the_same_model(clients) -> None:
-    site, _, jobs = clients
-    jobs = seated(scored(three(jobs)[:2]))
-    known = {name: read_metadata({**CENSUS, **own}) for name, own in told(site).items()}
-    proxies = {job.client: ClientProxy(job.client, metadata=known[job.client], connected=True) for job in jobs}
-
-    async def script(split_server: SplitServer) -> None:
-        async def sent(number: int, relay: PeerRelay) -> set[str]:
-            relay.begin_job(number, "evaluate", jobs[0])
-            found = await relay.next_message(proxies["c-0"])
-            assert found is not None
-            return {key.partition(":")[2] for key in found[1]} - {f"cut/{GUEST_INFO}"}
-
-        first, second, third = (PeerRelay(jobs, proxies, split_server, seconds=0, on_note=print) for _ in range(3))
-        above = {key for key in jobs[0].params if ".layer.0." not in key}
-        assert await sent(1, first) == above
-        assert await sent(2, second) == set()
-        # what was never sent is not counted upon
-        proxies["c-0"].hosted_digests.clear()
-        second.begin_job(3, "evaluate", jobs[0])
-        second.close()
-        assert await sent(4, third) == above
-
-    with SplitServer(site) as split_server:
-        asyncio.run(script(split_server))

@@ -2,18 +2,21 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from atlas_fl.client.job import Job, Update
 from atlas_fl.errors import ProtocolError, one_line
 from atlas_fl.params import Params
 from atlas_fl.ranks.devices import Device
 from atlas_fl.runtime.protocol.client_metadata import ClientMetadata, TaskLabels
-from atlas_fl.runtime.protocol.messages import CutInfo
 from atlas_fl.runtime.protocol.model_sync import AdapterSender, Sender
 from atlas_fl.runtime.transport.frames import Head
+
+if TYPE_CHECKING:
+    from atlas_fl.runtime.coordinator.peer_relay import PeerRelay
+    from atlas_fl.runtime.coordinator.split_server import SplitServer
 
 MAX_REFUSALS = 3
 """Refused answers after which a client gets no jobs until it registers again."""
@@ -26,26 +29,6 @@ MAX_PAUSE_ROUNDS = 8
 """Longest pause of a client that failed again and again."""
 
 
-class SplitBackend(Protocol):
-    """Runs the server halves of cut clients, one for each job: here, or at another client."""
-
-    def begin_job(self, number: int, action: str, job: Job) -> tuple[Job, CutInfo]:
-        """(the client's half of the job, its cut info); the server half begins anew."""
-        ...
-
-    async def answer_request(self, number: int, head: Mapping[str, Any], tensors: Params) -> tuple[Head, Params] | None:
-        """The answer to a client's request; None where the client has to begin the job again."""
-        ...
-
-    async def finish_job(self, number: int, update: Update, tensors: Params) -> Update | None:
-        """The update of both halves; None where the client has to begin the job again."""
-        ...
-
-    def drop_job(self, number: int, client: str) -> None:
-        """Forget the server half of a closed job."""
-        ...
-
-
 @dataclass(eq=False)
 class PendingJob:
     """A job that a client has not answered yet."""
@@ -55,8 +38,8 @@ class PendingJob:
     job: Job
     """The job of both halves."""
     future: asyncio.Future[Update | str]
-    split_backend: SplitBackend | None = None
-    """Runs the server half, if the client is cut."""
+    split_backend: "PeerRelay | SplitServer | None" = None
+    """Runs the server half, if the client is cut: at another client or here."""
     client_job: Job | None = None
     """The half that a cut client was sent; None before."""
     num_layers: int | None = None
@@ -70,7 +53,6 @@ class ClientProxy:
     name: str
     metadata: ClientMetadata | None = None
     device: Device | None = None
-    part: int | None = None
     connected: bool = False
     has_come: bool = False
     """It has connected at least once."""
@@ -97,8 +79,6 @@ class ClientProxy:
     pending_job: PendingJob | None = None
     sender: Sender = field(default_factory=AdapterSender)
     """Encodes its jobs, given what its process has in memory."""
-    hosted_digests: dict[str, str] = field(default_factory=dict)
-    """By guest, the digest of the server half that this client was sent last as its host."""
     shutdown_message: tuple[Head, Params] | None = None
     shutdown_sent: bool = False
     """It was sent its shutdown message."""
@@ -210,19 +190,6 @@ def disagreeing_clients(
             if own != size
         }
     return refused
-
-
-def same_part_note(client: ClientProxy, clients: Iterable[ClientProxy]) -> str:
-    """A note where another client has the same part of the same task; else empty."""
-    for other in clients:
-        if other is client or client.part is None or other.part != client.part or other.metadata is None:
-            continue
-        if client.metadata is not None and other.metadata.task == client.metadata.task:
-            return (
-                f"{client.name} and {other.name} both have part {client.part} of task {client.metadata.task!r}: its"
-                " rows count twice; give one of them another --part"
-            )
-    return ""
 
 
 def describe_connected(clients: Collection[ClientProxy]) -> str:

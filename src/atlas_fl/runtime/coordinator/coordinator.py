@@ -24,12 +24,11 @@ from atlas_fl.runtime.coordinator.client_registry import (
     describe_connected,
     disagreeing_clients,
     other_labels,
-    same_part_note,
 )
 from atlas_fl.runtime.coordinator.peer_relay import PeerRelay
 from atlas_fl.runtime.coordinator.split_server import SplitServer
 from atlas_fl.runtime.protocol.answer_schema import AnsweredRequest, check_answer
-from atlas_fl.runtime.protocol.client_metadata import ClientMetadata, TaskLabels, read_device, read_metadata, read_part
+from atlas_fl.runtime.protocol.client_metadata import ClientMetadata, TaskLabels, read_device, read_metadata
 from atlas_fl.runtime.protocol.messages import Identity
 from atlas_fl.runtime.protocol.model_sync import AdapterSender, NewSender
 from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Head
@@ -132,7 +131,7 @@ class ClientManager:
         if kind == "cut":
             return await self._answer_cut_request(client, head, tensors)
         if kind == "hosted" and self._peer_relay is not None:
-            self._peer_relay.handle_answers(client.name, head, tensors)
+            self._peer_relay.handle_answer(client.name, head, tensors)
         if kind in ("result", "failed"):
             await self._accept_answer(client, head, tensors)
             if head.get("leaves") is True:
@@ -203,7 +202,6 @@ class ClientManager:
         self.identity.check(client.name, head)
         metadata = read_metadata(head)
         device = read_device(str(head.get("device")))
-        part = read_part(head)
         await self._check_registration(client, metadata, device)
         is_late = self._is_late(client)
         if is_late:
@@ -212,10 +210,8 @@ class ClientManager:
         is_new = client.metadata is None
         client.metadata = metadata
         client.device = device
-        client.part = part
         client.rejection = None
         client.refusal_reason = ""
-        client.hosted_digests = {}
         client.sender.forget()
         client.allow_retry()
         if is_new:
@@ -224,8 +220,6 @@ class ClientManager:
             self.on_note(f"{client.name}: {metadata.task}, {count} training examples, {device.name} ({connected})")
             if is_late:
                 self.on_note(f"{client.name} came after the plan was made and joins before the next round")
-            if note := same_part_note(client, self.clients.values()):
-                self.on_note(note)
         async with self._registration_changed:
             self._registration_changed.notify_all()
 
@@ -329,7 +323,7 @@ class ClientManager:
     def _close_job(self, client: ClientProxy, pending: PendingJob, outcome: Update | str) -> None:
         """Close this job with its update, or with the reason why there is none."""
         if pending.split_backend is not None:
-            pending.split_backend.drop_job(pending.number, pending.job.client)
+            pending.split_backend.drop_job(pending.number)
         if client.pending_job is pending:
             client.pending_job = None
         if not pending.future.done():
@@ -393,8 +387,6 @@ class ClientManager:
             client = self.clients[job.client]
             if reason := client.skip_reason(round=job.round):
                 future.set_result(reason)
-                if split_backend is not None:
-                    split_backend.drop_job(0, job.client)
                 continue
             self._job_count += 1
             client.pending_job = PendingJob(self._job_count, action, job, future, split_backend, num_layers=num_layers)

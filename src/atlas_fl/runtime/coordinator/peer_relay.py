@@ -4,15 +4,15 @@
 
 Sites can seldom be reached from outside, so both ends are streams that the sites have opened (ADR 14). The server knows
 where a guest's server half is; its adapters and optimizer are at the host and come back when the job ends. Where a host
-disconnects, its guests get another host by the same rule, or the server, and begin their jobs again there: results do
-not depend on who hosts whom.
+disconnects, does not answer or answers nonsense, its guests begin their jobs again with the server, and get hosts again
+with the next jobs: results do not depend on who hosts whom.
 """
 
 import asyncio
 import itertools
-from collections import Counter
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -24,12 +24,11 @@ from atlas_fl.client.split_server import CutMessages, Payloads, merge_updates
 from atlas_fl.errors import ProtocolError, one_line
 from atlas_fl.params import Params
 from atlas_fl.runtime.coordinator.client_registry import ClientProxy
-from atlas_fl.runtime.coordinator.split_server import BATCH_WAIT_SECONDS, SplitServer
+from atlas_fl.runtime.coordinator.split_server import SplitServer
 from atlas_fl.runtime.protocol.answer_schema import AnsweredRequest, check_answer
 from atlas_fl.runtime.protocol.client_metadata import redacted_metadata
 from atlas_fl.runtime.protocol.messages import CutInfo, job_message, read_payloads, read_update, write_payloads
-from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Head
-from atlas_fl.runtime.transport.sessions import Message
+from atlas_fl.runtime.transport.frames import Head
 from atlas_fl.split.channel import NORMS
 from atlas_fl.split.codec import ROWS, read_message
 from atlas_fl.split.host_matching import GuestRequirement, HostCapacity, HostMatch, match_hosts
@@ -53,17 +52,14 @@ class HostedTask:
     """Tokens of the guest's newest message."""
     num_outputs: int = 0
     """Positions of it that the guest's head reads."""
-    answer: "asyncio.Future[Message | None] | None" = None
-    """The host's answer that the guest waits for; None where the host has disconnected."""
-    moved: bool = False
-    finished: bool = False
-    """The host has returned its update and dropped it."""
-    refusal_reason: str = ""
-    """The reason why the host refused it."""
+    answer: "asyncio.Future[tuple[Head, Params] | None] | None" = None
+    """The host's answer that the guest waits for; None where the host was left."""
+    left: bool = False
+    """The host is not asked any more."""
 
-    def leave_host(self) -> None:
-        """Give the task up at its host; the guest that waits for an answer begins again elsewhere."""
-        self.moved = True
+    def leave(self) -> None:
+        """Ask the host no more; a guest that waits for its answer begins again."""
+        self.left = True
         if self.answer is not None and not self.answer.done():
             self.answer.set_result(None)
 
@@ -104,19 +100,14 @@ class HostedTask:
         }
 
 
-@dataclass(eq=False)
-class Outbox:
-    """Messages that wait to be sent to one host."""
+@dataclass(frozen=True, eq=False)
+class Question:
+    """One message to a host; it has one at a time."""
 
-    items: list[tuple[Head, Params]] = field(default_factory=list)
-    stale: bool = False
-    """The host may have server halves that are closed."""
-
-
-def item_tensors(tensors: Params, index: int) -> Params:
-    """The tensors of the item at this index of a message between server and host."""
-    prefix = f"{index}:"
-    return {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+    task: HostedTask
+    message: tuple[Head, Params]
+    answer: "asyncio.Future[tuple[Head, Params] | None] | None"
+    """The guest waits for it; None where it does not."""
 
 
 HOST_WAIT_FRACTION = 0.25
@@ -144,28 +135,19 @@ class PeerRelay:
         self._tasks: dict[int, HostedTask] = {}
         self._task_numbers = itertools.count()
         self._closed = False
-        self._guests = {job.client: job.hosting for job in jobs if isinstance(job.hosting, GuestRequirement)}
-        self._hosts = {job.client: job.hosting for job in jobs if isinstance(job.hosting, HostCapacity)}
-        available = [
-            capacity for name, capacity in self._hosts.items() if clients[name].connected and not clients[name].given_up
-        ]
-        self._matches: dict[str, HostMatch] = match_hosts(self._guests.values(), available)
-        self._outboxes = {name: Outbox() for name in self._hosts}
-        for name in self._hosts:
-            digests = clients[name].hosted_digests
-            clients[name].hosted_digests = {
-                guest: digests[guest] for guest in self._guests_of(name) if guest in digests
-            }
-
-    def _guests_of(self, host: str) -> list[str]:
-        return [guest for guest, match in self._matches.items() if match.host == host]
+        guests = [job.hosting for job in jobs if isinstance(job.hosting, GuestRequirement)]
+        hosts = [job.hosting for job in jobs if isinstance(job.hosting, HostCapacity)]
+        available = [host for host in hosts if clients[host.name].connected and not clients[host.name].given_up]
+        self._matches: dict[str, HostMatch] = match_hosts(guests, available)
+        self._queues: dict[str, deque[Question]] = {host.name: deque() for host in hosts}
+        self._asked: dict[str, Question] = {}
+        """By host, the question that it was sent last."""
 
     def begin_job(self, number: int, action: str, job: Job) -> tuple[Job, CutInfo]:
         """(the guest's half of the job, its cut info); the server half begins anew at the host."""
+        if (before := self._tasks.pop(number, None)) is not None:
+            before.leave()
         host = self._matches[job.client].host
-        old = self._tasks.pop(number, None)
-        if old is not None and not old.moved:
-            self._outboxes[old.host].stale = True
         if host is None:
             return self._split_server.begin_job(number, action, job)
         site = self._split_server.site
@@ -176,19 +158,16 @@ class PeerRelay:
         task = HostedTask(f"{number}.{next(self._task_numbers)}", side, host, request)
         self._tasks[number] = task
         guest_info = to_json({"census": asdict(redacted_metadata(metadata)), "below": list(side.below.params)}).encode()
-        digests = self._clients[host].hosted_digests
-        above = replace(job, params=side.above)
-        head, params = job_message(action, above, number=number, sent_digests=[digests.get(job.client, "")])
-        digests[job.client] = head["model"]
+        head, params = job_message(action, replace(job, params=side.above), number=number, sent_digests=())
         tensors = {**params, **write_payloads({GUEST_INFO: guest_info})}
-        self._enqueue(task, {**head, "kind": "begin", "client": job.client}, tensors)
+        self._enqueue(task, {**head, "asks": "begin", "client": job.client}, tensors)
         trains = action == "train"
         indices = client_side_indices(site.backbone, job.params, job.options, side.cut) if trains else []
         part = self._split_server.part_digest(side.cut.blocks)
         return side.below, CutInfo(places=tuple(indices), tokens=site.max_tokens, part=part)
 
     def _enqueue(self, task: HostedTask, head: Head, tensors: Params) -> None:
-        self._outboxes[task.host].items.append(({**head, "half": task.id}, tensors))
+        self._queues[task.host].append(Question(task, ({**head, "half": task.id}, tensors), task.answer))
         self._clients[task.host].wakeup.set()
 
     async def answer_request(self, number: int, head: Mapping[str, Any], tensors: Params) -> tuple[Head, Params] | None:
@@ -198,44 +177,37 @@ class PeerRelay:
             return await self._split_server.answer_request(number, head, tensors)
         what = head.get("what")
         task.record_shape(read_payloads(tensors))
-        reply = await self._host_answer(task, {"kind": "cut", "what": what, "done": head.get("done")}, tensors)
+        reply = await self._host_answer(task, {"asks": "cut", "what": what, "done": head.get("done")}, tensors)
         if reply is None:
             return None
         try:
             answer = self._count_traffic(task, reply[1], "down")
             task.check_answer(what, read_payloads(answer))
         except ProtocolError as error:
-            self._return_to_server(task, str(error))
+            self._leave_host(task, str(error))
             return None
         return {"kind": "cut"}, answer
 
-    async def _host_answer(self, task: HostedTask, head: Head, tensors: Params) -> Message | None:
-        """Send a request to the host and wait for its answer; None where the guest begins again elsewhere."""
-        if task.moved:
+    async def _host_answer(self, task: HostedTask, head: Head, tensors: Params) -> tuple[Head, Params] | None:
+        """Send a request to the host and wait for its answer; None where the guest begins again at the server."""
+        if task.left:
             return None
         task.answer = asyncio.get_running_loop().create_future()
         self._enqueue(task, head, self._count_traffic(task, tensors, "up"))
         try:
-            reply = await asyncio.wait_for(task.answer, self._seconds * ANSWER_WAIT_FRACTION)
+            return await asyncio.wait_for(task.answer, self._seconds * ANSWER_WAIT_FRACTION)
         except TimeoutError:
-            self._return_to_server(task, "it does not answer")
+            if not task.left:
+                self._leave_host(task, "it does not answer")
             return None
-        if reply is not None and "refused" in reply[0]:
-            # where the guest is at fault, the server finds out now
-            self._return_to_server(task, task.refusal_reason or str(reply[0]["refused"]))
-            return None
-        return reply
 
-    def _return_to_server(self, task: HostedTask, reason: str) -> None:
-        """Move the guest's job from the host to the server, where it begins again."""
+    def _leave_host(self, task: HostedTask, reason: str) -> None:
+        """Move the guest's job from its host to the server, where it begins again."""
         guest = task.side.job.client
-        host = task.host
-        self._outboxes[host].stale = True
-        task.leave_host()
-        self._clients[host].hosted_digests.pop(guest, None)
-        self._matches[guest] = replace(self._matches[guest], host=None, reason=f"{host} was left")
-        self._clients[host].wakeup.set()
-        self._on_note(f"{guest} begins its job again with the server, and not with {host}: {one_line(reason)}")
+        task.leave()
+        self._matches[guest] = HostMatch(host=None, reason=f"{task.host} was left: {one_line(reason)}")
+        self._clients[task.host].wakeup.set()
+        self._on_note(f"{guest} begins its job again with the server, and not with {task.host}: {one_line(reason)}")
 
     def _count_traffic(self, task: HostedTask, tensors: Params, direction: Direction) -> Params:
         """The messages through the cut among these tensors; their bytes are counted here, whatever the sites report."""
@@ -252,8 +224,8 @@ class PeerRelay:
         task = self._tasks.get(number)
         if task is None:
             whole = await self._split_server.finish_job(number, update, tensors)
-            return None if whole is None else replace(whole, hosted=self._matches[update.client])
-        reply = await self._host_answer(task, {"kind": "end"}, tensors)
+            return replace(whole, hosted=self._matches[update.client])
+        reply = await self._host_answer(task, {"asks": "end"}, tensors)
         if reply is None:
             return None
         side = task.side
@@ -264,107 +236,65 @@ class PeerRelay:
             whole = merge_updates(side, update, host_update)
             check_answer(task.request, whole)
         except ProtocolError as error:
-            self._return_to_server(task, str(error))
+            self._leave_host(task, str(error))
             return None
-        task.finished = True
         return replace(whole, hosted=self._matches[update.client])
 
-    def drop_job(self, number: int, client: str) -> None:
+    def drop_job(self, number: int) -> None:
         """Forget the server half of a closed job."""
-        self._split_server.drop_job(number, client)
-        if (task := self._tasks.pop(number, None)) is not None and not task.moved:
-            self._outboxes[task.host].stale |= not task.finished
+        self._split_server.drop_job(number)
+        if (task := self._tasks.pop(number, None)) is not None:
             self._clients[task.host].wakeup.set()
 
     async def next_message(self, client: ClientProxy) -> tuple[Head, Params] | None:
         """The next message to this client as a host; None without guests, or where they send nothing for long."""
-        outbox = self._outboxes.get(client.name)
+        queue = self._queues.get(client.name)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._seconds * HOST_WAIT_FRACTION
-        while outbox is not None and not self._closed and not client.removal_reason and client.shutdown_message is None:
-            if outbox.stale or self._is_batch_complete(client.name, outbox):
-                return self._next_batch(client.name, outbox)
-            guests = [self._clients[guest] for guest in self._guests_of(client.name)]
-            if not outbox.items and not any(guest.connected and guest.pending_job is not None for guest in guests):
+        while queue is not None and not self._closed and not client.removal_reason and client.shutdown_message is None:
+            live = [task.id for task in self._tasks.values() if task.host == client.name and not task.left]
+            while queue:
+                question = queue.popleft()
+                if question.task.id in live:
+                    self._asked[client.name] = question
+                    head, tensors = question.message
+                    return {**head, "kind": "host", "live": live}, tensors
+            guests = [self._clients[guest] for guest, match in self._matches.items() if match.host == client.name]
+            if not any(guest.connected and guest.pending_job is not None for guest in guests):
                 return None
             client.wakeup.clear()
-            wait_seconds = BATCH_WAIT_SECONDS if outbox.items else deadline - loop.time()
             try:
-                await asyncio.wait_for(client.wakeup.wait(), wait_seconds)
+                await asyncio.wait_for(client.wakeup.wait(), deadline - loop.time())
             except TimeoutError:
-                return self._next_batch(client.name, outbox) if outbox.items else None
+                return None
         return None
 
-    def _is_batch_complete(self, host: str, outbox: Outbox) -> bool:
-        """Return whether all guests of this host have sent a request; the begin of a job waits for nobody."""
-        num_open = sum(task.host == host and not task.moved for task in self._tasks.values())
-        return any(head["kind"] == "begin" for head, _ in outbox.items) or 0 < num_open <= len(outbox.items)
-
-    def _next_batch(self, host: str, outbox: Outbox) -> tuple[Head, Params]:
-        """The oldest items as one message, as many as a frame holds."""
-        items = list[Head]()
-        tensors = dict[str, torch.Tensor]()
-        size = 0
-        while outbox.items:
-            head, params = outbox.items[0]
-            size += sum(tensor.nbytes for tensor in params.values())
-            if items and size > FRAME_LIMIT // 2:
-                break
-            outbox.items.pop(0)
-            tensors |= {f"{len(items)}:{key}": tensor for key, tensor in params.items()}
-            items.append(head)
-        outbox.stale = False
-        live = [task.id for task in self._tasks.values() if task.host == host and not task.moved]
-        return {"kind": "host", "items": items, "live": live, "guests": self._guests_of(host)}, tensors
-
-    def handle_answers(self, host: str, head: Mapping[str, Any], tensors: Params) -> None:
-        """Hand a host's answers to the guests that wait for them."""
-        items = head.get("items")
-        waiting = {task.id: task for task in self._tasks.values() if task.host == host and not task.moved}
-        if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-            for waiting_task in waiting.values():
-                self._return_to_server(waiting_task, "its answer holds no answers")
-            raise ProtocolError("a host's answer holds no answers; install the same atlas-fl on both ends")
-        for index, item in enumerate(items):
-            task = waiting.get(str(item.get("half")))
-            if task is not None and (task.answer is None or task.answer.done()):
-                task.refusal_reason = str(item.get("refused", ""))
-            elif task is not None and task.answer is not None:
-                task.answer.set_result((item, dict(item_tensors(tensors, index))))
+    def handle_answer(self, host: str, head: Mapping[str, Any], tensors: Params) -> None:
+        """Hand a host's answer to the guest that waits for it; where the host refuses it, the server takes over."""
+        question = self._asked.pop(host, None)
+        if question is None or question.task.left:
+            return
+        if "refused" in head:
+            # where the guest is at fault, the server finds out now
+            self._leave_host(question.task, str(head["refused"]))
+        elif question.answer is not None and not question.answer.done():
+            question.answer.set_result((dict(head), tensors))
 
     def close(self) -> None:
         """Stop sending: the jobs are closed."""
         self._closed = True
-        for name, outbox in self._outboxes.items():
-            for head, _ in outbox.items:  # models that were never sent are not at the host next time
-                self._clients[name].hosted_digests.pop(head.get("client", ""), None)
 
     def on_presence(self, name: str, connected: bool) -> None:
-        """Record that a client has connected or disconnected; guests of a disconnected host get another one."""
+        """Record that a client has connected or disconnected; guests of a disconnected host go to the server."""
         if (host := self._matches[name].host if name in self._matches else None) is not None:
             self._clients[host].wakeup.set()  # it need not wait for a guest that has disconnected
-        if connected or name not in self._hosts:
+        if connected or name not in self._queues:
             return
-        moved = [self._guests[guest] for guest in self._guests_of(name) if self._clients[guest].pending_job is not None]
+        self._queues[name].clear()
+        self._asked.pop(name, None)
         for task in self._tasks.values():
-            if task.host == name and not task.moved:
-                task.leave_host()
-        # the same process may come back with server halves that are elsewhere by then
-        self._outboxes[name].items.clear()
-        self._clients[name].hosted_digests.clear()
-        self._outboxes[name].stale = True
-        for guest, match in match_hosts(moved, self._free_capacities()).items():
-            self._matches[guest] = replace(match, reason=f"{name} dropped; {match.reason}")
-            self._on_note(f"{name} is gone, and {guest} begins its job again with {match.host or 'the server'}")
-
-    def _free_capacities(self) -> list[HostCapacity]:
-        """The connected hosts, with the memory that their guests leave."""
-        reserved_bytes: Counter[str] = Counter()
+            if task.host == name and not task.left:
+                self._leave_host(task, "it is gone")
         for guest, match in self._matches.items():
-            if match.host is not None and self._clients[guest].pending_job is not None:
-                reserved_bytes[match.host] += self._guests[guest].bytes
-        return [
-            replace(capacity, free_bytes=capacity.free_bytes - reserved_bytes[name])
-            for name, capacity in self._hosts.items()
-            if self._clients[name].connected
-        ]
+            if match.host == name and self._clients[guest].pending_job is not None:
+                self._matches[guest] = HostMatch(host=None, reason=f"{name} was left: it is gone")

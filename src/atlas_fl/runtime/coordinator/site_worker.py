@@ -14,17 +14,16 @@ from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.options import EvaluateOptions
 from atlas_fl.client.registry import ACTIONS, CLIENT_SIDE, SERVER_SIDE
 from atlas_fl.client.split_client import client_side_of
-from atlas_fl.client.split_server import CutRequest, Payloads, ServerHalf, answers_to
+from atlas_fl.client.split_server import Payloads, ServerHalf, answers_to
 from atlas_fl.errors import AtlasError, ModelError, ProtocolError, one_line
 from atlas_fl.events import OnEvent, PhaseStarted
 from atlas_fl.params import Params, digest
-from atlas_fl.runtime.coordinator.peer_relay import GUEST_INFO, item_tensors
+from atlas_fl.runtime.coordinator.peer_relay import GUEST_INFO
 from atlas_fl.runtime.coordinator.split_server import read_cut_request
 from atlas_fl.runtime.protocol.client_metadata import placeholder_client, read_metadata
 from atlas_fl.runtime.protocol.messages import (
     CUT,
     CutInfo,
-    read,
     read_job,
     read_payloads,
     update_message,
@@ -42,59 +41,45 @@ class HostedClients:
     """The server halves of other clients that one site hosts."""
 
     _halves: dict[str, ServerHalf] = field(default_factory=dict)
-    _models: dict[str, Params] = field(default_factory=dict)
-    """By guest, the model that the server half of its last job began with."""
 
     def clear(self) -> None:
         """Forget all guests."""
         self._halves.clear()
-        self._models.clear()
 
     def answer(self, head: Mapping[str, Any], tensors: Params, site: Site) -> tuple[Head, Params]:
-        """Answer all items of a message; requests of cut clients are computed in one pass.
-
-        Raises `ProtocolError` for a malformed message; a malformed item is refused in its answer.
-        """
-        said = "the server's message to a host: "
-        items: tuple[Any, ...] = read(tuple[dict, ...], head.get("items"), f"{said}items")
-        live: tuple[str, ...] = read(tuple[str, ...], head.get("live"), f"{said}live")
-        guests: tuple[str, ...] = read(tuple[str, ...], head.get("guests"), f"{said}guests")
-        self._halves = {key: half for key, half in self._halves.items() if key in live}
-        self._models = {key: model for key, model in self._models.items() if key in guests}
-        answers: dict[int, tuple[Head, Params]] = {}
-        requests: dict[int, CutRequest] = {}
-        for index, item in enumerate(items):
-            key = str(item.get("half"))
-            item_params = item_tensors(tensors, index)
-            try:
-                if item.get("kind") == "begin":
-                    self._halves[key] = self._begin_half(item, item_params, site)
-                elif item.get("kind") == "end":
-                    answers[index] = self._finish_half(key, item_params)
-                else:
-                    requests[index] = read_cut_request(self._halves.get(key), item, item_params)
-            except ProtocolError as error:
-                answers[index] = {"refused": str(error)}, {}
-        for index, answer in zip(requests, answers_to(list(requests.values()), site), strict=True):
-            assert answer is not None, "a host has no groups that wait for each other"
-            if isinstance(answer, ProtocolError):
-                answers[index] = {"refused": str(answer)}, {}
+        """Answer one message for a guest; raises `ProtocolError` for a malformed one, and refuses a guest's fault."""
+        live = head.get("live")
+        half = head.get("half")
+        if not isinstance(live, list) or not isinstance(half, str):
+            raise ProtocolError("the server's message to a host names no guest; install its version of atlas-fl")
+        self._halves = {key: kept for key, kept in self._halves.items() if key in live}
+        answer_head: Head = {}
+        answer: Params = NO_TENSORS
+        try:
+            if head.get("asks") == "begin":
+                self._halves[half] = self._begin_half(head, tensors, site)
+            elif head.get("asks") == "end":
+                answer_head, answer = self._finish_half(half, tensors)
             else:
-                answers[index] = {}, write_payloads(answer)
-        heads = [{**answer_head, "half": items[index].get("half")} for index, (answer_head, _) in answers.items()]
-        sent = {
-            f"{n}:{key}": tensor for n, (_, params) in enumerate(answers.values()) for key, tensor in params.items()
-        }
-        return {"kind": "hosted", "items": heads}, sent
+                answer = self._answer_request(half, head, tensors, site)
+        except ProtocolError as error:
+            answer_head = {"refused": str(error)}
+        return {**answer_head, "kind": "hosted"}, answer
+
+    def _answer_request(self, half: str, head: Mapping[str, Any], tensors: Params, site: Site) -> Params:
+        request = read_cut_request(self._halves.get(half), head, tensors)
+        (answer,) = answers_to([request], site)
+        if isinstance(answer, ProtocolError):
+            raise answer
+        return write_payloads(answer)
 
     def _begin_half(self, item: Mapping[str, Any], tensors: Params, site: Site) -> ServerHalf:
         """A new server half for a guest whose job begins, for the first time or again."""
         guest = str(item.get("client"))
         encoded_info = read_payloads(tensors).get(GUEST_INFO)
-        above = {key: tensor for key, tensor in tensors.items() if not key.startswith(CUT)} or self._models.get(guest)
-        if encoded_info is None or above is None or digest(above) != item.get("model"):
+        above = {key: tensor for key, tensor in tensors.items() if not key.startswith(CUT)}
+        if encoded_info is None or digest(above) != item.get("model"):
             raise ProtocolError("a guest came without its model or its metadata; install the server's version")
-        self._models[guest] = above
         try:
             guest_info = from_json(encoded_info)
             below = [str(name) for name in guest_info["below"]]
@@ -118,10 +103,6 @@ class HostedClients:
 
 SiteLoader: TypeAlias = Callable[[Cut | None, CutInfo | None], Any]
 """(cut, cut info) -> this site with the blocks below the cut, or with the whole model where there is no cut."""
-
-
-class ModelMismatchError(ProtocolError):
-    """The model saved here is not the server's model of this client."""
 
 
 MAX_REGISTRATIONS = 16
@@ -175,14 +156,10 @@ class RemoteCutChannel:
         return read_payloads(tensors)
 
 
-def confirm_saved(link: Exchange, sha256: str) -> None:
-    """Confirm to the server that this client's model is saved, and wait until it has recorded that.
-
-    Raises `ModelMismatchError` where the server has another model for this client.
-    """
+def confirm_saved(link: Exchange, sha256: str) -> bool:
+    """Tell the server that this client's model is saved; true once it has recorded that, false for another model."""
     answer, _ = link.exchange({"kind": "kept", "sha256": sha256})
-    if answer.get("kind") != "over":
-        raise ModelMismatchError("the server has another model for this client; it is not the run that this one is of")
+    return answer.get("kind") == "over"
 
 
 @dataclass(kw_only=True, eq=False)
@@ -211,7 +188,10 @@ class SiteClient:
         Raises `ProtocolError` where the server refuses or stays away longer than the link waits, and `ModelError` where
         the model that a job needs is not available.
         """
-        head, tensors = self._register()
+        return self.work(*self._register())
+
+    def work(self, head: Mapping[str, Any], tensors: Params) -> Params:
+        """Do what this message of the server asks, and the next ones; the final model, as `run`."""
         while head.get("kind") != "done":
             if head.get("kind") == "register":
                 head, tensors = self._register()
@@ -231,8 +211,12 @@ class SiteClient:
         model = self.receiver.read_final_model(head, tensors)
         if model:
             self.policy.check_final_model(model)
-            self.on_final_model(model, str(head.get("sha256")))
-            confirm_saved(self.link, str(head.get("sha256")))
+            sha256 = str(head.get("sha256"))
+            self.on_final_model(model, sha256)
+            if not confirm_saved(self.link, sha256):
+                raise ProtocolError(
+                    "the server has another model for this client; it is not the run that this one is of"
+                )
         return model
 
     def _register(self) -> tuple[Mapping[str, Any], Params]:

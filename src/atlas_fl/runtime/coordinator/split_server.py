@@ -2,13 +2,11 @@
 
 Requests come from streams, in the network's event loop; passes are computed in one thread. A request waits until every
 client with a cut job has sent one, the batch is full, or no other request has arrived for a few milliseconds. A server
-half lives for one job; a client whose job is sent again gets a new half, at the start of the job. Where clients of a
-cluster share the adapters above their cuts, a request also waits until all of them have taken the step before it. When
-one of them begins again or is gone, what the group has trained is void, and all its clients get their jobs again.
+half lives for one job; a client whose job is sent again gets a new half, at the start of the job.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -21,8 +19,6 @@ from atlas_fl.client.registry import SERVER_SIDE
 from atlas_fl.client.split_server import (
     CutRequest,
     ServerHalf,
-    SharedAdapterGroup,
-    TrainingHalf,
     answers_to,
     merge_updates,
 )
@@ -53,7 +49,7 @@ def read_cut_request(half: ServerHalf | None, head: Mapping[str, Any], tensors: 
 @dataclass(eq=False)
 class _PendingRequest:
     request: CutRequest
-    answer: "asyncio.Future[dict[str, bytes] | None]"
+    answer: "asyncio.Future[dict[str, bytes]]"
 
 
 class SplitServer:
@@ -64,9 +60,6 @@ class SplitServer:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="atlas-split-server")
         self._halves: dict[int, ServerHalf] = {}
         self._waiting: list[_PendingRequest] = []
-        self._deferred: list[_PendingRequest] = []
-        self._finishing: list[tuple[SharedAdapterGroup, asyncio.Future[bool]]] = []
-        self._group_by_client: dict[str, SharedAdapterGroup] = {}
         self._runner: asyncio.Task[None] | None = None
         self._new_request = asyncio.Event()
         self._part_digests: dict[int, str] = {}
@@ -79,39 +72,6 @@ class SplitServer:
     def __exit__(self, *_: object) -> None:
         self._thread.shutdown()
 
-    def begin_round(self, action: str, jobs: Sequence[Job]) -> None:
-        """Group the clients of these jobs that share adapters and wait for each other."""
-        self._group_by_client = {}
-        groups: dict[int, list[Job]] = {}
-        for job in jobs if action == "train" else ():
-            if job.cut is not None and job.cut.shared is not None:
-                groups.setdefault(job.cut.shared, []).append(job)
-        for group_jobs in groups.values():
-            self._form_group(group_jobs)
-
-    def _form_group(self, jobs: Sequence[Job]) -> None:
-        self._group_by_client |= dict.fromkeys([job.client for job in jobs], SharedAdapterGroup(jobs, self.site))
-
-    def _restart_group(self, group: SharedAdapterGroup, *, without: str | None = None) -> None:
-        """Void what this group has trained; its clients begin again, without the one that is gone."""
-        group.is_void = True
-        for job in group.jobs:
-            self._group_by_client.pop(job.client, None)
-        if rest := [job for job in group.jobs if job.client != without]:
-            self._form_group(rest)
-        self._resolve_void()
-
-    def _resolve_void(self) -> None:
-        """Answer requests of void groups, and clients that wait for a group that is void or finished."""
-        for pending in [*self._waiting, *self._deferred]:
-            group = pending.request.half.together
-            if group is not None and group.is_void and not pending.answer.done():
-                pending.answer.set_result(None)
-        for group, future in self._finishing:
-            if (group.is_void or group.is_over) and not future.done():
-                future.set_result(group.is_over)
-        self._finishing = [(group, future) for group, future in self._finishing if not future.done()]
-
     def begin_job(self, number: int, action: str, job: Job) -> tuple[Job, CutInfo]:
         """(the client's half of the job, its cut info); the server half begins anew.
 
@@ -119,13 +79,7 @@ class SplitServer:
         """
         if action not in SERVER_SIDE:
             raise ProtocolError(f"{action} is not carried out over a cut; known: {', '.join(SERVER_SIDE)}")
-        group = self._group_by_client.get(job.client)
-        if group is not None and job.client in group.begun:
-            self._restart_group(group)
-            group = self._group_by_client[job.client]
-        half: ServerHalf = (
-            SERVER_SIDE[action](job, self.site) if group is None else TrainingHalf(job, self.site, together=group)
-        )
+        half = SERVER_SIDE[action](job, self.site)
         self._halves[number] = half
         part = self.part_digest(half.side.cut.blocks)
         return half.side.below, CutInfo(places=half.places, tokens=self.site.max_tokens, part=part)
@@ -137,53 +91,25 @@ class SplitServer:
             self._part_digests[blocks] = digest(select(self._frozen, names))
         return self._part_digests[blocks]
 
-    async def answer_request(self, number: int, head: Mapping[str, Any], tensors: Params) -> tuple[Head, Params] | None:
-        """The answer to a client's request for the job of this number, once its batch is computed.
-
-        None where the job has to begin again.
-        """
+    async def answer_request(self, number: int, head: Mapping[str, Any], tensors: Params) -> tuple[Head, Params]:
+        """The answer to a client's request for the job of this number, once its batch is computed."""
         request = read_cut_request(self._halves.get(number), head, tensors)
-        half = request.half
-        if half.together is not None:
-            if half.together.is_void:
-                return None
-            half.together.begun.add(half.side.job.client)
         future = asyncio.get_running_loop().create_future()
         self._waiting.append(_PendingRequest(request, future))
-        self._start_runner()
-        answer = await future
-        return None if answer is None else ({"kind": "cut"}, write_payloads(answer))
-
-    def _start_runner(self) -> None:
         self._new_request.set()
-        if self._waiting and (self._runner is None or self._runner.done()):
+        if self._runner is None or self._runner.done():
             self._runner = asyncio.create_task(self._answer_waiting())
+        return {"kind": "cut"}, write_payloads(await future)
 
-    async def finish_job(self, number: int, update: Update, tensors: Params) -> Update | None:
-        """The update of both halves; None where the job begins again. The server half ends."""
-        half = self._halves[number]
+    async def finish_job(self, number: int, update: Update, tensors: Params) -> Update:
+        """The update of both halves. The server half ends."""
+        half = self._halves.pop(number)
         payloads = read_payloads(tensors)
-        if half.together is not None:
-            if half.together.is_void:
-                return None
-            await self._compute(lambda: half.last(payloads))
-            finished = asyncio.get_running_loop().create_future()
-            self._finishing.append((half.together, finished))
-            self._resolve_void()
-            # Requests that waited for this client's last step.
-            self._waiting, self._deferred = [*self._deferred, *self._waiting], []
-            self._start_runner()
-            if not await finished:
-                return None  # the group became void before it had taken all its steps
-        self._halves.pop(number, None)
         return await self._compute(lambda: merge_updates(half.side, update, half.end(payloads)))
 
-    def drop_job(self, number: int, client: str) -> None:
+    def drop_job(self, number: int) -> None:
         """Forget the server half of a closed job."""
         self._halves.pop(number, None)
-        group = self._group_by_client.get(client)
-        if group is not None and not group.is_over:
-            self._restart_group(group, without=client)
 
     async def _answer_waiting(self) -> None:
         while self._waiting:
@@ -194,9 +120,8 @@ class SplitServer:
                 except TimeoutError:
                     break
             # A client that has left meanwhile gets a new half when it is back.
-            batch = [pending for pending in (*self._deferred, *self._waiting) if not pending.answer.done()]
+            batch = [pending for pending in self._waiting if not pending.answer.done()]
             self._waiting = []
-            self._deferred = []
             requests = [pending.request for pending in batch]
             work = asyncio.ensure_future(self._compute(partial(answers_to, requests, self.site)))
             await asyncio.wait([work])
@@ -204,23 +129,16 @@ class SplitServer:
                 answer = work.exception() or work.result()[index]
                 if pending.answer.done():
                     continue
-                if answer is None:
-                    self._deferred.append(pending)
-                elif isinstance(answer, BaseException):
+                if isinstance(answer, BaseException):
                     pending.answer.set_exception(answer)
                 else:
                     pending.answer.set_result(answer)
-            # Requests whose turn has come meanwhile: nobody else starts them.
-            ready = [pending for pending in self._deferred if pending.request.half.is_ready()]
-            self._waiting = [*ready, *self._waiting]
-            self._deferred = [pending for pending in self._deferred if pending not in ready]
-            self._resolve_void()
 
     def _is_batch_complete(self) -> bool:
         """Return whether every client has sent a request, or no more fit a batch."""
         size = sum(len(message) for pending in self._waiting for message in pending.request.payloads.values())
         max_bytes = self.site.max_tokens * self.site.backbone.hidden * torch.float32.itemsize
-        return len(self._waiting) + len(self._deferred) >= len(self._halves) or size >= max_bytes
+        return len(self._waiting) >= len(self._halves) or size >= max_bytes
 
     async def _compute(self, compute: Callable[[], ResultT]) -> ResultT:
         return await asyncio.get_running_loop().run_in_executor(self._thread, compute)

@@ -19,7 +19,7 @@ from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.params import Split
 from atlas_fl.ranks.devices import Bounds, Device, find_devices
-from atlas_fl.runtime.protocol.messages import Allowed, read, read_fields
+from atlas_fl.runtime.protocol.messages import Allowed, read_fields
 
 SPLITS: tuple[Split, ...] = get_args(Split)
 SHOWN = 6
@@ -135,14 +135,6 @@ def read_metadata(data: Mapping[str, Any]) -> ClientMetadata:
         if fault := _split_fault(metadata, split):
             raise ProtocolError(f"{REFUSED}{fault}")
     return metadata
-
-
-def read_part(data: Mapping[str, Any]) -> int | None:
-    """The part of its task that a client says it has; raises `ProtocolError` where there is no such part."""
-    part: int | None = read(
-        Annotated[int, Bounds(least=0, most=10**5, whole=True)] | None, data.get("part"), f"{REFUSED}part"
-    )
-    return part
 
 
 def read_device(text: str) -> Device:
