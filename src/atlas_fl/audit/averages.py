@@ -54,14 +54,14 @@ def by_krum(step: Step, members: Sequence[int], key: str) -> Sequence[float]:
 def by_multi_krum(step: Step, members: Sequence[int], key: str) -> Sequence[float]:
     """The n - f with the smallest s(k)."""
     n = len(members)
-    return _krum_shares(step, members, key, num_selected=n - min(step.run.settings.robust.byzantine, (n - 1) // 2))
+    return _krum_shares(step, members, key, num_selected=n - min(step.run.settings.server.byzantine, (n - 1) // 2))
 
 
 def _krum_shares(step: Step, members: Sequence[int], key: str, *, num_selected: int) -> Sequence[float]:
     distances, n = square_distances(step, members, key), len(members)
     if n == 1:
         return [1.0]
-    num_nearest = min(max(n - step.run.settings.robust.byzantine - 2, 1), n - 1)
+    num_nearest = min(max(n - step.run.settings.server.byzantine - 2, 1), n - 1)
     scores = [sum(sorted(np.delete(distances[k], k))[:num_nearest]) for k in range(n)]
     last = sorted(scores)[num_selected - 1]
     chosen = [score <= last * (1 + 1e-9) for score in scores]
@@ -118,7 +118,7 @@ def _points(step: Step, members: Sequence[int], is_head: bool) -> np.ndarray:
 
 def trimmed_mean(step: Step, stack: np.ndarray) -> np.ndarray:
     """The mean of what is left without the largest and the smallest values."""
-    trim = step.run.settings.robust.trim
+    trim = step.run.settings.server.trim
     left_out = min(int(np.ceil(trim * len(stack) - 1e-9)), (len(stack) - 1) // 2)
     ordered = np.sort(stack, axis=0)
     return np.asarray(np.mean(ordered[left_out : len(stack) - left_out], axis=0))

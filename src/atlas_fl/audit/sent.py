@@ -53,7 +53,7 @@ def _expected(run: Run, round: int, plan: AuditPlan, state: Flat) -> Iterator[tu
     if formula.corrects:
         values = arrays(state)
         yield "corrected", "correction", lambda k: (formula.correction(run, plan.clients[k], values), {})
-    if training.feature_alignment:
+    if run.settings.server.feature_alignment:
         yield "aligned", "centroids", lambda k: (class_means(plan, k, state), {})
 
 
@@ -89,7 +89,7 @@ def check_kept(run: Run, round: int, plan: AuditPlan, record: AuditRecord) -> It
     kinds = {"control": "corrected"} if run.settings.training.control_variates else {}
     if mixing.second_model != "none" and not mixing.personal_models:
         kinds["second"] = "second"
-    if mixing.second_gate != "none":
+    if run.settings.server.second_gate != "none":
         kinds["gate"] = "gate"
     nouns = {"second": "model"}
     for kind, check in kinds.items():
