@@ -15,7 +15,7 @@ HEADING = 9
 """Letters of a line of a heading above numbers on the terminal."""
 LEAST_SHARE = 0.001
 """Least share that a percentage of one decimal tells from nothing."""
-MOST_NARROW = 5
+MOST_NARROW = 4
 """Columns up to which a table may stand beside something else."""
 
 

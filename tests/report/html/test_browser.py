@@ -161,6 +161,21 @@ def test_the_keyboard_sorts_a_table(make_run, tab: Tab) -> None:
     assert tab.evaluate(read) == sorted(before)
 
 
+def test_what_a_pointer_shows_of_a_mark_is_text(make_run, tab: Tab) -> None:
+    tab.open(write_report([rename(make_run(rounds=2))]), width=1440)
+    marks = "[...document.querySelectorAll('#figure-outcome .mark-symbol.role-mark path')]"
+    shown = set()
+    for place in range(tab.evaluate(f"{marks}.length")):
+        x, y = tab.evaluate(
+            f"{{ const mark = {marks}[{place}]; mark.scrollIntoView({{ block: 'center' }});"
+            " const box = mark.getBoundingClientRect(); [box.x + box.width / 2, box.y + box.height / 2]; }"
+        )
+        tab.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+        tab.wait("document.querySelector('#vg-tooltip-element td')")
+        shown.add(tab.evaluate("document.querySelector('#vg-tooltip-element tr').cells[1].textContent"))
+    assert NAMES["movie-1"] in shown and tab.evaluate("window.harmed") is None
+
+
 def test_every_control_can_be_reached_by_the_keyboard(make_run, tab: Tab) -> None:
     tab.open(write_report([make_run(rounds=2)]), width=768)
     controls = "[...document.querySelectorAll('a, button, select, summary, .table, pre')]"

@@ -99,7 +99,8 @@ def list_text(places: Places, state: str) -> str:
     runs = {name: place for name, place in places.items() if not place.name.endswith(PLANNED_RUNS)}
     rows = [[name, *_progress(run, state_of({name: run}))] for name, run in runs.items()]
     columns = ("run", "rounds", "left, about", "mean validation score")
-    block: Block = Table(title="Runs", columns=columns, rows=rows)
+    note = f"left, about: if the rounds to come take as long as the last {RECENT} did"
+    block: Block = Table(title="Runs", columns=columns, rows=rows, note=note)
     complete = sum(RunFolder(run).summary.exists() for run in runs.values())
     page = Page(
         title="Runs",
