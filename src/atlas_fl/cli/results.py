@@ -367,7 +367,7 @@ def _mask_table(masks: Mapping[str, Mapping[str, Any]], named: Sequence[Path]) -
     rows: list[list[Cell]] = []
     for number, ((name, mask), shared) in enumerate(zip(masks.items(), overlap(list(masks.values()))), start=1):
         movable = num_kept(mask)
-        agree = map(plain, shared) if numbers else ()
+        agree = [plain(value) for value in shared] if numbers else []
         rows.append([str(number), name, count(movable), share(movable / num_values(mask)), *agree])
     lines = ["numbered columns: Jaccard index, both over either"] if numbers else []
     lines += [f"{number}: {path}" for number, path in enumerate(named, start=1)]

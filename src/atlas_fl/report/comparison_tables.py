@@ -169,7 +169,7 @@ def pair_tables(comparison: MethodComparison) -> list[Table]:
 def task_table(rows: Mapping[str, MethodRow]) -> Table:
     """The mean score of every task."""
     tasks = dict.fromkeys(task for row in rows.values() for task in row.tasks)
-    cells = [[name, *(plain(row.tasks.get(task)) for task in tasks)] for name, row in rows.items()]
+    cells: list[list[Cell]] = [[name, *(plain(row.tasks.get(task)) for task in tasks)] for name, row in rows.items()]
     return Table(title="By task", columns=("method", *tasks), rows=cells)
 
 

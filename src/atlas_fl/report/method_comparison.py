@@ -7,10 +7,10 @@ written: `report.comparison_tables`. Which statistic answers which question: doc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
-from jaxtyping import Float64
+import numpy.typing as npt
 
 from atlas_fl.errors import ConfigError, DataError
 from atlas_fl.report.finished_runs import RunScores, read_finished_run
@@ -135,7 +135,8 @@ def describe_runs(groups: Mapping[str, Sequence[RunScores]]) -> dict[str, Method
     return {name: _row(name, runs, list(runs[0].scores)) for name, runs in groups.items()}
 
 
-Matrix = Float64[np.ndarray, "seeds clients"]
+Matrix: TypeAlias = npt.NDArray[np.float64]
+"""Scores, (seeds, clients)."""
 
 
 def _matrix(runs: Sequence[RunScores], clients: Sequence[str]) -> Matrix:

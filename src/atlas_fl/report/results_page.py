@@ -6,7 +6,7 @@ average ranks over all of them, and says which runs are missing. The same folder
 those of `results_page.md.jinja`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import resources
 from typing import Literal
 
@@ -47,13 +47,14 @@ def write_page(
     environment = Environment(
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
-    environment.filters |= {
-        "markdown": lambda table: "\n".join(table.markdown()),
+    filters: dict[str, Callable[..., object]] = {
+        "markdown": _markdown,
         "about": _about,
-        "tables": lambda result: [] if result.comparison is None else page_tables(result.comparison),
+        "tables": _tables,
         "places": lines_in_one_place,
         "seeds": _seeds_words,
     }
+    environment.filters.update(filters)
     text = resources.files(__package__).joinpath("results_page.md.jinja").read_text(encoding="utf-8")
     return environment.from_string(text).render(
         num_runs=num_runs,
@@ -69,6 +70,14 @@ def write_page(
         ranks_table=None if ranks is None else ranks_table(ranks, control=control),
         results=results,
     )
+
+
+def _markdown(table: Table) -> str:
+    return "\n".join(table.markdown())
+
+
+def _tables(result: FederationResults) -> list[Table]:
+    return [] if result.comparison is None else page_tables(result.comparison)
 
 
 def _glance_table(compared: dict[str, MethodComparison], control: str) -> Table:
