@@ -26,7 +26,8 @@ def swept(folder: Path, over: dict[str, list[str]], *, seeds: int = 3, metric: s
             (run / "config.toml").write_text("")
             write_json(run / "plan.json", {})
             test = {"primary": score + shift, metric: score + shift}
-            write_json(run / "summary.json", {"overall": {"final": {"test": test}}})
+            summary = {"run": {}, "overall": {"final": {"test": test}}, "tasks": {}, "clients": {}, "bytes": {}}
+            write_json(run / "summary.json", summary)
             changes.append(own)
             runs.append(run)
     return read_sweep_scores(changes, runs)
