@@ -155,8 +155,8 @@ def test_an_audit_finds_halves_and_models_that_were_altered(config: MakeConfig) 
             "--control-variates corrects by the gradients of all, and --strategy kriging mixes otherwise",
         ),
         ({"measure_round": 0}, "--measure-round is 0"),
-        ({"measure_round": 5}, "--measure-round is 5; allowed: at most 3 with --strategy kriging, whose last"),
-        ({"measure_round": 3, "personal_rounds": 1}, "--measure-round is 3; allowed: at most 2 with"),
+        ({"measure_round": 5}, "--measure-round 5 is after the last aggregation of --strategy kriging; set an earlier"),
+        ({"measure_round": 3, "personal_rounds": 1}, "--measure-round 3 is after the last aggregation of"),
     ],
 )
 def test_what_it_does_not_go_with_is_one_line(config: MakeConfig, values: dict[str, object], message: str) -> None:

@@ -121,7 +121,7 @@ def test_a_served_run_has_the_moments_of_a_simulation(federation: Callable[..., 
     [
         (
             {"space": "factors", "devices": ("small", "workstation"), "device": SMALL},
-            "^--strategy fedadam in --space",
+            "^--strategy fedadam needs one rank",
         ),
         ({"within": "clusters", "recluster_every": 2}, "^--strategy fedadam --within clusters has moments of each"),
         ({"server_lr": 0}, "^--server-lr is 0.0; allowed: above 0"),

@@ -99,9 +99,9 @@ def test_the_example_goes_with_what_is_not_refused(config: Make, changes: dict[s
         (["--precision", "fp16"], "take --precision bf16 or fp32, or leave --trainer out"),
         (["--gradient-checkpointing"], "--gradient-checkpointing needs adapters in place while gradients are"),
         (["--strategy", "multitask", "--ranks", "4"], "--multitask takes a step of all tasks at once"),
-        (["--preset", "vision-lora"], "is of images; leave the task out, or take --trainer atlas"),
-        (["--tasks", "squad"], "task 'squad' is text to write; leave the task out, or take --trainer atlas"),
-        (["--plugin", "examples/plugins/client_term.py"], "in which the term 'small_adapters' of a plug-in would not"),
+        (["--preset", "vision-lora"], "(images); leave the others out, or take --trainer atlas"),
+        (["--tasks", "squad"], "there is squad (text to write); leave the others out, or take --trainer atlas"),
+        (["--plugin", "examples/plugins/client_term.py"], "in which the term small_adapters of a plug-in would not"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )

@@ -199,6 +199,8 @@ def flag_of(name: str) -> str:
 def _flag_words(config: Config, name: str) -> str:
     if name == "kinds":
         return ", ".join(f"{task} ({kind})" for task, kind in kinds_of(config).items())
+    if name == "terms":
+        return ", ".join(_value(config, name))
     if name in settings():
         return flag_words(settings()[name], value_of(config, name))
     value = config.mixing.strategy if flag_of(name) == "--strategy" else _value(config, name)
