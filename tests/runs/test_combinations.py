@@ -36,10 +36,10 @@ def test_a_head_at_the_client_and_a_set_of_the_cluster_go_with_workers(config: M
     check_same(whole.folder, found.folder, round=2)
 
 
-def test_auto_with_a_warm_up_is_the_run_at_the_cuts_that_it_took(config: Make) -> None:
+def test_auto_is_the_run_at_the_cuts_that_it_took(config: Make) -> None:
     gb = (most_needed(config, "2") + most_needed(config, "none")) / 2
     settings = {"devices": ("small", "tablet_4gb"), "device": (SMALL.format(gb=gb),), "ranks": "2", "rounds": 1}
-    settings |= {"fingerprint": "delta", "dropout": 0.1, "eval_every": 1}
+    settings |= {"dropout": 0.1, "eval_every": 1}
     auto = run_config(config(name="auto", split="auto", **settings))
     cuts = {client["name"]: client["cut"] for client in read_json(auto.folder / "plan.json")["clients"]}
     named = ",".join(f"{name}={cut}" for name, cut in cuts.items() if cut is not None)

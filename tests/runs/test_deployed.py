@@ -74,7 +74,7 @@ def lower_part(model: Path, folder: Path, *, blocks: int) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("head", "fingerprint"), [("server", "fisher"), ("client", "delta")])
+@pytest.mark.parametrize(("head", "fingerprint"), [("server", "fisher"), ("client", "gradient")])
 def test_a_deployed_federation_of_cut_models_is_the_simulated_one(
     federation: Callable[..., Federation], tiny_model: Path, tmp_path: Path, head: str, fingerprint: str
 ) -> None:
@@ -106,15 +106,13 @@ def test_a_deployed_federation_of_cut_models_is_the_simulated_one(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fingerprint", ["fisher", "delta"])
 def test_auto_takes_the_same_cuts_deployed_as_simulated(
-    federation: Callable[..., Federation], config: Callable[..., Config], fingerprint: str
+    federation: Callable[..., Federation], config: Callable[..., Config]
 ) -> None:
     """By the devices that the sites report: one holds the model, the other the half of it."""
     gb = (most_needed(config, "1") + most_needed(config, "none")) / 2
     small = SMALL.format(gb=gb)
     settings = {"devices": ("small", "tablet_4gb"), "device": (small,), "ranks": "2", "rounds": 1}
-    settings["fingerprint"] = fingerprint
     fed = federation({"movie-0": small, "movie-1": "tablet_4gb"}, split="auto", **settings)
     server, port = fed.serve()
     for program in [*(fed.join(name, port) for name in fed.sites), server]:

@@ -95,9 +95,8 @@ def test_what_is_not_measured_takes_nothing(config: Make) -> None:
     ("fingerprint", "head", "messages"),
     [
         ("fisher", "server", {"fingerprint": 8, "importance": 8, "evaluate": 2}),
-        # four batches there and back twice; twelve steps with one look at the halves
+        # four batches there and back twice
         ("fisher", "client", {"fingerprint": 16, "importance": 16, "evaluate": 2}),
-        ("delta", "server", {"fingerprint": 26, "importance": 8, "evaluate": 2}),
     ],
 )
 def test_both_sides_of_a_cut_do_what_the_whole_does(config: Make, fingerprint: str, head: str, messages) -> None:
