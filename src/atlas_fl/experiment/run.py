@@ -37,7 +37,8 @@ from atlas_fl.experiment.state import FederationState
 from atlas_fl.experiment.summary import attack_note, summarise, versions
 from atlas_fl.models.identity import model_identity
 from atlas_fl.planning.plan import Plan, PlanResult
-from atlas_fl.planning.planner import check_clients, plan_run
+from atlas_fl.planning.planner import plan_run
+from atlas_fl.planning.ranks_and_cuts import cuts_for_planning
 from atlas_fl.plugins import load_plugins
 from atlas_fl.runtime.engine import Engine, MissingAnswersError
 from atlas_fl.setup.assembly import Assembly, defer_late_clients, with_joined_clients, without_clients
@@ -239,7 +240,7 @@ def _check_late_clients(assembly: Assembly) -> None:
     rounds = assembly.config.training.rounds
     if assembly.config.data.arrive:
         late = [newcomer.client.name for newcomer in assembly.join_queue.waiting_clients(rounds)]
-        check_clients(with_joined_clients(assembly, late, round=rounds))
+        cuts_for_planning(with_joined_clients(assembly, late, round=rounds))
 
 
 def _restore_checkpoint(

@@ -8,10 +8,8 @@ import numpy as np
 
 from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.clustering.result import Clustering
-from atlas_fl.errors import CheckpointError
 from atlas_fl.params import Params
 from atlas_fl.sparse.masks import Mask
-from atlas_fl.storage.json_shapes import PLAN
 from atlas_fl.storage.ledger import LedgerRow
 
 ARRAYS = ("adjacency", "importance")
@@ -43,9 +41,6 @@ class ClientPlan:
     split: Mapping[str, Any] = field(default_factory=dict)
     """The reason for a cut or none (`reason`), and the costs of a cut by part on both sides; `shared` is
     the cluster with which the client shares the server's adapters, or without a cut all of them (`--multitask`)."""
-    planning: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Predicted costs of planning by phase: `client_seconds`, `server_seconds` and `link_seconds`, `memory_bytes` of
-    the device and `server_memory_bytes` of the server beside its frozen weights."""
 
     @property
     def sharing_cluster(self) -> int | None:
@@ -65,10 +60,6 @@ class Plan:
     """`alpha` (null: twice the rank) and `rslora`."""
     clustering: Mapping[str, Any] = field(default_factory=dict)
     """Report on the clustering: method, k table, similarity, reliability, verdict, agreement with the tasks."""
-    warmup: Mapping[str, Any] = field(default_factory=dict)
-    """Costs of the fingerprints: steps by client, agreement of the halves, seconds, bytes of one."""
-    graph: Mapping[str, Any] = field(default_factory=dict)
-    """`effective_neighbours` of each client."""
     data: tuple[Mapping[str, Any], ...] = ()
     """Statistics of each client: examples per split, labels, and distance of its mix of labels from its task's."""
     leakage: tuple[Mapping[str, Any], ...] = ()
@@ -98,28 +89,11 @@ class Plan:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> "Plan":
-        """The plan that `to_json` wrote; raises `CheckpointError` where a part is missing or damaged."""
-        try:
-            plan = _plan_from_json(data)
-            if fault := PLAN(data, ""):
-                raise CheckpointError(f"the plan is damaged ({fault}); restore the file, or run again")
-            return plan
-        except (AttributeError, TypeError, ValueError) as error:
-            raise CheckpointError(f"the plan is damaged ({error}); restore the file, or run again") from error
-
-
-def _plan_from_json(data: Mapping[str, Any]) -> Plan:
-    missing = [name for name in Plan.__dataclass_fields__ if name not in data]
-    fields = ClientPlan.__dataclass_fields__
-    missing += [name for name in fields for entry in data.get("clients", ()) if name not in entry]
-    if missing:
-        raise CheckpointError(
-            f"the plan lacks {missing[0]!r}: it was altered or is of another version; restore the file, or run again"
-        )
-    clients = tuple(ClientPlan(**{**entry, "ranks": tuple(entry["ranks"])}) for entry in data["clients"])
-    arrays = {name: np.array(data[name], dtype=np.float64) for name in ARRAYS}
-    tuples = {name: tuple(data[name]) for name in TUPLES}
-    return Plan(**{**data, **arrays, **tuples, "clients": clients})
+        """The plan that `to_json` wrote."""
+        clients = tuple(ClientPlan(**{**entry, "ranks": tuple(entry["ranks"])}) for entry in data["clients"])
+        arrays = {name: np.array(data[name], dtype=np.float64) for name in ARRAYS}
+        tuples = {name: tuple(data[name]) for name in TUPLES}
+        return Plan(**{**data, **arrays, **tuples, "clients": clients})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -117,6 +117,10 @@ class Assembly:
         """Return whether the clients train all weights."""
         return self.site.trainable == "full"
 
+    def only_last(self) -> "Assembly":
+        """The assembly of the client that came last."""
+        return replace(self, clients=self.clients[-1:], devices=self.devices[-1:])
+
     def full_models(self) -> dict[str, Params]:
         """The initial whole model of every client: the body, with its task's head; one mapping a task."""
         body = trained_body(self.site.backbone, self.config)
