@@ -88,7 +88,6 @@ def _join(assembly: Assembly, planned: PlanResult, state: FederationState, newco
             outdated=state.outdated | (models.keys() if strategy.communicates else set()),
         ),
         newcomer_models=newcomer_models,
-        communicates=strategy.communicates,
         state_changed=server_state is not state.server_state,
     )
 

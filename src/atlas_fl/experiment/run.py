@@ -26,10 +26,6 @@ from atlas_fl.experiment.recorder import (
     check_provenance,
     check_run_files,
     check_same_settings,
-    checkpoint_by_client,
-    checkpoint_models,
-    checkpoint_server_state,
-    config_change_note,
     provenance_of,
 )
 from atlas_fl.experiment.rounds import run_rounds
@@ -42,11 +38,10 @@ from atlas_fl.planning.ranks_and_cuts import cuts_for_planning
 from atlas_fl.plugins import load_plugins
 from atlas_fl.runtime.engine import Engine, MissingAnswersError
 from atlas_fl.setup.assembly import Assembly, defer_late_clients, with_joined_clients, without_clients
-from atlas_fl.setup.options import configured_attackers, predicting_models, strategy_of, with_attackers
+from atlas_fl.setup.options import configured_attackers, strategy_of, with_attackers
 from atlas_fl.storage import checkpoint, digests
 from atlas_fl.storage.files import run_lock
 from atlas_fl.storage.folder_access import write_atomic
-from atlas_fl.storage.json_shapes import SUMMARY, check_shape, ledger_row, list_of, metrics_row, require_fields
 from atlas_fl.storage.jsonl import read_json, read_rows
 from atlas_fl.storage.run_folder import (
     RunFolder,
@@ -133,7 +128,7 @@ def _continue_run(config: Config, folder: RunFolder, on_event: OnEvent, backend:
 
         if folder.summary.exists():
             digests.check_files(folder, folder.summary, folder.config)
-            result = _run_result(folder, config=config)
+            result = _run_result(folder, read_json(folder.summary))
             early = f"; it stopped early after round {result.rounds}" if "stopped" in result.summary else ""
             emit(Note(f"run {folder.path} is complete{early}"))
             return result
@@ -162,19 +157,13 @@ def _train_remaining(
         )
     if state.is_over:
         emit(PhaseStarted("export"))
-        models = predicting_models(
-            config,
-            state.by_client,
-            state.server_state,
-            client_models=state.client_models,
-            server_models=state.server_models,
-        )
-        export_clients(assembly, models, folder, on_event=emit)
-        summary = _summarise_run(config, folder, assembly, recorder)
+        export_clients(assembly, state.predicting_models(config), folder, on_event=emit)
+    summary = _summarise_run(config, folder, assembly, recorder)
+    if state.is_over:
         recorder.write_summary(summary)
         if line := attack_note(summary):
             emit(Note(line))
-    return _run_result(folder, config=config, assembly=assembly, recorder=recorder)
+    return _run_result(folder, summary)
 
 
 def _make_recorder(config: Config, assembly: Assembly, folder: RunFolder) -> Recorder:
@@ -251,39 +240,23 @@ def _restore_checkpoint(
     assembly = with_joined_clients(assembly, [client.name for client in plan.clients], round=saved.round + 1)
     recorder.set_clients(assembly.config, assembly.clients, assembly.site.secrets)
     check_provenance(saved.state["origin"], recorder.provenance, folder=folder.path)
-    if note := config_change_note(folder, saved):
-        emit(Note(note))
     recorder.rewind_to(saved)
     _check_clients(plan, assembly, folder)
-    server_state = checkpoint_server_state(saved)
-    server_models, client_models = checkpoint_models(saved, assembly.names)
     emit(Note(f"resumed after round {saved.round}"))
-    clustering = Clustering.from_json(plan.clustering) if "similarity" in plan.clustering else None
-    state = FederationState(
-        round=saved.round,
-        server_models=server_models,
-        server_state=server_state,
-        client_models=client_models,
-        outdated=frozenset(saved.state["stale"]),
-        validation_scores=saved.state["validation"],
-        history={int(round): score for round, score in saved.state["history"].items()},
-        is_over=saved.state["over"],
-        by_client=checkpoint_by_client(saved),
+    state = FederationState.from_checkpoint(saved, assembly.names)
+    planned = PlanResult(
+        plan=plan,
+        initial_models=state.client_models,
+        sketches=read_sketches(folder.sketches_of(recorder.plan_file)),
+        clustering=Clustering.from_json(plan.clustering) if "similarity" in plan.clustering else None,
+        mask=read_tensors(folder.mask) if plan.sparse else None,
     )
-    mask = read_tensors(folder.mask) if plan.sparse else None
-    sketches = read_sketches(folder.sketches_of(recorder.plan_file))
-    return (
-        assembly,
-        PlanResult(plan=plan, initial_models=client_models, sketches=sketches, clustering=clustering, mask=mask),
-        state,
-    )
+    return assembly, planned, state
 
 
 def _check_clients(plan: Plan, assembly: Assembly, folder: RunFolder) -> None:
-    planned, present = (
-        [(client.name, client.task) for client in plan.clients],
-        [(c.name, c.task.name) for c in assembly.clients],
-    )
+    planned = [(client.name, client.task) for client in plan.clients]
+    present = [(client.name, client.task.name) for client in assembly.clients]
     if planned != present:
         raise CheckpointError(
             f"run {folder.path} was planned with the clients {', '.join(name for name, _ in planned)}, and here are"
@@ -292,10 +265,6 @@ def _check_clients(plan: Plan, assembly: Assembly, folder: RunFolder) -> None:
 
 
 def _summarise_run(config: Config, folder: RunFolder, assembly: Assembly, recorder: Recorder) -> dict[str, Any]:
-    metrics = read_rows(folder.metrics)
-    check_shape(metrics, list_of(metrics_row), file=folder.metrics)
-    ledger = read_rows(folder.ledger)
-    check_shape(ledger, list_of(ledger_row), file=folder.ledger)
     summary = summarise(
         run={
             "name": folder.path.name,
@@ -305,8 +274,8 @@ def _summarise_run(config: Config, folder: RunFolder, assembly: Assembly, record
             "seed": config.run.seed,
             "config_hash": config_hash(config),
         },
-        metrics=metrics,
-        ledger=ledger,
+        metrics=read_rows(folder.metrics),
+        ledger=read_rows(folder.ledger),
         plan=read_json(folder.path / recorder.plan_file),
         phase_seconds=recorder.phase_seconds,
         memory=recorder.peak_memory(),
@@ -318,20 +287,6 @@ def _summarise_run(config: Config, folder: RunFolder, assembly: Assembly, record
     return {**summary, "seconds": {**summary["seconds"], "reused": recorder.reused_seconds}}
 
 
-def _run_result(
-    folder: RunFolder,
-    *,
-    config: Config,
-    assembly: Assembly | None = None,
-    recorder: Recorder | None = None,
-) -> RunResult:
-    complete = folder.summary.exists()
-    if complete:
-        summary = read_json(folder.summary)
-        check_shape(summary, SUMMARY, file=folder.summary)
-        require_fields(summary, "run", file=folder.summary)
-    else:
-        assert assembly is not None and recorder is not None, "a run without a summary has just been trained"
-        summary = _summarise_run(config, folder, assembly, recorder)
+def _run_result(folder: RunFolder, summary: dict[str, Any]) -> RunResult:
     rounds = summary["run"]["rounds"]
-    return RunResult(folder=folder.path, rounds=rounds, complete=complete, summary=summary)
+    return RunResult(folder=folder.path, rounds=rounds, complete=folder.summary.exists(), summary=summary)

@@ -41,31 +41,23 @@ def match_round_hosts(
     """Match guests and hosts of a round, from the clients whose training and evaluation updates these are."""
     if assembly.config.split.topology == "server":
         return HostAssignment()
-    planned = _match_hosts(assembly, clients, present=[client.name for client in clients])
     return HostAssignment(
-        training=_match_present_hosts(assembly, clients, planned, training),
-        evaluation=_match_present_hosts(assembly, clients, planned, evaluation),
+        training=_match_present_hosts(assembly, clients, training),
+        evaluation=_match_present_hosts(assembly, clients, evaluation),
         relayed=any(update.hosted is not None for update in (*training, *evaluation)),
     )
 
 
 def _match_present_hosts(
-    assembly: Assembly, clients: Sequence[ClientPlan], planned: Mapping[str, HostMatch], updates: Sequence[Update]
+    assembly: Assembly, clients: Sequence[ClientPlan], updates: Sequence[Update]
 ) -> dict[str, HostMatch]:
-    """Match the clients that answered; matches that the engine reports take precedence.
-
-    Where the host that was planned is absent, the reason says so.
-    """
+    """Match the clients that answered; matches that the engine reports take precedence."""
     engine_matches = {update.client: update.hosted for update in updates}
-    matches = {}
-    for name, match in _match_hosts(assembly, clients, present=engine_matches.keys()).items():
+    matches = _match_hosts(assembly, clients, present=engine_matches.keys())
+    for name, match in matches.items():
         engine_match = engine_matches[name]
-        planned_host = planned[name].host
         if engine_match is not None and engine_match.host != match.host:
-            match = engine_match
-        elif planned_host is not None and planned_host not in engine_matches:
-            match = replace(match, reason=f"{planned_host} takes no part; {match.reason}")
-        matches[name] = match
+            matches[name] = engine_match
     return matches
 
 

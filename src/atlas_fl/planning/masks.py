@@ -319,11 +319,9 @@ def full_client_plans(assembly: Assembly, mask_plan: MaskPlan, labels: Sequence[
     return tuple(plans)
 
 
-def full_notes(assembly: Assembly, mask_plan: MaskPlan) -> tuple[str, ...]:
-    """Notes on whole models: their sizes, settings without effect, and momentum that clients keep."""
+def full_notes(assembly: Assembly, models: ByClient) -> tuple[str, ...]:
+    """Notes on whole models: their sizes, and settings without effect."""
     config = assembly.config
-    mask = mask_plan.mask
-    models = mask_plan.initial_models
     notes = []
     changed = [field for field in fields(config.sparse) if getattr(config.sparse, field.name) != field.default]
     if changed and not config.sparse.has_mask:
@@ -335,12 +333,4 @@ def full_notes(assembly: Assembly, mask_plan: MaskPlan) -> tuple[str, ...]:
         head = num_values(select(model, head_keys(model)))
         total = assembly.site.backbone.num_parameters + head
         notes.append(f"{task}: {total:,} parameters, {head:,} of them in the head; {num_values(model):,} train{masked}")
-    if config.images.carry_momentum:
-        kept = [
-            num_values(model) if mask is None else num_kept({key: mask[key] for key in model})
-            for model in models.values()
-        ]
-        notes.append(
-            f"{len(kept)} clients keep their momentum between rounds: {4 * sum(kept):,} bytes, in checkpoints too"
-        )
     return tuple(notes)

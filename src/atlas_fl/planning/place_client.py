@@ -7,7 +7,7 @@ from pathlib import Path
 from atlas_fl.client.fingerprint import FIRST, SECOND
 from atlas_fl.clustering.labels import UNDECIDED
 from atlas_fl.clustering.result import Clustering, Placement, assign_client
-from atlas_fl.config import Config, load_config
+from atlas_fl.config import Config
 from atlas_fl.data.cache import load_task
 from atlas_fl.data.cleaning import without
 from atlas_fl.data.clients import ClientData, make_clients
@@ -20,9 +20,8 @@ from atlas_fl.planning.plan import Plan
 from atlas_fl.planning.planner import local_engine
 from atlas_fl.planning.ranks_and_cuts import fit_client, newcomer_importance
 from atlas_fl.planning.task_discovery import collect_fingerprints, models_after_fingerprints
-from atlas_fl.plugins import load_plugins
 from atlas_fl.ranks.devices import find_devices
-from atlas_fl.setup.assembly import assemble, load_clients, source_of
+from atlas_fl.setup.assembly import assemble, load_clients, recorded_config, source_of
 from atlas_fl.setup.options import fingerprint_options
 from atlas_fl.storage.digests import check_files
 from atlas_fl.storage.jsonl import read_json
@@ -58,15 +57,14 @@ def place_client(
     Raises `ConfigError` where the run has no clusters.
     """
     folder = find_run(run)
-    check_files(folder, folder.plan, folder.config)
-    config, plan = load_config(folder.config, within=folder.path), Plan.from_json(read_json(folder.plan))
+    check_files(folder, folder.plan)
+    config, plan = recorded_config(folder), Plan.from_json(read_json(folder.plan))
     if "similarity" not in plan.clustering:
         raise ConfigError(
             f"run {folder.path} has no clusters: strategy {config.mixing.strategy!r} uses none; name a run of another"
             " strategy, such as atlas"
         )
     clustering = Clustering.from_json(plan.clustering)
-    load_plugins(config.run.plugin, outside=folder.path)
     profile = None
     if device is not None:
         profile = find_devices((), (device,))[0] if "=" in device else find_devices((device,), config.data.device)[0]

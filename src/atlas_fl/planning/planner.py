@@ -34,7 +34,6 @@ from atlas_fl.planning.masks import (
 )
 from atlas_fl.planning.plan import Plan, PlanResult
 from atlas_fl.planning.ranks_and_cuts import cuts_for_planning, fit_clients, importance_by_client
-from atlas_fl.planning.round_costs import client_side
 from atlas_fl.planning.start_adapter import StartAdapter, load_start_adapter, start_model, start_notes
 from atlas_fl.planning.task_discovery import TaskDiscovery, discover_tasks, make_client_graph
 from atlas_fl.ranks.allocation import cluster_importance
@@ -121,7 +120,7 @@ def plan_run(assembly: Assembly, engine: Engine, *, on_event: OnEvent = ignore) 
         mask_plan = fit_heads_and_mask(assembly, meter, discovery.warmed_models)
         importance = np.zeros((len(assembly.clients), 0))
         clients = full_client_plans(assembly, mask_plan, discovery.labels)
-        notes = full_notes(assembly, mask_plan)
+        notes = full_notes(assembly, mask_plan.initial_models)
     else:
         on_event(PhaseStarted("ranks"))
         importance = measure_importance(assembly, meter, discovery, discovery.warmed_models, cuts=cuts)
@@ -289,11 +288,6 @@ def cuts_of(assembly: Assembly, plan: Plan) -> dict[str, Cut]:
     """The cut of each cut client of this plan, by name."""
     cuts = {client.name: cut_of(assembly.config, client.cut, shared=client.sharing_cluster) for client in plan.clients}
     return {name: cut for name, cut in cuts.items() if cut is not None}
-
-
-def client_side_names(assembly: Assembly, cuts: Mapping[str, Cut], models: ByClient) -> dict[str, frozenset[str]]:
-    """The names of the trainable tensors on the client's side, for each client with a cut."""
-    return {name: client_side(assembly, cut, models[name]) for name, cut in cuts.items()}
 
 
 def full_model_sender(

@@ -79,12 +79,32 @@ def start_model(
 
 def start_notes(start: StartAdapter, assembly: Assembly, ranks: Sequence[Sequence[int]]) -> tuple[str, ...]:
     """A line on each part of the adapter that a run does not start from as it is."""
-    return (
-        *_base_notes(start, assembly),
-        *_layer_notes(start, assembly),
-        *_rank_notes(start, assembly, ranks),
-        *_head_notes(start, assembly),
-    )
+    where = f"the adapter in {start.folder}"
+    lines = []
+    path = assembly.site.backbone.source.path
+    if start.base is not None and Path(start.base).name != Path(path).name:
+        lines.append(
+            f"{where} names the base model {start.base}, and this run's is {path}: its start is the adapter's own only"
+            " if both have the same weights"
+        )
+    adapted, all_modules = len(lora_modules(start.params)), len(assembly.site.modules)
+    if adapted < all_modules:
+        lines.append(
+            f"{where} adapts {adapted} of the {all_modules} layers of this run; the others begin at zero, which changes"
+            " no output"
+        )
+    highest = max(len(start.params[module + LORA_A]) for module in lora_modules(start.params))
+    whole = _energy(start.params, assembly)
+    kept = {own: _energy(_at_ranks(start, assembly, own), assembly) for own in dict.fromkeys(map(tuple, ranks))}
+    enough = whole * (1 - _EQUAL)
+    cut = [client.name for client, own in zip(assembly.clients, ranks, strict=True) if kept[tuple(own)] < enough]
+    if cut:
+        lines.append(
+            f"{where} has ranks of up to {highest}, and those of {_listed(cut)} are lower: they start from an"
+            f" approximation with {min(kept.values()) / whole:.1%} of its squared norm; --ranks {highest} keeps all of"
+            " it"
+        )
+    return (*lines, *_head_notes(start, assembly))
 
 
 def _at_ranks(start: StartAdapter, assembly: Assembly, client_ranks: Sequence[int]) -> Params:
@@ -106,41 +126,6 @@ def _head_for(start: StartAdapter, task: Task, assembly: Assembly) -> Params | N
     order = [start.labels.index(label) for label in task.label_names]
     outputs = backbone.family.head[-1].key
     return {key: tensor[order] if key.startswith(outputs) and order else tensor for key, tensor in head.items()}
-
-
-def _base_notes(start: StartAdapter, assembly: Assembly) -> tuple[str, ...]:
-    path = assembly.site.backbone.source.path
-    if start.base is None or start.base == path or Path(start.base).name == Path(path).name:
-        return ()
-    return (
-        f"the adapter in {start.folder} names the base model {start.base}, and this run's is {path}: its start is the"
-        " adapter's own only if both have the same weights",
-    )
-
-
-def _layer_notes(start: StartAdapter, assembly: Assembly) -> tuple[str, ...]:
-    adapted, all_modules = len(lora_modules(start.params)), len(assembly.site.modules)
-    if adapted == all_modules:
-        return ()
-    return (
-        f"the adapter in {start.folder} adapts {adapted} of the {all_modules} layers of this run; the others begin at"
-        " zero, which changes no output",
-    )
-
-
-def _rank_notes(start: StartAdapter, assembly: Assembly, ranks: Sequence[Sequence[int]]) -> tuple[str, ...]:
-    highest = max(len(start.params[module + LORA_A]) for module in lora_modules(start.params))
-    whole = _energy(start.params, assembly)
-    kept = {own: _energy(_at_ranks(start, assembly, own), assembly) for own in dict.fromkeys(map(tuple, ranks))}
-    enough = whole * (1 - _EQUAL)
-    cut = [client.name for client, own in zip(assembly.clients, ranks, strict=True) if kept[tuple(own)] < enough]
-    if not cut:
-        return ()
-    return (
-        f"the adapter in {start.folder} has ranks of up to {highest}, and those of {_listed(cut)} are lower: they start"
-        f" from an approximation with {min(kept.values()) / whole:.1%} of its squared norm; --ranks {highest} keeps all"
-        " of it",
-    )
 
 
 def _energy(params: Params, assembly: Assembly) -> float:
