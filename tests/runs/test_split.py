@@ -200,17 +200,6 @@ def test_a_cut_that_cannot_be_is_told_in_a_line(config: Make, gb: float, setting
     assert "\n" not in str(caught.value)
 
 
-def test_a_device_too_small_for_the_whole_is_told_of_cuts_where_one_fits(
-    config: Make, needs: Callable[[str], float]
-) -> None:
-    remedy = "; or cut the model with --split auto, which fits"
-    with pytest.raises(BudgetError, match=remedy):
-        plan_of(config, (needs("1") + needs("none")) / 2)
-    with pytest.raises(BudgetError) as caught:
-        plan_of(config, 0.375)
-    assert remedy not in str(caught.value)
-
-
 def test_memory_binds_the_ranks_below_the_cut_alone(config: Make, needs: Callable[[str], float]) -> None:
     """The blocks above the cut keep the ranks that the upload allows."""
     room = needs("1") + 24_000 / 2**30

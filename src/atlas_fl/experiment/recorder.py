@@ -132,13 +132,8 @@ class Recorder:
     """Writes the files of a run's folder; nothing else does."""
 
     folder: RunFolder
+    config: Config
     clients: tuple[ClientData, ...]
-    share: tuple[str, ...]
-    audit: bool
-    checkpoint_every: int
-    keep_checkpoints: int
-    keep_best: int
-    """Best rounds by mean validation score whose checkpoints stay beside the newest."""
     provenance: Mapping[str, Any]
     """The settings, the data and digests of the secrets that the run was begun with (`provenance_of`)."""
     plan_file: str = "plan.json"
@@ -169,8 +164,8 @@ class Recorder:
         rows = [row.to_json() for row in (plan_messages(planned) if communicates else planned.cut_traffic)]
         self._append_rows(self.folder.metrics, [])
         self._append_rows(self.folder.ledger, rows)
-        if self.audit:
-            self._write_audit_models("start", state.client_models, round=0)
+        if self.config.run.audit:
+            self._write_audit_models(self.folder.audit_round(0), "start", state.client_models)
             self._write_server_state(self.folder.audit_round(0), state.server_state)
             self._write_audit_record(self.folder.audit_round(0), {"round": 0})
         self._save_checkpoint(state)
@@ -194,19 +189,15 @@ class Recorder:
         if strategy_of(assembly.config).communicates:
             rows = plan_messages(join.planned, round=state.round + 1, only=join.newcomer_models)
         self._append_rows(self.folder.ledger, [row.to_json() for row in rows])
-        if self.audit:
+        if self.config.run.audit:
             self._write_join_audit(join)
         self._save_checkpoint(state)
 
     def _write_join_audit(self, join: JoinResult) -> None:
         state, folder = join.state, self.folder.audit_arrival(join.state.round + 1)
         initial_models = {name: state.client_models[name] for name in join.newcomer_models}
-        self.audit_digests["fresh.safetensors"] = write_models(
-            folder / "fresh.safetensors", join.newcomer_models, within=self.folder.path
-        )
-        self.audit_digests["start.safetensors"] = write_models(
-            folder / "start.safetensors", initial_models, within=self.folder.path
-        )
+        self._write_audit_models(folder, "fresh", join.newcomer_models)
+        self._write_audit_models(folder, "start", initial_models)
         if join.state_changed:
             self._write_server_state(folder, state.server_state)
         plan = join.planned.plan.to_json()
@@ -223,14 +214,14 @@ class Recorder:
         self.plan_file = f"plan-{round:04d}.json"
         self._write_plan(planned)
         self._append_rows(self.folder.ledger, [row.to_json() for row in plan_messages(planned, round=round)])
-        if self.audit and resized_models is not None:
-            self._write_audit_models("begun", resized_models, round=round)
+        if self.config.run.audit and resized_models is not None:
+            self._write_audit_models(self.folder.audit_round(round), "begun", resized_models)
 
     def record_choice(self, messages: Sequence[LedgerRow], state: FederationState) -> None:
         """Write what the choice of clusters before a round cost, and for the audit what the round begins with."""
         self._append_rows(self.folder.ledger, [row.to_json() for row in messages])
-        if self.audit:
-            self._write_audit_models("begun", state.client_models, round=state.round + 1)
+        if self.config.run.audit:
+            self._write_audit_models(self.folder.audit_round(state.round + 1), "begun", state.client_models)
             self._write_server_state(self.folder.audit_round(state.round + 1), state.server_state)
 
     def record_round(
@@ -244,10 +235,10 @@ class Recorder:
             (best,) = best_rounds(state.history, 1)
             rows.append({"round": state.round, "event": STOPPED, "best_round": best, "validation": state.history[best]})
         self._append_rows(self.folder.metrics, rows)
-        self._append_rows(self.folder.ledger, [row.to_json() for row in record.messages(self.share)])
-        if self.audit:
+        self._append_rows(self.folder.ledger, [row.to_json() for row in record.messages(self.config.mixing.share)])
+        if self.config.run.audit:
             self._write_audit(record, state)
-        is_due = record.round % self.checkpoint_every == 0 or record.round in self._best_rounds(state)
+        is_due = record.round % self.config.run.checkpoint_every == 0 or record.round in self._best_rounds(state)
         if is_due or record.outcome.final or is_last:
             self._save_checkpoint(state)
         return rows
@@ -307,11 +298,11 @@ class Recorder:
         models_by_file = {
             "anchor": step.anchors, **kept, **record.sent, "out_of_bound": received.out_of_bound
         }  # fmt: skip
-        self._write_audit_models("trained", received.models, round=record.round)
-        self._write_audit_models("start", record.client_models, round=record.round)
+        self._write_audit_models(folder, "trained", received.models)
+        self._write_audit_models(folder, "start", record.client_models)
         for name, models in models_by_file.items():
             if models:
-                self._write_audit_models(name, models, round=record.round)
+                self._write_audit_models(folder, name, models)
         if step.rows:
             rows = {part: torch.from_numpy(np.ascontiguousarray(matrix)) for part, matrix in step.rows.items()}
             file = folder / "mixing.safetensors"
@@ -334,8 +325,8 @@ class Recorder:
             content["without_edges"] = list(received.refused)
         self._write_audit_record(folder, content)
 
-    def _write_audit_models(self, name: str, models: ByClient, *, round: int) -> None:
-        file = self.folder.audit_round(round) / f"{name}.safetensors"
+    def _write_audit_models(self, folder: Path, name: str, models: ByClient) -> None:
+        file = folder / f"{name}.safetensors"
         self.audit_digests[file.name] = write_models(file, models, within=self.folder.path)
 
     def _write_server_state(self, folder: Path, server_state: ServerState) -> None:
@@ -370,7 +361,9 @@ class Recorder:
             digests.STATE_ENTRY: self._all_digests(),
         }
         checkpoint.save(self.folder.checkpoints, round=state.round, tensors=tensors, state=content)
-        checkpoint.prune(self.folder.checkpoints, keep=self.keep_checkpoints, keep_rounds=self._best_rounds(state))
+        checkpoint.prune(
+            self.folder.checkpoints, keep=self.config.run.keep_checkpoints, keep_rounds=self._best_rounds(state)
+        )
 
     @property
     def reused_seconds(self) -> float:
@@ -378,7 +371,7 @@ class Recorder:
         return self.earlier_reused + REUSED_RESULTS.saved_seconds - self.saved_before
 
     def _best_rounds(self, state: FederationState) -> tuple[int, ...]:
-        return best_rounds(state.history, self.keep_best)
+        return best_rounds(state.history, self.config.run.keep_best)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write the digests of all files of a complete run, and then the summary, which marks it as complete."""

@@ -137,18 +137,23 @@ def _continue_run(config: Config, folder: RunFolder, on_event: OnEvent, backend:
         start_time = time.perf_counter()
         with backend(config, emit) as (assembly, engine):
             assembly = defer_late_clients(assembly)
-            recorder = _make_recorder(config, assembly, folder)
+            model = asdict(model_identity(assembly.site.backbone))
+            recorder = Recorder(
+                folder=folder,
+                config=config,
+                clients=assembly.clients,
+                provenance=provenance_of(config, assembly.clients, model, assembly.site.secrets),
+                file_digests={folder.config.name: digests.file_sha256(folder.config).hexdigest()},
+            )
             recorder.phase_seconds["loading"] = time.perf_counter() - start_time
-            return _train_remaining(assembly, engine, recorder, folder, emit)
+            return _train_remaining(assembly, engine, recorder, emit)
 
 
-def _train_remaining(
-    assembly: Assembly, engine: Engine, recorder: Recorder, folder: RunFolder, emit: OnEvent
-) -> RunResult:
+def _train_remaining(assembly: Assembly, engine: Engine, recorder: Recorder, emit: OnEvent) -> RunResult:
     """Train the remaining rounds within `max_rounds`; after the last one export the models and write the summary."""
     config = assembly.config
     engine = with_attackers(engine, config, assembly.clients)
-    assembly, planned, state = _load_or_plan(assembly, recorder, folder, engine, emit)
+    assembly, planned, state = _load_or_plan(assembly, recorder, engine, emit)
     limit = config.run.max_rounds
     last = config.training.rounds if limit is None else min(config.training.rounds, state.round + limit)
     if not state.is_over:
@@ -157,45 +162,33 @@ def _train_remaining(
         )
     if state.is_over:
         emit(PhaseStarted("export"))
-        export_clients(assembly, state.predicting_models(config), folder, on_event=emit)
-    summary = _summarise_run(config, folder, assembly, recorder)
+        export_clients(assembly, state.predicting_models(config), recorder.folder, on_event=emit)
+    summary = _summarise_run(assembly, recorder)
     if state.is_over:
         recorder.write_summary(summary)
         if line := attack_note(summary):
             emit(Note(line))
-    return _run_result(folder, summary)
-
-
-def _make_recorder(config: Config, assembly: Assembly, folder: RunFolder) -> Recorder:
-    return Recorder(
-        folder=folder,
-        clients=assembly.clients,
-        share=config.mixing.share,
-        audit=config.run.audit,
-        checkpoint_every=config.run.checkpoint_every,
-        keep_checkpoints=config.run.keep_checkpoints,
-        keep_best=config.run.keep_best,
-        provenance=provenance_of(
-            config, assembly.clients, asdict(model_identity(assembly.site.backbone)), assembly.site.secrets
-        ),
-        file_digests={folder.config.name: digests.file_sha256(folder.config).hexdigest()},
-    )
+    return _run_result(recorder.folder, summary)
 
 
 def _load_or_plan(
-    assembly: Assembly, recorder: Recorder, folder: RunFolder, engine: Any, emit: OnEvent
+    assembly: Assembly, recorder: Recorder, engine: Engine, emit: OnEvent
 ) -> tuple[Assembly, PlanResult, FederationState]:
     """The clients, the plan and the state to continue from: those of the newest good checkpoint, or new ones."""
+    folder = recorder.folder
     saved, damage_notes = checkpoint.load_latest(folder.checkpoints, check=partial(check_run_files, folder))
     if saved is None and (intact := checkpoint.load_latest(folder.checkpoints)[0]) is not None:
         check_run_files(folder, intact)  # raises: to begin again would write over what can be restored
     for line in damage_notes:
         emit(Note(line if saved is not None else f"{line}; beginning again"))
     if saved is not None:
-        return _restore_checkpoint(assembly, recorder, folder, saved, emit)
+        return _restore_checkpoint(assembly, recorder, saved, emit)
     for leftover in (folder.metrics, folder.ledger, *folder.plans()[1:]):
         leftover.unlink(missing_ok=True)
-    _check_late_clients(assembly)
+    rounds = assembly.config.training.rounds
+    if assembly.config.data.arrive:  # who could not take part is told before the first round
+        late = [newcomer.client.name for newcomer in assembly.join_queue.waiting_clients(rounds)]
+        cuts_for_planning(with_joined_clients(assembly, late, round=rounds))
     start_time = time.perf_counter()
     assembly, planned = _make_plan(assembly, engine, emit)
     recorder.set_clients(assembly.config, assembly.clients, assembly.site.secrets)
@@ -224,24 +217,22 @@ def _make_plan(assembly: Assembly, engine: Any, emit: OnEvent) -> tuple[Assembly
             emit(Note(f"the plan is made without {missing}; others: {', '.join(assembly.names)}"))
 
 
-def _check_late_clients(assembly: Assembly) -> None:
-    """Raise an `AtlasError` before the first round for a late client that cannot take part."""
-    rounds = assembly.config.training.rounds
-    if assembly.config.data.arrive:
-        late = [newcomer.client.name for newcomer in assembly.join_queue.waiting_clients(rounds)]
-        cuts_for_planning(with_joined_clients(assembly, late, round=rounds))
-
-
 def _restore_checkpoint(
-    assembly: Assembly, recorder: Recorder, folder: RunFolder, saved: checkpoint.Checkpoint, emit: OnEvent
+    assembly: Assembly, recorder: Recorder, saved: checkpoint.Checkpoint, emit: OnEvent
 ) -> tuple[Assembly, PlanResult, FederationState]:
     """Restore the clients, the plan and the state of this checkpoint; truncate the logs to it."""
+    folder = recorder.folder
     plan = Plan.from_json(read_json(folder.path / saved.state["plan"]))
     assembly = with_joined_clients(assembly, [client.name for client in plan.clients], round=saved.round + 1)
     recorder.set_clients(assembly.config, assembly.clients, assembly.site.secrets)
     check_provenance(saved.state["origin"], recorder.provenance, folder=folder.path)
     recorder.rewind_to(saved)
-    _check_clients(plan, assembly, folder)
+    planned_tasks = {client.name: client.task for client in plan.clients}
+    if list(planned_tasks.items()) != [(client.name, client.task.name) for client in assembly.clients]:
+        raise CheckpointError(
+            f"run {folder.path} was planned with the clients {', '.join(planned_tasks)}, and here are"
+            f" {', '.join(assembly.names)}; a run across machines goes on with `atlas serve`"
+        )
     emit(Note(f"resumed after round {saved.round}"))
     state = FederationState.from_checkpoint(saved, assembly.names)
     planned = PlanResult(
@@ -254,17 +245,8 @@ def _restore_checkpoint(
     return assembly, planned, state
 
 
-def _check_clients(plan: Plan, assembly: Assembly, folder: RunFolder) -> None:
-    planned = [(client.name, client.task) for client in plan.clients]
-    present = [(client.name, client.task.name) for client in assembly.clients]
-    if planned != present:
-        raise CheckpointError(
-            f"run {folder.path} was planned with the clients {', '.join(name for name, _ in planned)}, and here are"
-            f" {', '.join(name for name, _ in present)}; a run across machines goes on with `atlas serve`"
-        )
-
-
-def _summarise_run(config: Config, folder: RunFolder, assembly: Assembly, recorder: Recorder) -> dict[str, Any]:
+def _summarise_run(assembly: Assembly, recorder: Recorder) -> dict[str, Any]:
+    config, folder = assembly.config, recorder.folder
     summary = summarise(
         run={
             "name": folder.path.name,

@@ -15,7 +15,7 @@ with the best weighted score is taken, or the one with the smallest predicted ro
 The weights are those of the first ATLAS; its communication term counted layers, this one counts seconds.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -121,78 +121,54 @@ def fit_client(
     With `auto` a device that can hold the model gets no cut. Raises `BudgetError` where nothing fits, `ConfigError`
     for a cut beyond the model.
     """
-    setting = _client_cut_setting(assembly, client, device)
+    config, setting = assembly.config, _client_cut_setting(assembly, client, device)
+    memory_budget = None
+    if config.ranks.budget == "fractions":
+        memory_budget = fraction_budget(
+            device,
+            base=config.ranks.alpha_base,
+            activations=config.ranks.alpha_act,
+            optimizer=config.ranks.alpha_opt,
+        )
 
-    def fit(blocks: int | None, reason: str = "") -> ClientFit:
-        cut = cut_of(assembly.config, blocks)
-        assignment = _assign_client_ranks(assembly, client, device, importance, factor=factor, cut=cut)
+    def fit(blocks: int | None, reason: str) -> ClientFit:
+        cut = cut_of(config, blocks)
+        assignment = assign_ranks(
+            assembly.shape,
+            device,
+            importance=importance,
+            rule=config.ranks.ranks,
+            candidates=config.ranks.candidates,
+            step=heaviest_step(assembly, client, cut),
+            allowance_bytes=config.ranks.adapter_bytes,
+            memory_budget=memory_budget,
+            factor=factor,
+        )
         prediction = predict_client_round(assembly, client, device, assignment.ranks, cut=cut)
         return ClientFit(assignment=assignment, prediction=prediction, cut=cut, reason=reason)
 
-    if setting not in (NONE, AUTO):
-        return fit(_check_block(int(setting), assembly), "set by --split")
-    reason = "the device holds the whole model"
     if setting == NONE:
-        reason = "" if assembly.config.split.split == NONE else "left whole by --split"
+        return fit(None, "" if config.split.split == NONE else "left whole by --split")
+    if setting != AUTO:
+        return fit(_check_block(int(setting), assembly), "set by --split")
     try:
-        return fit(None, reason)
+        return fit(None, "the device holds the whole model")
     except BudgetError as error:
-        fits, refusals = _fit_every_cut(fit, assembly)
-        if setting == NONE and fits:
-            raise BudgetError(f"{error}; or cut the model with --split auto, which fits") from error
-        if setting == NONE:
-            raise
+        fits, refusals = list[ClientFit](), list[BudgetError]()
+        # models of images are not cut, nor those whose lower blocks have no adapters
+        is_cuttable = assembly.site.backbone.vision is None and config.model.adapted_blocks is None
+        for blocks in range(1, assembly.shape.num_layers if is_cuttable else 1):
+            try:
+                fits.append(fit(blocks, ""))
+            except BudgetError as refusal:
+                refusals.append(refusal)
         if not fits:
             raise BudgetError(
                 f"{device.name} fits no cut of {assembly.site.backbone.name}; with one block on it:"
-                f" {[*refusals, error][0]}"
+                f" {(refusals or [error])[0]}"
             ) from error
-    best, reason = choose_cut(
-        [_candidate(client_fit, importance) for client_fit in fits], assembly.config.split.split_objective
-    )
+    best, reason = choose_cut([_candidate(cut_fit, importance) for cut_fit in fits], config.split.split_objective)
     return fit(best.blocks, reason)
-
-
-def _assign_client_ranks(
-    assembly: Assembly,
-    client: ClientData,
-    device: Device,
-    importance: np.ndarray,
-    *,
-    factor: float,
-    cut: Cut | None,
-) -> RankAssignment:
-    config = assembly.config.ranks
-    memory_budget = None
-    if config.budget == "fractions":
-        memory_budget = fraction_budget(
-            device, base=config.alpha_base, activations=config.alpha_act, optimizer=config.alpha_opt
-        )
-    return assign_ranks(
-        assembly.shape,
-        device,
-        importance=importance,
-        rule=config.ranks,
-        candidates=config.candidates,
-        step=heaviest_step(assembly, client, cut),
-        allowance_bytes=config.adapter_bytes,
-        memory_budget=memory_budget,
-        factor=factor,
-    )
-
-
-def _fit_every_cut(fit: Callable[[int], ClientFit], assembly: Assembly) -> tuple[list[ClientFit], list[BudgetError]]:
-    """The fit of every cut that the device can hold, and the errors of the others."""
-    fits = list[ClientFit]()
-    refusals = list[BudgetError]()
-    # models of images are not cut, nor those whose lower blocks have no adapters
-    is_cuttable = assembly.site.backbone.vision is None and assembly.config.model.adapted_blocks is None
-    for blocks in range(1, assembly.shape.num_layers if is_cuttable else 1):
-        try:
-            fits.append(fit(blocks))
-        except BudgetError as error:
-            refusals.append(error)
-    return fits, refusals
 
 
 def cuts_for_planning(assembly: Assembly) -> dict[str, Cut]:
