@@ -18,7 +18,7 @@ from atlas_fl.events import Note, OnEvent, PhaseStarted
 from atlas_fl.experiment.state import FederationState, JoinResult
 from atlas_fl.params import HEAD, ByClient, Params
 from atlas_fl.planning.host_assignment import assign_hosts
-from atlas_fl.planning.masks import MaskPlan, fit_heads, full_client_plans, mask_messages, should_fit_heads
+from atlas_fl.planning.masks import fit_heads, full_client_plans, mask_messages, should_fit_heads
 from atlas_fl.planning.plan import ClientPlan, PlanResult
 from atlas_fl.planning.planner import initial_models
 from atlas_fl.planning.ranks_and_cuts import cuts_for_planning, fit_clients, newcomer_importance
@@ -155,8 +155,7 @@ def _plan_whole_model(
     if planned.mask is not None:
         body = {key: values for key, values in planned.mask.items() if not key.startswith(HEAD)}
         messages += mask_messages(newcomer, body)
-    prepared = MaskPlan(initial_models=models, mask=planned.mask, messages=())
-    (client_plan,) = full_client_plans(newcomer, prepared, discovery.labels[-1:])
+    (client_plan,) = full_client_plans(newcomer, models, planned.mask, discovery.labels[-1:])
     return client_plan, models[client.name], messages
 
 

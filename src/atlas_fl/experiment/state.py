@@ -34,7 +34,7 @@ from atlas_fl.params import (
     unflatten_state,
 )
 from atlas_fl.planning.host_assignment import HostAssignment
-from atlas_fl.planning.plan import Plan, PlanResult
+from atlas_fl.planning.plan import PlanResult
 from atlas_fl.setup.assembly import Assembly
 from atlas_fl.setup.options import parts_of_config
 from atlas_fl.sparse.codec import values_size
@@ -485,14 +485,10 @@ def plan_messages(planned: PlanResult, *, round: int = 0, only: Collection[str] 
                 payload[IMPORTANCE] = torch.from_numpy(planned.plan.importance[index])
             size = encoded_size(payload)
             rows.append(LedgerRow(round=round, client=client.name, direction="up", kind="fingerprint", bytes=size))
-        size = len(to_json(_control_payload(planned.plan, index)).encode())
+        told = {"client": client.name, "cluster": client.cluster, "ranks": list(client.ranks), "cut": client.cut}
+        size = len(to_json(told).encode())
         rows.append(LedgerRow(round=round, client=client.name, direction="down", kind="control", bytes=size))
     return rows
-
-
-def _control_payload(plan: Plan, index: int) -> dict[str, Any]:
-    client = plan.clients[index]
-    return {"client": client.name, "cluster": client.cluster, "ranks": list(client.ranks), "cut": client.cut}
 
 
 @dataclass(frozen=True, kw_only=True)

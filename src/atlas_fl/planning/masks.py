@@ -275,16 +275,17 @@ def check_training_memory(assembly: Assembly) -> None:
             )
 
 
-def full_client_plans(assembly: Assembly, mask_plan: MaskPlan, labels: Sequence[int]) -> tuple[ClientPlan, ...]:
+def full_client_plans(
+    assembly: Assembly, models: ByClient, mask: Mask | None, labels: Sequence[int]
+) -> tuple[ClientPlan, ...]:
     """The plans of clients that train whole models; `labels` are their clusters.
 
     Seconds are those of the link. Memory is that of weights, gradients and momentum; activations are in no prediction.
     """
     share = assembly.config.mixing.share if strategy_of(assembly.config).communicates else ()
-    mask = mask_plan.mask
     plans = []
     for client, device, label in zip(assembly.clients, assembly.devices, labels, strict=True):
-        model = mask_plan.initial_models[client.name]
+        model = models[client.name]
         model_bytes = num_bytes(model)
         sent_bytes = 0
         shared = shared_params(model, share)

@@ -119,14 +119,14 @@ def plan_run(assembly: Assembly, engine: Engine, *, on_event: OnEvent = ignore) 
         on_event(PhaseStarted("head and mask" if config.sparse.has_mask else "head"))
         mask_plan = fit_heads_and_mask(assembly, meter, discovery.warmed_models)
         importance = np.zeros((len(assembly.clients), 0))
-        clients = full_client_plans(assembly, mask_plan, discovery.labels)
+        clients = full_client_plans(assembly, mask_plan.initial_models, mask_plan.mask, discovery.labels)
         notes = full_notes(assembly, mask_plan.initial_models)
     else:
         on_event(PhaseStarted("ranks"))
         importance = measure_importance(assembly, meter, discovery, discovery.warmed_models, cuts=cuts)
         clients, notes = fit_clients(assembly, discovery.labels, importance)
         clients = assign_hosts(assembly, clients)
-        notes += _prefix_notes(assembly) + _halves_notes(config)
+        notes += _halves_notes(config)
     leakage: tuple[dict[str, Any], ...] = ()
     if config.split.leakage:
         on_event(PhaseStarted("leakage"))
@@ -216,18 +216,6 @@ def _data_notes(assembly: Assembly, data: Sequence[Mapping[str, Any]]) -> tuple[
         *balance_notes(assembly.clients, assembly.config.data.test_mix),
         *heterogeneity_notes(assembly.clients),
     )
-
-
-def _prefix_notes(assembly: Assembly) -> tuple[str, ...]:
-    """Note on the share of a forward pass that is computed once where the lowest blocks carry no adapters."""
-    shape, training = assembly.shape, assembly.config.training
-    if not shape.first_adapted:
-        return ()
-    share = sum(shape.block_params[: shape.first_adapted]) / sum(shape.block_params)
-    start = f"{shape.first_adapted} of {shape.num_layers} blocks carry no adapters, {share:.0%} of a forward pass, and"
-    if not training.prefix_cache_gb and assembly.site.prefix_cache.files is None:
-        return (f"{start} run in every pass, because --prefix-cache-gb is 0",)
-    return (f"{start} run once for each example, as far as --prefix-cache-gb and --prefix-disk-gb go",)
 
 
 def recluster(

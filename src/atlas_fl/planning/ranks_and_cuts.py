@@ -207,7 +207,9 @@ def _share_server_adapters(assembly: Assembly, fits: Sequence[ClientFit], cluste
             continue
         sharing = [fit for fit, cluster in zip(fits, clusters, strict=True) if cluster == clusters[index] and fit.cut]
         ranks = tuple(
-            rank if layer < client_fit.cut.blocks else _largest_rank(sharing, layer)
+            rank
+            if layer < client_fit.cut.blocks
+            else max(fit.assignment.ranks[layer] for fit in sharing if fit.cut and fit.cut.blocks <= layer)
             for layer, rank in enumerate(client_fit.assignment.ranks)
         )
         cut = replace(client_fit.cut, shared=clusters[index])
@@ -218,10 +220,6 @@ def _share_server_adapters(assembly: Assembly, fits: Sequence[ClientFit], cluste
             cut=cut,
         )
     return shared_fits
-
-
-def _largest_rank(sharing: Sequence[ClientFit], layer: int) -> int:
-    return max(fit.assignment.ranks[layer] for fit in sharing if fit.cut is not None and fit.cut.blocks <= layer)
 
 
 def _num_owners(fits: Sequence[ClientFit], cut: Cut, layers: int) -> tuple[int, ...]:

@@ -19,8 +19,6 @@ from atlas_fl.setup.assembly import Assembly
 
 _NAMED = 6
 """Names in a note."""
-_EQUAL = 1e-6
-"""Share of an adapter's squared norm below which a cut of its ranks is a matter of rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,16 +91,17 @@ def start_notes(start: StartAdapter, assembly: Assembly, ranks: Sequence[Sequenc
             f"{where} adapts {adapted} of the {all_modules} layers of this run; the others begin at zero, which changes"
             " no output"
         )
-    highest = max(len(start.params[module + LORA_A]) for module in lora_modules(start.params))
-    whole = _energy(start.params, assembly)
-    kept = {own: _energy(_at_ranks(start, assembly, own), assembly) for own in dict.fromkeys(map(tuple, ranks))}
-    enough = whole * (1 - _EQUAL)
-    cut = [client.name for client, own in zip(assembly.clients, ranks, strict=True) if kept[tuple(own)] < enough]
+    adapter_ranks = {module: len(start.params[module + LORA_A]) for module in lora_modules(start.params)}
+    cut = [
+        client.name
+        for client, own in zip(assembly.clients, ranks, strict=True)
+        if any(rank > own[assembly.layer_of[module]] for module, rank in adapter_ranks.items())
+    ]
     if cut:
+        highest = max(adapter_ranks.values())
         lines.append(
-            f"{where} has ranks of up to {highest}, and those of {_listed(cut)} are lower: they start from an"
-            f" approximation with {min(kept.values()) / whole:.1%} of its squared norm; --ranks {highest} keeps all of"
-            " it"
+            f"{where} has ranks of up to {highest}, and those of {_listed(cut)} are lower: they start from its nearest"
+            f" approximation; --ranks {highest} keeps all of it"
         )
     return (*lines, *_head_notes(start, assembly))
 
@@ -126,15 +125,6 @@ def _head_for(start: StartAdapter, task: Task, assembly: Assembly) -> Params | N
     order = [start.labels.index(label) for label in task.label_names]
     outputs = backbone.family.head[-1].key
     return {key: tensor[order] if key.startswith(outputs) and order else tensor for key, tensor in head.items()}
-
-
-def _energy(params: Params, assembly: Assembly) -> float:
-    """Squared norm of the products s B A of all layers."""
-    total = 0.0
-    for module in lora_modules(params):
-        a, b = params[module + LORA_A].double(), params[module + LORA_B].double()
-        total += assembly.site.scale(len(a)) ** 2 * float(((b.T @ b) * (a @ a.T)).sum())
-    return total
 
 
 def _listed(names: Sequence[str]) -> str:
