@@ -23,7 +23,7 @@ from atlas_fl.events import Note, OnEvent, PhaseStarted, Progress, ignore
 from atlas_fl.methods.kriging import first_measured_round
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.lora import expand_rank
-from atlas_fl.params import ByClient, Params, digest
+from atlas_fl.params import ByClient, Params, digest, shared_params
 from atlas_fl.planning.host_assignment import assign_hosts
 from atlas_fl.planning.leakage import CutLeakage, every_cut, leakage_of
 from atlas_fl.planning.masks import (
@@ -32,7 +32,7 @@ from atlas_fl.planning.masks import (
     full_notes,
     sparse_report,
 )
-from atlas_fl.planning.plan import Plan, PlanResult
+from atlas_fl.planning.plan import ClientPlan, Plan, PlanResult
 from atlas_fl.planning.ranks_and_cuts import cuts_for_planning, fit_clients, importance_by_client
 from atlas_fl.planning.start_adapter import StartAdapter, load_start_adapter, start_model, start_notes
 from atlas_fl.planning.task_discovery import TaskDiscovery, discover_tasks, make_client_graph
@@ -126,7 +126,7 @@ def plan_run(assembly: Assembly, engine: Engine, *, on_event: OnEvent = ignore) 
         importance = measure_importance(assembly, meter, discovery, discovery.warmed_models, cuts=cuts)
         clients, notes = fit_clients(assembly, discovery.labels, importance)
         clients = assign_hosts(assembly, clients)
-        notes += _halves_notes(config)
+        notes += _halves_notes(assembly, clients)
     leakage: tuple[dict[str, Any], ...] = ()
     if config.split.leakage:
         on_event(PhaseStarted("leakage"))
@@ -195,14 +195,17 @@ def measure_importance(
     return importance if discovery.clustering is None else cluster_importance(importance, discovery.labels)
 
 
-def _halves_notes(config: Config) -> tuple[str, ...]:
-    """Note on the halves of clients that `kriging` measures once, and what they tell the server."""
-    if not strategy_of(config).asks_once:
+def _halves_notes(assembly: Assembly, clients: Sequence[ClientPlan]) -> tuple[str, ...]:
+    """Note on the halves of clients that `kriging` measures once: their cost, and what they tell the server."""
+    config, method = assembly.config, strategy_of(assembly.config)
+    if not method.asks_once:
         return ()
+    models = (assembly.initial_params(client, plan.ranks) for client, plan in zip(assembly.clients, clients))
+    size = sum(method.report_bytes(shared_params(model, config.mixing.share), classes=0) for model in models)
     return (
         f"round {first_measured_round(strategy_options(config))} measures how much each client is to keep of its own:"
-        " it trains twice more, on either half of its examples, and sends both models once; the server then knows two"
-        " models of half the examples each",
+        f" it trains twice more, on either half of its examples, and sends both models, {size / 1e6:.2g} MB in all,"
+        " once; the server then knows two models of half the examples each",
     )
 
 
