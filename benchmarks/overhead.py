@@ -106,8 +106,12 @@ def measure(config: Config, *, rounds: int, every: int, folder: Path) -> float:
     assembly = assemble(config)
     planned = plan_of(assembly)
     kept = replace(config, run=replace(config.run, checkpoint_every=every, keep_checkpoints=1))
-    provenance = {"settings": {}, "data": {}, "model": {}}
-    recorder = Recorder(folder=RunFolder(folder), config=kept, clients=assembly.clients, provenance=provenance)
+    recorder = Recorder(
+        folder=RunFolder(folder),
+        config=kept,
+        clients=assembly.clients,
+        provenance={"settings": {}, "data": {}, "model": {}},
+    )
     folder.mkdir(parents=True)
     models = dict(planned.initial_models)
     state, taken = FederationState(round=0, server_models=models, client_models=models), []

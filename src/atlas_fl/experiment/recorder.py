@@ -293,15 +293,11 @@ class Recorder:
 
     def _write_audit(self, record: RoundRecord, state: FederationState) -> None:
         received, step, folder = record.received, record.step, self.folder.audit_round(record.round)
-        kept = {kind: models for kind, models in state.by_client.items() if kind != "momentum"}
-        # nothing that is audited follows from the momentum
-        models_by_file = {
-            "anchor": step.anchors, **kept, **record.sent, "out_of_bound": received.out_of_bound
-        }  # fmt: skip
         self._write_audit_models(folder, "trained", received.models)
         self._write_audit_models(folder, "start", record.client_models)
-        for name, models in models_by_file.items():
-            if models:
+        others = {"anchor": step.anchors, **state.by_client, **record.sent, "out_of_bound": received.out_of_bound}
+        for name, models in others.items():
+            if models and name != "momentum":  # nothing that is audited follows from it
                 self._write_audit_models(folder, name, models)
         if step.rows:
             rows = {part: torch.from_numpy(np.ascontiguousarray(matrix)) for part, matrix in step.rows.items()}
