@@ -293,7 +293,8 @@ class RoundRecord:
         for key, tensor in params.items():
             parts[_kind_of(key)][key] = tensor
         for kind, part in parts.items():
-            if size := self._message_size(part):
+            size = self._message_size(part)
+            if size:
                 yield self._row(name, direction, kind, size)
 
     def _message_size(self, part: Params) -> int:
@@ -371,7 +372,8 @@ class FederationState:
             by_client=self.by_client,
         )
         for part in parts_of_config(config):
-            if models := part.predict(start):
+            models = part.predict(start)
+            if models:
                 return models
         return self.client_models
 

@@ -460,7 +460,8 @@ def truncation_notes(data: Mapping[str, ClientTokens], backbone: Backbone) -> tu
     for task, parts in by_task.items():
         lengths = [(part.full_lengths, part.lengths) for part in parts if part.full_lengths is not None]
         full, kept = (np.concatenate(counts) for counts in zip(*lengths)) if lengths else (np.zeros(0), np.zeros(0))
-        if (is_cut := full > kept).any():
+        is_cut = full > kept
+        if is_cut.any():
             lost = 1 - kept[is_cut].sum() / full[is_cut].sum()
             lines.append(
                 f"{task}: {is_cut.sum():,} of {sum(map(len, parts)):,} texts and prompts are cut, by {lost:.0%} of"
