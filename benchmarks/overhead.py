@@ -13,7 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -105,14 +105,11 @@ def measure(config: Config, *, rounds: int, every: int, folder: Path) -> float:
     """Milliseconds per client and round, the median over the rounds."""
     assembly = assemble(config)
     planned = plan_of(assembly)
+    kept = replace(config, run=replace(config.run, checkpoint_every=every, keep_checkpoints=1))
     recorder = Recorder(
         folder=RunFolder(folder),
+        config=kept,
         clients=assembly.clients,
-        share=config.mixing.share,
-        audit=False,
-        checkpoint_every=every,
-        keep_checkpoints=1,
-        keep_best=0,
         provenance={"settings": {}, "data": {}, "model": {}},
     )
     folder.mkdir(parents=True)

@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
 from scipy.spatial.distance import cdist
-from scipy.stats import entropy
 from sklearn.metrics.pairwise import rbf_kernel
 from sklearn.neighbors import NearestNeighbors
 
@@ -9,7 +8,6 @@ from atlas_fl.aggregation.graph import (
     GraphOptions,
     affinity,
     blocks,
-    effective_neighbours,
     join_singletons,
     make_graph,
     nearest,
@@ -183,13 +181,6 @@ def test_moving_average_by_hand(distances):
     blended = graph(distances, singleton_neighbours=0, ema=0.25, previous=previous).adjacency
     assert blended[0, 1] == pytest.approx(0.75 * now[0, 1] + 0.25 * 0.5)
     assert blended[0, 2] == 0, "edges that the new clusters cut stay cut"
-
-
-def test_effective_neighbours():
-    assert effective_neighbours(1 - np.eye(4)) == pytest.approx(np.full(4, 3.0))
-    weights = np.array([[0, 3, 1, 0], [3, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]], float)
-    expected = [np.exp(entropy([0.75, 0.25])), 1, 1, 0]
-    assert effective_neighbours(weights) == pytest.approx(np.array(expected))
 
 
 @pytest.mark.parametrize("words", [{}, {"block_diagonal": False}, {"neighbours": 1}, {"symmetrize": "min"}])

@@ -2,7 +2,9 @@
 
 import torch
 
-from atlas_fl.experiment.state import RoundRecord
+from atlas_fl.aggregation.rules import StrategyOptions
+from atlas_fl.experiment.state import FederationState, ReceivedUpdates, RoundOutcome, RoundRecord, ServerStep
+from atlas_fl.methods.registry import find_method
 from atlas_fl.storage.tensors import encoded_size
 
 
@@ -12,10 +14,16 @@ def test_who_took_no_part_gets_its_model_at_the_end_of_the_run_alone() -> None:
 
     def receivers(*, final: bool) -> list[str]:
         record = RoundRecord(
-            round=1, sampled=("a", "c"), updates={}, refused={"a": "too large"}, initial_models=before,
-            client_models=after, scores={},
-            eta=0.5, kept_local=(), outdated=frozenset(), communicates=True, aggregated=True, final=final,
-        )  # fmt: skip
+            round=1,
+            sampled=("a", "c"),
+            before=FederationState(round=0, server_models=before, client_models=before),
+            received=ReceivedUpdates(updates={}, refused={"a": "too large"}),
+            step=ServerStep(server_state={}, server_models=after, client_models=after),
+            outcome=RoundOutcome(client_models=after, final=final),
+            client_models=after,
+            method=find_method("fedavg", StrategyOptions()),
+            aggregated=True,
+        )
         rows = record.messages(("A", "B"))
         assert {(row.direction, row.kind, row.bytes) for row in rows} == {("down", "adapter", encoded_size(after["a"]))}
         return [row.client for row in rows]

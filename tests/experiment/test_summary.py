@@ -63,9 +63,7 @@ def test_bytes_by_hand() -> None:
         "2": {"up": 30, "down": 30},
     }
     # 3 clients in 2 rounds, the refused one included, the whole model of 1000 bytes down and up: 12,000
-    assert found["full_model"]["client_rounds"] == 6
-    assert found["full_model"]["total"] == 12_000
-    assert found["full_model"]["reduction"] == pytest.approx(1 - 160 / 12_000)
+    assert found["full_model"]["reduction"] == pytest.approx(1 - 160 / (2 * 1000 * 6))
 
 
 def test_a_local_run_sends_nothing_and_saves_everything() -> None:
@@ -108,7 +106,6 @@ def test_groups_events_seconds_and_the_rest() -> None:
         "round_mean": 3.5,
     }
     assert found["run"] == {"name": "x", "seed": 1, "config_hash": "abc", "rounds": 2}
-    assert found["clustering"] == {"method": "corrected", "labels": [0, 0, 1], "agreement": {"purity": 1.0}}
 
 
 def test_clients_without_a_row_yet_are_counted() -> None:
@@ -128,7 +125,7 @@ def test_the_best_round_is_that_of_the_mean_over_clients_and_a_stop_is_named() -
 
 def test_a_run_of_nothing_has_a_summary() -> None:
     found = outcome(metrics=[], ledger=[], plan={}, phase_seconds={}, round_seconds=None)
-    assert found["clients"] == found["tasks"] == found["clustering"] == {}
+    assert found["clients"] == found["tasks"] == {}
     assert found["seconds"] == {"phases": {}, "total": 0}
 
 

@@ -219,20 +219,13 @@ def test_a_head_of_other_labels_begins_fresh_and_a_note_says_so(tiny, adapter: A
     )
 
 
-def test_a_cut_of_ranks_is_said_with_what_it_keeps(tiny_of, adapter: Adapter, started: Started) -> None:
+def test_a_cut_of_ranks_is_said(tiny_of, adapter: Adapter, started: Started) -> None:
     tiny = tiny_of("bert")
     folder = adapter(tiny, r=16)
-    assembly, _, (note,) = started(tiny, folder, rank=4)
-    found = load_start_adapter(assembly)
-    assert found is not None
-    products = [
-        (found.params[module + ".lora_B"] @ found.params[module + ".lora_A"]) for module in assembly.site.modules
-    ]
-    values = torch.stack([torch.linalg.svdvals(product).square() for product in products])
-    share = float(values[:, :4].sum() / values.sum())
+    _, _, (note,) = started(tiny, folder, rank=4)
     assert note == (
-        f"the adapter in {folder} has ranks of up to 16, and those of kind-0 are lower: they start from an"
-        f" approximation with {share:.1%} of its squared norm; --ranks 16 keeps all of it"
+        f"the adapter in {folder} has ranks of up to 16, and those of kind-0 are lower: they start from its nearest"
+        " approximation; --ranks 16 keeps all of it"
     )
     assembly, logits, notes = started(tiny, folder, rank=16)
     torch.testing.assert_close(logits, logits_in_peft(tiny, folder, assembly), atol=1e-5, rtol=1e-5)

@@ -29,7 +29,7 @@ from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.vision_loading import load_image_backbone
 from atlas_fl.params import Params, digest
-from atlas_fl.planning import planning_costs, ranks_and_cuts
+from atlas_fl.planning import ranks_and_cuts
 from atlas_fl.setup import assembly
 from atlas_fl.storage.assets import embedded_dir, model_dir
 from tests.runs.federation import SITES, Federation
@@ -42,7 +42,7 @@ LOAD_ANEW = (
 )
 """Modules whose runs load models as those of users do; a loaded model reads a file that test_resume alters, and a
 server in this process gives up the weights of its own."""
-PLAN_ANEW = ("test_same_bits", "test_planning_effort", "test_split")
+PLAN_ANEW = ("test_same_bits", "test_split")
 """Modules whose runs plan with as many batches as those of users do."""
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
 
@@ -92,7 +92,7 @@ def importance_is_measured_on_one_batch(request: pytest.FixtureRequest) -> Itera
     with pytest.MonkeyPatch.context() as patch:
         starts_programs = any("programs" in item.fixturenames for item in module)
         if not starts_programs and not request.module.__name__.endswith(PLAN_ANEW):
-            for place in (planning_costs, ranks_and_cuts, run_time, job_policy):
+            for place in (ranks_and_cuts, run_time, job_policy):
                 patch.setattr(place, "IMPORTANCE_BATCHES", 1)
         yield
 

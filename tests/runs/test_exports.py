@@ -25,7 +25,7 @@ from atlas_fl.config.presets import find_preset
 from atlas_fl.data.clients import ClientData
 from atlas_fl.data.task import Images, Rows
 from atlas_fl.errors import ConfigError
-from atlas_fl.experiment.model_card import LACKS_PRIOR
+from atlas_fl.experiment.export import LACKS_PRIOR
 from atlas_fl.experiment.run import RunResult, run_config
 from atlas_fl.methods.registry import METHODS, RULES
 from atlas_fl.setup.assembly import load_clients

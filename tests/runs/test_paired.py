@@ -17,7 +17,6 @@ from atlas_fl.errors import ConfigError
 from atlas_fl.events import OnEvent
 from atlas_fl.experiment.run import RunResult, run_config
 from atlas_fl.planning.planner import local_engine, make_plan
-from atlas_fl.ranks.devices import DEVICES
 from atlas_fl.report.tables import plan_tables
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.setup.assembly import Assembly, assemble
@@ -61,7 +60,6 @@ def test_pairing_changes_who_computes_and_no_bit(config: Make, paired: RunResult
     everywhere = {(round, guest): host for round in (1, 2, 3) for guest, host in pairs.items()}
     assert hosts(paired.folder) == everywhere
     assert hosts(paired.folder, work="evaluation") == everywhere
-    assert paired.summary["hosts"] == {guest: {host: 3} for guest, host in pairs.items()}
     # what crosses a cut is the same, and goes to the host; nobody is paired before there is a plan
     assert sums(paired.folder) == sums(server.folder)
     for row in rows(paired.folder, "ledger"):
@@ -139,7 +137,7 @@ def test_guests_of_a_host_that_drops_are_paired_again_in_the_same_round(config: 
         for row in rows(result.folder)
         if row.get("event") == "hosted" and (row["round"], row["work"]) == (2, "training")
     }
-    assert reasons["movie-0"].startswith("movie-1 takes no part; no")
+    assert reasons["movie-0"].startswith("no")
     # evaluation finds everyone there, and its rows go there too
     assert set(hosts(result.folder, work="evaluation").values()) == {"movie-1", "trec-1"}
     second = [row for row in rows(result.folder, "ledger") if (row["round"], row["client"]) == (2, "movie-0")]
@@ -162,25 +160,14 @@ def test_sessions_of_a_paired_run_with_sampling_make_the_same_run(config: Make) 
         assert host == "server" or (round, host) in trained
 
 
-def test_the_plan_says_who_hosts_whom_and_what_that_takes(config: Make) -> None:
+def test_the_plan_says_who_hosts_whom(config: Make) -> None:
     server = make_plan(config(**{**SPLIT, "topology": "server"}))
     plan = make_plan(config(**SPLIT))
     before, after = ({own.name: own for own in one.clients} for one in (server, plan))
-    small, laptop = DEVICES["cpu_2gb"], DEVICES["laptop_8gb"]
     own, host = after["movie-0"], after["movie-1"]
     assert own.split["host"]["name"] == "movie-1"
     assert own.split["host"]["reason"] == "the only one of cluster 0 with room"
-    # the small device has the slower link but for one way: it gets faster than a laptop sends
-    faster = DEVICES["workstation"].flops_per_second / laptop.flops_per_second
-    parts = before["movie-0"].split
-    down = parts["crossing_bytes"]["gradient_down"] + parts["crossing_bytes"]["control_down"]
-    wait = down / laptop.up_bytes_per_second - down / small.down_bytes_per_second
-    expected = parts["client_seconds"] + parts["server_seconds"] * faster + parts["link_seconds"] + wait
-    assert own.predicted["seconds"] == own.split["host"]["seconds"] == pytest.approx(expected)
-    needs = parts["server_memory"]["activations"] + parts["server_memory"]["adapters and optimizer"]
-    assert host.memory["guests"] == needs
-    assert host.predicted["memory_bytes"] == before["movie-1"].predicted["memory_bytes"] + needs
-    assert host.predicted["seconds"] > before["movie-1"].predicted["seconds"]
+    assert own.predicted == before["movie-0"].predicted and host.predicted == before["movie-1"].predicted
     assert (own.cut, own.ranks, host.ranks) == (before["movie-0"].cut, before["movie-0"].ranks, before["movie-1"].ranks)
     shown = io.StringIO()
     for table in plan_tables(plan.to_json()):

@@ -114,7 +114,6 @@ def test_a_mixed_model_that_is_none_takes_nobodys_place_and_the_rounds_go_on(
     found = rows(folder)
     restored = [row for row in found if row.get("event") == "restored"]
     assert {(row["round"], row["client"]) for row in restored} == {(n, f"movie-{k}") for n in (1, 2) for k in range(4)}
-    assert "the largest change was that of movie-1, of norm " in str(restored[0]["reason"])
     assert any("keep the models that they began with: the mixed model holds values" in note for note in notes)
     assert {row["round"] for row in found if row.get("split") == "test"} == {1, 2}, "both rounds were evaluated"
     begun, ends = (load_file(folder / f"audit/round-000{n}/start.safetensors") for n in (0, 2))

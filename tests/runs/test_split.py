@@ -1,7 +1,6 @@
 """Runs whose models are cut: the adapters of a run without a cut, every byte in the ledger, audit and resume."""
 
 import io
-from collections import Counter
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -12,9 +11,8 @@ from rich.console import Console
 from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config
 from atlas_fl.errors import AtlasError, BudgetError, ConfigError
-from atlas_fl.events import ignore
 from atlas_fl.experiment.run import RunResult, run_config
-from atlas_fl.planning.planner import local_engine, make_plan, plan_run
+from atlas_fl.planning.planner import make_plan
 from atlas_fl.planning.ranks_and_cuts import cuts_for_planning
 from atlas_fl.report.tables import plan_tables
 from atlas_fl.setup.assembly import assemble
@@ -114,31 +112,6 @@ def test_the_plan_predicts_what_the_ledger_counts(config: Make) -> None:
         assert client.predicted["seconds"] == pytest.approx(sum(client.split[part] for part in parts))
 
 
-@pytest.mark.parametrize(("head", "fingerprint"), [("server", "fisher"), ("client", "gradient")])
-@pytest.mark.parametrize(("longest", "within"), [(5, 0.0), (None, 0.1)])
-def test_what_planning_sends_through_a_cut_is_as_predicted(
-    config: Make, head: str, fingerprint: str, longest: int | None, within: float
-) -> None:
-    """To the byte where all examples are equally long, else within a tenth here, by phase and direction."""
-    settings = {"split": "movie-0=1,movie-1=2", "head": head, "graph": "adaptive", "max_length": longest}
-    settings |= {"fingerprint": fingerprint, "fingerprint_blocks": 2}
-    assembly = assemble(config(tasks=("movie",), wire="int8", **settings))
-    made = plan_run(assembly, local_engine(assembly, ignore))
-    counted: Counter[tuple[str, str, str]] = Counter()
-    for row in made.cut_traffic:
-        counted[row.client, row.phase, row.direction] += row.bytes
-    predicted = {
-        (client.name, phase, direction): size
-        for client in made.plan.clients
-        for phase, sizes in client.split["planning_bytes"].items()
-        for direction, size in sizes.items()
-    }
-    assert {phase for _, phase, _ in predicted} == {"fingerprint", "importance", "evaluate"}
-    assert predicted.keys() == counted.keys()
-    for key, size in predicted.items():
-        assert size == pytest.approx(counted[key], rel=within, abs=0), key
-
-
 def test_one_set_of_a_cluster_is_on_the_server_once(config: Make) -> None:
     """Each of four has a copy and its gradient, 2 of 4 parts, and a quarter of the set that moves: 3/4 of its own."""
     both = []
@@ -225,17 +198,6 @@ def test_a_cut_that_cannot_be_is_told_in_a_line(config: Make, gb: float, setting
         plan_of(config, gb, **settings)
     assert isinstance(caught.value, AtlasError)
     assert "\n" not in str(caught.value)
-
-
-def test_a_device_too_small_for_the_whole_is_told_of_cuts_where_one_fits(
-    config: Make, needs: Callable[[str], float]
-) -> None:
-    remedy = "; or cut the model with --split auto, which fits"
-    with pytest.raises(BudgetError, match=remedy):
-        plan_of(config, (needs("1") + needs("none")) / 2)
-    with pytest.raises(BudgetError) as caught:
-        plan_of(config, 0.375)
-    assert remedy not in str(caught.value)
 
 
 def test_memory_binds_the_ranks_below_the_cut_alone(config: Make, needs: Callable[[str], float]) -> None:

@@ -30,22 +30,17 @@ def test_each_part_moves_the_score_the_right_way(better: dict[str, float]) -> No
 
 def test_time_and_score_may_disagree_and_both_say_why() -> None:
     slow = changed(blocks=1, memory=0.1, link_seconds=5.0)
-    time = "smallest round time, 8.0 s, of 2 cuts that fit; best score, 0.63, at block 1"
-    assert choose_cut([EVEN, slow], "time") == (EVEN, time)
+    assert choose_cut([EVEN, slow], "time") == (EVEN, "smallest round time, 8.0 s, of 2 that fit")
     best, reason = choose_cut([EVEN, slow], "score")
     assert best is slow
-    assert reason == (
-        "best score, 0.63, of 2 cuts that fit (memory 0.90, communication 0.44, importance 0.60, balance 0.33);"
-        " smallest round time, 8.0 s, at block 2"
-    )
-    assert choose_cut([EVEN], "time")[1].endswith("; best score, 0.51, as well")
+    parts = "memory 0.90, communication 0.44, importance 0.60, balance 0.33"
+    assert reason == f"best score, 0.63, of 2 that fit ({parts})"
 
 
 @pytest.mark.parametrize("objective", ["score", "time"])
 def test_equal_cuts_leave_fewer_blocks_on_the_client(objective) -> None:
     cuts = [changed(blocks=blocks) for blocks in (3, 1, 2)]
     assert choose_cut(cuts, objective)[0].blocks == 1
-    assert choose_cut(cuts[:1], objective)[1].count("of 1 cut that fits") == 1
 
 
 def test_a_round_of_no_time_is_no_division_by_zero() -> None:

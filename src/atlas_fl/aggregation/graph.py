@@ -154,14 +154,6 @@ def join_singletons(
     return joined | joined.T, tuple(lines)
 
 
-def effective_neighbours(adjacency: Float64[np.ndarray, "n n"]) -> Float64[np.ndarray, " n"]:
-    """exp(entropy) of each client's normalised edge weights: between 1 and n - 1, and 0 for a client without edges."""
-    degree = adjacency.sum(axis=1)
-    share = adjacency / np.where(degree > 0, degree, 1.0)[:, None]
-    logs = np.log(share, out=np.zeros_like(share), where=share > 0)
-    return np.where(degree > 0, np.exp(-(share * logs).sum(axis=1)), 0.0)
-
-
 def make_graph(
     distances: Float64[np.ndarray, "n n"],
     clusters: Int64[np.ndarray, " n"],

@@ -37,7 +37,7 @@ from atlas_fl.methods.method import ReportTensor
 from atlas_fl.methods.registry import reporting
 from atlas_fl.params import HEAD, LORA_A, LORA_B, Params, shared_params
 from atlas_fl.planning.leakage import is_scored_round
-from atlas_fl.planning.planning_costs import IMPORTANCE_BATCHES
+from atlas_fl.planning.ranks_and_cuts import IMPORTANCE_BATCHES
 from atlas_fl.runtime.protocol.answer_schema import SCHEMAS, AnsweredRequest, check_tensors
 from atlas_fl.runtime.protocol.client_metadata import ClientMetadata
 from atlas_fl.runtime.protocol.messages import REPORT, CutInfo, read_job, read_private

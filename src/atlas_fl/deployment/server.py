@@ -18,7 +18,8 @@ from atlas_fl.data.registry import find_tasks
 from atlas_fl.deployment.service import ServerOptions, listening, read_sites, write_sites
 from atlas_fl.errors import AtlasError, BudgetError, CheckpointError, ConfigError, ProtocolError, unknown_name
 from atlas_fl.events import Note, OnEvent
-from atlas_fl.experiment.recorder import check_same_settings, checkpoint_models
+from atlas_fl.experiment.recorder import check_same_settings
+from atlas_fl.experiment.state import FederationState
 from atlas_fl.params import Params
 from atlas_fl.partial_sharing import is_fully_shared
 from atlas_fl.planning.plan import read_plan
@@ -370,4 +371,4 @@ def _final_models(folder: RunFolder) -> Mapping[str, Params]:
     checkpoint.load_newest(folder.checkpoints)  # raises: an older one holds other models
     last = last_plan(folder)
     assert last is not None, "a complete run has written its last checkpoint"
-    return checkpoint_models(*last)[1]
+    return FederationState.from_checkpoint(*last).client_models

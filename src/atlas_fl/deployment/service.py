@@ -22,7 +22,8 @@ from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.identity import model_identity
 from atlas_fl.models.vision_loading import tokens_per_image
 from atlas_fl.params import Params
-from atlas_fl.planning.planner import check_clients, full_model_sender
+from atlas_fl.planning.planner import full_model_sender
+from atlas_fl.planning.ranks_and_cuts import cuts_for_planning
 from atlas_fl.plugins import plugin_digests
 from atlas_fl.ranks.devices import Device
 from atlas_fl.runtime.coordinator.client_registry import CheckClient, ClientProxy
@@ -130,7 +131,7 @@ def client_check(config: Config, backbone: Backbone, *, most_tokens: int) -> Che
         client, tokens = placeholder_client(name, metadata)
         assembly = assemble(config, clients=(client,), tokens={name: tokens}, devices=(device,), backbone=backbone)
         try:
-            check_clients(assembly)
+            cuts_for_planning(assembly)
         except BudgetError as error:
             raise ProtocolError(f"{name} cannot take part: {error}") from None
         except ConfigError as error:

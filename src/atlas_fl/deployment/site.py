@@ -16,7 +16,7 @@ from atlas_fl.client.local_training import client_side_indices
 from atlas_fl.config import Config, config_hash, parse_config
 from atlas_fl.config.schema import ALL_CLASSES, NONE
 from atlas_fl.data.cache import load_task
-from atlas_fl.data.clients import BY_CLASSES, ClientData, make_clients
+from atlas_fl.data.clients import BY_CLASSES, ClientData, label_statistics, make_clients
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.deployment.consent import SiteChoices, check_consent
 from atlas_fl.deployment.job_policy import JobPolicy, Outline, meta_params
@@ -32,7 +32,7 @@ from atlas_fl.deployment.settings_policy import (
 from atlas_fl.deployment.start_models import start_models_of
 from atlas_fl.errors import ConfigError, ModelError, ProtocolError, one_line, short_repr
 from atlas_fl.events import Note, OnEvent, PhaseStarted, ignore
-from atlas_fl.experiment.export import head_of_client, write_adapter, write_whole
+from atlas_fl.experiment.export import export_model, head_of
 from atlas_fl.experiment.summary import versions
 from atlas_fl.models.backbone import Backbone, target_modules
 from atlas_fl.models.identity import model_identity, weights_digest
@@ -76,7 +76,7 @@ class FullModelSiteRuntime:
     """A site whose client trains all weights of the model."""
 
     def __init__(self, config: Config, client: ClientData, *, draws: Mapping[str, Any]) -> None:
-        self._head = head_of_client(config, client)
+        self._scale, self._head = scale_of(config), head_of(config, label_statistics((client,))[0])
         assembly = assemble(config, clients=(client,))
         self._site = replace(assembly.site, **draws)
         backbone = self._site.backbone
@@ -105,7 +105,17 @@ class FullModelSiteRuntime:
 
     def export(self, model: Params, to: Path, *, on_event: OnEvent) -> None:
         """Write the client's own model as transformers loads it."""
-        for line in write_whole(self._site.backbone, model, to, head=self._head):
+        backbone = self._site.backbone
+        lines = export_model(
+            model,
+            to,
+            family=backbone.family,
+            base=backbone.source,
+            head=self._head,
+            scale=self._scale,
+            backbone=backbone,
+        )
+        for line in lines:
             on_event(Note(line))
 
 
@@ -151,15 +161,15 @@ class AdapterSiteRuntime:
 
     def export(self, model: Params, to: Path, *, on_event: OnEvent) -> None:
         """Write the client's own model in PEFT's format."""
-        notes = write_adapter(
+        lines = export_model(
             model,
             to,
             family=self.known.family,
             base=self.known.source,
+            head=head_of(self._config, label_statistics((self._client,))[0]),
             scale=scale_of(self._config),
-            head=head_of_client(self._config, self._client),
         )
-        for line in notes:
+        for line in lines:
             on_event(Note(line))
 
     def __call__(self, cut: Cut | None, cut_info: CutInfo | None) -> AdapterSite:

@@ -2,8 +2,13 @@
 
 What is exported scores as what was evaluated. Log frequencies of a client's classes (`methods.prior_correction`) are
 added to the bias of its head; where the head has none, the folder's README.md and a note say so.
+
+PEFT loads a base model by the path in `adapter_config.json` and has no place for the number of labels or their names,
+so that `AutoPeftModelForSequenceClassification` takes them as arguments, which the README.md of a folder reads from
+`labels.json`.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,19 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atlas_fl.config import Config, load_config
+from atlas_fl.config import Config
 from atlas_fl.config.values import invalid_value, parse_integer
-from atlas_fl.data.clients import ClientData
+from atlas_fl.data.clients import label_statistics
 from atlas_fl.errors import CheckpointError, unknown_name
 from atlas_fl.events import Note, OnEvent, ignore
 from atlas_fl.experiment.early_stopping import best_rounds
-from atlas_fl.experiment.model_card import CARD, LACKS_PRIOR, model_card
-from atlas_fl.experiment.recorder import (
-    checkpoint_by_client,
-    checkpoint_models,
-    checkpoint_server_state,
-    deduplicate_models,
-)
+from atlas_fl.experiment.state import FederationState, deduplicate_models
 from atlas_fl.methods.prior_correction import fold_prior, log_frequencies
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.gated_adapter import NOTE as GATED_NOTE
@@ -35,14 +34,39 @@ from atlas_fl.models.registry import Family
 from atlas_fl.models.vision_loading import as_whole, load_vision, save_vision
 from atlas_fl.params import HEAD, PRIVATE, ByClient, Params, head_keys
 from atlas_fl.planning.plan import read_plan
-from atlas_fl.plugins import load_plugins
-from atlas_fl.setup.assembly import Assembly, scale_of
-from atlas_fl.setup.options import predicting_models
+from atlas_fl.setup.assembly import Assembly, recorded_config, scale_of
 from atlas_fl.storage import checkpoint
-from atlas_fl.storage.digests import check_files
 from atlas_fl.storage.files import atomic_folder
 from atlas_fl.storage.folder_access import write_atomic
 from atlas_fl.storage.run_folder import RunFolder, find_run
+
+CARD = "README.md"
+LACKS_PRIOR = (
+    "scores have the log frequencies of a client's classes (--prior-correction), and a head without a bias cannot hold"
+    " them; add `log_frequencies` to the logits"
+)
+"""The one line of an export whose head has no bias."""
+
+_LOADING = {
+    "adapter": ("from peft import {peft}", "model = {peft}.from_pretrained(folder{head}).eval()"),
+    "image adapter": (
+        "from peft import PeftModel\nfrom transformers import {auto}",
+        "model = {auto}.from_pretrained({base}{head}, ignore_mismatched_sizes=True)\n"
+        "model = PeftModel.from_pretrained(model, folder).eval()",
+    ),
+    "gated adapter": (
+        "import atlas_fl\nfrom transformers import {auto}",
+        "model = {auto}.from_pretrained({base}{head}).eval()\nmodel = atlas_fl.load_gated_adapter(model, folder)",
+    ),
+    "whole model": ("from transformers import {auto}", "model = {auto}.from_pretrained(folder).eval()"),
+}
+"""Imports, and the lines that load it, by kind of folder."""
+
+_CLASSES = """\
+labels = json.loads(Path(folder, "labels.json").read_text(encoding="utf-8"))
+head = {"id2label": dict(enumerate(labels)), "label2id": {label: index for index, label in enumerate(labels)}}
+"""
+_REGRESSION = 'head = {"num_labels": 1, "problem_type": "regression"}\n'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,49 +79,39 @@ class Head:
     """Log frequencies of the client's classes, (classes,), where they are added to its logits."""
 
 
-def head_of(config: Config, labels: Sequence[str], train_counts: Tensor | None) -> Head:
-    """The head of a client whose training examples by class are these; None of a task without classes."""
-    if train_counts is None or not config.training.prior_correction:
+def head_of(config: Config, row: Mapping[str, Any]) -> Head:
+    """The head of a client by the statistics of its labels (`data.clients.label_statistics`)."""
+    if "majority" not in row:  # a regression has other statistics in the place of counts
+        return Head()
+    labels = list(row["labels"])
+    if not config.training.prior_correction:
         return Head(labels=labels)
-    return Head(labels=labels, prior=log_frequencies(train_counts))
-
-
-def head_of_client(config: Config, client: ClientData) -> Head:
-    """The head of a client whose examples are here."""
-    task = client.task
-    counts = (
-        torch.bincount(torch.from_numpy(client.train.label), minlength=task.num_labels) if task.has_classes else None
-    )
-    return head_of(config, task.label_names, counts)
+    return Head(labels=labels, prior=log_frequencies(torch.tensor([row["labels"][label] for label in labels])))
 
 
 def export_clients(assembly: Assembly, models: ByClient, folder: RunFolder, *, on_event: OnEvent = ignore) -> None:
     """Write every client's adapters under the run's `adapters/`, or every different whole model under its `models/`."""
     config, site = assembly.config, assembly.site
-    heads = {client.name: head_of_client(config, client) for client in assembly.clients}
+    exported = models
+    if assembly.is_full and not config.training.prior_correction:
+        # equal models of clients with priors of their own do not score alike
+        exported = {name: models[name] for name in dict.fromkeys(deduplicate_models(models).values())}
     notes: dict[str, None] = {}
-    if assembly.is_full:
-        # Equal models of clients with priors of their own do not score alike.
-        distinct = models if config.training.prior_correction else dict.fromkeys(deduplicate_models(models).values())
-        for client in distinct:
-            said = write_whole(
-                site.backbone, models[client], folder.models / client, head=heads[client], within=folder.path
-            )
-            notes |= dict.fromkeys(said)
-    else:
-        for client, params in models.items():
-            if PRIVATE in params:
-                continue  # the rest of it is at the client, which writes the whole
-            said = write_adapter(
-                params,
-                folder.adapter(client),
-                family=site.backbone.family,
-                base=site.backbone.source,
-                scale=site.scale,
-                head=heads[client],
-                within=folder.path,
-            )
-            notes |= dict.fromkeys(said)
+    rows = {row["client"]: row for row in label_statistics(assembly.clients)}
+    for client, params in exported.items():
+        if PRIVATE in params:
+            continue  # the rest of it is at the client, which writes the whole
+        lines = export_model(
+            params,
+            folder.models / client if assembly.is_full else folder.adapter(client),
+            family=site.backbone.family,
+            base=site.backbone.source,
+            head=head_of(config, rows[client]),
+            scale=site.scale,
+            backbone=site.backbone if assembly.is_full else None,
+            within=folder.path,
+        )
+        notes |= dict.fromkeys(lines)
     for line in notes:
         on_event(Note(line))
 
@@ -113,95 +127,63 @@ def export_client(
     Raises `CheckpointError` without a good checkpoint of that round and `ConfigError` for an unknown client.
     """
     folder = find_run(run)
-    check_files(folder, folder.config)
-    config = load_config(folder.config, within=folder.path)
-    load_plugins(config.run.plugin, outside=folder.path)
+    config = recorded_config(folder)
     saved = _load_checkpoint(folder, round)
     plan = read_plan(folder, folder.path / saved.state["plan"])
-    server_models, client_models = checkpoint_models(saved, [client.name for client in plan.clients])
-    models = predicting_models(
-        config,
-        checkpoint_by_client(saved),
-        checkpoint_server_state(saved),
-        client_models=client_models,
-        server_models=server_models,
-    )
-    index = _client_index(list(models), client)
-    client_plan, params = plan.clients[index], models[plan.clients[index].name]
+    state = FederationState.from_checkpoint(saved, [client.name for client in plan.clients])
+    models = state.predicting_models(config)
+    names = list(models)
+    name = names[int(client)] if client.isdecimal() and int(client) < len(names) else client
+    if name not in names:
+        raise unknown_name("client", client, names)
+    params = models[name]
     if PRIVATE in params:
         raise CheckpointError(
-            f"what {client_plan.name} does not share (--share {' '.join(config.mixing.share)}) is at its site alone,"
-            " where `atlas join` has written the whole model"
+            f"what {name} does not share (--share {' '.join(config.mixing.share)}) is at its site alone, where"
+            " `atlas join` has written the whole model"
         )
-    head = _head_of_row(config, next(row for row in plan.data if row["client"] == client_plan.name))
-    if any(client.ranks for client in plan.clients):
-        source, family = find_family(config.model.model)
-        notes = write_adapter(params, Path(to), family=family, base=source, scale=scale_of(config), head=head)
-    else:
-        notes = write_whole(_full_model_backbone(config, params), params, Path(to), head=head)
-    for line in notes:
+    source, family = find_family(config.model.model)
+    backbone = None
+    if not any(client.ranks for client in plan.clients):
+        # a whole image model is recognised by the name of its head
+        is_vision = HEAD + "weight" in params
+        model, image_size = config.model.model, config.images.image_size
+        backbone = as_whole(load_vision(model, image_size=image_size)) if is_vision else load_backbone(model)
+    lines = export_model(
+        params,
+        Path(to),
+        family=family,
+        base=source,
+        head=head_of(config, next(row for row in plan.data if row["client"] == name)),
+        scale=scale_of(config),
+        backbone=backbone,
+    )
+    for line in lines:
         on_event(Note(line))
     return Path(to)
 
 
-def _head_of_row(config: Config, row: Mapping[str, Any]) -> Head:
-    """The head of a client by the statistics of its labels in a plan."""
-    if "majority" not in row:  # a regression has other statistics in the place of counts
-        return head_of(config, (), None)
-    return head_of(config, list(row["labels"]), torch.tensor(list(row["labels"].values())))
-
-
-def write_adapter(
+def export_model(
     params: Params,
     to: Path,
     *,
     family: Family,
     base: str,
-    scale: Callable[[int], float],
     head: Head,
+    scale: Callable[[int], float],
+    backbone: Backbone | None = None,
     within: Path | None = None,
 ) -> tuple[str, ...]:
-    """Write an adapter as a PEFT folder, or one with a gate as a folder of ours; a line on what the files lack.
+    """Write a model with its prior in its head, and its card; a line on what the files lack.
 
-    No part of its path below `within` is a link.
+    A whole model, which is one with a `backbone`, is a folder of stock transformers, an adapter one of PEFT, and one
+    with a gate one of ours. No part of the path below `within` is a link.
     """
-    write, kind = (export_gated_adapter, "gated adapter") if is_gated(params) else (export_adapter, "adapter")
-
-    def save(model: Params, draft: Path) -> None:
-        write(model, draft, family=family, base=base, scale=scale, labels=head.labels)
-
-    notes = _write_folder(save, params, to, kind=kind, family=family, base=base, head=head, within=within)
-    return (GATED_NOTE, *notes) if is_gated(params) else notes
-
-
-def write_whole(
-    backbone: Backbone, params: Params, to: Path, *, head: Head, within: Path | None = None
-) -> tuple[str, ...]:
-    """Write a whole model as a folder that stock transformers load; a line on what the files lack."""
-
-    def save(model: Params, draft: Path) -> None:
-        save_model(backbone, model, draft, labels=head.labels)
-
-    base = backbone.source
-    return _write_folder(
-        save, params, to, kind="whole model", family=backbone.family, base=base, head=head, within=within
-    )
-
-
-def _write_folder(
-    save: Callable[[Params, Path], None],
-    params: Params,
-    to: Path,
-    *,
-    kind: str,
-    family: Family,
-    base: str,
-    head: Head,
-    within: Path | None,
-) -> tuple[str, ...]:
-    """Write a model with its prior in its head, and its card; a line where the head cannot hold the prior."""
     folded = None if head.prior is None else fold_prior(params, head.prior, family=family)
     missing = head.prior.tolist() if head.prior is not None and folded is None else None
+    params = params if folded is None else folded
+    gated = is_gated(params)
+    kind = "whole model" if backbone is not None else "gated adapter" if gated else "adapter"
     card = model_card(
         kind=kind,
         base=base,
@@ -211,36 +193,33 @@ def _write_folder(
         missing_prior=missing,
     )
     with atomic_folder(to, within=within) as draft:
-        save(params if folded is None else folded, draft)
+        if backbone is None:
+            write = export_gated_adapter if gated else export_adapter
+            write(params, draft, family=family, base=base, scale=scale, labels=head.labels)
+        elif backbone.vision is not None:
+            save_vision(backbone.vision, params, draft, labels=head.labels)
+        else:
+            save_classifier(backbone, params, draft, labels=head.labels)
         write_atomic(draft / CARD, card.encode())
-    return () if missing is None else (f"exported models are not whole: {LACKS_PRIOR}, which each {CARD} lists",)
-
-
-def save_model(
-    backbone: Backbone, params: Params, to: Path, *, labels: Sequence[str], within: Path | None = None
-) -> None:
-    """Write a whole model as a folder that stock transformers load; `labels` name the classes in order.
-
-    No part of its path below `within` is a link.
-    """
-    if backbone.vision is not None:
-        save_vision(backbone.vision, params, to, labels=labels, within=within)
-    else:
-        save_classifier(backbone, params, to, labels=labels, within=within)
-
-
-def _full_model_backbone(config: Config, params: Params) -> Backbone:
-    """The backbone whose weights these are; a whole image model is recognised by the name of its head."""
-    if HEAD + "weight" in params:
-        return as_whole(load_vision(config.model.model, image_size=config.images.image_size))
-    return load_backbone(config.model.model)
+    lines: tuple[str, ...] = (GATED_NOTE,) if gated else ()
+    if missing is not None:
+        lines += (f"exported models are not whole: {LACKS_PRIOR}, which each {CARD} lists",)
+    return lines
 
 
 def _load_checkpoint(folder: RunFolder, round: str | None) -> checkpoint.Checkpoint:
     """The newest checkpoint, that of the best round (`best`), or that of the round with this number."""
-    if round is None:
-        return _newest_checkpoint(folder)
-    number = _best_round(folder) if round == "best" else parse_integer(round)
+    number = None if round is None or round == "best" else parse_integer(round)
+    if round is None or round == "best":
+        newest = checkpoint.load_newest(folder.checkpoints)
+        if newest is None:
+            raise CheckpointError(f"run {folder.path} has no checkpoint to export from; resume it")
+        if round is None:
+            return newest
+        scores = {int(number): score for number, score in newest.state["history"].items()}
+        if not scores:
+            raise CheckpointError(f"run {folder.path} has no evaluated round, so none is the best; give a number")
+        (number,) = best_rounds(scores, 1)
     if number is None:
         raise invalid_value("--round", round, "best, or the number of a round")
     if number not in (paths := checkpoint.paths_by_round(folder.checkpoints)):
@@ -251,23 +230,37 @@ def _load_checkpoint(folder: RunFolder, round: str | None) -> checkpoint.Checkpo
     return checkpoint.load(paths[number])
 
 
-def _newest_checkpoint(folder: RunFolder) -> checkpoint.Checkpoint:
-    newest = checkpoint.load_newest(folder.checkpoints)
-    if newest is None:
-        raise CheckpointError(f"run {folder.path} has no checkpoint to export from; resume it")
-    return newest
+def model_card(
+    *, kind: str, base: str, images: bool, writes: bool, labels: Sequence[str], missing_prior: Sequence[float] | None
+) -> str:
+    """The card, in Markdown: Python that leaves the model as `model`, and a line on what is missing.
 
-
-def _best_round(folder: RunFolder) -> int:
-    scores = {int(round): score for round, score in _newest_checkpoint(folder).state.get("history", {}).items()}
-    if not scores:
-        raise CheckpointError(f"run {folder.path} has no evaluated round, so none is the best; give a number")
-    return best_rounds(scores, 1)[0]
-
-
-def _client_index(names: Sequence[str], client: str) -> int:
-    if client.isdecimal() and int(client) < len(names):
-        return int(client)
-    if client not in names:
-        raise unknown_name("client", client, names)
-    return names.index(client)
+    Args:
+        kind: a kind of `_LOADING`.
+        base: the model that an adapter stands on.
+        images: true for a model of images.
+        writes: true for a model that writes text and has no head.
+        labels: the names of its classes; none of a regression.
+        missing_prior: log frequencies of its client's classes, where the files cannot hold them.
+    """
+    auto = "AutoModelForCausalLM" if writes else "AutoModelForSequenceClassification"
+    auto = "AutoModelForImageClassification" if images else auto
+    imports, loading = _LOADING["image adapter" if kind == "adapter" and images else kind]
+    has_head = not writes and kind != "whole model"
+    names = {
+        "auto": auto,
+        "peft": auto.replace("Auto", "AutoPeft", 1),
+        "base": json.dumps(base),
+        "head": ", **head" if has_head else "",
+    }
+    code = imports.format(**names) + '\n\nfolder = "."  # this one\n'
+    if has_head and labels:
+        code = f"import json\nfrom pathlib import Path\n\n{code}{_CLASSES}"
+    elif has_head:
+        code += _REGRESSION
+    code += loading.format(**names) + "\n"
+    missing = ""
+    if missing_prior is not None:
+        missing = f"Missing: {LACKS_PRIOR}.\n\n"
+        code += f"log_frequencies = {list(missing_prior)}\n"
+    return f"# ATLAS: {kind}\n\n{missing}```python\n{code}```\n"

@@ -13,27 +13,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from atlas_fl.client.job import Update
 from atlas_fl.config import Config, differences, identity_settings
 from atlas_fl.data.clients import ClientData, majority
 from atlas_fl.errors import CheckpointError
 from atlas_fl.experiment.early_stopping import best_rounds
-from atlas_fl.experiment.state import FederationState, JoinResult, RoundRecord, plan_messages
+from atlas_fl.experiment.state import FederationState, JoinResult, RoundRecord, distinct_tensors, plan_messages
 from atlas_fl.experiment.summary import MEASURED, STOPPED, peak_memory
-from atlas_fl.params import (
-    ByClient,
-    ServerState,
-    Split,
-    TreesByClient,
-    flatten_by_client,
-    flatten_state,
-    unflatten_by_client,
-    unflatten_state,
-)
+from atlas_fl.params import ByClient, ServerState, Split
 from atlas_fl.planning.plan import PlanResult
 from atlas_fl.runtime.reuse import REUSED_RESULTS
+from atlas_fl.setup.options import strategy_of
 from atlas_fl.storage import checkpoint, digests
 from atlas_fl.storage.checkpoint import Checkpoint
 from atlas_fl.storage.files import secret_digest
@@ -64,7 +55,9 @@ def provenance_of(
     """
     data = {client.name: client.digest() for client in clients}
     content = {"settings": identity_settings(config), "data": data, "model": dict(model)}
-    kept = {client.name: secret_digest(secrets[client.name]) for client in clients if client.name in secrets}
+    kept = {
+        client.name: f"the secret {secret_digest(secrets[client.name])}" for client in clients if client.name in secrets
+    }
     plain: dict[str, Any] = from_json(to_json(content | ({"secrets": kept} if kept else {})))
     return plain
 
@@ -76,40 +69,29 @@ def check_provenance(recorded: Mapping[str, Any], current: Mapping[str, Any], *,
         CheckpointError: a setting, a client's rows, a part of the model or a secret is another; the message names the
             first.
     """
-    for name in dict.fromkeys([*recorded["settings"], *sorted(current["settings"])]):
-        old, new = recorded["settings"].get(name), current["settings"].get(name)
-        if new != old:
-            raise CheckpointError(
-                f"run {folder} was begun with {name} = {old!r}, and its config.toml now says {new!r}; restore the file,"
-                " or begin another run"
-            )
-    for name, digest in recorded["data"].items():
-        if current["data"].get(name) != digest:
-            raise CheckpointError(
-                f"the data of client {name} are not those that run {folder} was begun with; restore them, or begin"
-                " another run: rows that were trained on could now be tested on"
-            )
-    for part, digest in recorded["model"].items():
-        if current["model"].get(part) != digest:
-            raise CheckpointError(
-                f"the {part} of the model {current['settings']['model']!r} is not the one that run {folder} was begun"
-                " with; restore its files, or begin another run"
-            )
-    _check_secrets(recorded.get("secrets", {}), current.get("secrets", {}), folder=folder)
+    for part, template in _CHANGED.items():
+        before, now = recorded.get(part, {}), current.get(part, {})
+        # clients and parts of the model that are new are no change of what the run has used
+        names = before if part in ("data", "model") else {**before, **now}
+        absent = "no secret" if part == "secrets" else None
+        for name in names:
+            old, new = before.get(name, absent), now.get(name, absent)
+            if old != new:
+                line = template.format(
+                    run=f"run {folder} was begun", name=name, old=old, new=new, model=current["settings"]["model"]
+                )
+                raise CheckpointError(f"{line}, or begin another run")
 
 
-def _check_secrets(recorded: Mapping[str, str], current: Mapping[str, str], *, folder: Path) -> None:
-    for name in sorted(recorded.keys() | current.keys()):
-        old, new = recorded.get(name), current.get(name)
-        if old != new:
-            remedy = "leave --secrets out" if old is None else "give the folder of those that it had as --secrets"
-            raise CheckpointError(
-                f"run {folder} was begun with {_named(old)} of client {name}, and now has {_named(new)}; {remedy}"
-            )
-
-
-def _named(digest: str | None) -> str:
-    return "no secret" if digest is None else f"the secret with digest {digest}"
+_CHANGED: Mapping[str, str] = {
+    "settings": "{run} with {name} = {old!r}, and its config.toml now says {new!r}; restore the file",
+    "data": "the data of client {name} are not those that {run} with (rows that were trained on could now be tested"
+    " on); restore them",
+    "model": "the {name} of the model {model!r} is not the one that {run} with; restore its files",
+    "secrets": "{run} with {old} of client {name}, and now it is {new}; give as --secrets the folder of those that it"
+    " had, or leave --secrets out where it had none",
+}
+"""Line on what a run was begun with and does not have any more, by part of the provenance."""
 
 
 def check_same_settings(config: Config, recorded: Config, *, folder: Path) -> None:
@@ -140,13 +122,6 @@ def check_run_files(folder: RunFolder, saved: Checkpoint) -> None:
     recorded.check(folder, *(folder.path / name for name in recorded.sha256 if name != folder.config.name))
 
 
-def config_change_note(folder: RunFolder, saved: Checkpoint) -> str:
-    """A note where `config.toml` was changed in settings that do not identify the run; else empty."""
-    if not digests.digests_in_state(saved.state).fault(folder, folder.config):
-        return ""
-    return f"{folder.config} is not what it was at {saved.path.name}; no setting that the run depends on differs"
-
-
 SERVER_STATE_FILE = "server.safetensors"
 """The file of the server state of an audited round."""
 
@@ -156,22 +131,17 @@ class Recorder:
     """Writes the files of a run's folder; nothing else does."""
 
     folder: RunFolder
+    config: Config
     clients: tuple[ClientData, ...]
-    share: tuple[str, ...]
-    audit: bool
-    checkpoint_every: int
-    keep_checkpoints: int
-    keep_best: int
-    """Best rounds by mean validation score whose checkpoints stay beside the newest."""
     provenance: Mapping[str, Any]
     """The settings, the data and digests of the secrets that the run was begun with (`provenance_of`)."""
     plan_file: str = "plan.json"
     phase_seconds: dict[str, float] = field(default_factory=dict)
+    """By phase, over all sessions."""
     saved_before: float = field(default_factory=lambda: REUSED_RESULTS.saved_seconds)
     """Seconds of results that runs of this process reused before this one."""
     earlier_reused: float = 0.0
     """`reused_seconds` of the sessions before this one."""
-    """By phase, over all sessions."""
     round_seconds: dict[int, float] = field(default_factory=dict)
     earlier_peak: dict[str, int] = field(default_factory=dict)
     """Most memory of the sessions before this one, by kind."""
@@ -193,8 +163,8 @@ class Recorder:
         rows = [row.to_json() for row in (plan_messages(planned) if communicates else planned.cut_traffic)]
         self._append_rows(self.folder.metrics, [])
         self._append_rows(self.folder.ledger, rows)
-        if self.audit:
-            self._write_audit_models("start", state.client_models, round=0)
+        if self.config.run.audit:
+            self._write_audit_models(self.folder.audit_round(0), "start", state.client_models)
             self._write_server_state(self.folder.audit_round(0), state.server_state)
             self._write_audit_record(self.folder.audit_round(0), {"round": 0})
         self._save_checkpoint(state)
@@ -215,18 +185,18 @@ class Recorder:
             [{**common, "client": client_plan.name, "cluster": client_plan.cluster} for client_plan in clients],
         )
         rows: Sequence[LedgerRow] = join.planned.cut_traffic
-        if join.communicates:
+        if strategy_of(assembly.config).communicates:
             rows = plan_messages(join.planned, round=state.round + 1, only=join.newcomer_models)
         self._append_rows(self.folder.ledger, [row.to_json() for row in rows])
-        if self.audit:
+        if self.config.run.audit:
             self._write_join_audit(join)
         self._save_checkpoint(state)
 
     def _write_join_audit(self, join: JoinResult) -> None:
         state, folder = join.state, self.folder.audit_arrival(join.state.round + 1)
         initial_models = {name: state.client_models[name] for name in join.newcomer_models}
-        self.audit_digests["fresh.safetensors"] = self._write_models(folder / "fresh.safetensors", join.newcomer_models)
-        self.audit_digests["start.safetensors"] = self._write_models(folder / "start.safetensors", initial_models)
+        self._write_audit_models(folder, "fresh", join.newcomer_models)
+        self._write_audit_models(folder, "start", initial_models)
         if join.state_changed:
             self._write_server_state(folder, state.server_state)
         plan = join.planned.plan.to_json()
@@ -243,14 +213,14 @@ class Recorder:
         self.plan_file = f"plan-{round:04d}.json"
         self._write_plan(planned)
         self._append_rows(self.folder.ledger, [row.to_json() for row in plan_messages(planned, round=round)])
-        if self.audit and resized_models is not None:
-            self._write_audit_models("begun", resized_models, round=round)
+        if self.config.run.audit and resized_models is not None:
+            self._write_audit_models(self.folder.audit_round(round), "begun", resized_models)
 
     def record_choice(self, messages: Sequence[LedgerRow], state: FederationState) -> None:
         """Write what the choice of clusters before a round cost, and for the audit what the round begins with."""
         self._append_rows(self.folder.ledger, [row.to_json() for row in messages])
-        if self.audit:
-            self._write_audit_models("begun", state.client_models, round=state.round + 1)
+        if self.config.run.audit:
+            self._write_audit_models(self.folder.audit_round(state.round + 1), "begun", state.client_models)
             self._write_server_state(self.folder.audit_round(state.round + 1), state.server_state)
 
     def record_round(
@@ -259,14 +229,16 @@ class Recorder:
         """Write the rows of the round, its audit files, and a checkpoint where one is due; the rows of metrics."""
         self.phase_seconds["rounds"] = self.phase_seconds.get("rounds", 0.0) + seconds
         self.round_seconds[record.round] = seconds
-        stopped = [_early_stopping_row(state)] if record.stopped else []
-        rows = [*self._metric_rows(record), *stopped]
+        rows = self._metric_rows(record)
+        if record.outcome.stopped:
+            (best,) = best_rounds(state.history, 1)
+            rows.append({"round": state.round, "event": STOPPED, "best_round": best, "validation": state.history[best]})
         self._append_rows(self.folder.metrics, rows)
-        self._append_rows(self.folder.ledger, [row.to_json() for row in record.messages(self.share)])
-        if self.audit:
+        self._append_rows(self.folder.ledger, [row.to_json() for row in record.messages(self.config.mixing.share)])
+        if self.config.run.audit:
             self._write_audit(record, state)
-        is_due = record.round % self.checkpoint_every == 0 or record.round in self._best_rounds(state)
-        if is_due or record.final or is_last:
+        is_due = record.round % self.config.run.checkpoint_every == 0 or record.round in self._best_rounds(state)
+        if is_due or record.outcome.final or is_last:
             self._save_checkpoint(state)
         return rows
 
@@ -287,21 +259,23 @@ class Recorder:
         return {**self.file_digests, **{name: row_hash.hexdigest() for name, row_hash in self.row_hashes.items()}}
 
     def _metric_rows(self, record: RoundRecord) -> list[dict[str, Any]]:
-        rows = [
-            {"round": record.round, "client": name, "event": "refused", "reason": reason}
-            for name, reason in record.refused.items()
-        ]
-        rows += [{"round": record.round, "client": name, "event": "missing"} for name in record.missing]
-        for event, reasons in (("clipped", record.clipped), ("restored", record.restored), ("unmoved", record.unmoved)):
-            common = {"round": record.round, "event": event}
-            rows += [{**common, "client": name, "reason": reason} for name, reason in reasons.items()]
-        rows += [{"round": record.round, "client": name, "event": "kept own model"} for name in record.kept_local]
-        rows += _hosting_rows(record)
+        events = [("refused", name, {"reason": reason}) for name, reason in record.received.refused.items()]
+        events += [("missing", name, {}) for name in record.missing]
+        events += [("clipped", name, {"reason": reason}) for name, reason in record.received.clipped.items()]
+        events += [("restored", name, {"reason": reason}) for name, reason in record.step.restored.items()]
+        events += [("unmoved", name, {"reason": reason}) for name, reason in record.unmoved.items()]
+        events += [("kept own model", name, {}) for name in record.outcome.kept_local]
+        for work, pairs in (("training", record.hosting.training), ("evaluation", record.hosting.evaluation)):
+            for name, match in pairs.items():
+                details = {"work": work, "host": match.host or "server", "reason": match.reason}
+                events.append(("hosted", name, details))
+        rows = [{"round": record.round, "client": name, "event": event, **more} for event, name, more in events]
+        common = {"round": record.round}
         if record.diversity is not None:
-            discarded = {"discarded": dict(record.discarded)}
-            rows.append({"round": record.round, "event": "mixed", **asdict(record.diversity), **discarded})
-        rows += [drop_undefined({"round": record.round, "event": MEASURED, **asdict(row)}) for row in record.sharing]
-        by_split: dict[Split, Mapping[str, Update]] = {"train": record.updates, **record.scores}
+            discarded = {"discarded": dict(record.step.discarded)}
+            rows.append({**common, "event": "mixed", **asdict(record.diversity), **discarded})
+        rows += [drop_undefined({**common, "event": MEASURED, **asdict(row)}) for row in record.step.sharing]
+        by_split: dict[Split, Mapping[str, Update]] = {"train": record.received.updates, **record.outcome.scores}
         for split, updates in by_split.items():
             for client in self.clients:
                 if client.name in updates:
@@ -317,47 +291,38 @@ class Recorder:
         return drop_undefined({**header, **update.metrics, **counts, **header})
 
     def _write_audit(self, record: RoundRecord, state: FederationState) -> None:
-        trained = {name: update.params for name, update in record.updates.items()}
-        self._write_audit_models("trained", trained, round=record.round)
-        self._write_audit_models("start", record.client_models, round=record.round)
-        if record.anchors:
-            self._write_audit_models("anchor", record.anchors, round=record.round)
-        momentum = {"momentum"}  # nothing that is audited follows from it
-        kept = {kind: models for kind, models in state.by_client.items() if kind not in momentum}
-        for kind, models in {**kept, **record.sent}.items():
-            if models:
-                self._write_audit_models(kind, models, round=record.round)
-        if record.rows:
-            file = self.folder.audit_round(record.round) / "mixing.safetensors"
-            rows = {part: torch.from_numpy(np.ascontiguousarray(matrix)) for part, matrix in record.rows.items()}
+        received, step, folder = record.received, record.step, self.folder.audit_round(record.round)
+        self._write_audit_models(folder, "trained", received.models)
+        self._write_audit_models(folder, "start", record.client_models)
+        others = {"anchor": step.anchors, **state.by_client, **record.sent, "out_of_bound": received.out_of_bound}
+        for name, models in others.items():
+            if models and name != "momentum":  # nothing that is audited follows from it
+                self._write_audit_models(folder, name, models)
+        if step.rows:
+            rows = {part: torch.from_numpy(np.ascontiguousarray(matrix)) for part, matrix in step.rows.items()}
+            file = folder / "mixing.safetensors"
             self.audit_digests[file.name] = write_tensors(file, rows, within=self.folder.path)
         if record.state_changed:
-            self._write_server_state(self.folder.audit_round(record.round), state.server_state)
-        if record.out_of_bound:
-            self._write_audit_models("out_of_bound", record.out_of_bound, round=record.round)
-        loaded = {name: {"digest": update.loaded, "keys": update.keys} for name, update in record.updates.items()}
+            self._write_server_state(folder, state.server_state)
+        loaded = {name: {"digest": update.loaded, "keys": update.keys} for name, update in received.updates.items()}
         content = {
             "round": record.round,
             "participants": list(record.sampled),
-            "refused": {**record.refused, **dict.fromkeys(record.missing, "it did not answer")},
-            "eta": record.eta,
+            "refused": {**received.refused, **dict.fromkeys(record.missing, "it did not answer")},
+            "eta": record.method.eta(record.round) if record.aggregated else 0.0,
             "plan": self.plan_file,
             "loaded": loaded,
-            "kept": list(record.kept_local),
-            "clipped": dict(record.clipped),
-            "restored": dict(record.restored),
+            "kept": list(record.outcome.kept_local),
+            "clipped": dict(received.clipped),
+            "restored": dict(step.restored),
         }
-        if record.refused:
-            content["without_edges"] = list(record.refused)
-        self._write_audit_record(self.folder.audit_round(record.round), content)
+        if received.refused:
+            content["without_edges"] = list(received.refused)
+        self._write_audit_record(folder, content)
 
-    def _write_audit_models(self, name: str, models: ByClient, *, round: int) -> None:
-        file = self.folder.audit_round(round) / f"{name}.safetensors"
-        self.audit_digests[file.name] = self._write_models(file, models)
-
-    def _write_models(self, file: Path, models: ByClient) -> str:
-        """Write models for the audit, in a folder of the run; the file's SHA-256."""
-        return write_models(file, models, within=self.folder.path)
+    def _write_audit_models(self, folder: Path, name: str, models: ByClient) -> None:
+        file = folder / f"{name}.safetensors"
+        self.audit_digests[file.name] = write_models(file, models, within=self.folder.path)
 
     def _write_server_state(self, folder: Path, server_state: ServerState) -> None:
         """Write the server state for the audit; no file where the strategy has no state but the models."""
@@ -378,29 +343,11 @@ class Recorder:
         self.audit_digests.clear()
 
     def _save_checkpoint(self, state: FederationState) -> None:
-        representatives = deduplicate_models(state.server_models)
-        models = {name: state.server_models[name] for name in dict.fromkeys(representatives.values())}
-        tensors = {f"strategy/{name}": tensor for name, tensor in flatten_by_client(models).items()}
-        # Who starts with what the server has is told by the absence of a second copy, also after a resume.
-        diverged = {
-            name: params for name, params in state.client_models.items() if params is not state.server_models[name]
-        }
-        tensors |= {f"start/{name}": tensor for name, tensor in flatten_by_client(diverged).items()}
-        for kind, by_client in state.by_client.items():
-            tensors |= {f"by client/{kind}/{name}": tensor for name, tensor in flatten_by_client(by_client).items()}
-        distinct, same = distinct_tensors(state.server_state)
-        tensors |= {f"server/{path}": tensor for path, tensor in distinct.items()}
-        content = {
+        tensors, content = state.to_checkpoint()
+        content |= {
             "origin": self.provenance,
-            "same": {
-                name: representative for name, representative in representatives.items() if name != representative
-            },
             "metrics_bytes": self.folder.metrics.stat().st_size,
             "ledger_bytes": self.folder.ledger.stat().st_size,
-            "stale": sorted(state.outdated),
-            "validation": dict(state.validation_scores),
-            "history": {str(round): score for round, score in state.history.items()},
-            "over": state.is_over,
             "plan": self.plan_file,
             "seconds": self.phase_seconds,
             "reused_seconds": self.reused_seconds,
@@ -408,10 +355,10 @@ class Recorder:
             "round_seconds": {str(round): seconds for round, seconds in self.round_seconds.items()},
             digests.STATE_ENTRY: self._all_digests(),
         }
-        if same:
-            content["server_same"] = same
         checkpoint.save(self.folder.checkpoints, round=state.round, tensors=tensors, state=content)
-        checkpoint.prune(self.folder.checkpoints, keep=self.keep_checkpoints, keep_rounds=self._best_rounds(state))
+        checkpoint.prune(
+            self.folder.checkpoints, keep=self.config.run.keep_checkpoints, keep_rounds=self._best_rounds(state)
+        )
 
     @property
     def reused_seconds(self) -> float:
@@ -419,7 +366,7 @@ class Recorder:
         return self.earlier_reused + REUSED_RESULTS.saved_seconds - self.saved_before
 
     def _best_rounds(self, state: FederationState) -> tuple[int, ...]:
-        return best_rounds(state.history, self.keep_best)
+        return best_rounds(state.history, self.config.run.keep_best)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write the digests of all files of a complete run, and then the summary, which marks it as complete."""
@@ -445,70 +392,3 @@ class Recorder:
         self.earlier_peak = dict(saved.state["peak"])
         self.earlier_reused = saved.state["reused_seconds"]
         self.round_seconds = {int(round): seconds for round, seconds in saved.state["round_seconds"].items()}
-
-
-def deduplicate_models(models: ByClient) -> dict[str, str]:
-    """By client, the first client whose model has the same tensors (the same objects): an average is stored once."""
-    first: dict[tuple[tuple[str, int], ...], str] = {}
-    return {
-        # sorted, because a model that comes from a checkpoint has its keys in another order
-        name: first.setdefault(tuple((key, id(params[key])) for key in sorted(params)), name)
-        for name, params in models.items()
-    }
-
-
-def distinct_tensors(server_state: ServerState) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """(every distinct tensor of this state under its first path, the first path of each repeated tensor)."""
-    first: dict[int, str] = {}
-    flat = flatten_state(server_state)
-    first_paths = {path: first.setdefault(id(tensor), path) for path, tensor in flat.items()}
-    distinct = {path: tensor for path, tensor in flat.items() if first_paths[path] == path}
-    return distinct, {path: first_path for path, first_path in first_paths.items() if path != first_path}
-
-
-def checkpoint_server_state(saved: checkpoint.Checkpoint) -> ServerState:
-    """The server state of a checkpoint; empty where the strategy has no state but the models."""
-    flat = dict(unflatten_by_client(saved.tensors).get("server", {}))
-    try:
-        flat |= {path: flat[first] for path, first in saved.state.get("server_same", {}).items()}
-    except (AttributeError, KeyError) as error:
-        raise CheckpointError(
-            f"checkpoint {saved.path} lacks a part of the server state ({error}); restore it, or run again"
-        ) from error
-    return unflatten_state(flat)
-
-
-def checkpoint_models(saved: checkpoint.Checkpoint, names: Sequence[str]) -> tuple[ByClient, ByClient]:
-    """(server models, client models) of a checkpoint, in the clients' order (`FederationState`)."""
-    try:
-        kinds = unflatten_by_client(saved.tensors)
-        server_models, diverged = (unflatten_by_client(kinds.get(kind, {})) for kind in ("strategy", "start"))
-        same = saved.state["same"]
-        # A file holds its tensors sorted by name; packs follow the order of the clients, and so do their last bits.
-        server_models = {name: server_models[same.get(name, name)] for name in names}
-    except (KeyError, ValueError) as error:
-        raise CheckpointError(
-            f"checkpoint {saved.path} lacks the model of a client of its plan ({error}); restore it, or run again"
-        ) from error
-    return server_models, {name: diverged.get(name, server_models[name]) for name in names}
-
-
-def checkpoint_by_client(saved: checkpoint.Checkpoint) -> TreesByClient:
-    """The tensors that clients keep beside their models, by kind and client, of a checkpoint."""
-    kinds = unflatten_by_client(unflatten_by_client(saved.tensors).get("by client", {}))
-    return {kind: unflatten_by_client(flat) for kind, flat in kinds.items()}
-
-
-def _early_stopping_row(state: FederationState) -> dict[str, Any]:
-    (best,) = best_rounds(state.history, 1)
-    return {"round": state.round, "event": STOPPED, "best_round": best, "validation": state.history[best]}
-
-
-def _hosting_rows(record: RoundRecord) -> list[dict[str, Any]]:
-    """Which host computed the server half of which client, and why; none where the server did so for all."""
-    return [
-        {"round": record.round, "client": name, "event": "hosted", "work": work, "host": match.host or "server"}
-        | {"reason": match.reason}
-        for work, pairs in (("training", record.hosting.training), ("evaluation", record.hosting.evaluation))
-        for name, match in pairs.items()
-    ]

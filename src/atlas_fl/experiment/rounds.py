@@ -7,9 +7,8 @@ Engines train and evaluate the clients; the recorder writes the files.
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import isfinite
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ import numpy as np
 from atlas_fl.aggregation.graph import Diversity, diversity
 from atlas_fl.aggregation.matrices import Federation, share_warnings, without_edges
 from atlas_fl.aggregation.mixing import sync_shared
-from atlas_fl.aggregation.norm_bound import bound_updates, change_norms
+from atlas_fl.aggregation.norm_bound import bound_updates
 from atlas_fl.aggregation.rules import Answers, RoundModels
 from atlas_fl.aggregation.update_checks import LARGEST, check_finite, check_update, unusable_models
 from atlas_fl.client.job import Job, Update, without_empty
@@ -32,10 +31,11 @@ from atlas_fl.experiment.late_join import add_late_clients
 from atlas_fl.experiment.recorder import Recorder
 from atlas_fl.experiment.state import (
     MODELS,
-    NO_FROZEN,
     FederationState,
-    FrozenMessages,
+    ReceivedUpdates,
+    RoundOutcome,
     RoundRecord,
+    ServerStep,
     mean_validation_score,
     sum_cut_traffic,
 )
@@ -46,41 +46,20 @@ from atlas_fl.params import ByClient, Params, ServerState, Split, TreesByClient,
 from atlas_fl.partial_sharing import expected_update, has_hidden_factors
 from atlas_fl.planning.host_assignment import attach_hosts, match_round_hosts
 from atlas_fl.planning.plan import PlanResult
-from atlas_fl.planning.planner import client_side_names, cuts_of, recluster, resize_adapters
+from atlas_fl.planning.planner import cuts_of, recluster, resize_adapters
+from atlas_fl.planning.round_costs import client_side
 from atlas_fl.runtime.engine import Engine, MissingAnswersError
 from atlas_fl.setup.assembly import Assembly
 from atlas_fl.setup.options import (
     is_reclustered,
     parts_of_config,
-    predicting_models,
     predicts_as_sent,
     strategy_of,
     train_options,
 )
 from atlas_fl.setup.participation import sample
 from atlas_fl.sparse.masked_sgd import restore_frozen
-from atlas_fl.sparse.masks import Mask
 from atlas_fl.split.channel import Cut
-
-Scores = Mapping[Split, Mapping[str, Update]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoundOutcome:
-    """The end of a round: models, scores, and whether the run is over."""
-
-    client_models: ByClient
-    """Models with which clients start the next round."""
-    kept_local: tuple[str, ...]
-    """Clients that keep their own model."""
-    scores: Scores
-    """Scores of these models; empty in a round without evaluation."""
-    evaluations: tuple[Update, ...]
-    """Every answer to an evaluation."""
-    final: bool
-    """True if the run is over."""
-    stopped: bool = False
-    """True if it is over before its last round."""
 
 
 def finish_round(
@@ -91,33 +70,27 @@ def finish_round(
     trained: ByClient,
     *,
     cuts: Mapping[str, Cut],
-    is_mixed: bool,
+    aggregated: bool,
 ) -> RoundOutcome:
     """Evaluate the mixed models, select models after the last round, and decide on early stopping.
 
     A run stops early only after an aggregation: between two aggregations the server holds older models.
     """
-    config, round = assembly.config, state.round + 1
-    last = round == config.training.rounds
-    outcome = _evaluate_and_select(config, engine, mixed, trained, round=round, cuts=cuts, final=last)
-    score = mean_validation_score(outcome.scores)
-    if last or not is_mixed or score is None:
-        return outcome
+    config, number = assembly.config, state.round + 1
     training = config.training
-    history = {**state.history, round: score}
+    is_last = number == training.rounds
+    outcome = _evaluate_and_select(config, engine, mixed, trained, number=number, cuts=cuts, final=is_last)
+    score = mean_validation_score(outcome.scores)
+    if is_last or not aggregated or score is None:
+        return outcome
+    history = {**state.history, number: score}
     if not should_stop(history, patience=training.patience, min_delta=training.min_delta):
         return outcome
     if _selects_best(config) or any(client.task.writes for client in assembly.clients):
         earlier = outcome.evaluations
-        outcome = _evaluate_and_select(config, engine, mixed, trained, round=round, cuts=cuts, final=True)
+        outcome = _evaluate_and_select(config, engine, mixed, trained, number=number, cuts=cuts, final=True)
         outcome = replace(outcome, evaluations=(*earlier, *outcome.evaluations))
     return replace(outcome, final=True, stopped=True)
-
-
-def early_stopping_message(history: Mapping[int, float], *, round: int, rounds: int) -> str:
-    """One line: after which round the run stopped early, and which round was the best."""
-    (best,) = best_rounds(history, 1)
-    return f"stopped early after round {round} of {rounds}: validation {history[best]:.3f} in round {best} was the best"
 
 
 def _evaluate_and_select(
@@ -126,33 +99,40 @@ def _evaluate_and_select(
     mixed: ByClient,
     trained: ByClient,
     *,
-    round: int,
+    number: int,
     cuts: Mapping[str, Cut],
     final: bool,
 ) -> RoundOutcome:
-    comparison = (
-        _compare_on_validation(
-            engine, mixed, trained, round=round, cuts=cuts, prior_correction=config.training.prior_correction
-        )
-        if final and _selects_best(config)
-        else ()
-    )
-    client_models, kept_local = select_models(mixed, trained, *comparison) if comparison else (mixed, ())
-    scores: Scores = {}
-    if final or round % config.training.eval_every == 0:
+    evaluations: list[Update] = []
+
+    def evaluate(models: ByClient, split: Split, *, new_tokens: int = 0) -> dict[str, Update]:
+        options = EvaluateOptions(split=split, new_tokens=new_tokens, prior_correction=config.training.prior_correction)
+        jobs = [
+            Job(client=name, params=params, round=number, options=options, cut=cuts.get(name))
+            for name, params in models.items()
+        ]
+        updates = engine.run("evaluate", jobs)
+        evaluations.extend(updates)
+        return {update.client: update for update in updates}
+
+    client_models: ByClient = mixed
+    kept_local: tuple[str, ...] = ()
+    if final and _selects_best(config):
+        local_scores = evaluate(trained, "validation")
+        mixed_scores = evaluate({name: mixed[name] for name in trained}, "validation")
+        client_models, kept_local = select_models(mixed, trained, local_scores, mixed_scores)
+    scores: dict[Split, Mapping[str, Update]] = {}
+    if final or number % config.training.eval_every == 0:
         # ROUGE is of what the clients end with: writing costs a pass a token
         new_tokens = config.data.new_tokens if final else 0
-        scores = evaluate_models(
-            engine,
-            client_models,
-            round=round,
-            new_tokens=new_tokens,
-            cuts=cuts,
-            prior_correction=config.training.prior_correction,
-        )
-    evaluations = (*_flatten_scores(comparison), *_flatten_scores(tuple(scores.values())))
+        splits: tuple[Split, ...] = ("validation", "test")
+        scores = {split: evaluate(client_models, split, new_tokens=new_tokens) for split in splits}
     return RoundOutcome(
-        client_models=client_models, kept_local=kept_local, scores=scores, evaluations=evaluations, final=final
+        client_models=client_models,
+        kept_local=kept_local,
+        scores=scores,
+        evaluations=tuple(evaluations),
+        final=final,
     )
 
 
@@ -160,96 +140,23 @@ def _selects_best(config: Config) -> bool:
     return config.mixing.keep == "best" and strategy_of(config).communicates
 
 
-def evaluate_models(
-    engine: Engine,
-    models: ByClient,
-    *,
-    round: int,
-    new_tokens: int = 0,
-    cuts: Mapping[str, Cut] = MappingProxyType({}),
-    prior_correction: bool = False,
-) -> dict[Split, dict[str, Update]]:
-    """Scores of these models on their own clients' validation and test examples; of text too, if it may be written."""
-    splits: tuple[Split, ...] = ("validation", "test")
-    return {
-        split: _evaluate_split(
-            engine,
-            models,
-            EvaluateOptions(split=split, new_tokens=new_tokens, prior_correction=prior_correction),
-            round=round,
-            cuts=cuts,
-        )
-        for split in splits
-    }
-
-
-def _evaluate_split(
-    engine: Engine, models: ByClient, options: EvaluateOptions, *, round: int, cuts: Mapping[str, Cut]
-) -> dict[str, Update]:
-    jobs = make_jobs(models, options, round=round, cuts=cuts)
-    return {update.client: update for update in engine.run("evaluate", jobs)}
-
-
-def make_jobs(
-    models: ByClient,
-    options: Any,
-    *,
-    round: int,
-    cuts: Mapping[str, Cut],
-    mask: Mask | None = None,
-    sent: TreesByClient = MappingProxyType({}),
-    kept: TreesByClient = MappingProxyType({}),
-) -> list[Job]:
-    """A job for every model, with the tensors by kind and client that are `sent` beside it or were `kept`."""
-    return [
-        Job(
-            client=name,
-            params=params,
-            round=round,
-            options=options,
-            cut=cuts.get(name),
-            mask=mask,
-            sent=without_empty({kind: by_client.get(name, {}) for kind, by_client in sent.items()}),
-            kept=without_empty({kind: by_client.get(name, {}) for kind, by_client in kept.items()}),
-        )
-        for name, params in models.items()
-    ]
-
-
-def _flatten_scores(scores: Sequence[Mapping[str, Update]]) -> list[Update]:
-    return [update for by_client in scores for update in by_client.values()]
-
-
-def _compare_on_validation(
-    engine: Engine,
-    mixed: ByClient,
-    trained: ByClient,
-    *,
-    round: int,
-    cuts: Mapping[str, Cut],
-    prior_correction: bool,
-) -> tuple[dict[str, Update], dict[str, Update]]:
-    """Validation scores of the clients that trained: of their own models, and of the mixed ones."""
-    options = EvaluateOptions(split="validation", prior_correction=prior_correction)
-    local = _evaluate_split(engine, trained, options, round=round, cuts=cuts)
-    return local, _evaluate_split(engine, {name: mixed[name] for name in trained}, options, round=round, cuts=cuts)
+def _of_client(trees: TreesByClient, name: str) -> dict[str, Params]:
+    """The tensors of one client by kind, without empty ones."""
+    return without_empty({kind: by_client.get(name, {}) for kind, by_client in trees.items()})
 
 
 def select_models(
     mixed: ByClient, trained: ByClient, local_scores: Mapping[str, Update], mixed_scores: Mapping[str, Update]
 ) -> tuple[dict[str, Params], tuple[str, ...]]:
     """(the mixed models, with the local one of a client where its validation loss is lower, these clients)."""
-    # Who does not answer cannot say that its own is better.
-    scored = [name for name in trained if name in local_scores and name in mixed_scores]
-    kept_local = tuple(
-        name for name in scored if _is_lower(local_scores[name].metrics["loss"], mixed_scores[name].metrics["loss"])
-    )
-    return {name: trained[name] if name in kept_local else params for name, params in mixed.items()}, kept_local
-
-
-def _is_lower(loss: float, other: float) -> bool:
-    """Return whether a loss is below another one; any number is below NaN and infinity."""
-    return isfinite(loss) and not loss >= other
+    kept_local = []
+    # who does not answer cannot say that its own is better
+    for name in (name for name in trained if name in local_scores and name in mixed_scores):
+        loss, mixed_loss = local_scores[name].metrics["loss"], mixed_scores[name].metrics["loss"]
+        if isfinite(loss) and not loss >= mixed_loss:  # any number is below NaN
+            kept_local.append(name)
+    models = {name: trained[name] if name in kept_local else params for name, params in mixed.items()}
+    return models, tuple(kept_local)
 
 
 def check_updates(
@@ -267,25 +174,6 @@ def check_updates(
         else:
             accepted[update.client] = update
     return accepted, refused
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReceivedUpdates:
-    """The updates of a round after screening."""
-
-    updates: dict[str, Update]
-    """Updates that are mixed."""
-    refused: dict[str, str]
-    """Why each other one was refused, by client."""
-    clipped: dict[str, str]
-    """Clients whose update was scaled down to the norm bound, with the figures."""
-    out_of_bound: dict[str, Params]
-    """The updates as they came of those whom the norm bound refused or scaled down."""
-
-    @property
-    def models(self) -> dict[str, Params]:
-        """The models that are mixed."""
-        return {name: update.params for name, update in self.updates.items()}
 
 
 def screen_updates(assembly: Assembly, state: FederationState, updates: Sequence[Update]) -> ReceivedUpdates:
@@ -322,7 +210,9 @@ def run_rounds(
 
     The assembly that comes back includes the clients that joined.
     """
-    for line in _warnings(assembly.config, planned.plan.federation()):
+    federation, config = planned.plan.federation(), assembly.config
+    warnings = share_warnings(federation, config.robust.max_share)
+    for line in (*warnings, *strategy_of(config).warnings(federation)):
         on_event(Note(line))
     for number in range(state.round + 1, last + 1):
         on_event(PhaseStarted(f"round {number}"))
@@ -339,9 +229,15 @@ def run_rounds(
         rows = recorder.record_round(record, state, seconds=time.perf_counter() - start_time, is_last=number == last)
         for line in record.notes():
             on_event(Note(line))
-        on_event(replace(_finished_event(record, assembly, seconds=time.perf_counter() - start_time), rows=rows))
-        if record.stopped:
-            on_event(Note(early_stopping_message(state.history, round=number, rounds=assembly.config.training.rounds)))
+        on_event(_finished_event(record, assembly, seconds=time.perf_counter() - start_time, rows=rows))
+        if record.outcome.stopped:
+            (best,) = best_rounds(state.history, 1)
+            on_event(
+                Note(
+                    f"stopped early after round {number} of {assembly.config.training.rounds}: validation"
+                    f" {state.history[best]:.3f} in round {best} was the best"
+                )
+            )
             break
     return assembly, planned, state
 
@@ -413,70 +309,51 @@ def one_round(
     assembly: Assembly, planned: PlanResult, engine: Engine, state: FederationState
 ) -> tuple[FederationState, RoundRecord]:
     """Train, screen, aggregate and evaluate once: the state after the round, and its record."""
-    config, number, strategy = assembly.config, state.round + 1, strategy_of(assembly.config)
+    config = assembly.config
     start, parts = round_start(assembly, state), parts_of_config(config)
     cuts = cuts_of(assembly, planned.plan)
     engine = attach_hosts(assembly, planned.plan.clients, engine)
     jobs = _train_jobs(assembly, planned, start, parts, cuts)
     updates = engine.run("train", jobs)
     state = _train_own_models(engine, jobs, state, start, parts)
-    received, aggregated = screen_updates(assembly, state, updates), is_aggregation_round(config, number)
-    trained, server_step = received.models, _aggregate(assembly, state, received, planned, apply=aggregated)
-    models = predicting_models(
-        config,
-        state.with_newest(received.updates),
-        server_step.server_state,
-        client_models=server_step.client_models,
-        server_models=server_step.server_models,
+    received = screen_updates(assembly, state, updates)
+    step = (
+        _aggregate(assembly, state, received, planned) if start.aggregates else _keep_trained(state, received, planned)
     )
-    outcome = finish_round(assembly, engine, state, models, trained, cuts=cuts, is_mixed=aggregated)
+    mixed = replace(
+        state,
+        by_client=state.with_newest(received.updates),
+        server_state=step.server_state,
+        server_models=step.server_models,
+        client_models=step.client_models,
+    )
+    models = mixed.predicting_models(config)
+    outcome = finish_round(assembly, engine, state, models, received.models, cuts=cuts, aggregated=start.aggregates)
     record = RoundRecord(
-        round=number,
-        sampled=tuple(job.client for job in jobs),
-        updates=received.updates,
-        refused=received.refused,
-        clipped=received.clipped,
-        out_of_bound=received.out_of_bound,
-        restored=server_step.restored,
+        round=start.round,
+        sampled=start.clients,
+        before=state,
+        received=received,
+        step=step,
+        outcome=outcome,
+        client_models=outcome.client_models if predicts_as_sent(config) else step.client_models,
+        method=strategy_of(config),
+        aggregated=start.aggregates,
+        diversity=_diversity(assembly, planned, {**state.client_models, **received.models}, outcome)
+        if start.aggregates
+        else None,
+        cut_traffic=sum_cut_traffic(updates),
+        evaluation_cut_traffic=sum_cut_traffic(outcome.evaluations),
+        hosting=match_round_hosts(assembly, planned.plan.clients, training=updates, evaluation=outcome.evaluations),
+        client_side_names={name: client_side(assembly, cut, state.client_models[name]) for name, cut in cuts.items()},
+        mask=planned.mask,
         unmoved=unmoved_clients(
             state.client_models, received.updates, jobs[0].options, has_mask=planned.mask is not None
         ),
-        initial_models=state.client_models,
-        client_models=outcome.client_models if predicts_as_sent(config) else server_step.client_models,
-        scores=outcome.scores,
-        eta=strategy.eta(number) if aggregated else 0.0,
-        kept_local=outcome.kept_local,
-        outdated=state.outdated,
-        communicates=strategy.communicates,
-        aggregated=aggregated,
-        final=outcome.final,
-        stopped=outcome.stopped,
-        diversity=_diversity(assembly, planned, {**state.client_models, **trained}, outcome) if aggregated else None,
-        mask=planned.mask,
-        discarded=server_step.discarded,
-        anchors=server_step.anchors if aggregated else {},
         sent=_sent_beside_models(jobs),
-        sharing=server_step.sharing,
-        rows=server_step.rows,
-        state_changed=server_step.server_state is not state.server_state,
-        frozen=_frozen_messages(strategy, state.server_state, server_step.server_state),
-        unsent=unsent_names(config, jobs[0], state.client_models, server_step.client_models, cuts=cuts),
-        **_beside_cuts(assembly, planned, updates, outcome),
-        client_side_names=client_side_names(assembly, cuts, state.client_models),
+        unsent=unsent_names(config, jobs[0], state.client_models, step.client_models, cuts=cuts),
     )
-    return state.after(record, server_models=server_step.server_models, server_state=server_step.server_state), record
-
-
-def _beside_cuts(
-    assembly: Assembly, planned: PlanResult, updates: Sequence[Update], outcome: RoundOutcome
-) -> dict[str, Any]:
-    """Fields of a round's record about the halves of cut models on the server or on a host."""
-    evaluations = outcome.evaluations
-    return {
-        "cut_traffic": sum_cut_traffic(updates),
-        "evaluation_cut_traffic": sum_cut_traffic(evaluations),
-        "hosting": match_round_hosts(assembly, planned.plan.clients, training=updates, evaluation=evaluations),
-    }
+    return state.after(record), record
 
 
 def _sent_beside_models(jobs: Sequence[Job]) -> dict[str, dict[str, Params]]:
@@ -489,47 +366,30 @@ def _sent_beside_models(jobs: Sequence[Job]) -> dict[str, dict[str, Params]]:
     return sent
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServerStep:
-    """The result of the server's step of a round."""
-
-    server_state: ServerState
-    """The state of the strategy."""
-    server_models: ByClient
-    """The model of every client as of the last aggregation."""
-    client_models: ByClient
-    """Models that clients go on with."""
-    discarded: Mapping[str, float]
-    """By client, the share of its mixed update's squared norm that its ranks could not hold."""
-    anchors: ByClient = field(default_factory=dict)
-    """Anchors of clients that keep models of their own."""
-    restored: Mapping[str, str] = field(default_factory=dict)
-    """By client whose mixed model was unusable, the reason why it keeps its initial one."""
-    sharing: tuple[MeasuredSharing, ...] = ()
-    """Share of its own that each client keeps, in a round that measured it."""
-    rows: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """The mixing matrices of a method that is a plug-in's."""
-
-
 def _train_jobs(
     assembly: Assembly, planned: PlanResult, start: RoundStart, parts: Sequence[Part], cuts: Mapping[str, Cut]
 ) -> list[Job]:
     """The training jobs of the clients that take part in this round."""
     config, method = assembly.config, strategy_of(assembly.config)
-    sent = [part.send(start) for part in parts]
-    kept = [part.keep(start) for part in parts]
-    jobs = make_jobs(
-        {name: start.client_models[name] for name in start.clients},
-        train_options(config, with_images=assembly.has_images),
-        round=start.round,
-        cuts=cuts,
-        mask=planned.mask,
-        sent={kind: by_client for trees in sent for kind, by_client in trees.items()},
-        kept={"momentum": start.of("momentum"), **{kind: one for trees in kept for kind, one in trees.items()}},
-    )
+    sent: dict[str, ByClient] = {}
+    kept: dict[str, ByClient] = {"momentum": start.of("momentum")}
+    for part in parts:
+        sent |= part.send(start)
+        kept |= part.keep(start)
+    options = train_options(config, with_images=assembly.has_images)
     asked = set(method.ask(start))
     return [
-        replace(job, options=replace(job.options, report=method.report)) if job.client in asked else job for job in jobs
+        Job(
+            client=name,
+            params=start.client_models[name],
+            round=start.round,
+            options=replace(options, report=method.report) if name in asked else options,
+            cut=cuts.get(name),
+            mask=planned.mask,
+            sent=_of_client(sent, name),
+            kept=_of_client(kept, name),
+        )
+        for name in start.clients
     ]
 
 
@@ -545,8 +405,8 @@ def _train_own_models(
             replace(
                 job,
                 params=own.models[job.client],
-                sent=without_empty({kind: by_client.get(job.client, {}) for kind, by_client in own.sent.items()}),
-                kept=without_empty({kind: by_client.get(job.client, {}) for kind, by_client in own.kept.items()}),
+                sent=_of_client(own.sent, job.client),
+                kept=_of_client(own.kept, job.client),
                 options=replace(job.options, report="none", **own.options),
             )
             for job in jobs
@@ -557,36 +417,27 @@ def _train_own_models(
     return state
 
 
-def _frozen_messages(method: Method, before: ServerState, after: ServerState) -> FrozenMessages:
-    """Messages of a round between these server states about a part that everyone holds frozen."""
-    if not method.holds_frozen:
-        return NO_FROZEN
-    return FrozenMessages(
-        before=method.frozen_part(before),
-        newest={} if after is before else method.newest_part(after),
-        after=method.frozen_part(after),
-        begins_again=method.begins_again,
+def _keep_trained(state: FederationState, received: ReceivedUpdates, planned: PlanResult) -> ServerStep:
+    """The step of a round without aggregation: clients go on with their own models."""
+    federation, trained = without_edges(planned.plan.federation(), received.refused), received.models
+    return ServerStep(
+        server_state=state.server_state,
+        server_models=state.server_models,
+        client_models=sync_shared({**state.client_models, **trained}, federation, list(trained)),
     )
 
 
 def _aggregate(
-    assembly: Assembly, state: FederationState, received: ReceivedUpdates, planned: PlanResult, *, apply: bool
+    assembly: Assembly, state: FederationState, received: ReceivedUpdates, planned: PlanResult
 ) -> ServerStep:
-    """Apply the strategy; without `apply` the server keeps its state and clients go on with their own models.
+    """Apply the strategy.
 
     Weights that a mask freezes do not change. The old model of a client whose update was refused is nobody's neighbour;
     that of a client that sent none still is. Unusable models are replaced by those of before.
     """
     config, trained = assembly.config, received.models
     federation, mask = without_edges(planned.plan.federation(), received.refused), planned.mask
-    if not apply:
-        return ServerStep(
-            server_state=state.server_state,
-            server_models=state.server_models,
-            client_models=sync_shared({**state.client_models, **trained}, federation, list(trained)),
-            discarded={},
-        )
-    method, personal, server_state = strategy_of(config), config.mixing.personal_models, state.server_state
+    method, server_state = strategy_of(config), state.server_state
     reports = {
         name: update.reported[method.report]
         for name, update in received.updates.items()
@@ -605,16 +456,17 @@ def _aggregate(
     models = result.client_models if mask is None else restore_frozen(result.client_models, state.client_models, mask)
     options = train_options(config, with_images=assembly.has_images)
     models = keep_untrained(config, options, state.client_models, models, round=state.round + 1)
+    is_personal = config.mixing.personal_models
     mixed = ServerStep(
         server_state=result.server_state,
         server_models=models,
-        client_models={**state.client_models, **trained} if personal else models,
+        client_models={**state.client_models, **trained} if is_personal else models,
         discarded=result.discarded,
-        anchors=models if personal else {},
+        anchors=models if is_personal else {},
         sharing=_measured(method, federation, state, server_state, trained) if reports else (),
         rows={} if _has_reference(method) else result.rows,
     )
-    return _restore_unusable(mixed, state, trained, assembly)
+    return _restore_unusable(mixed, state, assembly)
 
 
 def _has_reference(method: Method) -> bool:
@@ -632,11 +484,6 @@ def _measured(
     return method.measured(state.server_state, server_state, federation, matrices)
 
 
-def _warnings(config: Config, federation: Federation) -> list[str]:
-    """Warnings about the method and these clients before the first round."""
-    return [*share_warnings(federation, config.robust.max_share), *strategy_of(config).warnings(federation)]
-
-
 def _diversity(assembly: Assembly, planned: PlanResult, before: ByClient, outcome: RoundOutcome) -> Diversity | None:
     """Change of the distances between clients by the server's step; None without evaluation or finite figures."""
     # distances between all pairs of a hundred whole models would cost more than the round, and where factors are at
@@ -652,47 +499,41 @@ def _diversity(assembly: Assembly, planned: PlanResult, before: ByClient, outcom
     return result if result.is_finite() else None
 
 
-def _restore_unusable(server: ServerStep, state: FederationState, trained: ByClient, assembly: Assembly) -> ServerStep:
+def _restore_unusable(step: ServerStep, state: FederationState, assembly: Assembly) -> ServerStep:
     """The server's step with unusable mixed models replaced by the initial ones, and the reason by client.
 
     A model with values that are NaN, infinite or very large is unusable. Clients that share adapters
     all keep their models where one is unusable, and so do all clients where the server state is.
     """
-    mixed = {name: params for name, params in server.client_models.items() if params is not state.client_models[name]}
-    is_finite = all(bool(tensor.isfinite().all()) for tensor in flatten_state(server.server_state).values())
+    mixed = {name: params for name, params in step.client_models.items() if params is not state.client_models[name]}
+    is_finite = all(bool(tensor.isfinite().all()) for tensor in flatten_state(step.server_state).values())
     unusable = set(unusable_models(mixed)) if is_finite else set(mixed)
     if not unusable:
-        return server
+        return step
     has_frozen = strategy_of(assembly.config).holds_frozen
     if assembly.config.split.server_adapters != "per_client" or assembly.config.training.multitask or has_frozen:
         unusable = set(mixed)
-    norms = {
-        name: change_norms(state.client_models[name], params, strategy_of(assembly.config).options)
-        for name, params in trained.items()
-    }
-    largest = {name: max(parts.values()) for name, parts in norms.items()}
-    sender = max(largest, key=largest.__getitem__, default="nobody")
-    reason = (
-        f"the mixed model holds values that are NaN, infinite or beyond {LARGEST:g}; the largest change was that of"
-        f" {sender}, of norm {largest.get(sender, 0.0):.3g}"
-    )
     restored = {name: state.client_models[name] for name in mixed if name in unusable}
     return replace(
-        server,
-        server_state=server.server_state if is_finite and not has_frozen else state.server_state,
-        server_models={**server.server_models, **restored},
-        client_models={**server.client_models, **restored},
-        restored=dict.fromkeys(restored, reason),
+        step,
+        server_state=step.server_state if is_finite and not has_frozen else state.server_state,
+        server_models={**step.server_models, **restored},
+        client_models={**step.client_models, **restored},
+        restored=dict.fromkeys(restored, f"the mixed model holds values that are NaN, infinite or beyond {LARGEST:g}"),
     )
 
 
-def _finished_event(record: RoundRecord, assembly: Assembly, *, seconds: float) -> RoundFinished:
-    losses = [update.metrics["loss"] for update in record.updates.values()]
+def _finished_event(
+    record: RoundRecord, assembly: Assembly, *, seconds: float, rows: Sequence[Mapping[str, Any]]
+) -> RoundFinished:
+    losses = [update.metrics["loss"] for update in record.received.updates.values()]
+    validation = record.outcome.scores.get("validation", {})
     return RoundFinished(
         round=record.round,
         rounds=assembly.config.training.rounds,
-        scores={name: score.metrics["primary"] for name, score in record.scores.get("validation", {}).items()},
+        scores={name: score.metrics["primary"] for name, score in validation.items()},
         loss=float(np.mean(losses)) if losses else 0.0,
         seconds=seconds,
         bytes=sum(row.bytes for row in record.messages(assembly.config.mixing.share)),
+        rows=rows,
     )

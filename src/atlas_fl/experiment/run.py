@@ -27,22 +27,19 @@ from atlas_fl.experiment.recorder import (
     check_provenance,
     check_run_files,
     check_same_settings,
-    checkpoint_by_client,
-    checkpoint_models,
-    checkpoint_server_state,
-    config_change_note,
     provenance_of,
 )
 from atlas_fl.experiment.rounds import run_rounds
 from atlas_fl.experiment.state import FederationState
 from atlas_fl.experiment.summary import attack_note, summarise, versions
 from atlas_fl.models.identity import model_identity
-from atlas_fl.planning.plan import Plan, PlanResult, read_plan
-from atlas_fl.planning.planner import check_clients, plan_run
+from atlas_fl.planning.plan import PlanResult, read_plan
+from atlas_fl.planning.planner import plan_run
+from atlas_fl.planning.ranks_and_cuts import cuts_for_planning
 from atlas_fl.plugins import load_plugins, source_files
 from atlas_fl.runtime.engine import Engine, MissingAnswersError
 from atlas_fl.setup.assembly import Assembly, defer_late_clients, with_joined_clients, without_clients
-from atlas_fl.setup.options import configured_attackers, predicting_models, strategy_of, with_attackers
+from atlas_fl.setup.options import configured_attackers, strategy_of, with_attackers
 from atlas_fl.storage import checkpoint, digests
 from atlas_fl.storage.files import run_lock
 from atlas_fl.storage.folder_access import write_atomic
@@ -141,7 +138,7 @@ def _continue_run(config: Config, folder: RunFolder, on_event: OnEvent, backend:
 
         if folder.summary.exists():
             digests.check_files(folder, folder.config)
-            result = _run_result(folder, config=config)
+            result = _run_result(folder, digests.read_checked(folder, folder.summary, "run"))
             early = f"; it stopped early after round {result.rounds}" if "stopped" in result.summary else ""
             emit(Note(f"run {folder.path} is complete{early}"))
             return result
@@ -150,18 +147,23 @@ def _continue_run(config: Config, folder: RunFolder, on_event: OnEvent, backend:
         start_time = time.perf_counter()
         with backend(config, emit) as (assembly, engine):
             assembly = defer_late_clients(assembly)
-            recorder = _make_recorder(config, assembly, folder)
+            model = asdict(model_identity(assembly.site.backbone))
+            recorder = Recorder(
+                folder=folder,
+                config=config,
+                clients=assembly.clients,
+                provenance=provenance_of(config, assembly.clients, model, assembly.site.secrets),
+                file_digests={folder.config.name: digests.file_sha256(folder.config).hexdigest()},
+            )
             recorder.phase_seconds["loading"] = time.perf_counter() - start_time
-            return _train_remaining(assembly, engine, recorder, folder, emit)
+            return _train_remaining(assembly, engine, recorder, emit)
 
 
-def _train_remaining(
-    assembly: Assembly, engine: Engine, recorder: Recorder, folder: RunFolder, emit: OnEvent
-) -> RunResult:
+def _train_remaining(assembly: Assembly, engine: Engine, recorder: Recorder, emit: OnEvent) -> RunResult:
     """Train the remaining rounds within `max_rounds`; after the last one export the models and write the summary."""
     config = assembly.config
     engine = with_attackers(engine, config, assembly.clients)
-    assembly, planned, state = _load_or_plan(assembly, recorder, folder, engine, emit)
+    assembly, planned, state = _load_or_plan(assembly, recorder, engine, emit)
     limit = config.run.max_rounds
     last = config.training.rounds if limit is None else min(config.training.rounds, state.round + limit)
     if not state.is_over:
@@ -170,51 +172,33 @@ def _train_remaining(
         )
     if state.is_over:
         emit(PhaseStarted("export"))
-        models = predicting_models(
-            config,
-            state.by_client,
-            state.server_state,
-            client_models=state.client_models,
-            server_models=state.server_models,
-        )
-        export_clients(assembly, models, folder, on_event=emit)
-        summary = _summarise_run(config, folder, assembly, recorder)
+        export_clients(assembly, state.predicting_models(config), recorder.folder, on_event=emit)
+    summary = _summarise_run(assembly, recorder)
+    if state.is_over:
         recorder.write_summary(summary)
         if line := attack_note(summary):
             emit(Note(line))
-    return _run_result(folder, config=config, assembly=assembly, recorder=recorder)
-
-
-def _make_recorder(config: Config, assembly: Assembly, folder: RunFolder) -> Recorder:
-    return Recorder(
-        folder=folder,
-        clients=assembly.clients,
-        share=config.mixing.share,
-        audit=config.run.audit,
-        checkpoint_every=config.run.checkpoint_every,
-        keep_checkpoints=config.run.keep_checkpoints,
-        keep_best=config.run.keep_best,
-        provenance=provenance_of(
-            config, assembly.clients, asdict(model_identity(assembly.site.backbone)), assembly.site.secrets
-        ),
-        file_digests={folder.config.name: digests.file_sha256(folder.config).hexdigest()},
-    )
+    return _run_result(recorder.folder, summary)
 
 
 def _load_or_plan(
-    assembly: Assembly, recorder: Recorder, folder: RunFolder, engine: Any, emit: OnEvent
+    assembly: Assembly, recorder: Recorder, engine: Engine, emit: OnEvent
 ) -> tuple[Assembly, PlanResult, FederationState]:
     """The clients, the plan and the state to continue from: those of the newest good checkpoint, or new ones."""
+    folder = recorder.folder
     saved, damage_notes = checkpoint.load_latest(folder.checkpoints, check=partial(check_run_files, folder))
     if saved is None and (intact := checkpoint.load_latest(folder.checkpoints)[0]) is not None:
         check_run_files(folder, intact)  # raises: to begin again would write over what can be restored
     for line in damage_notes:
         emit(Note(line if saved is not None else f"{line}; beginning again"))
     if saved is not None:
-        return _restore_checkpoint(assembly, recorder, folder, saved, emit)
+        return _restore_checkpoint(assembly, recorder, saved, emit)
     for leftover in (folder.metrics, folder.ledger, *folder.plans()[1:]):
         leftover.unlink(missing_ok=True)
-    _check_late_clients(assembly)
+    rounds = assembly.config.training.rounds
+    if assembly.config.data.arrive:  # who could not take part is told before the first round
+        late = [newcomer.client.name for newcomer in assembly.join_queue.waiting_clients(rounds)]
+        cuts_for_planning(with_joined_clients(assembly, late, round=rounds))
     start_time = time.perf_counter()
     assembly, planned = _make_plan(assembly, engine, emit)
     recorder.set_clients(assembly.config, assembly.clients, assembly.site.secrets)
@@ -243,63 +227,36 @@ def _make_plan(assembly: Assembly, engine: Any, emit: OnEvent) -> tuple[Assembly
             emit(Note(f"the plan is made without {missing}; others: {', '.join(assembly.names)}"))
 
 
-def _check_late_clients(assembly: Assembly) -> None:
-    """Raise an `AtlasError` before the first round for a late client that cannot take part."""
-    rounds = assembly.config.training.rounds
-    if assembly.config.data.arrive:
-        late = [newcomer.client.name for newcomer in assembly.join_queue.waiting_clients(rounds)]
-        check_clients(with_joined_clients(assembly, late, round=rounds))
-
-
 def _restore_checkpoint(
-    assembly: Assembly, recorder: Recorder, folder: RunFolder, saved: checkpoint.Checkpoint, emit: OnEvent
+    assembly: Assembly, recorder: Recorder, saved: checkpoint.Checkpoint, emit: OnEvent
 ) -> tuple[Assembly, PlanResult, FederationState]:
     """Restore the clients, the plan and the state of this checkpoint; truncate the logs to it."""
+    folder = recorder.folder
     plan = read_plan(folder, folder.path / saved.state["plan"])
     assembly = with_joined_clients(assembly, [client.name for client in plan.clients], round=saved.round + 1)
     recorder.set_clients(assembly.config, assembly.clients, assembly.site.secrets)
     check_provenance(saved.state["origin"], recorder.provenance, folder=folder.path)
-    if note := config_change_note(folder, saved):
-        emit(Note(note))
     recorder.rewind_to(saved)
-    _check_clients(plan, assembly, folder)
-    server_state = checkpoint_server_state(saved)
-    server_models, client_models = checkpoint_models(saved, assembly.names)
-    emit(Note(f"resumed after round {saved.round}"))
-    clustering = Clustering.from_json(plan.clustering) if "similarity" in plan.clustering else None
-    state = FederationState(
-        round=saved.round,
-        server_models=server_models,
-        server_state=server_state,
-        client_models=client_models,
-        outdated=frozenset(saved.state["stale"]),
-        validation_scores=saved.state["validation"],
-        history={int(round): score for round, score in saved.state["history"].items()},
-        is_over=saved.state["over"],
-        by_client=checkpoint_by_client(saved),
-    )
-    mask = read_tensors(folder.mask) if plan.sparse else None
-    sketches = read_sketches(folder.sketches_of(recorder.plan_file))
-    return (
-        assembly,
-        PlanResult(plan=plan, initial_models=client_models, sketches=sketches, clustering=clustering, mask=mask),
-        state,
-    )
-
-
-def _check_clients(plan: Plan, assembly: Assembly, folder: RunFolder) -> None:
-    planned, present = (
-        [(client.name, client.task) for client in plan.clients],
-        [(c.name, c.task.name) for c in assembly.clients],
-    )
-    if planned != present:
+    planned_tasks = {client.name: client.task for client in plan.clients}
+    if list(planned_tasks.items()) != [(client.name, client.task.name) for client in assembly.clients]:
         raise CheckpointError(
-            f"run {folder.path} was planned with the clients {', '.join(name for name, _ in planned)}, and here are"
-            f" {', '.join(name for name, _ in present)}; a run across machines goes on with `atlas serve`"
+            f"run {folder.path} was planned with the clients {', '.join(planned_tasks)}, and here are"
+            f" {', '.join(assembly.names)}; a run across machines goes on with `atlas serve`"
         )
+    emit(Note(f"resumed after round {saved.round}"))
+    state = FederationState.from_checkpoint(saved, assembly.names)
+    planned = PlanResult(
+        plan=plan,
+        initial_models=state.client_models,
+        sketches=read_sketches(folder.sketches_of(recorder.plan_file)),
+        clustering=Clustering.from_json(plan.clustering) if "similarity" in plan.clustering else None,
+        mask=read_tensors(folder.mask) if plan.sparse else None,
+    )
+    return assembly, planned, state
 
 
-def _summarise_run(config: Config, folder: RunFolder, assembly: Assembly, recorder: Recorder) -> dict[str, Any]:
+def _summarise_run(assembly: Assembly, recorder: Recorder) -> dict[str, Any]:
+    config, folder = assembly.config, recorder.folder
     summary = summarise(
         run={
             "name": folder.path.name,
@@ -322,18 +279,6 @@ def _summarise_run(config: Config, folder: RunFolder, assembly: Assembly, record
     return {**summary, "seconds": {**summary["seconds"], "reused": recorder.reused_seconds}}
 
 
-def _run_result(
-    folder: RunFolder,
-    *,
-    config: Config,
-    assembly: Assembly | None = None,
-    recorder: Recorder | None = None,
-) -> RunResult:
-    complete = folder.summary.exists()
-    if complete:
-        summary = digests.read_checked(folder, folder.summary, "run")
-    else:
-        assert assembly is not None and recorder is not None, "a run without a summary has just been trained"
-        summary = _summarise_run(config, folder, assembly, recorder)
+def _run_result(folder: RunFolder, summary: dict[str, Any]) -> RunResult:
     rounds = summary["run"]["rounds"]
-    return RunResult(folder=folder.path, rounds=rounds, complete=complete, summary=summary)
+    return RunResult(folder=folder.path, rounds=rounds, complete=folder.summary.exists(), summary=summary)

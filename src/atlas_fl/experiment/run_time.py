@@ -23,7 +23,7 @@ from atlas_fl.events import ignore
 from atlas_fl.methods.kriging import PASSES
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.planning.planner import local_engine
-from atlas_fl.planning.planning_costs import IMPORTANCE_BATCHES
+from atlas_fl.planning.ranks_and_cuts import IMPORTANCE_BATCHES
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.setup.assembly import Assembly, assemble, load_clients, tokenise
 from atlas_fl.setup.options import strategy_of, train_options, warmup_rank

@@ -15,7 +15,9 @@ from atlas_fl.aggregation.graph import Diversity
 from atlas_fl.client.importance import IMPORTANCE
 from atlas_fl.client.job import Update
 from atlas_fl.clustering.labels import UNDECIDED
+from atlas_fl.config import Config
 from atlas_fl.methods.kriging import MeasuredSharing, sharing_words
+from atlas_fl.methods.method import Method, RoundStart
 from atlas_fl.params import (
     HEAD,
     LORA_A,
@@ -25,14 +27,20 @@ from atlas_fl.params import (
     ServerState,
     Split,
     TreesByClient,
+    flatten_by_client,
+    flatten_state,
     shared_params,
+    unflatten_by_client,
+    unflatten_state,
 )
 from atlas_fl.planning.host_assignment import HostAssignment
-from atlas_fl.planning.plan import Plan, PlanResult
+from atlas_fl.planning.plan import PlanResult
 from atlas_fl.setup.assembly import Assembly
+from atlas_fl.setup.options import parts_of_config
 from atlas_fl.sparse.codec import values_size
 from atlas_fl.sparse.masks import Mask, num_kept
 from atlas_fl.split.channel import CutTraffic
+from atlas_fl.storage.checkpoint import Checkpoint
 from atlas_fl.storage.jsonl import to_json
 from atlas_fl.storage.ledger import Direction, Kind, LedgerRow
 from atlas_fl.storage.tensors import encoded_size
@@ -62,24 +70,62 @@ NEXT_ROUND = frozenset({"momentum", "gate", "control"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class FrozenMessages:
-    """Messages of a round about a part that everyone holds frozen, by receiver.
+class ReceivedUpdates:
+    """The updates of a round after screening."""
 
-    Who takes part in every round is sent what each round adds. Who has missed some is sent the whole, with its model.
-    """
+    updates: Mapping[str, Update]
+    """Updates of clients that trained and were not refused."""
+    refused: Mapping[str, str]
+    """Why each other one was refused, by client."""
+    clipped: Mapping[str, str] = field(default_factory=dict)
+    """Clients whose update was scaled down to the norm bound, with the figures."""
+    out_of_bound: ByClient = field(default_factory=dict)
+    """The updates as they came of those whom the norm bound refused or scaled down."""
 
-    before: Params = field(default_factory=dict)
-    """The whole as the round began, for those who had missed some."""
-    newest: Params = field(default_factory=dict)
-    """Addition of the round, for those who took part."""
-    after: Params = field(default_factory=dict)
-    """The whole as the round ended, for those who had missed some and took no part."""
-    begins_again: bool = False
-    """Adapters are as they were drawn after every aggregation, so that nobody has to be sent any."""
+    @property
+    def models(self) -> dict[str, Params]:
+        """The models that are mixed."""
+        return {name: update.params for name, update in self.updates.items()}
 
 
-NO_FROZEN = FrozenMessages()
-"""Messages of a method without a frozen part."""
+@dataclass(frozen=True, kw_only=True)
+class ServerStep:
+    """The result of the server's step of a round."""
+
+    server_state: ServerState
+    """The state of the strategy."""
+    server_models: ByClient
+    """The model of every client as of the last aggregation."""
+    client_models: ByClient
+    """Models that clients go on with."""
+    discarded: Mapping[str, float] = field(default_factory=dict)
+    """By client, the share of its mixed update's squared norm that its ranks could not hold."""
+    anchors: ByClient = field(default_factory=dict)
+    """Anchors of clients that keep models of their own, after an aggregation."""
+    restored: Mapping[str, str] = field(default_factory=dict)
+    """By client whose mixed model was unusable, the reason why it keeps its initial one."""
+    sharing: tuple[MeasuredSharing, ...] = ()
+    """Share of its own that each client keeps, in a round that measured it (`methods.kriging`)."""
+    rows: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """The mixing matrices of a method that is a plug-in's, `adapters` and `head`, for the audit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundOutcome:
+    """The end of a round: models, scores, and whether the run is over."""
+
+    client_models: ByClient
+    """Models that clients predict with."""
+    kept_local: tuple[str, ...] = ()
+    """Clients that keep their own model at the end of the run."""
+    scores: Mapping[Split, Mapping[str, Update]] = field(default_factory=dict)
+    """Scores of these models; empty in a round without evaluation."""
+    evaluations: tuple[Update, ...] = ()
+    """Every answer to an evaluation."""
+    final: bool = False
+    """True if the run is over."""
+    stopped: bool = False
+    """True if early stopping ended it before its last round."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,30 +134,18 @@ class RoundRecord:
 
     round: int
     sampled: tuple[str, ...]
-    updates: Mapping[str, Update]
-    """Updates of clients that trained and were not refused."""
-    refused: Mapping[str, str]
-    initial_models: ByClient
-    """Models with which clients started this round."""
+    before: "FederationState"
+    """The federation as the round began."""
+    received: ReceivedUpdates
+    step: ServerStep
+    outcome: RoundOutcome
     client_models: ByClient
     """Models with which clients start the next round."""
-    scores: Mapping[Split, Mapping[str, Update]]
-    eta: float
-    kept_local: tuple[str, ...]
-    """Clients that keep their own model at the end of the run."""
-    outdated: frozenset[str]
-    """Clients that had not received their newest model when the round began."""
-    communicates: bool
+    method: Method
     aggregated: bool
     """True if updates were sent and mixed, or everyone goes on with its own model."""
-    final: bool
-    """True if the run is over."""
-    stopped: bool = False
-    """True if early stopping ended it before its last round."""
     diversity: Diversity | None = None
     """Change of the distances between clients by the server's step, in a round with evaluation."""
-    discarded: Mapping[str, float] = field(default_factory=dict)
-    """By client, the share of its mixed update's squared norm that its ranks could not hold."""
     cut_traffic: Mapping[str, CutTraffic] = field(default_factory=dict)
     """By client with a cut, the bytes of all messages through it in training, refused or not."""
     evaluation_cut_traffic: Mapping[str, CutTraffic] = field(default_factory=dict)
@@ -122,56 +156,39 @@ class RoundRecord:
     """By client with a cut, the names of its client-side tensors; the others never leave the server."""
     mask: Mask | None = None
     """The mask of trainable weights; every client has it, so that only their values are sent."""
-    clipped: Mapping[str, str] = field(default_factory=dict)
-    """By client whose update was scaled down to the norm bound, the reason."""
-    out_of_bound: ByClient = field(default_factory=dict)
-    """The updates as they came of those whom the norm bound refused or scaled down."""
-    restored: Mapping[str, str] = field(default_factory=dict)
-    """By client that keeps its initial model because the mixed one was unusable, the reason."""
     unmoved: Mapping[str, str] = field(default_factory=dict)
     """By client none of whose parameters moved beyond rounding, the likely reasons."""
-    anchors: ByClient = field(default_factory=dict)
-    """Anchors of the clients from here on, with `--personal-models` after an aggregation."""
-    sharing: Sequence[MeasuredSharing] = ()
-    """Share of its own that each client keeps, in a round that measured it (`methods.kriging`)."""
     sent: TreesByClient = field(default_factory=dict)
     """The tensors that went to clients beside their models, by kind and client."""
-    state_changed: bool = False
-    """True if the server state changed in the round."""
-    frozen: FrozenMessages = NO_FROZEN
-    """Messages about the part that everyone holds frozen."""
-    rows: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """The mixing matrices of a method that is a plug-in's, `adapters` and `head`, for the audit."""
     unsent: frozenset[str] = frozenset()
     """The names of what neither trained nor changed in the round; it goes to nobody but those who were outdated."""
 
     @property
     def missing(self) -> tuple[str, ...]:
         """Clients that did not answer in time; they keep their initial model."""
-        answered = self.updates.keys() | self.refused.keys()
+        answered = self.received.updates.keys() | self.received.refused.keys()
         return tuple(name for name in self.sampled if name not in answered)
 
-    def notes(self) -> list[str]:
-        """Notes on refused and scaled updates, on who keeps the model it started with, and on what was measured.
+    @property
+    def state_changed(self) -> bool:
+        """Return whether the server state changed in the round."""
+        return self.step.server_state is not self.before.server_state
 
-        Others say whose training changed nothing, and whose model gives no numbers.
-        """
-        prefix = f"round {self.round}: "
-        lines = [f"{prefix}the update of {name} was refused: {reason}" for name, reason in self.refused.items()]
-        lines += [f"{prefix}the update of {name} was scaled down: {reason}" for name, reason in self.clipped.items()]
-        for reason in dict.fromkeys(self.restored.values()):
-            names = ", ".join(name for name, client_reason in self.restored.items() if client_reason == reason)
-            lines.append(f"{prefix}{names} keep the models that they began with: {reason}")
-        for reason in dict.fromkeys(self.unmoved.values()):
-            names = ", ".join(name for name, client_reason in self.unmoved.items() if client_reason == reason)
-            lines.append(f"{prefix}no parameter of {names} moved beyond rounding: {reason}")
-        for split, scores in self.scores.items():
+    def notes(self) -> list[str]:
+        """Notes on refused, scaled, unusable and unmoved models, on those that give no numbers, and on measurements."""
+        lines = [f"the update of {name} was refused: {reason}" for name, reason in self.received.refused.items()]
+        lines += [f"the update of {name} was scaled down: {reason}" for name, reason in self.received.clipped.items()]
+        for names, reason in _by_reason(self.step.restored):
+            lines.append(f"{names} keep the models that they began with: {reason}")
+        for names, reason in _by_reason(self.unmoved):
+            lines.append(f"no parameter of {names} moved beyond rounding: {reason}")
+        for split, scores in self.outcome.scores.items():
             if names := ", ".join(name for name, score in scores.items() if not isfinite(score.metrics["loss"])):
                 lines.append(
-                    f"{prefix}the models of {names} give outputs that are NaN or infinite for {split} examples, which"
-                    " count as wrong; lower the learning rate or clip"
+                    f"the models of {names} give outputs that are NaN or infinite for {split} examples, which count as"
+                    " wrong; lower the learning rate or clip"
                 )
-        return lines + [f"{prefix}{line}" for line in sharing_words(self.sharing)]
+        return [f"round {self.round}: {line}" for line in (*lines, *sharing_words(self.step.sharing))]
 
     def messages(self, share: tuple[str, ...]) -> list[LedgerRow]:
         """Every message of the round: outdated models down, updates up, mixed models down; of a cut the sums by kind.
@@ -181,29 +198,21 @@ class RoundRecord:
         return [
             *self._cut_messages(),
             *self._hosting_messages(),
-            *(self._model_messages(share) if self.communicates else ()),
+            *(self._model_messages(share) if self.method.communicates else ()),
             *self._messages_beside_models(),
         ]
 
+    def _row(self, client: str, direction: Direction, kind: Kind, size: int) -> LedgerRow:
+        return LedgerRow(round=self.round, client=client, direction=direction, kind=kind, bytes=size)
+
     def _messages_beside_models(self) -> Iterator[LedgerRow]:
-        missing = set(self.missing)
-        down = [
-            (name, kind, params)
-            for kind, by_client in self.sent.items()
-            for name, params in by_client.items()
-            if name not in missing
-        ]
-        up = [(name, kind, params) for name, update in self.updates.items() for kind, params in update.reported.items()]
-        ways: tuple[tuple[Direction, list[tuple[str, str, Params]]], ...] = (("down", down), ("up", up))
-        for direction, trees in ways:
-            for name, kind, params in trees:
-                yield LedgerRow(
-                    round=self.round,
-                    client=name,
-                    direction=direction,
-                    kind=LEDGER_KINDS.get(kind, "report"),
-                    bytes=encoded_size(params),
-                )
+        for kind, by_client in self.sent.items():
+            for name, params in by_client.items():
+                if name not in self.missing:
+                    yield self._row(name, "down", LEDGER_KINDS.get(kind, "report"), encoded_size(params))
+        for name, update in self.received.updates.items():
+            for kind, params in update.reported.items():
+                yield self._row(name, "up", LEDGER_KINDS.get(kind, "report"), encoded_size(params))
 
     def _cut_messages(self) -> Iterator[LedgerRow]:
         sums: dict[str, Counter[tuple[Kind, Direction, str]]] = {}
@@ -214,98 +223,92 @@ class RoundRecord:
                 sums.setdefault(name, Counter()).update({(*way, peer): size for way, size in sizes.items()})
         for name, sized in sums.items():
             for (kind, direction, peer), size in sized.items():
-                row = LedgerRow(round=self.round, client=name, direction=direction, kind=kind, bytes=size, peer=peer)
-                yield replace(row, relayed=self.hosting.relayed and peer != "")
+                row = self._row(name, direction, kind, size)
+                yield replace(row, peer=peer, relayed=self.hosting.relayed and peer != "")
 
     def _hosting_messages(self) -> Iterator[LedgerRow]:
         ways: tuple[Direction, ...] = ("down", "up")
         for pairs, models, directions in (
-            (self.hosting.training, self.initial_models, ways),
+            (self.hosting.training, self.before.client_models, ways),
             (self.hosting.evaluation, self.client_models, ways[:1]),
         ):
             for name, match in pairs.items():
                 upper = {key: tensor for key, tensor in models[name].items() if key not in self.client_side_names[name]}
                 for direction in directions if match.host else ():
-                    yield from (
-                        replace(row, guest=name) for row in self._rows_by_kind(str(match.host), direction, upper)
-                    )
+                    for row in self._rows_by_kind(str(match.host), direction, upper):
+                        yield replace(row, guest=name)
 
-    def _model_messages(self, share: tuple[str, ...]) -> list[LedgerRow]:
-        updated = [name for name in self.sampled if name in self.outdated and name not in self.missing]
-        messages = [
-            [
-                *self._model_rows(name, "down", self._without_drawn(self.initial_models[name]), share),
-                *self._frozen_rows(name, self.frozen.before),
-            ]
-            for name in updated
-        ]
-        up = {name: update for name, update in self.updates.items() if self.aggregated or update.travelled}
-        messages += [self._model_rows(name, "up", self._sent_part(update.params), share) for name, update in up.items()]
-        if self.aggregated:
-            outdated = self.outdated - set(updated)
-            models = {name: self.client_models[name] for name in self._receivers()}
-            models = {name: params if name in outdated else self._sent_part(params) for name, params in models.items()}
-            messages += [
-                [
-                    *self._model_rows(name, "down", self._without_drawn(params), share),
-                    *self._frozen_rows(name, self.frozen.after if name in outdated else self.frozen.newest),
-                ]
-                for name, params in models.items()
-            ]
-        return [row for rows in messages for row in rows]
+    def _model_messages(self, share: tuple[str, ...]) -> Iterator[LedgerRow]:
+        outdated = self.before.outdated
+        updated = [name for name in self.sampled if name in outdated and name not in self.missing]
+        for name in updated:
+            yield from self._model_rows(name, "down", self.before.client_models[name], share)
+            yield from self._frozen_rows(name, self.method.frozen_part(self.before.server_state))
+        for name, update in self.received.updates.items():
+            if self.aggregated or update.travelled:
+                yield from self._model_rows(name, "up", self._sent_part(update.params), share)
+        after = self.step.server_state
+        newest = self.method.newest_part(after) if self.state_changed else {}
+        for name in self._receivers() if self.aggregated else ():
+            model, is_outdated = self.client_models[name], name in outdated and name not in updated
+            yield from self._model_rows(name, "down", model if is_outdated else self._sent_part(model), share)
+            yield from self._frozen_rows(name, self.method.frozen_part(after) if is_outdated else newest)
 
     def _sent_part(self, params: Params) -> Params:
         """Part of a model that is sent to or from who held its client's model when the round began."""
         return {key: tensor for key, tensor in params.items() if key not in self.unsent}
 
-    def _without_drawn(self, params: Params) -> Params:
-        """Part of a model that goes down: no adapters that everybody draws alike."""
-        if not self.frozen.begins_again:
-            return params
-        return {key: tensor for key, tensor in params.items() if not key.endswith((LORA_A, LORA_B))}
-
     def _frozen_rows(self, name: str, part: Params) -> list[LedgerRow]:
-        if not part:
-            return []
-        return [LedgerRow(round=self.round, client=name, direction="down", kind="frozen", bytes=encoded_size(part))]
+        """The row of a part that everyone holds frozen: who took part gets what the round added, others the whole."""
+        return [self._row(name, "down", "frozen", encoded_size(part))] if part else []
 
     def outdated_after(self) -> frozenset[str]:
         """Clients that have not received their newest model after the round, because they did not take part."""
-        changed = {name for name, params in self.client_models.items() if params is not self.initial_models[name]}
-        return frozenset((self.outdated | changed) - set(self._receivers()))
+        return (self.before.outdated | self._changed()) - set(self._receivers())
+
+    def _changed(self) -> frozenset[str]:
+        before = self.before.client_models
+        return frozenset(name for name, params in self.client_models.items() if params is not before[name])
 
     def _receivers(self) -> tuple[str, ...]:
         """Clients that receive a model at the end of the round: those that took part, and at the end of the run all."""
-        if not self.final:
+        if not self.outcome.final:
             missing = set(self.missing)
             return tuple(name for name in self.sampled if name not in missing)
-        changed = {name for name, params in self.client_models.items() if params is not self.initial_models[name]}
-        receivers = changed | self.outdated | set(self.sampled)
+        receivers = self._changed() | self.before.outdated | set(self.sampled)
         return tuple(name for name in self.client_models if name in receivers)
 
-    def _model_rows(self, name: str, direction: Direction, model: Params, share: tuple[str, ...]) -> list[LedgerRow]:
+    def _model_rows(
+        self, name: str, direction: Direction, model: Params, share: tuple[str, ...]
+    ) -> Iterator[LedgerRow]:
         names = self.client_side_names.get(name, model.keys())
         params = {key: tensor for key, tensor in shared_params(model, share).items() if key in names}
+        if direction == "down" and self.method.begins_again:  # everybody draws the adapters alike
+            params = {key: tensor for key, tensor in params.items() if not key.endswith((LORA_A, LORA_B))}
         return self._rows_by_kind(name, direction, params)
 
-    def _rows_by_kind(self, name: str, direction: Direction, params: Params) -> list[LedgerRow]:
+    def _rows_by_kind(self, name: str, direction: Direction, params: Params) -> Iterator[LedgerRow]:
         """A row for the adapters, one for whole weights and one for the head, each where there are any."""
         parts: dict[Kind, dict[str, Tensor]] = {"adapter": {}, "weights": {}, "head": {}}
         for key, tensor in params.items():
             parts[_kind_of(key)][key] = tensor
-        sizes = {kind: self._message_size(part) for kind, part in parts.items() if part}
-        return [
-            LedgerRow(round=self.round, client=name, direction=direction, kind=kind, bytes=size)
-            for kind, size in sizes.items()
-            if size
-        ]
+        for kind, part in parts.items():
+            size = self._message_size(part)
+            if size:
+                yield self._row(name, direction, kind, size)
 
     def _message_size(self, part: Params) -> int:
         """Bytes of these tensors as a message; under a mask only the trainable values are sent."""
-        if self.mask is None:
-            return encoded_size(part)
+        if self.mask is None or not part:
+            return encoded_size(part) if part else 0
         num_values = num_kept({key: self.mask[key] for key in part})
         return values_size(num_values) if num_values else 0
+
+
+def _by_reason(reasons: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """(names of the clients, their reason) for every different reason."""
+    for reason in dict.fromkeys(reasons.values()):
+        yield ", ".join(name for name, client_reason in reasons.items() if client_reason == reason), reason
 
 
 def mean_validation_score(scores: Mapping[Split, Mapping[str, Update]]) -> float | None:
@@ -322,7 +325,7 @@ def _kind_of(key: str) -> Kind:
 
 @dataclass(frozen=True, kw_only=True)
 class FederationState:
-    """The whole federation between two rounds."""
+    """The whole federation between two rounds; all of it is in a checkpoint."""
 
     round: int
     """Rounds that are complete."""
@@ -357,21 +360,110 @@ class FederationState:
                     newest.setdefault(kind, {})[name] = params
         return newest
 
-    def after(self, record: RoundRecord, *, server_models: ByClient, server_state: ServerState) -> "FederationState":
-        """The state after this round, with the server's models and state."""
-        scores, mean = record.scores.get("validation", {}), mean_validation_score(record.scores)
+    def predicting_models(self, config: Config) -> ByClient:
+        """Models that clients predict with in this state; their very own where no part says otherwise."""
+        start = RoundStart(
+            round=0,
+            clients=(),
+            tasks={},
+            client_models=self.client_models,
+            server_models=self.server_models,
+            server_state=self.server_state,
+            by_client=self.by_client,
+        )
+        for part in parts_of_config(config):
+            models = part.predict(start)
+            if models:
+                return models
+        return self.client_models
+
+    def after(self, record: RoundRecord) -> "FederationState":
+        """The state after this round."""
+        scores = record.outcome.scores
+        mean = mean_validation_score(scores)
+        newest_scores = {name: score.metrics["primary"] for name, score in scores.get("validation", {}).items()}
         return FederationState(
             round=record.round,
-            server_models=server_models,
-            server_state=server_state,
+            server_models=record.step.server_models,
+            server_state=record.step.server_state,
             client_models=record.client_models,
             outdated=record.outdated_after(),
-            validation_scores={name: score.metrics["primary"] for name, score in scores.items()}
-            or self.validation_scores,
+            validation_scores=newest_scores or self.validation_scores,
             history=self.history if mean is None else {**self.history, record.round: mean},
-            is_over=record.final,
-            by_client=self.with_newest(record.updates),
+            is_over=record.outcome.final,
+            by_client=self.with_newest(record.received.updates),
         )
+
+    def to_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """(tensors by name, everything else as JSON) of which `from_checkpoint` makes this state again.
+
+        An average is stored once. Who starts with what the server has is told by the absence of a second copy.
+        """
+        representatives = deduplicate_models(self.server_models)
+        distinct, server_same = distinct_tensors(self.server_state)
+        trees = {
+            "strategy": {name: self.server_models[name] for name in dict.fromkeys(representatives.values())},
+            "start": {
+                name: params for name, params in self.client_models.items() if params is not self.server_models[name]
+            },
+            **{f"by client/{kind}": by_client for kind, by_client in self.by_client.items()},
+        }
+        tensors = {
+            f"{kind}/{name}": tensor
+            for kind, by_client in trees.items()
+            for name, tensor in flatten_by_client(by_client).items()
+        }
+        tensors |= {f"server/{path}": tensor for path, tensor in distinct.items()}
+        content = {
+            "same": {name: first for name, first in representatives.items() if name != first},
+            "server_same": server_same,
+            "stale": sorted(self.outdated),
+            "validation": dict(self.validation_scores),
+            "history": {str(round): score for round, score in self.history.items()},
+            "over": self.is_over,
+        }
+        return tensors, content
+
+    @staticmethod
+    def from_checkpoint(saved: Checkpoint, names: Sequence[str]) -> "FederationState":
+        """The state of this checkpoint, of clients in this order."""
+        kinds, content = unflatten_by_client(saved.tensors), saved.state
+        stored, diverged = (unflatten_by_client(kinds.get(kind, {})) for kind in ("strategy", "start"))
+        # A file holds its tensors sorted by name; packs follow the order of the clients, and so do their last bits.
+        server_models = {name: stored[content["same"].get(name, name)] for name in names}
+        server_state = dict(kinds.get("server", {}))
+        server_state |= {path: server_state[first] for path, first in content["server_same"].items()}
+        by_client = unflatten_by_client(kinds.get("by client", {}))
+        return FederationState(
+            round=saved.round,
+            server_models=server_models,
+            server_state=unflatten_state(server_state),
+            client_models={name: diverged.get(name, server_models[name]) for name in names},
+            outdated=frozenset(content["stale"]),
+            validation_scores=content["validation"],
+            history={int(round): score for round, score in content["history"].items()},
+            is_over=content["over"],
+            by_client={kind: unflatten_by_client(flat) for kind, flat in by_client.items()},
+        )
+
+
+def deduplicate_models(models: ByClient) -> dict[str, str]:
+    """By client, the first client whose model has the same tensors (the same objects): an average is stored once."""
+    first: dict[tuple[tuple[str, int], ...], str] = {}
+    return {
+        # sorted, because a model that comes from a checkpoint has its keys in another order
+        name: first.setdefault(tuple((key, id(params[key])) for key in sorted(params)), name)
+        for name, params in models.items()
+    }
+
+
+def distinct_tensors(server_state: ServerState) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """(every distinct tensor of this state under its first path, the first path of each repeated tensor)."""
+    first: dict[int, str] = {}
+    flat = flatten_state(server_state)
+    first_paths = {path: first.setdefault(id(tensor), path) for path, tensor in flat.items()}
+    distinct = {path: tensor for path, tensor in flat.items() if first_paths[path] == path}
+    return distinct, {path: first_path for path, first_path in first_paths.items() if path != first_path}
 
 
 def plan_messages(planned: PlanResult, *, round: int = 0, only: Collection[str] | None = None) -> list[LedgerRow]:
@@ -395,14 +487,10 @@ def plan_messages(planned: PlanResult, *, round: int = 0, only: Collection[str] 
                 payload[IMPORTANCE] = torch.from_numpy(planned.plan.importance[index])
             size = encoded_size(payload)
             rows.append(LedgerRow(round=round, client=client.name, direction="up", kind="fingerprint", bytes=size))
-        size = len(to_json(_control_payload(planned.plan, index)).encode())
+        told = {"client": client.name, "cluster": client.cluster, "ranks": list(client.ranks), "cut": client.cut}
+        size = len(to_json(told).encode())
         rows.append(LedgerRow(round=round, client=client.name, direction="down", kind="control", bytes=size))
     return rows
-
-
-def _control_payload(plan: Plan, index: int) -> dict[str, Any]:
-    client = plan.clients[index]
-    return {"client": client.name, "cluster": client.cluster, "ranks": list(client.ranks), "cut": client.cut}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -414,7 +502,5 @@ class JoinResult:
     state: FederationState
     newcomer_models: ByClient
     """The newcomers' models after the warm-up, at their ranks, before the first aggregation."""
-    communicates: bool
-    """True if the strategy sends models at all."""
     state_changed: bool
     """True if the server state changed with them."""

@@ -10,9 +10,7 @@
     attackers, honest  with `--attack`: who attacks, and the same over all others
     bytes      up, down, total; by kind, round and client; against the whole model in every round; between clients
     seconds    by phase and in sum, by round; apart, what reused results of earlier runs of the process had taken
-    memory, versions, events (refused updates), clustering
-    hosts      with `--topology paired`: by cut client, in how many rounds who computed its upper part
-    leakage    with `--leakage`: what the cuts in use reveal, by task
+    memory, versions, events (refused updates)
     sharing    with `kriging`: by client and group of parameters, how much of its own it keeps and why
 
 The best round is chosen on validation and reported on test; nothing is ever chosen on test. A value that the rows of
@@ -321,9 +319,6 @@ def summarise(
             for task, members in by_task(by_client).items()
         },
         "clients": _clients(by_client, traffic, plan, utilisation(plan, metrics, round_seconds or {})),
-        "clustering": _clustering(plan),
-        **_leakage(plan),
-        **_hosts(metrics),
         **_sharing(metrics),
         "bytes": _bytes(traffic) | _reduction(traffic, metrics, full_model_bytes),
         "seconds": _seconds(phase_seconds, round_seconds or {}),
@@ -375,12 +370,6 @@ def _clients(
 _PLANNED = ("device", "cluster", "ranks", "cut", "examples", "budget_bytes", "memory", "predicted")
 
 
-def _clustering(plan: Mapping[str, Any]) -> dict[str, Any]:
-    clustering = plan.get("clustering") or {}
-    keys = ("method", "labels", "agreement", "structure", "explained_variance", "warnings")
-    return {key: clustering[key] for key in keys if clustering.get(key) is not None}
-
-
 def _best_round_entry(by_client: Mapping[str, History]) -> dict[str, Any]:
     scores = mean_series(list(by_client.values()), "validation")
     best = best_rounds(scores, 1)
@@ -390,20 +379,6 @@ def _best_round_entry(by_client: Mapping[str, History]) -> dict[str, Any]:
 def _early_stopping_entry(metrics: Sequence[Row]) -> dict[str, Any]:
     rounds = [row["round"] for row in metrics if row.get("event") == STOPPED]
     return {"stopped": {"round": rounds[0]}} if rounds else {}
-
-
-def _leakage(plan: Mapping[str, Any]) -> dict[str, Any]:
-    cuts = {(client["task"], client.get("cut")) for client in plan.get("clients", ()) if "task" in client}
-    rows = [dict(row) for row in plan.get("leakage") or () if (row["task"], row["blocks"]) in cuts]
-    return {"leakage": rows} if rows else {}
-
-
-def _hosts(metrics: Sequence[Row]) -> dict[str, Any]:
-    rows = [row for row in metrics if row.get("event") == "hosted" and row["work"] == "training"]
-    by_client: dict[str, Counter[str]] = {}
-    for row in rows:
-        by_client.setdefault(row["client"], Counter())[row["host"]] += 1
-    return {"hosts": {client: dict(counts) for client, counts in by_client.items()}} if by_client else {}
 
 
 def _sharing(metrics: Sequence[Row]) -> dict[str, Any]:
@@ -433,9 +408,7 @@ def _reduction(traffic: Totals, metrics: Sequence[Row], full_model_bytes: int | 
     trained = {(row["round"], row["client"]) for row in metrics if _has_trained(row)}
     if full_model_bytes is None or not trained:
         return {}
-    full = 2 * full_model_bytes * len(trained)
-    entry = {"model_bytes": full_model_bytes, "client_rounds": len(trained), "total": full}
-    return {"full_model": entry | {"reduction": 1 - traffic.total / full}}
+    return {"full_model": {"reduction": 1 - traffic.total / (2 * full_model_bytes * len(trained))}}
 
 
 def _has_trained(row: Row) -> bool:
@@ -451,9 +424,7 @@ def _seconds(phase_seconds: Mapping[str, float], round_seconds: Mapping[int, flo
 
 
 def _events(metrics: Sequence[Row]) -> dict[str, Any]:
-    """Counts of events, the refused updates themselves, and counts of missing updates by client."""
+    """Counts of events, and the refused updates themselves."""
     events = [row for row in metrics if "event" in row]
     refused = [{key: row[key] for key in ("round", "client", "reason")} for row in events if row["event"] == "refused"]
-    missing = dict(Counter(row["client"] for row in events if row["event"] == "missing"))
-    count = dict(Counter(str(row["event"]) for row in events))
-    return {"count": count, "refused": refused} | ({"missing": missing} if missing else {})
+    return {"count": dict(Counter(str(row["event"]) for row in events)), "refused": refused}

@@ -13,22 +13,19 @@ import torch
 from atlas_fl.client.evaluation import evaluate
 from atlas_fl.client.job import Job
 from atlas_fl.client.options import EvaluateOptions
-from atlas_fl.config import load_config
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.errors import CheckpointError, ConfigError, ModelError
 from atlas_fl.events import ignore
-from atlas_fl.experiment.recorder import checkpoint_models
+from atlas_fl.experiment.state import FederationState
 from atlas_fl.models.vision import backbone_weights
 from atlas_fl.models.vision_loading import load_vision, save_vision
 from atlas_fl.params import HEAD, ByClient, Params, Split, head_keys
 from atlas_fl.planning.masks import client_masks
 from atlas_fl.planning.planner import local_engine
-from atlas_fl.plugins import load_plugins
-from atlas_fl.setup.assembly import Assembly, assemble, trainable_of
+from atlas_fl.setup.assembly import Assembly, assemble, recorded_config, trainable_of
 from atlas_fl.sparse.masks import BY_SENSITIVITY, Mask
 from atlas_fl.sparse.task_vectors import apply_vector, task_vector
 from atlas_fl.storage import checkpoint
-from atlas_fl.storage.digests import check_files
 from atlas_fl.storage.run_folder import RunFolder
 
 
@@ -51,9 +48,7 @@ def masks_by_client(folder: RunFolder, *, clients: int) -> dict[str, Mask]:
     Raises:
         ConfigError: its mask is none that clients score, or there are too few of them.
     """
-    check_files(folder, folder.config)
-    config = load_config(folder.config, within=folder.path)
-    load_plugins(config.run.plugin, outside=folder.path)
+    config = recorded_config(folder)
     if config.sparse.mask not in BY_SENSITIVITY:
         raise ConfigError(
             f"--clients compares masks by the clients' own scores, and run {folder.path} has --mask"
@@ -87,9 +82,7 @@ def load_trained_run(folder: RunFolder) -> TrainedRun:
         ConfigError: it trained adapters, or its clients ended with backbones of their own.
         CheckpointError: it is not complete.
     """
-    check_files(folder, folder.config)
-    config = load_config(folder.config, within=folder.path)
-    load_plugins(config.run.plugin, outside=folder.path)
+    config = recorded_config(folder)
     tasks = find_tasks(config.data.tasks, config.data.task)
     if trainable_of(config, tasks) == "lora" or not any(task.images for task in tasks):
         raise ConfigError(
@@ -99,30 +92,22 @@ def load_trained_run(folder: RunFolder) -> TrainedRun:
     if not folder.summary.is_file() or saved is None:
         raise CheckpointError(f"run {folder.path} is not complete; go on with: atlas resume {folder.path}")
     assembly = assemble(config)
-    _, models = checkpoint_models(saved, assembly.names)
-    bodies = {name: _body(params, assembly) for name, params in models.items()}
+    models = FederationState.from_checkpoint(saved, assembly.names).client_models
+    bodies = {name: _without_head(params) for name, params in models.items()}
     first, *others = bodies
-    if different := next((name for name in others if not _are_equal(bodies[first], bodies[name])), None):
-        raise ConfigError(
-            f"run {folder.path} ended with models of their own for {first} and {different}; a task vector needs one, as"
-            " --strategy fedavg ends with"
-        )
+    for name in others:
+        if any(not torch.equal(tensor, bodies[name][key]) for key, tensor in bodies[first].items()):
+            raise ConfigError(
+                f"run {folder.path} ended with models of their own for {first} and {name}; a task vector needs one, as"
+                " --strategy fedavg ends with"
+            )
     body = {**{key: tensor.cpu() for key, tensor in backbone_weights(assembly.site.vision).items()}, **bodies[first]}
     heads = {name: {key: params[key] for key in head_keys(params)} for name, params in models.items()}
     return TrainedRun(folder=folder.path, assembly=assembly, body=body, heads=heads)
 
 
-def _body(params: Params, assembly: Assembly) -> Params:
-    body = {key: tensor for key, tensor in params.items() if not key.startswith(HEAD)}
-    if unknown := next((key for key in body if key not in assembly.site.vision.classifier_names), None):
-        raise ConfigError(f"a run trained {unknown!r}, no weight of its model; task vectors are of whole models")
-    return body
-
-
-def _are_equal(params: Params, other: Params) -> bool:
-    return params.keys() == other.keys() and all(
-        tensor is other[key] or torch.equal(tensor, other[key]) for key, tensor in params.items()
-    )
+def _without_head(params: Params) -> Params:
+    return {key: tensor for key, tensor in params.items() if not key.startswith(HEAD)}
 
 
 def base_weights(runs: Sequence[TrainedRun], *, model: str | None = None) -> Params:

@@ -8,13 +8,11 @@ derives a round's matches from the clients that answered; across machines the en
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from atlas_fl.client.job import Job, Update
 from atlas_fl.planning.plan import ClientPlan
 from atlas_fl.planning.round_costs import SERVER_DEVICE, cut_traffic_of
-from atlas_fl.ranks.cost_model import TRAINING_COPIES, crossing_seconds, link_between
-from atlas_fl.ranks.devices import Device
+from atlas_fl.ranks.cost_model import crossing_seconds, link_between
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.setup.assembly import Assembly
 from atlas_fl.setup.options import cut_of
@@ -24,13 +22,7 @@ from atlas_fl.split.host_matching import (
     HostingCost,
     HostMatch,
     match_hosts,
-    round_seconds,
 )
-
-GUESTS = "guests"
-"""The part of a host's memory that its guests take."""
-_UNPAIRED = "unpaired"
-"""Predictions for a client before it became a guest or a host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,31 +41,23 @@ def match_round_hosts(
     """Match guests and hosts of a round, from the clients whose training and evaluation updates these are."""
     if assembly.config.split.topology == "server":
         return HostAssignment()
-    planned = _match_hosts(assembly, clients, present=[client.name for client in clients])
     return HostAssignment(
-        training=_match_present_hosts(assembly, clients, planned, training),
-        evaluation=_match_present_hosts(assembly, clients, planned, evaluation),
+        training=_match_present_hosts(assembly, clients, training),
+        evaluation=_match_present_hosts(assembly, clients, evaluation),
         relayed=any(update.hosted is not None for update in (*training, *evaluation)),
     )
 
 
 def _match_present_hosts(
-    assembly: Assembly, clients: Sequence[ClientPlan], planned: Mapping[str, HostMatch], updates: Sequence[Update]
+    assembly: Assembly, clients: Sequence[ClientPlan], updates: Sequence[Update]
 ) -> dict[str, HostMatch]:
-    """Match the clients that answered; matches that the engine reports take precedence.
-
-    Where the host that was planned is absent, the reason says so.
-    """
+    """Match the clients that answered; matches that the engine reports take precedence."""
     engine_matches = {update.client: update.hosted for update in updates}
-    matches = {}
-    for name, match in _match_hosts(assembly, clients, present=engine_matches.keys()).items():
+    matches = _match_hosts(assembly, clients, present=engine_matches.keys())
+    for name, match in matches.items():
         engine_match = engine_matches[name]
-        planned_host = planned[name].host
         if engine_match is not None and engine_match.host != match.host:
-            match = engine_match
-        elif planned_host is not None and planned_host not in engine_matches:
-            match = replace(match, reason=f"{planned_host} takes no part; {match.reason}")
-        matches[name] = match
+            matches[name] = engine_match
     return matches
 
 
@@ -99,27 +83,19 @@ def attach_hosts(assembly: Assembly, clients: Sequence[ClientPlan], engine: Engi
 
 
 def assign_hosts(assembly: Assembly, clients: Sequence[ClientPlan]) -> tuple[ClientPlan, ...]:
-    """Assign a host to every cut client, and predict the round of both.
+    """Assign a host to every cut client, as in a round in which all clients take part.
 
-    Predictions are of rounds in which all clients take part.
+    The predicted costs of both stay those with a server.
     """
     if assembly.config.split.topology == "server":
         return tuple(clients)
-    clients = [_without_hosting(client) for client in clients]
-    guests, hosts = _hosting_requirements(assembly, clients)
-    pairs = match_hosts(guests, hosts)
-    seconds = round_seconds(guests, pairs)
-    requirements = {guest.name: guest for guest in guests}
-    plans = {client.name: client for client in clients}
+    matches = _match_hosts(assembly, clients, present=[client.name for client in clients])
     assigned = []
-    for client, device in zip(clients, assembly.devices, strict=True):
-        names = [name for name, match in pairs.items() if match.host == client.name]
-        if names:
-            assigned.append(_as_host(client, device, [requirements[name] for name in names], plans))
-        elif client.name in pairs:
-            assigned.append(_as_guest(client, pairs[client.name], seconds.get(client.name)))
-        else:
-            assigned.append(client)
+    for client in clients:
+        split = {**client.split}
+        if client.name in matches:
+            split["host"] = {"name": matches[client.name].host, "reason": matches[client.name].reason}
+        assigned.append(replace(client, split=split))
     return tuple(assigned)
 
 
@@ -136,7 +112,7 @@ def _match_hosts(
 def _hosting_requirements(
     assembly: Assembly, clients: Sequence[ClientPlan]
 ) -> tuple[list[GuestRequirement], list[HostCapacity]]:
-    planned_devices = list(zip(map(_without_hosting, clients), assembly.devices, strict=True))
+    planned_devices = list(zip(clients, assembly.devices, strict=True))
     host_devices = {planned.name: device for planned, device in planned_devices if planned.cut is None}
     guests: list[GuestRequirement] = []
     hosts: list[HostCapacity] = []
@@ -169,58 +145,3 @@ def _hosting_requirements(
             )
         )
     return guests, hosts
-
-
-def _without_hosting(client: ClientPlan) -> ClientPlan:
-    """The plan of a client as if the server ran all server halves."""
-    if _UNPAIRED not in client.split:
-        return client
-    split = {key: value for key, value in client.split.items() if key not in (_UNPAIRED, "host", GUESTS)}
-    return replace(client, split=split, **client.split[_UNPAIRED])
-
-
-def _unpaired_entry(client: ClientPlan) -> dict[str, Any]:
-    return {_UNPAIRED: {"predicted": dict(client.predicted), "memory": dict(client.memory)}}
-
-
-def _as_guest(client: ClientPlan, match: HostMatch, seconds: float | None) -> ClientPlan:
-    total_seconds = client.predicted["seconds"] if seconds is None else seconds
-    host = {"name": match.host, "reason": match.reason, "seconds": total_seconds}
-    return replace(
-        client,
-        split={**client.split, **_unpaired_entry(client), "host": host},
-        predicted={**client.predicted, "seconds": total_seconds},
-    )
-
-
-def _as_host(
-    client: ClientPlan,
-    device: Device,
-    guests: Sequence[GuestRequirement],
-    plans: Mapping[str, ClientPlan],
-) -> ClientPlan:
-    """Guests' server halves run first, then the host's own round; traffic over their cuts overlaps with computing.
-
-    A guest's trained parameters above its cut come from the server at the start, and go back at the end.
-    """
-    guest_bytes = sum(guest.bytes for guest in guests)
-    splits = [plans[guest.name].split for guest in guests]
-    adapter_bytes = sum(split["server_memory"]["adapters and optimizer"] // TRAINING_COPIES for split in splits)
-    crossings = [crossing for split in splits for crossing in split["crossing_bytes"].items()]
-    from_guests = sum(size for name, size in crossings if name.endswith("up"))
-    to_guests = sum(size for name, size in crossings if name.endswith("down"))
-    transfer_seconds = adapter_bytes / device.up_bytes_per_second + adapter_bytes / device.down_bytes_per_second
-    compute_seconds = sum(guest.costs[client.name].compute_seconds for guest in guests)
-    before = client.predicted
-    predicted = {
-        "up_bytes": before["up_bytes"] + adapter_bytes + to_guests,
-        "down_bytes": before["down_bytes"] + adapter_bytes + from_guests,
-        "memory_bytes": before["memory_bytes"] + guest_bytes,
-        "seconds": before["seconds"] + compute_seconds + transfer_seconds,
-    }
-    return replace(
-        client,
-        split={**client.split, **_unpaired_entry(client), GUESTS: [guest.name for guest in guests]},
-        predicted=predicted,
-        memory={**client.memory, GUESTS: guest_bytes},
-    )

@@ -18,7 +18,6 @@ from atlas_fl.config import SparseConfig, check_mask_file, parse_mask_file
 from atlas_fl.errors import BudgetError, ConfigError
 from atlas_fl.params import HEAD, ByClient, Params, add, head_keys, num_bytes, num_values, select, shared_params
 from atlas_fl.planning.plan import ClientPlan
-from atlas_fl.planning.round_costs import check_costs
 from atlas_fl.rng import generator
 from atlas_fl.runtime.engine import Engine, run_on_all_clients
 from atlas_fl.setup.assembly import Assembly
@@ -55,7 +54,6 @@ def fit_heads_and_mask(assembly: Assembly, engine: Engine, models: ByClient | No
 
     `models` default to `assembly.full_models()`.
     """
-    check_heads(assembly)
     models = assembly.full_models() if models is None else models
     messages = list[LedgerRow]()
     mask: Mask | None = None
@@ -277,16 +275,17 @@ def check_training_memory(assembly: Assembly) -> None:
             )
 
 
-def full_client_plans(assembly: Assembly, mask_plan: MaskPlan, labels: Sequence[int]) -> tuple[ClientPlan, ...]:
+def full_client_plans(
+    assembly: Assembly, models: ByClient, mask: Mask | None, labels: Sequence[int]
+) -> tuple[ClientPlan, ...]:
     """The plans of clients that train whole models; `labels` are their clusters.
 
     Seconds are those of the link. Memory is that of weights, gradients and momentum; activations are in no prediction.
     """
     share = assembly.config.mixing.share if strategy_of(assembly.config).communicates else ()
-    mask = mask_plan.mask
     plans = []
     for client, device, label in zip(assembly.clients, assembly.devices, labels, strict=True):
-        model = mask_plan.initial_models[client.name]
+        model = models[client.name]
         model_bytes = num_bytes(model)
         sent_bytes = 0
         shared = shared_params(model, share)
@@ -300,7 +299,6 @@ def full_client_plans(assembly: Assembly, mask_plan: MaskPlan, labels: Sequence[
             "memory_bytes": MODEL_COPIES * model_bytes,
             "seconds": sent_bytes / device.up_bytes_per_second + sent_bytes / device.down_bytes_per_second,
         }
-        check_costs(client, device, {"a round": predicted})
         plans.append(
             ClientPlan(
                 name=client.name,
@@ -322,11 +320,9 @@ def full_client_plans(assembly: Assembly, mask_plan: MaskPlan, labels: Sequence[
     return tuple(plans)
 
 
-def full_notes(assembly: Assembly, mask_plan: MaskPlan) -> tuple[str, ...]:
-    """Notes on whole models: their sizes, settings without effect, and momentum that clients keep."""
+def full_notes(assembly: Assembly, models: ByClient) -> tuple[str, ...]:
+    """Notes on whole models: their sizes, and settings without effect."""
     config = assembly.config
-    mask = mask_plan.mask
-    models = mask_plan.initial_models
     notes = []
     changed = [field for field in fields(config.sparse) if getattr(config.sparse, field.name) != field.default]
     if changed and not config.sparse.has_mask:
@@ -338,12 +334,4 @@ def full_notes(assembly: Assembly, mask_plan: MaskPlan) -> tuple[str, ...]:
         head = num_values(select(model, head_keys(model)))
         total = assembly.site.backbone.num_parameters + head
         notes.append(f"{task}: {total:,} parameters, {head:,} of them in the head; {num_values(model):,} train{masked}")
-    if config.images.carry_momentum:
-        kept = [
-            num_values(model) if mask is None else num_kept({key: mask[key] for key in model})
-            for model in models.values()
-        ]
-        notes.append(
-            f"{len(kept)} clients keep their momentum between rounds: {4 * sum(kept):,} bytes, in checkpoints too"
-        )
     return tuple(notes)

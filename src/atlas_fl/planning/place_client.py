@@ -4,32 +4,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
 from atlas_fl.client.fingerprint import FIRST, SECOND
-from atlas_fl.client.job import Update
 from atlas_fl.clustering.labels import UNDECIDED
 from atlas_fl.clustering.result import Clustering, Placement, assign_client
-from atlas_fl.config import Config, load_config
+from atlas_fl.config import Config
 from atlas_fl.data.cache import load_task
 from atlas_fl.data.cleaning import without
 from atlas_fl.data.clients import ClientData, make_clients
 from atlas_fl.data.heterogeneity import shift_concepts
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.data.task import Examples, Source, Task, TaskData
-from atlas_fl.errors import CheckpointError, ConfigError
+from atlas_fl.errors import ConfigError
 from atlas_fl.events import OnEvent, PhaseStarted, ignore
 from atlas_fl.planning.plan import Plan, read_plan
 from atlas_fl.planning.planner import local_engine
-from atlas_fl.planning.ranks_and_cuts import fit_client, importance_by_client
-from atlas_fl.planning.task_discovery import collect_fingerprints, fingerprint_signature
-from atlas_fl.plugins import load_plugins
-from atlas_fl.ranks.devices import Device, find_devices
-from atlas_fl.runtime.engine import Engine
-from atlas_fl.setup.assembly import Assembly, assemble, load_clients, source_of
+from atlas_fl.planning.ranks_and_cuts import fit_client, newcomer_importance
+from atlas_fl.planning.task_discovery import collect_fingerprints, models_after_fingerprints
+from atlas_fl.ranks.devices import find_devices
+from atlas_fl.setup.assembly import assemble, load_clients, recorded_config, source_of
 from atlas_fl.setup.options import fingerprint_options
-from atlas_fl.storage.digests import check_files
-from atlas_fl.storage.run_folder import RunFolder, find_run
+from atlas_fl.storage.run_folder import find_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +52,16 @@ def place_client(
     With `device`, a profile's name or description, also the ranks that the run's rule gives it there: by the importance
     of its cluster, or its own where it trains alone; `--complexity-scaling` is left out.
 
-    Raises `ConfigError` where the run has no clusters, `CheckpointError` where its sketches were taken in another way.
+    Raises `ConfigError` where the run has no clusters.
     """
     folder = find_run(run)
-    config, plan = load_config(folder.config, within=folder.path), read_plan(folder, folder.plan)
-    clustering = _load_clustering(folder, config, plan)
-    check_files(folder, folder.config)
-    load_plugins(config.run.plugin, outside=folder.path)
+    config, plan = recorded_config(folder), read_plan(folder, folder.plan)
+    if "similarity" not in plan.clustering:
+        raise ConfigError(
+            f"run {folder.path} has no clusters: strategy {config.mixing.strategy!r} uses none; name a run of another"
+            " strategy, such as atlas"
+        )
+    clustering = Clustering.from_json(plan.clustering)
     profile = None
     if device is not None:
         profile = find_devices((), (device,))[0] if "=" in device else find_devices((device,), config.data.device)[0]
@@ -75,6 +72,11 @@ def place_client(
     on_event(PhaseStarted("fingerprints"))
     (update,) = collect_fingerprints(assembly, engine, fingerprint_options(config))
     placement = assign_client(clustering, update.params[FIRST].numpy(), update.params[SECOND].numpy())
+    ranks = None
+    if profile is not None:
+        models = models_after_fingerprints(assembly, [update])
+        importance = newcomer_importance(assembly, plan, placement.cluster, engine, models)
+        ranks = fit_client(assembly, client, profile, importance[0]).assignment.ranks
     names = [client_plan.name for client_plan in plan.clients]
     return ClientPlacement(
         name=client.name,
@@ -84,35 +86,8 @@ def place_client(
             label: tuple(name for name, cluster in zip(names, clustering.labels, strict=True) if cluster == label)
             for label in sorted(set(clustering.labels) - {UNDECIDED})
         },
-        ranks=None if profile is None else _assign_ranks(assembly, engine, plan, profile, placement, update),
+        ranks=ranks,
     )
-
-
-def _load_clustering(folder: RunFolder, config: Config, plan: Plan) -> Clustering:
-    """Load the run's clusters; an error where it has none, or where its sketches were taken with other settings."""
-    if "similarity" not in plan.clustering:
-        raise ConfigError(
-            f"run {folder.path} has no clusters: strategy {config.mixing.strategy!r} uses none; name a run of another"
-            " strategy, such as atlas"
-        )
-    saved, current = plan.warmup.get("taken", {}), fingerprint_signature(config, fingerprint_options(config))
-    changed = [key for key in current if key not in saved or saved[key] != current[key]]
-    if changed:
-        key, old, new = _first_difference(changed[0], saved.get(changed[0]), current[changed[0]])
-        raise CheckpointError(
-            f"the sketches of run {folder.path} were taken with {key} = {old!r}, now it is {new!r};"
-            " restore its config.toml, or run again with this version"
-        )
-    return Clustering.from_json(plan.clustering)
-
-
-def _first_difference(name: str, old: object, new: object) -> tuple[str, object, object]:
-    """The name and both values of what differs, inside groups of settings too."""
-    if isinstance(old, Mapping) and isinstance(new, Mapping):
-        for key in new:
-            if key not in old or old[key] != new[key]:
-                return _first_difference(f"{name}.{key}", old.get(key), new[key])
-    return name, old, new
 
 
 def _make_client(config: Config, plan: Plan, description: str, samples: int | None) -> ClientData:
@@ -156,17 +131,3 @@ def _without_rows(task: Task, used: list[Examples]) -> Task:
         return replace(data, train=without(data.train, *used))
 
     return replace(task, load=load, files=None)
-
-
-def _assign_ranks(
-    assembly: Assembly, engine: Engine, plan: Plan, device: Device, placement: Placement, update: Update
-) -> tuple[int, ...]:
-    (client,) = assembly.clients
-    members = [
-        index for index, client_plan in enumerate(plan.clients) if client_plan.cluster == placement.cluster != UNDECIDED
-    ]
-    if members:
-        importance = np.asarray(plan.importance[members[0]])  # equal in all of a cluster
-    else:
-        importance = importance_by_client(assembly, engine, {client.name: update.params})[0]
-    return fit_client(assembly, client, device, importance, communicates=True).assignment.ranks

@@ -44,9 +44,6 @@ class ClientPlan:
     split: Mapping[str, Any] = field(default_factory=dict)
     """The reason for a cut or none (`reason`), and the costs of a cut by part on both sides; `shared` is
     the cluster with which the client shares the server's adapters, or without a cut all of them (`--multitask`)."""
-    planning: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Predicted costs of planning by phase: `client_seconds`, `server_seconds` and `link_seconds`, `memory_bytes` of
-    the device and `server_memory_bytes` of the server beside its frozen weights."""
 
     @property
     def sharing_cluster(self) -> int | None:
@@ -66,10 +63,6 @@ class Plan:
     """`alpha` (null: twice the rank) and `rslora`."""
     clustering: Mapping[str, Any] = field(default_factory=dict)
     """Report on the clustering: method, k table, similarity, reliability, verdict, agreement with the tasks."""
-    warmup: Mapping[str, Any] = field(default_factory=dict)
-    """Costs of the fingerprints: steps by client, agreement of the halves, seconds, bytes of one."""
-    graph: Mapping[str, Any] = field(default_factory=dict)
-    """`effective_neighbours` of each client."""
     data: tuple[Mapping[str, Any], ...] = ()
     """Statistics of each client: examples per split, labels, and distance of its mix of labels from its task's."""
     leakage: tuple[Mapping[str, Any], ...] = ()

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from atlas_fl.aggregation.graph import effective_neighbours
 from atlas_fl.aggregation.mixing import average_initial, resize_ranks
 from atlas_fl.config import Config
 from atlas_fl.config.presets import dial_note
@@ -20,27 +19,22 @@ from atlas_fl.data.heterogeneity import heterogeneity_notes
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, Progress, ignore
-from atlas_fl.methods.kriging import Kriging
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.lora import expand_rank
-from atlas_fl.params import ByClient, Params, digest
+from atlas_fl.params import ByClient, Params, digest, shared_params
 from atlas_fl.planning.host_assignment import assign_hosts
 from atlas_fl.planning.leakage import CutLeakage, every_cut, leakage_of
 from atlas_fl.planning.masks import (
-    check_heads,
-    check_training_memory,
     fit_heads_and_mask,
     full_client_plans,
     full_notes,
     sparse_report,
 )
-from atlas_fl.planning.method_traffic import report_bytes_once
 from atlas_fl.planning.plan import ClientPlan, Plan, PlanResult
-from atlas_fl.planning.ranks_and_cuts import RankPlan, cuts_for_planning, fit_ranks, measure_importance
-from atlas_fl.planning.round_costs import client_side
+from atlas_fl.planning.ranks_and_cuts import cuts_for_planning, fit_clients, importance_by_client
 from atlas_fl.planning.start_adapter import StartAdapter, load_start_adapter, start_model, start_notes
 from atlas_fl.planning.task_discovery import TaskDiscovery, discover_tasks, make_client_graph
-from atlas_fl.ranks.cost_model import VALUE_BYTES
+from atlas_fl.ranks.allocation import cluster_importance
 from atlas_fl.runtime.engine import Engine, TrafficMeter
 from atlas_fl.runtime.local import LocalEngine
 from atlas_fl.runtime.protocol.model_sync import (
@@ -63,12 +57,12 @@ from atlas_fl.setup.assembly import (
 )
 from atlas_fl.setup.options import cut_of, strategy_of
 from atlas_fl.sparse.masks import Mask
-from atlas_fl.split.channel import Cut
+from atlas_fl.split.channel import NO_CUTS, Cut
 
 
 def initial_models(
     assembly: Assembly,
-    discovery: TaskDiscovery,
+    warmed_models: ByClient,
     ranks: Sequence[Sequence[int]],
     *,
     start: StartAdapter | None = None,
@@ -78,7 +72,7 @@ def initial_models(
     for client, client_ranks in zip(assembly.clients, ranks, strict=True):
         fresh = assembly.initial_params(client, tuple(client_ranks))
         if start is None:
-            models[client.name] = expand_rank(fresh, discovery.warmed_models[client.name], assembly.site.scale)
+            models[client.name] = expand_rank(fresh, warmed_models[client.name], assembly.site.scale)
         else:
             models[client.name] = start_model(start, assembly, client.task, fresh, client_ranks)
     return models
@@ -111,112 +105,97 @@ def local_engine(assembly: Assembly, on_event: OnEvent) -> LocalEngine:
 
 def plan_run(assembly: Assembly, engine: Engine, *, on_event: OnEvent = ignore) -> PlanResult:
     """Plan a run over any engine: phases 1 and 2 and the graph; for whole models heads and mask instead of phase 2."""
-    return (_plan_full if assembly.is_full else _plan_lora)(assembly, engine, on_event=on_event)
-
-
-def _plan_full(assembly: Assembly, engine: Engine, *, on_event: OnEvent) -> PlanResult:
-    config, strategy = assembly.config, strategy_of(assembly.config)
-    check_training_memory(assembly)
-    if strategy.clustered:
-        on_event(PhaseStarted("fingerprints"))
-    discovery = discover_tasks(assembly, engine, clustered=strategy.clustered)
-    graph = make_client_graph(assembly, engine, discovery)
-    on_event(PhaseStarted("head and mask" if config.sparse.has_mask else "head"))
-    mask_plan = fit_heads_and_mask(assembly, engine, discovery.warmed_models)
-    data = label_statistics(assembly.clients)
-    plan = Plan(
-        clients=full_client_plans(assembly, mask_plan, discovery.labels),
-        adjacency=graph.adjacency,
-        importance=np.zeros((len(assembly.clients), 0)),
-        layer_of={},
-        lora={"alpha": None, "rslora": False},
-        clustering=discovery.report,
-        warmup=discovery.warmup,
-        graph=_graph_entry(graph.adjacency) if strategy.clustered else {},
-        data=data,
-        sparse=sparse_report(mask_plan.mask, config.sparse),
-        notes=(*_data_notes(assembly, data), *discovery.notes, *graph.warnings, *full_notes(assembly, mask_plan)),
-    )
-    return PlanResult(
-        plan=_announce(plan, on_event),
-        initial_models=mask_plan.initial_models,
-        sketches=discovery.sketches,
-        clustering=discovery.clustering,
-        mask=mask_plan.mask,
-        messages=mask_plan.messages,
-    )
-
-
-def _graph_entry(adjacency: np.ndarray) -> dict[str, Any]:
-    return {"effective_neighbours": effective_neighbours(adjacency).tolist()}
-
-
-def _announce(plan: Plan, on_event: OnEvent) -> Plan:
-    """The plan, whose notes are told."""
-    for note in plan.notes:
-        on_event(Note(note))
-    return plan
-
-
-def _plan_lora(assembly: Assembly, engine: Engine, *, on_event: OnEvent) -> PlanResult:
     config, strategy = assembly.config, strategy_of(assembly.config)
     start = load_start_adapter(assembly)  # refused before anything is measured
-    cuts, meter = cuts_for_planning(assembly), TrafficMeter(engine=engine)
+    cuts = cuts_for_planning(assembly)
+    meter = TrafficMeter(engine=engine)
     on_event(PhaseStarted("fingerprints"))
     discovery = discover_tasks(assembly, meter, clustered=strategy.clustered, cuts=cuts)
-    on_event(PhaseStarted("ranks"))
-    layers = measure_importance(assembly, meter, discovery, cuts=cuts)
-    rank_plan = fit_ranks(assembly, discovery, layers, communicates=strategy.communicates)
     graph = make_client_graph(assembly, meter, discovery, cuts=cuts)
-    clients = assign_hosts(assembly, _client_plans(assembly, discovery, rank_plan))
+    mask_plan = None
+    if assembly.is_full:
+        on_event(PhaseStarted("head and mask" if config.sparse.has_mask else "head"))
+        mask_plan = fit_heads_and_mask(assembly, meter, discovery.warmed_models)
+        importance = np.zeros((len(assembly.clients), 0))
+        clients = full_client_plans(assembly, mask_plan.initial_models, mask_plan.mask, discovery.labels)
+        notes = full_notes(assembly, mask_plan.initial_models)
+    else:
+        on_event(PhaseStarted("ranks"))
+        importance = measure_importance(assembly, meter, discovery, discovery.warmed_models, cuts=cuts)
+        clients, notes = fit_clients(assembly, discovery.labels, importance)
+        clients = assign_hosts(assembly, clients)
+        notes += _halves_notes(assembly, clients)
+    leakage: tuple[dict[str, Any], ...] = ()
+    if config.split.leakage:
+        on_event(PhaseStarted("leakage"))
+        tasks = dict.fromkeys(client.task for client in clients if client.cut is not None)
+        leakage = tuple(asdict(row) for row in leakage_of(assembly, {task: every_cut(assembly) for task in tasks}))
     data = label_statistics(assembly.clients)
     plan = Plan(
         clients=clients,
         adjacency=graph.adjacency,
-        importance=layers,
-        layer_of=assembly.layer_of,
+        importance=importance,
+        layer_of={} if assembly.is_full else assembly.layer_of,
         lora={"alpha": config.model.lora_alpha, "rslora": config.model.rslora},
         clustering=discovery.report,
-        warmup=discovery.warmup,
-        graph=_graph_entry(graph.adjacency),
         data=data,
-        leakage=_measure_plan_leakage(assembly, clients, on_event) if config.split.leakage else (),
+        leakage=leakage,
+        sparse={} if mask_plan is None else sparse_report(mask_plan.mask, config.sparse),
         notes=(
             *_data_notes(assembly, data),
             *discovery.notes,
-            *rank_plan.notes,
+            *notes,
             *(start_notes(start, assembly, [client.ranks for client in clients]) if start is not None else ()),
-            *_prefix_notes(assembly),
-            *_halves_notes(assembly, clients),
             *graph.warnings,
         ),
     )
-    plan = _announce(plan, on_event)
-    models = initial_models(assembly, discovery, [client.ranks for client in clients], start=start)
-    plan_cuts = cuts_of(assembly, plan)
-    return PlanResult(
-        plan=plan,
+    for note in plan.notes:
+        on_event(Note(note))
+    if mask_plan is None:
+        models = initial_models(assembly, discovery.warmed_models, [client.ranks for client in clients], start=start)
+        plan_cuts = cuts_of(assembly, plan)
         # equal where server adapters are shared, and without what stays at the clients
-        initial_models={
+        initial = {
             name: without_private(assembly, params, plan_cuts.get(name))
             for name, params in average_initial(models, plan.federation()).items()
-        },
+        }
+    else:
+        initial = dict(mask_plan.initial_models)
+    return PlanResult(
+        plan=plan,
+        initial_models=initial,
         sketches=discovery.sketches,
         clustering=discovery.clustering,
+        mask=None if mask_plan is None else mask_plan.mask,
+        messages=() if mask_plan is None else mask_plan.messages,
         cut_traffic=tuple(meter.rows(round=0)),
     )
 
 
+def measure_importance(
+    assembly: Assembly,
+    engine: Engine,
+    discovery: TaskDiscovery,
+    models: ByClient,
+    *,
+    round: int = 0,
+    cuts: Mapping[str, Cut] = NO_CUTS,
+) -> np.ndarray:
+    """Importance of every layer at these models, (n, layers) float64; clients of one cluster get their mean.
+
+    A rule without clusters keeps every client's own: nothing may be shared that it does not share.
+    """
+    importance = importance_by_client(assembly, engine, models, round=round, cuts=cuts)
+    return importance if discovery.clustering is None else cluster_importance(importance, discovery.labels)
+
+
 def _halves_notes(assembly: Assembly, clients: Sequence[ClientPlan]) -> tuple[str, ...]:
     """Note on the halves of clients that `kriging` measures once: their cost, and what they tell the server."""
-    config = assembly.config
-    size = sum(
-        report_bytes_once(config, assembly.initial_params(client, tuple(planned.ranks)))
-        for client, planned in zip(assembly.clients, clients, strict=True)
-    )
-    method = strategy_of(config)
-    if not size or not isinstance(method, Kriging):
+    config, method = assembly.config, strategy_of(assembly.config)
+    if not isinstance(method, Kriging):
         return ()
+    models = (assembly.initial_params(client, plan.ranks) for client, plan in zip(assembly.clients, clients))
+    size = sum(method.report_bytes(shared_params(model, config.mixing.share), classes=0) for model in models)
     return (
         f"round {method.first_measured_round} measures how much each client is to keep of its own:"
         f" it trains twice more, on either half of its examples, and sends both models, {size / 1e6:.2g} MB in all,"
@@ -233,57 +212,6 @@ def _data_notes(assembly: Assembly, data: Sequence[Mapping[str, Any]]) -> tuple[
         *shard_notes(data),
         *heterogeneity_notes(assembly.clients),
     )
-
-
-def _prefix_notes(assembly: Assembly) -> tuple[str, ...]:
-    """Note on what is computed once where the lowest blocks carry no adapters, and on its memory and disk."""
-    shape, training = assembly.shape, assembly.config.training
-    if not shape.first_adapted:
-        return ()
-    share = sum(shape.block_params[: shape.first_adapted]) / sum(shape.block_params)
-    start = f"{shape.first_adapted} of {shape.num_layers} blocks carry no adapters, {share:.0%} of a forward pass, and"
-    memory_gb = training.prefix_cache_gb
-    disk_gb = 0.0 if assembly.site.prefix_cache.files is None else training.prefix_disk_gb
-    if not memory_gb and not disk_gb:
-        return (f"{start} run in every pass, because --prefix-cache-gb is 0",)
-    images = assembly.config.images
-    is_augmented = assembly.has_images and bool(images.crop or images.flip)
-    tokens = sum(
-        int(data.lengths.sum())
-        for client in assembly.clients
-        for split, data in assembly.site.data[client.name].splits.items()
-        if not (is_augmented and split == "train")
-    )
-    size_gb, most_gb = tokens * shape.hidden * VALUE_BYTES / 2**30, max(memory_gb, disk_gb)
-    kept = "once for each example" if size_gb <= most_gb else f"once for about {most_gb / size_gb:.0%} of the examples"
-    on_disk = f", and on the disk, which later runs read, of --prefix-disk-gb {disk_gb:g}" if disk_gb else ""
-    others = "; augmented training images always run through them" if is_augmented else ""
-    return (f"{start} run {kept}: {size_gb:.2g} GB in all, of --prefix-cache-gb {memory_gb:g}{on_disk}{others}",)
-
-
-def _client_plans(assembly: Assembly, discovery: TaskDiscovery, rank_plan: RankPlan) -> tuple[ClientPlan, ...]:
-    return tuple(
-        ClientPlan(
-            name=client.name,
-            task=client.task.name,
-            device=device.name,
-            examples=assembly.site.data[client.name].examples,
-            cluster=cluster,
-            **fit,
-        )
-        for client, device, cluster, fit in zip(
-            assembly.clients, assembly.devices, discovery.labels, rank_plan.by_client, strict=True
-        )
-    )
-
-
-def _measure_plan_leakage(
-    assembly: Assembly, clients: Sequence[ClientPlan], on_event: OnEvent
-) -> tuple[dict[str, Any], ...]:
-    """The leakage of every cut, for tasks with a cut client, so that chosen cuts can be compared with the others."""
-    on_event(PhaseStarted("leakage"))
-    tasks = dict.fromkeys(client.task for client in clients if client.cut is not None)
-    return tuple(asdict(leakage) for leakage in leakage_of(assembly, {task: every_cut(assembly) for task in tasks}))
 
 
 def recluster(
@@ -306,26 +234,28 @@ def recluster(
     graph = make_client_graph(
         assembly, meter, discovery, previous=planned.plan.adjacency, performance=performance, cuts=cuts
     )
-    plan = replace(planned.plan, notes=())
-    if models is not None:
-        layers = measure_importance(assembly, meter, discovery, models=models, round=round, cuts=cuts)
-        rank_plan = fit_ranks(assembly, discovery, layers, communicates=strategy_of(assembly.config).communicates)
-        clients = _client_plans(assembly, discovery, rank_plan)
-        plan = replace(plan, clients=clients, importance=layers, notes=rank_plan.notes)
-    clients = tuple(
-        replace(client, cluster=cluster) for client, cluster in zip(plan.clients, discovery.labels, strict=True)
-    )
+    notes: tuple[str, ...] = ()
+    if models is None:
+        labelled = zip(planned.plan.clients, discovery.labels, strict=True)
+        clients = tuple(replace(client, cluster=cluster) for client, cluster in labelled)
+        importance = planned.plan.importance
+    else:
+        importance = measure_importance(assembly, meter, discovery, models, round=round, cuts=cuts)
+        clients, notes = fit_clients(assembly, discovery.labels, importance)
     plan = replace(
-        plan,
+        planned.plan,
         clients=assign_hosts(assembly, clients),
         adjacency=graph.adjacency,
+        importance=importance,
         clustering=discovery.report,
-        graph=_graph_entry(graph.adjacency),
-        notes=(*discovery.notes, *plan.notes, *graph.warnings),
+        notes=(*discovery.notes, *notes, *graph.warnings),
     )
-    cut_traffic = tuple(meter.rows(round=round))
     return replace(
-        planned, plan=plan, sketches=discovery.sketches, clustering=discovery.clustering, cut_traffic=cut_traffic
+        planned,
+        plan=plan,
+        sketches=discovery.sketches,
+        clustering=discovery.clustering,
+        cut_traffic=tuple(meter.rows(round=round)),
     )
 
 
@@ -342,11 +272,6 @@ def cuts_of(assembly: Assembly, plan: Plan) -> dict[str, Cut]:
     """The cut of each cut client of this plan, by name."""
     cuts = {client.name: cut_of(assembly.config, client.cut, shared=client.sharing_cluster) for client in plan.clients}
     return {name: cut for name, cut in cuts.items() if cut is not None}
-
-
-def client_side_names(assembly: Assembly, cuts: Mapping[str, Cut], models: ByClient) -> dict[str, frozenset[str]]:
-    """The names of the trainable tensors on the client's side, for each client with a cut."""
-    return {name: client_side(assembly, cut, models[name]) for name, cut in cuts.items()}
 
 
 def full_model_sender(
@@ -377,15 +302,6 @@ def worker_receiver(assembly: Assembly) -> Receiver:
     if not assembly.is_full:
         return AdapterReceiver()
     return full_model_receiver(assembly.site.backbone, assembly.config, keeps_trained=False)
-
-
-def check_clients(assembly: Assembly) -> None:
-    """Raise an `AtlasError` where clients of an assembly cannot take part, as far as this is known without training."""
-    if assembly.is_full:
-        check_heads(assembly)
-        check_training_memory(assembly)
-    else:
-        cuts_for_planning(assembly)
 
 
 def make_plan(config: Config, *, on_event: OnEvent = ignore) -> Plan:

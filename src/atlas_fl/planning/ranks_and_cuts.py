@@ -1,4 +1,4 @@
-"""Phases 2 and 3: the importance of layers, the ranks of every client, and where its model is cut.
+"""Phases 2 and 3: the importance of layers, and of every client ranks, cut and predicted costs.
 
 Ranks are chosen by measured importance under each device's memory and upload. Of the cuts that fit a device, the one
 with the best weighted score is taken, or the one with the smallest predicted round time:
@@ -15,7 +15,7 @@ with the best weighted score is taken, or the one with the smallest predicted ro
 The weights are those of the first ATLAS; its communication term counted layers, this one counts seconds.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,28 +24,30 @@ import numpy as np
 from atlas_fl.client.importance import IMPORTANCE
 from atlas_fl.client.job import Job
 from atlas_fl.client.options import ImportanceOptions
+from atlas_fl.clustering.labels import UNDECIDED
 from atlas_fl.config.schema import AUTO, NONE, cut_setting
 from atlas_fl.data.clients import ClientData, majority
 from atlas_fl.errors import BudgetError, ConfigError
 from atlas_fl.params import ByClient
-from atlas_fl.planning.planning_costs import IMPORTANCE_BATCHES, planning_bytes, predict_planning
+from atlas_fl.planning.masks import check_heads, check_training_memory
+from atlas_fl.planning.plan import ClientPlan, Plan
 from atlas_fl.planning.round_costs import (
-    assign_client_ranks,
-    check_costs,
     crossing_bytes,
     evaluation_bytes,
+    heaviest_step,
     predict_client_round,
     server_memory,
 )
-from atlas_fl.planning.task_discovery import TaskDiscovery
-from atlas_fl.ranks.allocation import RankAssignment, cluster_importance, complexity_factors
-from atlas_fl.ranks.cost_model import RoundPrediction, cut_utilities
+from atlas_fl.ranks.allocation import RankAssignment, assign_ranks, complexity_factors
+from atlas_fl.ranks.cost_model import RoundPrediction, cut_utilities, fraction_budget
 from atlas_fl.ranks.devices import Device
 from atlas_fl.runtime.engine import Engine, run_on_all_clients
 from atlas_fl.setup.assembly import Assembly
 from atlas_fl.setup.options import cut_of, warmup_options
 from atlas_fl.split.channel import NO_CUTS, Cut
 
+IMPORTANCE_BATCHES = 4
+"""Batches on which importance is measured."""
 SCORE_WEIGHTS: Mapping[str, float] = {"memory": 0.35, "communication": 0.30, "importance": 0.25, "balance": 0.10}
 
 
@@ -86,22 +88,18 @@ def score_cut(candidate: Candidate) -> float:
 
 
 def choose_cut(candidates: Sequence[Candidate], objective: str) -> tuple[Candidate, str]:
-    """The best of at least one candidate by `score` or `time`, and the reason in words, with the other's choice.
+    """The best of at least one candidate by `score` or `time`, and the reason in words.
 
     Of equal candidates it is the one with fewer blocks.
     """
     ordered = sorted(candidates, key=lambda candidate: candidate.blocks)
-    among = f"{len(ordered)} cut{'s' if len(ordered) > 1 else ''} that fit{'' if len(ordered) > 1 else 's'}"
-    quickest, best = min(ordered, key=lambda candidate: candidate.seconds), max(ordered, key=score_cut)
-    time, worth = f"smallest round time, {quickest.seconds:.1f} s", f"best score, {score_cut(best):.2f}"
+    among = f"of {len(ordered)} that fit"
     if objective == "time":
-        return quickest, f"{time}, of {among}; {_other_choice(worth, best, quickest)}"
+        quickest = min(ordered, key=lambda candidate: candidate.seconds)
+        return quickest, f"smallest round time, {quickest.seconds:.1f} s, {among}"
+    best = max(ordered, key=score_cut)
     parts = ", ".join(f"{name} {value:.2f}" for name, value in score_terms(best).items())
-    return best, f"{worth}, of {among} ({parts}); {_other_choice(time, quickest, best)}"
-
-
-def _other_choice(text: str, other: Candidate, chosen: Candidate) -> str:
-    return f"{text}, {'as well' if other is chosen else f'at block {other.blocks}'}"
+    return best, f"best score, {score_cut(best):.2f}, {among} ({parts})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,81 +114,80 @@ class ClientFit:
 
 
 def fit_client(
-    assembly: Assembly,
-    client: ClientData,
-    device: Device,
-    importance: np.ndarray,
-    *,
-    communicates: bool,
-    factor: float = 1.0,
+    assembly: Assembly, client: ClientData, device: Device, importance: np.ndarray, *, factor: float = 1.0
 ) -> ClientFit:
     """Ranks and cut of one client, from its importance (layers,) by layer; `factor` scales the budget of the ranks.
 
     With `auto` a device that can hold the model gets no cut. Raises `BudgetError` where nothing fits, `ConfigError`
     for a cut beyond the model.
     """
-    setting = _client_cut_setting(assembly, client, device)
-
-    def fit(blocks: int | None, reason: str = "") -> ClientFit:
-        cut = cut_of(assembly.config, blocks)
-        assignment = assign_client_ranks(assembly, client, device, importance, factor=factor, cut=cut)
-        prediction = predict_client_round(
-            assembly, client, device, assignment.ranks, cut=cut, communicates=communicates
+    config, setting = assembly.config, _client_cut_setting(assembly, client, device)
+    memory_budget = None
+    if config.ranks.budget == "fractions":
+        memory_budget = fraction_budget(
+            device,
+            base=config.ranks.alpha_base,
+            activations=config.ranks.alpha_act,
+            optimizer=config.ranks.alpha_opt,
         )
-        check_costs(client, device, {"a round": _predicted_costs(prediction)})
+
+    def fit(blocks: int | None, reason: str) -> ClientFit:
+        cut = cut_of(config, blocks)
+        assignment = assign_ranks(
+            assembly.shape,
+            device,
+            importance=importance,
+            rule=config.ranks.ranks,
+            candidates=config.ranks.candidates,
+            step=heaviest_step(assembly, client, cut),
+            allowance_bytes=config.ranks.adapter_bytes,
+            memory_budget=memory_budget,
+            factor=factor,
+        )
+        prediction = predict_client_round(assembly, client, device, assignment.ranks, cut=cut)
         return ClientFit(assignment=assignment, prediction=prediction, cut=cut, reason=reason)
 
-    if setting not in (NONE, AUTO):
-        return fit(_check_block(int(setting), assembly), "set by --split")
-    reason = "the device holds the whole model"
     if setting == NONE:
-        reason = "" if assembly.config.split.split == NONE else "left whole by --split"
+        return fit(None, "" if config.split.split == NONE else "left whole by --split")
+    if setting != AUTO:
+        return fit(_check_block(int(setting), assembly), "set by --split")
     try:
-        return fit(None, reason)
+        return fit(None, "the device holds the whole model")
     except BudgetError as error:
-        fits, refusals = _fit_every_cut(fit, assembly)
-        if setting == NONE and fits:
-            raise BudgetError(f"{error}; or cut the model with --split auto, which fits") from error
-        if setting == NONE:
-            raise
+        fits, refusals = list[ClientFit](), list[BudgetError]()
+        # models of images are not cut, nor those whose lower blocks have no adapters
+        is_cuttable = assembly.site.backbone.vision is None and config.model.adapted_blocks is None
+        for blocks in range(1, assembly.shape.num_layers if is_cuttable else 1):
+            try:
+                fits.append(fit(blocks, ""))
+            except BudgetError as refusal:
+                refusals.append(refusal)
         if not fits:
             raise BudgetError(
                 f"{device.name} fits no cut of {assembly.site.backbone.name}; with one block on it:"
-                f" {[*refusals, error][0]}"
+                f" {(refusals or [error])[0]}"
             ) from error
-    best, reason = choose_cut(
-        [_candidate(client_fit, importance) for client_fit in fits], assembly.config.split.split_objective
-    )
+    best, reason = choose_cut([_candidate(cut_fit, importance) for cut_fit in fits], config.split.split_objective)
     return fit(best.blocks, reason)
-
-
-def _fit_every_cut(fit: Callable[[int], ClientFit], assembly: Assembly) -> tuple[list[ClientFit], list[BudgetError]]:
-    """The fit of every cut that the device can hold, and the errors of the others."""
-    fits = list[ClientFit]()
-    refusals = list[BudgetError]()
-    # models of images are not cut, nor those whose lower blocks have no adapters
-    is_cuttable = assembly.site.backbone.vision is None and assembly.config.model.adapted_blocks is None
-    for blocks in range(1, assembly.shape.num_layers if is_cuttable else 1):
-        try:
-            fits.append(fit(blocks))
-        except BudgetError as error:
-            refusals.append(error)
-    return fits, refusals
 
 
 def cuts_for_planning(assembly: Assembly) -> dict[str, Cut]:
     """The cuts of clients while they are planned, by name; without clients whose model is whole then.
 
     As `--split` says; with `auto`, which decides by what is measured, a device that cannot hold the model has one block
-    until then. Raises `BudgetError` for a device that not even the smallest ranks fit, before anything is measured.
+    until then. Raises `BudgetError` for a device that not even the smallest ranks fit, or a trained whole model,
+    and `ConfigError` for heads that one mask cannot hold, before anything is measured.
     """
+    if assembly.is_full:
+        check_heads(assembly)
+        check_training_memory(assembly)
+        return {}
     cuts, uniform = {}, np.full(assembly.shape.num_layers, 1.0 / assembly.shape.num_layers)
     for client, device in zip(assembly.clients, assembly.devices, strict=True):
-        fit = fit_client(assembly, client, device, uniform, communicates=True)
-        if fit.cut is not None:
+        cut = fit_client(assembly, client, device, uniform).cut
+        if cut is not None:
             is_auto = _client_cut_setting(assembly, client, device) == AUTO
-            cuts[client.name] = replace(fit.cut, blocks=1) if is_auto else fit.cut
-        check_costs(client, device, predict_planning(assembly, client, device, cuts.get(client.name)))
+            cuts[client.name] = replace(cut, blocks=1) if is_auto else cut
     return cuts
 
 
@@ -198,9 +195,7 @@ def _client_cut_setting(assembly: Assembly, client: ClientData, device: Device) 
     return cut_setting(assembly.config.split.split, client=client.name, task=client.task.name, device=device.name)
 
 
-def share_server_adapters(
-    assembly: Assembly, fits: Sequence[ClientFit], clusters: Sequence[int], *, communicates: bool
-) -> list[ClientFit]:
+def _share_server_adapters(assembly: Assembly, fits: Sequence[ClientFit], clusters: Sequence[int]) -> list[ClientFit]:
     """The fits when the cut clients of a cluster share the adapters above their cuts.
 
     A shared block has the largest rank that one of those who share it was given there: no device holds it or sends it,
@@ -212,23 +207,22 @@ def share_server_adapters(
             continue
         sharing = [fit for fit, cluster in zip(fits, clusters, strict=True) if cluster == clusters[index] and fit.cut]
         ranks = tuple(
-            rank if layer < client_fit.cut.blocks else _largest_rank(sharing, layer)
+            rank
+            if layer < client_fit.cut.blocks
+            else max(fit.assignment.ranks[layer] for fit in sharing if fit.cut and fit.cut.blocks <= layer)
             for layer, rank in enumerate(client_fit.assignment.ranks)
         )
-        client, device = assembly.clients[index], assembly.devices[index]
         cut = replace(client_fit.cut, shared=clusters[index])
-        prediction = predict_client_round(assembly, client, device, ranks, cut=cut, communicates=communicates)
         shared_fits[index] = replace(
-            client_fit, assignment=replace(client_fit.assignment, ranks=ranks), prediction=prediction, cut=cut
+            client_fit,
+            assignment=replace(client_fit.assignment, ranks=ranks),
+            prediction=predict_client_round(assembly, assembly.clients[index], assembly.devices[index], ranks, cut=cut),
+            cut=cut,
         )
     return shared_fits
 
 
-def _largest_rank(sharing: Sequence[ClientFit], layer: int) -> int:
-    return max(fit.assignment.ranks[layer] for fit in sharing if fit.cut is not None and fit.cut.blocks <= layer)
-
-
-def num_owners(fits: Sequence[ClientFit], cut: Cut, layers: int) -> tuple[int, ...]:
+def _num_owners(fits: Sequence[ClientFit], cut: Cut, layers: int) -> tuple[int, ...]:
     """By block, how many clients share the adapters that the server has there for this one; 1 where it shares none."""
     sharing = [fit.cut for fit in fits if fit.cut is not None and fit.cut.shared == cut.shared is not None]
     return tuple(max(1, sum(shared_cut.blocks <= layer for shared_cut in sharing)) for layer in range(layers))
@@ -259,35 +253,6 @@ def _check_block(blocks: int, assembly: Assembly) -> int:
     return blocks
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankPlan:
-    """The ranks of all clients with what they were chosen from."""
-
-    by_client: tuple[dict[str, Any], ...]
-    """`ranks`, `budget_bytes`, `largest_rank`, `memory`, `predicted`, `cut`, `split` and `planning` of each client."""
-    notes: tuple[str, ...]
-
-
-def measure_importance(
-    assembly: Assembly,
-    engine: Engine,
-    discovery: TaskDiscovery,
-    *,
-    models: ByClient | None = None,
-    round: int = 0,
-    cuts: Mapping[str, Cut] = NO_CUTS,
-) -> np.ndarray:
-    """Importance of every layer, (n, layers) float64; clients of one cluster get their mean.
-
-    Measured at these models, or at the warmed-up ones, over the cuts of those that have one.
-    A rule without clusters keeps every client's own: nothing may be shared that it does not share.
-    """
-    importance = importance_by_client(
-        assembly, engine, discovery.warmed_models if models is None else models, round=round, cuts=cuts
-    )
-    return importance if discovery.clustering is None else cluster_importance(importance, discovery.labels)
-
-
 def importance_by_client(
     assembly: Assembly, engine: Engine, models: ByClient, *, round: int = 0, cuts: Mapping[str, Cut] = NO_CUTS
 ) -> np.ndarray:
@@ -301,101 +266,78 @@ def importance_by_client(
     return np.stack([update.params[IMPORTANCE].numpy() for update in run_on_all_clients(engine, "importance", jobs)])
 
 
-def fit_ranks(assembly: Assembly, discovery: TaskDiscovery, layers: np.ndarray, *, communicates: bool) -> RankPlan:
-    """Fit ranks and cuts of all clients to their devices' memory and upload, and predict a round's costs."""
-    config = assembly.config.ranks
+def fit_clients(
+    assembly: Assembly, clusters: Sequence[int], importance: np.ndarray
+) -> tuple[tuple[ClientPlan, ...], tuple[str, ...]]:
+    """(the plans of all clients in these clusters, with importance (n, layers) of theirs, notes)."""
+    config = assembly.config
     factors = np.ones(len(assembly.clients))
-    if config.complexity_scaling:
+    if config.ranks.complexity_scaling:
         # error of guessing: one less the share of the most frequent label; one without classes
         difficulty = np.array([1.0 - (majority(client.train) or 0.0) for client in assembly.clients])
-        factors = complexity_factors(difficulty, discovery.labels)
+        factors = complexity_factors(difficulty, clusters)
     fits = [
-        fit_client(assembly, client, device, importance, factor=float(factor), communicates=communicates)
-        for client, device, importance, factor in zip(assembly.clients, assembly.devices, layers, factors, strict=True)
+        fit_client(assembly, client, device, layers, factor=float(factor))
+        for client, device, layers, factor in zip(assembly.clients, assembly.devices, importance, factors, strict=True)
     ]
     notes = list(dict.fromkeys(note for fit in fits for note in fit.assignment.notes))
-    if assembly.config.split.server_adapters == "per_cluster":
-        fits = share_server_adapters(assembly, fits, discovery.labels, communicates=communicates)
-    planning_cuts = cuts_for_planning(assembly) if any(fit.cut for fit in fits) else NO_CUTS
-    entries = [
-        _client_entry(assembly, client, device, fit, fits, planning_cuts)
-        for client, device, fit in zip(assembly.clients, assembly.devices, fits, strict=True)
-    ]
-    return RankPlan(
-        by_client=tuple(entries), notes=(*notes, *_cut_notes(assembly, entries), *_planning_notes(assembly, entries))
-    )
-
-
-def _cut_notes(assembly: Assembly, fits: Sequence[Mapping[str, Any]]) -> list[str]:
-    cut = [client for client, fit in zip(assembly.clients, fits, strict=True) if fit["cut"] is not None]
-    if not cut:
-        return []
-    notes = [f"{len(cut)} of {len(fits)} models are cut, and so they are while they are planned"]
-    if any(client.task.writes for client in cut):
+    if config.split.server_adapters == "per_cluster":
+        fits = _share_server_adapters(assembly, fits, clusters)
+    cut_clients = [client for client, fit in zip(assembly.clients, fits, strict=True) if fit.cut is not None]
+    if cut_clients:
+        notes.append(f"{len(cut_clients)} of {len(fits)} models are cut, and so they are while they are planned")
+    if any(client.task.writes for client in cut_clients):
         notes.append("clients with a cut write no answers, so there is no ROUGE of theirs")
-    return notes
-
-
-def _planning_notes(assembly: Assembly, fits: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A note on devices with too little memory for planning, which needs two models or whole gradients at once."""
-    too_small = []
-    for client, device, fit in zip(assembly.clients, assembly.devices, fits, strict=True):
-        phase, memory_bytes = max(
-            ((name, cost["memory_bytes"]) for name, cost in fit["planning"].items()), key=lambda item: item[1]
+    plans = [
+        ClientPlan(
+            name=client.name,
+            task=client.task.name,
+            device=device.name,
+            examples=assembly.site.data[client.name].examples,
+            cluster=cluster,
+            cut=None if fit.cut is None else fit.cut.blocks,
+            split=_split_entry(assembly, client, fit, fits),
+            ranks=fit.assignment.ranks,
+            budget_bytes=fit.assignment.budget_bytes,
+            largest_rank=min(fit.assignment.largest_rank, device.max_rank),
+            memory={"total": fit.prediction.memory.total_bytes, **fit.prediction.memory.parts},
+            predicted={
+                "up_bytes": fit.prediction.up_bytes,
+                "down_bytes": fit.prediction.down_bytes,
+                "memory_bytes": fit.prediction.memory.used_bytes,
+                "seconds": fit.prediction.seconds,
+            },
         )
-        if memory_bytes > device.memory_bytes:
-            too_small.append(
-                f"{client.name} ({memory_bytes / 1e6:,.1f} MB for its {phase}, of {device.memory_bytes / 1e6:,.1f})"
-            )
-    if not too_small:
-        return []
-    shown = ", ".join(too_small[:3]) + (f" and {len(too_small) - 3} more" if len(too_small) > 3 else "")
-    return [f"planning takes more memory than the device has of {shown}; lower --batch-size or --fingerprint-blocks"]
+        for client, device, cluster, fit in zip(assembly.clients, assembly.devices, clusters, fits, strict=True)
+    ]
+    return tuple(plans), tuple(notes)
 
 
-def _client_entry(
-    assembly: Assembly,
-    client: ClientData,
-    device: Device,
-    fit: ClientFit,
-    fits: Sequence[ClientFit],
-    planning_cuts: Mapping[str, Cut],
-) -> dict[str, Any]:
-    prediction, assignment, cut = fit.prediction, fit.assignment, fit.cut
-    split: dict[str, Any] = {"reason": fit.reason} if fit.reason else {}
-    if cut is not None and cut.shared is not None:
-        split["shared"] = cut.shared
+def _split_entry(assembly: Assembly, client: ClientData, fit: ClientFit, fits: Sequence[ClientFit]) -> dict[str, Any]:
+    prediction, cut = fit.prediction, fit.cut
+    entry: dict[str, Any] = {"reason": fit.reason} if fit.reason else {}
     if assembly.config.training.multitask:
-        split["shared"] = 0  # `local` forms no clusters, so all are in cluster 0
-    if cut is not None:
-        split |= {
-            "crossing_bytes": crossing_bytes(assembly, client, cut),
-            "evaluation_bytes": evaluation_bytes(assembly, client, cut),
-            "client_seconds": prediction.compute_seconds,
-            "server_seconds": prediction.server_seconds,
-            "link_seconds": prediction.transfer_seconds,
-            "server_memory": server_memory(
-                assembly, client, cut, assignment.ranks, owners=num_owners(fits, cut, assembly.shape.num_layers)
-            ),
-        }
-        if client.name in planning_cuts:
-            split["planning_bytes"] = planning_bytes(assembly, client, planning_cuts[client.name])
-    return {
-        "cut": None if cut is None else cut.blocks,
-        "split": split,
-        "planning": predict_planning(assembly, client, device, planning_cuts.get(client.name)),
-        "ranks": assignment.ranks,
-        "budget_bytes": assignment.budget_bytes,
-        "largest_rank": min(assignment.largest_rank, device.max_rank),
-        "memory": {"total": prediction.memory.total_bytes, **prediction.memory.parts},
-        "predicted": _predicted_costs(prediction),
+        entry["shared"] = 0  # `local` forms no clusters, so all are in cluster 0
+    if cut is None:
+        return entry
+    if cut.shared is not None:
+        entry["shared"] = cut.shared
+    owners = _num_owners(fits, cut, assembly.shape.num_layers)
+    return entry | {
+        "crossing_bytes": crossing_bytes(assembly, client, cut),
+        "evaluation_bytes": evaluation_bytes(assembly, client, cut),
+        "client_seconds": prediction.compute_seconds,
+        "server_seconds": prediction.server_seconds,
+        "link_seconds": prediction.transfer_seconds,
+        "server_memory": server_memory(assembly, client, cut, fit.assignment.ranks, owners=owners),
     }
 
 
-def _predicted_costs(prediction: RoundPrediction) -> dict[str, Any]:
-    return {
-        "up_bytes": prediction.up_bytes,
-        "down_bytes": prediction.down_bytes,
-        "memory_bytes": prediction.memory.used_bytes,
-        "seconds": prediction.seconds,
-    }
+def newcomer_importance(
+    assembly: Assembly, plan: Plan, cluster: int, engine: Engine, models: ByClient, *, cuts: Mapping[str, Cut] = NO_CUTS
+) -> np.ndarray:
+    """Importance (1, layers) for the one client of an assembly: that of its cluster, or its own where it is alone."""
+    for index, member in enumerate(plan.clients):
+        if member.cluster == cluster != UNDECIDED:
+            return plan.importance[index : index + 1]
+    return importance_by_client(assembly, engine, models, cuts=cuts)

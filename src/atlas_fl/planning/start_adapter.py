@@ -19,8 +19,6 @@ from atlas_fl.setup.assembly import Assembly
 
 _NAMED = 6
 """Names in a note."""
-_EQUAL = 1e-6
-"""Share of an adapter's squared norm below which a cut of its ranks is a matter of rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,12 +77,33 @@ def start_model(
 
 def start_notes(start: StartAdapter, assembly: Assembly, ranks: Sequence[Sequence[int]]) -> tuple[str, ...]:
     """A line on each part of the adapter that a run does not start from as it is."""
-    return (
-        *_base_notes(start, assembly),
-        *_layer_notes(start, assembly),
-        *_rank_notes(start, assembly, ranks),
-        *_head_notes(start, assembly),
-    )
+    where = f"the adapter in {start.folder}"
+    lines = []
+    path = assembly.site.backbone.source
+    if start.base is not None and Path(start.base).name != Path(path).name:
+        lines.append(
+            f"{where} names the base model {start.base}, and this run's is {path}: its start is the adapter's own only"
+            " if both have the same weights"
+        )
+    adapted, all_modules = len(lora_modules(start.params)), len(assembly.site.modules)
+    if adapted < all_modules:
+        lines.append(
+            f"{where} adapts {adapted} of the {all_modules} layers of this run; the others begin at zero, which changes"
+            " no output"
+        )
+    adapter_ranks = {module: len(start.params[module + LORA_A]) for module in lora_modules(start.params)}
+    cut = [
+        client.name
+        for client, own in zip(assembly.clients, ranks, strict=True)
+        if any(rank > own[assembly.layer_of[module]] for module, rank in adapter_ranks.items())
+    ]
+    if cut:
+        highest = max(adapter_ranks.values())
+        lines.append(
+            f"{where} has ranks of up to {highest}, and those of {_listed(cut)} are lower: they start from its nearest"
+            f" approximation; --ranks {highest} keeps all of it"
+        )
+    return (*lines, *_head_notes(start, assembly))
 
 
 def _at_ranks(start: StartAdapter, assembly: Assembly, client_ranks: Sequence[int]) -> Params:
@@ -106,50 +125,6 @@ def _head_for(start: StartAdapter, task: Task, assembly: Assembly) -> Params | N
     order = [start.labels.index(label) for label in task.label_names]
     outputs = backbone.family.head[-1].key
     return {key: tensor[order] if key.startswith(outputs) and order else tensor for key, tensor in head.items()}
-
-
-def _base_notes(start: StartAdapter, assembly: Assembly) -> tuple[str, ...]:
-    path = assembly.site.backbone.source
-    if start.base is None or start.base == path or Path(start.base).name == Path(path).name:
-        return ()
-    return (
-        f"the adapter in {start.folder} names the base model {start.base}, and this run's is {path}: its start is the"
-        " adapter's own only if both have the same weights",
-    )
-
-
-def _layer_notes(start: StartAdapter, assembly: Assembly) -> tuple[str, ...]:
-    adapted, all_modules = len(lora_modules(start.params)), len(assembly.site.modules)
-    if adapted == all_modules:
-        return ()
-    return (
-        f"the adapter in {start.folder} adapts {adapted} of the {all_modules} layers of this run; the others begin at"
-        " zero, which changes no output",
-    )
-
-
-def _rank_notes(start: StartAdapter, assembly: Assembly, ranks: Sequence[Sequence[int]]) -> tuple[str, ...]:
-    highest = max(len(start.params[module + LORA_A]) for module in lora_modules(start.params))
-    whole = _energy(start.params, assembly)
-    kept = {own: _energy(_at_ranks(start, assembly, own), assembly) for own in dict.fromkeys(map(tuple, ranks))}
-    enough = whole * (1 - _EQUAL)
-    cut = [client.name for client, own in zip(assembly.clients, ranks, strict=True) if kept[tuple(own)] < enough]
-    if not cut:
-        return ()
-    return (
-        f"the adapter in {start.folder} has ranks of up to {highest}, and those of {_listed(cut)} are lower: they start"
-        f" from an approximation with {min(kept.values()) / whole:.1%} of its squared norm; --ranks {highest} keeps all"
-        " of it",
-    )
-
-
-def _energy(params: Params, assembly: Assembly) -> float:
-    """Squared norm of the products s B A of all layers."""
-    total = 0.0
-    for module in lora_modules(params):
-        a, b = params[module + LORA_A].double(), params[module + LORA_B].double()
-        total += assembly.site.scale(len(a)) ** 2 * float(((b.T @ b) * (a @ a.T)).sum())
-    return total
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -3,9 +3,8 @@
 The graph of phase 4 says who is mixed with whom, by the noise-corrected similarity of the sketches.
 """
 
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,17 +18,23 @@ from atlas_fl.clustering.cluster import cluster_clients, oracle_clustering
 from atlas_fl.clustering.fingerprints import FINGERPRINTS
 from atlas_fl.clustering.labels import ClusteringSettings
 from atlas_fl.clustering.merge import merge_clusters
-from atlas_fl.clustering.result import Clustering, agreement, purity_warnings, summarise_clusters
+from atlas_fl.clustering.result import (
+    Clustering,
+    agreement,
+    append_client,
+    assign_client,
+    purity_warnings,
+    summarise_clusters,
+)
 from atlas_fl.clustering.sketch import variance_notes
-from atlas_fl.config import Config
 from atlas_fl.config.values import invalid_value
-from atlas_fl.params import Params, select
+from atlas_fl.errors import CheckpointError
+from atlas_fl.params import ByClient, Params
+from atlas_fl.planning.plan import PlanResult
 from atlas_fl.runtime.engine import Engine, run_on_all_clients
 from atlas_fl.setup.assembly import Assembly, without_private
-from atlas_fl.setup.options import fingerprint_options, settings_for, warmup_rank
+from atlas_fl.setup.options import fingerprint_options, is_reclustered, settings_for, warmup_rank
 from atlas_fl.split.channel import NO_CUTS, Cut
-from atlas_fl.storage.jsonl import from_json, to_json
-from atlas_fl.storage.tensors import encoded_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +49,6 @@ class TaskDiscovery:
     warmed_models: Mapping[str, Params]
     """Every client's model after the warm-up, at the warm-up's rank."""
     sketches: np.ndarray | None  # (2, n, dim) float32
-    warmup: Mapping[str, Any]
     notes: tuple[str, ...]
 
 
@@ -64,27 +68,14 @@ def discover_tasks(
     not taken at all. `round` above 0 measures again, in another order and with twice the batches
     or steps.
     """
-    start_time = time.perf_counter()
     options = fingerprint_options(assembly.config, round=round)
     if clustered or options.kind == "delta":
         updates = collect_fingerprints(assembly, engine, options, round=round, cuts=cuts)
         models = models_after_fingerprints(assembly, updates, cuts)
-        warmup = _warm_up_report(updates, seconds=time.perf_counter() - start_time)
-        warmup["taken"] = fingerprint_signature(assembly.config, options)
     else:
         models = warm_up_models(assembly, cuts)
-        warmup = {}
     if not clustered:
-        labels = (0,) * len(assembly.clients)
-        return TaskDiscovery(
-            labels=labels,
-            clustering=None,
-            report={"method": "none", "labels": list(labels)},
-            warmed_models=models,
-            sketches=None,
-            warmup=warmup,
-            notes=(),
-        )
+        return _without_clusters(models, clients=len(assembly.clients))
     tasks = [client.task.name for client in assembly.clients]
     sketches = np.stack([[update.params[name].numpy() for update in updates] for name in (FIRST, SECOND)])
     clustering = _cluster_sketches(assembly, sketches, tasks, previous)
@@ -93,22 +84,56 @@ def discover_tasks(
     return TaskDiscovery(
         labels=clustering.labels,
         clustering=clustering,
-        report=clustering_report(clustering, assembly.names, tasks, {u.client: u.metrics["loss"] for u in updates}),
+        report=_clustering_report(clustering, assembly.names, tasks, {u.client: u.metrics["loss"] for u in updates}),
         warmed_models=models,
         sketches=sketches,
-        warmup=warmup,
         notes=(*variance_notes(sketches, tasks), *clustering.warnings, *purity_warnings(clustering.labels, tasks)),
     )
 
 
-def fingerprint_signature(config: Config, options: FingerprintOptions) -> dict[str, Any]:
-    """All that two sketches must have in common to be compared, as plain data for strict JSON."""
-    model = config.model
-    shared = {"model": model.model, "targets": model.targets, "precision": model.precision, "alpha": model.lora_alpha}
-    shared |= {"rslora": model.rslora, "rank": warmup_rank(config), "max_length": config.data.max_length}
-    shared |= {"adapted_blocks": model.adapted_blocks, "image_size": config.images.image_size}
-    signature: dict[str, Any] = from_json(to_json({**shared, **asdict(options)}))
-    return signature
+def _without_clusters(models: ByClient, *, clients: int) -> TaskDiscovery:
+    labels = (0,) * clients
+    report = {"method": "none", "labels": list(labels)}
+    return TaskDiscovery(labels=labels, clustering=None, report=report, warmed_models=models, sketches=None, notes=())
+
+
+def discover_newcomer(
+    assembly: Assembly, planned: PlanResult, engine: Engine, *, number: int, cuts: Mapping[str, Cut]
+) -> TaskDiscovery:
+    """Fingerprints and clusters of all before this round, the newcomer last, and its warmed-up model.
+
+    Its fingerprint has the options of the newest clustering. The labels of the others do not change.
+    """
+    config = assembly.config
+    newcomer = assembly.only_last()
+    if planned.clustering is None:
+        discovery = discover_tasks(newcomer, engine, clustered=False, cuts=cuts)
+        return _without_clusters(discovery.warmed_models, clients=len(assembly.clients))
+    if planned.sketches is None:
+        raise CheckpointError("the sketches of this run are not beside its plan; restore them, or begin another run")
+    clustering_round = max((n for n in range(1, number) if is_reclustered(config, n)), default=0)
+    (update,) = collect_fingerprints(
+        newcomer, engine, fingerprint_options(config, round=clustering_round), round=clustering_round, cuts=cuts
+    )
+    first, second = (update.params[half].numpy() for half in (FIRST, SECOND))
+    tasks = [client.task.name for client in assembly.clients]
+    if config.clustering.clusters == "oracle":
+        labels = planned.clustering.labels
+        label = dict(zip(tasks, labels)).get(tasks[-1], max(labels) + 1)
+    else:
+        label = assign_client(planned.clustering, first, second).cluster
+    sketches = np.concatenate([planned.sketches, np.stack([first, second])[:, None]], axis=1)
+    clustering = append_client(planned.clustering, sketches, label=label)
+    groups = planned.plan.clustering["clusters"]
+    losses = {member: group["difficulty"] for group in groups for member in group["clients"]}
+    return TaskDiscovery(
+        labels=clustering.labels,
+        clustering=clustering,
+        report=_clustering_report(clustering, assembly.names, tasks, {**losses, update.client: update.metrics["loss"]}),
+        warmed_models=models_after_fingerprints(newcomer, [update], cuts),
+        sketches=sketches,
+        notes=(),
+    )
 
 
 def collect_fingerprints(
@@ -189,7 +214,7 @@ def _merge_clusters(
     )
 
 
-def clustering_report(
+def _clustering_report(
     clustering: Clustering, names: Sequence[str], tasks: Sequence[str], losses: Mapping[str, float]
 ) -> dict[str, Any]:
     """The clustering as plain data, with its agreement with the true tasks and a summary of each cluster."""
@@ -197,16 +222,6 @@ def clustering_report(
         **clustering.to_json(),
         "agreement": agreement(clustering.labels, tasks),
         "clusters": summarise_clusters(clustering, clients=names, tasks=tasks, losses=losses),
-    }
-
-
-def _warm_up_report(updates: Sequence[Update], *, seconds: float) -> dict[str, Any]:
-    sketches = [select(update.params, update.params.keys() & {FIRST, SECOND, LABELS}) for update in updates]
-    return {
-        "steps": {update.client: int(update.metrics["steps"]) for update in updates},
-        "agreement": {update.client: update.metrics["agreement"] for update in updates},
-        "fingerprint_bytes": max(map(encoded_size, sketches)),
-        "seconds": seconds,
     }
 
 
@@ -232,7 +247,7 @@ def make_client_graph(
     if assembly.config.clustering.clusters == "auto" and not discovery.clustering.structure["found"]:
         options["singleton_neighbours"] = 0
     if mixing.graph == "adaptive" and performance is None:
-        performance = _validation_scores(assembly, engine, discovery, cuts)
+        performance = validation_scores(assembly, engine, discovery.warmed_models, cuts)
     return make_graph(
         similarity_distances(discovery.clustering.similarity),
         np.array(discovery.labels, dtype=np.int64),
@@ -244,12 +259,10 @@ def make_client_graph(
     )
 
 
-def _validation_scores(
-    assembly: Assembly, engine: Engine, discovery: TaskDiscovery, cuts: Mapping[str, Cut]
-) -> np.ndarray:
+def validation_scores(assembly: Assembly, engine: Engine, models: ByClient, cuts: Mapping[str, Cut]) -> np.ndarray:
+    """Each client's validation score of its model, (n,)."""
     options = EvaluateOptions(split="validation")
     jobs = [
-        Job(client=name, params=discovery.warmed_models[name], round=0, options=options, cut=cuts.get(name))
-        for name in assembly.names
+        Job(client=name, params=models[name], round=0, options=options, cut=cuts.get(name)) for name in assembly.names
     ]
     return np.array([update.metrics["primary"] for update in run_on_all_clients(engine, "evaluate", jobs)])

@@ -47,8 +47,6 @@ def plan_tables(plan: Mapping[str, Any]) -> list[Table]:
         tables.insert(1, mask_table(plan))
     if any(client.get("memory") for client in clients):
         tables.append(memory_table(plan))
-    if any(client.get("planning") for client in clients):
-        tables.append(planning_table(plan))
     return tables + cut_tables(plan)
 
 
@@ -96,17 +94,15 @@ def reason_table(plan: Mapping[str, Any]) -> Table:
 
 
 def crossing_table(plan: Mapping[str, Any]) -> Table:
-    """One row a client with a cut: bytes of both directions through it in a round, in one evaluation, in planning."""
+    """One row a client with a cut: bytes of both directions through it in a round and in one evaluation."""
 
     def cells(client: Mapping[str, Any]) -> list[Cell]:
         split = client["split"]
         sent = split["crossing_bytes"]
         sizes = [sum(length for name, length in sent.items() if name.startswith(kinds)) for kinds in KINDS.values()]
-        planned = split.get("planning_bytes")
-        planning = None if planned is None else sum(sum(phase.values()) for phase in planned.values())
-        return [size(length) for length in (*sizes, split["evaluation_bytes"], planning)]
+        return [size(length) for length in (*sizes, split["evaluation_bytes"])]
 
-    columns = (*KINDS, "an evaluation", "planning")
+    columns = (*KINDS, "an evaluation")
     return _by_client("What crosses the cuts in a round", columns, _cut_clients(plan), cells)
 
 
@@ -126,14 +122,14 @@ def sides_table(plan: Mapping[str, Any]) -> Table:
 
 
 def host_table(plan: Mapping[str, Any]) -> Table:
-    """One row a client with a cut: who computes its upper part and why, and its round's seconds with that host."""
+    """One row a client with a cut: who computes its upper part and why."""
 
     def cells(client: Mapping[str, Any]) -> list[Cell]:
         host = client["split"]["host"]
-        return [count(client["cut"]), host["name"] or "the server", host["reason"], duration(host["seconds"])]
+        return [count(client["cut"]), host["name"] or "the server", host["reason"]]
 
     hosted = [client for client in plan["clients"] if (client.get("split") or {}).get("host") is not None]
-    return _by_client("Hosts of the upper parts", ("cut", "host", "why", "round"), hosted, cells)
+    return _by_client("Hosts of the upper parts", ("cut", "host", "why"), hosted, cells)
 
 
 def leakage_table(rows: Sequence[Mapping[str, Any]], *, taken: Collection[tuple[str, int | None]] = ()) -> Table:
@@ -314,22 +310,6 @@ def memory_table(plan: Mapping[str, Any]) -> Table:
     columns = [part.removesuffix("_bytes").replace("_", " ") for part in shown]
     note = "" if "activations" in parts else "activations are not predicted and come on top"
     return _by_client("Memory on the device", columns, plan["clients"], cells, note=note)
-
-
-def planning_table(plan: Mapping[str, Any]) -> Table:
-    """One row a client: seconds of planning on its device, the server and the link; memory of the largest phase."""
-
-    def cells(client: Mapping[str, Any]) -> list[Cell]:
-        phases = client.get("planning") or {}
-        if not phases:
-            return [EMPTY] * 6
-        taken = [duration(sum(phase[f"{side}_seconds"] for phase in phases.values())) for side in SIDES]
-        most = [size(max(phase[name] for phase in phases.values())) for name in ("memory_bytes", "server_memory_bytes")]
-        return [*taken, *most, max(phases, key=lambda name: phases[name]["client_seconds"])]
-
-    columns = (*(f"on the {side}" for side in SIDES), "device memory", "server: its own", "taken by")
-    note = "by the devices' profiles; taken by: the phase that takes the client longest"
-    return _by_client("Planning, predicted", columns, plan["clients"], cells, note=note)
 
 
 LEGEND = (

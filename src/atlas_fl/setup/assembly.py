@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from atlas_fl.client.job import ClientTokens, Prompts, Site, Trainable, image_tokens, initial_params
-from atlas_fl.config import Config, DataConfig, parse_arrivals
+from atlas_fl.config import Config, DataConfig, load_config, parse_arrivals
 from atlas_fl.config.schema import ALL_CLASSES, NONE, cuts_by_name
 from atlas_fl.config.values import invalid_value
-from atlas_fl.data.clients import BY_CLASSES, MOST_NAMED, ClientData, make_clients
+from atlas_fl.data.clients import BY_CLASSES, ClientData, make_clients
 from atlas_fl.data.heterogeneity import centralize, flip_classes, merge_sources, separate_sources, shift_concepts
 from atlas_fl.data.registry import check_one_kind, find_tasks
 from atlas_fl.data.task import Examples, Rows, Source, Task, as_texts
@@ -32,6 +32,7 @@ from atlas_fl.models.tokenization import EncodedExamples, encode_examples, encod
 from atlas_fl.models.vision_loading import load_image_backbone, tokens_per_image
 from atlas_fl.params import HEAD, LORA_A, Params, Split, digest
 from atlas_fl.partial_sharing import is_placeholder, private_digest, unshared_keys, with_placeholders
+from atlas_fl.plugins import load_plugins
 from atlas_fl.ranks.cost_model import LOGIT_COPIES, VALUE_BYTES, activation_bytes
 from atlas_fl.ranks.devices import Device, find_devices
 from atlas_fl.rng import torch_generator
@@ -39,7 +40,9 @@ from atlas_fl.runtime.attacks import ATTACKS, choose_attackers, with_flipped_lab
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.model import load_client_part, select_client_side
 from atlas_fl.storage.assets import embedded_dir
+from atlas_fl.storage.digests import check_files
 from atlas_fl.storage.files import read_secret, secret_file
+from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.state_files import StateFiles, state_folder
 
 
@@ -116,6 +119,10 @@ class Assembly:
         """Return whether the clients train all weights."""
         return self.site.trainable == "full"
 
+    def only_last(self) -> "Assembly":
+        """The assembly of the client that came last."""
+        return replace(self, clients=self.clients[-1:], devices=self.devices[-1:])
+
     def full_models(self) -> dict[str, Params]:
         """The initial whole model of every client: the body, with its task's head; one mapping a task."""
         body = trained_body(self.site.backbone, self.config)
@@ -137,6 +144,17 @@ class Assembly:
         return initial_params(
             site.backbone, site.modules, ranks=module_ranks, task=client.task, seed=self.config.run.seed
         )
+
+
+def recorded_config(folder: RunFolder) -> Config:
+    """The config of the run in this folder, with its plug-ins loaded.
+
+    Raises `CheckpointError` where it is not what was written.
+    """
+    check_files(folder, folder.config)
+    config = load_config(folder.config, within=folder.path)
+    load_plugins(config.run.plugin, outside=folder.path)
+    return config
 
 
 def source_of(config: Config) -> Source:
@@ -216,14 +234,20 @@ def assemble(
         first_adapted=first_adapted_block(config, backbone),
         prefix_cache=_prefix_cache(config, backbone),
         secrets=_read_secrets(config, clients),
+        bf16=config.model.precision == "bf16",
+        fp16=config.model.precision == "fp16",
+        seed=config.run.seed,
     )
     modules = None if images and trainable == "full" else site.modules
     shape = model_shape(backbone, modules, first_adapted=site.first_adapted)
+    max_tokens = pack_tokens(config, shape, cuda=default_device == "cuda")
+    if modules is None:
+        max_tokens = min(PACK_IMAGES, config.training.pack_tokens or PACK_IMAGES)
     return Assembly(
         config=config,
         clients=clients,
         devices=tuple(devices[index % len(devices)] for index in range(len(clients))),
-        site=_with_limits(site, config, shape, images=images, cuda=default_device == "cuda"),
+        site=replace(site, max_tokens=max_tokens),
         shape=shape,
         layer_of={name: block_index(backbone, name) for name in site.modules},
     )
@@ -254,19 +278,6 @@ def _prefix_cache(config: Config, backbone: Backbone) -> PrefixCache:
     disk_bytes = int(config.training.prefix_disk_gb * 2**30) if backbone.device.type == "cpu" else 0
     files = StateFiles(state_folder(), budget_bytes=disk_bytes) if disk_bytes else None
     return shared_prefix_cache(key, budget_bytes=budget_bytes, chunk_tokens=chunk_tokens, files=files)
-
-
-def _with_limits(site: Site, config: Config, shape: ModelShape, *, images: bool, cuda: bool) -> Site:
-    """The site with the size of its packs, the precision, and the seed of a simulation's noise."""
-    whole_images = images and site.trainable == "full"
-    max_images = min(PACK_IMAGES, config.training.pack_tokens or PACK_IMAGES) if whole_images else None
-    return replace(
-        site,
-        max_tokens=max_images or pack_tokens(config, shape, cuda=cuda),
-        bf16=config.model.precision == "bf16",
-        fp16=config.model.precision == "fp16",
-        seed=config.run.seed,
-    )
 
 
 def backbone_of(
@@ -442,46 +453,24 @@ def _encode_rows(rows: Rows, backbone: Backbone, limit: int) -> EncodedExamples:
 
 
 def truncation_notes(data: Mapping[str, ClientTokens], backbone: Backbone) -> tuple[str, ...]:
-    """A line for each task with texts longer than what is read of them: how many, by how much, and whose."""
-    tasks: dict[str, dict[str, ClientTokens]] = {}
-    for client, tokens in data.items():
-        tasks.setdefault(tokens.task.name, {})[client] = tokens
-    return tuple(note for clients in tasks.values() if (note := _truncation_note(clients, backbone)))
-
-
-def _truncation_note(clients: Mapping[str, ClientTokens], backbone: Backbone) -> str:
-    splits = {client: tokens.splits.values() for client, tokens in clients.items()}
-    prompts = [prompts.encoded for tokens in clients.values() for prompts in tokens.prompts.values()]
-    by_client = {client: count for client, parts in splits.items() if (count := sum(map(_count_cut, parts)))}
-    task, num_prompts = next(iter(clients.values())).task, sum(map(_count_cut, prompts))
-    answered = f"{num_prompts:,} of {sum(map(len, prompts)):,} prompts lose their beginnings before they are answered"
-    if not by_client:
-        return f"{task.name}: {answered}; lower --new-tokens or raise --max-length" if num_prompts else ""
-    examples = [part for parts in splits.values() for part in parts]
-    full, kept = _lengths_of_cut(examples)
-    named = ", ".join(f"{client} {count:,}" for client, count in list(by_client.items())[:MOST_NAMED])
-    more = ", .." if len(by_client) > MOST_NAMED else ""
-    lost = (
-        "prompts lose their beginnings, answers longer than that their ends" if task.writes else "their ends are lost"
-    )
-    limit, possible = int(kept.max()), max_sequence_length(backbone)
-    remedy = f"--max-length goes up to {possible:,}" if limit < possible else "the model has positions for no more"
-    return (
-        f"{task.name}: {len(full):,} of {sum(map(len, examples)):,} texts are longer than {limit:,} tokens and are cut,"
-        f" by {1 - kept.sum() / full.sum():.0%} of their tokens; the longest has {full.max():,} ({named}{more});"
-        f" {lost}, and {remedy}{f'; {answered}' if num_prompts else ''}"
-    )
-
-
-def _count_cut(examples: EncodedExamples) -> int:
-    return 0 if examples.full_lengths is None else int((examples.full_lengths > examples.lengths).sum())
-
-
-def _lengths_of_cut(parts: Sequence[EncodedExamples]) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens, tokens kept) of every example of these that is cut."""
-    pairs = [(part.full_lengths, part.lengths) for part in parts if part.full_lengths is not None]
-    full, kept = (np.concatenate(lengths) for lengths in zip(*pairs, strict=True))
-    return full[full > kept], kept[full > kept]
+    """A line for each task with texts or prompts longer than what is read of them: how many, and by how much."""
+    by_task: dict[str, list[EncodedExamples]] = {}
+    for tokens in data.values():
+        prompts = [prompts.encoded for prompts in tokens.prompts.values()]
+        by_task.setdefault(tokens.task.name, []).extend([*tokens.splits.values(), *prompts])
+    lines = []
+    for task, parts in by_task.items():
+        lengths = [(part.full_lengths, part.lengths) for part in parts if part.full_lengths is not None]
+        full, kept = (np.concatenate(counts) for counts in zip(*lengths)) if lengths else (np.zeros(0), np.zeros(0))
+        is_cut = full > kept
+        if is_cut.any():
+            lost = 1 - kept[is_cut].sum() / full[is_cut].sum()
+            lines.append(
+                f"{task}: {is_cut.sum():,} of {sum(map(len, parts)):,} texts and prompts are cut, by {lost:.0%} of"
+                f" their tokens; the longest has {full.max():,}, and the model reads up to"
+                f" {max_sequence_length(backbone):,} (--max-length)"
+            )
+    return tuple(lines)
 
 
 def without_private(assembly: Assembly, params: Params, cut: Cut | None) -> Params:

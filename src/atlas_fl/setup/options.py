@@ -10,10 +10,9 @@ from atlas_fl.config import Config
 from atlas_fl.config.methods import method_class, rule_of
 from atlas_fl.config.settings import settings, value_of
 from atlas_fl.data.clients import ClientData
-from atlas_fl.methods.method import Method, Part, RoundStart
+from atlas_fl.methods.method import Method, Part
 from atlas_fl.methods.registry import find_method, parts_of
 from atlas_fl.models.registry import suggested_lr
-from atlas_fl.params import ByClient, ServerState, TreesByClient
 from atlas_fl.runtime.attacks import ATTACKS, HostileEngine, choose_attackers
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.setup.assembly import scale_of
@@ -39,30 +38,6 @@ def method_values(config: Config) -> dict[str, Any]:
     """Values of this config's settings that methods are made from, by name."""
     computed = {"scale": scale_of(config), "lr": adapter_learning_rate(config)}
     return {**settings_for(config, StrategyOptions), **vars(config.server), **computed}
-
-
-def predicting_models(
-    config: Config,
-    by_client: TreesByClient,
-    server_state: ServerState,
-    *,
-    client_models: ByClient,
-    server_models: ByClient,
-) -> ByClient:
-    """Models that clients predict with in this state; their very own where no part says otherwise."""
-    state = RoundStart(
-        round=0,
-        clients=(),
-        tasks={},
-        client_models=client_models,
-        server_models=server_models,
-        server_state=server_state,
-        by_client=by_client,
-    )
-    for part in parts_of_config(config):
-        if models := part.predict(state):
-            return models
-    return client_models
 
 
 def predicts_as_sent(config: Config) -> bool:

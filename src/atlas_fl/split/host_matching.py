@@ -6,7 +6,7 @@ A host has the whole frozen model already, so a guest costs it activations, adap
 its guests' parts as one pack: each waits for all of them.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 UNDECIDED = -1
@@ -90,17 +90,6 @@ def match_hosts(guests: Collection[GuestRequirement], hosts: Collection[HostCapa
             )
     unhosted = {guest.name: HostMatch(host=None, reason=_no_room(guest, hosts)) for guest in guests}
     return {name: matched.get(name, unhosted[name]) for name in sorted(unhosted)}
-
-
-def round_seconds(guests: Sequence[GuestRequirement], pairs: Mapping[str, HostMatch]) -> dict[str, float]:
-    """The seconds of a round of every guest that a client hosts, with all who are paired with that host."""
-    load: dict[str, float] = {}
-    for guest in guests:
-        host = pairs[guest.name].host
-        if host is not None:
-            load[host] = load.get(host, 0.0) + guest.costs[host].compute_seconds
-    hosted = [(guest, host) for guest in guests if (host := pairs[guest.name].host) is not None]
-    return {guest.name: guest.device_seconds + load[host] + guest.costs[host].link_seconds for guest, host in hosted}
 
 
 def _is_same_cluster(guest: GuestRequirement, host: HostCapacity) -> bool:
