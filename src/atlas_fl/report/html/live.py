@@ -14,7 +14,6 @@ from typing import TypeAlias
 from urllib.parse import quote
 
 from atlas_fl.errors import AtlasError
-from atlas_fl.report.html.comparison_page import comparison_page
 from atlas_fl.report.html.elements import Block, Page, Section, Text, render
 from atlas_fl.report.html.run_page import run_page
 from atlas_fl.report.table import Cell, Table, duration, plain
@@ -85,6 +84,8 @@ def page_text(place: Path, state: str) -> str:
 
 
 def _comparison(file: Path) -> Page:
+    from atlas_fl.report.html.comparison_page import comparison_page  # statistics take seconds to load
+
     planned = _planned_runs(file)
     complete = [run for run in planned if RunFolder(run).summary.exists()]
     words = f"{len(complete)} of {len(planned)} runs are complete."
