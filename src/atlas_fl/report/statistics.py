@@ -180,7 +180,8 @@ def compare_with_control(scores: Scores, *, control: str, seed: int) -> dict[str
 
     `seed` is of what is drawn.
     """
-    means = {method: values.mean(axis=1) for method, values in scores.items()}
+    # sorted, so that the sum of equal scores does not depend on the order of the clients
+    means = {method: np.sort(values, axis=1).mean(axis=1) for method, values in scores.items()}
     pairs = {
         method: compare_pair(values, means[control], rng=generator(seed, "statistics", "pair", method, control))
         for method, values in means.items()
