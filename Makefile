@@ -90,7 +90,7 @@ clean:
 	touch $@
 
 .venv/dev.stamp: .venv/installed.stamp
-	$(INSTALL) dev gguf flower ray search
+	$(INSTALL) dev flower ray search
 	touch $@
 
 .venv/fetched.stamp: .venv/installed.stamp
