@@ -129,7 +129,7 @@ class Formula:
 
     def row(self, step: Step, k: int, key: str) -> list[float]:
         """The weight that each client's value has in the next value of client k, at this parameter."""
-        raise NotImplementedError
+        raise AssertionError(f"{self!r} has none")
 
     def arrival_row(self, step: Step, k: int, key: str) -> list[float]:
         """The weights of the values that client k begins with, who joins: those of an average of the others."""
@@ -142,7 +142,7 @@ class Formula:
 
     def value(self, step: Step, k: int, key: str) -> Value | None:
         """The next value of a rule that steps from an average; None where client k gets nothing."""
-        raise NotImplementedError
+        raise AssertionError(f"{self!r} has none")
 
     def initial(self, run: Run, models: Models) -> dict[str, np.ndarray]:
         """Entries of the state by the models that clients begin with."""
@@ -161,11 +161,11 @@ class Formula:
         self, run: Run, round: int, plan: AuditPlan, held: Models, begun: Models, state: Flat
     ) -> Iterator[tuple[str, str]]:
         """(client, fault) of the models that clients chose to begin the round with."""
-        raise NotImplementedError
+        raise AssertionError(f"{self!r} has none")
 
     def correction(self, run: Run, client: str, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Expected correction of a client's gradients, by the state before the round."""
-        raise NotImplementedError
+        raise AssertionError(f"{self!r} has none")
 
     def frozen(self, state: Flat) -> dict[str, Tensor]:
         """Part of this server state that every client holds frozen, by parameter."""
