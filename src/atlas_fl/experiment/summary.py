@@ -390,7 +390,8 @@ def _reduction(traffic: Totals, metrics: Sequence[Row], full_model_bytes: int | 
     trained = {(row["round"], row["client"]) for row in metrics if _has_trained(row)}
     if full_model_bytes is None or not trained:
         return {}
-    return {"full_model": {"reduction": 1 - traffic.total / (2 * full_model_bytes * len(trained))}}
+    full = 2 * full_model_bytes * len(trained)
+    return {"full_model": {"total": full, "reduction": 1 - traffic.total / full}}
 
 
 def _has_trained(row: Row) -> bool:
