@@ -391,7 +391,8 @@ def _reduction(traffic: Totals, metrics: Sequence[Row], full_model_bytes: int | 
     if full_model_bytes is None or not trained:
         return {}
     full = 2 * full_model_bytes * len(trained)
-    return {"full_model": {"total": full, "reduction": 1 - traffic.total / full}}
+    reduction = 1 - traffic.total / full
+    return {"full_model": {"model_bytes": full_model_bytes, "total": full, "reduction": reduction}}
 
 
 def _has_trained(row: Row) -> bool:
