@@ -408,7 +408,9 @@ def _reduction(traffic: Totals, metrics: Sequence[Row], full_model_bytes: int | 
     trained = {(row["round"], row["client"]) for row in metrics if _has_trained(row)}
     if full_model_bytes is None or not trained:
         return {}
-    return {"full_model": {"reduction": 1 - traffic.total / (2 * full_model_bytes * len(trained))}}
+    full = 2 * full_model_bytes * len(trained)
+    reduction = 1 - traffic.total / full
+    return {"full_model": {"model_bytes": full_model_bytes, "total": full, "reduction": reduction}}
 
 
 def _has_trained(row: Row) -> bool:
