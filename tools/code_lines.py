@@ -9,7 +9,7 @@ import tokenize
 from pathlib import Path
 
 SOURCES = Path(__file__).parents[1] / "src"
-CAP = 40_800
+CAP = 34_500
 """Most code lines of the whole. It goes down with the whole, to 32,000, and is not raised to make room."""
 AIM = 32_000
 
