@@ -128,7 +128,7 @@ class Formula:
     """True if clients are sent a correction of their gradients (`correction`)."""
 
     def row(self, step: Step, k: int, key: str) -> list[float]:
-        """The weight that each client's value has in the next value of client k, at this parameter; its own by default."""
+        """The weight of each client's value in the next value of client k, at this parameter; its own by default."""
         del key
         return [float(other == k) for other in range(len(step.plan.clients))]
 
