@@ -31,7 +31,7 @@ OWNERS = {
     "PIL": "data/",
     "optuna": "experiment/search.py",
     "wandb": "report/trackers/wandb.py",
-    "yaml": "config/",
+    "yaml": ("config/", "report/html/charts.py"),
     "packaging": "storage/extras.py",
     "jinja2": ("report/html/elements.py", "report/results_page.py"),
     "vl_convert": ("report/drawing.py", "report/html/elements.py"),

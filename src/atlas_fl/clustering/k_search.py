@@ -407,6 +407,5 @@ METHODS: dict[str, Method] = {
     ),
     "atlas": K_SEARCH,
     "silhouette": K_SEARCH,
-    "gap": K_SEARCH,
 }
 """`cluster_by`: noise-corrected average linkage, and the k search by the rule of that name (`RULES`)."""

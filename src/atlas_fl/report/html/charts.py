@@ -9,7 +9,7 @@ from functools import cache
 from importlib import resources
 from typing import Any, ClassVar, TypeAlias
 
-from atlas_fl.config.files import read_yaml
+import yaml
 
 Row: TypeAlias = Mapping[str, Any]
 Spec: TypeAlias = dict[str, Any]
@@ -116,7 +116,7 @@ def look() -> Spec:
 
 @cache
 def _specs() -> Mapping[str, Any]:
-    specs: Mapping[str, Any] = read_yaml(resources.files(__package__).joinpath("charts.yaml").read_text("utf-8"))
+    specs: Mapping[str, Any] = yaml.safe_load(resources.files(__package__).joinpath("charts.yaml").read_text("utf-8"))
     return specs
 
 
