@@ -49,7 +49,7 @@ def test_the_audit_passes_and_an_altered_file_fails_it(run: RunFolder, atlas: At
     record.write_text(text.replace(digest, "0" * 64), encoding="utf-8")
     said = atlas("audit", str(copy))
     assert said.code == 1
-    assert "FAILED altered round 2 movie-0 loaded" in said.out
+    assert "record.json: it is not what was written" in said.out
 
 
 def test_a_newcomer_is_placed_beside_the_clusters(run: RunFolder, atlas: Atlas) -> None:

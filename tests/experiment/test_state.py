@@ -2,7 +2,6 @@
 
 import torch
 
-from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.experiment.state import FederationState, ReceivedUpdates, RoundOutcome, RoundRecord, ServerStep
 from atlas_fl.methods.registry import find_method
 from atlas_fl.storage.tensors import encoded_size
@@ -21,7 +20,7 @@ def test_who_took_no_part_gets_its_model_at_the_end_of_the_run_alone() -> None:
             step=ServerStep(server_state={}, server_models=after, client_models=after),
             outcome=RoundOutcome(client_models=after, final=final),
             client_models=after,
-            method=find_method("fedavg", StrategyOptions()),
+            method=find_method("fedavg"),
             aggregated=True,
         )
         rows = record.messages(("A", "B"))

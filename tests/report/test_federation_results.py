@@ -295,5 +295,5 @@ def test_a_record_that_does_not_fit_its_run_is_one_line(tuned: Path, capsys: pyt
     assert main(["results", str(tuned)]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
     RunFolder(tuned / "2-local-1").tuning.write_text('{"strategy": "local", "seeds": [9001], "trials": []}')
-    with pytest.raises(CheckpointError, match=r"damaged file .*tuning\.json: the trials of a tuning are one and more"):
+    with pytest.raises(CheckpointError, match=r"damaged file .*tuning\.json: it is not what was written; restore it"):
         find_finished_runs([tuned])

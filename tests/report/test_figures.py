@@ -40,7 +40,7 @@ def test_each_figure_lies_there_as_png_of_300_dpi_and_pdf_with_its_numbers(make_
         with Image.open(path) as image:
             assert image.format == "PNG" and image.info["Software"] == "ATLAS"
             assert image.info["dpi"] == pytest.approx((300, 300), abs=0.1)
-            assert min(image.size) >= 1000
+            assert min(image.size) >= 900
         assert path.with_suffix(".pdf").read_bytes().startswith(b"%PDF")
         read = list(csv.DictReader(StringIO(path.with_suffix(".csv").read_text("utf-8"))))
         for row, values in zip(read, FIGURES[path.stem].rows(record), strict=True):

@@ -88,7 +88,7 @@ def test_the_chosen_number_of_clusters_is_marked(make_run) -> None:
     table = k_table(plan_of(make_run())["clustering"])
     assert [row[1] for row in table.rows] == ["", "", "chosen", "", ""]
     assert cells(table, table.bold_row) == ["3", "chosen", "0.400", "1.500", "6.500", "0.450", "0"]
-    assert cells(table, 0) == ["1", "", "-", "-", "-", "0.100", "-", "-"]
+    assert cells(table, 0) == ["1", "", "-", "-", "-", "-", "-"]
 
 
 def test_a_plan_without_optional_parts_shows_dashes_and_no_numbers() -> None:

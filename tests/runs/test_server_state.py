@@ -99,7 +99,7 @@ def test_whole_models_of_images_take_pfedgraph_and_stand_once_in_its_state(image
     one = result.folder / "audit" / "round-0000"
     sizes = [(one / f"{name}.safetensors").stat().st_size for name in ("server", "start")]
     assert sizes[0] < 2 * sizes[1], "eight clients begin with one body, which is there once"
-    with pytest.raises(ConfigError, match=r"^--gram-by layer needs a layer of every parameter"):
+    with pytest.raises(ConfigError, match=r"^--strategy pfedgraph mixes by layer, and .* is in none; take .* --gram-by all or kind"):
         run_config(image_config(strategy="pfedgraph", gram_by="layer", name="other"))
 
 

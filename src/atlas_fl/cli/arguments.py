@@ -470,7 +470,8 @@ def _size(argument: Argument) -> int:
 def _read_value(argument: Argument, words: Sequence[str]) -> Any:
     if len(words) < _size(argument):
         raise ValueError(f"{argument.flag} lacks a value; allowed: {describe(argument.kind)}")
-    if argument.flag == "--device" and words and PROCESSORS.fullmatch(words[0]):
+    is_setting = get_origin(argument.kind) is tuple  # commands with one device have no --accelerator
+    if argument.flag == "--device" and is_setting and words and PROCESSORS.fullmatch(words[0]):
         where = "cpu" if words[0].startswith("cpu") else "cuda"
         raise ValueError(f"--device describes a client's machine; where packs train is --accelerator {where}")
     try:

@@ -109,7 +109,8 @@ def _federation(result: FederationResults, place: int) -> list[Section]:
     *tables, costs_table = method_tables(_sorted(comparison.rows, by_mean(comparison)))
     scores: list[Block] = [*([Text(lines=notes)] if notes else []), score_chart(comparison, place)]
     scores += tables
-    sections = [Section(name=f"federation-{place}", title=f"{result.title}: what came out", blocks=scores)]
+    lead = f"Means over all clients and the seeds {', '.join(map(str, comparison.seeds))}."
+    sections = [Section(name=f"federation-{place}", title=f"{result.title}: what came out", blocks=scores, lead=lead)]
     if comparison.pairs:
         order = sorted(comparison.pairs, key=lambda name: -comparison.pairs[name].mean)
         pairs = pair_tables(replace(comparison, pairs=_sorted(comparison.pairs, order)))

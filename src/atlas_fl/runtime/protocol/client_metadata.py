@@ -130,7 +130,8 @@ def read_metadata(data: Mapping[str, Any]) -> ClientMetadata:
     """The metadata that plain data holds; raises `ProtocolError` for a number out of range, or two that differ."""
     metadata: ClientMetadata = read_fields(ClientMetadata, data, REFUSED)
     if len(metadata.label_names) not in (0, metadata.num_labels):
-        raise ProtocolError(f"{REFUSED}{len(metadata.label_names)} names of {metadata.num_labels} labels")
+        names = len(metadata.label_names)
+        raise ProtocolError(f"{REFUSED}label_names has {names}; allowed: as many as num_labels, {metadata.num_labels}")
     for split in SPLITS:
         if fault := _split_fault(metadata, split):
             raise ProtocolError(f"{REFUSED}{fault}")
