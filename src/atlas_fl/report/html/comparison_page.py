@@ -107,10 +107,9 @@ def _federation(result: FederationResults, place: int) -> list[Section]:
         notes.append("No two of its methods, the control among them, have the same seeds: there is nothing to compare.")
         return [Section(name=f"federation-{place}", title=result.title, blocks=[Text(lines=notes)])]
     *tables, costs_table = method_tables(_sorted(comparison.rows, by_mean(comparison)))
-    scores: list[Block] = [*([Text(lines=notes)] if notes else []), score_chart(comparison, place)]
-    scores += tables
-    lead = f"Means over all clients and the seeds {', '.join(map(str, comparison.seeds))}."
-    sections = [Section(name=f"federation-{place}", title=f"{result.title}: what came out", blocks=scores, lead=lead)]
+    notes.append(f"Means over all clients and the seeds {', '.join(map(str, comparison.seeds))}.")
+    scores: list[Block] = [Text(lines=notes), score_chart(comparison, place), *tables]
+    sections = [Section(name=f"federation-{place}", title=f"{result.title}: what came out", blocks=scores)]
     if comparison.pairs:
         order = sorted(comparison.pairs, key=lambda name: -comparison.pairs[name].mean)
         pairs = pair_tables(replace(comparison, pairs=_sorted(comparison.pairs, order)))
