@@ -34,14 +34,15 @@ ResultT = TypeVar("ResultT")
 
 
 class LoopThread:
-    """Runs coroutines until it is stopped; used as a context."""
+    """Runs coroutines inside its context, which makes the loop and closes it."""
 
-    def __init__(self) -> None:
+    loop: asyncio.AbstractEventLoop
+    _thread: threading.Thread
+
+    def __enter__(self) -> "LoopThread":
         self.loop = asyncio.new_event_loop()
         # A daemon, so that Ctrl-C ends the program whatever the network does.
         self._thread = threading.Thread(target=self.loop.run_forever, name="atlas-network", daemon=True)
-
-    def __enter__(self) -> "LoopThread":
         self._thread.start()
         return self
 
