@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-SLOW_SECONDS = 5.0
+SLOW_SECONDS = 3.0
 """CPU seconds of a test, of the fixtures that it set up and of the processes that it has waited for."""
 MARKERS = ("slow", "core")
 """What says that a test may take longer."""

@@ -111,6 +111,7 @@ def test_rounds_equal_algorithm_1_of_the_paper_with_clients_that_are_absent(alph
     assert models["a"]["w"].numpy() == pytest.approx(x, rel=1e-4, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_it_ends_at_the_optimum_of_all_where_fedprox_does_not() -> None:
     """The least of the sum is at sum c_k t_k / sum c_k: ((1 - 9 + 2) / 4.5, (-2 + 1.5 + 2) / 4.5) = (-4/3, 1/3)."""
     ends, fed = {}, federation([1, 1, 1], ("t",) * 3)

@@ -145,6 +145,7 @@ def test_help_is_quick() -> None:
     assert after.children_user - before.children_user < 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="torch brings GNU OpenMP on Linux alone")
 @pytest.mark.parametrize(("said", "spins"), [({}, SPINS), ({"OMP_WAIT_POLICY": "active"}, "30000000000")])
 def test_threads_wait_asleep_unless_the_user_says_how(said: dict[str, str], spins: str) -> None:

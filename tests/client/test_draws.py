@@ -171,6 +171,7 @@ NOTHING_DRAWN = {
 """Actions that draw nothing, by what they take."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("action", [name for name in ACTIONS if name not in NOTHING_DRAWN])
 def test_with_another_secret_other_examples_are_taken_and_with_the_same_the_same(
     tiny_of, site_of, spec_of, action: str

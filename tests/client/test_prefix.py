@@ -95,6 +95,7 @@ def test_models_and_scores_are_the_same_bits_under_every_budget(tiny, site_of, s
     assert min(float((update.params[key] - job.params[key]).abs().max()) for job, update in moved for key in job.params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"bf16": True}])
 def test_models_and_scores_are_the_same_bits_from_any_mixture_of_memory_and_disk(
     tiny, site_of, spec_of, tmp_path: Path, changes: dict[str, bool]

@@ -124,6 +124,7 @@ def test_a_step_of_sgd_of_the_example_is_ours(tiny_of, site_of, spec_of, changes
     assert theirs.metrics["loss"] == pytest.approx(ours.metrics["loss"], abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("example")
 def test_the_example_learns_what_ours_learns(tiny_of, site_of, spec_of, capfd) -> None:
     tiny, spec = tiny_of("bert"), spec_of(name="a-0", labels=3, examples=24)

@@ -55,6 +55,7 @@ def outcome(make: Any) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_random_files(tmp_path: Path) -> None:
     draw, path = random.Random(1), tmp_path / "random.toml"
     valid = 0

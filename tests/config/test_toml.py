@@ -30,6 +30,7 @@ def test_a_written_file_needs_no_base(tmp_path: Path) -> None:
     assert load_config(written(tmp_path, to_toml(config)), base=base) == config
 
 
+@pytest.mark.slow
 @given(
     lr=st.none() | st.floats(allow_nan=False, allow_infinity=False),
     name=st.text(st.characters(codec="utf-8")).filter(lambda text: text != "none"),

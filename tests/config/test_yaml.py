@@ -61,6 +61,7 @@ mixing:
     assert load_config(written(tmp_path, "# nothing yet\n")) == Config()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "message"),
     [

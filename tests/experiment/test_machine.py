@@ -2,6 +2,7 @@ import platform
 
 import numpy as np
 import psutil
+import pytest
 import torch
 
 from atlas_fl.experiment.summary import peak_memory, versions
@@ -14,6 +15,7 @@ def test_versions_are_those_that_run() -> None:
     assert torch.__version__.startswith(found["torch"].split("+")[0])
 
 
+@pytest.mark.slow
 def test_peak_memory_is_at_least_what_is_held_and_grows_with_use() -> None:
     before = peak_memory()["rss_bytes"]
     assert before >= 0.9 * psutil.Process().memory_info().rss

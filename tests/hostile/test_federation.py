@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+import pytest
+
 from atlas_fl.config import Config
 from atlas_fl.experiment.run import run_config
 from atlas_fl.params import digest
@@ -9,6 +11,7 @@ from atlas_fl.storage.tensors import read_tensors
 from tests.hostile.federation import SITES, federate, secrets_folder
 
 
+@pytest.mark.slow
 def test_a_federation_in_threads_ends_in_the_bits_of_a_simulation(config: Callable[..., Config]) -> None:
     found = federate(config(name="served"))
     assert found.error is None

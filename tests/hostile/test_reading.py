@@ -68,6 +68,7 @@ def victim(config: Callable[..., Config]) -> Callable[[str], Victim]:
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(CASES))
 def test_a_server_that_knows_the_order_and_whose_models_nobody_looks_at_reads_the_texts(
     victim: Callable[[str], Victim], name: str
@@ -91,6 +92,7 @@ def test_a_site_refuses_the_models_out_of_whose_updates_texts_were_read(
     assert found.tokens <= 0.1 * found.of_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(CASES))
 def test_nothing_is_read_where_the_order_comes_from_a_secret(victim: Callable[[str], Victim], name: str) -> None:
     found = victim(name).read(secret=True)
@@ -98,6 +100,7 @@ def test_nothing_is_read_where_the_order_comes_from_a_secret(victim: Callable[[s
     assert found.tokens <= 0.1 * found.of_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(CASES))
 def test_nothing_is_read_by_a_server_that_stays_inside_the_bounds(victim: Callable[[str], Victim], name: str) -> None:
     found = victim(name).read(guarded=True, secret=True, near=True)

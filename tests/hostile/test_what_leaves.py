@@ -74,6 +74,7 @@ def cut_sites(name: str) -> tuple[str, ...]:
     return ("movie-0",) if "cut" in name or name == "paired" else ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(TENSORS))
 def test_nothing_leaves_a_site_that_is_not_on_the_list(recorded: Callable[[str], Recording], name: str) -> None:
     recording, seen = recorded(name), set[str]()

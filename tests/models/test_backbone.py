@@ -136,6 +136,7 @@ def test_loading_a_model_whose_files_lack_a_pooler_moves_no_generator(tmp_path: 
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
+@pytest.mark.slow
 def test_threads_that_load_at_once_leave_transformers_as_it_was(monkeypatch: pytest.MonkeyPatch, tiny_of) -> None:
     """It replaces the function that ties weights while it loads; of two at once one would put back the other's."""
     ties = PreTrainedModel.tie_weights

@@ -30,6 +30,7 @@ def refuses_code(call: ast.Call) -> bool:
     return said.get("trust_remote_code") == "False" or said.get(None) == "loading_options(source)"
 
 
+@pytest.mark.slow
 def test_every_call_that_loads_a_model_or_data_refuses_code() -> None:
     calls = [(path, call) for path in SOURCES for call in loading_calls(path)]
     assert len(calls) > 10

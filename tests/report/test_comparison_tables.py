@@ -190,6 +190,7 @@ def test_time_is_with_what_was_reused_and_without_it_where_a_run_does_not_say(co
     assert "| 10.0 s | - |" in page(replace(comparison, rows=rows))
 
 
+@pytest.mark.slow
 def test_results_writes_the_statistics_of_every_federation(
     make_federation: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,6 +44,7 @@ def test_a_table_says_what_the_statistics_say(make_federation: Callable[..., Non
     assert f"| `fedavg` | {scores['fedavg'].mean():.3f} ±" in page
 
 
+@pytest.mark.slow
 def test_the_same_folders_give_the_same_page(make_federation: Callable[..., None], tmp_path: Path) -> None:
     make_federation(1)
     make_federation(3)
@@ -61,6 +62,7 @@ def test_ranks_are_over_the_federations_by_hand(make_federation: Callable[..., N
     assert "Average rank over 2 federations" in page_of([tmp_path], control="fedavg")
 
 
+@pytest.mark.slow
 def test_at_a_glance_the_methods_stand_by_what_they_gain_on_average(
     make_federation: Callable[..., None], tmp_path: Path
 ) -> None:
@@ -94,6 +96,7 @@ def test_a_method_that_lacks_seeds_is_named_and_in_no_table(
     assert "| `fedsa` |" not in page
 
 
+@pytest.mark.slow
 def test_what_was_tuned_stands_beside_the_name(make_federation: Callable[..., None], tmp_path: Path) -> None:
     make_federation(2)
     make_federation(2, gains={"fedper": 0.1}, lr=0.05)
@@ -114,6 +117,7 @@ def test_other_settings_are_another_federation(make_federation: Callable[..., No
     assert len(federation_results(find_finished_runs([tmp_path]), control="fedavg")) == 2
 
 
+@pytest.mark.slow
 def test_what_is_not_there_is_one_line(
     make_federation: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,6 +150,7 @@ def test_references_in_one_place_have_lines_of_their_own_by_hand(
     assert "| `multitask` |" not in page
 
 
+@pytest.mark.slow
 def test_rows_give_the_page_of_the_folders_they_come_from(make_federation: Callable[..., None], tmp_path: Path) -> None:
     make_federation(1)
     make_federation(3, gains={"local": 0.0, "fedavg": 0.1, "ditto": 0.2}, lr=0.05)

@@ -144,6 +144,7 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget_gb", [2e-4, 1.0])
 def test_the_cache_changes_no_bit_of_a_run(config: Make, uncached: RunResult, budget_gb: float) -> None:
     """With the smaller budget only a part is kept."""
@@ -151,6 +152,7 @@ def test_the_cache_changes_no_bit_of_a_run(config: Make, uncached: RunResult, bu
     check_same(uncached.folder, found.folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("memory_gb", "disk_gb"), [(0.0, 2.0), (1e-4, 1e-4)])
 def test_states_on_the_disk_change_no_bit_of_the_run_that_writes_them_and_of_the_next(
     config: Make, uncached: RunResult, disk: Path, memory_gb: float, disk_gb: float
@@ -162,6 +164,7 @@ def test_states_on_the_disk_change_no_bit_of_the_run_that_writes_them_and_of_the
         assert 0 < used <= disk_gb * 2**30
 
 
+@pytest.mark.slow
 def test_damaged_states_are_told_once_and_computed_anew(config: Make, uncached: RunResult, disk: Path) -> None:
     words = {"prefix_cache_gb": 0, **CACHED}
     run_config(config(name="first", **words))
@@ -178,6 +181,7 @@ def test_damaged_states_are_told_once_and_computed_anew(config: Make, uncached: 
     assert {path.name: path.read_bytes() for path in disk.iterdir()} == whole
 
 
+@pytest.mark.slow
 def test_workers_read_what_a_run_in_one_process_has_computed(config: Make, uncached: RunResult, disk: Path) -> None:
     run_config(config(name="first", **CACHED))
     before = sorted(path.name for path in disk.iterdir())
@@ -186,11 +190,13 @@ def test_workers_read_what_a_run_in_one_process_has_computed(config: Make, uncac
     assert sorted(path.name for path in disk.iterdir()) == before, "they take the same names, and add none"
 
 
+@pytest.mark.slow
 def test_workers_with_caches_of_their_own_make_the_same_run(config: Make, uncached: RunResult) -> None:
     found = run_config(config(name="workers", **CACHED), backend=in_threads(2))
     check_same(uncached.folder, found.folder)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_from_the_disk_ends_in_the_same_bits(config: Make, uncached: RunResult, disk: Path) -> None:
     first = run_config(config(name="first", max_rounds=1, prefix_cache_gb=0, **CACHED))
     assert not first.complete

@@ -88,6 +88,7 @@ def test_a_row_that_is_damaged_before_all_checkpoints_is_one_line_and_nothing_is
     assert resume_run(partial).complete
 
 
+@pytest.mark.slow
 def test_a_row_that_is_damaged_after_an_older_checkpoint_is_written_again(partial: Path, whole: Path) -> None:
     flip(partial / "metrics.jsonl", at=0.99)
     told: list[object] = []
@@ -173,6 +174,7 @@ def test_what_the_end_of_a_run_wrote_is_written_again(complete: Path, whole: Pat
     assert (complete / name).read_bytes() == (whole / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_every_file_of_a_run_is_found_by_the_audit(whole: Path, stopped: Path, tmp_path: Path) -> None:
     for folder in (whole, stopped):
         files = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())

@@ -17,6 +17,7 @@ from tests.runs.federation import SITES, Federation
 from tests.runs.test_split import SMALL, most_needed
 
 
+@pytest.mark.slow
 def test_the_deployed_federation_is_the_simulated_one(federation: Callable[..., Federation]) -> None:
     fed = federation({**SITES, "trec-0": "laptop_8gb", "trec-1": "gpu_16gb"}, rounds=2)
     server, port = fed.serve()

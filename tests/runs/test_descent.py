@@ -86,6 +86,7 @@ def test_a_central_run_that_carries_its_momentum_is_one_uninterrupted_loop_of_to
     assert audit_run(result.folder).ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mask", "sparsity"), [("none", 0.9), ("random", 0.95), ("random", 0.5)])
 def test_a_run_in_sessions_carries_the_same_momentum(image_config: Make, mask: str, sparsity: float) -> None:
     """Gathered where few weights are kept, under bits where many are, and of all of them without a mask."""
@@ -256,6 +257,7 @@ def test_frozen_weights_keep_every_bit_in_fp16_even_where_steps_overflow(
     assert any(not torch.equal(start[key], found.params[key]) for key in start)
 
 
+@pytest.mark.slow
 def test_a_run_in_fp16_goes_through_the_same_rounds(image_config: Make) -> None:
     settings = {"precision": "fp16", "mask": "random", "sparsity": 0.5, "eval_every": 1, "rounds": 2}
     result = run_config(image_config(name="whole", **settings))

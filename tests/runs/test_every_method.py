@@ -210,6 +210,7 @@ def test_every_method_and_every_pair_of_conditions_is_among_the_quick_runs() -> 
     assert {condition for _, _, condition in runs} == set(CONDITIONS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_of_any_method_ends_with_finite_losses_or_is_refused_up_front(
     kind: str, data: Path, model_of: Callable[[Kind], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]

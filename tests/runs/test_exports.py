@@ -249,6 +249,7 @@ WHOLE: Mapping[str, Any] = {
 """Settings of whole text models."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_whole_text_models_export_what_they_have_evaluated(small: Make, family: str) -> None:
     check(small(family, ("kind", "same", "grade"), strategy="fedavg_cluster_prior", **WHOLE))

@@ -70,6 +70,7 @@ def whole(make: Make) -> RunResult:
     return run_config(make(name="whole"))
 
 
+@pytest.mark.slow
 def test_clusters_ranks_graph_and_adapters_of_images_go_through_the_audit(whole: RunResult) -> None:
     assert whole.complete and audit_run(whole.folder).ok
     assert {row["kind"] for row in rows(whole.folder, "ledger")} == {
@@ -90,6 +91,7 @@ def test_clusters_ranks_graph_and_adapters_of_images_go_through_the_audit(whole:
     assert {row["client"] for row in scored} == {"digits-0", "digits-1", "stripes-0", "stripes-1"}
 
 
+@pytest.mark.slow
 def test_a_run_in_sessions_ends_in_the_same_bits(make: Make, whole: RunResult) -> None:
     parts = in_sessions(make(name="parts", max_rounds=1))
     check_same_runs(whole.folder, parts.folder)
@@ -106,6 +108,7 @@ def test_accuracy_by_class_adds_up_to_the_accuracy(whole: RunResult) -> None:
     assert counted == {"test"}
 
 
+@pytest.mark.slow
 def test_workers_that_share_the_weights_make_the_same_run(make: Make, whole: RunResult) -> None:
     found = run_config(make(name="workers"), backend=in_threads(2))
     assert same_tensors(state(whole.folder), state(found.folder))

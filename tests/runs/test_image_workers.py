@@ -28,6 +28,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
     return lambda **values: with_values(base, values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "values",
     [

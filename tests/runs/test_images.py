@@ -244,6 +244,7 @@ def test_an_exported_model_gives_the_same_logits_in_stock_transformers(config: M
     assert stock.config.id2label[3] == "3"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", ["none", "least_sensitive"])
 def test_a_run_in_sessions_ends_in_the_same_bits(config: Make, mask: str) -> None:
     settings = {"mask": mask, "dropout": 0.2, "schedule": "cosine", "label_smoothing": 0.1}

@@ -132,6 +132,7 @@ def test_an_altered_start_of_a_newcomer_is_found(late: RunResult, tmp_path: Path
     assert [(row.round, row.client) for row in found] == [(2, "movie-1")]
 
 
+@pytest.mark.slow
 def test_sessions_and_clusters_measured_again_make_the_same_run(config: Make) -> None:
     """One arrives in a round of its own, the other where clients are clustered again and get other ranks."""
     settings = {

@@ -59,6 +59,7 @@ def test_a_newcomer_begins_with_the_global_weights_and_counts_in_the_next_averag
     assert [row["direction"] for row in sent if row["kind"] == "weights"] == ["down", "up", "down", "up", "down"]
 
 
+@pytest.mark.slow
 def test_sessions_with_a_newcomer_make_the_same_run(image_config: Make, tmp_path: Path) -> None:
     """It has a task of its own, whose head is fitted by its own images."""
     own = f"stripes={_stripes(tmp_path / 'stripes', each=60)}"

@@ -55,6 +55,7 @@ def joined(config: Make, finished: FinishedRuns) -> RunResult:
     return finished(config(**TWO_SOURCES, **ANYTHING))
 
 
+@pytest.mark.slow
 def test_clusters_that_are_joined_are_averaged(config: Make, finished: FinishedRuns, joined: RunResult) -> None:
     alone = finished(config(**TWO_SOURCES, name="apart"))
     apart = clustering_of(alone)
@@ -83,6 +84,7 @@ def test_a_newcomer_goes_to_the_cluster_that_its_own_was_joined_into(joined: Run
         assert list(found.placement.similarity) == [0] and list(found.members) == [0]
 
 
+@pytest.mark.slow
 def test_a_client_that_joins_later_stands_in_both_lists(config: Make) -> None:
     result = run_config(config(**{**TWO_SOURCES, **ANYTHING}, arrive=("trec-1=2",)))
     later = [json.loads(path.read_text())["clustering"] for path in sorted(result.folder.rglob("plan*.json"))]

@@ -71,6 +71,7 @@ def test_one_client_trains_locally(config: Make, finished: FinishedRuns, method:
     assert same_losses(result.folder, reference.folder) == (method not in NOT_LOCAL_ALONE), "see NOT_LOCAL_ALONE"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", with_marks(METHODS, covering_methods() - {"centralized", "multitask"}))
 def test_permuting_clients_permutes_scores(config: Make, method: str) -> None:
     straight, turned = (

@@ -49,6 +49,7 @@ def paired(shared_config: Make) -> RunResult:
     return run_config(shared_config(name="paired", eta=0.3, dropout=0.1, **SPLIT))
 
 
+@pytest.mark.slow
 def test_pairing_changes_who_computes_and_no_bit(config: Make, paired: RunResult) -> None:
     settings = {**SPLIT, "topology": "server"}
     server = run_config(config(name="server", eta=0.3, dropout=0.1, **settings))
@@ -149,6 +150,7 @@ def test_guests_of_a_host_that_drops_are_paired_again_in_the_same_round(config: 
     assert audit_run(result.folder).ok
 
 
+@pytest.mark.slow
 def test_sessions_of_a_paired_run_with_sampling_make_the_same_run(config: Make) -> None:
     settings = {**SPLIT, "participation": 0.5, "wire": "int8", "wire_noise": 0.05}
     once = run_config(config(name="once", **settings))
@@ -186,6 +188,7 @@ def test_where_every_model_is_cut_the_server_hosts_all(config: Make) -> None:
         assert own.predicted == other.predicted
 
 
+@pytest.mark.slow
 def test_clusters_that_are_measured_again_are_paired_again(config: Make) -> None:
     result = run_config(config(name="again", recluster_every=1, **SPLIT))
     first, last = (read_json(result.folder / name)["clients"] for name in ("plan.json", "plan-0003.json"))

@@ -72,7 +72,7 @@ def test_your_own_data_and_device(folder: Path, tmp_path: Path) -> None:
     found = place_client(folder, task=f"own={tmp_path / 'own.csv'}", samples=10, device="smartphone")
     assert (found.name, found.examples) == ("own-0", 10)
     assert found.ranks is not None and len(found.ranks) == 3 and set(found.ranks) <= {2, 4, 8}
-    with pytest.raises(DataError, match="need 24 .--samples.; lower --clients-per-task or --samples"):
+    with pytest.raises(DataError, match=r"need 24 .--samples.; lower --clients-per-task or --samples"):
         place_client(folder, task=f"own={tmp_path / 'own.csv'}")
 
 

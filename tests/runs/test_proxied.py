@@ -99,6 +99,7 @@ def watched(shared_config: Callable[..., Config], tmp_path_factory: pytest.TempP
         proxy.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SITES)
 @pytest.mark.parametrize("way", ["up", "down"])
 def test_a_socket_carries_the_ledgers_bytes_and_the_stated_rest(watched: Watched, name: str, way: str) -> None:

@@ -41,6 +41,7 @@ def update(params: dict[str, torch.Tensor], module: str) -> torch.Tensor:
     return 2 * params[f"{module}.lora_B"].double() @ params[f"{module}.lora_A"].double()
 
 
+@pytest.mark.slow
 def test_new_ranks_are_in_the_adapters_and_keep_what_they_can_hold(config: Make, finished: FinishedRuns) -> None:
     folder = finished(config(**WORDS)).folder
     changed = grown = 0
@@ -72,6 +73,7 @@ def test_a_model_that_lost_more_than_its_ranks_ask_for_is_found(config: Make) ->
     assert ("trec-0", "realigned") in {(row.client, row.check) for row in audit_run(folder).failures}
 
 
+@pytest.mark.slow
 def test_sessions_with_new_ranks_make_the_same_run(config: Make, finished: FinishedRuns) -> None:
     whole = finished(config(name="whole", **WORDS))
     parts = in_sessions(config(name="parts", max_rounds=1, **WORDS))

@@ -65,6 +65,7 @@ def test_a_run_killed_anywhere_ends_in_the_same_bits(
     assert audit_run(killed).ok
 
 
+@pytest.mark.slow
 def test_sessions_of_few_rounds_make_the_same_run(config: Make, finished: FinishedRuns) -> None:
     whole = finished(config(name="whole"))
     parts = run_config(config(name="parts", max_rounds=1))
@@ -86,6 +87,7 @@ def test_sessions_shorter_than_the_rounds_between_two_checkpoints_get_on(config:
     assert same_tensors(state(whole.folder), state(parts.folder))
 
 
+@pytest.mark.slow
 def test_sessions_that_end_between_two_aggregations_make_the_same_run(config: Make) -> None:
     settings = {"aggregate_every": 3, "participation": "0.5", "rounds": 5, "eta": "0.3"}
     whole = run_config(config(name="whole", **settings))

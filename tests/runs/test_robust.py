@@ -51,6 +51,7 @@ def test_an_update_that_is_far_too_large_is_refused_with_its_sender_and_figures(
     assert largest < 10
 
 
+@pytest.mark.slow
 def test_who_is_refused_pulls_nobody_back_to_its_old_model(config: Make) -> None:
     settings = {**ONE_TASK, "strategy": "atlas_laplacian", "clusters": "oracle", "eta": 0.5}
     folder, _ = told(config(**settings, name="whole"))
@@ -147,6 +148,7 @@ def test_a_robust_rule_runs_resumes_to_the_same_bits_and_passes_the_audit(config
     assert report.ok, report.failures[:3]
 
 
+@pytest.mark.slow
 def test_whole_models_of_images_are_bounded_and_aggregated_robustly_too(image_config: Make) -> None:
     settings = {"attack": "scale", "attack_scale": 1e4, "attackers": ("digits-0", "digits-1"), "participation": 1.0}
     settings |= {"rounds": 1, "eval_every": 1}

@@ -194,6 +194,7 @@ def test_every_strategy_passes_its_audit(config: Make, strategy: str, space: str
     assert len(checked["participants"]) == 3 and set(checked["loaded"]) == set(checked["participants"])
 
 
+@pytest.mark.slow
 def test_strategies_that_should_differ_do(config: Make) -> None:
     results = [
         run_config(config(strategy=name, eta="0.3", name=name, rounds=2))
@@ -206,6 +207,7 @@ def test_strategies_that_should_differ_do(config: Make) -> None:
             assert not same_tensors(states[left], states[right])
 
 
+@pytest.mark.slow
 def test_eta_has_an_effect_and_zero_is_local_training(config: Make) -> None:
     zero, tenth, half, local = (
         run_config(config(eta=eta, strategy=strategy, name=f"{strategy}-{eta}", ranks=4, rounds=2))
@@ -222,6 +224,7 @@ def test_eta_has_an_effect_and_zero_is_local_training(config: Make) -> None:
     assert not same_tensors(little, alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["atlas_laplacian", "fedavg"])
 def test_aggregating_every_second_round_halves_the_bytes_and_passes_the_audit(config: Make, strategy: str) -> None:
     usual = {"rounds": 4, "eta": "0.4", "strategy": strategy, "ranks": 4}

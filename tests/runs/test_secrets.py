@@ -27,6 +27,7 @@ def secrets(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_with_secrets_is_another_one_resumes_with_these_alone_and_keeps_none_of_them(
     config: Make, secrets: Path
 ) -> None:

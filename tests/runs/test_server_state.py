@@ -32,6 +32,7 @@ def server_state(folder: Path, *, round: int = 3) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in state(folder, round=round).items() if name.startswith("server/")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", REMEMBERS)
 def test_sessions_of_one_round_end_in_the_bits_of_the_whole_run_and_pass_the_audit(config: Make, case: str) -> None:
     whole = run_config(config(name="whole", **REMEMBERS[case]))
@@ -61,6 +62,7 @@ def test_a_newcomer_joins_the_moments_of_its_cohort(config: Make) -> None:
     assert sum(row.check == "joined" for row in report.rows) == 2
 
 
+@pytest.mark.slow
 def test_a_newcomer_of_pfedgraph_is_remembered_with_the_model_that_it_began_with(config: Make) -> None:
     late = {"arrive": ("movie-1=2", "trec-0=3"), "strategy": "pfedgraph", "space": "factors", "gram_by": "kind"}
     whole = run_config(config(name="whole", **late))
@@ -99,7 +101,9 @@ def test_whole_models_of_images_take_pfedgraph_and_stand_once_in_its_state(image
     one = result.folder / "audit" / "round-0000"
     sizes = [(one / f"{name}.safetensors").stat().st_size for name in ("server", "start")]
     assert sizes[0] < 2 * sizes[1], "eight clients begin with one body, which is there once"
-    with pytest.raises(ConfigError, match=r"^--strategy pfedgraph mixes by layer, and .* is in none; take .* --gram-by all or kind"):
+    with pytest.raises(
+        ConfigError, match=r"^--strategy pfedgraph mixes by layer, and .* is in none; take .* --gram-by all or kind"
+    ):
         run_config(image_config(strategy="pfedgraph", gram_by="layer", name="other"))
 
 

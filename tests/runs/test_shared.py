@@ -33,6 +33,7 @@ def above(params: dict[str, torch.Tensor], block: int) -> dict[str, torch.Tensor
     return {key: value for key, value in params.items() if not key.startswith(HEAD) and any(n in key for n in layers)}
 
 
+@pytest.mark.slow
 def test_a_cluster_ends_with_one_set_and_sessions_make_the_same_run(config: Make) -> None:
     settings = {**SHARED, "participation": 0.75, "dropout": 0.1, "ranks": "budget", "aggregate_every": 2}
     once = run_config(config(name="once", **settings))

@@ -49,6 +49,7 @@ def whole(shared_config: Make) -> RunResult:
     return run_config(shared_config(name="whole", dropout=0.1, eta=0.3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", ["server", "client"])
 def test_a_run_with_a_cut_ends_with_the_adapters_of_one_without(config: Make, whole: RunResult, head: str) -> None:
     cut = run_config(config(name="cut", dropout=0.1, eta=0.3, split="cpu_2gb=2,trec-0=1", head=head))
@@ -77,6 +78,7 @@ def test_a_run_with_a_cut_ends_with_the_adapters_of_one_without(config: Make, wh
     assert cut.summary["bytes"]["by_kind"]["gradient"]["down"] > 0
 
 
+@pytest.mark.slow
 def test_sessions_of_a_run_with_cuts_make_the_same_run(config: Make) -> None:
     settings = {"split": "2", "wire": "int8", "wire_noise": 0.05, "participation": 0.75, "dropout": 0.1}
     once = run_config(config(name="once", **settings))
@@ -91,6 +93,7 @@ def test_a_client_that_trains_alone_sends_what_crosses_its_cut_and_nothing_else(
     assert kinds == {"activation", "gradient", "label", "control"}
 
 
+@pytest.mark.slow
 def test_the_plan_predicts_what_the_ledger_counts(config: Make) -> None:
     settings = {"name": "cut", "split": "1", "rounds": 1, "eval_every": 1}
     result = run_config(config(**settings))
@@ -147,6 +150,7 @@ def test_a_plan_says_who_decided_on_each_cut_and_on_none(config: Make) -> None:
     assert not any(client.split for client in none.clients), "nothing was asked for"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["score", "time"])
 def test_auto_cuts_only_where_the_device_cannot_hold_the_model(
     config: Make, needs: Callable[[str], float], objective: str
@@ -200,6 +204,7 @@ def test_a_cut_that_cannot_be_is_told_in_a_line(config: Make, gb: float, setting
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_memory_binds_the_ranks_below_the_cut_alone(config: Make, needs: Callable[[str], float]) -> None:
     """The blocks above the cut keep the ranks that the upload allows."""
     room = needs("1") + 24_000 / 2**30

@@ -95,6 +95,7 @@ def test_a_stopped_run_that_is_resumed_does_nothing_and_says_so(steady: Path) ->
     assert before == {path: path.stat().st_mtime_ns for path in before}
 
 
+@pytest.mark.slow
 def test_a_run_in_sessions_stops_at_the_same_round_in_the_same_bits(config: Make) -> None:
     settings = {"lr": 0.02, "rounds": 8, "patience": 1, "strategy": "atlas_laplacian", "participation": 0.5}
     whole = run_config(config(name="whole", **settings))

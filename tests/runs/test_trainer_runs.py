@@ -25,6 +25,7 @@ def _no_plugins() -> Iterator[None]:
     load_plugins(())
 
 
+@pytest.mark.slow
 def test_a_run_by_the_example_is_audited(config: Make) -> None:
     run = run_config(config(**{**SETTINGS, "rounds": 1, "samples": 16, "strategy": "fedavg"}))
     assert run.complete

@@ -55,6 +55,7 @@ REPORTS: Mapping[str, Mapping[str, Any]] = {
 """What rules ask for beside updates: some clients a round, so that halves are asked for in two rounds."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", REPORTS)
 def test_what_a_rule_asks_for_comes_back_from_workers(config: Make, kind: str) -> None:
     settings = {**REPORTS[kind], "participation": 0.75, "dropout": 0.1, "pack_tokens": 200}

@@ -42,6 +42,7 @@ def test_only_what_is_within_is_kept_by_hand() -> None:
         choose(values, 4, within)
 
 
+@pytest.mark.slow
 def test_more_than_two_to_the_24_values_with_ties() -> None:
     """float32 cannot count this far, and `torch.quantile` refuses so many values."""
     size = 2**24 + 3

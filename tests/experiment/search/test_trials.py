@@ -79,6 +79,7 @@ def outcome(found: SearchResult) -> list[Any]:
     return [(trial.number, trial.changes, trial.scores, trial.pruned, trial.run) for trial in found.trials]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pruner", ["none", "median"])
 def test_a_search_that_is_killed_anywhere_ends_as_one_that_is_not(
     base: Config, lived: list[float], tmp_path: Path, pruner: Any

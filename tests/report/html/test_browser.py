@@ -98,6 +98,7 @@ def test_a_comparison_fits_every_width_and_is_quiet(compared: Path, tab: Tab) ->
         assert overflow(tab) <= 0, width
 
 
+@pytest.mark.slow
 def test_two_hundred_clients_are_drawn(make_run, tab: Tab) -> None:
     page = write_report([make_run(tasks=4, clients_per_task=50, rounds=20)])
     tab.open(page, width=1440, is_dark=True)
@@ -225,6 +226,7 @@ def test_a_client_that_is_chosen_stands_out(make_run, tab: Tab) -> None:
     assert tab.complaints == []
 
 
+@pytest.mark.slow
 def test_a_canvas_follows_the_theme(make_run, tab: Tab) -> None:
     tab.open(write_report([make_run(tasks=4, clients_per_task=50, rounds=20)]), width=1440, is_dark=False)
     ground = "document.querySelector('#figure-scores .drawing').style.background"

@@ -122,6 +122,7 @@ def test_one_seed_has_no_tests(runs: list[Path]) -> None:
     assert sections_of(page) == ["federation-0", "costs-0", "runs"]
 
 
+@pytest.mark.slow
 def test_several_federations_are_ranked(make_federation: Callable[..., None], tmp_path: Path) -> None:
     for dial in (1, 2, 3):
         make_federation(dial)

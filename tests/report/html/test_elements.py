@@ -27,6 +27,7 @@ def test_a_column_of_which_nothing_is_known_is_left_out() -> None:
     assert table_of(parse_page(page_of(table)), "t") == [{"name": "a", "once": 1.0}, {"name": "b", "once": "-"}]
 
 
+@pytest.mark.slow
 def test_rows_are_those_of_the_chart_by_name() -> None:
     rows = [{"client": "a", "score": 1 / 3, "gain": None}, {"client": "b", "round": 2, "score": 0.5, "gain": 1}]
     chart = Chart(name="c", title="t", note="n", spec={"mark": "bar"}, rows=rows)

@@ -5,6 +5,7 @@ import random
 from collections import Counter
 from typing import Any
 
+import pytest
 import torch
 
 from atlas_fl.errors import ProtocolError
@@ -86,6 +87,7 @@ async def became(draw: random.Random, kind: str) -> str:
     return "taken" if ended != ["over"] else "nothing" if told == "over" else "refused"
 
 
+@pytest.mark.slow
 def test_hundreds_of_altered_messages_are_taken_or_refused_and_nothing_else() -> None:
     async def all_of_them() -> Counter[str]:
         draw = random.Random(0)

@@ -42,6 +42,7 @@ def seated(jobs: Sequence[Job]) -> list[Job]:
     ]
 
 
+@pytest.mark.slow
 def test_guests_at_a_host_end_in_the_bits_of_a_simulation(clients) -> None:
     site, path, jobs = clients
     with federation(site, path, list(CUTS)) as fed:

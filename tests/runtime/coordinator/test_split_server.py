@@ -196,6 +196,7 @@ def assert_same(found: Sequence[Update], expected: Sequence[Update]) -> None:
         assert dict(update.crossed) == dict(other.crossed), update.client
 
 
+@pytest.mark.slow
 def test_mixed_cuts_at_their_sites_end_in_the_bits_of_a_simulation(clients) -> None:
     site, path, jobs = clients
     with federation(site, path, list(CUTS)) as fed:
