@@ -129,6 +129,7 @@ def test_a_step_of_sgd_of_the_example_is_ours(tiny_of, site_of, spec_of, changes
 def test_the_example_learns_what_ours_learns(tiny_of, site_of, spec_of, capfd) -> None:
     tiny, spec = tiny_of("bert"), spec_of(name="a-0", labels=3, examples=24)
     site, params = site_of(tiny, spec), tiny.params(spec)
+    capfd.readouterr()  # what loading said
     ours, theirs = (
         train_and_report([job_of(params, trainer=name, epochs=30)], site)[0] for name in ("atlas", "hf_trainer")
     )

@@ -109,7 +109,7 @@ PLANNING: Mapping[str, Kind] = {
     "NaN sketch": Kind(tensors_as(full(math.nan), "sketch"), "'sketch.first' holds values from nan"),
     "infinite sketch": Kind(tensors_as(full(math.inf), "sketch"), "holds values from inf"),
     "zero sketch": Kind(tensors_as(full(0.0), "sketch"), "sketch.first has length 0; allowed: 1"),
-    "sketch x 1e38": Kind(tensors_as(lambda t: t * 1e38, "sketch"), "sketch.first has length 1e+38"),
+    "sketch x 1e38": Kind(tensors_as(lambda t: t * 1e38, "sketch"), "'sketch.first' holds values from"),
     "a sketch of labels": Kind(extra("param/sketch.labels", torch.ones(64)), "unknown 'sketch.labels'"),
     "a third sketch": Kind(extra("param/sketch.third", torch.ones(64)), "unknown 'sketch.third'"),
     "renamed metrics": Kind(renamed, "it lacks the metrics agreement, steps, loss"),

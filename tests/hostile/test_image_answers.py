@@ -20,7 +20,7 @@ SITES = ("digits-0", "digits-1", "digits-2")
 
 def counts_moved(head: dict[str, Any], tensors: dict[str, Any]) -> Any:
     """Examples by class that others were registered with."""
-    rows = {name: [*own[1:], own[0]] for name, own in head["classes"].items()} if "classes" in head else {}
+    rows = {name: [*own[1:], own[0]] for name, own in head["classes"].items()} if head["classes"] else None
     return {**head, "classes": rows}, tensors
 
 

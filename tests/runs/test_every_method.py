@@ -160,6 +160,7 @@ def command(method: str, kind: Kind, condition: Condition, *, model: Path, data:
 
 def fault_of(words: Sequence[str], runs: Path, capsys: pytest.CaptureFixture[str]) -> str:
     """What is wrong with this run; empty where it ends with finite losses or is refused in one line up front."""
+    capsys.readouterr()  # what making the model said
     code, folder = main(words), runs / "run"
     error = capsys.readouterr().err
     has_rows = (folder / "metrics.jsonl").exists() and bool(rows(folder))
