@@ -27,7 +27,7 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 class Rates(TypedDict):
-    """What all optimizers are made with."""
+    """Arguments of all optimizers."""
 
     lr: float
     momentum: float

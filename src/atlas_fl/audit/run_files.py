@@ -173,7 +173,7 @@ class Run:
     def record(self, round: int) -> AuditRecord:
         """The record of a round; raises CheckpointError if it is missing or damaged."""
         path = self.folder(round) / "record.json"
-        content = read_sealed(path, within=self.path)
+        content = read_sealed(path, "plan", "refused", "eta", "loaded", within=self.path)
         if not PLAN_FILE.fullmatch(str(content["plan"])):
             fault = f"{short_repr(content['plan'])} is no name of a plan's file"
             raise CheckpointError(f"{path} is no record of a round: {fault}; restore it from a copy, or run again")

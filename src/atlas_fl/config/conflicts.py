@@ -75,7 +75,7 @@ FACTS: Mapping[str, tuple[str, Callable[[Config], Any]]] = {
     "last_aggregation": ("--rounds", last_aggregation),
     "terms": ("--plugin", lambda config: [name for one in config.run.plugin for name in registrations(one, "term")]),
 }
-"""What follows from a config: the flag that decides it, and its value."""
+"""Facts that follow from a config: the flag that decides each, and its value."""
 
 NAMED: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("of one rank", "that takes reports", "that reads classes", "with clusters", "with terms"), bool),
@@ -165,7 +165,7 @@ def _meant(name: str) -> Sequence[str]:
 
 
 def _matching(config: Config, name: str, words: str) -> Sequence[str]:
-    """Those of them that have such a value."""
+    """The settings among them that have such a value."""
     return [one for one in _meant(name) if _has(config, one, words)]
 
 

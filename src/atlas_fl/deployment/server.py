@@ -364,7 +364,7 @@ def last_plan(folder: RunFolder) -> tuple[checkpoint.Checkpoint, tuple[str, ...]
 
 
 def _delivered_names(folder: RunFolder) -> set[str]:
-    return set(read_sealed(folder.deliveries)["heard"])
+    return set(read_sealed(folder.deliveries, "heard")["heard"])
 
 
 def _final_models(folder: RunFolder) -> Mapping[str, Params]:

@@ -161,7 +161,7 @@ def read_tuning(folder: RunFolder) -> TunedMethod | None:
     """
     if not folder.tuning.is_file():
         return None
-    return parse_tuning(read_sealed(folder.tuning))
+    return parse_tuning(read_sealed(folder.tuning, "strategy", "seeds", "trials"))
 
 
 def parse_tuning(content: Mapping[str, Any]) -> TunedMethod:

@@ -464,7 +464,7 @@ class Method(Part):
         return 0 if self.report == "none" else _encoded_size(self.report_tensors(model, classes=classes))
 
     def extra_bytes(self, shared: Params, *, participants: int, classes: int) -> tuple[int, int]:
-        """What is reported, and what is sent, in a round in which both are."""
+        """The report, and what is sent, in a round in which both are."""
         del participants
         up = 0 if self.asks_once else self.report_bytes(shared, classes=classes)
         sent = self.sent_tensors(shared, classes=classes, round=min(2, self.options.last_aggregation))

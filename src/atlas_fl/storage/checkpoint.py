@@ -184,7 +184,7 @@ def round_of(path: Path) -> int:
 
 
 def _read_state(path: Path) -> dict[str, Any]:
-    return read_sealed(path / STATE, within=path.parents[2])
+    return read_sealed(path / STATE, "round", "files", "state", within=path.parents[2])
 
 
 def _newest_first(folder: Path) -> list[Path]:

@@ -113,7 +113,7 @@ def read_digests(folder: RunFolder) -> Digests | None:
         CheckpointError: `digests.json` is damaged, or missing beside checkpoints.
     """
     if folder.summary.is_file() and folder.digests.is_file():
-        return Digests(sha256=read_sealed(folder.digests, within=folder.path)["files"])
+        return Digests(sha256=read_sealed(folder.digests, "files", within=folder.path)["files"])
     state = checkpoint.newest_state(folder.checkpoints)
     if state is not None and folder.summary.is_file():
         raise damaged_file_error(folder, folder.digests, "it is missing")
@@ -192,7 +192,7 @@ def find_faults(folder: RunFolder) -> Iterator[tuple[Path, str]]:
 def _faults_beside(head: Path, *, within: Path) -> Iterator[tuple[Path, str]]:
     """Every file that is not what was written, of those in the folder of a checkpoint's state or a round's record."""
     try:
-        digests = Digests(sha256=read_sealed(head, within=within)["files"])
+        digests = Digests(sha256=read_sealed(head, "files", within=within)["files"])
     except CheckpointError as error:
         yield head, reason(error)
         return

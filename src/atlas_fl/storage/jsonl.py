@@ -188,16 +188,20 @@ def write_sealed(path: Path, content: Mapping[str, Any], *, within: Path | None 
     write_json(path, plain | {SEAL: content_sha256(plain)}, within=within)
 
 
-def read_sealed(path: Path, *, within: Path | None = None) -> dict[str, Any]:
-    """The content of a sealed file, without its digest.
+def read_sealed(path: Path, *names: str, within: Path | None = None) -> dict[str, Any]:
+    """The content of a sealed file, which has these entries, without its digest.
 
     Raises:
-        CheckpointError: there is no such file, or it is not what was written.
+        CheckpointError: there is no such file, it is not what was written, or another version wrote it.
     """
     content = read_json(path, within=within)
     plain = {name: value for name, value in content.items() if name != SEAL} if isinstance(content, dict) else {}
     if not plain or content_sha256(plain) != content.get(SEAL):
         raise CheckpointError(f"damaged file {path}: it is not what was written; restore it from a copy, or run again")
+    if missing := next((name for name in names if name not in plain), ""):
+        raise CheckpointError(
+            f"damaged file {path}: it lacks {missing!r}, or is of another version; restore it from a copy, or run again"
+        )
     return plain
 
 

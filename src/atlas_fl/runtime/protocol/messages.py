@@ -186,7 +186,7 @@ def read_sent(tensors: Params) -> tuple[dict[str, torch.Tensor], dict[str, dict[
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerHead:
-    """What an answer says beside its tensors and the number of its job."""
+    """Head of an answer: all but its tensors and the number of its job."""
 
     examples: Count
     metrics: tuple[str, ...]
