@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from atlas_fl.clustering.sketch import CHUNK, _hashes, sketch, variance_between_clients, variance_notes
+from atlas_fl.clustering.sketch import CHUNK, _hashes, sketch
 from atlas_fl.errors import ConfigError, DataError
 
 
@@ -99,32 +99,3 @@ def test_bad_fingerprints_stop_the_run():
             sketch({"a": torch.ones(3), "b": torch.tensor([1.0, bad])}, dim=8, seed=0)
     with pytest.raises(ConfigError, match="sketch_dim 1 is too small; at least 2"):
         sketch({"a": torch.ones(3)}, dim=1, seed=0)
-
-
-def test_variance_between_clients_and_noise_by_hand():
-    """Two clients at (1, 0) and (0, 1), half-sketches .2 off in either direction of a third axis for the first."""
-    first = np.array([[1.0, 0.0, 0.2], [0.0, 1.0, 0.0]])
-    second = np.array([[1.0, 0.0, -0.2], [0.0, 1.0, 0.0]])
-    between, noise = variance_between_clients(first, second)
-    # deviations (.5, -.5, +-.1) and their negatives: 2 * (.25 + .25 - .01); half-differences +-.1 on the third axis
-    assert between == pytest.approx(0.98)
-    assert noise == pytest.approx(2 * 0.1**2)
-
-
-@pytest.mark.parametrize("spread", [0.0, 0.3])
-def test_variance_and_noise_are_found_without_bias(spread):
-    """Planted: tau^2 = 20 spread^2 and, of means of two halves with deviation .4 each, N = 20 * .16 / 2."""
-    rng, found = np.random.default_rng(7), []
-    for _ in range(300):
-        centre = spread * rng.normal(size=(6, 20))
-        found.append(variance_between_clients(*(centre + 0.4 * rng.normal(size=(2, 6, 20)))))
-    between, noise = np.mean(found, axis=0)
-    assert between == pytest.approx(20 * spread**2, abs=0.06)
-    assert noise == pytest.approx(1.6, rel=0.02)
-
-
-def test_a_task_of_one_client_has_no_variance():
-    sketches = np.stack([np.eye(3), np.eye(3)])
-    (line,) = variance_notes(sketches, ["a", "a", "b"])
-    assert line.startswith("a: variance between the fingerprints of its clients 1.000, noise in one 0.000;")
-    assert line.endswith("is no noise: 1.00")

@@ -16,7 +16,6 @@ CHANGED = {
     "keep_best": "3",
     "checkpoint_every": "3",
     "audit": "true",
-    "leakage": "true",
     "engine": "ray",
     "workers": "2",
     "prefix_cache_gb": "0",

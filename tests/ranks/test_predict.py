@@ -67,18 +67,6 @@ def test_a_client_that_shares_nothing_sends_nothing_and_waits_for_nothing() -> N
     assert found.seconds == found.compute_seconds > 0
 
 
-def test_bytes_beside_the_model_take_their_time_by_hand() -> None:
-    step = TrainingStep(tokens=8)
-    found, more = (
-        predict_round(
-            SHAPE, DEVICE, ranks=[2, 3], step=step, tokens=10, length=5.0, message_bytes=400, extra_bytes=extra
-        )
-        for extra in ((0, 0), (1000, -100))
-    )
-    assert (more.up_bytes, more.down_bytes) == (1400, 300)
-    assert more.transfer_seconds == pytest.approx(found.transfer_seconds + 1000 / 1e6 - 100 / 2e6)
-
-
 def test_a_client_that_holds_one_block_pays_for_one() -> None:
     found = predict_round(SHAPE, DEVICE, ranks=[2, 3], step=TrainingStep(tokens=8, blocks=1), tokens=10, length=5.0)
     assert found.memory.parts["adapters and head"] == adapter_bytes(SHAPE, [2])

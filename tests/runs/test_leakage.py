@@ -1,7 +1,6 @@
 """What cuts give away, through the public function, the command and a run that was asked to tell it."""
 
 import dataclasses
-import io
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -10,22 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 from sklearn.linear_model import Ridge
 from transformers import AutoModel
 
 from atlas_fl.cli.main import main
-from atlas_fl.config import Config, config_hash
+from atlas_fl.config import Config
 from atlas_fl.errors import ConfigError, DataError
-from atlas_fl.experiment.run import run_config
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.planning.leakage import leakage_of, most_looks
-from atlas_fl.planning.planner import make_plan, measure_leakage
-from atlas_fl.report.figures import draw_all
-from atlas_fl.report.tables import plan_tables
+from atlas_fl.planning.planner import measure_leakage
 from atlas_fl.setup.assembly import Assembly, assemble
-from atlas_fl.storage.jsonl import read_json
-from tests.runs.reading import same_tensors, state
 
 Make = Callable[..., Config]
 MARKS = (101, 102)  # [CLS] and [SEP] of the embedded tokenizer
@@ -120,34 +113,6 @@ def test_a_task_of_marks_alone_is_refused(config: Make) -> None:
 def test_a_cut_that_the_model_does_not_have_is_told_in_a_line(config: Make, cut: int) -> None:
     with pytest.raises(ConfigError, match=f"--cuts has {cut}, and .* has 3 blocks .* allowed: 0 to 2$"):
         measure_leakage(config(), cuts=[cut])
-
-
-@pytest.mark.slow
-def test_a_run_that_is_asked_tells_what_its_cuts_give_away_and_trains_the_same(config: Make) -> None:
-    settings = {"split": "movie=1"}
-    quiet, told = (
-        run_config(config(name="quiet", **settings)),
-        run_config(config(name="told", leakage=True, **settings)),
-    )
-    assert same_tensors(state(quiet.folder), state(told.folder))
-    assert config_hash(config(**settings)) == config_hash(config(leakage=True, **settings))
-    plan = read_json(told.folder / "plan.json")
-    expected = [dataclasses.asdict(row) for row in measure_leakage(config(**settings)) if row.task == "movie"]
-    assert plan["leakage"] == expected
-    assert read_json(quiet.folder / "plan.json")["leakage"] == []
-    assert {path.name for path in draw_all(told.folder)} - {path.name for path in draw_all(quiet.folder)} == {
-        "leakage.png"
-    }
-    shown = io.StringIO()
-    Console(width=80, file=shown).print(plan_tables(plan)[-1])
-    marked = [line.split() for line in shown.getvalue().splitlines() if "movie" in line]
-    assert [(line[0] == ">", line[-5]) for line in marked] == [(False, "0"), (True, "1"), (False, "2")]
-
-
-def test_leakage_without_a_cut_is_refused_in_a_line(config: Make) -> None:
-    with pytest.raises(ConfigError, match="--leakage tells what the cuts give away, and --split none makes none"):
-        run_config(config(leakage=True))
-    assert make_plan(config(leakage=True, split="auto")).leakage == ()
 
 
 def test_the_command_prints_and_writes_what_the_function_returns(

@@ -13,7 +13,7 @@ more than each differs from itself.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -177,36 +177,3 @@ def corrected_similarity(cross: np.ndarray, *, floor: float = 0.0) -> np.ndarray
     rho = np.divide(cross, scale, out=np.zeros_like(cross), where=scale > 0)
     np.fill_diagonal(rho, 1.0)
     return np.asarray(np.clip(rho, -1.0, 1.0))
-
-
-def variance_between_clients(first: np.ndarray, second: np.ndarray) -> tuple[float, float]:
-    """(tau^2, N) of sketches of two halves, (n, d) each, of n >= 2 clients that share a task.
-
-    tau^2 is the variance between the clients' expected fingerprints, without bias, because the halves share no noise:
-    sum_k <x_k1 - mean x_1, x_k2 - mean x_2> / (n - 1). N is the noise in the mean of a client's two halves. Both are
-    sums over coordinates, of sketches of length one. A model of one's own pays where tau^2 / (tau^2 + N) is large.
-
-    >>> variance_between_clients(np.eye(2), np.eye(2))
-    (1.0, 0.0)
-    """
-    rows = [np.asarray(half, dtype=np.float64) for half in (first, second)]
-    deviations = [half - half.mean(axis=0) for half in rows]
-    degrees = len(first) - 1
-    between = float((deviations[0] * deviations[1]).sum() / degrees)
-    return between, float(np.square((deviations[0] - deviations[1]) / 2).sum() / degrees)
-
-
-def variance_notes(sketches: np.ndarray, tasks: Sequence[str]) -> tuple[str, ...]:
-    """A line for each task of several clients: how far their fingerprints differ, beside noise; sketches (2, n, d)."""
-    notes = []
-    for task in dict.fromkeys(tasks):
-        members = [k for k, other in enumerate(tasks) if other == task]
-        if len(members) < 2:
-            continue
-        between, noise = variance_between_clients(*sketches[:, members])
-        share = max(between, 0.0) / (max(between, 0.0) + noise) if noise > 0 or between > 0 else 0.0
-        notes.append(
-            f"{task}: variance between the fingerprints of its clients {between:.3f}, noise in one {noise:.3f}; share"
-            f" of a client's own deviation that is no noise: {share:.2f}"
-        )
-    return tuple(notes)

@@ -203,8 +203,6 @@ class SplitConfig:
     topology: Annotated[Literal["server", "paired"], Mark.COMMON] = "server"
     """Machines that compute the upper parts of cut models: the server, or clients that hold the whole model and have
     room, the server for the rest. It changes no model, but traffic and time."""
-    leakage: Annotated[bool, Mark.SESSION] = False
-    """Measure what the cuts give away of the clients' texts, for the plan (`atlas leakage` does so without a run)."""
 
 
 def cuts_by_name(text: str) -> Mapping[str, str]:

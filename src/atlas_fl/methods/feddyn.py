@@ -21,7 +21,7 @@ from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.errors import ProtocolError
 from atlas_fl.methods.averages import FedAvg
-from atlas_fl.methods.method import FACTORS, SECOND_TENSORS, Aggregated, PublishedMethod, RoundStart, message_size
+from atlas_fl.methods.method import FACTORS, SECOND_TENSORS, Aggregated, PublishedMethod, RoundStart
 from atlas_fl.methods.server_optimizers import Cohort, cohorts
 from atlas_fl.params import HEAD, ByClient, Params, ServerState, TreesByClient, params_by_client, shared_params
 
@@ -46,11 +46,6 @@ class FedAvgDynamic(FedAvg):
         if round.is_personal:
             return {}
         return {"correction": dynamic_corrections(round.server_state, round.clients, alpha=self.options.proximal_mu)}
-
-    def extra_bytes(self, shared: Params, *, participants: int, classes: int) -> tuple[int, int]:
-        """A correction down, as large as the model."""
-        del participants, classes
-        return 0, message_size(shared)
 
     def complete(
         self, done: Aggregated, client_models: ByClient, updates: ByClient, federation: Federation

@@ -10,13 +10,12 @@ what it trained.
 from dataclasses import replace
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from atlas_fl.aggregation.exact_average import Factors, add_factors, from_adapter, stack_products, to_adapter
 from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.methods.averages import FedAvg
-from atlas_fl.methods.method import SECOND_TENSORS, Aggregated, RoundStart, message_size
+from atlas_fl.methods.method import SECOND_TENSORS, Aggregated, RoundStart
 from atlas_fl.methods.second_model import SecondModel, stack
 from atlas_fl.methods.server_optimizers import Cohort, cohorts
 from atlas_fl.params import LORA_A, LORA_B, ByClient, Params, ServerState, TreesByClient, lora_modules, subtree, tensors
@@ -67,14 +66,6 @@ class WithFrozenPart(FedAvg):
         companion = FrozenCompanion(self.options)
         return {name: companion.combine(params, frozen, {}) for name, params in round.client_models.items()}
 
-    def extra_bytes(self, shared: Params, *, participants: int, classes: int) -> tuple[int, int]:
-        """Addition of a round to the frozen part, of clients with this client's ranks."""
-        del classes
-        adapters = {key: tensor for key, tensor in shared.items() if key.endswith((LORA_A, LORA_B))}
-        if self.begins_again:  # in the place of adapters
-            return 0, message_size(_factors_of(adapters, participants)) - message_size(adapters)
-        return 0, message_size(_factors_of(adapters, participants - 1))
-
     def complete(
         self, done: Aggregated, client_models: ByClient, updates: ByClient, federation: Federation
     ) -> Aggregated:
@@ -114,12 +105,3 @@ class WithFrozenPart(FedAvg):
     def newest_part(server_state: ServerState) -> Params:
         """The same of what the newest round has added, which is what is sent."""
         return tensors(subtree(server_state, NEWEST))
-
-
-def _factors_of(adapters: Params, count: int) -> Params:
-    """Factors of so many clients as one."""
-    return {
-        key: torch.cat([tensor] * count, dim=0 if key.endswith(LORA_A) else 1)
-        for key, tensor in adapters.items()
-        if count
-    }

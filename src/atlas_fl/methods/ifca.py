@@ -20,7 +20,7 @@ import torch
 from atlas_fl.aggregation.rules import MixingContext
 from atlas_fl.methods.cfl import CLUSTERS, average_inside_state
 from atlas_fl.methods.knobs import Range, Tried
-from atlas_fl.methods.method import Choice, Losses, Method, RoundStart, message_size
+from atlas_fl.methods.method import Choice, Losses, Method, RoundStart
 from atlas_fl.params import HEAD, ByClient, Params, ServerState, subtree, tensors
 from atlas_fl.rng import generator
 
@@ -45,11 +45,6 @@ class Ifca(Method):
     def rule(self, step: MixingContext) -> np.ndarray:
         """The shares of the examples inside the clusters of the state."""
         return average_inside_state(step, self.options)
-
-    def extra_bytes(self, shared: Params, *, participants: int, classes: int) -> tuple[int, int]:
-        """The models of all other clusters down."""
-        del participants, classes
-        return 0, (self.ifca_clusters - 1) * message_size(shared)
 
     def choose(self, round: RoundStart, losses: Losses) -> Choice | None:
         """The cluster of the least loss of every client of the round, and its model; at first clusters by the seed."""

@@ -48,11 +48,8 @@ from atlas_fl.params import (
     Params,
     ServerState,
     TreesByClient,
-    head_keys,
-    select,
     shared_params,
 )
-from atlas_fl.storage.tensors import encoded_size
 
 Losses: TypeAlias = Callable[[Mapping[int, ByClient]], Mapping[str, Mapping[int, float]]]
 """From candidate models by number and client to each client's finite training losses by number; clients that did not
@@ -179,11 +176,6 @@ class Part:
         """A second training of every client beside that of the shared model."""
         del round
         return None
-
-    def extra_bytes(self, shared: Params, *, participants: int, classes: int) -> tuple[int, int]:
-        """(bytes up, bytes down) of a round of a client beyond this shared model once each way, as a plan predicts."""
-        del shared, participants, classes
-        return 0, 0
 
     def predict(self, round: RoundStart) -> ByClient:
         """Models that clients predict with where these are not their own; `round` is the state that they do it in."""
@@ -459,17 +451,6 @@ class Method(Part):
         del model, classes, round
         return {}
 
-    def report_bytes(self, model: Params, *, classes: int) -> int:
-        """Bytes of one report of a client with this model; 0 where it asks for none."""
-        return 0 if self.report == "none" else _encoded_size(self.report_tensors(model, classes=classes))
-
-    def extra_bytes(self, shared: Params, *, participants: int, classes: int) -> tuple[int, int]:
-        """The report, and what is sent, in a round in which both are."""
-        del participants
-        up = 0 if self.asks_once else self.report_bytes(shared, classes=classes)
-        sent = self.sent_tensors(shared, classes=classes, round=min(2, self.options.last_aggregation))
-        return up, sum(map(_encoded_size, sent.values()))
-
     def record_reports(self, server_state: ServerState, reports: ByClient) -> ServerState:
         """The server state with what these clients have reported."""
         del reports
@@ -523,13 +504,10 @@ class PublishedMethod:
 
         What does not train in a round is not sent.
         """
-        if self.rule == "local":
-            return 0.0
         share = self.settings.get("share", ("A", "B"))
-        is_dynamic = self.rule == "fedavg_dynamic"  # one correction down, and no control up
         if self.settings.get("trained_parts") == "alternate":
             return 0.5
-        copies = 1.5 if is_dynamic else 2 if self.settings.get("control_variates") else 1
+        copies = 2 if self.settings.get("control_variates") else 1
         return copies * 0.5 * (("A" in share) + ("B" in share))
 
     @property
@@ -538,19 +516,8 @@ class PublishedMethod:
         return "second_model" in self.settings and not self.settings.get("personal_models")
 
 
-def _encoded_size(tensors: Mapping[str, ReportTensor]) -> int:
-    return encoded_size({name: torch.zeros(one.shape, dtype=one.dtype) for name, one in tensors.items()})
-
-
 SECOND_TENSORS = "has a second set of tensors beside the model, which no message across machines holds yet"
 """Why a method works in simulations alone."""
-
-
-def message_size(params: Params) -> int:
-    """Encoded size of the adapters plus that of the head, as a model is sent."""
-    head = head_keys(params)
-    parts = (select(params, head), {key: tensor for key, tensor in params.items() if key not in head})
-    return sum(encoded_size(part) for part in parts if part)
 
 
 FACTORS: Mapping[str, Any] = {"space": "factors", "share": ("A", "B", "head")}

@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
-from atlas_fl.methods.method import FACTORS, Part, PublishedMethod, RoundStart, message_size
+from atlas_fl.methods.method import FACTORS, Part, PublishedMethod, RoundStart
 from atlas_fl.params import HEAD, ByClient, Params, TreesByClient
 
 
@@ -30,11 +30,6 @@ class ControlVariates(Part):
         if round.is_personal:
             return {}
         return {"correction": corrections(round.of("control"), round.tasks, round.clients)}
-
-    def extra_bytes(self, shared: Params, *, participants: int, classes: int) -> tuple[int, int]:
-        """A control up and a correction down, each as large as the model."""
-        del participants, classes
-        return message_size(shared), message_size(shared)
 
 
 def corrections(controls: ByClient, tasks: Mapping[str, str], clients: Collection[str]) -> dict[str, Params]:

@@ -16,7 +16,7 @@ from atlas_fl.storage.ledger import LedgerRow
 from atlas_fl.storage.run_folder import RunFolder
 
 ARRAYS = ("adjacency", "importance")
-TUPLES = ("notes", "data", "leakage")
+TUPLES = ("notes", "data")
 """Fields of a plan that are lists in JSON."""
 
 
@@ -65,8 +65,6 @@ class Plan:
     """Report on the clustering: method, k table, similarity, reliability, verdict, agreement with the tasks."""
     data: tuple[Mapping[str, Any], ...] = ()
     """Statistics of each client: examples per split, labels, and distance of its mix of labels from its task's."""
-    leakage: tuple[Mapping[str, Any], ...] = ()
-    """With `--leakage`, what every cut gives away of the tasks with a cut client (`planning.leakage.CutLeakage`)."""
     notes: tuple[str, ...] = ()
     sparse: Mapping[str, Any] = field(default_factory=dict)
     """Report on the mask: strategy, sparsity, how many weights it keeps, and the share kept of every tensor."""

@@ -6,7 +6,7 @@ the same code for both (`Site.trainable`).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,9 @@ from atlas_fl.data.heterogeneity import heterogeneity_notes
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, Progress, ignore
-from atlas_fl.methods.kriging import Kriging
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.lora import expand_rank
-from atlas_fl.params import ByClient, Params, digest, shared_params
+from atlas_fl.params import ByClient, Params, digest
 from atlas_fl.planning.host_assignment import assign_hosts
 from atlas_fl.planning.leakage import CutLeakage, every_cut, leakage_of
 from atlas_fl.planning.masks import (
@@ -31,7 +30,7 @@ from atlas_fl.planning.masks import (
     full_notes,
     sparse_report,
 )
-from atlas_fl.planning.plan import ClientPlan, Plan, PlanResult
+from atlas_fl.planning.plan import Plan, PlanResult
 from atlas_fl.planning.ranks_and_cuts import cuts_for_planning, fit_clients, importance_by_client
 from atlas_fl.planning.start_adapter import StartAdapter, load_start_adapter, start_model, start_notes
 from atlas_fl.planning.task_discovery import TaskDiscovery, discover_tasks, make_client_graph
@@ -125,12 +124,6 @@ def plan_run(assembly: Assembly, engine: Engine, *, on_event: OnEvent = ignore) 
         importance = measure_importance(assembly, meter, discovery, discovery.warmed_models, cuts=cuts)
         clients, notes = fit_clients(assembly, discovery.labels, importance)
         clients = assign_hosts(assembly, clients)
-        notes += _halves_notes(assembly, clients)
-    leakage: tuple[dict[str, Any], ...] = ()
-    if config.split.leakage:
-        on_event(PhaseStarted("leakage"))
-        tasks = dict.fromkeys(client.task for client in clients if client.cut is not None)
-        leakage = tuple(asdict(row) for row in leakage_of(assembly, {task: every_cut(assembly) for task in tasks}))
     data = label_statistics(assembly.clients)
     plan = Plan(
         clients=clients,
@@ -140,7 +133,6 @@ def plan_run(assembly: Assembly, engine: Engine, *, on_event: OnEvent = ignore) 
         lora={"alpha": config.model.lora_alpha, "rslora": config.model.rslora},
         clustering=discovery.report,
         data=data,
-        leakage=leakage,
         sparse={} if mask_plan is None else sparse_report(mask_plan.mask, config.sparse),
         notes=(
             *_data_notes(assembly, data),
@@ -188,20 +180,6 @@ def measure_importance(
     """
     importance = importance_by_client(assembly, engine, models, round=round, cuts=cuts)
     return importance if discovery.clustering is None else cluster_importance(importance, discovery.labels)
-
-
-def _halves_notes(assembly: Assembly, clients: Sequence[ClientPlan]) -> tuple[str, ...]:
-    """Note on the halves of clients that `kriging` measures once: their cost, and what they tell the server."""
-    config, method = assembly.config, strategy_of(assembly.config)
-    if not isinstance(method, Kriging):
-        return ()
-    models = (assembly.initial_params(client, plan.ranks) for client, plan in zip(assembly.clients, clients))
-    size = sum(method.report_bytes(shared_params(model, config.mixing.share), classes=0) for model in models)
-    return (
-        f"round {method.first_measured_round} measures how much each client is to keep of its own:"
-        f" it trains twice more, on either half of its examples, and sends both models, {size / 1e6:.2g} MB in all,"
-        " once; the server then knows two models of half the examples each",
-    )
 
 
 def _data_notes(assembly: Assembly, data: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:

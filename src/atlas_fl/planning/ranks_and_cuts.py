@@ -33,7 +33,6 @@ from atlas_fl.planning.masks import check_heads, check_training_memory
 from atlas_fl.planning.plan import ClientPlan, Plan
 from atlas_fl.planning.round_costs import (
     crossing_bytes,
-    evaluation_bytes,
     heaviest_step,
     predict_client_round,
     server_memory,
@@ -325,7 +324,6 @@ def _split_entry(assembly: Assembly, client: ClientData, fit: ClientFit, fits: S
     owners = _num_owners(fits, cut, assembly.shape.num_layers)
     return entry | {
         "crossing_bytes": crossing_bytes(assembly, client, cut),
-        "evaluation_bytes": evaluation_bytes(assembly, client, cut),
         "client_seconds": prediction.compute_seconds,
         "server_seconds": prediction.server_seconds,
         "link_seconds": prediction.transfer_seconds,

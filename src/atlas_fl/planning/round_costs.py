@@ -1,8 +1,7 @@
 """Costs of a round for one client, its model whole or cut: heaviest step, bytes, seconds, memory.
 
-Bytes are those of encoded tensors, as the ledger has them. What a method sends beside the model (corrections, models of
-other clusters) or leaves out is its own (`methods.method.Part.extra_bytes`); two tables say the same for readers,
-relative to FedAvg: `methods.method.PublishedMethod.relative_bytes` and `methods.method.Method.relative_bytes`.
+Bytes are those of encoded tensors, as the ledger has them, of the model itself and of what crosses a cut. A method that
+sends more or less says so relative to FedAvg (`methods.method.Method.relative_bytes`); the ledger counts it.
 """
 
 from collections.abc import Collection, Sequence
@@ -13,12 +12,9 @@ import torch
 
 from atlas_fl.client.local_training import num_steps
 from atlas_fl.client.options import TrainOptions
-from atlas_fl.config import Config
 from atlas_fl.data.clients import ClientData
-from atlas_fl.methods.method import message_size as params_size
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.params import Params, head_keys, num_values, select, shared_params
-from atlas_fl.partial_sharing import is_fully_shared
 from atlas_fl.ranks.cost_model import (
     HEAP_COPIES,
     TRAINING_COPIES,
@@ -32,8 +28,7 @@ from atlas_fl.ranks.cost_model import (
 )
 from atlas_fl.ranks.devices import DEVICES, Device
 from atlas_fl.setup.assembly import Assembly
-from atlas_fl.setup.options import parts_of_config, strategy_of, train_options
-from atlas_fl.setup.participation import num_participants
+from atlas_fl.setup.options import strategy_of, train_options
 from atlas_fl.split.channel import NORMS, Cut
 from atlas_fl.split.codec import message_size
 from atlas_fl.split.model import select_client_side
@@ -92,13 +87,11 @@ def _predict_client_part(
 ) -> RoundPrediction:
     data, step = _train_examples(assembly, client), heaviest_step(assembly, client, cut)
     lengths, passes = data.lengths.astype(np.float64), _num_passes(assembly, client)
-    message_bytes, extra_bytes = 0, (0, 0)
+    message_bytes = 0
     if strategy_of(assembly.config).communicates:
         params = assembly.initial_params(client, tuple(ranks))
         side = params if cut is None else select(params, client_side(assembly, cut, params))
         message_bytes = encoded_size(shared_params(side, assembly.config.mixing.share))
-        if cut is None:
-            extra_bytes = _method_bytes(assembly, client, params)
     return predict_round(
         assembly.shape,
         device,
@@ -108,38 +101,7 @@ def _predict_client_part(
         length=float((lengths**2).sum() / lengths.sum()),
         logits=int(data.num_targets.sum() * assembly.shape.vocabulary * passes) if step.logits else 0,
         message_bytes=message_bytes,
-        extra_bytes=extra_bytes,
     )
-
-
-def _method_bytes(assembly: Assembly, client: ClientData, model: Params) -> tuple[int, int]:
-    """(bytes up, bytes down) that a round has beyond the shared model once each way; below 0 for less.
-
-    Where rounds differ, as RoLoRA's, it is the mean of two that follow each other.
-    """
-    config = assembly.config
-    shared = shared_params(model, config.mixing.share)
-    participants = num_participants(len(assembly.clients), config.training.participation)
-    extra = [
-        part.extra_bytes(shared, participants=participants, classes=client.task.num_labels)
-        for part in parts_of_config(config)
-    ]
-    unsent = 0
-    if _leaves_out_untrained(config):
-        options = _train_options(assembly)
-        unsent = sum(params_size(_untrained(shared, options, round=number)) for number in (1, 2)) // 2
-    return sum(up for up, _ in extra) - unsent, sum(down for _, down in extra) - unsent
-
-
-def _untrained(params: Params, options: TrainOptions, *, round: int) -> Params:
-    return {key: tensor for key, tensor in params.items() if not options.trains(key, round=round)}
-
-
-def _leaves_out_untrained(config: Config) -> bool:
-    """Return whether parameters that do not train in a round are not sent (`experiment.untrained`)."""
-    mixing = config.mixing
-    is_mean = strategy_of(config).is_average and mixing.space == "factors" and not mixing.personal_models
-    return is_mean and mixing.aggregate_every == 1 and is_fully_shared(mixing.share)
 
 
 def _num_passes(assembly: Assembly, client: ClientData) -> float:
@@ -153,41 +115,30 @@ def crossing_bytes(assembly: Assembly, client: ClientData, cut: Cut) -> dict[str
     """Bytes through the cut in a round of training, by `kind_direction`: every batch as long as the mean."""
     training, steps = assembly.config.training, _num_steps(assembly, client)
     data = _train_examples(assembly, client)
-    sizes = _pass_bytes(assembly, data, cut, steps=steps, epochs=training.local_epochs)
-    if cut.head == "client":
-        sizes["gradient_up"] = sizes["activation_down"]
-    # the gradients come without the lengths that went up
-    tokens = int(data.lengths.sum()) * training.local_epochs
-    sizes["gradient_down"] = steps * message_size(tokens // steps, assembly.shape.hidden, wire=cut.wire)
-    if training.clip > 0:
-        params = _rank_one_params(assembly, client)
-        num_below = len(client_side(assembly, cut, params))
-        sizes["control_up"] = steps * _norms_size(num_below)
-        sizes["control_down"] = steps * _norms_size(len(params) - num_below)
-    return sizes
-
-
-def evaluation_bytes(assembly: Assembly, client: ClientData, cut: Cut) -> int:
-    """Bytes through the cut in one evaluation, both ways: validation and test examples in one message each."""
-    splits = assembly.site.data[client.name].splits
-    passes = [_pass_bytes(assembly, splits[name], cut, steps=1, epochs=1) for name in splits if name != "train"]
-    return sum(sum(sizes.values()) for sizes in passes)
-
-
-def _pass_bytes(assembly: Assembly, data: EncodedExamples, cut: Cut, *, steps: int, epochs: int) -> dict[str, int]:
-    """Bytes of forward passes over these examples by `kind_direction`, in steps of equal size."""
     writes = data.target_mask is not None
-    tokens = int(data.lengths.sum()) * epochs // steps
-    outputs = (int(data.num_targets.sum()) if writes else len(data)) * epochs // steps
-    extra = {"lengths": _meta_tensor(len(data) * epochs // steps, torch.int32)}
+    examples = len(data) * training.local_epochs // steps
+    tokens = int(data.lengths.sum()) * training.local_epochs // steps
+    outputs = int(data.num_targets.sum()) * training.local_epochs // steps if writes else examples
+    extra = {"lengths": _meta_tensor(examples, torch.int32)}
     if writes:
         extra["places"] = _meta_tensor(outputs, torch.int32)
-    sizes = {"activation_up": message_size(tokens, assembly.shape.hidden, wire=cut.wire, extra=extra)}
+    hidden = assembly.shape.hidden
+    sizes = {
+        "activation_up": message_size(tokens, hidden, wire=cut.wire, extra=extra),
+        # the gradients come without the lengths that went up
+        "gradient_down": message_size(tokens, hidden, wire=cut.wire),
+    }
     if cut.head == "client":
-        sizes["activation_down"] = message_size(outputs, assembly.shape.hidden, wire=cut.wire)
+        sizes["activation_down"] = message_size(outputs, hidden, wire=cut.wire)
+        sizes["gradient_up"] = sizes["activation_down"]
     else:
         dtype = torch.float32 if data.labels.dtype.kind == "f" else torch.int64
         sizes["label_up"] = encoded_size({"labels": _meta_tensor(outputs, dtype)})
+    if training.clip > 0:
+        params = _rank_one_params(assembly, client)
+        num_below = len(client_side(assembly, cut, params))
+        sizes["control_up"] = _norms_size(num_below)
+        sizes["control_down"] = _norms_size(len(params) - num_below)
     return {kind: steps * size for kind, size in sizes.items()}
 
 

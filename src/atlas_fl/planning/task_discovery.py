@@ -26,7 +26,6 @@ from atlas_fl.clustering.result import (
     purity_warnings,
     summarise_clusters,
 )
-from atlas_fl.clustering.sketch import variance_notes
 from atlas_fl.config.values import invalid_value
 from atlas_fl.errors import CheckpointError
 from atlas_fl.params import ByClient, Params
@@ -87,7 +86,7 @@ def discover_tasks(
         report=_clustering_report(clustering, assembly.names, tasks, {u.client: u.metrics["loss"] for u in updates}),
         warmed_models=models,
         sketches=sketches,
-        notes=(*variance_notes(sketches, tasks), *clustering.warnings, *purity_warnings(clustering.labels, tasks)),
+        notes=(*clustering.warnings, *purity_warnings(clustering.labels, tasks)),
     )
 
 

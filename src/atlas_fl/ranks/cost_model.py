@@ -224,13 +224,11 @@ def predict_round(
     length: float,
     logits: int = 0,
     message_bytes: int = 0,
-    extra_bytes: tuple[int, int] = (0, 0),
 ) -> RoundPrediction:
     """Bytes, seconds and memory of a round in which the client trains on `tokens` tokens, all epochs together.
 
-    A message of `message_bytes` travels each way, or nothing at 0; `extra_bytes` are what goes up and down beside it,
-    below 0 for less. `length` and `logits` are as in `training_flops`. Of a client that holds only the first
-    `step.blocks` blocks, these alone count.
+    A message of `message_bytes` travels each way, or nothing at 0. `length` and `logits` are as in `training_flops`. Of
+    a client that holds only the first `step.blocks` blocks, these alone count.
     """
     client_ranks = ranks[: shape.num_layers if step.blocks is None else step.blocks]
     flops = training_flops(shape, client_ranks, tokens=tokens, length=length, logits=logits)
@@ -239,11 +237,11 @@ def predict_round(
     if message_bytes:
         transfer_seconds = message_bytes / rates[0] + message_bytes / rates[1] + 2 * device.latency_seconds
     return RoundPrediction(
-        up_bytes=message_bytes + extra_bytes[0],
-        down_bytes=message_bytes + extra_bytes[1],
+        up_bytes=message_bytes,
+        down_bytes=message_bytes,
         flops=flops,
         compute_seconds=flops / device.flops_per_second,
-        transfer_seconds=transfer_seconds + (extra_bytes[0] / rates[0] + extra_bytes[1] / rates[1]),
+        transfer_seconds=transfer_seconds,
         memory=device_memory(shape, device, ranks=ranks, step=step),
     )
 

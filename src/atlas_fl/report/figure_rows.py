@@ -140,13 +140,6 @@ def label_rows(record: Record) -> list[Row]:
     ]
 
 
-def leakage_rows(record: Record) -> list[Row]:
-    """Leakage of each task's texts through a cut after so many blocks, and whether a client has that cut."""
-    taken = {(client["task"], client.get("cut")) for client in record.plan["clients"]}
-    rows = record.plan.get("leakage") or ()
-    return [{**row, "taken": (row["task"], row["blocks"]) in taken} for row in rows]
-
-
 def sharing_rows(record: Record) -> list[Row]:
     """Share of its own that each client keeps of a group of parameters, by the last measurement."""
     measured = [row for row in record.metrics if row.get("event") == MEASURED]

@@ -15,7 +15,6 @@ from atlas_fl.report.figure_rows import (
     convergence_rows,
     group_order,
     label_rows,
-    leakage_rows,
     mask_rows,
     principal_components,
     rank_rows,
@@ -220,19 +219,6 @@ def _classes(record: Record, rows: list[Row]) -> list[Chart]:
     return charts
 
 
-def _leakage(record: Record, rows: list[Row]) -> list[Chart]:
-    return [
-        chart(
-            "leakage",
-            rows,
-            title="Tokens of unseen texts that a linear probe reads out of what crosses a cut",
-            note="ring: a cut of this run; dashed: always the commonest token",
-            tasks=record.tasks,
-            height=280,
-        )
-    ]
-
-
 def _sharing(record: Record, rows: list[Row]) -> list[Chart]:
     return [
         heat_map(
@@ -284,7 +270,6 @@ FIGURES: dict[str, Figure] = {
     "sharing": Figure(rows=sharing_rows, charts=_sharing),
     "mask": Figure(rows=mask_rows, charts=_mask),
     "bytes": Figure(rows=traffic_rows, charts=_bytes),
-    "leakage": Figure(rows=leakage_rows, charts=_leakage),
 }
 """A figure by the name of its files."""
 

@@ -59,9 +59,6 @@ def cut_tables(plan: Mapping[str, Any]) -> list[Table]:
         tables += [crossing_table(plan), sides_table(plan)]
     if any("host" in (client.get("split") or {}) for client in clients):
         tables.append(host_table(plan))
-    if plan.get("leakage"):
-        taken = {(client["task"], client.get("cut")) for client in clients}
-        tables.append(leakage_table(plan["leakage"], taken=taken))
     return tables
 
 
@@ -94,16 +91,14 @@ def reason_table(plan: Mapping[str, Any]) -> Table:
 
 
 def crossing_table(plan: Mapping[str, Any]) -> Table:
-    """One row a client with a cut: bytes of both directions through it in a round and in one evaluation."""
+    """One row a client with a cut: bytes of both directions through it in a round of training."""
 
     def cells(client: Mapping[str, Any]) -> list[Cell]:
-        split = client["split"]
-        sent = split["crossing_bytes"]
+        sent = client["split"]["crossing_bytes"]
         sizes = [sum(length for name, length in sent.items() if name.startswith(kinds)) for kinds in KINDS.values()]
-        return [size(length) for length in (*sizes, split["evaluation_bytes"])]
+        return [*map(size, sizes)]
 
-    columns = (*KINDS, "an evaluation")
-    return _by_client("What crosses the cuts in a round", columns, _cut_clients(plan), cells)
+    return _by_client("What crosses the cuts in a round", tuple(KINDS), _cut_clients(plan), cells)
 
 
 def sides_table(plan: Mapping[str, Any]) -> Table:
@@ -132,8 +127,8 @@ def host_table(plan: Mapping[str, Any]) -> Table:
     return _by_client("Hosts of the upper parts", ("cut", "host", "why"), hosted, cells)
 
 
-def leakage_table(rows: Sequence[Mapping[str, Any]], *, taken: Collection[tuple[str, int | None]] = ()) -> Table:
-    """One row a task and cut: dFIL, and the tokens that the probe reads; an arrow marks the cuts that were `taken`."""
+def leakage_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """One row a task and cut: dFIL, and the tokens that the probe reads."""
     has_noise = any(row.get("looks", 1) > 1 for row in rows)
     cells: list[list[Cell]] = []
     for row in rows:
@@ -141,7 +136,6 @@ def leakage_table(rows: Sequence[Mapping[str, Any]], *, taken: Collection[tuple[
         looks, averaged = (row.get("looks"), row.get("read_averaged")) if has_noise else (None, None)
         cells.append(
             [
-                ">" if (row["task"], row["blocks"]) in taken else EMPTY,
                 *(row["task"], count(row["blocks"])),
                 Number(value=dfil, text=EMPTY if dfil is None else f"{dfil:.3g}"),
                 share(row["read"]),
@@ -149,7 +143,7 @@ def leakage_table(rows: Sequence[Mapping[str, Any]], *, taken: Collection[tuple[
             ]
         )
     columns = (
-        *("taken", "task", "blocks on the client", "dFIL", "tokens read", "looks", "read in their mean"),
+        *("task", "blocks on the client", "dFIL", "tokens read", "looks", "read in their mean"),
         *("commonest token", "of tokens"),
     )
     note = (

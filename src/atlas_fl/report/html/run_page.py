@@ -40,7 +40,7 @@ def run_page(run: Path | str) -> Page:
         ("convergence", "How it converged"): [*charts_of(record, "convergence", "scores", "by-class")],
         ("clients", "Who the clients are"): _clients(record),
         ("plan", "Who was found alike, and what was planned"): [
-            *charts_of(record, "clusters", "adjacency", "ranks", "mask", "leakage"),
+            *charts_of(record, "clusters", "adjacency", "ranks", "mask"),
             *plan_tables(record.plan),
         ],
         ("sharing", "How personal each model is"): _sharing(record),
