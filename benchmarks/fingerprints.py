@@ -28,9 +28,8 @@ from atlas_fl.client.job import Job, Site
 from atlas_fl.client.label_covariance import label_sketch
 from atlas_fl.client.local_training import train
 from atlas_fl.client.options import FingerprintOptions
-from atlas_fl.clustering.cluster import cluster_clients
+from atlas_fl.clustering.cluster import cluster_clients, merge_clusters
 from atlas_fl.clustering.labels import ClusteringSettings
-from atlas_fl.clustering.merge import merge_clusters
 from atlas_fl.clustering.result import agreement
 from atlas_fl.clustering.sketch import sketch
 from atlas_fl.config import Config, DataConfig, RunConfig

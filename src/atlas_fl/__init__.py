@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from atlas_fl.audit.run_files import read_audited as read_audited
     from atlas_fl.clustering.result import Clustering as Clustering
     from atlas_fl.clustering.result import Placement as Placement
-    from atlas_fl.clustering.result import predict_cluster as predict_cluster
+    from atlas_fl.clustering.result import assign_client as assign_client
     from atlas_fl.config import ClusteringConfig as ClusteringConfig
     from atlas_fl.config import Config as Config
     from atlas_fl.config import DataConfig as DataConfig
@@ -84,7 +84,7 @@ _HOMES = {
     "audit.check": "audit_run",
     "audit.report": "AuditReport",
     "audit.run_files": "read_audited",
-    "clustering.result": "Clustering Placement predict_cluster",
+    "clustering.result": "Clustering Placement assign_client",
     "config": "ClusteringConfig Config DataConfig MixingConfig ModelConfig RanksConfig RunConfig SplitConfig "
     "TrainingConfig config_hash differences load_config run_folder to_toml validate with_values",
     "config.presets": "find_preset",

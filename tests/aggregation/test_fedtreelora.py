@@ -103,5 +103,5 @@ def test_there_is_one_average_until_everyone_took_part():
 
 def test_parameters_without_a_layer_are_refused():
     whole = {client: {"w": torch.zeros(2)} for client in "abcd"}
-    with pytest.raises(ConfigError, match=r"^--strategy fedtreelora mixes by layer, and w is in none"):
+    with pytest.raises(ConfigError, match=r"^w is in no layer"):
         find_method("fedtreelora").check(whole, federation())

@@ -5,9 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from atlas_fl.clustering.cluster import cluster_clients
+from atlas_fl.clustering.cluster import cluster_clients, merge_clusters
 from atlas_fl.clustering.labels import ClusteringSettings
-from atlas_fl.clustering.merge import merge_clusters
 from atlas_fl.clustering.result import Clustering, append_client, assign_client
 
 NAMES = ("a", "b", "c", "d", "e", "f")
@@ -90,9 +89,3 @@ def test_a_newcomer_is_compared_with_the_parts_and_belongs_to_the_whole() -> Non
     assert with_it.labels == (0, 0, 1, 1, 0, 0, 0)
     assert Clustering.from_json(with_it.to_json()).before_merging == with_it.before_merging == (0, 0, 1, 1, 2, 2, 0)
     assert assign_client(with_it, *newcomer).cluster == 0
-
-
-def test_a_clustering_that_joined_nothing_says_nothing_of_it() -> None:
-    clustering, _ = found()
-    assert "before_merging" not in clustering.to_json()
-    assert Clustering.from_json(clustering.to_json()).before_merging == ()

@@ -3,9 +3,9 @@ import pytest
 from sklearn.metrics import silhouette_score
 
 from atlas_fl.clustering.k_search import (
-    RULES,
     atlas_score,
     cluster_sizes,
+    highest_score,
     k_means,
     pairwise_distances,
     score_row,
@@ -70,7 +70,7 @@ def table(**columns):
 
 def test_highest_score_wins_and_ties_go_to_fewer_clusters():
     rows = table(atlas=[None, 0.5, 0.7, 0.7], silhouette=[None, 0.3, 0.1, 0.2])
-    assert RULES["atlas"](rows) == 3 and RULES["silhouette"](rows) == 2
+    assert highest_score("atlas", rows) == 3 and highest_score("silhouette", rows) == 2
     rows[3]["bonus"] = 0.2
-    assert RULES["atlas"](rows) == 4
-    assert RULES["atlas"](table(atlas=[None])) == 1
+    assert highest_score("atlas", rows) == 4
+    assert highest_score("atlas", table(atlas=[None])) == 1

@@ -8,7 +8,7 @@ import pytest
 from atlas_fl.clustering.cluster import cluster_clients
 from atlas_fl.clustering.k_search import METHODS
 from atlas_fl.clustering.labels import ClusteringSettings
-from atlas_fl.clustering.result import agreement, predict_cluster
+from atlas_fl.clustering.result import agreement, assign_client
 
 
 def unit(rows):
@@ -118,7 +118,7 @@ def test_the_same_input_gives_the_same_result_and_stays_as_it_was(method):
 def test_members_are_predicted_into_their_own_cluster(method, name):
     first, second, _ = world(name)
     found = clustered(method, name)
-    assert [predict_cluster(found, *pair) for pair in zip(first, second, strict=True)] == list(found.labels)
+    assert [assign_client(found, *pair).cluster for pair in zip(first, second, strict=True)] == list(found.labels)
 
 
 @pytest.mark.parametrize("method", METHODS)

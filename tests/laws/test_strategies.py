@@ -34,9 +34,9 @@ OPTIONS = [
     for words in (
         {"space": "product"},
         {"space": "factors"},
-        {"space": "factors", "align": "truncate", "gram_by": "kind"},
+        {"space": "factors", "align": "truncate"},
         {"laplacian": "symmetric", "gram_by": "layer"},
-        {"laplacian": "metropolis", "layer_weighting": "importance", "gram_by": "layer_and_kind"},
+        {"laplacian": "metropolis", "layer_weighting": "importance", "gram_by": "layer"},
     )
 ]
 IDS = ["product", "factors", "truncate", "symmetric", "metropolis-by-layer"]

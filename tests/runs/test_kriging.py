@@ -46,7 +46,7 @@ def test_until_it_measures_it_is_fedavg_to_the_bit_and_then_models_differ(
 
 
 def test_every_layer_may_have_a_matrix_of_its_own(config: MakeConfig) -> None:
-    whole, folder = (run_config(config(**KRIGING, gram_by=by, name=by)).folder for by in ("all", "layer_and_kind"))
+    whole, folder = (run_config(config(**KRIGING, gram_by=by, name=by)).folder for by in ("all", "layer"))
     ours, theirs = (load_file(path / "audit/round-0002/start.safetensors") for path in (folder, whole))
     is_equal = {key.partition("/")[2]: torch.equal(ours[key], theirs[key]) for key in ours}
     assert all(equal for key, equal in is_equal.items() if key.startswith("head."))
@@ -54,7 +54,7 @@ def test_every_layer_may_have_a_matrix_of_its_own(config: MakeConfig) -> None:
     report = audit_run(folder)
     assert report.ok, report.failures
     config_file = folder / "config.toml"
-    config_file.write_text(config_file.read_text().replace('gram_by = "layer_and_kind"', 'gram_by = "all"'))
+    config_file.write_text(config_file.read_text().replace('gram_by = "layer"', 'gram_by = "all"'))
     assert "mixed" in {row.check for row in audit_run(folder).failures}
 
 

@@ -64,7 +64,7 @@ def test_a_newcomer_joins_the_moments_of_its_cohort(config: Make) -> None:
 
 @pytest.mark.slow
 def test_a_newcomer_of_pfedgraph_is_remembered_with_the_model_that_it_began_with(config: Make) -> None:
-    late = {"arrive": ("movie-1=2", "trec-0=3"), "strategy": "pfedgraph", "space": "factors", "gram_by": "kind"}
+    late = {"arrive": ("movie-1=2", "trec-0=3"), "strategy": "pfedgraph", "space": "factors"}
     whole = run_config(config(name="whole", **late))
     parts = in_sessions(config(name="parts", max_rounds=1, **late))
     assert same_tensors(state(whole.folder), state(parts.folder))
@@ -95,15 +95,13 @@ def test_whole_models_of_images_take_a_server_optimizer(image_config: Make) -> N
 
 
 def test_whole_models_of_images_take_pfedgraph_and_stand_once_in_its_state(image_config: Make) -> None:
-    result = run_config(image_config(strategy="pfedgraph", gram_by="kind"))
+    result = run_config(image_config(strategy="pfedgraph"))
     report = audit_run(result.folder)
     assert report.ok, report.failures[:3]
     one = result.folder / "audit" / "round-0000"
     sizes = [(one / f"{name}.safetensors").stat().st_size for name in ("server", "start")]
     assert sizes[0] < 2 * sizes[1], "eight clients begin with one body, which is there once"
-    with pytest.raises(
-        ConfigError, match=r"^--strategy pfedgraph mixes by layer, and .* is in none; take .* --gram-by all or kind"
-    ):
+    with pytest.raises(ConfigError, match=r"^.* is in no layer, and .*; take another --strategy, --gram-by all,"):
         run_config(image_config(strategy="pfedgraph", gram_by="layer", name="other"))
 
 

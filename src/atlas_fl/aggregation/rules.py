@@ -23,7 +23,7 @@ CLUSTERS = "clusters"
 """Value of `StrategyOptions.within` for each cluster by itself."""
 
 LAST_LAYER = "last layer"
-"""The granularity and the kind of rules that mix the last layer of a head otherwise than what stands below it."""
+"""The granularity of rules that mix the last layer of a head otherwise than what stands below it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,24 +34,15 @@ class ParameterGroup:
     """True if they are heads."""
     layer: int | None = None
     """Their layer; None where the layers share a matrix, and for heads."""
-    kind: str | None = None
-    """`A`, `B`, `product` (A and B together), `weights`, `head` or `last layer`; None where the kinds share a
-    matrix."""
+    is_last_layer: bool = False
+    """True if a rule mixes the last layer of a head otherwise than what stands below it, and they are of that layer."""
 
     @property
     def words(self) -> str:
-        """`head`, `adapters`, or the layer and the kind."""
-        layer = None if self.layer is None else f"layer {self.layer}"
-        return "head" if self.is_head else ", ".join(filter(None, (layer, self.kind))) or "adapters"
-
-
-def parameter_kind(key: str, space: str) -> str:
-    """Kind of a parameter: `head`, `A`, `B`, `weights`, or in product space `product` for A and B."""
-    if key.startswith(HEAD):
-        return "head"
-    if key.endswith((LORA_A, LORA_B)):
-        return "product" if space == "product" else key[-1]
-    return "weights"
+        """`head`, `adapters`, or the layer."""
+        if self.is_head:
+            return "head"
+        return "adapters" if self.layer is None else f"layer {self.layer}"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -123,20 +114,20 @@ def layer_of(federation: Federation, key: str) -> int:
     """The layer of an adapted module's tensor; raises ConfigError where the plan names none."""
     module = key.removesuffix(LORA_A).removesuffix(LORA_B)
     if module not in federation.layer_of:
-        raise ConfigError(f"no layer is known for {module}; layer_weighting 'importance' needs one, or use 'none'")
+        raise ConfigError(
+            f"{module} is in no layer, and what is mixed by layer needs one; take another --strategy, --gram-by all,"
+            " --layer-weighting none or --trainable lora"
+        )
     return federation.layer_of[module]
 
 
-def parameter_group(key: str, federation: Federation, *, granularity: str, space: str) -> ParameterGroup:
+def parameter_group(key: str, federation: Federation, *, granularity: str) -> ParameterGroup:
     """The parameters that this one shares a matrix with."""
     is_head = key.startswith(HEAD)
-    if granularity == LAST_LAYER:
-        return ParameterGroup(is_head=is_head, kind=LAST_LAYER if is_last_layer(key) else None)
-    by_layer, by_kind = granularity in ("layer", "layer_and_kind"), granularity in ("kind", "layer_and_kind")
     return ParameterGroup(
         is_head=is_head,
-        layer=layer_of(federation, key) if by_layer and not is_head else None,
-        kind=parameter_kind(key, space) if by_kind else None,
+        layer=layer_of(federation, key) if granularity == "layer" and not is_head else None,
+        is_last_layer=granularity == LAST_LAYER and is_last_layer(key),
     )
 
 
@@ -149,7 +140,6 @@ def mixing_matrices(
     layer_weighting: str,
     max_share: float = 1.0,
     granularity: str = "all",
-    space: str = "product",
     models: RoundModels | None = None,
 ) -> Matrices:
     """The matrix for each name: heads stay inside their task, layers may scale eta; equal matrices are one object.
@@ -166,7 +156,7 @@ def mixing_matrices(
     def matrix(key: str) -> Float64[np.ndarray, "n n"]:
         is_head = key.startswith(HEAD)
         layer = None if is_head or not (is_pooled or factors is not None) else layer_of(federation, key)
-        group = parameter_group(key, federation, granularity=granularity, space=space)
+        group = parameter_group(key, federation, granularity=granularity)
         size = eta if factors is None or layer is None else eta * float(factors[layer])
         if (group, size) not in made:
             groups = by_task if is_head else anyone

@@ -8,7 +8,7 @@ from atlas_fl.audit.averages import Averaging, Mean
 from atlas_fl.audit.dense import arrays, cosines, is_mixed
 from atlas_fl.audit.run_files import Models, Run
 from atlas_fl.audit.step import Step
-from atlas_fl.params import HEAD, LORA_A, LORA_B
+from atlas_fl.params import HEAD
 
 
 class Since(Averaging):
@@ -43,17 +43,12 @@ def first_models(step: Step, models: Models) -> Models:
 
 def shares_matrix(step: Step, key: str) -> Callable[[str], bool]:
     """Return for another parameter whether both are heads, or neither is and `--gram-by` gives them one matrix."""
-    by, is_product = step.run.settings.server.gram_by, step.run.mixing.space == "product"
-
-    def end_of(name: str) -> str:
-        end = next((end for end in (LORA_A, LORA_B) if name.endswith(end)), "")
-        return LORA_A if end and is_product else end
+    by_layer = step.run.settings.server.gram_by == "layer"
 
     def shares(other: str) -> bool:
         if other.startswith(HEAD) or key.startswith(HEAD):
             return other.startswith(HEAD) and key.startswith(HEAD)
-        is_layer = step.plan.layer(other) == step.plan.layer(key) or by in ("all", "kind")
-        return is_layer and (end_of(other) == end_of(key) or by in ("all", "layer"))
+        return not by_layer or step.plan.layer(other) == step.plan.layer(key)
 
     return shares
 

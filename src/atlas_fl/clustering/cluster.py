@@ -1,7 +1,12 @@
-"""Phase 1: the clusters of clients that share a task, from two sketches of each client's fingerprint."""
+"""Phase 1: the clusters of clients that share a task, from two sketches of each client's fingerprint.
+
+Fingerprints of gradients separate sources of text. Labels say more: the sketches of `client.label_covariance` of two
+clusters that ask the same point in one direction, however different their texts are. So `merge_clusters` joins the two
+clusters whose mean sketches are nearest, again and again, as long as their cosine reaches the threshold.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -87,7 +92,7 @@ def cluster_clients(
         similarity=result.similarity[np.ix_(inverse_order, inverse_order)],
         reliability=result.reliability[inverse_order],
         points=result.points[inverse_order],
-        structure=verdict.to_json(),
+        structure=asdict(verdict),
         k_table=table,
         warnings=(*notes, *result.warnings),
     )
@@ -103,8 +108,8 @@ def oracle_clustering(
     names = {task: index for index, task in enumerate(dict.fromkeys(tasks))}
     evidence = _prepare_evidence(first, second, settings)
     labels = np.array([names[task] for task in tasks], dtype=np.int64)
-    verdict = Verdict(has_structure=len(names) > 1, reason="true tasks, given and not tested")
-    return replace(_result(evidence, labels=labels, settings=settings), structure=verdict.to_json())
+    verdict = Verdict(found=len(names) > 1, reason="true tasks, given and not tested")
+    return replace(_result(evidence, labels=labels, settings=settings), structure=asdict(verdict))
 
 
 def _prepare_evidence(first: np.ndarray, second: np.ndarray, settings: ClusteringSettings) -> _Evidence:
@@ -131,7 +136,7 @@ def _decide(
     labels = np.full(len(decided), UNDECIDED, dtype=np.int64)
     if not decided.any():
         reason = f"no client's halves agree to {settings.min_reliability:g}; give clients more examples"
-        return labels, Verdict(has_structure=False, reason=reason), (f"no structure: {reason}",), ()
+        return labels, Verdict(found=False, reason=reason), (f"no structure: {reason}",), ()
     method = METHODS[settings.cluster_by]
     halves = evidence.first[decided], evidence.second[decided]
     previous = None
@@ -142,10 +147,10 @@ def _decide(
     proposal = method.propose(*halves, settings, previous=previous)
     proposed, notes = proposal.labels, proposal.warnings
     verdict = structure_test(*halves, method.statistic, settings)
-    if verdict.has_structure and len(np.unique(proposed)) == 1:
+    if verdict.found and len(np.unique(proposed)) == 1:
         reason = f"{settings.cluster_by} itself chose one cluster, though the {verdict.reason}"
-        verdict = replace(verdict, has_structure=False, reason=reason)
-    if not verdict.has_structure:
+        verdict = replace(verdict, found=False, reason=reason)
+    if not verdict.found:
         if settings.fixed_k is None and method.uses_corrected_similarity:
             proposed = labels_without_structure(*halves, settings, proposed)
         elif settings.fixed_k is None:
@@ -170,7 +175,7 @@ def _result(evidence: _Evidence, *, labels: np.ndarray, settings: ClusteringSett
     space = project_sketches(mean[seen], components=settings.pca_components, incremental=settings.incremental_pca)
     warnings: tuple[str, ...] = ()
     if space.explained_variance < LOW_VARIANCE:
-        share = f"{space.components} principal components explain {space.explained_variance:.2f} of the variance"
+        share = f"{space.points.shape[1]} principal components explain {space.explained_variance:.2f} of the variance"
         warnings = (f"{share}, less than {LOW_VARIANCE}; raise pca_components",)
     return Clustering(
         labels=tuple(labels.tolist()),
@@ -179,8 +184,6 @@ def _result(evidence: _Evidence, *, labels: np.ndarray, settings: ClusteringSett
         reliability=evidence.reliability,
         structure={},
         settings=settings,
-        explained_variance=space.explained_variance,
-        components=space.components,
         warnings=warnings,
         points=np.pad(plane, ((0, 0), (0, 2 - plane.shape[1]))),
         centroids=_centroids(evidence, labels, settings),
@@ -197,3 +200,53 @@ def _centroids(evidence: _Evidence, labels: np.ndarray, settings: ClusteringSett
     names = decided_labels(labels.tolist())
     means = [[half[labels == name].mean(axis=0) for name in names] for half in rows]
     return np.round(np.array(means).reshape(len(rows), len(names), evidence.first.shape[1]), 7)
+
+
+def merge_clusters(
+    clustering: Clustering,
+    label_sketches: np.ndarray,
+    *,
+    threshold: float,
+    names: Sequence[str],
+    previous: Sequence[int] | None = None,
+) -> Clustering:
+    """The clustering with clusters joined whose mean label sketches have a cosine of `threshold` or more.
+
+    `label_sketches` (n, dim) are of its clients, called `names`, a row of zeros of one that has none; a cluster of such
+    clients alone is joined with no other. Where clients showed no structure nothing is joined, and neither where k was
+    given. With the `previous` labels of the same clients labels keep their meaning.
+    """
+    if clustering.settings.clusters != "auto" or not clustering.structure["found"]:
+        return clustering
+    labels = np.array(clustering.labels)
+    notes: list[str] = []
+    while (pair := _nearest(labels, label_sketches)) is not None and pair[2] >= threshold:
+        first, second, cosine = pair
+        one, other = (names[int(np.flatnonzero(labels == label)[0])] for label in (first, second))
+        notes.append(
+            f"the clusters of {one} and {other} are one: their labels vary alike with the features of their texts"
+            f" (cosine {cosine:.2f}, --merge-similarity {threshold:g})"
+        )
+        labels[labels == second] = first
+    if not notes:
+        return clustering
+    merged = number_by_first_client(labels)
+    if previous is not None:
+        merged = stable_labels(previous, merged)
+    return replace(
+        clustering,
+        labels=tuple(merged),
+        before_merging=clustering.labels,
+        warnings=(*clustering.warnings, *notes),
+    )
+
+
+def _nearest(labels: np.ndarray, label_sketches: np.ndarray) -> tuple[int, int, float] | None:
+    """The two clusters with the largest cosine of their mean sketches, and the cosine; None of fewer than two."""
+    means = {label: label_sketches[labels == label].mean(axis=0) for label in decided_labels(labels.tolist())}
+    unit = {label: mean / np.linalg.norm(mean) for label, mean in means.items() if mean.any()}
+    pairs = [(left, right) for left in unit for right in unit if left < right]
+    if not pairs:
+        return None
+    first, second = max(pairs, key=lambda pair: float(unit[pair[0]] @ unit[pair[1]]))
+    return first, second, float(unit[first] @ unit[second])

@@ -2,8 +2,8 @@
 
 `METHODS` is the registry of ways to cluster. Each proposes clusters, is tested by its own statistic, and says which
 labels clients get without structure. `corrected` cuts average linkage of the noise-corrected similarity where it means
-"the same task". The k search runs k-means at every k of a range and reports all scores; one of them chooses k
-(`RULES`). All share the feasible range of k and the merging of small clusters.
+"the same task". The k search runs k-means at every k of a range and reports all scores; one of them,
+`--cluster-by`, chooses k. All share the feasible range of k and the merging of small clusters.
 
 A search always returns clusters, of pure noise too, so every method must pass a test for structure. Structure means
 that some clients are alike and that some differ. The method's statistic must lie above the 95th percentile of what it
@@ -21,8 +21,7 @@ be isotropic in the sketch. With fewer than three clients there is nothing to te
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -111,13 +110,6 @@ def highest_score(name: str, table: Sequence[KTableRow]) -> int:
     return int(max(scored, key=lambda row: (row[name] + row["bonus"], -row["k"]))["k"]) if scored else 1
 
 
-RULES: dict[str, Callable[[Sequence[KTableRow]], int]] = {
-    "atlas": partial(highest_score, "atlas"),
-    "silhouette": partial(highest_score, "silhouette"),
-}
-"""Rules by which the k search chooses k from the k table."""
-
-
 Halves: TypeAlias = tuple[np.ndarray, np.ndarray]
 """Sketches (n, d) of the first and of the second half of every client's examples."""
 
@@ -130,26 +122,12 @@ MIN_CLIENTS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Outcome of the test."""
+    """Outcome of the test for structure."""
 
-    has_structure: bool
+    found: bool
     """True if the clusters may be used."""
     reason: str
-    """One line for the plan."""
-    statistic: float | None = None
-    """The method's statistic on the clients; None where nothing was tested."""
-    percentile_95: float | None = None
-    """The larger of its 95th percentiles in the two worlds."""
-    p_value: float | None = None
-    """`(1 + draws that reach it) / (1 + draws)`, in the world where that is larger."""
-    world: str | None = None
-    """That world: `unrelated` or `alike`."""
-    draws: int = 0
-    """Draws of each world."""
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields as plain data; `has_structure` is written as `found`."""
-        return {"found" if name == "has_structure" else name: value for name, value in asdict(self).items()}
+    """One line for the plan, with the method's statistic and the larger of its 95th percentiles in the two worlds."""
 
 
 def draw_unrelated(first: np.ndarray, second: np.ndarray, *, rng: np.random.Generator) -> Halves:
@@ -184,26 +162,16 @@ def structure_test(
 ) -> Verdict:
     """The verdict on sketches (n, d), (n, d) of decided clients."""
     if len(first) < MIN_CLIENTS:
-        return Verdict(has_structure=False, reason=f"{len(first)} decided clients are too few to test for structure")
-    observed, draws = statistic(first, second, settings), settings.draws
-    limits, p_values = {}, {}
+        return Verdict(found=False, reason=f"{len(first)} decided clients are too few to test for structure")
+    observed, limits = statistic(first, second, settings), {}
     for world, draw_from in WORLDS.items():
-        rngs = (generator(settings.seed, "structure", world, draw) for draw in range(draws))
-        null_statistics = np.array([statistic(*draw_from(first, second, rng=rng), settings) for rng in rngs])
-        limits[world] = float(np.quantile(null_statistics, 0.95, method="higher"))
-        p_values[world] = float(1 + np.sum(null_statistics >= observed)) / (1 + draws)
+        rngs = (generator(settings.seed, "structure", world, draw) for draw in range(settings.draws))
+        draws = [statistic(*draw_from(first, second, rng=rng), settings) for rng in rngs]
+        limits[world] = float(np.quantile(np.array(draws), 0.95, method="higher"))
     world = max(WORLDS, key=lambda name: limits[name])
-    has_structure = observed > max(limits[world], 0.0)
-    compared = f"{'above' if has_structure else 'not above'} the 95th percentile {limits[world]:.3f} of {world} clients"
-    return Verdict(
-        has_structure=has_structure,
-        reason=f"silhouette {observed:.3f} is {compared}",
-        statistic=observed,
-        percentile_95=limits[world],
-        p_value=max(p_values.values()),
-        world=world,
-        draws=draws,
-    )
+    found = observed > max(limits[world], 0.0)
+    compared = f"{'above' if found else 'not above'} the 95th percentile {limits[world]:.3f} of {world} clients"
+    return Verdict(found=found, reason=f"silhouette {observed:.3f} is {compared}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +213,7 @@ def feasible_ks(points: np.ndarray, settings: ClusteringSettings) -> tuple[tuple
 def search_k(
     first: np.ndarray, second: np.ndarray, settings: ClusteringSettings, *, previous: np.ndarray | None = None
 ) -> Proposal:
-    """K-means on the principal components at each k; the rule of `cluster_by` chooses (RULES).
+    """K-means on the principal components at each k; the score of `cluster_by` chooses.
 
     `previous` labels (n,) are one more start where they have as many clusters, and earn each k a bonus of
     `stability` times the adjusted Rand index with them.
@@ -256,14 +224,13 @@ def search_k(
         row = {**score_row(points, np.zeros(len(points))), "chosen": True}
         return Proposal(labels=np.zeros(len(points), dtype=np.int64), k_table=(row,), warnings=warnings)
     fits = {k: _with_warm_start(points, k, settings, previous) for k in ks}
-    bonus = {
-        k: 0.0 if previous is None else settings.stability * float(adjusted_rand_score(previous, fits[k][0]))
-        for k in fits
-    }
-    table = [{**score_row(points, fits[k][0]), "bonus": bonus[k]} for k in fits]
-    chosen = ks[0] if settings.fixed_k else RULES[settings.cluster_by](table)
-    rows_out = tuple({**row, "chosen": row["k"] == chosen} for row in table)
-    return Proposal(labels=fits[chosen][0], k_table=rows_out, warnings=warnings)
+    table = []
+    for labels in fits.values():
+        stays = 0.0 if previous is None else float(adjusted_rand_score(previous, labels))
+        table.append({**score_row(points, labels), "bonus": settings.stability * stays})
+    chosen = ks[0] if settings.fixed_k else highest_score(settings.cluster_by, table)
+    rows = tuple({**row, "chosen": row["k"] == chosen} for row in table)
+    return Proposal(labels=fits[chosen], k_table=rows, warnings=warnings)
 
 
 def _project(first: np.ndarray, second: np.ndarray, settings: ClusteringSettings) -> np.ndarray:
@@ -273,17 +240,17 @@ def _project(first: np.ndarray, second: np.ndarray, settings: ClusteringSettings
 
 def _with_warm_start(
     points: np.ndarray, k: int, settings: ClusteringSettings, previous: np.ndarray | None
-) -> tuple[np.ndarray, float]:
+) -> np.ndarray:
     """K-means from fresh starts, and from the previous clusters' centres, kept unless a fresh one is better."""
     labels, inertia = k_means(points, k, seed=settings.seed)
     names = np.unique(previous) if previous is not None else np.empty(0)
     if k == 1 or len(names) != k:
-        return labels, inertia
+        return labels
     centres = np.stack([points[previous == name].mean(axis=0) for name in names])
     warm = KMeans(k, init=centres, n_init=1).fit(points)
     if inertia < (1 - settings.stability) * float(warm.inertia_) * (1 - 1e-9):
-        return labels, inertia
-    return warm.labels_.astype(np.int64), float(warm.inertia_)
+        return labels
+    return np.asarray(warm.labels_, dtype=np.int64)
 
 
 def best_silhouette(first: np.ndarray, second: np.ndarray, settings: ClusteringSettings) -> float:
@@ -408,4 +375,4 @@ METHODS: dict[str, Method] = {
     "atlas": K_SEARCH,
     "silhouette": K_SEARCH,
 }
-"""`cluster_by`: noise-corrected average linkage, and the k search by the rule of that name (`RULES`)."""
+"""`cluster_by`: noise-corrected average linkage, and the k search by the score of that name."""

@@ -36,7 +36,7 @@ class Clustering:
     labels: tuple[int, ...]
     """Cluster of each client; -1 for an undecided one, which is in none."""
     before_merging: tuple[int, ...] = ()
-    """Labels before clusters were joined (`clustering.merge`), which `centroids` are of; empty where none were."""
+    """Labels before `merge_clusters` joined clusters, which `centroids` are of; empty where it joined none."""
     warnings: tuple[str, ...] = ()
     """One line for each thing the user should know."""
     k_table: tuple[KTableRow, ...] = ()
@@ -46,11 +46,7 @@ class Clustering:
     method: str
     """A name of METHODS, or `oracle`."""
     structure: dict[str, Any]
-    """The verdict: found, reason, statistic, percentile_95, p_value, draws."""
-    explained_variance: float
-    """Share of the variance that the principal components hold."""
-    components: int
-    """Principal components used."""
+    """The verdict on structure: `found` and `reason`."""
     similarity: np.ndarray
     """Noise-corrected similarity, float64 (n, n), ones on the diagonal; 0 beside an undecided client."""
     reliability: np.ndarray
@@ -63,24 +59,22 @@ class Clustering:
     """The means (2, d) that were subtracted from each half; zero unless centred."""
 
     def to_json(self) -> dict[str, Any]:
-        """Every field as plain data for strict JSON; `before_merging` only where clusters were joined."""
+        """Every field as plain data for strict JSON."""
         data = vars(self) | {name: list(getattr(self, name)) for name in TUPLES}
-        data |= {"settings": asdict(self.settings)} | {name: getattr(self, name).tolist() for name in ARRAYS}
-        return {name: value for name, value in data.items() if name != "before_merging" or value}
+        return data | {"settings": asdict(self.settings)} | {name: getattr(self, name).tolist() for name in ARRAYS}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> "Clustering":
         """The inverse of `to_json`, other keys aside; CheckpointError names a field that is missing."""
-        data = {"before_merging": ()} | {name: data[name] for name in Clustering.__dataclass_fields__ if name in data}
-        missing = [name for name in Clustering.__dataclass_fields__ if name not in data]
-        if missing:
+        fields = Clustering.__dataclass_fields__
+        if missing := [name for name in fields if name not in data]:
             raise CheckpointError(
                 f"the clustering lacks {missing[0]!r}; it was not written by this version, plan again"
             )
         settings = ClusteringSettings(**{**data["settings"], "k_range": tuple(data["settings"]["k_range"])})
         arrays = {name: np.array(data[name], dtype=np.float64) for name in ARRAYS}
         tuples = {name: tuple(data[name]) for name in TUPLES}
-        return Clustering(**{**data, **arrays, **tuples, "settings": settings})
+        return Clustering(**{name: data[name] for name in fields} | arrays | tuples | {"settings": settings})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,14 +89,6 @@ class Placement:
     """Its similarity to each cluster by label: the mean noise-corrected similarity to the members, or, where the
     method is k-means, 1 - d^2 / 2 with d the distance from the centroid; empty where the halves contradict. To one that
     was joined from several clusters, the largest of theirs."""
-
-
-def predict_cluster(clustering: Clustering, first: np.ndarray, second: np.ndarray) -> int:
-    """The cluster of a client that joins later, from its two sketches (d,), (d,); -1 if it is undecided.
-
-    As `assign_client`, which also says how near each cluster is.
-    """
-    return assign_client(clustering, first, second).cluster
 
 
 def assign_client(clustering: Clustering, first: np.ndarray, second: np.ndarray) -> Placement:
@@ -145,11 +131,8 @@ def append_client(clustering: Clustering, sketches: np.ndarray, *, label: int) -
 
     `sketches` (2, n + 1, d) are both halves of all of them, the newcomer's last; its similarities are measured as those
     of the others were (noise-corrected, less the same offsets) and stand beside theirs. What a later client is
-    compared with stays what it was. Raises `ConfigError` where the sketches are not of these clients.
+    compared with stays what it was.
     """
-    dim, size = clustering.offsets.shape[1], len(clustering.labels) + 1
-    if sketches.shape != (2, size, dim):
-        raise ConfigError(f"sketches of shape {sketches.shape} beside clusters of {size - 1} clients and {dim} numbers")
     left, right = (
         normalise_sketches(half, offset=mean) for half, mean in zip(sketches, clustering.offsets, strict=True)
     )

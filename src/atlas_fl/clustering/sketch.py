@@ -104,11 +104,6 @@ class PrincipalComponents:
     explained_variance: float
     """Share of the variance that the components hold; 1 where there is none to explain."""
 
-    @property
-    def components(self) -> int:
-        """Number of components kept: at most n - 1, the rank of n centred sketches."""
-        return int(self.points.shape[1])
-
 
 def project_sketches(sketches: np.ndarray, *, components: int = 64, incremental: bool = False) -> PrincipalComponents:
     """Principal components of sketches (n, d): min(components, n - 1, d) of them, never padded.

@@ -172,7 +172,7 @@ class ClassifierCollaboration(Method):
     def rule(self, step: MixingContext) -> np.ndarray:
         """The shares of the examples; of last layers of heads the weights m_k."""
         reports = {} if step.models is None else reports_of(step.models.server_state)
-        if step.parameters.kind != LAST_LAYER or not reports:
+        if not step.parameters.is_last_layer or not reports:
             return self.arrival(step)
         matrix, names = np.eye(len(step.present)), step.federation.clients
         for inside in present_by_group(step.groups, step.present):

@@ -11,8 +11,8 @@
 h_k^1 and h_k^2 are what client k's model has become since the run began when it is trained on either half of its
 examples (`Kriging.measure`), in product space of s B A; K+ is the positive part of K, n are numbers of examples.
 Lengths are left out: they say how fast a client learns, and in a task that is learnt slowly the client that has learnt
-least has the least noise, too, and would weigh most. The adapters have one matrix, or with `--gram-by` each layer or
-kind of parameter its own; heads have one inside each task. There is no strength to choose: clients whose halves agree
+least has the least noise, too, and would weigh most. The adapters have one matrix, or with `--gram-by layer` each layer
+its own; heads have one inside each task. There is no strength to choose: clients whose halves agree
 as those of one do share a model, and who agrees with nobody keeps its own.
 
 Halves are taken once, in round `--measure-round`; before, everyone is given the average by examples, so that halves
@@ -205,7 +205,7 @@ class MeasuredSharing:
 
     client: str
     parameters: str
-    """`head`, `adapters`, or with `--gram-by` the layer and the kind."""
+    """`head`, `adapters`, or with `--gram-by layer` the layer."""
     own_share: float
     """Its own model's weight in its row."""
     effective_clients: float

@@ -34,6 +34,7 @@ from atlas_fl.aggregation.rules import (
     Rule,
     StrategyOptions,
     for_newcomers,
+    layer_of,
     mix_by_space,
     mixing_matrices,
     with_updates,
@@ -41,8 +42,6 @@ from atlas_fl.aggregation.rules import (
 from atlas_fl.errors import ConfigError
 from atlas_fl.params import (
     HEAD,
-    LORA_A,
-    LORA_B,
     PRIVATE,
     ByClient,
     Params,
@@ -254,7 +253,7 @@ class Method(Part):
 
     @property
     def granularity(self) -> str:
-        """Which parameters have a matrix of their own (`all`, `layer`, `kind`, `layer_and_kind`, `last layer`)."""
+        """Which parameters have a matrix of their own (`all`, `layer`, `last layer`)."""
         return "all"
 
     @property
@@ -278,17 +277,10 @@ class Method(Part):
         """Raise ConfigError where it cannot aggregate models of these ranks and layers."""
         if self.equal_ranks:
             self._check_one_shape(models, federation.clients)
-        for key in {key for params in models.values() for key in shared_params(params, self.options.share)}:
-            module = key.removesuffix(LORA_A).removesuffix(LORA_B)
-            if (
-                self.granularity in ("layer", "layer_and_kind")
-                and not key.startswith(HEAD)
-                and module not in federation.layer_of
-            ):
-                raise ConfigError(
-                    f"--strategy {self.name} mixes by layer, and {key} is in none; take another strategy, --gram-by all"
-                    " or kind, or --trainable lora"
-                )
+        if self.granularity == "layer":
+            keys = {key for params in models.values() for key in shared_params(params, self.options.share)}
+            for key in sorted(key for key in keys if not key.startswith(HEAD)):
+                layer_of(federation, key)
 
     def _check_one_shape(self, models: ByClient, clients: Sequence[str]) -> None:
         """Raise ConfigError unless a tensor that these clients share has one shape, but for heads."""
@@ -338,7 +330,6 @@ class Method(Part):
             layer_weighting=self.options.layer_weighting if self.has_eta else "none",
             max_share=self.options.max_share,
             granularity=self.granularity,
-            space=self.options.space,
             models=models,
         )
 

@@ -1,4 +1,4 @@
-"""pFedGraph: mixing rows from the directions of the clients' changes, for all parameters or by layer and kind.
+"""pFedGraph: mixing rows from the directions of the clients' changes, for all parameters or by layer.
 
     d_kl = -cos(w_k - w_k^0, w_l - w_l^0)                        w^0: what the client began the run with
     m_k  = argmin over the simplex of sum_l m_l d_kl + alpha || m - p ||^2 = Proj_simplex(p - d_k / (2 alpha))
@@ -7,8 +7,8 @@ p are the shares of the examples among those that took part; who did not keeps i
 Wang, "Personalized Federated Learning with Inferred Collaboration Graphs", ICML 2023. Their term of local training, and
 the step of their program that counts a cosine above .9 as 1, are left out.
 
-The cosines come from the Gram matrix of the changes, in product space of s B A: over all that is shared, or for each
-layer, kind of parameter or both a matrix of its own (`--gram-by`). Heads of different tasks have nothing in common.
+The cosines come from the Gram matrix of the changes, in product space of s B A: over all that is shared, or by layer
+(`--gram-by`). Heads of different tasks have nothing in common.
 """
 
 from collections.abc import Sequence
@@ -53,9 +53,9 @@ def initial_models_of(state: ServerState) -> ByClient:
 class FromStart(Method):
     """A method that compares clients by what has changed in their models since the run began."""
 
-    gram_by: Annotated[Literal["all", "layer", "kind", "layer_and_kind"], KNOB] = "all"
+    gram_by: Annotated[Literal["all", "layer"], KNOB] = "all"
     """Parameters of `pfedgraph` and `kriging` with a mixing matrix of their own, by the Gram matrix of their own
-    changes: none (under `kriging` heads have one), each layer, each kind (A, B or their product, head), or both."""
+    changes: none (under `kriging` heads have one), or each layer."""
 
     reads_within = True
 
@@ -66,7 +66,7 @@ class FromStart(Method):
 
     def group_of(self, key: str, federation: Federation) -> ParameterGroup:
         """The parameters that this one shares a matrix with."""
-        return parameter_group(key, federation, granularity=self.gram_by, space=self.options.space)
+        return parameter_group(key, federation, granularity=self.gram_by)
 
     def init(self, client_models: ByClient) -> ServerState:
         """The shared part of the models that the clients begin with."""

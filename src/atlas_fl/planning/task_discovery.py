@@ -14,10 +14,9 @@ from atlas_fl.client.fingerprint import FIRST, SECOND
 from atlas_fl.client.job import Job, Update
 from atlas_fl.client.label_covariance import LABELS
 from atlas_fl.client.options import EvaluateOptions, FingerprintOptions
-from atlas_fl.clustering.cluster import cluster_clients, oracle_clustering
+from atlas_fl.clustering.cluster import cluster_clients, merge_clusters, oracle_clustering
 from atlas_fl.clustering.fingerprints import FINGERPRINTS
 from atlas_fl.clustering.labels import ClusteringSettings
-from atlas_fl.clustering.merge import merge_clusters
 from atlas_fl.clustering.result import (
     Clustering,
     agreement,
