@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atlas_fl.aggregation.change_similarity import cosines
+from atlas_fl.aggregation.distances import cosines
 from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.config import with_values
 from atlas_fl.config.presets import find_preset

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from atlas_fl.aggregation.exact_average import add_factors, residual, stack_products
-from atlas_fl.aggregation.lora_product import stack_factors, truncated_svd
+from atlas_fl.aggregation.lora_product import add_factors, residual, stack_factors, stack_products, truncated_svd
 from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.errors import ConfigError

@@ -93,12 +93,12 @@ def test_uniform_graph_has_equal_edges(distances):
 
 def test_adaptive_graph_by_hand():
     two = squared_distances(np.array([[0.0], [1.0]]))
-    options = GraphOptions(graph="adaptive", alpha=1.0, symmetrize="max")
-    made = make_graph(two, np.array([0, 0]), options, clients=("a", "b"), performance=np.array([0.4, 0.8]))
+    options, words = GraphOptions(graph="adaptive", alpha=1.0, symmetrize="max"), {"clients": "ab", "tasks": "tt"}
+    made = make_graph(two, np.array([0, 0]), options, performance=np.array([0.4, 0.8]), **words)
     # a listens to b with exp(-1) * 0.8 / 0.8, b to a with exp(-1) * 0.4 / 0.8
     assert made.adjacency[0, 1] == pytest.approx(np.exp(-1))
-    averaged = make_graph(two, np.array([0, 0]), GraphOptions(graph="adaptive", alpha=1.0), clients=("a", "b"),
-                          performance=np.array([0.4, 0.8]))  # fmt: skip
+    options = GraphOptions(graph="adaptive", alpha=1.0)
+    averaged = make_graph(two, np.array([0, 0]), options, performance=np.array([0.4, 0.8]), **words)
     assert averaged.adjacency[0, 1] == pytest.approx(np.exp(-1) * 0.75)
 
 
@@ -166,13 +166,6 @@ def test_a_singleton_is_never_joined_to_an_undecided_client(distances):
     made = graph(distances, np.array([-1, -1, -1, -1, 0]), singleton_neighbours=4)
     assert not made.adjacency.any()
     assert len(made.warnings) == 5
-
-
-def test_without_known_tasks_a_singleton_is_joined_to_the_nearest(distances):
-    joined, warnings = join_singletons(distances, CLUSTERS, count=1)
-    assert joined[4].sum() == 1
-    assert joined[4, distances[4, :4].argmin()]
-    assert warnings == ()
 
 
 def test_moving_average_by_hand(distances):

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 
-from atlas_fl.aggregation.change_similarity import cosines
+from atlas_fl.aggregation.distances import cosines
 from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.aggregation.rules import RoundModels
 from atlas_fl.errors import ConfigError

@@ -241,13 +241,13 @@ def test_models_that_hold_other_tensors_cannot_be_compared():
 def test_groups_that_are_too_small_for_a_rule_are_named():
     fed = federation(5, tasks=("x", "x", "x", "y", "y"), clusters=(0, 0, 0, 1, -1))
     assert find_method("krum").warnings(fed) == (
-        "krum: the heads of x: 3 clients withstand 0 hostile ones, and --byzantine is 1",
-        "krum: the heads of y: 2 clients withstand 0 hostile ones, and --byzantine is 1",
+        "krum: task-x: 3 clients withstand 0 hostile ones, and --byzantine is 1",
+        "krum: task-y: 2 clients withstand 0 hostile ones, and --byzantine is 1",
     )
     assert find_method("median").warnings(fed) == (
-        "median: the heads of y: 2 clients withstand 0 hostile ones, and --byzantine is 1",
+        "median: task-y: 2 clients withstand 0 hostile ones, and --byzantine is 1",
     )
     inside = find_method("krum", within="clusters").warnings(fed)
-    assert inside[0] == "krum: cluster 0: 3 clients withstand 0 hostile ones, and --byzantine is 1"
+    assert inside[0] == "krum: cluster-0: 3 clients withstand 0 hostile ones, and --byzantine is 1"
     assert not find_method("fedavg").warnings(fed)
     assert not find_method("geometric_median", byzantine=2).warnings(federation(5))

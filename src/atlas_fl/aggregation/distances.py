@@ -1,23 +1,52 @@
-"""Distances between models, and inner products of their changes, in product space of s B A.
+"""Distances between models, similarity of their changes, and their diversity, in product space of s B A.
 
     d_kl^2 = sum over modules || s_k B_k A_k - s_l B_l A_l ||_F^2 + sum over other tensors || w_k - w_l ||^2
 
-Pairs of factors come from Gram matrices of the small products, so no dense update is formed.
+Pairs of factors come from Gram matrices of the small products (`<s_k B_k A_k, s_l B_l A_l>`), so a rotation of the
+factors changes nothing and no dense update is formed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from atlas_fl.aggregation.graph import gram_distances, update_gram
+from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.errors import ProtocolError
-from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, shared_params
+from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, lora_modules, shared_params
 
 AT_ONCE = 2**20
 """Values of each client that are looked at together."""
+
+
+def update_gram(
+    by_client: ByClient, clients: Sequence[str], scale: Callable[[int], float]
+) -> Float64[np.ndarray, "n n"]:
+    """<Delta_k, Delta_l> of every pair, summed over the adapted modules; a client without a module has zero there."""
+    n = len(clients)
+    total = np.zeros((n, n))
+    # Sorted, because the last bits follow the order, and a model that comes from a checkpoint has another one.
+    for module in sorted({module for client in clients for module in lora_modules(by_client[client])}):
+        holders = [k for k, client in enumerate(clients) if module + LORA_A in by_client[client]]
+        a = [by_client[clients[k]][module + LORA_A].double() for k in holders]
+        b = [by_client[clients[k]][module + LORA_B].double() * scale(len(rows)) for k, rows in zip(holders, a)]
+        stack_a, stack_b = torch.cat(a), torch.cat(b, 1)
+        inner = ((stack_a @ stack_a.T) * (stack_b.T @ stack_b)).cpu().numpy()
+        owner = np.zeros((len(inner), n))
+        owner[np.arange(len(inner)), np.repeat(holders, [len(rows) for rows in a])] = 1.0
+        total += owner.T @ inner @ owner
+    return total
+
+
+def gram_distances(gram: Float64[np.ndarray, "n n"]) -> Float64[np.ndarray, "n n"]:
+    """||Delta_k - Delta_l||^2 of every pair; rounding below 1e-13 of the norms counts as zero."""
+    squares = np.diag(gram)
+    sums = squares[:, None] + squares[None, :]
+    distances = sums - gram - gram.T
+    return np.where(distances > 1e-13 * sums, distances, 0.0)
 
 
 def squared_distances(
@@ -91,3 +120,70 @@ def _plain(rows: Sequence[Tensor]) -> np.ndarray:
         stack -= stack[:1].clone()
         total += gram_distances((stack @ stack.T).cpu().numpy())
     return total
+
+
+def cosines(gram: Float64[np.ndarray, "n n"]) -> Float64[np.ndarray, "n n"]:
+    """Cosines from inner products: 1 on the diagonal, 0 beside a vector of length zero."""
+    lengths = np.sqrt(np.maximum(np.diag(gram), 0.0))
+    sizes = np.outer(lengths, lengths)
+    values = np.clip(np.where(sizes > 0, gram / np.where(sizes > 0, sizes, 1.0), 0.0), -1.0, 1.0)
+    np.fill_diagonal(values, 1.0)
+    return np.asarray(values)
+
+
+def gram_of_changes(
+    before: ByClient,
+    after: ByClient,
+    tasks: Mapping[str, str],
+    options: StrategyOptions,
+    *,
+    selects: Callable[[str], bool] | None = None,
+) -> Float64[np.ndarray, "n n"]:
+    """<w_k - w_k^before, w_l - w_l^before> of the clients of these tasks, over the shared parameters that `selects`
+    names, by default all.
+
+    A parameter that one of two clients lacks, and a head of another task, adds nothing.
+    """
+    shared = {name: shared_params(after[name], options.share) for name in tasks}
+    names, total = list(tasks), np.zeros((len(tasks),) * 2)
+    # sorted, because sums follow the order, and a model that comes from a checkpoint has another one
+    for key in sorted({key for params in shared.values() for key in params if params[key].numel()}):
+        if (selects is not None and not selects(key)) or (options.space == "product" and key.endswith(LORA_B)):
+            continue
+        for task in dict.fromkeys(tasks.values()) if key.startswith(HEAD) else (None,):
+            places = [k for k, name in enumerate(names) if task in (None, tasks[name]) and key in shared[name]]
+            if places:  # a task that writes text has no head
+                members = [names[k] for k in places]
+                total[np.ix_(places, places)] += change_gram(
+                    shared, before, members, key, as_products=options.space == "product", scale=options.scale
+                )
+    return total
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diversity:
+    """Effect of one server step on the adapters; all norms are Frobenius norms over all modules."""
+
+    spread_before: float
+    """Root mean square distance of the updates from their mean over their root mean square norm: 0 if all agree."""
+    spread_after: float
+    """The same of what the clients start the next round with."""
+    norms: dict[str, float]
+    """||Delta_k|| as trained."""
+
+    def is_finite(self) -> bool:
+        """Return whether every figure is a number: the squares of updates that are far too large are not."""
+        return bool(np.isfinite([self.spread_before, self.spread_after, *self.norms.values()]).all())
+
+
+def spread(gram: Float64[np.ndarray, "n n"]) -> float:
+    """Root mean square distance from the plain mean, over the root mean square norm: 0 (all equal) to 1 (mean zero)."""
+    size = float(np.trace(gram)) / len(gram)
+    return float(np.sqrt(gram_distances(gram).mean() / 2 / size)) if size > 0 else 0.0
+
+
+def diversity(before: ByClient, after: ByClient, *, clients: Sequence[str], scale: Callable[[int], float]) -> Diversity:
+    """Spread and norms of one server step; `before` are the models as trained, `after` as delivered."""
+    first, second = (update_gram(models, clients, scale) for models in (before, after))
+    norms = dict(zip(clients, np.sqrt(np.diag(first)).tolist(), strict=True))
+    return Diversity(spread_before=spread(first), spread_after=spread(second), norms=norms)

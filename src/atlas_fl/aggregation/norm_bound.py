@@ -10,7 +10,6 @@ off where more than half are honest, and of two clients it cannot tell; so from 
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from math import inf, isfinite, sqrt
 
 import torch
@@ -24,16 +23,6 @@ LEAST = 3
 """Clients of a cohort from which norms are compared."""
 BODY, HEADS = "adapters or weights", "head"
 """The two parts of a model whose changes are measured."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Excess:
-    """A change that is too large."""
-
-    ratio: float
-    """Multiple of the median."""
-    reason: str
-    """The figures as part of a sentence."""
 
 
 def change_norms(before: Params, after: Params, how: StrategyOptions) -> dict[str, float]:
@@ -70,20 +59,27 @@ def _product_square(before: Params, after: Params, modules: Sequence[str], scale
 
 def find_excesses(
     norms: Mapping[str, Mapping[str, float]], tasks: Mapping[str, str], *, ratio: float
-) -> dict[str, Excess]:
-    """By client the change that is most beyond `ratio` times the median of its cohort; nothing for the others.
+) -> dict[str, tuple[str, dict[str, float]]]:
+    """(the change that is most beyond `ratio` times the median of its cohort, the limits of all parts) by client.
 
-    `norms` are those of all who trained. Where most have not moved at all, or have overflown, there is no measure.
+    Nothing for the others. `norms` are those of all who trained. Where most have not moved at all, or have overflown,
+    there is no measure.
     """
-    excesses: dict[str, Excess] = {}
+    medians: dict[str, dict[str, tuple[float, int]]] = {client: {} for client in norms}
     for part, cohort in _cohorts(norms, tasks):
         middle = statistics.median(norms[client][part] for client in cohort)
         for client in cohort if len(cohort) >= LEAST and 0 < middle < inf else ():
-            norm = norms[client][part]
-            times = norm / middle
-            if times > ratio and (client not in excesses or times > excesses[client].ratio):
-                reason = f"the change of its {part} has norm {norm:.3g}, {times:.3g} times the median {middle:.3g}"
-                excesses[client] = Excess(ratio=times, reason=f"{reason} of {len(cohort)} clients")
+            medians[client][part] = (middle, len(cohort))
+    excesses = {}
+    for client, by_part in medians.items():
+        times = {part: norms[client][part] / middle for part, (middle, _) in by_part.items()}
+        over = [part for part in times if times[part] > ratio]
+        if over:
+            part = max(over, key=lambda name: times[name])
+            middle, size = by_part[part]
+            reason = f"the change of its {part} has norm {norms[client][part]:.3g}, {times[part]:.3g} times the median"
+            limits = {name: ratio * own_middle for name, (own_middle, _) in by_part.items()}
+            excesses[client] = (f"{reason} {middle:.3g} of {size} clients", limits)
     return excesses
 
 
@@ -158,18 +154,13 @@ def bound_updates(
         return dict(trained), {}
     norms = {client: change_norms(before[client], params, how) for client, params in trained.items()}
     excesses = find_excesses(norms, tasks, ratio=ratio)
-    remedy = f"allowed are {ratio:g} (--max-norm-ratio)"
-    reasons = {client: f"{excess.reason}; {remedy}" for client, excess in excesses.items()}
+    reasons = {
+        client: f"{reason}; allowed are {ratio:g} (--max-norm-ratio)" for client, (reason, _) in excesses.items()
+    }
     if mode == "refuse":
         return {client: params for client, params in trained.items() if client not in excesses}, reasons
-    bounded = dict(trained)
-    for client in excesses:
-        limits = {
-            part: ratio * statistics.median(norms[other][part] for other in cohort)
-            for part, cohort in _cohorts(norms, tasks)
-            if client in cohort and len(cohort) >= LEAST
-        }
-        bounded[client] = clip_update(
-            before[client], trained[client], how, limits={k: v for k, v in limits.items() if v > 0}
-        )
-    return bounded, reasons
+    clipped = {
+        client: clip_update(before[client], trained[client], how, limits=limits)
+        for client, (_, limits) in excesses.items()
+    }
+    return {**trained, **clipped}, reasons

@@ -208,8 +208,6 @@ class PlaceOptions:
     """The newcomer's data: your own as `name=path`, with text=, pair= and label= as needed, or a task's name."""
     samples: int | None = None
     """Training examples that it has; as many as a client of the run by default."""
-    device: str | None = None
-    """Its device, a profile's name or your own description; shows the ranks that it would have."""
     runs_dir: str = "runs"
     """Where run folders lie."""
 
@@ -224,9 +222,7 @@ def place(words: Sequence[str]) -> int:
 
     folder = find_run(options.run, runs_dir=options.runs_dir).path
     with show_progress() as on_event:
-        newcomer = place_client(
-            folder, task=options.task, samples=options.samples, device=options.device, on_event=on_event
-        )
+        newcomer = place_client(folder, task=options.task, samples=options.samples, on_event=on_event)
     show(placement(newcomer))
     return 0
 

@@ -38,8 +38,6 @@ def placement(newcomer: ClientPlacement) -> Iterator[RenderableType]:
     halves = f"its halves agree to {assigned.reliability:.2f} over {newcomer.examples} examples"
     verdict = "is undecided" if assigned.cluster < 0 else f"belongs to cluster {assigned.cluster}"
     yield f"{newcomer.name} {verdict}; {halves}"
-    if newcomer.ranks is not None:
-        yield f"ranks by layer: {' '.join(map(str, newcomer.ranks))}"
 
 
 def audit_table(rounds: Sequence[RoundSummary]) -> Table:

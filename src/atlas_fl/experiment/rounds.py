@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from atlas_fl.aggregation.graph import Diversity, diversity
+from atlas_fl.aggregation.distances import Diversity, diversity
 from atlas_fl.aggregation.matrices import Federation, share_warnings, without_edges
 from atlas_fl.aggregation.mixing import sync_shared
 from atlas_fl.aggregation.norm_bound import bound_updates
@@ -339,7 +339,7 @@ def one_round(
         client_models=outcome.client_models if predicts_as_sent(config) else step.client_models,
         method=strategy_of(config),
         aggregated=start.aggregates,
-        diversity=_diversity(assembly, planned, {**state.client_models, **received.models}, outcome)
+        diversity=_diversity(assembly, {**state.client_models, **received.models}, outcome)
         if start.aggregates
         else None,
         cut_traffic=sum_cut_traffic(updates),
@@ -484,7 +484,7 @@ def _measured(
     return method.measured(state.server_state, server_state, federation, matrices)
 
 
-def _diversity(assembly: Assembly, planned: PlanResult, before: ByClient, outcome: RoundOutcome) -> Diversity | None:
+def _diversity(assembly: Assembly, before: ByClient, outcome: RoundOutcome) -> Diversity | None:
     """Change of the distances between clients by the server's step; None without evaluation or finite figures."""
     # distances between all pairs of a hundred whole models would cost more than the round, and where factors are at
     # the clients alone nobody has the updates of all; a gate has another update for every token
@@ -492,10 +492,7 @@ def _diversity(assembly: Assembly, planned: PlanResult, before: ByClient, outcom
     hidden = is_stacked or any(has_hidden_factors(params) for params in before.values())
     if not outcome.scores or assembly.is_full or hidden:
         return None
-    adjacency = planned.plan.adjacency
-    result = diversity(
-        before, outcome.client_models, clients=assembly.names, adjacency=adjacency, scale=assembly.site.scale
-    )
+    result = diversity(before, outcome.client_models, clients=assembly.names, scale=assembly.site.scale)
     return result if result.is_finite() else None
 
 

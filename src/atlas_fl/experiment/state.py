@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atlas_fl.aggregation.graph import Diversity
+from atlas_fl.aggregation.distances import Diversity
 from atlas_fl.client.importance import IMPORTANCE
 from atlas_fl.client.job import Update
 from atlas_fl.clustering.labels import UNDECIDED

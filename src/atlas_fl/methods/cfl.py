@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
-from atlas_fl.aggregation.change_similarity import cosines, gram_of_changes
+from atlas_fl.aggregation.distances import cosines, gram_of_changes
 from atlas_fl.aggregation.matrices import Federation, average, group_ids
 from atlas_fl.aggregation.rules import MixingContext, StrategyOptions, weighted_average, with_updates
 from atlas_fl.methods.knobs import Range, Tried
@@ -92,7 +92,8 @@ def next_clusters(
         inside = np.flatnonzero(clusters == label)
         if len(inside) < 2 or not present[inside].all():
             continue
-        gram = gram_of_changes(before, after, inside.tolist(), federation, options)
+        tasks = {federation.clients[k]: federation.head_groups[k] for k in inside.tolist()}
+        gram = gram_of_changes(before, after, tasks, options)
         shares = average(federation.weights, clusters, present, max_share=options.max_share)[inside[0], inside]
         if pull_apart(gram, np.asarray(shares), ratio=ratio):
             result[inside[bipartition(cosines(gram))]] = result.max() + 1

@@ -8,7 +8,7 @@ arXiv:2410.09432.
 
 from torch import Tensor
 
-from atlas_fl.aggregation.exact_average import Factors, residual
+from atlas_fl.aggregation.lora_product import Factors, residual
 from atlas_fl.methods.frozen_part import WithFrozenPart
 from atlas_fl.methods.method import FACTORS, PublishedMethod
 

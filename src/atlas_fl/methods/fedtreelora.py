@@ -21,7 +21,7 @@ from scipy.spatial.distance import squareform
 from sklearn.metrics import silhouette_score
 from torch import Tensor
 
-from atlas_fl.aggregation.change_similarity import cosines, gram_of_changes
+from atlas_fl.aggregation.distances import cosines, gram_of_changes
 from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.aggregation.rules import (
     MixingContext,
@@ -65,7 +65,7 @@ def layer_distances(
     before: ByClient, after: ByClient, federation: Federation, options: StrategyOptions
 ) -> dict[int, Float64[np.ndarray, "n n"]]:
     """D^j by layer, lowest first, of the shared parameters that the models have there."""
-    everyone = list(range(len(federation.clients)))
+    tasks = dict(zip(federation.clients, federation.head_groups, strict=True))
     keys = {key for params in after.values() for key in shared_params(params, options.share)}
     layers = sorted({layer_of(federation, key) for key in keys if not key.startswith(HEAD)})
 
@@ -73,7 +73,7 @@ def layer_distances(
         def is_here(key: str) -> bool:
             return not key.startswith(HEAD) and layer_of(federation, key) == layer
 
-        return 1.0 - cosines(gram_of_changes(before, after, everyone, federation, options, selects=is_here))
+        return 1.0 - cosines(gram_of_changes(before, after, tasks, options, selects=is_here))
 
     return {layer: distances(layer) for layer in layers}
 

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from atlas_fl.aggregation.exact_average import Factors, add_factors, from_adapter, stack_products, to_adapter
+from atlas_fl.aggregation.lora_product import Factors, add_factors, from_adapter, stack_products, to_adapter
 from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.methods.averages import FedAvg
 from atlas_fl.methods.method import SECOND_TENSORS, Aggregated, RoundStart

@@ -51,7 +51,7 @@ import numpy as np
 from jaxtyping import Float64
 from scipy.optimize import nnls
 
-from atlas_fl.aggregation.distances import change_gram
+from atlas_fl.aggregation.distances import gram_of_changes
 from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.aggregation.rules import (
     CLUSTERS,
@@ -65,7 +65,7 @@ from atlas_fl.aggregation.rules import (
 from atlas_fl.methods.knobs import Range
 from atlas_fl.methods.method import Report, ReportTensor, RoundStart
 from atlas_fl.methods.pfedgraph import FromStart, initial_models_of
-from atlas_fl.params import LORA_B, ByClient, Params, ServerState, shared_params, subtree, tensors
+from atlas_fl.params import ByClient, Params, ServerState, shared_params, subtree, tensors
 
 HALVES = "halves"
 """The entry of the server state: what each client has reported."""
@@ -364,17 +364,11 @@ class Kriging(FromStart):
         self, after: ByClient, before: ByClient, federation: Federation, group: ParameterGroup
     ) -> Float64[np.ndarray, "n n"]:
         """The inner products of the changes of these models with each other, over the shared parameters of a group."""
-        as_products, share = self.options.space == "product", self.options.share
-        total, each = np.zeros((len(after),) * 2), list(after)
-        keys = {key for params in after.values() for key in shared_params(params, share) if params[key].numel()}
-        for key in sorted(keys):  # sums follow the order
-            if self.group_of(key, federation) == group and not (as_products and key.endswith(LORA_B)):
-                places = [index for index, one in enumerate(each) if key in after[one]]
-                members = [each[index] for index in places]
-                total[np.ix_(places, places)] += change_gram(
-                    after, before, members, key, as_products=as_products, scale=self.options.scale
-                )
-        return total
+
+        def is_in_group(key: str) -> bool:
+            return self.group_of(key, federation) == group
+
+        return gram_of_changes(before, after, dict.fromkeys(after, ""), self.options, selects=is_in_group)
 
     def _is_alike(self, gram: Float64[np.ndarray, "n2 n2"], group: ParameterGroup) -> bool:
         """Return whether clients with these halves get one average: adapters that differ by less than their noise."""

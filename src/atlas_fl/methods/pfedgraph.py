@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 import numpy as np
 from jaxtyping import Float64
 
-from atlas_fl.aggregation.change_similarity import cosines, gram_of_changes
+from atlas_fl.aggregation.distances import cosines, gram_of_changes
 from atlas_fl.aggregation.matrices import Federation, average
 from atlas_fl.aggregation.rules import (
     MixingContext,
@@ -112,8 +112,8 @@ class PFedGraph(FromStart):
 
         initial = initial_models_of(models.server_state)
         selects = None if self.gram_by == "all" else is_in_group  # else heads and the rest are compared apart
-        gram = gram_of_changes(initial, models.after, clients, step.federation, self.options, selects=selects)
-        return cosines(gram)
+        tasks = {step.federation.clients[k]: step.federation.head_groups[k] for k in clients}
+        return cosines(gram_of_changes(initial, models.after, tasks, self.options, selects=selects))
 
     def arrival(self, step: MixingContext) -> np.ndarray:
         """The shares of the examples."""

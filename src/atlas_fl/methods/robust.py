@@ -26,11 +26,12 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from atlas_fl.aggregation.distances import squared_distances
-from atlas_fl.aggregation.matrices import Federation, average, cluster_labels
+from atlas_fl.aggregation.matrices import Federation, average
 from atlas_fl.aggregation.mixing import Reduce
-from atlas_fl.aggregation.rules import CLUSTERS, MixingContext, StrategyOptions, groups_within
+from atlas_fl.aggregation.rules import MixingContext, StrategyOptions, groups_within
 from atlas_fl.methods.knobs import Range
 from atlas_fl.methods.method import Method
+from atlas_fl.methods.server_optimizers import cohorts
 
 TIE = 1e-9
 """Relative difference of scores below which they are equal; equal ones are averaged, so that no order decides."""
@@ -127,25 +128,15 @@ class Robust(Method):
         return np.asarray(average(np.ones(len(step.present)), groups, step.present))
 
     def warnings(self, federation: Federation) -> tuple[str, ...]:
-        """The groups in which it withstands fewer than `--byzantine`."""
-        options, name = self.options, self.name
-        clusters = [str(label[1]) if label[0] == "cluster" else "" for label in cluster_labels(federation.clusters)]
-        apart = clusters if options.within == CLUSTERS else ["all clients"] * len(clusters)
-        bodies = [f"cluster {label}" if options.within == CLUSTERS else label for label in apart]
-        heads = [
-            f"the heads of {task}" + (f" in {body}" if options.within == CLUSTERS else "")
-            for task, body in zip(federation.head_groups, bodies)
-        ]
-        lines = []
-        for group in dict.fromkeys([*bodies, *heads]):
-            n = bodies.count(group) or heads.count(group)
-            withstood = self.withstands(n)
-            if withstood < self.byzantine and n > 1 and not group.endswith("cluster "):
-                lines.append(
-                    f"{name}: {group}: {n} clients withstand {withstood} hostile ones, and --byzantine is"
-                    f" {self.byzantine}"
-                )
-        return tuple(lines)
+        """The cohorts in which it withstands fewer than `--byzantine`."""
+        everyone = cohorts(federation, [True] * len(federation.clients), self.options)
+        sizes = {cohort.name: len(cohort.members) for cohort in everyone}
+        return tuple(
+            f"{self.name}: {name}: {n} clients withstand {self.withstands(n)} hostile ones, and --byzantine is"
+            f" {self.byzantine}"
+            for name, n in sizes.items()
+            if self.withstands(n) < self.byzantine
+        )
 
 
 class Median(Robust):

@@ -18,9 +18,7 @@ from atlas_fl.errors import ConfigError
 from atlas_fl.events import OnEvent, PhaseStarted, ignore
 from atlas_fl.planning.plan import Plan, read_plan
 from atlas_fl.planning.planner import local_engine
-from atlas_fl.planning.ranks_and_cuts import fit_client, newcomer_importance
-from atlas_fl.planning.task_discovery import collect_fingerprints, models_after_fingerprints
-from atlas_fl.ranks.devices import find_devices
+from atlas_fl.planning.task_discovery import collect_fingerprints
 from atlas_fl.setup.assembly import assemble, load_clients, recorded_config, source_of
 from atlas_fl.setup.options import fingerprint_options
 from atlas_fl.storage.run_folder import find_run
@@ -28,7 +26,7 @@ from atlas_fl.storage.run_folder import find_run
 
 @dataclass(frozen=True, kw_only=True)
 class ClientPlacement:
-    """The cluster of a run that a new client belongs to, and its ranks there."""
+    """The cluster of a run that a new client belongs to."""
 
     name: str
     examples: int
@@ -36,21 +34,16 @@ class ClientPlacement:
     placement: Placement
     members: Mapping[int, tuple[str, ...]]
     """The clients of every cluster of the run, by label."""
-    ranks: tuple[int, ...] | None = None
-    """The rank of every layer on its device; None where no device was named."""
 
 
 def place_client(
-    run: str | Path, *, task: str, samples: int | None = None, device: str | None = None, on_event: OnEvent = ignore
+    run: str | Path, *, task: str, samples: int | None = None, on_event: OnEvent = ignore
 ) -> ClientPlacement:
     """Assign a client with this data to a cluster of the run, by its similarity to each.
 
     `task` is a name, or `name=path` with the options of `--task`; of a task of the run no row that a client of the run
     trains on is used. `samples` rows (as many as a client of the run has by default) are drawn from it. Model, warm-up,
     shared initialisation and sketch are those of the run's first plan.
-
-    With `device`, a profile's name or description, also the ranks that the run's rule gives it there: by the importance
-    of its cluster, or its own where it trains alone; `--complexity-scaling` is left out.
 
     Raises `ConfigError` where the run has no clusters.
     """
@@ -62,9 +55,6 @@ def place_client(
             " strategy, such as atlas"
         )
     clustering = Clustering.from_json(plan.clustering)
-    profile = None
-    if device is not None:
-        profile = find_devices((), (device,))[0] if "=" in device else find_devices((device,), config.data.device)[0]
     on_event(PhaseStarted("loading"))
     client = _make_client(config, plan, task, samples)
     assembly = assemble(config, clients=(client,))
@@ -72,11 +62,6 @@ def place_client(
     on_event(PhaseStarted("fingerprints"))
     (update,) = collect_fingerprints(assembly, engine, fingerprint_options(config))
     placement = assign_client(clustering, update.params[FIRST].numpy(), update.params[SECOND].numpy())
-    ranks = None
-    if profile is not None:
-        models = models_after_fingerprints(assembly, [update])
-        importance = newcomer_importance(assembly, plan, placement.cluster, engine, models)
-        ranks = fit_client(assembly, client, profile, importance[0]).assignment.ranks
     names = [client_plan.name for client_plan in plan.clients]
     return ClientPlacement(
         name=client.name,
@@ -86,7 +71,6 @@ def place_client(
             label: tuple(name for name, cluster in zip(names, clustering.labels, strict=True) if cluster == label)
             for label in sorted(set(clustering.labels) - {UNDECIDED})
         },
-        ranks=ranks,
     )
 
 

@@ -7,7 +7,6 @@ the same code for both (`Site.trainable`).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -135,7 +134,11 @@ def plan_run(assembly: Assembly, engine: Engine, *, on_event: OnEvent = ignore) 
         data=data,
         sparse={} if mask_plan is None else sparse_report(mask_plan.mask, config.sparse),
         notes=(
-            *_data_notes(assembly, data),
+            *dial_note(config),
+            *left_out_notes(assembly.clients),
+            *truncation_notes(assembly.site.data, assembly.site.backbone),
+            *shard_notes(data),
+            *heterogeneity_notes(assembly.clients),
             *discovery.notes,
             *notes,
             *(start_notes(start, assembly, [client.ranks for client in clients]) if start is not None else ()),
@@ -180,17 +183,6 @@ def measure_importance(
     """
     importance = importance_by_client(assembly, engine, models, round=round, cuts=cuts)
     return importance if discovery.clustering is None else cluster_importance(importance, discovery.labels)
-
-
-def _data_notes(assembly: Assembly, data: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Notes of the plan on the clients' data, of which `data` are the statistics."""
-    return (
-        *dial_note(assembly.config),
-        *left_out_notes(assembly.clients),
-        *truncation_notes(assembly.site.data, assembly.site.backbone),
-        *shard_notes(data),
-        *heterogeneity_notes(assembly.clients),
-    )
 
 
 def recluster(

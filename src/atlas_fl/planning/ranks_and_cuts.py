@@ -51,57 +51,6 @@ SCORE_WEIGHTS: Mapping[str, float] = {"memory": 0.35, "communication": 0.30, "im
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A cut that fits, with what it costs in a round."""
-
-    blocks: int
-    """Blocks on the client."""
-    memory: float
-    """Share of the device's memory that is used, 0 to 1."""
-    importance: float
-    """Share of the utility above the cut, 0 to 1."""
-    client_seconds: float
-    server_seconds: float
-    link_seconds: float
-
-    @property
-    def seconds(self) -> float:
-        """The whole round; no two parts of it run at once."""
-        return self.client_seconds + self.server_seconds + self.link_seconds
-
-
-def score_terms(candidate: Candidate) -> dict[str, float]:
-    """The four parts of the score before they are weighed, each from 0 to 1."""
-    sides = (candidate.client_seconds, candidate.server_seconds)
-    return {
-        "memory": 1 - candidate.memory,
-        "communication": 1 - candidate.link_seconds / candidate.seconds if candidate.seconds else 1.0,
-        "importance": candidate.importance,
-        "balance": min(sides) / max(sides) if max(sides) else 1.0,
-    }
-
-
-def score_cut(candidate: Candidate) -> float:
-    """The weighted sum of `score_terms`, 0 to 1."""
-    return sum(SCORE_WEIGHTS[name] * value for name, value in score_terms(candidate).items())
-
-
-def choose_cut(candidates: Sequence[Candidate], objective: str) -> tuple[Candidate, str]:
-    """The best of at least one candidate by `score` or `time`, and the reason in words.
-
-    Of equal candidates it is the one with fewer blocks.
-    """
-    ordered = sorted(candidates, key=lambda candidate: candidate.blocks)
-    among = f"of {len(ordered)} that fit"
-    if objective == "time":
-        quickest = min(ordered, key=lambda candidate: candidate.seconds)
-        return quickest, f"smallest round time, {quickest.seconds:.1f} s, {among}"
-    best = max(ordered, key=score_cut)
-    parts = ", ".join(f"{name} {value:.2f}" for name, value in score_terms(best).items())
-    return best, f"best score, {score_cut(best):.2f}, {among} ({parts})"
-
-
-@dataclass(frozen=True, kw_only=True)
 class ClientFit:
     """Ranks, cut and predicted round of one client on its device."""
 
@@ -110,6 +59,39 @@ class ClientFit:
     cut: Cut | None
     reason: str
     """The reason for this cut, or for none; empty where splitting was not asked for."""
+
+
+def score_terms(fit: ClientFit, importance: np.ndarray) -> dict[str, float]:
+    """The four parts of the score of a cut before they are weighed, each from 0 to 1."""
+    assert fit.cut is not None, "cuts are scored"
+    prediction, memory = fit.prediction, fit.prediction.memory
+    below, above = cut_utilities(importance, fit.assignment.ranks)[fit.cut.blocks]
+    sides = (prediction.compute_seconds, prediction.server_seconds)
+    return {
+        "memory": 1 - memory.used_bytes / memory.total_bytes,
+        "communication": 1 - prediction.transfer_seconds / prediction.seconds if prediction.seconds else 1.0,
+        "importance": float(above / (below + above)) if below + above else 0.0,
+        "balance": min(sides) / max(sides) if max(sides) else 1.0,
+    }
+
+
+def score_cut(fit: ClientFit, importance: np.ndarray) -> float:
+    """The weighted sum of `score_terms`, 0 to 1."""
+    return sum(SCORE_WEIGHTS[name] * value for name, value in score_terms(fit, importance).items())
+
+
+def choose_cut(fits: Sequence[ClientFit], importance: np.ndarray, objective: str) -> tuple[ClientFit, str]:
+    """The best of at least one cut, with fewer blocks first, by `score` or `time`, and the reason in words.
+
+    Of equal ones it is the first.
+    """
+    among = f"of {len(fits)} that fit"
+    if objective == "time":
+        quickest = min(fits, key=lambda fit: fit.prediction.seconds)
+        return quickest, f"smallest round time, {quickest.prediction.seconds:.1f} s, {among}"
+    best = max(fits, key=lambda fit: score_cut(fit, importance))
+    parts = ", ".join(f"{name} {value:.2f}" for name, value in score_terms(best, importance).items())
+    return best, f"best score, {score_cut(best, importance):.2f}, {among} ({parts})"
 
 
 def fit_client(
@@ -166,8 +148,8 @@ def fit_client(
                 f"{device.name} fits no cut of {assembly.site.backbone.name}; with one block on it:"
                 f" {(refusals or [error])[0]}"
             ) from error
-    best, reason = choose_cut([_candidate(cut_fit, importance) for cut_fit in fits], config.split.split_objective)
-    return fit(best.blocks, reason)
+    best, reason = choose_cut(fits, importance, config.split.split_objective)
+    return replace(best, reason=reason)
 
 
 def cuts_for_planning(assembly: Assembly) -> dict[str, Cut]:
@@ -219,26 +201,6 @@ def _share_server_adapters(assembly: Assembly, fits: Sequence[ClientFit], cluste
             cut=cut,
         )
     return shared_fits
-
-
-def _num_owners(fits: Sequence[ClientFit], cut: Cut, layers: int) -> tuple[int, ...]:
-    """By block, how many clients share the adapters that the server has there for this one; 1 where it shares none."""
-    sharing = [fit.cut for fit in fits if fit.cut is not None and fit.cut.shared == cut.shared is not None]
-    return tuple(max(1, sum(shared_cut.blocks <= layer for shared_cut in sharing)) for layer in range(layers))
-
-
-def _candidate(fit: ClientFit, importance: np.ndarray) -> Candidate:
-    assert fit.cut is not None
-    prediction, blocks = fit.prediction, fit.cut.blocks
-    below, above = cut_utilities(importance, fit.assignment.ranks)[blocks]
-    return Candidate(
-        blocks=blocks,
-        memory=prediction.memory.used_bytes / prediction.memory.total_bytes,
-        importance=float(above / (below + above)) if below + above else 0.0,
-        client_seconds=prediction.compute_seconds,
-        server_seconds=prediction.server_seconds,
-        link_seconds=prediction.transfer_seconds,
-    )
 
 
 def _check_block(blocks: int, assembly: Assembly) -> int:
@@ -321,7 +283,9 @@ def _split_entry(assembly: Assembly, client: ClientData, fit: ClientFit, fits: S
         return entry
     if cut.shared is not None:
         entry["shared"] = cut.shared
-    owners = _num_owners(fits, cut, assembly.shape.num_layers)
+    # by block, how many clients share the adapters that the server has there for this one
+    sharing = [other.cut for other in fits if other.cut is not None and other.cut.shared == cut.shared is not None]
+    owners = [max(1, sum(one.blocks <= layer for one in sharing)) for layer in range(assembly.shape.num_layers)]
     return entry | {
         "crossing_bytes": crossing_bytes(assembly, client, cut),
         "client_seconds": prediction.compute_seconds,
