@@ -128,7 +128,7 @@ def join_singletons(
         chosen = nearest(distances, np.broadcast_to(pool, (n, n)), count)[k]
         joined[k] |= chosen
         if chosen.any() and not mates.any():
-            nearby = ", ".join(clients[other] for other in np.flatnonzero(chosen))
+            nearby = ", ".join(clients[other] for other in np.flatnonzero(chosen).tolist())
             lines.append(
                 f"{clients[k]} is alone in its cluster and no other decided client has its task: joined to {nearby}"
             )

@@ -28,14 +28,7 @@ from jaxtyping import Bool, Float64
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
-from atlas_fl.aggregation.lora_product import (
-    energy_share,
-    fit_clients,
-    leading_reduced,
-    resize_rank,
-    stack_factors,
-    truncated_svd,
-)
+from atlas_fl.aggregation import lora_product
 from atlas_fl.aggregation.matrices import Federation, bounded_weights
 from atlas_fl.errors import ProtocolError
 from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE, ByClient, Params, is_full_model, lora_modules, shared_params
@@ -278,13 +271,13 @@ class _Mixture:
         factors = [a[k] for k in sources], [b[k] for k in sources], [self.scale(r) for r in counts]
         longest = [max(a[k].shape[0] for k in targets) for targets in group.targets]
         if self.reduce is None:
-            stack_a, stack_b = stack_factors(*factors)
+            stack_a, stack_b = lora_product.stack_factors(*factors)
             weights = torch.from_numpy(np.repeat(group.rows, counts, axis=1)).to(stack_a.device)
-            components = truncated_svd(stack_a, stack_b, weights, ranks=longest)
+            components = lora_product.truncated_svd(stack_a, stack_b, weights, ranks=longest)
         else:
-            components = leading_reduced(*factors, reduce=self.reduce, ranks=longest)
+            components = lora_product.leading_reduced(*factors, reduce=self.reduce, ranks=longest)
         for best, targets in zip(components, group.targets):
-            yield from fit_clients(best, targets, a, b, scale=self.scale)
+            yield from lora_product.fit_clients(best, targets, a, b, scale=self.scale)
 
 
 def mix(
@@ -327,7 +320,7 @@ def mix(
                 thrown[clients[k]] += lost
                 total[clients[k]] += whole
     moved = {client: new.get(k, params[k]) for k, client in enumerate(clients)}
-    return Mixed(by_client=moved, discarded=energy_share(thrown, total))
+    return Mixed(by_client=moved, discarded=lora_product.energy_share(thrown, total))
 
 
 def resize_ranks(params: Params, ranks: Mapping[str, int], scale: Callable[[int], float]) -> dict[str, Tensor]:
@@ -341,7 +334,7 @@ def resize_ranks(params: Params, ranks: Mapping[str, int], scale: Callable[[int]
         a, b = params[module + LORA_A], params[module + LORA_B]
         if rank != a.shape[0]:
             scales = {"old_scale": scale(a.shape[0]), "new_scale": scale(rank)}
-            new[module + LORA_A], new[module + LORA_B] = resize_rank(a, b, rank=rank, **scales)
+            new[module + LORA_A], new[module + LORA_B] = lora_product.resize_rank(a, b, rank=rank, **scales)
     return new
 
 

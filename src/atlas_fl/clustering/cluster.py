@@ -11,15 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from atlas_fl.clustering.k_search import (
-    METHODS,
-    KTableRow,
-    Verdict,
-    labels_without_structure,
-    mean_sketch,
-    merge_small,
-    structure_test,
-)
+from atlas_fl.clustering import k_search, sketch
 from atlas_fl.clustering.labels import (
     UNDECIDED,
     ClusteringSettings,
@@ -28,14 +20,6 @@ from atlas_fl.clustering.labels import (
     stable_labels,
 )
 from atlas_fl.clustering.result import Clustering
-from atlas_fl.clustering.sketch import (
-    LOW_VARIANCE,
-    corrected_similarity,
-    cross_similarity,
-    normalise_sketches,
-    project_sketches,
-    reliability,
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +92,7 @@ def oracle_clustering(
     names = {task: index for index, task in enumerate(dict.fromkeys(tasks))}
     evidence = _prepare_evidence(first, second, settings)
     labels = np.array([names[task] for task in tasks], dtype=np.int64)
-    verdict = Verdict(found=len(names) > 1, reason="true tasks, given and not tested")
+    verdict = k_search.Verdict(found=len(names) > 1, reason="true tasks, given and not tested")
     return replace(_result(evidence, labels=labels, settings=settings), structure=asdict(verdict))
 
 
@@ -116,12 +100,15 @@ def _prepare_evidence(first: np.ndarray, second: np.ndarray, settings: Clusterin
     """Unit rows, reliabilities, who is decided, and the corrected similarity among those."""
     offsets = np.zeros((2, first.shape[1]))
     if settings.centre:
-        offsets = np.stack([normalise_sketches(half).mean(axis=0) for half in (first, second)])
-    left, right = normalise_sketches(first, offset=offsets[0]), normalise_sketches(second, offset=offsets[1])
-    cross = cross_similarity(left, right)
-    reliabilities = reliability(cross)
+        offsets = np.stack([sketch.normalise_sketches(half).mean(axis=0) for half in (first, second)])
+    left, right = (
+        sketch.normalise_sketches(first, offset=offsets[0]),
+        sketch.normalise_sketches(second, offset=offsets[1]),
+    )
+    cross = sketch.cross_similarity(left, right)
+    reliabilities = sketch.reliability(cross)
     decided = (reliabilities >= settings.min_reliability) & left.any(axis=1) & right.any(axis=1)
-    rho = corrected_similarity(cross, floor=max(settings.min_reliability, 0.0))
+    rho = sketch.corrected_similarity(cross, floor=max(settings.min_reliability, 0.0))
     similarity = np.where(np.outer(decided, decided), rho, np.eye(len(reliabilities)))
     return _Evidence(
         first=left, second=right, offsets=offsets, reliability=reliabilities, decided=decided, similarity=similarity
@@ -130,14 +117,14 @@ def _prepare_evidence(first: np.ndarray, second: np.ndarray, settings: Clusterin
 
 def _decide(
     evidence: _Evidence, settings: ClusteringSettings, previous_labels: np.ndarray | None
-) -> tuple[np.ndarray, Verdict, tuple[str, ...], tuple[KTableRow, ...]]:
+) -> tuple[np.ndarray, k_search.Verdict, tuple[str, ...], tuple[k_search.KTableRow, ...]]:
     """Labels (n,), the verdict, the warnings and the k table, for clients in canonical order."""
     decided = evidence.decided
     labels = np.full(len(decided), UNDECIDED, dtype=np.int64)
     if not decided.any():
         reason = f"no client's halves agree to {settings.min_reliability:g}; give clients more examples"
-        return labels, Verdict(found=False, reason=reason), (f"no structure: {reason}",), ()
-    method = METHODS[settings.cluster_by]
+        return labels, k_search.Verdict(found=False, reason=reason), (f"no structure: {reason}",), ()
+    method = k_search.METHODS[settings.cluster_by]
     halves = evidence.first[decided], evidence.second[decided]
     previous = None
     if previous_labels is not None:
@@ -146,18 +133,18 @@ def _decide(
         previous = np.where(previous == UNDECIDED, previous.max() + 1 + np.arange(len(previous)), previous)
     proposal = method.propose(*halves, settings, previous=previous)
     proposed, notes = proposal.labels, proposal.warnings
-    verdict = structure_test(*halves, method.statistic, settings)
+    verdict = k_search.structure_test(*halves, method.statistic, settings)
     if verdict.found and len(np.unique(proposed)) == 1:
         reason = f"{settings.cluster_by} itself chose one cluster, though the {verdict.reason}"
         verdict = replace(verdict, found=False, reason=reason)
     if not verdict.found:
         if settings.fixed_k is None and method.uses_corrected_similarity:
-            proposed = labels_without_structure(*halves, settings, proposed)
+            proposed = k_search.labels_without_structure(*halves, settings, proposed)
         elif settings.fixed_k is None:
             proposed = np.zeros_like(proposed)
         notes = (*notes, f"no structure: {verdict.reason}; {_consequence(proposed, settings)}")
     among = evidence.similarity[np.ix_(decided, decided)]
-    labels[decided], merges = merge_small(proposed, among, min_size=settings.min_cluster_size)
+    labels[decided], merges = k_search.merge_small(proposed, among, min_size=settings.min_cluster_size)
     return labels, verdict, (*notes, *merges), proposal.k_table
 
 
@@ -169,14 +156,16 @@ def _consequence(labels: np.ndarray, settings: ClusteringSettings) -> str:
 
 def _result(evidence: _Evidence, *, labels: np.ndarray, settings: ClusteringSettings) -> Clustering:
     """The clustering of these labels (n,), in the order of the evidence, without verdict and k table."""
-    mean = mean_sketch(evidence.first, evidence.second)
-    plane = project_sketches(mean, components=2).points
+    mean = k_search.mean_sketch(evidence.first, evidence.second)
+    plane = sketch.project_sketches(mean, components=2).points
     seen = evidence.decided if evidence.decided.any() else np.ones(len(labels), dtype=bool)
-    space = project_sketches(mean[seen], components=settings.pca_components, incremental=settings.incremental_pca)
+    space = sketch.project_sketches(
+        mean[seen], components=settings.pca_components, incremental=settings.incremental_pca
+    )
     warnings: tuple[str, ...] = ()
-    if space.explained_variance < LOW_VARIANCE:
+    if space.explained_variance < sketch.LOW_VARIANCE:
         share = f"{space.points.shape[1]} principal components explain {space.explained_variance:.2f} of the variance"
-        warnings = (f"{share}, less than {LOW_VARIANCE}; raise pca_components",)
+        warnings = (f"{share}, less than {sketch.LOW_VARIANCE}; raise pca_components",)
     return Clustering(
         labels=tuple(labels.tolist()),
         method="oracle" if settings.clusters == "oracle" else settings.cluster_by,
@@ -193,8 +182,8 @@ def _result(evidence: _Evidence, *, labels: np.ndarray, settings: ClusteringSett
 
 def _centroids(evidence: _Evidence, labels: np.ndarray, settings: ClusteringSettings) -> np.ndarray:
     """Means that `assign_client` compares with, (halves, k, d), rounded so that the plan stays small."""
-    rows: list[Any] = [mean_sketch(evidence.first, evidence.second)]
-    if settings.clusters == "oracle" or METHODS[settings.cluster_by].uses_corrected_similarity:
+    rows: list[Any] = [k_search.mean_sketch(evidence.first, evidence.second)]
+    if settings.clusters == "oracle" or k_search.METHODS[settings.cluster_by].uses_corrected_similarity:
         scale = np.sqrt(np.maximum(evidence.reliability, max(settings.min_reliability, 1e-3)))[:, None]
         rows = [evidence.first / scale, evidence.second / scale]
     names = decided_labels(labels.tolist())

@@ -31,14 +31,8 @@ from scipy.spatial.distance import pdist, squareform
 from sklearn.cluster import KMeans
 from sklearn.metrics import adjusted_rand_score, calinski_harabasz_score, davies_bouldin_score
 
+from atlas_fl.clustering import sketch
 from atlas_fl.clustering.labels import ClusteringSettings
-from atlas_fl.clustering.sketch import (
-    corrected_similarity,
-    cross_similarity,
-    project_sketches,
-    reliability,
-    unit_rows,
-)
 from atlas_fl.rng import derive_seed, generator
 
 KTableRow: TypeAlias = dict[str, Any]
@@ -136,19 +130,19 @@ def draw_unrelated(first: np.ndarray, second: np.ndarray, *, rng: np.random.Gene
     The rotation acts on the plane of the client's two sketches, so a random orthonormal pair of directions stands
     for the whole d x d matrix.
     """
-    along = unit_rows(rng.standard_normal(first.shape))
+    along = sketch.unit_rows(rng.standard_normal(first.shape))
     across = rng.standard_normal(first.shape)
-    across = unit_rows(across - np.sum(across * along, axis=1, keepdims=True) * along)
-    shared = np.sum(unit_rows(first) * unit_rows(second), axis=1, keepdims=True)
+    across = sketch.unit_rows(across - np.sum(across * along, axis=1, keepdims=True) * along)
+    shared = np.sum(sketch.unit_rows(first) * sketch.unit_rows(second), axis=1, keepdims=True)
     return along, shared * along + np.sqrt(np.maximum(1.0 - shared**2, 0.0)) * across
 
 
 def draw_alike(first: np.ndarray, second: np.ndarray, *, rng: np.random.Generator) -> Halves:
     """Both halves (n, d) as unit rows: `sqrt(c_kk)` of one common direction and noise of their own for the rest."""
-    signal = np.clip(reliability(cross_similarity(first, second)), 0.0, 1.0)[:, None]
-    common = unit_rows(rng.standard_normal((1, first.shape[1])))
+    signal = np.clip(sketch.reliability(sketch.cross_similarity(first, second)), 0.0, 1.0)[:, None]
+    common = sketch.unit_rows(rng.standard_normal((1, first.shape[1])))
     noise = (rng.standard_normal(first.shape) for _ in range(2))
-    orthogonal = [unit_rows(direction - (direction @ common.T) * common) for direction in noise]
+    orthogonal = [sketch.unit_rows(direction - (direction @ common.T) * common) for direction in noise]
     left, right = (np.sqrt(signal) * common + np.sqrt(1.0 - signal) * direction for direction in orthogonal)
     return left, right
 
@@ -188,7 +182,7 @@ class Proposal:
 
 def mean_sketch(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     """The fingerprint of both halves together, unit rows (n, d)."""
-    return unit_rows(first + second)
+    return sketch.unit_rows(first + second)
 
 
 def feasible_ks(points: np.ndarray, settings: ClusteringSettings) -> tuple[tuple[int, ...], tuple[str, ...]]:
@@ -235,7 +229,9 @@ def search_k(
 
 def _project(first: np.ndarray, second: np.ndarray, settings: ClusteringSettings) -> np.ndarray:
     rows = mean_sketch(first, second)
-    return project_sketches(rows, components=settings.pca_components, incremental=settings.incremental_pca).points
+    return sketch.project_sketches(
+        rows, components=settings.pca_components, incremental=settings.incremental_pca
+    ).points
 
 
 def _with_warm_start(
@@ -285,7 +281,7 @@ def merge_small(labels: np.ndarray, similarity: np.ndarray, *, min_size: int) ->
 
 def similarity_of_halves(first: np.ndarray, second: np.ndarray, settings: ClusteringSettings) -> np.ndarray:
     """Noise-corrected similarity (n, n) of decided clients, whose reliability is at least `min_reliability`."""
-    return corrected_similarity(cross_similarity(first, second), floor=max(settings.min_reliability, 0.0))
+    return sketch.corrected_similarity(sketch.cross_similarity(first, second), floor=max(settings.min_reliability, 0.0))
 
 
 def merge_tree(similarity: np.ndarray) -> np.ndarray:
@@ -311,7 +307,7 @@ def propose_linkage(
     `previous` labels (n,) blend in: `(1 - stability) rho + stability * (same cluster before)`.
     """
     similarity = similarity_of_halves(first, second, settings)
-    points = project_sketches(mean_sketch(first, second), components=settings.pca_components).points
+    points = sketch.project_sketches(mean_sketch(first, second), components=settings.pca_components).points
     ks, warnings = feasible_ks(points, settings)
     if previous is not None:
         together = (previous[:, None] == previous[None, :]).astype(np.float64)

@@ -13,15 +13,9 @@ from typing import Any
 import numpy as np
 from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
 
+from atlas_fl.clustering import sketch
 from atlas_fl.clustering.k_search import KTableRow, mean_sketch
 from atlas_fl.clustering.labels import UNDECIDED, ClusteringSettings, decided_labels
-from atlas_fl.clustering.sketch import (
-    corrected_similarity,
-    cross_similarity,
-    normalise_sketches,
-    project_sketches,
-    reliability,
-)
 from atlas_fl.errors import CheckpointError, ConfigError
 
 TUPLES = ("labels", "before_merging", "warnings", "k_table")
@@ -101,8 +95,8 @@ def assign_client(clustering: Clustering, first: np.ndarray, second: np.ndarray)
     settings, centroids, dim = clustering.settings, clustering.centroids, clustering.offsets.shape[1]
     if np.shape(first) != (dim,) or np.shape(second) != (dim,):
         raise ConfigError(f"sketch of shape {np.shape(first)} beside clusters of sketches of {dim}")
-    left = normalise_sketches(first[None], offset=clustering.offsets[0])[0]
-    right = normalise_sketches(second[None], offset=clustering.offsets[1])[0]
+    left = sketch.normalise_sketches(first[None], offset=clustering.offsets[0])[0]
+    right = sketch.normalise_sketches(second[None], offset=clustering.offsets[1])[0]
     client_reliability = float(left @ right)
     names = decided_labels(clustering.before_merging or clustering.labels)
     joined = dict(zip(clustering.before_merging or clustering.labels, clustering.labels, strict=True))
@@ -112,7 +106,7 @@ def assign_client(clustering: Clustering, first: np.ndarray, second: np.ndarray)
     if corrected:
         similarities = (centroids[1] @ left + centroids[0] @ right) / 2 / np.sqrt(client_reliability)
     else:
-        mean = normalise_sketches((left + right)[None])[0]
+        mean = sketch.normalise_sketches((left + right)[None])[0]
         similarities = 1 - np.linalg.norm(centroids[0] - mean, axis=1) ** 2 / 2
     alone = corrected and settings.fixed_k is None and similarities.max() < settings.threshold
     alone = alone or client_reliability < settings.min_reliability
@@ -134,16 +128,16 @@ def append_client(clustering: Clustering, sketches: np.ndarray, *, label: int) -
     compared with stays what it was.
     """
     left, right = (
-        normalise_sketches(half, offset=mean) for half, mean in zip(sketches, clustering.offsets, strict=True)
+        sketch.normalise_sketches(half, offset=mean) for half, mean in zip(sketches, clustering.offsets, strict=True)
     )
-    cross = cross_similarity(left, right)
-    reliabilities = reliability(cross)
+    cross = sketch.cross_similarity(left, right)
+    reliabilities = sketch.reliability(cross)
     floor = clustering.settings.min_reliability
     decided = np.append(clustering.reliability >= floor, reliabilities[-1] >= floor)
-    new_row = corrected_similarity(cross, floor=max(floor, 0.0))[-1] * (decided & decided[-1])
+    new_row = sketch.corrected_similarity(cross, floor=max(floor, 0.0))[-1] * (decided & decided[-1])
     new_row[-1] = 1.0
     similarity = np.block([[clustering.similarity, new_row[:-1, None]], [new_row[None, :]]])
-    points = project_sketches(mean_sketch(left, right), components=2).points
+    points = sketch.project_sketches(mean_sketch(left, right), components=2).points
     # A cluster that was joined from several is one to the newcomer: it is put into the first of them.
     before = dict(zip(reversed(clustering.labels), reversed(clustering.before_merging)))
     return replace(

@@ -16,21 +16,15 @@ from atlas_fl.ranks.cost_model import crossing_seconds, link_between
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.setup.assembly import Assembly
 from atlas_fl.setup.options import cut_of
-from atlas_fl.split.host_matching import (
-    GuestRequirement,
-    HostCapacity,
-    HostingCost,
-    HostMatch,
-    match_hosts,
-)
+from atlas_fl.split import host_matching
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostAssignment:
     """The host of every guest in a round; empty where the server runs all server halves."""
 
-    training: Mapping[str, HostMatch] = field(default_factory=dict)
-    evaluation: Mapping[str, HostMatch] = field(default_factory=dict)
+    training: Mapping[str, host_matching.HostMatch] = field(default_factory=dict)
+    evaluation: Mapping[str, host_matching.HostMatch] = field(default_factory=dict)
     relayed: bool = False
     """True if messages between two clients are relayed by the server."""
 
@@ -50,7 +44,7 @@ def match_round_hosts(
 
 def _match_present_hosts(
     assembly: Assembly, clients: Sequence[ClientPlan], updates: Sequence[Update]
-) -> dict[str, HostMatch]:
+) -> dict[str, host_matching.HostMatch]:
     """Match the clients that answered; matches that the engine reports take precedence."""
     engine_matches = {update.client: update.hosted for update in updates}
     matches = _match_hosts(assembly, clients, present=engine_matches.keys())
@@ -66,7 +60,7 @@ class EngineWithHosts:
     """An engine that adds to every job what its client needs of a host, or can offer as one."""
 
     engine: Engine
-    requirements: Mapping[str, GuestRequirement | HostCapacity]
+    requirements: Mapping[str, host_matching.GuestRequirement | host_matching.HostCapacity]
 
     def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
         """The updates of these jobs, in their order (`runtime.engine.Engine`)."""
@@ -78,7 +72,7 @@ def attach_hosts(assembly: Assembly, clients: Sequence[ClientPlan], engine: Engi
     if assembly.config.split.topology == "server":
         return engine
     guests, hosts = _hosting_requirements(assembly, clients)
-    requirements: list[GuestRequirement | HostCapacity] = [*guests, *hosts]
+    requirements: list[host_matching.GuestRequirement | host_matching.HostCapacity] = [*guests, *hosts]
     return EngineWithHosts(engine=engine, requirements={requirement.name: requirement for requirement in requirements})
 
 
@@ -101,9 +95,9 @@ def assign_hosts(assembly: Assembly, clients: Sequence[ClientPlan]) -> tuple[Cli
 
 def _match_hosts(
     assembly: Assembly, clients: Sequence[ClientPlan], *, present: Collection[str]
-) -> dict[str, HostMatch]:
+) -> dict[str, host_matching.HostMatch]:
     guests, hosts = _hosting_requirements(assembly, clients)
-    return match_hosts(
+    return host_matching.match_hosts(
         [requirement for requirement in guests if requirement.name in present],
         [requirement for requirement in hosts if requirement.name in present],
     )
@@ -111,16 +105,16 @@ def _match_hosts(
 
 def _hosting_requirements(
     assembly: Assembly, clients: Sequence[ClientPlan]
-) -> tuple[list[GuestRequirement], list[HostCapacity]]:
+) -> tuple[list[host_matching.GuestRequirement], list[host_matching.HostCapacity]]:
     planned_devices = list(zip(clients, assembly.devices, strict=True))
     host_devices = {planned.name: device for planned, device in planned_devices if planned.cut is None}
-    guests: list[GuestRequirement] = []
-    hosts: list[HostCapacity] = []
+    guests: list[host_matching.GuestRequirement] = []
+    hosts: list[host_matching.HostCapacity] = []
     for client, (planned, device) in zip(assembly.clients, planned_devices, strict=True):
         cut = cut_of(assembly.config, planned.cut)
         if cut is None:
             free_bytes = planned.memory["total"] - int(planned.predicted["memory_bytes"])
-            hosts.append(HostCapacity(name=planned.name, cluster=planned.cluster, free_bytes=free_bytes))
+            hosts.append(host_matching.HostCapacity(name=planned.name, cluster=planned.cluster, free_bytes=free_bytes))
             continue
         split = planned.split
         crossings = cut_traffic_of(assembly, client, cut)
@@ -128,7 +122,7 @@ def _hosting_requirements(
         # The client's own adapters go to the server as before.
         model_seconds = split["link_seconds"] - crossing_seconds(crossings, device)
         costs = {
-            name: HostingCost(
+            name: host_matching.HostingCost(
                 compute_seconds=flops / host.flops_per_second,
                 link_seconds=model_seconds + crossing_seconds(crossings, link_between(device, host)),
             )
@@ -136,7 +130,7 @@ def _hosting_requirements(
         }
         memory_bytes = sum(size for part, size in split["server_memory"].items() if part != "frozen weights")
         guests.append(
-            GuestRequirement(
+            host_matching.GuestRequirement(
                 name=planned.name,
                 cluster=planned.cluster,
                 bytes=memory_bytes,

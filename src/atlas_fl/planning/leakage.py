@@ -18,7 +18,7 @@ share; adapters start as no change of it.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil, sqrt
 
 import numpy as np
@@ -141,12 +141,14 @@ class CutLeakage:
     """Tokens that it was to read."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class _TextSample:
     """Some texts of a task, in packed rows that fit the memory of a pack, and their hidden states so far."""
 
     rows: list[PackedBatch]
-    is_word: Tensor  # (tokens,) bool: all but the marks that a tokenizer sets around every text
+    is_word: (
+        Tensor  # (tokens,) bool: all but the marks that a tokenizer sets around every text, an unknown word is none
+    )
     ids: Tensor  # (words,) int64
     hidden: list[Tensor]  # of every row, (tokens, hidden)
 
@@ -168,8 +170,11 @@ def leakage_of(assembly: Assembly, cuts: Mapping[str, Sequence[int]]) -> tuple[C
         unseen_texts = _sample_texts(assembly, task, "test", UNSEEN_TEXTS)
         depth = 0
         for blocks in sorted({_check_blocks(assembly, blocks) for blocks in block_counts}):
-            known_texts = _run_further_blocks(assembly, known_texts, range(depth, blocks))
-            unseen_texts = _run_further_blocks(assembly, unseen_texts, range(depth, blocks))
+            for texts in (known_texts, unseen_texts):
+                texts.hidden = [
+                    run_blocks(assembly.site.backbone, rows, row.layout, range(depth, blocks))
+                    for row, rows in zip(texts.rows, texts.hidden, strict=True)
+                ]
             results.append(_measure_cut(assembly, task, blocks, known_texts=known_texts, unseen_texts=unseen_texts))
             depth = blocks
     return tuple(results)
@@ -179,7 +184,11 @@ def _measure_cut(
     assembly: Assembly, task: str, blocks: int, *, known_texts: _TextSample, unseen_texts: _TextSample
 ) -> CutLeakage:
     backbone = assembly.site.backbone
-    looks = _looks(assembly, task)
+    looks = 1
+    if assembly.config.split.wire_noise:  # of the client where they are most
+        own = [client.name for client in assembly.clients if client.task.name == task]
+        counts = [len(assembly.site.data[name].splits["train"]) for name in own]
+        looks = max(most_looks(assembly.config, examples=count)["train"] for count in counts)
     read = _read(assembly, known_texts, unseen_texts, looks=1)
     row = collate_packed(_first_examples(assembly, task, "test", FISHER_TEXTS), device=backbone.device)
     embedded = embed_tokens(backbone, row.ids, row.types, row.layout)
@@ -196,14 +205,6 @@ def _measure_cut(
         known=len(known_texts.ids),
         unseen=len(unseen_texts.ids),
     )
-
-
-def _looks(assembly: Assembly, task: str) -> int:
-    """The most looks at a row of this task, of the client where they are most."""
-    if not assembly.config.split.wire_noise:
-        return 1
-    counts = [len(assembly.site.data[one.name].splits["train"]) for one in assembly.clients if one.task.name == task]
-    return max(most_looks(assembly.config, examples=count)["train"] for count in counts)
 
 
 def _read(assembly: Assembly, known_texts: _TextSample, unseen_texts: _TextSample, *, looks: int) -> float:
@@ -224,13 +225,6 @@ def _received_rows(assembly: Assembly, texts: _TextSample, *, name: str, looks: 
     return decode_rows(encode_rows(rows, wire=split.wire))[0].to(rows.device)
 
 
-def _run_further_blocks(assembly: Assembly, texts: _TextSample, blocks: range) -> _TextSample:
-    """The texts after a forward pass through these blocks."""
-    pairs = zip(texts.rows, texts.hidden, strict=True)
-    hidden = [run_blocks(assembly.site.backbone, rows, row.layout, blocks) for row, rows in pairs]
-    return replace(texts, hidden=hidden)
-
-
 def _sample_texts(assembly: Assembly, task: str, split: Split, max_texts: int) -> _TextSample:
     backbone, parts = assembly.site.backbone, _first_examples(assembly, task, split, max_texts)
     rows = [
@@ -240,7 +234,9 @@ def _sample_texts(assembly: Assembly, task: str, split: Split, max_texts: int) -
         for chunk in split_by_tokens([part.lengths for part in parts], assembly.site.max_tokens)
     ]
     ids = torch.cat([row.ids for row in rows])
-    is_word = ~torch.isin(ids, torch.tensor(_special_token_ids(assembly), device=ids.device))
+    roles = ("cls_token_id", "sep_token_id", "bos_token_id", "eos_token_id", "pad_token_id")
+    marks = {getattr(backbone.tokenizer, role, None) for role in roles} - {None, backbone.tokenizer.unk_token_id}
+    is_word = ~torch.isin(ids, torch.tensor(sorted(marks), device=ids.device))
     if not is_word.any():
         raise DataError(f"the {split} texts of task {task!r} hold no token to be read; give it other data")
     hidden = [embed_tokens(backbone, row.ids, row.types, row.layout) for row in rows]
@@ -256,14 +252,6 @@ def _first_examples(assembly: Assembly, task: str, split: Split, num_left: int) 
             taken.append(examples.take(np.arange(min(num_left, len(examples)))))
             num_left -= len(taken[-1])
     return taken
-
-
-def _special_token_ids(assembly: Assembly) -> list[int]:
-    """The ids of tokens that a tokenizer sets around every text; the unknown token is none of them."""
-    tokenizer = assembly.site.backbone.tokenizer
-    roles = ("cls_token_id", "sep_token_id", "bos_token_id", "eos_token_id", "pad_token_id")
-    token_ids = [getattr(tokenizer, role, None) for role in roles]
-    return [int(token_id) for token_id in token_ids if token_id is not None and token_id != tokenizer.unk_token_id]
 
 
 def _accuracy(is_correct: Tensor) -> float:

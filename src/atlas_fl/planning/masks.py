@@ -4,7 +4,7 @@ The heads are fitted first, then the mask is made, then the bytes, seconds and m
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -49,12 +49,8 @@ class MaskPlan:
     messages: tuple[LedgerRow, ...]
 
 
-def fit_heads_and_mask(assembly: Assembly, engine: Engine, models: ByClient | None = None) -> MaskPlan:
-    """Fit the heads of images and make the mask of all clients, as the config says; fitted heads are frozen.
-
-    `models` default to `assembly.full_models()`.
-    """
-    models = assembly.full_models() if models is None else models
+def fit_heads_and_mask(assembly: Assembly, engine: Engine, models: ByClient) -> MaskPlan:
+    """Fit the heads of images and make the mask of all clients, as the config says; fitted heads are frozen."""
     messages = list[LedgerRow]()
     mask: Mask | None = None
     if assembly.config.sparse.has_mask:  # before the heads, whose fit passes over all images
@@ -101,36 +97,32 @@ def check_heads(assembly: Assembly) -> None:
 
 def fit_heads(assembly: Assembly, engine: Engine, models: ByClient) -> tuple[ByClient, list[LedgerRow]]:
     """Fit every task's head by ridge regression over its clients, at the best scale; sums go up, heads come down."""
-    penalty = assembly.config.images.ridge
-    sums, messages = _sum_over_clients(assembly, engine, "ridge", models, lambda _: RidgeOptions())
+    penalty, tasks = assembly.config.images.ridge, {client.name: client.task.name for client in assembly.clients}
+    jobs = [Job(client=name, params=models[name], round=0, options=RidgeOptions()) for name in tasks]
+    sums, messages = _sum_answers(engine, "ridge", jobs, kind="head", groups=tasks)
     heads = {task: ridge_head(task_sums[GRAM], task_sums[CROSS], penalty=penalty) for task, task_sums in sums.items()}
     fitted, head_messages = _assign_heads(assembly, models, heads)
-    clients = Counter(client.task.name for client in assembly.clients)
-    scale_options = {task: ScaleOptions(examples=-(-SCALED_BY // num_clients)) for task, num_clients in clients.items()}
-    losses, loss_messages = _sum_over_clients(assembly, engine, "scale", fitted, scale_options.__getitem__)
+    clients = Counter(tasks.values())
+    options = {task: ScaleOptions(examples=-(-SCALED_BY // num_clients)) for task, num_clients in clients.items()}
+    jobs = [Job(client=name, params=fitted[name], round=0, options=options[task]) for name, task in tasks.items()]
+    losses, loss_messages = _sum_answers(engine, "scale", jobs, kind="head", groups=tasks)
     best_scale = {task: SCALES[int(task_sums[LOSSES].argmin())] for task, task_sums in losses.items()}
     heads = {task: {key: best_scale[task] * tensor for key, tensor in head.items()} for task, head in heads.items()}
     scaled, scale_messages = _assign_heads(assembly, models, heads)
     return scaled, [*messages, *head_messages, *loss_messages, *scale_messages]
 
 
-def _sum_over_clients(
-    assembly: Assembly, engine: Engine, action: str, models: ByClient, options: Callable[[str], Any]
+def _sum_answers(
+    engine: Engine, action: str, jobs: Sequence[Job], *, kind: Kind, groups: Mapping[str, str], at_once: int = 10**9
 ) -> tuple[dict[str, Params], list[LedgerRow]]:
-    """Run this action on all clients; the sum of its results by task, and the messages that carried them.
-
-    `options` maps a task to the options of its clients.
-    """
-    jobs = [
-        Job(client=client.name, params=models[client.name], round=0, options=options(client.task.name))
-        for client in assembly.clients
-    ]
+    """The clients' answers, summed by group as they arrive, and the messages that carried them."""
     sums: dict[str, Params] = {}
     messages = []
-    for client, update in zip(assembly.clients, run_on_all_clients(engine, action, jobs), strict=True):
-        so_far = sums.get(client.task.name)
-        sums[client.task.name] = update.params if so_far is None else add(so_far, update.params)
-        messages.append(_ledger_row(client.name, "up", "head", encoded_size(update.params)))
+    for first in range(0, len(jobs), at_once):
+        for update in run_on_all_clients(engine, action, jobs[first : first + at_once]):
+            group = groups[update.client]
+            sums[group] = add(sums[group], update.params) if group in sums else update.params
+            messages.append(_ledger_row(update.client, "up", kind, encoded_size(update.params)))
     return sums, messages
 
 
@@ -174,12 +166,20 @@ def _calibrate_body_mask(
     Sensitivities are sums over the clients that score; magnitudes and chance need no client.
     """
     sparse, messages, body = assembly.config.sparse, list[LedgerRow](), _body_params(assembly, initial_models)
+    options = SensitivityOptions(
+        seed=assembly.config.run.seed,
+        examples=sparse.calibration_examples,
+        labels=sparse.fisher_labels,
+        names=tuple(body),
+    )
 
     def score(params: Params) -> Params:
         models = {name: {**initial_models[name], **params} for name in scorers}
-        scores, sent = _sum_sensitivities(assembly, engine, models, names=tuple(body))
+        jobs = [Job(client=name, params=model, round=0, options=options) for name, model in models.items()]
+        everyone = dict.fromkeys(scorers, "all")
+        sums, sent = _sum_answers(engine, "sensitivity", jobs, kind="mask", groups=everyone, at_once=SCORES_AT_ONCE)
         messages.extend(sent)
-        return scores
+        return sums["all"]
 
     mask = calibrate_mask(
         score,
@@ -213,28 +213,6 @@ def _sample_scorers(assembly: Assembly) -> list[str]:
     count = min(assembly.config.sparse.calibration_clients, len(assembly.names))
     sampled = generator(assembly.config.run.seed, "calibration").choice(len(assembly.names), size=count, replace=False)
     return [assembly.names[index] for index in sorted(sampled)]
-
-
-def _sum_sensitivities(
-    assembly: Assembly, engine: Engine, models: ByClient, *, names: tuple[str, ...]
-) -> tuple[Params, list[LedgerRow]]:
-    """Sum the clients' sensitivities as they arrive, so that only a few are in memory at once."""
-    sparse = assembly.config.sparse
-    options = SensitivityOptions(
-        seed=assembly.config.run.seed,
-        examples=sparse.calibration_examples,
-        labels=sparse.fisher_labels,
-        names=names,
-    )
-    jobs = [Job(client=name, params=params, round=0, options=options) for name, params in models.items()]
-    total: Params | None = None
-    messages = []
-    for first in range(0, len(jobs), SCORES_AT_ONCE):
-        for update in run_on_all_clients(engine, "sensitivity", jobs[first : first + SCORES_AT_ONCE]):
-            total = update.params if total is None else add(total, update.params)
-            messages.append(_ledger_row(update.client, "up", "mask", encoded_size(update.params)))
-    assert total is not None, "at least one client scores"
-    return total, messages
 
 
 def _ledger_row(client: str, direction: Direction, kind: Kind, size: int) -> LedgerRow:
@@ -289,10 +267,10 @@ def full_client_plans(
         model_bytes = num_bytes(model)
         sent_bytes = 0
         shared = shared_params(model, share)
-        if shared:
-            sent_bytes = (
-                encoded_size(shared) if mask is None else values_size(num_kept({key: mask[key] for key in shared}))
-            )
+        if shared and mask is not None:
+            sent_bytes = values_size(num_kept({key: mask[key] for key in shared}))
+        elif shared:
+            sent_bytes = encoded_size(shared)
         predicted = {
             "up_bytes": sent_bytes,
             "down_bytes": sent_bytes,

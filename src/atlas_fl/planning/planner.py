@@ -36,16 +36,7 @@ from atlas_fl.planning.task_discovery import TaskDiscovery, discover_tasks, make
 from atlas_fl.ranks.allocation import cluster_importance
 from atlas_fl.runtime.engine import Engine, TrafficMeter
 from atlas_fl.runtime.local import LocalEngine
-from atlas_fl.runtime.protocol.model_sync import (
-    AdapterReceiver,
-    AdapterSender,
-    FullModelReceiver,
-    FullModelSender,
-    NewSender,
-    Receiver,
-    SharedModelCache,
-    split_body_and_head,
-)
+from atlas_fl.runtime.protocol import model_sync
 from atlas_fl.setup.assembly import (
     Assembly,
     assemble,
@@ -247,31 +238,31 @@ def cuts_of(assembly: Assembly, plan: Plan) -> dict[str, Cut]:
 
 def full_model_sender(
     backbone: Backbone, config: Config, *, keeps_trained: bool, mask: Mask | None = None
-) -> NewSender:
+) -> model_sync.NewSender:
     """Make senders of whole models to receivers that keep what they trained last, or not; `mask` where there is one."""
-    body_mask = None if mask is None else split_body_and_head(mask)[0]
-    common = SharedModelCache(home=digest(trained_body(backbone, config)), mask=body_mask)
-    return lambda: FullModelSender(common=common, counts_on_trained=keeps_trained)
+    body_mask = None if mask is None else model_sync.split_body_and_head(mask)[0]
+    common = model_sync.SharedModelCache(home=digest(trained_body(backbone, config)), mask=body_mask)
+    return lambda: model_sync.FullModelSender(common=common, counts_on_trained=keeps_trained)
 
 
-def full_model_receiver(backbone: Backbone, config: Config, *, keeps_trained: bool) -> FullModelReceiver:
+def full_model_receiver(backbone: Backbone, config: Config, *, keeps_trained: bool) -> model_sync.FullModelReceiver:
     """The receiver of whole models at a client or worker."""
-    return FullModelReceiver(
+    return model_sync.FullModelReceiver(
         home=trained_body(backbone, config), keeps_trained=keeps_trained, trains_heads=backbone.vision is None
     )
 
 
-def worker_sender(assembly: Assembly) -> NewSender:
+def worker_sender(assembly: Assembly) -> model_sync.NewSender:
     """Make senders of jobs to the workers of this assembly."""
     if not assembly.is_full:
-        return AdapterSender
+        return model_sync.AdapterSender
     return full_model_sender(assembly.site.backbone, assembly.config, keeps_trained=False)
 
 
-def worker_receiver(assembly: Assembly) -> Receiver:
+def worker_receiver(assembly: Assembly) -> model_sync.Receiver:
     """The receiver of jobs at a worker of this assembly."""
     if not assembly.is_full:
-        return AdapterReceiver()
+        return model_sync.AdapterReceiver()
     return full_model_receiver(assembly.site.backbone, assembly.config, keeps_trained=False)
 
 

@@ -29,14 +29,9 @@ from atlas_fl.config.schema import AUTO, NONE, cut_setting
 from atlas_fl.data.clients import ClientData, majority
 from atlas_fl.errors import BudgetError, ConfigError
 from atlas_fl.params import ByClient
+from atlas_fl.planning import round_costs
 from atlas_fl.planning.masks import check_heads, check_training_memory
 from atlas_fl.planning.plan import ClientPlan, Plan
-from atlas_fl.planning.round_costs import (
-    crossing_bytes,
-    heaviest_step,
-    predict_client_round,
-    server_memory,
-)
 from atlas_fl.ranks.allocation import RankAssignment, assign_ranks, complexity_factors
 from atlas_fl.ranks.cost_model import RoundPrediction, cut_utilities, fraction_budget
 from atlas_fl.ranks.devices import Device
@@ -120,12 +115,12 @@ def fit_client(
             importance=importance,
             rule=config.ranks.ranks,
             candidates=config.ranks.candidates,
-            step=heaviest_step(assembly, client, cut),
+            step=round_costs.heaviest_step(assembly, client, cut),
             allowance_bytes=config.ranks.adapter_bytes,
             memory_budget=memory_budget,
             factor=factor,
         )
-        prediction = predict_client_round(assembly, client, device, assignment.ranks, cut=cut)
+        prediction = round_costs.predict_client_round(assembly, client, device, assignment.ranks, cut=cut)
         return ClientFit(assignment=assignment, prediction=prediction, cut=cut, reason=reason)
 
     if setting == NONE:
@@ -197,7 +192,9 @@ def _share_server_adapters(assembly: Assembly, fits: Sequence[ClientFit], cluste
         shared_fits[index] = replace(
             client_fit,
             assignment=replace(client_fit.assignment, ranks=ranks),
-            prediction=predict_client_round(assembly, assembly.clients[index], assembly.devices[index], ranks, cut=cut),
+            prediction=round_costs.predict_client_round(
+                assembly, assembly.clients[index], assembly.devices[index], ranks, cut=cut
+            ),
             cut=cut,
         )
     return shared_fits
@@ -287,11 +284,11 @@ def _split_entry(assembly: Assembly, client: ClientData, fit: ClientFit, fits: S
     sharing = [other.cut for other in fits if other.cut is not None and other.cut.shared == cut.shared is not None]
     owners = [max(1, sum(one.blocks <= layer for one in sharing)) for layer in range(assembly.shape.num_layers)]
     return entry | {
-        "crossing_bytes": crossing_bytes(assembly, client, cut),
+        "crossing_bytes": round_costs.crossing_bytes(assembly, client, cut),
         "client_seconds": prediction.compute_seconds,
         "server_seconds": prediction.server_seconds,
         "link_seconds": prediction.transfer_seconds,
-        "server_memory": server_memory(assembly, client, cut, fit.assignment.ranks, owners=owners),
+        "server_memory": round_costs.server_memory(assembly, client, cut, fit.assignment.ranks, owners=owners),
     }
 
 

@@ -15,17 +15,7 @@ from atlas_fl.client.options import TrainOptions
 from atlas_fl.data.clients import ClientData
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.params import Params, head_keys, num_values, select, shared_params
-from atlas_fl.ranks.cost_model import (
-    HEAP_COPIES,
-    TRAINING_COPIES,
-    RoundPrediction,
-    RoundTraffic,
-    TrainingStep,
-    activation_bytes,
-    crossing_seconds,
-    layer_cost,
-    predict_round,
-)
+from atlas_fl.ranks import cost_model
 from atlas_fl.ranks.devices import DEVICES, Device
 from atlas_fl.setup.assembly import Assembly
 from atlas_fl.setup.options import strategy_of, train_options
@@ -38,13 +28,13 @@ SERVER_DEVICE: Device = DEVICES["workstation"]
 """The profile that the server's side of a cut is predicted with."""
 
 
-def heaviest_step(assembly: Assembly, client: ClientData, cut: Cut | None) -> TrainingStep:
+def heaviest_step(assembly: Assembly, client: ClientData, cut: Cut | None) -> cost_model.TrainingStep:
     """The client's heaviest step: as many of its longest examples as a batch holds; of a cut model, its own side."""
     size, data = assembly.config.training.batch_size, _train_examples(assembly, client)
     lengths, targets = (np.sort(counts)[::-1] for counts in (data.lengths, data.num_targets))
     tokens, has_head = int(lengths[:size].sum()), cut is None or cut.head == "client"
     params = _rank_one_params(assembly, client)
-    return TrainingStep(
+    return cost_model.TrainingStep(
         tokens=tokens,
         blocks=None if cut is None else cut.blocks,
         head_params=num_values(select(params, head_keys(params))) if has_head else 0,
@@ -56,7 +46,7 @@ def heaviest_step(assembly: Assembly, client: ClientData, cut: Cut | None) -> Tr
 
 def predict_client_round(
     assembly: Assembly, client: ClientData, device: Device, ranks: Sequence[int], *, cut: Cut | None
-) -> RoundPrediction:
+) -> cost_model.RoundPrediction:
     """A round of this client at these ranks; of a cut model the client's memory, and the seconds of both sides."""
     client_part = _predict_client_part(assembly, client, device, ranks, cut=cut)
     if cut is None:
@@ -67,15 +57,15 @@ def predict_client_round(
         client_part,
         up_bytes=client_part.up_bytes + crossings.up_bytes,
         down_bytes=client_part.down_bytes + crossings.down_bytes,
-        transfer_seconds=client_part.transfer_seconds + crossing_seconds(crossings, device),
+        transfer_seconds=client_part.transfer_seconds + cost_model.crossing_seconds(crossings, device),
         server_seconds=(whole_model.flops - client_part.flops) / SERVER_DEVICE.flops_per_second,
     )
 
 
-def cut_traffic_of(assembly: Assembly, client: ClientData, cut: Cut) -> RoundTraffic:
+def cut_traffic_of(assembly: Assembly, client: ClientData, cut: Cut) -> cost_model.RoundTraffic:
     """Traffic through this client's cut in a round of training, all kinds of messages together."""
     sizes = crossing_bytes(assembly, client, cut)
-    return RoundTraffic(
+    return cost_model.RoundTraffic(
         up_bytes=sum(size for name, size in sizes.items() if name.endswith("up")),
         down_bytes=sum(size for name, size in sizes.items() if name.endswith("down")),
         messages=_num_steps(assembly, client) * (2 if cut.head == "server" else 4),
@@ -84,7 +74,7 @@ def cut_traffic_of(assembly: Assembly, client: ClientData, cut: Cut) -> RoundTra
 
 def _predict_client_part(
     assembly: Assembly, client: ClientData, device: Device, ranks: Sequence[int], *, cut: Cut | None
-) -> RoundPrediction:
+) -> cost_model.RoundPrediction:
     data, step = _train_examples(assembly, client), heaviest_step(assembly, client, cut)
     lengths, passes = data.lengths.astype(np.float64), _num_passes(assembly, client)
     message_bytes = 0
@@ -92,7 +82,7 @@ def _predict_client_part(
         params = assembly.initial_params(client, tuple(ranks))
         side = params if cut is None else select(params, client_side(assembly, cut, params))
         message_bytes = encoded_size(shared_params(side, assembly.config.mixing.share))
-    return predict_round(
+    return cost_model.predict_round(
         assembly.shape,
         device,
         ranks=ranks,
@@ -163,18 +153,18 @@ def server_memory(
     shape, client_step = assembly.shape, heaviest_step(assembly, client, cut)
     whole_step = heaviest_step(assembly, client, None)
     whole, below = (
-        activation_bytes(
+        cost_model.activation_bytes(
             shape, whole_step.tokens, blocks, rank=max(ranks, default=0), checkpointing=whole_step.checkpointing
         )
         for blocks in (shape.num_layers, cut.blocks)
     )
-    trained = TRAINING_COPIES * 4 * (whole_step.head_params - client_step.head_params)
+    trained = cost_model.TRAINING_COPIES * 4 * (whole_step.head_params - client_step.head_params)
     for layer in range(cut.blocks, shape.num_layers):
-        size = layer_cost(shape, layer, ranks[layer])
+        size = cost_model.layer_cost(shape, layer, ranks[layer])
         trained += size if owners[layer] == 1 else size // 2 + size // owners[layer]
     return {
         "frozen weights": sum(shape.block_bytes[cut.blocks :]) + shape.tail_bytes,
-        "activations": HEAP_COPIES * (whole - below + 4 * client_step.crossing),
+        "activations": cost_model.HEAP_COPIES * (whole - below + 4 * client_step.crossing),
         "adapters and optimizer": trained,
     }
 

@@ -26,15 +26,7 @@ from jaxtyping import Float, Num
 
 from atlas_fl.errors import BudgetError, ConfigError, DataError
 from atlas_fl.models.registry import ModelShape
-from atlas_fl.ranks.cost_model import (
-    TRAINING_COPIES,
-    TrainingStep,
-    adapter_bytes,
-    check_memory,
-    cost_table,
-    device_memory,
-    free_memory,
-)
+from atlas_fl.ranks import cost_model
 from atlas_fl.ranks.devices import Device
 
 
@@ -316,7 +308,7 @@ def assign_ranks(
     importance: Float[np.ndarray, " layers"],
     rule: str,
     candidates: Sequence[int],
-    step: TrainingStep,
+    step: cost_model.TrainingStep,
     allowance_bytes: int | None = None,
     memory_budget: int | None = None,
     factor: float = 1.0,
@@ -342,24 +334,24 @@ def assign_ranks(
         allowance_bytes=allowance_bytes,
         by_rate=rule in ALLOCATORS,
     )
-    free = free_memory(shape, device, step=step) if memory_budget is None else memory_budget
+    free = cost_model.free_memory(shape, device, step=step) if memory_budget is None else memory_budget
     if step.blocks is None:
-        budget = free if upload is None else min(free, upload * TRAINING_COPIES)
+        budget = free if upload is None else min(free, upload * cost_model.TRAINING_COPIES)
     else:
-        most = adapter_bytes(shape, (candidates[-1],) * shape.num_layers)
-        budget = (most if upload is None else upload) * TRAINING_COPIES
-    budget = min(budget, max(int(budget * factor), least * TRAINING_COPIES))
-    table = cost_table(shape, options)
+        most = cost_model.adapter_bytes(shape, (candidates[-1],) * shape.num_layers)
+        budget = (most if upload is None else upload) * cost_model.TRAINING_COPIES
+    budget = min(budget, max(int(budget * factor), least * cost_model.TRAINING_COPIES))
+    table = cost_model.cost_table(shape, options)
     ranks = allocate(importance, table, options, budget_bytes=budget, max_rank=max_rank)
     num_on_device = step.blocks or 0
-    if adapter_bytes(shape, ranks[:num_on_device]) * TRAINING_COPIES > free:
+    if cost_model.adapter_bytes(shape, ranks[:num_on_device]) * cost_model.TRAINING_COPIES > free:
         # Memory binds what is on the device alone; the blocks above the cut keep theirs.
         below = allocate(
             importance[:num_on_device], table[:num_on_device], options, budget_bytes=free, max_rank=max_rank
         )
         ranks = (*below, *ranks[num_on_device:])
-    check_memory(device_memory(shape, device, ranks=ranks, step=step), name=device.name)
-    one_rank_bytes = adapter_bytes(shape, (1,) * shape.num_layers) * TRAINING_COPIES
+    cost_model.check_memory(cost_model.device_memory(shape, device, ranks=ranks, step=step), name=device.name)
+    one_rank_bytes = cost_model.adapter_bytes(shape, (1,) * shape.num_layers) * cost_model.TRAINING_COPIES
     return RankAssignment(ranks=ranks, budget_bytes=budget, largest_rank=budget // max(1, one_rank_bytes), notes=notes)
 
 
@@ -367,7 +359,7 @@ def _upload_allowance(
     shape: ModelShape, device: Device, *, smallest: int, allowance_bytes: int | None, by_rate: bool
 ) -> tuple[int, int | None, tuple[str, ...]]:
     """(parameter bytes of the smallest adapters, bytes that may be uploaded or None for any, notes on these)."""
-    least = adapter_bytes(shape, (smallest,) * shape.num_layers)
+    least = cost_model.adapter_bytes(shape, (smallest,) * shape.num_layers)
     bound = device.own_adapter_bytes if allowance_bytes is None else allowance_bytes
     if bound is not None and bound < least:
         raise BudgetError(
