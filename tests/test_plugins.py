@@ -165,7 +165,6 @@ from atlas_fl.plugins import register
 @register("method")
 class Alike(Method):
     name = "alike"
-    matrix = "equal shares"
 
     def rule(self, step):
         return average([1.0] * len(step.federation.clients), step.groups, step.present)

@@ -15,7 +15,6 @@ class InverseLoss(Method):
     """One average over all clients, weighted by the inverse of their mean training losses; heads inside their task."""
 
     name = "inverse_loss"
-    matrix = "shares of the inverse losses"
 
     def rule(self, step):
         """The same row for everyone who may mix: 1 / F_k over those who took part."""

@@ -9,7 +9,6 @@ from atlas_fl.config.conflicts import conflicts, flag_of
 from atlas_fl.config.presets import presets
 from atlas_fl.data.registry import TASKS
 from atlas_fl.errors import ConfigError
-from atlas_fl.methods.method import Method
 from atlas_fl.methods.registry import METHODS, RULES
 from atlas_fl.models.registry import MODELS
 from atlas_fl.ranks.devices import DEVICES, parse_device
@@ -94,23 +93,21 @@ def entries(atlas: Atlas, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str
     return by_name
 
 
-def test_every_strategy_is_shown_with_its_matrix_and_what_it_needs(
-    atlas: Atlas, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert all(rule.matrix != Method.matrix for rule in RULES.values())
-    for name, (_, matrix, needs, *_) in entries(atlas, monkeypatch).items():
-        assert matrix.startswith("matrix: ") and needs.startswith("needs: ") and len(needs) > len("needs: "), name
+def test_every_strategy_is_shown_with_what_it_needs(atlas: Atlas, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, (_, needs, *rule) in entries(atlas, monkeypatch).items():
+        assert needs.startswith("needs: ") and len(needs) > len("needs: "), name
+        assert (name in METHODS) == bool(rule and rule[0].startswith("rule: ")), name
 
 
 @pytest.mark.parametrize(
     ("name", "lines"),
     [
-        ("local", ["matrix: identity", "needs: nothing"]),
+        ("local", ["needs: nothing"]),
         (
             "ditto",
             [
-                "matrix: fedavg, shares of the examples",
                 "needs: equal ranks; twice the training",
+                "rule: fedavg",
                 "sets: second_model=proximal space=factors share=A B head",
             ],
         ),
@@ -124,7 +121,7 @@ def test_entries_by_hand(name: str, lines: list[str], atlas: Atlas, monkeypatch:
 def test_who_needs_equal_ranks_or_factors_refuses_others(
     name: str, atlas: Atlas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    needs = entries(atlas, monkeypatch)[name][2]
+    needs = entries(atlas, monkeypatch)[name][1]
     rule = RULES[METHODS[name].rule if name in METHODS else name]
     space = "factors" if rule.in_factors else METHODS[name].settings.get("space", "any") if name in METHODS else "any"
     given = METHODS[name].settings.get("ranks", "8") if name in METHODS else "8"

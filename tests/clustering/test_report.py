@@ -57,6 +57,10 @@ def test_undecided_clients_are_summarised_last():
 
 
 def test_low_purity_is_named():
-    (line,) = purity_warnings([0, 0, 0, 1, 1, -1], ["a", "b", "c", "d", "d", "a"])
+    rows = [
+        {"cluster": 0, "size": 3, "purity": 1 / 3, "tasks": {"a": 1, "b": 1, "c": 1}},
+        {"cluster": 1, "size": 2, "purity": 1.0, "tasks": {"d": 2}},
+        {"cluster": -1, "size": 2, "purity": 0.5, "tasks": {"a": 1, "b": 1}},
+    ]
+    (line,) = purity_warnings(rows)
     assert line == "cluster 0 mixes tasks: 1 of 3 clients on a, a purity of 0.33 below 0.7"
-    assert purity_warnings([0, 0, 1], ["a", "a", "b"]) == ()

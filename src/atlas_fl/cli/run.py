@@ -310,8 +310,8 @@ def _strategies(alone: str | None = None) -> Lines:
         size = rule.relative_bytes if rule.relative_bytes != "1" or method is None else f"{method.relative_bytes:g}"
         own = {} if method is None else {**method.settings, **method.suggested}
         sets = " ".join(f"{setting}={' '.join(to_words(value))}" for setting, value in own.items())
-        matrix = rule.matrix if method is None else f"{rule.name}, {rule.matrix}"
-        lines = [f"{summary}{also}", f"matrix: {matrix}", f"needs: {'; '.join(needs) or 'nothing'}"]
+        lines = [f"{summary}{also}", f"needs: {'; '.join(needs) or 'nothing'}"]
+        lines += [] if method is None else [f"rule: {rule.name}"]
         yield name, size, "\n".join([*lines, *([f"sets: {sets}"] if sets else [])])
 
 

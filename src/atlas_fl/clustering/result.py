@@ -202,13 +202,12 @@ def summarise_clusters(
     return tuple(summaries)
 
 
-def purity_warnings(labels: Sequence[int], truth: Sequence[str]) -> tuple[str, ...]:
-    """One line for each decided cluster whose most frequent task has less than this share of it."""
+def purity_warnings(summaries: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """One line for each decided cluster whose most frequent task has less than `LOW_PURITY` of it."""
     lines = []
-    for name in decided_labels(labels):
-        counts = Counter(task for label, task in zip(labels, truth, strict=True) if label == name)
-        task, count = counts.most_common(1)[0]
-        if count / counts.total() < LOW_PURITY:
-            share = f"{count} of {counts.total()} clients on {task}, a purity of {count / counts.total():.2f}"
-            lines.append(f"cluster {name} mixes tasks: {share} below {LOW_PURITY}")
+    for row in summaries:
+        if row["cluster"] != UNDECIDED and row["purity"] < LOW_PURITY:
+            task, count = next(iter(row["tasks"].items()))
+            share = f"{count} of {row['size']} clients on {task}, a purity of {row['purity']:.2f}"
+            lines.append(f"cluster {row['cluster']} mixes tasks: {share} below {LOW_PURITY}")
     return tuple(lines)

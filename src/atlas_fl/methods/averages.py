@@ -14,7 +14,6 @@ class Local(Method):
     """Everyone keeps what it trained; nothing is sent."""
 
     name = "local"
-    matrix = "identity"
     relative_bytes = "0"
     communicates = False
 
@@ -27,7 +26,6 @@ class FedAvg(Method):
     """One average over all clients, weighted by examples; heads only inside their task."""
 
     name = "fedavg"
-    matrix = "shares of the examples"
     is_average = True
 
     def rule(self, step: MixingContext) -> np.ndarray:
@@ -42,7 +40,6 @@ class FedAvgCluster(Method):
     """
 
     name = "fedavg_cluster"
-    matrix = "shares of the examples inside clusters"
     clustered = True
 
     def rule(self, step: MixingContext) -> np.ndarray:

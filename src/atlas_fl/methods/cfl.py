@@ -108,7 +108,6 @@ class Cfl(Method):
     """`cfl` cuts a cluster in two when the average of its updates is shorter than this share of the longest."""
 
     name = "cfl"
-    matrix = "shares inside clusters of updates"
     takes_newcomers = False
 
     def rule(self, step: MixingContext) -> np.ndarray:

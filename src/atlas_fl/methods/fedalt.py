@@ -18,7 +18,6 @@ class FedAvgOfOthers(Method):
     """Everyone gets the weighted mean of all others, without its own model; heads only inside their task."""
 
     name = "fedavg_of_others"
-    matrix = "shares of the others' examples"
 
     def rule(self, step: MixingContext) -> np.ndarray:
         """The rows m_k."""

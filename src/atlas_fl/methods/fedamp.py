@@ -42,7 +42,6 @@ class FedAvgByDistance(Method):
     """Squared distance between models, in mean ones of the round, at which another counts for 1/e in `fedamp`."""
 
     name = "fedavg_by_distance"
-    matrix = "by distances of the models"
 
     def rule(self, step: MixingContext) -> np.ndarray:
         """The rows m_k of those who are present."""

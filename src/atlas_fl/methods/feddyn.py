@@ -33,7 +33,6 @@ class FedAvgDynamic(FedAvg):
     """The average, moved on by the mean of all changes of all clients; heads only inside their task."""
 
     name = "fedavg_dynamic"
-    matrix = "shares of the examples, moved by all changes"
     equal_ranks = True
     relative_bytes = "1.5"
     in_factors = True

@@ -21,15 +21,9 @@ from scipy.spatial.distance import squareform
 from sklearn.metrics import silhouette_score
 from torch import Tensor
 
+from atlas_fl.aggregation import rules
 from atlas_fl.aggregation.distances import cosines, gram_of_changes
 from atlas_fl.aggregation.matrices import Federation
-from atlas_fl.aggregation.rules import (
-    MixingContext,
-    StrategyOptions,
-    layer_of,
-    weighted_average,
-    with_updates,
-)
 from atlas_fl.methods.cfl import average_inside, clusters_by_client, clusters_in
 from atlas_fl.methods.knobs import Range, Tried
 from atlas_fl.methods.method import Method
@@ -62,16 +56,16 @@ def nested_cuts(
 
 
 def layer_distances(
-    before: ByClient, after: ByClient, federation: Federation, options: StrategyOptions
+    before: ByClient, after: ByClient, federation: Federation, options: rules.StrategyOptions
 ) -> dict[int, Float64[np.ndarray, "n n"]]:
     """D^j by layer, lowest first, of the shared parameters that the models have there."""
     tasks = dict(zip(federation.clients, federation.head_groups, strict=True))
     keys = {key for params in after.values() for key in shared_params(params, options.share)}
-    layers = sorted({layer_of(federation, key) for key in keys if not key.startswith(HEAD)})
+    layers = sorted({rules.layer_of(federation, key) for key in keys if not key.startswith(HEAD)})
 
     def distances(layer: int) -> Float64[np.ndarray, "n n"]:
         def is_here(key: str) -> bool:
-            return not key.startswith(HEAD) and layer_of(federation, key) == layer
+            return not key.startswith(HEAD) and rules.layer_of(federation, key) == layer
 
         return 1.0 - cosines(gram_of_changes(before, after, tasks, options, selects=is_here))
 
@@ -88,15 +82,14 @@ class FedTreeLora(Method):
     """The silhouette above which `fedtreelora` cuts the clients of a layer at all."""
 
     name = "fedtreelora"
-    matrix = "shares inside nested clusters by layer"
     takes_newcomers = False
     granularity = "layer"
 
-    def rule(self, step: MixingContext) -> np.ndarray:
+    def rule(self, step: rules.MixingContext) -> np.ndarray:
         """The shares of the examples inside the clusters of the layer; of heads, inside those of the highest."""
         cuts = None if step.models is None else step.models.server_state.get(CUTS)
         if cuts is None:
-            return weighted_average(self.options, step)
+            return rules.weighted_average(self.options, step)
         assert not isinstance(cuts, Tensor), "cuts are by layer"
         layer = max(map(int, cuts)) if step.parameters.layer is None else step.parameters.layer
         return average_inside(clusters_in(cuts[str(layer)], step.federation), step, self.options)
@@ -106,7 +99,9 @@ class FedTreeLora(Method):
     ) -> ServerState:
         """The tree, made in the first round in which everyone took part."""
         if CUTS not in server_state and all(client in updates for client in federation.clients):
-            distances = layer_distances(client_models, with_updates(client_models, updates), federation, self.options)
+            distances = layer_distances(
+                client_models, rules.with_updates(client_models, updates), federation, self.options
+            )
             cuts = nested_cuts(list(distances.values()), step=self.tree_step, threshold=self.tree_threshold)
             by_layer = {
                 str(layer): clusters_by_client(federation, cut) for layer, cut in zip(distances, cuts, strict=True)

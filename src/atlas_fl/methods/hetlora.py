@@ -36,7 +36,6 @@ class FedAvgByNorm(Method):
     """One average over all clients, weighted by the Frobenius norms of their updates; heads by examples."""
 
     name = "fedavg_by_norm"
-    matrix = "shares of the updates' norms"
 
     def rule(self, step: MixingContext) -> np.ndarray:
         """The shares of the norms."""

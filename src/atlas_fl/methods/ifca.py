@@ -36,7 +36,6 @@ class Ifca(Method):
     """Cluster models of `ifca`, of which each client takes the one with the least loss in every round."""
 
     name = "ifca"
-    matrix = "shares inside clusters of least loss"
     needs = "equal ranks"
     relative_bytes = "(1+k)/2"
     extra_passes = "passes over the training examples: k more"

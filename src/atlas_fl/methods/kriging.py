@@ -51,17 +51,9 @@ import numpy as np
 from jaxtyping import Float64
 from scipy.optimize import nnls
 
+from atlas_fl.aggregation import rules
 from atlas_fl.aggregation.distances import gram_of_changes
 from atlas_fl.aggregation.matrices import Federation
-from atlas_fl.aggregation.rules import (
-    CLUSTERS,
-    Matrices,
-    MixingContext,
-    ParameterGroup,
-    RoundModels,
-    clustered_average,
-    weighted_average,
-)
 from atlas_fl.methods.knobs import Range
 from atlas_fl.methods.method import Report, ReportTensor, RoundStart
 from atlas_fl.methods.pfedgraph import FromStart, initial_models_of
@@ -177,15 +169,6 @@ def alike_in_cluster(gram: Float64[np.ndarray, "n2 n2"], clusters: np.ndarray) -
     return alike
 
 
-def _ratios_in_clusters(gram: Float64[np.ndarray, "n2 n2"], clusters: np.ndarray) -> list[float | None]:
-    """tau^2 / N inside the cluster of each client; None for who is in none, or alone in one."""
-    ratios: list[float | None] = [None] * len(clusters)
-    for members, part in _by_cluster(gram, clusters):
-        for one in members.tolist():
-            ratios[one] = variance_over_noise(part)
-    return ratios
-
-
 def _by_cluster(gram: Float64[np.ndarray, "n2 n2"], clusters: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Places of the clients of each cluster, and the inner products of their halves."""
     for label in sorted(set(clusters[clusters >= 0].tolist())):
@@ -224,7 +207,6 @@ class Kriging(FromStart):
     those before everyone is given averages, or with `atlas` predictions of clusters."""
 
     name = "kriging"
-    matrix = "by covariances of split halves"
     extra_passes = "in one round each half of the examples, trained apart, and sent beside the model"
     report = "halves"
     asks_once = True
@@ -281,13 +263,13 @@ class Kriging(FromStart):
         }
         return {**server_state, HALVES: {**subtree(server_state, HALVES), **halves}}
 
-    def arrival(self, step: MixingContext) -> np.ndarray:
+    def arrival(self, step: rules.MixingContext) -> np.ndarray:
         """The average by examples; inside clusters with `--within clusters`."""
         is_clustered = shares_cluster(step.federation.clusters) & self.clustered
-        inside = clustered_average(self.options, step)
-        return np.where(is_clustered[:, None], inside, weighted_average(self.options, step))
+        inside = rules.clustered_average(self.options, step)
+        return np.where(is_clustered[:, None], inside, rules.weighted_average(self.options, step))
 
-    def rule(self, step: MixingContext) -> np.ndarray:
+    def rule(self, step: rules.MixingContext) -> np.ndarray:
         """The predictions of those who are measured, averages where clients differ by less than their noise."""
         matrix = self.arrival(step)
         state: ServerState = {} if step.models is None else step.models.server_state
@@ -303,18 +285,18 @@ class Kriging(FromStart):
         return np.asarray(np.where(keeps[:, None], np.eye(len(matrix)), matrix))
 
     def _measured_rows(
-        self, step: MixingContext, state: ServerState, matrix: np.ndarray, known: np.ndarray
+        self, step: rules.MixingContext, state: ServerState, matrix: np.ndarray, known: np.ndarray
     ) -> np.ndarray:
         """The matrix with the rows of the measured clients of one group, by their places."""
         names = [step.federation.clients[k] for k in known.tolist()]
         gram = self._half_gram(state, names, step.federation, step.parameters)
         result = matrix.copy()
         if self._is_alike(gram, step.parameters):
-            result[known] = weighted_average(self.options, step)[known]
+            result[known] = rules.weighted_average(self.options, step)[known]
             return result
         clusters = step.federation.clusters[known] if self.clustered else np.full(len(known), -1)
         alike = alike_in_cluster(gram, clusters)
-        result[known[alike]] = clustered_average(self.options, step)[known[alike]]
+        result[known[alike]] = rules.clustered_average(self.options, step)[known[alike]]
         there = np.flatnonzero(step.present[known])
         if not alike[there].all():
             inside, others = known[there], ~alike[there]
@@ -324,7 +306,7 @@ class Kriging(FromStart):
         return result
 
     def _predict_clusters(
-        self, step: MixingContext, models: RoundModels, matrix: Float64[np.ndarray, "n n"]
+        self, step: rules.MixingContext, models: rules.RoundModels, matrix: Float64[np.ndarray, "n n"]
     ) -> Float64[np.ndarray, "n n"]:
         """The matrix with the rows of clusters for the averages of those who share one and took part."""
         result, names = matrix.copy(), step.federation.clients
@@ -351,7 +333,7 @@ class Kriging(FromStart):
         return bound_others(prediction_rows(covariance, noise, weights / weights.sum()), self.options.max_share)
 
     def _half_gram(
-        self, state: ServerState, names: Sequence[str], federation: Federation, group: ParameterGroup
+        self, state: ServerState, names: Sequence[str], federation: Federation, group: rules.ParameterGroup
     ) -> Float64[np.ndarray, "n2 n2"]:
         """The inner products of the changes in both halves of these clients, over the shared parameters of a group."""
         initial, reports = initial_models_of(state), subtree(state, HALVES)
@@ -361,7 +343,7 @@ class Kriging(FromStart):
         return self._gram(after, before, federation, group)
 
     def _gram(
-        self, after: ByClient, before: ByClient, federation: Federation, group: ParameterGroup
+        self, after: ByClient, before: ByClient, federation: Federation, group: rules.ParameterGroup
     ) -> Float64[np.ndarray, "n n"]:
         """The inner products of the changes of these models with each other, over the shared parameters of a group."""
 
@@ -370,13 +352,13 @@ class Kriging(FromStart):
 
         return gram_of_changes(before, after, dict.fromkeys(after, ""), self.options, selects=is_in_group)
 
-    def _is_alike(self, gram: Float64[np.ndarray, "n2 n2"], group: ParameterGroup) -> bool:
+    def _is_alike(self, gram: Float64[np.ndarray, "n2 n2"], group: rules.ParameterGroup) -> bool:
         """Return whether clients with these halves get one average: adapters that differ by less than their noise."""
         ratio = variance_over_noise(gram)
         return self.clustered and not group.is_head and ratio is not None and ratio < 1
 
     def measured(
-        self, before: ServerState, after: ServerState, federation: Federation, matrices: Matrices
+        self, before: ServerState, after: ServerState, federation: Federation, matrices: rules.Matrices
     ) -> tuple[MeasuredSharing, ...]:
         """A row for each measured client and group of parameters; empty in a round that measured nobody.
 
@@ -387,47 +369,42 @@ class Kriging(FromStart):
         if len(reports) == len(subtree(before, HALVES)):
             return ()
         positions = {name: k for k, name in enumerate(federation.clients)}
-        groups: dict[tuple[ParameterGroup, str], tuple[str, list[str]]] = {}
+        groups: dict[tuple[rules.ParameterGroup, str], dict[str, str]] = {}
         for name in reports:
             model = tensors(subtree(subtree(reports, name), "first"))
             for key in sorted(shared_params(model, self.options.share)):
                 group = self.group_of(key, federation)
                 task = federation.head_groups[positions[name]] if group.is_head else ""
-                _, members = groups.setdefault((group, task), (key, []))
-                if name not in members:
-                    members.append(name)
-        return tuple(
-            row
-            for (group, _), (key, members) in groups.items()
-            for row in self._sharing(after, federation, group, np.asarray(matrices(key)), members)
-        )
-
-    def _sharing(
-        self, state: ServerState, federation: Federation, group: ParameterGroup, matrix: np.ndarray, names: list[str]
-    ) -> Iterator[MeasuredSharing]:
-        """A row for each of these clients, from the matrix of the round that measured them."""
-        gram = self._half_gram(state, names, federation, group)
-        places = [federation.clients.index(name) for name in names]
-        ratios: Sequence[float | None] = [None] * len(names)
-        if self.clustered and not self._is_alike(gram, group):
-            ratios = _ratios_in_clusters(gram, federation.clusters[places])
-        for name, place, ratio in zip(names, places, ratios, strict=True):
-            weights = matrix[place][matrix[place] > 0]
-            yield MeasuredSharing(
-                client=name,
-                parameters=group.words,
-                own_share=float(matrix[place, place]),
-                effective_clients=float(np.exp(-(weights * np.log(weights)).sum())),
-                variance_over_noise=variance_over_noise(gram) if ratio is None else ratio,
-            )
+                groups.setdefault((group, task), {}).setdefault(name, key)
+        rows: list[MeasuredSharing] = []
+        for (group, _), keys in groups.items():
+            gram = self._half_gram(after, list(keys), federation, group)
+            places = [positions[name] for name in keys]
+            ratios = dict.fromkeys(range(len(places)), variance_over_noise(gram))
+            if self.clustered and not self._is_alike(gram, group):
+                for members, part in _by_cluster(gram, federation.clusters[places]):
+                    if len(members) > 1:
+                        ratios |= dict.fromkeys(members.tolist(), variance_over_noise(part))
+            matrix = np.asarray(matrices(next(iter(keys.values()))))
+            for index, (name, place) in enumerate(zip(keys, places, strict=True)):
+                weights = matrix[place][matrix[place] > 0]
+                rows.append(
+                    MeasuredSharing(
+                        client=name,
+                        parameters=group.words,
+                        own_share=float(matrix[place, place]),
+                        effective_clients=float(np.exp(-(weights * np.log(weights)).sum())),
+                        variance_over_noise=ratios[index],
+                    )
+                )
+        return tuple(rows)
 
 
 class Atlas(Kriging):
     """Predictions of clusters; once halves are measured averages of all or a cluster, and `kriging` for all others."""
 
     name = "atlas"
-    matrix = "averages that fit, others by covariances of split halves"
-    fixed: ClassVar = {"within": CLUSTERS}
+    fixed: ClassVar = {"within": rules.CLUSTERS}
 
 
 def join_halves(first: Params, second: Params) -> Params:

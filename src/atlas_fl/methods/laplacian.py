@@ -21,7 +21,6 @@ class AtlasLaplacian(Method):
     """
 
     name = "atlas_laplacian"
-    matrix = "I - eta L of the graph"
     needs = "validation data with --graph adaptive"
     clustered = True
     has_eta = True

@@ -6,6 +6,7 @@ A fault is a sentence for the author of the method.
 
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
@@ -59,18 +60,14 @@ class Trial:
 
     def __init__(self, method: Method) -> None:
         self.method = method
-        ranks = (2, 4, 2, 3, 4) if self._takes_ranks() else (4,) * 5
+        ranks = (4,) * 5 if method.equal_ranks or "equal ranks" in method.needs else (2, 4, 2, 3, 4)
+        self.federation = _federation(CLIENTS, TASKS)
+        try:
+            method.check({name: _model(0, rank) for name, rank in zip(CLIENTS, ranks)}, self.federation)
+        except AtlasError:
+            ranks = (4,) * 5
         self.before = {name: _model(k, rank) for k, (name, rank) in enumerate(zip(CLIENTS, ranks))}
         self.updates = {name: _model(10 + k, rank) for k, (name, rank) in enumerate(zip(CLIENTS, ranks))}
-        self.federation = _federation(CLIENTS, TASKS)
-
-    def _takes_ranks(self) -> bool:
-        models = {name: _model(0, rank) for name, rank in zip(CLIENTS, (2, 4, 2, 3, 4))}
-        try:
-            self.method.check(models, _federation(CLIENTS, TASKS))
-        except AtlasError:
-            return False
-        return "equal ranks" not in self.method.needs and not self.method.equal_ranks
 
     def step(
         self,
@@ -196,8 +193,7 @@ def _rows(trial: Trial) -> str:
 
 def _untouched(trial: Trial) -> str:
     """Inputs stay as they are."""
-    kept = {name: {key: one.clone() for key, one in params.items()} for name, params in trial.before.items()}
-    sent = {name: {key: one.clone() for key, one in params.items()} for name, params in trial.updates.items()}
+    kept, sent = deepcopy(trial.before), deepcopy(trial.updates)
     trial.step(trial.updates)
     same = _same_tensors(kept, trial.before) and _same_tensors(sent, trial.updates)
     return "" if same else "it changes the models that it is given; make new tensors"

@@ -11,7 +11,7 @@ Several parts act in a run: the method itself, and those that settings such as `
         def rule(self, step):
             return 0.5 * np.eye(len(step.present)) + 0.5 * weighted_average(self.options)(step)
 
-Its docstring, `matrix`, `needs` and the other class attributes are what `atlas list strategies` and the checks of
+Its docstring, `needs` and the other class attributes are what `atlas list strategies` and the checks of
 settings read. A method holds its options and nothing else: all that changes is in the server state.
 """
 
@@ -23,22 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from atlas_fl.aggregation import rules
 from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.aggregation.mixing import Reduce, sync_shared
-from atlas_fl.aggregation.rules import (
-    CLUSTERS,
-    Answers,
-    Matrices,
-    MixingContext,
-    RoundModels,
-    Rule,
-    StrategyOptions,
-    for_newcomers,
-    layer_of,
-    mix_by_space,
-    mixing_matrices,
-    with_updates,
-)
 from atlas_fl.errors import ConfigError
 from atlas_fl.params import (
     HEAD,
@@ -149,7 +136,7 @@ class ReportTensor:
 class Part:
     """Tensors that travel and stay beside the models of a run; none by default."""
 
-    options: StrategyOptions = field(default_factory=StrategyOptions)
+    options: rules.StrategyOptions = field(default_factory=rules.StrategyOptions)
     fixed: ClassVar[Mapping[str, Any]] = {}
     """Options that it does not leave to the settings."""
 
@@ -201,8 +188,6 @@ class Method(Part):
 
     name: ClassVar[str] = ""
     """Its name in the registry."""
-    matrix: ClassVar[str] = "its own"
-    """The mixing matrix in words."""
     needs: ClassVar[str] = ""
     """Needs of a federation, in words."""
     relative_bytes: ClassVar[str] = "1"
@@ -249,7 +234,7 @@ class Method(Part):
     @property
     def clustered(self) -> bool:
         """It needs clusters or a graph; of some methods only with `--within clusters`."""
-        return self.reads_within and self.options.within == CLUSTERS
+        return self.reads_within and self.options.within == rules.CLUSTERS
 
     @property
     def granularity(self) -> str:
@@ -280,7 +265,7 @@ class Method(Part):
         if self.granularity == "layer":
             keys = {key for params in models.values() for key in shared_params(params, self.options.share)}
             for key in sorted(key for key in keys if not key.startswith(HEAD)):
-                layer_of(federation, key)
+                rules.layer_of(federation, key)
 
     def _check_one_shape(self, models: ByClient, clients: Sequence[str]) -> None:
         """Raise ConfigError unless a tensor that these clients share has one shape, but for heads."""
@@ -298,7 +283,7 @@ class Method(Part):
         del federation
         return ()
 
-    def rule(self, step: MixingContext) -> np.ndarray:
+    def rule(self, step: rules.MixingContext) -> np.ndarray:
         """M (n, n), row-stochastic, for one group of parameters."""
         del step
         raise ConfigError(
@@ -306,7 +291,7 @@ class Method(Part):
             " takes_newcomers = False"
         )
 
-    def arrival(self, step: MixingContext) -> np.ndarray:
+    def arrival(self, step: rules.MixingContext) -> np.ndarray:
         """The rows by which newcomers begin, in which they are not present and the others are."""
         return self.rule(step)
 
@@ -315,13 +300,13 @@ class Method(Part):
         return self.options.eta * self.options.eta_decay ** (round - 1) if self.has_eta else 0.0
 
     def matrices(
-        self, federation: Federation, present: Sequence[bool], *, round: int, models: RoundModels | None = None
-    ) -> Matrices:
+        self, federation: Federation, present: Sequence[bool], *, round: int, models: rules.RoundModels | None = None
+    ) -> rules.Matrices:
         """The matrix for each parameter's name, when these clients took part.
 
         A rule that depends on the updates needs `models`; without them it says who may mix with whom.
         """
-        return mixing_matrices(
+        return rules.mixing_matrices(
             self.rule,
             # what is reduced is the same for all of a group, and so for those who share a set
             federation if self.reduce is None else replace(federation, cuts=()),
@@ -341,18 +326,20 @@ class Method(Part):
         federation: Federation,
         *,
         round: int,
-        answers: Answers | None = None,
+        answers: rules.Answers | None = None,
     ) -> Aggregated:
         """One server step: a pure function of state, models, the updates of who took part, and the federation.
 
         `client_models` are those of the last aggregation, of every client.
         """
         server_state = self.next_state(server_state, client_models, updates, federation)
-        after = sync_shared(with_updates(client_models, updates), federation, list(updates))
+        after = sync_shared(rules.with_updates(client_models, updates), federation, list(updates))
         present = [client in updates for client in federation.clients]
-        models = RoundModels(before=client_models, after=after, server_state=server_state, answers=answers or Answers())
+        models = rules.RoundModels(
+            before=client_models, after=after, server_state=server_state, answers=answers or rules.Answers()
+        )
         matrices = self.matrices(federation, present, round=round, models=models)
-        mixed = mix_by_space(after, matrices, federation, self.options, self.reduce)
+        mixed = rules.mix_by_space(after, matrices, federation, self.options, self.reduce)
         done = Aggregated(
             server_state=server_state,
             client_models=mixed.by_client,
@@ -375,7 +362,9 @@ class Method(Part):
         del client_models, updates, federation
         return done
 
-    def _applied_rows(self, matrices: Matrices, models: ByClient, federation: Federation) -> dict[str, np.ndarray]:
+    def _applied_rows(
+        self, matrices: rules.Matrices, models: ByClient, federation: Federation
+    ) -> dict[str, np.ndarray]:
         if self.granularity != "all" or self.reduce is not None or any(cut is not None for cut in federation.cuts):
             return {}
         keys = dict.fromkeys(key for params in models.values() for key in params if key != PRIVATE)
@@ -388,10 +377,10 @@ class Method(Part):
         """The newcomers' models, mixed from those that the others hold; `federation` is of all of them."""
         present = [client not in fresh for client in federation.clients]
         everyone = {**client_models, **fresh}
-        models = RoundModels(before=everyone, after=everyone, server_state=server_state)
-        rule: Rule = for_newcomers(self.arrival)
-        rows = mixing_matrices(rule, federation, present, eta=1.0, layer_weighting="none", models=models)
-        by_client = mix_by_space(everyone, rows, federation, self.options, self.reduce).by_client
+        models = rules.RoundModels(before=everyone, after=everyone, server_state=server_state)
+        rule: rules.Rule = rules.for_newcomers(self.arrival)
+        rows = rules.mixing_matrices(rule, federation, present, eta=1.0, layer_weighting="none", models=models)
+        by_client = rules.mix_by_space(everyone, rows, federation, self.options, self.reduce).by_client
         return {client: by_client[client] for client in fresh}
 
     def choose(self, round: RoundStart, losses: Losses) -> Choice | None:
@@ -448,7 +437,7 @@ class Method(Part):
         return server_state
 
     def measured(
-        self, before: ServerState, after: ServerState, federation: Federation, matrices: Matrices
+        self, before: ServerState, after: ServerState, federation: Federation, matrices: rules.Matrices
     ) -> tuple[Any, ...]:
         """Rows on what the reports of this round have shown, for the record of the round."""
         del before, after, federation, matrices

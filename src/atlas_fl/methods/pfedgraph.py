@@ -18,16 +18,9 @@ from typing import Annotated, Literal
 import numpy as np
 from jaxtyping import Float64
 
+from atlas_fl.aggregation import rules
 from atlas_fl.aggregation.distances import cosines, gram_of_changes
 from atlas_fl.aggregation.matrices import Federation, average
-from atlas_fl.aggregation.rules import (
-    MixingContext,
-    ParameterGroup,
-    RoundModels,
-    groups_within,
-    parameter_group,
-    present_by_group,
-)
 from atlas_fl.methods.knobs import KNOB, Range, Tried
 from atlas_fl.methods.method import Method
 from atlas_fl.params import ByClient, ServerState, params_by_client, shared_params
@@ -64,9 +57,9 @@ class FromStart(Method):
         """`--gram-by`."""
         return self.gram_by
 
-    def group_of(self, key: str, federation: Federation) -> ParameterGroup:
+    def group_of(self, key: str, federation: Federation) -> rules.ParameterGroup:
         """The parameters that this one shares a matrix with."""
-        return parameter_group(key, federation, granularity=self.gram_by)
+        return rules.parameter_group(key, federation, granularity=self.gram_by)
 
     def init(self, client_models: ByClient) -> ServerState:
         """The shared part of the models that the clients begin with."""
@@ -87,15 +80,14 @@ class PFedGraph(FromStart):
     """Weight of the shares of the examples in the rows of `pfedgraph`; if small, similarity counts more."""
 
     name = "pfedgraph"
-    matrix = "by cosines of the changes"
 
-    def rule(self, step: MixingContext) -> np.ndarray:
+    def rule(self, step: rules.MixingContext) -> np.ndarray:
         """The rows m_k of those who are present; before there are updates, the shares of the examples."""
         matrix = self.arrival(step)
-        groups = groups_within(step, self.options.within)
+        groups = rules.groups_within(step, self.options.within)
         if step.models is None:
             return matrix
-        for inside in present_by_group(groups, step.present):
+        for inside in rules.present_by_group(groups, step.present):
             if len(inside) > 1:
                 similarities = self._similarities(step, step.models, inside)
                 pull = matrix[inside[0], inside] + similarities / (2 * self.gram_alpha)
@@ -103,7 +95,7 @@ class PFedGraph(FromStart):
         return np.asarray(np.where(step.present[:, None], matrix, np.eye(len(matrix))))
 
     def _similarities(
-        self, step: MixingContext, models: RoundModels, clients: Sequence[int]
+        self, step: rules.MixingContext, models: rules.RoundModels, clients: Sequence[int]
     ) -> Float64[np.ndarray, "n n"]:
         """The cosines between the changes of these clients, by index."""
 
@@ -115,7 +107,7 @@ class PFedGraph(FromStart):
         tasks = {step.federation.clients[k]: step.federation.head_groups[k] for k in clients}
         return cosines(gram_of_changes(initial, models.after, tasks, self.options, selects=selects))
 
-    def arrival(self, step: MixingContext) -> np.ndarray:
+    def arrival(self, step: rules.MixingContext) -> np.ndarray:
         """The shares of the examples."""
-        groups = groups_within(step, self.options.within)
+        groups = rules.groups_within(step, self.options.within)
         return np.asarray(average(step.federation.weights, groups, step.present, max_share=self.options.max_share))

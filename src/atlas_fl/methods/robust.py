@@ -143,7 +143,6 @@ class Median(Robust):
     """The median of every value over the clients: less than half of them may be hostile."""
 
     name = "median"
-    matrix = "none, the median of each value"
 
     @property
     def reduce(self) -> Reduce:
@@ -159,7 +158,6 @@ class TrimmedMean(Robust):
     """Share of the clients whose values `trimmed_mean` leaves out at each end, rounded up."""
 
     name = "trimmed_mean"
-    matrix = "none, the trimmed mean of each value"
 
     @property
     def reduce(self) -> Reduce:
@@ -197,7 +195,6 @@ class Krum(ByDistance):
     """The one model that is nearest to its neighbours, for everyone (`--byzantine`)."""
 
     name = "krum"
-    matrix = "one model for all, by distances"
 
     def withstands(self, n: int) -> int:
         """Fewer than half of n - 2."""
@@ -212,7 +209,6 @@ class MultiKrum(Krum):
     """The mean of the models that are near to their neighbours: all but `--byzantine`."""
 
     name = "multi_krum"
-    matrix = "equal shares of the nearest models"
 
     def weigh(self, squares: Float64[np.ndarray, "n n"]) -> Float64[np.ndarray, " n"]:
         """Equal weights of the models with the least scores."""
@@ -224,7 +220,6 @@ class GeometricMedian(ByDistance):
     """The point with the least sum of distances to all models: less than half of them may be hostile."""
 
     name = "geometric_median"
-    matrix = "shares by distances"
 
     def weigh(self, squares: Float64[np.ndarray, "n n"]) -> Float64[np.ndarray, " n"]:
         """Weiszfeld's weights."""

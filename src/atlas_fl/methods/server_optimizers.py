@@ -24,17 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atlas_fl.aggregation.lora_product import energy_share, fit_clients, leading_dense, stack_factors
+from atlas_fl.aggregation import lora_product, rules
 from atlas_fl.aggregation.matrices import Federation, average, cluster_labels
 from atlas_fl.aggregation.mixing import sync_shared
-from atlas_fl.aggregation.rules import (
-    CLUSTERS,
-    Answers,
-    MixingContext,
-    StrategyOptions,
-    groups_within,
-    with_updates,
-)
 from atlas_fl.errors import ProtocolError
 from atlas_fl.methods.knobs import Range, Tried
 from atlas_fl.methods.method import Aggregated, Method
@@ -92,11 +84,11 @@ class Cohort:
     """p_k of those that took part, by index."""
 
 
-def cohorts(federation: Federation, present: Sequence[bool], options: StrategyOptions) -> Iterator[Cohort]:
+def cohorts(federation: Federation, present: Sequence[bool], options: rules.StrategyOptions) -> Iterator[Cohort]:
     """Every cohort of two or more clients of which somebody took part; a client by itself has no server step."""
     by_cluster = cluster_labels(federation.clusters)
-    body = ["-".join(map(str, label)) if options.within == CLUSTERS else "all" for label in by_cluster]
-    prefix = [f"{name}-" if options.within == CLUSTERS else "" for name in body]
+    body = ["-".join(map(str, label)) if options.within == rules.CLUSTERS else "all" for label in by_cluster]
+    prefix = [f"{name}-" if options.within == rules.CLUSTERS else "" for name in body]
     heads = [f"{start}task-{task}" for start, task in zip(prefix, federation.head_groups)]
     for is_head, names in ((False, body), (True, heads)):
         groups = np.array([names.index(name) for name in names], np.int64)
@@ -126,7 +118,12 @@ class _ServerStep:
     """One step of a server optimizer over all cohorts; what it makes is collected, its inputs stay as they are."""
 
     def __init__(
-        self, rule: ServerOptimizer, options: StrategyOptions, state: ServerState, before: ByClient, after: ByClient
+        self,
+        rule: ServerOptimizer,
+        options: rules.StrategyOptions,
+        state: ServerState,
+        before: ByClient,
+        after: ByClient,
     ) -> None:
         self._rule, self._options, self._clients = rule, options, tuple(after)
         self._before, self._after = tuple(before.values()), tuple(after.values())
@@ -173,8 +170,10 @@ class _ServerStep:
         current, trained = (self._dense(models, module, cohort.weights) for models in (self._before, self._after))
         model = self._next(cohort, module, current, trained - current)
         a, b = ({k: self._after[k][module + end] for k in cohort.members} for end in (LORA_A, LORA_B))
-        best = leading_dense(model, rank=max(len(rows) for rows in a.values()))
-        for k, new_a, new_b, lost, whole in fit_clients(best, cohort.members, a, b, scale=self._options.scale):
+        best = lora_product.leading_dense(model, rank=max(len(rows) for rows in a.values()))
+        for k, new_a, new_b, lost, whole in lora_product.fit_clients(
+            best, cohort.members, a, b, scale=self._options.scale
+        ):
             self._model(k).update({module + LORA_A: new_a, module + LORA_B: new_b})
             self.thrown[self._clients[k]] += lost
             self.total[self._clients[k]] += whole
@@ -186,7 +185,7 @@ class _ServerStep:
         """sum_k p_k s_k B_k A_k, (d_out, d_in) float64."""
         a, b = ([models[k][module + end] for k in weights] for end in (LORA_A, LORA_B))
         scales = [weight * self._options.scale(len(rows)) for weight, rows in zip(weights.values(), a)]
-        stack_a, stack_b = stack_factors(a, b, scales)
+        stack_a, stack_b = lora_product.stack_factors(a, b, scales)
         return stack_b @ stack_a
 
 
@@ -220,7 +219,6 @@ class ServerStep(Method):
     server_tau: Annotated[float, Range(above=0)] = 1e-3
     """Constant added to the root of the second moment: the larger, the less adaptive the server's step."""
 
-    matrix = "shares of the examples, then a server step"
     needs = "equal ranks with --space factors"
     optimizer: ClassVar[ServerOptimizer]
 
@@ -232,9 +230,9 @@ class ServerStep(Method):
         for cohort in cohorts(federation, everyone, self.options) if self.options.space == "factors" else ():
             self._check_one_shape(models, [federation.clients[k] for k in cohort.members])
 
-    def rule(self, step: MixingContext) -> np.ndarray:
+    def rule(self, step: rules.MixingContext) -> np.ndarray:
         """The shares of the examples inside each cohort."""
-        groups = groups_within(step, self.options.within)
+        groups = rules.groups_within(step, self.options.within)
         return np.asarray(average(step.federation.weights, groups, step.present, max_share=self.options.max_share))
 
     def aggregate(
@@ -245,11 +243,11 @@ class ServerStep(Method):
         federation: Federation,
         *,
         round: int,
-        answers: Answers | None = None,
+        answers: rules.Answers | None = None,
     ) -> Aggregated:
         """One step of every cohort of which somebody took part."""
         del round, answers  # moments without a correction of their bias depend on no count of rounds
-        after = sync_shared(with_updates(client_models, updates), federation, list(updates))
+        after = sync_shared(rules.with_updates(client_models, updates), federation, list(updates))
         before = {client: client_models[client] for client in federation.clients}
         after = {client: after[client] for client in federation.clients}
         usual = self.optimizer
@@ -265,7 +263,9 @@ class ServerStep(Method):
             step.run(cohort)
         models = {client: step.models.get(k, after[client]) for k, client in enumerate(after)}
         state = {kind: moments for kind, moments in step.moments.items() if moments}
-        return Aggregated(server_state=state, client_models=models, discarded=energy_share(step.thrown, step.total))
+        return Aggregated(
+            server_state=state, client_models=models, discarded=lora_product.energy_share(step.thrown, step.total)
+        )
 
 
 class FedAvgM(ServerStep):

@@ -22,17 +22,8 @@ from atlas_fl.rng import generator
 from atlas_fl.runtime.engine import Engine, run_on_all_clients
 from atlas_fl.setup.assembly import Assembly
 from atlas_fl.setup.options import strategy_of
+from atlas_fl.sparse import masks
 from atlas_fl.sparse.codec import mask_size, values_size
-from atlas_fl.sparse.masks import (
-    BY_SENSITIVITY,
-    Mask,
-    calibrate_mask,
-    check_any_kept,
-    density,
-    density_by_layer,
-    load_mask,
-    num_kept,
-)
 from atlas_fl.storage.ledger import Direction, Kind, LedgerRow
 from atlas_fl.storage.tensors import encoded_size
 
@@ -45,14 +36,14 @@ class MaskPlan:
     """Initial models, mask, and the messages that fitting the heads and making the mask sent."""
 
     initial_models: ByClient
-    mask: Mask | None
+    mask: masks.Mask | None
     messages: tuple[LedgerRow, ...]
 
 
 def fit_heads_and_mask(assembly: Assembly, engine: Engine, models: ByClient) -> MaskPlan:
     """Fit the heads of images and make the mask of all clients, as the config says; fitted heads are frozen."""
     messages = list[LedgerRow]()
-    mask: Mask | None = None
+    mask: masks.Mask | None = None
     if assembly.config.sparse.has_mask:  # before the heads, whose fit passes over all images
         mask = _mask_from_file(assembly, models)
     if should_fit_heads(assembly):
@@ -82,7 +73,7 @@ def check_heads(assembly: Assembly) -> None:
     sizes = {client.task.num_labels: client.task.name for client in assembly.clients}
     sparse = assembly.config.sparse
     regressions = [client.task.name for client in assembly.clients if client.task.is_regression]
-    if regressions and sparse.mask_file is None and sparse.mask in BY_SENSITIVITY:
+    if regressions and sparse.mask_file is None and sparse.mask in masks.BY_SENSITIVITY:
         raise ConfigError(
             f"--mask {sparse.mask} ranks weights by what they do to the probabilities of classes, and {regressions[0]}"
             " has real numbers in their place; take lowest_magnitude, highest_magnitude or random"
@@ -137,7 +128,7 @@ def _assign_heads(
     return {client.name: fitted[client.task.name] for client in assembly.clients}, messages
 
 
-def _mask_from_file(assembly: Assembly, models: ByClient) -> Mask | None:
+def _mask_from_file(assembly: Assembly, models: ByClient) -> masks.Mask | None:
     """The mask of the config's file, checked against the model; None where there is no file.
 
     A mask that is yet to be made is checked to keep something.
@@ -146,13 +137,13 @@ def _mask_from_file(assembly: Assembly, models: ByClient) -> Mask | None:
     body = _body_params(assembly, models)
     path, _ = parse_mask_file(sparse.mask_file)
     if path is None:
-        check_any_kept(body, sparsity=sparse.sparsity, scope=sparse.mask_scope)
+        masks.check_any_kept(body, sparsity=sparse.sparsity, scope=sparse.mask_scope)
         return None
     check_mask_file(assembly.config)
-    return load_mask(Path(path), like=body)
+    return masks.load_mask(Path(path), like=body)
 
 
-def mask_messages(assembly: Assembly, mask: Mask) -> list[LedgerRow]:
+def mask_messages(assembly: Assembly, mask: masks.Mask) -> list[LedgerRow]:
     """The messages that send this mask over the backbone to every client."""
     size = mask_size(mask)
     return [_ledger_row(name, "down", "mask", size) for name in assembly.names]
@@ -160,7 +151,7 @@ def mask_messages(assembly: Assembly, mask: Mask) -> list[LedgerRow]:
 
 def _calibrate_body_mask(
     assembly: Assembly, engine: Engine, initial_models: ByClient, *, scorers: Sequence[str]
-) -> tuple[Mask, list[LedgerRow]]:
+) -> tuple[masks.Mask, list[LedgerRow]]:
     """The mask over the backbone by the config's strategy and these clients' scores, and the messages with the scores.
 
     Sensitivities are sums over the clients that score; magnitudes and chance need no client.
@@ -181,7 +172,7 @@ def _calibrate_body_mask(
         messages.extend(sent)
         return sums["all"]
 
-    mask = calibrate_mask(
+    mask = masks.calibrate_mask(
         score,
         body,
         names=body,
@@ -194,7 +185,7 @@ def _calibrate_body_mask(
     return mask, messages
 
 
-def client_masks(assembly: Assembly, engine: Engine, *, clients: int) -> dict[str, Mask]:
+def client_masks(assembly: Assembly, engine: Engine, *, clients: int) -> dict[str, masks.Mask]:
     """The masks that single clients would make, each by its own scores: of the first `clients` that score."""
     models: ByClient = assembly.full_models()
     if should_fit_heads(assembly):
@@ -223,19 +214,19 @@ MODEL_COPIES = 3
 """Copies of a model that its training holds: weights, gradients and momentum."""
 
 
-def sparse_report(mask: Mask | None, config: SparseConfig) -> dict[str, Any]:
+def sparse_report(mask: masks.Mask | None, config: SparseConfig) -> dict[str, Any]:
     """The plan's entry on the mask; empty where there is none."""
     if mask is None:
         return {}
     body = {name: tensor for name, tensor in mask.items() if not name.startswith(HEAD)}
-    sparsity = 1 - num_kept(body) / sum(tensor.numel() for tensor in body.values())
+    sparsity = 1 - masks.num_kept(body) / sum(tensor.numel() for tensor in body.values())
     return {
         "mask": config.mask if config.mask_file is None else "from a file",
         "sparsity": config.sparsity if config.mask_file is None else sparsity,
-        "layers": density_by_layer(body),
-        "kept": num_kept(mask),
+        "layers": masks.density_by_layer(body),
+        "kept": masks.num_kept(mask),
         "weights": sum(tensor.numel() for tensor in mask.values()),
-        "density": density(mask),
+        "density": masks.density(mask),
     }
 
 
@@ -254,7 +245,7 @@ def check_training_memory(assembly: Assembly) -> None:
 
 
 def full_client_plans(
-    assembly: Assembly, models: ByClient, mask: Mask | None, labels: Sequence[int]
+    assembly: Assembly, models: ByClient, mask: masks.Mask | None, labels: Sequence[int]
 ) -> tuple[ClientPlan, ...]:
     """The plans of clients that train whole models; `labels` are their clusters.
 
@@ -268,7 +259,7 @@ def full_client_plans(
         sent_bytes = 0
         shared = shared_params(model, share)
         if shared and mask is not None:
-            sent_bytes = values_size(num_kept({key: mask[key] for key in shared}))
+            sent_bytes = values_size(masks.num_kept({key: mask[key] for key in shared}))
         elif shared:
             sent_bytes = encoded_size(shared)
         predicted = {

@@ -85,12 +85,6 @@ def start_notes(start: StartAdapter, assembly: Assembly, ranks: Sequence[Sequenc
             f"{where} names the base model {start.base}, and this run's is {path}: its start is the adapter's own only"
             " if both have the same weights"
         )
-    adapted, all_modules = len(lora_modules(start.params)), len(assembly.site.modules)
-    if adapted < all_modules:
-        lines.append(
-            f"{where} adapts {adapted} of the {all_modules} layers of this run; the others begin at zero, which changes"
-            " no output"
-        )
     adapter_ranks = {module: len(start.params[module + LORA_A]) for module in lora_modules(start.params)}
     cut = [
         client.name
@@ -141,8 +135,8 @@ def _head_notes(start: StartAdapter, assembly: Assembly) -> tuple[str, ...]:
     lines = []
     for name, task in tasks.items():
         if task.writes:
-            lines.append(f"{where} has a head, and {name} writes text and takes none")
-        elif _head_for(start, task, assembly) is None:
+            continue
+        if _head_for(start, task, assembly) is None:
             lines.append(
                 f"{where} has a head of {len(outputs)} outputs, which does not fit the {task.num_labels} of {name}: its"
                 " head begins fresh"

@@ -79,13 +79,15 @@ def discover_tasks(
     clustering = _cluster_sketches(assembly, sketches, tasks, previous)
     if options.labels:
         clustering = _merge_clusters(assembly, clustering, updates, previous)
+    losses = {update.client: update.metrics["loss"] for update in updates}
+    report = _clustering_report(clustering, assembly.names, tasks, losses)
     return TaskDiscovery(
         labels=clustering.labels,
         clustering=clustering,
-        report=_clustering_report(clustering, assembly.names, tasks, {u.client: u.metrics["loss"] for u in updates}),
+        report=report,
         warmed_models=models,
         sketches=sketches,
-        notes=(*clustering.warnings, *purity_warnings(clustering.labels, tasks)),
+        notes=(*clustering.warnings, *purity_warnings(report["clusters"])),
     )
 
 
