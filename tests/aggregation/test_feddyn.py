@@ -121,7 +121,7 @@ def test_it_ends_at_the_optimum_of_all_where_fedprox_does_not() -> None:
             {},
             {one: {"w": torch.zeros(2)} for one in TARGETS},
         )
-        for round in range(1, 150):
+        for round in range(1, 90):
             sent = dynamic_corrections(state, list(TARGETS), alpha=1.0)
             updates = {
                 one: {"w": train(models[one]["w"], one, sent.get(one, {}), alpha=1.0, steps=20)} for one in TARGETS

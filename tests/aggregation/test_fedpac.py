@@ -38,7 +38,7 @@ def test_the_weights_of_two_clients_by_hand() -> None:
 
 @pytest.mark.slow
 @given(st.integers(2, 7), st.integers(1, 8), st.floats(1e-4, 10.0), st.integers(0, 2**32))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_a_row_solves_the_papers_program_as_a_general_solver_and_the_audit_do(n, rank, size, seed) -> None:
     draws = np.random.default_rng(seed)
     bias = draws.normal(size=(n, rank))

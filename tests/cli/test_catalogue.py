@@ -61,20 +61,6 @@ def test_what_cannot_be_listed_is_one_line(words: tuple[str, ...], atlas: Atlas)
     assert said.err.endswith("see `atlas list --help`\n")
 
 
-@pytest.mark.parametrize(
-    ("strategy", "words"),
-    [
-        ("feddyn", "feddyn 1.5 "),
-        ("fedavg_dynamic", "fedavg_dynamic 1.5 "),
-        ("ifca", "ifca (1+k)/2 "),
-        ("flora", "flora (1+n)/2 "),
-    ],
-)
-def test_bytes_are_said_relative_to_fedavg(atlas: Atlas, strategy: str, words: str) -> None:
-    lines = [" ".join(line.split()) for line in atlas("list", "strategies").out.splitlines()]
-    assert any(line.startswith(words) for line in lines), strategy
-
-
 def test_passes_beside_training_are_said_of_rules_and_methods(atlas: Atlas) -> None:
     said = " ".join(atlas("list", "strategies").out.split())
     assert said.count("passes over the training examples: one more") == 2

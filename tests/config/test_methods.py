@@ -133,22 +133,6 @@ def test_a_comparison_that_begins_from_a_run_of_a_method_does_not_carry_its_sett
 
 
 @pytest.mark.parametrize(
-    ("method", "bytes"),
-    [
-        ("fedit", 1),
-        ("ffa", 0.5),
-        ("fedsa", 0.5),
-        ("linear_probe", 0),
-        ("centralized", 0),
-        ("multitask", 0),
-        ("rolora", 0.5),
-    ],
-)
-def test_bytes_relative_to_fedavg(method: str, bytes: float) -> None:
-    assert METHODS[method].relative_bytes == bytes
-
-
-@pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"centralized": True, "arrive": ("trec-1=3",)}, "--arrive trec-1=3 comes later, and --centralized has no"),

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from atlas_fl.clustering.cluster import cluster_clients
-from atlas_fl.clustering.k_search import METHODS
 from atlas_fl.clustering.labels import ClusteringSettings
 from atlas_fl.clustering.result import agreement, assign_client
 
@@ -39,6 +38,8 @@ def world(name, *, dim=512, seed=3):
     return *noisy(clean, rng, signal=0.5 if clean.any() else 0.0), ("none",) * 9
 
 
+WAYS = ("corrected", "silhouette")
+"""Both ways to cluster; `atlas` searches k as `silhouette` does, by another score."""
 PLANTED = {"3 x 3": (3, 3, 3), "uneven": (5, 2, 4), "two": (4, 3)}
 STRUCTURELESS = ("shuffled tasks", "a task for each", "shuffled labels")
 
@@ -57,7 +58,7 @@ def same_partition(left, right):
     return agreement(left, [str(label) for label in right])["ari"] == 1
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", WAYS)
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_tasks_are_found(method, name):
     found = clustered(method, name)
@@ -65,7 +66,7 @@ def test_planted_tasks_are_found(method, name):
     assert found.structure["found"] and not any("no structure" in line for line in found.warnings)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", WAYS)
 @pytest.mark.parametrize("name", STRUCTURELESS)
 def test_shuffled_clients_have_no_structure(method, name):
     found = clustered(method, name)
@@ -78,7 +79,7 @@ def test_shuffled_clients_have_no_structure(method, name):
         assert set(found.labels) == {0}
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", WAYS)
 @pytest.mark.parametrize("name", ["uneven", "a task for each"])
 def test_permuting_clients_permutes_results_to_the_last_bit(method, name):
     first, second, _ = world(name)
@@ -90,14 +91,14 @@ def test_permuting_clients_permutes_results_to_the_last_bit(method, name):
     assert permuted.k_table == whole.k_table and permuted.structure == whole.structure
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", WAYS)
 def test_identical_clients_are_one_cluster(method):
     first, second, _ = world("3 x 3")
     found = cluster_clients(first[[0] * 5], second[[0] * 5], settings=settings(method))
     assert found.labels == (0,) * 5 and not found.structure["found"]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", WAYS)
 def test_copies_of_a_client_share_its_cluster(method):
     first, second, tasks = world("3 x 3")
     twice = np.repeat([0, 3, 6], 3)
@@ -105,7 +106,7 @@ def test_copies_of_a_client_share_its_cluster(method):
     assert agreement(found.labels, tasks)["ari"] == 1 and found.structure["found"]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", WAYS)
 def test_the_same_input_gives_the_same_result_and_stays_as_it_was(method):
     first, second, _ = world("two")
     before = first.copy(), second.copy()
@@ -113,7 +114,7 @@ def test_the_same_input_gives_the_same_result_and_stays_as_it_was(method):
     assert (first == before[0]).all() and (second == before[1]).all()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", WAYS)
 @pytest.mark.parametrize("name", ["3 x 3", "uneven"])
 def test_members_are_predicted_into_their_own_cluster(method, name):
     first, second, _ = world(name)
@@ -121,7 +122,7 @@ def test_members_are_predicted_into_their_own_cluster(method, name):
     assert [assign_client(found, *pair).cluster for pair in zip(first, second, strict=True)] == list(found.labels)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", WAYS)
 def test_labels_survive_clustering_again(method):
     first, second, _ = world("two")
     again = cluster_clients(first, second, settings=settings(method), previous=clustered(method, "two"))

@@ -395,7 +395,9 @@ def test_the_head_does_not_know_how_many_clients_hold_the_images(config: Make) -
     central = _pooled(assembly.clients)
     site = replace(assembly.site, data={"all": image_tokens(central, length=1)})
     alone = replace(assembly, clients=(central,), devices=assembly.devices[:1], site=site)
-    dealt, pooled = (fit_heads_and_mask(one, LocalEngine(site=one.site)).initial_models for one in (assembly, alone))
+    dealt, pooled = (
+        fit_heads_and_mask(one, LocalEngine(site=one.site), one.full_models())[0] for one in (assembly, alone)
+    )
     for key in ("head.weight", "head.bias"):
         torch.testing.assert_close(dealt[assembly.names[0]][key], pooled["all"][key], rtol=1e-4, atol=1e-5)
 

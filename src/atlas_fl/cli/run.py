@@ -293,7 +293,7 @@ def _models() -> Lines:
 def _strategies(alone: str | None = None) -> Lines:
     from atlas_fl.methods.registry import ALIASES, METHODS, RULES
 
-    yield "strategy", "bytes", "what it does"
+    yield "strategy", "what it does"
     names = [*RULES, *METHODS] if alone is None else [ALIASES.get(alone, alone)]
     if unknown := {*names} - {*RULES, *METHODS}:
         raise unknown_name("strategy", unknown.pop(), [*RULES, *METHODS, *ALIASES])
@@ -307,12 +307,11 @@ def _strategies(alone: str | None = None) -> Lines:
         needs = ["equal ranks"] if has_equal_ranks else [rule.needs] if rule.needs else []
         needs += ["twice the training"] if method is not None and method.trains_twice else []
         needs += [rule.extra_passes] if rule.extra_passes else []
-        size = rule.relative_bytes if rule.relative_bytes != "1" or method is None else f"{method.relative_bytes:g}"
         own = {} if method is None else {**method.settings, **method.suggested}
         sets = " ".join(f"{setting}={' '.join(to_words(value))}" for setting, value in own.items())
         lines = [f"{summary}{also}", f"needs: {'; '.join(needs) or 'nothing'}"]
         lines += [] if method is None else [f"rule: {rule.name}"]
-        yield name, size, "\n".join([*lines, *([f"sets: {sets}"] if sets else [])])
+        yield name, "\n".join([*lines, *([f"sets: {sets}"] if sets else [])])
 
 
 def _devices() -> Lines:

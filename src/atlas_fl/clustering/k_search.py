@@ -39,11 +39,6 @@ KTableRow: TypeAlias = dict[str, Any]
 """One line of the k table; a score that is not defined at this k is None."""
 
 
-def cluster_sizes(labels: np.ndarray) -> list[int]:
-    """Numbers of clients in each cluster, largest first."""
-    return sorted(np.unique(labels, return_counts=True)[1].tolist(), reverse=True)
-
-
 def pairwise_distances(points: np.ndarray) -> np.ndarray:
     """Euclidean distances (n, n) of points (n, c), zero on the diagonal."""
     return np.asarray(squareform(pdist(points)))
@@ -77,7 +72,7 @@ def atlas_score(*, silhouette: float, davies_bouldin: float, calinski_harabasz: 
 
 def score_row(points: np.ndarray, labels: np.ndarray) -> KTableRow:
     """The line of the k table for these labels (n,) of points (n, c): k, sizes, singletons and the scores."""
-    sizes = cluster_sizes(labels)
+    sizes = sorted(np.unique(labels, return_counts=True)[1].tolist(), reverse=True)
     row: KTableRow = {"k": len(sizes), "sizes": sizes, "singletons": sizes.count(1)}
     width = silhouette(pairwise_distances(points), labels)
     if width is None:

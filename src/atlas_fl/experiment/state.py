@@ -16,7 +16,7 @@ from atlas_fl.client.importance import IMPORTANCE
 from atlas_fl.client.job import Update
 from atlas_fl.clustering.labels import UNDECIDED
 from atlas_fl.config import Config
-from atlas_fl.methods.kriging import MeasuredSharing, sharing_words
+from atlas_fl.methods.kriging import MeasuredSharing
 from atlas_fl.methods.method import Method, RoundStart
 from atlas_fl.params import (
     HEAD,
@@ -175,7 +175,7 @@ class RoundRecord:
         return self.step.server_state is not self.before.server_state
 
     def notes(self) -> list[str]:
-        """Notes on refused, scaled, unusable and unmoved models, on those that give no numbers, and on measurements."""
+        """Notes on refused, scaled, unusable and unmoved models, and on those that give no numbers."""
         lines = [f"the update of {name} was refused: {reason}" for name, reason in self.received.refused.items()]
         lines += [f"the update of {name} was scaled down: {reason}" for name, reason in self.received.clipped.items()]
         for names, reason in _by_reason(self.step.restored):
@@ -188,7 +188,7 @@ class RoundRecord:
                     f"the models of {names} give outputs that are NaN or infinite for {split} examples, which count as"
                     " wrong; lower the learning rate or clip"
                 )
-        return [f"round {self.round}: {line}" for line in (*lines, *sharing_words(self.step.sharing))]
+        return [f"round {self.round}: {line}" for line in lines]
 
     def messages(self, share: tuple[str, ...]) -> list[LedgerRow]:
         """Every message of the round: outdated models down, updates up, mixed models down; of a cut the sums by kind.

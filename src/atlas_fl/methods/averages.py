@@ -14,7 +14,6 @@ class Local(Method):
     """Everyone keeps what it trained; nothing is sent."""
 
     name = "local"
-    relative_bytes = "0"
     communicates = False
 
     def rule(self, step: MixingContext) -> np.ndarray:

@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 
 from atlas_fl.aggregation.matrices import Federation
-from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.errors import ProtocolError
 from atlas_fl.methods.averages import FedAvg
 from atlas_fl.methods.method import FACTORS, SECOND_TENSORS, Aggregated, PublishedMethod, RoundStart
-from atlas_fl.methods.server_optimizers import Cohort, cohorts
-from atlas_fl.params import HEAD, ByClient, Params, ServerState, TreesByClient, params_by_client, shared_params
+from atlas_fl.methods.server_optimizers import Cohort, cohort_keys, cohorts
+from atlas_fl.params import ByClient, Params, ServerState, TreesByClient, params_by_client
 
 CHANGES = "changes"
 """Where the server state has the e_k, by client and parameter."""
@@ -34,7 +33,6 @@ class FedAvgDynamic(FedAvg):
 
     name = "fedavg_dynamic"
     equal_ranks = True
-    relative_bytes = "1.5"
     in_factors = True
     is_average = False
     fixed: ClassVar = {"space": "factors", "within": "all"}
@@ -57,7 +55,7 @@ class FedAvgDynamic(FedAvg):
         models = {client: dict(params) for client, params in done.client_models.items()} if updates else {}
         for cohort in cohorts(federation, present, options):
             clients = [federation.clients[k] for k in cohort.members]
-            for key in _keys(client_models[clients[0]], cohort, options):
+            for key in cohort_keys(client_models[clients[0]], cohort, options):
                 for client in (client for client in clients if client in updates):
                     change = updates[client][key].double() - client_models[client][key].double()
                     kept = changes.setdefault(client, {})
@@ -68,11 +66,6 @@ class FedAvgDynamic(FedAvg):
                     models[client][key] = model
         state: ServerState = {CHANGES: changes} if changes else done.server_state
         return replace(done, server_state=state, client_models={**done.client_models, **models})
-
-
-def _keys(params: Params, cohort: Cohort, options: StrategyOptions) -> list[str]:
-    shared = shared_params(params, options.share)
-    return [key for key, tensor in shared.items() if key.startswith(HEAD) == cohort.is_head and tensor.numel()]
 
 
 def _mean_change(changes: ByClient, key: str, cohort: Cohort, federation: Federation) -> Tensor:

@@ -102,7 +102,6 @@ class ClassifierCollaboration(Method):
     """FedPAC: weight of the pull of features to the means of their class over clients; 0 for none."""
 
     name = "classifier_collaboration"
-    relative_bytes = "1+"
     extra_passes = "passes over the training examples: one more"
     needs_classes = True
     head_is_last_layer = True

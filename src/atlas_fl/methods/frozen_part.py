@@ -38,7 +38,6 @@ class FrozenCompanion(SecondModel):
 class WithFrozenPart(FedAvg):
     """FedAvg of factors or a fresh start, and a frozen part that makes the average of the products exact."""
 
-    relative_bytes = "(1+n)/2"
     in_factors = True
     is_average = False
     takes_newcomers = False

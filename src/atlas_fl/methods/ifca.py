@@ -37,7 +37,6 @@ class Ifca(Method):
 
     name = "ifca"
     needs = "equal ranks"
-    relative_bytes = "(1+k)/2"
     extra_passes = "passes over the training examples: k more"
     across_machines = "scores the models of all clusters at each client before a round, which no site does yet"
 

@@ -413,21 +413,6 @@ def join_halves(first: Params, second: Params) -> Params:
     return {f"{half}{key}": tensor for half, params in named for key, tensor in params.items()}
 
 
-def sharing_words(rows: Sequence[MeasuredSharing]) -> list[str]:
-    """A line for each group of parameters: from how much to how much of its own clients keep, and why."""
-    lines = []
-    for parameters in dict.fromkeys(row.parameters for row in rows):
-        members = [row for row in rows if row.parameters == parameters]
-        shares = [row.own_share for row in members]
-        ratios = [row.variance_over_noise for row in members if row.variance_over_noise is not None]
-        ends = " to ".join(dict.fromkeys(f"{ratio:.2g}" for ratio in (min(ratios), max(ratios)))) if ratios else ""
-        reason = f"variance between clients {ends} times the noise of one" if ends else "no noise"
-        kept = " to ".join(dict.fromkeys(f"{share:.0%}" for share in (min(shares), max(shares))))
-        who = f"{len(members)} clients keep {kept} of their own"
-        lines.append(f"{parameters}: {who}, the rest is others'; {reason}")
-    return lines
-
-
 def variance_over_noise(gram: Float64[np.ndarray, "n2 n2"]) -> float | None:
     """tau^2 / N from the inner products of halves, 0 at least; None of one client and without noise."""
     noise = measure(gram)[1]

@@ -190,8 +190,6 @@ class Method(Part):
     """Its name in the registry."""
     needs: ClassVar[str] = ""
     """Needs of a federation, in words."""
-    relative_bytes: ClassVar[str] = "1"
-    """Bytes of a round relative to FedAvg; 1+ with a report on top, n clients, k groups."""
     extra_passes: ClassVar[str] = ""
     """Computations of clients beside training, in words."""
     communicates: ClassVar[bool] = True
@@ -477,18 +475,6 @@ class PublishedMethod:
         for name in ("settings", "suggested"):
             values = {key: tuple(one) if isinstance(one, list) else one for key, one in getattr(self, name).items()}
             object.__setattr__(self, name, values)
-
-    @property
-    def relative_bytes(self) -> float:
-        """Bytes of a round relative to FedAvg of the same adapters: half for each factor; corrections are as large.
-
-        What does not train in a round is not sent.
-        """
-        share = self.settings.get("share", ("A", "B"))
-        if self.settings.get("trained_parts") == "alternate":
-            return 0.5
-        copies = 2 if self.settings.get("control_variates") else 1
-        return copies * 0.5 * (("A" in share) + ("B" in share))
 
     @property
     def trains_twice(self) -> bool:

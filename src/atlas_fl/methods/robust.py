@@ -89,11 +89,6 @@ def weiszfeld_weights(squares: Float64[np.ndarray, "n n"]) -> Float64[np.ndarray
     return np.asarray(weights)
 
 
-def _num_selected(n: int, byzantine: int) -> int:
-    """Models that multi-Krum takes: all but f, and more than half."""
-    return n - min(byzantine, (n - 1) // 2)
-
-
 def model_distances(step: MixingContext, clients: Sequence[int], options: StrategyOptions) -> np.ndarray:
     """The squared distances between the models of these clients, by index: of their heads, or of all the rest."""
     assert step.models is not None, "distances are of models"
@@ -212,8 +207,9 @@ class MultiKrum(Krum):
 
     def weigh(self, squares: Float64[np.ndarray, "n n"]) -> Float64[np.ndarray, " n"]:
         """Equal weights of the models with the least scores."""
-        f = self.byzantine
-        return krum_weights(squares, byzantine=f, selected=_num_selected(len(squares), f))
+        n, f = len(squares), self.byzantine
+        # all but f, and more than half
+        return krum_weights(squares, byzantine=f, selected=n - min(f, (n - 1) // 2))
 
 
 class GeometricMedian(ByDistance):

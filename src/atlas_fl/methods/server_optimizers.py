@@ -100,6 +100,12 @@ def cohorts(federation: Federation, present: Sequence[bool], options: rules.Stra
                 yield Cohort(name=name, is_head=is_head, members=members, weights=weights)
 
 
+def cohort_keys(params: Params, cohort: Cohort, options: rules.StrategyOptions) -> list[str]:
+    """The shared tensors of a member's model that the cohort has in common."""
+    shared = shared_params(params, options.share)
+    return [key for key, tensor in shared.items() if key.startswith(HEAD) == cohort.is_head and tensor.numel()]
+
+
 def server_step(
     current: Tensor, change: Tensor, moments: Mapping[str, Tensor], *, rule: ServerOptimizer
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -136,8 +142,7 @@ class _ServerStep:
 
     def run(self, cohort: Cohort) -> None:
         """The step of one cohort."""
-        shared = shared_params(self._after[cohort.members[0]], self._options.share)
-        keys = [key for key, tensor in shared.items() if key.startswith(HEAD) == cohort.is_head and tensor.numel()]
+        keys = cohort_keys(self._after[cohort.members[0]], cohort, self._options)
         modules = lora_modules(dict.fromkeys(keys, torch.empty(0))) if self._options.space == "product" else []
         pairs = {module + end for module in modules for end in (LORA_A, LORA_B)}
         for key in keys:

@@ -165,11 +165,17 @@ def leakage_of(assembly: Assembly, cuts: Mapping[str, Sequence[int]]) -> tuple[C
     Raises `ConfigError` for a cut that leaves the server no block, `DataError` where a task's texts hold no token.
     """
     results: list[CutLeakage] = []
+    allowed = every_cut(assembly)
+    if wrong := {blocks for counts in cuts.values() for blocks in counts} - {*allowed}:
+        raise ConfigError(
+            f"--cuts has {min(wrong)}, and {assembly.site.backbone.name} has {len(allowed)} blocks of which the server"
+            f" needs one; allowed: 0 to {allowed[-1]}"
+        )
     for task, block_counts in cuts.items():
         known_texts = _sample_texts(assembly, task, "train", KNOWN_TEXTS)
         unseen_texts = _sample_texts(assembly, task, "test", UNSEEN_TEXTS)
         depth = 0
-        for blocks in sorted({_check_blocks(assembly, blocks) for blocks in block_counts}):
+        for blocks in sorted({*block_counts}):
             for texts in (known_texts, unseen_texts):
                 texts.hidden = [
                     run_blocks(assembly.site.backbone, rows, row.layout, range(depth, blocks))
@@ -256,13 +262,3 @@ def _first_examples(assembly: Assembly, task: str, split: Split, num_left: int) 
 
 def _accuracy(is_correct: Tensor) -> float:
     return float(is_correct.double().mean())
-
-
-def _check_blocks(assembly: Assembly, blocks: int) -> int:
-    allowed = every_cut(assembly)
-    if blocks not in allowed:
-        raise ConfigError(
-            f"--cuts has {blocks}, and {assembly.site.backbone.name} has {len(allowed)} blocks of which the server"
-            f" needs one; allowed: 0 to {allowed[-1]}"
-        )
-    return blocks

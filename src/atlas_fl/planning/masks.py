@@ -5,7 +5,7 @@ The heads are fitted first, then the mask is made, then the bytes, seconds and m
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +31,13 @@ SCORES_AT_ONCE = 8
 """Clients whose sensitivities are in memory at the same time: each is as large as a model."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class MaskPlan:
-    """Initial models, mask, and the messages that fitting the heads and making the mask sent."""
+def fit_heads_and_mask(
+    assembly: Assembly, engine: Engine, models: ByClient
+) -> tuple[ByClient, masks.Mask | None, tuple[LedgerRow, ...]]:
+    """Fit the heads of images and make the mask of all clients, as the config says; fitted heads are frozen.
 
-    initial_models: ByClient
-    mask: masks.Mask | None
-    messages: tuple[LedgerRow, ...]
-
-
-def fit_heads_and_mask(assembly: Assembly, engine: Engine, models: ByClient) -> MaskPlan:
-    """Fit the heads of images and make the mask of all clients, as the config says; fitted heads are frozen."""
+    (initial models, mask, the messages of both).
+    """
     messages = list[LedgerRow]()
     mask: masks.Mask | None = None
     if assembly.config.sparse.has_mask:  # before the heads, whose fit passes over all images
@@ -60,7 +56,7 @@ def fit_heads_and_mask(assembly: Assembly, engine: Engine, models: ByClient) -> 
             for key in head_keys(models[name])
         }
         mask = {**mask, **heads}
-    return MaskPlan(initial_models=models, mask=mask, messages=tuple(messages))
+    return models, mask, tuple(messages)
 
 
 def should_fit_heads(assembly: Assembly) -> bool:

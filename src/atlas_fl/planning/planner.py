@@ -48,6 +48,7 @@ from atlas_fl.setup.assembly import (
 from atlas_fl.setup.options import cut_of, strategy_of
 from atlas_fl.sparse.masks import Mask
 from atlas_fl.split.channel import NO_CUTS, Cut
+from atlas_fl.storage.ledger import LedgerRow
 
 
 def initial_models(
@@ -102,13 +103,13 @@ def plan_run(assembly: Assembly, engine: Engine, *, on_event: OnEvent = ignore) 
     on_event(PhaseStarted("fingerprints"))
     discovery = discover_tasks(assembly, meter, clustered=strategy.clustered, cuts=cuts)
     graph = make_client_graph(assembly, meter, discovery, cuts=cuts)
-    mask_plan = None
+    mask, messages = None, tuple[LedgerRow, ...]()
     if assembly.is_full:
         on_event(PhaseStarted("head and mask" if config.sparse.has_mask else "head"))
-        mask_plan = fit_heads_and_mask(assembly, meter, discovery.warmed_models)
+        models, mask, messages = fit_heads_and_mask(assembly, meter, discovery.warmed_models)
         importance = np.zeros((len(assembly.clients), 0))
-        clients = full_client_plans(assembly, mask_plan.initial_models, mask_plan.mask, discovery.labels)
-        notes = full_notes(assembly, mask_plan.initial_models)
+        clients = full_client_plans(assembly, models, mask, discovery.labels)
+        notes = full_notes(assembly, models)
     else:
         on_event(PhaseStarted("ranks"))
         importance = measure_importance(assembly, meter, discovery, discovery.warmed_models, cuts=cuts)
@@ -123,7 +124,7 @@ def plan_run(assembly: Assembly, engine: Engine, *, on_event: OnEvent = ignore) 
         lora={"alpha": config.model.lora_alpha, "rslora": config.model.rslora},
         clustering=discovery.report,
         data=data,
-        sparse={} if mask_plan is None else sparse_report(mask_plan.mask, config.sparse),
+        sparse=sparse_report(mask, config.sparse),
         notes=(
             *dial_note(config),
             *left_out_notes(assembly.clients),
@@ -138,23 +139,21 @@ def plan_run(assembly: Assembly, engine: Engine, *, on_event: OnEvent = ignore) 
     )
     for note in plan.notes:
         on_event(Note(note))
-    if mask_plan is None:
+    if not assembly.is_full:
         models = initial_models(assembly, discovery.warmed_models, [client.ranks for client in clients], start=start)
         plan_cuts = cuts_of(assembly, plan)
         # equal where server adapters are shared, and without what stays at the clients
-        initial = {
+        models = {
             name: without_private(assembly, params, plan_cuts.get(name))
             for name, params in average_initial(models, plan.federation()).items()
         }
-    else:
-        initial = dict(mask_plan.initial_models)
     return PlanResult(
         plan=plan,
-        initial_models=initial,
+        initial_models=models,
         sketches=discovery.sketches,
         clustering=discovery.clustering,
-        mask=None if mask_plan is None else mask_plan.mask,
-        messages=() if mask_plan is None else mask_plan.messages,
+        mask=mask,
+        messages=messages,
         cut_traffic=tuple(meter.rows(round=0)),
     )
 

@@ -1,7 +1,7 @@
 """Costs of a round for one client, its model whole or cut: heaviest step, bytes, seconds, memory.
 
-Bytes are those of encoded tensors, as the ledger has them, of the model itself and of what crosses a cut. A method that
-sends more or less says so relative to FedAvg (`methods.method.Method.relative_bytes`); the ledger counts it.
+Bytes are those of encoded tensors, as the ledger has them, of the model itself and of what crosses a cut; what a method
+sends beside the model is in the ledger alone.
 """
 
 from collections.abc import Collection, Sequence
@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from atlas_fl.client.local_training import num_steps
-from atlas_fl.client.options import TrainOptions
 from atlas_fl.data.clients import ClientData
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.params import Params, head_keys, num_values, select, shared_params
@@ -183,10 +182,7 @@ def _train_examples(assembly: Assembly, client: ClientData) -> EncodedExamples:
     return assembly.site.data[client.name].splits["train"]
 
 
-def _train_options(assembly: Assembly) -> TrainOptions:
-    return train_options(assembly.config, with_images=assembly.has_images)
-
-
 def _num_steps(assembly: Assembly, client: ClientData) -> int:
     """Steps of this client in a round."""
-    return num_steps(len(_train_examples(assembly, client)), _train_options(assembly))
+    options = train_options(assembly.config, with_images=assembly.has_images)
+    return num_steps(len(_train_examples(assembly, client)), options)

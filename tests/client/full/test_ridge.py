@@ -59,7 +59,7 @@ def test_the_scale_is_that_of_the_least_cross_entropy(tmp_path: Path) -> None:
     )
     assembly = assemble(config)
     engine = LocalEngine(site=assembly.site)
-    start = fit_heads_and_mask(assembly, engine).initial_models
+    start = fit_heads_and_mask(assembly, engine, assembly.full_models())[0]
     own = start[assembly.names[0]]
     jobs = [Job(client=name, params=own, round=0, options=ScaleOptions(examples=16)) for name in assembly.names]
     losses = sum(update.params[LOSSES] for update in engine.run("scale", jobs))
