@@ -17,7 +17,6 @@ from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.run import run_config
 from atlas_fl.report.figures import draw_all
 from atlas_fl.report.tables import sharing_table
-from atlas_fl.storage.jsonl import read_json
 from atlas_fl.storage.tensors import encoded_size
 from tests.runs.finished import FinishedRuns
 from tests.runs.reading import alter_tensors, rows, same_tensors
@@ -75,13 +74,6 @@ def test_a_run_tells_how_personal_its_models_are_and_why(config: MakeConfig) -> 
     shown = StringIO()
     Console(file=shown, width=80).print(sharing_table(result.summary))
     assert "layer 1" in shown.getvalue() and "head" in shown.getvalue()
-
-
-def test_the_plan_says_the_bytes_of_the_halves(config: MakeConfig, finished: FinishedRuns) -> None:
-    folder = finished(config(**KRIGING)).folder
-    sent = sum(int(str(row["bytes"])) for row in rows(folder, "ledger") if row["kind"] == "halves")
-    (note,) = (note for note in read_json(folder / "plan.json")["notes"] if "either half" in note)
-    assert f"{sent / 1e6:.2g} MB in all, once" in note
 
 
 def test_halves_are_sent_once_and_are_in_the_ledger(config: MakeConfig) -> None:

@@ -40,19 +40,17 @@ def reuse_equal_tensors(newcomers: ByClient, models_by_client: ByClient, federat
     Adapters are left as they are: nobody needs them to be the very same.
     """
     tasks = dict(zip(federation.clients, federation.head_groups, strict=True))
-
-    def common(name: str, key: str) -> Tensor | None:
-        # those of its own task first: who holds all that they hold shares their model as a whole
-        same_task = [other for other in models_by_client if tasks[other] == tasks[name]]
-        others = [] if key.startswith(HEAD) else [other for other in models_by_client if tasks[other] != tasks[name]]
-        return _one([models_by_client[other][key] for other in (*same_task, *others)])
-
-    models: dict[str, Params] = {}
+    models = dict(newcomers)
     for name, params in newcomers.items():
-        equal_tensors = {key: common(name, key) for key in params} if is_full_model(params) else {}
-        models[name] = {
-            key: tensor if (one := equal_tensors.get(key)) is None else one for key, tensor in params.items()
-        }
+        if is_full_model(params):
+            # those of its own task first: who holds all that they hold shares their model as a whole
+            peers = [one for client, one in models_by_client.items() if tasks[client] == tasks[name]]
+            others = [one for client, one in models_by_client.items() if tasks[client] != tasks[name]]
+            everyone = [*peers, *others]
+            for key in params:
+                equal = _one([held[key] for held in (peers if key.startswith(HEAD) else everyone)])
+                if equal is not None:
+                    models[name] = {**models[name], key: equal}
     return models
 
 

@@ -305,9 +305,9 @@ def _strategies(alone: str | None = None) -> Lines:
         also = f" Also {', '.join(aliases)}." if aliases else ""
         has_equal_ranks = rule.equal_ranks or (method is not None and method.equal_ranks)
         needs = ["equal ranks"] if has_equal_ranks else [rule.needs] if rule.needs else []
-        needs += ["twice the training"] if method is not None and method.trains_twice else []
-        needs += [rule.extra_passes] if rule.extra_passes else []
         own = {} if method is None else {**method.settings, **method.suggested}
+        needs += ["twice the training"] if "second_model" in own and "personal_models" not in own else []
+        needs += [rule.extra_passes] if rule.extra_passes else []
         sets = " ".join(f"{setting}={' '.join(to_words(value))}" for setting, value in own.items())
         lines = [f"{summary}{also}", f"needs: {'; '.join(needs) or 'nothing'}"]
         lines += [] if method is None else [f"rule: {rule.name}"]

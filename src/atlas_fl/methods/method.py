@@ -476,11 +476,6 @@ class PublishedMethod:
             values = {key: tuple(one) if isinstance(one, list) else one for key, one in getattr(self, name).items()}
             object.__setattr__(self, name, values)
 
-    @property
-    def trains_twice(self) -> bool:
-        """A client trains a model of its own beside the shared one."""
-        return "second_model" in self.settings and not self.settings.get("personal_models")
-
 
 SECOND_TENSORS = "has a second set of tensors beside the model, which no message across machines holds yet"
 """Why a method works in simulations alone."""
