@@ -26,10 +26,6 @@ def test_a_folder_that_is_no_run_is_named(tmp_path):
         ("config.toml", "[mixing", "config.toml cannot be read"),
         ("config.toml", '[mixing]\nstrategy = "fedmagic"', "config.toml cannot be read: unknown strategy 'fedmagic'"),
         ("config.toml", "[mixing]\naggregate_every = 0", "config.toml cannot be read: --aggregate-every is 0"),
-        *(
-            ("config.toml", text, r"config\.toml lacks the settings of its run \(\[training\] rounds")
-            for text in ("", "[run]\n", "[training]\n[mixing]\n", "[training]\nrounds = 2\n")
-        ),
         ("plan.json", "{", "damaged file .*plan.json"),
         ("plan.json", "{}", "plan.json is no plan: KeyError"),
         ("plan.json", None, "no file .*plan.json"),

@@ -29,22 +29,15 @@ class Report:
     means: np.ndarray
     variances: np.ndarray
 
-    def frequency(self, label: int) -> float:
-        """p(c)."""
-        return float(self.counts[label] / self.counts.sum())
-
-    def weighted_mean(self, label: int) -> np.ndarray:
-        """h^c."""
-        return np.asarray(self.frequency(label) * self.means[label])
+    def weighted_means(self) -> np.ndarray:
+        """h^c of every class: its frequency p(c) times its mean."""
+        return np.asarray((self.counts / self.counts.sum())[:, None] * self.means)
 
     def variance(self) -> float:
         """v: of every class its second moment, less the square of what is counted."""
-        total = 0.0
-        for label in range(len(self.counts)):
-            moment = float(self.variances[label]) + float(self.means[label] @ self.means[label])
-            weighted = self.weighted_mean(label)
-            total += self.frequency(label) * moment - float(weighted @ weighted)
-        return max(total / float(self.counts.sum()), 0.0)
+        moments = self.variances + np.square(self.means).sum(axis=1)
+        total = self.counts / self.counts.sum() * moments - np.square(self.weighted_means()).sum(axis=1)
+        return max(float(total.sum() / self.counts.sum()), 0.0)
 
 
 def read_reports(state: Mapping[str, Tensor]) -> dict[str, Report]:
@@ -106,15 +99,10 @@ def class_means(plan: AuditPlan, k: int, state: Mapping[str, Tensor]) -> dict[st
 
 def head_row(reports: Mapping[str, Report], names: Sequence[str], own: str, shares: Sequence[float]) -> list[float]:
     """The weight of the head of each of these clients in the next head of `own`, one of them."""
-    matrix = np.zeros((len(names), len(names)))
-    for label in range(len(reports[own].counts)):
-        here = reports[own].weighted_mean(label)
-        differences = [here - reports[name].weighted_mean(label) for name in names]
-        for i, left in enumerate(differences):
-            for j, right in enumerate(differences):
-                matrix[i, j] += float(left @ right)
-    for i, name in enumerate(names):
-        matrix[i, i] += reports[name].variance()
+    matrix = np.diag([reports[name].variance() for name in names])
+    for here, *others in zip(*(reports[name].weighted_means() for name in (own, *names)), strict=True):
+        differences = here - np.stack(others)
+        matrix += differences @ differences.T
     mean = float(np.mean(np.diag(matrix)))
     if mean == 0:
         return [share / sum(shares) for share in shares]

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from atlas_fl.audit import averages
 from atlas_fl.audit.averages import CLUSTER_MEAN, MEAN, Laplacian, Mean, MeanByDistance, MeanOfOthers, Own, Recorded
 from atlas_fl.audit.class_features import HeadsByFeatures
-from atlas_fl.audit.directions import ByDirections
-from atlas_fl.audit.kriging import Kriging
+from atlas_fl.audit.kriging import ByDirections, Kriging
 from atlas_fl.audit.run_files import Run
 from atlas_fl.audit.server_steps import Dynamic, ExactAverage, ServerOptimizer
 from atlas_fl.audit.step import Formula

@@ -135,22 +135,18 @@ def _average_linkage(distances: np.ndarray) -> dict[int, list[int]]:
 
 def _silhouette(distances: np.ndarray, labels: Sequence[int]) -> float:
     """The mean over clients of (b - a) / max(a, b): the nearest other cluster, and its own without itself."""
-    values = []
+    values, numbers = [], np.array(labels)
     for k, own in enumerate(labels):
-        means = {
-            label: float(np.mean([distances[k, j] for j, one in enumerate(labels) if one == label and j != k] or [0.0]))
-            for label in set(labels)
-        }
-        inside, outside = means[own], min(mean for label, mean in means.items() if label != own)
-        alone = sum(one == own for one in labels) == 1
-        values.append(0.0 if alone or max(inside, outside) == 0 else (outside - inside) / max(inside, outside))
+        mates = np.delete(numbers == own, k)
+        inside = float(np.delete(distances[k], k)[mates].mean()) if mates.any() else 0.0
+        outside = min(float(distances[k, numbers == label].mean()) for label in set(labels) - {own})
+        largest = max(inside, outside)
+        values.append((outside - inside) / largest if mates.any() and largest > 0 else 0.0)
     return float(np.mean(values))
 
 
 class Choice(ByUpdates):
     """IFCA: every client takes the cluster whose model has the least loss on its examples."""
-
-    chooses = True
 
     def expected(self, step: Step) -> dict[str, np.ndarray]:
         """The recorded losses, and by them the cluster of each client.
