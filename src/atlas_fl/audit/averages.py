@@ -91,21 +91,20 @@ def model_points(step: Step, members: Sequence[int], key: str) -> np.ndarray:
 
     The triangular factors of differences to the first member, tensor after tensor: each column keeps its own digits.
     """
-    is_head = key.startswith(HEAD)
-    return step.once(("points", tuple(members), is_head), lambda: _points(step, members, is_head))
-
-
-def _points(step: Step, members: Sequence[int], is_head: bool) -> np.ndarray:
-    factor = np.zeros((0, len(members)))
-    models = [step.trained[step.plan.clients[k]] for k in members]
-    share = step.run.mixing.share
+    is_head, share = key.startswith(HEAD), step.run.mixing.share
     space = "product" if {"A", "B"} <= set(share) else "factors"  # both are compared by their product
-    for key in models[0]:
-        if key.startswith(HEAD) == is_head and is_compared(key, share, space):
-            columns = padded([vector(step.plan, params, key, space) for params in models])
-            block = np.stack([column - columns[0] for column in columns], axis=1)
-            factor = np.asarray(np.linalg.qr(np.concatenate([factor, block]), mode="r"))
-    return factor.T
+
+    def reduce() -> np.ndarray:
+        factor = np.zeros((0, len(members)))
+        for name in step.trained[step.plan.clients[members[0]]]:
+            if name.startswith(HEAD) == is_head and is_compared(name, share, space):
+                models = (step.trained[step.plan.clients[k]] for k in members)
+                columns = padded([vector(step.plan, params, name, space) for params in models])
+                block = np.stack([column - columns[0] for column in columns], axis=1)
+                factor = np.asarray(np.linalg.qr(np.concatenate([factor, block]), mode="r"))
+        return factor.T
+
+    return step.once(("points", tuple(members), is_head), reduce)
 
 
 def trimmed_mean(step: Step, stack: np.ndarray) -> np.ndarray:

@@ -180,8 +180,8 @@ class Run:
                 eta=None if content["eta"] is None else float(content["eta"]),
                 plan=content["plan"],
                 loaded={client: (str(one["digest"]), int(one["keys"])) for client, one in content["loaded"].items()},
-                without_edges=tuple(map(str, content.get("without_edges", ()))),
                 **{name: tuple(map(str, content[name])) for name in ("participants", "kept", "clipped", "restored")},
+                without_edges=tuple(map(str, content.get("without_edges", ()))),
             )
 
     def models(self, round: int, name: str, *, joined: bool = False) -> Models:
