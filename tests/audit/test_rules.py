@@ -50,7 +50,9 @@ def three(run, **plan):
 @pytest.fixture
 def walk(tmp_path):
     """A run with the random walk's Laplacian."""
-    return open_run(write_run(tmp_path / "run", MixingConfig(strategy="atlas_laplacian", laplacian="random_walk", eta=0.5)))
+    return open_run(
+        write_run(tmp_path / "run", MixingConfig(strategy="atlas_laplacian", laplacian="random_walk", eta=0.5))
+    )
 
 
 def test_rules_by_hand(walk):

@@ -279,11 +279,7 @@ def last_round(path: Path, config: Config) -> int:
 
 def _plan(content: Mapping[str, Any]) -> AuditPlan:
     clients = content["clients"]
-    layer_of = {str(module): int(layer) for module, layer in content["layer_of"].items()}
-    num_layers = max(layer_of.values(), default=-1) + 1
-    if any(len(client["ranks"]) < num_layers or client["examples"] <= 0 for client in clients):
-        raise ValueError(f"a client has no examples, or no rank in one of {num_layers} layers")
-    return AuditPlan(
+    plan = AuditPlan(
         clients=tuple(str(client["name"]) for client in clients),
         tasks=tuple(str(client["task"]) for client in clients),
         examples=tuple(float(client["examples"]) for client in clients),
@@ -291,13 +287,21 @@ def _plan(content: Mapping[str, Any]) -> AuditPlan:
         ranks=tuple(tuple(map(int, client["ranks"])) for client in clients),
         adjacency=np.array(content["adjacency"], np.float64).reshape(len(clients), len(clients)),
         importance=np.array(content["importance"], np.float64) if any(content.get("importance", [])) else None,
-        layer_of=layer_of,
+        layer_of={module: int(layer) for module, layer in content["layer_of"].items()},
         shared=tuple(
             int(client["cut"] or 0) if client.get("split", {}).get("shared") is not None else None for client in clients
         ),
         alpha=None if content["lora"]["alpha"] is None else float(content["lora"]["alpha"]),
         rslora=bool(content["lora"]["rslora"]),
     )
+    num_layers = max(plan.layer_of.values(), default=-1) + 1
+    importance = np.ones((1, num_layers)) if plan.importance is None else plan.importance
+    numbers = np.concatenate([plan.examples, [plan.alpha or 1.0], plan.adjacency.ravel(), importance.ravel()])
+    if not np.isfinite(numbers).all() or min(numbers) < 0 or not all(plan.examples):
+        raise ValueError("a number of it is not finite or below 0, or a client has no examples")
+    if importance.shape[1] < num_layers or any(len(ranks) < num_layers for ranks in plan.ranks):
+        raise ValueError(f"a client has no rank or no importance in one of {num_layers} layers")
+    return plan
 
 
 def models_in(path: Path, *, within: Path | None = None) -> Models:
