@@ -22,7 +22,7 @@ RECORDED: Mapping[str, tuple[dict[str, object], dict[str, Any]]] = {
     "cut": ({"split": "movie-0=1"}, {"allow": ("cut", "labels")}),
     "cut, head here": ({"split": "movie-0=1", "head": "client"}, {"allow": ("cut",)}),
     "kept": ({"share": ("A",), "space": "factors"}, {}),
-    "halves": ({"strategy": "kriging", "measure_round": 2, "rounds": 3}, {"least_examples": 12}),
+    "halves": ({"strategy": "kriging", "measure_round": 2, "rounds": 5}, {"least_examples": 12}),
     "class features": ({"strategy": "fedpac", "rounds": 2}, {"least_examples": 8, "allow": ("partial-training",)}),
     "paired": ({"split": "movie-0=1", "topology": "paired"}, {"allow": ("cut", "labels", "hosting")}),
 }
