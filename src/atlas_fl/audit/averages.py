@@ -44,24 +44,18 @@ def _norm(step: Step, k: int) -> float:
     return float(np.sqrt(sum(float(np.square(update(step.plan, params, module)).sum()) for module in modules)))
 
 
-def by_krum(step: Step, members: Sequence[int], key: str) -> Sequence[float]:
-    """The one with the smallest s(k) = the sum over its n - f - 2 nearest others l of || V_k - V_l ||^2."""
-    return _krum_shares(step, members, key, num_selected=1)
+def by_krum(step: Step, members: Sequence[int], key: str, *, several: bool = False) -> Sequence[float]:
+    """The one with the smallest s(k) = the sum over its n - f - 2 nearest others l of || V_k - V_l ||^2.
 
-
-def by_multi_krum(step: Step, members: Sequence[int], key: str) -> Sequence[float]:
-    """The n - f with the smallest s(k)."""
-    n = len(members)
-    return _krum_shares(step, members, key, num_selected=n - min(step.run.settings.server.byzantine, (n - 1) // 2))
-
-
-def _krum_shares(step: Step, members: Sequence[int], key: str, *, num_selected: int) -> Sequence[float]:
+    With `several` the n - f with the smallest.
+    """
     distances, n = square_distances(step, members, key), len(members)
     if n == 1:
         return [1.0]
     num_nearest = min(max(n - step.run.settings.server.byzantine - 2, 1), n - 1)
     scores = [sum(sorted(np.delete(distances[k], k))[:num_nearest]) for k in range(n)]
-    last = sorted(scores)[num_selected - 1]
+    byzantine = min(step.run.settings.server.byzantine, (n - 1) // 2)
+    last = sorted(scores)[n - byzantine - 1 if several else 0]
     chosen = [score <= last * (1 + 1e-9) for score in scores]
     return [one / sum(chosen) for one in chosen]
 

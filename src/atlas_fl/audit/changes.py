@@ -92,7 +92,7 @@ def check_joined(
                 body = {key: one for key, one in next(iter(server_models.values())).items() if not key.startswith(HEAD)}
                 fault = frozen_fault(run.mask, body, start[client])
             yield AuditRow("joined", client, fault, error)
-    expected = {**arrays(state), **formula.initial(run, start)}
+    expected = arrays(state) | (formula.initial(run, start) if formula.initial else {})
     if (found_state := compare_states(expected, state_then, before=state)) is not None:
         yield AuditRow("server", "", *found_state)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from atlas_fl.audit.bounds import check_bounds, restored_fault
 from atlas_fl.audit.changes import check_joined, check_ranks, frozen_fault, is_reranked, names_fault, number_fault
+from atlas_fl.audit.dense import same_tensors
 from atlas_fl.audit.recompute import Comparison, Recomputed, common_faults, farthest, with_common_tensors
 from atlas_fl.audit.report import AuditReport, AuditRow
 from atlas_fl.audit.rules import formula_of
@@ -154,7 +155,8 @@ class RunCheck:
         if run.complete and run.rounds[-1] > run.done:
             yield AuditRow("record", "", f"it had to end after round {run.done} and went on")
         if self.formula.is_known:
-            yield from _server(compare_states(self.formula.initial(run, self.held), self.state, before=self.state))
+            first = self.formula.initial(run, self.held) if self.formula.initial else {}
+            yield from _server(compare_states(first, self.state, before=self.state))
 
     def _before_round(self, round: int, record: AuditRecord) -> Iterator[AuditRow]:
         """The rows on clients that join before this round, on new ranks, and on models that clients chose."""
@@ -184,7 +186,7 @@ class RunCheck:
         run, formula = self.run, formula_of(self.run, round)
         plan, trained = run.plan(record.plan), run.models(round, "trained")
         yield AuditRow("record", "", "; ".join(_record_faults(run, round, plan, record, held, trained, after)))
-        yield from _loaded(plan, record, held, self.formula.frozen(state))
+        yield from _loaded(plan, record, held, self.formula.frozen(state) if self.formula.frozen else {})
         yield from check_sent(run, round, plan, record, state)
         yield from check_kept(run, round, plan, record)
         present = {client: trained[client] for client in record.accepted_clients if client in trained}
@@ -199,7 +201,9 @@ class RunCheck:
         yield from check_bounds(run, plan, record, initial=held, trained=present, sent=sent)
         if run.mixing.personal_models and formula.mixes:
             own = {**held, **present}
-            yield from (AuditRow("own", client, _own_fault(own[client], after[client])) for client in plan.clients)
+            for client in plan.clients:
+                is_own = same_tensors(own[client], after[client])
+                yield AuditRow("own", client, "" if is_own else "it does not start with its own model")
             after = run.models(round, "anchor")
             if fault := max(_model_fault(plan, one, held, {}, {}, after) for one in plan.clients):
                 yield AuditRow("mixed", "", f"of an anchor: {fault}")
@@ -272,12 +276,6 @@ def _rows_fault(plan: AuditPlan, recorded: Mapping[str, np.ndarray]) -> str:
     if "head" in recorded and np.abs(recorded["head"][np.array(apart)]).max(initial=0.0) > 0:
         return "heads of different tasks were mixed"
     return ""
-
-
-def _own_fault(own: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> str:
-    """The fault of someone who is to start with the very model that it trained, or had."""
-    changed = (key for key, tensor in own.items() if not tensor.equal(after[key]))
-    return next((f"{key} is not that of its own model" for key in changed), "")
 
 
 def _record_faults(

@@ -68,22 +68,21 @@ class HeadsByFeatures(Averaging):
 
     def state_fault(self, step: Step) -> tuple[str, float | None] | None:
         """Fault where a client that took part has not reported, or counted other examples than the plan."""
-        return None if step.is_undone else (_report_fault(step), None)
-
-
-def _report_fault(step: Step) -> str:
-    accepted = [step.plan.clients[k] for k in step.there(range(step.num_clients))]
-    if wrong := sorted({f"{ENTRY}/{client}/{name}" for client in accepted for name in NAMES} ^ step.told.keys()):
-        return f"the server state lacks {wrong[0]}, or is not to have it; {', '.join(sorted(accepted))} took part"
-    for client, report in read_reports(step.told).items():
-        arrays = (report.counts, report.means, report.variances)
-        has_shapes = report.means.ndim == 2 and len({len(array) for array in arrays}) == 1
-        if not has_shapes or not all(np.isfinite(array).all() for array in arrays) or (report.variances < 0).any():
-            return f"the class features of {client} are no numbers of its classes, or a variance is below 0"
-        examples = step.plan.examples[step.plan.clients.index(client)]
-        if examples != report.counts.sum():
-            return f"{client} counted {report.counts.sum():g} examples in its classes, the plan says {examples:g}"
-    return ""
+        if step.is_undone:
+            return None
+        accepted = [step.plan.clients[k] for k in step.there(range(step.num_clients))]
+        if wrong := sorted({f"{ENTRY}/{client}/{name}" for client in accepted for name in NAMES} ^ step.told.keys()):
+            took_part = ", ".join(sorted(accepted))
+            return f"the server state lacks {wrong[0]}, or is not to have it; {took_part} took part", None
+        for client, report in read_reports(step.told).items():
+            arrays = (report.counts, report.means, report.variances)
+            has_shapes = report.means.ndim == 2 and len({len(array) for array in arrays}) == 1
+            if not has_shapes or not all(np.isfinite(array).all() for array in arrays) or (report.variances < 0).any():
+                return f"the class features of {client} are no numbers of its classes, or a variance is below 0", None
+            examples, counted = step.plan.examples[step.plan.clients.index(client)], report.counts.sum()
+            if examples != counted:
+                return f"{client} counted {counted:g} examples in its classes, the plan says {examples:g}", None
+        return "", None
 
 
 def class_means(plan: AuditPlan, k: int, state: Mapping[str, Tensor]) -> dict[str, np.ndarray]:

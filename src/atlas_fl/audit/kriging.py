@@ -142,7 +142,7 @@ class Kriging(Since):
                 reported = told.get(f"halves/{client}/{path}", np.zeros(0))
                 fits = reported.shape == tuple(tensor.shape)
                 expected.setdefault(f"halves/{client}/{path}", reported if fits else numbers(tensor))
-        return compare_values(expected, told, "the server state", relative=0.0, of_largest=0.0)
+        return compare_values(expected, told, "the server state", tolerance=(0.0, 0.0))
 
     def _is_measured(self, step: Step) -> bool:
         settings = step.run.settings

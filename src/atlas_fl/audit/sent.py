@@ -42,7 +42,7 @@ def check_sent(run: Run, round: int, plan: AuditPlan, record: AuditRecord, state
                 wanted, sums = expected(k)
                 sizes = {key: float(np.abs(total).max(initial=0.0)) for key, total in sums.items()}
                 found = arrays(sent.get(client, {}))
-                fault, _ = compare_values(wanted, found, kind, relative=0.0, of_largest=TOLERANCE, sizes=sizes)
+                fault, _ = compare_values(wanted, found, kind, tolerance=(0.0, TOLERANCE), sizes=sizes)
             else:
                 continue
             yield AuditRow(check, client, fault)

@@ -182,7 +182,7 @@ class ExactAverage(Averaging):
                 expected |= {f"newest/{module}": newest, frozen: newest + expected.get(frozen, 0.0)}
                 sizes |= {f"newest/{module}": size, frozen: size}
         told = _dense(step, step.told)
-        return compare_values(expected, told, "the server state", relative=0.0, of_largest=FROZEN, sizes=sizes)
+        return compare_values(expected, told, "the server state", tolerance=(0.0, FROZEN), sizes=sizes)
 
     def _newest(self, step: Step, module: str, there: Sequence[int]) -> tuple[np.ndarray, float]:
         """(what the round adds to this module, dense; the largest value of a product that went in)."""

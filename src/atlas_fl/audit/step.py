@@ -16,11 +16,12 @@ from atlas_fl.audit.run_files import AuditPlan, Flat, Models, Run
 from atlas_fl.params import HEAD
 
 T = TypeVar("T")
-RELATIVE, OF_LARGEST = 1e-4, 1e-6
+TOLERANCE = 1e-4, 1e-6
 """Tolerance of a value of a server state: as a share of itself, and of the largest of its tensor."""
 FLOAT32 = 3e38
 """A state beyond this cannot be kept, and its round is undone."""
 
+NO_SIZES: Mapping[str, float] = {}
 Values = Mapping[str, np.ndarray]
 """Dense values by name."""
 Value = tuple[np.ndarray, float]
@@ -124,6 +125,10 @@ class Formula:
     """The next value of a rule that steps from an average; None where client k gets nothing."""
     begun_faults: Callable[[Run, int, AuditPlan, Models, Models, Flat], Iterator[tuple[str, str]]] | None = None
     """(client, fault) of the models that clients chose to begin the round with."""
+    initial: Callable[[Run, Models], dict[str, np.ndarray]] | None = None
+    """Entries of the state by the models that clients begin with."""
+    frozen: Callable[[Flat], dict[str, Tensor]] | None = None
+    """Part of a server state that every client holds frozen, by parameter."""
     correction: Callable[[Run, str, Values], Values] | None = None
     """Correction of a client's gradients that it is to be sent, by the state before the round."""
 
@@ -136,11 +141,6 @@ class Formula:
         """The weights of the values that client k begins with, who joins: those of an average of the others."""
         return self.row(step, k, key)
 
-    def initial(self, run: Run, models: Models) -> dict[str, np.ndarray]:
-        """Entries of the state by the models that clients begin with."""
-        del run, models
-        return {}
-
     def expected(self, step: Step) -> dict[str, np.ndarray]:
         """The state after the step, by path."""
         return arrays(step.state)
@@ -148,11 +148,6 @@ class Formula:
     def state_fault(self, step: Step) -> tuple[str, float | None] | None:
         """(the fault of the state after the step, the largest error); None where there is no state."""
         return compare_states(step.once("expected", lambda: self.expected(step)), step.told, before=step.state)
-
-    def frozen(self, state: Flat) -> dict[str, Tensor]:
-        """Part of this server state that every client holds frozen, by parameter."""
-        del state
-        return {}
 
 
 def weights(formula: Formula, step: Step, key: str, *, joins: bool = False) -> np.ndarray:
@@ -198,9 +193,8 @@ def compare_values(
     got: Values,
     what: str,
     *,
-    relative: float = RELATIVE,
-    of_largest: float = OF_LARGEST,
-    sizes: Mapping[str, float] | None = None,
+    tolerance: tuple[float, float] = TOLERANCE,
+    sizes: Mapping[str, float] = NO_SIZES,
 ) -> tuple[str, float | None]:
     """(the first entry that is not as computed again, the largest error of a value over the largest of its tensor).
 
@@ -215,9 +209,9 @@ def compare_values(
         found = got[path]
         if found.shape != wanted.shape or not np.isfinite(found).all():
             return f"{path} of {what} has shape {found.shape} or a value that is no number", None
-        largest = max(float(np.abs(wanted).max(initial=0.0)), (sizes or {}).get(path, 0.0))
+        largest = max(float(np.abs(wanted).max(initial=0.0)), sizes.get(path, 0.0))
         error = float(np.abs(found - wanted).max(initial=0.0)) / (largest or 1.0)
         worst = max(worst, error)
-        if not fault and not np.allclose(found, wanted, rtol=relative, atol=of_largest * largest):
+        if not fault and not np.allclose(found, wanted, rtol=tolerance[0], atol=tolerance[1] * largest):
             fault = f"{path} of {what} is {error:.2g} away from the recomputation"
     return fault, worst

@@ -85,20 +85,16 @@ class Tree(ByUpdates):
         if state or not all(step.present):
             return state
         plan, server, clients = step.plan, step.run.settings.server, range(step.num_clients)
-        keys = step.compared(step.trained, clients, lambda key: plan.layer(key) is not None)
-        by_layer: dict[int, list[str]] = {}
-        for key in keys:
-            layer = plan.layer(key)
-            assert layer is not None, "others were not selected"
-            by_layer.setdefault(layer, []).append(key)
-        layers = sorted(by_layer)
+        compared = step.compared(step.trained, clients, lambda _: True)
+        layers = sorted(layer for layer in {plan.layer(key) for key in compared} if layer is not None)
+        by_layer = {layer: [key for key in compared if plan.layer(key) == layer] for layer in layers}
         distances = [
-            1.0 - cosines(step.products(clients, by_layer[layer], step.before, step.trained)) for layer in layers
+            1.0 - cosines(step.products(clients, keys, step.before, step.trained)) for keys in by_layer.values()
         ]
         cuts = _cuts(distances, step=server.tree_step, threshold=server.tree_threshold)
         return {
             f"cuts/{layer}/{name}": np.array(float(label))
-            for layer, cut in zip(layers, cuts, strict=True)
+            for layer, cut in zip(by_layer, cuts, strict=True)
             for name, label in zip(plan.clients, cut, strict=True)
         }
 
@@ -163,8 +159,8 @@ class Choice(ByUpdates):
                 if other.startswith(start)
             }
             own = int(step.state.get(path, recorded[path]))
-            least = [label for label, loss in sorted(losses.items()) if loss == min(losses.values())]
-            expected[path] = np.array(float(own if own in least or not least else least[0]))
+            least = [label for label, loss in sorted(losses.items()) if loss == min(losses.values())] or [own]
+            expected[path] = np.array(float(own if own in least else least[0]))
         return expected
 
     def begun_faults(
