@@ -53,8 +53,7 @@ def test_clients_that_go_on_with_what_they_trained_are_found(tmp_path):
     edit_record(run, 2, loaded=loaded)
     report = audit_run(run)
     assert found(report) == {(2, "trec-0", "loaded")}
-    assert report.failures[0].detail.startswith(f"loaded {digest(params)[:12]}, sent was ")
-    assert report.rounds()[1].first_failure.startswith("trec-0 loaded: loaded ")
+    assert report.failures[0].detail.startswith(f"it says that it loaded 5 tensors of {digest(params)[:12]}, and sent")
 
 
 def test_a_client_that_loaded_fewer_tensors_is_found(tmp_path):
@@ -65,9 +64,9 @@ def test_a_client_that_loaded_fewer_tensors_is_found(tmp_path):
     edit_record(run, 1, loaded=loaded)
     report = audit_run(run)
     assert found(report) == {(1, "movie-0", "loaded"), (1, "trec-1", "loaded")}
-    assert [row.detail for row in report.failures] == [
-        "loaded 4 tensors, 5 were sent",
-        "what it loaded was not recorded",
+    assert [row.detail[:32] for row in report.failures] == [
+        "it says that it loaded 4 tensors",
+        "it says that it loaded 0 tensors",
     ]
 
 
@@ -102,8 +101,8 @@ def test_truncation_in_place_of_padding_is_found(tmp_path):
 def test_an_eta_that_is_not_the_configs_is_found(tmp_path):
     said = MixingConfig(strategy="atlas_laplacian", eta=0.1, eta_decay=0.5)
     report = audit_run(write_run(tmp_path / "run", said, real=replace(said, eta_decay=1.0)))
-    assert found(report) == {(2, "", "record"), (3, "", "record")}
-    assert report.failures[0].detail == "eta was 0.1, not 0.05"
+    assert [row.detail for row in only(report, "record")] == ["eta was 0.1, not 0.05", "eta was 0.1, not 0.025"]
+    assert {row.round for row in only(report, "mixed")} == {2, 3}
 
 
 @pytest.mark.parametrize("key", ["movie-2/layer.1.q.lora_B", "movie-2/head.weight", "trec-0/layer.0.q.lora_A"])

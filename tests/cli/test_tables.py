@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from atlas_fl.audit.report import AuditRow, RoundSummary
+from atlas_fl.audit.report import AuditRow
 from atlas_fl.cli.display import show
 from atlas_fl.cli.tables import SHOWN_FAILURES, audit_table, failure_lines, outcome
 
@@ -41,11 +41,9 @@ def test_an_unfinished_run_says_how_to_go_on(
 def test_the_audit_shows_rounds_and_the_first_failures(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rounds = [
-        RoundSummary(run="a", round=1, checks=9, failed=0, worst_error=5.6e-8, first_failure=""),
-        RoundSummary(run="a", round=2, checks=9, failed=1, worst_error=None, first_failure="x"),
-    ]
-    failure = AuditRow(run="a", round=2, client="movie-0", check="mixed", ok=False, detail="off by 0.5")
+    good = AuditRow(run="a", round=1, client="movie-0", check="mixed", error=5.6e-8)
+    failure = AuditRow(run="a", round=2, client="movie-0", check="mixed", detail="off by 0.5")
+    rounds = {("a", 1): [good] * 9, ("a", 2): [failure, *[good._replace(error=None)] * 8]}
     failures = [failure] * (SHOWN_FAILURES + 3)
     lines = shown([audit_table(rounds), *failure_lines(failures)], capsys, monkeypatch)
     assert ["a", "1", "9", "0", "5.6e-08"] in lines
@@ -57,8 +55,7 @@ def test_the_audit_shows_rounds_and_the_first_failures(
 def test_what_concerns_all_rounds_of_a_run_is_in_no_round(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row = RoundSummary(run="a", round=0, checks=2, failed=1, worst_error=None, first_failure="x")
-    failure = AuditRow(run="a", round=0, client="", check="different", ok=False, detail="ends as b does")
-    lines = shown([audit_table([row]), *failure_lines([failure])], capsys, monkeypatch)
-    assert ["a", "all", "2", "1", "-"] in lines
+    failure = AuditRow(run="a", round=0, client="", check="different", detail="ends as b does")
+    lines = shown([audit_table({("a", 0): [failure]}), *failure_lines([failure])], capsys, monkeypatch)
+    assert ["a", "all", "1", "1", "-"] in lines
     assert lines[-1] == ["FAILED", "a", "different:", "ends", "as", "b", "does"]

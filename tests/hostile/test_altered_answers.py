@@ -43,13 +43,14 @@ def altering(draw: random.Random, counts: Counter[str]) -> Change:
     return change
 
 
+CUTS = "movie-1=1,movie-2=1,movie-3=2,movie-4=1,movie-5=2"
 SETTINGS: dict[str, tuple[int, dict[str, object]]] = {
-    "adapters": (130, {"rounds": 12}),
-    "cuts": (100, {"split": "movie-1=1,movie-2=1,movie-3=2,movie-4=1,movie-5=2", "head": "client", "rounds": 6}),
-    "server head": (100, {"split": "movie-1=1,movie-2=1,movie-3=2,movie-4=1,movie-5=2", "rounds": 6}),
-    "pairs": (60, {"split": "movie-1=1,movie-2=1,movie-3=2", "topology": "paired", "rounds": 3}),
+    "adapters": (90, {"rounds": 8}),
+    "cuts": (50, {"split": CUTS, "head": "client", "rounds": 3}),
+    "server head": (50, {"split": CUTS, "rounds": 3}),
+    "pairs": (35, {"split": "movie-1=1,movie-2=1,movie-3=2", "topology": "paired", "rounds": 2}),
 }
-"""How many answers are altered at least, and in which federation: 390 in all."""
+"""How many answers are altered at least, and in which federation: 225 in all."""
 
 
 @pytest.mark.parametrize("kind", SETTINGS)

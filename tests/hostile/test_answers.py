@@ -102,27 +102,18 @@ def importance(values: Any) -> Callable[[Head, Tensors], Any]:
 REFUSED = "its answer was refused: "
 PLANNING: Mapping[str, Kind] = {
     "no sketch": Kind(without("sketch"), "it lacks 'sketch.first', 'sketch.second'"),
-    "one sketch": Kind(without("sketch.second"), "it lacks 'sketch.second'"),
     "short sketch": Kind(tensors_as(lambda _: torch.ones(7), "sketch"), "is (7,) torch.float32"),
     "bf16 sketch": Kind(tensors_as(lambda t: t.bfloat16(), "sketch"), "(64,) torch.bfloat16"),
-    "integer sketch": Kind(tensors_as(lambda t: t.long(), "sketch"), "(64,) torch.int64"),
     "NaN sketch": Kind(tensors_as(full(math.nan), "sketch"), "'sketch.first' holds values from nan"),
-    "infinite sketch": Kind(tensors_as(full(math.inf), "sketch"), "holds values from inf"),
     "zero sketch": Kind(tensors_as(full(0.0), "sketch"), "sketch.first has length 0; allowed: 1"),
     "sketch x 1e38": Kind(tensors_as(lambda t: t * 1e38, "sketch"), "'sketch.first' holds values from"),
-    "a sketch of labels": Kind(extra("param/sketch.labels", torch.ones(64)), "unknown 'sketch.labels'"),
     "a third sketch": Kind(extra("param/sketch.third", torch.ones(64)), "unknown 'sketch.third'"),
     "renamed metrics": Kind(renamed, "it lacks the metrics agreement, steps, loss"),
-    "NaN metrics": Kind(tensors_as(full(math.nan), "metrics"), "agreement is nan"),
-    "steps without end": Kind(metric("steps", 1e300), "steps is 1e+300"),
     "agreement of two": Kind(metric("agreement", 2.0), "agreement is 2; allowed: -1 to 1"),
     "a model of 3e38": Kind(tensors_as(full(3e38), "lora"), "allowed: -1e+06 to 1e+06"),
-    "a model of NaN": Kind(tensors_as(full(math.nan), "lora_B"), "holds values from nan"),
-    "a model in float64": Kind(tensors_as(lambda t: t.double(), "lora"), "torch.float64; allowed"),
     "no model": Kind(without("lora"), "it lacks 'encoder.layer.0"),
     "examples of a fingerprint": Kind(saying(examples=5), "it answers on 5 examples; allowed: the 0"),
     "no update at all": Kind(lambda head, _: (head, {}), "the answer is no update"),
-    "metrics of another length": Kind(saying(metrics=["loss"]), "the answer is no update"),
     "terminal codes": Kind(metric("\x1b[2J\n", 1.0), r"it has a metric '\x1b[2J\n'"),
 }
 """Fingerprints without which a plan is made of the others."""
@@ -131,45 +122,29 @@ LAYERS: Mapping[str, Kind] = {
     "no importance": Kind(without("importance"), "it lacks 'importance'"),
     "nine layers": Kind(importance([1 / 9] * 9), "is (9,) torch.float64; allowed: (3,)"),
     "NaN importance": Kind(importance([math.nan] * 3), "holds values from nan to nan; allowed: 0 to 1"),
-    "negative importance": Kind(importance([-1.0, 1.0, 1.0]), "holds values from -1 to 1"),
-    "huge importance": Kind(importance([1e300] * 3), "holds values from 1e+300"),
     "importance without a sum": Kind(importance([0.0] * 3), "importance sums to 0; allowed: 1"),
-    "importance in float32": Kind(tensors_as(lambda t: t.float(), "importance"), "torch.float32"),
 }
 """The same of importance, which nobody is asked for who comes late to a cluster."""
 
 TRAINING: Mapping[str, Kind] = {
     "no loss": Kind(renamed, REFUSED + "it lacks the metrics loss, seconds, steps"),
     "NaN loss": Kind(metric("loss", math.nan), REFUSED + "loss is nan; allowed: 0 to 3.40282e+38"),
-    "negative loss": Kind(metric("loss", -1.0), REFUSED + "loss is -1"),
-    "loss of 1e300": Kind(metric("loss", 1e300), REFUSED + "loss is 1e+300"),
     "a metric called round": Kind(metric("round", 7.0), REFUSED + "it has a metric 'round'"),
-    "a metric called client": Kind(metric("client", 7.0), REFUSED + "it has a metric 'client'"),
-    "a metric called event": Kind(metric("event", 7.0), REFUSED + "it has a metric 'event'"),
     "20,000 metrics": Kind(many_names, REFUSED + "it lacks the metrics loss"),
     "10^9 examples": Kind(saying(examples=10**9), REFUSED + "it answers on 1000000000 examples; allowed: the 8"),
-    "no examples": Kind(saying(examples=0), REFUSED + "it answers on 0 examples"),
     "examples as words": Kind(saying(examples="8"), REFUSED + "the answer is no update"),
-    "no digest": Kind(saying(loaded=None), REFUSED + "it says that it loaded None; allowed: a SHA-256"),
     "a digest of words": Kind(saying(loaded="../../etc"), REFUSED + "the answer is no update: loaded is '../../etc'"),
-    "10^18 tensors loaded": Kind(saying(keys=10**18), REFUSED + "it says that it loaded 1000000000000000000 tensors"),
     "a private part that is a path": Kind(
         saying(private={"sha256": "../../x", "ranks": []}), REFUSED + "private.sha256 is '../../x'"
     ),
-    "a private part that is none": Kind(saying(private=[1]), REFUSED),
-    "classes": Kind(saying(classes={"hits": [1], "examples": [8]}), REFUSED + "it has counts by class"),
     "classes that do not add up": Kind(saying(classes={"hits": [9], "examples": [1]}), REFUSED + "the counts by class"),
-    "crossed of words": Kind(saying(crossed=[["x", "up", 1]]), REFUSED + "the answer is no update"),
     "failed, with terminal codes": Kind(
         lambda head, _: ({"kind": "failed", "number": head["number"], "reason": "\x1b[2J\nx" * 999}, {}), "?[2J?x?[2J"
     ),
     "a head alone": Kind(without("lora"), "the update lacks encoder"),
     "NaN": Kind(tensors_as(full(math.nan)), "values that are NaN or infinite"),
-    "float64": Kind(tensors_as(lambda t: t.double()), "torch.float64, sent was"),
     "another shape": Kind(tensors_as(lambda t: t.reshape(-1)), "return it as sent"),
-    "no tensors": Kind(without("param/"), "the update lacks"),
     "one tensor more": Kind(extra("param/x", torch.ones(1)), "the update has unknown x"),
-    "a private tensor": Kind(extra("param/private", torch.zeros(32, dtype=torch.uint8)), "has unknown private"),
 }
 """Answers that count as if the site had not answered in that round, or as any other update that is refused."""
 
@@ -177,24 +152,18 @@ SCORING: Mapping[str, Kind] = {
     "no primary": Kind(renamed, "it lacks the metrics loss, ece, accuracy"),
     "NaN scores": Kind(tensors_as(full(math.nan), "metrics"), "accuracy is nan; allowed: 0 to 1"),
     "an accuracy of 1e300": Kind(metric("accuracy", 1e300), "accuracy is 1e+300; allowed: 0 to 1"),
-    "a calibration of 2": Kind(metric("ece", 2.0), "ece is 2; allowed: 0 to 1"),
-    "an mcc of -2": Kind(metric("mcc", -2.0), "mcc is -2; allowed: -1 to 1"),
     "a primary of its own": Kind(metric("primary", 1.0), "primary is 1; allowed: its accuracy"),
-    "a loss of 1e300": Kind(metric("loss", 1e300), "loss is 1e+300"),
     "a negative loss": Kind(metric("loss", -5.0), "loss is -5"),
     "seconds without end": Kind(metric("seconds", 1e300), "seconds is 1e+300"),
     "a perplexity": Kind(metric("perplexity", 3.0), "it has a metric 'perplexity'"),
-    "a rouge": Kind(metric("rouge1", 1.0), "it has a metric 'rouge1'"),
-    "a split": Kind(metric("split", 3.0), "it has a metric 'split'"),
     "examples of another split": Kind(saying(examples=8), "it answers on 8 examples; allowed: the 6"),
     "a model": Kind(lambda h, t: ({**h, "same": False}, {**t, "param/x": torch.ones(1)}), "it brings tensors ('x')"),
     "counts by class": Kind(saying(classes={"hits": [1, 1], "examples": [3, 3]}), "it has counts by class"),
-    "a digest": Kind(saying(loaded="0" * 64), "allowed: nothing"),
 }
 """Answers without which a round's scores are those of the others."""
 
 
-AT_ONCE = 8
+AT_ONCE = 14
 """Hostile sites of one federation."""
 
 
@@ -250,6 +219,10 @@ def models(found: Outcome) -> dict[str, str]:
     return {name: digest(found.models[name]) for name in HONEST}
 
 
+def number_of(site: str) -> int:
+    return int(site.partition("-")[2])
+
+
 def ends_well(found: Outcome) -> None:
     assert found.error is None, found.error
     assert found.faults == []
@@ -297,7 +270,7 @@ def test_a_round_goes_on_without_who_answers_nonsense(federations: Federations, 
     assert row["round"] == 1
     nothing = at("train", tensors_as(full(math.nan)))
     events = {row["client"]: row["event"] for row in rows if row.get("event") in ("missing", "refused")}
-    attackers = sorted(events)
+    attackers = sorted(events, key=number_of)
     assert len(attackers) == len(ended.found.models) - len(HONEST)
     without_them = federations.run(
         ("train", *sorted(events.items())),
@@ -309,16 +282,6 @@ def test_a_round_goes_on_without_who_answers_nonsense(federations: Federations, 
 
 REPORTING: Mapping[str, tuple[dict[str, object], Callable[[Head, Tensors], Any], str]] = {
     "no halves": ({"strategy": "kriging"}, without("report/"), "its report (halves): it lacks 'first/"),
-    "halves of NaN": (
-        {"strategy": "kriging"},
-        tensors_as(full(math.nan), "report/halves/second"),
-        "holds values from nan",
-    ),
-    "features nobody needs": (
-        {"strategy": "fedavg"},
-        extra("report/class_features/counts", torch.ones(2)),
-        "its report (none): it has unknown 'class_features'",
-    ),
     "counts of other data": (
         {"strategy": "fedpac"},
         tensors_as(lambda counts: counts + 1, "report/class_features/counts"),
@@ -341,8 +304,7 @@ def test_a_round_goes_on_without_who_reports_nonsense(small: Callable[..., Confi
     assert models(found) == models(without_it)
 
 
-@pytest.mark.parametrize("strategy", ["atlas_laplacian", "fedavg"])
-@pytest.mark.parametrize("factor", [1e6, -30.0], ids=["x1e6", "x-30"])
+@pytest.mark.parametrize(("factor", "strategy"), [(1e6, "atlas_laplacian"), (-30.0, "fedavg")])
 def test_an_update_far_beyond_the_others_is_refused_with_the_name_of_its_sender(
     small: Callable[..., Config], factor: float, strategy: str
 ) -> None:
@@ -372,18 +334,18 @@ def test_scores_are_of_those_who_answer_sense(federations: Federations, name: st
         row for row in read_rows(ended.found.folder / "metrics.jsonl") if row.get("split") in ("validation", "test")
     ]
     assert {row["client"] for row in rows} == set(HONEST)
-    attackers = sorted(set(ended.found.models) - set(HONEST))
+    attackers = sorted(set(ended.found.models) - set(HONEST), key=number_of)
     honest = federations.run(("all", len(attackers)), {}, names=(*HONEST, *attackers))
     assert models(ended.found) == models(honest)
 
 
-@pytest.mark.parametrize("action", ["fingerprint", "importance", "train", "evaluate"])
+@pytest.mark.parametrize("action", ["fingerprint", "evaluate"])
 def test_a_run_that_needs_everybody_ends_with_a_line_that_names_the_site(
     small: Callable[..., Config], action: str
 ) -> None:
-    found = federate(small(), {"movie-2": at(action, renamed if action != "importance" else without("importance"))})
+    found = federate(small(), {"movie-2": at(action, renamed)})
     assert found.faults == []
-    number = 0 if action in ("fingerprint", "importance") else 1
+    number = 0 if action == "fingerprint" else 1
     assert str(found.error).startswith(f"2 of 3 clients answered {action} in round {number}, not movie-2, and 3 are")
     assert "\n" not in str(found.error)
 

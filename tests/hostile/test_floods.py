@@ -86,8 +86,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
         server.stdin.close()
 
 
-@pytest.mark.parametrize(("connections", "addresses"), [(700, 1), (1500, 1), (1500, 50)])
-@pytest.mark.parametrize("first", [b"", b"\x16"])
+@pytest.mark.parametrize(("connections", "addresses", "first"), [(1500, 1, b""), (1500, 50, b"\x16")])
 def test_a_listed_site_comes_in_within_seconds_while_idle_connections_of_strangers_are_kept_open(
     place: Place, connections: int, addresses: int, first: bytes
 ) -> None:

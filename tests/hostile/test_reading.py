@@ -17,6 +17,8 @@ from tests.hostile import reader
 from tests.hostile.reader import CASES, Reading, Server, made_up, near_honest
 
 EXAMPLES, ROUNDS = 12, 16
+NAMES = [name for name in CASES if name != "SGD, batch 1"]
+"""Clipped it is read as well."""
 BATCH = {"8": "6", "1": "1"}
 """As many steps a round as the review's cases had, of fewer examples."""
 
@@ -69,7 +71,7 @@ def victim(config: Callable[..., Config]) -> Callable[[str], Victim]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", NAMES)
 def test_a_server_that_knows_the_order_and_whose_models_nobody_looks_at_reads_the_texts(
     victim: Callable[[str], Victim], name: str
 ) -> None:
@@ -79,7 +81,7 @@ def test_a_server_that_knows_the_order_and_whose_models_nobody_looks_at_reads_th
     assert found.tokens >= 0.75 * found.of_tokens
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", NAMES)
 def test_a_site_refuses_the_models_out_of_whose_updates_texts_were_read(
     victim: Callable[[str], Victim], name: str
 ) -> None:
@@ -93,7 +95,7 @@ def test_a_site_refuses_the_models_out_of_whose_updates_texts_were_read(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", NAMES)
 def test_nothing_is_read_where_the_order_comes_from_a_secret(victim: Callable[[str], Victim], name: str) -> None:
     found = victim(name).read(secret=True)
     assert (found.rounds, found.sentences) == (ROUNDS, 0)
@@ -101,7 +103,7 @@ def test_nothing_is_read_where_the_order_comes_from_a_secret(victim: Callable[[s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", NAMES)
 def test_nothing_is_read_by_a_server_that_stays_inside_the_bounds(victim: Callable[[str], Victim], name: str) -> None:
     found = victim(name).read(guarded=True, secret=True, near=True)
     assert found.sentences == 0

@@ -88,18 +88,9 @@ def is_as(fed: Federation, simulated: RunResult, *, round: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"keep": "best", "local_steps": 2, "frozen_blocks": 1},
-        MASKED,
-    ],
-    ids=["dense", "mask"],
-)
-def test_the_deployed_federation_is_the_simulated_one(
-    federation: Callable[..., Federation], tmp_path: Path, values: dict[str, object]
-) -> None:
-    config = settings(tmp_path, **values)
+def test_the_deployed_federation_is_the_simulated_one(federation: Callable[..., Federation], tmp_path: Path) -> None:
+    """Of dense models; those under a mask are below."""
+    config = settings(tmp_path, keep="best", local_steps=2, frozen_blocks=1)
     fed = federation(config)
     server, port = fed.serve()
     sites = [fed.join(name, port) for name in SITES]
@@ -173,18 +164,14 @@ def test_a_site_that_comes_late_gets_model_and_mask_and_no_fault_changes_a_bit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", ["A+B+head", "A+head"], ids=["all is shared", "B stays"])
-def test_adapters_on_images_go_the_way_of_those_on_texts(
-    federation: Callable[..., Federation], tmp_path: Path, share: str
-) -> None:
-    config = lora_settings(tmp_path, share=share, space="factors", strategy="atlas_laplacian")
+def test_adapters_on_images_go_the_way_of_those_on_texts(federation: Callable[..., Federation], tmp_path: Path) -> None:
+    """B stays at the sites."""
+    config = lora_settings(tmp_path, share="A+head", space="factors", strategy="atlas_laplacian")
     fed = federation(config, SITES[:2])
     number = fed.joins_late("digits-2", device=DEVICE)
     simulated = run_config(with_values(fed.with_secrets(config), {"arrive": f"digits-2={number}"}))
     for name, model in adapters(simulated.folder).items():
         assert digest(load_file(fed.folder / f"{name}-adapter/adapter_model.safetensors")) == model
-    if share == "A+B+head":
-        assert adapters(fed.served.path) == adapters(simulated.folder)
     metrics = [
         [row for row in rows(folder) if row.get("event") != "mixed"] for folder in (simulated.folder, fed.served.path)
     ]

@@ -366,7 +366,7 @@ def test_a_masked_run_without_its_mask_passes_no_audit(config: Make, finished: F
     assert audit_run(folder).ok
     (folder / "mask.safetensors").unlink()
     assert {row.check for row in audit_run(folder).failures} == {"files"}
-    with pytest.raises(CheckpointError, match=r"mask.safetensors is missing.*trained under a mask"):
+    with pytest.raises(CheckpointError, match=r"mask.safetensors is missing; restore it"):
         audit_run(with_new_digests(folder))
 
 

@@ -16,7 +16,7 @@ from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.events import Event, Note, RoundFinished
 from atlas_fl.experiment.run import run_config
 from atlas_fl.runtime.ray import ray_cluster
-from tests.runs.workers import SETTINGS, check_same, check_same_images
+from tests.runs.workers import SETTINGS, check_same
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("Ray is not installed: pip install 'ray>=2.40'", allow_module_level=True)
@@ -89,16 +89,8 @@ def test_what_a_rule_asks_for_comes_back_from_actors(config: Make) -> None:
     """Class features go up and means down, which is more than other rules ask for."""
     settings = {"strategy": "fedpac", "rounds": 2, "pack_tokens": 200}
     whole = run_config(config(name="whole", **settings))
-    check_same(whole.folder, run_config(config(name="ray", engine="ray", workers=2, **settings)).folder, round=2)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_cluster")
-def test_whole_image_models_on_ray_are_those_of_one_process(image_config: Make) -> None:
-    settings = {"rounds": 2, "eval_every": 1, "clients_per_task": 4, "dropout": 0.1}
     told: list[Event] = []
-    whole = run_config(image_config(name="whole", **settings))
-    found = run_config(image_config(name="ray", engine="ray", workers=1, **settings), on_event=told.append)
-    check_same_images(whole.folder, found.folder)
+    found = run_config(config(name="ray", engine="ray", workers=1, **settings), on_event=told.append)
+    check_same(whole.folder, found.folder, round=2)
     assert any("1 actors of" in event.text for event in told if isinstance(event, Note))
     assert all_have_ended()

@@ -11,10 +11,10 @@ from typing import TypeAlias
 
 import numpy as np
 
-from atlas_fl.audit.dense import bound_weights, is_mixed, numbers, padded, update
+from atlas_fl.audit.dense import bound_weights, is_compared, padded, update, vector
 from atlas_fl.audit.step import Formula, Step
 from atlas_fl.errors import CheckpointError
-from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE
+from atlas_fl.params import HEAD, LORA_A
 
 Shares: TypeAlias = Callable[[Step, Sequence[int], str], Sequence[float]]
 """(step, members, parameter) -> the share of each member."""
@@ -40,30 +40,22 @@ def by_norm(step: Step, members: Sequence[int], key: str) -> Sequence[float]:
 
 def _norm(step: Step, k: int) -> float:
     params = step.trained[step.plan.clients[k]]
-    modules = [key.removesuffix(LORA_A) for key in params if key.endswith(LORA_A)]
-    held = [module for module in modules if all(params[module + end].numel() for end in (LORA_A, LORA_B))]
-    squares = sum(float(np.square(update(step.plan, params, module)).sum()) for module in held)
-    return float(np.sqrt(squares))
+    modules = [key.removesuffix(LORA_A) for key, tensor in params.items() if key.endswith(LORA_A) and tensor.numel()]
+    return float(np.sqrt(sum(float(np.square(update(step.plan, params, module)).sum()) for module in modules)))
 
 
-def by_krum(step: Step, members: Sequence[int], key: str) -> Sequence[float]:
-    """The one with the smallest s(k) = the sum over its n - f - 2 nearest others l of || V_k - V_l ||^2."""
-    return _krum_shares(step, members, key, num_selected=1)
+def by_krum(step: Step, members: Sequence[int], key: str, *, several: bool = False) -> Sequence[float]:
+    """The one with the smallest s(k) = the sum over its n - f - 2 nearest others l of || V_k - V_l ||^2.
 
-
-def by_multi_krum(step: Step, members: Sequence[int], key: str) -> Sequence[float]:
-    """The n - f with the smallest s(k)."""
-    n = len(members)
-    return _krum_shares(step, members, key, num_selected=n - min(step.run.settings.server.byzantine, (n - 1) // 2))
-
-
-def _krum_shares(step: Step, members: Sequence[int], key: str, *, num_selected: int) -> Sequence[float]:
+    With `several` the n - f with the smallest.
+    """
     distances, n = square_distances(step, members, key), len(members)
     if n == 1:
         return [1.0]
     num_nearest = min(max(n - step.run.settings.server.byzantine - 2, 1), n - 1)
     scores = [sum(sorted(np.delete(distances[k], k))[:num_nearest]) for k in range(n)]
-    last = sorted(scores)[num_selected - 1]
+    byzantine = min(step.run.settings.server.byzantine, (n - 1) // 2)
+    last = sorted(scores)[n - byzantine - 1 if several else 0]
     chosen = [score <= last * (1 + 1e-9) for score in scores]
     return [one / sum(chosen) for one in chosen]
 
@@ -93,27 +85,20 @@ def model_points(step: Step, members: Sequence[int], key: str) -> np.ndarray:
 
     The triangular factors of differences to the first member, tensor after tensor: each column keeps its own digits.
     """
-    is_head = key.startswith(HEAD)
-    return np.asarray(step.once(("points", tuple(members), is_head), lambda: _points(step, members, is_head)))
+    is_head, share = key.startswith(HEAD), step.run.mixing.share
+    space = "product" if {"A", "B"} <= set(share) else "factors"  # both are compared by their product
 
+    def reduce() -> np.ndarray:
+        factor = np.zeros((0, len(members)))
+        for name in step.trained[step.plan.clients[members[0]]]:
+            if name.startswith(HEAD) == is_head and is_compared(name, share, space):
+                models = (step.trained[step.plan.clients[k]] for k in members)
+                columns = padded([vector(step.plan, params, name, space) for params in models])
+                block = np.stack([column - columns[0] for column in columns], axis=1)
+                factor = np.asarray(np.linalg.qr(np.concatenate([factor, block]), mode="r"))
+        return factor.T
 
-def _points(step: Step, members: Sequence[int], is_head: bool) -> np.ndarray:
-    factor = np.zeros((0, len(members)))
-    models = [step.trained[step.plan.clients[k]] for k in members]
-    share = step.run.mixing.share
-    for key in (key for key in models[0] if key.startswith(HEAD) == is_head and key != PRIVATE):
-        if key.endswith((LORA_A, LORA_B)) and {"A", "B"} <= set(share):
-            if key.endswith(LORA_B):
-                continue  # both are compared by their product
-            columns = [update(step.plan, params, key.removesuffix(LORA_A)).ravel() for params in models]
-        elif is_mixed(key, share):
-            values = [numbers(params[key]) for params in models]
-            columns = padded([(one.T if key.endswith(LORA_B) else one).ravel() for one in values])
-        else:
-            continue
-        block = np.stack([column - columns[0] for column in columns], axis=1)
-        factor = np.asarray(np.linalg.qr(np.concatenate([factor, block]), mode="r"))
-    return factor.T
+    return step.once(("points", tuple(members), is_head), reduce)
 
 
 def trimmed_mean(step: Step, stack: np.ndarray) -> np.ndarray:
@@ -133,11 +118,6 @@ class Own(Formula):
     """Identity: each client keeps its own model."""
 
     mixes = False
-
-    def row(self, step: Step, k: int, key: str) -> list[float]:
-        """The row of who keeps its model."""
-        del key
-        return step.own_row(k)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,11 +147,6 @@ class Mean(Formula):
         if not members:
             return step.own_row(k)
         return step.row(dict(zip(members, self.shares(step, members, key), strict=True)))
-
-    def reduce(self, step: Step) -> Callable[[np.ndarray], np.ndarray] | None:
-        """The median or the trimmed mean of every value."""
-        reduction = self.reduction
-        return None if reduction is None else lambda stack: reduction(step, stack)
 
 
 MEAN = Mean()
@@ -235,9 +210,7 @@ class Laplacian(Formula):
             return step.own_row(k)
         is_head = key.startswith(HEAD)
         matrix = step.once(("laplacian", is_head), lambda: self._matrix(step, key))
-        own = np.array(step.own_row(k))
-        row: list[float] = (own - self._step_size(step, key) * matrix[k]).tolist()
-        return row
+        return list(np.array(step.own_row(k)) - self._step_size(step, key) * matrix[k])
 
     def arrival_row(self, step: Step, k: int, key: str) -> list[float]:
         """The weights of its edges over their sum; its own where it meets nobody."""
@@ -268,12 +241,13 @@ class Laplacian(Formula):
 
     def _step_size(self, step: Step, key: str) -> float:
         layer = step.plan.layer(key)
+        eta = step.run.eta(step.round)
         if step.run.mixing.layer_weighting != "importance" or layer is None:
-            return step.eta
+            return eta
         if step.plan.importance is None:
             raise CheckpointError("the plan holds no importance of the layers, but eta was to follow it")
         means = step.plan.importance.mean(axis=0)
-        return float(step.eta * means[layer] / means.max())
+        return float(eta * means[layer] / means.max())
 
 
 class Recorded(Formula):
@@ -283,6 +257,4 @@ class Recorded(Formula):
 
     def row(self, step: Step, k: int, key: str) -> list[float]:
         """Row k of the recorded matrix."""
-        matrix = step.run.mixing_rows(step.round)["head" if key.startswith(HEAD) else "adapters"]
-        row: list[float] = matrix[k].tolist()
-        return row
+        return list(step.run.mixing_rows(step.round)["head" if key.startswith(HEAD) else "adapters"][k])

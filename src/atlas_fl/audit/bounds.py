@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from atlas_fl.audit.dense import TOLERANCE, is_compared, rank_error, value
-from atlas_fl.audit.report import Finding
+from atlas_fl.audit.report import AuditRow
 from atlas_fl.audit.rules import formula_of
 from atlas_fl.audit.run_files import AuditPlan, AuditRecord, Models, Run
 from atlas_fl.params import HEAD, LORA_A
@@ -21,31 +21,38 @@ LEAST = 3
 FAR = 1e15
 """No mixed model is unusable unless an update, dense, holds a value of this size."""
 
-Measured = dict[str, dict[bool, tuple[float, float]]]
-"""By client, then by whether it is of the head: the norm of its change, and the median of its cohort."""
+Values = dict[str, np.ndarray]
+"""What is measured of a model, by parameter."""
 
 
 def check_bounds(
     run: Run, plan: AuditPlan, record: AuditRecord, *, initial: Models, trained: Models, sent: Models
-) -> Iterator[Finding]:
-    """A finding for each client whose update came: whether it was to be mixed as it came, refused or scaled down.
+) -> Iterator[AuditRow]:
+    """A row for each client whose update came: whether it was to be mixed as it came, refused or scaled down.
 
     `trained` are the updates that were mixed, `sent` those beyond the bound as they came.
     """
-    came = {**trained, **sent}
-    robust = run.settings.robust
+    came, robust = {**trained, **sent}, run.settings.robust
     is_bounded = robust.norm_bound != "off" and formula_of(run).mixes
     if not is_bounded and not sent:
         return
-    measured = _measure(run, plan, initial, came) if is_bounded and len(came) >= LEAST else {}
+    starts = {client: _values(run, plan, initial[client]) for client in came}
+    norms: dict[str, dict[bool, float]] = {}
+    if is_bounded and len(came) >= LEAST:
+        norms = {client: _norms(starts[client], _values(run, plan, params)) for client, params in came.items()}
+    tasks = dict(zip(plan.clients, plan.tasks, strict=True))
     for client in came:
-        norms = measured.get(client, {})
-        ratio = max((norm / middle for norm, middle in norms.values()), default=0.0)
-        fault = _decision_fault(run, record, client, ratio, sent)
+        ratios = {}
+        for head, norm in norms.get(client, {}).items():
+            cohort = [norms[one][head] for one in came if not head or tasks[one] == tasks[client]]
+            middle = float(np.median(cohort))
+            if len(cohort) >= LEAST and 0 < middle < float("inf") and norm > 0:
+                ratios[head] = norm / middle
+        fault = _decision_fault(run, record, client, max(ratios.values(), default=0.0), sent)
         if not fault and client in record.clipped:
-            limits = {head: min(1.0, robust.max_norm_ratio * middle / norm) for head, (norm, middle) in norms.items()}
-            fault = _clip_fault(run, plan, initial[client], came[client], trained[client], limits=limits)
-        yield Finding("bounded", client, fault)
+            factors = {head: min(1.0, robust.max_norm_ratio / ratio) for head, ratio in ratios.items()}
+            fault = _clip_fault(run, plan, starts[client], came[client], trained[client], factors=factors)
+        yield AuditRow("bounded", client, fault)
 
 
 def _decision_fault(run: Run, record: AuditRecord, client: str, ratio: float, sent: Collection[str]) -> str:
@@ -67,58 +74,42 @@ def restored_fault(
     """The fault of someone who was to keep the model that it began with: it did not, or had no reason to."""
     if not all(after[key].equal(tensor) for key, tensor in initial.items()):
         return "it was to keep the model that it began with, but it changed"
-    sizes = [np.abs(dense).max(initial=0.0) for params in trained.values() for _, dense in _dense(run, plan, params)]
-    largest = max(sizes, default=0.0)
+    values = (dense for params in trained.values() for dense in _values(run, plan, params).values())
+    largest = max((np.abs(dense).max() for dense in values), default=0.0)
     return "" if largest > FAR else f"no update explains why it keeps its model: the largest value is {largest:.3g}"
 
 
-def _dense(run: Run, plan: AuditPlan, params: Mapping[str, Tensor]) -> Iterator[tuple[str, np.ndarray]]:
-    """Measured parts of a model."""
-    mixing = run.mixing
-    for key, tensor in params.items():
-        if is_compared(key, mixing.share, mixing.space) and tensor.numel():
-            yield key, value(plan, params, key, mixing.space)
+def _values(run: Run, plan: AuditPlan, params: Mapping[str, Tensor]) -> Values:
+    share, space = run.mixing.share, run.mixing.space
+    keys = (key for key, tensor in params.items() if is_compared(key, share, space) and tensor.numel())
+    return {key: value(plan, params, key, space) for key in keys}
 
 
-def _measure(run: Run, plan: AuditPlan, initial: Models, came: Models) -> Measured:
-    """Norms and medians; parts without a measure are left out."""
-    norms = {client: _norms(run, plan, initial[client], params) for client, params in came.items()}
-    task = dict(zip(plan.clients, plan.tasks, strict=True))
-    measured: Measured = {client: {} for client in came}
-    for client in came:
-        for head in (False, True):
-            cohort = [norms[one][head] for one in came if not head or task[one] == task[client]]
-            middle = float(np.median(cohort))
-            if len(cohort) >= LEAST and 0 < middle < float("inf") and norms[client][head] > 0:
-                measured[client][head] = (norms[client][head], middle)
-    return measured
-
-
-def _norms(run: Run, plan: AuditPlan, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[bool, float]:
+def _norms(before: Values, after: Values) -> dict[bool, float]:
     """By whether it is of the head, the norm of the change."""
-    start, squares = dict(_dense(run, plan, before)), {False: 0.0, True: 0.0}
-    for key, dense in _dense(run, plan, after):
-        squares[key.startswith(HEAD)] += float(np.square(dense - start[key]).sum())
+    squares = {False: 0.0, True: 0.0}
+    for key, dense in after.items():
+        squares[key.startswith(HEAD)] += float(np.square(dense - before[key]).sum())
     return {head: square**0.5 for head, square in squares.items()}
 
 
 def _clip_fault(
     run: Run,
     plan: AuditPlan,
-    before: Mapping[str, Tensor],
+    start: Values,
     sent: Mapping[str, Tensor],
     mixed: Mapping[str, Tensor],
     *,
-    limits: Mapping[bool, float],
+    factors: Mapping[bool, float],
 ) -> str:
     """The first part of what was mixed that is not what was sent, scaled down."""
-    start, got = dict(_dense(run, plan, before)), dict(_dense(run, plan, mixed))
-    for key, dense in _dense(run, plan, sent):
-        factor = limits.get(key.startswith(HEAD), 1.0)
+    got = _values(run, plan, mixed)
+    for key, dense in _values(run, plan, sent).items():
+        factor = factors.get(key.startswith(HEAD), 1.0)
         expected = start[key] + factor * (dense - start[key])
         size = float(np.linalg.norm(start[key]) + factor * np.linalg.norm(dense)) or 1.0
         if run.mixing.space == "product" and key.endswith(LORA_A):
-            error = rank_error(expected, got[key], len(mixed[key]), size=size)
+            error, _ = rank_error(expected, got[key], len(mixed[key]), size=size)
         else:
             error = float(np.linalg.norm(got[key] - expected)) / size
         if error > TOLERANCE:

@@ -29,22 +29,15 @@ class Report:
     means: np.ndarray
     variances: np.ndarray
 
-    def frequency(self, label: int) -> float:
-        """p(c)."""
-        return float(self.counts[label] / self.counts.sum())
-
-    def weighted_mean(self, label: int) -> np.ndarray:
-        """h^c."""
-        return np.asarray(self.frequency(label) * self.means[label])
+    def weighted_means(self) -> np.ndarray:
+        """h^c of every class: its frequency p(c) times its mean."""
+        return np.asarray((self.counts / self.counts.sum())[:, None] * self.means)
 
     def variance(self) -> float:
         """v: of every class its second moment, less the square of what is counted."""
-        total = 0.0
-        for label in range(len(self.counts)):
-            moment = float(self.variances[label]) + float(self.means[label] @ self.means[label])
-            weighted = self.weighted_mean(label)
-            total += self.frequency(label) * moment - float(weighted @ weighted)
-        return max(total / float(self.counts.sum()), 0.0)
+        moments = self.variances + np.square(self.means).sum(axis=1)
+        total = self.counts / self.counts.sum() * moments - np.square(self.weighted_means()).sum(axis=1)
+        return max(float(total.sum() / self.counts.sum()), 0.0)
 
 
 def read_reports(state: Mapping[str, Tensor]) -> dict[str, Report]:
@@ -75,22 +68,21 @@ class HeadsByFeatures(Averaging):
 
     def state_fault(self, step: Step) -> tuple[str, float | None] | None:
         """Fault where a client that took part has not reported, or counted other examples than the plan."""
-        return None if step.is_undone else (_report_fault(step), None)
-
-
-def _report_fault(step: Step) -> str:
-    accepted = [step.plan.clients[k] for k in step.there(range(step.num_clients))]
-    if wrong := sorted({f"{ENTRY}/{client}/{name}" for client in accepted for name in NAMES} ^ step.told.keys()):
-        return f"the server state lacks {wrong[0]}, or is not to have it; {', '.join(sorted(accepted))} took part"
-    for client, report in read_reports(step.told).items():
-        arrays = (report.counts, report.means, report.variances)
-        has_shapes = report.means.ndim == 2 and len({len(array) for array in arrays}) == 1
-        if not has_shapes or not all(np.isfinite(array).all() for array in arrays) or (report.variances < 0).any():
-            return f"the class features of {client} are no numbers of its classes, or a variance is below 0"
-        examples = step.plan.examples[step.plan.clients.index(client)]
-        if examples != report.counts.sum():
-            return f"{client} counted {report.counts.sum():g} examples in its classes, the plan says {examples:g}"
-    return ""
+        if step.is_undone:
+            return None
+        accepted = [step.plan.clients[k] for k in step.there(range(step.num_clients))]
+        if wrong := sorted({f"{ENTRY}/{client}/{name}" for client in accepted for name in NAMES} ^ step.told.keys()):
+            took_part = ", ".join(sorted(accepted))
+            return f"the server state lacks {wrong[0]}, or is not to have it; {took_part} took part", None
+        for client, report in read_reports(step.told).items():
+            arrays = (report.counts, report.means, report.variances)
+            has_shapes = report.means.ndim == 2 and len({len(array) for array in arrays}) == 1
+            if not has_shapes or not all(np.isfinite(array).all() for array in arrays) or (report.variances < 0).any():
+                return f"the class features of {client} are no numbers of its classes, or a variance is below 0", None
+            examples, counted = step.plan.examples[step.plan.clients.index(client)], report.counts.sum()
+            if examples != counted:
+                return f"{client} counted {counted:g} examples in its classes, the plan says {examples:g}", None
+        return "", None
 
 
 def class_means(plan: AuditPlan, k: int, state: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
@@ -106,15 +98,10 @@ def class_means(plan: AuditPlan, k: int, state: Mapping[str, Tensor]) -> dict[st
 
 def head_row(reports: Mapping[str, Report], names: Sequence[str], own: str, shares: Sequence[float]) -> list[float]:
     """The weight of the head of each of these clients in the next head of `own`, one of them."""
-    matrix = np.zeros((len(names), len(names)))
-    for label in range(len(reports[own].counts)):
-        here = reports[own].weighted_mean(label)
-        differences = [here - reports[name].weighted_mean(label) for name in names]
-        for i, left in enumerate(differences):
-            for j, right in enumerate(differences):
-                matrix[i, j] += float(left @ right)
-    for i, name in enumerate(names):
-        matrix[i, i] += reports[name].variance()
+    matrix = np.diag([reports[name].variance() for name in names])
+    for here, *others in zip(*(reports[name].weighted_means() for name in (own, *names)), strict=True):
+        differences = here - np.stack(others)
+        matrix += differences @ differences.T
     mean = float(np.mean(np.diag(matrix)))
     if mean == 0:
         return [share / sum(shares) for share in shares]

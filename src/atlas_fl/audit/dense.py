@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import scipy.linalg
 import torch
+from scipy.optimize import lsq_linear
 from torch import Tensor
 
 from atlas_fl.audit.run_files import AuditPlan
@@ -15,9 +16,6 @@ from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE
 
 TOLERANCE = 1e-4
 """Largest relative error: float32 factors of a float64 truth."""
-
-SWEEPS, STILL = 100_000, 1e-14
-"""Rounds over all weights of a program, and how little of the largest they may move in the last one."""
 
 
 def is_mixed(key: str, share: Sequence[str]) -> bool:
@@ -87,8 +85,12 @@ def cosines(products: np.ndarray) -> np.ndarray:
     return np.asarray(result)
 
 
-def decompose(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The full singular value decomposition (U, S, V^T).
+Parts = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""A full singular value decomposition: U, S, V^T."""
+
+
+def decompose(matrix: np.ndarray) -> Parts:
+    """The full singular value decomposition.
 
     LAPACK's divide and conquer fails now and then on a sound matrix of low rank, such as every update is; the slower
     QR iteration then gives the same decomposition.
@@ -112,11 +114,18 @@ def is_best(mixed: np.ndarray, got: np.ndarray, rank: int, *, size: float) -> bo
     return bool(crossing <= limit and np.linalg.norm(rest, 2) <= smallest + limit)
 
 
-def rank_error(wanted: np.ndarray, got: np.ndarray, rank: int, *, size: float) -> float:
-    """Distance from the best approximation of that rank, over `size`; 0 where it is another one that is as good."""
-    left, values, right = decompose(wanted)
-    error = float(np.linalg.norm((left[:, :rank] * values[:rank]) @ right[:rank] - got)) / size
-    return 0.0 if error > TOLERANCE and is_best(wanted, got, rank, size=size) else error
+def rank_error(
+    wanted: np.ndarray, got: np.ndarray, rank: int, *, size: float, parts: Parts | None = None
+) -> tuple[float, np.ndarray]:
+    """(distance from the best approximation of that rank, over `size`; the approximation).
+
+    The distance is 0 where it is another one that is as good: where singular values tie at the cut, float32 factors do
+    not determine the directions. `parts` are the decomposition, where it is known.
+    """
+    left, values, right = decompose(wanted) if parts is None else parts
+    best = (left[:, :rank] * values[:rank]) @ right[:rank]
+    error = float(np.linalg.norm(best - got)) / size
+    return 0.0 if error > TOLERANCE and is_best(wanted, got, rank, size=size) else error, best
 
 
 def bound_weights(weights: Sequence[float], max_share: float) -> list[float]:
@@ -137,14 +146,8 @@ def bound_weights(weights: Sequence[float], max_share: float) -> list[float]:
 def smallest_without_signs(program: np.ndarray, target: np.ndarray) -> np.ndarray:
     """The m >= 0 with the smallest m^T program m - 2 m^T target, for a positive definite program.
 
-    One weight at a time is set to where the objective is least, until none moves. The server solves it otherwise.
+    By least squares with bounded variables; the server uses another algorithm.
     """
-    weights = np.zeros(len(target))
-    for _ in range(SWEEPS):
-        before = weights.copy()
-        for i in range(len(weights)):
-            rest = float(program[i] @ weights) - program[i, i] * weights[i]
-            weights[i] = max(0.0, (target[i] - rest) / program[i, i])
-        if np.abs(weights - before).max() <= STILL * weights.max(initial=0.0):
-            break
-    return weights
+    root = np.linalg.cholesky(program)
+    solution = lsq_linear(root.T, np.linalg.solve(root, target), bounds=(0.0, np.inf), method="bvls")
+    return np.asarray(solution.x)

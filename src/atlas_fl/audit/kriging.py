@@ -1,17 +1,18 @@
-"""Second formula of kriging: each client's row computed again from the halves that it reported, in float64."""
+"""Second formulas of rules by changes since the run began: pFedGraph (Ye et al., 2023) by their cosines, and kriging.
 
-from collections.abc import Mapping, Sequence
+Kriging's rows are computed again from the halves that each client reported, in float64.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from atlas_fl.audit.averages import CLUSTER_MEAN, MEAN
-from atlas_fl.audit.dense import is_compared, smallest_without_signs
-from atlas_fl.audit.directions import Since, first_models, shares_matrix
-from atlas_fl.audit.run_files import AuditPlan, Flat, Models
-from atlas_fl.audit.step import Step
+from atlas_fl.audit.averages import CLUSTER_MEAN, MEAN, Averaging, Mean
+from atlas_fl.audit.dense import arrays, cosines, is_mixed, numbers, smallest_without_signs
+from atlas_fl.audit.run_files import AuditPlan, Flat, Models, Run
+from atlas_fl.audit.step import Step, compare_values
 from atlas_fl.params import HEAD
 
 FIRST, SECOND = HALVES = ("first", "second")
@@ -24,6 +25,76 @@ Halves = dict[str, Models]
 """By half the models that clients reported, by client."""
 
 
+class Since(Averaging):
+    """A rule that compares changes since the beginning, from models that its state keeps."""
+
+    def initial(self, run: Run, models: Models) -> dict[str, np.ndarray]:
+        """Shared tensors of the models that clients begin with."""
+        shared = {
+            f"initial/{client}/{key}": tensor
+            for client, params in models.items()
+            for key, tensor in params.items()
+            if is_mixed(key, run.mixing.share)
+        }
+        return arrays(shared)
+
+
+def first_models(step: Step, models: Models) -> Models:
+    """The first models of these clients, as the state keeps them.
+
+    What it lacks counts as zero: the row of the state itself has failed then.
+    """
+
+    def of_state() -> Models:
+        return {
+            client: {key: step.state.get(f"initial/{client}/{key}", tensor * 0) for key, tensor in params.items()}
+            for client, params in models.items()
+        }
+
+    return step.once(("first", id(models)), of_state)
+
+
+def shares_matrix(step: Step, key: str) -> Callable[[str], bool]:
+    """Return for another parameter whether both are heads, or neither is and `--gram-by` gives them one matrix."""
+    by_layer = step.run.settings.server.gram_by == "layer"
+
+    def shares(other: str) -> bool:
+        if other.startswith(HEAD) or key.startswith(HEAD):
+            return other.startswith(HEAD) and key.startswith(HEAD)
+        return not by_layer or step.plan.layer(other) == step.plan.layer(key)
+
+    return shares
+
+
+class ByDirections(Since):
+    """The row of each client by a program on the simplex; who took no part keeps its model."""
+
+    average = Mean(within="settings")
+
+    def row(self, step: Step, k: int, key: str) -> list[float]:
+        """argmin over the simplex of sum_l m_l d_kl + alpha || m - p ||^2, by bisection on what each entry loses."""
+        members = self.average.members(step, k, key)
+        if not step.present[k]:
+            return step.own_row(k)
+        if len(members) < 2:
+            return self.average.row(step, k, key)
+        server = step.run.settings.server
+        shares = (lambda _: True) if server.gram_by == "all" else shares_matrix(step, key)
+        keys = tuple(step.compared(step.trained, members, shares))
+        first = first_models(step, step.trained)
+        known = step.once(
+            ("cosines", tuple(members), keys), lambda: cosines(step.products(members, keys, first, step.trained))
+        )
+        pulls = known[members.index(k)] / (2.0 * server.gram_alpha)
+        point = [share + float(pull) for share, pull in zip(step.shares(members), pulls, strict=True)]
+        low, high = min(point) - 1.0, max(point)
+        for _ in range(200):
+            middle = (low + high) / 2
+            low, high = (middle, high) if sum(max(one - middle, 0.0) for one in point) > 1.0 else (low, middle)
+        kept = [max(one - high, 0.0) for one in point]
+        return step.row({one: weight / sum(kept) for one, weight in zip(members, kept, strict=True)})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Kriging(Since):
     """Rows by predictions from split halves, and before there are any from the clusters' models."""
@@ -33,13 +104,14 @@ class Kriging(Since):
 
     def row(self, step: Step, k: int, key: str) -> list[float]:
         """The prediction, or the average where clients or clusters differ by less than their noise."""
-        reports: Halves = step.once("reports", lambda: read_halves(step.told))
+        reports = step.once("reports", lambda: read_halves(step.told))
         if step.plan.clients[k] not in reports[FIRST]:
             return self._cluster_row(step, k, key) or self.arrival_row(step, k, key)
         members = [one for one in MEAN.members(step, k, key) if step.plan.clients[one] in reports[FIRST]]
         if k not in members:
             return step.own_row(k)
-        keys = _compared(step, key, reports[FIRST])
+        reported = [one for one in range(step.num_clients) if step.plan.clients[one] in reports[FIRST]]
+        keys = tuple(step.compared(reports[FIRST], reported, shares_matrix(step, key)))
         if self._is_averaged(step, reports, keys, key):
             return MEAN.row(step, k, key)
         if self._is_averaged(step, reports, keys, key, k=k):
@@ -57,19 +129,15 @@ class Kriging(Since):
         """Fault where a client that was to report has not done so of all tensors, or anything else has changed."""
         if step.is_undone:
             return None
-        expected = dict(step.state)
-        if self._is_measured(step):
-            for client in (step.plan.clients[k] for k in step.there(range(step.num_clients))):
-                for half in HALVES:
-                    for key, tensor in step.trained[client].items():
-                        expected.setdefault(f"halves/{client}/{half}/{key}", tensor)
-        if wrong := sorted(expected.keys() ^ step.told.keys()):
-            return f"the server state {'lacks' if wrong[0] in expected else 'is not to have'} {wrong[0]}", None
-        for path, tensor in step.told.items():
-            is_kept = path not in step.state or torch.equal(tensor, step.state[path])
-            if not is_kept or tensor.shape != expected[path].shape or not bool(tensor.isfinite().all()):
-                return f"{path} of the server state has changed, or has another shape, or is no number", None
-        return "", None
+        expected, told = arrays(step.state), arrays(step.told)
+        for client in (step.plan.clients[k] for k in step.there(range(step.num_clients)) if self._is_measured(step)):
+            for path, tensor in (
+                (f"{half}/{key}", one) for half in HALVES for key, one in step.trained[client].items()
+            ):
+                reported = told.get(f"halves/{client}/{path}", np.zeros(0))
+                fits = reported.shape == tuple(tensor.shape)
+                expected.setdefault(f"halves/{client}/{path}", reported if fits else numbers(tensor))
+        return compare_values(expected, told, "the server state", tolerance=(0.0, 0.0))
 
     def _is_measured(self, step: Step) -> bool:
         settings = step.run.settings
@@ -96,15 +164,12 @@ class Kriging(Since):
         if len(members) < 2:
             return False
 
-        def measure() -> bool:
-            noise, inside = _noise_and_variance(step, reports, members, keys)
-            explains = len(members) == len(known)
-            if not explains:
-                _, total = _noise_and_variance(step, reports, known, keys)
-                explains = max(0.0, inside) < total - max(0.0, inside)
-            return noise > 0 and inside < noise and explains
+        def measure(clients: Sequence[int]) -> tuple[float, float]:
+            return step.once(("noise", tuple(clients), keys), lambda: _noise_and_variance(step, reports, clients, keys))
 
-        return bool(step.once(("averaged", tuple(members), keys), measure))
+        (noise, inside), (_, total) = measure(members), measure(known)
+        explains = len(members) == len(known) or max(0.0, inside) < total - max(0.0, inside)
+        return 0 < noise > inside and explains
 
     def _cluster_row(self, step: Step, k: int, key: str) -> list[float] | None:
         """The weights of client k before it has reported, by the cluster that it begins in; None without clusters."""
@@ -117,7 +182,7 @@ class Kriging(Since):
         if not self._is_clustered(step) or k not in members or len(groups) < 2 or max(map(len, groups)) < 2:
             return None
         averages = [CLUSTER_MEAN.row(step, group[0], key) for group in groups]
-        keys = _compared(step, key, {plan.clients[one]: step.trained[plan.clients[one]] for one in members})
+        keys = step.compared(step.trained, members, shares_matrix(step, key))
         change = dict(zip(members, _vectors(step, members, step.trained, keys), strict=True))
         means = [np.sum([row[one] * change[one] for one in members], axis=0) for row in averages]
         known, noise = _between_and_inside(groups, means, change)
@@ -152,42 +217,29 @@ def read_halves(state: Flat) -> Halves:
     return reports
 
 
-def _compared(step: Step, key: str, models: Mapping[str, Mapping[str, Tensor]]) -> tuple[str, ...]:
-    """The parameters that the matrix of this one follows from."""
-    mixing, shares = step.run.mixing, shares_matrix(step, key)
-    held = {one for params in models.values() for one in params}
-    return tuple(sorted(one for one in held if is_compared(one, mixing.share, mixing.space) and shares(one)))
-
-
-def _vectors(step: Step, members: Sequence[int], models: Models, keys: Sequence[str]) -> list[np.ndarray]:
-    """The change of each member's model since the beginning, over these parameters."""
+def _vectors(step: Step, members: Sequence[int], models: Models, keys: Sequence[str]) -> np.ndarray:
+    """(members, values): the change of each member's model since the beginning, over these parameters."""
     first = first_models(step, models)
-    changes = [step.changes(members, key, first, models) for key in keys]
-    return [np.concatenate([np.zeros(0), *(change[place] for change in changes)]) for place in range(len(members))]
+    empty = np.zeros((len(members), 0))
+    return np.concatenate([empty, *(np.stack(step.changes(members, key, first, models)) for key in keys)], axis=1)
 
 
 def _noise_and_variance(
     step: Step, reports: Halves, members: Sequence[int], keys: Sequence[str]
 ) -> tuple[float, float]:
     first, second = (_vectors(step, members, reports[half], keys) for half in HALVES)
-    noise = sum(float(np.square(one - other).sum()) for one, other in zip(first, second, strict=True)) / 4
     # the mean of what both halves of all pairs say is the squared distance between two clients, without noise
-    pairs = [(i, j) for i in range(len(members)) for j in range(i)]
-    between = sum(float((first[i] - first[j]) @ (second[i] - second[j])) for i, j in pairs) / len(pairs) / 2
-    return noise / len(members), between
+    pairs = combinations(range(len(members)), 2)
+    between = np.mean([(first[i] - first[j]) @ (second[i] - second[j]) for i, j in pairs]) / 2
+    return float(np.square(first - second).sum() / 4 / len(members)), float(between)
 
 
 def _predict(step: Step, reports: Halves, members: Sequence[int], keys: Sequence[str]) -> np.ndarray:
     first, second = (_vectors(step, members, reports[half], keys) for half in HALVES)
-    n = len(members)
-    covariance, noise = np.zeros((n, n)), np.zeros(n)
-    for i in range(n):
-        noise[i] = float(np.square(first[i] - second[i]).sum()) / 4
-        for j in range(n):
-            covariance[i, j] = float(first[i] @ second[j] + second[i] @ first[j]) / 2
-    known = _without_negative(covariance)
-    examples = np.array([step.plan.examples[one] for one in members], np.float64)
-    return np.array([prediction_row(k, known, noise, examples) for k in range(n)])
+    known = _without_negative((first @ second.T + second @ first.T) / 2)
+    noise = np.square(first - second).sum(axis=1) / 4
+    examples = np.array([step.plan.examples[one] for one in members])
+    return np.array([prediction_row(k, known, noise, examples) for k in range(len(members))])
 
 
 def _between_and_inside(
@@ -197,9 +249,8 @@ def _between_and_inside(
     known = np.array([[float(one @ other) for other in means] for one in means])
     noise = np.full(len(groups), np.nan)
     for c, group in enumerate(groups):
-        pairs = [(i, j) for i in group for j in group if i < j]
-        if pairs:  # half the squared distance of two members is the noise of one
-            noise[c] = np.mean([float(np.square(change[i] - change[j]).sum()) / 2 for i, j in pairs])
+        if len(group) > 1:  # half the squared distance of two members is the noise of one
+            noise[c] = np.mean([np.square(change[i] - change[j]).sum() / 2 for i, j in combinations(group, 2)])
     noise = np.where(np.isnan(noise), np.nanmean(noise), noise)
     for c, group in enumerate(groups):
         known[c, c] = max(0.0, float(np.mean([float(change[i] @ change[i]) for i in group])) - noise[c])
@@ -213,17 +264,17 @@ def _without_negative(covariance: np.ndarray) -> np.ndarray:
 
 def prediction_row(k: int, known: np.ndarray, noise: np.ndarray, examples: np.ndarray) -> np.ndarray:
     """The weights of client k: lengths apart, and with the reliability of those who are after the same."""
-    n, mean = len(examples), float(np.mean(examples))
-    lengths = [max(float(known[i, i]), 0.0) ** 0.5 for i in range(n)]
-    some = [i for i in range(n) if lengths[i] > SHORTEST * max(lengths)]
-    if k not in some:
+    lengths = np.sqrt(np.maximum(np.diag(known), 0.0))
+    some = lengths > SHORTEST * lengths.max()
+    if not some[k]:
         return np.asarray(examples / examples.sum())
-    cosine = np.zeros((n, n))
-    for i in some:
-        for j in some:
-            cosine[i, j] = known[i, j] / (lengths[i] * lengths[j])
-    reliable = {i: lengths[i] ** 2 / (lengths[i] ** 2 + noise[i] * examples[i] / mean) for i in some}
-    agreed = sum(cosine[k, i] ** 2 * reliable[i] for i in some) / sum(cosine[k, i] ** 2 for i in some)
-    program = cosine + np.diag([(1 / agreed - 1) * mean / count + RIDGE for count in examples])
+    places = np.flatnonzero(some)
+    cosine = np.zeros_like(known)
+    for i in places:
+        cosine[i, places] = known[i, places] / (lengths[i] * lengths[places])
+    squares, weights = lengths[some] ** 2, cosine[k, some] ** 2
+    reliable = squares / (squares + noise[some] * examples[some] / examples.mean())
+    agreed = weights @ reliable / weights.sum()
+    program = cosine + np.diag((1 / agreed - 1) * examples.mean() / examples + RIDGE)
     row = smallest_without_signs(program, cosine[k])
     return row / row.sum() if row.sum() > 0 else np.asarray(examples / examples.sum())

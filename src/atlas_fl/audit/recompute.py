@@ -3,21 +3,17 @@
 Product space by full singular value decompositions; factors row by row of the rank; what clients have in common.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
+from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
-from atlas_fl.audit.dense import TOLERANCE, decompose, is_best, is_mixed, numbers, update
+from atlas_fl.audit.dense import TOLERANCE, Parts, decompose, is_compared, is_mixed, rank_error, value
 from atlas_fl.audit.run_files import AuditPlan, Models
 from atlas_fl.audit.step import Formula, Step, Value, weights
 from atlas_fl.params import HEAD, LORA_A, LORA_B, is_last_layer
-
-NEAR_TIE = 1e-3
-"""Below this gap between the last singular value kept and the first dropped, share of the largest, the directions
-at the cut are not determined by float32 factors, and any optimal choice is right."""
 
 
 def common_faults(
@@ -28,19 +24,15 @@ def common_faults(
     Who kept its own model at the end has it with what was in common when it was trained.
     """
     for k, client in enumerate(plan.clients):
-        faults, is_one = [], False
-        for key, owners in _in_common(plan, k, after[client]):
-            is_one = True
-            others = [plan.clients[one] for one in owners if one < k]
+        in_common = list(_in_common(plan, k, after[client]))
+        faults = []
+        for key, owners in in_common:
+            names = [plan.clients[one] for one in owners if one <= k and plan.clients[one] not in excluded]
             for models, what in ((trained, "trained"), (after, "starts with")):
-                held = {name: models[name][key] for name in (client, *others) if key in models.get(name, {})}
-                if client in held and client not in excluded:
-                    faults += [
-                        f"{client} {what} another {key} than {other}"
-                        for other in others
-                        if other in held and other not in excluded and not held[client].equal(held[other])
-                    ]
-        if is_one:
+                held = [name for name in names if key in models.get(name, {})]
+                if client in held and not models[client][key].equal(models[held[0]][key]):
+                    faults.append(f"{client} {what} another {key} than {held[0]}")
+        if in_common:
             yield client, faults[0] if faults else ""
 
 
@@ -74,107 +66,95 @@ class Comparison:
     """True if every one of its bits is what was trained."""
 
 
-def _measure(expected: np.ndarray, got: np.ndarray, was: np.ndarray, *, size: float, still: bool) -> Comparison:
-    unit = size if size > 0 else 1.0
-    error, shift = float(np.linalg.norm(got - expected)) / unit, float(np.linalg.norm(expected - was)) / unit
-    return Comparison(error=error, shift=shift, still=still)
+def farthest(comparisons: Sequence[tuple[str, Comparison]], still: str) -> tuple[str, float]:
+    """(the fault of the tensor or module that is farthest from the recomputation, its error); `still` of what moved."""
+    name, worst = max(comparisons, key=lambda one: one[1].error)
+    if worst.error == float("inf"):
+        return f"{name} {still}", worst.error
+    far = f"{name} is {worst.error:.2g} away from the recomputation (allowed: {TOLERANCE:g})"
+    return far if not worst.error <= TOLERANCE else "", worst.error
 
 
 @dataclass(kw_only=True, eq=False)
 class Recomputed:
     """Recomputes one server step, module by module; the decompositions of one module are kept while it is looked at."""
 
-    plan: AuditPlan
-    before: Models
-    """Models of all clients before mixing."""
+    step: Step
+    formula: Formula
     after: Models
     """Models with which clients started the next round."""
-    weights: Callable[[str], np.ndarray]
-    """The (n, n) weights for a parameter's name."""
-    space: str
-    """`product` or `factors`."""
-    share: Sequence[str]
-    """Shared parts."""
-    align: str
-    """Alignment of factors of different ranks."""
-    reduce: Callable[[np.ndarray], np.ndarray] | None = None
-    """Reduction of the values of a row, for a rule that is no weighted sum."""
-    server: Callable[[int, str], Value | None] | None = None
-    """Result of a rule that steps from the average at client k's tensor, in product space at an A of its module,
-    and the size of what went in; None where it gets nothing."""
-    _module: str = ""
-    _cut: dict[bytes, tuple[np.ndarray, float, np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=dict)
+    joins: bool = False
+    """True of what clients begin with that join."""
+    _known: dict[bytes, tuple[np.ndarray, float, Parts]] = field(default_factory=dict)
+    """Of one module by the row of its weights: the update, the size of what went in, and the decomposition."""
 
-    def worst(self, k: int) -> tuple[str, Comparison]:
-        """The tensor or module of client k that is farthest from the recomputation."""
-        found = [one for key in self.before[self.plan.clients[k]] for one in self.compare(k, key)]
-        return max(found, key=lambda one: one[1].error)
+    def weights(self, key: str) -> np.ndarray:
+        """The (n, n) weights for a parameter's name: those of one layer, one kind and one end share a matrix."""
+        end = key[-1] if key.endswith((LORA_A, LORA_B)) else ""
+        group = ("weights", key.startswith(HEAD), self.step.plan.layer(key), end, is_last_layer(key))
+        return self.step.once(group, lambda: weights(self.formula, self.step, key, joins=self.joins))
 
-    def compare(self, k: int, key: str) -> list[tuple[str, Comparison]]:
-        """The comparison of one tensor of client k, or at its A that of a module; nothing at its B."""
-        if not is_mixed(key, self.share) or self._stays(k, key):
-            still = self.is_still(k, key)
-            return [(key, Comparison(error=0.0 if still else float("inf"), shift=0.0, still=still))]
-        if self.space == "factors" or not key.endswith((LORA_A, LORA_B)):
-            return [(key, self.tensor(k, key))]
-        module = key.removesuffix(LORA_A)
-        return [(module, self.module(k, module))] if key.endswith(LORA_A) else []
+    def comparisons(self) -> list[list[tuple[str, Comparison]]]:
+        """For each client every tensor or module with its comparison; key by key, so that little is kept."""
+        models = [self.step.trained[client] for client in self.step.plan.clients]
+        found: list[list[tuple[str, Comparison]]] = [[] for _ in models]
+        for key in dict.fromkeys(key for params in models for key in params):
+            self._known.clear()
+            for k in (k for k, params in enumerate(models) if key in params):
+                found[k] += self._compare(k, key)
+        return found
 
     def is_still(self, k: int, key: str) -> bool:
         """Return whether client k starts with the very bits that it held."""
-        name = self.plan.clients[k]
-        return self.before[name][key].equal(self.after[name][key])
+        name = self.step.plan.clients[k]
+        return self.step.trained[name][key].equal(self.after[name][key])
+
+    def _compare(self, k: int, key: str) -> list[tuple[str, Comparison]]:
+        """The comparison of one tensor of client k, or at its A that of a module in product space; nothing at its B."""
+        mixing, still = self.step.run.mixing, self.is_still(k, key)
+        if not (self.formula.mixes and is_mixed(key, mixing.share)) or self._stays(k, key):
+            return [(key, Comparison(error=0.0 if still else float("inf"), shift=0.0, still=still))]
+        if not is_compared(key, mixing.share, mixing.space):
+            return []
+        name, models = self.step.plan.clients[k], (self.step.trained, self.after)
+        was, got = (value(self.step.plan, params[name], key, mixing.space) for params in models)
+        is_module = mixing.space == "product" and key.endswith(LORA_A)
+        if is_module:
+            rank, still = (
+                len(self.step.trained[name][key]),
+                still and self.is_still(k, key.removesuffix(LORA_A) + LORA_B),
+            )
+            row = self.weights(key)[k].tobytes()
+            if row not in self._known:
+                mixed, size = self._expected(k, key, was)
+                self._known[row] = (mixed, size, decompose(mixed))
+            mixed, size, parts = self._known[row]
+            error, expected = rank_error(mixed, got, rank, size=size or 1.0, parts=parts)
+        else:
+            expected, size = self._expected(k, key, was)
+            error = float(np.linalg.norm(got - expected)) / (size or 1.0)
+        shift = float(np.linalg.norm(expected - was)) / (size or 1.0)
+        return [(key.removesuffix(LORA_A) if is_module else key, Comparison(error=error, shift=shift, still=still))]
 
     def _stays(self, k: int, key: str) -> bool:
         """Return whether the rule leaves this tensor of client k as it is."""
-        if self.server is not None:
-            return self.server(k, key) is None
+        if self.formula.value is not None and not self.joins:
+            return self.formula.value(self.step, k, key) is None
         row = self.weights(key)[k]
         return bool(row[k] == 1.0 and np.count_nonzero(row) == 1)
 
-    def module(self, k: int, module: str) -> Comparison:
-        """The update of a module in product space."""
-        name = self.plan.clients[k]
-        rank = self.before[name][module + LORA_A].shape[0]
-        mixed, size, left, values, right = self._mix_product(module, k=k)
-        expected = (left[:, :rank] * values[:rank]) @ right[:rank]
-        was, got = (update(self.plan, models[name], module) for models in (self.before, self.after))
-        still = all(self.is_still(k, module + end) for end in (LORA_A, LORA_B))
-        comparison = _measure(expected, got, was, size=size, still=still)
-        tied = rank < len(values) and values[rank - 1] - values[rank] < NEAR_TIE * values[0]
-        if comparison.error > TOLERANCE and tied and is_best(mixed, got, rank, size=size):
-            return Comparison(error=0.0, shift=comparison.shift, still=still)
-        return comparison
-
-    def _mix_product(self, module: str, *, k: int) -> tuple[np.ndarray, float, np.ndarray, np.ndarray, np.ndarray]:
-        """The update of client k, the size of what went in, and its singular value decomposition."""
-        if self._module != module:
-            self._module = module
-            self._cut = {}
-        row = self.weights(module + LORA_A)[k]
-        if row.tobytes() not in self._cut:
-            model = None if self.server is None else self.server(k, module + LORA_A)
-            sources = np.flatnonzero(row).tolist()
-            if model is None:
-                parts = [update(self.plan, self.before[self.plan.clients[one]], module) for one in sources]
-                model = self._combine(row[sources], parts)
-            self._cut[row.tobytes()] = (*model, *decompose(model[0]))
-        return self._cut[row.tobytes()]
-
-    def tensor(self, k: int, key: str) -> Comparison:
-        """A tensor that mixes by itself: a head, a bias, or a factor in factor space."""
-        names, row = self.plan.clients, self.weights(key)[k]
-        was, got = (numbers(models[names[k]][key]) for models in (self.before, self.after))
-        others = {other: numbers(self.before[names[other]][key]) for other in np.flatnonzero(row).tolist()}
-        model = None if self.server is None else self.server(k, key)
-        if model is not None:
-            expected, size = model
-        elif key.endswith((LORA_A, LORA_B)):
-            expected = self._factor(k, key, was, others)
-            size = float(sum(abs(row[other]) * np.linalg.norm(one) for other, one in others.items()))
-        else:
-            expected, size = self._combine(row[list(others)], list(others.values()))
-        return _measure(expected, got, was, size=size, still=self.is_still(k, key))
+    def _expected(self, k: int, key: str, was: np.ndarray) -> Value:
+        """What client k is to have here, before it is cut to its rank, and the size of what went in."""
+        step, row = self.step, self.weights(key)[k]
+        stepped = None if self.formula.value is None or self.joins else self.formula.value(step, k, key)
+        if stepped is not None:
+            return stepped
+        names, space = step.plan.clients, step.run.mixing.space
+        parts = {k: value(step.plan, step.trained[names[k]], key, space) for k in np.flatnonzero(row).tolist()}
+        if space == "factors" and key.endswith((LORA_A, LORA_B)):
+            size = float(sum(abs(row[other]) * np.linalg.norm(part) for other, part in parts.items()))
+            return self._factor(k, key, was, parts), size
+        return self._combine(row[list(parts)], list(parts.values()))
 
     def _combine(self, row: np.ndarray, parts: Sequence[np.ndarray]) -> Value:
         """The weighted sum, or what the rule makes of these, and the size of what went in.
@@ -182,8 +162,8 @@ class Recomputed:
         Where one far value does not move the result, the size is that of most.
         """
         norms = [float(np.linalg.norm(part)) for part in parts]
-        if self.reduce is not None:
-            return self.reduce(np.stack(parts)), float(np.median(norms))
+        if self.formula.reduction is not None:
+            return self.formula.reduction(self.step, np.stack(parts)), float(np.median(norms))
         mixed = np.asarray(sum(weight * part for weight, part in zip(row, parts, strict=True)))
         return mixed, float(sum(abs(weight) * norm for weight, norm in zip(row, norms, strict=True)))
 
@@ -191,53 +171,25 @@ class Recomputed:
         """A factor row by row of the rank: s B for B, because s B A is the update."""
         if all(other == k for other in others):
             return was
-        is_b = key.endswith(LORA_B)
+        plan, is_b, truncates = self.step.plan, key.endswith(LORA_B), self.step.run.mixing.align == "truncate"
         mine = was.T if is_b else was
         rows = {other: one.T if is_b else one for other, one in others.items()}
-        expected = np.zeros_like(mine) if is_b and self.align != "truncate" else mine.copy()
         matrix = self.weights(key)
-        for place in range(self._leading(k, key, matrix) if self.align == "truncate" else len(mine)):
-            if any(place < len(one) for one in rows.values()):
-                given = [one[place] if place < len(one) else np.zeros(mine.shape[1]) for one in rows.values()]
-                scales = [
-                    self.plan.scale(len(one)) / self.plan.scale(len(mine)) if is_b else 1.0 for one in rows.values()
-                ]
-                parts = [scale * one for scale, one in zip(scales, given, strict=True)]
-                expected[place], _ = self._combine(matrix[k, list(rows)], parts)
+        count = self._leading(k, key, matrix) if truncates else min(len(mine), max(map(len, rows.values())))
+        expected = np.zeros_like(mine) if is_b and not truncates else mine.copy()
+        parts = []
+        for one in rows.values():
+            scale = plan.scale(len(one)) / plan.scale(len(mine)) if is_b else 1.0
+            parts.append(scale * np.pad(one[:count], ((0, max(0, count - len(one))), (0, 0))))
+        expected[:count], _ = self._combine(matrix[k, list(rows)], parts)
         return expected.T if is_b else expected
 
     def _leading(self, k: int, key: str, matrix: np.ndarray) -> int:
         """The smallest rank of all whose model reaches client k or is reached by it, directly or through others."""
-        reached, border = {k}, [k]
-        while border:
-            here = border.pop()
-            near = [one for one in range(len(matrix)) if matrix[here, one] != 0 or matrix[one, here] != 0]
-            border += [one for one in near if one not in reached]
-            reached.update(near)
-        held = [self.before[self.plan.clients[one]] for one in reached]
+        _, labels = connected_components(matrix != 0, directed=False)
+        held = [
+            self.step.trained[client]
+            for client, label in zip(self.step.plan.clients, labels, strict=True)
+            if label == labels[k]
+        ]
         return min(one[key].shape[1 if key.endswith(LORA_B) else 0] for one in held if key in one)
-
-
-def recompute(formula: Formula, step: Step, after: Models, *, joins: bool = False) -> Recomputed:
-    """The models after this step, by a formula; `after` are those to compare. With `joins` of clients that join."""
-    mixing = step.run.mixing
-
-    def matrix(key: str) -> np.ndarray:
-        # parameters of one layer, one kind and one end share a matrix
-        end = key[-1] if key.endswith((LORA_A, LORA_B)) else ""
-        group = (key.startswith(HEAD), step.plan.layer(key), end, is_last_layer(key))
-        if group not in step.matrices:
-            step.matrices[group] = weights(formula, step, key, joins=joins)
-        return step.matrices[group]
-
-    return Recomputed(
-        plan=step.plan,
-        before=step.trained,
-        after=after,
-        weights=matrix,
-        space=mixing.space,
-        share=mixing.share if formula.mixes else (),
-        align=mixing.align,
-        reduce=formula.reduce(step),
-        server=partial(formula.value, step) if formula.has_value and not joins else None,
-    )

@@ -1,12 +1,12 @@
 """The second formula of every strategy, by name; this table alone knows methods by their names."""
 
 from collections.abc import Mapping
+from functools import partial
 
 from atlas_fl.audit import averages
 from atlas_fl.audit.averages import CLUSTER_MEAN, MEAN, Laplacian, Mean, MeanByDistance, MeanOfOthers, Own, Recorded
 from atlas_fl.audit.class_features import HeadsByFeatures
-from atlas_fl.audit.directions import ByDirections
-from atlas_fl.audit.kriging import Kriging
+from atlas_fl.audit.kriging import ByDirections, Kriging
 from atlas_fl.audit.run_files import Run
 from atlas_fl.audit.server_steps import Dynamic, ExactAverage, ServerOptimizer
 from atlas_fl.audit.step import Formula
@@ -35,7 +35,7 @@ RULES: Mapping[str, Formula] = {
     "median": Mean(within="settings", shares=averages.alike, reduction=averages.median),
     "trimmed_mean": Mean(within="settings", shares=averages.alike, reduction=averages.trimmed_mean),
     "krum": Mean(within="settings", shares=averages.by_krum),
-    "multi_krum": Mean(within="settings", shares=averages.by_multi_krum),
+    "multi_krum": Mean(within="settings", shares=partial(averages.by_krum, several=True)),
     "geometric_median": Mean(within="settings", shares=averages.by_geometric_median),
     "fedavgm": ServerOptimizer(kind="fedavgm", lr=1.0, beta1=0.9),
     "fedadagrad": ServerOptimizer(kind="fedadagrad", lr=0.01, beta1=0.0),

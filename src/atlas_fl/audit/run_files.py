@@ -6,7 +6,8 @@ digests is not looked at again.
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -18,7 +19,6 @@ from safetensors.torch import load
 from torch import Tensor
 
 from atlas_fl.config import Config, MixingConfig, load_config, validate
-from atlas_fl.config.files import read_tables
 from atlas_fl.errors import CheckpointError, ConfigError, short_repr
 from atlas_fl.params import HEAD, LORA_A, LORA_B
 from atlas_fl.plugins import load_plugins
@@ -101,15 +101,15 @@ class AuditRecord:
     """Step of the round."""
     plan: str
     """File of the plan in force."""
-    loaded: Mapping[str, Mapping[str, Any]]
-    """Digest and number of keys that each client says it loaded."""
-    kept: tuple[str, ...] = ()
+    loaded: Mapping[str, tuple[str, int]]
+    """Digest and number of the tensors that each client says it loaded."""
+    kept: tuple[str, ...]
     """Clients that kept their own model because it was better on validation."""
-    without_edges: tuple[str, ...] = ()
+    without_edges: tuple[str, ...]
     """Clients that were nobody's neighbour in the server's step, because their update was refused."""
-    clipped: tuple[str, ...] = ()
+    clipped: tuple[str, ...]
     """Clients whose update was scaled down."""
-    restored: tuple[str, ...] = ()
+    restored: tuple[str, ...]
     """Clients that kept the model that they began with, because the mixed one was none."""
 
     @property
@@ -155,60 +155,67 @@ class Run:
         """The step that the settings say of this round."""
         return self.mixing.eta * self.mixing.eta_decay ** (round - 1) if self.is_aggregated(round) else 0.0
 
-    def folder(self, round: int) -> Path:
-        """Where a round's files lie."""
-        return self.path / "audit" / f"round-{round:04d}"
+    def file(self, round: int, name: str, *, joined: bool = False) -> Path:
+        """The path of a round's file, or of one about the clients that joined before it."""
+        return self.path / "audit" / f"{'joined' if joined else 'round'}-{round:04d}" / name
 
     def plan(self, name: str) -> AuditPlan:
         """The plan of this file name inside the run folder; raises CheckpointError if it is missing or incomplete."""
         file = self.path / name
         if name not in self.plans:
             content = read_json(file, within=self.path)
-            try:
+            with reading(file, "plan"):
                 self.plans[name] = _plan(content)
-            except (AttributeError, KeyError, TypeError, ValueError) as error:
-                raise CheckpointError(f"{file} is no plan: {error!r}; restore it from a copy, or run again") from error
         return self.plans[name]
 
     def record(self, round: int) -> AuditRecord:
         """The record of a round; raises CheckpointError if it is missing or damaged."""
-        path = self.folder(round) / "record.json"
+        path = self.file(round, "record.json")
         content = read_sealed(path, "plan", "refused", "eta", "loaded", within=self.path)
-        if not PLAN_FILE.fullmatch(str(content["plan"])):
-            fault = f"{short_repr(content['plan'])} is no name of a plan's file"
-            raise CheckpointError(f"{path} is no record of a round: {fault}; restore it from a copy, or run again")
-        return AuditRecord(
-            refused=content["refused"],
-            eta=content["eta"],
-            plan=content["plan"],
-            loaded=content["loaded"],
-            without_edges=tuple(content.get("without_edges", ())),
-            **{name: tuple(content[name]) for name in ("participants", "kept", "clipped", "restored")},
-        )
+        with reading(path, "record of a round"):
+            if not PLAN_FILE.fullmatch(str(content["plan"])):
+                raise ValueError(f"{short_repr(content['plan'])} is no name of a plan's file")
+            return AuditRecord(
+                refused={client: str(reason) for client, reason in content["refused"].items()},
+                eta=None if content["eta"] is None else float(content["eta"]),
+                plan=content["plan"],
+                loaded={client: (str(one["digest"]), int(one["keys"])) for client, one in content["loaded"].items()},
+                **{name: tuple(map(str, content[name])) for name in ("participants", "kept", "clipped", "restored")},
+                without_edges=tuple(map(str, content.get("without_edges", ()))),
+            )
 
-    def models(self, round: int, name: str) -> Models:
+    def models(self, round: int, name: str, *, joined: bool = False) -> Models:
         """`start` or `trained` of a round, by client; raises CheckpointError if the file is missing or damaged."""
-        return models_in(self.folder(round) / f"{name}.safetensors", within=self.path)
+        return models_in(self.file(round, f"{name}.safetensors", joined=joined), within=self.path)
 
-    def models_if_any(self, round: int, name: str) -> Models:
+    def end(self) -> Models:
+        """The models that clients ended with."""
+        return self.models(self.rounds[-1], "start")
+
+    def models_if_any(self, round: int, name: str, *, joined: bool = False) -> Models:
         """The same of a file that is written only where there is something in it."""
-        return self.models(round, name) if (self.folder(round) / f"{name}.safetensors").is_file() else {}
+        is_there = self.file(round, f"{name}.safetensors", joined=joined).is_file()
+        return self.models(round, name, joined=joined) if is_there else {}
 
-    def server_state(self, folder: Path) -> Flat | None:
-        """The server state that was written in this folder; None where there is none."""
-        path = folder / "server.safetensors"
-        return read_shared(path, within=self.path, holder_name=lambda _, name: name) if path.is_file() else None
-
-    def state_after(self, round: int, before: Flat) -> Flat:
+    def state_after(self, round: int, before: Flat, *, joined: bool = False) -> Flat:
         """The server state after this round; what it was before where the round wrote none."""
-        state = self.server_state(self.folder(round))
-        return before if state is None else state
+        path = self.file(round, "server.safetensors", joined=joined)
+        return read_audited(path, within=self.path, by_client=False) if path.is_file() else before
 
     def mixing_rows(self, round: int) -> dict[str, np.ndarray]:
         """The mixing matrices that a plug-in's method recorded, `adapters` and `head`; empty where there are none."""
-        path = self.folder(round) / "mixing.safetensors"
+        path = self.file(round, "mixing.safetensors")
         flat = read_audited(path, within=self.path) if path.is_file() else {}
         return {part: tensor.double().numpy() for part, tensor in flat.items()}
+
+
+@contextmanager
+def reading(path: Path, what: str) -> Iterator[None]:
+    """Make one line, with the file's name, of content that fits its digest and is not what a run writes."""
+    try:
+        yield
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is no {what}: {error!r}; restore it from a copy, or run again") from error
 
 
 def open_run(path: Path) -> Run:
@@ -217,17 +224,11 @@ def open_run(path: Path) -> Run:
     if not config.is_file():
         raise CheckpointError(f"{path} is no run: it has no config.toml")
     try:
-        tables = read_tables(config, within=path)
         recorded = load_config(config, within=path)
         load_plugins(recorded.run.plugin, outside=path)
         settings = validate(recorded, at_sites=True)
     except ConfigError as error:
         raise CheckpointError(f"{config} cannot be read: {error}") from error
-    if "rounds" not in tables.get("training", {}) or "mixing" not in tables:
-        raise CheckpointError(
-            f"{config} lacks the settings of its run ([training] rounds, [mixing]); restore it from a copy, or run"
-            " again"
-        )
     numbers = _numbers(path / "audit", within=path)
     if 0 not in numbers or len(numbers) < 2:
         raise CheckpointError(f"{path} holds no audited round; run it again with --audit")
@@ -238,7 +239,7 @@ def open_run(path: Path) -> Run:
         rounds=tuple(numbers[1:]),
         done=last_round(path, settings) if complete else max(_numbers(path / "checkpoints", within=path), default=0),
         complete=complete,
-        mask=_mask(path) if settings.sparse.has_mask else None,
+        mask=read_audited(path / "mask.safetensors", within=path) if settings.sparse.has_mask else None,
     )
 
 
@@ -247,13 +248,6 @@ def _numbers(folder: Path, *, within: Path) -> list[int]:
     names = [name for name in list_folder(folder, within=within) if is_inner_folder(folder / name)]
     matches = [re.fullmatch(r"round-(\d{4,})", name) for name in names]
     return sorted(int(match[1]) for match in matches if match)
-
-
-def _mask(path: Path) -> dict[str, Tensor]:
-    file = path / "mask.safetensors"
-    if not file.is_file():
-        raise CheckpointError(f"{file} is missing, and the run was trained under a mask; restore it, or run again")
-    return read_audited(file, within=path)
 
 
 def last_round(path: Path, config: Config) -> int:
@@ -265,12 +259,13 @@ def last_round(path: Path, config: Config) -> int:
     training, mixing = config.training, config.mixing
     if not training.patience:
         return training.rounds
-    rows = read_rows(path / "metrics.jsonl")
+    file = path / "metrics.jsonl"
+    rows = read_rows(file)
     scores: dict[int, list[float]] = {}
-    for row in rows:
-        if row.get("split") == "validation":
-            scores.setdefault(row["round"], []).append(row["primary"])
-    stopped_at = {row["round"] for row in rows if row.get("event") == "stopped early" and mixing.keep == "best"}
+    with reading(file, "file of a run's rows"):
+        for row in (row for row in rows if row.get("split") == "validation"):
+            scores.setdefault(int(row["round"]), []).append(float(row["primary"]))
+        stopped_at = {row["round"] for row in rows if row.get("event") == "stopped early" and mixing.keep == "best"}
     best, best_round = -math.inf, 0
     for number in sorted(scores):
         mean = fmean(scores[number])
@@ -284,23 +279,29 @@ def last_round(path: Path, config: Config) -> int:
 
 def _plan(content: Mapping[str, Any]) -> AuditPlan:
     clients = content["clients"]
-    return AuditPlan(
-        clients=tuple(client["name"] for client in clients),
-        tasks=tuple(client["task"] for client in clients),
-        examples=tuple(client["examples"] for client in clients),
-        clusters=tuple(client["cluster"] for client in clients),
-        ranks=tuple(tuple(client["ranks"]) for client in clients),
+    plan = AuditPlan(
+        clients=tuple(str(client["name"]) for client in clients),
+        tasks=tuple(str(client["task"]) for client in clients),
+        examples=tuple(float(client["examples"]) for client in clients),
+        clusters=tuple(int(client["cluster"]) for client in clients),
+        ranks=tuple(tuple(map(int, client["ranks"])) for client in clients),
         adjacency=np.array(content["adjacency"], np.float64).reshape(len(clients), len(clients)),
         importance=np.array(content["importance"], np.float64) if any(content.get("importance", [])) else None,
-        layer_of=content["layer_of"],
-        shared=tuple(_shared_from(client) for client in clients),
-        alpha=content["lora"]["alpha"],
-        rslora=content["lora"]["rslora"],
+        layer_of={module: int(layer) for module, layer in content["layer_of"].items()},
+        shared=tuple(
+            int(client["cut"] or 0) if client.get("split", {}).get("shared") is not None else None for client in clients
+        ),
+        alpha=None if content["lora"]["alpha"] is None else float(content["lora"]["alpha"]),
+        rslora=bool(content["lora"]["rslora"]),
     )
-
-
-def _shared_from(client: Mapping[str, Any]) -> int | None:
-    return (client["cut"] or 0) if client.get("split", {}).get("shared") is not None else None
+    num_layers = max(plan.layer_of.values(), default=-1) + 1
+    importance = np.ones((1, num_layers)) if plan.importance is None else plan.importance
+    numbers = np.concatenate([plan.examples, [plan.alpha or 1.0], plan.adjacency.ravel(), importance.ravel()])
+    if not np.isfinite(numbers).all() or min(numbers) < 0 or not all(plan.examples):
+        raise ValueError("a number of it is not finite or below 0, or a client has no examples")
+    if importance.shape[1] < num_layers or any(len(ranks) < num_layers for ranks in plan.ranks):
+        raise ValueError(f"a client has no rank or no importance in one of {num_layers} layers")
+    return plan
 
 
 def models_in(path: Path, *, within: Path | None = None) -> Models:
@@ -312,49 +313,28 @@ def models_in(path: Path, *, within: Path | None = None) -> Models:
     return models
 
 
-def read_audited(path: Path | str, *, within: Path | None = None) -> dict[str, Tensor]:
+def read_audited(path: Path | str, *, within: Path | None = None, by_client: bool = True) -> dict[str, Tensor]:
     """The tensors in a file of the audit by `<client>/<parameter>`; what several clients hold is one tensor.
 
-    No part of the path below `within` is a link; without it the file is none.
-    Raises CheckpointError if the file is missing or damaged.
-    """
-
-    def holder_name(lead: str, client: str) -> str:
-        return f"{client}/{lead.partition('/')[2]}"
-
-    return read_shared(Path(path), within=within, holder_name=holder_name)
-
-
-def read_shared(path: Path, *, within: Path | None, holder_name: Callable[[str, str], str]) -> dict[str, Tensor]:
-    """The tensors in a file, by names that rise, each under all its names.
-
-    The metadata's entry `same` says by the name under which a tensor stands who else holds it; `holder_name` makes a
-    name of both.
+    The metadata's entry `same` says by the name under which a tensor stands which other clients hold it, or without
+    `by_client` under which other names it stands. No part of the path below `within` is a link; without it the file is
+    none. Raises CheckpointError if the file is missing or damaged.
     """
     try:
-        payload = read_file(path, max_bytes=memory_bytes(), within=within)
+        payload = read_file(Path(path), max_bytes=memory_bytes(), within=within)
         tensors: dict[str, Tensor] = load(payload)
         header = from_json(payload[8 : 8 + int.from_bytes(payload[:8], "little")])
-        same = from_json(header.get("__metadata__", {}).get("same", "{}"))
-        others = {holder_name(lead, holder): tensors[lead] for lead, holders in same.items() for holder in holders}
+        others = {
+            f"{holder}/{lead.partition('/')[2]}" if by_client else holder: tensors[lead]
+            for lead, holders in from_json(header.get("__metadata__", {}).get("same", "{}")).items()
+            for holder in holders
+        }
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
+        raise CheckpointError(f"{path} is missing; restore it from a copy, or run again") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}); restore it, or run again") from None
     except (SafetensorError, AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{path} is damaged: {error!r}") from error
-    flat = {**tensors, **others}
-    if len(flat) < len(tensors) + len(others):
+    if tensors.keys() & others.keys():
         raise CheckpointError(f"{path} is damaged: two tensors have one name")
-    return {name: flat[name] for name in sorted(flat)}
-
-
-def frozen_fault(mask: Mapping[str, Tensor], initial: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> str:
-    """The first tensor of which a frozen weight moved in training, or that has no mask; empty where there is none."""
-    for key, before in initial.items():
-        if key not in mask:
-            return f"{key} has no mask"
-        moved = int(((before != trained[key]) & ~mask[key]).sum())
-        if moved:
-            return f"{moved} frozen weights of {key} moved"
-    return ""
+    return dict(sorted({**tensors, **others}.items()))

@@ -17,32 +17,35 @@ from torch import Tensor
 from atlas_fl.audit.averages import MEAN
 from atlas_fl.audit.class_features import class_means
 from atlas_fl.audit.dense import arrays, numbers, same_tensors
-from atlas_fl.audit.report import Finding
+from atlas_fl.audit.report import AuditRow
 from atlas_fl.audit.rules import formula_of
-from atlas_fl.audit.run_files import NO_ANSWER, AuditPlan, AuditRecord, Flat, Models, Run, models_in
+from atlas_fl.audit.run_files import NO_ANSWER, AuditPlan, AuditRecord, Flat, Models, Run, reading
+from atlas_fl.audit.step import Values, compare_values
 from atlas_fl.params import HEAD, LORA_A, LORA_B
 from atlas_fl.storage.jsonl import read_rows
 
 TOLERANCE = 1e-5
 """Tolerance of a value over the largest of its tensor."""
 
-Values: TypeAlias = Mapping[str, np.ndarray]
 Expected: TypeAlias = Callable[[int], tuple[Values, Values]]
 """Expected tensors for client k, by name, and the sums that they were computed from."""
 
 
-def check_sent(run: Run, round: int, plan: AuditPlan, record: AuditRecord, state: Flat) -> Iterator[Finding]:
-    """A finding for each client that trained and each kind of what it was sent; `state` is of before the round."""
+def check_sent(run: Run, round: int, plan: AuditPlan, record: AuditRecord, state: Flat) -> Iterator[AuditRow]:
+    """A row for each client that trained and each kind of what it was sent; `state` is of before the round."""
     for check, kind, expected in _expected(run, round, plan, state):
         sent = run.models_if_any(round, kind)
         for k, client in enumerate(plan.clients):
             if run.is_personal(round):
                 fault = f"it was sent {kind} in a personal round" if sent.get(client) else ""
             elif client in record.participants:
-                fault = _sent_fault(kind, *expected(k), sent.get(client, {}))
+                wanted, sums = expected(k)
+                sizes = {key: float(np.abs(total).max(initial=0.0)) for key, total in sums.items()}
+                found = arrays(sent.get(client, {}))
+                fault, _ = compare_values(wanted, found, kind, tolerance=(0.0, TOLERANCE), sizes=sizes)
             else:
                 continue
-            yield Finding(check, client, fault)
+            yield AuditRow(check, client, fault)
 
 
 def _expected(run: Run, round: int, plan: AuditPlan, state: Flat) -> Iterator[tuple[str, str, Expected]]:
@@ -50,9 +53,9 @@ def _expected(run: Run, round: int, plan: AuditPlan, state: Flat) -> Iterator[tu
     training, formula = run.settings.training, formula_of(run)
     if training.control_variates:
         yield "corrected", "correction", partial(_control_correction, plan, run.models_if_any(round - 1, "control"))
-    if formula.corrects:
+    if (correction := formula.correction) is not None:
         values = arrays(state)
-        yield "corrected", "correction", lambda k: (formula.correction(run, plan.clients[k], values), {})
+        yield "corrected", "correction", lambda k: (correction(run, plan.clients[k], values), {})
     if run.settings.server.feature_alignment:
         yield "aligned", "centroids", lambda k: (class_means(plan, k, state), {})
 
@@ -71,20 +74,8 @@ def _control_correction(plan: AuditPlan, controls: Models, k: int) -> tuple[Valu
     return wanted, sums
 
 
-def _sent_fault(kind: str, expected: Values, sums: Values, sent: Mapping[str, Tensor]) -> str:
-    if sent.keys() != expected.keys():
-        return f"it was sent {kind} of {len(sent)} tensors, and {len(expected)} have any"
-    for key, wanted in expected.items():
-        got = numbers(sent[key])
-        error = float(np.abs(got - wanted).max(initial=0.0)) if got.shape == wanted.shape else float("inf")
-        size = max(float(np.abs(one).max(initial=0.0)) for one in (wanted, sums.get(key, wanted)))
-        if not error <= TOLERANCE * size:
-            return f"the {kind} of {key} is {error:.2g} away from the recomputation"
-    return ""
-
-
-def check_kept(run: Run, round: int, plan: AuditPlan, record: AuditRecord) -> Iterator[Finding]:
-    """A finding for each client: what it alone keeps is there, and stayed as it was where it did not train."""
+def check_kept(run: Run, round: int, plan: AuditPlan, record: AuditRecord) -> Iterator[AuditRow]:
+    """A row for each client: what it alone keeps is there, and stayed as it was where it did not train."""
     mixing = run.settings.mixing
     kinds = {"control": "corrected"} if run.settings.training.control_variates else {}
     if mixing.second_model != "none" and not mixing.personal_models:
@@ -101,22 +92,23 @@ def check_kept(run: Run, round: int, plan: AuditPlan, record: AuditRecord) -> It
                 fault = f"its own {nouns.get(kind, kind)} changed while it took no part"
             elif client in trained and not now.get(client) and kind != "control":
                 fault = f"it trained, and has no {nouns.get(kind, kind)} of its own"
-            yield Finding(check, client, fault)
+            yield AuditRow(check, client, fault)
 
 
-def check_bytes(run: Run) -> Iterator[tuple[int, Finding]]:
-    """By round a finding for each client that took part; nothing in runs that send all that they share."""
+def check_bytes(run: Run) -> Iterator[AuditRow]:
+    """A row for each round and client that took part; nothing in runs that send all that they share."""
     if not _is_partly_trained(run):
         return
     ledger: Counter[tuple[int, str, str]] = Counter()
-    for row in read_rows(run.path / "ledger.jsonl"):
-        if row["kind"] in ("adapter", "head", "weights"):
-            ledger[row["round"], row["client"], row["direction"]] += row["bytes"]
+    file = run.path / "ledger.jsonl"
+    with reading(file, "ledger of a run"):
+        for row in read_rows(file):
+            if row["kind"] in ("adapter", "head", "weights"):
+                ledger[row["round"], row["client"], row["direction"]] += row["bytes"]
     models, outdated = run.models(0, "start"), set[str]()
     for round in filter(run.is_aggregated, run.rounds):
         record, after = run.record(round), run.models(round, "start")
-        joined_file = run.path / "audit" / f"joined-{round:04d}" / "start.safetensors"
-        joined = models_in(joined_file, within=run.path) if joined_file.is_file() else {}
+        joined = run.models_if_any(round, "start", joined=True)
         before = {**models, **joined}
         outdated |= joined.keys()
         changed = {
@@ -130,7 +122,7 @@ def check_bytes(run: Run) -> Iterator[tuple[int, Finding]]:
             expected = {"up": 0 if name in record.refused else part, "down": part + whole * (name in outdated)}
             actual = {way: ledger[round, name, way] for way in expected}
             fault = "" if actual == expected else f"the ledger has {actual}, and what was to be sent is {expected}"
-            yield round, Finding("sent", name, fault)
+            yield AuditRow("sent", name, fault, round=round)
         models, outdated = after, (outdated | {name for name, keys in changed.items() if keys}) - present
 
 

@@ -12,15 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from atlas_fl.audit.averages import Averaging, Mean
 from atlas_fl.audit.dense import arrays, is_compared, is_mixed, numbers, update
 from atlas_fl.audit.run_files import Flat, Run
-from atlas_fl.audit.step import Step, Value
+from atlas_fl.audit.step import Step, Value, compare_values
 from atlas_fl.errors import CheckpointError
-from atlas_fl.params import HEAD, LORA_A, LORA_B
+from atlas_fl.params import HEAD, LORA_A, LORA_B, lora_modules
 
 Moved = tuple[np.ndarray, float, dict[str, np.ndarray]]
 """The next value, the size of what went in, and the moments by path."""
@@ -44,7 +43,6 @@ class ServerOptimizer(Averaging):
     """Learning rate where the settings give none, and the first beta."""
     beta1: float
     average = Mean(within="settings")
-    has_value = True
 
     def value(self, step: Step, k: int, key: str) -> Value | None:
         """x_{t+1} of client k; None where it is alone, or nobody of its cohort took part."""
@@ -64,46 +62,40 @@ class ServerOptimizer(Averaging):
     def _moved(self, step: Step, k: int, key: str) -> Moved | None:
         if step.run.mixing.space == "product" and key.endswith(LORA_B):
             key = key.removesuffix(LORA_B) + LORA_A
-        clusters = step.plan.clusters
-        within = step.run.settings.robust.within
+        clusters, within = step.plan.clusters, step.run.settings.robust.within
         cohort = [one for one in step.mates(k, key) if within == "all" or one == k or 0 <= clusters[k] == clusters[one]]
-        if len(cohort) < 2 or not step.there(cohort):
+        there = step.there(cohort)
+        if len(cohort) < 2 or not there:
             return None
         parts = [] if within == "all" else [f"cluster-{clusters[k]}"]
         parts += [f"task-{step.plan.tasks[k]}"] if key.startswith(HEAD) else []
-        name = "-".join(parts) or "all"
-        moved: Moved = step.once(("moved", name, key), lambda: self._move(step, step.there(cohort), name, key))
-        return moved
+        module = key.removesuffix(LORA_A) if step.run.mixing.space == "product" else key
+        path = f"{'-'.join(parts) or 'all'}/{module}"
+        return step.once(("moved", path), lambda: self._move(step, there, path, key))
 
-    def _move(self, step: Step, there: Sequence[int], cohort: str, key: str) -> Moved:
-        shares = step.shares(there)
+    def _move(self, step: Step, there: Sequence[int], path: str, key: str) -> Moved:
+        settings, shares = step.run.settings.server, step.shares(there)
         sent, trained = ([step.value(models, one, key) for one in there] for models in (step.before, step.trained))
         current, size = weighted(shares, sent)
         after, size_after = weighted(shares, trained)
-        module = key.removesuffix(LORA_A) if step.run.mixing.space == "product" else key
-        change, moments = self._direction(step, f"{cohort}/{module}", after - current)
-        return current + change, size + size_after + float(np.linalg.norm(change)), moments
-
-    def _direction(self, step: Step, path: str, change: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """(the step, the moments by path) for this change."""
-        settings = step.run.settings.server
+        change = after - current
         lr = self.lr if settings.server_lr is None else settings.server_lr
         beta1 = self.beta1 if settings.server_beta1 is None else settings.server_beta1
-        beta2, tau = settings.server_beta2, settings.server_tau
+        beta2, tau, square = settings.server_beta2, settings.server_tau, change * change
         old = self._last(step, f"first/{path}", np.zeros_like(change))
-        if self.kind == "fedavgm":
-            momentum = beta1 * old + change
-            return lr * momentum, {f"first/{path}": momentum}
-        m = beta1 * old + (1.0 - beta1) * change
-        v = self._last(step, f"second/{path}", np.full_like(change, tau * tau))
-        square = change * change
-        if self.kind == "fedadagrad":
-            v = v + square
-        elif self.kind == "fedyogi":
-            v = np.where(v > square, v - (1.0 - beta2) * square, np.where(v < square, v + (1.0 - beta2) * square, v))
-        else:
-            v = beta2 * v + (1.0 - beta2) * square
-        return np.asarray(lr * m / (np.sqrt(v) + tau)), {f"first/{path}": m, f"second/{path}": v}
+        m = beta1 * old + (1.0 if self.kind == "fedavgm" else 1.0 - beta1) * change
+        moments, move = {f"first/{path}": m}, lr * m
+        if self.kind != "fedavgm":
+            v = self._last(step, f"second/{path}", np.full_like(change, tau * tau))
+            if self.kind == "fedadagrad":
+                v = v + square
+            elif self.kind == "fedyogi":
+                v = v - (1.0 - beta2) * square * np.sign(v - square)
+            else:
+                v = beta2 * v + (1.0 - beta2) * square
+            moments[f"second/{path}"] = v
+            move = move / (np.sqrt(v) + tau)
+        return current + move, size + size_after + float(np.linalg.norm(move)), moments
 
     def _last(self, step: Step, path: str, start: np.ndarray) -> np.ndarray:
         last = numbers(step.state[path]) if path in step.state else start
@@ -115,16 +107,12 @@ class ServerOptimizer(Averaging):
 class Dynamic(Averaging):
     """FedDyn: the average of what was trained, and the mean of all clients' sums of changes."""
 
-    has_value = True
-    corrects = True
-
     def value(self, step: Step, k: int, key: str) -> Value | None:
         """The next value of this tensor of client k; None where it has no server step."""
         members = tuple(step.mates(k, key))
         if not _steps(step, members, key):
             return None
-        value: Value = step.once(("value", members, key), lambda: self._value(step, members, key))
-        return value
+        return step.once(("value", members, key), lambda: self._value(step, members, key))
 
     def expected(self, step: Step) -> dict[str, np.ndarray]:
         """The sums of changes after the step."""
@@ -164,7 +152,6 @@ class ExactAverage(Averaging):
     """FLoRA (`stacks`) or FedEx-LoRA: adapters, and a frozen part that holds what they lack of the average."""
 
     stacks: bool
-    has_value = True
 
     def value(self, step: Step, k: int, key: str) -> Value | None:
         """The next value of this tensor of client k; None where it has no server step."""
@@ -186,27 +173,16 @@ class ExactAverage(Averaging):
 
     def state_fault(self, step: Step) -> tuple[str, float | None]:
         """(the first module whose frozen part is not as computed again, the largest error of all)."""
-        after, there = step.told, step.there(range(step.num_clients))
-        if step.num_clients < 2 or not there or step.is_undone:
-            same = after.keys() == step.state.keys() and all(torch.equal(after[one], step.state[one]) for one in after)
-            return "" if same else "the frozen part changed in a round without a server step", None
-        modules = [key.removesuffix(LORA_A) for key in step.before[step.plan.clients[0]] if key.endswith(LORA_A)]
-        ends = [module + end for module in modules for end in (LORA_A, LORA_B)]
-        if unknown := sorted(after.keys() - {f"{part}/{end}" for part in ("residual", "newest") for end in ends}):
-            return f"the server state has {unknown[0]}, which the rule does not make", None
-        worst, fault = 0.0, ""
-        for module in modules:
-            newest, size = self._newest(step, module, there)
-            residual = newest + self._held(step, step.state, f"residual/{module}", newest.shape)
-            for part, wanted in (("newest", newest), ("residual", residual)):
-                got, unit = self._held(step, after, f"{part}/{module}", newest.shape), max(size, np.abs(wanted).max())
-                if got.shape != wanted.shape:
-                    return f"{part} of {module} is of shape {got.shape}, not {wanted.shape}", None
-                error = float(np.abs(got - wanted).max() / (unit or 1.0))
-                worst = max(worst, error)
-                if not fault and not error <= FROZEN:
-                    fault = f"{part} of {module} is {error:.2g} away from the recomputation"
-        return fault, worst
+        there = step.there(range(step.num_clients))
+        expected, sizes = _dense(step, step.state), dict[str, float]()
+        if step.num_clients > 1 and there and not step.is_undone:
+            for module in lora_modules(step.before[step.plan.clients[0]]):
+                newest, size = self._newest(step, module, there)
+                frozen = f"residual/{module}"
+                expected |= {f"newest/{module}": newest, frozen: newest + expected.get(frozen, 0.0)}
+                sizes |= {f"newest/{module}": size, frozen: size}
+        told = _dense(step, step.told)
+        return compare_values(expected, told, "the server state", tolerance=(0.0, FROZEN), sizes=sizes)
 
     def _newest(self, step: Step, module: str, there: Sequence[int]) -> tuple[np.ndarray, float]:
         """(what the round adds to this module, dense; the largest value of a product that went in)."""
@@ -220,10 +196,14 @@ class ExactAverage(Averaging):
             total = total - step.plan.scale(len(a)) * (b @ a)
         return total, max(float(np.abs(product).max(initial=0.0)) for product in products)
 
-    def _held(self, step: Step, state: Flat, path: str, shape: tuple[int, ...]) -> np.ndarray:
-        factors = {end: state[path + end] for end in (LORA_A, LORA_B) if path + end in state}
-        if len(factors) < 2:
-            return np.zeros(shape)
-        if factors[LORA_B].shape[-1] != len(factors[LORA_A]):
-            return np.zeros(())
-        return update(step.plan, factors, "")
+
+def _dense(step: Step, state: Flat) -> dict[str, np.ndarray]:
+    """The dense updates of factors in a server state, by part and module; of factors that do not fit a number alone."""
+    modules = {path.removesuffix(LORA_A).removesuffix(LORA_B) for path in state}
+    return {
+        module: update(step.plan, state, module)
+        if {module + LORA_A, module + LORA_B} <= state.keys()
+        and state[module + LORA_B].shape[-1] == len(state[module + LORA_A])
+        else np.zeros(())
+        for module in sorted(modules)
+    }

@@ -6,7 +6,7 @@ the rule has a state, or steps from an average, what these become. How models fo
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -15,11 +15,15 @@ from atlas_fl.audit.dense import arrays, bound_weights, is_compared, padded, val
 from atlas_fl.audit.run_files import AuditPlan, Flat, Models, Run
 from atlas_fl.params import HEAD
 
-RELATIVE, OF_LARGEST = 1e-4, 1e-6
+T = TypeVar("T")
+TOLERANCE = 1e-4, 1e-6
 """Tolerance of a value of a server state: as a share of itself, and of the largest of its tensor."""
 FLOAT32 = 3e38
 """A state beyond this cannot be kept, and its round is undone."""
 
+NO_SIZES: Mapping[str, float] = {}
+Values = Mapping[str, np.ndarray]
+"""Dense values by name."""
 Value = tuple[np.ndarray, float]
 """A dense value, and the size of what went into it."""
 
@@ -37,7 +41,6 @@ class Step:
     """The models of the last aggregation."""
     trained: Models
     """The same with the updates."""
-    eta: float = 0.0
     without_edges: tuple[str, ...] = ()
     """Clients that are nobody's neighbour."""
     state: Flat = field(default_factory=dict)
@@ -46,16 +49,14 @@ class Step:
     """Server state after the round, as it was recorded: with what clients reported in it."""
     is_undone: bool = False
     """True if clients kept the models that they began with, because the mixed ones were none."""
-    matrices: dict[tuple[bool, int | None, str, bool], np.ndarray] = field(default_factory=dict)
-    """Weights of each group of parameters, as far as they were asked for: whether they are heads, their layer, A or B,
-    whether they are a head's last layer."""
     _known: dict[Hashable, Any] = field(default_factory=dict)
 
-    def once(self, key: Hashable, compute: Callable[[], Any]) -> Any:
+    def once(self, key: Hashable, compute: Callable[[], T]) -> T:
         """The value of `compute`, which is computed once under this key."""
         if key not in self._known:
             self._known[key] = compute()
-        return self._known[key]
+        known: T = self._known[key]
+        return known
 
     @property
     def num_clients(self) -> int:
@@ -103,11 +104,9 @@ class Step:
         """Inner products of the clients' changes over these parameters; heads count within a task."""
         total = np.zeros((len(clients), len(clients)))
         for key in keys:
-            changes = self.changes(clients, key, first, last)
-            for i, left in enumerate(changes):
-                for j, right in enumerate(changes):
-                    if self.plan.may_meet(clients[i], clients[j], key):
-                        total[i, j] += float(left @ right)
+            changes = np.stack(self.changes(clients, key, first, last))
+            meets = [[self.plan.may_meet(one, other, key) for other in clients] for one in clients]
+            total += changes @ changes.T * np.array(meets)
         return total
 
 
@@ -116,40 +115,31 @@ class Formula:
 
     is_known = True
     """False of a plug-in's method, for which there is no second formula."""
-    has_value = False
-    """True if `value` says the next values, and not the rows."""
-    chooses = False
-    """True if clients choose the model that a round begins with."""
     steps = False
     """True if the rule has a step size eta, which records hold."""
     mixes = True
     """False if everyone keeps its own model."""
-    corrects = False
-    """True if clients are sent a correction of their gradients (`correction`)."""
+    reduction: Callable[[Step, np.ndarray], np.ndarray] | None = None
+    """Reduction of the clients' values, (clients, ...), to one; None for a weighted sum."""
+    value: Callable[[Step, int, str], Value | None] | None = None
+    """The next value of a rule that steps from an average; None where client k gets nothing."""
+    begun_faults: Callable[[Run, int, AuditPlan, Models, Models, Flat], Iterator[tuple[str, str]]] | None = None
+    """(client, fault) of the models that clients chose to begin the round with."""
+    initial: Callable[[Run, Models], dict[str, np.ndarray]] | None = None
+    """Entries of the state by the models that clients begin with."""
+    frozen: Callable[[Flat], dict[str, Tensor]] | None = None
+    """Part of a server state that every client holds frozen, by parameter."""
+    correction: Callable[[Run, str, Values], Values] | None = None
+    """Correction of a client's gradients that it is to be sent, by the state before the round."""
 
     def row(self, step: Step, k: int, key: str) -> list[float]:
         """The weight of each client's value in the next value of client k, at this parameter; its own by default."""
         del key
-        return [float(other == k) for other in range(len(step.plan.clients))]
+        return step.own_row(k)
 
     def arrival_row(self, step: Step, k: int, key: str) -> list[float]:
         """The weights of the values that client k begins with, who joins: those of an average of the others."""
         return self.row(step, k, key)
-
-    def reduce(self, step: Step) -> Callable[[np.ndarray], np.ndarray] | None:
-        """Reduction of the clients' values, (clients, ...), to one; None for a weighted sum."""
-        del step
-        return None
-
-    def value(self, step: Step, k: int, key: str) -> Value | None:
-        """The next value of a rule that steps from an average; None where client k gets nothing."""
-        del step, k, key
-        return None
-
-    def initial(self, run: Run, models: Models) -> dict[str, np.ndarray]:
-        """Entries of the state by the models that clients begin with."""
-        del run, models
-        return {}
 
     def expected(self, step: Step) -> dict[str, np.ndarray]:
         """The state after the step, by path."""
@@ -158,23 +148,6 @@ class Formula:
     def state_fault(self, step: Step) -> tuple[str, float | None] | None:
         """(the fault of the state after the step, the largest error); None where there is no state."""
         return compare_states(step.once("expected", lambda: self.expected(step)), step.told, before=step.state)
-
-    def begun_faults(
-        self, run: Run, round: int, plan: AuditPlan, held: Models, begun: Models, state: Flat
-    ) -> Iterator[tuple[str, str]]:
-        """(client, fault) of the models that clients chose to begin the round with."""
-        del run, round, plan, held, begun, state
-        return iter(())
-
-    def correction(self, run: Run, client: str, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Expected correction of a client's gradients, by the state before the round."""
-        del run, client, state
-        return {}
-
-    def frozen(self, state: Flat) -> dict[str, Tensor]:
-        """Part of this server state that every client holds frozen, by parameter."""
-        del state
-        return {}
 
 
 def weights(formula: Formula, step: Step, key: str, *, joins: bool = False) -> np.ndarray:
@@ -187,7 +160,7 @@ def weights(formula: Formula, step: Step, key: str, *, joins: bool = False) -> n
         new = [not step.present[k] and formula.mixes for k in clients]
         return np.array([formula.arrival_row(step, k, key) if new[k] else step.own_row(k) for k in clients])
     each = np.array([formula.row(step, k, key) for k in clients])
-    if not formula.mixes or key.startswith(HEAD) or formula.reduce(step) is not None:
+    if not formula.mixes or key.startswith(HEAD) or formula.reduction is not None:
         return each
     return np.array([_common_row(step, k, each, key) for k in clients])
 
@@ -207,24 +180,38 @@ def _common_row(step: Step, k: int, each: np.ndarray, key: str) -> np.ndarray:
     return row
 
 
-def compare_states(expected: Mapping[str, np.ndarray], state: Flat, *, before: Flat) -> tuple[str, float | None] | None:
-    """(the first entry that is not as computed again, the largest error of a value over the largest of its tensor)."""
+def compare_states(expected: Values, state: Flat, *, before: Flat) -> tuple[str, float | None] | None:
+    """(the fault of a server state, the largest error); None where there is no state."""
     if not expected and not state:
         return None
-    if any(np.abs(wanted).max(initial=0.0) > FLOAT32 for wanted in expected.values()):
-        expected = arrays(before)
-    if lacking := sorted(expected.keys() - state.keys()):
-        return f"the server state lacks {lacking[0]}", None
-    if unknown := sorted(state.keys() - expected.keys()):
-        return f"the server state has {unknown[0]}, which the rule does not make", None
+    is_lost = any(np.abs(wanted).max(initial=0.0) > FLOAT32 for wanted in expected.values())
+    return compare_values(arrays(before) if is_lost else expected, arrays(state), "the server state")
+
+
+def compare_values(
+    expected: Values,
+    got: Values,
+    what: str,
+    *,
+    tolerance: tuple[float, float] = TOLERANCE,
+    sizes: Mapping[str, float] = NO_SIZES,
+) -> tuple[str, float | None]:
+    """(the first entry that is not as computed again, the largest error of a value over the largest of its tensor).
+
+    `sizes` are those of the largest values that went into an entry.
+    """
+    if lacking := sorted(expected.keys() - got.keys()):
+        return f"{what} lacks {lacking[0]}", None
+    if unknown := sorted(got.keys() - expected.keys()):
+        return f"{what} has {unknown[0]}, which the rule does not make", None
     worst, fault = 0.0, ""
-    for path, got in arrays(state).items():
-        wanted = expected[path]
-        if got.shape != wanted.shape or not np.isfinite(got).all():
-            return f"{path} of the server state has shape {got.shape} or a value that is no number", None
-        largest = float(np.abs(wanted).max(initial=0.0))
-        error = float(np.abs(got - wanted).max(initial=0.0)) / (largest or 1.0)
+    for path, wanted in expected.items():
+        found = got[path]
+        if found.shape != wanted.shape or not np.isfinite(found).all():
+            return f"{path} of {what} has shape {found.shape} or a value that is no number", None
+        largest = max(float(np.abs(wanted).max(initial=0.0)), sizes.get(path, 0.0))
+        error = float(np.abs(found - wanted).max(initial=0.0)) / (largest or 1.0)
         worst = max(worst, error)
-        if not fault and not np.allclose(got, wanted, rtol=RELATIVE, atol=OF_LARGEST * largest):
-            fault = f"{path} of the server state is {error:.2g} away from the recomputation"
+        if not fault and not np.allclose(found, wanted, rtol=tolerance[0], atol=tolerance[1] * largest):
+            fault = f"{path} of {what} is {error:.2g} away from the recomputation"
     return fault, worst

@@ -85,20 +85,16 @@ class Tree(ByUpdates):
         if state or not all(step.present):
             return state
         plan, server, clients = step.plan, step.run.settings.server, range(step.num_clients)
-        keys = step.compared(step.trained, clients, lambda key: plan.layer(key) is not None)
-        by_layer: dict[int, list[str]] = {}
-        for key in keys:
-            layer = plan.layer(key)
-            assert layer is not None, "others were not selected"
-            by_layer.setdefault(layer, []).append(key)
-        layers = sorted(by_layer)
+        compared = step.compared(step.trained, clients, lambda _: True)
+        layers = sorted(layer for layer in {plan.layer(key) for key in compared} if layer is not None)
+        by_layer = {layer: [key for key in compared if plan.layer(key) == layer] for layer in layers}
         distances = [
-            1.0 - cosines(step.products(clients, by_layer[layer], step.before, step.trained)) for layer in layers
+            1.0 - cosines(step.products(clients, keys, step.before, step.trained)) for keys in by_layer.values()
         ]
         cuts = _cuts(distances, step=server.tree_step, threshold=server.tree_threshold)
         return {
             f"cuts/{layer}/{name}": np.array(float(label))
-            for layer, cut in zip(layers, cuts, strict=True)
+            for layer, cut in zip(by_layer, cuts, strict=True)
             for name, label in zip(plan.clients, cut, strict=True)
         }
 
@@ -135,22 +131,18 @@ def _average_linkage(distances: np.ndarray) -> dict[int, list[int]]:
 
 def _silhouette(distances: np.ndarray, labels: Sequence[int]) -> float:
     """The mean over clients of (b - a) / max(a, b): the nearest other cluster, and its own without itself."""
-    values = []
+    values, numbers = [], np.array(labels)
     for k, own in enumerate(labels):
-        means = {
-            label: float(np.mean([distances[k, j] for j, one in enumerate(labels) if one == label and j != k] or [0.0]))
-            for label in set(labels)
-        }
-        inside, outside = means[own], min(mean for label, mean in means.items() if label != own)
-        alone = sum(one == own for one in labels) == 1
-        values.append(0.0 if alone or max(inside, outside) == 0 else (outside - inside) / max(inside, outside))
+        mates = np.delete(numbers == own, k)
+        inside = float(np.delete(distances[k], k)[mates].mean()) if mates.any() else 0.0
+        outside = min(float(distances[k, numbers == label].mean()) for label in set(labels) - {own})
+        largest = max(inside, outside)
+        values.append((outside - inside) / largest if mates.any() and largest > 0 else 0.0)
     return float(np.mean(values))
 
 
 class Choice(ByUpdates):
     """IFCA: every client takes the cluster whose model has the least loss on its examples."""
-
-    chooses = True
 
     def expected(self, step: Step) -> dict[str, np.ndarray]:
         """The recorded losses, and by them the cluster of each client.
@@ -167,8 +159,8 @@ class Choice(ByUpdates):
                 if other.startswith(start)
             }
             own = int(step.state.get(path, recorded[path]))
-            least = [label for label, loss in sorted(losses.items()) if loss == min(losses.values())]
-            expected[path] = np.array(float(own if own in least or not least else least[0]))
+            least = [label for label, loss in sorted(losses.items()) if loss == min(losses.values())] or [own]
+            expected[path] = np.array(float(own if own in least else least[0]))
         return expected
 
     def begun_faults(

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from atlas_fl.audit.report import AuditRow, RoundSummary
+from atlas_fl.audit.report import AuditRow
 from atlas_fl.planning.place_client import ClientPlacement
 from atlas_fl.report.format import EMPTY, cluster_name
 from atlas_fl.report.table import Cell, Number, Table, count, plain
@@ -40,17 +40,19 @@ def placement(newcomer: ClientPlacement) -> Iterator[RenderableType]:
     yield f"{newcomer.name} {verdict}; {halves}"
 
 
-def audit_table(rounds: Sequence[RoundSummary]) -> Table:
+def audit_table(rounds: Mapping[tuple[str, int], Sequence[AuditRow]]) -> Table:
     """A line for each audited round."""
-    rows: list[list[Cell]] = [
-        [
-            row.run,
-            Number(value=row.round, text=str(row.round) if row.round else "all"),  # against the other runs
-            *(count(row.checks), count(row.failed)),
-            Number(value=row.worst_error, text=EMPTY if row.worst_error is None else f"{row.worst_error:.1e}"),
-        ]
-        for row in rounds
-    ]
+    rows: list[list[Cell]] = []
+    for (run, round), checks in rounds.items():
+        worst = max((row.error for row in checks if row.error is not None), default=None)
+        rows.append(
+            [
+                run,
+                Number(value=round, text=str(round) if round else "all"),  # against the other runs
+                *(count(len(checks)), count(sum(not row.ok for row in checks))),
+                Number(value=worst, text=EMPTY if worst is None else f"{worst:.1e}"),
+            ]
+        )
     return Table(title="Audit", columns=("run", "round", "checks", "failed", "worst error"), rows=rows)
 
 

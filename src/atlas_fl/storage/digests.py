@@ -36,8 +36,10 @@ class Digests:
     """Bytes that are meant of files that grow, from the first on."""
 
     def __post_init__(self) -> None:
-        for name in self.sha256:
-            if not name or Path(name).is_absolute() or ".." in Path(name).parts:
+        entries = self.sha256 if isinstance(self.sha256, dict) else {"": ""}
+        for name, digest in entries.items():
+            is_inside = name and not Path(name).is_absolute() and ".." not in Path(name).parts
+            if not is_inside or not isinstance(digest, str):
                 raise CheckpointError(f"damaged digests: {short_repr(name)} is no file inside the folder; run again")
 
     def fault(self, folder: RunFolder, file: Path, *, within: Path | None = None) -> str:
