@@ -135,7 +135,7 @@ def _text_squares(
     """Example by example, because texts differ in length; labels are drawn as in `sparse.fisher.fisher_scores`."""
     leaves = {name: params[name].detach().requires_grad_() for name in options.names}
     sums = {name: torch.zeros_like(leaf, dtype=torch.float64) for name, leaf in leaves.items()}
-    draws = label_uniforms(seed, range(len(batch)))
+    draws = label_uniforms(seed, len(batch))
     for index in range(len(batch)):
         row = collate_packed([batch.take(np.array([index]))], device=site.backbone.device)
         with torch.enable_grad(), forward(row, [{**params, **leaves}], site) as (logits,):
