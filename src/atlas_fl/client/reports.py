@@ -23,7 +23,7 @@ from atlas_fl.methods.method import Method
 from atlas_fl.methods.registry import reporting
 from atlas_fl.methods.update_filters import apply_filter
 from atlas_fl.models.lora import Adapters, attach_adapters
-from atlas_fl.models.registry import last_layer_inputs
+from atlas_fl.models.registry import apply_layers
 from atlas_fl.params import Params, digest
 from atlas_fl.storage.ledger import Direction, Kind
 
@@ -78,7 +78,7 @@ class PackReport:
             adapters = Adapters(clients=[params], segments=row.segments, sequences=row.pooled, scale=site.scale)
             with attach_adapters(site.modules, adapters), site.autocast(scaled=False):
                 features = features_without_cut(row, site.backbone, body_of([params], site))
-                parts.append(last_layer_inputs(site.backbone.family, params, features).double().cpu())
+                parts.append(apply_layers(site.backbone.family.head[:-1], params, features).double().cpu())
         return torch.cat(parts), data.labels[order], held.task.num_labels
 
     def train_half(self, half: int, *, passes: int) -> Mapping[str, Params]:

@@ -1,9 +1,4 @@
-"""The server half of fingerprints and importance over a cut: gradients above it.
-
-No graph is kept between two messages, as in training: with the head at the client the pass is computed again for the
-gradient of the features. Of a weight that clients share, a pass over several clients gives the sum of their gradients,
-so each client is answered alone.
-"""
+"""The server half of fingerprints and importance over a cut: gradients above it."""
 
 import math
 from collections.abc import Sequence
@@ -13,14 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atlas_fl.client.batching import NO_DROPOUT, call_with_params, modules_of
+from atlas_fl.client.batching import modules_of
 from atlas_fl.client.fingerprint import (
     PARTS,
     add_gradient,
-    average_gradients,
     fingerprint_update,
     names_below_cut,
-    parts_of,
+    parts_of_gradients,
 )
 from atlas_fl.client.importance import (
     IMPORTANCE,
@@ -29,102 +23,41 @@ from atlas_fl.client.importance import (
     last_weights,
     layer_sums,
     merged_leaves,
+    pop_gradients,
 )
 from atlas_fl.client.job import Job, Site, Update
-from atlas_fl.client.local_training import example_loss
 from atlas_fl.client.options import FingerprintOptions, ImportanceOptions
-from atlas_fl.client.split_server import (
-    CutMessages,
-    ParsedRequest,
-    Payloads,
-    ServerHalf,
-    ServerInput,
-    ServerOutput,
-)
+from atlas_fl.client.split_server import CutMessages, GradientHalf, Payloads
 from atlas_fl.clustering.sketch import combine_parts
 from atlas_fl.errors import DataError, ProtocolError
-from atlas_fl.models.attention import make_layout
-from atlas_fl.models.backbone import head_logits
 from atlas_fl.params import Params
 from atlas_fl.split.channel import Cut
-from atlas_fl.split.model import server_forward
 
 
-class MeasuringHalf(ServerHalf):
+class MeasuringHalf(GradientHalf):
     """Gradients of one client's job above its cut, batch after batch, and the measure that is made of them."""
 
     def __init__(
         self, side: CutMessages, leaves: Params, measure: "_Sketches | _Shares", *, batches: int, wants: bool
     ) -> None:
         """`leaves` are the weights above the cut that are measured; the client `wants` the gradients of its rows."""
-        self.side, self._leaves, self._measure = side, leaves, measure
-        self._batches, self._wants = batches, wants
-        self._head = head_leaves(replace(side.job, params=side.above), side.site)
-        self._waiting: ServerInput | None = None
+        head = head_leaves(replace(side.job, params=side.above), side.site)
+        super().__init__(side, head, steps=batches, wants=wants, weights=leaves)
+        self._measured, self._measure = {**leaves, **head}, measure
         self._losses: list[float] = []
 
-    def read(self, what: str, done: int, payloads: Payloads) -> ParsedRequest:
-        """The rows of a batch, or those that wait, with the gradient of their features."""
-        self.side.expect_pass(what, done, waiting=self._waiting)
-        if self._waiting is not None:
-            entry, self._waiting = self.side.with_upper(self._waiting, payloads), None
-        else:
-            if done >= self._batches:
-                raise ProtocolError(f"{self.side.job.client} goes on after its {self._batches} batches")
-            entry = self.side.entry(payloads, self._head, NO_DROPOUT, wants=self._wants)
-        return ParsedRequest(half=self, what=what, entry=entry, alone=True)
+    def take_gradients(self, loss: Tensor | None) -> dict[str, bytes]:
+        """Measure the gradients of a batch."""
+        self._losses += [] if loss is None else [float(loss)]
+        self._measure.add(self.side.done, pop_gradients(self._measured))
+        return {}
 
-    def answer(self, question: ParsedRequest, output: ServerOutput | None) -> dict[str, bytes]:  # noqa: ARG002 - it is computed here
-        """Features, or the gradient of the rows where a weight below the cut is measured."""
-        entry = question.entry
-        model = self.side.site.backbone.model
-        if question.what == "features":
-            self._waiting = entry
-            with torch.no_grad():
-                features = call_with_params(model, self._leaves, lambda: _features(entry, self.side.site))
-            return self.side.rows_down(features, "activation")
-        loss, gradient = call_with_params(model, self._leaves, lambda: self._gradient(entry))
-        rows = gradient.pop(_ROWS, None)
-        if loss is not None:
-            self._losses.append(float(loss))
-        self._measure.add(self.side.done, gradient)
-        self.side.done += 1
-        return {} if rows is None else self.side.rows_down(rows, "gradient")
-
-    def _gradient(self, entry: ServerInput) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """(the batch's loss where the head is here, the gradients of the weights, of the head and of the rows)."""
-        site = self.side.site
-        root, loss = _features(entry, site), None
-        if entry.labels is not None:
-            with site.autocast(scaled=False):
-                root = example_loss(head_logits(site.backbone, self._head, root).float(), entry.labels)
-            loss = root.detach()
-        parameters = {**self._leaves, **self._head} | ({_ROWS: entry.rows} if entry.rows.requires_grad else {})
-        gradients = torch.autograd.grad(root, list(parameters.values()), entry.upper)
-        return loss, dict(zip(parameters, gradients, strict=True))
-
-    def end(self, payloads: Payloads) -> Update:
+    def update(self, payloads: Payloads) -> Update:
         """The measure of both sides; the loss is there where the head is."""
-        if self.side.done < self._batches or self._waiting is not None:
-            raise ProtocolError(
-                f"{self.side.job.client} ends after {self.side.done} of {self._batches} batches; install our version"
-            )
         update = self._measure.end(payloads, self._losses)
         if self.side.cut.head == "server":
             return update
         return replace(update, metrics={name: value for name, value in update.metrics.items() if name != "loss"})
-
-
-_ROWS = "rows"
-
-
-def _features(entry: ServerInput, site: Site) -> Tensor:
-    """Features of an entry, (reads, hidden)."""
-    layout = make_layout(list(entry.lengths), device=site.backbone.device)
-    # Copied for its address, as a head is (`client.importance.head_leaves`).
-    rows = entry.rows.clone()
-    with site.autocast(scaled=False):
-        return server_forward(site.backbone, rows, layout, blocks=entry.blocks, output_positions=entry.places)
 
 
 def blocks_below(options: FingerprintOptions, cut: Cut, *, total: int) -> int:
@@ -175,7 +108,7 @@ class _Sketches:
 
     def _whole_sketch(self, half: int, payloads: Payloads) -> np.ndarray:
         options: FingerprintOptions = self._side.job.options
-        parts = parts_of(average_gradients(self._totals[half], kind=options.kind), options)
+        parts = parts_of_gradients(self._totals[half], options)
         if self._below:
             below = self._side.decode(payloads, "fingerprint", index=half).get(PARTS)
             if not _are_numbers(below, (len(self._below), options.sketch_dim)):
