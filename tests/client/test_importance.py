@@ -41,6 +41,7 @@ def stock_importance(tiny, site, job: Job) -> np.ndarray:
     return found / found.sum()
 
 
+@pytest.mark.parametrize("tiny", ["bert", "gpt2", "qwen2"], indirect=True)
 @pytest.mark.parametrize("kind", ["gradient", "rngwp"])
 def test_importance_equals_autograd_on_the_merged_model_and_sums_to_one(tiny, site_of, spec_of, kind: str) -> None:
     spec = spec_of(name="a-0", labels=3, examples=20)

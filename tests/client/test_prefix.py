@@ -86,6 +86,7 @@ def counted_tokens(site: Site) -> Iterator[Counter[int]]:
             handle.remove()
 
 
+@pytest.mark.parametrize("tiny", ["bert", "qwen2"], indirect=True)
 def test_models_and_scores_are_the_same_bits_under_every_budget(tiny, site_of, spec_of) -> None:
     site, jobs = federation(tiny, site_of, spec_of)
     none, some, every = (two_rounds(jobs, with_budget(site, budget)) for budget in BUDGETS)
@@ -96,7 +97,7 @@ def test_models_and_scores_are_the_same_bits_under_every_budget(tiny, site_of, s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, {"bf16": True}])
+@pytest.mark.parametrize(("tiny", "changes"), [("bert", {}), ("gpt2", {"bf16": True})], indirect=["tiny"])
 def test_models_and_scores_are_the_same_bits_from_any_mixture_of_memory_and_disk(
     tiny, site_of, spec_of, tmp_path: Path, changes: dict[str, bool]
 ) -> None:

@@ -131,12 +131,12 @@ def test_the_example_learns_what_ours_learns(tiny_of, site_of, spec_of, capfd) -
     site, params = site_of(tiny, spec), tiny.params(spec)
     capfd.readouterr()  # what loading said
     ours, theirs = (
-        train_and_report([job_of(params, trainer=name, epochs=30)], site)[0] for name in ("atlas", "hf_trainer")
+        train_and_report([job_of(params, trainer=name, epochs=12)], site)[0] for name in ("atlas", "hf_trainer")
     )
     begun = train([job_of(params, max_steps=1, batch_size=24)], site)[0].metrics["loss"]
-    assert theirs.metrics["loss"] < 0.7 * begun
+    assert theirs.metrics["loss"] < 0.85 * begun
     assert theirs.metrics["loss"] == pytest.approx(ours.metrics["loss"], rel=0.15)
-    assert theirs.metrics["steps"] == ours.metrics["steps"] == 150
+    assert theirs.metrics["steps"] == ours.metrics["steps"] == 60
     assert capfd.readouterr() == ("", "")
 
 

@@ -131,12 +131,6 @@ def test_head_dropout_multiplies_the_features_by_hand(load: Load) -> None:
     assert not plain.equal(expected)
 
 
-def test_weights_of_another_architecture_are_named(load: Load) -> None:
-    vision = load()
-    with pytest.raises(ModelError, match=r"has no tensor 'encoder\.layer\.0\.x'; these weights are of another"):
-        image_logits(vision, {**params_of(vision), "encoder.layer.0.x": torch.zeros(1)}, images())
-
-
 def test_frozen_blocks_by_hand(load: Load) -> None:
     vision = load("dinov2")
     everything = trainable_names(as_whole(vision))

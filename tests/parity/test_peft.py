@@ -70,6 +70,7 @@ def test_peft_loads_an_exported_folder_onto_the_stock_classifier_and_agrees(
     assert (theirs - without).abs().max() > 0.05
 
 
+@pytest.mark.parametrize("tiny", ["bert", "gpt2", "qwen2"], indirect=True)
 @pytest.mark.parametrize("scale", sorted(SCALES))
 def test_importing_an_exported_folder_gives_the_same_bits_and_scales(tiny, spec_of, tmp_path: Path, scale: str) -> None:
     params = tiny.params(spec_of(name="a-0", ranks=(1, 4, 2)))
@@ -80,6 +81,7 @@ def test_importing_an_exported_folder_gives_the_same_bits_and_scales(tiny, spec_
     assert [found_scale(rank) for rank in (1, 2, 4)] == pytest.approx([SCALES[scale](rank) for rank in (1, 2, 4)])
 
 
+@pytest.mark.parametrize("tiny", ["bert", "gpt2", "qwen2"], indirect=True)
 @pytest.mark.parametrize("rslora", [False, True])
 def test_a_folder_that_peft_wrote_can_be_imported(tiny, site_of, spec_of, tmp_path: Path, rslora: bool) -> None:
     """With PEFT's own short patterns: a rank and an alpha for every module of one name."""
@@ -109,6 +111,7 @@ def test_a_folder_that_peft_wrote_can_be_imported(tiny, site_of, spec_of, tmp_pa
     assert scale(2) == pytest.approx(5 / (math.sqrt(2) if rslora else 2))
 
 
+@pytest.mark.parametrize("tiny", ["bert", "gpt2", "qwen2"], indirect=True)
 @pytest.mark.parametrize("labels", [3, 0], ids=["classes", "regression"])
 def test_training_equals_a_plain_peft_loop(tiny, site_of, spec_of, tmp_path: Path, labels: int) -> None:
     """Same batches, AdamW, clipping and rates, written out with stock parts only; 8 steps."""

@@ -115,11 +115,8 @@ def overlap(masks: Sequence[Mask]) -> Float64[np.ndarray, "masks masks"]:
     """Jaccard index |a and b| / |a or b| of every pair of masks of one model; two empty masks are equal and have 1."""
     both = np.zeros((len(masks), len(masks)))
     for name in masks[0]:
-        # float64 counts exactly up to 2^53; one row of bits a mask and parameter at a time
-        for i, left in enumerate(masks):
-            for j in range(i, len(masks)):
-                both[i, j] += float(torch.count_nonzero(left[name] & masks[j][name]))
-    both = np.triu(both) + np.triu(both, 1).T
+        bits = torch.stack([mask[name].flatten().cpu() for mask in masks]).double()  # counts exactly up to 2^53
+        both += (bits @ bits.T).numpy()
     sizes = both.diagonal()
     either = sizes[:, None] + sizes[None, :] - both
     return np.where(either > 0, both / np.where(either > 0, either, 1.0), 1.0)
