@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from atlas_fl.errors import BudgetError, ConfigError, DataError, ModelError
-from atlas_fl.sparse.fisher import draw_label, fisher_scores, label_uniforms, logits_of_module
+from atlas_fl.sparse.fisher import draw_label, fisher_scores, label_uniforms
 
 
 def softmax_regression(params, inputs):
@@ -56,18 +56,6 @@ def test_labels_are_drawn_from_the_model() -> None:
     assert np.bincount(labels) / 4000 == pytest.approx(p.numpy(), abs=4 * 0.5 / 4000**0.5)
 
 
-def test_a_uniform_number_settles_the_label_by_hand() -> None:
-    logits = torch.tensor([0.25, 0.5, 0.25]).log()
-    assert [int(draw_label(logits, torch.tensor(u))) for u in (0.0, 0.2, 0.3, 0.7, 0.8, 0.9999999999)] == [
-        0,
-        0,
-        1,
-        1,
-        2,
-        2,
-    ]
-
-
 def test_true_labels_and_sampled_ones_differ_and_the_seed_matters() -> None:
     words = {"names": ["w"], "inputs": drawn(2, 30, 4)}
     first, again, other = (fisher_scores(softmax_regression, REGRESSION, seed=s, **words).sums["w"] for s in (1, 1, 2))
@@ -99,11 +87,3 @@ def test_what_does_not_fit_is_said_in_one_line() -> None:
         fisher_scores(softmax_regression, REGRESSION, labels="true", targets=torch.zeros(2), **words)
     with pytest.raises(ConfigError, match="labels are 'guessed'"):
         fisher_scores(softmax_regression, REGRESSION, labels="guessed", **words)  # type: ignore[arg-type]
-
-
-def test_a_modules_logits_are_read_from_what_it_returns() -> None:
-    module = nn.Linear(2, 3)
-    logits = logits_of_module(module, lambda output: 2 * output)
-    other = {"weight": torch.ones(3, 2), "bias": torch.zeros(3)}
-    assert logits(other, torch.ones(1, 2)).tolist() == [[4.0, 4.0, 4.0]]
-    assert not torch.equal(module.weight.detach(), other["weight"])

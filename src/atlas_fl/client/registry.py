@@ -9,7 +9,7 @@ from atlas_fl.client.importance import importance
 from atlas_fl.client.job import Action, Job, Site, Update
 from atlas_fl.client.reports import train_and_report
 from atlas_fl.client.split_client import ClientSide, evaluate_below, fingerprint_below, importance_below, train_below
-from atlas_fl.client.split_planning import fingerprint_half, importance_half
+from atlas_fl.client.split_planning import FingerprintHalf, ImportanceHalf
 from atlas_fl.client.split_server import EvaluationHalf, ServerHalf, TrainingHalf
 
 ACTIONS: Mapping[str, Action] = {
@@ -31,8 +31,8 @@ CLIENT_SIDE: Mapping[str, Callable[[Job, Site, ClientSide], Update]] = {
 """Client's side of an action of a cut client."""
 
 SERVER_SIDE: Mapping[str, Callable[[Job, Site], ServerHalf]] = {
-    "fingerprint": fingerprint_half,
-    "importance": importance_half,
+    "fingerprint": FingerprintHalf,
+    "importance": ImportanceHalf,
     "train": TrainingHalf,
     "evaluate": EvaluationHalf,
 }

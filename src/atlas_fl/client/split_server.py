@@ -33,6 +33,7 @@ from atlas_fl.client.batching import (
     segments_of,
 )
 from atlas_fl.client.evaluation import on_device, scored_outputs, scores_of
+from atlas_fl.client.importance import pop_gradients
 from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.local_training import (
     LocalTrainer,
@@ -416,6 +417,10 @@ class GradientHalf(ServerHalf):
             )
         self.close_step(payloads)
         return self.update(payloads)
+
+    def measured_gradients(self) -> dict[str, Tensor]:
+        """The gradients of the weights and of the head here, which have none afterwards."""
+        return pop_gradients({**(self._weights or {}), **self._params})
 
     def close_step(self, payloads: Payloads) -> None:
         """End the step before, of which the client tells something beside its next rows."""
