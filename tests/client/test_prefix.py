@@ -146,12 +146,12 @@ def test_states_are_those_of_stock_transformers(tiny, site_of, spec_of) -> None:
     for job in jobs[:1]:
         batch = site.data[job.client].splits["train"].take(order)
         row = make_row([batch], site)
-        assert row.prefix is not None and row.prefix.blocks == 2
+        assert row.prefix is not None and row.prefix_blocks == 2
         model = getattr(tiny.stock(), tiny.stock().base_model_prefix)
         for start, stop in zip(batch.offsets[:-1], batch.offsets[1:], strict=True):
             ids = torch.from_numpy(batch.ids[None, start:stop])
             stock = model(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states[2]
-            torch.testing.assert_close(row.prefix.states[start:stop], stock[0], atol=2e-5, rtol=1e-4)
+            torch.testing.assert_close(row.prefix[start:stop], stock[0], atol=2e-5, rtol=1e-4)
 
 
 def test_logits_and_gradients_are_those_of_the_whole_model_in_one_row(tiny, site_of, spec_of) -> None:
@@ -178,7 +178,7 @@ def test_nothing_below_the_first_adapter_is_random(tiny_of, site_of, spec_of) ->
         assert drops and all(module.p > 0 and not module.training for module in drops)
         row = make_row([site.data[job.client].splits["train"].take(np.arange(5)) for job in jobs], site)
         assert row.prefix is not None
-        states.append(row.prefix.states)
+        states.append(row.prefix)
     assert torch.equal(states[0], states[1]) and torch.equal(states[1], states[2])
 
 

@@ -104,17 +104,13 @@ def half_rows(job: Job, site: Site, *, half: int, count: int, most: int | None =
 IMPORTANCE = "importance"
 
 
-def importance(jobs: Sequence[Job], site: Site) -> list[Update]:
-    """Every client's importance of each block, (blocks,) float64 that sums to one, under `importance`.
+def importance(job: Job, site: Site) -> Update:
+    """The client's importance of each block, (blocks,) float64 that sums to one, under `importance`.
 
     Taken over the weights that adapters would change, at the client's own model with its adapters merged:
     mean squared gradient per weight, or |weight * gradient| smoothed over batches (`rngwp`, HSplitLoRA).
     Of a client that is cut each side measures its own blocks.
     """
-    return [_layer_importance_of(job, site) for job in jobs]
-
-
-def _layer_importance_of(job: Job, site: Site) -> Update:
     options: ImportanceOptions = job.options
     leaves, head = merged_leaves(job, site, site.modules), head_leaves(job, site)
     line = cut_channel_of(job, site)

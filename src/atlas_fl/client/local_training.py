@@ -224,7 +224,7 @@ class LocalTrainer:
         self.losses: list[Tensor] = []
         self.line = cut_channel_of(job, site)
         self._below = [] if job.cut is None else client_side_indices(site.backbone, self.params, options, job.cut)
-        self._mean = GradientMean() if options.has_control(job.round) else None
+        self._mean = GradientMean() if options.control_variates and not options.is_personal(job.round) else None
         self._transform = gradient_chain(
             self.leaves,
             options,

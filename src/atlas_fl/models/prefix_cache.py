@@ -116,25 +116,24 @@ class PrefixCache:
     def _chunk_states(self, split: EncodedExamples, chunks: Chunks, number: int, compute: Compute) -> Tensor:
         if number in chunks.kept:
             return chunks.kept[number]
-        states = self._read_or_compute(split.take(chunks.members[number]), compute)
+        examples = split.take(chunks.members[number])
+        states = compute(examples) if self.files is None else self._read_or_compute(examples, self.files, compute)
         if self.used_bytes + states.nbytes <= self.budget_bytes:
             chunks.kept[number] = states
             self.used_bytes += states.nbytes
         return states
 
-    def _read_or_compute(self, examples: EncodedExamples, compute: Compute) -> Tensor:
+    def _read_or_compute(self, examples: EncodedExamples, files: StateFiles, compute: Compute) -> Tensor:
         """The states of a whole chunk, from the disk where they are kept there."""
-        if self.files is None:
-            return compute(examples)
         # no labels, so that tasks on the same texts share their states
         seen = arrays_digest(examples.ids, examples.types, examples.lengths, examples.pixels)
         key = sha256(f"{self.key} {seen}".encode()).hexdigest()
         # in inference mode, as evaluations have it, what is read could not be kept for training
         with torch.inference_mode(False):
-            states = self.files.read(key)
+            states = files.read(key)
         if states is None:
             states = compute(examples)
-            self.files.write(key, states)
+            files.write(key, states)
         return states
 
 
