@@ -86,7 +86,7 @@ def counted_tokens(site: Site) -> Iterator[Counter[int]]:
             handle.remove()
 
 
-@pytest.mark.parametrize("tiny", ["bert", "qwen2"], indirect=True)
+@pytest.mark.parametrize("tiny", ["bert", pytest.param("qwen2", marks=pytest.mark.slow)], indirect=True)
 def test_models_and_scores_are_the_same_bits_under_every_budget(tiny, site_of, spec_of) -> None:
     site, jobs = federation(tiny, site_of, spec_of)
     none, some, every = (two_rounds(jobs, with_budget(site, budget)) for budget in BUDGETS)

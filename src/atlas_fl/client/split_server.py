@@ -92,17 +92,13 @@ class ServerOutput:
 
 
 def forward_batch(entries: Sequence[ServerInput], site: Site, *, backward: bool) -> list[ServerOutput]:
-    """The output of every entry, in their order; with `backward`, gradients lie in their rows and params.
+    """The output of every entry, the lowest cuts first; with `backward`, gradients lie in their rows and params.
 
     Losses are means over an entry's own examples and are summed, so each gradient is the entry's own.
     """
-    order = sorted(range(len(entries)), key=lambda k: entries[k].blocks)
-    ordered = [entries[k] for k in order]
-    weights = ordered[0].weights
-    compute = partial(_pass, ordered, site, backward=backward)
-    outputs = compute() if weights is None else call_with_params(site.backbone.model, weights, compute)
-    by_place = dict(zip(order, outputs, strict=True))
-    return [by_place[k] for k in range(len(entries))]
+    weights = entries[0].weights
+    compute = partial(_pass, entries, site, backward=backward)
+    return compute() if weights is None else call_with_params(site.backbone.model, weights, compute)
 
 
 def _pass(ordered: Sequence[ServerInput], site: Site, *, backward: bool) -> list[ServerOutput]:
@@ -364,8 +360,9 @@ def answer_all(questions: Sequence[ParsedRequest], site: Site) -> list[dict[str,
         together = [(k, len(questions[k].entry.rows)) for k in asked if questions[k].entry.weights is None]
         alone = [[k] for k in asked if questions[k].entry.weights is not None]
         for group in [*alone, *greedy_packs(together, site.max_tokens)]:
-            outputs = forward_batch([questions[k].entry for k in group], site, backward=backward)
-            for k, output in zip(group, outputs, strict=True):
+            ordered = sorted(group, key=lambda k: questions[k].entry.blocks)
+            outputs = forward_batch([questions[k].entry for k in ordered], site, backward=backward)
+            for k, output in zip(ordered, outputs, strict=True):
                 answers[k] = questions[k].half.answer(questions[k], output)
     return [answers[k] for k in range(len(questions))]
 
