@@ -100,7 +100,7 @@ def sensitivity(job: Job, site: Site) -> Update:
     order = draws.generator("sensitivity", asked=(options.examples,)).permutation(len(data))
     batch = data.take(order[: options.examples])
     params = {key: tensor.to(site.backbone.device) for key, tensor in job.params.items()}
-    seed = draws.derived("sensitivity")
+    seed = draws.derive("sensitivity")
     if batch.pixels is None:
         sums = _text_squares(batch, params, options, site, seed=seed)
     else:
