@@ -74,7 +74,7 @@ def states_of(split: EncodedExamples, site: Site, folder: Path | None) -> tuple[
     began = time.perf_counter()
     row = make_row([split.take(np.arange(len(split)))], own)
     assert row.prefix is not None
-    return time.perf_counter() - began, row.prefix.states
+    return time.perf_counter() - began, row.prefix
 
 
 def compare_with_disk(site: Site, *, passes: int = 3) -> None:

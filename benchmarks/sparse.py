@@ -81,7 +81,7 @@ def measure_fisher(args: argparse.Namespace, pixels: int) -> None:
     params = dict(model.named_parameters())
     logits = logits_of_module(model, lambda output: output.logits)
     inputs = torch.randn(args.examples, 3, pixels, pixels, generator=torch.Generator().manual_seed(1))
-    numbers = torch.from_numpy(label_uniforms(0, range(args.examples)))
+    numbers = torch.from_numpy(label_uniforms(0, args.examples))
     words = {"names": list(params), "seed": 0, "memory_bytes": args.memory << 20}
     few = inputs[: args.loop]
     error = difference(

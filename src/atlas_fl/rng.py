@@ -17,12 +17,12 @@ Seed: TypeAlias = int | bytes
 
 def derive_seed(seed: int, *path: object) -> int:
     """A 63-bit seed that depends on every part of the path and on nothing else."""
-    return int.from_bytes(blake2b(_joined(str(seed), *path), digest_size=8).digest(), "big") >> 1
+    return int.from_bytes(blake2b(_encode_path(str(seed), *path), digest_size=8).digest(), "big") >> 1
 
 
 def derive_secret(secret: bytes, *path: object) -> bytes:
     """A secret of 32 bytes for this path; whoever has it learns nothing of `secret`, or of the secret of another."""
-    return blake2b(_joined(*path), key=secret, person=b"draws", digest_size=32).digest()
+    return blake2b(_encode_path(*path), key=secret, person=b"draws", digest_size=32).digest()
 
 
 def generator(seed: Seed, *path: object) -> np.random.Generator:
@@ -39,7 +39,7 @@ def torch_generator(seed: Seed, *path: object, device: str = "cpu") -> torch.Gen
     return torch.Generator(device=device).manual_seed(derive_seed(seed, *path))
 
 
-def _joined(first: object, *path: object) -> bytes:
+def _encode_path(first: object, *path: object) -> bytes:
     return "\x1f".join([str(first), *(f"{type(part).__name__}:{part}" for part in path)]).encode()
 
 

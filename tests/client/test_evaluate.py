@@ -9,9 +9,12 @@ from sklearn.metrics import accuracy_score, log_loss
 from atlas_fl.client.evaluation import evaluate
 from atlas_fl.client.job import Job
 from atlas_fl.client.options import EvaluateOptions
+from tests.architectures import ARCHITECTURES
 
 
-@pytest.mark.parametrize("max_tokens", [1, 25, 10_000])
+@pytest.mark.parametrize(
+    ("tiny", "max_tokens"), [("bert", 1), ("bert", 10_000), *((name, 25) for name in ARCHITECTURES)], indirect=["tiny"]
+)
 def test_scores_are_those_of_the_stock_model_on_each_example(tiny, site_of, spec_of, max_tokens: int) -> None:
     specs = [spec_of(name="a-0", labels=3, ranks=(1, 4, 2)), spec_of(name="b-0", labels=0, examples=9)]
     site = site_of(tiny, *specs, max_tokens=max_tokens)

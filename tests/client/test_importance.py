@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from atlas_fl.client.importance import IMPORTANCE, half_rows, importance
+from atlas_fl.client.importance import IMPORTANCE, half_rows
 from atlas_fl.client.job import Job
 from atlas_fl.client.options import ImportanceOptions, TrainOptions
+from atlas_fl.client.registry import ACTIONS
 
 TRAIN = TrainOptions(seed=2, batch_size=3)
 
@@ -41,6 +42,7 @@ def stock_importance(tiny, site, job: Job) -> np.ndarray:
     return found / found.sum()
 
 
+@pytest.mark.parametrize("tiny", ["bert", "gpt2", "qwen2"], indirect=True)
 @pytest.mark.parametrize("kind", ["gradient", "rngwp"])
 def test_importance_equals_autograd_on_the_merged_model_and_sums_to_one(tiny, site_of, spec_of, kind: str) -> None:
     spec = spec_of(name="a-0", labels=3, examples=20)
@@ -48,7 +50,7 @@ def test_importance_equals_autograd_on_the_merged_model_and_sums_to_one(tiny, si
     job = Job(
         client="a-0", params=tiny.params(spec), round=0, options=ImportanceOptions(kind=kind, train=TRAIN, batches=3)
     )
-    (update,) = importance([job], site)
+    (update,) = ACTIONS["importance"]([job], site)
     found = update.params[IMPORTANCE]
     assert (found.shape, found.dtype) == ((3,), torch.float64)
     assert float(found.sum()) == pytest.approx(1)
@@ -63,7 +65,7 @@ def test_a_block_without_adapters_has_no_importance_and_the_others_share_it(tiny
     options = ImportanceOptions(kind=kind, train=TRAIN, batches=1)
     zero = {key: value * (0 if key.endswith("lora_B") else 1) for key, value in tiny.params(spec).items()}
     job = Job(client="a-0", params=zero, round=0, options=options)
-    (every,), (upper,) = (importance([job], site_of(tiny, spec, first_adapted=first)) for first in (0, 1))
+    (every,), (upper,) = (ACTIONS["importance"]([job], site_of(tiny, spec, first_adapted=first)) for first in (0, 1))
     of_every = every.params[IMPORTANCE].numpy()
     expected = np.array([0.0, *of_every[1:] / of_every[1:].sum()])
     np.testing.assert_allclose(upper.params[IMPORTANCE].numpy(), expected, rtol=1e-4)
@@ -75,9 +77,11 @@ def test_the_clients_of_a_pack_are_measured_apart(tiny_of, site_of, spec_of) -> 
     site = site_of(tiny, *specs)
     options = ImportanceOptions(kind="gradient", train=TRAIN, batches=2)
     jobs = [Job(client=spec.name, params=tiny.params(spec), round=0, options=options) for spec in specs]
-    together = importance(jobs, site)
+    together = ACTIONS["importance"](jobs, site)
     for job, update in zip(jobs, together, strict=True):
-        assert torch.equal(importance([job], site)[0].params[IMPORTANCE], update.params[IMPORTANCE])
+        assert torch.equal(ACTIONS["importance"]([job], site)[0].params[IMPORTANCE], update.params[IMPORTANCE])
     assert not torch.allclose(together[0].params[IMPORTANCE], together[1].params[IMPORTANCE])
     other = dataclasses.replace(jobs[0], options=dataclasses.replace(options, kind="rngwp"))
-    assert not torch.allclose(importance([other], site)[0].params[IMPORTANCE], together[0].params[IMPORTANCE])
+    assert not torch.allclose(
+        ACTIONS["importance"]([other], site)[0].params[IMPORTANCE], together[0].params[IMPORTANCE]
+    )

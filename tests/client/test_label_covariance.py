@@ -50,6 +50,7 @@ def test_what_all_texts_of_a_client_have_in_common_does_not_matter() -> None:
     torch.testing.assert_close(turned.flip(0), label_covariance(features, labels, num_labels=2))
 
 
+@pytest.mark.parametrize("tiny", ["bert", "gpt2", "qwen2"], indirect=True)
 @pytest.mark.parametrize("samples", [None, 7])
 def test_it_is_that_of_the_stock_models_states(tiny, site_of, spec_of, samples: int | None) -> None:
     spec = spec_of(name="a-0", labels=3, examples=11, pairs=True)
@@ -79,6 +80,7 @@ def test_it_is_that_of_the_stock_models_states(tiny, site_of, spec_of, samples: 
     torch.testing.assert_close(label_sketch(job, narrow), label_sketch(job, site), atol=2e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize("tiny", ["bert"], indirect=True)
 def test_it_comes_with_a_fingerprint_where_it_is_asked_for(tiny, site_of, spec_of) -> None:
     specs = [spec_of(name="a-0", labels=3, examples=8), spec_of(name="b-0", labels=0, examples=8)]
     site = site_of(tiny, *specs)
@@ -93,6 +95,7 @@ def test_it_comes_with_a_fingerprint_where_it_is_asked_for(tiny, site_of, spec_o
         assert float(update.params[LABELS].norm()) == pytest.approx(1, abs=1e-5)
 
 
+@pytest.mark.parametrize("tiny", ["bert"], indirect=True)
 def test_one_class_says_nothing_and_a_cut_client_is_not_asked(tiny, site_of, spec_of) -> None:
     spec = spec_of(name="a-0", labels=2, examples=6)
     site = site_of(tiny, spec)

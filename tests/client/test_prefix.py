@@ -86,6 +86,7 @@ def counted_tokens(site: Site) -> Iterator[Counter[int]]:
             handle.remove()
 
 
+@pytest.mark.parametrize("tiny", ["bert", pytest.param("qwen2", marks=pytest.mark.slow)], indirect=True)
 def test_models_and_scores_are_the_same_bits_under_every_budget(tiny, site_of, spec_of) -> None:
     site, jobs = federation(tiny, site_of, spec_of)
     none, some, every = (two_rounds(jobs, with_budget(site, budget)) for budget in BUDGETS)
@@ -96,7 +97,7 @@ def test_models_and_scores_are_the_same_bits_under_every_budget(tiny, site_of, s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, {"bf16": True}])
+@pytest.mark.parametrize(("tiny", "changes"), [("bert", {}), ("gpt2", {"bf16": True})], indirect=["tiny"])
 def test_models_and_scores_are_the_same_bits_from_any_mixture_of_memory_and_disk(
     tiny, site_of, spec_of, tmp_path: Path, changes: dict[str, bool]
 ) -> None:
@@ -145,12 +146,12 @@ def test_states_are_those_of_stock_transformers(tiny, site_of, spec_of) -> None:
     for job in jobs[:1]:
         batch = site.data[job.client].splits["train"].take(order)
         row = make_row([batch], site)
-        assert row.prefix is not None and row.prefix.blocks == 2
+        assert row.prefix is not None and row.prefix_blocks == 2
         model = getattr(tiny.stock(), tiny.stock().base_model_prefix)
         for start, stop in zip(batch.offsets[:-1], batch.offsets[1:], strict=True):
             ids = torch.from_numpy(batch.ids[None, start:stop])
             stock = model(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states[2]
-            torch.testing.assert_close(row.prefix.states[start:stop], stock[0], atol=2e-5, rtol=1e-4)
+            torch.testing.assert_close(row.prefix[start:stop], stock[0], atol=2e-5, rtol=1e-4)
 
 
 def test_logits_and_gradients_are_those_of_the_whole_model_in_one_row(tiny, site_of, spec_of) -> None:
@@ -177,14 +178,13 @@ def test_nothing_below_the_first_adapter_is_random(tiny_of, site_of, spec_of) ->
         assert drops and all(module.p > 0 and not module.training for module in drops)
         row = make_row([site.data[job.client].splits["train"].take(np.arange(5)) for job in jobs], site)
         assert row.prefix is not None
-        states.append(row.prefix.states)
+        states.append(row.prefix)
     assert torch.equal(states[0], states[1]) and torch.equal(states[1], states[2])
 
 
-@pytest.mark.parametrize("changes", [{"bf16": True}, {"targets": ("all-linear",)}])
-def test_the_same_bits_in_bfloat16_and_with_all_layers_adapted(tiny_of, site_of, spec_of, changes) -> None:
+def test_the_same_bits_with_all_layers_adapted(tiny_of, site_of, spec_of) -> None:
     tiny = tiny_of("gpt2")
-    site, jobs = federation(tiny, site_of, spec_of, **changes)
+    site, jobs = federation(tiny, site_of, spec_of, targets=("all-linear",))
     leaves = {name.rsplit(".", 1)[-1] for name in site.modules}
     specs = [spec_of(name=job.client, labels=2, ranks=(1, 1, 2)) for job in jobs[:1]]
     jobs = [dataclasses.replace(jobs[0], params=upper(tiny.params(specs[0], leaves), site))]

@@ -41,13 +41,6 @@ def test_a_mask_depends_on_seed_path_and_module_and_not_on_the_pack() -> None:
     assert not any(torch.equal(other, expected) for other in others)
 
 
-def test_without_dropout_there_is_no_mask() -> None:
-    assert dropout_masks([source("a-0", p=0.0), source("b-0", p=0.0)], device=CPU) is None
-    mixed = dropout_masks([source("a-0", p=0.0), source("b-0")], device=CPU)
-    assert mixed(0, "m", (2, 2)) is None
-    assert mixed(1, "m", (2, 2)) is not None
-
-
 def test_a_row_by_hand(tiny_of, site_of, spec_of) -> None:
     specs = [spec_of(name="a-0", words=(1, 1), examples=2), spec_of(name="b-0", words=(2, 2), examples=1)]
     site = site_of(tiny_of("bert"), *specs)

@@ -19,15 +19,6 @@ def test_a_rate_rises_to_its_peak_and_never_again(schedule: str) -> None:
     assert all(0 < factor <= 1 for factor in factors)
 
 
-def test_steps_by_hand() -> None:
-    found = [round(rate("step", step=step, steps=8), 3) for step in range(8)]
-    assert found == [1.0, 1.0, 1.0, 1.0, 0.1, 0.1, 0.01, 0.01]
-
-
-def test_half_of_a_cosine_by_hand() -> None:
-    assert rate("cosine", step=2, steps=4) == pytest.approx(0.5)
-
-
 def test_the_rate_goes_on_where_the_round_before_ended() -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
     options = TrainOptions(seed=0, lr=1.0, schedule="linear", warmup=0.0, rounds=3)

@@ -36,26 +36,3 @@ def test_what_is_reported_is_what_each_half_alone_would_have_trained(tiny_of, si
         not torch.equal(update.reported["halves"][f"first/{key}"], update.reported["halves"][f"second/{key}"])
         for key in params
     )
-
-
-def test_the_update_is_the_same_as_without_a_report(tiny_of, site_of, spec_of) -> None:
-    tiny, spec, other = tiny_of("bert"), spec_of(name="a-0", examples=10), spec_of(name="b-0", examples=7)
-    site = site_of(tiny, spec, other)
-
-    def updates(*reports: str):
-        return train(
-            [
-                Job(
-                    client=one.name,
-                    params=tiny.params(one),
-                    round=1,
-                    options=dataclasses.replace(OPTIONS, report=report),
-                )
-                for one, report in zip((spec, other), reports, strict=True)
-            ],
-            site,
-        )
-
-    for plain, reporting in zip(updates("none", "none"), updates("none", "halves"), strict=True):
-        assert all(torch.equal(plain.params[key], tensor) for key, tensor in reporting.params.items())
-        assert bool(reporting.reported) == (reporting.client == "b-0")

@@ -36,6 +36,7 @@ def flat(lists: list[list[int]]) -> list[int]:
         ("linear", 0.0, [1, 0.8, 0.6, 0.4, 0.2]),
         ("linear", 0.4, [0.5, 1, 1, 2 / 3, 1 / 3]),
         ("constant", 0.6, [1 / 3, 2 / 3, 1, 1, 1]),
+        ("step", 0.0, [1, 1, 1, 0.1, 0.01]),
         ("cosine", 0.2, [1, 1, (1 + math.cos(math.pi / 4)) / 2, 0.5, (1 + math.cos(3 * math.pi / 4)) / 2]),
     ],
 )

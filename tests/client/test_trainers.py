@@ -67,15 +67,11 @@ def check_equals_the_packed_forward(site: Site, job: Job) -> None:
     assert model.losses == [output.loss.detach()]
 
 
+@pytest.mark.parametrize("tiny", ["bert", "gpt2", "qwen2"], indirect=True)
 @pytest.mark.parametrize("labels", [3, 0], ids=["classes", "numbers"])
 def test_the_models_logits_and_gradients_are_those_of_the_packed_forward(tiny, site_of, spec_of, labels: int) -> None:
-    spec = spec_of(name="a-0", labels=labels, pairs=True)
-    check_equals_the_packed_forward(site_of(tiny, spec), job_of(tiny.params(spec)))
-
-
-def test_label_smoothing_and_prior_correction_act_in_the_model(tiny_of, site_of, spec_of) -> None:
-    tiny, spec = tiny_of("bert"), spec_of(name="a-0", labels=3)
-    job = job_of(tiny.params(spec), label_smoothing=0.2, prior_correction=True)
+    spec, more = spec_of(name="a-0", labels=labels, pairs=True), {"label_smoothing": 0.2, "prior_correction": True}
+    job = job_of(tiny.params(spec), **(more if labels and tiny.name == "bert" else {}))
     check_equals_the_packed_forward(site_of(tiny, spec), job)
 
 
@@ -131,12 +127,12 @@ def test_the_example_learns_what_ours_learns(tiny_of, site_of, spec_of, capfd) -
     site, params = site_of(tiny, spec), tiny.params(spec)
     capfd.readouterr()  # what loading said
     ours, theirs = (
-        train_and_report([job_of(params, trainer=name, epochs=30)], site)[0] for name in ("atlas", "hf_trainer")
+        train_and_report([job_of(params, trainer=name, epochs=12)], site)[0] for name in ("atlas", "hf_trainer")
     )
     begun = train([job_of(params, max_steps=1, batch_size=24)], site)[0].metrics["loss"]
-    assert theirs.metrics["loss"] < 0.7 * begun
+    assert theirs.metrics["loss"] < 0.85 * begun
     assert theirs.metrics["loss"] == pytest.approx(ours.metrics["loss"], rel=0.15)
-    assert theirs.metrics["steps"] == ours.metrics["steps"] == 150
+    assert theirs.metrics["steps"] == ours.metrics["steps"] == 60
     assert capfd.readouterr() == ("", "")
 
 

@@ -14,10 +14,6 @@ def drawn(count: int = 2000, *, padding: int = 1, flip: bool = True, seed: int =
     return list(augment(ONE.expand(count, -1, -1, -1), padding=padding, flip=flip, generator=source)[..., 0])
 
 
-def test_nothing_is_changed_where_nothing_is_asked_for() -> None:
-    assert all(image.equal(ONE[0, :, :, 0]) for image in drawn(20, padding=0, flip=False))
-
-
 def test_every_crop_by_hand_comes_up_about_equally_often() -> None:
     by_hand = {
         (0, 0): [[0, 0, 0], [0, 1, 2], [0, 4, 5]],

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from atlas_fl.models.lora import Adapters, Segment, attach_adapters, merged_weight, packed_linear
@@ -29,56 +29,11 @@ def test_two_clients_by_hand() -> None:
     assert out.tolist() == [[1 + 10 + 6, 2 + 20], [3 + 10, 4 + 20 + 12]]
 
 
-def tensors(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor | None]]:
-    source = torch.Generator().manual_seed(seed)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=source, dtype=torch.float64)
-
-    factors = [draw(1, 3), draw(4, 1), draw(2, 3), draw(4, 2)]
-    mask = torch.tensor([[2.0, 0, 2], [0, 0, 2], [2, 2, 2]], dtype=torch.float64)
-    return draw(5, 3), draw(3, 4), draw(4), factors, [None, mask]
-
-
-@pytest.mark.parametrize("dropped", [False, True])
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_the_gradients_pass_gradcheck_in_float64(with_bias: bool, dropped: bool) -> None:
-    x, weight, bias, factors, masks = tensors()
-
-    def layer(x: Tensor, *factors: Tensor) -> Tensor:
-        return packed_linear(
-            x,
-            weight=weight,
-            bias=bias if with_bias else None,
-            segments=TWO,
-            scales=(2.0, 0.5),
-            factors=factors,
-            dropout_masks=masks if dropped else None,
-        )
-
-    leaves = [tensor.requires_grad_() for tensor in (x, *factors)]
-    assert torch.autograd.gradcheck(layer, leaves)
-
-
-def test_values_and_gradients_equal_autograd_through_the_written_out_formula() -> None:
-    x, weight, bias, factors, masks = tensors(1)
-    leaves = [tensor.requires_grad_() for tensor in (x, *factors)]
-    ours = packed_linear(
-        x, weight=weight, bias=bias, segments=TWO, scales=(2.0, 0.5), factors=factors, dropout_masks=masks
-    )
-    first = x[:2] @ weight + bias + 2.0 * x[:2] @ factors[0].T @ factors[1].T
-    second = x[2:] @ weight + bias + 0.5 * (x[2:] * masks[1]) @ factors[2].T @ factors[3].T
-    theirs = torch.cat([first, second])
-    torch.testing.assert_close(ours, theirs)
-    upper = torch.arange(20, dtype=torch.float64).reshape(5, 4)
-    for mine, own in zip(torch.autograd.grad(ours, leaves, upper), torch.autograd.grad(theirs, leaves, upper)):
-        torch.testing.assert_close(mine, own)
-
-
 def test_frozen_factors_get_no_gradient() -> None:
-    x, weight, bias, factors, _ = tensors()
-    factors[1].requires_grad_()
-    out = packed_linear(x, weight=weight, bias=bias, segments=TWO, scales=(2.0, 0.5), factors=factors)
+    factors = [torch.ones(1, 3), torch.ones(4, 1, requires_grad=True), torch.ones(2, 3), torch.ones(4, 2)]
+    out = packed_linear(
+        torch.ones(5, 3), weight=torch.ones(3, 4), bias=None, segments=TWO, scales=(2.0, 0.5), factors=factors
+    )
     out.sum().backward()
     assert factors[1].grad is not None
     assert [factor.grad for factor in (factors[0], factors[2], factors[3])] == [None, None, None]

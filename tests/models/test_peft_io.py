@@ -28,11 +28,6 @@ def test_names_by_hand(tiny_of) -> None:
     )
 
 
-def test_an_empty_folder_is_refused(tiny_of, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=rf"no PEFT adapter in .*; give a folder that holds {SETTINGS} and {WEIGHTS}"):
-        import_adapter(tmp_path, family=tiny_of("bert").backbone.family)
-
-
 def test_a_damaged_folder_is_refused(tiny_of, folder: Path) -> None:
     weights = folder / WEIGHTS
     weights.write_bytes(weights.read_bytes()[:50])

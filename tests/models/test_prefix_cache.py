@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from atlas_fl.models.prefix_cache import PrefixCache, machine_key, make_chunks, shared_prefix_cache
+from atlas_fl.models.prefix_cache import PrefixCache, machine_key, make_chunks
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.storage.state_files import StateFiles
 
@@ -87,45 +87,6 @@ def test_two_splits_with_the_same_places_are_not_mistaken_for_each_other() -> No
     first, second = split_of(np.array([2, 1])), split_of(np.array([1, 3]))
     assert cache.states(first.take(np.array([1])), compute)[:, 0].tolist() == [100]
     assert cache.states(second.take(np.array([1])), compute)[:, 0].tolist() == [100, 101, 102]
-
-
-def test_the_next_run_finds_what_the_last_one_kept_and_another_split_takes_its_room() -> None:
-    cache, compute = PrefixCache(budget_bytes=280, chunk_tokens=10), Counted()
-    first, equal, other = split_of(LENGTHS[:4]), split_of(LENGTHS[:4]), split_of(LENGTHS[:3])
-    # 14 and 17 tokens of 8 bytes: 112 and 136 of 280
-    for split in (first, equal):
-        cache.begin_run()
-        cache.states(split.take(np.arange(4)), compute)
-    computed = len(compute.asked)
-    assert computed == len(make_chunks(first.lengths, tokens=10).members), "equal rows are one split"
-    cache.begin_run()
-    cache.states(other.take(np.arange(3)), compute)
-    assert cache.used_bytes <= 280
-    larger = split_of(np.array([20, 1]))
-    cache.begin_run()
-    cache.states(larger.take(np.arange(2)), compute)
-    assert cache.used_bytes <= 280
-    before = len(compute.asked)
-    cache.states(larger.take(np.arange(2)), compute)
-    assert len(compute.asked) == before, "what this run asked for is kept"
-    cache.states(first.take(np.arange(4)), compute)
-    assert len(compute.asked) == before + computed, "the least recently used made room"
-
-
-def test_a_run_with_a_lower_budget_drops_what_is_above_it() -> None:
-    split, compute = split_of(LENGTHS), Counted()
-    for budget_bytes, kept in ((10**6, True), (0, False)):
-        cache = shared_prefix_cache("budget", budget_bytes=budget_bytes, chunk_tokens=10)
-        cache.states(split.take(np.arange(6)), compute)
-        assert (cache.used_bytes > 0) == kept
-    assert len(compute.asked) == 6, "three chunks, twice"
-
-
-def test_runs_with_the_same_frozen_model_share_a_cache_and_others_do_not() -> None:
-    first = shared_prefix_cache("a", budget_bytes=10, chunk_tokens=10)
-    assert shared_prefix_cache("a", budget_bytes=20, chunk_tokens=10) is first and first.budget_bytes == 20
-    assert shared_prefix_cache("a", budget_bytes=20, chunk_tokens=20) is not first
-    assert shared_prefix_cache("b", budget_bytes=20, chunk_tokens=20) is not first
 
 
 def on_disk(folder: Path, *, key: str = "model", budget_bytes: int = 0) -> PrefixCache:

@@ -31,11 +31,6 @@ def test_the_last_layer_of_every_head_is_known_by_its_name(family: Family) -> No
     assert all(shape[0] == 4 for name, shape in names.items() if not is_last_layer(name))
 
 
-def test_a_directory_and_a_hub_name_are_told_apart(tmp_path: Path) -> None:
-    assert locate_model(str(tmp_path)) == str(tmp_path)
-    assert locate_model("owner/model") == "owner/model"
-
-
 def test_an_unknown_name_is_told_the_nearest() -> None:
     with pytest.raises(ConfigError, match="unknown model 'distilbrt'; did you mean 'distilbert'"):
         locate_model("distilbrt")

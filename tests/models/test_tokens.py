@@ -24,11 +24,6 @@ def test_taking_examples_by_hand() -> None:
     assert (len(THREE), THREE.lengths.tolist()) == (3, [3, 1, 2])
 
 
-def test_taking_nothing_gives_nothing() -> None:
-    none = THREE.take(np.array([], dtype=np.int64))
-    assert (len(none), none.ids.tolist(), none.offsets.tolist()) == (0, [], [0])
-
-
 def test_encoding_gives_the_tokenizers_own_tokens_cut_to_length(tiny) -> None:
     tokenizer = tiny.backbone.tokenizer
     text, pair = ["w1 w2 w3", "w4"], ["w5", "w6 w7 w8 w9 w10 w11 w12"]
@@ -40,13 +35,6 @@ def test_encoding_gives_the_tokenizers_own_tokens_cut_to_length(tiny) -> None:
         assert part.types.tolist() == alone.get("token_type_ids", [0] * len(alone["input_ids"]))
     assert encoded.lengths.max() == 8
     assert encoded.types.any() == (tiny.name == "bert")
-
-
-def test_single_texts_need_no_pair(tiny_of) -> None:
-    tiny = tiny_of("bert")
-    encoded = encode_examples(["w1", "w2 w3"], None, np.array([0, 1]), tokenizer=tiny.backbone.tokenizer, max_length=8)
-    assert encoded.lengths.tolist() == [3, 4]
-    assert not encoded.types.any()
 
 
 def test_tokens_to_be_predicted_go_with_their_examples() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.nn.functional import cross_entropy, interpolate, linear
+from torch.nn.functional import cross_entropy, linear
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from atlas_fl.client.batching import read_logits
@@ -75,14 +75,6 @@ def test_logits_are_those_of_the_stock_classifier(
     assert not recwarn.list
 
 
-def test_dinov2_reads_the_class_token_beside_the_mean_of_the_patches(load: Load) -> None:
-    vision = load("dinov2")
-    with torch.no_grad():
-        tokens = vision.backbone(images()).last_hidden_state
-        found = image_features(vision, {}, images())
-    assert found == pytest.approx(torch.cat([tokens[:, 0], tokens[:, 1:].mean(1)], dim=1), abs=1e-6)
-
-
 @pytest.mark.parametrize("model_type", ["vit", "dinov2", "convnext"])
 def test_every_given_tensor_takes_the_place_of_its_own_and_the_module_keeps_its_own(
     model_type: str, load: Load
@@ -131,12 +123,6 @@ def test_head_dropout_multiplies_the_features_by_hand(load: Load) -> None:
     assert not plain.equal(expected)
 
 
-def test_weights_of_another_architecture_are_named(load: Load) -> None:
-    vision = load()
-    with pytest.raises(ModelError, match=r"has no tensor 'encoder\.layer\.0\.x'; these weights are of another"):
-        image_logits(vision, {**params_of(vision), "encoder.layer.0.x": torch.zeros(1)}, images())
-
-
 def test_frozen_blocks_by_hand(load: Load) -> None:
     vision = load("dinov2")
     everything = trainable_names(as_whole(vision))
@@ -183,15 +169,6 @@ def test_other_sizes_are_what_the_stock_model_makes_of_them(
     assert vision.backbone.embeddings.position_embeddings.shape != inner.embeddings.position_embeddings.shape
 
 
-def test_positions_are_bicubic_and_those_of_other_tokens_stay(load: Load) -> None:
-    before, after = (load("deit", image_size=size).backbone.embeddings.position_embeddings for size in (16, 28))
-    assert (before.shape, after.shape) == ((1, 2 + 16, 32), (1, 2 + 49, 32))
-    assert after[:, :2].equal(before[:, :2])
-    grid = before[:, 2:].reshape(4, 4, 32).permute(2, 0, 1)[None]
-    expected = interpolate(grid, size=(7, 7), mode="bicubic", align_corners=False)
-    assert after[0, 2:].T.reshape(32, 7, 7) == pytest.approx(expected[0], abs=1e-6)
-
-
 def test_the_size_is_the_processors_unless_one_is_asked_for(load: Load) -> None:
     assert load().image_size == 16
     with pytest.raises(ModelError, match=r"cannot see images of 16 pixels \(.*\); give another size"):
@@ -200,12 +177,6 @@ def test_the_size_is_the_processors_unless_one_is_asked_for(load: Load) -> None:
         load(image_size=18)
     with pytest.raises(ConfigError, match=r"image size 2 is no multiple of .*; give 4 or 8"):
         load(image_size=2)
-
-
-def test_the_global_generator_is_not_moved(folder: Callable[..., Path]) -> None:
-    before = torch.random.get_rng_state()
-    load_vision(str(folder()))
-    assert torch.random.get_rng_state().equal(before)
 
 
 def written_processor(folder: Path, path: Path, **changes: object) -> Path:

@@ -35,11 +35,6 @@ def test_the_tokens_the_shape_and_the_head_are_those_of_the_architecture(model_t
     }
 
 
-def test_a_larger_image_has_more_tokens(tmp_path: Path) -> None:
-    backbone = load_image_backbone(str(save_tiny(tmp_path, "vit")), image_size=24)
-    assert backbone.vision is not None and tokens_per_image(backbone.vision) == 6 * 6 + 1
-
-
 def test_given_weights_are_not_copied_and_blocks_may_be_computed_again(tmp_path: Path) -> None:
     path = str(save_tiny(tmp_path, "dinov2"))
     given = {key: tensor.clone() + 1 for key, tensor in backbone_weights(load_image_backbone(path).vision).items()}

@@ -14,10 +14,6 @@ def test_two_masks_by_hand() -> None:
     assert density(ONE) == {"a": 0.5, "b": 0.5}
 
 
-def test_empty_masks_are_equal_and_unlike_all_others() -> None:
-    assert overlap([NONE, NONE, ONE]).tolist() == [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
-
-
 def test_a_mask_of_another_model_is_refused() -> None:
     weights = {"a": torch.zeros(4), "b": torch.zeros(1, 2)}
     check_mask(ONE, weights)

@@ -1,4 +1,3 @@
-import numpy as np
 import pytest
 import torch
 
@@ -20,17 +19,6 @@ def test_ties_are_broken_by_name_and_position_by_hand() -> None:
     assert taken(choose(values, 4)) == {"b": [0, 1, 0], "a": [[1, 1], [0, 1]]}
     assert list(choose(values, 4)) == ["b", "a"], "the mask is in the order of the parameters"
     assert taken(choose(values, 5)) == {"b": [1, 1, 0], "a": [[1, 1], [0, 1]]}
-
-
-@pytest.mark.parametrize("count", [0, 1, 17, 59, 60])
-def test_the_extremes_and_equality_with_a_stable_sort(count: int) -> None:
-    draw = np.random.default_rng(count)
-    values = {name: torch.from_numpy(draw.integers(0, 9, (4, 5)).astype(np.float32)) for name in ("a", "b", "c")}
-    order = np.argsort(np.concatenate([values[name].flatten() for name in values]), kind="stable")[:count]
-    expected = np.zeros(60, bool)
-    expected[order] = True
-    found = choose(values, count)
-    assert np.array_equal(np.concatenate([found[name].flatten() for name in values]), expected)
 
 
 def test_only_what_is_within_is_kept_by_hand() -> None:

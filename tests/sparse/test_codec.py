@@ -48,20 +48,17 @@ def test_at_nine_tenths_a_message_takes_a_tenth_of_the_dense_bytes_and_little_mo
     assert values + len(encode_mask(mask)) <= (0.105 + 1 / 32) * dense
 
 
-def test_dtypes_keep_their_bits_and_their_names() -> None:
-    params = {"a": torch.tensor([1.5, -0.0]).bfloat16(), "b": torch.tensor([torch.nan, 1e-40]), "c": torch.zeros(0)}
+def test_values_keep_their_bits() -> None:
+    params = {"b": torch.tensor([torch.nan, 1e-40, -0.0]), "c": torch.zeros(0)}
     mask = {name: torch.ones_like(value, dtype=torch.bool) for name, value in params.items()}
     found = decode_values(encode_values(params, mask), mask, params)
-    assert found["a"].dtype is torch.bfloat16
-    assert torch.equal(found["a"].view(torch.int16), params["a"].view(torch.int16))
     assert torch.equal(found["b"].view(torch.int32), params["b"].view(torch.int32))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("kept", [0, 1, 999])
-def test_sizes_without_data(dtype: torch.dtype, kept: int) -> None:
-    params = {"w": torch.zeros(1000, dtype=dtype)}
-    assert values_size(kept, dtype=dtype) == len(encode_values(params, {"w": torch.arange(1000) < kept}))
+def test_sizes_without_data(kept: int) -> None:
+    params = {"w": torch.zeros(1000)}
+    assert values_size(kept) == len(encode_values(params, {"w": torch.arange(1000) < kept}))
 
 
 def test_what_is_damaged_or_of_another_model_is_refused() -> None:
@@ -73,12 +70,12 @@ def test_what_is_damaged_or_of_another_model_is_refused() -> None:
     with pytest.raises(ProtocolError, match="damaged"):
         decode_values(values[:20], MASK, PARAMS)
     more = {"w": ~MASK["w"], "b": MASK["b"]}
-    with pytest.raises(ProtocolError, match="has 3 values and its mask keeps 5"):
+    with pytest.raises(ProtocolError, match=r"has 3 values of torch\.float32 and its mask keeps 5"):
         decode_values(values, more, PARAMS)
     fewer = {"w": MASK["w"], "b": torch.zeros(2, dtype=torch.bool)}
-    with pytest.raises(ProtocolError, match="has 3 values and its mask keeps 2"):
+    with pytest.raises(ProtocolError, match="and its mask keeps 2"):
         decode_values(values, fewer, PARAMS)
-    with pytest.raises(ProtocolError, match="has 3 values and its mask keeps 3"):
+    with pytest.raises(ProtocolError, match=r"its mask keeps 3 of torch\.float64"):
         decode_values(values, MASK, {name: value.double() for name, value in PARAMS.items()})
     with pytest.raises(ProtocolError, match="no bitmap of the right length"):
         decode_mask(encode_tensors({"layout": decode_tensors(message)["layout"]}), PARAMS)

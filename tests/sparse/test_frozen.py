@@ -13,21 +13,12 @@ def test_a_frozen_weight_is_what_it_was_and_a_kept_one_is_mixed() -> None:
     assert mean["a"][1] != tenth[1], "and the mean is left alone"
 
 
-def test_clients_that_share_a_model_go_on_sharing_it_and_one_that_was_not_mixed_is_the_same() -> None:
-    held, mixed = {"a": torch.zeros(3)}, {"a": torch.ones(3)}
-    own = {"a": torch.full((3,), 2.0)}
-    found = restore_frozen(
-        {"x": mixed, "y": mixed, "z": own, "w": dict(mixed)}, {"x": held, "y": held, "z": own, "w": held}, MASK
-    )
-    assert found["x"] is found["y"] is found["w"]
-    assert found["z"] is own
-    assert found["x"]["a"].tolist() == [1.0, 0.0, 0.0]
-
-
-def test_models_that_differ_go_on_sharing_the_tensors_that_they_share() -> None:
+def test_models_go_on_sharing_the_tensors_that_they_share_and_one_that_was_not_mixed_keeps_its_own() -> None:
     mask = MASK | {"head": torch.ones(1, dtype=torch.bool)}
-    held, body = {"a": torch.zeros(3), "head": torch.zeros(1)}, torch.ones(3)
+    held, body, own = {"a": torch.zeros(3), "head": torch.zeros(1)}, torch.ones(3), {"a": torch.full((3,), 2.0)}
     mixed = {name: {"a": body, "head": torch.ones(1)} for name in ("x", "y")}
-    found = restore_frozen(mixed, dict.fromkeys(mixed, held), mask)
+    found = restore_frozen({**mixed, "z": own}, {"x": held, "y": held, "z": own}, mask)
     assert found["x"]["a"] is found["y"]["a"]
+    assert found["x"]["a"].tolist() == [1.0, 0.0, 0.0]
     assert found["x"]["head"] is not found["y"]["head"]
+    assert found["z"]["a"] is own["a"]

@@ -93,19 +93,6 @@ def test_a_frozen_weight_survives_any_gradient_and_keeps_its_sign_of_zero(share:
     assert own["w"].isfinite().all()
 
 
-def test_two_steps_by_hand() -> None:
-    """theta = (1, 1), g = (1, 1) twice, the second frozen: d = 1 + .1 theta, b = .5 b + d, theta -= .1 b."""
-    leaf = torch.ones(2, requires_grad=True)
-    optimizer = SparseSGDM(
-        {"w": leaf}, masks={"w": torch.tensor([True, False])}, lr=0.1, momentum=0.5, weight_decay=0.1
-    )
-    for _ in range(2):
-        leaf.grad = torch.ones(2)
-        optimizer.step()
-    first = 1 - 0.1 * 1.1
-    assert leaf.tolist() == pytest.approx([first - 0.1 * (0.5 * 1.1 + 1 + 0.1 * first), 1.0])
-
-
 def test_gradients_are_read_and_not_written() -> None:
     for share in (0.1, 0.6, 1.1):
         leaves = leaves_of()
@@ -166,13 +153,6 @@ def test_momentum_of_another_mask_is_refused() -> None:
     second.load_state_dict(first.state_dict())
     with pytest.raises(CheckpointError, match="load it with the mask that it was saved with"):
         descend(second, leaves, 1)
-
-
-def test_the_buffer_of_few_kept_weights_has_only_them() -> None:
-    leaves, mask = leaves_of(), masked(2, 0.15)
-    optimizer = SparseSGDM(leaves, masks=mask, lr=0.1, momentum=0.9)
-    descend(optimizer, leaves, 1)
-    assert optimizer.state[leaves["w"]]["momentum_buffer"].shape == (int(mask["w"].sum()),)
 
 
 @pytest.mark.parametrize("share", [0.15, 0.6, 1.0])

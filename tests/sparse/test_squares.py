@@ -89,10 +89,9 @@ def assert_near(found, expected):
 
 
 @pytest.mark.parametrize("kind", [Block, Tied, Grouped])
-@pytest.mark.parametrize("method", ["layers", "examples"])
-def test_every_model_equals_the_loop(kind, method) -> None:
+def test_every_model_equals_the_loop(kind) -> None:
     module, inputs, targets = made(kind)
-    assert_near(of(module, inputs, targets, method=method), by_loop(module, inputs, targets))
+    assert_near(of(module, inputs, targets), by_loop(module, inputs, targets))
 
 
 @pytest.mark.parametrize("tile", [1, 20, 24, 10_000])
@@ -151,15 +150,12 @@ def layout_of(module, inputs, targets):
     return capture(log_prob, params, list(params), inputs=inputs, draws=targets)
 
 
-@pytest.mark.parametrize("method", ["layers", "examples"])
-def test_the_size_of_the_chunks_changes_rounding_alone(method) -> None:
+def test_the_size_of_the_chunks_changes_rounding_alone() -> None:
     module, inputs, targets = made(Block)
-    layout = layout_of(module, inputs, targets)
-    matrices = sum(module.get_parameter(name).numel() * 4 for name in layout.matrices)
-    one = layout.bytes_per_example + (2 * matrices if method == "examples" else 0)
-    whole = of(module, inputs, targets, method=method)
-    for examples in (1, 2, 4, 8):
-        assert_near(of(module, inputs, targets, method=method, memory_bytes=examples * one), whole)
+    one = layout_of(module, inputs, targets).bytes_per_example
+    whole = of(module, inputs, targets)
+    for examples in (1, 4):
+        assert_near(of(module, inputs, targets, memory_bytes=examples * one), whole)
 
 
 def test_chosen_parameters_alone_are_scored_and_as_they_are_among_all() -> None:
@@ -185,7 +181,7 @@ def test_a_model_that_goes_other_ways_for_other_examples_is_refused() -> None:
         return functional.linear(inputs if len(count) < 2 else functional.linear(inputs, params["w"]), params["w"])
 
     words = {"labels": "true", "targets": torch.tensor([0, 1])}
-    with pytest.raises(ModelError, match="use method='examples'"):
+    with pytest.raises(ModelError, match="does not compute every example the same way"):
         fisher_scores(logits, {"w": torch.eye(2)}, names=["w"], inputs=torch.ones(2, 2), **words)
 
 

@@ -114,15 +114,8 @@ class PackedBatch:
         None  # (reads,) int64, where they lie; None where all are the sequences' pooled tokens
     )
     pixels: tuple[Tensor, ...] = ()  # of every client, (examples, height, width, channels) uint8; of texts none
-    prefix: "Prefix | None" = None  # what the lowest blocks give, where it is there already
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prefix:
-    """Output of the frozen blocks below the first adapted one."""
-
-    blocks: int
-    states: Tensor  # (tokens, hidden), without a gradient
+    prefix: Tensor | None = None  # (tokens, hidden), output of the lowest blocks, where it is there already
+    prefix_blocks: int = 0  # how many these are
 
 
 def collate_packed(batches: Sequence[EncodedExamples], *, device: torch.device) -> PackedBatch:
@@ -158,7 +151,7 @@ def make_row(batches: Sequence[EncodedExamples], site: Site) -> PackedBatch:
     if not site.first_adapted:
         return row
     states = [site.prefix_cache.states(batch, lambda part: _prefix_states(part, site)) for batch in batches]
-    return replace(row, prefix=Prefix(blocks=site.first_adapted, states=torch.cat(states)))
+    return replace(row, prefix=torch.cat(states), prefix_blocks=site.first_adapted)
 
 
 def _prefix_states(examples: EncodedExamples, site: Site) -> Tensor:
@@ -284,15 +277,14 @@ def features_without_cut(row: PackedBatch, backbone: Backbone, body: Params = Ma
     return features
 
 
-def _features_above(row: PackedBatch, prefix: Prefix, backbone: Backbone) -> Tensor:
+def _features_above(row: PackedBatch, prefix: Tensor, backbone: Backbone) -> Tensor:
     if not row.pixels:
-        return server_forward(
-            backbone, prefix.states, row.layout, blocks=prefix.blocks, output_positions=row.output_positions
-        )
+        blocks, reads = row.prefix_blocks, row.output_positions
+        return server_forward(backbone, prefix, row.layout, blocks=blocks, output_positions=reads)
     assert backbone.vision is not None, "a backbone for texts is given no images"
     images = sum(len(pixels) for pixels in row.pixels)
-    hidden = prefix.states.view(images, -1, prefix.states.shape[1])
-    features: Tensor = image_features_above(backbone.vision, hidden, blocks=prefix.blocks)
+    hidden = prefix.view(images, -1, prefix.shape[1])
+    features: Tensor = image_features_above(backbone.vision, hidden, blocks=row.prefix_blocks)
     return features
 
 

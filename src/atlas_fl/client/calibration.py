@@ -15,7 +15,6 @@ some 1,600 validation images, as many of each client (temperature scaling, Guo e
 The sensitivity of a client's predictions to each weight is its diagonal Fisher information (`sparse.fisher`).
 """
 
-from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -46,12 +45,8 @@ SCALED_BY = 1600
 
 
 @torch.inference_mode()
-def ridge_sums(jobs: Sequence[Job], site: Site) -> list[Update]:
-    """X^T X (features + 1, features + 1) and X^T Y (features + 1, classes) of every client, float64."""
-    return [_ridge_sums_of(job, site) for job in jobs]
-
-
-def _ridge_sums_of(job: Job, site: Site) -> Update:
+def ridge_sums(job: Job, site: Site) -> Update:
+    """X^T X (features + 1, features + 1) and X^T Y (features + 1, classes) of the client, float64."""
     data, labels = site.data[job.client].splits["train"], site.data[job.client].task.num_labels
     size = site.backbone.width + 1
     gram = torch.zeros(size, size, dtype=torch.float64)
@@ -67,12 +62,8 @@ def _ridge_sums_of(job: Job, site: Site) -> Update:
 
 
 @torch.inference_mode()
-def scale_losses(jobs: Sequence[Job], site: Site) -> list[Update]:
-    """The summed cross-entropy of every client with its head times each of `SCALES`, (scales,) float64."""
-    return [_scale_losses_of(job, site) for job in jobs]
-
-
-def _scale_losses_of(job: Job, site: Site) -> Update:
+def scale_losses(job: Job, site: Site) -> Update:
+    """The summed cross-entropy of the client with its head times each of `SCALES`, (scales,) float64."""
     data = site.data[job.client].splits["validation"]
     batch = data.take(np.arange(min(job.options.examples, len(data))))
     logits = head_logits(site.backbone, job.params, _features(job, batch, site)).double().cpu()
@@ -101,19 +92,15 @@ def ridge_head(gram: Tensor, cross: Tensor, *, penalty: float) -> dict[str, Tens
     return {WEIGHT: solved[:-1].T.float().contiguous(), BIAS: solved[-1].float().contiguous()}
 
 
-def sensitivity(jobs: Sequence[Job], site: Site) -> list[Update]:
-    """The sum over each client's examples of the squared per-example gradients, by weight; sums of clients add up."""
-    return [_sensitivity_of(job, site) for job in jobs]
-
-
-def _sensitivity_of(job: Job, site: Site) -> Update:
+def sensitivity(job: Job, site: Site) -> Update:
+    """The sum over the client's examples of the squared per-example gradients, by weight; sums of clients add up."""
     options: SensitivityOptions = job.options
     data = site.data[job.client].splits["train"]
     draws = Draws(client=job.client, seed=options.seed, secret=site.secrets.get(job.client))
     order = draws.generator("sensitivity", asked=(options.examples,)).permutation(len(data))
     batch = data.take(order[: options.examples])
     params = {key: tensor.to(site.backbone.device) for key, tensor in job.params.items()}
-    seed = draws.derived("sensitivity")
+    seed = draws.derive("sensitivity")
     if batch.pixels is None:
         sums = _text_squares(batch, params, options, site, seed=seed)
     else:
@@ -135,7 +122,7 @@ def _text_squares(
     """Example by example, because texts differ in length; labels are drawn as in `sparse.fisher.fisher_scores`."""
     leaves = {name: params[name].detach().requires_grad_() for name in options.names}
     sums = {name: torch.zeros_like(leaf, dtype=torch.float64) for name, leaf in leaves.items()}
-    draws = label_uniforms(seed, range(len(batch)))
+    draws = label_uniforms(seed, len(batch))
     for index in range(len(batch)):
         row = collate_packed([batch.take(np.array([index]))], device=site.backbone.device)
         with torch.enable_grad(), forward(row, [{**params, **leaves}], site) as (logits,):

@@ -47,7 +47,7 @@ class Draws:
         """A PyTorch generator of the CPU for this use and path."""
         return torch_generator(self.seed if self.secret is None else self.secret, use, self.client, *path)
 
-    def derived(self, use: Use) -> Seed:
+    def derive(self, use: Use) -> Seed:
         """A seed for this use, to be derived from further."""
         if self.secret is None:
             return derive_seed(self.seed, use, self.client)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from atlas_fl.models.backbone import decode_step, head_logits, pad_left, stock_a
 from atlas_fl.models.lora import Adapters, Segment, attach_adapters
 from atlas_fl.models.tokenization import EncodedExamples, concatenate
 from atlas_fl.params import Params
+from atlas_fl.split.channel import CutChannel
 
 
 @torch.inference_mode()
@@ -64,31 +66,46 @@ def _until(end: int, row: Sequence[int]) -> list[int]:
 @torch.inference_mode()
 def evaluate(jobs: Sequence[Job], site: Site) -> list[Update]:
     """Loss and metrics of every client, in the order of the jobs; nothing is trained."""
-    return (_evaluate_full if site.trainable == "full" else _evaluate_packed)(jobs, site)
-
-
-def _evaluate_full(jobs: Sequence[Job], site: Site) -> list[Update]:
-    """Clients with one model share its passes."""
-    began, outputs = time.perf_counter(), dict[int, np.ndarray]()
-    for indices in same_models(jobs):
-        data = [site.data[jobs[k].client].splits[jobs[k].options.split] for k in indices]
-        params = {key: tensor.to(site.backbone.device) for key, tensor in jobs[indices[0]].params.items()}
-        logits = _all_logits(data, params, site)
-        outputs |= dict(
-            zip(indices, np.split(logits, np.cumsum([len(examples) for examples in data])[:-1]), strict=True)
-        )
+    began = time.perf_counter()
+    lines = [cut_channel_of(job, site) for job in jobs]
+    outputs = _whole_outputs(jobs, site) if site.trainable == "full" else _packed_outputs(jobs, site, lines)
+    answered = [_rouge(job, site) for job in jobs]
     seconds = (time.perf_counter() - began) / max(1, len(jobs))
     updates = []
-    for k, job in enumerate(jobs):
-        task, labels = site.data[job.client].task, site.data[job.client].splits[job.options.split].labels
-        prior = log_prior(job, site)
-        corrected = outputs[k] if prior is None else outputs[k] + prior.cpu().numpy()
-        metrics = {**scores(task, labels, corrected), "seconds": seconds}
-        classes = counts_of(job, labels, [corrected], site)
+    for job, line, (labels, kept), answers in zip(jobs, lines, outputs, answered, strict=True):
+        task = site.data[job.client].task
+        counted = job.options.split == "test" and task.images
         updates.append(
-            Update(client=job.client, params=job.params, examples=len(labels), metrics=metrics, classes=classes)
+            Update(
+                client=job.client,
+                params=job.params,
+                examples=len(site.data[job.client].splits[job.options.split]),
+                metrics={**scores_of(task, labels, kept), **answers, "seconds": seconds},
+                crossed={} if line is None else dict(line.traffic),
+                classes=by_class(labels, np.concatenate(kept)) if counted else {},
+            )
         )
     return updates
+
+
+Outputs: TypeAlias = tuple[np.ndarray, list[np.ndarray]]
+"""(labels, what is kept of the logits, in their order) of one client."""
+
+
+def _whole_outputs(jobs: Sequence[Job], site: Site) -> list[Outputs]:
+    """Outputs of whole models, in the order of the jobs: clients with one model share its passes."""
+    outputs = dict[int, Outputs]()
+    for indices in same_models(jobs):
+        data = [site.data[jobs[k].client].splits[jobs[k].options.split] for k in indices]
+        logits = _all_logits(
+            data, {key: one.to(site.backbone.device) for key, one in jobs[indices[0]].params.items()}, site
+        )
+        by_client = np.split(logits, np.cumsum([len(examples) for examples in data])[:-1])
+        for k, examples, client_logits in zip(indices, data, by_client, strict=True):
+            prior = log_prior(jobs[k], site)
+            corrected = client_logits if prior is None else client_logits + prior.cpu().numpy()
+            outputs[k] = (examples.labels, [corrected])
+    return [outputs[k] for k in range(len(jobs))]
 
 
 def _all_logits(data: Sequence[EncodedExamples], params: Params, site: Site) -> np.ndarray:
@@ -106,50 +123,19 @@ def _all_logits(data: Sequence[EncodedExamples], params: Params, site: Site) -> 
     return placed
 
 
-def _evaluate_packed(jobs: Sequence[Job], site: Site) -> list[Update]:
-    """Every client's own adapters and head, in rows of many clients."""
-    began = time.perf_counter()
-    outputs: list[list[np.ndarray]] = [[] for _ in jobs]
-    data = [site.data[job.client].splits[job.options.split] for job in jobs]
-    lines, placed = [cut_channel_of(job, site) for job in jobs], [on_device(job.params, site) for job in jobs]
-    priors = [log_prior(job, site) for job in jobs]
-    orders = [in_order(client_logits.lengths) for client_logits in data]
-    for chunk in split_by_tokens(
-        [client_logits.lengths[order] for client_logits, order in zip(data, orders, strict=True)], site.max_tokens
-    ):
-        parts = [data[k].take(orders[k][part]) for k, part in chunk]
-        row = make_row(parts, site)
-        clients = [placed[k] for k, _ in chunk]
-        with forward(row, clients, site, lines=[lines[k] for k, _ in chunk]) as logits:
+def _packed_outputs(jobs: Sequence[Job], site: Site, lines: Sequence[CutChannel | None]) -> list[Outputs]:
+    """Outputs of every client's own adapters and head, in rows of many clients, short examples first."""
+    splits = [site.data[job.client].splits[job.options.split] for job in jobs]
+    ordered = [split.take(in_order(split.lengths)) for split in splits]
+    models, priors = [on_device(job.params, site) for job in jobs], [log_prior(job, site) for job in jobs]
+    kept: list[list[np.ndarray]] = [[] for _ in jobs]
+    for chunk in split_by_tokens([examples.lengths for examples in ordered], site.max_tokens):
+        row = make_row([ordered[k].take(np.arange(part.start, part.stop)) for k, part in chunk], site)
+        with forward(row, [models[k] for k, _ in chunk], site, lines=[lines[k] for k, _ in chunk]) as logits:
             for (k, _), client_logits, labels in zip(chunk, logits, row.labels, strict=True):
                 corrected = correct_logits(client_logits, priors[k])
-                outputs[k].append(scored_outputs(corrected, labels, site.data[jobs[k].client].task))
-    answered = [_rouge(job, site) for job in jobs]
-    seconds = (time.perf_counter() - began) / max(1, len(jobs))
-    updates = []
-    for k, job in enumerate(jobs):
-        metrics = scores_of(site.data[job.client].task, data[k].labels[orders[k]], outputs[k])
-        metrics = {**metrics, **answered[k], "seconds": seconds}
-        line = lines[k]
-        crossed = {} if line is None else dict(line.traffic)
-        classes = counts_of(job, data[k].labels[orders[k]], outputs[k], site)
-        updates.append(
-            Update(
-                client=job.client,
-                params=job.params,
-                examples=len(data[k]),
-                metrics=metrics,
-                crossed=crossed,
-                classes=classes,
-            )
-        )
-    return updates
-
-
-def counts_of(job: Job, labels: np.ndarray, outputs: Sequence[np.ndarray], site: Site) -> dict[str, list[int]]:
-    """Examples and hits by class of test images, from the logits in the labels' order; empty for all else."""
-    counted = job.options.split == "test" and site.data[job.client].task.images
-    return by_class(labels, np.concatenate(outputs)) if counted else {}
+                kept[k].append(scored_outputs(corrected, labels, site.data[jobs[k].client].task))
+    return [(examples.labels, outputs) for examples, outputs in zip(ordered, kept, strict=True)]
 
 
 def on_device(params: Params, site: Site) -> Params:

@@ -102,16 +102,13 @@ def _from_gradients(job: Job, site: Site) -> Update:
     """Sketch the mean batch gradient of each half, or its root mean square."""
     options: FingerprintOptions = job.options
     line = cut_channel_of(job, site)
-    sketches, losses = [], []
+    sketches, losses = [], list[float]()
     for half in (0, 1):
-        totals: dict[str, Tensor] = {}
-        count, most = options.batches, options.most(half)
-        for loss, gradient in batch_gradients(
-            job, site, half=half, blocks=options.blocks, count=count, most=most, line=line
-        ):
-            totals = add_gradient(totals, gradient, kind=options.kind)
-            losses.append(float(loss))
-        parts = parts_of(average_gradients(totals, kind=options.kind), options)
+        gradients = batch_gradients(
+            job, site, half=half, blocks=options.blocks, count=options.batches, most=options.most(half), line=line
+        )
+        parts, half_losses = measure_parts(gradients, options)
+        losses += half_losses
         if line is not None and (sent := [parts[name] for name in names_below_cut(parts, job, site)]):
             line.send("fingerprint", "up", parts_message(sent))
         sketches.append(combine_parts(parts.values()))
@@ -133,9 +130,21 @@ def add_gradient(totals: Mapping[str, Tensor], gradient: Mapping[str, Tensor], *
     return sums
 
 
-def average_gradients(totals: Mapping[str, Tensor], *, kind: str) -> dict[str, Tensor]:
-    """The tensors that are sketched, from such sums, up to a factor."""
-    return {key: FINGERPRINTS[kind].total(total) for key, total in totals.items()}
+def measure_parts(
+    batches: Iterable[tuple[Tensor | None, dict[str, Tensor]]], options: FingerprintOptions
+) -> tuple[dict[str, np.ndarray], list[float]]:
+    """(the parts of one half's sketch, the losses of its batches that are known here), from its batches' gradients."""
+    totals: dict[str, Tensor] = {}
+    losses = []
+    for loss, gradient in batches:
+        totals = add_gradient(totals, gradient, kind=options.kind)
+        losses += [] if loss is None else [float(loss)]
+    return parts_of_gradients(totals, options) if totals else {}, losses
+
+
+def parts_of_gradients(totals: Mapping[str, Tensor], options: FingerprintOptions) -> dict[str, np.ndarray]:
+    """The parts of a sketch of what such sums come to, up to a factor."""
+    return parts_of({key: FINGERPRINTS[options.kind].total(total) for key, total in totals.items()}, options)
 
 
 def names_below_cut(names: Iterable[str], job: Job, site: Site) -> list[str]:

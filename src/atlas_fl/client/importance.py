@@ -43,6 +43,14 @@ def head_leaves(job: Job, site: Site) -> dict[str, Tensor]:
     }
 
 
+def pop_gradients(leaves: Params) -> dict[str, Tensor]:
+    """The gradients of these leaves, which have none afterwards."""
+    gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    for leaf in leaves.values():
+        leaf.grad = None
+    return gradients
+
+
 def loss_gradient(
     row: PackedBatch, site: Site, leaves: Params, head: Params, *, line: CutChannel | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -55,9 +63,8 @@ def loss_gradient(
         with site.autocast(scaled=False):
             pooled = features_across_cuts(row, site, () if line is None else (line,))
             loss = example_loss(head_logits(site.backbone, head, pooled).float(), row.labels[0])
-        parameters = {**leaves, **head}
-        gradient = torch.autograd.grad(loss, list(parameters.values()))
-        return loss.detach(), dict(zip(parameters, gradient, strict=True))
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach(), pop_gradients({**leaves, **head})
 
     return call_with_params(site.backbone.model, leaves, gradients)
 
@@ -97,17 +104,13 @@ def half_rows(job: Job, site: Site, *, half: int, count: int, most: int | None =
 IMPORTANCE = "importance"
 
 
-def importance(jobs: Sequence[Job], site: Site) -> list[Update]:
-    """Every client's importance of each block, (blocks,) float64 that sums to one, under `importance`.
+def importance(job: Job, site: Site) -> Update:
+    """The client's importance of each block, (blocks,) float64 that sums to one, under `importance`.
 
     Taken over the weights that adapters would change, at the client's own model with its adapters merged:
     mean squared gradient per weight, or |weight * gradient| smoothed over batches (`rngwp`, HSplitLoRA).
     Of a client that is cut each side measures its own blocks.
     """
-    return [_layer_importance_of(job, site) for job in jobs]
-
-
-def _layer_importance_of(job: Job, site: Site) -> Update:
     options: ImportanceOptions = job.options
     leaves, head = merged_leaves(job, site, site.modules), head_leaves(job, site)
     line = cut_channel_of(job, site)

@@ -11,8 +11,6 @@ hidden states, is free of what all texts of a client have in common. Clients who
 One forward pass; nothing is trained.
 """
 
-from collections.abc import Iterable
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -39,8 +37,12 @@ def label_sketch(job: Job, site: Site) -> Tensor:
     if client.task.images or not client.task.num_labels:
         return torch.zeros(options.sketch_dim)
     data = client.splits["train"]
-    data = data.take(np.sort(np.concatenate([_half(len(data), job, site, half) for half in (0, 1)])))
-    features = torch.cat([_features(part, site) for part in _parts(data, site.max_tokens)])
+    secret = site.secrets.get(job.client)
+    halves = [TrainOptions(seed=options.train.seed, half=half, most=options.most(half)) for half in (0, 1)]
+    index = [positions(len(data), job.client, half, secret=secret) for half in halves]
+    data = data.take(np.sort(np.concatenate(index)))
+    parts = [part for chunk in split_by_tokens([data.lengths], site.max_tokens) for _, part in chunk]
+    features = torch.cat([_features(data.take(np.arange(part.start, part.stop)), site) for part in parts])
     covariance = label_covariance(features, torch.from_numpy(data.labels), num_labels=client.task.num_labels)
     if not covariance.any():
         return torch.zeros(options.sketch_dim)
@@ -52,18 +54,6 @@ def label_covariance(features: Tensor, labels: Tensor, *, num_labels: int) -> Te
     x = features.double()
     y = labels.double()[:, None] if num_labels == 1 else one_hot(labels.long(), num_labels).double()
     return ((y - y.mean(0)).T @ (x - x.mean(0)) / len(x)).float()
-
-
-def _half(count: int, job: Job, site: Site, half: int) -> np.ndarray:
-    options: FingerprintOptions = job.options
-    of_half = TrainOptions(seed=options.train.seed, half=half, most=options.most(half))
-    return positions(count, job.client, of_half, secret=site.secrets.get(job.client))
-
-
-def _parts(data: EncodedExamples, max_tokens: int) -> Iterable[EncodedExamples]:
-    for chunk in split_by_tokens([data.lengths], max_tokens):
-        for _, part in chunk:
-            yield data.take(np.arange(len(data))[part])
 
 
 @torch.inference_mode()

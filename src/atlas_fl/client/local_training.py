@@ -47,7 +47,7 @@ from atlas_fl.methods.fedpac import alignment_loss
 from atlas_fl.methods.prior_correction import correct_logits
 from atlas_fl.methods.registry import SECOND_MODELS
 from atlas_fl.models.backbone import Backbone
-from atlas_fl.models.registry import last_layer_inputs
+from atlas_fl.models.registry import apply_layers
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.models.vision import augment
 from atlas_fl.params import HEAD, PRIVATE, Params, digest, with_frozen
@@ -224,7 +224,7 @@ class LocalTrainer:
         self.losses: list[Tensor] = []
         self.line = cut_channel_of(job, site)
         self._below = [] if job.cut is None else client_side_indices(site.backbone, self.params, options, job.cut)
-        self._mean = GradientMean() if options.has_control(job.round) else None
+        self._mean = GradientMean() if options.control_variates and not options.is_personal(job.round) else None
         self._transform = gradient_chain(
             self.leaves,
             options,
@@ -267,7 +267,7 @@ class LocalTrainer:
         if not centroids:
             return loss
         with self._autocast():
-            features = last_layer_inputs(self._family, self.params, features)
+            features = apply_layers(self._family.head[:-1], self.params, features)
         return loss + self.options.feature_alignment * alignment_loss(features, labels, centroids)
 
     def norms(self) -> Tensor:

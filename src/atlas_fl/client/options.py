@@ -116,10 +116,6 @@ class TrainOptions:
         """Return whether this round is one of the last, in which a client trains for itself alone."""
         return self.personal_rounds > 0 and round > self.rounds - self.personal_rounds
 
-    def has_control(self, round: int) -> bool:
-        """Return whether a client hands back the mean gradient of this round."""
-        return self.control_variates and not self.is_personal(round)
-
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions:

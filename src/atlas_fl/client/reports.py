@@ -23,7 +23,7 @@ from atlas_fl.methods.method import Method
 from atlas_fl.methods.registry import reporting
 from atlas_fl.methods.update_filters import apply_filter
 from atlas_fl.models.lora import Adapters, attach_adapters
-from atlas_fl.models.registry import last_layer_inputs
+from atlas_fl.models.registry import apply_layers
 from atlas_fl.params import Params, digest
 from atlas_fl.storage.ledger import Direction, Kind
 
@@ -78,7 +78,7 @@ class PackReport:
             adapters = Adapters(clients=[params], segments=row.segments, sequences=row.pooled, scale=site.scale)
             with attach_adapters(site.modules, adapters), site.autocast(scaled=False):
                 features = features_without_cut(row, site.backbone, body_of([params], site))
-                parts.append(last_layer_inputs(site.backbone.family, params, features).double().cpu())
+                parts.append(apply_layers(site.backbone.family.head[:-1], params, features).double().cpu())
         return torch.cat(parts), data.labels[order], held.task.num_labels
 
     def train_half(self, half: int, *, passes: int) -> Mapping[str, Params]:
@@ -105,7 +105,12 @@ def train_and_report(jobs: Sequence[Job], site: Site) -> list[Update]:
             _check_measured(method, site, asked.model(client), client, params)
             reports[client] = {kind: params}
         crossed |= asked.crossed
-    return [_with_report(update, reports.get(update.client, {}), crossed) for update in train_and_filter(jobs, site)]
+    updates = []
+    for update in train_and_filter(jobs, site):
+        reported = {**update.reported, **reports.get(update.client, {})}
+        through = Counter(update.crossed) + crossed.get(update.client, Counter())
+        updates.append(replace(update, reported=reported, crossed=through))
+    return updates
 
 
 def train_and_filter(jobs: Sequence[Job], site: Site) -> list[Update]:
@@ -135,23 +140,10 @@ def _check_measured(method: type[Method], site: Site, model: Params, client: str
     declared = method.report_tensors(model, classes=site.data[client].task.num_labels)
     for name in sorted(declared.keys() | report.keys()):
         schema, value = declared.get(name), report.get(name)
-        if (
-            schema is None
-            or not isinstance(value, Tensor)
-            or (value.shape, value.dtype) != (schema.shape, schema.dtype)
-        ):
-            got = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
-            wanted = "none of this name" if schema is None else f"a tensor {schema.shape} {schema.dtype}"
+        wanted = "none of this name" if schema is None else f"a tensor {schema.shape} {schema.dtype}"
+        got = f"a tensor {tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+        if got != wanted:
             raise ConfigError(
                 f"the report {method.report!r} of --strategy {method.name} has {name}: {got}, and report_tensors"
                 f" declares {wanted}; make both agree"
             )
-
-
-def _with_report(
-    update: Update, report: Mapping[str, Params], crossed: Mapping[str, Counter[tuple[Kind, Direction]]]
-) -> Update:
-    if not report:
-        return update
-    through = Counter(update.crossed) + crossed.get(update.client, Counter())
-    return replace(update, reported={**update.reported, **report}, crossed=through)

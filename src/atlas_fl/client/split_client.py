@@ -12,7 +12,7 @@ last blocks asks nothing of those below.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -30,15 +30,22 @@ from atlas_fl.client.batching import (
     split_by_tokens,
 )
 from atlas_fl.client.evaluation import in_order, on_device, scored_outputs, scores_of
-from atlas_fl.client.fingerprint import add_gradient, average_gradients, parts_message, parts_of
-from atlas_fl.client.importance import half_rows, head_leaves, last_weights, layer_sums, merged_leaves, sums_message
+from atlas_fl.client.fingerprint import measure_parts, parts_message
+from atlas_fl.client.importance import (
+    half_rows,
+    head_leaves,
+    last_weights,
+    layer_sums,
+    merged_leaves,
+    pop_gradients,
+    sums_message,
+)
 from atlas_fl.client.job import Job, Site, Update, cut_channel_of
 from atlas_fl.client.local_training import LocalTrainer, example_loss, merge_norms, train
 from atlas_fl.client.options import EvaluateOptions, FingerprintOptions, ImportanceOptions
 from atlas_fl.client.split_server import Payloads
 from atlas_fl.errors import ProtocolError
 from atlas_fl.models.backbone import head_logits
-from atlas_fl.models.lora import DropoutMaskFn
 from atlas_fl.params import Params
 from atlas_fl.split.channel import NORMS, Cut, CutChannel
 from atlas_fl.split.codec import ROWS, read_message
@@ -72,11 +79,15 @@ class ClientSide:
         (member,) = active.values()
         row = collate_packed([next(member.batches)], device=site.backbone.device)
         mask = dropout_masks([member.dropout(done)], device=site.backbone.device)
+
+        def head_loss(read: Tensor) -> Tensor:
+            with site.autocast():
+                (logits,) = read_logits(site.backbone, [member.params], [read], mask=mask)
+            return example_loss(logits, row.labels[0])
+
         with client_side_forward(row, [member.params], site, blocks=self.cut.blocks, mask=mask) as hidden:
-            if self.cut.head == "server":
-                got = self.server.ask("loss", done, self.up(hidden, row))
-            else:
-                got = self._head_here(hidden, row, member, done, site, mask)
+            got, loss = self.exchange(hidden, row, done, head_loss)
+            member.losses += [] if loss is None else [loss]
             if hidden.requires_grad:
                 hidden.backward(rows_of(got, "gradient", like=hidden))  # type: ignore[no-untyped-call]
         self.closing = {}
@@ -106,24 +117,21 @@ class ClientSide:
             sent["0/label"] = encode_tensors({"labels": row.labels[0]})
         return sent
 
-    def _head_here(
-        self,
-        hidden: Tensor,
-        row: PackedBatch,
-        member: LocalTrainer,
-        done: int,
-        site: Site,
-        mask: DropoutMaskFn | None,
-    ) -> Payloads:
-        """The server's answer to the gradient of the features, whose loss is computed here."""
+    def exchange(
+        self, hidden: Tensor, row: PackedBatch, done: int, head_loss: Callable[[Tensor], Tensor]
+    ) -> tuple[Payloads, Tensor | None]:
+        """(the server's answer with the gradient of the rows, the loss where the head is here).
+
+        `head_loss` is the loss of features; its gradients then lie in what is trained or measured of the head.
+        """
+        if self.cut.head == "server":
+            return self.server.ask("loss", done, self.up(hidden, row)), None
         read = self.features(hidden, row, done).requires_grad_()
-        with site.autocast():
-            (logits,) = read_logits(site.backbone, [member.params], [read], mask=mask)
-        loss = example_loss(logits, row.labels[0])
+        loss = head_loss(read)
         loss.backward()  # type: ignore[no-untyped-call]
-        member.losses.append(loss.detach())
         assert read.grad is not None, "a loss has a gradient by what it is of"
-        return self.server.ask("gradient", done, {"0/gradient": self.channel.encode_up(read.grad, "gradient")})
+        sent = {"0/gradient": self.channel.encode_up(read.grad, "gradient")}
+        return self.server.ask("gradient", done, sent), loss.detach()
 
     def features(self, hidden: Tensor, row: PackedBatch, done: int) -> Tensor:
         """Features, (reads, hidden), as they come down."""
@@ -186,16 +194,14 @@ def fingerprint_below(job: Job, site: Site, crossing: ClientSide) -> Update:
     """The client's own tensors' part of its fingerprint; the sketches are the server's, who has the other part."""
     options: FingerprintOptions = job.options
     leaves, head = last_weights(site.backbone, options.blocks), _head(job, site, crossing)
-    losses, closing, done = list[float](), dict[str, bytes](), 0
+    losses, closing = list[float](), dict[str, bytes]()
     for half in (0, 1):
-        totals: dict[str, Tensor] = {}
-        rows = half_rows(job, site, half=half, count=options.batches, most=options.most(half))
-        for row in rows:
-            loss, gradient = _loss_gradient(row, site, leaves, head, crossing, done)
-            totals, done = add_gradient(totals, gradient, kind=options.kind), done + 1
-            losses += [] if loss is None else [float(loss.detach())]
-        if totals:
-            parts = parts_of(average_gradients(totals, kind=options.kind), options)
+        rows = enumerate(half_rows(job, site, half=half, count=options.batches, most=options.most(half)))
+        first = half * options.batches
+        gradients = (_loss_gradient(row, site, leaves, head, crossing, first + index) for index, row in rows)
+        parts, half_losses = measure_parts(gradients, options)
+        losses += half_losses
+        if parts:
             closing[f"{half}/fingerprint"] = encode_tensors(parts_message(list(parts.values())))
     crossing.closing = closing
     metrics = {"loss": float(np.mean(losses))} if losses else {}
@@ -223,24 +229,16 @@ def _loss_gradient(
 ) -> tuple[Tensor | None, dict[str, Tensor]]:
     """(the batch's loss where the head is here, the gradients of the weights and of the head here)."""
 
+    def head_loss(read: Tensor) -> Tensor:
+        with site.autocast(scaled=False):
+            return example_loss(head_logits(site.backbone, head, read).float(), row.labels[0])
+
     def gradients() -> tuple[Tensor | None, dict[str, Tensor]]:
-        loss, head_gradients = None, dict[str, Tensor]()
         with site.autocast(scaled=False):
             hidden = client_forward(site.backbone, row.ids, row.types, row.layout, blocks=crossing.cut.blocks)
-        if crossing.cut.head == "server":
-            got = crossing.server.ask("loss", done, crossing.up(hidden, row))
-        else:
-            read = crossing.features(hidden, row, done).requires_grad_()
-            with site.autocast(scaled=False):
-                loss = example_loss(head_logits(site.backbone, head, read).float(), row.labels[0])
-            *gradients_here, upper = torch.autograd.grad(loss, [*head.values(), read])
-            head_gradients = dict(zip(head, gradients_here, strict=True))
-            sent = {"0/gradient": crossing.channel.encode_up(upper, "gradient")}
-            got = crossing.server.ask("gradient", done, sent)
-        if not leaves:
-            return loss, head_gradients
-        upper = rows_of(got, "gradient", like=hidden)
-        below = torch.autograd.grad(hidden, list(leaves.values()), upper)
-        return loss, {**dict(zip(leaves, below, strict=True)), **head_gradients}
+        got, loss = crossing.exchange(hidden, row, done, head_loss)
+        if leaves:
+            hidden.backward(rows_of(got, "gradient", like=hidden))  # type: ignore[no-untyped-call]
+        return loss, pop_gradients({**leaves, **head})
 
     return call_with_params(site.backbone.model, leaves, gradients)

@@ -1,26 +1,19 @@
-"""The server half of fingerprints and importance over a cut: gradients above it.
-
-No graph is kept between two messages, as in training: with the head at the client the pass is computed again for the
-gradient of the features. Of a weight that clients share, a pass over several clients gives the sum of their gradients,
-so each client is answered alone.
-"""
+"""The server half of fingerprints and importance over a cut: gradients above it."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from atlas_fl.client.batching import NO_DROPOUT, call_with_params, modules_of
+from atlas_fl.client.batching import modules_of
 from atlas_fl.client.fingerprint import (
     PARTS,
     add_gradient,
-    average_gradients,
     fingerprint_update,
     names_below_cut,
-    parts_of,
+    parts_of_gradients,
 )
 from atlas_fl.client.importance import (
     IMPORTANCE,
@@ -31,100 +24,11 @@ from atlas_fl.client.importance import (
     merged_leaves,
 )
 from atlas_fl.client.job import Job, Site, Update
-from atlas_fl.client.local_training import example_loss
-from atlas_fl.client.options import FingerprintOptions, ImportanceOptions
-from atlas_fl.client.split_server import (
-    CutMessages,
-    ParsedRequest,
-    Payloads,
-    ServerHalf,
-    ServerInput,
-    ServerOutput,
-)
+from atlas_fl.client.options import FingerprintOptions
+from atlas_fl.client.split_server import CutMessages, GradientHalf, Payloads
 from atlas_fl.clustering.sketch import combine_parts
 from atlas_fl.errors import DataError, ProtocolError
-from atlas_fl.models.attention import make_layout
-from atlas_fl.models.backbone import head_logits
-from atlas_fl.params import Params
 from atlas_fl.split.channel import Cut
-from atlas_fl.split.model import server_forward
-
-
-class MeasuringHalf(ServerHalf):
-    """Gradients of one client's job above its cut, batch after batch, and the measure that is made of them."""
-
-    def __init__(
-        self, side: CutMessages, leaves: Params, measure: "_Sketches | _Shares", *, batches: int, wants: bool
-    ) -> None:
-        """`leaves` are the weights above the cut that are measured; the client `wants` the gradients of its rows."""
-        self.side, self._leaves, self._measure = side, leaves, measure
-        self._batches, self._wants = batches, wants
-        self._head = head_leaves(replace(side.job, params=side.above), side.site)
-        self._waiting: ServerInput | None = None
-        self._losses: list[float] = []
-
-    def read(self, what: str, done: int, payloads: Payloads) -> ParsedRequest:
-        """The rows of a batch, or those that wait, with the gradient of their features."""
-        self.side.expect_pass(what, done, waiting=self._waiting)
-        if self._waiting is not None:
-            entry, self._waiting = self.side.with_upper(self._waiting, payloads), None
-        else:
-            if done >= self._batches:
-                raise ProtocolError(f"{self.side.job.client} goes on after its {self._batches} batches")
-            entry = self.side.entry(payloads, self._head, NO_DROPOUT, wants=self._wants)
-        return ParsedRequest(half=self, what=what, entry=entry, alone=True)
-
-    def answer(self, question: ParsedRequest, output: ServerOutput | None) -> dict[str, bytes]:  # noqa: ARG002 - it is computed here
-        """Features, or the gradient of the rows where a weight below the cut is measured."""
-        entry = question.entry
-        model = self.side.site.backbone.model
-        if question.what == "features":
-            self._waiting = entry
-            with torch.no_grad():
-                features = call_with_params(model, self._leaves, lambda: _features(entry, self.side.site))
-            return self.side.rows_down(features, "activation")
-        loss, gradient = call_with_params(model, self._leaves, lambda: self._gradient(entry))
-        rows = gradient.pop(_ROWS, None)
-        if loss is not None:
-            self._losses.append(float(loss))
-        self._measure.add(self.side.done, gradient)
-        self.side.done += 1
-        return {} if rows is None else self.side.rows_down(rows, "gradient")
-
-    def _gradient(self, entry: ServerInput) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """(the batch's loss where the head is here, the gradients of the weights, of the head and of the rows)."""
-        site = self.side.site
-        root, loss = _features(entry, site), None
-        if entry.labels is not None:
-            with site.autocast(scaled=False):
-                root = example_loss(head_logits(site.backbone, self._head, root).float(), entry.labels)
-            loss = root.detach()
-        parameters = {**self._leaves, **self._head} | ({_ROWS: entry.rows} if entry.rows.requires_grad else {})
-        gradients = torch.autograd.grad(root, list(parameters.values()), entry.upper)
-        return loss, dict(zip(parameters, gradients, strict=True))
-
-    def end(self, payloads: Payloads) -> Update:
-        """The measure of both sides; the loss is there where the head is."""
-        if self.side.done < self._batches or self._waiting is not None:
-            raise ProtocolError(
-                f"{self.side.job.client} ends after {self.side.done} of {self._batches} batches; install our version"
-            )
-        update = self._measure.end(payloads, self._losses)
-        if self.side.cut.head == "server":
-            return update
-        return replace(update, metrics={name: value for name, value in update.metrics.items() if name != "loss"})
-
-
-_ROWS = "rows"
-
-
-def _features(entry: ServerInput, site: Site) -> Tensor:
-    """Features of an entry, (reads, hidden)."""
-    layout = make_layout(list(entry.lengths), device=site.backbone.device)
-    # Copied for its address, as a head is (`client.importance.head_leaves`).
-    rows = entry.rows.clone()
-    with site.autocast(scaled=False):
-        return server_forward(site.backbone, rows, layout, blocks=entry.blocks, output_positions=entry.places)
 
 
 def blocks_below(options: FingerprintOptions, cut: Cut, *, total: int) -> int:
@@ -132,54 +36,47 @@ def blocks_below(options: FingerprintOptions, cut: Cut, *, total: int) -> int:
     return min(cut.blocks, max(0, options.blocks - (total - cut.blocks)))
 
 
-def fingerprint_half(job: Job, site: Site) -> MeasuringHalf:
-    """The server's half of a fingerprint of gradients."""
-    options: FingerprintOptions = job.options
-    side = CutMessages(job, site)
-    names = [*last_weights(site.backbone, options.blocks), *head_leaves(job, site)]
-    above = len(site.backbone.blocks) - side.cut.blocks
-    client_blocks = blocks_below(options, side.cut, total=len(site.backbone.blocks))
-    side.below = replace(side.below, options=replace(options, blocks=client_blocks))
-    leaves = last_weights(site.backbone, min(options.blocks, above))
-    sketches = _Sketches(side, names=names, below=names_below_cut(names, job, site))
-    return MeasuringHalf(side, leaves, sketches, batches=2 * options.batches, wants=client_blocks > 0)
-
-
-def importance_half(job: Job, site: Site) -> MeasuringHalf:
-    """The server's half of a measurement of importance."""
-    options: ImportanceOptions = job.options
-    side, total = CutMessages(job, site), len(site.backbone.blocks)
-    leaves = merged_leaves(job, site, modules_of(site, range(side.cut.blocks, total)))
-    wants = bool(modules_of(site, range(side.cut.blocks)))
-    return MeasuringHalf(side, leaves, _Shares(side, leaves), batches=options.batches, wants=wants)
-
-
-class _Sketches:
+class FingerprintHalf(GradientHalf):
     """Sums the gradients of the last blocks above the cut, and joins both sides' parts of the sketches."""
 
-    def __init__(self, side: CutMessages, *, names: Sequence[str], below: Sequence[str]) -> None:
-        self._side, self._names, self._below = side, names, below
+    def __init__(self, job: Job, site: Site) -> None:
+        options: FingerprintOptions = job.options
+        side, total = CutMessages(job, site), len(site.backbone.blocks)
+        self._names = [*last_weights(site.backbone, options.blocks), *head_leaves(job, site)]
+        self._below = names_below_cut(self._names, job, site)
+        self._losses: list[float] = []
         self._totals: list[dict[str, Tensor]] = [{}, {}]
+        client_blocks = blocks_below(options, side.cut, total=total)
+        side.below = replace(side.below, options=replace(options, blocks=client_blocks))
+        leaves = last_weights(site.backbone, min(options.blocks, total - side.cut.blocks))
+        head = head_leaves(replace(job, params=side.above), site)
+        super().__init__(side, head, steps=2 * options.batches, wants=client_blocks > 0, weights=leaves)
 
-    def add(self, done: int, gradient: dict[str, Tensor]) -> None:
+    def take_gradients(self, loss: Tensor | None) -> dict[str, bytes]:
         """Add to the sums of the half of the data that this batch is of."""
-        options: FingerprintOptions = self._side.job.options
-        half = done // options.batches
-        self._totals[half] = add_gradient(self._totals[half], gradient, kind=options.kind)
+        options: FingerprintOptions = self.side.job.options
+        half = self.side.done // options.batches
+        self._losses += [] if loss is None else [float(loss)]
+        self._totals[half] = add_gradient(self._totals[half], self.measured_gradients(), kind=options.kind)
+        return {}
 
-    def end(self, payloads: Payloads, losses: Sequence[float]) -> Update:
-        """Both sketches, of the client's parts and ours."""
+    def update(self, payloads: Payloads) -> Update:
+        """Both sketches, of the client's parts and ours; the loss is there where the head is."""
         sketches = [self._whole_sketch(half, payloads) for half in (0, 1)]
-        loss = float(np.mean(losses)) if losses else math.nan
-        return fingerprint_update(self._side.job, sketches, self._side.above, steps=0, loss=loss, crossed={})
+        loss = float(np.mean(self._losses)) if self._losses else math.nan
+        update = fingerprint_update(self.side.job, sketches, self.side.above, steps=0, loss=loss, crossed={})
+        metrics = dict(update.metrics)
+        if self.side.cut.head == "client":
+            del metrics["loss"]
+        return replace(update, metrics=metrics)
 
     def _whole_sketch(self, half: int, payloads: Payloads) -> np.ndarray:
-        options: FingerprintOptions = self._side.job.options
-        parts = parts_of(average_gradients(self._totals[half], kind=options.kind), options)
+        options: FingerprintOptions = self.side.job.options
+        parts = parts_of_gradients(self._totals[half], options)
         if self._below:
-            below = self._side.decode(payloads, "fingerprint", index=half).get(PARTS)
+            below = self.side.decode(payloads, "fingerprint", index=half).get(PARTS)
             if not _are_numbers(below, (len(self._below), options.sketch_dim)):
-                raise self._side.refusal("parts of a sketch")
+                raise self.side.refusal("parts of a sketch")
             assert below is not None
             parts |= dict(zip(self._below, below.numpy(), strict=True))
         try:
@@ -188,21 +85,25 @@ class _Sketches:
             raise ProtocolError(str(error)) from None
 
 
-class _Shares:
+class ImportanceHalf(GradientHalf):
     """Measures the blocks above the cut, and makes shares of both sides' sums."""
 
-    def __init__(self, side: CutMessages, leaves: Params) -> None:
-        self._side, self._leaves = side, leaves
+    def __init__(self, job: Job, site: Site) -> None:
+        side, total = CutMessages(job, site), len(site.backbone.blocks)
         self._sums: list[np.ndarray] = []
+        self._leaves = merged_leaves(job, site, modules_of(site, range(side.cut.blocks, total)))
+        head, wants = head_leaves(replace(job, params=side.above), site), bool(modules_of(site, range(side.cut.blocks)))
+        super().__init__(side, head, steps=job.options.batches, wants=wants, weights=self._leaves)
 
-    def add(self, done: int, gradient: dict[str, Tensor]) -> None:  # noqa: ARG002 - batches are alike
+    def take_gradients(self, loss: Tensor | None) -> dict[str, bytes]:  # noqa: ARG002 - importance has no loss
         """Take one more batch's sums by block."""
-        options: ImportanceOptions = self._side.job.options
-        self._sums.append(layer_sums(gradient, self._leaves, self._side.site, kind=options.kind))
+        kind = self.side.job.options.kind
+        self._sums.append(layer_sums(self.measured_gradients(), self._leaves, self.side.site, kind=kind))
+        return {}
 
-    def end(self, payloads: Payloads, losses: Sequence[float]) -> Update:  # noqa: ARG002 - importance has no loss
+    def update(self, payloads: Payloads) -> Update:
         """The importance of all blocks."""
-        side, blocks = self._side, self._side.cut.blocks
+        side, blocks = self.side, self.side.cut.blocks
         below = side.decode(payloads, "fingerprint").get(IMPORTANCE)
         if not _are_numbers(below, (side.job.options.batches, blocks)):
             raise side.refusal("importance")

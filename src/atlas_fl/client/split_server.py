@@ -9,10 +9,12 @@ Messages are checked and counted before anything is computed of them (`CutMessag
 here, not in the middle of a pack that its client shares with others.
 """
 
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Protocol, TypeAlias
 
@@ -23,6 +25,7 @@ from torch import Tensor
 from atlas_fl.client.batching import (
     NO_DROPOUT,
     Dropout,
+    call_with_params,
     dropout_masks,
     greedy_packs,
     modules_of,
@@ -30,6 +33,7 @@ from atlas_fl.client.batching import (
     segments_of,
 )
 from atlas_fl.client.evaluation import on_device, scored_outputs, scores_of
+from atlas_fl.client.importance import pop_gradients
 from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.local_training import (
     LocalTrainer,
@@ -66,6 +70,9 @@ class ServerInput:
     """Labels of the examples whose loss or logits are computed here; None where the head is the client's."""
     upper: Tensor | None = None
     """(reads, hidden), the gradient of the features, where it comes from the client."""
+    weights: Params | None = None
+    """Weights in the place of the backbone's, whose gradients are measured, without adapters and alone in their pass:
+    of a weight that clients share, a pass over several of them gives the sum of their gradients."""
 
     @property
     def reads(self) -> int:
@@ -85,24 +92,35 @@ class ServerOutput:
 
 
 def forward_batch(entries: Sequence[ServerInput], site: Site, *, backward: bool) -> list[ServerOutput]:
-    """The output of every entry, in their order; with `backward`, gradients lie in their rows and params.
+    """The output of every entry, the lowest cuts first; with `backward`, gradients lie in their rows and params.
 
     Losses are means over an entry's own examples and are summed, so each gradient is the entry's own.
     """
-    device = site.backbone.device
-    order = sorted(range(len(entries)), key=lambda k: entries[k].blocks)
-    ordered = [entries[k] for k in order]
-    mask = dropout_masks([entry.dropout for entry in ordered], device=device)
+    weights = entries[0].weights
+    compute = partial(_pass, entries, site, backward=backward)
+    return compute() if weights is None else call_with_params(site.backbone.model, weights, compute)
+
+
+def _pass(ordered: Sequence[ServerInput], site: Site, *, backward: bool) -> list[ServerOutput]:
+    mask = dropout_masks([entry.dropout for entry in ordered], device=site.backbone.device)
+    is_scaled = ordered[0].weights is None
     with torch.set_grad_enabled(backward), ExitStack() as adapted:
-        with site.autocast():
+        with site.autocast(scaled=is_scaled):
             features = torch.split(_features(ordered, site, mask, adapted), [entry.reads for entry in ordered])
-        outputs = [_server_output(k, entry, features[k], site, mask) for k, entry in enumerate(ordered)]
+        outputs = []
+        for k, (entry, own_features) in enumerate(zip(ordered, features, strict=True)):
+            if entry.labels is None:
+                outputs.append(ServerOutput(features=own_features))
+                continue
+            client_mask = None if mask is None else (lambda _, module, shape, k=k: mask(k, module, shape))
+            with site.autocast(scaled=is_scaled):
+                (logits,) = read_logits(site.backbone, [entry.params], [own_features], mask=client_mask)
+            outputs.append(ServerOutput(features=own_features, logits=logits, loss=example_loss(logits, entry.labels)))
         if backward:
             roots = [output.features if output.loss is None else output.loss for output in outputs]
             # Inside, because a checkpointed backward pass runs the layers again and must find the adapters in place.
             torch.autograd.backward(roots, [entry.upper for entry in ordered])
-    by_place = dict(zip(order, outputs, strict=True))
-    return [by_place[k] for k in range(len(entries))]
+    return outputs
 
 
 def _features(ordered: Sequence[ServerInput], site: Site, mask: DropoutMaskFn | None, adapted: ExitStack) -> Tensor:
@@ -124,7 +142,8 @@ def _features(ordered: Sequence[ServerInput], site: Site, mask: DropoutMaskFn | 
             scale=site.scale,
             dropout_mask=mask,
         )
-        adapted.enter_context(attach_adapters(modules_of(site, range(start, stop)), adapters))
+        if ordered[0].weights is None:
+            adapted.enter_context(attach_adapters(modules_of(site, range(start, stop)), adapters))
         hidden = run_blocks(backbone, hidden, layout, range(start, stop), positions=pick)
     assert pick is not None, "the last block is above every cut"
     return norm_and_pool(backbone, hidden, pick)
@@ -141,17 +160,6 @@ def _output_positions(present: Sequence[ServerInput]) -> Tensor | None:
             inside = torch.tensor(entry.lengths, device=entry.rows.device).cumsum(0) - 1
         positions.append(inside + segment.start)
     return torch.cat(positions)
-
-
-def _server_output(
-    index: int, entry: ServerInput, features: Tensor, site: Site, mask: DropoutMaskFn | None
-) -> ServerOutput:
-    if entry.labels is None:
-        return ServerOutput(features=features)
-    client_mask = None if mask is None else (lambda _, module, shape: mask(index, module, shape))
-    with site.autocast():
-        (logits,) = read_logits(site.backbone, [entry.params], [features], mask=client_mask)
-    return ServerOutput(features=features, logits=logits, loss=example_loss(logits, entry.labels))
 
 
 Payloads: TypeAlias = Mapping[str, bytes]
@@ -174,11 +182,6 @@ class CutMessages:
         self.done = 0
         """Steps, or messages of an evaluation, that are answered."""
         self._longest = max(int(examples.lengths.max()) for examples in site.data[job.client].splits.values())
-
-    def expect_pass(self, what: str, done: int, *, waiting: ServerInput | None) -> None:
-        """Raise `ProtocolError` unless this request for a pass is due; one entry may be `waiting` for its gradient."""
-        at_client = self.cut.head == "client"
-        self.expect(what, done, "gradient" if waiting else "features" if at_client else "loss")
 
     def expect(self, what: str, done: int, due: str) -> None:
         """Raise `ProtocolError` unless this question is due now."""
@@ -279,12 +282,10 @@ class ParsedRequest:
     half: "ServerHalf"
     what: str
     entry: ServerInput
-    alone: bool = False
-    """Answered by its half itself: gradients of what clients share cannot be told apart in a pack."""
 
 
 class ServerHalf(Protocol):
-    """One client's upper half for one job; the defaults are of a half that trains nothing."""
+    """One client's upper half for one job."""
 
     side: CutMessages
     places: tuple[int, ...] = ()
@@ -294,8 +295,8 @@ class ServerHalf(Protocol):
         """Parse a message into a request; raise `ProtocolError` where no such may come now."""
         ...
 
-    def answer(self, question: ParsedRequest, output: ServerOutput | None) -> dict[str, bytes]:
-        """The answer to a request, from the output of its entry; None where it goes `alone`."""
+    def answer(self, question: ParsedRequest, output: ServerOutput) -> dict[str, bytes]:
+        """The answer to a request, from the output of its entry."""
         ...
 
     def end(self, payloads: Payloads) -> Update:
@@ -350,69 +351,116 @@ def answers_to(requests: Sequence[CutRequest], site: Site) -> list[dict[str, byt
 def answer_all(questions: Sequence[ParsedRequest], site: Site) -> list[dict[str, bytes]]:
     """The answers to questions that wait at one moment, in their order.
 
-    Those with a gradient are one pass, the others another, as far as `site.max_tokens` reach; some go `alone`.
+    Those with a gradient are one pass, the others another, as far as `site.max_tokens` reach; those with weights of
+    their own go alone.
     """
-    answers = {k: one.half.answer(one, None) for k, one in enumerate(questions) if one.alone}
+    answers: dict[int, dict[str, bytes]] = {}
     for backward in (True, False):
-        sizes = [
-            (k, len(one.entry.rows))
-            for k, one in enumerate(questions)
-            if not one.alone and (one.what in ("loss", "gradient")) is backward
-        ]
-        for group in greedy_packs(sizes, site.max_tokens):
-            outputs = forward_batch([questions[k].entry for k in group], site, backward=backward)
-            for k, output in zip(group, outputs, strict=True):
+        asked = [k for k, one in enumerate(questions) if (one.what in ("loss", "gradient")) is backward]
+        together = [(k, len(questions[k].entry.rows)) for k in asked if questions[k].entry.weights is None]
+        alone = [[k] for k in asked if questions[k].entry.weights is not None]
+        for group in [*alone, *greedy_packs(together, site.max_tokens)]:
+            ordered = sorted(group, key=lambda k: questions[k].entry.blocks)
+            outputs = forward_batch([questions[k].entry for k in ordered], site, backward=backward)
+            for k, output in zip(ordered, outputs, strict=True):
                 answers[k] = questions[k].half.answer(questions[k], output)
     return [answers[k] for k in range(len(questions))]
 
 
-class TrainingHalf(ServerHalf):
+class GradientHalf(ServerHalf):
+    """Answers rows with their gradient, step by step; subclasses make use of the gradients of what is above the cut.
+
+    With the head at the client a step is two requests: features go down, and their gradient comes up.
+    """
+
+    def __init__(
+        self, side: CutMessages, params: Params, *, steps: int, wants: bool, weights: Params | None = None
+    ) -> None:
+        """The client `wants` the gradients of its rows; `params` and `weights` are those of `ServerInput`."""
+        self.side, self._steps = side, steps
+        self._params, self._wants, self._weights = params, wants, weights
+        self._waiting: ServerInput | None = None
+
+    def read(self, what: str, done: int, payloads: Payloads) -> ParsedRequest:
+        """The rows of a step, or those that wait, with the gradient of their features."""
+        side = self.side
+        first = "features" if side.cut.head == "client" else "loss"
+        side.expect(what, done, first if self._waiting is None else "gradient")
+        if self._waiting is not None:
+            entry, self._waiting = side.with_upper(self._waiting, payloads), None
+            return ParsedRequest(half=self, what=what, entry=entry)
+        self.close_step(payloads)
+        if done >= self._steps:
+            raise ProtocolError(f"{side.job.client} goes on after its {self._steps} steps")
+        entry = side.entry(payloads, self._params, self.dropout(done), wants=self._wants)
+        return ParsedRequest(half=self, what=what, entry=replace(entry, weights=self._weights))
+
+    def answer(self, question: ParsedRequest, output: ServerOutput) -> dict[str, bytes]:
+        """Features, or the gradient of the rows and what `take_gradients` adds."""
+        entry = question.entry
+        if question.what == "features":
+            self._waiting = entry
+            return self.side.rows_down(output.features, "activation")
+        rows = {} if entry.rows.grad is None else self.side.rows_down(entry.rows.grad, "gradient")
+        answer = {**rows, **self.take_gradients(None if output.loss is None else output.loss.detach())}
+        self.side.done += 1
+        return answer
+
+    def end(self, payloads: Payloads) -> Update:
+        """This half's update."""
+        if self.side.done < self._steps or self._waiting is not None:
+            raise ProtocolError(
+                f"{self.side.job.client} ends after {self.side.done} of {self._steps} steps; install our version"
+            )
+        self.close_step(payloads)
+        return self.update(payloads)
+
+    def measured_gradients(self) -> dict[str, Tensor]:
+        """The gradients of the weights and of the head here, which have none afterwards."""
+        return pop_gradients({**(self._weights or {}), **self._params})
+
+    def close_step(self, payloads: Payloads) -> None:
+        """End the step before, of which the client tells something beside its next rows."""
+
+    def dropout(self, done: int) -> Dropout:  # noqa: ARG002 - the same in every step
+        """Where the masks of this step come from."""
+        return NO_DROPOUT
+
+    @abstractmethod
+    def take_gradients(self, loss: Tensor | None) -> dict[str, bytes]:
+        """Take the gradients of a step, whose loss is known where the head is here; what its answer says of them."""
+
+    @abstractmethod
+    def update(self, payloads: Payloads) -> Update:
+        """This half's update, after its last step."""
+
+
+class TrainingHalf(GradientHalf):
     """Trains the blocks above the cut, with an optimizer of their own, in step with the client's."""
 
     def __init__(self, job: Job, site: Site) -> None:
-        self.side = CutMessages(job, site)
-        self.places = tuple(client_side_indices(site.backbone, job.params, job.options, self.side.cut))
-        self._member = server_side_trainer(job, site)
-        self._waiting: ServerInput | None = None
-        self._open = 0  # examples of the step that is to be closed
+        side, self._member = CutMessages(job, site), server_side_trainer(job, site)
+        self.places = tuple(client_side_indices(site.backbone, job.params, job.options, side.cut))
+        super().__init__(side, self._member.params, steps=self._member.steps, wants=bool(self.places))
+        self._is_open = False
 
-    def read(self, what: str, done: int, payloads: Payloads) -> ParsedRequest:
-        """Rows to train on, or the gradient of the features that went down; what the last step left comes before."""
-        self.side.expect_pass(what, done, waiting=self._waiting)
-        if self._waiting is not None:
-            entry, self._waiting = self.side.with_upper(self._waiting, payloads), None
-        else:
-            self.step(payloads)
-            if done >= self._member.steps:
-                raise ProtocolError(f"{self.side.job.client} goes on after its {self._member.steps} steps")
-            dropout = self._member.dropout(done)
-            entry = self.side.entry(payloads, self._member.params, dropout, wants=bool(self.places))
-        return ParsedRequest(half=self, what=what, entry=entry)
+    def dropout(self, done: int) -> Dropout:
+        """Where the masks of this step come from."""
+        return self._member.dropout(done)
 
-    def answer(self, question: ParsedRequest, output: ServerOutput | None) -> dict[str, bytes]:
-        """Features, or the gradient of the rows with the norms of this half's gradients."""
-        entry = question.entry
-        assert output is not None, "a pass goes before"
-        side = self.side
-        if question.what == "features":
-            self._waiting = entry
-            return side.rows_down(output.features, "activation")
-        if output.loss is not None:
-            self._member.losses.append(output.loss.detach())
-        side.done += 1
-        self._open = entry.reads
-        answer: dict[str, bytes] = {}
-        if entry.rows.grad is not None:
-            answer |= side.rows_down(entry.rows.grad, "gradient")
-        if self._member.options.clip > 0:
-            answer |= side.count_sent(encode_tensors({NORMS: self._member.norms()}), "control")
-        return answer
+    def take_gradients(self, loss: Tensor | None) -> dict[str, bytes]:
+        """Tell the norms of this half's gradients."""
+        self._member.losses += [] if loss is None else [loss]
+        self._is_open = True
+        if self._member.options.clip <= 0:
+            return {}
+        return self.side.count_sent(encode_tensors({NORMS: self._member.norms()}), "control")
 
-    def step(self, payloads: Payloads) -> None:
+    def close_step(self, payloads: Payloads) -> None:
         """Step, now that the client has told the norms of its gradients."""
-        if not self._open:
+        if not self._is_open:
             return
-        norms, self._open = None, 0
+        norms, self._is_open = None, False
         if self._member.options.clip > 0:
             others = self.side.decode(payloads, "control").get(NORMS)
             if others is None or others.dtype is not torch.float32 or others.shape != (len(self.places),):
@@ -420,17 +468,11 @@ class TrainingHalf(ServerHalf):
             norms = merge_norms(others.to(self._member.norms()), self._member.norms(), self.places)
         self._member.step(self.side.done - 1, norms=norms)
 
-    def end(self, payloads: Payloads) -> Update:
+    def update(self, payloads: Payloads) -> Update:  # noqa: ARG002 - the norms were the last of it
         """The trained upper part."""
-        side, member = self.side, self._member
-        if side.done < member.steps or self._waiting is not None:
-            raise ProtocolError(
-                f"{side.job.client} ends after {side.done} of {member.steps} steps; install our version"
-            )
-        self.step(payloads)
-        update = member.update(0.0)
-        here = {"loss": update.metrics["loss"]} if side.cut.head == "server" else {}
-        return replace(update, metrics={**here, "steps": float(side.done)})
+        update = self._member.update(0.0)
+        here = {"loss": update.metrics["loss"]} if self.side.cut.head == "server" else {}
+        return replace(update, metrics={**here, "steps": float(self.side.done)})
 
 
 class EvaluationHalf(ServerHalf):
@@ -451,10 +493,9 @@ class EvaluationHalf(ServerHalf):
         self._scored += len(entry.lengths)
         return ParsedRequest(half=self, what=what, entry=entry)
 
-    def answer(self, question: ParsedRequest, output: ServerOutput | None) -> dict[str, bytes]:
+    def answer(self, question: ParsedRequest, output: ServerOutput) -> dict[str, bytes]:
         """Features, or nothing where the scores are here."""
         entry = question.entry
-        assert output is not None, "a pass goes before"
         self.side.done += 1
         if output.logits is None or entry.labels is None:
             return self.side.rows_down(output.features, "activation")

@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from atlas_fl.errors import ConfigError, ModelError
 from atlas_fl.models.attention import PACKED, PackedLayout
-from atlas_fl.models.registry import Family, ModelShape, apply_head
+from atlas_fl.models.registry import Family, ModelShape, apply_layers
 from atlas_fl.models.vision import Vision
 from atlas_fl.params import Params, head_keys
 from atlas_fl.storage.tensors import DTYPES
@@ -133,7 +133,7 @@ def pool_features(backbone: Backbone, hidden: Tensor, positions: Tensor) -> Tens
 def head_logits(backbone: Backbone, params: Params, features: Tensor) -> Tensor:
     """Logits (outputs, labels) by the client's own head, or (outputs, vocabulary) by the model's where it has none."""
     if head_keys(params):
-        return apply_head(backbone.family, params, features)
+        return apply_layers(backbone.family.head, params, features)
     assert backbone.vocabulary is not None, "a model that writes is loaded with its output embedding"
     return nn.functional.linear(features, backbone.vocabulary)
 

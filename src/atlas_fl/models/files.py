@@ -7,7 +7,7 @@ its weights hold, and all of this is known from headers: nothing is allocated th
 import os
 import stat
 import zipfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -24,8 +24,8 @@ Shapes: TypeAlias = dict[str, tuple[int, ...]]
 """Shapes of stored tensors by their stored names."""
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-OLD_WEIGHTS, OLD_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+WEIGHTS = "model.safetensors"
+_FORMATS = (WEIGHTS, "pytorch_model.bin")
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".ot"})
 MOST_TEXT_BYTES = 64 * 2**20
 """Most bytes of a config, a tokenizer or another file that is no weights; published ones have at most half."""
@@ -129,22 +129,23 @@ def weight_files(name: str, source: str) -> dict[str, str] | Path:
 
     Raises `ModelError` where there is no safetensors file.
     """
-    files = _find_weights(name, source, WEIGHTS, INDEX)
+    files = _find_weights(name, source, _FORMATS[:1])
     if files is None:
         raise ModelError(
-            f"model {name!r} ({source}) has no {WEIGHTS} or {INDEX}, the files that can be read in parts;"
+            f"model {name!r} ({source}) has no {WEIGHTS} or its index, the files that can be read in parts;"
             " save it again with save_pretrained"
         )
     return files
 
 
-def _find_weights(name: str, source: str, single: str, index: str) -> dict[str, str] | Path | None:
-    """`weight_files` of these names; None where there is neither."""
-    path = find_file(source, single)
-    if path is not None:
-        return path
-    path = find_file(source, index)
-    return None if path is None else _shards(name, path)
+def _find_weights(name: str, source: str, formats: Sequence[str] = _FORMATS) -> dict[str, str] | Path | None:
+    """`weight_files` of the first of these formats, safetensors before torch's own, that is there; None without any."""
+    for single in formats:
+        for file in (single, f"{single}.index.json"):
+            path = find_file(source, file)
+            if path is not None:
+                return path if file == single else _shards(name, path)
+    return None
 
 
 def _shards(name: str, index: Path) -> dict[str, str]:
@@ -184,7 +185,7 @@ def checkpoint_names(key: str, prefix: str) -> tuple[str, ...]:
 
 def tensor_names(name: str, source: str) -> Collection[str]:
     """The stored names of all tensors; of a sharded model from its index, without its shards."""
-    files = _find_weights(name, source, WEIGHTS, INDEX) or _find_weights(name, source, OLD_WEIGHTS, OLD_INDEX)
+    files = _find_weights(name, source)
     return files if isinstance(files, dict) else tensor_shapes(name, source)
 
 
@@ -195,14 +196,13 @@ def tensor_shapes(name: str, source: str) -> Shapes:
         OSError: there is no file of weights.
         ModelError: a file is damaged.
     """
-    for single, index in ((WEIGHTS, INDEX), (OLD_WEIGHTS, OLD_INDEX)):
-        files = _find_weights(name, source, single, index)
-        if isinstance(files, Path):
-            return _file_shapes(name, files)
-        if files is not None:
-            shards = [shard_file(name, source, shard) for shard in dict.fromkeys(files.values())]
-            return {key: shape for shard in shards for key, shape in _file_shapes(name, shard).items()}
-    raise OSError(f"there is no {WEIGHTS}, and no {INDEX}, {OLD_WEIGHTS} or {OLD_INDEX} in its place")
+    files = _find_weights(name, source)
+    if files is None:
+        raise OSError(f"there is no {' or '.join(_FORMATS)}, and no index of either")
+    if isinstance(files, Path):
+        return _file_shapes(name, files)
+    shards = [shard_file(name, source, shard) for shard in dict.fromkeys(files.values())]
+    return {key: shape for shard in shards for key, shape in _file_shapes(name, shard).items()}
 
 
 def _file_shapes(name: str, path: Path) -> Shapes:

@@ -28,6 +28,7 @@ NOT_COMPUTED_WITH = frozenset(
 )
 """Entries of a `config.json` that a frozen backbone computes nothing with. The tokens are the tokenizer's here, also
 where padding shifts positions, and are digested with it."""
+_IMAGE_INPUT = ("image_size", "mean", "std", "rescale", "resample")
 _SPECIAL = ("pad_token_id", "unk_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
 
 
@@ -51,7 +52,11 @@ def model_identity(backbone: Backbone, *, has_weights: bool = True) -> ModelIden
         weights=weights_digest(backbone) if has_weights else None,
         vocabulary=_vocabulary_digest(backbone) if has_weights else None,
         architecture=_digest(_architecture(backbone)),
-        tokenizer=_digest(_image_input(backbone) if backbone.vision is not None else _text_input(backbone.tokenizer)),
+        tokenizer=_digest(
+            _text_input(backbone.tokenizer)
+            if backbone.vision is None
+            else {name: getattr(backbone.vision, name) for name in _IMAGE_INPUT}
+        ),
     )
 
 
@@ -91,13 +96,6 @@ def _text_input(tokenizer: Any) -> Mapping[str, Any]:
         backend.no_padding()
         content = {"backend": backend.to_str()}  # in one order, however the file was written
     return {**content, "special": special, "cut": tokenizer.truncation_side}
-
-
-def _image_input(backbone: Backbone) -> Mapping[str, Any]:
-    vision = backbone.vision
-    assert vision is not None, "asked for models of images alone"
-    names = ("image_size", "mean", "std", "rescale", "resample")
-    return {name: getattr(vision, name) for name in names}
 
 
 def _digest(content: Mapping[str, Any]) -> str:

@@ -296,16 +296,22 @@ def find_family(name: str) -> tuple[str, Family]:
     """
     source = locate_model(name)
     with as_model_error(name, source), loading_lock():
-        check_folder(name, source)
-        check_raw_config(name, source)
-        config = AutoConfig.from_pretrained(source, **loading_options(source))
+        config = read_config(name, source)
         family = {**FAMILIES, **VISION_FAMILIES}.get(config.model_type)
         if family is None:
             raise ModelError(_unknown_architecture(name, config.model_type))
-        check_config(name, config)
         if lacks_pooler(config, family, tensor_names(name, source)):
             return source, with_trained_pooler(family)
         return source, family
+
+
+def read_config(name: str, source: str) -> Any:
+    """The config of a model's folder, whose files are checked; raises `ModelError` for what is no model's."""
+    check_folder(name, source)
+    check_raw_config(name, source)
+    config = AutoConfig.from_pretrained(source, **loading_options(source))
+    check_config(name, config)
+    return config
 
 
 def loading_options(source: str) -> dict[str, Any]:

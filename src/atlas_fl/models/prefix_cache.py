@@ -11,11 +11,9 @@ One example at a time would be exact too and takes two to four times as long, be
 
 Examples that stand in no split, such as augmented images, are a chunk by themselves and are never kept.
 
-Runs of one process with the same frozen model share a cache (`shared_prefix_cache`): strategies of one seed, and seeds
-with the same rows. Splits are told apart by their content.
-
-What is computed on a CPU is also kept on the disk (`storage.state_files`), by the content of its chunk and by all else
-that decides its bits: workers, processes side by side and later runs read what one of them has computed.
+Splits are told apart by their content. What is computed on a CPU is also kept on the disk (`storage.state_files`), by
+the content of its chunk and by all else that decides its bits: workers, processes side by side and later runs read what
+one of them has computed.
 """
 
 import os
@@ -57,8 +55,6 @@ class Chunks:
     """The chunk of every example of the split, (n,) int64."""
     start: np.ndarray
     """Its first token inside the chunk, (n,) int64."""
-    run: int = 0
-    """The number of the last run that used them."""
     kept: dict[int, Tensor] = field(default_factory=dict)
     """States of chunks, (tokens, width)."""
 
@@ -84,8 +80,8 @@ def make_chunks(lengths: np.ndarray, *, tokens: int) -> Chunks:
 class PrefixCache:
     """The states of examples at the input of the first adapted block, kept up to a number of bytes.
 
-    Inside a run what comes first stays: every pass takes the same examples in another order, and would push out what
-    the next one needs. What earlier runs left makes room, the least recently used first.
+    What comes first stays: every pass takes the same examples in another order, and would push out what the next one
+    needs.
     """
 
     budget_bytes: int = 0
@@ -98,24 +94,16 @@ class PrefixCache:
     """All that decides the bits of a state besides its chunk."""
     used_bytes: int = 0
     """Bytes of the states that are kept."""
-    _run: int = 0
     _splits: dict[str, Chunks] = field(default_factory=dict)
-
-    def begin_run(self) -> None:
-        """From here on what was kept before may be dropped for what comes; what is above the budget is dropped now."""
-        self._run += 1
-        self._make_room(0)
-        if self.files is not None:
-            self.files.begin_run()
 
     def states(self, examples: EncodedExamples, compute: Compute) -> Tensor:
         """The states (tokens, width) of these examples, in their order."""
         if examples.taken_from is None:
             return compute(examples)
         split, places = examples.taken_from
-        chunks = self._splits.get(split.digest)
-        if chunks is None or chunks.run != self._run:
-            chunks = self._use(split)
+        if split.digest not in self._splits:
+            self._splits[split.digest] = make_chunks(split.lengths, tokens=self.chunk_tokens)
+        chunks = self._splits[split.digest]
         by_chunk = {
             number: self._chunk_states(split, chunks, number, compute)
             for number in np.unique(chunks.chunk[places]).tolist()
@@ -125,45 +113,28 @@ class PrefixCache:
         )
         return torch.cat([by_chunk[number][start : start + length] for number, start, length in spans])
 
-    def _use(self, split: EncodedExamples) -> Chunks:
-        """The chunks of a split that this run uses for the first time, as the most recently used."""
-        chunks = self._splits.pop(split.digest, None) or make_chunks(split.lengths, tokens=self.chunk_tokens)
-        chunks.run = self._run
-        self._splits[split.digest] = chunks
-        return chunks
-
     def _chunk_states(self, split: EncodedExamples, chunks: Chunks, number: int, compute: Compute) -> Tensor:
         if number in chunks.kept:
             return chunks.kept[number]
-        states = self._read_or_compute(split.take(chunks.members[number]), compute)
-        self._make_room(states.nbytes)
+        examples = split.take(chunks.members[number])
+        states = compute(examples) if self.files is None else self._read_or_compute(examples, self.files, compute)
         if self.used_bytes + states.nbytes <= self.budget_bytes:
             chunks.kept[number] = states
             self.used_bytes += states.nbytes
         return states
 
-    def _read_or_compute(self, examples: EncodedExamples, compute: Compute) -> Tensor:
+    def _read_or_compute(self, examples: EncodedExamples, files: StateFiles, compute: Compute) -> Tensor:
         """The states of a whole chunk, from the disk where they are kept there."""
-        if self.files is None:
-            return compute(examples)
         # no labels, so that tasks on the same texts share their states
         seen = arrays_digest(examples.ids, examples.types, examples.lengths, examples.pixels)
         key = sha256(f"{self.key} {seen}".encode()).hexdigest()
         # in inference mode, as evaluations have it, what is read could not be kept for training
         with torch.inference_mode(False):
-            states = self.files.read(key)
+            states = files.read(key)
         if states is None:
             states = compute(examples)
-            self.files.write(key, states)
+            files.write(key, states)
         return states
-
-    def _make_room(self, size: int) -> None:
-        """Drop splits of earlier runs until so many bytes fit, or none of these is left."""
-        earlier = [digest for digest, chunks in self._splits.items() if chunks.run != self._run]
-        for digest in earlier if size <= self.budget_bytes else ():
-            if self.used_bytes + size <= self.budget_bytes:
-                return
-            self.used_bytes -= sum(states.nbytes for states in self._splits.pop(digest).kept.values())
 
 
 @cache
@@ -179,23 +150,3 @@ def machine_key() -> str:
     processor = (platform.machine(), torch.backends.cpu.get_cpu_capability(), *sorted(names))
     settings = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(_LIBRARIES))
     return repr((code.hexdigest(), torch.__version__, version("transformers"), processor, settings))
-
-
-_shared: dict[str, PrefixCache] = {}
-
-
-def shared_prefix_cache(
-    key: str, *, budget_bytes: int, chunk_tokens: int, files: StateFiles | None = None
-) -> PrefixCache:
-    """The cache of this process for a frozen model of this key, at the begin of a run; other models' are dropped.
-
-    The key says all that decides the bits of a state besides the examples and the chunks.
-    """
-    key = f"{key} {chunk_tokens}"
-    if key not in _shared:
-        _shared.clear()
-        _shared[key] = PrefixCache(chunk_tokens=chunk_tokens)
-    shared = _shared[key]
-    shared.budget_bytes, shared.files, shared.key = budget_bytes, files, f"{key} {machine_key()}" if files else ""
-    shared.begin_run()
-    return shared

@@ -128,17 +128,8 @@ def head_shapes(family: Family, *, hidden: int, num_labels: int) -> dict[str, tu
     return shapes
 
 
-def apply_head(family: Family, params: Params, features: Tensor) -> Tensor:
-    """Logits (examples, labels) of features (examples, hidden)."""
-    return _apply_layers(family.head, params, features)
-
-
-def last_layer_inputs(family: Family, params: Params, features: Tensor) -> Tensor:
-    """Inputs of the last layer of the head, (examples, hidden): the features themselves where there is no other."""
-    return _apply_layers(family.head[:-1], params, features)
-
-
-def _apply_layers(layers: Sequence[Dense], params: Params, features: Tensor) -> Tensor:
+def apply_layers(layers: Sequence[Dense], params: Params, features: Tensor) -> Tensor:
+    """Output of these layers of a head, (examples, width), of features (examples, hidden)."""
     for layer in layers:
         bias = params[layer.key + "bias"] if layer.bias else None
         features = ACTIVATIONS[layer.activation](nn.functional.linear(features, params[layer.key + "weight"], bias))
@@ -235,7 +226,7 @@ VISION_FAMILIES: dict[str, Family] = {
 """Architectures that see images and whose blocks are plain transformers, so that they take adapters in packs."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RegisteredModel:
     """A registered model."""
 
@@ -254,31 +245,22 @@ class RegisteredModel:
 MODELS: dict[str, RegisteredModel] = {
     model.alias: model
     for model in (
-        RegisteredModel(alias="minilm", path="embedded", parameters="22.7M", lr=1e-3, note="all-MiniLM-L6-v2"),
-        RegisteredModel(alias="distilbert", path="distilbert-base-uncased", parameters="66M", lr=5e-4),
-        RegisteredModel(alias="bert", path="bert-base-uncased", parameters="110M", lr=3e-4),
-        RegisteredModel(alias="bert-large", path="bert-large-uncased", parameters="336M", lr=2e-4),
-        RegisteredModel(alias="roberta", path="roberta-base", parameters="125M", lr=3e-4),
-        RegisteredModel(alias="roberta-large", path="roberta-large", parameters="355M", lr=2e-4),
-        RegisteredModel(alias="gpt2", path="gpt2", parameters="124M", lr=5e-4),
-        RegisteredModel(alias="gpt2-medium", path="gpt2-medium", parameters="355M", lr=3e-4),
-        RegisteredModel(alias="gpt2-xl", path="gpt2-xl", parameters="1.5B", lr=2e-4),
-        RegisteredModel(alias="qwen2.5-0.5b", path="Qwen/Qwen2.5-0.5B", parameters="494M", lr=2e-4),
-        RegisteredModel(alias="llama-3.2-1b", path="meta-llama/Llama-3.2-1B", parameters="1.2B", lr=2e-4, note="gated"),
+        RegisteredModel("minilm", "embedded", "22.7M", 1e-3, note="all-MiniLM-L6-v2"),
+        RegisteredModel("distilbert", "distilbert-base-uncased", "66M", 5e-4),
+        RegisteredModel("bert", "bert-base-uncased", "110M", 3e-4),
+        RegisteredModel("bert-large", "bert-large-uncased", "336M", 2e-4),
+        RegisteredModel("roberta", "roberta-base", "125M", 3e-4),
+        RegisteredModel("roberta-large", "roberta-large", "355M", 2e-4),
+        RegisteredModel("gpt2", "gpt2", "124M", 5e-4),
+        RegisteredModel("gpt2-medium", "gpt2-medium", "355M", 3e-4),
+        RegisteredModel("gpt2-xl", "gpt2-xl", "1.5B", 2e-4),
+        RegisteredModel("qwen2.5-0.5b", "Qwen/Qwen2.5-0.5B", "494M", 2e-4),
+        RegisteredModel("llama-3.2-1b", "meta-llama/Llama-3.2-1B", "1.2B", 2e-4, note="gated"),
+        RegisteredModel("smollm2-135m", "HuggingFaceTB/SmolLM2-135M", "135M", 5e-4, note="Llama"),
+        RegisteredModel("mistral-7b", "mistralai/Mistral-7B-v0.3", "7.2B", 1e-4, note="gated"),
+        RegisteredModel("dino-vits16", "facebook/dino-vits16", "21.7M", 1e-3, images=True, note="ViT"),
         RegisteredModel(
-            alias="smollm2-135m", path="HuggingFaceTB/SmolLM2-135M", parameters="135M", lr=5e-4, note="Llama"
-        ),
-        RegisteredModel(alias="mistral-7b", path="mistralai/Mistral-7B-v0.3", parameters="7.2B", lr=1e-4, note="gated"),
-        RegisteredModel(
-            alias="dino-vits16", path="facebook/dino-vits16", parameters="21.7M", lr=1e-3, images=True, note="ViT"
-        ),
-        RegisteredModel(
-            alias="dinov2-vits14",
-            path="embedded",
-            parameters="22.1M",
-            lr=1e-3,
-            images=True,
-            note=f"`atlas fetch vision`; {VIT.note}",
+            "dinov2-vits14", "embedded", "22.1M", 1e-3, images=True, note=f"`atlas fetch vision`; {VIT.note}"
         ),
     )
 }

@@ -17,7 +17,6 @@ from torch.func import functional_call
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from atlas_fl.errors import ModelError
 from atlas_fl.params import HEAD, Params
 
 
@@ -81,12 +80,6 @@ class Vision:
         prefix = "" if self.backbone is self.model else f"{self.model.base_model_prefix}."
         return {name: prefix + name for name, _ in self.backbone.named_parameters()}
 
-    @cached_property
-    def has_tied_weights(self) -> bool:
-        """Return whether a tensor has several names in the model; a search in every step takes 2% of a small one."""
-        every = sum(1 for _ in self.model.named_parameters(remove_duplicate=False))
-        return every > sum(1 for _ in self.model.named_parameters())
-
 
 def backbone_weights(vision: Vision) -> Params:
     """Every tensor of the backbone by its stock name, float32; these are the module's own, not copies."""
@@ -98,18 +91,10 @@ def image_features(
 ) -> Float[Tensor, "n hidden"]:
     """Features that the stock classifier would read, with `params` in the place of the backbone's tensors.
 
-    Tensors that `params` lacks are the backbone's own; its head is not looked at. A `ModelError` names a tensor that
-    the backbone does not have.
+    Tensors that `params` lacks are the backbone's own; its head is not looked at.
     """
-    names = vision.classifier_names
-    tensors = {}
-    for key, tensor in params.items():
-        if key.startswith(HEAD):
-            continue
-        if key not in names:
-            raise ModelError(f"{vision.name} has no tensor {key!r}; these weights are of another architecture")
-        tensors[names[key]] = tensor
-    features: Tensor = functional_call(vision.model, tensors, (pixels,), tie_weights=vision.has_tied_weights).logits
+    tensors = {vision.classifier_names[key]: tensor for key, tensor in params.items() if not key.startswith(HEAD)}
+    features: Tensor = functional_call(vision.model, tensors, (pixels,)).logits
     return features
 
 

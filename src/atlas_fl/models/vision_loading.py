@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification, PreTrainedModel
+from transformers import AutoImageProcessor, AutoModelForImageClassification, PreTrainedModel
 
 from atlas_fl.errors import ConfigError, ModelError
 from atlas_fl.models.backbone import Backbone
-from atlas_fl.models.files import check_config, check_folder, check_raw_config
 from atlas_fl.models.loading import (
     as_model_error,
     check_complete,
@@ -26,6 +25,7 @@ from atlas_fl.models.loading import (
     load_stock,
     loading_lock,
     loading_options,
+    read_config,
     save_stock,
 )
 from atlas_fl.models.registry import VISION_FAMILIES, Dense, Family, locate_model
@@ -52,10 +52,7 @@ def load_vision(
     """
     source = locate_model(name)
     with as_model_error(name, source, images=True), loading_lock():
-        check_folder(name, source)
-        check_raw_config(name, source)
-        config = AutoConfig.from_pretrained(source, **loading_options(source))
-        check_config(name, config)
+        config = read_config(name, source)
         config.num_labels = 0  # stock for features without a classifier
         processor = AutoImageProcessor.from_pretrained(source, **loading_options(source))
         model, missing = load_stock(name, source, AutoModelForImageClassification, config)

@@ -26,7 +26,7 @@ from atlas_fl.models.backbone import Backbone, block_index, model_shape, trainab
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.lora import lora_scale
 from atlas_fl.models.peft_io import default_targets
-from atlas_fl.models.prefix_cache import CPU_CHUNK_TOKENS, CUDA_CHUNK_TOKENS, PrefixCache, shared_prefix_cache
+from atlas_fl.models.prefix_cache import CPU_CHUNK_TOKENS, CUDA_CHUNK_TOKENS, PrefixCache, machine_key
 from atlas_fl.models.registry import ModelShape
 from atlas_fl.models.tokenization import EncodedExamples, encode_examples, encode_prompts, encode_targets
 from atlas_fl.models.vision_loading import load_image_backbone, tokens_per_image
@@ -261,23 +261,23 @@ def _read_secrets(config: Config, clients: Sequence[ClientData]) -> dict[str, by
 
 
 def _prefix_cache(config: Config, backbone: Backbone) -> PrefixCache:
-    """The cache that runs of this process with the same frozen model share; one of its own for a large model.
+    """The cache of what the frozen blocks give out, with files unless the model is large.
 
     Files are for states that a CPU has computed; whether reading beats computing on a GPU is not measured.
     """
     chunk_tokens = CUDA_CHUNK_TOKENS if backbone.device.type == "cuda" else CPU_CHUNK_TOKENS
     budget_bytes, first_adapted = int(config.training.prefix_cache_gb * 2**30), first_adapted_block(config, backbone)
-    if not first_adapted or backbone.num_parameters > MOST_HASHED or backbone.device.type == "meta":
+    disk_bytes = int(config.training.prefix_disk_gb * 2**30) if backbone.device.type == "cpu" else 0
+    if not first_adapted or backbone.num_parameters > MOST_HASHED or not disk_bytes:
         return PrefixCache(budget_bytes=budget_bytes, chunk_tokens=chunk_tokens)
     key = repr(
         (
             *(digest(backbone.frozen), first_adapted, config.images.image_size, config.model.precision),
-            *(str(backbone.device), torch.get_num_threads()),
+            *(str(backbone.device), torch.get_num_threads(), chunk_tokens, machine_key()),
         )
     )
-    disk_bytes = int(config.training.prefix_disk_gb * 2**30) if backbone.device.type == "cpu" else 0
-    files = StateFiles(state_folder(), budget_bytes=disk_bytes) if disk_bytes else None
-    return shared_prefix_cache(key, budget_bytes=budget_bytes, chunk_tokens=chunk_tokens, files=files)
+    files = StateFiles(state_folder(), budget_bytes=disk_bytes)
+    return PrefixCache(budget_bytes=budget_bytes, chunk_tokens=chunk_tokens, files=files, key=key)
 
 
 def backbone_of(

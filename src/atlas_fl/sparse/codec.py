@@ -15,9 +15,9 @@ from torch import Tensor
 from atlas_fl.errors import ProtocolError
 from atlas_fl.params import Params
 from atlas_fl.sparse.masks import Mask, check_mask
-from atlas_fl.storage.tensors import DTYPES, decode_tensors, encode_tensors, encoded_size
+from atlas_fl.storage.tensors import decode_tensors, encode_tensors, encoded_size
 
-_LAYOUT, _BITMAP, _PREFIX = "layout", "bitmap", "values."
+_LAYOUT, _BITMAP, _VALUES = "layout", "bitmap", "values.F32"
 
 
 def encode_mask(mask: Mask) -> bytes:
@@ -53,49 +53,39 @@ def decode_mask(message: bytes, like: Params) -> dict[str, Tensor]:
 
 
 def encode_values(params: Params, mask: Mask) -> bytes:
-    """The message with the kept values of the parameters, exactly, and nothing of the frozen ones."""
+    """The message with the kept values of the parameters, which have one dtype, and nothing of the frozen ones."""
     check_mask(mask, params)
-    order = sorted(params)
-    kept: dict[str, list[Tensor]] = {}
-    for name in order:
-        kept.setdefault(_PREFIX + DTYPES[params[name].dtype], []).append(params[name].detach()[mask[name]])
-    return encode_tensors({key: torch.cat(values) for key, values in kept.items()})
+    return encode_tensors({_VALUES: torch.cat([params[name].detach()[mask[name]] for name in sorted(params)])})
 
 
-def values_size(count: int, *, dtype: torch.dtype = torch.float32) -> int:
-    """Bytes that `encode_values` makes of this number of kept values of one dtype, without any values."""
-    return encoded_size({_PREFIX + DTYPES[dtype]: torch.empty(count, dtype=dtype, device="meta")})
+def values_size(count: int) -> int:
+    """Bytes that `encode_values` makes of this number of kept float32 values, without any values."""
+    return encoded_size({_VALUES: torch.empty(count, device="meta")})
 
 
 def decode_values(message: bytes, mask: Mask, like: Params, *, into: Params | None = None) -> dict[str, Tensor]:
     """The parameters of a message: its values where the mask is one, elsewhere those of `into`, or zeros.
 
-    Shapes and dtypes are those of `like`, of which no value is read. With zeros an update of differences is the dense
+    Shapes and dtype are those of `like`, of which no value is read. With zeros an update of differences is the dense
     one; with `into`, what the frozen weights are on both sides, weights are.
 
     Raises:
         ProtocolError: the message is damaged, or has other values than the mask keeps.
     """
     check_mask(mask, like)
-    tensors = _decode_tensors(message)
-    counts: dict[torch.dtype, dict[str, int]] = {}
-    for name in sorted(like):
-        counts.setdefault(like[name].dtype, {})[name] = int(torch.count_nonzero(mask[name]))
-    expected = {_PREFIX + DTYPES[dtype]: (dtype, (sum(by_name.values()),)) for dtype, by_name in counts.items()}
-    if {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()} != expected:
-        num_values = sum(tensor.numel() for tensor in tensors.values())
-        num_kept = sum(sum(by_name.values()) for by_name in counts.values())
+    values = _decode_tensors(message).get(_VALUES, torch.empty(0))
+    names = sorted(like)
+    counts = [int(torch.count_nonzero(mask[name])) for name in names]
+    if values.dtype is not like[names[0]].dtype or values.shape != (sum(counts),):
         raise ProtocolError(
-            f"a sparse message has {num_values} values and its mask keeps {num_kept}; both sides need one mask"
+            f"a sparse message has {values.numel()} values of {values.dtype} and its mask keeps {sum(counts)} of"
+            f" {like[names[0]].dtype}; both sides need one mask"
         )
-    values: dict[str, Tensor] = {}
-    for dtype, by_name in counts.items():
-        parts = torch.split(tensors[_PREFIX + DTYPES[dtype]], list(by_name.values()))
-        values |= zip(by_name, parts, strict=True)
+    parts = dict(zip(names, torch.split(values, counts), strict=True))
     params = {}
     for name, tensor in like.items():
         dense = torch.zeros(tensor.shape, dtype=tensor.dtype) if into is None else into[name].detach().clone()
-        dense[mask[name]] = values[name].to(dense.device)
+        dense[mask[name]] = parts[name].to(dense.device)
         params[name] = dense
     return params
 

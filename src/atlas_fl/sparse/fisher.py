@@ -179,7 +179,7 @@ def add_per_example_squares(
         with _ProductRecorder(matrices, deltas) as tap:
             result = objective({**params, **traced}, value, draw)
         if tap.elsewhere or tap.products != trace.products:
-            raise ModelError("this model does not compute every example the same way; use method='examples'")
+            raise ModelError("this model does not compute every example the same way; give one that does")
         return result, tap.inputs
 
     deltas = {use: params[use[0]].new_zeros(product.shape) for use, product in trace.products.items()}
@@ -190,8 +190,8 @@ def add_per_example_squares(
         sums[name].add_(gradient.square().sum(0))
     for name in matrices:
         uses = {use: product.windows for use, product in trace.products.items() if use[0] == name}
-        left = _concatenate_tokens([_out_tokens(products[use], windows) for use, windows in uses.items()])
-        right = _concatenate_tokens([_in_tokens(values[use], windows) for use, windows in uses.items()])
+        left = torch.cat([_out_tokens(products[use], windows) for use, windows in uses.items()], dim=1)
+        right = torch.cat([_in_tokens(values[use], windows) for use, windows in uses.items()], dim=1)
         _add_products(sums[name].flatten(1), left, right)
 
 
@@ -204,11 +204,6 @@ def _out_tokens(values: Tensor, windows: UnfoldOptions) -> Tensor:
 def _in_tokens(values: Tensor, windows: UnfoldOptions) -> Tensor:
     tokens = unfold(values.flatten(0, 1), **windows).mT if windows else values
     return tokens.reshape(len(values), -1, tokens.shape[-1])  # (N, T, d_in)
-
-
-def _concatenate_tokens(uses: Sequence[Tensor]) -> Tensor:
-    """The tokens of all uses of a matrix, (N, T, d); those of a single one are not copied."""
-    return uses[0] if len(uses) == 1 else torch.cat(list(uses), dim=1)
 
 
 def _add_products(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -266,48 +261,35 @@ def fisher_scores(
     labels: Literal["sampled", "true"] = "sampled",
     targets: Tensor | None = None,
     seed: Seed = 0,
-    ids: Sequence[int] | None = None,
     memory_bytes: int = MEMORY_BYTES,
-    method: Literal["layers", "examples"] = "layers",
 ) -> Fisher:
     """The summed Fisher information of the parameters `names` over the examples in `inputs`, (n, ...).
 
-    Labels are drawn from the model by a stream of each example's own, `(seed, id)`; `ids` are 0, 1, ... unless given,
-    so that parts of a data set get what the whole gets. The examples are computed in chunks that take about
-    `memory_bytes` beside the model and twice its size for sums. Chunks change rounding alone.
-    `method="examples"` forms the gradient of every example: slow, and the reference.
+    Labels are drawn from the model by a stream of each example's own, `(seed, position)`. The examples are computed in
+    chunks that take about `memory_bytes` beside the model and twice its size for sums. Chunks change rounding alone.
 
     Raises:
         BudgetError: not even one example fits into `memory_bytes`.
         DataError: true labels are wanted and not given, or not one for each example.
         ModelError: the model has no parameter of that name.
     """
-    if method not in ("layers", "examples"):
-        raise ConfigError(f"the method is {method!r}; it is 'layers' or 'examples'")
     chosen = sorted(select_params(params, names))
     weights = {name: tensor.detach() for name, tensor in params.items()}
-    draws, objective = _label_draws(logits, len(inputs), labels=labels, targets=targets, seed=seed, ids=ids)
+    draws, objective = _label_draws(logits, len(inputs), labels=labels, targets=targets, seed=seed)
     draws = draws.to(inputs.device)
     sums = {name: torch.zeros(weights[name].shape, dtype=torch.float64, device=weights[name].device) for name in chosen}
     if len(inputs):
         trace = capture(objective, weights, chosen, inputs=inputs, draws=draws)
-        if method == "examples":
-            inside = sum(weights[name].numel() * weights[name].element_size() for name in trace.matrices)
-            trace = ForwardTrace(products={}, bytes_per_example=trace.bytes_per_example + 2 * inside)
-        size = chunk_size(trace.bytes_per_example, memory_bytes)
+        if trace.bytes_per_example > memory_bytes:
+            raise BudgetError(
+                f"the gradient of one example takes {trace.bytes_per_example} bytes and {memory_bytes} are allowed;"
+                " allow more"
+            )
+        size = memory_bytes // trace.bytes_per_example
         for start in range(0, len(inputs), size):
             part = slice(start, start + size)
             add_per_example_squares(objective, weights, sums, trace=trace, inputs=inputs[part], draws=draws[part])
     return Fisher(sums={name: tensor.to(weights[name].dtype) for name, tensor in sums.items()}, examples=len(inputs))
-
-
-def chunk_size(bytes_per_example: int, memory_bytes: int) -> int:
-    """Number of examples that are computed at once."""
-    if bytes_per_example > memory_bytes:
-        raise BudgetError(
-            f"the gradient of one example takes {bytes_per_example} bytes and {memory_bytes} are allowed; allow more"
-        )
-    return memory_bytes // max(1, bytes_per_example)
 
 
 def logits_of_module(module: nn.Module, read: Callable[..., Tensor] = lambda output: output) -> LogitsFn:
@@ -318,9 +300,9 @@ def logits_of_module(module: nn.Module, read: Callable[..., Tensor] = lambda out
     return lambda params, inputs: read(functional_call(module, dict(params), (inputs,)))
 
 
-def label_uniforms(seed: Seed, ids: Sequence[int]) -> Float64[np.ndarray, " examples"]:
+def label_uniforms(seed: Seed, count: int) -> Float64[np.ndarray, " examples"]:
     """A number in [0, 1) for each example, which settles its label."""
-    return np.array([generator(seed, "label", int(example)).random() for example in ids], np.float64)
+    return np.array([generator(seed, "label", example).random() for example in range(count)], np.float64)
 
 
 def draw_label(logits: Tensor, uniform: Tensor) -> Tensor:
@@ -330,7 +312,7 @@ def draw_label(logits: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _label_draws(
-    logits: LogitsFn, count: int, *, labels: str, targets: Tensor | None, seed: Seed, ids: Sequence[int] | None
+    logits: LogitsFn, count: int, *, labels: str, targets: Tensor | None, seed: Seed
 ) -> tuple[Tensor, Objective]:
     """Numbers that settle the label of each example, and log p of one example given its number."""
 
@@ -340,10 +322,7 @@ def _label_draws(
         return class_logits.log_softmax(-1).gather(0, label[None])[0]
 
     if labels == "sampled":
-        ids = range(count) if ids is None else ids
-        if len(ids) != count:
-            raise DataError(f"{count} examples have {len(ids)} ids; give one for each")
-        return torch.from_numpy(label_uniforms(seed, ids)), log_prob
+        return torch.from_numpy(label_uniforms(seed, count)), log_prob
     if labels != "true":
         raise ConfigError(f"labels are {labels!r}; they are 'sampled' from the model or 'true'")
     if targets is None or targets.shape != (count,):

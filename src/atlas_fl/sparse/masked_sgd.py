@@ -32,27 +32,19 @@ from atlas_fl.sparse.masks import Mask, check_mask
 def restore_frozen(aggregated: ByClient, before: ByClient, mask: Mask) -> dict[str, Params]:
     """The mixed models, with those weights that the mask freezes as each client held them.
 
-    Clients that share a model or a tensor before and after go on sharing it, and a model that was not mixed is the same
-    object as before.
+    Clients that share a tensor before and after go on sharing it.
     """
-    tensors: dict[tuple[int, int], Tensor] = {}
-    models: dict[tuple[int, ...], Params] = {}
+    restored: dict[tuple[int, int], Tensor] = {}
 
-    def restore_tensor(key: str, new: Tensor, old: Tensor) -> Tensor:
-        if new is old:
-            return old
-        pair = id(new), id(old)
-        if pair not in tensors:
-            tensors[pair] = new.where(mask[key].to(new.device), old)
-        return tensors[pair]
+    def restore(key: str, new: Tensor, old: Tensor) -> Tensor:
+        if (id(new), id(old)) not in restored:
+            restored[id(new), id(old)] = old if new is old else new.where(mask[key].to(new.device), old)
+        return restored[id(new), id(old)]
 
-    def restore_model(new: Params, old: Params) -> Params:
-        if new is old:
-            return old
-        identity = (*map(id, new.values()), *map(id, old.values()))
-        return models.setdefault(identity, {key: restore_tensor(key, tensor, old[key]) for key, tensor in new.items()})
-
-    return {name: restore_model(params, before[name]) for name, params in aggregated.items()}
+    return {
+        name: {key: restore(key, tensor, before[name][key]) for key, tensor in params.items()}
+        for name, params in aggregated.items()
+    }
 
 
 FEW = 0.25

@@ -3,10 +3,8 @@
 `least_sensitive` ranks by Fisher information: TaLoS (Iurada, Ciccone and Tommasi, ICLR 2025). The other strategies are
 what it is compared with.
 
-A mask keeps exactly k of n weights, without sorting them and without an index for each. `torch.quantile` refuses more
-than 2^24 values, and a threshold alone keeps too many where values are equal. So `bottom_k` finds the k-th lowest value
-by partition in one buffer (introselect, expected O(n)), keeps all below it, and of those equal to it the first by name
-and position.
+A mask keeps exactly k of n weights. A threshold alone keeps too many where values are equal, so `bottom_k` keeps all
+below the k-th lowest value, and of those equal to it the first by name and position.
 
 `calibrate_mask` makes a mask in several rounds. One pass scores every weight as if all of them would move. With a
 sparsity s and R rounds, round r = 0 .. R-1
@@ -25,9 +23,9 @@ The module also compares masks, merges them, checks them against a model and rea
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -43,8 +41,7 @@ Mask: TypeAlias = Mapping[str, Tensor]
 """The weights that may move: a bool tensor for every chosen parameter, of its shape."""
 
 Ranking: TypeAlias = Callable[[str], Tensor]
-"""The numbers of a parameter by its name; the lower, the sooner a weight is kept. Asked twice, so that no second copy
-of all of them has to be held: both times it must give the same."""
+"""The numbers of a parameter by its name; the lower, the sooner a weight is kept."""
 
 
 def bottom_k(ranking: Ranking, like: Params, *, count: int, within: Mask | None = None) -> dict[str, Tensor]:
@@ -55,47 +52,28 @@ def bottom_k(ranking: Ranking, like: Params, *, count: int, within: Mask | None 
     Raises:
         ModelError: a number is NaN or infinite.
     """
-    assert 0 <= count <= sum(tensor.numel() for tensor in like.values())
-    if count == 0:
-        return {name: torch.zeros(like[name].shape, dtype=torch.bool, device=like[name].device) for name in like}
-    wide = any(tensor.dtype is torch.float64 for tensor in like.values())
-    dtype = torch.float64 if wide else torch.float32
-    threshold, ties = _threshold(_gather(ranking, like, dtype, within), count)
-    assert threshold < torch.inf, "more weights are wanted than the mask has ones"
-    mask: dict[str, Tensor] = {}
-    for name in sorted(like):
-        values = _values(ranking, name, dtype, within)
-        mask[name] = values < threshold
-        if ties > 0:
-            first = (values == threshold).flatten().nonzero()[:ties, 0]
-            mask[name].view(-1)[first] = True
-            ties -= len(first)
-    return {name: mask[name] for name in like}
-
-
-def _threshold(numbers: "np.ndarray[Any, Any]", count: int) -> tuple[float, int]:
-    """The `count`-th lowest number, and how many of those equal to it belong to the lowest `count`."""
-    numbers.partition(count - 1)
-    threshold = numbers[count - 1]
-    return float(threshold), count - int(np.count_nonzero(numbers[:count] < threshold))
-
-
-def _gather(ranking: Ranking, like: Params, dtype: torch.dtype, within: Mask | None) -> "np.ndarray[Any, Any]":
     names = sorted(like)
-    numbers = torch.empty(sum(tensor.numel() for tensor in like.values()), dtype=dtype)
-    for name, part in zip(names, torch.split(numbers, [like[name].numel() for name in names]), strict=True):
-        part.copy_(_values(ranking, name, dtype, within).flatten())
-    return numbers.numpy()
+    values = torch.cat([_finite_values(ranking, name) for name in names])
+    if within is not None:
+        values.masked_fill_(~torch.cat([within[name].flatten().cpu() for name in names]), torch.inf)
+    kept = torch.zeros(len(values), dtype=torch.bool)
+    if count:
+        threshold = values.kthvalue(count).values
+        assert threshold < torch.inf, "more weights are wanted than the mask has ones"
+        kept = values < threshold
+        kept[(values == threshold).nonzero()[: count - int(kept.sum()), 0]] = True
+    mask = dict(zip(names, torch.split(kept, [like[name].numel() for name in names]), strict=True))
+    return {name: mask[name].view(tensor.shape).to(tensor.device) for name, tensor in like.items()}
 
 
-def _values(ranking: Ranking, name: str, dtype: torch.dtype, within: Mask | None) -> Tensor:
-    values = ranking(name).to(dtype)
+def _finite_values(ranking: Ranking, name: str) -> Tensor:
+    values = ranking(name).flatten().cpu()
     if not bool(values.isfinite().all()):
         raise ModelError(
             f"the scores or weights of {name!r} hold NaN or infinity and cannot be ranked; lower the learning rate or "
             "look at what the clients sent"
         )
-    return values if within is None else values.masked_fill(~within[name], torch.inf)
+    return values
 
 
 def select_params(params: Params, names: Iterable[str]) -> dict[str, Tensor]:
@@ -137,11 +115,8 @@ def overlap(masks: Sequence[Mask]) -> Float64[np.ndarray, "masks masks"]:
     """Jaccard index |a and b| / |a or b| of every pair of masks of one model; two empty masks are equal and have 1."""
     both = np.zeros((len(masks), len(masks)))
     for name in masks[0]:
-        # float64 counts exactly up to 2^53; one row of bits a mask and parameter at a time
-        for i, left in enumerate(masks):
-            for j in range(i, len(masks)):
-                both[i, j] += float(torch.count_nonzero(left[name] & masks[j][name]))
-    both = np.triu(both) + np.triu(both, 1).T
+        bits = torch.stack([mask[name].flatten().cpu() for mask in masks]).double()  # counts exactly up to 2^53
+        both += (bits @ bits.T).numpy()
     sizes = both.diagonal()
     either = sizes[:, None] + sizes[None, :] - both
     return np.where(either > 0, both / np.where(either > 0, either, 1.0), 1.0)
@@ -194,56 +169,39 @@ class Evidence:
     seed: int | None = None
 
 
-def _sensitivity(evidence: Evidence) -> Ranking:
-    scores = evidence.scores
+def _sensitivity(evidence: Evidence, name: str) -> Tensor:
+    tensor, scores = evidence.params[name], evidence.scores
     if scores is None:
         raise ConfigError("this mask strategy ranks by sensitivity and has no scores; compute them with fisher_scores")
-    for name, tensor in evidence.params.items():
-        if name not in scores or scores[name].shape != tensor.shape:
-            shape = tuple(scores[name].shape) if name in scores else "none"
-            raise ModelError(
-                f"scores of {name!r} have the shape {shape}, its weights {tuple(tensor.shape)}; compute the scores "
-                "with this model"
-            )
-    return lambda name: scores[name].detach()
+    if name not in scores or scores[name].shape != tensor.shape:
+        shape = tuple(scores[name].shape) if name in scores else "none"
+        raise ModelError(
+            f"scores of {name!r} have the shape {shape}, its weights {tuple(tensor.shape)}; compute the scores "
+            "with this model"
+        )
+    return scores[name].detach()
 
 
-def _magnitude(evidence: Evidence) -> Ranking:
-    return lambda name: evidence.params[name].detach().abs()
+def _magnitude(evidence: Evidence, name: str) -> Tensor:
+    return evidence.params[name].detach().abs()
 
 
-def _highest_first(strategy: Callable[[Evidence], Ranking]) -> Callable[[Evidence], Ranking]:
-    """The same numbers in the other order."""
-
-    def rank(evidence: Evidence) -> Ranking:
-        ranking = strategy(evidence)
-        return lambda name: -ranking(name)
-
-    return rank
-
-
-def _random(evidence: Evidence) -> Ranking:
+def _random(evidence: Evidence, name: str) -> Tensor:
     """Uniform numbers from a stream of each parameter's own, so that neither order nor company changes them."""
     if evidence.seed is None:
         raise ConfigError("the mask strategy 'random' needs a seed")
-    seed = evidence.seed
-
-    def draw(name: str) -> Tensor:
-        tensor = evidence.params[name]
-        numbers = generator(seed, "mask", name).random(tensor.shape, dtype="float32")
-        return torch.as_tensor(numbers).to(tensor.device)
-
-    return draw
+    shape = evidence.params[name].shape
+    return torch.as_tensor(generator(evidence.seed, "mask", name).random(shape, dtype="float32"))
 
 
-MASKS: Mapping[str, Callable[[Evidence], Ranking]] = {
+MASKS: Mapping[str, Callable[[Evidence, str], Tensor]] = {
     "least_sensitive": _sensitivity,
-    "most_sensitive": _highest_first(_sensitivity),
+    "most_sensitive": lambda evidence, name: -_sensitivity(evidence, name),
     "lowest_magnitude": _magnitude,
-    "highest_magnitude": _highest_first(_magnitude),
+    "highest_magnitude": lambda evidence, name: -_magnitude(evidence, name),
     "random": _random,
 }
-"""Ranking of weights by strategy: the lowest are kept."""
+"""Numbers of a parameter's weights by strategy: the lowest are kept."""
 
 BY_SENSITIVITY: tuple[str, ...] = ("least_sensitive", "most_sensitive")
 """The strategies that need scores."""
@@ -295,14 +253,13 @@ def keep_share(
         raise unknown_name("mask strategy", strategy, MASKS)
     if scope not in ("global", "layer"):
         raise unknown_name("mask scope", scope, ("global", "layer"))
-    ranking, params = MASKS[strategy](evidence), evidence.params
-    like = evidence.scores if strategy in BY_SENSITIVITY and evidence.scores is not None else params
-    parts = [list(params)] if scope == "global" else [[name] for name in params]
+    ranking, params = partial(MASKS[strategy], evidence), evidence.params
+    parts = [params] if scope == "global" else [{name: tensor} for name, tensor in params.items()]
     mask: dict[str, Tensor] = {}
-    for names in parts:
-        count = round(share * sum(like[name].numel() for name in names))
-        mask |= bottom_k(ranking, {name: like[name] for name in names}, count=count, within=within)
-    return {name: mask[name].to(params[name].device) for name in params}
+    for part in parts:
+        count = round(share * sum(tensor.numel() for tensor in part.values()))
+        mask |= bottom_k(ranking, part, count=count, within=within)
+    return mask
 
 
 ScoreFn: TypeAlias = Callable[[Params], Params]

@@ -73,16 +73,11 @@ def trim_mask(vector: Params, *, keep: float) -> Mask:
 def _check_same_shapes(vectors: Sequence[Params]) -> None:
     if not vectors:
         raise ModelError("there is no task vector to work with; give one or more")
-    first = vectors[0]
-    for vector in vectors[1:]:
-        if vector.keys() != first.keys():
-            unmatched = min(vector.keys() ^ first.keys())
+    first, *others = ({name: tuple(tensor.shape) for name, tensor in vector.items()} for vector in vectors)
+    for shapes in others:
+        if shapes != first:
+            name = min(name for name, _ in first.items() ^ shapes.items())
             raise ModelError(
-                f"task vectors of different models: only one has {unmatched!r}; take the same architecture"
+                f"task vectors of different models: {name!r} is {first.get(name, 'absent')} and"
+                f" {shapes.get(name, 'absent')}; take the same architecture"
             )
-        for name, tensor in vector.items():
-            if tensor.shape != first[name].shape:
-                raise ModelError(
-                    f"task vectors of different models: {name!r} is {tuple(first[name].shape)} and "
-                    f"{tuple(tensor.shape)}; take the same architecture"
-                )

@@ -8,10 +8,10 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForSequenceClassification
 
-from atlas_fl.client.calibration import sensitivity
 from atlas_fl.client.job import Job
 from atlas_fl.client.local_training import batches, train
 from atlas_fl.client.options import SensitivityOptions, TrainOptions
+from atlas_fl.client.registry import ACTIONS
 from atlas_fl.models.backbone import trainable_names
 from atlas_fl.models.loading import save_classifier
 from atlas_fl.rng import generator
@@ -80,7 +80,7 @@ def test_sensitivities_are_the_squared_gradients_of_single_examples(tiny, site_o
     params = full_params(tiny, labels=3)
     names = tuple(key for key in params if not key.startswith("head."))
     options = SensitivityOptions(seed=5, examples=6, labels="true", names=names)
-    (update,) = sensitivity([Job(client="a-0", params=params, round=0, options=options)], site)
+    (update,) = ACTIONS["sensitivity"]([Job(client="a-0", params=params, round=0, options=options)], site)
 
     data, stock = site.data["a-0"].splits["train"], tiny.stock(3)
     named = dict(stock.named_parameters())

@@ -41,7 +41,7 @@ WHATS = ("fingerprint fisher", "fingerprint gradient", "importance gradient", "i
 
 @pytest.mark.parametrize("what", WHATS)
 @pytest.mark.parametrize(("blocks", "head"), [(1, "client"), (2, "server")])
-@pytest.mark.parametrize("name", ["bert", "gpt2", "qwen2"])
+@pytest.mark.parametrize("name", ["bert", "qwen2"])
 def test_measured_over_the_cut_it_is_the_whole_models(
     tiny_of, site_of, spec_of, name: str, blocks: int, head, what: str
 ) -> None:

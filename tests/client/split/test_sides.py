@@ -73,6 +73,7 @@ def assert_same(found: Update, expected: Update) -> None:
     assert dict(found.crossed) == dict(expected.crossed)
 
 
+@pytest.mark.parametrize("tiny", ["bert", "gpt2", "qwen2"], indirect=True)
 @pytest.mark.parametrize(("blocks", "head"), [(1, "client"), (2, "server")])
 def test_two_machines_end_in_the_bits_and_bytes_of_the_simulation(tiny, site_of, spec_of, blocks: int, head) -> None:
     site, jobs = federation(tiny, site_of, spec_of, [Cut(blocks=blocks, head=head)] * 3)
