@@ -67,8 +67,6 @@ class ResultsOptions:
     """The file to write; printed by default."""
     csv: str | None = None
     """A file for the runs themselves, one row each: scores, bytes, and the flags that make the run again."""
-    statistics: str | None = None
-    """A folder for all statistics of every federation: methods.csv, pairs.csv, statistics.json and statistics.tex."""
     control: str = "fedavg"
     """The strategy that the others are tested against."""
 
@@ -88,13 +86,9 @@ def page_of_results(words: Sequence[str]) -> int:
     check_target(options.csv, example="results.csv", is_own=begins_with, flag="--csv")
     if None not in (options.to, options.csv) and Path(str(options.to)).resolve() == Path(str(options.csv)).resolve():
         raise ConfigError(f"--to and --csv are both {options.to}; name a file for each")
-    if options.statistics == "":
-        raise ConfigError("--statistics is empty; name a folder such as statistics, or leave it out")
     runs = find_finished_runs(options.folders)
     results = federation_results(runs, control=options.control)
     page = write_page(results, num_runs=len(runs), control=options.control)
-    if options.statistics is not None:
-        _write_statistics(Path(options.statistics), results)
     if options.csv is not None:
         write_atomic(Path(options.csv), to_csv(runs).encode())
         show([f"wrote {options.csv}"])
@@ -104,22 +98,6 @@ def page_of_results(words: Sequence[str]) -> int:
     write_atomic(Path(options.to), page.encode())
     show([f"wrote {options.to}"])
     return 0
-
-
-def _write_statistics(folder: Path, results: "Sequence[FederationResults]") -> None:
-    """Write the statistics of every federation in full, one file a format."""
-    from atlas_fl.report.comparison_tables import statistics_files
-    from atlas_fl.report.finished_runs import begins_with
-    from atlas_fl.storage.folder_access import write_atomic
-
-    files = statistics_files({one.title: one.comparison for one in results if one.comparison is not None})
-    written = folder / next(iter(files))
-    is_free = not folder.exists() or (folder.is_dir() and not any((folder / name).exists() for name in files))
-    if not is_free and not (written.is_file() and begins_with(written, text="federation,method,")):
-        raise ConfigError(f"--statistics is {folder}, which holds what this command did not write; name a new folder")
-    for name, text in files.items():
-        write_atomic(folder / name, text.encode())
-    show([f"wrote {', '.join(str(folder / name) for name in files)}"])
 
 
 MISMATCH = 1
@@ -268,7 +246,6 @@ def leakage(words: Sequence[str]) -> int:
 if TYPE_CHECKING:
     from atlas_fl.experiment.task_arithmetic import ScaleRow, TrainedRun
     from atlas_fl.params import Params
-    from atlas_fl.report.federation_results import FederationResults
     from atlas_fl.report.table import Table
 
 

@@ -225,7 +225,7 @@ def _refuse(groups: Sequence[Words], flag: str, remedy: str) -> None:
 
 def run_grid(base: Config, *, over: Sequence[str], seeds: Sequence[int], same_rounds: bool = False) -> int:
     """Run every point and print the scores; 0."""
-    from atlas_fl.report.comparison_tables import latex, method_tables, methods_csv, task_table
+    from atlas_fl.report.comparison_tables import method_tables, statistics_files, task_table
     from atlas_fl.report.finished_runs import RunScores
     from atlas_fl.report.method_comparison import describe_runs
     from atlas_fl.storage.folder_access import write_atomic
@@ -245,11 +245,11 @@ def run_grid(base: Config, *, over: Sequence[str], seeds: Sequence[int], same_ro
     groups: dict[str, list[RunScores]] = {}
     for point, run in zip(points, finished, strict=True):
         groups.setdefault(label_of(point), []).append(run.scores)
-    rows = describe_runs(groups)
-    tables = [*method_tables(rows), task_table(rows)]
-    files = {"methods.csv": methods_csv({base.run.preset: rows}), "statistics.tex": latex(tables)}
+    described = describe_runs(groups)
+    files = statistics_files({base.run.preset: described})
     for name, text in files.items():
         write_atomic(path.with_suffix(f".{name}"), text.encode())
+    tables = [*method_tables(described.rows), task_table(described.rows)]
     show([*tables, f"the same in full: {path.with_suffix('')}.{{{','.join(files)}}}"])
     return 0
 

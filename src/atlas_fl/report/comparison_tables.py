@@ -1,17 +1,15 @@
-"""Tables of a comparison of methods (`atlas compare`, `sweep`, `results`): terminal, page, LaTeX, CSV, JSON.
+"""Tables of a comparison of methods (`atlas compare`, `sweep`, `results`): terminal, page, LaTeX, CSV.
 
 Which columns there are is said once (`METHOD_TABLES`, `PAIR_TABLES`), narrow enough for eighty columns, and all of
-these but CSV and JSON are made of it. The columns of CSV are the fields of the records themselves, and JSON has the
-records as they are. A test holds that a field which none of them shows is noticed.
+these but CSV are made of it. The columns of CSV are the fields of the records themselves. A test holds that a field
+which none of them shows is noticed.
 """
 
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Generic, TypeVar
 
 from atlas_fl.report.csv_text import format_csv
-from atlas_fl.report.federation_ranks import rank_if_several
 from atlas_fl.report.format import EMPTY
 from atlas_fl.report.method_comparison import MethodComparison, MethodRow
 from atlas_fl.report.statistics import ROPE, Interval, PairedComparison
@@ -188,48 +186,22 @@ def page_tables(comparison: MethodComparison) -> list[Table]:
     return [*method_tables(comparison.rows), *pair_tables(comparison), *([minus] if by_seed else [])]
 
 
-def latex(tables: Iterable[Table]) -> str:
-    """These tables as LaTeX (booktabs), each below a comment with its title."""
-    return "\n".join(f"% {table.title}\n{table.latex()}" for table in tables)
-
-
-def methods_csv(rows: Mapping[str, Mapping[str, MethodRow]]) -> str:
-    """A row for each federation and method with every field of `MethodRow`, in full precision; unknown ones empty."""
-    return _csv(
-        [
-            {"federation": federation, "method": name, **_flat(asdict(row))}
-            for federation, by_method in rows.items()
-            for name, row in by_method.items()
-        ]
-    )
-
-
 def statistics_files(comparisons: Mapping[str, MethodComparison]) -> dict[str, str]:
-    """The files, by name, that hold all statistics of several federations, by title, and the ranks over them."""
-    ranks = rank_if_several(list(comparisons.values()))
-    content = {
-        "federations": {federation: asdict(comparison) for federation, comparison in comparisons.items()},
-        "ranks": None if ranks is None else asdict(ranks),
-    }
-    pairs = [
-        {"federation": federation, "method": name, "control": comparison.control, **_flat(asdict(pair))}
-        for federation, comparison in comparisons.items()
-        for name, pair in comparison.pairs.items()
-    ]
-    return {
-        "methods.csv": methods_csv({title: comparison.rows for title, comparison in comparisons.items()}),
-        "pairs.csv": _csv(pairs),
-        "statistics.json": json.dumps(content, indent=1, allow_nan=False) + "\n",
-        "statistics.tex": "\n".join(
-            f"% {federation}\n{latex([*page_tables(comparison), task_table(comparison.rows)])}"
-            for federation, comparison in comparisons.items()
-        ),
-    }
-
-
-def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    return format_csv(names, [[row.get(name) for name in names] for row in rows])
+    """The files, by name, that hold all statistics of several federations, by title: CSV in full precision, LaTeX."""
+    methods: list[dict[str, Any]] = []
+    pairs: list[dict[str, Any]] = []
+    tables: list[str] = []
+    for federation, comparison in comparisons.items():
+        named = {"federation": federation}
+        methods += [{**named, "method": name, **_flat(asdict(row))} for name, row in comparison.rows.items()]
+        named["control"] = comparison.control
+        pairs += [{**named, "method": name, **_flat(asdict(pair))} for name, pair in comparison.pairs.items()]
+        tables.append(f"% {federation}")
+        tables += [
+            f"% {table.title}\n{table.latex()}" for table in (*page_tables(comparison), task_table(comparison.rows))
+        ]
+    files = {"methods.csv": format_csv(methods), "statistics.tex": "\n".join(tables)}
+    return files | ({"pairs.csv": format_csv(pairs)} if pairs else {})
 
 
 def _flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

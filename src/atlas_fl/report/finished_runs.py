@@ -199,22 +199,24 @@ def _order(run: FinishedRun) -> tuple[str, int, str, int, str]:
 
 def to_csv(runs: Iterable[FinishedRun]) -> str:
     """The rows of these runs, with a header; numbers in full precision, unknown ones empty."""
-    rows: list[list[object]] = []
+    rows: list[dict[str, object]] = []
     for run in runs:
         scores = run.scores
-        words = (scores.scores, scores.tasks.values(), scores.scores.values())
-        rows.append(
-            [
-                *(run.config.run.preset, run.config.run.dial, run.method, run.seed),
-                sum(scores.scores.values()) / len(scores.scores),
-                *(getattr(scores, name) for name in NUMBERS.values()),
-                *(" ".join(map(str, values)) for values in words),
-                shlex.join(changed_flags(run.config)),
-                None if run.tuning is None else json.dumps(asdict(run.tuning)),
-                config_hash(run.config),
-            ]
-        )
-    return format_csv(COLUMNS, rows)
+        words = {"clients": scores.scores, "tasks": scores.tasks.values(), "scores": scores.scores.values()}
+        values = {
+            "preset": run.config.run.preset,
+            "dial": run.config.run.dial,
+            "strategy": run.method,
+            "seed": run.seed,
+            "mean": sum(scores.scores.values()) / len(scores.scores),
+            **{column: getattr(scores, name) for column, name in NUMBERS.items()},
+            **{column: " ".join(map(str, held)) for column, held in words.items()},
+            "flags": shlex.join(changed_flags(run.config)),
+            "tuning": None if run.tuning is None else json.dumps(asdict(run.tuning)),
+            "config_hash": config_hash(run.config),
+        }
+        rows.append({column: values[column] for column in COLUMNS})
+    return format_csv(rows)
 
 
 def changed_flags(config: Config) -> list[str]:

@@ -130,9 +130,10 @@ def compare_scores(groups: Mapping[str, Sequence[RunScores]], *, control: str | 
     )
 
 
-def describe_runs(groups: Mapping[str, Sequence[RunScores]]) -> dict[str, MethodRow]:
-    """A row for each group of runs that differ in their seed alone; groups may differ in their clients."""
-    return {name: _row(name, runs, list(runs[0].scores)) for name, runs in groups.items()}
+def describe_runs(groups: Mapping[str, Sequence[RunScores]]) -> MethodComparison:
+    """Groups of runs that differ in their seed alone, compared with nothing; groups may differ in their clients."""
+    rows = {name: _row(name, runs, list(runs[0].scores)) for name, runs in groups.items()}
+    return MethodComparison(control="", seeds=(), clients=(), scores={}, rows=rows, pairs={})
 
 
 Matrix: TypeAlias = npt.NDArray[np.float64]

@@ -32,8 +32,6 @@ def score_chart(comparison: MethodComparison, place: int) -> Chart:
         "method_means",
         rows,
         name=f"means-{place}",
-        title="Test score of every method",
-        note="large: mean over seeds with its 95% t interval, the control in orange; small: one seed, joined by lines",
         methods=order,
         height=row_height(len(order)),
     )
@@ -60,8 +58,7 @@ def difference_chart(comparison: MethodComparison, place: int) -> Chart:
         "differences",
         rows,
         name=f"differences-{place}",
-        title=f"Difference from {comparison.control}, paired by seed",
-        note=f"band: within {ROPE:g}, no difference in practice; large: mean with its 95% interval; small: one seed",
+        control=comparison.control,
         axis=f"difference from {comparison.control}",
         methods=order,
         low=-ROPE,
@@ -103,9 +100,6 @@ def _front(comparison: MethodComparison, costs: Mapping[str, float], *, name: st
         "front",
         rows,
         name=name,
-        title=f"Mean test score against {cost}",
-        note="joined: the Pareto front, methods that no other beats in both",
         axis=cost,
         scale=_log_scale(list(costs.values())),
-        height=420,
     )

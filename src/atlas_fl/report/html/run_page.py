@@ -16,7 +16,7 @@ from atlas_fl.report.html.charts import Chart, Row, chart, row_height
 from atlas_fl.report.html.elements import Block, Command, Facts, Folded, Page, Section, Text
 from atlas_fl.report.record import Record, read_record
 from atlas_fl.report.table import Cell, Table, count, duration, plain, share, size
-from atlas_fl.report.tables import closing_table, plan_tables, sharing_of_groups
+from atlas_fl.report.tables import closing_table, plan_tables, sharing_table
 from atlas_fl.storage.digests import check_files
 from atlas_fl.storage.run_folder import RunFolder, find_run
 
@@ -108,8 +108,6 @@ def _outcome_chart(record: Record, clients: Mapping[str, Any], scored: list[str]
     return chart(
         "outcome",
         rows,
-        title="Test score of every client",
-        note="dot: final; hollow: best round by validation; bar: majority class",
         clients=order,
         tasks=record.tasks,
         height=row_height(len(order)),
@@ -172,7 +170,7 @@ def _clients(record: Record) -> list[Block]:
 
 def _sharing(record: Record) -> list[Block]:
     rows = sharing_rows(record)
-    return [*charts_of(record, "sharing"), sharing_of_groups(rows)] if rows else []
+    return [*charts_of(record, "sharing"), sharing_table(rows)] if rows else []
 
 
 def _costs(record: Record) -> list[Block]:
