@@ -40,7 +40,7 @@ NICE = 10
 
 @dataclass(frozen=True, kw_only=True)
 class WatchOptions:
-    """Show runs in the browser while they go on: how far they are, how long they will take, the newest scores, and the
+    """Show runs in the browser while they go on: how far they are, the newest scores, and the
     page that `atlas report` makes of what each has written; a comparison or a sweep as one page of its runs. It reads
     the folders and never writes there. Ctrl-C ends it."""
 

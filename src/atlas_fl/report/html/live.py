@@ -5,7 +5,6 @@ that are complete. `live.js` looks for news.
 """
 
 import os
-import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -13,20 +12,17 @@ from statistics import fmean
 from typing import TypeAlias
 from urllib.parse import quote
 
+from atlas_fl.config import load_config
 from atlas_fl.errors import AtlasError
 from atlas_fl.report.html.elements import Block, Page, Section, Text, render
 from atlas_fl.report.html.run_page import run_page
-from atlas_fl.report.table import Cell, Table, duration, plain
+from atlas_fl.report.table import Cell, Table, plain
 from atlas_fl.storage.digests import read_checked_rows
-from atlas_fl.storage.folder_access import MOST_LOG_BYTES, read_ends
 from atlas_fl.storage.jsonl import read_json
 from atlas_fl.storage.run_folder import PLANNED_RUNS, RunFolder, is_readable_file
 
-RECENT = 3
-"""Rounds whose mean time the rounds to come are expected to take."""
 CACHED = 16
 """Pages that are kept until their run writes again."""
-_DONE = re.compile(r"^\S+Z INFO round ([0-9]{1,7}) of ([1-9][0-9]{0,6}): loss .*?, ([0-9.]+) s,", re.MULTILINE)
 
 Places: TypeAlias = Mapping[str, Path]
 """The folders of runs, and the files that name the runs of a comparison, by the names of their pages."""
@@ -99,9 +95,7 @@ def list_text(places: Places, state: str) -> str:
     """The page that lists runs, with a link to the page of each and of each comparison."""
     runs = {name: place for name, place in places.items() if not place.name.endswith(PLANNED_RUNS)}
     rows = [[name, *_progress(run, state_of({name: run}))] for name, run in runs.items()]
-    columns = ("run", "rounds", "left, about", "mean validation score")
-    note = f"left, about: if the rounds to come take as long as the last {RECENT} did"
-    block: Block = Table(title="Runs", columns=columns, rows=rows, note=note)
+    block: Block = Table(title="Runs", columns=("run", "rounds", "mean validation score"), rows=rows)
     complete = sum(RunFolder(run).summary.exists() for run in runs.values())
     page = Page(
         title="Runs",
@@ -114,21 +108,14 @@ def list_text(places: Places, state: str) -> str:
 
 @lru_cache(1024)
 def _progress(run: Path, state: str) -> list[Cell]:  # noqa: ARG001  # what is read changes with the state
-    """Rounds, the time that those to come take, and the newest mean validation score of a run, by its log and rows."""
+    """Rounds and the newest mean validation score of a run, by its settings and rows."""
     folder = RunFolder(run)
     try:
-        tail = read_ends(folder.log, max_bytes=MOST_LOG_BYTES)[1] if folder.log.exists() else b""
         metrics = read_checked_rows(folder, folder.metrics) if folder.is_run() else []
+        rounds = load_config(folder.config, within=run).training.rounds
     except (AtlasError, OSError):
-        return ["cannot be read now", plain(None), plain(None)]
-    done = _DONE.findall(tail.decode(errors="replace"))
+        return ["cannot be read now", plain(None)]
     scores = [(row["round"], row["primary"]) for row in metrics if row.get("split") == "validation"]
     newest = [score for at, score in scores if at == scores[-1][0]]
-    score = plain(fmean(newest) if newest else None)
-    if folder.summary.exists():
-        return ["complete", plain(None), score]
-    if not done:
-        return ["begins", plain(None), score]
-    at, rounds, _ = done[-1]
-    seconds = fmean(float(taken) for _, _, taken in done[-RECENT:])
-    return [f"{at} of {rounds}", duration(seconds * (int(rounds) - int(at))), score]
+    done = f"{max(row['round'] for row in metrics)} of {rounds}" if metrics else "begins"
+    return ["complete" if folder.summary.exists() else done, plain(fmean(newest) if newest else None)]
