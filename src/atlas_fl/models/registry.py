@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from atlas_fl.errors import ModelError, short_repr, unknown_name
 from atlas_fl.params import HEAD, Params
-from atlas_fl.storage.assets import VIT, embedded_dir, model_dir, vit_dir
+from atlas_fl.storage.assets import MODEL, VIT, asset_dir, embedded_dir
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,7 +294,7 @@ def locate_model(name: str) -> str:
         registered = MODELS[name].path
         if registered != "embedded":
             return registered
-        return str((vit_dir if MODELS[name].images else model_dir)(embedded_dir()))
+        return str(asset_dir(embedded_dir(), VIT if MODELS[name].images else MODEL))
     known = f"a hub name such as owner/model, or one of {', '.join(sorted(MODELS))}"
     try:
         path = Path(name).expanduser()

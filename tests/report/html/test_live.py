@@ -8,6 +8,7 @@ import pytest
 from atlas_fl.report.html.live import find_places, list_text, page_text, state_of
 from tests.report.html.reading import parse_page, sections_of, table_of
 
+
 def unfinished(run: Path) -> Path:
     (run / "summary.json").unlink()
     return run

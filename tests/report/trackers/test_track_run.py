@@ -71,7 +71,9 @@ def test_without_the_package_nothing_begins(package: str, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(builtins, "__import__", without)
     with (
-        pytest.raises(ConfigError, match=rf"--tracker {package} needs .* {re.escape(install_command(package))}") as caught,
+        pytest.raises(
+            ConfigError, match=rf"--tracker {package} needs .* {re.escape(install_command(package))}"
+        ) as caught,
         track_run([tracker_of(package, str(tmp_path) if package == "tensorboard" else "p")], *RUN(tmp_path)),
     ):
         pytest.fail("it began")
