@@ -42,7 +42,7 @@ ALLOWED: Mapping[str, tuple[dict[str, int], str]] = {
         {"rename": 3, "unlink": 1, "rmdir": 1},
         "the files of a checkpoint and its folder where it is empty then; what else is in it is set aside",
     ),
-    "storage/onnx_vit.py": ({"write_text": 1}, "into the folder of a fetch"),
+    "storage/onnx_vit.py": ({"write_bytes": 1}, "into the folder of a fetch"),
     "storage/state_files.py": (
         {"open": 1, "replace": 1, "unlink": 2},
         "a new draft; files of its own names, 64 digits and an ending, in the cache folder of states",

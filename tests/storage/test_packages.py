@@ -10,7 +10,7 @@ import pytest
 
 from atlas_fl.errors import DataError
 from atlas_fl.storage import downloads, onnx_vit
-from atlas_fl.storage.assets import EMBEDDED_ASSETS, FASHION, VISION_ASSETS, VIT, Asset
+from atlas_fl.storage.assets import Asset, assets
 
 CONTENT = {"train.gz": b"pixels of clothes", "labels.gz": b"odd"}
 
@@ -25,7 +25,7 @@ def part(*, altered: str = "", system: Path | None = None) -> Asset:
         installer="apt",
         group="vision",
         note="who made it",
-        system_dir=system,
+        system_dir=None if system is None else str(system),
     )
 
 
@@ -157,14 +157,12 @@ def test_a_reader_that_is_lacking_is_named_before_anything_is_downloaded(
 ) -> None:
     monkeypatch.setattr(downloads.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(DataError, match=r"needs the package onnx; install it with `pip install 'onnx>=1\.17'`"):
-        run(VIT, tmp_path / "cache")
+        run(assets()["dinov2-vits14"], tmp_path / "cache")
 
 
 def test_every_part_has_its_own_folder_and_names_its_hashes() -> None:
-    parts = {**EMBEDDED_ASSETS, **VISION_ASSETS}
-    assert len(parts) == len(EMBEDDED_ASSETS) + len(VISION_ASSETS) == 4
-    for one in parts.values():
+    for one in assets().values():
         assert all(len(digest) == 64 for digest in {**one.files, **one.packed}.values())
-    assert {one.group for one in VISION_ASSETS.values()} == {"vision"}
-    assert "not where the weights come from" in VIT.note
-    assert FASHION.installer == "apt"
+    assert [one.group for one in assets().values()] == ["embedded", "embedded", "vision", "vision"]
+    assert "not where the weights come from" in assets()["dinov2-vits14"].note
+    assert assets()["fashion-mnist"].installer == "apt"

@@ -361,7 +361,7 @@ def _figures(options: MasksOptions, named: Sequence[Path]) -> Path:
 
 def _draw(masks: Mapping[str, Mapping[str, Any]], *, folder: Path) -> list[Path]:
     from atlas_fl.params import num_values
-    from atlas_fl.report.drawing import draw, save_beside
+    from atlas_fl.report.drawing import draw, save_png
     from atlas_fl.report.mask_charts import density_chart, overlap_chart
     from atlas_fl.sparse.masks import density_by_layer, num_kept, overlap
 
@@ -369,10 +369,10 @@ def _draw(masks: Mapping[str, Mapping[str, Any]], *, folder: Path) -> list[Path]
     shares = [num_kept(mask) / num_values(mask) for mask in masks.values()]
     common = shares[0] if max(shares) - min(shares) < 1e-3 else None
     density = density_chart({name: density_by_layer(mask) for name, mask in masks.items()}, share=common)
-    paths = [save_beside(draw([density]), folder / "masks-density.png", within=within)]
+    paths = [save_png(draw([density]), folder / "masks-density.png", within=within)]
     if len(masks) > 1:
         chart = overlap_chart(list(masks), overlap(list(masks.values())), densities=shares)
-        paths.append(save_beside(draw([chart]), folder / "masks-overlap.png", within=within))
+        paths.append(save_png(draw([chart]), folder / "masks-overlap.png", within=within))
     return paths
 
 

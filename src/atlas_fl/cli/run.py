@@ -182,11 +182,11 @@ def fetch(words: Sequence[str]) -> int:
     """Fetch what these words name; 0."""
     options = parse(FetchOptions, split(words), command="atlas fetch")
 
-    from atlas_fl.storage.assets import EMBEDDED_ASSETS, VISION_ASSETS, embedded_dir
+    from atlas_fl.storage.assets import assets, embedded_dir
     from atlas_fl.storage.downloads import fetch_assets
 
-    assets = {"embedded": EMBEDDED_ASSETS, "vision": VISION_ASSETS}[options.what]
-    fetch_assets(assets.values(), embedded_dir(), report=lambda line: show([line]))
+    wanted = [asset for asset in assets().values() if asset.group == options.what]
+    fetch_assets(wanted, embedded_dir(), report=lambda line: show([line]))
     return 0
 
 

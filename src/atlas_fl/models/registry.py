@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from atlas_fl.errors import ModelError, short_repr, unknown_name
 from atlas_fl.params import HEAD, Params
-from atlas_fl.storage.assets import MODEL, VIT, asset_dir, embedded_dir
+from atlas_fl.storage.assets import asset_dir, embedded_dir
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,7 +278,7 @@ MODELS: dict[str, RegisteredModel] = {
             parameters="22.1M",
             lr=1e-3,
             images=True,
-            note=f"`atlas fetch vision`; {VIT.note}",
+            note="`atlas fetch vision`, which says where it comes from",
         ),
     )
 }
@@ -294,7 +294,7 @@ def locate_model(name: str) -> str:
         registered = MODELS[name].path
         if registered != "embedded":
             return registered
-        return str(asset_dir(embedded_dir(), VIT if MODELS[name].images else MODEL))
+        return str(asset_dir(embedded_dir(), "dinov2-vits14" if MODELS[name].images else "minilm"))
     known = f"a hub name such as owner/model, or one of {', '.join(sorted(MODELS))}"
     try:
         path = Path(name).expanduser()

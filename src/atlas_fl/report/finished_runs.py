@@ -225,6 +225,12 @@ def changed_flags(config: Config) -> list[str]:
     return [word for name, (_, value) in changed.items() for word in (settings()[name].flag, *to_words(value))]
 
 
+def run_command(config: Config) -> str:
+    """The command that makes a run of these settings."""
+    dial = [] if config.run.dial is None else ["--dial", str(config.run.dial)]
+    return shlex.join(["atlas", "run", "--preset", config.run.preset, *dial, *changed_flags(config)])
+
+
 def begins_with(path: Path, *, text: str = ",".join(COLUMNS)) -> bool:
     """Return whether a file begins with this text, by default as `to_csv` writes it."""
     with open_named_file(path, max_bytes=sys.maxsize) as file:

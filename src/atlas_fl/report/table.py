@@ -25,8 +25,6 @@ class Number:
 
     value: float | None
     text: str
-    is_bold: bool = False
-    """On the terminal."""
 
 
 Cell: TypeAlias = str | Number
@@ -106,11 +104,11 @@ class Table:
             else:
                 add_columns(table, [escape(column)], [])
         for index, row in enumerate(self.rows):
-            table.add_row(*map(_rich_cell, row), style="bold" if index == self.bold_row else None)
+            table.add_row(*[RichText(text_of(cell)) for cell in row], style="bold" if index == self.bold_row else None)
         if self.footer:
             table.add_section()
         for row in self.footer:
-            table.add_row(*map(_rich_cell, row), style="bold")
+            table.add_row(*[RichText(text_of(cell)) for cell in row], style="bold")
         table.caption = escape(self.note) or None
         return table
 
@@ -136,10 +134,6 @@ class Table:
 
 def _broken(heading: str) -> str:
     return heading if "\n" in heading else "\n".join(wrap(heading, HEADING, break_long_words=False))
-
-
-def _rich_cell(cell: Cell) -> RichText:
-    return RichText(text_of(cell), style="bold" if isinstance(cell, Number) and cell.is_bold else "")
 
 
 LATEX = str.maketrans(

@@ -38,7 +38,7 @@ def fetch_assets(assets: Iterable[Asset], cache_dir: Path, *, report: Callable[[
     for asset in assets:
         if asset.note:
             report(f"{asset.name}: {asset.note}")
-        folders = (cache_dir / asset.name, *([asset.system_dir] if asset.system_dir else []))
+        folders = asset.folders(cache_dir)
         if existing := next((folder for folder in folders if not find_damaged_file(folder, asset)), None):
             report(f"{asset.name}: here already ({existing})")
             continue

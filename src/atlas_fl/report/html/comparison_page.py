@@ -1,13 +1,11 @@
 """The page of several runs: the methods of each federation against each other, and their ranks over all of them."""
 
-import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 from atlas_fl.config import config_hash
-from atlas_fl.errors import ConfigError
+from atlas_fl.errors import ConfigError, first_of
 from atlas_fl.experiment.tuning import DEVELOPMENT_SEEDS
 from atlas_fl.report.comparison_tables import method_tables, pair_tables
 from atlas_fl.report.federation_ranks import rank_if_several, ranks_table
@@ -18,20 +16,18 @@ from atlas_fl.report.federation_results import (
     setting_words,
     with_common_seeds,
 )
-from atlas_fl.report.finished_runs import FinishedRun, changed_flags, read_finished_run
-from atlas_fl.report.format import names_in_words
+from atlas_fl.report.finished_runs import FinishedRun, read_finished_run, run_command
+from atlas_fl.report.format import isolate
 from atlas_fl.report.html.comparison_charts import (
-    by_mean,
     difference_chart,
     memory_front,
     score_chart,
     traffic_front,
 )
 from atlas_fl.report.html.elements import Block, Folded, Page, Section, Text
+from atlas_fl.report.results_page import lines_in_one_place
 from atlas_fl.report.table import Cell, Table, count, duration, plain, size
-from atlas_fl.storage.run_folder import SHOWN_RUNS, find_run
-
-RowT = TypeVar("RowT")
+from atlas_fl.storage.run_folder import find_run
 
 
 def comparison_page(
@@ -83,9 +79,7 @@ def comparison_page(
 
 def _names_sentence(names: Sequence[str], words: str) -> list[str]:
     """A sentence on these runs, the first few by name; none where there is no run."""
-    listed = names_in_words(names[:SHOWN_RUNS]) + (
-        f" and {len(names) - SHOWN_RUNS} more" if len(names) > SHOWN_RUNS else ""
-    )
+    listed = first_of([isolate(name) for name in names])
     return [f"{len(names)} run{'' if len(names) == 1 else 's'} {words}: {listed}."] if names else []
 
 
@@ -98,32 +92,22 @@ def _federation(result: FederationResults, place: int) -> list[Section]:
         f"{name} lacks the seeds {', '.join(map(str, seeds))} of others, and is in no table."
         for name, seeds in result.incomplete.items()
     ]
-    notes += [
-        f"{name}, in one place and with one client a task: {', '.join(plain(score).text for score in scores)}."
-        for name, scores in result.in_one_place.items()
-    ]
+    notes += lines_in_one_place(result)
     comparison = result.comparison
     if comparison is None:
         notes.append("No two of its methods, the control among them, have the same seeds: there is nothing to compare.")
         return [Section(name=f"federation-{place}", title=result.title, blocks=[Text(lines=notes)])]
-    *tables, costs_table = method_tables(_sorted(comparison.rows, by_mean(comparison)))
+    *tables, costs_table = method_tables(comparison.rows)
     notes.append(f"Means over all clients and the seeds {', '.join(map(str, comparison.seeds))}.")
     scores: list[Block] = [Text(lines=notes), score_chart(comparison, place), *tables]
     sections = [Section(name=f"federation-{place}", title=f"{result.title}: what came out", blocks=scores)]
     if comparison.pairs:
-        order = sorted(comparison.pairs, key=lambda name: -comparison.pairs[name].mean)
-        pairs = pair_tables(replace(comparison, pairs=_sorted(comparison.pairs, order)))
         title = f"{result.title}: against {comparison.control}"
-        sections.append(
-            Section(name=f"pairs-{place}", title=title, blocks=[difference_chart(comparison, place), *pairs])
-        )
+        pairs: list[Block] = [difference_chart(comparison, place), *pair_tables(comparison)]
+        sections.append(Section(name=f"pairs-{place}", title=title, blocks=pairs))
     costs: list[Block] = [traffic_front(comparison, place), *memory_front(comparison, place), costs_table]
     costs += _settings_of_methods(result)
     return [*sections, Section(name=f"costs-{place}", title=f"{result.title}: score against costs", blocks=costs)]
-
-
-def _sorted(rows: Mapping[str, RowT], names: Sequence[str]) -> dict[str, RowT]:
-    return {name: rows[name] for name in names}
 
 
 def _settings_of_methods(result: FederationResults) -> list[Block]:
@@ -140,8 +124,6 @@ def _runs(finished: Mapping[Path, FinishedRun]) -> Section:
     rows: list[list[Cell]] = []
     for path, run in finished.items():
         scores = list(run.scores.scores.values())
-        dial = [] if run.config.run.dial is None else ["--dial", str(run.config.run.dial)]
-        words = ["atlas", "run", "--preset", run.config.run.preset, *dial, *changed_flags(run.config)]
         rows.append(
             [
                 path.name,
@@ -149,7 +131,7 @@ def _runs(finished: Mapping[Path, FinishedRun]) -> Section:
                 count(run.seed),
                 plain(sum(scores) / len(scores)),
                 *(size(run.scores.num_bytes), duration(run.scores.seconds)),
-                *(f"{config_hash(run.config):.8}", shlex.join(words)),
+                *(f"{config_hash(run.config):.8}", run_command(run.config)),
             ]
         )
     columns = ("run", "method", "seed", "mean test score", "bytes", "time", "settings", "command")

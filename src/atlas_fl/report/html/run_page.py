@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from atlas_fl.config import config_hash, load_config, to_toml
+from atlas_fl.errors import first_of
 from atlas_fl.experiment.summary import MEASURED, attack_note, client_scores, group_scores
 from atlas_fl.report.figure_rows import sharing_rows
 from atlas_fl.report.figures import charts_of, plugin_charts
-from atlas_fl.report.finished_runs import changed_flags
+from atlas_fl.report.finished_runs import run_command
 from atlas_fl.report.format import EMPTY
 from atlas_fl.report.html.charts import Chart, Row, chart, row_height
 from atlas_fl.report.html.elements import Block, Command, Facts, Folded, Page, Section, Text
@@ -20,7 +21,6 @@ from atlas_fl.report.tables import closing_table, plan_tables, sharing_table
 from atlas_fl.storage.digests import check_files
 from atlas_fl.storage.run_folder import RunFolder, find_run
 
-MOST_ROUNDS_NAMED = 12
 PRIVACY = ("privacy spent", "no bound", "no noise of differential privacy is in what was sent")
 
 
@@ -201,9 +201,7 @@ def _events(record: Record) -> list[Block]:
             events[row.get("client", "all"), row["event"], detail].append(row["round"])
     rows: list[list[Cell]] = []
     for (client, event, detail), at in events.items():
-        more = len(at) - MOST_ROUNDS_NAMED
-        rounds = ", ".join(map(str, at[:MOST_ROUNDS_NAMED])) + (f" and {more} more" if more > 0 else "")
-        rows.append([client, event, count(len(at)), rounds, detail])
+        rows.append([client, event, count(len(at)), first_of(at), detail])
     columns = ("client", "event", "times", "rounds", "why, or by whom")
     return [Table(title="Events", columns=columns, rows=rows)] if rows else []
 
@@ -212,11 +210,9 @@ def _settings(folder: RunFolder) -> list[Block]:
     """The commands that repeat the run, and all its settings."""
     check_files(folder, folder.config)
     config = load_config(folder.config, within=folder.path)
-    dial = [] if config.run.dial is None else ["--dial", str(config.run.dial)]
-    words = shlex.join(["atlas", "run", "--preset", config.run.preset, *dial, *changed_flags(config)])
     again = f"atlas run --config {shlex.quote(f'{folder.path.name}/config.toml')} --name again"
     return [
-        Command(words=words, what=f"With flags; settings {config_hash(config):.8}:"),
+        Command(words=run_command(config), what=f"With flags; settings {config_hash(config):.8}:"),
         Command(words=again, what="From the run's own file, in the folder in which the run lies:"),
         Folded(title="All settings", blocks=[Command(words=to_toml(config), what="config.toml")]),
     ]
