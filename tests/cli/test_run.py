@@ -1,7 +1,6 @@
 """The commands that train, with a stand-in for the training; `test_real.py` has the real one."""
 
 import csv
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -249,24 +248,6 @@ def test_seeds_by_name_are_compared_also_where_they_are_those_of_tuning(
     assert "9001, 9002" in page.read_text(encoding="utf-8")
     said = atlas("compare", *words, "--trials", "2")
     assert said.code == 2 and "--seeds has 9001, on which --trials chooses settings; compare on other seeds" in said.err
-
-
-def test_a_comparison_says_which_runs_it_has_before_they_begin(
-    atlas: Atlas, ran: list[Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[list[str]] = []
-
-    def look(points: list[object], **_: object) -> tuple[Path, ...]:
-        assert len(points) == 4
-        (file,) = tmp_path.glob("*.runs.json")
-        seen.append(json.loads(file.read_text())["runs"])
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("atlas_fl.experiment.parallel_runs.run_all", look)
-    words = ["--strategies", "local", "fedavg", "--seeds", "2", "--runs-dir", str(tmp_path)]
-    atlas("compare", *words)
-    assert not ran and len(seen) == 1 and len(set(seen[0])) == 4
-    assert {name.split("-")[1] for name in seen[0]} == {"local", "fedavg"}
 
 
 def test_compare_with_trials_leaves_a_record_beside_the_runs_that_a_page_reads(

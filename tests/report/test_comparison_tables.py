@@ -58,7 +58,6 @@ def page(comparison: MethodComparison) -> str:
         tuned={},
         comparison=comparison,
         seeds={},
-        incomplete={},
         in_one_place={},
     )
     return write_page([result], num_runs=16, control=comparison.control)

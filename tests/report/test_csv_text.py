@@ -22,3 +22,9 @@ def test_a_text_that_begins_a_formula_is_escaped_and_read_back(text: str) -> Non
 def test_rows_have_the_names_of_all_and_are_empty_where_one_lacks_them() -> None:
     assert format_csv([{"=x": None, "y": 3}, {"z": 4}]) == "'=x,y,z\n,3,\n,,4\n"
     assert format_csv([]) == ""
+    rows = [{"client": 'a "b", c', "score": 0.1 + 0.2}, {"client": "d\ne"}]
+    assert list(csv.reader(StringIO(format_csv(rows)))) == [
+        ["client", "score"],
+        ['a "b", c', "0.30000000000000004"],
+        ["d\ne", ""],
+    ]

@@ -21,7 +21,6 @@ from atlas_fl.experiment.sweep import (
     parse_over,
     same_steps,
     with_eta,
-    write_planned_runs,
 )
 from atlas_fl.storage.run_folder import RunFolder
 
@@ -117,7 +116,6 @@ def compare(words: Sequence[str]) -> int:
             points += grid(with_values(base, chosen.get(name, {})), over=over, seeds=chosen_seeds(options.seeds))
     _check_control(options.control, points)
     path = Path(options.settings.run.runs_dir) / comparison_name(points, preset="-".join(tuned))
-    write_planned_runs(points, path)
     runs = _run(points, jobs=options.jobs)
     _write_tuning(runs, tuned)
     finished = _write_runs(runs, path=path, score=options.score)
@@ -240,7 +238,6 @@ def run_grid(base: Config, *, over: Sequence[str], seeds: Sequence[int], same_ro
         show([f"{note}: {told}; --same-rounds keeps those given"])
     points = grid(base, over=values, seeds=seeds, rounds=rounds)
     path = Path(base.run.runs_dir) / comparison_name(points, preset=base.run.preset)
-    write_planned_runs(points, path)
     finished = _write_runs(_run(points), path=path, note=note)
     groups: dict[str, list[RunScores]] = {}
     for point, run in zip(points, finished, strict=True):

@@ -5,9 +5,9 @@ these but CSV are made of it. The columns of CSV are the fields of the records t
 which none of them shows is noticed.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any, TypeVar
 
 from atlas_fl.report.csv_text import format_csv
 from atlas_fl.report.format import EMPTY
@@ -18,16 +18,8 @@ from atlas_fl.report.table import Cell, Number, Table, count, duration, plain, s
 SHOWN = 0.95
 """Posterior probability from which something is said to be shown."""
 RowT = TypeVar("RowT")
-
-
-@dataclass(frozen=True)
-class Column(Generic[RowT]):
-    """One column of numbers."""
-
-    heading: str
-    cell: Callable[[RowT], Cell]
-    left_out_if_empty: bool = False
-    """If no row has it; other columns show a dash."""
+MEMORY = "device memory"
+"""Heading of the column that is left out where nothing is known of it; others show a dash."""
 
 
 def _with_half_width(mean: float, interval: Interval | None, *, sign: bool = False) -> Number:
@@ -60,56 +52,56 @@ def shown(pair: PairedComparison) -> str:
     return next((word for word, chance in chances.items() if chance >= SHOWN), EMPTY)
 
 
-METHOD_TABLES: Mapping[str, tuple[Column[MethodRow], ...]] = {
-    "Scores": (
-        Column("mean and 95%", lambda row: _with_half_width(row.statistics.mean, row.statistics.interval)),
-        Column("std", lambda row: plain(row.statistics.std)),
-        Column("middle half", lambda row: plain(row.statistics.interquartile_mean)),
-        Column("95% by seeds", lambda row: _ends(row.statistics.interquartile_interval)),
-        Column("95% stratified", lambda row: _ends(row.statistics.stratified_interval)),
-    ),
-    "Clients": (
-        Column("worst client", lambda row: plain(row.statistics.worst_client)),
-        Column("lowest third", lambda row: plain(row.statistics.lowest_third)),
-        Column("devi-\nation", _deviation),
-        Column("over guess", lambda row: plain(row.gain_over_majority, sign=True)),
-        Column("hurt: local", lambda row: plain(row.statistics.hurt, 2)),
-        Column("hurt: FedAvg", lambda row: plain(row.hurt_by_average, 2)),
-        Column("hurt: control", lambda row: plain(row.hurt_by_control, 2)),
-    ),
-    "Probabilities": (
-        Column("test loss", lambda row: plain(row.loss)),
-        Column("calibration error", lambda row: plain(row.calibration_error)),
-    ),
-    "Costs": (
-        Column("seeds", lambda row: count(row.statistics.seeds)),
-        Column("clients", lambda row: count(row.statistics.clients)),
-        Column("bytes", lambda row: size(row.num_bytes)),
-        Column("below whole", _below_whole),
-        Column("device memory", lambda row: size(row.memory_bytes), left_out_if_empty=True),
-        Column("time", _whole_time),
-        Column("reused", lambda row: duration(row.reused_seconds)),
-    ),
+METHOD_TABLES: Mapping[str, Mapping[str, Callable[[MethodRow], Cell]]] = {
+    "Scores": {
+        "mean and 95%": lambda row: _with_half_width(row.statistics.mean, row.statistics.interval),
+        "std": lambda row: plain(row.statistics.std),
+        "middle half": lambda row: plain(row.statistics.interquartile_mean),
+        "95% by seeds": lambda row: _ends(row.statistics.interquartile_interval),
+        "95% stratified": lambda row: _ends(row.statistics.stratified_interval),
+    },
+    "Clients": {
+        "worst client": lambda row: plain(row.statistics.worst_client),
+        "lowest third": lambda row: plain(row.statistics.lowest_third),
+        "devi-\nation": _deviation,
+        "over guess": lambda row: plain(row.gain_over_majority, sign=True),
+        "hurt: local": lambda row: plain(row.statistics.hurt, 2),
+        "hurt: FedAvg": lambda row: plain(row.hurt_by_average, 2),
+        "hurt: control": lambda row: plain(row.hurt_by_control, 2),
+    },
+    "Probabilities": {
+        "test loss": lambda row: plain(row.loss),
+        "calibration error": lambda row: plain(row.calibration_error),
+    },
+    "Costs": {
+        "seeds": lambda row: count(row.statistics.seeds),
+        "clients": lambda row: count(row.statistics.clients),
+        "bytes": lambda row: size(row.num_bytes),
+        "below whole": _below_whole,
+        MEMORY: lambda row: size(row.memory_bytes),
+        "time": _whole_time,
+        "reused": lambda row: duration(row.reused_seconds),
+    },
 }
 """Columns of the tables of methods, by title."""
 
-PAIR_TABLES: Mapping[str, tuple[Column[PairedComparison], ...]] = {
-    "Against": (
-        Column("difference and 95%", lambda pair: _with_half_width(pair.mean, pair.interval, sign=True)),
-        Column("d_z", lambda pair: plain(pair.effect_size, 1, sign=True)),
-        Column("P (run beats run)", lambda pair: plain(pair.probability_of_improvement, 2)),
-        Column("seeds needed", lambda pair: count(pair.seeds_needed)),
-        Column("shown", shown),
-    ),
-    "Tests against": (
-        Column("p", lambda pair: plain(pair.sign_flip_p)),
-        Column("p\n(Holm)", lambda pair: plain(pair.adjusted_p)),
-        Column("least\np", lambda pair: Number(value=pair.least_p, text=f"{pair.least_p:.3g}")),
-        Column("p (Wil-\ncoxon)", lambda pair: plain(pair.wilcoxon_p)),
-        Column("P\nworse", lambda pair: plain(pair.bayesian.left, 2)),
-        Column("P\nequal", lambda pair: plain(pair.bayesian.rope, 2)),
-        Column("P\nbetter", lambda pair: plain(pair.bayesian.right, 2)),
-    ),
+PAIR_TABLES: Mapping[str, Mapping[str, Callable[[PairedComparison], Cell]]] = {
+    "Against": {
+        "difference and 95%": lambda pair: _with_half_width(pair.mean, pair.interval, sign=True),
+        "d_z": lambda pair: plain(pair.effect_size, 1, sign=True),
+        "P (run beats run)": lambda pair: plain(pair.probability_of_improvement, 2),
+        "seeds needed": lambda pair: count(pair.seeds_needed),
+        "shown": shown,
+    },
+    "Tests against": {
+        "p": lambda pair: plain(pair.sign_flip_p),
+        "p\n(Holm)": lambda pair: plain(pair.adjusted_p),
+        "least\np": lambda pair: Number(value=pair.least_p, text=f"{pair.least_p:.3g}"),
+        "p (Wil-\ncoxon)": lambda pair: plain(pair.wilcoxon_p),
+        "P\nworse": lambda pair: plain(pair.bayesian.left, 2),
+        "P\nequal": lambda pair: plain(pair.bayesian.rope, 2),
+        "P\nbetter": lambda pair: plain(pair.bayesian.right, 2),
+    },
 }
 """Columns of the tables of methods minus the control, by title."""
 
@@ -145,12 +137,12 @@ NOTES = {
 
 
 def method_tables(rows: Mapping[str, MethodRow]) -> list[Table]:
-    """The tables with one row a method; without those of which nothing is known."""
+    """The tables with one row a method; without those of which nothing is known, and without unknown memory."""
     tables = []
     for title, columns in METHOD_TABLES.items():
-        known = [any(text_of(column.cell(row)) != EMPTY for row in rows.values()) for column in columns]
-        kept = [column for column, is_known in zip(columns, known) if is_known or not column.left_out_if_empty]
-        if any(known):
+        unknown = {name for name, cell in columns.items() if all(text_of(cell(row)) == EMPTY for row in rows.values())}
+        kept = {name: cell for name, cell in columns.items() if name not in unknown & {MEMORY}}
+        if len(unknown) < len(columns):
             tables.append(_table(title, kept, rows, note=NOTES[title]))
     return tables
 
@@ -171,9 +163,9 @@ def task_table(rows: Mapping[str, MethodRow]) -> Table:
     return Table(title="By task", columns=("method", *tasks), rows=cells)
 
 
-def _table(title: str, columns: Sequence[Column[RowT]], rows: Mapping[str, RowT], *, note: str) -> Table:
-    cells = [[name, *(column.cell(row) for column in columns)] for name, row in rows.items()]
-    return Table(title=title, columns=["method", *(column.heading for column in columns)], rows=cells, note=note)
+def _table(title: str, columns: Mapping[str, Callable[[RowT], Cell]], rows: Mapping[str, RowT], *, note: str) -> Table:
+    cells = [[name, *(cell(row) for cell in columns.values())] for name, row in rows.items()]
+    return Table(title=title, columns=["method", *columns], rows=cells, note=note)
 
 
 def page_tables(comparison: MethodComparison) -> list[Table]:

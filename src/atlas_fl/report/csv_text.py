@@ -39,7 +39,9 @@ def format_csv(rows: Iterable[Mapping[str, object]]) -> str:
     records = list(rows)
     names = list(dict.fromkeys(name for record in records for name in record))
     lines = []
-    for row in (names, *[[record.get(name) for name in names] for record in records]) if names else ():
+    table: list[list[object]] = [[*names]] if records else []
+    table += [[record.get(name) for name in names] for record in records]
+    for row in table:
         line = StringIO()
         # a text with a carriage return is put in quotes only where that ends lines
         csv.writer(line, lineterminator="\r\n").writerow([escape_cell(value) for value in row])

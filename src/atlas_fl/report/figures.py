@@ -61,12 +61,18 @@ def _convergence(record: Record, rows: list[Row]) -> list[Chart]:
         if not scores:
             continue
         clients = [name for name in dict.fromkeys(row["client"] for row in scores) if name != EVERY_CLIENT]
-        shown = {"task": isolate(task), "colour": colour(index)}
-        shown |= {"faded": max(0.2, min(0.75, 6 / len(clients)))}
-        choice = {"options": [None, *clients], "labels": ["all clients", *clients]}
         charts += [
-            chart("score", scores + beside, name=f"score-{index}", **shown, **choice),
-            chart("loss", losses, name=f"loss-{index}", **shown),
+            chart(
+                "score",
+                scores + beside,
+                name=f"score-{index}",
+                task=isolate(task),
+                colour=colour(index),
+                faded=max(0.2, min(0.75, 6 / len(clients))),
+                options=[None, *clients],
+                labels=["all clients", *clients],
+            ),
+            chart("loss", losses, name=f"loss-{index}", task=isolate(task), colour=colour(index)),
         ]
     return charts
 
@@ -80,8 +86,8 @@ def _adjacency(record: Record, rows: list[Row]) -> list[Chart]:
     pairs = {frozenset((row["client"], row["other"])) for row in rows if row["client"] != row["other"]}
     alone = len(clients) - len(frozenset[str]().union(*pairs))
     lone = f", {alone} of {len(clients)} clients without any" if alone else ""
-    shown = {"columns": clients, "lines": clients, "is_wide": len(clients) > 12}
-    return [heat_map("adjacency", rows, edges=len(pairs), lone=lone, **shown)]
+    is_wide = len(clients) > 12
+    return [heat_map("adjacency", rows, edges=len(pairs), lone=lone, columns=clients, lines=clients, is_wide=is_wide)]
 
 
 def _clusters(record: Record, rows: list[Row]) -> list[Chart]:

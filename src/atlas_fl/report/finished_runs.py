@@ -177,12 +177,8 @@ def find_finished_runs(places: Sequence[Path | str]) -> tuple[FinishedRun, ...]:
 
 def _runs_below(place: Path) -> list[FinishedRun]:
     folders = [RunFolder(path.parent) for path in files_below(place) if path.name == "summary.json"]
-    runs = [folder for folder in folders if folder.config.exists() or folder.plan.exists()]
-    return [
-        read_finished_run(folder.path)
-        for folder in runs
-        if load_config(folder.config, within=folder.path).run.seed not in DEVELOPMENT_SEEDS
-    ]
+    runs = [read_finished_run(folder.path) for folder in folders if folder.config.exists() or folder.plan.exists()]
+    return [run for run in runs if run.seed not in DEVELOPMENT_SEEDS]
 
 
 def _check_tuning(run: FinishedRun, where: str) -> None:

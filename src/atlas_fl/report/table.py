@@ -1,9 +1,9 @@
 """A table of words and numbers, made once: rich prints it, a page and a figure show it, Markdown and LaTeX hold it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from textwrap import wrap
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from rich.markup import escape
 from rich.table import Table as RichTable
@@ -130,6 +130,35 @@ class Table:
         lines = [rf"\begin{{tabular}}{{{alignment}}}", r"\toprule", _latex_row(self.headings), r"\midrule"]
         lines += [_latex_row([text_of(cell) for cell in row]) for row in self.rows]
         return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
+
+
+Entry: TypeAlias = Mapping[str, Any]
+"""An entry of a plan or a summary."""
+Columns: TypeAlias = Mapping[str, Callable[[Entry], Cell]]
+"""The cell of an entry by the heading of its column."""
+
+
+def table_of(title: str, columns: Columns, entries: Iterable[Entry], *, note: str = "") -> Table:
+    """A table with one row an entry."""
+    rows = [[cell(entry) for cell in columns.values()] for entry in entries]
+    return Table(title=title, columns=list(columns), rows=rows, note=note)
+
+
+def cell_at(path: str, form: Callable[[Any], Cell]) -> Callable[[Entry], Cell]:
+    """The cell of what lies in an entry at this path, `predicted.up_bytes`; `form` of None where nothing does."""
+
+    def cell(entry: Entry) -> Cell:
+        value: Any = entry
+        for name in path.split("."):
+            value = (value or {}).get(name)
+        return form(value)
+
+    return cell
+
+
+def word(value: str | None) -> str:
+    """A word; a dash where there is none."""
+    return value or EMPTY
 
 
 def _broken(heading: str) -> str:

@@ -4,45 +4,31 @@
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from statistics import fmean
-from typing import Any, TypeAlias
 
 from atlas_fl.experiment.summary import GENERATION_METRICS
 from atlas_fl.report.figure_rows import group_order
 from atlas_fl.report.format import EMPTY, cluster_name, human_bytes, isolate, names_in_words, number, percent, seconds
-from atlas_fl.report.table import Cell, Number, Table, count, duration, plain, share, size
+from atlas_fl.report.table import (
+    Cell,
+    Columns,
+    Entry,
+    Number,
+    Table,
+    cell_at,
+    count,
+    duration,
+    plain,
+    share,
+    size,
+    table_of,
+    word,
+)
 
-Entry: TypeAlias = Mapping[str, Any]
-"""An entry of a plan or a summary."""
-Columns: TypeAlias = Mapping[str, Callable[[Entry], Cell]]
-"""The cell of an entry by the heading of its column."""
-
-
-def _table(title: str, columns: Columns, entries: Iterable[Entry], *, note: str = "") -> Table:
-    rows = [[cell(entry) for cell in columns.values()] for entry in entries]
-    return Table(title=title, columns=list(columns), rows=rows, note=note)
-
-
-def _path(names: str, form: Callable[[Any], Cell]) -> Callable[[Entry], Cell]:
-    """The cell of what lies in an entry at this path, `predicted.up_bytes`; a dash where nothing does."""
-
-    def cell(entry: Entry) -> Cell:
-        value: Any = entry
-        for name in names.split("."):
-            value = (value or {}).get(name)
-        return form(value)
-
-    return cell
-
-
-def _word(value: str | None) -> str:
-    return value or EMPTY
-
-
-CLIENT: Columns = {"client": _path("name", _word), "device": _path("device", _word)}
+CLIENT: Columns = {"client": cell_at("name", word), "device": cell_at("device", word)}
 
 
 def plan_tables(plan: Entry) -> list[Table]:
@@ -56,13 +42,11 @@ def plan_tables(plan: Entry) -> list[Table]:
     tables = [_cluster_table(plan)] if has_ranks else []
     tables += [k_table(k_rows)] if k_rows else []
     tables += [_mask_table(plan["sparse"])] if plan.get("sparse") else []
-    tables += [_table("LoRA ranks", RANKS, clients, note=RANKS_NOTE)] if has_ranks else []
-    tables.append(_table("Predicted for each round", PREDICTED, clients))
+    tables += [table_of("LoRA ranks", RANKS, clients, note=RANKS_NOTE)] if has_ranks else []
+    tables.append(table_of("Predicted for each round", PREDICTED, clients))
     tables += [_memory_table(clients)] if any(client["memory"] for client in clients) else []
     if any((client.get("split") or {}).keys() - {"shared"} for client in clients):
-        tables.append(_table("Cuts", CUTS, clients).without_empty())
-    cut = [client for client in clients if client["cut"] is not None]
-    tables += [_table("Both sides of the cuts", SIDES, cut, note=SIDES_NOTE)] if cut else []
+        tables.append(table_of("Cuts", CUTS, clients).without_empty())
     if plan.get("leakage"):
         tables.append(leakage_table(plan["leakage"], taken={(client["task"], client["cut"]) for client in clients}))
     return tables
@@ -81,7 +65,7 @@ def _cluster_table(plan: Entry) -> Table:
     ]
     method = clustering.get("method", "none")
     title = "Clusters" if method == "none" else f"Clusters ({method})"
-    return _table(title, CLUSTERS, entries, note="\n".join([CLUSTERS_NOTE, *_verdict(clustering)]))
+    return table_of(title, CLUSTERS, entries, note="\n".join([CLUSTERS_NOTE, *_verdict(clustering)]))
 
 
 def _tasks_of(entry: Entry) -> str:
@@ -90,13 +74,13 @@ def _tasks_of(entry: Entry) -> str:
 
 
 CLUSTERS: Columns = {
-    "cluster": _path("cluster", cluster_name),
+    "cluster": cell_at("cluster", cluster_name),
     "size": lambda entry: count(len(entry["members"])),
     "tasks": _tasks_of,
-    "purity": _path("purity", lambda value: plain(value, 2)),
-    "own halves agree": _path("reliability", lambda value: plain(value, 2)),
-    "similarity inside": _path("cohesion", lambda value: plain(value, 2)),
-    "loss": _path("difficulty", lambda value: plain(value, 2)),
+    "purity": cell_at("purity", lambda value: plain(value, 2)),
+    "own halves agree": cell_at("reliability", lambda value: plain(value, 2)),
+    "similarity inside": cell_at("cohesion", lambda value: plain(value, 2)),
+    "loss": cell_at("difficulty", lambda value: plain(value, 2)),
     "clients": lambda entry: names_in_words(client["name"] for client in entry["members"]),
 }
 CLUSTERS_NOTE = (
@@ -125,14 +109,14 @@ def k_table(rows: Sequence[Entry]) -> Table:
 
 
 K_COLUMNS: Columns = {
-    "k": _path("k", count),
+    "k": cell_at("k", count),
     "choice": lambda row: "chosen" if row.get("chosen") else EMPTY,
-    "silhouette": _path("silhouette", plain),
-    "Davies-Bouldin": _path("davies_bouldin", plain),
-    "Calinski-Harabasz": _path("calinski_harabasz", plain),
-    "ATLAS score": _path("atlas", plain),
-    "merge at": _path("merge_similarity", plain),
-    "clusters of one": _path("singletons", count),
+    "silhouette": cell_at("silhouette", plain),
+    "Davies-Bouldin": cell_at("davies_bouldin", plain),
+    "Calinski-Harabasz": cell_at("calinski_harabasz", plain),
+    "ATLAS score": cell_at("atlas", plain),
+    "merge at": cell_at("merge_similarity", plain),
+    "clusters of one": cell_at("singletons", count),
 }
 
 
@@ -158,12 +142,12 @@ def _in_runs(ranks: Sequence[int]) -> str:
 
 RANKS: Columns = {
     **CLIENT,
-    "cluster": _path("cluster", lambda cluster: "none" if cluster < 0 else str(cluster)),
-    "first to last block": _path("ranks", _in_runs),
-    "sum": _path("ranks", lambda ranks: count(sum(ranks))),
-    "cut": _path("cut", lambda cut: Number(value=cut, text="whole" if cut is None else str(cut))),
-    "most": _path("largest_rank", count),
-    "budget": _path("budget_bytes", size),
+    "cluster": cell_at("cluster", lambda cluster: "none" if cluster < 0 else str(cluster)),
+    "first to last block": cell_at("ranks", _in_runs),
+    "sum": cell_at("ranks", lambda ranks: count(sum(ranks))),
+    "cut": cell_at("cut", lambda cut: Number(value=cut, text="whole" if cut is None else str(cut))),
+    "most": cell_at("largest_rank", count),
+    "budget": cell_at("budget_bytes", size),
 }
 RANKS_NOTE = (
     "cut: blocks on the client; budget: training bytes of the adapters;\n"
@@ -178,10 +162,10 @@ def _share_of_device(client: Entry) -> Cell:
 
 PREDICTED: Columns = {
     **CLIENT,
-    "up": _path("predicted.up_bytes", size),
-    "down": _path("predicted.down_bytes", size),
-    "time": _path("predicted.seconds", duration),
-    "memory": _path("predicted.memory_bytes", size),
+    "up": cell_at("predicted.up_bytes", size),
+    "down": cell_at("predicted.down_bytes", size),
+    "time": cell_at("predicted.seconds", duration),
+    "memory": cell_at("predicted.memory_bytes", size),
     "of the device": _share_of_device,
 }
 
@@ -189,9 +173,9 @@ PREDICTED: Columns = {
 def _memory_table(clients: Sequence[Entry]) -> Table:
     """One row a client: where the memory of its device goes, part by part."""
     parts = dict.fromkeys(part for client in clients for part in client["memory"] if part != "total")
-    cells = {part.removesuffix("_bytes").replace("_", " "): _path(f"memory.{part}", size) for part in parts}
+    cells = {part.removesuffix("_bytes").replace("_", " "): cell_at(f"memory.{part}", size) for part in parts}
     note = "" if "activations" in parts else "activations are not predicted and come on top"
-    return _table("Memory on the device", {"client": CLIENT["client"], **cells}, clients, note=note)
+    return table_of("Memory on the device", {"client": CLIENT["client"], **cells}, clients, note=note)
 
 
 def _host(client: Entry) -> str:
@@ -202,42 +186,25 @@ def _host(client: Entry) -> str:
 CUTS: Columns = {
     **CLIENT,
     "blocks on the client": lambda own: "all" if own["cut"] is None else f"{own['cut']} of {len(own['ranks'])}",
-    "why": _path("split.reason", _word),
+    "why": cell_at("split.reason", word),
     "host of the upper part": _host,
 }
-
-
-def _server_memory(client: Entry) -> Cell:
-    parts = client["split"]["server_memory"]
-    return size(sum(parts.values()) - parts["frozen weights"])
-
-
-SIDES: Columns = {
-    "client": CLIENT["client"],
-    "on the client": _path("split.client_seconds", duration),
-    "on the server": _path("split.server_seconds", duration),
-    "on the link": _path("split.link_seconds", duration),
-    "device memory": _path("predicted.memory_bytes", size),
-    "server: weights": _path("split.server_memory.frozen weights", size),
-    "its own": _server_memory,
-}
-SIDES_NOTE = "server: the frozen weights are there once for all clients, the rest for each"
 
 
 def leakage_table(rows: Iterable[Entry], *, taken: Collection[tuple[str, int | None]] = ()) -> Table:
     """One row a task and cut: dFIL, and the tokens that the probe reads; an arrow marks the cuts that were `taken`."""
     columns: Columns = {
         "taken": lambda row: ">" if (row["task"], row["blocks"]) in taken else EMPTY,
-        "task": _path("task", _word),
-        "blocks on the client": _path("blocks", count),
-        "dFIL": _path("dfil", lambda dfil: Number(value=dfil, text=EMPTY if dfil is None else f"{dfil:.3g}")),
-        "tokens read": _path("read", share),
-        "looks": _path("looks", lambda looks: count(None if looks == 1 else looks)),
+        "task": cell_at("task", word),
+        "blocks on the client": cell_at("blocks", count),
+        "dFIL": cell_at("dfil", lambda dfil: Number(value=dfil, text=EMPTY if dfil is None else f"{dfil:.3g}")),
+        "tokens read": cell_at("read", share),
+        "looks": cell_at("looks", lambda looks: count(None if looks == 1 else looks)),
         "read in their mean": lambda row: share(None if row.get("looks", 1) == 1 else row.get("read_averaged")),
-        "commonest token": _path("commonest", share),
-        "of tokens": _path("unseen", count),
+        "commonest token": cell_at("commonest", share),
+        "of tokens": cell_at("unseen", count),
     }
-    return _table("What a cut gives away", columns, rows, note=LEAKAGE_NOTE).without_empty()
+    return table_of("What a cut gives away", columns, rows, note=LEAKAGE_NOTE).without_empty()
 
 
 LEAKAGE_NOTE = (
@@ -255,7 +222,7 @@ def closing_table(summary: Entry) -> Table:
     run = summary.get("run", {})
     title = ", ".join(str(run[key]) for key in ("strategy", "model") if key in run)
     groups = [{"task": task, **group} for task, group in summary["tasks"].items()]
-    table = _table(f"Test scores of {title}" if title else "Test scores", SCORES, groups, note=_closing_note(summary))
+    table = table_of(f"Test scores of {title}" if title else "Test scores", SCORES, groups, note=_closing_note(summary))
     return replace(table, footer=[["all", *[cell(summary["overall"]) for cell in list(SCORES.values())[1:]]]])
 
 
@@ -265,14 +232,14 @@ def _worst_client(group: Entry) -> str:
 
 
 SCORES: Columns = {
-    "task": _path("task", _word),
-    "clients": _path("clients", count),
-    "majority": _path("final.test.majority", plain),
-    "final": _path("final.test.primary", plain),
-    "over majority": _path("final.test.gain_over_majority", lambda gain: plain(gain, sign=True)),
-    "best": _path("best.test.primary", plain),
-    "90%": _path("rounds_to.90%", count),
-    "spread": _path("final.spread.std", plain),
+    "task": cell_at("task", word),
+    "clients": cell_at("clients", count),
+    "majority": cell_at("final.test.majority", plain),
+    "final": cell_at("final.test.primary", plain),
+    "over majority": cell_at("final.test.gain_over_majority", lambda gain: plain(gain, sign=True)),
+    "best": cell_at("best.test.primary", plain),
+    "90%": cell_at("rounds_to.90%", count),
+    "spread": cell_at("final.spread.std", plain),
     "worst client": _worst_client,
 }
 LEGEND = (
@@ -282,7 +249,7 @@ LEGEND = (
 
 
 def _closing_note(summary: Entry) -> str:
-    """Meaning of the columns; then bytes with the reduction, time, peak memory, devices, refused updates."""
+    """Meaning of the columns; then bytes with the reduction, time, peak memory, refused updates."""
     lines = [LEGEND]
     if "stopped" in summary:
         after, best = summary["stopped"]["round"], summary["best"]
@@ -300,23 +267,9 @@ def _closing_note(summary: Entry) -> str:
             for name, peak in summary["memory"].items()
         ]
         lines.append(", ".join([seconds(summary["seconds"]["total"]), *peaks]))
-        lines += _device_notes(summary["clients"].values())
         refused = summary["events"]["count"].get("refused", 0)
         lines += [f"{refused} update{'' if refused == 1 else 's'} refused"] if refused else []
     return "\n".join(lines)
-
-
-def _device_notes(clients: Collection[Entry]) -> list[str]:
-    """Utilisation of the devices."""
-    parts = [client.get("memory") for client in clients]
-    beside = ", activations not counted" if any(part and "activations" not in part for part in parts) else ""
-    words = {"busy": "of a round busy", "memory": f"of the memory used{beside}"}
-    shares = []
-    for name, text in words.items():
-        used = [client["utilisation"][name] for client in clients if name in client.get("utilisation", {})]
-        ends = dict.fromkeys(percent(end) for end in (min(used), max(used))) if used else ()
-        shares += [f"{' to '.join(ends)} {text}"] if ends else []
-    return [f"devices: {', '.join(shares)}"] if shares else []
 
 
 def _than_whole(sent: Entry) -> str:

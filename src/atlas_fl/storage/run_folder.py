@@ -18,8 +18,6 @@ from atlas_fl.storage.folder_access import (
     remove_drafts,
 )
 
-PLANNED_RUNS = ".runs.json"
-"""Ends the name of the file that names the runs of a comparison or a sweep."""
 _AUDIT_FOLDERS = re.compile(r"(round|joined)-[0-9].*")
 
 

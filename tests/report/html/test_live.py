@@ -15,7 +15,7 @@ def unfinished(run: Path) -> Path:
 
 
 def row_of(run: Path) -> dict[str, float | str]:
-    places = find_places([run], None)
+    places = find_places([run])
     (row,) = table_of(parse_page(list_text(places, state_of(places))), "Runs")
     return row
 
@@ -51,7 +51,7 @@ def test_the_page_of_a_run_is_that_of_the_report_and_asks_for_news(make_run) -> 
 
 def test_the_state_changes_with_each_line_and_the_run_is_not_touched(make_run) -> None:
     run = unfinished(make_run())
-    places, before = find_places([run], None), {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    places, before = find_places([run]), {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     first = state_of(places)
     page_text(run, first)
     assert state_of(places) == first
@@ -59,18 +59,3 @@ def test_the_state_changes_with_each_line_and_the_run_is_not_touched(make_run) -
     with (run / "log.txt").open("a") as file:
         file.write("2026-01-01T10:01:30Z INFO export\n")
     assert state_of(places) != first
-
-
-def test_a_comparison_shows_its_complete_runs_and_says_how_many_there_are_to_be(make_federation, tmp_path) -> None:
-    make_federation(2, seeds=(1,))
-    names = sorted(path.parent.name for path in tmp_path.glob("*/summary.json"))
-    file = tmp_path / "comparison-0.runs.json"
-    file.write_text(json.dumps({"runs": [*names, "to-come"]}))
-    places = find_places([], tmp_path)
-    assert places == {"comparison-0": file}
-    first = state_of(places)
-    page = parse_page(page_text(file, first))
-    assert "3 of 4 runs are complete." in page.text and "federation-0" in sections_of(page)
-    (tmp_path / names[0] / "summary.json").unlink()
-    assert state_of(places) != first, "it changes with the runs that are complete, and with nothing else"
-    assert "2 of 4 runs are complete." in page_text(file, state_of(places))

@@ -12,12 +12,11 @@ from atlas_fl.experiment.summary import MEASURED, attack_note, client_scores, gr
 from atlas_fl.report.figure_rows import sharing_rows
 from atlas_fl.report.figures import charts_of, plugin_charts
 from atlas_fl.report.finished_runs import run_command
-from atlas_fl.report.format import EMPTY
 from atlas_fl.report.html.charts import Chart, Row, chart, row_height
 from atlas_fl.report.html.elements import Block, Command, Facts, Folded, Page, Section, Text
 from atlas_fl.report.record import Record, read_record
-from atlas_fl.report.table import Cell, Table, count, duration, plain, share, size
-from atlas_fl.report.tables import closing_table, plan_tables, sharing_table
+from atlas_fl.report.table import Cell, Columns, Table, cell_at, count, duration, plain, share, size, table_of, word
+from atlas_fl.report.tables import SCORES, closing_table, plan_tables, sharing_table
 from atlas_fl.storage.digests import check_files
 from atlas_fl.storage.run_folder import RunFolder, find_run
 
@@ -115,57 +114,51 @@ def _outcome_chart(record: Record, clients: Mapping[str, Any], scored: list[str]
 
 
 def _client_table(record: Record, clients: Mapping[str, Any]) -> Table:
-    devices = {client["name"]: client.get("device", EMPTY) for client in record.plan["clients"]}
-    rows: list[list[Cell]] = []
-    for name, entry in clients.items():
-        test, best = entry.get("final", {}).get("test", {}), entry.get("best", {})
-        sent = record.totals.by_client.get(name, {})
-        rows.append(
-            [
-                *(name, record.task_of[name], devices[name], plain(test.get("majority")), plain(test.get("primary"))),
-                plain(test.get("gain_over_majority"), sign=True),
-                *(plain(best.get("test", {}).get("primary")), count(best.get("round"))),
-                *(size(sent.get("up", 0)), size(sent.get("down", 0))),
-                share(entry.get("utilisation", {}).get("busy")),
-            ]
-        )
-    return Table(
-        title="By client",
-        columns=(
-            *("client", "task", "device", "majority", "final", "over majority", "best", "in round"),
-            *("sent", "received", "busy"),
-        ),
-        rows=rows,
-        note="busy: predicted seconds of training over those of the slowest client of each round",
-    )
+    devices = {client["name"]: client["device"] for client in record.plan["clients"]}
+    sent = record.totals.by_client
+    known = [
+        {**entry, "name": name, "task": record.task_of[name], "device": devices[name], "sent": sent.get(name)}
+        for name, entry in clients.items()
+    ]
+    return table_of("By client", CLIENT_SCORES, known, note=CLIENT_SCORES_NOTE)
+
+
+CLIENT_SCORES: Columns = {
+    "client": cell_at("name", word),
+    "task": cell_at("task", word),
+    "device": cell_at("device", word),
+    **{name: SCORES[name] for name in ("majority", "final", "over majority", "best")},
+    "in round": cell_at("best.round", count),
+    "sent": cell_at("sent.up", lambda sent: size(sent or 0)),
+    "received": cell_at("sent.down", lambda sent: size(sent or 0)),
+    "busy": cell_at("utilisation.busy", share),
+}
+CLIENT_SCORES_NOTE = "busy: predicted seconds of training over those of the slowest client of each round"
 
 
 def _clients(record: Record) -> list[Block]:
     """The clients and the differences of their data."""
-    data = {row["client"]: row for row in record.plan.get("data") or ()}
-    rows: list[list[Cell]] = []
-    for client in record.plan["clients"]:
-        row = data.get(client["name"], {})
-        examples = row.get("examples", {})
-        rows.append(
-            [
-                *(client["name"], client["task"], client.get("device", EMPTY)),
-                *(count(examples.get(split)) for split in ("train", "validation", "test")),
-                *(share(row.get("majority", {}).get("train")), plain(row.get("distance"), 2)),
-            ]
-        )
-    table = Table(
-        title="Examples of every client",
-        columns=(
-            *("client", "task", "device", "training", "validation", "test", "majority class"),
-            "labels from the task's",
-        ),
-        rows=rows,
-        note="labels from the task's: half the L1 distance between a client's mix of labels and its task's, 0 to 1",
-    )
-    notes = record.plan.get("notes")
+    data = {row["client"]: row for row in record.plan["data"]}
+    known = [{**client, "data": data.get(client["name"])} for client in record.plan["clients"]]
+    table = table_of("Examples of every client", CLIENT_DATA, known, note=CLIENT_DATA_NOTE)
+    notes = record.plan["notes"]
     folded = [Folded(title="What the plan noted", blocks=[Text(lines=notes)])] if notes else []
     return [*charts_of(record, "classes"), table, *folded]
+
+
+CLIENT_DATA: Columns = {
+    "client": cell_at("name", word),
+    "task": cell_at("task", word),
+    "device": cell_at("device", word),
+    "training": cell_at("data.examples.train", count),
+    "validation": cell_at("data.examples.validation", count),
+    "test": cell_at("data.examples.test", count),
+    "majority class": cell_at("data.majority.train", share),
+    "labels from the task's": cell_at("data.distance", lambda distance: plain(distance, 2)),
+}
+CLIENT_DATA_NOTE = (
+    "labels from the task's: half the L1 distance between a client's mix of labels and its task's, 0 to 1"
+)
 
 
 def _sharing(record: Record) -> list[Block]:
