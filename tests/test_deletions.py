@@ -88,7 +88,6 @@ WRITERS: Mapping[str, str] = {
     "report/html/write.py": "a page, where what is none of ours was set aside",
     "experiment/run.py": "in a run's folder",
     "experiment/search.py": "beside the runs, under a name that has a digest of the search",
-    "experiment/sweep.py": "beside the runs, under a name that has a digest of them",
     "experiment/tuning.py": "in a run's folder",
 }
 """Who replaces files by our own writers, and where."""

@@ -343,7 +343,8 @@ def test_a_command_without_what_it_needs_is_one_line(
 
 def test_a_plan_says_what_stands_below_its_clusters_once(monkeypatch: pytest.MonkeyPatch, atlas: Atlas) -> None:
     clustering = {"warnings": ["2 undecided"]}
-    clients = [{"name": "a-0", "task": "a", "cluster": -1}]
+    client = {"name": "a-0", "task": "a", "cluster": -1, "ranks": [4], "cut": None, "memory": {}, "predicted": {}}
+    clients = [client]
     found = {"clients": clients, "clustering": clustering, "notes": ["2 undecided", "something else"]}
     monkeypatch.setattr("atlas_fl.planning.planner.make_plan", lambda *_, **__: SimpleNamespace(to_json=lambda: found))
     said = atlas("plan", "--preset", "smoke").out

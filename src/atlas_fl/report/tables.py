@@ -37,14 +37,14 @@ def plan_tables(plan: Entry) -> list[Table]:
     Whole models are not clustered and have no ranks.
     """
     clients = plan["clients"]
-    has_ranks = any(client["ranks"] for client in clients)
+    has_ranks = any(client.get("ranks") for client in clients)
     k_rows = plan["clustering"].get("k_table")
     tables = [_cluster_table(plan)] if has_ranks else []
     tables += [k_table(k_rows)] if k_rows else []
     tables += [_mask_table(plan["sparse"])] if plan.get("sparse") else []
     tables += [table_of("LoRA ranks", RANKS, clients, note=RANKS_NOTE)] if has_ranks else []
     tables.append(table_of("Predicted for each round", PREDICTED, clients))
-    tables += [_memory_table(clients)] if any(client["memory"] for client in clients) else []
+    tables += [_memory_table(clients)] if any(client.get("memory") for client in clients) else []
     if any((client.get("split") or {}).keys() - {"shared"} for client in clients):
         tables.append(table_of("Cuts", CUTS, clients).without_empty())
     if plan.get("leakage"):
@@ -264,10 +264,10 @@ def _closing_note(summary: Entry) -> str:
         lines += [f"{human_bytes(sent[key])} of it between clients, {way}" for key, way in ways.items() if key in sent]
         peaks = [
             f"{human_bytes(peak)} of {name.removesuffix('_bytes').upper()} at most"
-            for name, peak in summary["memory"].items()
+            for name, peak in summary.get("memory", {}).items()
         ]
         lines.append(", ".join([seconds(summary["seconds"]["total"]), *peaks]))
-        refused = summary["events"]["count"].get("refused", 0)
+        refused = summary.get("events", {}).get("count", {}).get("refused", 0)
         lines += [f"{refused} update{'' if refused == 1 else 's'} refused"] if refused else []
     return "\n".join(lines)
 
