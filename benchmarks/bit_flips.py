@@ -39,7 +39,7 @@ from atlas_fl.report.finished_runs import read_summary
 from atlas_fl.report.record import read_record
 from atlas_fl.rng import generator
 from atlas_fl.storage import checkpoint
-from atlas_fl.storage.assets import embedded_dir, model_dir
+from atlas_fl.storage.assets import asset_dir, embedded_dir
 from atlas_fl.storage.jsonl import append_rows, read_json, read_rows
 from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import encode_tensors
@@ -52,7 +52,7 @@ OUTCOMES = ("found", "cut back", "same values", "harmless by name", "silent")
 
 def tiny_models(to: Path) -> tuple[Path, Path]:
     """A random BERT of three narrow blocks with the embedded model's tokenizer, and a random ViT of two."""
-    text, image, source = to / "tiny-bert", to / "tiny-vit", model_dir(embedded_dir())
+    text, image, source = to / "tiny-bert", to / "tiny-vit", asset_dir(embedded_dir(), "minilm")
     if not text.is_dir():
         with warnings.catch_warnings(), torch.random.fork_rng():
             warnings.simplefilter("ignore")

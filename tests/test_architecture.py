@@ -23,7 +23,7 @@ OWNERS = {
     "grpc": "runtime/transport/",
     "tomlkit": "config/",
     "platformdirs": "storage/",
-    "psutil": ("experiment/summary.py", "storage/downloads.py"),
+    "psutil": "experiment/summary.py",
     "rouge_score": "data/",
     "logging": "storage/",
     "cryptography": "runtime/transport/certificates.py",

@@ -42,14 +42,14 @@ ALLOWED: Mapping[str, tuple[dict[str, int], str]] = {
         {"rename": 3, "unlink": 1, "rmdir": 1},
         "the files of a checkpoint and its folder where it is empty then; what else is in it is set aside",
     ),
-    "storage/onnx_vit.py": ({"write_text": 1}, "into the folder of a fetch"),
+    "storage/onnx_vit.py": ({"write_bytes": 1}, "into the folder of a fetch"),
     "storage/state_files.py": (
         {"open": 1, "replace": 1, "unlink": 2},
         "a new draft; files of its own names, 64 digits and an ending, in the cache folder of states",
     ),
     "storage/downloads.py": (
-        {"rmtree": 2, "rename": 1, "open": 2, "copyfileobj": 2},
-        "the folder of this fetch, or of one that was killed; what lies in a part's place is set aside",
+        {"rename": 1, "write_bytes": 1},
+        "the folder of this fetch; what lies in a part's place is set aside",
     ),
     "storage/run_folder.py": (
         {"unlink": 1, "rmdir": 1},
@@ -88,7 +88,6 @@ WRITERS: Mapping[str, str] = {
     "report/html/write.py": "a page, where what is none of ours was set aside",
     "experiment/run.py": "in a run's folder",
     "experiment/search.py": "beside the runs, under a name that has a digest of the search",
-    "experiment/sweep.py": "beside the runs, under a name that has a digest of them",
     "experiment/tuning.py": "in a run's folder",
 }
 """Who replaces files by our own writers, and where."""

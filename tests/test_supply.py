@@ -16,7 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from atlas_fl.storage.assets import EMBEDDED_ASSETS, VISION_ASSETS
+from atlas_fl.storage.assets import assets
 from tools import audit_dependencies, install, lock, sbom
 
 ROOT = Path(__file__).parents[1]
@@ -291,7 +291,7 @@ def test_the_bill_of_materials_lists_what_is_locked() -> None:
 
 def test_the_bill_of_materials_lists_the_files_of_fetched_models_and_data() -> None:
     listed = {one["bom-ref"].removeprefix("atlas-fetch:"): one for one in bill()["components"] if "components" in one}
-    parts = EMBEDDED_ASSETS | VISION_ASSETS
+    parts = assets()
     assert {
         name: {file["name"]: file["hashes"][0]["content"] for file in one["components"]} for name, one in listed.items()
     } == {name: dict(part.package_files) for name, part in parts.items()}

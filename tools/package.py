@@ -41,6 +41,9 @@ FIRST = (
     "report/html/page.js",
     "report/html/live.js",
     "report/html/charts.yaml",
+    "storage/assets.toml",
+    "storage/dinov2/config.json",
+    "storage/dinov2/preprocessor_config.json",
 )
 """Files without which the package installs and does not work, or is not typed."""
 LEFT_OUT = frozenset({".venv", "runs", "build", "dist", ".git"})

@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from atlas_fl.storage.assets import EMBEDDED_ASSETS, VISION_ASSETS, Asset
+from atlas_fl.storage.assets import Asset, assets
 from tools.lock import FOLDER, ROOT, Metadata, cuda_requirements, read_lock, read_pins, read_roots, resolve
 
 SPDX = {
@@ -70,7 +70,7 @@ def bill_of_materials(packages: Mapping[str, Metadata], pins: Mapping[str, str])
         "metadata": {"component": {**root, "licenses": licences}},
         "components": [
             *components,
-            *(asset_component(part) for part in (*EMBEDDED_ASSETS.values(), *VISION_ASSETS.values())),
+            *(asset_component(part) for part in assets().values()),
         ],
     }
 

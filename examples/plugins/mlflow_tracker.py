@@ -80,7 +80,7 @@ class MlflowTracker(Tracker):
 
 
 def _mlflow() -> Any:
-    with importing("MLflow", flag="--tracker mlflow", package="mlflow"):
+    with importing("MLflow", package="mlflow"):
         import mlflow
 
         _ = mlflow.MlflowClient, mlflow.entities

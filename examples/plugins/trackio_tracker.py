@@ -61,7 +61,7 @@ class TrackioTracker(Tracker):
 
 
 def _trackio() -> Any:
-    with importing("Trackio", flag="--tracker trackio", package="trackio"):
+    with importing("Trackio", package="trackio"):
         import trackio
 
         _ = trackio.init

@@ -1,12 +1,14 @@
 """Errors that a user can mend (AtlasError), and how they are worded: one line, with the nearest known name."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 MAX_REPR_CHARACTERS = 60
 """Most characters of a value in a message: fewer than fit on a line, so that nothing breaks it."""
 MAX_LINE_CHARACTERS = 500
 """Most characters of another machine's words in a message."""
+MOST_NAMES = 8
+"""Most names in a message."""
 
 
 class AtlasError(Exception):
@@ -93,3 +95,9 @@ def did_you_mean(name: object, choices: Iterable[str]) -> str:
     """
     matches = get_close_matches(str(name), list(choices), n=1)
     return f"; did you mean {matches[0]!r}?" if matches else ";"
+
+
+def first_of(names: Sequence[object]) -> str:
+    """The first names with commas between them, and how many more there are."""
+    more = len(names) - MOST_NAMES
+    return ", ".join(map(str, names[:MOST_NAMES])) + (f" and {more} more" if more > 0 else "")

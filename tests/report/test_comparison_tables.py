@@ -2,28 +2,23 @@
 
 import csv
 import io
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from atlas_fl.cli.main import main
 from atlas_fl.report.comparison_tables import (
-    latex,
     method_tables,
-    methods_csv,
     page_tables,
     pair_tables,
     statistics_files,
     task_table,
 )
-from atlas_fl.report.federation_results import FederationResults, federation_results
-from atlas_fl.report.finished_runs import RunScores, find_finished_runs
+from atlas_fl.report.federation_results import FederationResults
+from atlas_fl.report.finished_runs import RunScores
 from atlas_fl.report.method_comparison import MethodComparison, MethodRow, compare_scores
 from atlas_fl.report.results_page import write_page
 from atlas_fl.report.statistics import PairedComparison
@@ -63,15 +58,17 @@ def page(comparison: MethodComparison) -> str:
         tuned={},
         comparison=comparison,
         seeds={},
-        incomplete={},
         in_one_place={},
     )
     return write_page([result], num_runs=16, control=comparison.control)
 
 
+def read_csv(comparison: MethodComparison, kind: str) -> str:
+    return statistics_files({"null, dial 2": comparison})[f"{kind}.csv"]
+
+
 FORMATS: dict[str, Callable[[MethodComparison], str]] = {
-    "CSV": lambda comparison: "".join(list(statistics_files({"null": comparison}).values())[:2]),
-    "JSON": lambda comparison: statistics_files({"null": comparison})["statistics.json"],
+    "CSV": lambda comparison: "".join(read_csv(comparison, kind) for kind in ("methods", "pairs")),
     "LaTeX": lambda comparison: statistics_files({"null": comparison})["statistics.tex"],
     "page": page,
 }
@@ -124,10 +121,8 @@ def test_every_field_of_a_pair_is_in_every_file(comparison: MethodComparison, fo
 
 
 def test_the_files_are_flat_and_in_full_precision(comparison: MethodComparison) -> None:
-    (*_, last), (local, *_) = (
-        list(csv.DictReader(text.splitlines()))
-        for text in list(statistics_files({"null, dial 2": comparison}).values())[:2]
-    )
+    *_, last = csv.DictReader(read_csv(comparison, "methods").splitlines())
+    local, *_ = csv.DictReader(read_csv(comparison, "pairs").splitlines())
     row, pair = comparison.rows["fedper"], comparison.pairs["local"]
     assert (last["federation"], last["method"], float(last["mean"])) == ("null, dial 2", "fedper", row.statistics.mean)
     assert row.statistics.interval is not None
@@ -135,7 +130,7 @@ def test_the_files_are_flat_and_in_full_precision(comparison: MethodComparison) 
     assert (last["hurt_by_control"], last["reused_seconds"]) == ("", "2.0")
     assert (local["method"], local["control"], float(local["bayesian_rope"])) == ("local", "fedper", pair.bayesian.rope)
     assert [float(word) for word in local["differences"].split()] == list(pair.differences)
-    assert methods_csv({"null, dial 2": comparison.rows}).splitlines()[-1].startswith('"null, dial 2",fedper,4,4,')
+    assert read_csv(comparison, "methods").splitlines()[-1].startswith('"null, dial 2",fedper,4,4,')
     assert float(last["tasks_a"]) == row.tasks["a"]
 
 
@@ -170,43 +165,17 @@ def test_the_terminal_has_eighty_columns_and_all_of_it_but_the_differences_by_se
 
 
 def test_what_is_written_says_the_same(comparison: MethodComparison) -> None:
-    files = statistics_files({"null": comparison})
-    content = json.loads(files["statistics.json"])["federations"]["null"]
-    assert content["rows"]["local"]["statistics"]["mean"] == comparison.rows["local"].statistics.mean
-    assert np.asarray(content["scores"]["local"]).shape == (4, 4)
     mean = f"{comparison.rows['local'].statistics.mean:.3f}"
     assert f"| `local` | {mean} ±" in page(comparison)
     mean = f"{comparison.rows['fedavg_cluster'].statistics.mean:.3f}"
-    written = files["statistics.tex"]
+    written = statistics_files({"null": comparison})["statistics.tex"]
     assert rf"fedavg\_cluster & {mean} $\pm$ " in written
     assert f"local & ${comparison.pairs['local'].mean:+.3f}$ $\\pm$ " in written
     assert "\\\\" not in written.replace(r" \\" + "\n", "")
-    assert written.endswith(latex([*page_tables(comparison), task_table(comparison.rows)]))
+    assert written.count(r"\begin{tabular}") == len(page_tables(comparison)) + 1
 
 
 def test_time_is_with_what_was_reused_and_without_it_where_a_run_does_not_say(comparison: MethodComparison) -> None:
     assert "| 12.0 s | 2.0 s |" in page(comparison)
     rows = {name: replace(row, reused_seconds=None) for name, row in comparison.rows.items()}
     assert "| 10.0 s | - |" in page(replace(comparison, rows=rows))
-
-
-@pytest.mark.slow
-def test_results_writes_the_statistics_of_every_federation(
-    make_federation: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make_federation(1)
-    make_federation(3)
-    words = ["results", str(tmp_path), "--to", str(tmp_path / "page.md"), "--statistics", str(tmp_path / "all")]
-    assert main(words) == main(words) == 0, "its own files may be written anew"
-    results = federation_results(find_finished_runs([tmp_path]), control="fedavg")
-    files = statistics_files({one.title: one.comparison for one in results if one.comparison is not None})
-    assert {path.name: path.read_text() for path in (tmp_path / "all").iterdir()} == files
-    assert {row["federation"] for row in csv.DictReader(files["pairs.csv"].splitlines())} == {
-        "contradiction, dial 1",
-        "contradiction, dial 3",
-    }
-    (tmp_path / "all" / "methods.csv").write_text("mine")
-    assert main(words) == main([*words[:-1], str(tmp_path / "page.md")]) == 2
-    said = capsys.readouterr().err.splitlines()
-    assert ["which holds what this command did not write" in line for line in said] == [True, True]
-    assert (tmp_path / "all" / "methods.csv").read_text() == "mine"

@@ -33,14 +33,10 @@ def test_the_papers_example() -> None:
 def test_the_papers_comparison_with_a_control() -> None:
     against = rank_methods(arrays(DEMSAR), control="C4.5").against_control
     assert list(against) == ["C4.5+m", "C4.5+cf", "C4.5+m+cf"]
-    z = {method: abs(row.z) for method, row in against.items()}
-    assert z == pytest.approx({"C4.5+m+cf": 2.416, "C4.5+m": 2.342, "C4.5+cf": 0.512}, abs=2e-3)
-    # p .016, .019 and .607 times 3, 2 and 1
-    p = {method: row.adjusted_p for method, row in against.items()}
-    assert p == pytest.approx({"C4.5+m+cf": 3 * 0.0157, "C4.5+m": 0.0471, "C4.5+cf": 0.6087}, abs=2e-3)
+    # z 2.416, 2.342 and .512, p .016, .019 and .607 times 3, 2 and 1
+    assert against == pytest.approx({"C4.5+m+cf": 3 * 0.0157, "C4.5+m": 0.0471, "C4.5+cf": 0.6087}, abs=2e-3)
     # Holm rejects the first two at .05
-    assert [row.adjusted_p <= 0.05 for row in against.values()] == [True, False, True]
-    assert against["C4.5+m"].z < 0, "a lower rank than the control's is better"
+    assert [p <= 0.05 for p in against.values()] == [True, False, True]
 
 
 @pytest.mark.parametrize("rows", [3, 20, 10_000])
@@ -73,4 +69,4 @@ def test_federations_that_all_rank_alike_or_not_at_all() -> None:
     assert alike.friedman_chi2 == pytest.approx(6)  # N (k - 1), the most there is
     tied = rank_methods(arrays({"a": [0.9, 0.8], "b": [0.9, 0.8]}), control="a")
     assert (tied.friedman_chi2, tied.friedman_p) == (0, 1)
-    assert tied.against_control["b"].z == 0 and tied.against_control["b"].adjusted_p == 1
+    assert tied.against_control == {"b": 1}

@@ -145,7 +145,7 @@ def test_a_page_says_what_was_tuned_and_so_does_that_of_its_rows(tuned: Path) ->
 def test_without_a_record_a_page_says_that_there_is_none(make_federation: MakeFederation, tmp_path: Path) -> None:
     make_federation(2)
     page = results_page(find_finished_runs([tmp_path]), control="fedavg")
-    assert "all methods with --lr 0.01; no tuning on record; 9 clients" in page
+    assert "all methods with --lr 0.01; no tuning on record; 4 clients" in page
 
 
 def test_some_runs_without_a_record_are_counted(tuned: Path) -> None:

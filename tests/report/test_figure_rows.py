@@ -1,13 +1,11 @@
-import csv
 import json
-from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import pytest
 from sklearn.decomposition import PCA
 
-from atlas_fl.report.figure_rows import EVERY_CLIENT, convergence_rows, principal_components, sketch_rows, to_csv
+from atlas_fl.report.figure_rows import EVERY_CLIENT, convergence_rows, principal_components, sketch_rows
 from atlas_fl.report.record import read_record
 
 
@@ -18,16 +16,6 @@ def test_the_mean_over_a_task_by_hand(make_run) -> None:
     assert of_round[EVERY_CLIENT] == pytest.approx((of_round["movie-0"] + of_round["movie-1"]) / 2)
     stored = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
     assert of_round["movie-1"] in [row["primary"] for row in stored if row["client"] == "movie-1" and "primary" in row]
-
-
-def test_csv_keeps_every_digit_and_quotes_what_needs_it() -> None:
-    rows = [{"client": 'a "b", c', "score": 0.1 + 0.2}, {"client": "d\ne", "score": None, "more": 1}]
-    assert list(csv.reader(StringIO(to_csv(rows)))) == [
-        ["client", "score", "more"],
-        ['a "b", c', "0.30000000000000004", ""],
-        ["d\ne", "", "1"],
-    ]
-    assert to_csv([]) == ""
 
 
 def test_principal_components_agree_with_scikit_learn() -> None:

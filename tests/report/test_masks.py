@@ -30,7 +30,7 @@ def test_what_chance_shares_by_hand_and_by_drawing() -> None:
     assert by_chance([0.3, 0.6]) == pytest.approx((first & second).sum() / (first | second).sum(), abs=0.005)
 
 
-@pytest.mark.parametrize("masks", [1, 2, 5, 10])
+@pytest.mark.parametrize("masks", [1, 10])
 def test_no_words_cover_each_other_or_leave_the_page(masks: int) -> None:
     names = [f"mask least_sensitive, seed {seed}" for seed in range(masks)]
     charts = [

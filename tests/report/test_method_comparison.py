@@ -70,8 +70,8 @@ def test_a_method_is_described_as_pandas_does(groups: Groups, comparison: Method
 
 
 def test_a_sweep_is_described_as_a_comparison_is_and_hurts_nobody(groups: Groups, comparison: MethodComparison) -> None:
-    rows = describe_runs({name: [read_finished_run(run).scores for run in runs] for name, runs in groups.items()})
-    for name, row in rows.items():
+    described = describe_runs({name: [read_finished_run(run).scores for run in runs] for name, runs in groups.items()})
+    for name, row in described.rows.items():
         assert (row.statistics.hurt, row.hurt_by_control) == (None, None)
         assert replace(row.statistics, hurt=0) == replace(comparison.rows[name].statistics, hurt=0)
         assert (row.tasks, row.loss, row.num_bytes) == (

@@ -8,13 +8,7 @@ from rich.console import Console
 from atlas_fl.report.table import Table, text_of
 from atlas_fl.report.tables import (
     closing_table,
-    cluster_table,
-    in_runs,
-    k_table,
-    memory_table,
     plan_tables,
-    prediction_table,
-    rank_table,
 )
 
 
@@ -53,68 +47,64 @@ def test_a_plan_is_readable_in_eighty_columns(make_run) -> None:
         assert {line.split()[0] for line in lines if line.strip()} >= {client["name"] for client in plan["clients"]}
 
 
+def plan_with(clients: list[dict], **clustering) -> dict:
+    filled = {"ranks": [4], "cut": None, "memory": {}, "predicted": {}}
+    return {"clients": [filled | client for client in clients], "clustering": clustering}
+
+
 def test_the_cluster_table_by_hand() -> None:
     names = [("a-0", "a", 0), ("b-0", "b", 0), ("a-1", "a", 0), ("c-0", "c", -1)]
-    clients = [{"name": name, "task": task, "cluster": label} for name, task, label in names]
     measured = {"cluster": 0, "purity": 2 / 3, "reliability": 0.6, "cohesion": 0.5, "difficulty": 0.875}
-    clustering = {"method": "corrected", "warnings": ["client c-0 is undecided [c_kk 0.05]"]}
-    clustering |= {"agreement": {"purity": 2 / 3, "ari": 0.25}}
-    clustering |= {"clusters": [measured, {"cluster": -1, "purity": 1.0, "reliability": 0.05}]}
-    table, *_ = plan_tables({"clients": clients, "clustering": clustering})
+    table, *_ = plan_tables(
+        plan_with(
+            [{"name": name, "task": task, "cluster": label} for name, task, label in names],
+            method="corrected",
+            warnings=["client c-0 is undecided [c_kk 0.05]"],
+            agreement={"purity": 2 / 3, "ari": 0.25},
+            clusters=[measured, {"cluster": -1, "purity": 1.0, "reliability": 0.05}],
+        )
+    )
     assert cells(table, 0) == ["cluster 0", "3", "a x 2, b x 1", "0.67", "0.60", "0.50", "0.88", "a-0, b-0, a-1"]
     assert cells(table, 1) == ["no cluster", "1", "c x 1", "1.00", "0.05", "-", "-", "c-0"]
     text = printed(table)
     assert "Clusters (corrected)" in text
     assert "purity 0.67, ari 0.25" in text
     assert "undecided [c_kk 0.05]" in text
-    assert "own halves agree: the agreement of a client's two sketches" in text
 
 
 def test_the_verdict_of_no_structure_is_said_once() -> None:
-    client = {"name": "a-0", "task": "a", "cluster": -1}
     reason = "no client's halves agree to 0.1"
     clustering = {"structure": {"found": False, "reason": reason}, "warnings": [f"no structure: {reason}"]}
-    assert printed(plan_tables({"clients": [client], "clustering": clustering})[0]).count(reason) == 1
+    plan = plan_with([{"name": "a-0", "task": "a", "cluster": -1}], **clustering)
+    assert printed(plan_tables(plan)[0]).count(reason) == 1
 
 
 def test_memory_without_activations_says_so() -> None:
-    client = {"name": "a-0", "memory": {"weights": 4, "gradients": 4, "total": 8}}
-    assert "activations are not predicted" in memory_table({"clients": [client]}).note
-    client = {"name": "a-0", "memory": {"weights": 4, "activations": 4, "total": 8}}
-    assert memory_table({"clients": [client]}).note == ""
+    client = {"name": "a-0", "task": "a", "cluster": -1, "memory": {"weights": 4, "gradients": 4, "total": 8}}
+    assert "activations are not predicted" in plan_tables(plan_with([client]))[-1].note
+    client["memory"]["activations"] = 4
+    assert plan_tables(plan_with([client]))[-1].note == ""
 
 
 def test_the_chosen_number_of_clusters_is_marked(make_run) -> None:
-    table = k_table(plan_of(make_run())["clustering"])
-    assert [row[1] for row in table.rows] == ["", "", "chosen", "", ""]
+    _, table, *_ = plan_tables(plan_of(make_run()))
+    assert [row[1] for row in table.rows] == ["-", "-", "chosen", "-", "-"]
     assert cells(table, table.bold_row) == ["3", "chosen", "0.400", "1.500", "6.500", "0.450", "0"]
-    assert cells(table, 0) == ["1", "", "-", "-", "-", "-", "-"]
+    assert cells(table, 0) == ["1", "-", "-", "-", "-", "-", "-"]
 
 
-def test_a_plan_without_optional_parts_shows_dashes_and_no_numbers() -> None:
-    plan = {"clients": [{"name": "a-0", "task": "a"}], "clustering": {}}
-    assert cells(cluster_table(plan), 0) == ["no cluster", "1", "a x 1", "-", "-", "-", "-", "a-0"]
-    assert cells(rank_table(plan), 0) == ["a-0", "-", "none", "-", "-", "whole", "-", "-"]
-    assert cells(prediction_table(plan), 0) == ["a-0", *["-"] * 6]
-    assert len(plan_tables(plan)) == 3
-
-
-def test_ranks_and_predictions_are_those_of_the_plan(make_run) -> None:
+def test_ranks_cuts_and_predictions_are_those_of_the_plan(make_run) -> None:
     plan = plan_of(make_run())
-    ranks = plan["clients"][3]["ranks"]
-    shown = cells(rank_table(plan), 3)
-    assert shown == ["trec-0", "gpu_16gb", "1", in_runs(ranks), str(sum(ranks)), "whole", "64", "8.0 MB"]
-    shown = cells(prediction_table(plan), 0)
+    plan["clients"][3] |= {"ranks": [4, 4, 8, 16, 16, 16], "cut": 2, "split": {"reason": "as set"}}
+    tables = {table.title: table for table in plan_tables(plan)}
+    assert cells(tables["LoRA ranks"], 3) == ["trec-0", "gpu_16gb", "1", "4x2 8 16x3", "64", "2", "64", "8.0 MB"]
+    assert cells(tables["LoRA ranks"], 0)[5] == "whole"
+    shown = cells(tables["Predicted for each round"], 0)
     assert shown == ["movie-0", "cpu_2gb", "300 kB", "300 kB", "21.5 s", "553 MB", "27.6%"]
-    table = memory_table(plan)
-    assert cells(table, 0) == ["movie-0", "91 MB", "60 MB", "400 MB", "1.9 MB", "1.9 MB", "3.8 MB"]
-    assert table.columns[1] == "frozen weights"
-
-
-def test_a_cut_is_shown_where_the_model_is_split(make_run) -> None:
-    plan = plan_of(make_run())
-    plan["clients"][0]["cut"] = 2
-    assert cells(rank_table(plan), 0)[-3] == "2"
+    memory = tables["Memory on the device"]
+    assert cells(memory, 0) == ["movie-0", "91 MB", "60 MB", "400 MB", "1.9 MB", "1.9 MB", "3.8 MB"]
+    assert memory.columns[1] == "frozen weights"
+    assert cells(tables["Cuts"], 3) == ["trec-0", "gpu_16gb", "2 of 6", "as set"]
 
 
 def test_the_closing_table_says_what_the_summary_says(make_run) -> None:
@@ -138,16 +128,7 @@ def test_the_closing_table_says_what_the_summary_says(make_run) -> None:
     saved = summary["bytes"]["full_model"]["reduction"]
     assert f"{100 * saved:.1f}% less than the whole model in every round" in text
     assert "4.6 min, 1.2 GB of RSS at most" in text
-    assert "devices: 100.0% of a round busy, 27.6% of the memory used" in text
-    assert "not counted" not in text
     assert "1 update refused" in text
-
-
-def test_the_closing_table_says_where_activations_are_in_no_prediction(make_run) -> None:
-    summary = summary_of(make_run())
-    for client in summary["clients"].values():
-        client["memory"] = {"total": 8, "weights": 1, "gradients": 1, "momentum": 1}
-    assert "of the memory used, activations not counted" in " ".join(printed(closing_table(summary)).split())
 
 
 def test_a_long_name_is_folded_and_more_bytes_are_called_more(make_run) -> None:
@@ -184,11 +165,6 @@ def test_the_closing_table_tells_where_a_run_stopped(make_run) -> None:
     assert "stopped" not in printed(closing_table(summary))
     summary |= {"stopped": {"round": 7}, "best": {"round": 4, "validation": 0.8125}}
     assert "stopped early after round 7; best in round 4: validation 0.812" in printed(closing_table(summary))
-
-
-def test_a_summary_without_scores_has_a_closing_table() -> None:
-    table = closing_table({})
-    assert cells(table, 0) == ["all", *["-"] * 8]
 
 
 def test_builders_leave_their_arguments_alone(make_run) -> None:

@@ -31,7 +31,7 @@ from atlas_fl.models.vision_loading import load_image_backbone
 from atlas_fl.params import Params, digest
 from atlas_fl.planning import ranks_and_cuts
 from atlas_fl.setup import assembly
-from atlas_fl.storage.assets import embedded_dir, model_dir
+from atlas_fl.storage.assets import asset_dir, embedded_dir
 from tests.runs.federation import SITES, Federation
 from tests.runs.finished import FinishedRuns, locked
 from tests.runs.processes import Programs
@@ -130,7 +130,7 @@ def saved_once(folder: Path, save: Callable[[Path], object]) -> Path:
 
 def save_bert(folder: Path) -> None:
     folder.mkdir()
-    source = model_dir(embedded_dir())
+    source = asset_dir(embedded_dir(), "minilm")
     for name in TOKENIZER:
         shutil.copy(source / name, folder / name)
     with torch.random.fork_rng():

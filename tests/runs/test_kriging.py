@@ -11,12 +11,12 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from atlas_fl.audit.check import audit_run
+from atlas_fl.cli.tables import outcome
 from atlas_fl.config import Config
 from atlas_fl.config.validation import validate
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.run import run_config
 from atlas_fl.report.figures import draw_all
-from atlas_fl.report.tables import sharing_table
 from atlas_fl.storage.tensors import encoded_size
 from tests.runs.finished import FinishedRuns
 from tests.runs.reading import alter_tensors, rows, same_tensors
@@ -72,7 +72,7 @@ def test_a_run_tells_how_personal_its_models_are_and_why(config: MakeConfig) -> 
     figures = {path.stem for path in draw_all(result.folder)}
     assert "sharing" in figures
     shown = StringIO()
-    Console(file=shown, width=80).print(sharing_table(result.summary))
+    Console(file=shown, width=80).print(*outcome(result.folder, result.summary, complete=True))
     assert "layer 1" in shown.getvalue() and "head" in shown.getvalue()
 
 

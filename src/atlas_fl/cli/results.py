@@ -67,8 +67,6 @@ class ResultsOptions:
     """The file to write; printed by default."""
     csv: str | None = None
     """A file for the runs themselves, one row each: scores, bytes, and the flags that make the run again."""
-    statistics: str | None = None
-    """A folder for all statistics of every federation: methods.csv, pairs.csv, statistics.json and statistics.tex."""
     control: str = "fedavg"
     """The strategy that the others are tested against."""
 
@@ -88,13 +86,9 @@ def page_of_results(words: Sequence[str]) -> int:
     check_target(options.csv, example="results.csv", is_own=begins_with, flag="--csv")
     if None not in (options.to, options.csv) and Path(str(options.to)).resolve() == Path(str(options.csv)).resolve():
         raise ConfigError(f"--to and --csv are both {options.to}; name a file for each")
-    if options.statistics == "":
-        raise ConfigError("--statistics is empty; name a folder such as statistics, or leave it out")
     runs = find_finished_runs(options.folders)
     results = federation_results(runs, control=options.control)
     page = write_page(results, num_runs=len(runs), control=options.control)
-    if options.statistics is not None:
-        _write_statistics(Path(options.statistics), results)
     if options.csv is not None:
         write_atomic(Path(options.csv), to_csv(runs).encode())
         show([f"wrote {options.csv}"])
@@ -104,22 +98,6 @@ def page_of_results(words: Sequence[str]) -> int:
     write_atomic(Path(options.to), page.encode())
     show([f"wrote {options.to}"])
     return 0
-
-
-def _write_statistics(folder: Path, results: "Sequence[FederationResults]") -> None:
-    """Write the statistics of every federation in full, one file a format."""
-    from atlas_fl.report.comparison_tables import statistics_files
-    from atlas_fl.report.finished_runs import begins_with
-    from atlas_fl.storage.folder_access import write_atomic
-
-    files = statistics_files({one.title: one.comparison for one in results if one.comparison is not None})
-    written = folder / next(iter(files))
-    is_free = not folder.exists() or (folder.is_dir() and not any((folder / name).exists() for name in files))
-    if not is_free and not (written.is_file() and begins_with(written, text="federation,method,")):
-        raise ConfigError(f"--statistics is {folder}, which holds what this command did not write; name a new folder")
-    for name, text in files.items():
-        write_atomic(folder / name, text.encode())
-    show([f"wrote {', '.join(str(folder / name) for name in files)}"])
 
 
 MISMATCH = 1
@@ -264,7 +242,6 @@ def leakage(words: Sequence[str]) -> int:
 if TYPE_CHECKING:
     from atlas_fl.experiment.task_arithmetic import ScaleRow, TrainedRun
     from atlas_fl.params import Params
-    from atlas_fl.report.federation_results import FederationResults
     from atlas_fl.report.table import Table
 
 
@@ -380,7 +357,7 @@ def _figures(options: MasksOptions, named: Sequence[Path]) -> Path:
 
 def _draw(masks: Mapping[str, Mapping[str, Any]], *, folder: Path) -> list[Path]:
     from atlas_fl.params import num_values
-    from atlas_fl.report.drawing import draw, save_beside
+    from atlas_fl.report.drawing import draw, save_png
     from atlas_fl.report.mask_charts import density_chart, overlap_chart
     from atlas_fl.sparse.masks import density_by_layer, num_kept, overlap
 
@@ -388,10 +365,10 @@ def _draw(masks: Mapping[str, Mapping[str, Any]], *, folder: Path) -> list[Path]
     shares = [num_kept(mask) / num_values(mask) for mask in masks.values()]
     common = shares[0] if max(shares) - min(shares) < 1e-3 else None
     density = density_chart({name: density_by_layer(mask) for name, mask in masks.items()}, share=common)
-    paths = [save_beside(draw([density]), folder / "masks-density.png", within=within)]
+    paths = [save_png(draw([density]), folder / "masks-density.png", within=within)]
     if len(masks) > 1:
         chart = overlap_chart(list(masks), overlap(list(masks.values())), densities=shares)
-        paths.append(save_beside(draw([chart]), folder / "masks-overlap.png", within=within))
+        paths.append(save_png(draw([chart]), folder / "masks-overlap.png", within=within))
     return paths
 
 

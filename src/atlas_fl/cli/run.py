@@ -1,4 +1,4 @@
-"""`atlas run`, `plan`, `resume`, `fetch` and `list`, and the flags of experiment trackers."""
+"""`atlas run`, `plan`, `resume`, `fetch` and `list`, and the flag of experiment trackers."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -37,25 +37,18 @@ if TYPE_CHECKING:
 class TrackerOptions:
     """Experiment trackers that a run is logged to besides its folder; each is an extra of the package."""
 
-    wandb: str | None = None
-    """Log to this project of Weights & Biases too (extra `wandb`); with WANDB_MODE=offline to files alone."""
-    tensorboard: str | None = None
-    """Log to this folder for TensorBoard too (extra `tensorboard`)."""
     tracker: tuple[str, ...] = ()
-    """Log to a tracker of a plug-in too: `name=place`; may be repeated."""
+    """Log to a tracker too: `wandb=PROJECT`, `tensorboard=FOLDER`, or `name=place` of a plug-in; may be repeated."""
 
     def trackers(self) -> tuple["Tracker", ...]:
         """A tracker for each that is named, with a place to log to; those of plug-ins once these are loaded."""
         from atlas_fl.report.trackers.registry import TRACKERS
 
-        flags = [one.name for one in fields(TrackerOptions) if one.name != "tracker"]
-        named = [(name, place) for name in flags if (place := getattr(self, name)) is not None]
-        for word in self.tracker:
-            name, sign, place = word.partition("=")
+        named = [word.partition("=") for word in self.tracker]
+        for name, sign, place in named:
             if not sign or name not in TRACKERS:
-                raise unknown_name("tracker in --tracker, which takes name=place,", word, TRACKERS)
-            named.append((name, place))
-        return tuple(TRACKERS[name](place) for name, place in named)
+                raise unknown_name("tracker in --tracker, which takes name=place,", f"{name}{sign}{place}", TRACKERS)
+        return tuple(TRACKERS[name](place) for name, _, place in named)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,11 +182,11 @@ def fetch(words: Sequence[str]) -> int:
     """Fetch what these words name; 0."""
     options = parse(FetchOptions, split(words), command="atlas fetch")
 
-    from atlas_fl.storage.assets import EMBEDDED_ASSETS, VISION_ASSETS, embedded_dir
+    from atlas_fl.storage.assets import assets, embedded_dir
     from atlas_fl.storage.downloads import fetch_assets
 
-    assets = {"embedded": EMBEDDED_ASSETS, "vision": VISION_ASSETS}[options.what]
-    fetch_assets(assets.values(), embedded_dir(), report=lambda line: show([line]))
+    wanted = [asset for asset in assets().values() if asset.group == options.what]
+    fetch_assets(wanted, embedded_dir(), report=lambda line: show([line]))
     return 0
 
 

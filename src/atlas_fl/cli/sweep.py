@@ -21,7 +21,6 @@ from atlas_fl.experiment.sweep import (
     parse_over,
     same_steps,
     with_eta,
-    write_planned_runs,
 )
 from atlas_fl.storage.run_folder import RunFolder
 
@@ -117,7 +116,6 @@ def compare(words: Sequence[str]) -> int:
             points += grid(with_values(base, chosen.get(name, {})), over=over, seeds=chosen_seeds(options.seeds))
     _check_control(options.control, points)
     path = Path(options.settings.run.runs_dir) / comparison_name(points, preset="-".join(tuned))
-    write_planned_runs(points, path)
     runs = _run(points, jobs=options.jobs)
     _write_tuning(runs, tuned)
     finished = _write_runs(runs, path=path, score=options.score)
@@ -225,7 +223,7 @@ def _refuse(groups: Sequence[Words], flag: str, remedy: str) -> None:
 
 def run_grid(base: Config, *, over: Sequence[str], seeds: Sequence[int], same_rounds: bool = False) -> int:
     """Run every point and print the scores; 0."""
-    from atlas_fl.report.comparison_tables import latex, method_tables, methods_csv, task_table
+    from atlas_fl.report.comparison_tables import method_tables, statistics_files, task_table
     from atlas_fl.report.finished_runs import RunScores
     from atlas_fl.report.method_comparison import describe_runs
     from atlas_fl.storage.folder_access import write_atomic
@@ -240,16 +238,15 @@ def run_grid(base: Config, *, over: Sequence[str], seeds: Sequence[int], same_ro
         show([f"{note}: {told}; --same-rounds keeps those given"])
     points = grid(base, over=values, seeds=seeds, rounds=rounds)
     path = Path(base.run.runs_dir) / comparison_name(points, preset=base.run.preset)
-    write_planned_runs(points, path)
     finished = _write_runs(_run(points), path=path, note=note)
     groups: dict[str, list[RunScores]] = {}
     for point, run in zip(points, finished, strict=True):
         groups.setdefault(label_of(point), []).append(run.scores)
-    rows = describe_runs(groups)
-    tables = [*method_tables(rows), task_table(rows)]
-    files = {"methods.csv": methods_csv({base.run.preset: rows}), "statistics.tex": latex(tables)}
+    described = describe_runs(groups)
+    files = statistics_files({base.run.preset: described})
     for name, text in files.items():
         write_atomic(path.with_suffix(f".{name}"), text.encode())
+    tables = [*method_tables(described.rows), task_table(described.rows)]
     show([*tables, f"the same in full: {path.with_suffix('')}.{{{','.join(files)}}}"])
     return 0
 

@@ -19,7 +19,8 @@ def outcome(folder: Path, summary: Mapping[str, Any], *, complete: bool) -> Iter
     """Result of a run, from the content of `summary.json`; for one that is not complete, how to go on."""
     yield closing_table(summary)
     if summary.get("sharing"):
-        yield sharing_table(summary)
+        groups = [group.items() for group in summary["sharing"].values()]
+        yield sharing_table({"parameters": name, **row} for group in groups for name, row in group)
     for refused in (summary.get("events") or {}).get("refused", ()):
         yield f"refused: {refused['client']} in round {refused['round']}: {refused['reason']}"
     yield f"run folder: {folder}"

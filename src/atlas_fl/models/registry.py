@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from atlas_fl.errors import ModelError, short_repr, unknown_name
 from atlas_fl.params import HEAD, Params
-from atlas_fl.storage.assets import VIT, embedded_dir, model_dir, vit_dir
+from atlas_fl.storage.assets import asset_dir, embedded_dir
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,7 +260,12 @@ MODELS: dict[str, RegisteredModel] = {
         RegisteredModel("mistral-7b", "mistralai/Mistral-7B-v0.3", "7.2B", 1e-4, note="gated"),
         RegisteredModel("dino-vits16", "facebook/dino-vits16", "21.7M", 1e-3, images=True, note="ViT"),
         RegisteredModel(
-            "dinov2-vits14", "embedded", "22.1M", 1e-3, images=True, note=f"`atlas fetch vision`; {VIT.note}"
+            "dinov2-vits14",
+            "embedded",
+            "22.1M",
+            1e-3,
+            images=True,
+            note="`atlas fetch vision`, which says where it comes from",
         ),
     )
 }
@@ -276,7 +281,7 @@ def locate_model(name: str) -> str:
         registered = MODELS[name].path
         if registered != "embedded":
             return registered
-        return str((vit_dir if MODELS[name].images else model_dir)(embedded_dir()))
+        return str(asset_dir(embedded_dir(), "dinov2-vits14" if MODELS[name].images else "minilm"))
     known = f"a hub name such as owner/model, or one of {', '.join(sorted(MODELS))}"
     try:
         path = Path(name).expanduser()

@@ -1,17 +1,15 @@
-"""Tables of a comparison of methods (`atlas compare`, `sweep`, `results`): terminal, page, LaTeX, CSV, JSON.
+"""Tables of a comparison of methods (`atlas compare`, `sweep`, `results`): terminal, page, LaTeX, CSV.
 
 Which columns there are is said once (`METHOD_TABLES`, `PAIR_TABLES`), narrow enough for eighty columns, and all of
-these but CSV and JSON are made of it. The columns of CSV are the fields of the records themselves, and JSON has the
-records as they are. A test holds that a field which none of them shows is noticed.
+these but CSV are made of it. The columns of CSV are the fields of the records themselves. A test holds that a field
+which none of them shows is noticed.
 """
 
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any, TypeVar
 
 from atlas_fl.report.csv_text import format_csv
-from atlas_fl.report.federation_ranks import rank_if_several
 from atlas_fl.report.format import EMPTY
 from atlas_fl.report.method_comparison import MethodComparison, MethodRow
 from atlas_fl.report.statistics import ROPE, Interval, PairedComparison
@@ -20,16 +18,8 @@ from atlas_fl.report.table import Cell, Number, Table, count, duration, plain, s
 SHOWN = 0.95
 """Posterior probability from which something is said to be shown."""
 RowT = TypeVar("RowT")
-
-
-@dataclass(frozen=True)
-class Column(Generic[RowT]):
-    """One column of numbers."""
-
-    heading: str
-    cell: Callable[[RowT], Cell]
-    left_out_if_empty: bool = False
-    """If no row has it; other columns show a dash."""
+MEMORY = "device memory"
+"""Heading of the column that is left out where nothing is known of it; others show a dash."""
 
 
 def _with_half_width(mean: float, interval: Interval | None, *, sign: bool = False) -> Number:
@@ -62,56 +52,56 @@ def shown(pair: PairedComparison) -> str:
     return next((word for word, chance in chances.items() if chance >= SHOWN), EMPTY)
 
 
-METHOD_TABLES: Mapping[str, tuple[Column[MethodRow], ...]] = {
-    "Scores": (
-        Column("mean and 95%", lambda row: _with_half_width(row.statistics.mean, row.statistics.interval)),
-        Column("std", lambda row: plain(row.statistics.std)),
-        Column("middle half", lambda row: plain(row.statistics.interquartile_mean)),
-        Column("95% by seeds", lambda row: _ends(row.statistics.interquartile_interval)),
-        Column("95% stratified", lambda row: _ends(row.statistics.stratified_interval)),
-    ),
-    "Clients": (
-        Column("worst client", lambda row: plain(row.statistics.worst_client)),
-        Column("lowest third", lambda row: plain(row.statistics.lowest_third)),
-        Column("devi-\nation", _deviation),
-        Column("over guess", lambda row: plain(row.gain_over_majority, sign=True)),
-        Column("hurt: local", lambda row: plain(row.statistics.hurt, 2)),
-        Column("hurt: FedAvg", lambda row: plain(row.hurt_by_average, 2)),
-        Column("hurt: control", lambda row: plain(row.hurt_by_control, 2)),
-    ),
-    "Probabilities": (
-        Column("test loss", lambda row: plain(row.loss)),
-        Column("calibration error", lambda row: plain(row.calibration_error)),
-    ),
-    "Costs": (
-        Column("seeds", lambda row: count(row.statistics.seeds)),
-        Column("clients", lambda row: count(row.statistics.clients)),
-        Column("bytes", lambda row: size(row.num_bytes)),
-        Column("below whole", _below_whole),
-        Column("device memory", lambda row: size(row.memory_bytes), left_out_if_empty=True),
-        Column("time", _whole_time),
-        Column("reused", lambda row: duration(row.reused_seconds)),
-    ),
+METHOD_TABLES: Mapping[str, Mapping[str, Callable[[MethodRow], Cell]]] = {
+    "Scores": {
+        "mean and 95%": lambda row: _with_half_width(row.statistics.mean, row.statistics.interval),
+        "std": lambda row: plain(row.statistics.std),
+        "middle half": lambda row: plain(row.statistics.interquartile_mean),
+        "95% by seeds": lambda row: _ends(row.statistics.interquartile_interval),
+        "95% stratified": lambda row: _ends(row.statistics.stratified_interval),
+    },
+    "Clients": {
+        "worst client": lambda row: plain(row.statistics.worst_client),
+        "lowest third": lambda row: plain(row.statistics.lowest_third),
+        "devi-\nation": _deviation,
+        "over guess": lambda row: plain(row.gain_over_majority, sign=True),
+        "hurt: local": lambda row: plain(row.statistics.hurt, 2),
+        "hurt: FedAvg": lambda row: plain(row.hurt_by_average, 2),
+        "hurt: control": lambda row: plain(row.hurt_by_control, 2),
+    },
+    "Probabilities": {
+        "test loss": lambda row: plain(row.loss),
+        "calibration error": lambda row: plain(row.calibration_error),
+    },
+    "Costs": {
+        "seeds": lambda row: count(row.statistics.seeds),
+        "clients": lambda row: count(row.statistics.clients),
+        "bytes": lambda row: size(row.num_bytes),
+        "below whole": _below_whole,
+        MEMORY: lambda row: size(row.memory_bytes),
+        "time": _whole_time,
+        "reused": lambda row: duration(row.reused_seconds),
+    },
 }
 """Columns of the tables of methods, by title."""
 
-PAIR_TABLES: Mapping[str, tuple[Column[PairedComparison], ...]] = {
-    "Against": (
-        Column("difference and 95%", lambda pair: _with_half_width(pair.mean, pair.interval, sign=True)),
-        Column("d_z", lambda pair: plain(pair.effect_size, 1, sign=True)),
-        Column("P (run beats run)", lambda pair: plain(pair.probability_of_improvement, 2)),
-        Column("seeds needed", lambda pair: count(pair.seeds_needed)),
-        Column("shown", shown),
-    ),
-    "Tests against": (
-        Column("p", lambda pair: plain(pair.sign_flip_p)),
-        Column("p\n(Holm)", lambda pair: plain(pair.adjusted_p)),
-        Column("least\np", lambda pair: Number(value=pair.least_p, text=f"{pair.least_p:.3g}")),
-        Column("p (Wil-\ncoxon)", lambda pair: plain(pair.wilcoxon_p)),
-        Column("P\nworse", lambda pair: plain(pair.bayesian.left, 2)),
-        Column("P\nequal", lambda pair: plain(pair.bayesian.rope, 2)),
-        Column("P\nbetter", lambda pair: plain(pair.bayesian.right, 2)),
-    ),
+PAIR_TABLES: Mapping[str, Mapping[str, Callable[[PairedComparison], Cell]]] = {
+    "Against": {
+        "difference and 95%": lambda pair: _with_half_width(pair.mean, pair.interval, sign=True),
+        "d_z": lambda pair: plain(pair.effect_size, 1, sign=True),
+        "P (run beats run)": lambda pair: plain(pair.probability_of_improvement, 2),
+        "seeds needed": lambda pair: count(pair.seeds_needed),
+        "shown": shown,
+    },
+    "Tests against": {
+        "p": lambda pair: plain(pair.sign_flip_p),
+        "p\n(Holm)": lambda pair: plain(pair.adjusted_p),
+        "least\np": lambda pair: Number(value=pair.least_p, text=f"{pair.least_p:.3g}"),
+        "p (Wil-\ncoxon)": lambda pair: plain(pair.wilcoxon_p),
+        "P\nworse": lambda pair: plain(pair.bayesian.left, 2),
+        "P\nequal": lambda pair: plain(pair.bayesian.rope, 2),
+        "P\nbetter": lambda pair: plain(pair.bayesian.right, 2),
+    },
 }
 """Columns of the tables of methods minus the control, by title."""
 
@@ -147,12 +137,12 @@ NOTES = {
 
 
 def method_tables(rows: Mapping[str, MethodRow]) -> list[Table]:
-    """The tables with one row a method; without those of which nothing is known."""
+    """The tables with one row a method; without those of which nothing is known, and without unknown memory."""
     tables = []
     for title, columns in METHOD_TABLES.items():
-        known = [any(text_of(column.cell(row)) != EMPTY for row in rows.values()) for column in columns]
-        kept = [column for column, is_known in zip(columns, known) if is_known or not column.left_out_if_empty]
-        if any(known):
+        unknown = {name for name, cell in columns.items() if all(text_of(cell(row)) == EMPTY for row in rows.values())}
+        kept = {name: cell for name, cell in columns.items() if name not in unknown & {MEMORY}}
+        if len(unknown) < len(columns):
             tables.append(_table(title, kept, rows, note=NOTES[title]))
     return tables
 
@@ -173,9 +163,9 @@ def task_table(rows: Mapping[str, MethodRow]) -> Table:
     return Table(title="By task", columns=("method", *tasks), rows=cells)
 
 
-def _table(title: str, columns: Sequence[Column[RowT]], rows: Mapping[str, RowT], *, note: str) -> Table:
-    cells = [[name, *(column.cell(row) for column in columns)] for name, row in rows.items()]
-    return Table(title=title, columns=["method", *(column.heading for column in columns)], rows=cells, note=note)
+def _table(title: str, columns: Mapping[str, Callable[[RowT], Cell]], rows: Mapping[str, RowT], *, note: str) -> Table:
+    cells = [[name, *(cell(row) for cell in columns.values())] for name, row in rows.items()]
+    return Table(title=title, columns=["method", *columns], rows=cells, note=note)
 
 
 def page_tables(comparison: MethodComparison) -> list[Table]:
@@ -188,48 +178,22 @@ def page_tables(comparison: MethodComparison) -> list[Table]:
     return [*method_tables(comparison.rows), *pair_tables(comparison), *([minus] if by_seed else [])]
 
 
-def latex(tables: Iterable[Table]) -> str:
-    """These tables as LaTeX (booktabs), each below a comment with its title."""
-    return "\n".join(f"% {table.title}\n{table.latex()}" for table in tables)
-
-
-def methods_csv(rows: Mapping[str, Mapping[str, MethodRow]]) -> str:
-    """A row for each federation and method with every field of `MethodRow`, in full precision; unknown ones empty."""
-    return _csv(
-        [
-            {"federation": federation, "method": name, **_flat(asdict(row))}
-            for federation, by_method in rows.items()
-            for name, row in by_method.items()
-        ]
-    )
-
-
 def statistics_files(comparisons: Mapping[str, MethodComparison]) -> dict[str, str]:
-    """The files, by name, that hold all statistics of several federations, by title, and the ranks over them."""
-    ranks = rank_if_several(list(comparisons.values()))
-    content = {
-        "federations": {federation: asdict(comparison) for federation, comparison in comparisons.items()},
-        "ranks": None if ranks is None else asdict(ranks),
-    }
-    pairs = [
-        {"federation": federation, "method": name, "control": comparison.control, **_flat(asdict(pair))}
-        for federation, comparison in comparisons.items()
-        for name, pair in comparison.pairs.items()
-    ]
-    return {
-        "methods.csv": methods_csv({title: comparison.rows for title, comparison in comparisons.items()}),
-        "pairs.csv": _csv(pairs),
-        "statistics.json": json.dumps(content, indent=1, allow_nan=False) + "\n",
-        "statistics.tex": "\n".join(
-            f"% {federation}\n{latex([*page_tables(comparison), task_table(comparison.rows)])}"
-            for federation, comparison in comparisons.items()
-        ),
-    }
-
-
-def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    return format_csv(names, [[row.get(name) for name in names] for row in rows])
+    """The files, by name, that hold all statistics of several federations, by title: CSV in full precision, LaTeX."""
+    methods: list[dict[str, Any]] = []
+    pairs: list[dict[str, Any]] = []
+    tables: list[str] = []
+    for federation, comparison in comparisons.items():
+        named = {"federation": federation}
+        methods += [{**named, "method": name, **_flat(asdict(row))} for name, row in comparison.rows.items()]
+        named["control"] = comparison.control
+        pairs += [{**named, "method": name, **_flat(asdict(pair))} for name, pair in comparison.pairs.items()]
+        tables.append(f"% {federation}")
+        tables += [
+            f"% {table.title}\n{table.latex()}" for table in (*page_tables(comparison), task_table(comparison.rows))
+        ]
+    files = {"methods.csv": format_csv(methods), "statistics.tex": "\n".join(tables)}
+    return files | ({"pairs.csv": format_csv(pairs)} if pairs else {})
 
 
 def _flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -7,7 +7,7 @@ which spreadsheets show it as it is. Numbers stay numbers.
 
 import csv
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from io import StringIO
 
 _FORMULA = re.compile(r"'*[=+\-@\t\r\n]")
@@ -34,10 +34,14 @@ def unescape_cell(text: str) -> str:
     return text[1:] if text.startswith("'") and _FORMULA.match(text) else text
 
 
-def format_csv(header: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
-    """The rows below a header; numbers in full precision, None empty."""
+def format_csv(rows: Iterable[Mapping[str, object]]) -> str:
+    """The rows below the names of all their entries; numbers in full precision, None empty; empty without a row."""
+    records = list(rows)
+    names = list(dict.fromkeys(name for record in records for name in record))
     lines = []
-    for row in (header, *rows):
+    table: list[list[object]] = [[*names]] if records else []
+    table += [[record.get(name) for name in names] for record in records]
+    for row in table:
         line = StringIO()
         # a text with a carriage return is put in quotes only where that ends lines
         csv.writer(line, lineterminator="\r\n").writerow([escape_cell(value) for value in row])

@@ -36,16 +36,12 @@ PROPERTIES_OF_OBJECTS = frozenset(
 """Names by which Vega cannot group; a space without width makes others of them, as `page.js` does."""
 
 
-def draw(charts: Sequence[Chart], *, columns: int = 1, empty: str = "") -> str:
-    """Draw these charts as one SVG, so many in a row; or a sentence where there is none."""
-    views = [_view(chart, width=WIDTH if columns == 1 else NARROW) for chart in charts]
-    if not views:
-        sentence = {"type": "text", "text": empty, "fontSize": 13}
-        views = [{"data": {"values": [{}]}, "mark": sentence, "width": WIDTH, "height": 160}]
+def draw(charts: Sequence[Chart], *, columns: int = 1) -> str:
+    """Draw these charts as one SVG, so many in a row."""
     spec = {
         "config": {**look(), "font": FONT, "background": "var(--ground)"},
         "padding": 14,
-        "concat": views,
+        "concat": [_view(chart, width=WIDTH if columns == 1 else NARROW) for chart in charts],
         "columns": columns,
         "spacing": 30,
         "resolve": {"scale": dict.fromkeys(("color", "shape", "strokeDash", "opacity"), "independent")},
@@ -88,8 +84,10 @@ def _resolve(node: Any, colours: Mapping[str, str]) -> Any:
 def save_png(svg: str, path: Path, *, within: Path | None = None) -> Path:
     """Write a figure as PNG at 300 DPI in one step and return its path; the same figure gives the same bytes.
 
-    No part of the path below `within` is a link.
+    No part of the path below `within` is a link. A file that was not drawn here is kept under another name.
     """
+    if path.is_file() and SOFTWARE not in read_named_file(path, max_bytes=memory_bytes()):
+        set_aside(path)
     image = vl_convert.svg_to_png(svg, ppi=DPI)
     chunk = b"tEXt" + SOFTWARE
     named = struct.pack(">I", len(SOFTWARE)) + chunk + struct.pack(">I", zlib.crc32(chunk))
@@ -107,10 +105,3 @@ def save_pdf(svg: str, path: Path, *, within: Path | None = None) -> Path:
     if not (path.is_file() and read_named_file(path, max_bytes=memory_bytes()).endswith(mark)):
         write_atomic(path, vl_convert.svg_to_pdf(svg) + mark, within=within)
     return path
-
-
-def save_beside(svg: str, path: Path, *, within: Path | None = None) -> Path:
-    """`save_png` into a folder of the user's: a figure that was not drawn here is kept under another name."""
-    if path.is_file() and SOFTWARE not in read_named_file(path, max_bytes=memory_bytes()):
-        set_aside(path)
-    return save_png(svg, path, within=within)

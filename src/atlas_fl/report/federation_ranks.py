@@ -17,16 +17,6 @@ from atlas_fl.report.table import Cell, Table, plain
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankComparison:
-    """Average rank of a method against the control's."""
-
-    z: float
-    """Average rank minus the control's, over its standard error: above 0 is worse than the control."""
-    adjusted_p: float
-    """Two-sided, normal, after Holm over all methods but the control."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class MethodRanks:
     """Methods over several federations (Demsar, JMLR 2006)."""
 
@@ -38,8 +28,8 @@ class MethodRanks:
     friedman_p: float
     critical_difference: float
     """Average ranks that lie further apart differ at the 5% level by Nemenyi's test of all pairs."""
-    against_control: Mapping[str, RankComparison]
-    """By method; empty without a control."""
+    against_control: Mapping[str, float]
+    """By method, p of its average rank against the control's: two-sided, after Holm; empty without a control."""
 
 
 def rank_methods(
@@ -62,7 +52,7 @@ def rank_methods(
         friedman_chi2=chi2,
         friedman_p=float(stats.chi2.sf(chi2, methods - 1)),
         critical_difference=nemenyi_difference(methods, federations),
-        against_control={} if control is None else _against(averages, control, federations),
+        against_control={} if control is None else _p_against(averages, control, federations),
     )
 
 
@@ -80,10 +70,10 @@ def rank_if_several(comparisons: Sequence[MethodComparison]) -> MethodRanks | No
 
 def ranks_table(ranks: MethodRanks, *, control: str) -> Table:
     """One row a method, the best first."""
-    rows: list[list[Cell]] = []
-    for name, rank in sorted(ranks.average_ranks.items(), key=lambda item: item[1]):
-        against = ranks.against_control.get(name)
-        rows.append([name, plain(rank, 2), plain(None if against is None else against.adjusted_p)])
+    rows: list[list[Cell]] = [
+        [name, plain(rank, 2), plain(ranks.against_control.get(name))]
+        for name, rank in sorted(ranks.average_ranks.items(), key=lambda item: item[1])
+    ]
     return Table(
         title="Ranks over all federations",
         columns=("method", "average rank", f"p against `{control}` (Holm)"),
@@ -118,8 +108,9 @@ def _friedman(ranks: Float64[np.ndarray, "federations methods"]) -> float:
     return float(uncorrected / correction) if correction > TIE else 0.0
 
 
-def _against(averages: Mapping[str, float], control: str, federations: int) -> dict[str, RankComparison]:
-    error = _rank_error(len(averages), federations)
-    z = {method: (rank - averages[control]) / error for method, rank in averages.items() if method != control}
-    adjusted = holm(2 * stats.norm.sf(np.abs(list(z.values()))))
-    return {method: RankComparison(z=z[method], adjusted_p=float(p)) for method, p in zip(z, adjusted, strict=True)}
+def _p_against(averages: Mapping[str, float], control: str, federations: int) -> dict[str, float]:
+    """Two-sided p of average ranks minus the control's over their standard error, after Holm over all of them."""
+    others = [method for method in averages if method != control]
+    differences = np.array([averages[method] - averages[control] for method in others])
+    z = differences / _rank_error(len(averages), federations)
+    return dict(zip(others, holm(2 * stats.norm.sf(np.abs(z))).tolist(), strict=True))

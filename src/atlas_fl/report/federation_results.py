@@ -48,10 +48,15 @@ class FederationResults:
     """None where the control lacks seeds that others have."""
     seeds: Mapping[str, tuple[int, ...]]
     """By method, those of its runs."""
-    incomplete: Mapping[str, tuple[int, ...]]
-    """By method, the seeds of others that it lacks; it is in no table."""
     in_one_place: Mapping[str, tuple[float, ...]]
     """Mean test scores by seed of `centralized` and `multitask`, which have one client a task."""
+
+    @property
+    def incomplete(self) -> dict[str, tuple[int, ...]]:
+        """By method, the seeds of others that it lacks; it is in no table. Empty without a comparison."""
+        every = sorted({seed for seeds in self.seeds.values() for seed in seeds})
+        missing = {name: tuple(seed for seed in every if seed not in seeds) for name, seeds in self.seeds.items()}
+        return {name: seeds for name, seeds in missing.items() if seeds and self.comparison is not None}
 
 
 def federation_results(runs: Sequence[FinishedRun], *, control: str | None) -> tuple[FederationResults, ...]:
@@ -72,16 +77,6 @@ def by_federation(runs: Sequence[FinishedRun]) -> list[list[FinishedRun]]:
     for run in runs:
         groups.setdefault(_federation_key(run.config), []).append(run)
     return sorted(groups.values(), key=lambda members: _sort_key(members[0].config))
-
-
-def with_common_seeds(runs: Sequence[FinishedRun]) -> list[FinishedRun]:
-    """Runs of one federation with seeds that all its methods have; all runs if there is no such seed.
-
-    Runs in one place are no method by client, and stay.
-    """
-    seeds = [set(by_seed) for by_seed in method_rows([run for run in runs if not run.config.data.centralized]).values()]
-    common = set.intersection(*seeds) if seeds else set()
-    return [run for run in runs if not common or run.config.data.centralized or run.seed in common]
 
 
 def _sort_key(config: Config) -> tuple[str, int, str]:
@@ -110,14 +105,12 @@ def _compare_federation(runs: Sequence[FinishedRun], *, control: str | None) -> 
     by_client = [run for run in runs if not run.config.data.centralized]
     config = runs[0].config
     methods = method_rows(by_client)
-    every_seed = sorted({run.seed for run in by_client})
-    missing = {name: tuple(seed for seed in every_seed if seed not in by_seed) for name, by_seed in methods.items()}
-    incomplete = {name: seeds for name, seeds in missing.items() if seeds}
+    every_seed = {run.seed for run in by_client}
     complete = {
-        name: [run.scores for run in by_seed.values()] for name, by_seed in methods.items() if name not in incomplete
+        name: [run.scores for run in by_seed.values()] for name, by_seed in methods.items() if {*by_seed} == every_seed
     }
     if control is None:
-        control = default_control([*complete, *methods]) if methods else BASELINE
+        control = default_control(list(complete or methods)) if methods else BASELINE
     if methods and control not in methods:
         raise ConfigError(f"--control is {control}, and {_title(config)} has {', '.join(methods)}; name one of these")
     is_compared = control in complete
@@ -129,7 +122,6 @@ def _compare_federation(runs: Sequence[FinishedRun], *, control: str | None) -> 
         tuned={name: words for name in _in_order(methods, control) if (words := _tuning_words(methods[name]))},
         comparison=compare_scores(_in_order(complete, control), control=control) if is_compared else None,
         seeds={name: tuple(sorted(methods[name])) for name in _in_order(methods, control)},
-        incomplete=incomplete if is_compared else {},
         in_one_place=_scores_in_one_place(central),
     )
 

@@ -6,13 +6,11 @@ does not hold has no row.
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from atlas_fl.experiment.summary import MEASURED, class_scores, mean_series, sampled_series
-from atlas_fl.report.csv_text import format_csv
 from atlas_fl.report.format import cluster_name
 from atlas_fl.report.record import Record
 
@@ -170,9 +168,3 @@ def class_rows(record: Record) -> list[Row]:
             held = {name: score for name, score in scores.items() if score["examples"]}
             rows += [{"task": task, "client": client, "class": name, **score} for name, score in held.items()]
     return rows
-
-
-def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows with a header, numbers in full precision, unknown ones empty; empty where there is no row."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    return format_csv(names, [[row.get(name) for name in names] for row in rows]) if rows else ""

@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeAlias
 
+from atlas_fl.report.csv_text import format_csv
 from atlas_fl.report.drawing import draw, save_pdf, save_png
 from atlas_fl.report.figure_rows import (
     EVERY_CLIENT,
@@ -21,7 +22,6 @@ from atlas_fl.report.figure_rows import (
     score_rows,
     sharing_rows,
     sketch_rows,
-    to_csv,
     traffic_rows,
 )
 from atlas_fl.report.format import isolate
@@ -53,145 +53,71 @@ def _convergence(record: Record, rows: list[Row]) -> list[Chart]:
     charts = []
     for index, task in enumerate(record.tasks):
         of_task = [row for row in rows if row["task"] == task]
-        losses = [row for row in of_task if row["client"] == EVERY_CLIENT and row["series"].endswith("loss")]
+        means = [row for row in of_task if row["client"] == EVERY_CLIENT]
+        losses = [row for row in means if row["series"].endswith("loss")]
         scores = [row for row in of_task if row["series"] == "validation score"]
-        means = [
-            row for row in of_task if row["client"] == EVERY_CLIENT and not row["series"].endswith(("score", "loss"))
-        ]
+        beside = [row for row in means if not row["series"].endswith(("score", "loss"))]
         if not scores:
             continue
         clients = [name for name in dict.fromkeys(row["client"] for row in scores) if name != EVERY_CLIENT]
-        score = chart(
-            "score",
-            scores + means,
-            name=f"score-{index}",
-            title=f"{isolate(task)}: validation score",
-            note="thin: one client; bold: their mean; dashed: majority class; dotted: accuracy, if another",
-            colour=colour(index),
-            faded=max(0.2, min(0.75, 6 / len(clients))),
-            options=[None, *clients],
-            labels=["all clients", *clients],
-            is_wide=False,
-        )
-        loss = chart(
-            "loss",
-            losses,
-            name=f"loss-{index}",
-            title=f"{isolate(task)}: loss",
-            note="means over the clients that have one",
-            colour=colour(index),
-            is_wide=False,
-        )
-        charts += [score, loss]
+        charts += [
+            chart(
+                "score",
+                scores + beside,
+                name=f"score-{index}",
+                task=isolate(task),
+                colour=colour(index),
+                faded=max(0.2, min(0.75, 6 / len(clients))),
+                options=[None, *clients],
+                labels=["all clients", *clients],
+            ),
+            chart("loss", losses, name=f"loss-{index}", task=isolate(task), colour=colour(index)),
+        ]
     return charts
 
 
 def _scores(_: Record, rows: list[Row]) -> list[Chart]:
-    rounds = sorted({row["round"] for row in rows})
-    return [
-        heat_map(
-            "scores",
-            rows,
-            x="round",
-            value="score",
-            title="Validation score of every client, round by round",
-            note="clients of a cluster stand together",
-            form=".2f",
-            columns=rounds,
-            x_title="round",
-        )
-    ]
+    return [heat_map("scores", rows, columns=sorted({row["round"] for row in rows}))]
 
 
 def _adjacency(record: Record, rows: list[Row]) -> list[Chart]:
     clients = record.sorted_clients
-    edges = [row for row in rows if row["client"] != row["other"]]
-    pairs = {frozenset((row["client"], row["other"])) for row in edges}
+    pairs = {frozenset((row["client"], row["other"])) for row in rows if row["client"] != row["other"]}
     alone = len(clients) - len(frozenset[str]().union(*pairs))
     lone = f", {alone} of {len(clients)} clients without any" if alone else ""
-    return [
-        heat_map(
-            "adjacency",
-            rows,
-            x="other",
-            value="weight",
-            title="Client graph, by which atlas_laplacian mixes",
-            note=f"clients of a cluster stand together; {len(pairs)} edges{lone}; empty: no edge",
-            form=".2f",
-            columns=clients,
-            lines=clients,
-            is_wide=len(clients) > 12,
-        )
-    ]
+    is_wide = len(clients) > 12
+    return [heat_map("adjacency", rows, edges=len(pairs), lone=lone, columns=clients, lines=clients, is_wide=is_wide)]
 
 
 def _clusters(record: Record, rows: list[Row]) -> list[Chart]:
     assert record.sketches is not None
     shares = principal_components(record.sketches)[2]
-    reason = ((record.plan.get("clustering") or {}).get("structure") or {}).get("reason")
-    line = "a line ends at the two halves of a client: its length is the noise"
+    reason = (record.plan["clustering"].get("structure") or {}).get("reason")
     components = chart(
         "noisy_scatter",
         rows,
         name="clusters",
-        title="Principal components of the sketches",
-        note=f"{reason}; {line}" if reason else line,
+        reason=f"{reason}; " if reason else "",
         x=f"first component, {shares[0]:.0%} of the variance",
         y=f"second component, {shares[1]:.0%} of the variance",
         tasks=record.tasks,
-        height=340,
-        is_wide=False,
     )
     if "tsne_x" not in rows[0]:
         return [components]
     names = ("client", "task", "cluster")
     places = [{name: row[name] for name in names} | {"x": row["tsne_x"], "y": row["tsne_y"]} for row in rows]
-    embedding = chart(
-        "scatter",
-        places,
-        name="tsne",
-        title="t-SNE of the sketches",
-        note="near: alike; distances between groups mean nothing",
-        x="first",
-        y="second",
-        tasks=record.tasks,
-        height=340,
-        is_wide=False,
-    )
-    return [components, embedding]
+    return [components, chart("scatter", places, name="tsne", x="first", y="second", tasks=record.tasks)]
 
 
 def _ranks(_: Record, rows: list[Row]) -> list[Chart]:
     layers = sorted({row["layer"] for row in rows})
-    return [
-        heat_map(
-            "ranks",
-            rows,
-            x="layer",
-            value="rank",
-            title="LoRA rank of every layer and client",
-            note="clients of a cluster stand together; empty: no adapter",
-            form="d",
-            columns=list(range(layers[0], layers[-1] + 1)),
-            x_title="layer",
-        )
-    ]
+    return [heat_map("ranks", rows, columns=list(range(layers[0], layers[-1] + 1)))]
 
 
 def _bytes(_: Record, rows: list[Row]) -> list[Chart]:
     kinds = [kind for kind in KINDS if any(row["kind"] == kind for row in rows)]
-    return [
-        chart(
-            "bytes",
-            rows,
-            title="Bytes of every round, by kind",
-            note="above the line: up to the server; below: down to the clients; round 0 is what planning sends",
-            rounds=list(range(rows[0]["round"], rows[-1]["round"] + 1)),
-            kinds=kinds,
-            colours=[f"var(--kind-{kind})" for kind in kinds],
-            height=280,
-        )
-    ]
+    rounds = list(range(rows[0]["round"], rows[-1]["round"] + 1))
+    return [chart("bytes", rows, rounds=rounds, kinds=kinds, colours=[f"var(--kind-{kind})" for kind in kinds])]
 
 
 def _classes(record: Record, rows: list[Row]) -> list[Chart]:
@@ -201,16 +127,13 @@ def _classes(record: Record, rows: list[Row]) -> list[Chart]:
         classes = list(dict.fromkeys(row["class"] for row in of_task))
         if not classes:
             continue
-        apart = fmean(data["distance"] for data in record.plan["data"] if data["task"] == task)
         charts.append(
             heat_map(
-                f"classes-{index}",
+                "classes",
                 [row for row in of_task if row["examples"]],
-                x="class",
-                value="share",
-                title=f"{isolate(task)}: training examples by class",
-                note=f"share of the client's; empty: none; mean distance of their mix to the task's: {apart:.2f} of 1",
-                form=".0%",
+                name=f"classes-{index}",
+                task=isolate(task),
+                apart=fmean(data["distance"] for data in record.plan["data"] if data["task"] == task),
                 domain=(0.0, max(row["share"] for row in of_task)),
                 columns=classes,
                 is_wide=len(classes) > 8,
@@ -220,21 +143,8 @@ def _classes(record: Record, rows: list[Row]) -> list[Chart]:
 
 
 def _sharing(record: Record, rows: list[Row]) -> list[Chart]:
-    return [
-        heat_map(
-            "sharing",
-            rows,
-            x="parameters",
-            value="own_share",
-            legend="of its own",
-            title="Share of its own model that each client keeps",
-            note="the rest are other clients' models; clients of a cluster stand together",
-            form=".0%",
-            domain=(0.0, 1.0),
-            columns=sorted({row["parameters"] for row in rows}, key=group_order),
-            lines=record.sorted_clients,
-        )
-    ]
+    groups = sorted({row["parameters"] for row in rows}, key=group_order)
+    return [heat_map("sharing", rows, domain=(0.0, 1.0), columns=groups, lines=record.sorted_clients)]
 
 
 def _mask(record: Record, rows: list[Row]) -> list[Chart]:
@@ -244,16 +154,7 @@ def _mask(record: Record, rows: list[Row]) -> list[Chart]:
 
 def _by_class(record: Record, rows: list[Row]) -> list[Chart]:
     return [
-        heat_map(
-            f"by-class-{index}",
-            of_task,
-            x="class",
-            value="accuracy",
-            title=f"{isolate(task)}: test accuracy by class",
-            note="first line: all clients; empty: no test example of that class",
-            form=".2f",
-            domain=(0.0, 1.0),
-        )
+        heat_map("by-class", of_task, name=f"by-class-{index}", task=isolate(task), domain=(0.0, 1.0))
         for index, task in enumerate(record.tasks)
         if (of_task := [row for row in rows if row["task"] == task])
     ]
@@ -308,6 +209,6 @@ def draw_all(run_dir: Path | str) -> list[Path]:
     for name, (svg, numbers) in drawn.items():
         path = folder.figures / f"{name}.png"
         save_pdf(svg, path.with_suffix(".pdf"), within=folder.path)
-        write_atomic(path.with_suffix(".csv"), to_csv(numbers).encode(), within=folder.path)
+        write_atomic(path.with_suffix(".csv"), format_csv(numbers).encode(), within=folder.path)
         paths.append(save_png(svg, path, within=folder.path))
     return paths

@@ -177,12 +177,8 @@ def find_finished_runs(places: Sequence[Path | str]) -> tuple[FinishedRun, ...]:
 
 def _runs_below(place: Path) -> list[FinishedRun]:
     folders = [RunFolder(path.parent) for path in files_below(place) if path.name == "summary.json"]
-    runs = [folder for folder in folders if folder.config.exists() or folder.plan.exists()]
-    return [
-        read_finished_run(folder.path)
-        for folder in runs
-        if load_config(folder.config, within=folder.path).run.seed not in DEVELOPMENT_SEEDS
-    ]
+    runs = [read_finished_run(folder.path) for folder in folders if folder.config.exists() or folder.plan.exists()]
+    return [run for run in runs if run.seed not in DEVELOPMENT_SEEDS]
 
 
 def _check_tuning(run: FinishedRun, where: str) -> None:
@@ -199,28 +195,36 @@ def _order(run: FinishedRun) -> tuple[str, int, str, int, str]:
 
 def to_csv(runs: Iterable[FinishedRun]) -> str:
     """The rows of these runs, with a header; numbers in full precision, unknown ones empty."""
-    rows: list[list[object]] = []
+    rows: list[dict[str, object]] = []
     for run in runs:
         scores = run.scores
-        words = (scores.scores, scores.tasks.values(), scores.scores.values())
-        rows.append(
-            [
-                *(run.config.run.preset, run.config.run.dial, run.method, run.seed),
-                sum(scores.scores.values()) / len(scores.scores),
-                *(getattr(scores, name) for name in NUMBERS.values()),
-                *(" ".join(map(str, values)) for values in words),
-                shlex.join(changed_flags(run.config)),
-                None if run.tuning is None else json.dumps(asdict(run.tuning)),
-                config_hash(run.config),
-            ]
-        )
-    return format_csv(COLUMNS, rows)
+        words = {"clients": scores.scores, "tasks": scores.tasks.values(), "scores": scores.scores.values()}
+        values = {
+            "preset": run.config.run.preset,
+            "dial": run.config.run.dial,
+            "strategy": run.method,
+            "seed": run.seed,
+            "mean": sum(scores.scores.values()) / len(scores.scores),
+            **{column: getattr(scores, name) for column, name in NUMBERS.items()},
+            **{column: " ".join(map(str, held)) for column, held in words.items()},
+            "flags": shlex.join(changed_flags(run.config)),
+            "tuning": None if run.tuning is None else json.dumps(asdict(run.tuning)),
+            "config_hash": config_hash(run.config),
+        }
+        rows.append({column: values[column] for column in COLUMNS})
+    return format_csv(rows)
 
 
 def changed_flags(config: Config) -> list[str]:
     """The flags in which a run differs from its preset, each with the words of its value."""
     changed = differences(find_preset(config.run.preset, dial=config.run.dial), config)
     return [word for name, (_, value) in changed.items() for word in (settings()[name].flag, *to_words(value))]
+
+
+def run_command(config: Config) -> str:
+    """The command that makes a run of these settings."""
+    dial = [] if config.run.dial is None else ["--dial", str(config.run.dial)]
+    return shlex.join(["atlas", "run", "--preset", config.run.preset, *dial, *changed_flags(config)])
 
 
 def begins_with(path: Path, *, text: str = ",".join(COLUMNS)) -> bool:

@@ -18,8 +18,7 @@ def density_chart(masks: Mapping[str, Mapping[str, float]], *, share: float | No
     return chart(
         "mask",
         rows,
-        title="Weights that may move, by layer",
-        note="share of each layer's weights" + ("" if share is None else "; dashed: share of all weights"),
+        dashed="" if share is None else "; dashed: share of all weights",
         layers=list(next(iter(masks.values()))),
         masks=list(masks),
         share=[] if share is None else [{"share": share}],
@@ -29,22 +28,12 @@ def density_chart(masks: Mapping[str, Mapping[str, float]], *, share: float | No
 
 def overlap_chart(names: Sequence[str], overlaps: np.ndarray, *, densities: Sequence[float]) -> Chart:
     """A heat map of the Jaccard indices of all pairs, (masks, masks)."""
-    return heat_map(
-        "overlap",
-        [
-            {"mask": name, "other": other, "overlap": float(overlaps[i, j])}
-            for i, name in enumerate(names)
-            for j, other in enumerate(names)
-        ],
-        x="other",
-        y="mask",
-        value="overlap",
-        title="How far masks agree",
-        note=f"Jaccard index: both over either; chance alone: {by_chance(densities):.3f}",
-        form=".2f",
-        domain=(0.0, 1.0),
-        label_limit=300,
-    )
+    rows = [
+        {"mask": name, "other": other, "overlap": float(overlaps[i, j])}
+        for i, name in enumerate(names)
+        for j, other in enumerate(names)
+    ]
+    return heat_map("overlap", rows, chance=by_chance(densities), domain=(0.0, 1.0))
 
 
 def by_chance(densities: Sequence[float]) -> float:
@@ -63,23 +52,16 @@ ByScale = Mapping[float, Mapping[str, float]]
 
 def scales_csv(test: ByScale, validation: ByScale) -> str:
     """A row a scale: accuracy of every run's task on test and on validation images, in full."""
-    names = list(next(iter(test.values())))
-    header = ["scale", *(f"test:{name}" for name in names), *(f"validation:{name}" for name in names)]
-    rows = [
-        [scale, *(scores[name] for name in names), *(validation[scale][name] for name in names)]
-        for scale, scores in test.items()
-    ]
-    return format_csv(header, rows)
+    splits = {"test": test, "validation": validation}
+    return format_csv(
+        {"scale": scale}
+        | {f"{split}:{name}": value for split, scores in splits.items() for name, value in scores[scale].items()}
+        for scale in test
+    )
 
 
 def scales_chart(test: ByScale) -> Chart:
     """A line for every run's task, and a dashed one for their mean."""
     names = list(next(iter(test.values())))
-    return chart(
-        "scales",
-        [{"run": name, "scale": scale, "accuracy": test[scale][name]} for name in names for scale in sorted(test)],
-        title="Test accuracy over the scale of the task vector",
-        note="scale 0: the base with the heads of the runs; dashed: mean",
-        runs=names,
-        height=320,
-    )
+    rows = [{"run": name, "scale": scale, "accuracy": test[scale][name]} for name in names for scale in sorted(test)]
+    return chart("scales", rows, runs=names)

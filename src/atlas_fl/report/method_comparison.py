@@ -31,6 +31,13 @@ CONTROLS = ("fedavg_cluster", AVERAGE, BASELINE)
 """Default controls: the first of these that is there."""
 
 
+MEANS = (
+    *("loss", "calibration_error", "gain_over_majority", "bytes_below_whole"),
+    *("seconds", "reused_seconds", "memory_bytes"),
+)
+"""Fields of `MethodRow` that are means of those of its runs."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MethodRow:
     """Row of one method in a comparison, or of one value in a sweep: runs that differ in their seed."""
@@ -130,9 +137,10 @@ def compare_scores(groups: Mapping[str, Sequence[RunScores]], *, control: str | 
     )
 
 
-def describe_runs(groups: Mapping[str, Sequence[RunScores]]) -> dict[str, MethodRow]:
-    """A row for each group of runs that differ in their seed alone; groups may differ in their clients."""
-    return {name: _row(name, runs, list(runs[0].scores)) for name, runs in groups.items()}
+def describe_runs(groups: Mapping[str, Sequence[RunScores]]) -> MethodComparison:
+    """Groups of runs that differ in their seed alone, compared with nothing; groups may differ in their clients."""
+    rows = {name: _row(name, runs, list(runs[0].scores)) for name, runs in groups.items()}
+    return MethodComparison(control="", seeds=(), clients=(), scores={}, rows=rows, pairs={})
 
 
 Matrix: TypeAlias = npt.NDArray[np.float64]
@@ -160,15 +168,9 @@ def _row(
         statistics=describe_method(scores, tasks=tasks, rng=rng, baseline=local),
         hurt_by_average=None if average is None else hurt_share(scores, average),
         hurt_by_control=None if control is None else hurt_share(scores, control),
-        loss=_mean([run.loss for run in runs]),
-        calibration_error=_mean([run.calibration_error for run in runs]),
-        gain_over_majority=_mean([run.gain_over_majority for run in runs]),
         variance_in_tasks=variance_in_tasks(scores, tasks),
-        bytes_below_whole=_mean([run.bytes_below_whole for run in runs]),
         num_bytes=float(np.mean([run.num_bytes for run in runs])),
-        seconds=_mean([run.seconds for run in runs]),
-        reused_seconds=_mean([run.reused_seconds for run in runs]),
-        memory_bytes=_mean([run.memory_bytes for run in runs]),
+        **{name: _mean([getattr(run, name) for run in runs]) for name in MEANS},
         tasks=dict(zip(dict.fromkeys(tasks), task_means(scores, tasks).mean(axis=0).tolist(), strict=True)),
     )
 

@@ -6,7 +6,7 @@ average ranks over all of them, and says which runs are missing. The same folder
 those of `results_page.md.jinja`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from typing import Literal
 
@@ -47,14 +47,6 @@ def write_page(
     environment = Environment(
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
-    filters: dict[str, Callable[..., object]] = {
-        "markdown": _markdown,
-        "about": _about,
-        "tables": _tables,
-        "places": lines_in_one_place,
-        "seeds": _seeds_words,
-    }
-    environment.filters.update(filters)
     text = resources.files(__package__).joinpath("results_page.md.jinja").read_text(encoding="utf-8")
     return environment.from_string(text).render(
         num_runs=num_runs,
@@ -69,6 +61,11 @@ def write_page(
         ranks=ranks,
         ranks_table=None if ranks is None else ranks_table(ranks, control=control),
         results=results,
+        markdown=_markdown,
+        about=_about,
+        tables=_tables,
+        places=lines_in_one_place,
+        seeds=_seeds_words,
     )
 
 

@@ -6,7 +6,7 @@ from statistics import fmean, stdev
 
 from atlas_fl.experiment.search import SearchResult, Trial
 from atlas_fl.report.csv_text import format_csv
-from atlas_fl.report.html.charts import TALLEST, Chart, Row, chart
+from atlas_fl.report.html.charts import Chart, Row, chart, row_height
 from atlas_fl.report.table import Cell, Table, count, plain
 
 EVENLY = "iid"
@@ -54,14 +54,13 @@ def sweep_chart(changes: Sequence[Mapping[str, str]], scores: Sequence[float], *
         "sweep_numbers" if is_numeric else "sweep_words",
         rows,
         name="sweep",
-        title=f"Test score over {word_of(along)}",
-        note="; ".join(part for part in (how, note) if part),
+        how="; ".join(part for part in (how, note) if part),
         axis=word_of(along),
         score="test score",
         values=values,
         lines=list(cells),
         legend={"columns": 2, "labelLimit": 340} if any(cells) else None,
-        height=300 if is_numeric else int(min(max(160, 30 * len(values) * max(1.0, len(cells) / 2)), TALLEST)),
+        height=300 if is_numeric else max(160, row_height(len(values) * len(cells))),
     )
 
 
@@ -114,15 +113,11 @@ def search_table(search: SearchResult) -> Table:
 
 def search_csv(trials: Sequence[Trial]) -> str:
     """The trials as CSV with a header, in full precision."""
-    rows = [
-        [
-            *(trial.number, *trial.changes.values(), trial.score, trial.best_round, max(trial.scores)),
-            *(str(trial.pruned).lower(), trial.run),
-        ]
+    return format_csv(
+        {"trial": trial.number, **trial.changes, "validation": trial.score, "best_round": trial.best_round}
+        | {"rounds": max(trial.scores), "pruned": str(trial.pruned).lower(), "run": trial.run}
         for trial in trials
-    ]
-    header = ["trial", *trials[0].changes, "validation", "best_round", "rounds", "pruned", "run"]
-    return format_csv(header, rows)
+    )
 
 
 def _short(text: str) -> str:

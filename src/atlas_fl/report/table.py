@@ -1,9 +1,9 @@
 """A table of words and numbers, made once: rich prints it, a page and a figure show it, Markdown and LaTeX hold it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from textwrap import wrap
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from rich.markup import escape
 from rich.table import Table as RichTable
@@ -25,8 +25,6 @@ class Number:
 
     value: float | None
     text: str
-    is_bold: bool = False
-    """On the terminal."""
 
 
 Cell: TypeAlias = str | Number
@@ -106,11 +104,11 @@ class Table:
             else:
                 add_columns(table, [escape(column)], [])
         for index, row in enumerate(self.rows):
-            table.add_row(*map(_rich_cell, row), style="bold" if index == self.bold_row else None)
+            table.add_row(*[RichText(text_of(cell)) for cell in row], style="bold" if index == self.bold_row else None)
         if self.footer:
             table.add_section()
         for row in self.footer:
-            table.add_row(*map(_rich_cell, row), style="bold")
+            table.add_row(*[RichText(text_of(cell)) for cell in row], style="bold")
         table.caption = escape(self.note) or None
         return table
 
@@ -134,12 +132,37 @@ class Table:
         return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
 
 
+Entry: TypeAlias = Mapping[str, Any]
+"""An entry of a plan or a summary."""
+Columns: TypeAlias = Mapping[str, Callable[[Entry], Cell]]
+"""The cell of an entry by the heading of its column."""
+
+
+def table_of(title: str, columns: Columns, entries: Iterable[Entry], *, note: str = "") -> Table:
+    """A table with one row an entry."""
+    rows = [[cell(entry) for cell in columns.values()] for entry in entries]
+    return Table(title=title, columns=list(columns), rows=rows, note=note)
+
+
+def cell_at(path: str, form: Callable[[Any], Cell]) -> Callable[[Entry], Cell]:
+    """The cell of what lies in an entry at this path, `predicted.up_bytes`; `form` of None where nothing does."""
+
+    def cell(entry: Entry) -> Cell:
+        value: Any = entry
+        for name in path.split("."):
+            value = (value or {}).get(name)
+        return form(value)
+
+    return cell
+
+
+def word(value: str | None) -> str:
+    """A word; a dash where there is none."""
+    return value or EMPTY
+
+
 def _broken(heading: str) -> str:
     return heading if "\n" in heading else "\n".join(wrap(heading, HEADING, break_long_words=False))
-
-
-def _rich_cell(cell: Cell) -> RichText:
-    return RichText(text_of(cell), style="bold" if isinstance(cell, Number) and cell.is_bold else "")
 
 
 LATEX = str.maketrans(

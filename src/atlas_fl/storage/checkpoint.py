@@ -159,13 +159,7 @@ def load(path: Path) -> Checkpoint:
 
 
 def prune(folder: Path, *, keep: int, keep_rounds: Collection[int] = ()) -> None:
-    """Remove all but the newest `keep` checkpoints and those of the rounds `keep_rounds`.
-
-    Raises:
-        CheckpointError: `keep` is below 1.
-    """
-    if keep < 1:
-        raise CheckpointError(f"cannot keep {keep} checkpoints; keep at least 1, or the run cannot be resumed")
+    """Remove all but the newest `keep` checkpoints, one or more, and those of the rounds `keep_rounds`."""
     for path in _newest_first(folder)[keep:]:
         if round_of(path) not in keep_rounds:
             _remove(path)

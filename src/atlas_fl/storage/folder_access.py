@@ -27,8 +27,6 @@ MOST_JSON_BYTES = 1 << 28
 """Most bytes of a file of JSON: a plan of 2,000 clients takes 160 MB."""
 MOST_ROWS_BYTES = 1 << 30
 """Most bytes of a file of rows."""
-MOST_LOG_BYTES = 1 << 20
-"""Most bytes of a log, from its end: some ten thousand lines."""
 IS_LINK = "a link, which is not followed here"
 NOT_REGULAR = "no regular file"
 OUTSIDE = "no path inside its folder"
@@ -206,16 +204,6 @@ def read_written(path: Path, *, max_bytes: int, within: Path | None = None) -> b
         raise CheckpointError(f"no file {path}; the run did not write it or it was removed") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}); restore it or repeat the run") from None
-
-
-def read_ends(path: Path, *, max_bytes: int, within: Path | None = None) -> tuple[bytes, bytes]:
-    """The first 4 KiB of a file, and its last bytes, at most so many; raises OSError as `open_to_read`."""
-    handle = _open_file(path, os.O_RDONLY, within=within)
-    with os_errors_with_path(path), os.fdopen(handle, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        head = file.read(4096)
-        file.seek(max(0, size - max_bytes))
-        return head, file.read(max_bytes)
 
 
 def open_named_file(path: Path, *, max_bytes: int) -> BufferedReader:

@@ -5,9 +5,8 @@ tensors carry the stock names behind `backbone.`, but for the matrices, which ar
 them and lie transposed, and for the table of positions, which was split in two when the graph was written.
 """
 
-import json
+from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,41 +16,8 @@ from atlas_fl.storage.tensors import write_tensors
 _PREFIX = "backbone."
 _POSITIONS = ("onnx::Concat_1957", "onnx::Reshape_1962")
 """Positions of the class token and of the patches."""
-_SIDE, _PATCH, _WIDTH, _HEADS, _BLOCKS = 518, 14, 384, 6, 12
-
-CONFIG: dict[str, Any] = {
-    "architectures": ["Dinov2Model"],
-    "attention_probs_dropout_prob": 0.0,
-    "drop_path_rate": 0.0,
-    "hidden_act": "gelu",
-    "hidden_dropout_prob": 0.0,
-    "hidden_size": _WIDTH,
-    "image_size": _SIDE,
-    "initializer_range": 0.02,
-    "layer_norm_eps": 1e-06,
-    "layerscale_value": 1.0,
-    "mlp_ratio": 4,
-    "model_type": "dinov2",
-    "num_attention_heads": _HEADS,
-    "num_channels": 3,
-    "num_hidden_layers": _BLOCKS,
-    "patch_size": _PATCH,
-    "qkv_bias": True,
-    "use_mask_token": False,
-    "use_swiglu_ffn": False,
-}
-PROCESSOR: dict[str, Any] = {
-    "do_normalize": True,
-    "do_rescale": True,
-    "do_resize": True,
-    "image_mean": [0.485, 0.456, 0.406],
-    "image_processor_type": "ViTImageProcessor",
-    "image_std": [0.229, 0.224, 0.225],
-    "resample": 3,
-    "rescale_factor": 1 / 255,
-    "size": {"height": 224, "width": 224},
-}
-"""Preprocessing of the package itself: ImageNet's mean and deviation, at 224 pixels."""
+CONFIG_FILES = ("config.json", "preprocessor_config.json")
+"""Files of `dinov2/`. The second is the preprocessing of the package itself: ImageNet's mean and deviation."""
 
 
 def convert(source: Path, target: Path) -> None:
@@ -62,8 +28,8 @@ def convert(source: Path, target: Path) -> None:
     tensors = read_backbone(source / "vit_s_focus.onnx")
     target.mkdir(parents=True, exist_ok=True)
     write_tensors(target / "model.safetensors", tensors)
-    for name, content in (("config.json", CONFIG), ("preprocessor_config.json", PROCESSOR)):
-        (target / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    for name in CONFIG_FILES:
+        (target / name).write_bytes(resources.files(__package__).joinpath("dinov2", name).read_bytes())
 
 
 def read_backbone(path: Path) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from atlas_fl.errors import CheckpointError, ConfigError
+from atlas_fl.errors import CheckpointError, ConfigError, first_of
 from atlas_fl.storage.files import LOCK, is_left_of_beginning
 from atlas_fl.storage.folder_access import (
     is_inner_file,
@@ -18,9 +18,6 @@ from atlas_fl.storage.folder_access import (
     remove_drafts,
 )
 
-PLANNED_RUNS = ".runs.json"
-"""Ends the name of the file that names the runs of a comparison or a sweep."""
-SHOWN_RUNS = 8
 _AUDIT_FOLDERS = re.compile(r"(round|joined)-[0-9].*")
 
 
@@ -153,8 +150,7 @@ def find_run(run: str | Path, *, runs_dir: str | Path = "runs", allow_unplanned:
         if folder.is_run() or (allow_unplanned and folder.is_resumable()):
             return folder
     names = list_runs(parent)
-    listed = ", ".join(names[:SHOWN_RUNS]) + (f" and {len(names) - SHOWN_RUNS} more" if len(names) > SHOWN_RUNS else "")
-    have = f"have: {listed}" if names else f"there are no runs in {parent}"
+    have = f"have: {first_of(names)}" if names else f"there are no runs in {parent}"
     raise CheckpointError(f"not a run folder: {run}; a run folder holds config.toml and plan.json; {have}")
 
 

@@ -8,52 +8,31 @@ import pytest
 from atlas_fl.report.html.live import find_places, list_text, page_text, state_of
 from tests.report.html.reading import parse_page, sections_of, table_of
 
-LOG = """2026-01-01T10:00:00Z INFO loading
-2026-01-01T10:00:10Z INFO round 1
-2026-01-01T10:00:40Z INFO round 1 of 6: loss 1.000, 30.0 s, 10 bytes
-2026-01-01T10:00:40Z INFO round 2
-2026-01-01T10:01:00Z INFO round 2 of 6: loss 0.900, 20.0 s, 10 bytes; validation: movie-0 0.5
-2026-01-01T10:01:00Z INFO round 3
-"""
 
-
-def unfinished(run: Path, log: str = LOG) -> Path:
+def unfinished(run: Path) -> Path:
     (run / "summary.json").unlink()
-    (run / "log.txt").write_text(log)
     return run
 
 
 def row_of(run: Path) -> dict[str, float | str]:
-    places = find_places([run], None)
+    places = find_places([run])
     (row,) = table_of(parse_page(list_text(places, state_of(places))), "Runs")
     return row
 
 
-def test_how_far_a_run_is_and_what_is_left_follow_from_its_log_by_hand(make_run) -> None:
+def test_how_far_a_run_is_follows_from_its_rows_by_hand(make_run) -> None:
     run = unfinished(make_run(rounds=2))
     row = row_of(run)
-    assert (row["rounds"], row["left, about"]) == ("2 of 6", 4 * 25.0)
+    assert row["rounds"] == "2 of 12"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     last = [row["primary"] for row in rows if row["split"] == "validation" and row["round"] == 2]
     assert row["mean validation score"] == pytest.approx(sum(last) / len(last))
 
 
-@pytest.mark.parametrize("line", ["2026-01-01T10:00:00Z INFO round 3 of " + "9" * 400 + ": x", "\x00\xff no line"])
-def test_a_line_that_is_none_is_left_out(make_run, line: str) -> None:
-    assert row_of(unfinished(make_run(), f"{LOG}{line}\n"))["rounds"] == "2 of 6"
-
-
-def test_of_a_long_log_the_end_alone_is_read(make_run) -> None:
-    line = "2026-01-01T11:00:00Z INFO movie-0: a note of some length that stands in every line of this log\n"
-    run = unfinished(make_run(), LOG + line * 40_000)
-    assert row_of(run)["rounds"] == "begins", "the rounds are further back than the last MiB"
-
-
 def test_a_run_that_is_complete_cannot_be_read_or_begins_says_so_in_the_list(make_run, tmp_path: Path) -> None:
     assert row_of(make_run())["rounds"] == "complete"
     broken = unfinished(make_run("broken"))
-    (broken / "log.txt").unlink()
-    (broken / "log.txt").mkdir()
+    (broken / "metrics.jsonl").write_text("{\n")
     assert row_of(broken)["rounds"] == "cannot be read now"
     begun = tmp_path / "begun"
     begun.mkdir()
@@ -72,7 +51,7 @@ def test_the_page_of_a_run_is_that_of_the_report_and_asks_for_news(make_run) -> 
 
 def test_the_state_changes_with_each_line_and_the_run_is_not_touched(make_run) -> None:
     run = unfinished(make_run())
-    places, before = find_places([run], None), {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    places, before = find_places([run]), {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     first = state_of(places)
     page_text(run, first)
     assert state_of(places) == first
@@ -80,18 +59,3 @@ def test_the_state_changes_with_each_line_and_the_run_is_not_touched(make_run) -
     with (run / "log.txt").open("a") as file:
         file.write("2026-01-01T10:01:30Z INFO export\n")
     assert state_of(places) != first
-
-
-def test_a_comparison_shows_its_complete_runs_and_says_how_many_there_are_to_be(make_federation, tmp_path) -> None:
-    make_federation(2, seeds=(1,))
-    names = sorted(path.parent.name for path in tmp_path.glob("*/summary.json"))
-    file = tmp_path / "comparison-0.runs.json"
-    file.write_text(json.dumps({"runs": [*names, "to-come"]}))
-    places = find_places([], tmp_path)
-    assert places == {"comparison-0": file}
-    first = state_of(places)
-    page = parse_page(page_text(file, first))
-    assert "3 of 4 runs are complete." in page.text and "federation-0" in sections_of(page)
-    (tmp_path / names[0] / "summary.json").unlink()
-    assert state_of(places) != first, "it changes with the runs that are complete, and with nothing else"
-    assert "2 of 4 runs are complete." in page_text(file, state_of(places))

@@ -131,9 +131,7 @@ def test_numbers_of_charts_are_those_of_the_rows_and_of_the_plan(make_run) -> No
 def test_what_the_files_do_not_hold_has_no_section(make_run) -> None:
     run = make_run(sends=False, sketches=False)
     (run / "summary.json").unlink()
-    plan = json.loads((run / "plan.json").read_text("utf-8"))
-    clients = [{"name": client["name"], "task": client["task"]} for client in plan["clients"]]
-    change_plan(run, clients=clients, adjacency=None, clustering=None, importance=None, data=None, notes=None)
+    change_plan(run, adjacency=None, clustering={}, importance=None, data=[], notes=[])
     page = page_of(run)
     assert sections_of(page) == ["outcome", "convergence", "clients", "plan", "settings"]
     assert "not complete" in page.all("header")[0].text
@@ -223,7 +221,7 @@ def test_how_personal_models_are_is_what_was_measured_last(make_run) -> None:
         {**common, "round": 4, "parameters": "head", "own_share": 1.0},
     )
     page = page_of(run)
-    rows = table_of(page, "By group of parameters")
+    rows = table_of(page, "How personal the models are")
     assert [row["parameters"] for row in rows] == ["layer 2", "layer 10", "head"]
     assert (rows[1]["most"], rows[1]["variance over noise"]) == (0.25, 3.0)
     assert rows[0]["variance over noise"] == "-"

@@ -27,12 +27,7 @@ ROWS = (
 )
 ROUND = RoundFinished(round=2, rounds=3, scores={}, loss=0.25, seconds=3.0, bytes=40, rows=ROWS)
 PLUGINS = Path(__file__).parents[3] / "examples/plugins"
-FLAGS = {
-    "wandb": "--wandb",
-    "tensorboard": "--tensorboard",
-    "mlflow": "--tracker mlflow",
-    "trackio": "--tracker trackio",
-}
+PACKAGES = ("wandb", "tensorboard", "mlflow", "trackio")
 
 
 def tracker_of(name: str, place: str) -> Tracker:
@@ -65,7 +60,7 @@ def test_numbers_of_a_summary_are_those_over_all_clients() -> None:
     assert summary_numbers({}) == {}
 
 
-@pytest.mark.parametrize("package", FLAGS)
+@pytest.mark.parametrize("package", PACKAGES)
 def test_without_the_package_nothing_begins(package: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     real, module = builtins.__import__, {"tensorboard": "torch.utils.tensorboard"}.get(package, package)
 
@@ -76,7 +71,9 @@ def test_without_the_package_nothing_begins(package: str, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(builtins, "__import__", without)
     with (
-        pytest.raises(ConfigError, match=rf"{FLAGS[package]} needs .* {re.escape(install_command(package))}") as caught,
+        pytest.raises(
+            ConfigError, match=rf"--tracker {package} needs .* {re.escape(install_command(package))}"
+        ) as caught,
         track_run([tracker_of(package, str(tmp_path) if package == "tensorboard" else "p")], *RUN(tmp_path)),
     ):
         pytest.fail("it began")
@@ -91,13 +88,13 @@ def RUN(folder: Path) -> tuple[Config, Path, Callable[[Event], None]]:  # noqa: 
     ("name", "place", "allowed"),
     [
         *(
-            ("wandb", place, "--wandb is .*allowed: the name of a project, without")
+            ("wandb", place, "--tracker wandb is .*allowed: the name of a project, without")
             for place in ("", " ", "a/b", "50%")
         ),
-        ("tensorboard", "", "--tensorboard is ''; allowed: a folder"),
-        ("tensorboard", f"{__file__}/below", "--tensorboard is .*; allowed: a folder to write to"),
-        ("tensorboard", "s3://bucket/x", "--tensorboard is 's3://bucket/x'; allowed: a folder to write to"),
-        ("tensorboard", __file__, "--tensorboard is .*test_track_run.py.*; allowed: a folder"),
+        ("tensorboard", "", "--tracker tensorboard is ''; allowed: a folder"),
+        ("tensorboard", f"{__file__}/below", "--tracker tensorboard is .*; allowed: a folder to write to"),
+        ("tensorboard", "s3://bucket/x", "--tracker tensorboard is 's3://bucket/x'; allowed: a folder to write to"),
+        ("tensorboard", __file__, "--tracker tensorboard is .*test_track_run.py.*; allowed: a folder"),
         ("mlflow", " ", "--tracker mlflow= names no experiment"),
         *(("trackio", place, "the name of a project has letters") for place in ("", "a/b", "../up", "a" * 101)),
     ],
@@ -157,11 +154,11 @@ def test_a_tracker_that_fails_is_told_once_and_the_run_and_the_other_go_on(faili
     assert run.settings["seed"] == 42 and run.settings["hash"] == config_hash(Config())
 
 
-@pytest.mark.parametrize("package", FLAGS)
+@pytest.mark.parametrize("package", PACKAGES)
 def test_a_package_that_breaks_or_of_which_only_a_folder_is_left_is_one_line(
     package: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    tracker, flag = tracker_of(package, "p" if package != "tensorboard" else str(tmp_path)), FLAGS[package]
+    tracker, flag = tracker_of(package, "p" if package != "tensorboard" else str(tmp_path)), f"--tracker {package}"
     module = {"tensorboard": "torch.utils.tensorboard"}.get(package, package)
     monkeypatch.setitem(sys.modules, module, ModuleType(module))
     with pytest.raises(ConfigError, match=rf"^{flag}(:.* cannot be loaded| needs).*, or leave {flag} out$"):

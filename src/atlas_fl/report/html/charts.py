@@ -39,63 +39,52 @@ class Chart:
     is_wide: bool = True
 
 
-def chart(spec: str, rows: Sequence[Row], *, name: str = "", title: str, note: str, **values: Any) -> Chart:
-    """A chart of `charts.yaml`; `values` are what it names with a `$`, and its `height` and `is_wide`."""
-    sizes = {"width": "container", "height": values.get("height", 240)}
-    is_wide = values.get("is_wide", True)
-    filled = sizes | _fill(_specs()[spec], values)
-    return Chart(name=name or spec, title=title, note=note, spec=filled, rows=rows, is_wide=is_wide)
-
-
-def heat_map(
-    name: str,
-    rows: Sequence[Row],
-    *,
-    x: str,
-    y: str = "client",
-    value: str,
-    title: str,
-    note: str,
-    form: str,
-    domain: Sequence[float] = (),
-    **values: Any,
-) -> Chart:
-    """Rows by columns, a colour for the value of each cell, and where they are few its number too.
+def chart(entry: str, rows: Sequence[Row], *, name: str = "", spec: str = "", **values: Any) -> Chart:
+    """A chart of an entry of `charts.yaml`.
 
     Args:
-        name: of the chart.
-        rows: a row for each cell.
-        x: the field of the columns; `columns` has their names in order, if these are not those of the rows.
-        y: the field of the lines; `lines` likewise.
-        value: the field that colours a cell.
-        title: of the chart.
-        note: of the chart.
-        form: the way in which numbers are written.
-        domain: the ends of the colours; by default those of the values.
-        values: `columns`, `lines`, `x_title`, `legend`, `label_limit`, and those of `chart`.
+        entry: its title and note, and unless `spec` names another its specification.
+        rows: of the chart.
+        name: of the chart, by default that of the entry.
+        spec: the entry of its specification.
+        values: what the title and the note name in braces and the specification with a `$`; `height` and `is_wide`.
     """
-    columns, lines = (values.get(key) or _distinct(rows, field) for key, field in (("columns", x), ("lines", y)))
-    held = [row[value] for row in rows]
-    low, high = domain or (min(held), max(held))
-    is_numbered = len(columns) <= MOST_NUMBERED_COLUMNS and len(lines) <= MOST_NUMBERED_ROWS
-    letters = len(columns) * max(len(column) if isinstance(column, str) else 0 for column in columns)
-    usual = {"x_title": None, "label_limit": 130, "legend": value, "height": row_height(len(lines))}
-    filled = usual | values | {"x": x, "y": y, "value": value, "form": form, "columns": columns, "lines": lines}
-    return chart(
-        "numbered_heat_map" if is_numbered else "heat_map",
-        rows,
-        name=name,
-        title=title,
-        note=note,
-        domain=[low, high],
-        angle=0 if letters <= MOST_LEVEL_LETTERS else -60,
-        is_dark=f"datum['{value}'] < {(low + high) / 2!r}",
-        **filled,
+    options = {"height": 240, "is_wide": True} | _specs()[entry] | values
+    sizes = {"width": "container", "height": options["height"]}
+    return Chart(
+        name=name or entry,
+        title=options["title"].format(**values),
+        note=options["note"].format(**values),
+        spec=sizes | _fill(_specs()[spec or entry]["spec"], options),
+        rows=rows,
+        is_wide=options["is_wide"],
     )
 
 
-def _distinct(rows: Sequence[Row], field: str) -> list[Any]:
-    return list(dict.fromkeys(row[field] for row in rows))
+def heat_map(entry: str, rows: Sequence[Row], *, domain: Sequence[float] = (), **values: Any) -> Chart:
+    """Rows by columns, a colour for the value of each cell, and where they are few its number too.
+
+    Args:
+        entry: of `charts.yaml`: the fields of columns (`x`), lines (`y`) and colours (`value`), and how they are shown.
+        rows: a row for each cell.
+        domain: the ends of the colours; by default those of the values.
+        values: `columns` and `lines`, their names in order if these are not those of the rows, and those of `chart`.
+    """
+    cells = {"y": "client", "x_title": None, "label_limit": 130, **_specs()[entry], **values}
+    columns = values.get("columns") or list(dict.fromkeys(row[cells["x"]] for row in rows))
+    lines = values.get("lines") or list(dict.fromkeys(row[cells["y"]] for row in rows))
+    held = [row[cells["value"]] for row in rows]
+    low, high = domain or (min(held), max(held))
+    is_numbered = len(columns) <= MOST_NUMBERED_COLUMNS and len(lines) <= MOST_NUMBERED_ROWS
+    letters = len(columns) * max(len(column) if isinstance(column, str) else 0 for column in columns)
+    shown = {
+        "legend": cells["value"],
+        "height": row_height(len(lines)),
+        "angle": 0 if letters <= MOST_LEVEL_LETTERS else -60,
+        "is_dark": f"datum['{cells['value']}'] < {(low + high) / 2!r}",
+    }
+    drawn = shown | cells | {"columns": columns, "lines": lines, "domain": [low, high]}
+    return chart(entry, rows, spec="numbered_heat_map" if is_numbered else "heat_map", **drawn)
 
 
 def row_height(rows: int) -> int:

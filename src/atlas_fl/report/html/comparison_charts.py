@@ -32,8 +32,6 @@ def score_chart(comparison: MethodComparison, place: int) -> Chart:
         "method_means",
         rows,
         name=f"means-{place}",
-        title="Test score of every method",
-        note="large: mean over seeds with its 95% t interval, the control in orange; small: one seed, joined by lines",
         methods=order,
         height=row_height(len(order)),
     )
@@ -60,8 +58,7 @@ def difference_chart(comparison: MethodComparison, place: int) -> Chart:
         "differences",
         rows,
         name=f"differences-{place}",
-        title=f"Difference from {comparison.control}, paired by seed",
-        note=f"band: within {ROPE:g}, no difference in practice; large: mean with its 95% interval; small: one seed",
+        control=comparison.control,
         axis=f"difference from {comparison.control}",
         methods=order,
         low=-ROPE,
@@ -77,18 +74,16 @@ def _log_scale(values: Sequence[float]) -> Spec:
     return {"type": "symlog", "constant": min((value for value in values if value > 0), default=1.0), "nice": True}
 
 
-def traffic_front(comparison: MethodComparison, place: int) -> Chart:
-    """Mean score against the bytes of a run; the front joins methods that none beats in both."""
-    costs = {name: row.num_bytes for name, row in comparison.rows.items()}
-    return _front(comparison, costs, name=f"front-{place}", cost="bytes of a run, both directions")
-
-
-def memory_front(comparison: MethodComparison, place: int) -> list[Chart]:
-    """Mean score against the memory of the fullest client's device, as predicted; none where all take the same."""
-    costs = {name: row.memory_bytes for name, row in comparison.rows.items() if row.memory_bytes is not None}
-    if len(costs) < len(comparison.rows) or max(costs.values()) <= SAME_MEMORY * min(costs.values()):
-        return []
-    return [_front(comparison, costs, name=f"memory-front-{place}", cost="predicted memory of the fullest device")]
+def fronts(comparison: MethodComparison, place: int) -> list[Chart]:
+    """Mean score against the bytes of a run and, where methods differ in it, against the predicted memory of the
+    fullest client's device; the front joins methods that none beats in both."""
+    traffic = {name: row.num_bytes for name, row in comparison.rows.items()}
+    charts = [_front(comparison, traffic, name=f"front-{place}", cost="bytes of a run, both directions")]
+    memory = {name: row.memory_bytes for name, row in comparison.rows.items() if row.memory_bytes is not None}
+    if len(memory) == len(comparison.rows) and max(memory.values()) > SAME_MEMORY * min(memory.values()):
+        cost = "predicted memory of the fullest device"
+        charts.append(_front(comparison, memory, name=f"memory-front-{place}", cost=cost))
+    return charts
 
 
 def _front(comparison: MethodComparison, costs: Mapping[str, float], *, name: str, cost: str) -> Chart:
@@ -103,9 +98,6 @@ def _front(comparison: MethodComparison, costs: Mapping[str, float], *, name: st
         "front",
         rows,
         name=name,
-        title=f"Mean test score against {cost}",
-        note="joined: the Pareto front, methods that no other beats in both",
         axis=cost,
         scale=_log_scale(list(costs.values())),
-        height=420,
     )

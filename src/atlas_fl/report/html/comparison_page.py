@@ -1,43 +1,30 @@
 """The page of several runs: the methods of each federation against each other, and their ranks over all of them."""
 
-import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
-from atlas_fl.config import config_hash
-from atlas_fl.errors import ConfigError
+from atlas_fl.errors import ConfigError, first_of
 from atlas_fl.experiment.tuning import DEVELOPMENT_SEEDS
 from atlas_fl.report.comparison_tables import method_tables, pair_tables
 from atlas_fl.report.federation_ranks import rank_if_several, ranks_table
 from atlas_fl.report.federation_results import (
     FederationResults,
-    by_federation,
     federation_results,
     setting_words,
-    with_common_seeds,
 )
-from atlas_fl.report.finished_runs import FinishedRun, changed_flags, read_finished_run
-from atlas_fl.report.format import names_in_words
-from atlas_fl.report.html.comparison_charts import (
-    by_mean,
-    difference_chart,
-    memory_front,
-    score_chart,
-    traffic_front,
-)
-from atlas_fl.report.html.elements import Block, Folded, Page, Section, Text
-from atlas_fl.report.table import Cell, Table, count, duration, plain, size
-from atlas_fl.storage.run_folder import SHOWN_RUNS, find_run
-
-RowT = TypeVar("RowT")
+from atlas_fl.report.finished_runs import read_finished_run
+from atlas_fl.report.format import isolate
+from atlas_fl.report.html.comparison_charts import difference_chart, fronts, score_chart
+from atlas_fl.report.html.elements import Block, Page, Section, Text
+from atlas_fl.report.results_page import lines_in_one_place
+from atlas_fl.storage.run_folder import find_run
 
 
 def comparison_page(
     runs: Sequence[Path | str], *, control: str | None = None, score: Literal["final", "best"] = "final"
 ) -> Page:
-    """The page of these runs; those that are not complete, or on seeds of tuning beside others, are named and left out.
+    """The page of these runs; those that are not complete are named, those of tuning left out.
 
     Args:
         runs: run folders.
@@ -54,8 +41,7 @@ def comparison_page(
     finished = {
         folder.path: read_finished_run(folder.path, score=score) for folder in folders if folder.summary.exists()
     }
-    evaluated = [run for run in finished.values() if run.seed not in DEVELOPMENT_SEEDS] or list(finished.values())
-    shown = [run for members in by_federation(evaluated) for run in with_common_seeds(members)]
+    shown = [run for run in finished.values() if run.seed not in DEVELOPMENT_SEEDS] or list(finished.values())
     if not shown:
         raise ConfigError(f"none of these {len(folders)} runs can be compared: none is complete")
     results = federation_results(shown, control=control)
@@ -65,28 +51,16 @@ def comparison_page(
     if ranks is not None:
         table = ranks_table(ranks, control=compared[0].control)
         sections.append(Section(name="ranks", title="Ranks over all federations", blocks=[table]))
-    left_out = [path.name for path, run in finished.items() if not any(run is one for one in shown)]
-    unfinished = [folder.path.name for folder in folders if not folder.summary.exists()]
+    unfinished = [isolate(folder.path.name) for folder in folders if not folder.summary.exists()]
     methods = len({run.method for run in shown})
     words = results[0].title if len(results) == 1 else f"{len(results)} federations"
     best = "; scores of each client's best round by validation" if score == "best" else ""
     return Page(
         title=f"{words}: {methods} method{'' if methods == 1 else 's'} compared",
         subtitle=f"{len(shown)} runs, {len(results)} federation{'' if len(results) == 1 else 's'}{best}",
-        sections=[*sections, _runs(finished)],
-        warnings=[
-            *_names_sentence(unfinished, "not complete, and so not compared"),
-            *_names_sentence(left_out, "of a seed that not every method has, or of tuning, and so not compared"),
-        ],
+        sections=sections,
+        warnings=[f"Not complete, and so not compared: {first_of(unfinished)}."] if unfinished else [],
     )
-
-
-def _names_sentence(names: Sequence[str], words: str) -> list[str]:
-    """A sentence on these runs, the first few by name; none where there is no run."""
-    listed = names_in_words(names[:SHOWN_RUNS]) + (
-        f" and {len(names) - SHOWN_RUNS} more" if len(names) > SHOWN_RUNS else ""
-    )
-    return [f"{len(names)} run{'' if len(names) == 1 else 's'} {words}: {listed}."] if names else []
 
 
 def _federation(result: FederationResults, place: int) -> list[Section]:
@@ -98,62 +72,19 @@ def _federation(result: FederationResults, place: int) -> list[Section]:
         f"{name} lacks the seeds {', '.join(map(str, seeds))} of others, and is in no table."
         for name, seeds in result.incomplete.items()
     ]
-    notes += [
-        f"{name}, in one place and with one client a task: {', '.join(plain(score).text for score in scores)}."
-        for name, scores in result.in_one_place.items()
-    ]
+    notes += [f"{name}: {text}." for name, text in (*result.own_settings.items(), *result.tuned.items())]
+    notes += lines_in_one_place(result)
     comparison = result.comparison
     if comparison is None:
         notes.append("No two of its methods, the control among them, have the same seeds: there is nothing to compare.")
         return [Section(name=f"federation-{place}", title=result.title, blocks=[Text(lines=notes)])]
-    *tables, costs_table = method_tables(_sorted(comparison.rows, by_mean(comparison)))
+    *tables, costs_table = method_tables(comparison.rows)
     notes.append(f"Means over all clients and the seeds {', '.join(map(str, comparison.seeds))}.")
     scores: list[Block] = [Text(lines=notes), score_chart(comparison, place), *tables]
     sections = [Section(name=f"federation-{place}", title=f"{result.title}: what came out", blocks=scores)]
     if comparison.pairs:
-        order = sorted(comparison.pairs, key=lambda name: -comparison.pairs[name].mean)
-        pairs = pair_tables(replace(comparison, pairs=_sorted(comparison.pairs, order)))
         title = f"{result.title}: against {comparison.control}"
-        sections.append(
-            Section(name=f"pairs-{place}", title=title, blocks=[difference_chart(comparison, place), *pairs])
-        )
-    costs: list[Block] = [traffic_front(comparison, place), *memory_front(comparison, place), costs_table]
-    costs += _settings_of_methods(result)
+        pairs: list[Block] = [difference_chart(comparison, place), *pair_tables(comparison)]
+        sections.append(Section(name=f"pairs-{place}", title=title, blocks=pairs))
+    costs: list[Block] = [*fronts(comparison, place), costs_table]
     return [*sections, Section(name=f"costs-{place}", title=f"{result.title}: score against costs", blocks=costs)]
-
-
-def _sorted(rows: Mapping[str, RowT], names: Sequence[str]) -> dict[str, RowT]:
-    return {name: rows[name] for name in names}
-
-
-def _settings_of_methods(result: FederationResults) -> list[Block]:
-    words = {name: [text] for name, text in result.own_settings.items()}
-    for name, text in result.tuned.items():
-        words.setdefault(name, []).append(text)
-    rows = [[name, "; ".join(parts)] for name, parts in words.items()]
-    table = Table(title="Settings", columns=("method", "settings of its own, and how they were chosen"), rows=rows)
-    return [Folded(title="Settings of the methods", blocks=[table])] if rows else []
-
-
-def _runs(finished: Mapping[Path, FinishedRun]) -> Section:
-    """Every run, and the command that makes it again."""
-    rows: list[list[Cell]] = []
-    for path, run in finished.items():
-        scores = list(run.scores.scores.values())
-        dial = [] if run.config.run.dial is None else ["--dial", str(run.config.run.dial)]
-        words = ["atlas", "run", "--preset", run.config.run.preset, *dial, *changed_flags(run.config)]
-        rows.append(
-            [
-                path.name,
-                run.method,
-                count(run.seed),
-                plain(sum(scores) / len(scores)),
-                *(size(run.scores.num_bytes), duration(run.scores.seconds)),
-                *(f"{config_hash(run.config):.8}", shlex.join(words)),
-            ]
-        )
-    columns = ("run", "method", "seed", "mean test score", "bytes", "time", "settings", "command")
-    table = Table(title="Runs", columns=columns, rows=rows)
-    return Section(
-        name="runs", title="The runs, and how to make them again", blocks=[Folded(title="All runs", blocks=[table])]
-    )

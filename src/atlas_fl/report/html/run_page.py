@@ -7,20 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from atlas_fl.config import config_hash, load_config, to_toml
+from atlas_fl.errors import first_of
 from atlas_fl.experiment.summary import MEASURED, attack_note, client_scores, group_scores
 from atlas_fl.report.figure_rows import sharing_rows
 from atlas_fl.report.figures import charts_of, plugin_charts
-from atlas_fl.report.finished_runs import changed_flags
-from atlas_fl.report.format import EMPTY
+from atlas_fl.report.finished_runs import run_command
 from atlas_fl.report.html.charts import Chart, Row, chart, row_height
 from atlas_fl.report.html.elements import Block, Command, Facts, Folded, Page, Section, Text
 from atlas_fl.report.record import Record, read_record
-from atlas_fl.report.table import Cell, Table, count, duration, plain, share, size
-from atlas_fl.report.tables import closing_table, plan_tables, sharing_of_groups
+from atlas_fl.report.table import Cell, Columns, Table, cell_at, count, duration, plain, share, size, table_of, word
+from atlas_fl.report.tables import SCORES, closing_table, plan_tables, sharing_table
 from atlas_fl.storage.digests import check_files
 from atlas_fl.storage.run_folder import RunFolder, find_run
 
-MOST_ROUNDS_NAMED = 12
 PRIVACY = ("privacy spent", "no bound", "no noise of differential privacy is in what was sent")
 
 
@@ -108,8 +107,6 @@ def _outcome_chart(record: Record, clients: Mapping[str, Any], scored: list[str]
     return chart(
         "outcome",
         rows,
-        title="Test score of every client",
-        note="dot: final; hollow: best round by validation; bar: majority class",
         clients=order,
         tasks=record.tasks,
         height=row_height(len(order)),
@@ -117,62 +114,56 @@ def _outcome_chart(record: Record, clients: Mapping[str, Any], scored: list[str]
 
 
 def _client_table(record: Record, clients: Mapping[str, Any]) -> Table:
-    devices = {client["name"]: client.get("device", EMPTY) for client in record.plan["clients"]}
-    rows: list[list[Cell]] = []
-    for name, entry in clients.items():
-        test, best = entry.get("final", {}).get("test", {}), entry.get("best", {})
-        sent = record.totals.by_client.get(name, {})
-        rows.append(
-            [
-                *(name, record.task_of[name], devices[name], plain(test.get("majority")), plain(test.get("primary"))),
-                plain(test.get("gain_over_majority"), sign=True),
-                *(plain(best.get("test", {}).get("primary")), count(best.get("round"))),
-                *(size(sent.get("up", 0)), size(sent.get("down", 0))),
-                share(entry.get("utilisation", {}).get("busy")),
-            ]
-        )
-    return Table(
-        title="By client",
-        columns=(
-            *("client", "task", "device", "majority", "final", "over majority", "best", "in round"),
-            *("sent", "received", "busy"),
-        ),
-        rows=rows,
-        note="busy: predicted seconds of training over those of the slowest client of each round",
-    )
+    devices = {client["name"]: client["device"] for client in record.plan["clients"]}
+    sent = record.totals.by_client
+    known = [
+        {**entry, "name": name, "task": record.task_of[name], "device": devices[name], "sent": sent.get(name)}
+        for name, entry in clients.items()
+    ]
+    return table_of("By client", CLIENT_SCORES, known, note=CLIENT_SCORES_NOTE)
+
+
+CLIENT_SCORES: Columns = {
+    "client": cell_at("name", word),
+    "task": cell_at("task", word),
+    "device": cell_at("device", word),
+    **{name: SCORES[name] for name in ("majority", "final", "over majority", "best")},
+    "in round": cell_at("best.round", count),
+    "sent": cell_at("sent.up", lambda sent: size(sent or 0)),
+    "received": cell_at("sent.down", lambda sent: size(sent or 0)),
+    "busy": cell_at("utilisation.busy", share),
+}
+CLIENT_SCORES_NOTE = "busy: predicted seconds of training over those of the slowest client of each round"
 
 
 def _clients(record: Record) -> list[Block]:
     """The clients and the differences of their data."""
-    data = {row["client"]: row for row in record.plan.get("data") or ()}
-    rows: list[list[Cell]] = []
-    for client in record.plan["clients"]:
-        row = data.get(client["name"], {})
-        examples = row.get("examples", {})
-        rows.append(
-            [
-                *(client["name"], client["task"], client.get("device", EMPTY)),
-                *(count(examples.get(split)) for split in ("train", "validation", "test")),
-                *(share(row.get("majority", {}).get("train")), plain(row.get("distance"), 2)),
-            ]
-        )
-    table = Table(
-        title="Examples of every client",
-        columns=(
-            *("client", "task", "device", "training", "validation", "test", "majority class"),
-            "labels from the task's",
-        ),
-        rows=rows,
-        note="labels from the task's: half the L1 distance between a client's mix of labels and its task's, 0 to 1",
-    )
-    notes = record.plan.get("notes")
+    data = {row["client"]: row for row in record.plan["data"]}
+    known = [{**client, "data": data.get(client["name"])} for client in record.plan["clients"]]
+    table = table_of("Examples of every client", CLIENT_DATA, known, note=CLIENT_DATA_NOTE)
+    notes = record.plan["notes"]
     folded = [Folded(title="What the plan noted", blocks=[Text(lines=notes)])] if notes else []
     return [*charts_of(record, "classes"), table, *folded]
 
 
+CLIENT_DATA: Columns = {
+    "client": cell_at("name", word),
+    "task": cell_at("task", word),
+    "device": cell_at("device", word),
+    "training": cell_at("data.examples.train", count),
+    "validation": cell_at("data.examples.validation", count),
+    "test": cell_at("data.examples.test", count),
+    "majority class": cell_at("data.majority.train", share),
+    "labels from the task's": cell_at("data.distance", lambda distance: plain(distance, 2)),
+}
+CLIENT_DATA_NOTE = (
+    "labels from the task's: half the L1 distance between a client's mix of labels and its task's, 0 to 1"
+)
+
+
 def _sharing(record: Record) -> list[Block]:
     rows = sharing_rows(record)
-    return [*charts_of(record, "sharing"), sharing_of_groups(rows)] if rows else []
+    return [*charts_of(record, "sharing"), sharing_table(rows)] if rows else []
 
 
 def _costs(record: Record) -> list[Block]:
@@ -203,9 +194,7 @@ def _events(record: Record) -> list[Block]:
             events[row.get("client", "all"), row["event"], detail].append(row["round"])
     rows: list[list[Cell]] = []
     for (client, event, detail), at in events.items():
-        more = len(at) - MOST_ROUNDS_NAMED
-        rounds = ", ".join(map(str, at[:MOST_ROUNDS_NAMED])) + (f" and {more} more" if more > 0 else "")
-        rows.append([client, event, count(len(at)), rounds, detail])
+        rows.append([client, event, count(len(at)), first_of(at), detail])
     columns = ("client", "event", "times", "rounds", "why, or by whom")
     return [Table(title="Events", columns=columns, rows=rows)] if rows else []
 
@@ -214,11 +203,9 @@ def _settings(folder: RunFolder) -> list[Block]:
     """The commands that repeat the run, and all its settings."""
     check_files(folder, folder.config)
     config = load_config(folder.config, within=folder.path)
-    dial = [] if config.run.dial is None else ["--dial", str(config.run.dial)]
-    words = shlex.join(["atlas", "run", "--preset", config.run.preset, *dial, *changed_flags(config)])
     again = f"atlas run --config {shlex.quote(f'{folder.path.name}/config.toml')} --name again"
     return [
-        Command(words=words, what=f"With flags; settings {config_hash(config):.8}:"),
+        Command(words=run_command(config), what=f"With flags; settings {config_hash(config):.8}:"),
         Command(words=again, what="From the run's own file, in the folder in which the run lies:"),
         Folded(title="All settings", blocks=[Command(words=to_toml(config), what="config.toml")]),
     ]

@@ -1,4 +1,4 @@
-"""TRACKERS: experiment trackers by the name of their flag, and those of plug-ins (`--tracker name=place`)."""
+"""TRACKERS: experiment trackers by name, and those of plug-ins (`--tracker name=place`)."""
 
 from collections.abc import Callable
 

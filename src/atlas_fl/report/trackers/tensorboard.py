@@ -25,7 +25,7 @@ class TensorBoardTracker(Tracker):
         places = (Path(self.folder), *Path(self.folder).parents)
         nearest = next((place for place in places if place.exists()), Path())
         if not self.folder or "://" in self.folder or not nearest.is_dir() or not os.access(nearest, os.W_OK):
-            raise invalid_value("--tensorboard", self.folder, "a folder to write to, which is made if need be")
+            raise invalid_value("--tracker tensorboard", self.folder, "a folder to write to, which is made if need be")
         _summary_writer()
 
     def begin(self, run: TrackedRun) -> None:
@@ -51,6 +51,6 @@ class TensorBoardTracker(Tracker):
 
 
 def _summary_writer() -> Any:
-    with importing("TensorBoard", flag="--tensorboard", package="tensorboard"):
+    with importing("TensorBoard", package="tensorboard"):
         from torch.utils.tensorboard import SummaryWriter
     return SummaryWriter

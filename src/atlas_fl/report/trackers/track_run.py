@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -110,12 +110,13 @@ def summary_numbers(summary: Mapping[str, Any], *, name: str = "summary") -> dic
 
 
 @contextmanager
-def importing(title: str, *, flag: str, package: str) -> Iterator[None]:
+def importing(title: str, *, package: str) -> Iterator[None]:
     """Tell in one line that a tracker's package is missing, or broken, while this imports it and looks it through.
 
     Raises:
         ConfigError: it is; what it raised stands in the line, whatever a broken installation comes up with.
     """
+    flag = f"--tracker {package}"
     try:
         yield
     except (ImportError, AttributeError, TypeError, ValueError, RuntimeError, OSError) as error:
@@ -132,91 +133,69 @@ def in_words(error: BaseException) -> str:
     return one_line(" ".join(traceback.format_exception_only(error)[-1].split()), limit=LONGEST)
 
 
-@dataclass(kw_only=True)
-class Logging:
-    """The logging of a run to one tracker, from a thread of its own."""
-
-    tracker: Tracker
-    thread: ThreadPoolExecutor
-    on_event: OnEvent
-    is_begun: bool = False
-    is_ended: bool = False
-    _has_failed: bool = False
-    _asked: list[Future[None]] = field(default_factory=list)
-
-    def begin(self, run: TrackedRun) -> None:
-        """Begin the run at the tracker."""
-        self.is_begun = True
-        self._ask(lambda: self.tracker.begin(run))
-
-    def log(self, event: RoundFinished) -> None:
-        """Log the numbers of a round."""
-        self._ask(lambda: self.tracker.log(numbers_of(event), round=event.round))
-
-    def log_summary(self, summary: Mapping[str, Any]) -> None:
-        """Log what the run came to; nothing of a run that was complete already."""
-        if self.is_begun:
-            self._ask(lambda: self.tracker.log_summary(summary))
-
-    def finish(self, *, is_failed: bool) -> None:
-        """End the run there, after all that was asked for before."""
-        if self.is_begun:
-            self._ask(lambda: self.tracker.finish(is_failed=is_failed))
-        self.thread.shutdown(wait=False)
-
-    def look(self, *, until: float | None = None) -> None:
-        """Say once what went wrong, and ask for nothing more; wait for what was asked until that time of the clock."""
-        while self._asked and not self.is_ended and (until is not None or self._asked[0].done()):
-            try:
-                error = self._asked[0].exception(timeout=max(0.0, (until or 0.0) - time.monotonic()))
-            except TimeoutError:
-                self._end(f"it has not taken all within {PATIENCE:.0f} s")
-                break
-            del self._asked[0]
-            if error is not None:  # a future holds any error, and raises none
-                self._end(in_words(error))
-
-    def _end(self, reason: str) -> None:
-        self.is_ended = True
-        self.thread.shutdown(wait=False, cancel_futures=True)
-        told = f"nothing more is logged to {self.tracker.title} ({reason}); the run goes on and keeps it all"
-        self.on_event(Note(told))
-
-    def _ask(self, work: Callable[[], None]) -> None:
-        def unless_failed() -> None:
-            if not self._has_failed:  # what waits behind a failure would fail too, and may take its time for it
-                self._has_failed = True
-                work()
-                self._has_failed = False
-
-        if not self.is_ended:
-            self._asked.append(self.thread.submit(unless_failed))
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunLogging:
-    """The logging of a run to all its trackers; used by `track_run`."""
+    """The logging of a run to its trackers, to each from a thread of its own; used by `track_run`."""
 
-    each: Sequence[Logging]
-    config: Config
-    folder: Path
-    on_event: OnEvent
+    def __init__(self, trackers: Sequence[Tracker], config: Config, folder: Path, on_event: OnEvent) -> None:
+        self.config, self.folder, self.on_event = config, folder, on_event
+        self._is_begun = False
+        self._open: list[tuple[Tracker, ThreadPoolExecutor, list[Future[None]]]] = [
+            (one, ThreadPoolExecutor(1, thread_name_prefix=one.title), []) for one in trackers
+        ]
+        """Trackers that have not failed, and what each is to do yet or has just done."""
 
     def tell(self, event: Event) -> None:
         """Pass the event on, and log what it brings."""
         self.on_event(event)
-        for logging in self.each:
-            if isinstance(event, PhaseStarted) and event.name.startswith(ROUND) and not logging.is_begun:
-                first_round = int(event.name.removeprefix(ROUND))
-                logging.begin(TrackedRun(config=self.config, folder=self.folder, first_round=first_round))
-            if isinstance(event, RoundFinished):
-                logging.log(event)
-            logging.look()
+        if isinstance(event, PhaseStarted) and event.name.startswith(ROUND) and not self._is_begun:
+            self._is_begun = True
+            first_round = int(event.name.removeprefix(ROUND))
+            run = TrackedRun(config=self.config, folder=self.folder, first_round=first_round)
+            self._ask(lambda tracker: tracker.begin(run))
+        if isinstance(event, RoundFinished):
+            self._ask(lambda tracker: tracker.log(numbers_of(event), round=event.round))
+        self._look()
 
     def summary(self, summary: Mapping[str, Any]) -> None:
-        """Log what the run came to."""
-        for logging in self.each:
-            logging.log_summary(summary)
+        """Log what the run came to; nothing of a run that was complete already."""
+        if self._is_begun:
+            self._ask(lambda tracker: tracker.log_summary(summary))
+
+    def finish(self, *, is_failed: bool) -> None:
+        """End the run at all trackers, after what they were asked for before, and wait for them a while."""
+        if self._is_begun:
+            self._ask(lambda tracker: tracker.finish(is_failed=is_failed))
+        self._look(until=time.monotonic() + PATIENCE)
+        for _, thread, _ in self._open:
+            thread.shutdown(wait=False)
+
+    def _ask(self, work: Callable[[Tracker], None]) -> None:
+        for tracker, thread, asked in self._open:
+            asked.append(thread.submit(_work_after, asked[-1] if asked else None, work, tracker))
+
+    def _look(self, *, until: float | None = None) -> None:
+        """Say once what went wrong, and ask for nothing more; wait for what was asked until that time of the clock."""
+        for entry in list(self._open):
+            tracker, thread, asked = entry
+            while asked and (until is not None or asked[0].done()):
+                try:
+                    error = asked[0].exception(timeout=max(0.0, (until or 0.0) - time.monotonic()))
+                    reason = "" if error is None else in_words(error)  # a future holds any error, and raises none
+                except TimeoutError:
+                    reason = f"it has not taken all within {PATIENCE:.0f} s"
+                if reason:
+                    self._open.remove(entry)
+                    thread.shutdown(wait=False, cancel_futures=True)
+                    told = f"nothing more is logged to {tracker.title} ({reason}); the run goes on and keeps it all"
+                    self.on_event(Note(told))
+                    break
+                del asked[0]
+
+
+def _work_after(previous: Future[None] | None, work: Callable[[Tracker], None], tracker: Tracker) -> None:
+    if previous is not None:
+        previous.result()  # what waits behind a failure would fail too, and may take its time for it
+    work(tracker)
 
 
 @contextmanager
@@ -228,15 +207,10 @@ def track_run(trackers: Sequence[Tracker], config: Config, folder: Path, on_even
     """
     for tracker in trackers:
         tracker.check()
-    threads = [ThreadPoolExecutor(1, thread_name_prefix=one.title) for one in trackers]
-    each = [Logging(tracker=one, thread=thread, on_event=on_event) for one, thread in zip(trackers, threads)]
+    logging = RunLogging(trackers, config, folder, on_event)
     is_failed = True
     try:
-        yield RunLogging(each=each, config=config, folder=folder, on_event=on_event)
+        yield logging
         is_failed = False
     finally:
-        for logging in each:
-            logging.finish(is_failed=is_failed)
-        until = time.monotonic() + PATIENCE
-        for logging in each:
-            logging.look(until=until)
+        logging.finish(is_failed=is_failed)

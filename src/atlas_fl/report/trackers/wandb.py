@@ -25,7 +25,7 @@ class WandbTracker(Tracker):
         """Raise ConfigError unless wandb is installed and takes the name."""
         if not self.project.strip() or NOT_IN_NAMES & set(self.project):
             allowed = f"the name of a project, without {' '.join(sorted(NOT_IN_NAMES))}"
-            raise invalid_value("--wandb", self.project, allowed)
+            raise invalid_value("--tracker wandb", self.project, allowed)
         _wandb()
 
     def begin(self, run: TrackedRun) -> None:
@@ -58,7 +58,7 @@ class WandbTracker(Tracker):
 
 
 def _wandb() -> Any:
-    with importing("W&B", flag="--wandb", package="wandb"):
+    with importing("W&B", package="wandb"):
         import wandb
 
         _ = wandb.init, wandb.Settings
