@@ -14,8 +14,8 @@ from atlas_fl.experiment.run_time import Measurement, RunTime, Speed
 from atlas_fl.storage.assets import EMBEDDED_ASSETS, VISION_ASSETS
 
 Atlas = Callable[..., Any]
-SPEED = Speed(device="cpu", load_seconds=5, client_seconds=0.1, token_seconds=0.0005, evaluate_seconds=0.0002)
-TIME = RunTime(loading=5, planning=40, round=25, rounds=12, halves=35)
+SPEED = Speed(device="cpu", load_seconds=5, token_seconds=0.0005, evaluate_seconds=0.0002)
+TIME = RunTime(loading=5, planning=40, round=25, rounds=12)
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_a_machine_with_everything_is_told_how_long_runs_take(atlas: Atlas) -> N
     for asset in EMBEDDED_ASSETS | VISION_ASSETS:
         assert asset in said.out
     assert "2,000 tokens/s" in said.out
-    assert "atlas run --preset quick: about 6.3 min, of these 45.0 s before round 1 and 25.0 s a round" in said.out
+    assert "atlas run --preset quick: about 5.8 min, of these 45.0 s before round 1 and 25.0 s a round" in said.out
     assert said.out.endswith("everything is here that the embedded presets need\n")
 
 

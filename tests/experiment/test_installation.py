@@ -13,6 +13,7 @@ from atlas_fl.experiment.installation import (
     Installation,
     Package,
     check_asset,
+    free_bytes,
     inspect_installation,
     problems_of,
 )
@@ -147,3 +148,20 @@ def test_a_file_in_the_place_of_a_folder_cannot_be_written_to(tmp_path: Path) ->
     (tmp_path / "runs").write_text("")
     assert not installation._folder("runs", tmp_path / "runs").is_writable
     assert installation._folder("runs", tmp_path / "new" / "runs").is_writable
+
+
+def write(root: Path, name: str, text: str) -> None:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_what_is_free_is_the_least_of_machine_and_control_group(tmp_path: Path) -> None:
+    assert free_bytes(root=tmp_path) is None
+    write(tmp_path, "proc/meminfo", "MemTotal: 9000 kB\nMemAvailable:    4000 kB\n")
+    assert free_bytes(root=tmp_path) == 4_096_000
+    write(tmp_path, "sys/fs/cgroup/memory.max", "max\n")
+    write(tmp_path, "sys/fs/cgroup/memory.current", "1000\n")
+    assert free_bytes(root=tmp_path) == 4_096_000
+    write(tmp_path, "sys/fs/cgroup/memory.max", "3000\n")
+    assert free_bytes(root=tmp_path) == 2000

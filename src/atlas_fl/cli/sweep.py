@@ -338,8 +338,6 @@ class SearchOptions(SettingsOptions):
     repeated."""
     trials: int = 20
     """Trials of the whole search, those of before among them."""
-    pruner: Literal["none", "median"] = "none"
-    """`median` gives up a run whose best validation score so far is below the median of the others at that round."""
 
 
 def search(words: Sequence[str]) -> int:
@@ -364,7 +362,6 @@ def search(words: Sequence[str]) -> int:
             options.settings,
             space=parse_space(options.over),
             trials=options.trials,
-            pruner=options.pruner,
             on_trial=announce,
             on_event=on_event,
         )

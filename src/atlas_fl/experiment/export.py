@@ -11,10 +11,12 @@ so that `AutoPeftModelForSequenceClassification` takes them as arguments, which 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import Environment, StrictUndefined
 from torch import Tensor
 
 from atlas_fl.config import Config
@@ -46,27 +48,6 @@ LACKS_PRIOR = (
     " them; add `log_frequencies` to the logits"
 )
 """The one line of an export whose head has no bias."""
-
-_LOADING = {
-    "adapter": ("from peft import {peft}", "model = {peft}.from_pretrained(folder{head}).eval()"),
-    "image adapter": (
-        "from peft import PeftModel\nfrom transformers import {auto}",
-        "model = {auto}.from_pretrained({base}{head}, ignore_mismatched_sizes=True)\n"
-        "model = PeftModel.from_pretrained(model, folder).eval()",
-    ),
-    "gated adapter": (
-        "import atlas_fl\nfrom transformers import {auto}",
-        "model = {auto}.from_pretrained({base}{head}).eval()\nmodel = atlas_fl.load_gated_adapter(model, folder)",
-    ),
-    "whole model": ("from transformers import {auto}", "model = {auto}.from_pretrained(folder).eval()"),
-}
-"""Imports, and the lines that load it, by kind of folder."""
-
-_CLASSES = """\
-labels = json.loads(Path(folder, "labels.json").read_text(encoding="utf-8"))
-head = {"id2label": dict(enumerate(labels)), "label2id": {label: index for index, label in enumerate(labels)}}
-"""
-_REGRESSION = 'head = {"num_labels": 1, "problem_type": "regression"}\n'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,13 +165,16 @@ def export_model(
     params = params if folded is None else folded
     gated = is_gated(params)
     kind = "whole model" if backbone is not None else "gated adapter" if gated else "adapter"
-    card = model_card(
+    template = resources.files(__package__).joinpath("model_card.md.jinja").read_text(encoding="utf-8")
+    environment = Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    card = environment.from_string(template).render(
         kind=kind,
-        base=base,
+        base=json.dumps(base),
         images=family.images,
         writes=not head_keys(params),
         labels=head.labels,
         missing_prior=missing,
+        lacks_prior=LACKS_PRIOR,
     )
     with atomic_folder(to, within=within) as draft:
         if backbone is None:
@@ -209,7 +193,6 @@ def export_model(
 
 def _load_checkpoint(folder: RunFolder, round: str | None) -> checkpoint.Checkpoint:
     """The newest checkpoint, that of the best round (`best`), or that of the round with this number."""
-    number = None if round is None or round == "best" else parse_integer(round)
     if round is None or round == "best":
         newest = checkpoint.load_newest(folder.checkpoints)
         if newest is None:
@@ -219,48 +202,15 @@ def _load_checkpoint(folder: RunFolder, round: str | None) -> checkpoint.Checkpo
         scores = {int(number): score for number, score in newest.state["history"].items()}
         if not scores:
             raise CheckpointError(f"run {folder.path} has no evaluated round, so none is the best; give a number")
-        (number,) = best_rounds(scores, 1)
+        number: int | None = best_rounds(scores, 1)[0]
+    else:
+        number = parse_integer(round)
     if number is None:
         raise invalid_value("--round", round, "best, or the number of a round")
-    if number not in (paths := checkpoint.paths_by_round(folder.checkpoints)):
+    paths = checkpoint.paths_by_round(folder.checkpoints)
+    if number not in paths:
         raise CheckpointError(
             f"run {folder.path} has no checkpoint of round {number}; have: {', '.join(map(str, paths))}; a run with"
             " --keep-best K keeps those of its K best rounds"
         )
     return checkpoint.load(paths[number])
-
-
-def model_card(
-    *, kind: str, base: str, images: bool, writes: bool, labels: Sequence[str], missing_prior: Sequence[float] | None
-) -> str:
-    """The card, in Markdown: Python that leaves the model as `model`, and a line on what is missing.
-
-    Args:
-        kind: a kind of `_LOADING`.
-        base: the model that an adapter stands on.
-        images: true for a model of images.
-        writes: true for a model that writes text and has no head.
-        labels: the names of its classes; none of a regression.
-        missing_prior: log frequencies of its client's classes, where the files cannot hold them.
-    """
-    auto = "AutoModelForCausalLM" if writes else "AutoModelForSequenceClassification"
-    auto = "AutoModelForImageClassification" if images else auto
-    imports, loading = _LOADING["image adapter" if kind == "adapter" and images else kind]
-    has_head = not writes and kind != "whole model"
-    names = {
-        "auto": auto,
-        "peft": auto.replace("Auto", "AutoPeft", 1),
-        "base": json.dumps(base),
-        "head": ", **head" if has_head else "",
-    }
-    code = imports.format(**names) + '\n\nfolder = "."  # this one\n'
-    if has_head and labels:
-        code = f"import json\nfrom pathlib import Path\n\n{code}{_CLASSES}"
-    elif has_head:
-        code += _REGRESSION
-    code += loading.format(**names) + "\n"
-    missing = ""
-    if missing_prior is not None:
-        missing = f"Missing: {LACKS_PRIOR}.\n\n"
-        code += f"log_frequencies = {list(missing_prior)}\n"
-    return f"# ATLAS: {kind}\n\n{missing}```python\n{code}```\n"

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal, TypeAlias
 
-from atlas_fl.experiment.free_memory import free_bytes
 from atlas_fl.storage.assets import EMBEDDED_ASSETS, VISION_ASSETS, Asset, embedded_dir
 from atlas_fl.storage.downloads import find_damaged_file
 from atlas_fl.storage.extras import PROJECT, accepts, extra_requirements
@@ -106,6 +105,20 @@ def inspect_installation(*, runs_dir: Path) -> Installation:
         folders=(_folder("runs", runs_dir), _folder("cache", embedded_dir())),
         assets=tuple(check_asset(asset, embedded_dir()) for asset in (EMBEDDED_ASSETS | VISION_ASSETS).values()),
     )
+
+
+def free_bytes(*, root: Path = Path("/")) -> int | None:
+    """Memory that a new process may take: of the machine, or less where a control group (a container) allows less.
+
+    None where the system does not say, as on macOS.
+    """
+    memory, group = root / "proc/meminfo", root / "sys/fs/cgroup"
+    lines = memory.read_text().splitlines() if memory.is_file() else []
+    limits = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    most, used = group / "memory.max", group / "memory.current"
+    if most.is_file() and used.is_file() and most.read_text().strip() != "max":
+        limits.append(max(0, int(most.read_text()) - int(used.read_text())))
+    return min(limits, default=None)
 
 
 def problems_of(found: Installation) -> tuple[Problem, ...]:

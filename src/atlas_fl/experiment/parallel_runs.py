@@ -7,26 +7,24 @@ others. A process that dies takes one run down with it, which the same command r
 
 import json
 import os
-import subprocess
-import sys
-import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
 
-from atlas_fl.config import Config, parse_config, run_folder, to_toml
-from atlas_fl.errors import AtlasError, CheckpointError
-from atlas_fl.events import Note, OnEvent, ignore
-from atlas_fl.experiment.free_memory import bytes_of_a_run, free_bytes, jobs_that_fit, memory_note
-from atlas_fl.experiment.sweep import OnRun, Point, RunState, run_state
+from atlas_fl.config import parse_config, run_folder, to_toml
+from atlas_fl.errors import AtlasError, CheckpointError, ProtocolError
+from atlas_fl.events import OnEvent, ignore
+from atlas_fl.experiment.sweep import OnRun, Point, run_state
 from atlas_fl.plugins import check_registered, load_plugins, registered_names
+from atlas_fl.runtime.processes import WorkerProcess, run_worker_loop, worker_processes
 
-DONE: RunState = "finished"
-PROGRAM = "from atlas_fl.experiment.parallel_runs import serve_runs; serve_runs()"
+PROGRAM = """
+import os, sys
+os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "{threads}"
+from atlas_fl.experiment.parallel_runs import serve_runs
+serve_runs(int(sys.argv[1]))
+"""
 
 
 def run_all(
@@ -49,61 +47,43 @@ def run_all(
 
     states = [run_state(point.config) for point in points]
     if jobs is None:
-        with REUSED_RESULTS.remember() as results:
+        with REUSED_RESULTS.remember():
             for index, (point, state) in enumerate(zip(points, states)):
                 on_run(index, point, state)
                 if state != "finished":
                     run_config(point.config, on_event=on_event, resume=True)
-        computed_seconds, saved_seconds = results.computed_seconds, results.saved_seconds
     else:
-        computed_seconds, saved_seconds = run_in_processes(points, states, jobs=jobs, on_run=on_run, on_event=on_event)
-    if saved_seconds:
-        share = saved_seconds / (computed_seconds + saved_seconds)
-        on_event(
-            Note(
-                f"{computed_seconds:.0f} s of the clients' work computed, {saved_seconds:.0f} s ({share:.0%}) shared"
-                " between runs: equal fingerprints, first rounds and scores"
-            )
-        )
+        unfinished = {index: point for index, point in enumerate(points) if states[index] != "finished"}
+        _run_in_processes(unfinished, jobs, lambda index: on_run(index, points[index], states[index]))
     return tuple(run_folder(point.config).path for point in points)
 
 
-def run_in_processes(
-    points: Sequence[Point], states: Sequence[RunState], *, jobs: int, on_run: OnRun, on_event: OnEvent
-) -> tuple[float, float]:
-    """Run the unfinished points, as many at once as fit into memory, each process with its share of the cores.
-
-    Returns the seconds of the clients' work that were computed, and those that were saved (`run_all`).
+def _run_in_processes(points: Mapping[int, Point], jobs: int, on_begin: Callable[[int], None]) -> None:
+    """Run the points, so many at once, each process with its share of the cores.
 
     Raises:
         CheckpointError: a run failed; those that had begun end first, and all that was done stays.
     """
-    queue = RunQueue([(index, point.config.run.seed) for index, point in enumerate(points) if states[index] != DONE])
-    free = free_bytes()
-    each = bytes_of_a_run(points)
-    fitting = jobs_that_fit(jobs, free=free, each=each)
-    for line in memory_note(jobs, fitting, free=free, each=each) if len(queue) else ():
-        on_event(Note(line))
+    queue = RunQueue([(index, point.config.run.seed) for index, point in points.items()])
     problems: dict[int, str] = {}
 
-    def work() -> dict[str, Any]:
-        answer: dict[str, Any] = {"computed": 0.0, "saved": 0.0}
-        with run_process(fitting) as process:
-            while not problems and (index := queue.take()) is not None:
-                on_run(index, points[index], states[index])
-                told = process.make(points[index].config)
-                if told["problem"]:
-                    problems[index] = told["problem"]
-                answer |= told
-        return answer
+    def work(process: WorkerProcess) -> None:
+        while not problems and (index := queue.take()) is not None:
+            on_begin(index)
+            try:
+                answer = process.ask([to_toml(points[index].config).encode(), json.dumps(registered_names()).encode()])
+            except ProtocolError as error:
+                answer = [str(error).encode()]
+            if answer:
+                problems[index] = answer[0].decode()
 
-    with ThreadPoolExecutor(max_workers=fitting) as pool:
-        futures = [pool.submit(work) for _ in range(min(fitting, len(queue)))]
-    answers = [future.result() for future in futures]
+    program = PROGRAM.format(threads=max(1, (os.cpu_count() or 1) // jobs))
+    # left in this order: whoever waits for a process that was killed goes on
+    with ThreadPoolExecutor(jobs) as threads, worker_processes(min(jobs, len(points)), program=program) as processes:
+        list(threads.map(work, processes))
     if problems:
         index = min(problems)
         raise CheckpointError(f"{run_folder(points[index].config).path} failed: {problems[index]}")
-    return sum(answer["computed"] for answer in answers), sum(answer["saved"] for answer in answers)
 
 
 class RunQueue:
@@ -116,9 +96,6 @@ class RunQueue:
             self._by_seed.setdefault(seed, []).append(index)
         self._seed_of_thread: dict[int, int] = {}
         self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return sum(map(len, self._by_seed.values()))
 
     def take(self) -> int | None:
         """The index of the next run of this thread's seed, of a seed that is nobody's, or of the longest queue."""
@@ -135,71 +112,21 @@ class RunQueue:
             return self._by_seed[seed].pop(0)
 
 
-@dataclass(kw_only=True)
-class RunProcess:
-    """A process that makes runs, one after the other."""
-
-    process: "subprocess.Popen[str]"
-    errors: IO[str]
-    """Its standard error."""
-
-    def make(self, config: Config) -> dict[str, Any]:
-        """Begin or resume this run; its `problem`, empty if none, and the seconds so far."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        try:
-            self.process.stdin.write(json.dumps([to_toml(config), registered_names()]) + "\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            return {"problem": self._last_words()}
-        line = self.process.stdout.readline()
-        return dict(json.loads(line)) if line else {"problem": self._last_words()}
-
-    def _last_words(self) -> str:
-        code = self.process.wait()
-        self.errors.seek(0)
-        lines = self.errors.read().strip().splitlines()
-        return lines[-1] if lines else f"its process ended with exit code {code}; the same command goes on"
-
-
-@contextmanager
-def run_process(jobs: int) -> Iterator[RunProcess]:
-    """A process for one of so many runs at once, which ends with the context."""
-    threads = str(max(1, (os.cpu_count() or 1) // jobs))
-    with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM],
-            env={**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        )
-        with process:
-            try:
-                yield RunProcess(process=process, errors=errors)
-            finally:
-                if process.stdin is not None and not process.stdin.closed:
-                    process.stdin.close()
-
-
-def serve_runs() -> None:
-    """Make the runs whose settings come in, a line each, and answer each with a line, until there are no more."""
+def serve_runs(link: int) -> None:
+    """Make the runs whose settings come in, and answer each with its problem, or with nothing."""
     from atlas_fl.experiment.run import run_config
     from atlas_fl.runtime.reuse import REUSED_RESULTS
 
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints is no answer
-    with REUSED_RESULTS.remember() as results:
-        for line in sys.stdin:
-            problem = ""
-            try:
-                text, registered = json.loads(line)
-                config = parse_config(text, origin="the settings of a run")
-                load_plugins(config.run.plugin)
-                check_registered(registered)
-                run_config(config, resume=True)
-            except AtlasError as error:
-                problem = str(error)
-            told = {"problem": problem, "computed": results.computed_seconds, "saved": results.saved_seconds}
-            answers.write(json.dumps(told) + "\n")
-            answers.flush()
+    def make_run(frames: list[bytes]) -> list[bytes]:
+        settings, registered = frames
+        try:
+            config = parse_config(settings.decode(), origin="the settings of a run")
+            load_plugins(config.run.plugin)
+            check_registered(json.loads(registered))
+            run_config(config, resume=True)
+        except AtlasError as error:
+            return [str(error).encode()]
+        return []
+
+    with REUSED_RESULTS.remember():
+        run_worker_loop(link, make_run)

@@ -54,10 +54,10 @@ from atlas_fl.setup.options import (
     is_reclustered,
     parts_of_config,
     predicts_as_sent,
+    sample_clients,
     strategy_of,
     train_options,
 )
-from atlas_fl.setup.participation import sample
 from atlas_fl.sparse.masked_sgd import restore_frozen
 from atlas_fl.split.channel import Cut
 
@@ -250,7 +250,7 @@ def round_participants(config: Config, names: Sequence[str], *, round: int) -> t
     if round > last_aggregation(config):
         return tuple(names)
     first = round - (round - 1) % config.mixing.aggregate_every
-    return sample(names, participation=config.training.participation, seed=config.run.seed, round=first)
+    return sample_clients(names, participation=config.training.participation, seed=config.run.seed, round=first)
 
 
 def round_start(assembly: Assembly, state: FederationState) -> RoundStart:

@@ -3,23 +3,21 @@
 Trials are ordinary runs, and nothing else is kept: a proposal is a function of the seed, the number of the trial and
 the trials before it, so the same search proposes the same trials again, passes by finished runs and resumes the one
 that was interrupted. Sampler: tree-structured Parzen estimators, Bergstra, Bardenet, Bengio, Kegl, "Algorithms for
-Hyper-Parameter Optimization" (NeurIPS 2011). Median pruning: Golovin et al., "Google Vizier" (KDD 2017).
+Hyper-Parameter Optimization" (NeurIPS 2011).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from hashlib import sha256
 from itertools import islice, product
 from pathlib import Path
-from statistics import fmean
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from atlas_fl.config import Config, identity_settings, pin_mask_file, run_folder, to_toml, validate, with_values
+from atlas_fl.config import Config, identity_settings, pin_mask_file, to_toml, validate, with_values
 from atlas_fl.config.settings import Setting, find_setting, parse_setting
 from atlas_fl.config.values import Mark, parse_integer, unwrap_optional
 from atlas_fl.errors import ConfigError
-from atlas_fl.events import Event, OnEvent, RoundFinished, ignore
+from atlas_fl.events import OnEvent, ignore
 from atlas_fl.experiment.early_stopping import best_rounds
 from atlas_fl.experiment.parallel_runs import run_all
 from atlas_fl.experiment.summary import histories, mean_series
@@ -103,9 +101,6 @@ def _parse_number(setting: Setting, text: str, *, kind: type) -> Any:
     return value
 
 
-Pruner: TypeAlias = Literal["none", "median"]
-
-
 def _optuna() -> Any:
     try:
         import optuna
@@ -127,8 +122,6 @@ class Trial:
     """The name of its run."""
     scores: Mapping[int, float]
     """The mean validation score of every evaluated round."""
-    pruned: bool
-    """True for one that was pruned before its last round."""
 
     @property
     def changes(self) -> dict[str, str]:
@@ -156,12 +149,8 @@ class SearchResult:
 
     @property
     def best(self) -> Trial:
-        """The trial with the highest score that was not pruned, the first of equals."""
-        return max((trial for trial in self.trials if not trial.pruned), key=lambda trial: trial.score)
-
-
-class _TrialPruned(Exception):  # noqa: N818
-    """A trial is pruned; its run stays as it is after the round."""
+        """The trial with the highest score, the first of equals."""
+        return max(self.trials, key=lambda trial: trial.score)
 
 
 def run_search(
@@ -169,7 +158,6 @@ def run_search(
     *,
     space: "SearchSpace",
     trials: int,
-    pruner: Pruner = "none",
     on_trial: OnRun = lambda *_: None,
     on_event: OnEvent = ignore,
 ) -> SearchResult:
@@ -187,75 +175,39 @@ def run_search(
     base = pin_mask_file(base)
     finished: list[Trial] = []
     points: list[Point] = []
+
+    def announce(_: int, point: Point, state: RunState) -> None:
+        on_trial(len(finished), point, state)
+
     for number in range(trials):
-        draft = _next_trial(finished, space, seed=base.run.seed, pruner=pruner)
-        over = {name: (format_value(value),) for name, value in draft.params.items()}
+        params = _propose_trial(finished, space, seed=base.run.seed)
+        over = {name: (format_value(value),) for name, value in params.items()}
         points += grid(base, over=over, seeds=(base.run.seed,))
-        on_state = partial(on_trial, number, points[number])
-        run, pruned = _run_trial(points[number], draft, on_state=on_state, on_event=on_event)
-        scores = _validation_scores(run)
-        finished.append(Trial(number=number, params=draft.params, run=run.name, scores=scores, pruned=pruned))
-    result = SearchResult(settings=_settings_file(base, space, pruner), trials=tuple(finished))
+        (run,) = run_all(points[-1:], on_run=announce, on_event=on_event)
+        scores = mean_series(list(histories(read_rows(RunFolder(run).metrics)).values()), "validation")
+        finished.append(Trial(number=number, params=params, run=run.name, scores=scores))
+    result = SearchResult(settings=_settings_file(base, space), trials=tuple(finished))
     best = points[result.best.number].config
     named = replace(best, run=replace(best.run, name=f"{result.settings.stem}-best"))
     write_atomic(result.settings, to_toml(named).encode())
     return result
 
 
-def _settings_file(base: Config, space: "SearchSpace", pruner: Pruner) -> Path:
+def _settings_file(base: Config, space: "SearchSpace") -> Path:
     """The file of a search: its name has a digest of all that is searched, so that no two searches share one."""
     searched = {**identity_settings(base), "over": {name: str(choices) for name, choices in space.items()}}
-    digest = sha256(to_json({**searched, "pruner": pruner}).encode()).hexdigest()[:8]
+    digest = sha256(to_json(searched).encode()).hexdigest()[:8]
     return Path(base.run.runs_dir) / f"{base.run.name or f'search-{base.run.preset}'}-{digest}.toml"
 
 
-def _next_trial(finished: Sequence[Trial], space: "SearchSpace", *, seed: int, pruner: Pruner) -> Any:
-    """Propose the next trial, of a study in memory with all finished trials."""
+def _propose_trial(finished: Sequence[Trial], space: "SearchSpace", *, seed: int) -> dict[str, Any]:
+    """The values of the next trial, of a study in memory with all finished trials."""
     optuna = _optuna()
-    states = optuna.trial.TrialState
-    study = optuna.create_study(
-        direction="maximize",
-        sampler=optuna.samplers.TPESampler(seed=derive_seed(seed, "search", len(finished)) % 2**32),
-        pruner=optuna.pruners.MedianPruner() if pruner == "median" else optuna.pruners.NopPruner(),
-    )
+    sampler = optuna.samplers.TPESampler(seed=derive_seed(seed, "search", len(finished)) % 2**32)
+    study = optuna.create_study(direction="maximize", sampler=sampler)
     for trial in finished:
         study.add_trial(
-            optuna.trial.create_trial(
-                state=states.PRUNED if trial.pruned else states.COMPLETE,
-                params=dict(trial.params),
-                distributions=dict(space),
-                value=None if trial.pruned else trial.score,
-                intermediate_values=dict(trial.scores),
-            )
+            optuna.trial.create_trial(params=dict(trial.params), distributions=dict(space), value=trial.score)
         )
-    return study.ask(dict(space))
-
-
-def _run_trial(
-    point: Point, draft: Any, *, on_state: Callable[[RunState], None], on_event: OnEvent
-) -> tuple[Path, bool]:
-    """(the folder of the trial's run, true where it was pruned)."""
-    folder = run_folder(point.config).path
-
-    def watch(event: Event) -> None:
-        on_event(event)
-        if isinstance(event, RoundFinished) and event.scores:
-            _report_scores(draft, {event.round: fmean(event.scores.values())})
-
-    try:
-        _report_scores(draft, {} if (folder / "summary.json").exists() else _validation_scores(folder))
-        run_all([point], on_run=lambda _, __, state: on_state(state), on_event=watch)
-    except _TrialPruned:
-        return folder, True
-    return folder, False
-
-
-def _report_scores(draft: Any, scores: Mapping[int, float]) -> None:
-    for round, score in scores.items():
-        draft.report(score, round)
-        if draft.should_prune():
-            raise _TrialPruned
-
-
-def _validation_scores(run: Path) -> dict[int, float]:
-    return mean_series(list(histories(read_rows(RunFolder(run).metrics)).values()), "validation")
+    params: dict[str, Any] = study.ask(dict(space)).params
+    return params

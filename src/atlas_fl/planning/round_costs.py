@@ -32,8 +32,7 @@ from atlas_fl.ranks.cost_model import (
 )
 from atlas_fl.ranks.devices import DEVICES, Device
 from atlas_fl.setup.assembly import Assembly
-from atlas_fl.setup.options import parts_of_config, strategy_of, train_options
-from atlas_fl.setup.participation import num_participants
+from atlas_fl.setup.options import num_participants, parts_of_config, strategy_of, train_options
 from atlas_fl.split.channel import NORMS, Cut
 from atlas_fl.split.codec import message_size
 from atlas_fl.split.model import select_client_side

@@ -99,7 +99,7 @@ def search_table(search: SearchResult) -> Table:
             str(trial.number),
             *map(_short, trial.changes.values()),
             *(plain(trial.score, 4), count(trial.best_round)),
-            f"{max(trial.scores)}{' given up' if trial.pruned else ''}",
+            str(max(trial.scores)),
         ]
         for trial in search.trials
     ]
@@ -117,11 +117,11 @@ def search_csv(trials: Sequence[Trial]) -> str:
     rows = [
         [
             *(trial.number, *trial.changes.values(), trial.score, trial.best_round, max(trial.scores)),
-            *(str(trial.pruned).lower(), trial.run),
+            trial.run,
         ]
         for trial in trials
     ]
-    header = ["trial", *trials[0].changes, "validation", "best_round", "rounds", "pruned", "run"]
+    header = ["trial", *trials[0].changes, "validation", "best_round", "rounds", "run"]
     return format_csv(header, rows)
 
 

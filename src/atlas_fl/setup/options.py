@@ -13,6 +13,7 @@ from atlas_fl.data.clients import ClientData
 from atlas_fl.methods.method import Method, Part
 from atlas_fl.methods.registry import find_method, parts_of
 from atlas_fl.models.registry import suggested_lr
+from atlas_fl.rng import generator
 from atlas_fl.runtime.attacks import ATTACKS, HostileEngine, choose_attackers
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.setup.assembly import scale_of
@@ -65,6 +66,19 @@ def configured_attackers(config: Config, names: Sequence[str]) -> tuple[str, ...
     """The clients among these that attack under this config."""
     attack = config.attack
     return choose_attackers(attack.attackers, names, seed=config.run.seed) if attack.attack != "none" else ()
+
+
+def num_participants(clients: int, participation: float) -> int:
+    """Number of clients that train in a round: the nearest whole number, halves up, and at least one."""
+    # Python's own rounding goes to the even one.
+    return max(1, int(participation * clients + 0.5))
+
+
+def sample_clients(names: Sequence[str], *, participation: float, seed: int, round: int) -> tuple[str, ...]:
+    """The clients that train in this round, at least one, in the clients' order: a function of seed and round."""
+    count = num_participants(len(names), participation)
+    chosen = generator(seed, "sample", round).choice(len(names), size=count, replace=False)
+    return tuple(names[index] for index in sorted(chosen))
 
 
 def is_reclustered(config: Config, number: int) -> bool:
