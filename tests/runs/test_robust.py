@@ -99,7 +99,7 @@ def test_a_clipped_update_is_mixed_smaller_and_the_audit_agrees(config: Make) ->
     assert report.ok, report.failures[:3]
     file = folder / "audit" / "round-0001" / "record.json"
     record = json.loads(file.read_text())
-    assert record["clipped"].keys() == {"movie-1"} and not record["refused"]
+    assert record["clipped"] == ["movie-1"] and not record["refused"]
 
 
 def test_a_mixed_model_that_is_none_takes_nobodys_place_and_the_rounds_go_on(

@@ -45,7 +45,7 @@ def doctor(words: Sequence[str]) -> int:
     from atlas_fl.experiment.installation import inspect_installation, problems_of
 
     found = inspect_installation(runs_dir=Path(options.runs_dir))
-    problems = problems_of(found)
+    problems = tuple(problems_of(found))
     is_ready = not any(problem.is_needed for problem in problems)
     show(installation_page(found))
     if is_ready and options.measure:

@@ -19,7 +19,14 @@ from atlas_fl.config import Config, differences, identity_settings
 from atlas_fl.data.clients import ClientData, majority
 from atlas_fl.errors import CheckpointError
 from atlas_fl.experiment.early_stopping import best_rounds
-from atlas_fl.experiment.state import FederationState, JoinResult, RoundRecord, distinct_tensors, plan_messages
+from atlas_fl.experiment.state import (
+    UNUSABLE,
+    FederationState,
+    JoinResult,
+    RoundRecord,
+    distinct_tensors,
+    plan_messages,
+)
 from atlas_fl.experiment.summary import MEASURED, STOPPED, peak_memory
 from atlas_fl.params import ByClient, ServerState, Split
 from atlas_fl.planning.plan import PlanResult
@@ -262,8 +269,7 @@ class Recorder:
         events = [("refused", name, {"reason": reason}) for name, reason in record.received.refused.items()]
         events += [("missing", name, {}) for name in record.missing]
         events += [("clipped", name, {"reason": reason}) for name, reason in record.received.clipped.items()]
-        events += [("restored", name, {"reason": reason}) for name, reason in record.step.restored.items()]
-        events += [("unmoved", name, {"reason": reason}) for name, reason in record.unmoved.items()]
+        events += [("restored", name, {"reason": UNUSABLE}) for name in record.step.restored]
         events += [("kept own model", name, {}) for name in record.outcome.kept_local]
         for work, pairs in (("training", record.hosting.training), ("evaluation", record.hosting.evaluation)):
             for name, match in pairs.items():
@@ -313,8 +319,8 @@ class Recorder:
             "plan": self.plan_file,
             "loaded": loaded,
             "kept": list(record.outcome.kept_local),
-            "clipped": dict(received.clipped),
-            "restored": dict(step.restored),
+            "clipped": list(received.clipped),
+            "restored": list(step.restored),
         }
         if received.refused:
             content["without_edges"] = list(received.refused)

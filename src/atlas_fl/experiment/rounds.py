@@ -18,7 +18,7 @@ from atlas_fl.aggregation.matrices import Federation, share_warnings, without_ed
 from atlas_fl.aggregation.mixing import sync_shared
 from atlas_fl.aggregation.norm_bound import bound_updates
 from atlas_fl.aggregation.rules import Answers, RoundModels
-from atlas_fl.aggregation.update_checks import LARGEST, check_finite, check_update, unusable_models
+from atlas_fl.aggregation.update_checks import check_finite, check_update, unusable_models
 from atlas_fl.client.job import Job, Update, without_empty
 from atlas_fl.client.options import EvaluateOptions
 from atlas_fl.config import Config
@@ -39,7 +39,7 @@ from atlas_fl.experiment.state import (
     mean_validation_score,
     sum_cut_traffic,
 )
-from atlas_fl.experiment.untrained import keep_untrained, unmoved_clients, unsent_names
+from atlas_fl.experiment.untrained import keep_untrained, unsent_names
 from atlas_fl.methods.kriging import MeasuredSharing
 from atlas_fl.methods.method import Method, Part, RoundStart
 from atlas_fl.params import ByClient, Params, ServerState, Split, TreesByClient, flatten_state
@@ -347,9 +347,6 @@ def one_round(
         hosting=match_round_hosts(assembly, planned.plan.clients, training=updates, evaluation=outcome.evaluations),
         client_side_names={name: client_side(assembly, cut, state.client_models[name]) for name, cut in cuts.items()},
         mask=planned.mask,
-        unmoved=unmoved_clients(
-            state.client_models, received.updates, jobs[0].options, has_mask=planned.mask is not None
-        ),
         sent=_sent_beside_models(jobs),
         unsent=unsent_names(config, jobs[0], state.client_models, step.client_models, cuts=cuts),
     )
@@ -519,7 +516,7 @@ def _restore_unusable(step: ServerStep, state: FederationState, assembly: Assemb
         server_state=step.server_state if is_finite and not has_frozen else state.server_state,
         server_models={**step.server_models, **restored},
         client_models={**step.client_models, **restored},
-        restored=dict.fromkeys(restored, f"the mixed model holds values that are NaN, infinite or beyond {LARGEST:g}"),
+        restored=tuple(restored),
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from atlas_fl.aggregation.graph import Diversity
+from atlas_fl.aggregation.update_checks import LARGEST
 from atlas_fl.client.importance import IMPORTANCE
 from atlas_fl.client.job import Update
 from atlas_fl.clustering.labels import UNDECIDED
@@ -65,6 +66,8 @@ LEDGER_KINDS: Mapping[str, Kind] = {
 """By kind of the tensors beside a model that are sent, their kind in the ledger; `report` of others."""
 MODELS = frozenset({"anchor", "companion"})
 """The kinds of what is sent beside a model that are models of the ledger already."""
+UNUSABLE = f"the mixed model holds values that are NaN, infinite or beyond {LARGEST:g}"
+"""The reason why a client keeps its initial model."""
 NEXT_ROUND = frozenset({"momentum", "gate", "control"})
 """The kinds of an update's tensors that the client's next round begins with."""
 
@@ -102,8 +105,8 @@ class ServerStep:
     """By client, the share of its mixed update's squared norm that its ranks could not hold."""
     anchors: ByClient = field(default_factory=dict)
     """Anchors of clients that keep models of their own, after an aggregation."""
-    restored: Mapping[str, str] = field(default_factory=dict)
-    """By client whose mixed model was unusable, the reason why it keeps its initial one."""
+    restored: tuple[str, ...] = ()
+    """Clients that keep their initial model because the mixed one was unusable."""
     sharing: tuple[MeasuredSharing, ...] = ()
     """Share of its own that each client keeps, in a round that measured it (`methods.kriging`)."""
     rows: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -156,8 +159,6 @@ class RoundRecord:
     """By client with a cut, the names of its client-side tensors; the others never leave the server."""
     mask: Mask | None = None
     """The mask of trainable weights; every client has it, so that only their values are sent."""
-    unmoved: Mapping[str, str] = field(default_factory=dict)
-    """By client none of whose parameters moved beyond rounding, the likely reasons."""
     sent: TreesByClient = field(default_factory=dict)
     """The tensors that went to clients beside their models, by kind and client."""
     unsent: frozenset[str] = frozenset()
@@ -175,13 +176,11 @@ class RoundRecord:
         return self.step.server_state is not self.before.server_state
 
     def notes(self) -> list[str]:
-        """Notes on refused, scaled, unusable and unmoved models, on those that give no numbers, and on measurements."""
+        """Notes on refused, scaled and unusable models, on those that give no numbers, and on measurements."""
         lines = [f"the update of {name} was refused: {reason}" for name, reason in self.received.refused.items()]
         lines += [f"the update of {name} was scaled down: {reason}" for name, reason in self.received.clipped.items()]
-        for names, reason in _by_reason(self.step.restored):
-            lines.append(f"{names} keep the models that they began with: {reason}")
-        for names, reason in _by_reason(self.unmoved):
-            lines.append(f"no parameter of {names} moved beyond rounding: {reason}")
+        if self.step.restored:
+            lines.append(f"{', '.join(self.step.restored)} keep the models that they began with: {UNUSABLE}")
         for split, scores in self.outcome.scores.items():
             if names := ", ".join(name for name, score in scores.items() if not isfinite(score.metrics["loss"])):
                 lines.append(
@@ -303,12 +302,6 @@ class RoundRecord:
             return encoded_size(part) if part else 0
         num_values = num_kept({key: self.mask[key] for key in part})
         return values_size(num_values) if num_values else 0
-
-
-def _by_reason(reasons: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """(names of the clients, their reason) for every different reason."""
-    for reason in dict.fromkeys(reasons.values()):
-        yield ", ".join(name for name, client_reason in reasons.items() if client_reason == reason), reason
 
 
 def mean_validation_score(scores: Mapping[Split, Mapping[str, Update]]) -> float | None:

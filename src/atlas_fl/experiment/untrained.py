@@ -1,14 +1,10 @@
-"""Parts that do not change in a round: those that nobody trains, and models of clients whose training moved nothing.
-
-A part that nobody trains, such as one factor of RoLoRA, is kept to the bit by the average, and nobody sends it. A
-client none of whose parameters moved beyond rounding is named in a note and in a row of `metrics.jsonl`.
-"""
+"""Parts that nobody trains in a round, such as one factor of RoLoRA: the average keeps them, and nobody sends them."""
 
 from collections.abc import Mapping
 
 import torch
 
-from atlas_fl.client.job import Job, Update
+from atlas_fl.client.job import Job
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.config import Config
 from atlas_fl.params import PRIVATE, ByClient, Params
@@ -52,40 +48,6 @@ def unsent_names(
         for key in _untrained_keys(job.options, before, round=job.round)
         if all(_is_same(params.get(key), after[client].get(key)) for client, params in before.items())
     )
-
-
-LEAST_SIZE = 1e-3
-"""Values of a tensor below it are rounded as this one: B begins at zero, to which the smallest step is a large one."""
-
-
-def unmoved_clients(
-    before: ByClient, updates: Mapping[str, Update], options: TrainOptions, *, has_mask: bool
-) -> dict[str, str]:
-    """By client none of whose parameters moved beyond rounding in the round, the likely reasons.
-
-    A tensor has moved where a value changed by more than eps of float32 times its largest value.
-    """
-    return {
-        client: _why_unmoved(update, options, has_mask=has_mask)
-        for client, update in updates.items()
-        if not any(_has_moved(before[client][key], tensor) for key, tensor in update.params.items())
-    }
-
-
-def _has_moved(before: torch.Tensor, after: torch.Tensor) -> bool:
-    if before is after or not after.numel():
-        return False
-    if before.shape != after.shape or not after.is_floating_point():
-        return not torch.equal(before, after)
-    size = max(float(before.abs().max()), LEAST_SIZE)
-    return float((after - before).abs().max()) > torch.finfo(torch.float32).eps * size
-
-
-def _why_unmoved(update: Update, options: TrainOptions, *, has_mask: bool) -> str:
-    if update.metrics.get("skipped", 0.0) >= update.metrics["steps"] > 0:
-        return "its gradients overflowed in fp16 in every step; take --precision bf16 or fp32"
-    mask = ", or the mask freezes all that trains" if has_mask else ""
-    return f"the learning rate of {options.lr:g} is too small, or its gradients are zero{mask}; see --lr"
 
 
 def _untrained_keys(options: TrainOptions, models: ByClient, *, round: int) -> set[str]:
