@@ -260,7 +260,7 @@ def test_a_comparison_says_which_runs_it_has_before_they_begin(
         seen.append(json.loads(file.read_text())["runs"])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("atlas_fl.experiment.parallel_runs.run_all", look)
+    monkeypatch.setattr("atlas_fl.experiment.sweep.run_all", look)
     words = ["--strategies", "local", "fedavg", "--seeds", "2", "--runs-dir", str(tmp_path)]
     atlas("compare", *words)
     assert not ran and len(seen) == 1 and len(set(seen[0])) == 4

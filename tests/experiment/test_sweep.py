@@ -9,7 +9,6 @@ import pytest
 from atlas_fl.config import Config, RunConfig, run_folder, to_toml, with_values
 from atlas_fl.config.presets import find_preset
 from atlas_fl.errors import CheckpointError, ConfigError
-from atlas_fl.experiment.parallel_runs import run_all
 from atlas_fl.experiment.sweep import (
     LAMBDA_SWEEP,
     SEEDS,
@@ -17,6 +16,7 @@ from atlas_fl.experiment.sweep import (
     comparison_name,
     grid,
     parse_over,
+    run_all,
     run_state,
     same_steps,
     seeds,

@@ -9,9 +9,8 @@ import pytest
 from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config, run_folder
 from atlas_fl.errors import CheckpointError
-from atlas_fl.experiment.parallel_runs import run_all
 from atlas_fl.experiment.run import run_config
-from atlas_fl.experiment.sweep import grid
+from atlas_fl.experiment.sweep import grid, run_all
 from atlas_fl.runtime.reuse import REUSED_RESULTS
 from tests.runs.conftest import configs
 

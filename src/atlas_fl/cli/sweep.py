@@ -256,7 +256,7 @@ def run_grid(base: Config, *, over: Sequence[str], seeds: Sequence[int], same_ro
 
 def _run(points: Sequence[Point], *, jobs: int = 1) -> Runs:
     """Run these points; each with the folder of its finished run."""
-    from atlas_fl.experiment.parallel_runs import run_all
+    from atlas_fl.experiment.sweep import run_all
 
     with show_progress() as on_event, going_on("the same command"):
 

@@ -24,8 +24,8 @@ from atlas_fl.config.values import invalid_value, parse_integer
 from atlas_fl.data.clients import label_statistics
 from atlas_fl.errors import CheckpointError, unknown_name
 from atlas_fl.events import Note, OnEvent, ignore
-from atlas_fl.experiment.early_stopping import best_rounds
 from atlas_fl.experiment.state import FederationState, deduplicate_models
+from atlas_fl.experiment.summary import best_rounds
 from atlas_fl.methods.prior_correction import fold_prior, log_frequencies
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.gated_adapter import NOTE as GATED_NOTE

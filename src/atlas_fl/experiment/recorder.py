@@ -18,7 +18,6 @@ from atlas_fl.client.job import Update
 from atlas_fl.config import Config, differences, identity_settings
 from atlas_fl.data.clients import ClientData, majority
 from atlas_fl.errors import CheckpointError
-from atlas_fl.experiment.early_stopping import best_rounds
 from atlas_fl.experiment.state import (
     UNUSABLE,
     FederationState,
@@ -27,7 +26,7 @@ from atlas_fl.experiment.state import (
     distinct_tensors,
     plan_messages,
 )
-from atlas_fl.experiment.summary import MEASURED, STOPPED, peak_memory
+from atlas_fl.experiment.summary import MEASURED, STOPPED, best_rounds, peak_memory
 from atlas_fl.params import ByClient, ServerState, Split
 from atlas_fl.planning.plan import PlanResult
 from atlas_fl.runtime.reuse import REUSED_RESULTS

@@ -18,10 +18,8 @@ from atlas_fl.config.settings import Setting, find_setting, parse_setting
 from atlas_fl.config.values import Mark, parse_integer, unwrap_optional
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import OnEvent, ignore
-from atlas_fl.experiment.early_stopping import best_rounds
-from atlas_fl.experiment.parallel_runs import run_all
-from atlas_fl.experiment.summary import histories, mean_series
-from atlas_fl.experiment.sweep import OnRun, Point, RunState, grid, parse_over
+from atlas_fl.experiment.summary import best_rounds, histories, mean_series
+from atlas_fl.experiment.sweep import OnRun, Point, RunState, grid, parse_over, run_all
 from atlas_fl.rng import derive_seed
 from atlas_fl.storage.extras import install_command
 from atlas_fl.storage.folder_access import write_atomic

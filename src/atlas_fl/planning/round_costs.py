@@ -135,7 +135,7 @@ def _untrained(params: Params, options: TrainOptions, *, round: int) -> Params:
 
 
 def _leaves_out_untrained(config: Config) -> bool:
-    """Return whether parameters that do not train in a round are not sent (`experiment.untrained`)."""
+    """Return whether parameters that do not train in a round are not sent (`experiment.rounds`)."""
     mixing = config.mixing
     is_mean = strategy_of(config).is_average and mixing.space == "factors" and not mixing.personal_models
     return is_mean and mixing.aggregate_every == 1 and is_fully_shared(mixing.share)

@@ -1,7 +1,7 @@
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
-from atlas_fl.experiment.parallel_runs import RunQueue
+from atlas_fl.experiment.sweep import RunQueue
 
 
 def test_a_thread_is_given_the_runs_of_one_seed_and_then_helps_the_others() -> None:
