@@ -155,7 +155,7 @@ def test_a_folder_of_another_run_is_not_taken_for_this_one(base: Config, ran: li
     config = replace(base, run=replace(base.run, name="mine"))
     leave(config, complete=True)
     assert run_state(config) == "finished"
-    with pytest.raises(CheckpointError, match=r"mine is a run with eta = 0.5, not 0.25; give another --name"):
+    with pytest.raises(CheckpointError, match=r"mine was begun with eta = 0.5, not 0.25; a run goes on"):
         run_state(with_values(config, {"eta": "0.25"}))
     assert ran == []
 

@@ -26,12 +26,12 @@ from atlas_fl.experiment.recorder import (
     Recorder,
     check_provenance,
     check_run_files,
-    check_same_settings,
     provenance_of,
 )
 from atlas_fl.experiment.rounds import run_rounds
 from atlas_fl.experiment.state import FederationState
 from atlas_fl.experiment.summary import attack_note, summarise
+from atlas_fl.experiment.sweep import check_same_settings
 from atlas_fl.models.identity import model_identity
 from atlas_fl.planning.plan import PlanResult, read_plan
 from atlas_fl.planning.planner import plan_run
@@ -98,7 +98,7 @@ def run_config(
                     f"run {folder.path} exists already; go on with `atlas resume {folder.path}` or --resume"
                     " (resume=True in Python), or choose another --name or --seed"
                 )
-            check_same_settings(config, load_config(folder.config, within=folder.path), folder=folder.path)
+            check_same_settings(config, folder)
             return _continue_run(config, folder, on_event, backend)
         write_atomic(folder.config, to_toml(config).encode())
         try:

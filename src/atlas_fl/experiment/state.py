@@ -42,7 +42,7 @@ from atlas_fl.sparse.codec import values_size
 from atlas_fl.sparse.masks import Mask, num_kept
 from atlas_fl.split.channel import CutTraffic
 from atlas_fl.storage.checkpoint import Checkpoint
-from atlas_fl.storage.jsonl import to_json
+from atlas_fl.storage.jsonl import drop_undefined, to_json
 from atlas_fl.storage.ledger import Direction, Kind, LedgerRow
 from atlas_fl.storage.tensors import encoded_size
 
@@ -68,6 +68,12 @@ MODELS = frozenset({"anchor", "companion"})
 """The kinds of what is sent beside a model that are models of the ledger already."""
 UNUSABLE = f"the mixed model holds values that are NaN, infinite or beyond {LARGEST:g}"
 """The reason why a client keeps its initial model."""
+EVENT_WORDS: Mapping[str, str] = {
+    "refused": "the update of {} was refused",
+    "clipped": "the update of {} was scaled down",
+    "restored": "{} keeps the model that it began with",
+}
+"""Events that are notes too, by name."""
 NEXT_ROUND = frozenset({"momentum", "gate", "control"})
 """The kinds of an update's tensors that the client's next round begins with."""
 
@@ -175,12 +181,33 @@ class RoundRecord:
         """Return whether the server state changed in the round."""
         return self.step.server_state is not self.before.server_state
 
+    def events(self) -> list[dict[str, Any]]:
+        """Rows of `metrics.jsonl` on single clients, such as those whose update was refused."""
+        reasons: Mapping[str, Mapping[str, str | None]] = {
+            "refused": self.received.refused,
+            "missing": dict.fromkeys(self.missing),
+            "clipped": self.received.clipped,
+            "restored": dict.fromkeys(self.step.restored, UNUSABLE),
+            "kept own model": dict.fromkeys(self.outcome.kept_local),
+        }
+        rows: list[dict[str, Any]] = [
+            {"round": self.round, "client": client, "event": event, "reason": reason}
+            for event, by_client in reasons.items()
+            for client, reason in by_client.items()
+        ]
+        for work, pairs in (("training", self.hosting.training), ("evaluation", self.hosting.evaluation)):
+            for client, match in pairs.items():
+                row = {"round": self.round, "client": client, "event": "hosted", "work": work}
+                rows.append(row | {"host": match.host or "server", "reason": match.reason})
+        return [drop_undefined(row) for row in rows]
+
     def notes(self) -> list[str]:
         """Notes on refused, scaled and unusable models, on those that give no numbers, and on measurements."""
-        lines = [f"the update of {name} was refused: {reason}" for name, reason in self.received.refused.items()]
-        lines += [f"the update of {name} was scaled down: {reason}" for name, reason in self.received.clipped.items()]
-        if self.step.restored:
-            lines.append(f"{', '.join(self.step.restored)} keep the models that they began with: {UNUSABLE}")
+        lines = [
+            f"{EVENT_WORDS[row['event']].format(row['client'])}: {row['reason']}"
+            for row in self.events()
+            if row["event"] in EVENT_WORDS
+        ]
         for split, scores in self.outcome.scores.items():
             if names := ", ".join(name for name, score in scores.items() if not isfinite(score.metrics["loss"])):
                 lines.append(
@@ -364,11 +391,8 @@ class FederationState:
             server_state=self.server_state,
             by_client=self.by_client,
         )
-        for part in parts_of_config(config):
-            models = part.predict(start)
-            if models:
-                return models
-        return self.client_models
+        predictions = (part.predict(start) for part in parts_of_config(config))
+        return next((models for models in predictions if models), self.client_models)
 
     def after(self, record: RoundRecord) -> "FederationState":
         """The state after this round."""

@@ -247,33 +247,18 @@ def _rounds_to_targets(scores: Mapping[int, float]) -> dict[str, int]:
     return {name: round for name, share in TARGETS.items() if (round := rounds_to(scores, share)) is not None}
 
 
-Counts = np.ndarray[Any, np.dtype[np.int64]]
-
-
-def class_counts(history: History) -> tuple[Counts, Counts] | None:
-    """(hits, examples) by class of a client's last test scores, (classes,) each; None where they were not counted."""
-    rows = history.splits.get("test", {})
-    counts = rows[max(rows)].get("classes") if rows else None
-    return None if counts is None else (np.array(counts["hits"]), np.array(counts["examples"]))
-
-
-def class_names(plan: Mapping[str, Any], task: str) -> list[str]:
-    """The task's classes in order, as the plan names them; none where it does not."""
-    rows = [row for row in plan.get("data") or () if row["task"] == task]
-    return list(rows[0].get("labels", ())) if rows else []
-
-
 def class_scores(members: Sequence[History], *, plan: Mapping[str, Any]) -> dict[str, Any]:
     """`classes`: by class, the test examples of these clients and the share of them that was recognised.
 
-    Every image counts once, each scored by the model of its own client. A class without examples has no accuracy, and
-    the result is empty where the clients' rows have no counts.
+    Every image counts once in its client's last test, each scored by the model of its own client. A class without
+    examples has no accuracy, and the result is empty where the clients' rows have no counts.
     """
-    counts = [client_counts for member in members if (client_counts := class_counts(member)) is not None]
+    rows = [history.splits["test"] for history in members if history.splits.get("test")]
+    counts = [tested[max(tested)]["classes"] for tested in rows if "classes" in tested[max(tested)]]
     if not counts:
         return {}
-    hits, examples = (np.sum([client_counts[index] for client_counts in counts], axis=0) for index in (0, 1))
-    names = class_names(plan, members[0].task) or [str(index) for index in range(len(hits))]
+    hits, examples = (np.sum([count[name] for count in counts], axis=0) for name in ("hits", "examples"))
+    (names, *_) = (list(row["labels"]) for row in plan["data"] if row["task"] == members[0].task)
     return {
         "classes": {
             name: {"examples": int(total)} | ({"accuracy": float(right / total)} if total else {})

@@ -40,7 +40,7 @@ from atlas_fl.errors import AtlasError, CheckpointError, ConfigError, ProtocolEr
 from atlas_fl.events import OnEvent, ignore
 from atlas_fl.plugins import check_registered, load_plugins, registered_names
 from atlas_fl.runtime.processes import WorkerProcess, run_worker_loop, worker_processes
-from atlas_fl.storage.run_folder import PLANNED_RUNS
+from atlas_fl.storage.run_folder import PLANNED_RUNS, RunFolder
 
 SEEDS = (42, 123, 456, 789, 1024)
 """The seeds that results are published with, in the order in which they are used."""
@@ -218,20 +218,28 @@ def _check_distinct(points: Sequence[Point]) -> None:
             raise ConfigError(f"--over {name} has {values}, which are the same; give each value once")
 
 
-def run_state(config: Config) -> RunState:
-    """The state of the run of this config.
+def check_same_settings(config: Config, folder: RunFolder) -> None:
+    """Check that the run in this folder has these settings.
 
     Raises:
-        CheckpointError: its folder holds the run of another config.
+        CheckpointError: it has others; the message names the first and says how many more.
     """
+    changed = differences(load_config(folder.config, within=folder.path), config)
+    if changed:
+        name, (there, here) = next(iter(changed.items()))
+        more = f" (and {len(changed) - 1} more settings differ)" if len(changed) > 1 else ""
+        raise CheckpointError(
+            f"run {folder.path} was begun with {name} = {there!r}, not {here!r}{more}; a run goes on with its own"
+            " config: leave the flags away, or choose another --name or --runs-dir"
+        )
+
+
+def run_state(config: Config) -> RunState:
+    """The state of the run of this config; raises `CheckpointError` where its folder holds another run."""
     folder = run_folder(config)
     if not folder.is_run():
         return "new"
-    if changed := differences(load_config(folder.config, within=folder.path), config):
-        name, (there, here) = next(iter(changed.items()))
-        raise CheckpointError(
-            f"{folder.path} is a run with {name} = {there}, not {here}; give another --name or --runs-dir, or remove it"
-        )
+    check_same_settings(config, folder)
     return "finished" if folder.summary.is_file() else "unfinished"
 
 
@@ -294,11 +302,13 @@ def _run_in_processes(points: Mapping[int, Point], jobs: int, on_begin: Callable
     Raises:
         CheckpointError: a run failed; those that had begun end first, and all that was done stays.
     """
-    queue = RunQueue([(index, point.config.run.seed) for index, point in points.items()])
+    queue = RunQueue({index: point.config.run.seed for index, point in points.items()})
     problems: dict[int, str] = {}
 
     def work(process: WorkerProcess) -> None:
-        while not problems and (index := queue.take()) is not None:
+        seed = None
+        while not problems and (index := queue.take(seed)) is not None:
+            seed = points[index].config.run.seed
             on_begin(index)
             try:
                 answer = process.ask([to_toml(points[index].config).encode(), json.dumps(registered_names()).encode()])
@@ -317,29 +327,21 @@ def _run_in_processes(points: Mapping[int, Point], jobs: int, on_begin: Callable
 
 
 class RunQueue:
-    """Indices of the runs to make, by seed; a thread is given runs of one seed as long as there are some."""
+    """Indices of the runs to make, with their seeds."""
 
-    def __init__(self, runs: Sequence[tuple[int, int]]) -> None:
-        """`runs` are (index, seed) in their order."""
-        self._by_seed: dict[int, list[int]] = {}
-        for index, seed in runs:
-            self._by_seed.setdefault(seed, []).append(index)
-        self._seed_of_thread: dict[int, int] = {}
+    def __init__(self, seeds: Mapping[int, int]) -> None:
+        self._waiting = dict(seeds)
+        self._begun: set[int] = set()
         self._lock = threading.Lock()
 
-    def take(self) -> int | None:
-        """The index of the next run of this thread's seed, of a seed that is nobody's, or of the longest queue."""
+    def take(self, seed: int | None) -> int | None:
+        """The next run of this seed, else of one that nobody has begun, else of any; None where none is left."""
         with self._lock:
-            waiting = {seed: runs for seed, runs in self._by_seed.items() if runs}
-            if not waiting:
-                return None
-            thread, taken = threading.get_ident(), set(self._seed_of_thread.values())
-            seed = self._seed_of_thread.get(thread)
-            if seed not in waiting:
-                free = [other for other in waiting if other not in taken]
-                seed = free[0] if free else max(waiting, key=lambda other: len(waiting[other]))
-                self._seed_of_thread[thread] = seed
-            return self._by_seed[seed].pop(0)
+            ranks = {index: (own != seed, own in self._begun) for index, own in self._waiting.items()}
+            index = min(ranks, key=lambda index: ranks[index], default=None)
+            if index is not None:
+                self._begun.add(self._waiting.pop(index))
+            return index
 
 
 def serve_runs(link: int) -> None:

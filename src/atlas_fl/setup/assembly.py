@@ -453,22 +453,19 @@ def _encode_rows(rows: Rows, backbone: Backbone, limit: int) -> EncodedExamples:
 
 
 def truncation_notes(data: Mapping[str, ClientTokens], backbone: Backbone) -> tuple[str, ...]:
-    """A line for each task with texts or prompts longer than what is read of them: how many, and by how much."""
+    """A line for each task with texts or prompts longer than what is read of them: how many, and how long they are."""
     by_task: dict[str, list[EncodedExamples]] = {}
     for tokens in data.values():
         prompts = [prompts.encoded for prompts in tokens.prompts.values()]
         by_task.setdefault(tokens.task.name, []).extend([*tokens.splits.values(), *prompts])
     lines = []
     for task, parts in by_task.items():
-        lengths = [(part.full_lengths, part.lengths) for part in parts if part.full_lengths is not None]
-        full, kept = (np.concatenate(counts) for counts in zip(*lengths)) if lengths else (np.zeros(0), np.zeros(0))
-        is_cut = full > kept
-        if is_cut.any():
-            lost = 1 - kept[is_cut].sum() / full[is_cut].sum()
+        full = np.concatenate([part.full_lengths for part in parts if part.full_lengths is not None] or [np.zeros(0)])
+        kept = np.concatenate([part.lengths for part in parts if part.full_lengths is not None] or [np.zeros(0)])
+        if num_cut := (full > kept).sum():
             lines.append(
-                f"{task}: {is_cut.sum():,} of {sum(map(len, parts)):,} texts and prompts are cut, by {lost:.0%} of"
-                f" their tokens; the longest has {full.max():,}, and the model reads up to"
-                f" {max_sequence_length(backbone):,} (--max-length)"
+                f"{task}: {num_cut:,} of {sum(map(len, parts)):,} texts and prompts are cut; the longest has"
+                f" {full.max():,} tokens, and the model reads up to {max_sequence_length(backbone):,} (--max-length)"
             )
     return tuple(lines)
 

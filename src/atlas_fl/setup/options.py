@@ -5,7 +5,7 @@ from dataclasses import fields
 from typing import Any
 
 from atlas_fl.aggregation.rules import StrategyOptions
-from atlas_fl.client.options import FingerprintOptions, TrainedParts, TrainOptions
+from atlas_fl.client.options import FingerprintOptions, TrainOptions
 from atlas_fl.config import Config
 from atlas_fl.config.methods import method_class, rule_of
 from atlas_fl.config.settings import settings, value_of
@@ -105,8 +105,10 @@ def adapter_learning_rate(config: Config) -> float:
 
 def train_options(config: Config, *, with_images: bool) -> TrainOptions:
     """The options of local training of text tasks, or of image tasks, in every round of this config."""
-    steps = config.images.local_steps
+    steps, method, parts = config.images.local_steps, method_class(config), config.training.trained_parts
     is_personal = config.mixing.personal_models
+    # second models have options of their own
+    second_model = config.mixing.second_model if is_personal else "none"
     values: dict[str, Any] = {
         **settings_for(config, TrainOptions),
         **optimizer_options(config, config.optimizer(images=with_images)),
@@ -114,27 +116,15 @@ def train_options(config: Config, *, with_images: bool) -> TrainOptions:
         "epochs": steps or config.training.local_epochs,
         "max_steps": steps,
         "lr": learning_rate_of(config, with_images=with_images),
-        "trained_parts": _trained_parts(config),
-        "update_filter": config.training.update_filter if method_class(config).communicates else (),
-        "second_model": _second_model(config),
+        # under rules by class features (FedPAC) the head is its last layer, which reads them
+        "trained_parts": "last_layer_then_rest" if parts == "head_then_rest" and method.head_is_last_layer else parts,
+        "update_filter": config.training.update_filter if method.communicates else (),
+        "second_model": "frozen" if method.holds_frozen else second_model,
         "second_weight": config.server.second_weight if is_personal else TrainOptions.second_weight,
         "hash_loaded": config.run.audit,
         "rate_by_round": with_images and config.trainable(images=True) == "full",
     }
     return TrainOptions(**values)
-
-
-def _trained_parts(config: Config) -> TrainedParts:
-    """The parts that train; under rules by class features (FedPAC) the head is its last layer, which reads them."""
-    parts = config.training.trained_parts
-    return "last_layer_then_rest" if parts == "head_then_rest" and method_class(config).head_is_last_layer else parts
-
-
-def _second_model(config: Config) -> str:
-    """Role of the shared model that clients train towards its companion; second models have options of their own."""
-    if method_class(config).holds_frozen:
-        return "frozen"
-    return config.mixing.second_model if config.mixing.personal_models else "none"
 
 
 def optimizer_options(config: Config, name: str) -> dict[str, Any]:
