@@ -1,6 +1,5 @@
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,7 +30,7 @@ def test_a_preset_that_is_no_demonstration_is_refused(atlas: Atlas) -> None:
 def test_it_ends_with_the_path_of_a_page_that_is_written_and_again_without_training(
     atlas: Atlas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "measure", lambda _: SimpleNamespace(runs={"smoke": TIME}))
+    monkeypatch.setattr(demo, "measure", lambda _: TIME)
     said = atlas("demo", "--preset", "smoke", "--runs-dir", str(tmp_path))
     assert (said.code, said.err) == (0, "")
     page = Path(said.out.splitlines()[-1])

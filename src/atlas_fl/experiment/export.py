@@ -9,15 +9,13 @@ so that `AutoPeftModelForSequenceClassification` takes them as arguments, which 
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
 from jinja2 import Environment, StrictUndefined
-from torch import Tensor
 
 from atlas_fl.config import Config
 from atlas_fl.config.values import invalid_value, parse_integer
@@ -36,7 +34,8 @@ from atlas_fl.models.registry import Family
 from atlas_fl.models.vision_loading import as_whole, load_vision, save_vision
 from atlas_fl.params import HEAD, PRIVATE, ByClient, Params, head_keys
 from atlas_fl.planning.plan import read_plan
-from atlas_fl.setup.assembly import Assembly, recorded_config, scale_of
+from atlas_fl.setup.assembly import Assembly, recorded_config
+from atlas_fl.setup.options import scale_of
 from atlas_fl.storage import checkpoint
 from atlas_fl.storage.files import atomic_folder
 from atlas_fl.storage.folder_access import write_atomic
@@ -48,26 +47,6 @@ LACKS_PRIOR = (
     " them; add `log_frequencies` to the logits"
 )
 """The one line of an export whose head has no bias."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Head:
-    """Classes of a client's head, and their prior."""
-
-    labels: Sequence[str] = ()
-    """The names of the classes in the order of the logits; none of a regression, or of a task that writes text."""
-    prior: Tensor | None = None
-    """Log frequencies of the client's classes, (classes,), where they are added to its logits."""
-
-
-def head_of(config: Config, row: Mapping[str, Any]) -> Head:
-    """The head of a client by the statistics of its labels (`data.clients.label_statistics`)."""
-    if "majority" not in row:  # a regression has other statistics in the place of counts
-        return Head()
-    labels = list(row["labels"])
-    if not config.training.prior_correction:
-        return Head(labels=labels)
-    return Head(labels=labels, prior=log_frequencies(torch.tensor([row["labels"][label] for label in labels])))
 
 
 def export_clients(assembly: Assembly, models: ByClient, folder: RunFolder, *, on_event: OnEvent = ignore) -> None:
@@ -87,8 +66,8 @@ def export_clients(assembly: Assembly, models: ByClient, folder: RunFolder, *, o
             folder.models / client if assembly.is_full else folder.adapter(client),
             family=site.backbone.family,
             base=site.backbone.source,
-            head=head_of(config, rows[client]),
-            scale=site.scale,
+            config=config,
+            statistics=rows[client],
             backbone=site.backbone if assembly.is_full else None,
             within=folder.path,
         )
@@ -135,8 +114,8 @@ def export_client(
         Path(to),
         family=family,
         base=source,
-        head=head_of(config, next(row for row in plan.data if row["client"] == name)),
-        scale=scale_of(config),
+        config=config,
+        statistics=next(row for row in plan.data if row["client"] == name),
         backbone=backbone,
     )
     for line in lines:
@@ -150,19 +129,27 @@ def export_model(
     *,
     family: Family,
     base: str,
-    head: Head,
-    scale: Callable[[int], float],
+    config: Config,
+    statistics: Mapping[str, Any],
     backbone: Backbone | None = None,
     within: Path | None = None,
 ) -> tuple[str, ...]:
     """Write a model with its prior in its head, and its card; a line on what the files lack.
 
+    `statistics` are those of the client's labels (`data.clients.label_statistics`): its classes in the order of the
+    logits, and where `--prior-correction` adds them their log frequencies.
+
     A whole model, which is one with a `backbone`, is a folder of stock transformers, an adapter one of PEFT, and one
     with a gate one of ours. No part of the path below `within` is a link.
     """
-    folded = None if head.prior is None else fold_prior(params, head.prior, family=family)
-    missing = head.prior.tolist() if head.prior is not None and folded is None else None
-    params = params if folded is None else folded
+    # a regression has other statistics in the place of counts
+    counts = statistics["labels"] if "majority" in statistics else {}
+    labels, missing = list(counts), None
+    if counts and config.training.prior_correction:
+        prior = log_frequencies(torch.tensor(list(counts.values())))
+        folded = fold_prior(params, prior, family=family)
+        missing = prior.tolist() if folded is None else None
+        params = folded or params
     gated = is_gated(params)
     kind = "whole model" if backbone is not None else "gated adapter" if gated else "adapter"
     template = resources.files(__package__).joinpath("model_card.md.jinja").read_text(encoding="utf-8")
@@ -172,18 +159,18 @@ def export_model(
         base=json.dumps(base),
         images=family.images,
         writes=not head_keys(params),
-        labels=head.labels,
+        labels=labels,
         missing_prior=missing,
         lacks_prior=LACKS_PRIOR,
     )
     with atomic_folder(to, within=within) as draft:
         if backbone is None:
             write = export_gated_adapter if gated else export_adapter
-            write(params, draft, family=family, base=base, scale=scale, labels=head.labels)
+            write(params, draft, family=family, base=base, scale=scale_of(config), labels=labels)
         elif backbone.vision is not None:
-            save_vision(backbone.vision, params, draft, labels=head.labels)
+            save_vision(backbone.vision, params, draft, labels=labels)
         else:
-            save_classifier(backbone, params, draft, labels=head.labels)
+            save_classifier(backbone, params, draft, labels=labels)
         write_atomic(draft / CARD, card.encode())
     lines: tuple[str, ...] = (GATED_NOTE,) if gated else ()
     if missing is not None:

@@ -73,30 +73,22 @@ def _parse_choices(setting: Setting, parts: tuple[str, ...]) -> "BaseDistributio
     spans = [part for part in parts if kind in (int, float) and ".." in part]
     if not spans:
         return distributions.CategoricalDistribution(parts)
-    text = f"--over {setting.name}={','.join(parts)}"
-    if len(parts) > 1:
-        raise ConfigError(f"{text} has a range beside other values; give one range, or values with commas between")
-    span, colon, scale = spans[0].partition(":")
-    low, high = (_parse_number(setting, end, kind=kind) for end in span.split("..", 1))
-    if colon and scale != LOG:
-        raise ConfigError(f"{text} ends in :{scale}; allowed: :log, or nothing; write {setting.name}=LOW..HIGH:log")
-    if not low < high:
-        raise ConfigError(f"{text} does not rise; allowed: the low end first; write {setting.name}=LOW..HIGH")
-    if scale and low <= 0:
-        raise ConfigError(f"{text} begins at {low:g}; allowed on a log scale: above 0; raise the low end")
-    if kind is int:
-        return distributions.IntDistribution(low, high, log=bool(scale))
-    return distributions.FloatDistribution(low, high, log=bool(scale))
-
-
-def _parse_number(setting: Setting, text: str, *, kind: type) -> Any:
-    value = parse_integer(text) if Mark.WORD_OR_NUMBER in setting.marks else parse_setting(setting, text)
-    if value is None:
+    span, _, scale = spans[0].partition(":")
+    low, high = (_parse_end(setting, end) for end in span.split("..", 1))
+    is_log = scale == LOG
+    rises = None not in (low, high) and low < high and (low > 0 or not is_log)
+    if len(parts) > 1 or scale not in ("", LOG) or not rises:
         raise ConfigError(
-            f"--over {setting.name} has {text!r} as an end of its range; allowed: a{' whole' if kind is int else ''}"
-            f" number; write {setting.name}=LOW..HIGH"
+            f"--over {setting.name}={','.join(parts)} is no range; allowed: one range of numbers that rises, above 0 on"
+            f" a log scale; write {setting.name}=LOW..HIGH, or {setting.name}=LOW..HIGH:log"
         )
-    return value
+    if kind is int:
+        return distributions.IntDistribution(low, high, log=is_log)
+    return distributions.FloatDistribution(low, high, log=is_log)
+
+
+def _parse_end(setting: Setting, text: str) -> Any:
+    return parse_integer(text) if Mark.WORD_OR_NUMBER in setting.marks else parse_setting(setting, text)
 
 
 def _optuna() -> Any:

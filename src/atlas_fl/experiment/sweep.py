@@ -62,8 +62,6 @@ RunState = Literal["finished", "unfinished", "new"]
 
 STEPS = "local_steps"
 """The swept setting along which rounds are scaled."""
-MAX_STRETCH = 1.5
-"""Factor by which runs of a sweep over local steps may become longer, so that all take equally many steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +83,7 @@ def same_steps(base: Config, over: Mapping[str, Sequence[str]]) -> dict[str, dic
     steps are not swept, or the rounds are swept too.
 
     Raises:
-        ConfigError: a value is no number of steps, or that number is far from the base's.
+        ConfigError: a value is no number of steps.
     """
     if STEPS not in over or "rounds" in over:
         return {}
@@ -95,12 +93,6 @@ def same_steps(base: Config, over: Mapping[str, Sequence[str]]) -> dict[str, dic
     training, unit = base.training, lcm(*values.values())
     base_steps = training.rounds * (base.images.local_steps or next(iter(values.values())))
     steps = max(1, (2 * base_steps + unit) // (2 * unit)) * unit
-    if steps > MAX_STRETCH * base_steps:
-        raise ConfigError(
-            f"--over sweeps {STEPS} to {', '.join(values)}, which divide multiples of {unit} steps alone, and the"
-            f" settings have {training.rounds} rounds, {base_steps} steps; give --rounds"
-            f" {-(-training.rounds * unit // base_steps)} or more, other values, or --same-rounds"
-        )
     rounds = {text: steps // local_steps for text, local_steps in values.items()}
     return {
         text: {"rounds": number, "eval_every": max(1, round(training.eval_every * number / training.rounds))}
@@ -130,14 +122,13 @@ def chosen_seeds(numbers: Sequence[int]) -> tuple[int, ...]:
     Raises:
         ConfigError: there is no number, or one stands there twice.
     """
-    if not numbers:
-        raise ConfigError("--seeds is empty; give how many, or two seeds and more")
     if len(numbers) == 1:
         return seeds(numbers[0])
-    if twice := [seed for seed in numbers if numbers.count(seed) > 1]:
-        raise ConfigError(f"--seeds has {twice[0]} twice; name each seed once")
-    if wrong := [seed for seed in numbers if not 0 <= seed <= LARGEST]:
-        raise ConfigError(f"--seeds has {short_repr(wrong[0])}; allowed: 0 to {LARGEST:.0e}; leave it out")
+    if not numbers or len(set(numbers)) < len(numbers) or not all(0 <= seed <= LARGEST for seed in numbers):
+        raise ConfigError(
+            f"--seeds is {short_repr(list(numbers))}; allowed: how many, or two seeds and more, each once, from 0 to"
+            f" {LARGEST:.0e}; name other ones"
+        )
     return tuple(numbers)
 
 

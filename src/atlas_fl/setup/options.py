@@ -1,7 +1,8 @@
 """From a config to the options that clients, server rules, cuts and attackers take."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 from atlas_fl.aggregation.rules import StrategyOptions
@@ -12,12 +13,17 @@ from atlas_fl.config.settings import settings, value_of
 from atlas_fl.data.clients import ClientData
 from atlas_fl.methods.method import Method, Part
 from atlas_fl.methods.registry import find_method, parts_of
+from atlas_fl.models.lora import lora_scale
 from atlas_fl.models.registry import suggested_lr
 from atlas_fl.rng import generator
 from atlas_fl.runtime.attacks import ATTACKS, HostileEngine, choose_attackers
 from atlas_fl.runtime.engine import Engine
-from atlas_fl.setup.assembly import scale_of
 from atlas_fl.split.channel import Cut
+
+
+def scale_of(config: Config) -> Callable[[int], float]:
+    """LoRA's factor of a rank under this config."""
+    return partial(lora_scale, alpha=config.model.lora_alpha, rslora=config.model.rslora)
 
 
 def settings_for(config: Config, options: type) -> dict[str, Any]:
