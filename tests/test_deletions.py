@@ -59,7 +59,6 @@ ALLOWED: Mapping[str, tuple[dict[str, int], str]] = {
     "models/loading.py": ({"save_pretrained": 2}, "into a folder of drafts"),
     "experiment/recorder.py": ({"unlink": 2}, "later plans of a run that goes back behind them, by their names"),
     "experiment/run.py": ({"unlink": 1}, "rows and later plans of a run that begins again, by their names"),
-    "experiment/parallel_runs.py": ({"fdopen": 1}, "the standard output of a worker process, for its answers"),
     "experiment/search.py": ({"create_study": 1}, "a study in memory"),
 }
 """By module: which calls, how often, and why nothing of a user's can go by them."""

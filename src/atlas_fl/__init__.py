@@ -49,11 +49,11 @@ if TYPE_CHECKING:
     from atlas_fl.events import Progress as Progress
     from atlas_fl.events import RoundFinished as RoundFinished
     from atlas_fl.experiment.export import export_client as export_client
-    from atlas_fl.experiment.parallel_runs import run_all as run_all
     from atlas_fl.experiment.run import RunResult as RunResult
     from atlas_fl.experiment.run import resume_run as resume_run
     from atlas_fl.experiment.run import run_config as run_config
     from atlas_fl.experiment.sweep import grid as grid
+    from atlas_fl.experiment.sweep import run_all as run_all
     from atlas_fl.experiment.sweep import seeds as seeds
     from atlas_fl.methods.method import Method as Method
     from atlas_fl.models.gated_adapter import load_gated_adapter as load_gated_adapter
@@ -91,9 +91,8 @@ _HOMES = {
     "errors": "AtlasError BudgetError CheckpointError ConfigError DataError ModelError ProtocolError",
     "events": "Event Note PhaseStarted Progress RoundFinished",
     "experiment.export": "export_client",
-    "experiment.parallel_runs": "run_all",
     "experiment.run": "RunResult resume_run run_config",
-    "experiment.sweep": "grid seeds",
+    "experiment.sweep": "grid run_all seeds",
     "methods.method": "Method",
     "models.gated_adapter": "load_gated_adapter",
     "planning.leakage": "CutLeakage",

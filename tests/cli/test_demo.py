@@ -1,6 +1,5 @@
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,14 +10,14 @@ from atlas_fl.config.presets import find_preset
 from atlas_fl.experiment.run_time import RunTime
 
 Atlas = Callable[..., Any]
-TIME = RunTime(loading=5, planning=40, round=25, rounds=12, halves=35)
+TIME = RunTime(loading=5, planning=40, round=25, rounds=12)
 
 
 def test_it_says_what_it_will_do_and_how_long_it_takes() -> None:
     text = "\n".join([*introduction(find_preset("quick")), *time_lines(TIME)])
     assert "9 clients train together on this machine, 3 for each task: movie, trec, pairs." in text
     assert "12 rounds" in text and "report.html" in text
-    assert "about 6.3 min on this machine as busy as it is now: 45.0 s before round 1, then 25.0 s for each" in text
+    assert "about 5.8 min on this machine as busy as it is now: 45.0 s before round 1, then 25.0 s for each" in text
 
 
 def test_a_preset_that_is_no_demonstration_is_refused(atlas: Atlas) -> None:
@@ -31,13 +30,13 @@ def test_a_preset_that_is_no_demonstration_is_refused(atlas: Atlas) -> None:
 def test_it_ends_with_the_path_of_a_page_that_is_written_and_again_without_training(
     atlas: Atlas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "measure", lambda _: SimpleNamespace(runs={"smoke": TIME}))
+    monkeypatch.setattr(demo, "measure", lambda _: TIME)
     said = atlas("demo", "--preset", "smoke", "--runs-dir", str(tmp_path))
     assert (said.code, said.err) == (0, "")
     page = Path(said.out.splitlines()[-1])
     assert page.name == "report.html" and page.read_text(encoding="utf-8").startswith("<!doctype html>")
     assert "\nround 1/2 " in said.out
-    assert "about 6.3 min on this machine" in said.out
+    assert "about 5.8 min on this machine" in said.out
 
     monkeypatch.setattr(demo, "measure", lambda _: pytest.fail("a run that is there is not measured"))
     again = atlas("demo", "--preset", "smoke", "--runs-dir", str(tmp_path))

@@ -300,5 +300,4 @@ def test_every_draw_of_a_client_is_given_its_secret() -> None:
     assert without == {
         ("client/batching.py", "Draws"),  # of no dropout
         ("client/batching.py", "replace"),  # of dropout above a cut
-        ("experiment/run_time.py", "batches"),
     }

@@ -96,6 +96,13 @@ def test_a_wrong_file_is_one_clear_line(text: str, message: str, tmp_path: Path)
     assert "\n" not in str(caught.value)
 
 
+def test_a_recorded_setting_that_has_moved_is_not_to_be_moved_by_hand(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"belongs to \[mixing\]; another version of ATLAS wrote this run; run it again"
+    ):
+        load_config(written(tmp_path, "[data]\neta = 1\n"), within=tmp_path)
+
+
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*none.toml \(No such file or directory\)"):
         load_config(tmp_path / "none.toml")

@@ -4,8 +4,8 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atlas_fl.experiment import early_stopping
-from atlas_fl.experiment.early_stopping import best_rounds, last_improvement, should_stop
+from atlas_fl.experiment import summary
+from atlas_fl.experiment.summary import best_rounds, last_improvement, should_stop
 
 SCORES = st.lists(st.sampled_from([0.0, 0.25, 0.5, 0.625, 0.75, 1.0]), min_size=1, max_size=12)
 
@@ -27,7 +27,7 @@ def loop(values: list[float], *, patience: int, min_delta: float) -> int | None:
 
 
 def test_the_examples_of_the_docs_hold() -> None:
-    assert doctest.testmod(early_stopping) == (0, 3)
+    assert doctest.testmod(summary) == (0, 3)
 
 
 @given(values=SCORES, patience=st.integers(1, 5), min_delta=st.sampled_from([0.0, 0.125, 0.3]))

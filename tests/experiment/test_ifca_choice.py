@@ -14,8 +14,7 @@ from atlas_fl.aggregation.matrices import Federation
 from atlas_fl.client.job import Job, Update
 from atlas_fl.config import with_values
 from atlas_fl.config.presets import find_preset
-from atlas_fl.experiment.choice import choose_models
-from atlas_fl.experiment.rounds import round_start
+from atlas_fl.experiment.rounds import choose_models, round_start
 from atlas_fl.experiment.state import FederationState
 from atlas_fl.methods.cfl import CLUSTERS
 from atlas_fl.methods.ifca import LOSSES, draw_clusters

@@ -31,8 +31,17 @@ LEDGER = [
 ]
 PLAN = {
     "clients": [
-        {"name": "a-0", "task": "a", "device": "cpu_2gb", "cluster": 0, "ranks": [4, 8], "examples": 200, "cut": None},
-        {"name": "a-1", "task": "a", "device": "gpu_16gb", "cluster": 0, "ranks": [8, 8], "examples": 200},
+        {
+            "name": name,
+            "task": name[0],
+            "device": "cpu_2gb",
+            "cluster": 0,
+            "ranks": [4, 8],
+            "examples": 200,
+            "cut": None,
+        }
+        | {"budget_bytes": 8, "memory": {"total": 200}, "predicted": {"memory_bytes": 50, "seconds": seconds}}
+        for name, seconds in (("a-0", 10.0), ("a-1", 10.0), ("b-0", 40.0))
     ],
     "clustering": {"method": "corrected", "labels": [0, 0, 1], "agreement": {"purity": 1.0}, "similarity": [[1.0]]},
 }
@@ -46,9 +55,9 @@ def outcome(**changes):
         "plan": PLAN,
         "phase_seconds": {"plan": 2.0, "train": 5.0},
         "memory": {"rss_bytes": 10},
-        "versions": {"torch": "2.13"},
         "full_model_bytes": 1000,
         "round_seconds": {1: 3.0, 2: 4.0},
+        "reused_seconds": 1.5,
     }
     return summarise(**(given | changes))
 
@@ -63,7 +72,7 @@ def test_bytes_by_hand() -> None:
         "2": {"up": 30, "down": 30},
     }
     # 3 clients in 2 rounds, the refused one included, the whole model of 1000 bytes down and up: 12,000
-    expected = {"model_bytes": 1000, "total": 12_000, "reduction": pytest.approx(1 - 160 / 12_000)}
+    expected = {"total": 12_000, "reduction": pytest.approx(1 - 160 / 12_000)}
     assert found["full_model"] == expected
 
 
@@ -75,7 +84,6 @@ def test_a_local_run_sends_nothing_and_saves_everything() -> None:
 
 
 def test_no_reduction_is_invented() -> None:
-    assert "full_model" not in outcome(full_model_bytes=None)["bytes"]
     assert "full_model" not in outcome(metrics=[])["bytes"]
 
 
@@ -84,11 +92,11 @@ def test_clients_carry_what_was_planned_and_what_came_out() -> None:
     assert list(found) == list(CLIENTS)
     assert found["a-0"]["ranks"] == [4, 8]
     assert found["a-0"]["cut"] is None
-    assert found["a-0"]["utilisation"] == {"measured": 0.0}
-    assert "utilisation" not in found["b-0"]
+    # b-0 does not train in round two: the slowest take 40 s and 10 s
+    assert found["a-0"]["utilisation"] == pytest.approx({"memory": 0.25, "busy": 20 / 50})
+    assert found["b-0"]["utilisation"] == pytest.approx({"memory": 0.25, "busy": 40 / 50})
     assert found["a-0"]["bytes"] == {"up": 60, "down": 20}
     assert found["a-0"]["final"]["test"]["accuracy"] == pytest.approx(0.7)
-    assert "ranks" not in found["b-0"]
 
 
 def test_groups_events_seconds_and_the_rest() -> None:
@@ -105,13 +113,14 @@ def test_groups_events_seconds_and_the_rest() -> None:
         "total": 7.0,
         "rounds": {"1": 3.0, "2": 4.0},
         "round_mean": 3.5,
+        "reused": 1.5,
     }
     assert found["run"] == {"name": "x", "seed": 1, "config_hash": "abc", "rounds": 2}
 
 
 def test_clients_without_a_row_yet_are_counted() -> None:
     found = outcome(metrics=[metric("a-1", 1, "train", 0.5)])
-    assert (found["tasks"]["a"]["clients"], found["overall"]["clients"]) == (2, 2)
+    assert (found["tasks"]["a"]["clients"], found["overall"]["clients"]) == (2, 3)
     assert list(found["clients"]) == ["a-1"]
 
 
@@ -125,9 +134,9 @@ def test_the_best_round_is_that_of_the_mean_over_clients_and_a_stop_is_named() -
 
 
 def test_a_run_of_nothing_has_a_summary() -> None:
-    found = outcome(metrics=[], ledger=[], plan={}, phase_seconds={}, round_seconds=None)
+    found = outcome(metrics=[], ledger=[], phase_seconds={}, round_seconds={})
     assert found["clients"] == found["tasks"] == {}
-    assert found["seconds"] == {"phases": {}, "total": 0}
+    assert found["seconds"] == {"phases": {}, "total": 0, "rounds": {}, "round_mean": 0, "reused": 1.5}
 
 
 def test_the_summary_is_strict_json_and_nothing_is_changed() -> None:

@@ -9,7 +9,6 @@ import pytest
 from atlas_fl.config import Config, RunConfig, run_folder, to_toml, with_values
 from atlas_fl.config.presets import find_preset
 from atlas_fl.errors import CheckpointError, ConfigError
-from atlas_fl.experiment.parallel_runs import run_all
 from atlas_fl.experiment.sweep import (
     LAMBDA_SWEEP,
     SEEDS,
@@ -17,6 +16,7 @@ from atlas_fl.experiment.sweep import (
     comparison_name,
     grid,
     parse_over,
+    run_all,
     run_state,
     same_steps,
     seeds,
@@ -65,9 +65,9 @@ def test_the_published_seeds_come_first() -> None:
 def test_several_numbers_are_the_seeds_themselves() -> None:
     assert chosen_seeds((3,)) == seeds(3)
     assert chosen_seeds((9001, 7)) == (9001, 7)
-    with pytest.raises(ConfigError, match="--seeds has 7 twice; name each seed once"):
+    with pytest.raises(ConfigError, match=r"--seeds is \[7, 8, 7\]; allowed: how many, or two seeds and more"):
         chosen_seeds((7, 8, 7))
-    with pytest.raises(ConfigError, match="--seeds is empty"):
+    with pytest.raises(ConfigError, match=r"--seeds is \[\]; allowed"):
         chosen_seeds(())
 
 
@@ -155,7 +155,7 @@ def test_a_folder_of_another_run_is_not_taken_for_this_one(base: Config, ran: li
     config = replace(base, run=replace(base.run, name="mine"))
     leave(config, complete=True)
     assert run_state(config) == "finished"
-    with pytest.raises(CheckpointError, match=r"mine is a run with eta = 0.5, not 0.25; give another --name"):
+    with pytest.raises(CheckpointError, match=r"mine was begun with eta = 0.5, not 0.25; a run goes on"):
         run_state(with_values(config, {"eta": "0.25"}))
     assert ran == []
 
@@ -183,17 +183,9 @@ def test_steps_that_fit_keep_the_rounds_of_the_settings(base: Config) -> None:
     assert [own["eval_every"] for own in rounds.values()] == [25, 12, 6]
 
 
-@pytest.mark.parametrize(
-    ("over", "message"),
-    [
-        ({"local_steps": ["4", "64"]}, r"multiples of 64 steps alone.*6 rounds, 24 steps; give --rounds 16 or more"),
-        ({"local_steps": ["7", "9", "11"]}, r"multiples of 693 steps alone"),
-        ({"local_steps": ["0"]}, r"--over sweeps local_steps to 0; allowed: at least 1"),
-    ],
-)
-def test_steps_far_from_those_of_the_settings_are_refused(over: dict[str, list[str]], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        same_steps(find_preset("vision-quick"), over)
+def test_no_steps_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--over sweeps local_steps to 0; allowed: at least 1"):
+        same_steps(find_preset("vision-quick"), {"local_steps": ["0"]})
 
 
 def test_rounds_stay_where_they_are_swept_or_steps_are_not() -> None:

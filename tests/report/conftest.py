@@ -202,8 +202,9 @@ def write_run(path: Path, scene: Scenario) -> Path:
         ledger=ledger,
         plan=plan,
         phase_seconds={"plan": 61.2, "train": 183.4, "mix": 0.8, "evaluate": 31.0},
+        round_seconds={},
+        reused_seconds=0.0,
         memory={"rss_bytes": 1_234_000_000},
-        versions={"torch": "2.13.0"},
         full_model_bytes=90_900_000,
     )
     write_json(folder.summary, summary)

@@ -8,9 +8,8 @@ import pytest
 
 import atlas_fl
 from atlas_fl.config import Config
-from atlas_fl.experiment.parallel_runs import run_all
 from atlas_fl.experiment.run import run_config
-from atlas_fl.experiment.sweep import grid, parse_over
+from atlas_fl.experiment.sweep import grid, parse_over, run_all
 from atlas_fl.planning.plan import Plan
 from atlas_fl.planning.planner import make_plan
 from atlas_fl.storage.jsonl import read_json

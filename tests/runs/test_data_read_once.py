@@ -12,9 +12,8 @@ from atlas_fl.config import Config, validate
 from atlas_fl.data import cleaning, embedded, tables
 from atlas_fl.data.cache import forget
 from atlas_fl.events import ignore
-from atlas_fl.experiment.parallel_runs import run_all
 from atlas_fl.experiment.run import resume_run, run_config
-from atlas_fl.experiment.sweep import grid
+from atlas_fl.experiment.sweep import grid, run_all
 from atlas_fl.planning.place_client import place_client
 from atlas_fl.planning.planner import make_plan
 from atlas_fl.setup.assembly import load_clients

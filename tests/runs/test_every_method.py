@@ -170,7 +170,7 @@ def fault_of(words: Sequence[str], runs: Path, capsys: pytest.CaptureFixture[str
     if code != 0:
         return f"ended with {code}: {error}"
     found = rows(folder)
-    events = [row for row in found if row.get("event") in ("refused", "restored", "unmoved")]
+    events = [row for row in found if row.get("event") in ("refused", "restored")]
     losses = [row for row in found if "split" in row]
     if events or not losses or not all(math.isfinite(float(str(row.get("loss", "nan")))) for row in losses):
         return json.dumps(events[:1] or losses[:1])

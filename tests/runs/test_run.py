@@ -78,7 +78,6 @@ def test_the_summary_says_how_much_of_its_device_each_client_uses(config: Make) 
         own = used[client["name"]]
         assert own["busy"] == pytest.approx(client["predicted"]["seconds"] / slowest)
         assert own["memory"] == pytest.approx(client["predicted"]["memory_bytes"] / client["memory"]["total"])
-        assert 0 < own["measured"] < 1
     assert max(own["busy"] for own in used.values()) == 1.0
     assert used["movie-1"]["busy"] < 0.5, "the workstation waits for the slow device"
 

@@ -36,7 +36,7 @@ run_worker_loop(int(sys.argv[1]), answer)
 PARENT = f"""
 from contextlib import closing
 from atlas_fl.runtime.processes import SharedMemory, worker_processes
-with closing(SharedMemory()) as memory, worker_processes(1, program={BUSY!r}, memory=memory.file) as (worker,):
+with closing(SharedMemory()) as memory, worker_processes(1, program={BUSY!r}, files=(memory.file,)) as (worker,):
     print(worker.pid, flush=True)
     worker.ask([b"work"])
 """
@@ -44,7 +44,7 @@ with closing(SharedMemory()) as memory, worker_processes(1, program={BUSY!r}, me
 
 def test_frames_of_any_size_come_back_as_they_went() -> None:
     frames = [b"", b"a", os.urandom(3 * 2**20)]
-    with closing(SharedMemory()) as memory, worker_processes(2, program=ECHO, memory=memory.file) as workers:
+    with closing(SharedMemory()) as memory, worker_processes(2, program=ECHO, files=(memory.file,)) as workers:
         for worker in workers:
             assert worker.ask(list(frames)) == frames, "what is asked is used up"
             assert worker.ask([]) == []
@@ -53,20 +53,20 @@ def test_frames_of_any_size_come_back_as_they_went() -> None:
 def test_what_one_writes_to_the_memory_all_see() -> None:
     with closing(SharedMemory()) as memory:
         seen = memory.allocate(4096, lambda _: None)
-        with worker_processes(1, program=WRITER, memory=memory.file) as (worker,):
+        with worker_processes(1, program=WRITER, files=(memory.file,)) as (worker,):
             worker.ask([b"hello"])
         assert seen[:5] == b"hello"
 
 
 def test_ctrl_c_is_left_to_the_parent() -> None:
-    with closing(SharedMemory()) as memory, worker_processes(1, program=ECHO, memory=memory.file) as (worker,):
+    with closing(SharedMemory()) as memory, worker_processes(1, program=ECHO, files=(memory.file,)) as (worker,):
         worker.ask([b"it listens by now"])
         os.kill(worker.pid, signal.SIGINT)
         assert worker.ask([b"still here"]) == [b"still here"]
 
 
 def test_a_worker_that_is_killed_is_told_in_a_line() -> None:
-    with closing(SharedMemory()) as memory, worker_processes(2, program=ECHO, memory=memory.file) as workers:
+    with closing(SharedMemory()) as memory, worker_processes(2, program=ECHO, files=(memory.file,)) as workers:
         os.kill(workers[1].pid, signal.SIGKILL)
         with pytest.raises(ProtocolError, match=r"worker 2 of 2 \(process \d+\) was ended by SIGKILL; start the run"):
             workers[1].ask([b"anything"])
@@ -77,7 +77,7 @@ def test_a_worker_that_fails_is_told_in_a_line(capfd: pytest.CaptureFixture[str]
     program = "raise RuntimeError('a fault of ours')"
     with (
         closing(SharedMemory()) as memory,
-        worker_processes(1, program=program, memory=memory.file) as (worker,),
+        worker_processes(1, program=program, files=(memory.file,)) as (worker,),
         pytest.raises(ProtocolError, match=r"worker 1 of 1 .* ended with exit code 1"),
     ):
         worker.ask([b"anything"])

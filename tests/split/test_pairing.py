@@ -4,9 +4,9 @@ from itertools import permutations
 import numpy as np
 import pytest
 
+from atlas_fl.clustering.labels import UNDECIDED
 from atlas_fl.rng import generator
 from atlas_fl.split.host_matching import (
-    UNDECIDED,
     GuestRequirement,
     HostCapacity,
     HostingCost,
@@ -54,18 +54,16 @@ def test_four_clients_by_hand() -> None:
     large = guest("large", size=20, own=1.0, laptop=(6.0, 2.0), fast=(1.0, 3.0))
     found = match_hosts([small, large], [laptop, fast])
     assert found == {
-        "large": HostMatch(host="laptop", reason="the only one of cluster 0 with room"),
-        "small": HostMatch(host="fast", reason="no room in cluster 0; the only one elsewhere with room"),
+        "large": HostMatch(host="laptop", reason="the quickest of 1 with room, in cluster 0"),
+        "small": HostMatch(host="fast", reason="the quickest of 1 with room, in other clusters"),
     }
     # the laptop has gone
-    gone = match_hosts([small, large], [fast])
-    assert gone["small"].reason == "nobody in cluster 0 holds a whole model; the only one elsewhere with room"
+    assert [own.host for own in match_hosts([small, large], [fast]).values()] == ["fast", "fast"]
     alone = replace(small, cluster=UNDECIDED)
-    assert match_hosts([alone], [fast])["small"].reason == "in no cluster; the only one elsewhere with room"
-    assert [own.host for own in gone.values()] == ["fast", "fast"]
-    assert match_hosts([small], []) == {"small": HostMatch(host=None, reason="nobody holds a whole model")}
+    assert match_hosts([alone], [fast])["small"].host == "fast"
     tiny = HostCapacity(name="laptop", cluster=0, free_bytes=9)
-    assert match_hosts([small], [tiny])["small"] == HostMatch(host=None, reason="nobody has 0 MB left for it")
+    none = HostMatch(host=None, reason="no client that holds a whole model has room for it")
+    assert match_hosts([small], [tiny]) == match_hosts([small], []) == {"small": none}
 
 
 def test_guests_spread_over_hosts_as_their_waiting_grows() -> None:
@@ -75,7 +73,7 @@ def test_guests_spread_over_hosts_as_their_waiting_grows() -> None:
     assert (counts.count("a"), counts.count("b")) == (3, 2)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(20))
 def test_no_host_is_over_its_memory_and_nobody_leaves_a_cluster_with_room(seed: int) -> None:
     guests, hosts = random_federation(seed)
     found, by_name = match_hosts(guests, hosts), {own.name: own for own in guests}
@@ -93,7 +91,7 @@ def test_no_host_is_over_its_memory_and_nobody_leaves_a_cluster_with_room(seed: 
                 assert guest.bytes > host.free_bytes - sum(other.bytes for other in near)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_the_order_of_guests_and_hosts_changes_nothing(seed: int) -> None:
     guests, hosts = random_federation(seed)
     found, draw = match_hosts(guests, hosts), np.random.default_rng(seed)
@@ -102,7 +100,7 @@ def test_the_order_of_guests_and_hosts_changes_nothing(seed: int) -> None:
         assert list(match_hosts(mixed, order).items()) == list(found.items())
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_a_guest_alone_gets_the_host_of_its_cluster_with_the_shortest_round(seed: int) -> None:
     guests, hosts = random_federation(seed)
     for own in guests:

@@ -36,7 +36,7 @@ def demo(words: Sequence[str]) -> int:
     show(introduction(config))
     if not folder.config.exists():
         show(["", "measuring some training steps ..."])
-        show(time_lines(measure([options.preset]).runs[options.preset]))
+        show(time_lines(measure(options.preset)))
     show([""])
 
     from atlas_fl.cli.tables import outcome

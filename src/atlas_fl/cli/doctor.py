@@ -19,7 +19,7 @@ from atlas_fl.storage.extras import install_command
 
 if TYPE_CHECKING:
     from atlas_fl.experiment.installation import Installation, Problem
-    from atlas_fl.experiment.run_time import Measurement
+    from atlas_fl.experiment.run_time import RunTime
 
 MISSING = 1
 PRESETS = ("smoke", "quick")
@@ -45,27 +45,26 @@ def doctor(words: Sequence[str]) -> int:
     from atlas_fl.experiment.installation import inspect_installation, problems_of
 
     found = inspect_installation(runs_dir=Path(options.runs_dir))
-    problems = problems_of(found)
+    problems = tuple(problems_of(found))
     is_ready = not any(problem.is_needed for problem in problems)
     show(installation_page(found))
     if is_ready and options.measure:
         show(["measuring some training steps ..."])
-        show(speed_lines(measure()))
+        show(time_line(preset, measure(preset)) for preset in PRESETS)
     elif options.measure:
-        show(["speed: not measured, because something is missing"])
+        show(["time: not measured, because something is missing"])
     show(["", *problem_lines(problems)])
     return 0 if is_ready else MISSING
 
 
-def measure(presets: Sequence[str] = PRESETS) -> "Measurement":
-    """The speed of training on this machine, by the clients of the last of these presets, and the time of each."""
+def measure(preset: str) -> "RunTime":
+    """The time of a run of this preset on this machine."""
     start_time = time.perf_counter()
 
     from atlas_fl.config.presets import find_preset
-    from atlas_fl.experiment.run_time import measure_runs
+    from atlas_fl.experiment.run_time import measure_run
 
-    configs = {name: find_preset(name) for name in presets}
-    return measure_runs(configs[presets[-1]], configs, start_time=start_time)
+    return measure_run(find_preset(preset), start_time=start_time)
 
 
 def installation_page(found: "Installation") -> Iterator[RenderableType]:
@@ -103,15 +102,12 @@ def gpu_lines(torch: Any) -> Iterator[str]:
         yield f"{torch.cuda.get_device_name(index)}, {human_bytes(free)} of {human_bytes(total)} free"
 
 
-def speed_lines(measured: "Measurement") -> Iterator[str]:
-    """Time that the presets take at the speed that was measured."""
-    tokens = 1 / measured.speed.token_seconds
-    yield f"speed: {tokens:,.0f} tokens/s in a training step, on {measured.speed.device}, beside what else runs now"
-    for name, run in measured.runs.items():
-        yield (
-            f"  atlas run --preset {name}: about {seconds(run.total)}, of these"
-            f" {seconds(run.loading + run.planning)} before round 1 and {seconds(run.round)} a round"
-        )
+def time_line(preset: str, run: "RunTime") -> str:
+    """Time that a preset takes beside what else runs now."""
+    return (
+        f"atlas run --preset {preset}: about {seconds(run.total)}, of these {seconds(run.loading + run.planning)}"
+        f" before round 1 and {seconds(run.round)} a round"
+    )
 
 
 def problem_lines(problems: "Sequence[Problem]") -> Iterator[str]:

@@ -253,7 +253,7 @@ def run_grid(base: Config, *, over: Sequence[str], seeds: Sequence[int], same_ro
 
 def _run(points: Sequence[Point], *, jobs: int = 1) -> Runs:
     """Run these points; each with the folder of its finished run."""
-    from atlas_fl.experiment.parallel_runs import run_all
+    from atlas_fl.experiment.sweep import run_all
 
     with show_progress() as on_event, going_on("the same command"):
 
@@ -335,8 +335,6 @@ class SearchOptions(SettingsOptions):
     repeated."""
     trials: int = 20
     """Trials of the whole search, those of before among them."""
-    pruner: Literal["none", "median"] = "none"
-    """`median` gives up a run whose best validation score so far is below the median of the others at that round."""
 
 
 def search(words: Sequence[str]) -> int:
@@ -361,7 +359,6 @@ def search(words: Sequence[str]) -> int:
             options.settings,
             space=parse_space(options.over),
             trials=options.trials,
-            pruner=options.pruner,
             on_trial=announce,
             on_event=on_event,
         )

@@ -127,7 +127,8 @@ def load_values(path: str | Path, *, within: Path | None = None) -> dict[str, An
         ConfigError: as `load_config`.
     """
     file_format = FORMATS.get(Path(path).suffix.lower(), TOML)
-    return _read_tables(_parse_file(Path(path), file_format, within), path, file_format=file_format)
+    tables = _parse_file(Path(path), file_format, within)
+    return _read_tables(tables, path, file_format=file_format, is_recorded=within is not None)
 
 
 def parse_config(text: str, *, origin: str) -> Config:
@@ -139,18 +140,27 @@ def parse_config(text: str, *, origin: str) -> Config:
     return replace_settings(_read_tables(tables, origin), base=Config())
 
 
-def _read_tables(tables: Mapping[str, Any], path: str | Path, *, file_format: FileFormat = TOML) -> dict[str, Any]:
+def _read_tables(
+    tables: Mapping[str, Any], path: str | Path, *, file_format: FileFormat = TOML, is_recorded: bool = False
+) -> dict[str, Any]:
     values: dict[str, Any] = {}
+    # the digests of a run hold for its settings
+    remedy = "another version of ATLAS wrote this run; run it again" if is_recorded else "move it there"
     for group, table in tables.items():
         if (setting := settings().get(group)) is not None and group not in group_classes():
             header = file_format.table.format(setting.group)
-            raise ConfigError(f"{path}: {group} stands outside of all tables; it belongs below {header}; move it there")
+            raise ConfigError(f"{path}: {group} stands outside of all tables; it belongs below {header}; {remedy}")
         if group not in group_classes():
             raise unknown_name(f"table in {path}:", group, group_classes())
         if not isinstance(table, Mapping):
             header = file_format.table.format(group)
             raise ConfigError(f"{path}: {group} is no table; write {header} on a line of its own, its settings below")
-        values |= {key: _read_value(path, group, key, value, file_format) for key, value in table.items()}
+        for key, value in table.items():
+            if key in settings() and settings()[key].group != group:
+                raise ConfigError(
+                    f"{path}: {key} stands in [{group}]; it belongs to [{settings()[key].group}]; {remedy}"
+                )
+            values[key] = _read_value(path, key, value, file_format)
     return values
 
 
@@ -195,12 +205,10 @@ def _parse_file(path: Path, file_format: FileFormat, within: Path | None) -> dic
     return {group: table or {} for group, table in (tables or {}).items()}
 
 
-def _read_value(path: str | Path, group: str, key: str, value: object, file_format: FileFormat) -> Any:
+def _read_value(path: str | Path, key: str, value: object, file_format: FileFormat) -> Any:
     setting = settings().get(key)
     if setting is None:
         raise unknown_setting(key, where=str(path))
-    if setting.group != group:
-        raise ConfigError(f"{path}: {key} stands in [{group}]; it belongs to [{setting.group}]; move it there")
     if Mark.WORD_OR_NUMBER in setting.marks and type(value) is int:
         value = str(value)
     try:

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 from atlas_fl.client.job import ClientTokens
-from atlas_fl.config import Config, load_config, pin_mask_file, run_folder
+from atlas_fl.config import Config, pin_mask_file, run_folder
 from atlas_fl.config.conflicts import conflicts
 from atlas_fl.config.schema import NONE
 from atlas_fl.config.validation import check_cluster_counts, check_cut_names, unknown_cut_names
@@ -18,8 +18,8 @@ from atlas_fl.data.registry import find_tasks
 from atlas_fl.deployment.service import ServerOptions, listening, read_sites, write_sites
 from atlas_fl.errors import AtlasError, BudgetError, CheckpointError, ConfigError, ProtocolError, unknown_name
 from atlas_fl.events import Note, OnEvent
-from atlas_fl.experiment.recorder import check_same_settings
 from atlas_fl.experiment.state import FederationState
+from atlas_fl.experiment.sweep import check_same_settings
 from atlas_fl.params import Params
 from atlas_fl.partial_sharing import is_fully_shared
 from atlas_fl.planning.plan import read_plan
@@ -324,7 +324,7 @@ def serve_final_models(
                 " the run as it was served"
             )
         return
-    check_same_settings(config, load_config(folder.config, within=folder.path), folder=folder.path)
+    check_same_settings(config, folder)
     models = _final_models(folder)
     for name in again:
         if name not in models:

@@ -32,7 +32,7 @@ from atlas_fl.deployment.settings_policy import (
 from atlas_fl.deployment.start_models import start_models_of
 from atlas_fl.errors import ConfigError, ModelError, ProtocolError, one_line, short_repr
 from atlas_fl.events import Note, OnEvent, PhaseStarted, ignore
-from atlas_fl.experiment.export import export_model, head_of
+from atlas_fl.experiment.export import export_model
 from atlas_fl.experiment.summary import versions
 from atlas_fl.models.backbone import Backbone, target_modules
 from atlas_fl.models.identity import model_identity, weights_digest
@@ -59,7 +59,6 @@ from atlas_fl.setup.assembly import (
     assemble,
     client_side_runtime,
     first_adapted_block,
-    scale_of,
     source_of,
     targets_of,
     tokenise,
@@ -67,6 +66,7 @@ from atlas_fl.setup.assembly import (
     trained_body,
     truncation_notes,
 )
+from atlas_fl.setup.options import scale_of
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.model import select_client_side
 from atlas_fl.storage.files import load_or_create_secret, secret_file
@@ -76,7 +76,7 @@ class FullModelSiteRuntime:
     """A site whose client trains all weights of the model."""
 
     def __init__(self, config: Config, client: ClientData, *, draws: Mapping[str, Any]) -> None:
-        self._scale, self._head = scale_of(config), head_of(config, label_statistics((client,))[0])
+        self._config, self._statistics = config, label_statistics((client,))[0]
         assembly = assemble(config, clients=(client,))
         self._site = replace(assembly.site, **draws)
         backbone = self._site.backbone
@@ -111,8 +111,8 @@ class FullModelSiteRuntime:
             to,
             family=backbone.family,
             base=backbone.source,
-            head=self._head,
-            scale=self._scale,
+            config=self._config,
+            statistics=self._statistics,
             backbone=backbone,
         )
         for line in lines:
@@ -166,8 +166,8 @@ class AdapterSiteRuntime:
             to,
             family=self.known.family,
             base=self.known.source,
-            head=head_of(self._config, label_statistics((self._client,))[0]),
-            scale=scale_of(self._config),
+            config=self._config,
+            statistics=label_statistics((self._client,))[0],
         )
         for line in lines:
             on_event(Note(line))

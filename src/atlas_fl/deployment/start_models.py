@@ -37,8 +37,7 @@ from atlas_fl.config import Config
 from atlas_fl.errors import ProtocolError, short_repr
 from atlas_fl.params import HEAD, LORA_A, LORA_B, PRIVATE, Params, digest, lora_modules, ranks
 from atlas_fl.planning.leakage import most_models
-from atlas_fl.setup.assembly import scale_of
-from atlas_fl.setup.options import train_options, warmup_rank
+from atlas_fl.setup.options import scale_of, train_options, warmup_rank
 
 Initial: TypeAlias = Callable[[Mapping[str, int]], Params]
 """The initialisation with these ranks by module: adapters and head, or the whole model."""

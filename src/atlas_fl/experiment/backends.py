@@ -53,7 +53,7 @@ def multiprocess_backend(config: Config, on_event: OnEvent) -> Iterator[tuple[As
     with ExitStack() as stack:
         memory = stack.enter_context(closing(SharedMemory()))
         threads = stack.enter_context(ThreadPoolExecutor(count))
-        workers = stack.enter_context(worker_processes(count, program=PROGRAM, memory=memory.file))
+        workers = stack.enter_context(worker_processes(count, program=PROGRAM, files=(memory.file,)))
         assembly, entries = share_weights(assemble(config, backbone_device="cpu"), memory.allocate)
         threads_per_worker = _num_threads(torch.get_num_threads() // count)
         init_workers(

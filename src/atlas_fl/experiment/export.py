@@ -9,21 +9,21 @@ so that `AutoPeftModelForSequenceClassification` takes them as arguments, which 
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from jinja2 import Environment, StrictUndefined
 
 from atlas_fl.config import Config
 from atlas_fl.config.values import invalid_value, parse_integer
 from atlas_fl.data.clients import label_statistics
 from atlas_fl.errors import CheckpointError, unknown_name
 from atlas_fl.events import Note, OnEvent, ignore
-from atlas_fl.experiment.early_stopping import best_rounds
 from atlas_fl.experiment.state import FederationState, deduplicate_models
+from atlas_fl.experiment.summary import best_rounds
 from atlas_fl.methods.prior_correction import fold_prior, log_frequencies
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.gated_adapter import NOTE as GATED_NOTE
@@ -34,7 +34,8 @@ from atlas_fl.models.registry import Family
 from atlas_fl.models.vision_loading import as_whole, load_vision, save_vision
 from atlas_fl.params import HEAD, PRIVATE, ByClient, Params, head_keys
 from atlas_fl.planning.plan import read_plan
-from atlas_fl.setup.assembly import Assembly, recorded_config, scale_of
+from atlas_fl.setup.assembly import Assembly, recorded_config
+from atlas_fl.setup.options import scale_of
 from atlas_fl.storage import checkpoint
 from atlas_fl.storage.files import atomic_folder
 from atlas_fl.storage.folder_access import write_atomic
@@ -46,47 +47,6 @@ LACKS_PRIOR = (
     " them; add `log_frequencies` to the logits"
 )
 """The one line of an export whose head has no bias."""
-
-_LOADING = {
-    "adapter": ("from peft import {peft}", "model = {peft}.from_pretrained(folder{head}).eval()"),
-    "image adapter": (
-        "from peft import PeftModel\nfrom transformers import {auto}",
-        "model = {auto}.from_pretrained({base}{head}, ignore_mismatched_sizes=True)\n"
-        "model = PeftModel.from_pretrained(model, folder).eval()",
-    ),
-    "gated adapter": (
-        "import atlas_fl\nfrom transformers import {auto}",
-        "model = {auto}.from_pretrained({base}{head}).eval()\nmodel = atlas_fl.load_gated_adapter(model, folder)",
-    ),
-    "whole model": ("from transformers import {auto}", "model = {auto}.from_pretrained(folder).eval()"),
-}
-"""Imports, and the lines that load it, by kind of folder."""
-
-_CLASSES = """\
-labels = json.loads(Path(folder, "labels.json").read_text(encoding="utf-8"))
-head = {"id2label": dict(enumerate(labels)), "label2id": {label: index for index, label in enumerate(labels)}}
-"""
-_REGRESSION = 'head = {"num_labels": 1, "problem_type": "regression"}\n'
-
-
-@dataclass(frozen=True, kw_only=True)
-class Head:
-    """Classes of a client's head, and their prior."""
-
-    labels: Sequence[str] = ()
-    """The names of the classes in the order of the logits; none of a regression, or of a task that writes text."""
-    prior: Tensor | None = None
-    """Log frequencies of the client's classes, (classes,), where they are added to its logits."""
-
-
-def head_of(config: Config, row: Mapping[str, Any]) -> Head:
-    """The head of a client by the statistics of its labels (`data.clients.label_statistics`)."""
-    if "majority" not in row:  # a regression has other statistics in the place of counts
-        return Head()
-    labels = list(row["labels"])
-    if not config.training.prior_correction:
-        return Head(labels=labels)
-    return Head(labels=labels, prior=log_frequencies(torch.tensor([row["labels"][label] for label in labels])))
 
 
 def export_clients(assembly: Assembly, models: ByClient, folder: RunFolder, *, on_event: OnEvent = ignore) -> None:
@@ -106,8 +66,8 @@ def export_clients(assembly: Assembly, models: ByClient, folder: RunFolder, *, o
             folder.models / client if assembly.is_full else folder.adapter(client),
             family=site.backbone.family,
             base=site.backbone.source,
-            head=head_of(config, rows[client]),
-            scale=site.scale,
+            config=config,
+            statistics=rows[client],
             backbone=site.backbone if assembly.is_full else None,
             within=folder.path,
         )
@@ -154,8 +114,8 @@ def export_client(
         Path(to),
         family=family,
         base=source,
-        head=head_of(config, next(row for row in plan.data if row["client"] == name)),
-        scale=scale_of(config),
+        config=config,
+        statistics=next(row for row in plan.data if row["client"] == name),
         backbone=backbone,
     )
     for line in lines:
@@ -169,37 +129,48 @@ def export_model(
     *,
     family: Family,
     base: str,
-    head: Head,
-    scale: Callable[[int], float],
+    config: Config,
+    statistics: Mapping[str, Any],
     backbone: Backbone | None = None,
     within: Path | None = None,
 ) -> tuple[str, ...]:
     """Write a model with its prior in its head, and its card; a line on what the files lack.
 
+    `statistics` are those of the client's labels (`data.clients.label_statistics`): its classes in the order of the
+    logits, and where `--prior-correction` adds them their log frequencies.
+
     A whole model, which is one with a `backbone`, is a folder of stock transformers, an adapter one of PEFT, and one
     with a gate one of ours. No part of the path below `within` is a link.
     """
-    folded = None if head.prior is None else fold_prior(params, head.prior, family=family)
-    missing = head.prior.tolist() if head.prior is not None and folded is None else None
-    params = params if folded is None else folded
+    # a regression has other statistics in the place of counts
+    counts = statistics["labels"] if "majority" in statistics else {}
+    labels, missing = list(counts), None
+    if counts and config.training.prior_correction:
+        prior = log_frequencies(torch.tensor(list(counts.values())))
+        folded = fold_prior(params, prior, family=family)
+        missing = prior.tolist() if folded is None else None
+        params = folded or params
     gated = is_gated(params)
     kind = "whole model" if backbone is not None else "gated adapter" if gated else "adapter"
-    card = model_card(
+    template = resources.files(__package__).joinpath("model_card.md.jinja").read_text(encoding="utf-8")
+    environment = Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    card = environment.from_string(template).render(
         kind=kind,
-        base=base,
+        base=json.dumps(base),
         images=family.images,
         writes=not head_keys(params),
-        labels=head.labels,
+        labels=labels,
         missing_prior=missing,
+        lacks_prior=LACKS_PRIOR,
     )
     with atomic_folder(to, within=within) as draft:
         if backbone is None:
             write = export_gated_adapter if gated else export_adapter
-            write(params, draft, family=family, base=base, scale=scale, labels=head.labels)
+            write(params, draft, family=family, base=base, scale=scale_of(config), labels=labels)
         elif backbone.vision is not None:
-            save_vision(backbone.vision, params, draft, labels=head.labels)
+            save_vision(backbone.vision, params, draft, labels=labels)
         else:
-            save_classifier(backbone, params, draft, labels=head.labels)
+            save_classifier(backbone, params, draft, labels=labels)
         write_atomic(draft / CARD, card.encode())
     lines: tuple[str, ...] = (GATED_NOTE,) if gated else ()
     if missing is not None:
@@ -209,7 +180,6 @@ def export_model(
 
 def _load_checkpoint(folder: RunFolder, round: str | None) -> checkpoint.Checkpoint:
     """The newest checkpoint, that of the best round (`best`), or that of the round with this number."""
-    number = None if round is None or round == "best" else parse_integer(round)
     if round is None or round == "best":
         newest = checkpoint.load_newest(folder.checkpoints)
         if newest is None:
@@ -219,48 +189,15 @@ def _load_checkpoint(folder: RunFolder, round: str | None) -> checkpoint.Checkpo
         scores = {int(number): score for number, score in newest.state["history"].items()}
         if not scores:
             raise CheckpointError(f"run {folder.path} has no evaluated round, so none is the best; give a number")
-        (number,) = best_rounds(scores, 1)
+        number: int | None = best_rounds(scores, 1)[0]
+    else:
+        number = parse_integer(round)
     if number is None:
         raise invalid_value("--round", round, "best, or the number of a round")
-    if number not in (paths := checkpoint.paths_by_round(folder.checkpoints)):
+    paths = checkpoint.paths_by_round(folder.checkpoints)
+    if number not in paths:
         raise CheckpointError(
             f"run {folder.path} has no checkpoint of round {number}; have: {', '.join(map(str, paths))}; a run with"
             " --keep-best K keeps those of its K best rounds"
         )
     return checkpoint.load(paths[number])
-
-
-def model_card(
-    *, kind: str, base: str, images: bool, writes: bool, labels: Sequence[str], missing_prior: Sequence[float] | None
-) -> str:
-    """The card, in Markdown: Python that leaves the model as `model`, and a line on what is missing.
-
-    Args:
-        kind: a kind of `_LOADING`.
-        base: the model that an adapter stands on.
-        images: true for a model of images.
-        writes: true for a model that writes text and has no head.
-        labels: the names of its classes; none of a regression.
-        missing_prior: log frequencies of its client's classes, where the files cannot hold them.
-    """
-    auto = "AutoModelForCausalLM" if writes else "AutoModelForSequenceClassification"
-    auto = "AutoModelForImageClassification" if images else auto
-    imports, loading = _LOADING["image adapter" if kind == "adapter" and images else kind]
-    has_head = not writes and kind != "whole model"
-    names = {
-        "auto": auto,
-        "peft": auto.replace("Auto", "AutoPeft", 1),
-        "base": json.dumps(base),
-        "head": ", **head" if has_head else "",
-    }
-    code = imports.format(**names) + '\n\nfolder = "."  # this one\n'
-    if has_head and labels:
-        code = f"import json\nfrom pathlib import Path\n\n{code}{_CLASSES}"
-    elif has_head:
-        code += _REGRESSION
-    code += loading.format(**names) + "\n"
-    missing = ""
-    if missing_prior is not None:
-        missing = f"Missing: {LACKS_PRIOR}.\n\n"
-        code += f"log_frequencies = {list(missing_prior)}\n"
-    return f"# ATLAS: {kind}\n\n{missing}```python\n{code}```\n"

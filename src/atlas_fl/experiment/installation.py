@@ -4,7 +4,6 @@ Every problem has a remedy. It is needed where a run of the embedded presets can
 Of the packages PyTorch alone is loaded.
 """
 
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,13 +12,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal, TypeAlias
 
-from atlas_fl.experiment.free_memory import free_bytes
 from atlas_fl.storage.assets import Asset, assets, embedded_dir
 from atlas_fl.storage.downloads import find_damaged_file
 from atlas_fl.storage.extras import PROJECT, accepts, extra_requirements
 
-RUN_MEMORY_BYTES, RUN_DISK_BYTES = 2_500_000_000, 500_000_000
-"""Most memory of a run of the quick preset, as README says, and space for several of its folders."""
+RUN_MEMORY_BYTES = 2_500_000_000
+"""Most memory of a run of the quick preset, as README says."""
 
 AssetState: TypeAlias = Literal["whole", "missing", "damaged"]
 
@@ -47,7 +45,6 @@ class Folder:
     purpose: str
     path: Path
     free_bytes: int
-    is_writable: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,12 +91,13 @@ class Installation:
 
 def inspect_installation(*, runs_dir: Path) -> Installation:
     """The state of this machine; runs would lie in `runs_dir`."""
-    version, packages, extras = _read_metadata()
+    version, packages = _version(PROJECT), _packages("")
+    extras = metadata.metadata(PROJECT).get_all("Provides-Extra") or [] if version else []
     torch, load_error = _load_torch(packages)
     return Installation(
         version=version,
         packages=packages,
-        extras=extras,
+        extras={extra: _packages(extra) for extra in extras},
         torch=torch,
         load_error=load_error,
         free_memory_bytes=free_bytes(),
@@ -108,9 +106,42 @@ def inspect_installation(*, runs_dir: Path) -> Installation:
     )
 
 
-def problems_of(found: Installation) -> tuple[Problem, ...]:
-    """All problems: packages first, then files, memory and disk."""
-    return (*_package_problems(found), *_asset_problems(found), *_machine_problems(found))
+def free_bytes(*, root: Path = Path("/")) -> int | None:
+    """Memory that a new process may take: of the machine, or less where a control group (a container) allows less.
+
+    None where the system does not say, as on macOS.
+    """
+    memory, group = root / "proc/meminfo", root / "sys/fs/cgroup"
+    lines = memory.read_text().splitlines() if memory.is_file() else []
+    limits = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    most, used = group / "memory.max", group / "memory.current"
+    if most.is_file() and used.is_file() and most.read_text().strip() != "max":
+        limits.append(max(0, int(most.read_text()) - int(used.read_text())))
+    return min(limits, default=None)
+
+
+def problems_of(found: Installation) -> Iterator[Problem]:
+    """All problems: packages first, then files and memory."""
+    if found.version is None:
+        text = f"{PROJECT} is on Python's path and not installed, so that what it needs is not known"
+        yield Problem(text, "run `pip install .` in its sources, or `make setup`", is_needed=True)
+    for package in found.packages:
+        if not package.fits:
+            here = f"{package.name} {package.installed} is here" if package.installed else f"{package.name} is missing"
+            text = f"{here} and {package.needed} is needed"
+            yield Problem(text, f"run `pip install '{package.needed}'`", is_needed=True)
+    if found.load_error is not None:
+        text = f"torch is installed and cannot be loaded: {found.load_error}"
+        yield Problem(text, "run `pip install --force-reinstall torch`", is_needed=True)
+    for asset in found.assets:
+        if asset.state == "damaged" or (asset.state == "missing" and asset.group == "embedded"):
+            here = f"is damaged: {asset.folder / str(asset.file)}" if asset.state == "damaged" else "was not fetched"
+            remedy = f"run `atlas fetch {asset.group}`"
+            yield Problem(f"{asset.name} {here}", remedy, is_needed=asset.group == "embedded")
+    free = found.free_memory_bytes
+    if free is not None and free < RUN_MEMORY_BYTES:
+        text = f"{free / 1e9:.1f} GB of memory are free and the quick preset takes {RUN_MEMORY_BYTES / 1e9:.1f} GB"
+        yield Problem(text, "end other programs, or take --preset smoke", is_needed=False)
 
 
 def check_asset(asset: Asset, cache_dir: Path) -> AssetCheck:
@@ -126,15 +157,6 @@ def check_asset(asset: Asset, cache_dir: Path) -> AssetCheck:
         state=state if whole is None else "whole",
         file=damaged[folders[0]] if whole is None else None,
     )
-
-
-def _read_metadata() -> tuple[str | None, tuple[Package, ...], dict[str, tuple[Package, ...]]]:
-    """(version, what is needed always, extras) by the metadata of the installed package; nothing without one."""
-    version = _version(PROJECT)
-    if version is None:
-        return None, (), {}
-    extras = metadata.metadata(PROJECT).get_all("Provides-Extra") or []
-    return version, _packages(""), {extra: _packages(extra) for extra in extras}
 
 
 def _packages(extra: str) -> tuple[Package, ...]:
@@ -163,50 +185,4 @@ def _load_torch(packages: tuple[Package, ...]) -> tuple[ModuleType | None, str |
 def _folder(purpose: str, path: Path) -> Folder:
     path = path.absolute()
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
-    return Folder(
-        purpose=purpose,
-        path=path,
-        free_bytes=shutil.disk_usage(existing).free,
-        is_writable=existing.is_dir() and os.access(existing, os.W_OK | os.X_OK),
-    )
-
-
-def _package_problems(found: Installation) -> Iterator[Problem]:
-    if found.version is None:
-        text = f"{PROJECT} is on Python's path and not installed, so that what it needs is not known"
-        yield Problem(text, "run `pip install .` in its sources, or `make setup`", is_needed=True)
-    for package in found.packages:
-        if not package.fits:
-            here = f"{package.name} {package.installed} is here" if package.installed else f"{package.name} is missing"
-            text = f"{here} and {package.needed} is needed"
-            yield Problem(text, f"run `pip install '{package.needed}'`", is_needed=True)
-    if found.load_error is not None:
-        text = f"torch is installed and cannot be loaded: {found.load_error}"
-        yield Problem(text, "run `pip install --force-reinstall torch`", is_needed=True)
-
-
-def _asset_problems(found: Installation) -> Iterator[Problem]:
-    for asset in found.assets:
-        if asset.state == "whole" or (asset.state == "missing" and asset.group != "embedded"):
-            continue
-        here = f"is damaged: {asset.folder / str(asset.file)}" if asset.state == "damaged" else "was not fetched"
-        remedy = f"run `atlas fetch {asset.group}`"
-        yield Problem(f"{asset.name} {here}", remedy, is_needed=asset.group == "embedded")
-
-
-def _machine_problems(found: Installation) -> Iterator[Problem]:
-    free = found.free_memory_bytes
-    if free is not None and free < RUN_MEMORY_BYTES:
-        text = f"{free / 1e9:.1f} GB of memory are free and the quick preset takes {RUN_MEMORY_BYTES / 1e9:.1f} GB"
-        yield Problem(text, "end other programs, or take --preset smoke", is_needed=False)
-    remedies: Mapping[str, str] = {"runs": "name another --runs-dir", "cache": "set ATLAS_CACHE to a folder of yours"}
-    for folder in found.folders:
-        if not folder.is_writable:
-            text = f"the folder of the {folder.purpose}, {folder.path}, cannot be written to"
-        elif folder.free_bytes < RUN_DISK_BYTES:
-            text = f"the disk of the {folder.purpose}, {folder.path}, has {folder.free_bytes / 1e9:.1f} GB left"
-        else:
-            continue
-        # what is fetched and whole is only read
-        is_needed = folder.purpose == "runs" or any(problem.is_needed for problem in _asset_problems(found))
-        yield Problem(text, remedies[folder.purpose], is_needed=is_needed)
+    return Folder(purpose=purpose, path=path, free_bytes=shutil.disk_usage(existing).free)

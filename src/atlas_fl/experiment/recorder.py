@@ -15,12 +15,11 @@ import numpy as np
 import torch
 
 from atlas_fl.client.job import Update
-from atlas_fl.config import Config, differences, identity_settings
+from atlas_fl.config import Config, identity_settings
 from atlas_fl.data.clients import ClientData, majority
 from atlas_fl.errors import CheckpointError
-from atlas_fl.experiment.early_stopping import best_rounds
 from atlas_fl.experiment.state import FederationState, JoinResult, RoundRecord, distinct_tensors, plan_messages
-from atlas_fl.experiment.summary import MEASURED, STOPPED, peak_memory
+from atlas_fl.experiment.summary import MEASURED, STOPPED, best_rounds, peak_memory
 from atlas_fl.params import ByClient, ServerState, Split
 from atlas_fl.planning.plan import PlanResult
 from atlas_fl.runtime.reuse import REUSED_RESULTS
@@ -92,22 +91,6 @@ _CHANGED: Mapping[str, str] = {
     " had, or leave --secrets out where it had none",
 }
 """Line on what a run was begun with and does not have any more, by part of the provenance."""
-
-
-def check_same_settings(config: Config, recorded: Config, *, folder: Path) -> None:
-    """Check that these are the settings of the run in this folder.
-
-    Raises:
-        CheckpointError: they differ; the message names the first and says how many more.
-    """
-    changed = differences(recorded, config)
-    if changed:
-        name, (old, new) = next(iter(changed.items()))
-        raise CheckpointError(
-            f"run {folder} was begun with {name} = {old!r}, not {new!r}"
-            f"{f' (and {len(changed) - 1} more settings differ)' if len(changed) > 1 else ''};"
-            " a run goes on with its own config: leave the flags away, or choose another --name"
-        )
 
 
 def check_run_files(folder: RunFolder, saved: Checkpoint) -> None:
@@ -259,17 +242,7 @@ class Recorder:
         return {**self.file_digests, **{name: row_hash.hexdigest() for name, row_hash in self.row_hashes.items()}}
 
     def _metric_rows(self, record: RoundRecord) -> list[dict[str, Any]]:
-        events = [("refused", name, {"reason": reason}) for name, reason in record.received.refused.items()]
-        events += [("missing", name, {}) for name in record.missing]
-        events += [("clipped", name, {"reason": reason}) for name, reason in record.received.clipped.items()]
-        events += [("restored", name, {"reason": reason}) for name, reason in record.step.restored.items()]
-        events += [("unmoved", name, {"reason": reason}) for name, reason in record.unmoved.items()]
-        events += [("kept own model", name, {}) for name in record.outcome.kept_local]
-        for work, pairs in (("training", record.hosting.training), ("evaluation", record.hosting.evaluation)):
-            for name, match in pairs.items():
-                details = {"work": work, "host": match.host or "server", "reason": match.reason}
-                events.append(("hosted", name, details))
-        rows = [{"round": record.round, "client": name, "event": event, **more} for event, name, more in events]
+        rows = record.events()
         common = {"round": record.round}
         if record.diversity is not None:
             discarded = {"discarded": dict(record.step.discarded)}
@@ -313,8 +286,8 @@ class Recorder:
             "plan": self.plan_file,
             "loaded": loaded,
             "kept": list(record.outcome.kept_local),
-            "clipped": dict(received.clipped),
-            "restored": dict(step.restored),
+            "clipped": list(received.clipped),
+            "restored": list(step.restored),
         }
         if received.refused:
             content["without_edges"] = list(received.refused)
@@ -384,9 +357,8 @@ class Recorder:
         for later in plans[plans.index(self.folder.path / self.plan_file) + 1 :]:
             later.unlink()
             self.folder.sketches_of(later.name).unlink(missing_ok=True)
-        plan_files = [(plan, self.folder.sketches_of(plan.name)) for plan in self.folder.plans()]
-        files = [self.folder.mask, *(file for pair in plan_files for file in pair)]
-        self.file_digests |= {file.name: digests.file_sha256(file).hexdigest() for file in files if file.is_file()}
+        recorded = digests.digests_in_state(saved.state).sha256
+        self.file_digests |= {name: digest for name, digest in recorded.items() if name not in self.row_hashes}
         for phase, seconds in saved.state["seconds"].items():
             self.phase_seconds[phase] = self.phase_seconds.get(phase, 0.0) + seconds
         self.earlier_peak = dict(saved.state["peak"])

@@ -8,25 +8,25 @@ Engines train and evaluate the clients; the recorder writes the files.
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import isfinite
 from typing import Any
 
 import numpy as np
+import torch
 
 from atlas_fl.aggregation.distances import Diversity, diversity
 from atlas_fl.aggregation.matrices import Federation, share_warnings, without_edges
 from atlas_fl.aggregation.mixing import sync_shared
 from atlas_fl.aggregation.norm_bound import bound_updates
 from atlas_fl.aggregation.rules import Answers, RoundModels
-from atlas_fl.aggregation.update_checks import LARGEST, check_finite, check_update, unusable_models
+from atlas_fl.aggregation.update_checks import check_finite, check_update, unusable_models
 from atlas_fl.client.job import Job, Update, without_empty
-from atlas_fl.client.options import EvaluateOptions
+from atlas_fl.client.options import EvaluateOptions, TrainOptions
 from atlas_fl.config import Config
 from atlas_fl.config.methods import last_aggregation
 from atlas_fl.errors import ProtocolError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, RoundFinished
-from atlas_fl.experiment.choice import choose_models
-from atlas_fl.experiment.early_stopping import best_rounds, should_stop
 from atlas_fl.experiment.late_join import add_late_clients
 from atlas_fl.experiment.recorder import Recorder
 from atlas_fl.experiment.state import (
@@ -39,11 +39,11 @@ from atlas_fl.experiment.state import (
     mean_validation_score,
     sum_cut_traffic,
 )
-from atlas_fl.experiment.untrained import keep_untrained, unmoved_clients, unsent_names
+from atlas_fl.experiment.summary import best_rounds, should_stop
 from atlas_fl.methods.kriging import MeasuredSharing
 from atlas_fl.methods.method import Method, Part, RoundStart
-from atlas_fl.params import ByClient, Params, ServerState, Split, TreesByClient, flatten_state
-from atlas_fl.partial_sharing import expected_update, has_hidden_factors
+from atlas_fl.params import HEAD, PRIVATE, ByClient, Params, ServerState, Split, TreesByClient, flatten_state
+from atlas_fl.partial_sharing import expected_update, has_hidden_factors, is_fully_shared
 from atlas_fl.planning.host_assignment import attach_hosts, match_round_hosts
 from atlas_fl.planning.plan import PlanResult
 from atlas_fl.planning.planner import cuts_of, recluster, resize_adapters
@@ -54,12 +54,15 @@ from atlas_fl.setup.options import (
     is_reclustered,
     parts_of_config,
     predicts_as_sent,
+    sample_clients,
     strategy_of,
     train_options,
 )
-from atlas_fl.setup.participation import sample
 from atlas_fl.sparse.masked_sgd import restore_frozen
 from atlas_fl.split.channel import Cut
+from atlas_fl.storage.jsonl import to_json
+from atlas_fl.storage.ledger import Kind, LedgerRow
+from atlas_fl.storage.tensors import encoded_size
 
 
 def finish_round(
@@ -76,21 +79,17 @@ def finish_round(
 
     A run stops early only after an aggregation: between two aggregations the server holds older models.
     """
-    config, number = assembly.config, state.round + 1
-    training = config.training
-    is_last = number == training.rounds
-    outcome = _evaluate_and_select(config, engine, mixed, trained, number=number, cuts=cuts, final=is_last)
+    training, number = assembly.config.training, state.round + 1
+    select = partial(_evaluate_and_select, assembly.config, engine, mixed, trained, number=number, cuts=cuts)
+    outcome = select(final=number == training.rounds)
     score = mean_validation_score(outcome.scores)
-    if is_last or not aggregated or score is None:
+    if outcome.final or not aggregated or score is None:
         return outcome
     history = {**state.history, number: score}
     if not should_stop(history, patience=training.patience, min_delta=training.min_delta):
         return outcome
-    if _selects_best(config) or any(client.task.writes for client in assembly.clients):
-        earlier = outcome.evaluations
-        outcome = _evaluate_and_select(config, engine, mixed, trained, number=number, cuts=cuts, final=True)
-        outcome = replace(outcome, evaluations=(*earlier, *outcome.evaluations))
-    return replace(outcome, final=True, stopped=True)
+    last = select(final=True)
+    return replace(last, evaluations=(*outcome.evaluations, *last.evaluations), stopped=True)
 
 
 def _evaluate_and_select(
@@ -232,12 +231,7 @@ def run_rounds(
         on_event(_finished_event(record, assembly, seconds=time.perf_counter() - start_time, rows=rows))
         if record.outcome.stopped:
             (best,) = best_rounds(state.history, 1)
-            on_event(
-                Note(
-                    f"stopped early after round {number} of {assembly.config.training.rounds}: validation"
-                    f" {state.history[best]:.3f} in round {best} was the best"
-                )
-            )
+            on_event(Note(f"stopped early after round {number}: validation was best in round {best}"))
             break
     return assembly, planned, state
 
@@ -250,7 +244,7 @@ def round_participants(config: Config, names: Sequence[str], *, round: int) -> t
     if round > last_aggregation(config):
         return tuple(names)
     first = round - (round - 1) % config.mixing.aggregate_every
-    return sample(names, participation=config.training.participation, seed=config.run.seed, round=first)
+    return sample_clients(names, participation=config.training.participation, seed=config.run.seed, round=first)
 
 
 def round_start(assembly: Assembly, state: FederationState) -> RoundStart:
@@ -347,9 +341,6 @@ def one_round(
         hosting=match_round_hosts(assembly, planned.plan.clients, training=updates, evaluation=outcome.evaluations),
         client_side_names={name: client_side(assembly, cut, state.client_models[name]) for name, cut in cuts.items()},
         mask=planned.mask,
-        unmoved=unmoved_clients(
-            state.client_models, received.updates, jobs[0].options, has_mask=planned.mask is not None
-        ),
         sent=_sent_beside_models(jobs),
         unsent=unsent_names(config, jobs[0], state.client_models, step.client_models, cuts=cuts),
     )
@@ -516,7 +507,7 @@ def _restore_unusable(step: ServerStep, state: FederationState, assembly: Assemb
         server_state=step.server_state if is_finite and not has_frozen else state.server_state,
         server_models={**step.server_models, **restored},
         client_models={**step.client_models, **restored},
-        restored=dict.fromkeys(restored, f"the mixed model holds values that are NaN, infinite or beyond {LARGEST:g}"),
+        restored=tuple(restored),
     )
 
 
@@ -534,3 +525,114 @@ def _finished_event(
         bytes=sum(row.bytes for row in record.messages(assembly.config.mixing.share)),
         rows=rows,
     )
+
+
+def choose_models(
+    assembly: Assembly, engine: Engine, state: FederationState, start: RoundStart
+) -> tuple[FederationState, list[LedgerRow] | None]:
+    """(the state with which the round begins, the messages of the choice); None where nothing was to choose.
+
+    Clients take other models than their own by their losses, where a method lets them: the candidates that a client
+    does not hold go down to it, and its losses come back (`methods.method.Method.choose`).
+    """
+
+    def losses(candidates: Mapping[int, ByClient]) -> dict[str, dict[int, float]]:
+        return _candidate_losses(
+            engine, candidates, round=start.round, prior_correction=assembly.config.training.prior_correction
+        )
+
+    choice = strategy_of(assembly.config).choose(start, losses)
+    if choice is None:
+        return state, None
+    state = replace(
+        state,
+        client_models={**state.client_models, **choice.client_models},
+        server_models={**state.server_models, **choice.client_models},
+        server_state=choice.server_state,
+    )
+    return state, _choice_messages(choice.sent, choice.losses, round=start.round)
+
+
+def _candidate_losses(
+    engine: Engine, candidates: Mapping[int, ByClient], *, round: int, prior_correction: bool
+) -> dict[str, dict[int, float]]:
+    """The finite losses of the candidates on the training examples of each client that answered for all."""
+    options = EvaluateOptions(split="train", prior_correction=prior_correction)
+    losses: dict[str, dict[int, float]] = {}
+    for label, models in candidates.items():
+        jobs = [Job(client=name, params=params, round=round, options=options) for name, params in models.items()]
+        for update in engine.run("evaluate", jobs):
+            losses.setdefault(update.client, {})[label] = update.metrics["loss"]
+    return {
+        name: {label: loss for label, loss in by_label.items() if isfinite(loss)}
+        for name, by_label in losses.items()
+        if by_label.keys() == candidates.keys()
+    }
+
+
+def _choice_messages(
+    sent: Mapping[str, Sequence[Params]], losses: Mapping[str, Mapping[int, float]], *, round: int
+) -> list[LedgerRow]:
+    """The candidates down, and each client's losses up."""
+    rows = []
+    for name, models in sent.items():
+        kinds: tuple[tuple[bool, Kind], ...] = ((False, "adapter"), (True, "head"))
+        for is_head, kind in kinds:
+            size = sum(
+                encoded_size({key: tensor for key, tensor in params.items() if key.startswith(HEAD) == is_head})
+                for params in models
+            )
+            rows.append(LedgerRow(round=round, client=name, direction="down", kind=kind, bytes=size))
+        told = len(to_json({str(label): loss for label, loss in losses[name].items()}).encode())
+        rows.append(LedgerRow(round=round, client=name, direction="up", kind="control", bytes=told))
+    return [row for row in rows if row.bytes]
+
+
+def keep_untrained(
+    config: Config, options: TrainOptions, before: ByClient, mixed: ByClient, *, round: int
+) -> dict[str, Params]:
+    """The mixed models, in which what did not train in this round and was equal at all clients is what it was.
+
+    The average of equal values may differ from them in the last bit, and would have to be sent. Only under FedAvg in
+    the space of factors; a server optimizer, for one, goes on moving what does not train.
+    """
+    if not strategy_of(config).is_average or config.mixing.space != "factors" or config.mixing.personal_models:
+        return dict(mixed)
+    names = {
+        key
+        for key in _untrained_keys(options, before, round=round)
+        if _are_equal([params[key] for params in before.values() if key in params])
+    }
+    return {
+        client: {key: before[client][key] if key in names else tensor for key, tensor in params.items()}
+        if names & params.keys() and params is not before[client]
+        else params
+        for client, params in mixed.items()
+    }
+
+
+def unsent_names(
+    config: Config, job: Job, before: ByClient, after: ByClient, *, cuts: Mapping[str, Cut]
+) -> frozenset[str]:
+    """The names of what neither trained in the round of this job nor changed at any client: it is not sent.
+
+    Empty where clients keep parts or models to themselves or have cuts, whose messages are made of other parts, and
+    where several rounds are sent at once.
+    """
+    mixing = config.mixing
+    if cuts or mixing.personal_models or mixing.aggregate_every > 1 or not is_fully_shared(mixing.share):
+        return frozenset()
+    return frozenset(
+        key
+        for key in _untrained_keys(job.options, before, round=job.round)
+        if all(_are_equal([params[key], after[client][key]]) for client, params in before.items() if key in params)
+    )
+
+
+def _untrained_keys(options: TrainOptions, models: ByClient, *, round: int) -> set[str]:
+    keys = {key for params in models.values() for key in params if key != PRIVATE}
+    return {key for key in keys if not options.trains(key, round=round)}
+
+
+def _are_equal(tensors: Sequence[torch.Tensor]) -> bool:
+    return all(tensor is tensors[0] or torch.equal(tensors[0], tensor) for tensor in tensors)

@@ -26,12 +26,12 @@ from atlas_fl.experiment.recorder import (
     Recorder,
     check_provenance,
     check_run_files,
-    check_same_settings,
     provenance_of,
 )
 from atlas_fl.experiment.rounds import run_rounds
 from atlas_fl.experiment.state import FederationState
-from atlas_fl.experiment.summary import attack_note, summarise, versions
+from atlas_fl.experiment.summary import attack_note, summarise
+from atlas_fl.experiment.sweep import check_same_settings
 from atlas_fl.models.identity import model_identity
 from atlas_fl.planning.plan import PlanResult, read_plan
 from atlas_fl.planning.planner import plan_run
@@ -98,7 +98,7 @@ def run_config(
                     f"run {folder.path} exists already; go on with `atlas resume {folder.path}` or --resume"
                     " (resume=True in Python), or choose another --name or --seed"
                 )
-            check_same_settings(config, load_config(folder.config, within=folder.path), folder=folder.path)
+            check_same_settings(config, folder)
             return _continue_run(config, folder, on_event, backend)
         write_atomic(folder.config, to_toml(config).encode())
         try:
@@ -257,7 +257,7 @@ def _restore_checkpoint(
 
 def _summarise_run(assembly: Assembly, recorder: Recorder) -> dict[str, Any]:
     config, folder = assembly.config, recorder.folder
-    summary = summarise(
+    return summarise(
         run={
             "name": folder.path.name,
             "preset": config.run.preset,
@@ -270,13 +270,12 @@ def _summarise_run(assembly: Assembly, recorder: Recorder) -> dict[str, Any]:
         ledger=read_rows(folder.ledger),
         plan=read_json(folder.path / recorder.plan_file),
         phase_seconds=recorder.phase_seconds,
-        memory=recorder.peak_memory(),
-        versions=versions(),
-        full_model_bytes=encoded_size(assembly.site.backbone.frozen),
         round_seconds=recorder.round_seconds,
+        reused_seconds=recorder.reused_seconds,
+        memory=recorder.peak_memory(),
+        full_model_bytes=encoded_size(assembly.site.backbone.frozen),
         attackers=configured_attackers(config, assembly.names),
     )
-    return {**summary, "seconds": {**summary["seconds"], "reused": recorder.reused_seconds}}
 
 
 def _run_result(folder: RunFolder, summary: dict[str, Any]) -> RunResult:

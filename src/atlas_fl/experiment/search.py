@@ -3,27 +3,23 @@
 Trials are ordinary runs, and nothing else is kept: a proposal is a function of the seed, the number of the trial and
 the trials before it, so the same search proposes the same trials again, passes by finished runs and resumes the one
 that was interrupted. Sampler: tree-structured Parzen estimators, Bergstra, Bardenet, Bengio, Kegl, "Algorithms for
-Hyper-Parameter Optimization" (NeurIPS 2011). Median pruning: Golovin et al., "Google Vizier" (KDD 2017).
+Hyper-Parameter Optimization" (NeurIPS 2011).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from hashlib import sha256
 from itertools import islice, product
 from pathlib import Path
-from statistics import fmean
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from atlas_fl.config import Config, identity_settings, pin_mask_file, run_folder, to_toml, validate, with_values
+from atlas_fl.config import Config, identity_settings, pin_mask_file, to_toml, validate, with_values
 from atlas_fl.config.settings import Setting, find_setting, parse_setting
 from atlas_fl.config.values import Mark, parse_integer, unwrap_optional
 from atlas_fl.errors import ConfigError
-from atlas_fl.events import Event, OnEvent, RoundFinished, ignore
-from atlas_fl.experiment.early_stopping import best_rounds
-from atlas_fl.experiment.parallel_runs import run_all
-from atlas_fl.experiment.summary import histories, mean_series
-from atlas_fl.experiment.sweep import OnRun, Point, RunState, grid, parse_over
+from atlas_fl.events import OnEvent, ignore
+from atlas_fl.experiment.summary import best_rounds, histories, mean_series
+from atlas_fl.experiment.sweep import OnRun, Point, RunState, grid, parse_over, run_all
 from atlas_fl.rng import derive_seed
 from atlas_fl.storage.extras import install_command
 from atlas_fl.storage.folder_access import write_atomic
@@ -77,33 +73,22 @@ def _parse_choices(setting: Setting, parts: tuple[str, ...]) -> "BaseDistributio
     spans = [part for part in parts if kind in (int, float) and ".." in part]
     if not spans:
         return distributions.CategoricalDistribution(parts)
-    text = f"--over {setting.name}={','.join(parts)}"
-    if len(parts) > 1:
-        raise ConfigError(f"{text} has a range beside other values; give one range, or values with commas between")
-    span, colon, scale = spans[0].partition(":")
-    low, high = (_parse_number(setting, end, kind=kind) for end in span.split("..", 1))
-    if colon and scale != LOG:
-        raise ConfigError(f"{text} ends in :{scale}; allowed: :log, or nothing; write {setting.name}=LOW..HIGH:log")
-    if not low < high:
-        raise ConfigError(f"{text} does not rise; allowed: the low end first; write {setting.name}=LOW..HIGH")
-    if scale and low <= 0:
-        raise ConfigError(f"{text} begins at {low:g}; allowed on a log scale: above 0; raise the low end")
-    if kind is int:
-        return distributions.IntDistribution(low, high, log=bool(scale))
-    return distributions.FloatDistribution(low, high, log=bool(scale))
-
-
-def _parse_number(setting: Setting, text: str, *, kind: type) -> Any:
-    value = parse_integer(text) if Mark.WORD_OR_NUMBER in setting.marks else parse_setting(setting, text)
-    if value is None:
+    span, _, scale = spans[0].partition(":")
+    low, high = (_parse_end(setting, end) for end in span.split("..", 1))
+    is_log = scale == LOG
+    rises = None not in (low, high) and low < high and (low > 0 or not is_log)
+    if len(parts) > 1 or scale not in ("", LOG) or not rises:
         raise ConfigError(
-            f"--over {setting.name} has {text!r} as an end of its range; allowed: a{' whole' if kind is int else ''}"
-            f" number; write {setting.name}=LOW..HIGH"
+            f"--over {setting.name}={','.join(parts)} is no range; allowed: one range of numbers that rises, above 0 on"
+            f" a log scale; write {setting.name}=LOW..HIGH, or {setting.name}=LOW..HIGH:log"
         )
-    return value
+    if kind is int:
+        return distributions.IntDistribution(low, high, log=is_log)
+    return distributions.FloatDistribution(low, high, log=is_log)
 
 
-Pruner: TypeAlias = Literal["none", "median"]
+def _parse_end(setting: Setting, text: str) -> Any:
+    return parse_integer(text) if Mark.WORD_OR_NUMBER in setting.marks else parse_setting(setting, text)
 
 
 def _optuna() -> Any:
@@ -127,8 +112,6 @@ class Trial:
     """The name of its run."""
     scores: Mapping[int, float]
     """The mean validation score of every evaluated round."""
-    pruned: bool
-    """True for one that was pruned before its last round."""
 
     @property
     def changes(self) -> dict[str, str]:
@@ -156,12 +139,8 @@ class SearchResult:
 
     @property
     def best(self) -> Trial:
-        """The trial with the highest score that was not pruned, the first of equals."""
-        return max((trial for trial in self.trials if not trial.pruned), key=lambda trial: trial.score)
-
-
-class _TrialPruned(Exception):  # noqa: N818
-    """A trial is pruned; its run stays as it is after the round."""
+        """The trial with the highest score, the first of equals."""
+        return max(self.trials, key=lambda trial: trial.score)
 
 
 def run_search(
@@ -169,7 +148,6 @@ def run_search(
     *,
     space: "SearchSpace",
     trials: int,
-    pruner: Pruner = "none",
     on_trial: OnRun = lambda *_: None,
     on_event: OnEvent = ignore,
 ) -> SearchResult:
@@ -187,75 +165,39 @@ def run_search(
     base = pin_mask_file(base)
     finished: list[Trial] = []
     points: list[Point] = []
+
+    def announce(_: int, point: Point, state: RunState) -> None:
+        on_trial(len(finished), point, state)
+
     for number in range(trials):
-        draft = _next_trial(finished, space, seed=base.run.seed, pruner=pruner)
-        over = {name: (format_value(value),) for name, value in draft.params.items()}
+        params = _propose_trial(finished, space, seed=base.run.seed)
+        over = {name: (format_value(value),) for name, value in params.items()}
         points += grid(base, over=over, seeds=(base.run.seed,))
-        on_state = partial(on_trial, number, points[number])
-        run, pruned = _run_trial(points[number], draft, on_state=on_state, on_event=on_event)
-        scores = _validation_scores(run)
-        finished.append(Trial(number=number, params=draft.params, run=run.name, scores=scores, pruned=pruned))
-    result = SearchResult(settings=_settings_file(base, space, pruner), trials=tuple(finished))
+        (run,) = run_all(points[-1:], on_run=announce, on_event=on_event)
+        scores = mean_series(list(histories(read_rows(RunFolder(run).metrics)).values()), "validation")
+        finished.append(Trial(number=number, params=params, run=run.name, scores=scores))
+    result = SearchResult(settings=_settings_file(base, space), trials=tuple(finished))
     best = points[result.best.number].config
     named = replace(best, run=replace(best.run, name=f"{result.settings.stem}-best"))
     write_atomic(result.settings, to_toml(named).encode())
     return result
 
 
-def _settings_file(base: Config, space: "SearchSpace", pruner: Pruner) -> Path:
+def _settings_file(base: Config, space: "SearchSpace") -> Path:
     """The file of a search: its name has a digest of all that is searched, so that no two searches share one."""
     searched = {**identity_settings(base), "over": {name: str(choices) for name, choices in space.items()}}
-    digest = sha256(to_json({**searched, "pruner": pruner}).encode()).hexdigest()[:8]
+    digest = sha256(to_json(searched).encode()).hexdigest()[:8]
     return Path(base.run.runs_dir) / f"{base.run.name or f'search-{base.run.preset}'}-{digest}.toml"
 
 
-def _next_trial(finished: Sequence[Trial], space: "SearchSpace", *, seed: int, pruner: Pruner) -> Any:
-    """Propose the next trial, of a study in memory with all finished trials."""
+def _propose_trial(finished: Sequence[Trial], space: "SearchSpace", *, seed: int) -> dict[str, Any]:
+    """The values of the next trial, of a study in memory with all finished trials."""
     optuna = _optuna()
-    states = optuna.trial.TrialState
-    study = optuna.create_study(
-        direction="maximize",
-        sampler=optuna.samplers.TPESampler(seed=derive_seed(seed, "search", len(finished)) % 2**32),
-        pruner=optuna.pruners.MedianPruner() if pruner == "median" else optuna.pruners.NopPruner(),
-    )
+    sampler = optuna.samplers.TPESampler(seed=derive_seed(seed, "search", len(finished)) % 2**32)
+    study = optuna.create_study(direction="maximize", sampler=sampler)
     for trial in finished:
         study.add_trial(
-            optuna.trial.create_trial(
-                state=states.PRUNED if trial.pruned else states.COMPLETE,
-                params=dict(trial.params),
-                distributions=dict(space),
-                value=None if trial.pruned else trial.score,
-                intermediate_values=dict(trial.scores),
-            )
+            optuna.trial.create_trial(params=dict(trial.params), distributions=dict(space), value=trial.score)
         )
-    return study.ask(dict(space))
-
-
-def _run_trial(
-    point: Point, draft: Any, *, on_state: Callable[[RunState], None], on_event: OnEvent
-) -> tuple[Path, bool]:
-    """(the folder of the trial's run, true where it was pruned)."""
-    folder = run_folder(point.config).path
-
-    def watch(event: Event) -> None:
-        on_event(event)
-        if isinstance(event, RoundFinished) and event.scores:
-            _report_scores(draft, {event.round: fmean(event.scores.values())})
-
-    try:
-        _report_scores(draft, {} if (folder / "summary.json").exists() else _validation_scores(folder))
-        run_all([point], on_run=lambda _, __, state: on_state(state), on_event=watch)
-    except _TrialPruned:
-        return folder, True
-    return folder, False
-
-
-def _report_scores(draft: Any, scores: Mapping[int, float]) -> None:
-    for round, score in scores.items():
-        draft.report(score, round)
-        if draft.should_prune():
-            raise _TrialPruned
-
-
-def _validation_scores(run: Path) -> dict[int, float]:
-    return mean_series(list(histories(read_rows(RunFolder(run).metrics)).values()), "validation")
+    params: dict[str, Any] = study.ask(dict(space)).params
+    return params

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from atlas_fl.aggregation.distances import Diversity
+from atlas_fl.aggregation.update_checks import LARGEST
 from atlas_fl.client.importance import IMPORTANCE
 from atlas_fl.client.job import Update
 from atlas_fl.clustering.labels import UNDECIDED
@@ -41,7 +42,7 @@ from atlas_fl.sparse.codec import values_size
 from atlas_fl.sparse.masks import Mask, num_kept
 from atlas_fl.split.channel import CutTraffic
 from atlas_fl.storage.checkpoint import Checkpoint
-from atlas_fl.storage.jsonl import to_json
+from atlas_fl.storage.jsonl import drop_undefined, to_json
 from atlas_fl.storage.ledger import Direction, Kind, LedgerRow
 from atlas_fl.storage.tensors import encoded_size
 
@@ -65,6 +66,14 @@ LEDGER_KINDS: Mapping[str, Kind] = {
 """By kind of the tensors beside a model that are sent, their kind in the ledger; `report` of others."""
 MODELS = frozenset({"anchor", "companion"})
 """The kinds of what is sent beside a model that are models of the ledger already."""
+UNUSABLE = f"the mixed model holds values that are NaN, infinite or beyond {LARGEST:g}"
+"""The reason why a client keeps its initial model."""
+EVENT_WORDS: Mapping[str, str] = {
+    "refused": "the update of {} was refused",
+    "clipped": "the update of {} was scaled down",
+    "restored": "{} keeps the model that it began with",
+}
+"""Events that are notes too, by name."""
 NEXT_ROUND = frozenset({"momentum", "gate", "control"})
 """The kinds of an update's tensors that the client's next round begins with."""
 
@@ -102,8 +111,8 @@ class ServerStep:
     """By client, the share of its mixed update's squared norm that its ranks could not hold."""
     anchors: ByClient = field(default_factory=dict)
     """Anchors of clients that keep models of their own, after an aggregation."""
-    restored: Mapping[str, str] = field(default_factory=dict)
-    """By client whose mixed model was unusable, the reason why it keeps its initial one."""
+    restored: tuple[str, ...] = ()
+    """Clients that keep their initial model because the mixed one was unusable."""
     sharing: tuple[MeasuredSharing, ...] = ()
     """Share of its own that each client keeps, in a round that measured it (`methods.kriging`)."""
     rows: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -156,8 +165,6 @@ class RoundRecord:
     """By client with a cut, the names of its client-side tensors; the others never leave the server."""
     mask: Mask | None = None
     """The mask of trainable weights; every client has it, so that only their values are sent."""
-    unmoved: Mapping[str, str] = field(default_factory=dict)
-    """By client none of whose parameters moved beyond rounding, the likely reasons."""
     sent: TreesByClient = field(default_factory=dict)
     """The tensors that went to clients beside their models, by kind and client."""
     unsent: frozenset[str] = frozenset()
@@ -174,14 +181,33 @@ class RoundRecord:
         """Return whether the server state changed in the round."""
         return self.step.server_state is not self.before.server_state
 
+    def events(self) -> list[dict[str, Any]]:
+        """Rows of `metrics.jsonl` on single clients, such as those whose update was refused."""
+        reasons: Mapping[str, Mapping[str, str | None]] = {
+            "refused": self.received.refused,
+            "missing": dict.fromkeys(self.missing),
+            "clipped": self.received.clipped,
+            "restored": dict.fromkeys(self.step.restored, UNUSABLE),
+            "kept own model": dict.fromkeys(self.outcome.kept_local),
+        }
+        rows: list[dict[str, Any]] = [
+            {"round": self.round, "client": client, "event": event, "reason": reason}
+            for event, by_client in reasons.items()
+            for client, reason in by_client.items()
+        ]
+        for work, pairs in (("training", self.hosting.training), ("evaluation", self.hosting.evaluation)):
+            for client, match in pairs.items():
+                row = {"round": self.round, "client": client, "event": "hosted", "work": work}
+                rows.append(row | {"host": match.host or "server", "reason": match.reason})
+        return [drop_undefined(row) for row in rows]
+
     def notes(self) -> list[str]:
-        """Notes on refused, scaled, unusable and unmoved models, and on those that give no numbers."""
-        lines = [f"the update of {name} was refused: {reason}" for name, reason in self.received.refused.items()]
-        lines += [f"the update of {name} was scaled down: {reason}" for name, reason in self.received.clipped.items()]
-        for names, reason in _by_reason(self.step.restored):
-            lines.append(f"{names} keep the models that they began with: {reason}")
-        for names, reason in _by_reason(self.unmoved):
-            lines.append(f"no parameter of {names} moved beyond rounding: {reason}")
+        """Notes on refused, scaled and unusable models, on those that give no numbers, and on measurements."""
+        lines = [
+            f"{EVENT_WORDS[row['event']].format(row['client'])}: {row['reason']}"
+            for row in self.events()
+            if row["event"] in EVENT_WORDS
+        ]
         for split, scores in self.outcome.scores.items():
             if names := ", ".join(name for name, score in scores.items() if not isfinite(score.metrics["loss"])):
                 lines.append(
@@ -305,12 +331,6 @@ class RoundRecord:
         return values_size(num_values) if num_values else 0
 
 
-def _by_reason(reasons: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """(names of the clients, their reason) for every different reason."""
-    for reason in dict.fromkeys(reasons.values()):
-        yield ", ".join(name for name, client_reason in reasons.items() if client_reason == reason), reason
-
-
 def mean_validation_score(scores: Mapping[Split, Mapping[str, Update]]) -> float | None:
     """The mean primary validation score over the clients that have one; None without any."""
     values = [score.metrics["primary"] for score in scores.get("validation", {}).values()]
@@ -371,11 +391,8 @@ class FederationState:
             server_state=self.server_state,
             by_client=self.by_client,
         )
-        for part in parts_of_config(config):
-            models = part.predict(start)
-            if models:
-                return models
-        return self.client_models
+        predictions = (part.predict(start) for part in parts_of_config(config))
+        return next((models for models in predictions if models), self.client_models)
 
     def after(self, record: RoundRecord) -> "FederationState":
         """The state after this round."""

@@ -20,8 +20,6 @@ how difficult the tasks are. The utilisation of a client's device:
     memory     predicted bytes of training over the device's memory
     busy       sum over the rounds that it trained in of its predicted seconds, over the sum over all rounds of the
                predicted seconds of the slowest client that trained: 1 for a client that everyone always waits for
-    measured   seconds that training it took on this machine over the seconds of all rounds, evaluation and mixing
-               included; over all clients they add up to the share of training
 
 Predicted seconds are those of the plan: download, training and upload on the client's own device.
 """
@@ -33,13 +31,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import chain
 from statistics import fmean, pstdev
 from typing import Any
 
 import numpy as np
 import torch
 
-from atlas_fl.experiment.early_stopping import best_rounds
 from atlas_fl.storage.ledger import LedgerRow, Totals, totals
 
 GENERATION_METRICS = ("perplexity", "rouge1", "rouge2", "rougeL")
@@ -114,6 +112,44 @@ def histories(rows: Iterable[Row]) -> dict[str, History]:
     return {client: History(client=client, task=tasks[client], splits=by_split) for client, by_split in splits.items()}
 
 
+def best_rounds(scores: Mapping[int, float], count: int) -> tuple[int, ...]:
+    """The rounds with the highest scores, at most `count`, the best first and the earlier of equals first.
+
+    >>> best_rounds({1: 0.5, 2: 0.75, 3: 0.75, 4: 0.25}, 2)
+    (2, 3)
+    """
+    return tuple(sorted(scores, key=lambda round: (-scores[round], round))[:count])
+
+
+def last_improvement(scores: Mapping[int, float], *, min_delta: float = 0.0) -> int:
+    """The last round whose score exceeds that of the last better one before it by more than `min_delta`.
+
+    The first round that was evaluated counts as better than nothing; without scores it is round 0. Small steps add up:
+
+    >>> last_improvement({1: 0.5, 2: 0.5625, 3: 0.625, 4: 0.625}, min_delta=0.1)
+    3
+    """
+    last, best = 0, float("-inf")
+    for round in sorted(scores):
+        if scores[round] - best > min_delta:
+            last, best = round, scores[round]
+    return last
+
+
+def should_stop(scores: Mapping[int, float], *, patience: int, min_delta: float = 0.0) -> bool:
+    """True if the newest score is `patience` rounds or more behind the last better one; never with a patience of 0.
+
+    Patience is that of Goodfellow, Bengio, Courville, Deep Learning (2016), algorithm 7.1, counted in rounds and not in
+    evaluations, so that a coarser `--eval-every` does not stretch it.
+
+    >>> [should_stop({1: 0.5, 2: 0.25, 3: 0.5}, patience=rounds) for rounds in (0, 1, 2, 3)]
+    [False, True, True, False]
+    """
+    if not patience or not scores:
+        return False
+    return max(scores) - last_improvement(scores, min_delta=min_delta) >= patience
+
+
 def best_round(history: History) -> int | None:
     """The round with the highest validation score, the earliest of equals; None without validation rows.
 
@@ -122,7 +158,7 @@ def best_round(history: History) -> int | None:
     scores = history.series("validation")
     test_scores = history.series("test")
     candidates = {round: score for round, score in scores.items() if round in test_scores} if test_scores else scores
-    return max(candidates, key=lambda round: (candidates[round], -round), default=None)
+    return next(iter(best_rounds(candidates, 1)), None)
 
 
 def rounds_to(scores: Mapping[int, float], share: float) -> int | None:
@@ -200,47 +236,29 @@ def _extremes(tested: Mapping[str, Row]) -> dict[str, Any]:
     if not primary:
         return {}
     worst = min(primary, key=lambda client: primary[client])
-    values = list(primary.values())
-    result: dict[str, Any] = {"worst_client": {"client": worst} | dict(tested[worst])}
-    result["spread"] = {"std": pstdev(values), "range": max(values) - min(values)}
-    gains = {client: entry["gain_over_majority"] for client, entry in tested.items() if "gain_over_majority" in entry}
-    if gains:
-        least = min(gains, key=lambda client: gains[client])
-        result["worst_gain"] = {"client": least, "gain_over_majority": gains[least]}
-    return result
+    values = primary.values()
+    return {
+        "worst_client": {"client": worst} | dict(tested[worst]),
+        "spread": {"std": pstdev(values), "range": max(values) - min(values)},
+    }
 
 
 def _rounds_to_targets(scores: Mapping[int, float]) -> dict[str, int]:
     return {name: round for name, share in TARGETS.items() if (round := rounds_to(scores, share)) is not None}
 
 
-Counts = np.ndarray[Any, np.dtype[np.int64]]
-
-
-def class_counts(history: History) -> tuple[Counts, Counts] | None:
-    """(hits, examples) by class of a client's last test scores, (classes,) each; None where they were not counted."""
-    rows = history.splits.get("test", {})
-    counts = rows[max(rows)].get("classes") if rows else None
-    return None if counts is None else (np.array(counts["hits"]), np.array(counts["examples"]))
-
-
-def class_names(plan: Mapping[str, Any], task: str) -> list[str]:
-    """The task's classes in order, as the plan names them; none where it does not."""
-    rows = [row for row in plan.get("data") or () if row["task"] == task]
-    return list(rows[0].get("labels", ())) if rows else []
-
-
 def class_scores(members: Sequence[History], *, plan: Mapping[str, Any]) -> dict[str, Any]:
     """`classes`: by class, the test examples of these clients and the share of them that was recognised.
 
-    Every image counts once, each scored by the model of its own client. A class without examples has no accuracy, and
-    the result is empty where the clients' rows have no counts.
+    Every image counts once in its client's last test, each scored by the model of its own client. A class without
+    examples has no accuracy, and the result is empty where the clients' rows have no counts.
     """
-    counts = [client_counts for member in members if (client_counts := class_counts(member)) is not None]
+    rows = [history.splits["test"] for history in members if history.splits.get("test")]
+    counts = [tested[max(tested)]["classes"] for tested in rows if "classes" in tested[max(tested)]]
     if not counts:
         return {}
-    hits, examples = (np.sum([client_counts[index] for client_counts in counts], axis=0) for index in (0, 1))
-    names = class_names(plan, members[0].task) or [str(index) for index in range(len(hits))]
+    hits, examples = (np.sum([count[name] for count in counts], axis=0) for name in ("hits", "examples"))
+    (names, *_) = (list(row["labels"]) for row in plan["data"] if row["task"] == members[0].task)
     return {
         "classes": {
             name: {"examples": int(total)} | ({"accuracy": float(right / total)} if total else {})
@@ -249,31 +267,22 @@ def class_scores(members: Sequence[History], *, plan: Mapping[str, Any]) -> dict
     }
 
 
-def utilisation(
-    plan: Mapping[str, Any], metrics: Iterable[Row], round_seconds: Mapping[int, float]
-) -> dict[str, dict[str, float]]:
-    """Utilisation of each client's device, each share from 0 to 1."""
-    planned = {entry["name"]: entry for entry in plan.get("clients", ())}
-    trained = [row for row in metrics if row.get("split") == "train" and row["round"] > 0]
+def utilisation(planned: Mapping[str, Row], metrics: Iterable[Row]) -> dict[str, dict[str, float]]:
+    """Utilisation of each planned client's device, each share from 0 to 1."""
     rounds: dict[int, list[str]] = {}
-    for row in trained:
-        rounds.setdefault(row["round"], []).append(row["client"])
-    seconds = {name: (entry.get("predicted") or {}).get("seconds") for name, entry in planned.items()}
-    slowest = sum(max(seconds.get(name) or 0.0 for name in names) for names in rounds.values())
-    result: dict[str, dict[str, float]] = {}
-    for name, entry in planned.items():
-        client_rows, shares = [row for row in trained if row["client"] == name], _memory_share(entry)
-        if (predicted := seconds[name]) is not None and slowest > 0:
-            shares["busy"] = predicted * len(client_rows) / slowest
-        if round_seconds:
-            shares["measured"] = sum(row.get("seconds", 0.0) for row in client_rows) / sum(round_seconds.values())
-        result[name] = shares
-    return result
-
-
-def _memory_share(entry: Row) -> dict[str, float]:
-    used, total = (entry.get("predicted") or {}).get("memory_bytes"), (entry.get("memory") or {}).get("total")
-    return {"memory": used / total} if used is not None and total else {}
+    for row in metrics:
+        if row.get("split") == "train" and row["client"] in planned:
+            rounds.setdefault(row["round"], []).append(row["client"])
+    seconds = {name: entry["predicted"]["seconds"] for name, entry in planned.items()}
+    slowest = sum(max(seconds[name] for name in names) for names in rounds.values())
+    trained = Counter(chain.from_iterable(rounds.values()))
+    return {
+        name: {
+            "memory": entry["predicted"]["memory_bytes"] / entry["memory"]["total"],
+            "busy": seconds[name] * trained[name] / slowest if slowest else 0.0,
+        }
+        for name, entry in planned.items()
+    }
 
 
 def summarise(
@@ -283,10 +292,10 @@ def summarise(
     ledger: Sequence[Row],
     plan: Mapping[str, Any],
     phase_seconds: Mapping[str, float],
+    round_seconds: Mapping[int, float],
+    reused_seconds: float,
     memory: Mapping[str, int],
-    versions: Mapping[str, str],
-    full_model_bytes: int | None = None,
-    round_seconds: Mapping[int, float] | None = None,
+    full_model_bytes: int,
     attackers: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The content of `summary.json`.
@@ -295,43 +304,60 @@ def summarise(
         run: name, preset, strategy, model, seed and config_hash; copied as it is.
         metrics: the rows of `metrics.jsonl`.
         ledger: the rows of `ledger.jsonl`.
-        plan: the content of `plan.json`; every part of it may be absent.
+        plan: the content of `plan.json`.
         phase_seconds: wall-clock seconds by phase, summed over the sessions of the run.
-        memory: peak bytes by kind, as `peak_memory` gives them.
-        versions: as `versions` gives them.
-        full_model_bytes: encoded bytes of the whole model, to compare with sending it in every round.
         round_seconds: wall-clock seconds by round.
+        reused_seconds: seconds that reused results of earlier runs of the process had taken.
+        memory: peak bytes by kind, as `peak_memory` gives them.
+        full_model_bytes: encoded bytes of the whole model, to compare with sending it in every round.
         attackers: clients that attack in this simulation.
     """
     by_client = histories(metrics)
     traffic = totals(LedgerRow(**row) for row in ledger)
-    rounds = [int(row["round"]) for row in metrics]
+    planned = {entry["name"]: entry for entry in plan["clients"]}
+    used = utilisation(planned, metrics)
     # before the first evaluation only those have rows that have trained
-    sizes = Counter(entry["task"] for entry in plan.get("clients", ()) if "task" in entry)
-    return {
-        "run": dict(run) | {"rounds": max(rounds, default=0)},
-        **_best_round_entry(by_client),
-        **_early_stopping_entry(metrics),
+    sizes = Counter(entry["task"] for entry in planned.values())
+    events = [row for row in metrics if "event" in row]
+    stops = [{"round": row["round"]} for row in events if row["event"] == STOPPED]
+    refused = [{key: row[key] for key in ("round", "client", "reason")} for row in events if row["event"] == "refused"]
+    validation = mean_series(list(by_client.values()), "validation")
+    result: dict[str, Any] = {
+        "run": dict(run) | {"rounds": max((int(row["round"]) for row in metrics), default=0)},
         "overall": group_scores(list(by_client.values())) | {"clients": max(len(by_client), sizes.total())},
-        **_honest_scores(by_client, attackers),
         "tasks": {
             task: group_scores(members) | {"clients": max(len(members), sizes[task])} | class_scores(members, plan=plan)
             for task, members in by_task(by_client).items()
         },
-        "clients": _clients(by_client, traffic, plan, utilisation(plan, metrics, round_seconds or {})),
-        **_sharing(metrics),
-        "bytes": _bytes(traffic) | _reduction(traffic, metrics, full_model_bytes),
-        "seconds": _seconds(phase_seconds, round_seconds or {}),
+        "clients": {
+            client: {key: planned[client][key] for key in _PLANNED}
+            | client_scores(history)
+            | {"bytes": traffic.by_client.get(client, {"up": 0, "down": 0}), "utilisation": used[client]}
+            for client, history in by_client.items()
+        },
+        "bytes": _bytes(traffic, metrics, full_model_bytes),
+        "seconds": {
+            "phases": dict(phase_seconds),
+            "total": sum(phase_seconds.values()),
+            "rounds": {str(round): duration for round, duration in sorted(round_seconds.items())},
+            "round_mean": fmean(round_seconds.values() or [0.0]),
+            "reused": reused_seconds,
+        },
         "memory": dict(memory),
-        "events": _events(metrics),
-        "versions": dict(versions),
+        "events": {"count": dict(Counter(str(row["event"]) for row in events)), "refused": refused},
+        "versions": versions(),
     }
+    for best in best_rounds(validation, 1):
+        result["best"] = {"round": best, "validation": validation[best]}
+    if stops:
+        result["stopped"] = stops[0]
+    if attackers:
+        honest = [history for client, history in by_client.items() if client not in attackers]
+        result |= {"attackers": list(attackers), "honest": group_scores(honest)}
+    return result | _sharing(events)
 
 
-def _honest_scores(by_client: Mapping[str, History], attackers: Sequence[str]) -> dict[str, Any]:
-    """The attackers, and the scores of all other clients; empty without attackers."""
-    honest = [history for client, history in by_client.items() if client not in attackers]
-    return {"attackers": list(attackers), "honest": group_scores(honest)} if attackers else {}
+_PLANNED = ("device", "cluster", "ranks", "cut", "examples", "budget_bytes", "memory", "predicted")
 
 
 def attack_note(summary: Mapping[str, Any]) -> str:
@@ -354,79 +380,32 @@ def by_task(by_client: Mapping[str, History]) -> dict[str, list[History]]:
     return groups
 
 
-def _clients(
-    by_client: Mapping[str, History], traffic: Totals, plan: Mapping[str, Any], used: Mapping[str, Mapping[str, float]]
-) -> dict[str, Any]:
-    planned = {entry["name"]: entry for entry in plan.get("clients", ())}
-    return {
-        client: {key: planned.get(client, {})[key] for key in _PLANNED if key in planned.get(client, {})}
-        | client_scores(history)
-        | {"bytes": traffic.by_client.get(client, {"up": 0, "down": 0})}
-        | ({"utilisation": dict(used[client])} if used.get(client) else {})
-        for client, history in by_client.items()
-    }
-
-
-_PLANNED = ("device", "cluster", "ranks", "cut", "examples", "budget_bytes", "memory", "predicted")
-
-
-def _best_round_entry(by_client: Mapping[str, History]) -> dict[str, Any]:
-    scores = mean_series(list(by_client.values()), "validation")
-    best = best_rounds(scores, 1)
-    return {"best": {"round": best[0], "validation": scores[best[0]]}} if best else {}
-
-
-def _early_stopping_entry(metrics: Sequence[Row]) -> dict[str, Any]:
-    rounds = [row["round"] for row in metrics if row.get("event") == STOPPED]
-    return {"stopped": {"round": rounds[0]}} if rounds else {}
-
-
-def _sharing(metrics: Sequence[Row]) -> dict[str, Any]:
+def _sharing(events: Sequence[Row]) -> dict[str, Any]:
     """The last measurement of sharing by client and group of parameters."""
     by_client: dict[str, dict[str, Any]] = {}
-    for row in (row for row in metrics if row.get("event") == MEASURED):
+    for row in (row for row in events if row["event"] == MEASURED):
         numbers = {name: row[name] for name in SHARING if name in row}
         by_client.setdefault(row["client"], {})[row["parameters"]] = numbers | {"round": row["round"]}
     return {"sharing": by_client} if by_client else {}
 
 
-def _bytes(traffic: Totals) -> dict[str, Any]:
-    return {
+def _bytes(traffic: Totals, metrics: Sequence[Row], full_model_bytes: int) -> dict[str, Any]:
+    """Bytes in sum and by kind and round, and relative to the whole model down and up for every client that trained.
+
+    A client whose update was refused has trained as well.
+    """
+    sums: dict[str, Any] = {
         "up": traffic.up,
         "down": traffic.down,
         "total": traffic.total,
         "by_kind": traffic.by_kind,
         "by_round": {str(round): entry for round, entry in sorted(traffic.by_round.items())},
-    } | {name: size for name in ("between_clients", "relayed") if (size := getattr(traffic, name))}
-
-
-def _reduction(traffic: Totals, metrics: Sequence[Row], full_model_bytes: int | None) -> dict[str, Any]:
-    """Bytes relative to sending the whole model down and up once for every client that trained in a round.
-
-    A client whose update was refused has trained as well.
-    """
-    trained = {(row["round"], row["client"]) for row in metrics if _has_trained(row)}
-    if full_model_bytes is None or not trained:
-        return {}
-    full = 2 * full_model_bytes * len(trained)
-    reduction = 1 - traffic.total / full
-    return {"full_model": {"model_bytes": full_model_bytes, "total": full, "reduction": reduction}}
-
-
-def _has_trained(row: Row) -> bool:
-    return bool(row["round"] > 0 and (row.get("split") == "train" or row.get("event") == "refused"))
-
-
-def _seconds(phase_seconds: Mapping[str, float], round_seconds: Mapping[int, float]) -> dict[str, Any]:
-    seconds: dict[str, Any] = {"phases": dict(phase_seconds), "total": sum(phase_seconds.values())}
-    if round_seconds:
-        seconds["rounds"] = {str(round): duration for round, duration in sorted(round_seconds.items())}
-        seconds["round_mean"] = fmean(round_seconds.values())
-    return seconds
-
-
-def _events(metrics: Sequence[Row]) -> dict[str, Any]:
-    """Counts of events, and the refused updates themselves."""
-    events = [row for row in metrics if "event" in row]
-    refused = [{key: row[key] for key in ("round", "client", "reason")} for row in events if row["event"] == "refused"]
-    return {"count": dict(Counter(str(row["event"]) for row in events)), "refused": refused}
+    }
+    sums |= {name: size for name in ("between_clients", "relayed") if (size := getattr(traffic, name))}
+    trained = {
+        (row["round"], row["client"]) for row in metrics if row.get("split") == "train" or row.get("event") == "refused"
+    }
+    if trained:
+        full = 2 * full_model_bytes * len(trained)
+        sums["full_model"] = {"total": full, "reduction": 1 - traffic.total / full}
+    return sums

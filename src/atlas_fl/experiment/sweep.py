@@ -1,13 +1,22 @@
 """Runs of several configs: a grid of settings and seeds; finished runs are not repeated, unfinished ones are resumed.
 
-`atlas sweep`, `compare`, its tuning and `search` run points of `grid` by `parallel_runs.run_all`.
+`atlas sweep`, `compare`, its tuning and `search` run points of `grid` by `run_all`, here or at once in worker processes
+that each make several and keep what these share. A process is given the runs of one seed after another, because
+strategies of one seed share data, fingerprints, states of the frozen blocks and first rounds (`runtime.reuse`,
+`models.prefix_cache`); one without work takes over runs of the others. A process that dies takes one run down with it,
+which the same command resumes.
 """
 
+import json
+import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import product
 from math import lcm
+from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
@@ -16,8 +25,10 @@ from atlas_fl.config import (
     config_hash,
     differences,
     load_config,
+    parse_config,
     pin_mask_file,
     run_folder,
+    to_toml,
     validate,
     with_values,
 )
@@ -25,13 +36,24 @@ from atlas_fl.config.methods import check_swept_setting, without_method_settings
 from atlas_fl.config.presets import turn_dial
 from atlas_fl.config.settings import find_setting
 from atlas_fl.config.values import LARGEST, Mark
-from atlas_fl.errors import CheckpointError, ConfigError, short_repr
+from atlas_fl.errors import AtlasError, CheckpointError, ConfigError, ProtocolError, short_repr
+from atlas_fl.events import OnEvent, ignore
+from atlas_fl.plugins import check_registered, load_plugins, registered_names
+from atlas_fl.runtime.processes import WorkerProcess, run_worker_loop, worker_processes
+from atlas_fl.storage.run_folder import RunFolder
 
 SEEDS = (42, 123, 456, 789, 1024)
 """The seeds that results are published with, in the order in which they are used."""
 
 MOST_SEEDS = 1000
 """Most seeds of one comparison; a larger number is a seed, given as a count by mistake."""
+
+PROGRAM = """
+import os, sys
+os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "{threads}"
+from atlas_fl.experiment.sweep import serve_runs
+serve_runs(int(sys.argv[1]))
+"""
 
 LAMBDA_SWEEP = "eta=0,0.01,0.1,0.5,1"
 """The steps of the Laplacian that `--lambda-sweep` tries."""
@@ -40,8 +62,6 @@ RunState = Literal["finished", "unfinished", "new"]
 
 STEPS = "local_steps"
 """The swept setting along which rounds are scaled."""
-MAX_STRETCH = 1.5
-"""Factor by which runs of a sweep over local steps may become longer, so that all take equally many steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +83,7 @@ def same_steps(base: Config, over: Mapping[str, Sequence[str]]) -> dict[str, dic
     steps are not swept, or the rounds are swept too.
 
     Raises:
-        ConfigError: a value is no number of steps, or that number is far from the base's.
+        ConfigError: a value is no number of steps.
     """
     if STEPS not in over or "rounds" in over:
         return {}
@@ -73,12 +93,6 @@ def same_steps(base: Config, over: Mapping[str, Sequence[str]]) -> dict[str, dic
     training, unit = base.training, lcm(*values.values())
     base_steps = training.rounds * (base.images.local_steps or next(iter(values.values())))
     steps = max(1, (2 * base_steps + unit) // (2 * unit)) * unit
-    if steps > MAX_STRETCH * base_steps:
-        raise ConfigError(
-            f"--over sweeps {STEPS} to {', '.join(values)}, which divide multiples of {unit} steps alone, and the"
-            f" settings have {training.rounds} rounds, {base_steps} steps; give --rounds"
-            f" {-(-training.rounds * unit // base_steps)} or more, other values, or --same-rounds"
-        )
     rounds = {text: steps // local_steps for text, local_steps in values.items()}
     return {
         text: {"rounds": number, "eval_every": max(1, round(training.eval_every * number / training.rounds))}
@@ -108,14 +122,13 @@ def chosen_seeds(numbers: Sequence[int]) -> tuple[int, ...]:
     Raises:
         ConfigError: there is no number, or one stands there twice.
     """
-    if not numbers:
-        raise ConfigError("--seeds is empty; give how many, or two seeds and more")
     if len(numbers) == 1:
         return seeds(numbers[0])
-    if twice := [seed for seed in numbers if numbers.count(seed) > 1]:
-        raise ConfigError(f"--seeds has {twice[0]} twice; name each seed once")
-    if wrong := [seed for seed in numbers if not 0 <= seed <= LARGEST]:
-        raise ConfigError(f"--seeds has {short_repr(wrong[0])}; allowed: 0 to {LARGEST:.0e}; leave it out")
+    if not numbers or len(set(numbers)) < len(numbers) or not all(0 <= seed <= LARGEST for seed in numbers):
+        raise ConfigError(
+            f"--seeds is {short_repr(list(numbers))}; allowed: how many, or two seeds and more, each once, from 0 to"
+            f" {LARGEST:.0e}; name other ones"
+        )
     return tuple(numbers)
 
 
@@ -196,20 +209,28 @@ def _check_distinct(points: Sequence[Point]) -> None:
             raise ConfigError(f"--over {name} has {values}, which are the same; give each value once")
 
 
-def run_state(config: Config) -> RunState:
-    """The state of the run of this config.
+def check_same_settings(config: Config, folder: RunFolder) -> None:
+    """Check that the run in this folder has these settings.
 
     Raises:
-        CheckpointError: its folder holds the run of another config.
+        CheckpointError: it has others; the message names the first and says how many more.
     """
+    changed = differences(load_config(folder.config, within=folder.path), config)
+    if changed:
+        name, (there, here) = next(iter(changed.items()))
+        more = f" (and {len(changed) - 1} more settings differ)" if len(changed) > 1 else ""
+        raise CheckpointError(
+            f"run {folder.path} was begun with {name} = {there!r}, not {here!r}{more}; a run goes on with its own"
+            " config: leave the flags away, or choose another --name or --runs-dir"
+        )
+
+
+def run_state(config: Config) -> RunState:
+    """The state of the run of this config; raises `CheckpointError` where its folder holds another run."""
     folder = run_folder(config)
     if not folder.is_run():
         return "new"
-    if changed := differences(load_config(folder.config, within=folder.path), config):
-        name, (there, here) = next(iter(changed.items()))
-        raise CheckpointError(
-            f"{folder.path} is a run with {name} = {there}, not {here}; give another --name or --runs-dir, or remove it"
-        )
+    check_same_settings(config, folder)
     return "finished" if folder.summary.is_file() else "unfinished"
 
 
@@ -224,3 +245,102 @@ def _with_run_name(config: Config, name: str | None) -> Config:
     """The config with a run name of its own where the user named the sweep: equal names would share a folder."""
     run_name = None if name is None else f"{name}-s{config.run.seed}-{config_hash(config)[:8]}"
     return replace(config, run=replace(config.run, name=run_name))
+
+
+def run_all(
+    points: Sequence[Point],
+    *,
+    jobs: int | None = None,
+    on_run: OnRun = lambda *_: None,
+    on_event: OnEvent = ignore,
+) -> tuple[Path, ...]:
+    """Run every point: new runs are started, unfinished ones resumed, finished ones left alone; the run folders.
+
+    Runs follow each other in this process, or `jobs` of them run at once, each in a process of its own. `on_run` is
+    called with the index, the point and the state of a run beforehand.
+
+    Raises:
+        AtlasError: a run cannot go on; those before it stay.
+    """
+    from atlas_fl.experiment.run import run_config
+    from atlas_fl.runtime.reuse import REUSED_RESULTS
+
+    states = [run_state(point.config) for point in points]
+    if jobs is None:
+        with REUSED_RESULTS.remember():
+            for index, (point, state) in enumerate(zip(points, states)):
+                on_run(index, point, state)
+                if state != "finished":
+                    run_config(point.config, on_event=on_event, resume=True)
+    else:
+        unfinished = {index: point for index, point in enumerate(points) if states[index] != "finished"}
+        _run_in_processes(unfinished, jobs, lambda index: on_run(index, points[index], states[index]))
+    return tuple(run_folder(point.config).path for point in points)
+
+
+def _run_in_processes(points: Mapping[int, Point], jobs: int, on_begin: Callable[[int], None]) -> None:
+    """Run the points, so many at once, each process with its share of the cores.
+
+    Raises:
+        CheckpointError: a run failed; those that had begun end first, and all that was done stays.
+    """
+    queue = RunQueue({index: point.config.run.seed for index, point in points.items()})
+    problems: dict[int, str] = {}
+
+    def work(process: WorkerProcess) -> None:
+        seed = None
+        while not problems and (index := queue.take(seed)) is not None:
+            seed = points[index].config.run.seed
+            on_begin(index)
+            try:
+                answer = process.ask([to_toml(points[index].config).encode(), json.dumps(registered_names()).encode()])
+            except ProtocolError as error:
+                answer = [str(error).encode()]
+            if answer:
+                problems[index] = answer[0].decode()
+
+    program = PROGRAM.format(threads=max(1, (os.cpu_count() or 1) // jobs))
+    # left in this order: whoever waits for a process that was killed goes on
+    with ThreadPoolExecutor(jobs) as threads, worker_processes(min(jobs, len(points)), program=program) as processes:
+        list(threads.map(work, processes))
+    if problems:
+        index = min(problems)
+        raise CheckpointError(f"{run_folder(points[index].config).path} failed: {problems[index]}")
+
+
+class RunQueue:
+    """Indices of the runs to make, with their seeds."""
+
+    def __init__(self, seeds: Mapping[int, int]) -> None:
+        self._waiting = dict(seeds)
+        self._begun: set[int] = set()
+        self._lock = threading.Lock()
+
+    def take(self, seed: int | None) -> int | None:
+        """The next run of this seed, else of one that nobody has begun, else of any; None where none is left."""
+        with self._lock:
+            ranks = {index: (own != seed, own in self._begun) for index, own in self._waiting.items()}
+            index = min(ranks, key=lambda index: ranks[index], default=None)
+            if index is not None:
+                self._begun.add(self._waiting.pop(index))
+            return index
+
+
+def serve_runs(link: int) -> None:
+    """Make the runs whose settings come in, and answer each with its problem, or with nothing."""
+    from atlas_fl.experiment.run import run_config
+    from atlas_fl.runtime.reuse import REUSED_RESULTS
+
+    def make_run(frames: list[bytes]) -> list[bytes]:
+        settings, registered = frames
+        try:
+            config = parse_config(settings.decode(), origin="the settings of a run")
+            load_plugins(config.run.plugin)
+            check_registered(json.loads(registered))
+            run_config(config, resume=True)
+        except AtlasError as error:
+            return [str(error).encode()]
+        return []
+
+    with REUSED_RESULTS.remember():
+        run_worker_loop(link, make_run)

@@ -98,7 +98,7 @@ def search_table(search: SearchResult) -> Table:
             str(trial.number),
             *map(_short, trial.changes.values()),
             *(plain(trial.score, 4), count(trial.best_round)),
-            f"{max(trial.scores)}{' given up' if trial.pruned else ''}",
+            str(max(trial.scores)),
         ]
         for trial in search.trials
     ]
@@ -115,7 +115,7 @@ def search_csv(trials: Sequence[Trial]) -> str:
     """The trials as CSV with a header, in full precision."""
     return format_csv(
         {"trial": trial.number, **trial.changes, "validation": trial.score, "best_round": trial.best_round}
-        | {"rounds": max(trial.scores), "pruned": str(trial.pruned).lower(), "run": trial.run}
+        | {"rounds": max(trial.scores), "run": trial.run}
         for trial in trials
     )
 

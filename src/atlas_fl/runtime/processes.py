@@ -46,13 +46,13 @@ class SharedMemory:
 class WorkerProcess:
     """One worker process, at its parent's end."""
 
-    def __init__(self, name: str, program: str, memory: int) -> None:
+    def __init__(self, name: str, program: str, files: Sequence[int]) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             self._link = Connection(ours.detach())
             self._process = subprocess.Popen(
-                [sys.executable, "-c", program, str(theirs.fileno()), str(memory)],
-                pass_fds=(theirs.fileno(), memory),
+                [sys.executable, "-c", program, *map(str, (theirs.fileno(), *files))],
+                pass_fds=(theirs.fileno(), *files),
                 stdin=subprocess.DEVNULL,
                 # workers can import what this process can
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -71,7 +71,7 @@ class WorkerProcess:
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             raise ProtocolError(
                 f"{self.name} (process {self.pid}) {how}; start the run again: it goes on from its last checkpoint, and"
-                " with fewer --workers it takes less memory"
+                " with fewer --workers or --jobs it takes less memory"
             ) from None
 
     def kill(self) -> None:
@@ -82,15 +82,15 @@ class WorkerProcess:
 
 
 @contextmanager
-def worker_processes(count: int, *, program: str, memory: int) -> Iterator[list[WorkerProcess]]:
+def worker_processes(count: int, *, program: str, files: Sequence[int] = ()) -> Iterator[list[WorkerProcess]]:
     """This many worker processes; all are killed at the end.
 
-    `program` is Python that calls `run_worker_loop`; its arguments are the descriptors of its pipe and of the memory.
+    `program` is Python that calls `run_worker_loop`; its arguments are the descriptors of its pipe and of these files.
     """
     with ExitStack() as stack:
         started = []
         for number in range(count):
-            process = WorkerProcess(f"worker {number + 1} of {count}", program, memory)
+            process = WorkerProcess(f"worker {number + 1} of {count}", program, files)
             stack.callback(process.kill)
             started.append(process)
         yield started

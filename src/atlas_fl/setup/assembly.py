@@ -4,7 +4,6 @@ An `Assembly` is what a run works with before anything is planned: clients with 
 that they share. Clients that `--arrive` names wait in its `JoinQueue` until their round.
 """
 
-import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +23,6 @@ from atlas_fl.data.task import Examples, Rows, Source, Task, as_texts
 from atlas_fl.errors import AtlasError, BudgetError, ConfigError, ModelError, unknown_name
 from atlas_fl.models.backbone import Backbone, block_index, model_shape, trainable_names
 from atlas_fl.models.loading import load_backbone
-from atlas_fl.models.lora import lora_scale
 from atlas_fl.models.peft_io import default_targets
 from atlas_fl.models.prefix_cache import CPU_CHUNK_TOKENS, CUDA_CHUNK_TOKENS, PrefixCache, machine_key
 from atlas_fl.models.registry import ModelShape
@@ -36,7 +34,8 @@ from atlas_fl.plugins import load_plugins
 from atlas_fl.ranks.cost_model import LOGIT_COPIES, VALUE_BYTES, activation_bytes
 from atlas_fl.ranks.devices import Device, find_devices
 from atlas_fl.rng import torch_generator
-from atlas_fl.runtime.attacks import ATTACKS, choose_attackers, with_flipped_labels
+from atlas_fl.runtime.attacks import ATTACKS, with_flipped_labels
+from atlas_fl.setup.options import configured_attackers, scale_of
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.model import load_client_part, select_client_side
 from atlas_fl.storage.assets import embedded_dir
@@ -190,10 +189,10 @@ def load_clients(config: Config) -> tuple[ClientData, ...]:
     clients = flip_classes(clients, config.data.flipped_clients)
     if config.data.centralized:
         clients = centralize(clients)
-    if config.attack.attack == "none":
-        return clients
-    attackers = choose_attackers(config.attack.attackers, [client.name for client in clients], seed=config.run.seed)
-    return with_flipped_labels(clients, attackers) if ATTACKS[config.attack.attack].flips_labels else clients
+    attackers = configured_attackers(config, [client.name for client in clients])
+    return (
+        with_flipped_labels(clients, attackers) if attackers and ATTACKS[config.attack.attack].flips_labels else clients
+    )
 
 
 def assemble(
@@ -326,11 +325,6 @@ def first_adapted_block(config: Config, backbone: Backbone) -> int:
     return 0 if count is None else blocks - count
 
 
-def scale_of(config: Config) -> Callable[[int], float]:
-    """LoRA's factor of a rank under this config."""
-    return functools.partial(lora_scale, alpha=config.model.lora_alpha, rslora=config.model.rslora)
-
-
 def pick_device(accelerator: str, *, precision: str = "fp32") -> str:
     """`cpu` or `cuda`; asking for a GPU that is not there is an error, `auto` takes one where there is one.
 
@@ -453,22 +447,19 @@ def _encode_rows(rows: Rows, backbone: Backbone, limit: int) -> EncodedExamples:
 
 
 def truncation_notes(data: Mapping[str, ClientTokens], backbone: Backbone) -> tuple[str, ...]:
-    """A line for each task with texts or prompts longer than what is read of them: how many, and by how much."""
+    """A line for each task with texts or prompts longer than what is read of them: how many, and how long they are."""
     by_task: dict[str, list[EncodedExamples]] = {}
     for tokens in data.values():
         prompts = [prompts.encoded for prompts in tokens.prompts.values()]
         by_task.setdefault(tokens.task.name, []).extend([*tokens.splits.values(), *prompts])
     lines = []
     for task, parts in by_task.items():
-        lengths = [(part.full_lengths, part.lengths) for part in parts if part.full_lengths is not None]
-        full, kept = (np.concatenate(counts) for counts in zip(*lengths)) if lengths else (np.zeros(0), np.zeros(0))
-        is_cut = full > kept
-        if is_cut.any():
-            lost = 1 - kept[is_cut].sum() / full[is_cut].sum()
+        full = np.concatenate([part.full_lengths for part in parts if part.full_lengths is not None] or [np.zeros(0)])
+        kept = np.concatenate([part.lengths for part in parts if part.full_lengths is not None] or [np.zeros(0)])
+        if num_cut := (full > kept).sum():
             lines.append(
-                f"{task}: {is_cut.sum():,} of {sum(map(len, parts)):,} texts and prompts are cut, by {lost:.0%} of"
-                f" their tokens; the longest has {full.max():,}, and the model reads up to"
-                f" {max_sequence_length(backbone):,} (--max-length)"
+                f"{task}: {num_cut:,} of {sum(map(len, parts)):,} texts and prompts are cut; the longest has"
+                f" {full.max():,} tokens, and the model reads up to {max_sequence_length(backbone):,} (--max-length)"
             )
     return tuple(lines)
 

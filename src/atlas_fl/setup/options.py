@@ -1,22 +1,29 @@
 """From a config to the options that clients, server rules, cuts and attackers take."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 from atlas_fl.aggregation.rules import StrategyOptions
-from atlas_fl.client.options import FingerprintOptions, TrainedParts, TrainOptions
+from atlas_fl.client.options import FingerprintOptions, TrainOptions
 from atlas_fl.config import Config
 from atlas_fl.config.methods import method_class, rule_of
 from atlas_fl.config.settings import settings, value_of
 from atlas_fl.data.clients import ClientData
 from atlas_fl.methods.method import Method, Part
 from atlas_fl.methods.registry import find_method, parts_of
+from atlas_fl.models.lora import lora_scale
 from atlas_fl.models.registry import suggested_lr
+from atlas_fl.rng import generator
 from atlas_fl.runtime.attacks import ATTACKS, HostileEngine, choose_attackers
 from atlas_fl.runtime.engine import Engine
-from atlas_fl.setup.assembly import scale_of
 from atlas_fl.split.channel import Cut
+
+
+def scale_of(config: Config) -> Callable[[int], float]:
+    """LoRA's factor of a rank under this config."""
+    return partial(lora_scale, alpha=config.model.lora_alpha, rslora=config.model.rslora)
 
 
 def settings_for(config: Config, options: type) -> dict[str, Any]:
@@ -67,6 +74,19 @@ def configured_attackers(config: Config, names: Sequence[str]) -> tuple[str, ...
     return choose_attackers(attack.attackers, names, seed=config.run.seed) if attack.attack != "none" else ()
 
 
+def num_participants(clients: int, participation: float) -> int:
+    """Number of clients that train in a round: the nearest whole number, halves up, and at least one."""
+    # Python's own rounding goes to the even one.
+    return max(1, int(participation * clients + 0.5))
+
+
+def sample_clients(names: Sequence[str], *, participation: float, seed: int, round: int) -> tuple[str, ...]:
+    """The clients that train in this round, at least one, in the clients' order: a function of seed and round."""
+    count = num_participants(len(names), participation)
+    chosen = generator(seed, "sample", round).choice(len(names), size=count, replace=False)
+    return tuple(names[index] for index in sorted(chosen))
+
+
 def is_reclustered(config: Config, number: int) -> bool:
     """Return whether clients are clustered again before the round of this number."""
     every = config.clustering.recluster_every
@@ -91,8 +111,10 @@ def adapter_learning_rate(config: Config) -> float:
 
 def train_options(config: Config, *, with_images: bool) -> TrainOptions:
     """The options of local training of text tasks, or of image tasks, in every round of this config."""
-    steps = config.images.local_steps
+    steps, method, parts = config.images.local_steps, method_class(config), config.training.trained_parts
     is_personal = config.mixing.personal_models
+    # second models have options of their own
+    second_model = config.mixing.second_model if is_personal else "none"
     values: dict[str, Any] = {
         **settings_for(config, TrainOptions),
         **optimizer_options(config, config.optimizer(images=with_images)),
@@ -100,27 +122,15 @@ def train_options(config: Config, *, with_images: bool) -> TrainOptions:
         "epochs": steps or config.training.local_epochs,
         "max_steps": steps,
         "lr": learning_rate_of(config, with_images=with_images),
-        "trained_parts": _trained_parts(config),
-        "update_filter": config.training.update_filter if method_class(config).communicates else (),
-        "second_model": _second_model(config),
+        # under rules by class features (FedPAC) the head is its last layer, which reads them
+        "trained_parts": "last_layer_then_rest" if parts == "head_then_rest" and method.head_is_last_layer else parts,
+        "update_filter": config.training.update_filter if method.communicates else (),
+        "second_model": "frozen" if method.holds_frozen else second_model,
         "second_weight": config.server.second_weight if is_personal else TrainOptions.second_weight,
         "hash_loaded": config.run.audit,
         "rate_by_round": with_images and config.trainable(images=True) == "full",
     }
     return TrainOptions(**values)
-
-
-def _trained_parts(config: Config) -> TrainedParts:
-    """The parts that train; under rules by class features (FedPAC) the head is its last layer, which reads them."""
-    parts = config.training.trained_parts
-    return "last_layer_then_rest" if parts == "head_then_rest" and method_class(config).head_is_last_layer else parts
-
-
-def _second_model(config: Config) -> str:
-    """Role of the shared model that clients train towards its companion; second models have options of their own."""
-    if method_class(config).holds_frozen:
-        return "frozen"
-    return config.mixing.second_model if config.mixing.personal_models else "none"
 
 
 def optimizer_options(config: Config, name: str) -> dict[str, Any]:

@@ -9,8 +9,7 @@ its guests' parts as one pack: each waits for all of them.
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-UNDECIDED = -1
-"""The cluster of who is in none."""
+from atlas_fl.clustering.labels import UNDECIDED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,12 +83,10 @@ def match_hosts(guests: Collection[GuestRequirement], hosts: Collection[HostCapa
             best = min(room, key=lambda host: (_seconds(guest, host, load), -free[host.name], host.name))
             free[best.name] -= guest.bytes
             load[best.name] += guest.costs[best.name].compute_seconds
-            has_near = any(_is_same_cluster(guest, host) for host in hosts)
-            matched[guest.name] = HostMatch(
-                host=best.name, reason=_reason(guest, len(room), inside=inside, near=has_near)
-            )
-    unhosted = {guest.name: HostMatch(host=None, reason=_no_room(guest, hosts)) for guest in guests}
-    return {name: matched.get(name, unhosted[name]) for name in sorted(unhosted)}
+            where = f"cluster {guest.cluster}" if inside else "other clusters"
+            matched[guest.name] = HostMatch(host=best.name, reason=f"the quickest of {len(room)} with room, in {where}")
+    server = HostMatch(host=None, reason="no client that holds a whole model has room for it")
+    return {name: matched.get(name, server) for name in sorted(guest.name for guest in guests)}
 
 
 def _is_same_cluster(guest: GuestRequirement, host: HostCapacity) -> bool:
@@ -99,17 +96,3 @@ def _is_same_cluster(guest: GuestRequirement, host: HostCapacity) -> bool:
 def _seconds(guest: GuestRequirement, host: HostCapacity, load: Mapping[str, float]) -> float:
     cost = guest.costs[host.name]
     return guest.device_seconds + load[host.name] + cost.compute_seconds + cost.link_seconds
-
-
-def _reason(guest: GuestRequirement, count: int, *, inside: bool, near: bool) -> str:
-    among = "the only one" if count == 1 else f"the quickest of {count}"
-    if inside:
-        return f"{among} of cluster {guest.cluster} with room"
-    lacks = f"no room in cluster {guest.cluster}" if near else f"nobody in cluster {guest.cluster} holds a whole model"
-    return f"{'in no cluster' if guest.cluster == UNDECIDED else lacks}; {among} elsewhere with room"
-
-
-def _no_room(guest: GuestRequirement, hosts: Collection[HostCapacity]) -> str:
-    if not hosts:
-        return "nobody holds a whole model"
-    return f"nobody has {guest.bytes / 1e6:,.0f} MB left for it"

@@ -76,38 +76,33 @@ def lived(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def outcome(found: SearchResult) -> list[Any]:
-    return [(trial.number, trial.changes, trial.scores, trial.pruned, trial.run) for trial in found.trials]
+    return [(trial.number, trial.changes, trial.scores, trial.run) for trial in found.trials]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("pruner", ["none", "median"])
 def test_a_search_that_is_killed_anywhere_ends_as_one_that_is_not(
-    base: Config, lived: list[float], tmp_path: Path, pruner: Any
+    base: Config, lived: list[float], tmp_path: Path
 ) -> None:
-    whole = run_search(base, space=SPACE, trials=13, pruner=pruner)
+    whole = run_search(base, space=SPACE, trials=11)
     elsewhere = replace(base, run=replace(base.run, runs_dir=str(tmp_path / "b")))
-    for rounds in (4, 1, 9, 2, math.inf):
+    for rounds in (4, 1, math.inf):
         lived[0] = rounds
         try:
-            parts = run_search(elsewhere, space=SPACE, trials=13, pruner=pruner)
+            parts = run_search(elsewhere, space=SPACE, trials=11)
         except KilledError:
             continue
     assert outcome(parts) == outcome(whole)
-    given_up = [trial for trial in whole.trials if trial.pruned]
-    assert bool(given_up) == (pruner == "median")
-    assert all(max(trial.scores) < 3 for trial in given_up)
     assert parts.settings.read_text().replace('/b"', '"') == whole.settings.read_text()
 
 
 def test_more_trials_go_on_and_the_first_ones_stay(base: Config, lived: list[float]) -> None:
-    few = run_search(base, space=SPACE, trials=4)
-    more = run_search(base, space=SPACE, trials=12)
-    assert outcome(more)[:4] == outcome(few)
+    few = run_search(base, space=SPACE, trials=1)
+    more = run_search(base, space=SPACE, trials=3)
+    assert outcome(more)[:1] == outcome(few)
     lived[0] = 0
     told: list[str] = []
-    again = run_search(base, space=SPACE, trials=12, on_trial=lambda _, __, state: told.append(state))
+    again = run_search(base, space=SPACE, trials=3, on_trial=lambda _, __, state: told.append(state))
     assert outcome(again) == outcome(more)
-    assert told == ["finished"] * 12
+    assert told == ["finished"] * 3
 
 
 @pytest.mark.usefixtures("lived")
@@ -124,7 +119,7 @@ def test_the_best_is_best_on_validation_and_better_than_chance(base: Config) -> 
 
 @pytest.mark.usefixtures("lived")
 def test_the_best_settings_are_a_config_of_a_run_of_its_own(base: Config) -> None:
-    found = run_search(base, space=SPACE, trials=5)
+    found = run_search(base, space=SPACE, trials=2)
     best = validate(load_config(found.settings))
     trial = load_config(Path(base.run.runs_dir) / found.best.run / "config.toml")
     assert config_hash(best) == config_hash(trial)
@@ -143,12 +138,11 @@ def test_another_seed_tries_other_settings(base: Config) -> None:
 @pytest.mark.usefixtures("lived")
 def test_searches_of_one_name_and_other_settings_have_files_of_their_own(base: Config) -> None:
     named = replace(base, run=replace(base.run, name="mine"))
-    found = run_search(named, space=SPACE, trials=2)
+    found = run_search(named, space=SPACE, trials=1)
     assert re.fullmatch(r"mine-[0-9a-f]{8}\.toml", found.settings.name)
     assert found.trials[0].run.startswith("mine-s42-")
-    other = run_search(named, space=parse_space(["lr=1e-4..1:log"]), trials=2)
-    pruned = run_search(named, space=SPACE, trials=2, pruner="median")
-    assert len({found.settings, other.settings, pruned.settings}) == 3
+    other = run_search(named, space=parse_space(["lr=1e-4..1:log"]), trials=1)
+    assert found.settings != other.settings
 
 
 @pytest.mark.usefixtures("lived")
@@ -189,7 +183,7 @@ def test_the_command_ends_in_a_table_a_csv_and_the_best_settings(
     table = [row.split() for row in printed.splitlines() if row[:2] in (" 0", " 1", " 2")]
     (file,) = tmp_path.glob("mine-????????.csv")
     lines = list(csv.reader(file.read_text().splitlines()))
-    assert lines[0] == ["trial", "lr", "schedule", "validation", "best_round", "rounds", "pruned", "run"]
+    assert lines[0] == ["trial", "lr", "schedule", "validation", "best_round", "rounds", "run"]
     for shown, line in zip(table, lines[1:], strict=True):
         assert float(shown[1]) == pytest.approx(float(line[1]), rel=5e-3)
         assert shown[2] == line[2] and float(shown[3]) == pytest.approx(float(line[3]), abs=5e-5)

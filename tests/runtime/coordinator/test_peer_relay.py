@@ -105,7 +105,7 @@ def test_a_guest_that_dies_begins_again_at_its_host(clients, dies_at: int) -> No
         found = fed.engine.run("train", seated(jobs))
         back.join(60)
     assert_same(found, alone("train", jobs, site))
-    assert found[0].hosted == HostMatch(host="c-0", reason="the only one of cluster 0 with room")
+    assert found[0].hosted == HostMatch(host="c-0", reason="the quickest of 1 with room, in cluster 0")
 
 
 def test_a_host_whose_guest_says_nothing_does_its_own_job(clients, monkeypatch) -> None:
