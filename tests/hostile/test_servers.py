@@ -120,7 +120,7 @@ def with_first(**others: torch.Tensor | float | None) -> Callable[[dict[str, Any
     return change
 
 
-CUT = {"blocks": 1, "wire": "fp32", "noise": 0.0, "head": "server", "shared": None}
+CUT = {"blocks": 1, "wire": "fp32", "noise": 0.0, "head": "server"}
 TOLD = {"places": [], "tokens": 4096, "part": "0" * 64}
 
 
@@ -243,7 +243,6 @@ ASKS: Mapping[str, Mapping[str, tuple[Lie, str]]] = {
         "fewer numbers on the wire": (in_job("train", cut={"wire": "int8"}), "a cut with wire int8, and .* fp32"),
         "other noise": (in_job("train", cut={"noise": 1.0}), "a cut with noise 1.0, and .* 0.0"),
         "the head elsewhere": (in_job("train", cut={"head": "client"}), "a cut with head client, and .* server"),
-        "what is not shared": (in_job("train", cut={"shared": 1}), "a cut with shared 1, and .* None"),
         "the whole model": (in_job("train", cut=None, told=None), "the whole model, and .* a cut at block 1"),
         "other tensors": (in_job("train", told={"places": [0, 10**9]}), "other tensors below the cut"),
         "messages that fill the memory": (

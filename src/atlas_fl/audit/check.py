@@ -15,7 +15,7 @@ from torch import Tensor
 from atlas_fl.audit.bounds import check_bounds, restored_fault
 from atlas_fl.audit.changes import check_joined, check_ranks, is_reranked, read_joined
 from atlas_fl.audit.dense import TOLERANCE
-from atlas_fl.audit.recompute import Comparison, Recomputed, common_faults, recompute, with_common_tensors
+from atlas_fl.audit.recompute import Comparison, Recomputed, common_faults, recompute, with_common_adapter
 from atlas_fl.audit.report import AuditReport, AuditRow, Finding
 from atlas_fl.audit.rules import formula_of
 from atlas_fl.audit.run_files import NO_ANSWER, AuditPlan, AuditRecord, Models, Run, frozen_fault, open_run
@@ -213,14 +213,16 @@ class RunCheck:
                 yield Finding("mixed", "", f"of an anchor: {fault}")
                 return
         before = {**(server_models if formula.mixes else held), **present}
-        yield from (Finding("common", *one) for one in common_faults(plan, present, after, excluded=record.kept))
+        if run.settings.training.multitask:
+            yield from (Finding("common", *one) for one in common_faults(plan, present, after, excluded=record.kept))
+            before = with_common_adapter(before, present)
         step = Step(
             run=run,
             plan=plan,
             round=round,
             present=tuple(client in present for client in plan.clients),
             before=server_models,
-            trained=with_common_tensors(plan, before, present),
+            trained=before,
             eta=run.mixing.eta if record.eta is None else record.eta,
             without_edges=record.without_edges,
             state=state,

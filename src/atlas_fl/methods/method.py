@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from atlas_fl.aggregation.matrices import Federation
-from atlas_fl.aggregation.mixing import Reduce, sync_shared
+from atlas_fl.aggregation.mixing import Reduce
 from atlas_fl.aggregation.rules import (
     CLUSTERS,
     Answers,
@@ -339,12 +339,10 @@ class Method(Part):
         """
         return mixing_matrices(
             self.rule,
-            # what is reduced is the same for all of a group, and so for those who share a set
-            federation if self.reduce is None else replace(federation, cuts=()),
+            federation,
             present,
             eta=self.eta(round),
             layer_weighting=self.options.layer_weighting if self.has_eta else "none",
-            max_share=self.options.max_share,
             granularity=self.granularity,
             space=self.options.space,
             models=models,
@@ -365,7 +363,7 @@ class Method(Part):
         `client_models` are those of the last aggregation, of every client.
         """
         server_state = self.next_state(server_state, client_models, updates, federation)
-        after = sync_shared(with_updates(client_models, updates), federation, list(updates))
+        after = with_updates(client_models, updates)
         present = [client in updates for client in federation.clients]
         models = RoundModels(before=client_models, after=after, server_state=server_state, answers=answers or Answers())
         matrices = self.matrices(federation, present, round=round, models=models)
@@ -374,7 +372,7 @@ class Method(Part):
             server_state=server_state,
             client_models=mixed.by_client,
             discarded=mixed.discarded,
-            rows=self._applied_rows(matrices, after, federation),
+            rows=self._applied_rows(matrices, after),
         )
         return self.complete(done, client_models, updates, federation)
 
@@ -392,8 +390,8 @@ class Method(Part):
         del client_models, updates, federation
         return done
 
-    def _applied_rows(self, matrices: Matrices, models: ByClient, federation: Federation) -> dict[str, np.ndarray]:
-        if self.granularity != "all" or self.reduce is not None or any(cut is not None for cut in federation.cuts):
+    def _applied_rows(self, matrices: Matrices, models: ByClient) -> dict[str, np.ndarray]:
+        if self.granularity != "all" or self.reduce is not None:
             return {}
         keys = dict.fromkeys(key for params in models.values() for key in params if key != PRIVATE)
         parts = {"head" if key.startswith(HEAD) else "adapters": key for key in keys}

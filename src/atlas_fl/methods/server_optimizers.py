@@ -26,7 +26,6 @@ from torch import Tensor
 
 from atlas_fl.aggregation.lora_product import energy_share, fit_clients, leading_dense, stack_factors
 from atlas_fl.aggregation.matrices import Federation, average, cluster_labels
-from atlas_fl.aggregation.mixing import sync_shared
 from atlas_fl.aggregation.rules import (
     CLUSTERS,
     Answers,
@@ -249,7 +248,7 @@ class ServerStep(Method):
     ) -> Aggregated:
         """One step of every cohort of which somebody took part."""
         del round, answers  # moments without a correction of their bias depend on no count of rounds
-        after = sync_shared(with_updates(client_models, updates), federation, list(updates))
+        after = with_updates(client_models, updates)
         before = {client: client_models[client] for client in federation.clients}
         after = {client: after[client] for client in federation.clients}
         usual = self.optimizer

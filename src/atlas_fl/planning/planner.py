@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from atlas_fl.aggregation.mixing import average_initial, resize_ranks
+from atlas_fl.aggregation.mixing import resize_ranks
 from atlas_fl.config import Config
 from atlas_fl.config.presets import dial_note
 from atlas_fl.data.clients import label_statistics, left_out_notes, shard_notes
@@ -155,11 +155,7 @@ def plan_run(assembly: Assembly, engine: Engine, *, on_event: OnEvent = ignore) 
     if mask_plan is None:
         models = initial_models(assembly, discovery.warmed_models, [client.ranks for client in clients], start=start)
         plan_cuts = cuts_of(assembly, plan)
-        # equal where server adapters are shared, and without what stays at the clients
-        initial = {
-            name: without_private(assembly, params, plan_cuts.get(name))
-            for name, params in average_initial(models, plan.federation()).items()
-        }
+        initial = {name: without_private(assembly, params, plan_cuts.get(name)) for name, params in models.items()}
     else:
         initial = dict(mask_plan.initial_models)
     return PlanResult(
@@ -228,8 +224,7 @@ def recluster(
 
     With `models`, the clients' current ones, ranks are chosen again by the importance measured there; else they stay.
     """
-    # A client is measured by itself, whatever it shares in training.
-    cuts = {name: replace(cut, shared=None) for name, cut in cuts_of(assembly, planned.plan).items()}
+    cuts = cuts_of(assembly, planned.plan)
     meter = TrafficMeter(engine=engine)
     discovery = discover_tasks(assembly, meter, clustered=True, previous=planned.clustering, round=round, cuts=cuts)
     graph = make_client_graph(
@@ -271,7 +266,7 @@ def resize_adapters(models: ByClient, plan: Plan, assembly: Assembly) -> dict[st
 
 def cuts_of(assembly: Assembly, plan: Plan) -> dict[str, Cut]:
     """The cut of each cut client of this plan, by name."""
-    cuts = {client.name: cut_of(assembly.config, client.cut, shared=client.sharing_cluster) for client in plan.clients}
+    cuts = {client.name: cut_of(assembly.config, client.cut) for client in plan.clients}
     return {name: cut for name, cut in cuts.items() if cut is not None}
 
 

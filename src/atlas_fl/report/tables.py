@@ -53,7 +53,7 @@ def plan_tables(plan: Mapping[str, Any]) -> list[Table]:
 def cut_tables(plan: Mapping[str, Any]) -> list[Table]:
     """Tables of cuts: none unless splitting was asked for; the reasons alone if no model is cut."""
     clients = plan["clients"]
-    asked = any((client.get("split") or {}).keys() - {"shared"} for client in clients)
+    asked = any(client.get("split") for client in clients)
     tables = [reason_table(plan)] if asked else []
     if any(client.get("cut") is not None for client in clients):
         tables += [crossing_table(plan), sides_table(plan)]
