@@ -14,7 +14,7 @@ from atlas_fl.errors import ModelError, ProtocolError
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.params import digest
 from atlas_fl.runtime.local import LocalEngine
-from atlas_fl.runtime.protocol.model_sync import AdapterReceiver
+from atlas_fl.runtime.protocol.model_sync import Receiver
 from atlas_fl.runtime.worker_pool import PoolEngine, WorkerContext, WorkerLoop, init_workers
 
 TRAIN = TrainOptions(seed=0, batch_size=4, max_steps=2)
@@ -46,7 +46,7 @@ class Early:
 def resident(site: Site) -> WorkerLoop:
     """A worker with this site's data and a model of its own, as in a process of its own."""
     own = replace(site, backbone=load_backbone(str(site.backbone.source)))
-    found = WorkerLoop(lambda _head, _memory: WorkerContext(site=own, receiver=AdapterReceiver()), lambda: None)
+    found = WorkerLoop(lambda _head, _memory: WorkerContext(site=own, receiver=Receiver()), lambda: None)
     with ThreadPoolExecutor(1) as threads:
         init_workers([found], [{}], threads)
     return found

@@ -30,7 +30,7 @@ from atlas_fl.runtime.coordinator.client_registry import CheckClient, ClientProx
 from atlas_fl.runtime.coordinator.coordinator import ClientManager
 from atlas_fl.runtime.protocol.client_metadata import ClientMetadata, labels_of_task, placeholder_client, read_metadata
 from atlas_fl.runtime.protocol.messages import NO_PLUGINS, Identity
-from atlas_fl.runtime.protocol.model_sync import AdapterSender
+from atlas_fl.runtime.protocol.model_sync import Sender
 from atlas_fl.runtime.transport.certificates import Certs, Listed
 from atlas_fl.runtime.transport.connections import descriptors_note
 from atlas_fl.runtime.transport.event_loop import EventBridge, LoopThread
@@ -74,7 +74,7 @@ def client_manager_of(
     backbone = backbone_of(config, tasks)
     is_full = trainable_of(config, tasks) == "full"
     body = trained_body(backbone, config) if is_full else None
-    new_sender = full_model_sender(backbone, config, keeps_trained=True, mask=mask) if is_full else AdapterSender
+    new_sender = full_model_sender(backbone, config, keeps_trained=True, mask=mask) if is_full else Sender
     model = model_identity(backbone)
     identity = Identity(
         version=versions()["atlas_fl"],

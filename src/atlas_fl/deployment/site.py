@@ -37,7 +37,7 @@ from atlas_fl.experiment.summary import versions
 from atlas_fl.models.backbone import Backbone, target_modules
 from atlas_fl.models.identity import model_identity, weights_digest
 from atlas_fl.models.loading import build_first_blocks
-from atlas_fl.params import Params, digest
+from atlas_fl.params import Params
 from atlas_fl.partial_sharing import is_fully_shared
 from atlas_fl.planning.planner import full_model_receiver
 from atlas_fl.plugins import pin_plugins
@@ -45,7 +45,7 @@ from atlas_fl.rng import derive_secret
 from atlas_fl.runtime.coordinator.site_worker import SiteClient, confirm_saved
 from atlas_fl.runtime.protocol.client_metadata import metadata_of, read_device, read_metadata
 from atlas_fl.runtime.protocol.messages import REMEDIES, CutInfo
-from atlas_fl.runtime.protocol.model_sync import AdapterReceiver
+from atlas_fl.runtime.protocol.model_sync import Receiver
 from atlas_fl.runtime.protocol.private_params import (
     Owner,
     PrivateParamStore,
@@ -83,8 +83,7 @@ class FullModelSiteRuntime:
         self.known = backbone
         self.model = model_identity(backbone)
         self.tokens = self._site.data[client.name]
-        body = trained_body(backbone, config)
-        self.answer_limit = request_limit(config, backbone.model, body=body)
+        self.answer_limit = request_limit(config, backbone.model, body=trained_body(backbone, config))
         whole = assembly.full_models()[client.name]
         like = meta_params(whole)
         self.receiver = full_model_receiver(backbone, config, keeps_trained=True)
@@ -96,7 +95,6 @@ class FullModelSiteRuntime:
             blocks=0,
             images=assembly.has_images,
             whole=True,
-            body=digest(body),
         )
 
     def __call__(self, _cut: Cut | None, _cut_info: CutInfo | None) -> AdapterSite:
@@ -132,7 +130,7 @@ class AdapterSiteRuntime:
         self._config = config
         self._client = client
         self._server_weights = model
-        self.receiver = AdapterReceiver()
+        self.receiver = Receiver()
         if not is_fully_shared(config.mixing.share):
             check_store(private, owner)
             back = config.run.checkpoint_every * config.run.keep_checkpoints
@@ -145,7 +143,7 @@ class AdapterSiteRuntime:
                 scale=scale_of(config),
                 rounds=back + config.mixing.aggregate_every + config.mixing.personal_rounds,
             )
-            self.receiver = AdapterReceiver(store=store)
+            self.receiver = Receiver(store=store)
         self._draws = draws
         self._site: AdapterSite | None = None
         self._blocks: int | None = None

@@ -22,7 +22,7 @@ from atlas_fl.events import Note, OnEvent, PhaseStarted, Progress, ignore
 from atlas_fl.methods.kriging import Kriging
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.lora import expand_rank
-from atlas_fl.params import ByClient, Params, digest, shared_params
+from atlas_fl.params import ByClient, Params, shared_params
 from atlas_fl.planning.host_assignment import assign_hosts
 from atlas_fl.planning.leakage import CutLeakage, every_cut, leakage_of
 from atlas_fl.planning.masks import (
@@ -39,13 +39,11 @@ from atlas_fl.ranks.allocation import cluster_importance
 from atlas_fl.runtime.engine import Engine, TrafficMeter
 from atlas_fl.runtime.local import LocalEngine
 from atlas_fl.runtime.protocol.model_sync import (
-    AdapterReceiver,
-    AdapterSender,
-    FullModelReceiver,
-    FullModelSender,
+    DigestCache,
     NewSender,
     Receiver,
-    SharedModelCache,
+    Sender,
+    SenderState,
     split_body_and_head,
 )
 from atlas_fl.setup.assembly import (
@@ -275,13 +273,13 @@ def full_model_sender(
 ) -> NewSender:
     """Make senders of whole models to receivers that keep what they trained last, or not; `mask` where there is one."""
     body_mask = None if mask is None else split_body_and_head(mask)[0]
-    common = SharedModelCache(home=digest(trained_body(backbone, config)), mask=body_mask)
-    return lambda: FullModelSender(common=common, counts_on_trained=keeps_trained)
+    common = SenderState(home=DigestCache().digests(trained_body(backbone, config)), mask=body_mask)
+    return lambda: Sender(common=common, counts_on_trained=keeps_trained)
 
 
-def full_model_receiver(backbone: Backbone, config: Config, *, keeps_trained: bool) -> FullModelReceiver:
+def full_model_receiver(backbone: Backbone, config: Config, *, keeps_trained: bool) -> Receiver:
     """The receiver of whole models at a client or worker."""
-    return FullModelReceiver(
+    return Receiver(
         home=trained_body(backbone, config), keeps_trained=keeps_trained, trains_heads=backbone.vision is None
     )
 
@@ -289,14 +287,14 @@ def full_model_receiver(backbone: Backbone, config: Config, *, keeps_trained: bo
 def worker_sender(assembly: Assembly) -> NewSender:
     """Make senders of jobs to the workers of this assembly."""
     if not assembly.is_full:
-        return AdapterSender
+        return Sender
     return full_model_sender(assembly.site.backbone, assembly.config, keeps_trained=False)
 
 
 def worker_receiver(assembly: Assembly) -> Receiver:
     """The receiver of jobs at a worker of this assembly."""
     if not assembly.is_full:
-        return AdapterReceiver()
+        return Receiver()
     return full_model_receiver(assembly.site.backbone, assembly.config, keeps_trained=False)
 
 

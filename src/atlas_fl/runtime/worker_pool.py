@@ -16,7 +16,7 @@ from atlas_fl.client.registry import ACTIONS
 from atlas_fl.errors import AtlasError, ProtocolError
 from atlas_fl.params import Params
 from atlas_fl.runtime.local import collect_updates
-from atlas_fl.runtime.protocol.model_sync import AdapterSender, NewSender, Receiver, Sender
+from atlas_fl.runtime.protocol.model_sync import NewSender, Receiver, Sender
 from atlas_fl.runtime.transport.frames import Head, decode_frame, encode_frame
 
 MAX_FRAME_BYTES = 2**40
@@ -56,7 +56,7 @@ class PoolEngine:
     """One thread for each worker."""
     on_progress: Callable[[str, int, int], None]
     """Callback with (action, jobs done, jobs) after each pack."""
-    new_sender: NewSender = AdapterSender
+    new_sender: NewSender = Sender
     _free: "queue.SimpleQueue[tuple[Worker, Sender]]" = field(default_factory=queue.SimpleQueue)
 
     def __post_init__(self) -> None:

@@ -23,7 +23,7 @@ from atlas_fl.runtime.coordinator.coordinator import ClientManager, shutdown_cli
 from atlas_fl.runtime.coordinator.site_worker import SiteClient, SiteLoader
 from atlas_fl.runtime.coordinator.split_server import SplitServer
 from atlas_fl.runtime.protocol.messages import read_payloads
-from atlas_fl.runtime.protocol.model_sync import AdapterReceiver
+from atlas_fl.runtime.protocol.model_sync import Receiver
 from atlas_fl.runtime.remote import RemoteEngine
 from atlas_fl.runtime.transport.event_loop import EventBridge, LoopThread
 from atlas_fl.runtime.transport.frames import decode_frame, encode_frame
@@ -86,7 +86,7 @@ class Federation:
             link=link,
             registration=census,
             on_event=ignore,
-            receiver=AdapterReceiver(),
+            receiver=Receiver(),
             on_final_model=lambda *_: None,
             policy=AcceptAll(),
         )
