@@ -313,7 +313,7 @@ ASKS: Mapping[str, Mapping[str, tuple[Lie, str]]] = {
         ),
         "another head at the end": (
             at_the_end(lambda model: {**model, "head.x": torch.ones(1)}),
-            "the model at the end",
+            "a model came with another digest than the server named",
         ),
     },
 }

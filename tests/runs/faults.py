@@ -20,13 +20,13 @@ def die(*_: Any, **__: Any) -> None:
 
 
 def fill_the_disk() -> None:
-    export = site.AdapterSiteRuntime.export
+    export = site.export_own_model
 
-    def full(home: Any, model: Any, to: Any, **words: Any) -> None:
+    def full(*args: Any, **words: Any) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL, SMALL))
-        export(home, model, to, **words)
+        export(*args, **words)
 
-    site.AdapterSiteRuntime.export = full  # type: ignore[method-assign]
+    site.export_own_model = full
 
 
 def die_before_the_answer() -> None:

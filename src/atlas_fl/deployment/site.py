@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -76,7 +76,6 @@ class FullModelSiteRuntime:
     """A site whose client trains all weights of the model."""
 
     def __init__(self, config: Config, client: ClientData, *, draws: Mapping[str, Any]) -> None:
-        self._scale, self._head = scale_of(config), head_of(config, label_statistics((client,))[0])
         assembly = assemble(config, clients=(client,))
         self._site = replace(assembly.site, **draws)
         backbone = self._site.backbone
@@ -100,21 +99,6 @@ class FullModelSiteRuntime:
     def __call__(self, _cut: Cut | None, _cut_info: CutInfo | None) -> AdapterSite:
         """The site; `JobPolicy` has refused a cut of a model whose weights all train."""
         return self._site
-
-    def export(self, model: Params, to: Path, *, on_event: OnEvent) -> None:
-        """Write the client's own model as transformers loads it."""
-        backbone = self._site.backbone
-        lines = export_model(
-            model,
-            to,
-            family=backbone.family,
-            base=backbone.source,
-            head=self._head,
-            scale=self._scale,
-            backbone=backbone,
-        )
-        for line in lines:
-            on_event(Note(line))
 
 
 class AdapterSiteRuntime:
@@ -156,19 +140,6 @@ class AdapterSiteRuntime:
                 self.known = build_first_blocks(config.model.model, blocks=0)
             self.tokens = tokenise(client, self.known, config.data)
         self.model = model_identity(self.known, has_weights=self._site is not None)
-
-    def export(self, model: Params, to: Path, *, on_event: OnEvent) -> None:
-        """Write the client's own model in PEFT's format."""
-        lines = export_model(
-            model,
-            to,
-            family=self.known.family,
-            base=self.known.source,
-            head=head_of(self._config, label_statistics((self._client,))[0]),
-            scale=scale_of(self._config),
-        )
-        for line in lines:
-            on_event(Note(line))
 
     def __call__(self, cut: Cut | None, cut_info: CutInfo | None) -> AdapterSite:
         """The site with the blocks below this cut, or with all (`runtime.coordinator.site_worker.SiteLoader`).
@@ -259,6 +230,23 @@ def home_of(
         return FullModelSiteRuntime(config, client, draws=draws)
     owner = Owner(client=client.name, config=run or config_hash(config))
     return AdapterSiteRuntime(config, client, model=model, private=private, draws=draws, owner=owner)
+
+
+def export_own_model(
+    home: SiteRuntime, config: Config, client: ClientData, model: Params, to: Path, *, on_event: OnEvent
+) -> None:
+    """Write the client's own model: adapters in PEFT's format, a whole one as transformers loads it."""
+    lines = export_model(
+        model,
+        to,
+        family=home.known.family,
+        base=home.known.source,
+        head=head_of(config, label_statistics((client,))[0]),
+        scale=scale_of(config),
+        backbone=home.known if home.outline.whole else None,
+    )
+    for line in lines:
+        on_event(Note(line))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,7 +365,9 @@ def _work(
         on_event=on_event,
         receiver=home.receiver,
         on_final_model=lambda model, sha256: write_model(
-            to, Receipt(client=name, config=run, model=sha256), partial(home.export, model, on_event=on_event)
+            to,
+            Receipt(client=name, config=run, model=sha256),
+            lambda draft: export_own_model(home, config, client, model, draft, on_event=on_event),
         ),
         policy=JobPolicy(
             config=settings,
