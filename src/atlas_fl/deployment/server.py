@@ -38,7 +38,7 @@ from atlas_fl.runtime.engine import Engine
 from atlas_fl.runtime.protocol.client_metadata import placeholder_client
 from atlas_fl.runtime.remote import RemoteEngine
 from atlas_fl.runtime.transport.certificates import listed_clients, open_certs
-from atlas_fl.runtime.transport.event_loop import EventBridge
+from atlas_fl.runtime.transport.event_loop import LoopThread
 from atlas_fl.setup.assembly import Assembly, JoinQueue, Newcomer, assemble, pick_device, trainable_of
 from atlas_fl.setup.options import strategy_of
 from atlas_fl.storage import checkpoint
@@ -110,7 +110,7 @@ def reason_for_sites(error: AtlasError) -> str:
 def _wait_and_assemble(
     config: Config,
     manager: ClientManager,
-    bridge: EventBridge,
+    bridge: LoopThread,
     service: ServerOptions,
     *,
     expected: tuple[str, ...],
@@ -226,7 +226,7 @@ def _newcomer(proxy: ClientProxy) -> Newcomer:
     return Newcomer(client=client, device=proxy.device, tokens=tokens)
 
 
-def _assembly(config: Config, manager: ClientManager, bridge: EventBridge, names: tuple[str, ...]) -> Assembly:
+def _assembly(config: Config, manager: ClientManager, bridge: LoopThread, names: tuple[str, ...]) -> Assembly:
     """The parts of a run with these clients."""
     clients = [_newcomer(manager.clients[name]) for name in names]
     tokens = {client.client.name: client.tokens for client in clients}
@@ -241,7 +241,7 @@ def _assembly(config: Config, manager: ClientManager, bridge: EventBridge, names
 
 
 def _join_queue(
-    folder: RunFolder, manager: ClientManager, bridge: EventBridge, tokens: dict[str, ClientTokens]
+    folder: RunFolder, manager: ClientManager, bridge: LoopThread, tokens: dict[str, ClientTokens]
 ) -> JoinQueue:
     """The queue of late clients of a served run: those who are connected and in no plan.
 
@@ -269,7 +269,7 @@ def _join_queue(
 def deliver_final_models(
     folder: RunFolder,
     manager: ClientManager,
-    bridge: EventBridge,
+    bridge: LoopThread,
     service: ServerOptions,
     *,
     seconds: float,

@@ -33,7 +33,7 @@ from atlas_fl.runtime.protocol.messages import NO_PLUGINS, Identity
 from atlas_fl.runtime.protocol.model_sync import Sender
 from atlas_fl.runtime.transport.certificates import Certs, Listed
 from atlas_fl.runtime.transport.connections import descriptors_note
-from atlas_fl.runtime.transport.event_loop import EventBridge, LoopThread
+from atlas_fl.runtime.transport.event_loop import LoopThread
 from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Head
 from atlas_fl.runtime.transport.server import Server, check_free
 from atlas_fl.runtime.transport.sessions import Sessions, Tokens
@@ -67,7 +67,7 @@ REST_BYTES = 16 * 2**20
 
 
 def client_manager_of(
-    config: Config, listed: tuple[str, ...], bridge: EventBridge, *, late: bool, mask: Mask | None = None
+    config: Config, listed: tuple[str, ...], bridge: LoopThread, *, late: bool, mask: Mask | None = None
 ) -> ClientManager:
     """The client manager of this config; `mask` is that of a run which has one before its first job here."""
     tasks = find_tasks(config.data.tasks, config.data.task)
@@ -196,7 +196,7 @@ class ServerOptions:
     """Clients may join that come after the plan was made."""
     without: tuple[str, ...] = ()
     """Clients of the plan without which the run goes on."""
-    companion: Callable[[ClientManager, EventBridge], AbstractContextManager[None]] = lambda *_: nullcontext()
+    companion: Callable[[ClientManager, LoopThread], AbstractContextManager[None]] = lambda *_: nullcontext()
     """Entered when the server listens and left when the run ends: whatever else starts and watches its clients."""
 
 
@@ -210,14 +210,13 @@ def listening(
     listed: tuple[str, ...],
     late: bool,
     mask: Mask | None = None,
-) -> Iterator[tuple[ClientManager, EventBridge, str]]:
+) -> Iterator[tuple[ClientManager, LoopThread, str]]:
     """The client manager of this config, its event bridge, and the address that it listens on.
 
     Raises `ConfigError` where the address cannot be listened on.
     """
     check_free(service.host, service.port)  # before the model is loaded, which may take minutes
-    with LoopThread() as threads:
-        bridge = EventBridge(threads=threads, on_event=on_event)
+    with LoopThread(on_event=on_event) as bridge:
         manager = client_manager_of(config, listed, bridge, late=late, mask=mask)
         allowed = Listed(service.certs, on_note=bridge.note)
 
@@ -233,7 +232,7 @@ def listening(
 
         def lose(name: str) -> None:
             if name in manager.clients:
-                threads.submit(manager.remove(name, NOT_LISTED))
+                bridge.submit(manager.remove(name, NOT_LISTED))
 
         sessions = Sessions(
             answer=manager.answer,
@@ -251,4 +250,4 @@ def listening(
         try:
             yield manager, bridge, f"{service.host}:{port}"
         finally:
-            threads.call(server.stop())
+            bridge.wait(server.stop())

@@ -65,7 +65,7 @@ def returns(fed: Federation, name: str, thread: threading.Thread, **how: Any) ->
 
     def comes_back() -> None:
         thread.join(60)
-        fed.threads.call(left(fed.sessions, fed.sessions.by_name[name]))
+        fed.threads.wait(left(fed.sessions, fed.sessions.by_name[name]))
         fed.join(name, **how)
 
     back = threading.Thread(target=comes_back)

@@ -25,7 +25,7 @@ from atlas_fl.runtime.coordinator.split_server import SplitServer
 from atlas_fl.runtime.protocol.messages import read_payloads
 from atlas_fl.runtime.protocol.model_sync import Receiver
 from atlas_fl.runtime.remote import RemoteEngine
-from atlas_fl.runtime.transport.event_loop import EventBridge, LoopThread
+from atlas_fl.runtime.transport.event_loop import LoopThread
 from atlas_fl.runtime.transport.frames import decode_frame, encode_frame
 from atlas_fl.runtime.transport.sessions import Sessions
 from atlas_fl.split.channel import Cut
@@ -138,7 +138,6 @@ def quietly(work: Callable[[], object]) -> Callable[[], None]:
 @contextmanager
 def federation(site: Site, path: str, names: Sequence[str]) -> Iterator[Federation]:
     with LoopThread() as threads, SplitServer(site) as split_server:
-        desk = EventBridge(threads=threads, on_event=ignore)
         manager = ClientManager(names, IDENTITY, settings="", on_note=lambda _: None)
         sessions = Sessions(
             answer=manager.answer,
@@ -147,15 +146,15 @@ def federation(site: Site, path: str, names: Sequence[str]) -> Iterator[Federati
             on_presence=manager.on_presence,
         )
         engine = RemoteEngine(
-            manager=manager, bridge=desk, split_server=split_server, deadline_seconds=60, min_clients=len(names)
+            manager=manager, bridge=threads, split_server=split_server, deadline_seconds=60, min_clients=len(names)
         )
         fed = Federation(site=site, path=path, engine=engine, sessions=sessions, threads=threads, told=told(site))
         try:
             yield fed
         finally:
             for session in sessions.by_name.values():
-                threads.call(left(sessions, session))
-            threads.call(shutdown_clients(manager, {}, seconds=60))
+                threads.wait(left(sessions, session))
+            threads.wait(shutdown_clients(manager, {}, seconds=60))
             for thread in fed.running:
                 thread.join(60)
 
@@ -284,7 +283,7 @@ def test_a_client_that_dies_in_the_middle_begins_its_job_again(clients, dies_at:
         def comes_back() -> None:
             fed.running[0].join(60)
             (session,) = fed.sessions.by_name.values()
-            fed.threads.call(left(fed.sessions, session))
+            fed.threads.wait(left(fed.sessions, session))
             fed.join("b-0")
 
         back = threading.Thread(target=comes_back)
