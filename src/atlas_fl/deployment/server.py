@@ -14,7 +14,6 @@ from atlas_fl.config import Config, load_config, pin_mask_file, run_folder
 from atlas_fl.config.conflicts import conflicts
 from atlas_fl.config.schema import NONE
 from atlas_fl.config.validation import check_cluster_counts, check_cut_names, unknown_cut_names
-from atlas_fl.data.registry import find_tasks
 from atlas_fl.deployment.service import ServerOptions, listening, read_sites, write_sites
 from atlas_fl.errors import AtlasError, BudgetError, CheckpointError, ConfigError, ProtocolError, unknown_name
 from atlas_fl.events import Note, OnEvent
@@ -39,7 +38,7 @@ from atlas_fl.runtime.protocol.client_metadata import placeholder_client
 from atlas_fl.runtime.remote import RemoteEngine
 from atlas_fl.runtime.transport.certificates import listed_clients, open_certs
 from atlas_fl.runtime.transport.event_loop import LoopThread
-from atlas_fl.setup.assembly import Assembly, JoinQueue, Newcomer, assemble, pick_device, trainable_of
+from atlas_fl.setup.assembly import Assembly, JoinQueue, Newcomer, assemble, pick_device
 from atlas_fl.setup.options import strategy_of
 from atlas_fl.storage import checkpoint
 from atlas_fl.storage.files import run_lock
@@ -171,16 +170,6 @@ def check_served(config: Config, service: ServerOptions) -> None:
         raise ConfigError(
             f"--strategy {mixing.strategy} asks for reports ({method.report}), which no message through a cut"
             f" (--split {config.split.split}) holds yet; leave the cut out, or take --strategy atlas_laplacian"
-        )
-    if not method.communicates:
-        raise ConfigError(
-            f"--strategy {mixing.strategy} sends nothing, so there is nothing to serve; use `atlas run` at every site"
-        )
-    tasks = find_tasks(config.data.tasks, config.data.task)
-    if not is_fully_shared(mixing.share) and trainable_of(config, tasks) == "full":
-        raise ConfigError(
-            f"--share {' '.join(mixing.share)} keeps parts of a model at its client, and whole models travel whole;"
-            " share A B head, take --trainable lora, or simulate it with `atlas run`"
         )
     pick_device(config.run.accelerator)
     if service.min_clients < 0 or service.wait_seconds <= 0 or service.deadline_seconds <= 0:

@@ -135,6 +135,7 @@ def test_a_message_may_be_longer_than_a_frame_where_both_ends_allow_it(
 
 
 @pytest.mark.slow
+@pytest.mark.product
 def test_a_model_of_300_mb_goes_both_ways(certs_folder: Path) -> None:
     model = {f"w{index}": torch.randn(25 * 2**17) for index in range(24)}
     with serving(Echo(limit=2**29), certs_folder) as port, link(port, open_certs(certs_folder / "site-1")) as far:
