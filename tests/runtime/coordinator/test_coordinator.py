@@ -349,6 +349,9 @@ def test_who_comes_late_waits_to_be_let_in_or_turned_away_and_may_come_again_as_
         await asyncio.sleep(0)
         assert [client.name for client in await late_clients(manager)] == ["site-2"]
         assert notes[-1] == "site-2 came after the plan was made and joins before the next round"
+        manager.on_presence("site-2", False)
+        assert await late_clients(manager) == (), "it has gone"
+        manager.on_presence("site-2", True)
         await reject_client(manager, "site-2", "nothing fits")
         with pytest.raises(ProtocolError, match=r"^site-2 cannot join: nothing fits$"):
             await late
@@ -365,19 +368,6 @@ def test_who_comes_late_waits_to_be_let_in_or_turned_away_and_may_come_again_as_
         assert isinstance((await work)[0], Update)
         with pytest.raises(ProtocolError, match="site-2 came back with other data than it had"):
             await (await register(manager, "site-2", max_length=16))
-
-    play(script)
-
-
-def test_a_newcomer_that_has_gone_is_not_waiting() -> None:
-    async def script(manager: ClientManager, _: list[str]) -> None:
-        manager.accepts_late = True
-        for name in NAMES:
-            await register(manager, name)
-        await manager.wait_for_clients(("site-1",), min_clients=1, seconds=60)
-        assert [client.name for client in await late_clients(manager)] == ["site-2"]
-        manager.on_presence("site-2", False)
-        assert await late_clients(manager) == ()
 
     play(script)
 
