@@ -51,7 +51,7 @@ def die_before_the_checkpoint_of_round_two() -> None:
 
 
 FAULTS: Mapping[str, Callable[[], None]] = {
-    "dies before it writes its model": lambda: setattr(site.AdapterSiteRuntime, "export", die),
+    "dies before it writes its model": lambda: setattr(site, "export_own_model", die),
     "dies while it writes its model": lambda: setattr(peft_io, "write_tensors", die),
     "dies before it says so": lambda: setattr(site_worker, "confirm_saved", die),
     "dies before it removes its private part": lambda: setattr(site, "clear_store", die),

@@ -22,7 +22,7 @@ from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.identity import model_identity
 from atlas_fl.models.vision_loading import tokens_per_image
 from atlas_fl.params import Params
-from atlas_fl.planning.planner import full_model_sender
+from atlas_fl.planning.planner import model_sender
 from atlas_fl.planning.ranks_and_cuts import cuts_for_planning
 from atlas_fl.plugins import plugin_digests
 from atlas_fl.ranks.devices import Device
@@ -30,7 +30,6 @@ from atlas_fl.runtime.coordinator.client_registry import CheckClient, ClientProx
 from atlas_fl.runtime.coordinator.coordinator import ClientManager
 from atlas_fl.runtime.protocol.client_metadata import ClientMetadata, labels_of_task, placeholder_client, read_metadata
 from atlas_fl.runtime.protocol.messages import NO_PLUGINS, Identity
-from atlas_fl.runtime.protocol.model_sync import Sender
 from atlas_fl.runtime.transport.certificates import Certs, Listed
 from atlas_fl.runtime.transport.connections import descriptors_note
 from atlas_fl.runtime.transport.event_loop import LoopThread
@@ -74,7 +73,7 @@ def client_manager_of(
     backbone = backbone_of(config, tasks)
     is_full = trainable_of(config, tasks) == "full"
     body = trained_body(backbone, config) if is_full else None
-    new_sender = full_model_sender(backbone, config, keeps_trained=True, mask=mask) if is_full else Sender
+    new_sender = model_sender(backbone, config, is_full=is_full, mask=mask)
     model = model_identity(backbone)
     identity = Identity(
         version=versions()["atlas_fl"],

@@ -1,7 +1,7 @@
 """make_plan: a plan from a config, every step before round one in order; the initial models.
 
 Round one starts from the warmed-up model at each client's own ranks, or from an imported adapter. Adapters and whole
-models are sent differently (`full_model_sender`, `full_model_receiver`); rounds, rules, records, resume and audit are
+models are sent differently (`model_sender`, `model_receiver`); rounds, rules, records, resume and audit are
 the same code for both (`Site.trainable`).
 """
 
@@ -46,6 +46,7 @@ from atlas_fl.runtime.protocol.model_sync import (
     SenderState,
     split_body_and_head,
 )
+from atlas_fl.runtime.protocol.private_params import PrivateParamStore
 from atlas_fl.setup.assembly import (
     Assembly,
     assemble,
@@ -268,34 +269,39 @@ def cuts_of(assembly: Assembly, plan: Plan) -> dict[str, Cut]:
     return {name: cut for name, cut in cuts.items() if cut is not None}
 
 
-def full_model_sender(
-    backbone: Backbone, config: Config, *, keeps_trained: bool, mask: Mask | None = None
+def model_sender(
+    backbone: Backbone, config: Config, *, is_full: bool, keeps_trained: bool = True, mask: Mask | None = None
 ) -> NewSender:
-    """Make senders of whole models to receivers that keep what they trained last, or not; `mask` where there is one."""
+    """Make senders of models to receivers that keep what they trained last, or not; `mask` where there is one."""
+    home = DigestCache().digests(trained_body(backbone, config)) if is_full else {}
     body_mask = None if mask is None else split_body_and_head(mask)[0]
-    common = SenderState(home=DigestCache().digests(trained_body(backbone, config)), mask=body_mask)
+    common = SenderState(home=home, mask=body_mask)
     return lambda: Sender(common=common, counts_on_trained=keeps_trained)
 
 
-def full_model_receiver(backbone: Backbone, config: Config, *, keeps_trained: bool) -> Receiver:
-    """The receiver of whole models at a client or worker."""
-    return Receiver(
-        home=trained_body(backbone, config), keeps_trained=keeps_trained, trains_heads=backbone.vision is None
-    )
+def model_receiver(
+    backbone: Backbone,
+    config: Config,
+    *,
+    is_full: bool,
+    keeps_trained: bool = True,
+    store: PrivateParamStore | None = None,
+) -> Receiver:
+    """The receiver of models at a client or worker."""
+    home = trained_body(backbone, config) if is_full else {}
+    return Receiver(home=home, keeps_trained=keeps_trained, trains_heads=backbone.vision is None, store=store)
 
 
 def worker_sender(assembly: Assembly) -> NewSender:
     """Make senders of jobs to the workers of this assembly."""
-    if not assembly.is_full:
-        return Sender
-    return full_model_sender(assembly.site.backbone, assembly.config, keeps_trained=False)
+    backbone = assembly.site.backbone
+    return model_sender(backbone, assembly.config, is_full=assembly.is_full, keeps_trained=not assembly.is_full)
 
 
 def worker_receiver(assembly: Assembly) -> Receiver:
     """The receiver of jobs at a worker of this assembly."""
-    if not assembly.is_full:
-        return Receiver()
-    return full_model_receiver(assembly.site.backbone, assembly.config, keeps_trained=False)
+    backbone = assembly.site.backbone
+    return model_receiver(backbone, assembly.config, is_full=assembly.is_full, keeps_trained=not assembly.is_full)
 
 
 def make_plan(config: Config, *, on_event: OnEvent = ignore) -> Plan:
