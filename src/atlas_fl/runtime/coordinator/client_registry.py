@@ -4,19 +4,16 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from atlas_fl.client.job import Job, Update
 from atlas_fl.errors import ProtocolError, one_line
 from atlas_fl.params import Params
 from atlas_fl.ranks.devices import Device
 from atlas_fl.runtime.protocol.client_metadata import ClientMetadata, TaskLabels
+from atlas_fl.runtime.protocol.messages import CutInfo
 from atlas_fl.runtime.protocol.model_sync import Sender
 from atlas_fl.runtime.transport.frames import Head
-
-if TYPE_CHECKING:
-    from atlas_fl.runtime.coordinator.peer_relay import PeerRelay
-    from atlas_fl.runtime.coordinator.split_server import SplitServer
 
 MAX_REFUSALS = 3
 """Refused answers after which a client gets no jobs until it registers again."""
@@ -29,6 +26,26 @@ MAX_PAUSE_ROUNDS = 8
 """Longest pause of a client that failed again and again."""
 
 
+class SplitBackend(Protocol):
+    """Runs the server halves of cut clients, one for each job: here, or at another client."""
+
+    def begin_job(self, number: int, action: str, job: Job) -> tuple[Job, CutInfo]:
+        """(the client's half of the job, its cut info); the server half begins anew."""
+        ...
+
+    async def answer_request(self, number: int, head: Mapping[str, Any], tensors: Params) -> tuple[Head, Params] | None:
+        """The answer to a client's request; None where the client has to begin the job again."""
+        ...
+
+    async def finish_job(self, number: int, update: Update, tensors: Params) -> Update | None:
+        """The update of both halves; None where the client has to begin the job again."""
+        ...
+
+    def drop_job(self, number: int) -> None:
+        """Forget the server half of a closed job."""
+        ...
+
+
 @dataclass(eq=False)
 class PendingJob:
     """A job that a client has not answered yet."""
@@ -38,7 +55,7 @@ class PendingJob:
     job: Job
     """The job of both halves."""
     future: asyncio.Future[Update | str]
-    split_backend: "SplitServer | PeerRelay | None" = None
+    split_backend: SplitBackend | None = None
     """Runs the server half, if the client is cut: at another client or here."""
     client_job: Job | None = None
     """The half that a cut client was sent; None before."""
