@@ -90,7 +90,7 @@ def test_jobs_go_to_their_clients_and_updates_come_back_in_order() -> None:
         )
         for name, task in reversed(list(zip(NAMES, asked))):
             head, params = await task
-            assert params is PARAMS
+            assert params == PARAMS
             ask(manager, name, *result(head, name, float(name[-1])))
         found = await work
         assert [float(one.params["a.lora_A"][0, 0]) for one in found if isinstance(one, Update)] == [1.0, 2.0]
@@ -108,7 +108,7 @@ def test_a_client_that_comes_back_gets_its_job_again_and_the_old_answer_is_not_t
         manager.on_presence("site-1", False)
         again, params = await (await register(manager, "site-1"))
         assert again["number"] == head["number"]
-        assert params is PARAMS, "the new process holds no model"
+        assert params == PARAMS, "the new process holds no model"
         ask(manager, "site-1", *result(again, "site-1", 1.0))
         (update,) = await work
         assert isinstance(update, Update)
