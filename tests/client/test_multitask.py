@@ -8,10 +8,9 @@ import torch
 
 from atlas_fl.client.batching import packs
 from atlas_fl.client.job import Job, Site
-from atlas_fl.client.local_training import LocalTrainer, batches, num_steps, shared_adapters_of, step_all, train
+from atlas_fl.client.local_training import LocalTrainer, SharedAdapters, batches, num_steps, step_all, train
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.params import head_keys
-from tests.client.test_shared import dense_loss, equal
 from tests.laws.test_packs import HARD
 
 PLAIN = TrainOptions(seed=3, batch_size=4, lr=0.05, clip=0.0, optimizer="sgd", epochs=2, multitask=True)
@@ -33,6 +32,28 @@ def tasks(tiny, site_of, spec_of, options: TrainOptions, *, sizes=SIZES, **chang
 
 def adapters(params) -> dict[str, torch.Tensor]:
     return {key: value for key, value in params.items() if not key.startswith("head.")}
+
+
+def equal(one, other) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def dense_loss(model, params, batch, scale) -> torch.Tensor:
+    ids = torch.zeros(len(batch), int(batch.lengths.max()), dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, (start, stop) in enumerate(zip(batch.offsets[:-1], batch.offsets[1:])):
+        ids[row, : stop - start], mask[row, : stop - start] = torch.from_numpy(batch.ids[start:stop]), 1
+    weights = {name: value.detach() for name, value in model.named_parameters()}
+    for key, a in params.items():
+        if key.endswith(".lora_A"):
+            module = key.removesuffix(".lora_A")
+            weights[f"bert.{module}.weight"] = (
+                weights[f"bert.{module}.weight"] + scale(len(a)) * params[module + ".lora_B"] @ a
+            )
+        elif key.startswith("head."):
+            weights[key.removeprefix("head.")] = a
+    out = torch.func.functional_call(model, weights, (ids,), {"attention_mask": mask})
+    return torch.nn.functional.cross_entropy(out.logits, torch.from_numpy(batch.labels))
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.5])
@@ -75,7 +96,7 @@ def test_the_mean_is_over_tasks_and_not_over_examples_by_hand(tiny_of, site_of, 
     for member, value in zip(members, (1.0, 4.0), strict=True):
         for leaf in member.leaves.values():
             leaf.grad = torch.full_like(leaf, value)
-    step_all(dict(zip(members, (4, 2), strict=True)), 0, shared_adapters_of(members))
+    step_all(members, 0, SharedAdapters(members))
     for member, job, own in zip(members, jobs, (-0.05, -0.2), strict=True):
         for key, leaf in member.leaves.items():
             expected = job.params[key] + (own if key.startswith("head.") else -0.125)
@@ -98,3 +119,55 @@ def test_all_tasks_are_one_pack_whose_rows_bound_the_tokens(tiny_of, site_of, sp
         for key, value in whole.params.items():
             torch.testing.assert_close(parted.params[key], value, atol=2e-5, rtol=1e-4)
     assert equal(*(adapters(update.params) for update in train(jobs[:2], small)))
+
+
+class Stub:
+    """A task while it trains, as far as the shared adapters see it."""
+
+    def __init__(self, name: str, *, grad: float, steps: int = 1) -> None:
+        self.options, self.steps = TrainOptions(seed=0, lr=0.5, schedule="linear"), steps
+        self.job = Job(client=name, params={}, round=1, options=self.options)
+        self.params = {"w": torch.ones(2, requires_grad=True)}
+        self.params["w"].grad = torch.full((2,), grad)
+
+
+def test_a_step_by_hand_goes_on_with_the_tasks_that_have_one_left() -> None:
+    """-1 and .5 are -.25; AdamW's first step is the rate in the other direction: 1 + 0.5 = 1.5.
+
+    One of two steps is then done. Of the second only one task has a part: the rate has fallen to half, 0.25.
+    """
+    one, other = Stub("a", grad=-1.0), Stub("b", grad=0.5, steps=2)
+    shared = SharedAdapters([other, one])
+    shared.step(0, [one, other])
+    assert torch.equal(shared._leaves["w"].grad, torch.tensor([-0.25, -0.25]))
+    torch.testing.assert_close(one.params["w"].detach(), torch.tensor([1.5, 1.5]))
+    other.params["w"].grad = torch.full((2,), -0.25)
+    shared.step(1, [other])
+    torch.testing.assert_close(one.params["w"].detach(), torch.tensor([1.75, 1.75]))
+    assert torch.equal(one.params["w"], other.params["w"])
+
+
+@pytest.mark.parametrize(
+    "gradients",
+    [(1.0, 1e8, -1e8), (0.1, 0.7, float("nan")), (float("nan"),) * 3],
+    ids=["in the order of the names", "a broken one is left out", "all are broken, which is seen"],
+)
+def test_the_order_of_the_tasks_changes_no_bit(gradients) -> None:
+    found = []
+    for order in ((0, 1, 2), (1, 2, 0), (2, 0, 1)):
+        members = [Stub(name, grad=grad) for name, grad in zip("abc", gradients)]
+        shared = SharedAdapters([members[k] for k in order])
+        shared.step(0, members)
+        found.append(shared._leaves["w"].grad)
+    assert all(torch.equal(found[0].nan_to_num(7.0), other.nan_to_num(7.0)) for other in found)
+    sound = [gradient for gradient in gradients if gradient == gradient]
+    assert bool(found[0].isnan().all()) is not bool(sound)
+    if len(sound) == 2:
+        torch.testing.assert_close(found[0], torch.full((2,), sum(sound) / 2))
+
+
+def test_tasks_begin_with_one_adapter() -> None:
+    members = [Stub(name, grad=0.0) for name in "ab"]
+    members[1].params["w"] = torch.zeros(2, requires_grad=True)
+    with pytest.raises(AssertionError, match="begin with the same one"):
+        SharedAdapters(members)

@@ -28,10 +28,6 @@ SERVICE = ServerOptions(certs=Path("certs/server"))
         ({"centralized": True}, "--centralized deals out rows that are here"),
         ({"arrive": ("movie-1=2",)}, "--arrive says who is late in a simulation"),
         ({"workers": 2}, "--workers 2 is for simulations"),
-        (
-            {"split": "2", "server_adapters": "per_cluster", "strategy": "fedavg"},
-            "--server-adapters per_cluster has clients wait for each other",
-        ),
         ({"engine": "ray"}, "--engine ray is for simulations"),
     ],
 )

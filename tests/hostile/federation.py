@@ -39,7 +39,7 @@ from atlas_fl.partial_sharing import is_fully_shared
 from atlas_fl.runtime.coordinator.coordinator import ClientManager
 from atlas_fl.runtime.coordinator.site_worker import SiteClient
 from atlas_fl.runtime.protocol.client_metadata import metadata_of
-from atlas_fl.runtime.transport.event_loop import EventBridge, LoopThread
+from atlas_fl.runtime.transport.event_loop import LoopThread
 from atlas_fl.runtime.transport.sessions import NO_TENSORS, Message, Sessions
 from tests.runtime.in_process import AcceptAll, InProcess
 
@@ -140,10 +140,9 @@ class Federation:
     @contextmanager
     def listening(self, config: Config, _service: ServerOptions, _certs: Any, **how: Any) -> Iterator[Any]:
         """In the place of `deployment.service.listening`: the same client manager, and frames that cross no network."""
-        with LoopThread() as threads:
-            desk = EventBridge(threads=threads, on_event=how["on_event"])
+        with LoopThread(on_event=how["on_event"]) as threads:
             threads.loop.set_exception_handler(lambda _, context: self.found.faults.append(str(context)))
-            manager = client_manager_of(config, how["listed"], desk, late=how["late"])
+            manager = client_manager_of(config, how["listed"], threads, late=how["late"])
             sessions = Sessions(
                 answer=manager.answer,
                 admit=manager.handshake,
@@ -156,7 +155,7 @@ class Federation:
                 self.running.append(thread)
                 thread.start()
             try:
-                yield manager, desk, "this process"
+                yield manager, threads, "this process"
             finally:
                 self.over.set()
         for thread in self.running:

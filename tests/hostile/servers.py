@@ -18,9 +18,11 @@ from typing import Any, Self, TypeAlias
 from unittest.mock import patch
 
 from atlas_fl.config import Config, config_hash, parse_config
-from atlas_fl.deployment.site import AdapterSiteRuntime, SiteOptions, SiteResult, join_federation
+from atlas_fl.data.clients import ClientData
+from atlas_fl.deployment import site
+from atlas_fl.deployment.site import SiteOptions, SiteResult, join_federation
 from atlas_fl.errors import AtlasError
-from atlas_fl.events import Event, Note, OnEvent
+from atlas_fl.events import Event, Note
 from atlas_fl.params import Params
 from atlas_fl.runtime.coordinator.coordinator import ClientManager
 from atlas_fl.runtime.coordinator.site_worker import SiteClient
@@ -182,11 +184,11 @@ def record(config: Config, folder: Path, names: Sequence[str], **words: Any) -> 
         config=config, changes={}, found=found, census=lambda _, told: told, folder=folder, words=words
     )
 
-    def exported(own: AdapterSiteRuntime, model: Params, to: Path, *, on_event: OnEvent) -> None:
-        recording.whole[own._client.name] = model
-        export(own, model, to, on_event=on_event)
+    def exported(home: Any, config: Config, client: ClientData, model: Params, to: Path, **words: Any) -> None:
+        recording.whole[client.name] = model
+        export(home, config, client, model, to, **words)
 
-    export, places = AdapterSiteRuntime.export, patch.object(AdapterSiteRuntime, "export", exported)
+    export, places = site.export_own_model, patch.object(site, "export_own_model", exported)
     nowhere = patch.object(in_process, "home_of_site", lambda *_: None)  # each site loads its own
     with patch.object(in_process, "Federation", lambda **_: recording), our_links(), places, nowhere:
         outcome = in_process.federate(config, names=names)

@@ -16,6 +16,7 @@ from atlas_fl.errors import ConfigError
 from atlas_fl.models.lora import init_adapters, init_head
 from atlas_fl.params import LORA_A, LORA_B, Params, digest, head_keys, lora_modules, ranks
 from atlas_fl.runtime.coordinator.site_worker import MAX_REGISTRATIONS
+from atlas_fl.runtime.protocol.model_sync import DigestCache, model_name
 from atlas_fl.runtime.transport.certificates import make_certs, open_certs
 from atlas_fl.split.channel import NORMS
 from atlas_fl.storage.tensors import encode_tensors, read_tensors
@@ -74,6 +75,10 @@ def altered(value: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
     return found
 
 
+def named(model: Params) -> str:
+    return model_name(DigestCache().digests(model))
+
+
 def in_model(action: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Lie:
     """The first job of this action that brings a model, with this other one and its digest."""
 
@@ -86,14 +91,21 @@ def in_model(action: str, change: Callable[[dict[str, Any]], dict[str, Any]]) ->
         if head.get("action") != action:
             return None
         model = change(whole[head["model"]])
-        return {key: value for key, value in head.items() if key != "base"} | {"model": digest(model)}, model
+        return {key: value for key, value in head.items() if key != "base"} | {"model": named(model)}, model
 
     return lie
 
 
 def at_the_end(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Lie:
     """Another model at the end."""
-    return lambda head, tensors: (head, change(tensors)) if head["kind"] == "done" else None
+
+    def lie(head: dict[str, Any], tensors: dict[str, Any]) -> Any:
+        if head["kind"] != "done":
+            return None
+        model = change(tensors)
+        return {**head, "model": named(model)}, model
+
+    return lie
 
 
 def initial_model(model: Params) -> dict[str, torch.Tensor]:
@@ -120,7 +132,7 @@ def with_first(**others: torch.Tensor | float | None) -> Callable[[dict[str, Any
     return change
 
 
-CUT = {"blocks": 1, "wire": "fp32", "noise": 0.0, "head": "server", "shared": None}
+CUT = {"blocks": 1, "wire": "fp32", "noise": 0.0, "head": "server"}
 TOLD = {"places": [], "tokens": 4096, "part": "0" * 64}
 
 
@@ -224,7 +236,6 @@ ASKS: Mapping[str, Mapping[str, tuple[Lie, str]]] = {
         "more blocks": (in_job("train", cut={"blocks": 2}), "a cut at block 2, and .* a cut at block 1"),
         "fewer numbers on the wire": (in_job("train", cut={"wire": "int8"}), "a cut with wire int8, and .* fp32"),
         "the head elsewhere": (in_job("train", cut={"head": "client"}), "a cut with head client, and .* server"),
-        "what is not shared": (in_job("train", cut={"shared": 1}), "a cut with shared 1, and .* None"),
         "the whole model": (in_job("train", cut=None, told=None), "the whole model, and .* a cut at block 1"),
         "other tensors": (in_job("train", told={"places": [0, 10**9]}), "other tensors below the cut"),
         "messages that fill the memory": (
@@ -257,7 +268,7 @@ ASKS: Mapping[str, Mapping[str, tuple[Lie, str]]] = {
         ),
     },
     "images": {
-        "sums of another model": (in_job("ridge", body="0" * 64), "ridge with another model"),
+        "sums of another model": (in_job("ridge", base="0" * 64), "names a model that is not here"),
         "sums again": (in_job("ridge", round=1), "ridge in round 1"),
         "scores by true labels": (in_job("sensitivity", options={"labels": "true"}), "labels true, and .* sampled"),
         "scores of one weight": (in_job("sensitivity", options={"names": ["x"]}), "scores of other weights"),
@@ -272,12 +283,8 @@ ASKS: Mapping[str, Mapping[str, tuple[Lie, str]]] = {
             "a sparse message is damaged",
         ),
         "another head at the end": (
-            lambda head, _: (
-                ({**head, "top": digest({"head.x": torch.ones(1)})}, {"top/head.x": torch.ones(1)})
-                if head["kind"] == "done"
-                else None
-            ),
-            "the model at the end",
+            at_the_end(lambda model: {**model, "head.x": torch.ones(1)}),
+            "a model came with another digest than the server named",
         ),
     },
 }
@@ -559,7 +566,7 @@ def test_what_is_not_shared_does_not_leave_where_the_server_sends_it_itself(
         if head.get("action") != "train":
             return None
         rest = {name: own for name, own in head.items() if name != "private"}
-        return {**rest, "model": digest(whole)}, whole
+        return {**{k: v for k, v in rest.items() if k != "base"}, "model": named(whole)}, whole
 
     found = lied(kept, lie, to=tmp_path / "other")
     assert re.search("lora_B' with its answer to train, and .* what the settings share", found.error), found.error

@@ -20,13 +20,13 @@ def die(*_: Any, **__: Any) -> None:
 
 
 def fill_the_disk() -> None:
-    export = site.AdapterSiteRuntime.export
+    export = site.export_own_model
 
-    def full(home: Any, model: Any, to: Any, **words: Any) -> None:
+    def full(*args: Any, **words: Any) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL, SMALL))
-        export(home, model, to, **words)
+        export(*args, **words)
 
-    site.AdapterSiteRuntime.export = full  # type: ignore[method-assign]
+    site.export_own_model = full
 
 
 def die_before_the_answer() -> None:
@@ -51,7 +51,7 @@ def die_before_the_checkpoint_of_round_two() -> None:
 
 
 FAULTS: Mapping[str, Callable[[], None]] = {
-    "dies before it writes its model": lambda: setattr(site.AdapterSiteRuntime, "export", die),
+    "dies before it writes its model": lambda: setattr(site, "export_own_model", die),
     "dies while it writes its model": lambda: setattr(peft_io, "write_tensors", die),
     "dies before it says so": lambda: setattr(site_worker, "confirm_saved", die),
     "dies before it removes its private part": lambda: setattr(site, "clear_store", die),

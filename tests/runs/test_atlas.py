@@ -163,7 +163,6 @@ def test_it_is_the_default() -> None:
             "and --second-model .* does not go with that so far; .* atlas_laplacian",
         ),
         ({"recluster_every": 1, "rerank": True}, "and --rerank does not go with that so far; .* atlas_laplacian"),
-        ({"split": "1", "server_adapters": "per_cluster"}, "and --server-adapters per_cluster does not go with that"),
     ],
 )
 def test_what_has_no_halves_to_compare_is_refused_with_what_to_take(

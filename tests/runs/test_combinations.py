@@ -28,8 +28,8 @@ def test_who_hosts_changes_nothing_of_what_is_shared_in_part(config: Make) -> No
     assert audit_run(paired.folder).ok
 
 
-def test_a_head_at_the_client_and_a_set_of_the_cluster_go_with_workers(config: Make) -> None:
-    settings = {"split": "movie=1,trec-0=1,trec-1=2", "server_adapters": "per_cluster", "head": "client"}
+def test_a_head_at_the_client_goes_with_workers(config: Make) -> None:
+    settings = {"split": "movie=1,trec-0=1,trec-1=2", "head": "client"}
     settings |= {"eta": 0.3, "dropout": 0.1, "pack_tokens": 200, "rounds": 2}
     whole = run_config(config(name="whole", **settings))
     found = run_config(config(name="workers", **settings), backend=in_threads(2))

@@ -115,17 +115,6 @@ def test_the_plan_predicts_what_the_ledger_counts(config: Make) -> None:
         assert client.predicted["seconds"] == pytest.approx(sum(client.split[part] for part in parts))
 
 
-def test_one_set_of_a_cluster_is_on_the_server_once(config: Make) -> None:
-    """Each of four has a copy and its gradient, 2 of 4 parts, and a quarter of the set that moves: 3/4 of its own."""
-    both = []
-    for adapters in ("per_client", "per_cluster"):
-        settings = {"split": "1", "head": "client", "ranks": "2", "clusters": "oracle", "server_adapters": adapters}
-        plan = make_plan(config(tasks=("movie",), clients_per_task=4, **settings))
-        both.append([client.split["server_memory"]["adapters and optimizer"] for client in plan.clients])
-    assert len(both[0]) == 4
-    assert both[1] == [own * 3 // 4 for own in both[0]]
-
-
 def plan_of(config: Make, gb: float, **settings: object):
     return make_plan(config(devices=("small",), device=(SMALL.format(gb=gb),), ranks="2", **settings))
 

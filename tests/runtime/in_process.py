@@ -8,13 +8,6 @@ from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Frame, Head, decode_f
 from atlas_fl.runtime.transport.sessions import NO_TENSORS, PROTOCOL, Message, Session, Sessions, read_answer
 
 
-class EndlessStream:
-    """A stream that nobody ends."""
-
-    def end(self, reason: str) -> None:
-        """Without effect."""
-
-
 class InProcess:
     """A client of a server in the same process; `exchange` is called from a thread of its own."""
 
@@ -28,7 +21,7 @@ class InProcess:
 
     async def _enter(self, name: str, payload: bytes | bytearray) -> tuple[Session, int, Frame]:
         session, stream, welcome = self._sessions.enter(name, payload)
-        session.stream = EndlessStream()
+        session.end = lambda _: None
         return session, stream, welcome
 
     def _in_loop(self, work: Any) -> Any:

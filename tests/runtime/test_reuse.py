@@ -17,14 +17,18 @@ TRAIN = TrainOptions(seed=3, rounds=2, batch_size=4, lr=1e-2)
 
 
 class CountingEngine:
-    """The local engine, and how often it was asked."""
+    """What it was asked; each update is the job's own model, or with a site what it trains to."""
 
-    def __init__(self, site: Site) -> None:
-        self.engine, self.asked = LocalEngine(site=site), list[str]()
+    def __init__(self, site: Site | None = None, **reported: Any) -> None:
+        self.site, self.asked, self.reported = site, list[str](), reported
 
     def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
         self.asked.append(action)
-        return self.engine.run(action, jobs)
+        if self.site is not None:
+            return LocalEngine(site=self.site).run(action, jobs)
+        return [
+            Update(client=job.client, params=job.params, examples=1, metrics={}, reported=self.reported) for job in jobs
+        ]
 
 
 @pytest.fixture
@@ -65,7 +69,7 @@ def _another_weight(job: Job) -> Job:
 )
 def test_another_job_is_computed(site_and_job: tuple[Site, Job], other: Callable[[Job], Job], action: str) -> None:
     site, job = site_and_job
-    engine, results = CountingEngine(site), ReusedResults()
+    engine, results = CountingEngine(), ReusedResults()
     reusing = ReusingEngine(engine=engine, site=site, results=results)
     with results.remember():
         reusing.run("train", [job])
@@ -77,7 +81,7 @@ def test_jobs_that_ran_with_others_are_not_those_that_ran_alone(tiny_of: Any, si
     tiny, specs = tiny_of("bert"), [spec_of(name="a-0", examples=9), spec_of(name="b-0", examples=5)]
     site, results = site_of(tiny, *specs), ReusedResults()
     first, second = (Job(client=spec.name, params=tiny.params(spec), round=1, options=TRAIN) for spec in specs)
-    engine = CountingEngine(site)
+    engine = CountingEngine()
     with results.remember():
         for jobs in ([first], [first, second], [second, first]):
             ReusingEngine(engine=engine, site=site, results=results).run("train", jobs)
@@ -86,19 +90,12 @@ def test_jobs_that_ran_with_others_are_not_those_that_ran_alone(tiny_of: Any, si
 
 def test_a_model_with_a_cut_is_always_computed(site_and_job: tuple[Site, Job]) -> None:
     site, job = site_and_job
-    asked: list[str] = []
-
-    class Recording:
-        def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
-            asked.append(f"{action} of {len(jobs)}")
-            return []
-
-    results = ReusedResults()
+    engine, results = CountingEngine(), ReusedResults()
     cut = dataclasses.replace(job, cut=Cut(blocks=1))
     with results.remember():
         for _ in range(2):
-            ReusingEngine(engine=Recording(), site=site, results=results).run("train", [cut])
-    assert asked == ["train of 1", "train of 1"]
+            ReusingEngine(engine=engine, site=site, results=results).run("train", [cut])
+    assert engine.asked == ["train", "train"]
 
 
 def test_the_key_of_a_site_follows_its_data_weights_and_limits(tiny_of: Any, site_of: Any, spec_of: Any) -> None:
@@ -117,7 +114,7 @@ def test_the_key_of_a_site_follows_its_data_weights_and_limits(tiny_of: Any, sit
 
 def test_nothing_is_remembered_outside_and_the_oldest_goes_first(site_and_job: tuple[Site, Job]) -> None:
     site, job = site_and_job
-    engine, results = CountingEngine(site), ReusedResults()
+    engine, results = CountingEngine(), ReusedResults()
     reusing = ReusingEngine(engine=engine, site=site, results=results)
     for _ in range(2):
         reusing.run("train", [job])
@@ -131,11 +128,11 @@ def test_nothing_is_remembered_outside_and_the_oldest_goes_first(site_and_job: t
 
 def test_what_is_reported_beside_an_update_counts_in_the_size(site_and_job: tuple[Site, Job]) -> None:
     site, job = site_and_job
-    asked = dataclasses.replace(job, options=dataclasses.replace(TRAIN, report="halves"))
+    halves = {f"{half}/{key}": tensor for key, tensor in job.params.items() for half in (1, 2)}
     size = sum(tensor.nbytes for tensor in job.params.values())
     for max_bytes, times in ((3 * size, 1), (3 * size - 1, 2)):
-        engine, results = CountingEngine(site), ReusedResults()
+        engine, results = CountingEngine(halves=halves), ReusedResults()
         with results.remember(max_bytes=max_bytes):
             for _ in range(2):
-                ReusingEngine(engine=engine, site=site, results=results).run("train", [asked])
+                ReusingEngine(engine=engine, site=site, results=results).run("train", [job])
         assert len(engine.asked) == times

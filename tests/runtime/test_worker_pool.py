@@ -14,8 +14,8 @@ from atlas_fl.errors import ModelError, ProtocolError
 from atlas_fl.models.loading import load_backbone
 from atlas_fl.params import digest
 from atlas_fl.runtime.local import LocalEngine
-from atlas_fl.runtime.protocol.model_sync import AdapterReceiver
-from atlas_fl.runtime.worker_pool import PoolEngine, WorkerContext, WorkerLoop, init_workers
+from atlas_fl.runtime.protocol.model_sync import Receiver
+from atlas_fl.runtime.worker_pool import PoolEngine, WorkerLoop, init_workers
 
 TRAIN = TrainOptions(seed=0, batch_size=4, max_steps=2)
 
@@ -46,7 +46,7 @@ class Early:
 def resident(site: Site) -> WorkerLoop:
     """A worker with this site's data and a model of its own, as in a process of its own."""
     own = replace(site, backbone=load_backbone(str(site.backbone.source)))
-    found = WorkerLoop(lambda _head, _memory: WorkerContext(site=own, receiver=AdapterReceiver()), lambda: None)
+    found = WorkerLoop(lambda _head, _memory: (own, Receiver()), lambda: None)
     with ThreadPoolExecutor(1) as threads:
         init_workers([found], [{}], threads)
     return found
@@ -87,7 +87,7 @@ def test_updates_come_in_the_order_of_the_jobs_whoever_is_done_first(site: Site,
 
 
 def test_what_a_worker_meets_is_raised_as_what_it_is(site: Site, tiny_of: Any, spec_of: Any) -> None:
-    def missing(*_: Any) -> WorkerContext:
+    def missing(*_: Any) -> Any:
         raise ModelError("no such model")
 
     with ThreadPoolExecutor(1) as threads:

@@ -28,8 +28,6 @@ class Federation:
     """Measured importance of every layer, needed when eta is weighted by layer."""
     layer_of: Mapping[str, int] = field(default_factory=dict)
     """Layer of every adapted module, needed when eta is weighted by layer."""
-    cuts: tuple[int | None, ...] = ()
-    """First shared block of each client that shares adapters with its cluster; None for the others."""
 
 
 def group_ids(labels: Sequence[Hashable]) -> Int64[np.ndarray, " n"]:

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
 from atlas_fl.aggregation.matrices import Federation, average, cluster_labels, group_ids, layer_factors
-from atlas_fl.aggregation.mixing import Mixed, Reduce, mix, tie_rows
+from atlas_fl.aggregation.mixing import Mixed, Reduce, mix
 from atlas_fl.errors import ConfigError
 from atlas_fl.params import HEAD, LORA_A, LORA_B, ByClient, Params, ServerState, TreesByClient, is_last_layer
 
@@ -138,24 +138,21 @@ def mixing_matrices(
     *,
     eta: float,
     layer_weighting: str,
-    max_share: float = 1.0,
     granularity: str = "all",
     models: RoundModels | None = None,
 ) -> Matrices:
     """The matrix for each name: heads stay inside their task, layers may scale eta; equal matrices are one object.
 
     A rule is called once for each group of parameters that `granularity` tells apart.
-    What clients share above their cuts has one row for all of them (`aggregation.mixing`).
     """
     there = np.asarray(present, bool)
     anyone, by_task = np.zeros(len(there), np.int64), group_ids(federation.head_groups)
     factors = layer_factors(federation) if layer_weighting == "importance" else None
-    is_pooled = any(cut is not None for cut in federation.cuts)
     made: dict[Hashable, Float64[np.ndarray, "n n"]] = {}
 
     def matrix(key: str) -> Float64[np.ndarray, "n n"]:
         is_head = key.startswith(HEAD)
-        layer = None if is_head or not (is_pooled or factors is not None) else layer_of(federation, key)
+        layer = None if is_head or factors is None else layer_of(federation, key)
         group = parameter_group(key, federation, granularity=granularity)
         size = eta if factors is None or layer is None else eta * float(factors[layer])
         if (group, size) not in made:
@@ -165,12 +162,7 @@ def mixing_matrices(
                     federation=federation, groups=groups, present=there, eta=size, parameters=group, models=models
                 )
             )
-        if layer is None or not is_pooled:
-            return made[group, size]
-        if (group, size, layer) not in made:
-            row = tie_rows(made[group, size], federation, layer, present=there, max_share=max_share)
-            made[group, size, layer] = row
-        return made[group, size, layer]
+        return made[group, size]
 
     return matrix
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from atlas_fl.audit.bounds import check_bounds, restored_fault
 from atlas_fl.audit.changes import check_joined, check_ranks, frozen_fault, is_reranked, names_fault, number_fault
 from atlas_fl.audit.dense import same_tensors
-from atlas_fl.audit.recompute import Comparison, Recomputed, common_faults, farthest, with_common_tensors
+from atlas_fl.audit.recompute import Comparison, Recomputed, common_faults, farthest, with_common_adapter
 from atlas_fl.audit.report import AuditReport, AuditRow
 from atlas_fl.audit.rules import formula_of
 from atlas_fl.audit.run_files import NO_ANSWER, AuditPlan, AuditRecord, Models, Run, open_run
@@ -209,14 +209,16 @@ class RunCheck:
                 yield AuditRow("mixed", "", f"of an anchor: {fault}")
                 return
         before = {**(server_models if formula.mixes else held), **present}
-        yield from (AuditRow("common", *one) for one in common_faults(plan, present, after, excluded=record.kept))
+        if run.settings.training.multitask:
+            yield from (AuditRow("common", *one) for one in common_faults(plan, present, after, excluded=record.kept))
+            before = with_common_adapter(before, present)
         step = Step(
             run=run,
             plan=plan,
             round=round,
             present=tuple(client in present for client in plan.clients),
             before=server_models,
-            trained=with_common_tensors(plan, before, present),
+            trained=before,
             without_edges=record.without_edges,
             state=state,
             told=run.state_after(round, state),

@@ -19,39 +19,31 @@ from atlas_fl.params import HEAD, LORA_A, LORA_B, is_last_layer
 def common_faults(
     plan: AuditPlan, trained: Models, after: Models, *, excluded: Collection[str]
 ) -> Iterator[tuple[str, str]]:
-    """(client, fault) for everyone who has something in common with others: the first tensor of which it has another.
+    """(task, fault) of tasks with one adapter: the first tensor of which it has another than a task before it.
 
-    Who kept its own model at the end has it with what was in common when it was trained.
+    Who kept its own model at the end has it with the adapter of when it was trained.
     """
     for k, client in enumerate(plan.clients):
-        in_common = list(_in_common(plan, k, after[client]))
-        faults = []
-        for key, owners in in_common:
-            names = [plan.clients[one] for one in owners if one <= k and plan.clients[one] not in excluded]
-            for models, what in ((trained, "trained"), (after, "starts with")):
-                held = [name for name in names if key in models.get(name, {})]
-                if client in held and not models[client][key].equal(models[held[0]][key]):
-                    faults.append(f"{client} {what} another {key} than {held[0]}")
-        if in_common:
-            yield client, faults[0] if faults else ""
+        faults = [
+            f"{client} {what} another {key} than {other}"
+            for models, what in ((trained, "trained"), (after, "starts with"))
+            for other in plan.clients[:k]
+            if client in models and other in models and not {client, other} & set(excluded)
+            for key, tensor in adapters_of(models[client]).items()
+            if not tensor.equal(models[other][key])
+        ]
+        yield client, faults[0] if faults else ""
 
 
-def with_common_tensors(plan: AuditPlan, before: Models, trained: Models) -> Models:
-    """Models before the server's step, with tensors that were trained in common for those who took no part."""
-    by_client = {client: dict(params) for client, params in before.items()}
-    for k, client in enumerate(plan.clients):
-        for key, owners in _in_common(plan, k, before[client]):
-            there = [plan.clients[one] for one in owners if plan.clients[one] in trained]
-            if client not in trained and there:
-                by_client[client][key] = trained[there[0]][key]
-    return by_client
+def with_common_adapter(before: Models, trained: Models) -> Models:
+    """Models before the server's step, with the adapter that tasks have trained together for those who took no part."""
+    common = adapters_of(next(iter(trained.values()), {}))
+    return {client: {**params, **common} for client, params in before.items()}
 
 
-def _in_common(plan: AuditPlan, k: int, params: Mapping[str, Tensor]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for key in params:
-        owners = plan.owners(k, key)
-        if len(owners) > 1:
-            yield key, owners
+def adapters_of(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors that tasks with one adapter have in common: all but the head."""
+    return {key: tensor for key, tensor in params.items() if not key.startswith(HEAD)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,20 +59,10 @@ class AuditPlan:
     """LoRA alpha; None is twice the rank."""
     rslora: bool
     """True if alpha is divided by the root of the rank."""
-    shared: tuple[int | None, ...] = ()
-    """First block that a client shares with its cluster, that above its cut or 0; None for who shares none."""
 
     def layer(self, key: str) -> int | None:
         """The layer of a parameter; None of what is in none."""
         return self.layer_of.get(key.removesuffix(LORA_A).removesuffix(LORA_B))
-
-    def owners(self, k: int, key: str) -> tuple[int, ...]:
-        """Everyone with whom client k has this parameter in common, itself with them; else nobody."""
-        layer = self.layer(key)
-        if layer is None:
-            return ()
-        both = [n for n, start in enumerate(self.shared) if start is not None and start <= layer]
-        return tuple(n for n in both if k in both and self.clusters[n] == self.clusters[k])
 
     def may_meet(self, k: int, other: int, key: str) -> bool:
         """Return whether this parameter of two clients may be mixed: heads are of one task."""
@@ -288,9 +278,6 @@ def _plan(content: Mapping[str, Any]) -> AuditPlan:
         adjacency=np.array(content["adjacency"], np.float64).reshape(len(clients), len(clients)),
         importance=np.array(content["importance"], np.float64) if any(content.get("importance", [])) else None,
         layer_of={module: int(layer) for module, layer in content["layer_of"].items()},
-        shared=tuple(
-            int(client["cut"] or 0) if client.get("split", {}).get("shared") is not None else None for client in clients
-        ),
         alpha=None if content["lora"]["alpha"] is None else float(content["lora"]["alpha"]),
         rslora=bool(content["lora"]["rslora"]),
     )

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from atlas_fl.audit.dense import arrays, bound_weights, is_compared, padded, value, vector
 from atlas_fl.audit.run_files import AuditPlan, Flat, Models, Run
-from atlas_fl.params import HEAD
 
 T = TypeVar("T")
 TOLERANCE = 1e-4, 1e-6
@@ -159,25 +158,7 @@ def weights(formula: Formula, step: Step, key: str, *, joins: bool = False) -> n
     if joins:
         new = [not step.present[k] and formula.mixes for k in clients]
         return np.array([formula.arrival_row(step, k, key) if new[k] else step.own_row(k) for k in clients])
-    each = np.array([formula.row(step, k, key) for k in clients])
-    if not formula.mixes or key.startswith(HEAD) or formula.reduction is not None:
-        return each
-    return np.array([_common_row(step, k, each, key) for k in clients])
-
-
-def _common_row(step: Step, k: int, each: np.ndarray, key: str) -> np.ndarray:
-    """The row of what client k has in common with others: the mean of their rows, by examples, over the present."""
-    owners = step.plan.owners(k, key)
-    if len(owners) < 2:
-        return np.asarray(each[k])
-    counted = step.there(owners) or owners
-    row = np.asarray(sum(share * each[one] for one, share in zip(counted, step.shares(counted), strict=True)))
-    owners_sum = row[list(owners)].sum()
-    row[list(owners)] = 0.0
-    if not row.any():
-        return np.array(step.own_row(k))
-    row[k] = owners_sum  # whoever of them it falls on, they hold the same
-    return row
+    return np.array([formula.row(step, k, key) for k in clients])
 
 
 def compare_states(expected: Values, state: Flat, *, before: Flat) -> tuple[str, float | None] | None:

@@ -1,6 +1,6 @@
 """Packs of clients and packed batches: the mini-batches of many clients as one row of tokens, without padding."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,27 +30,17 @@ ResultT = TypeVar("ResultT")
 def packs(jobs: Sequence[Job], site: Site) -> Iterator[list[Job]]:
     """The jobs in groups whose mini-batches hold on average at most `site.max_tokens` tokens together.
 
-    A job that is larger than that alone makes a pack of one, and so does one that trains a whole model. Clients that
-    share adapters step at once, so they are in one pack however large it is; its rows are then formed
+    A job that is larger than that alone makes a pack of one, and so does one that trains a whole model. Tasks with
+    one adapter (`--multitask`) step at once, so they are in one pack however large it is; its rows are then formed
     by `rows`.
     """
     if site.trainable == "full":
         yield from _full_packs(jobs, site)
         return
-    units: dict[Hashable, list[Job]] = {}
-    for index, job in enumerate(jobs):
-        cluster = shared_cluster(job)
-        units.setdefault(index if cluster is None else ("shared", cluster), []).append(job)
-    sized = [(unit, sum(tokens_of(job, site) for job in unit)) for unit in units.values()]
-    for pack in greedy_packs(sized, site.max_tokens):
-        yield [job for unit in pack for job in unit]
-
-
-def shared_cluster(job: Job) -> int | None:
-    """The cluster whose clients train one set of adapters with this one; None where it trains its own."""
-    if getattr(job.options, "multitask", False):
-        return 0
-    return None if job.cut is None else job.cut.shared
+    if jobs and getattr(jobs[0].options, "multitask", False):
+        yield list(jobs)
+    else:
+        yield from greedy_packs([(job, tokens_of(job, site)) for job in jobs], site.max_tokens)
 
 
 def _full_packs(jobs: Sequence[Job], site: Site) -> Iterator[list[Job]]:

@@ -3,20 +3,11 @@
 The schedule runs over the steps of the whole run: a linear warm-up, then constant, linear, cosine or step decay.
 `LocalTrainer` is one client while it trains: its batches, leaves, schedule and optimizer (`client.optimizer`).
 
-`SharedAdapters` are the adapters above the cuts where the clients of a cluster train one set (`--server-adapters`):
-
-    G = sum_k b_k g_k / sum_k b_k        over the clients k that step at this moment, in the order of their names
-
-with g_k a client's gradient, clipped as ever by the norm over its whole model, and b_k the examples that its loss is a
-mean over: G is the gradient of the mean loss over the concatenated activations, but for the clipping. One optimizer
-moves the set by G. Lin et al. 2024, "SplitLoRA" (arXiv 2407.00952).
-
-A tensor is shared by the clients whose cut is below its block. Each client has a head of its own. The set trains as
-long as one of its clients does, and its schedule is that of the client with the most steps.
-
-With `--multitask` the clients are tasks, nothing is cut, and all adapters are one set: every step takes a batch of each
-task that has one left in the round, and b_k = 1, so that G is the mean gradient of the tasks (Caruana 1997, "Multitask
-learning", doi 10.1023/A:1007379606734). Each head is moved by its own gradient.
+With `--multitask` the clients are tasks, and all adapters are one set (`SharedAdapters`): every step takes a batch of
+each task that has one left in the round, and one optimizer moves the set by the mean gradient of the tasks, each
+clipped as ever by the norm over its whole model (Caruana 1997, "Multitask learning", doi 10.1023/A:1007379606734).
+The set trains as long as one task does, by the schedule of the task with the most steps. Each head is moved by its own
+gradient.
 """
 
 import math
@@ -174,16 +165,6 @@ def merge_norms(own_norms: Tensor, others: Tensor, indices: Sequence[int]) -> Te
     return norms
 
 
-def shared_names(backbone: Backbone, params: Params, cut: Cut | None, *, multitask: bool) -> tuple[str, ...]:
-    """The names, sorted, of the adapters that a client trains together with others: all, or those above its cut."""
-    own: Collection[str] = ()
-    if not multitask:
-        if cut is None or cut.shared is None:
-            return ()
-        own = select_client_side(backbone, params, blocks=cut.blocks, head=True)
-    return tuple(sorted(name for name in params if name not in own and not name.startswith(HEAD)))
-
-
 class LocalTrainer:
     """One client of a pack while it trains: its leaves, its batches and its optimizer."""
 
@@ -212,12 +193,9 @@ class LocalTrainer:
         )
         self._family, self._autocast = site.backbone.family, site.autocast
         self.leaves = {key: leaf for key, leaf in (*self.params.items(), *self.gate.items()) if leaf.requires_grad}
-        cut = job.cut or above
-        self.cluster = 0 if options.multitask else None if cut is None else cut.shared
-        self.shared = shared_names(site.backbone, self.params, cut, multitask=options.multitask)
         self.scale = LossScale(enabled=site.fp16, grows=site.trainable == "full")
         self._tells_skipped = site.fp16 and site.trainable == "full"
-        own_leaves = {key: leaf for key, leaf in self.leaves.items() if key not in self.shared}
+        own_leaves = {key: leaf for key, leaf in self.leaves.items() if key.startswith(HEAD) or not options.multitask}
         self.optimizer = make_optimizer(own_leaves, options, masks=job.mask, skips=site.fp16)
         load_momentum(self.optimizer, own_leaves, job.kept.get("momentum", {}), masks=job.mask)
         self.prior = log_prior(job, site)
@@ -333,70 +311,54 @@ class LocalTrainer:
 
 
 class SharedAdapters:
-    """Adapters that the same clients of one cluster share, or all tasks, while they train."""
+    """The adapters that all tasks of a pack train together (`--multitask`)."""
 
-    def __init__(self, owners: Sequence[LocalTrainer], keys: Sequence[str]) -> None:
-        self.owners, self.keys = sorted(owners, key=lambda member: member.job.client), tuple(keys)
-        first = self.owners[0]
-        assert all(torch.equal(one.params[key], first.params[key]) for one in self.owners for key in keys), (
-            "clients that share a set begin with the same one"
+    def __init__(self, tasks: Sequence[LocalTrainer]) -> None:
+        self._tasks = sorted(tasks, key=lambda task: task.job.client)
+        first = self._tasks[0]
+        keys = sorted(key for key in first.params if not key.startswith(HEAD))
+        assert all(torch.equal(task.params[key], first.params[key]) for task in self._tasks for key in keys), (
+            "tasks with one adapter begin with the same one"
         )
         self._leaves = {
             key: first.params[key].detach().clone().requires_grad_() for key in keys if first.params[key].requires_grad
         }
-        self._steps = max(member.steps for member in self.owners)
+        self._steps = max(task.steps for task in self._tasks)
         self._optimizer = make_optimizer(self._leaves, first.options)
 
-    def step(self, done: int, moving: Mapping[LocalTrainer, int]) -> None:
-        """Move the set by those of its owners who step now, with the examples of their step, and give it to all.
+    def step(self, done: int, moving: Collection[LocalTrainer]) -> None:
+        """Move the adapters by the tasks that step now, and give them to all.
 
-        A gradient that is not finite is left out where another one is: what a client broke is not broken for all.
+        A gradient that is not finite is left out where another one is: what a task broke is not broken for all.
         """
-        present = [one for one in self.owners if one in moving]
-        sound = [one for one in present if self._is_finite(one)] or present
+        present = [task for task in self._tasks if task in moving]
+        sound = [task for task in present if self._is_finite(task)] or present
         if not sound or not self._leaves:
             return
-        weights = dict.fromkeys(sound, 1) if self.owners[0].options.multitask else moving
-        total = sum(weights[one] for one in sound)
         for key, leaf in self._leaves.items():
             leaf.grad = torch.zeros_like(leaf) if len(sound) > 1 else None
-            for one in sound:
-                gradient = one.params[key].grad
+            for task in sound:
+                gradient = task.params[key].grad
                 assert gradient is not None, "what is shared has a gradient in every step"
-                leaf.grad = (
-                    gradient.clone() if leaf.grad is None else leaf.grad.add_(gradient, alpha=weights[one] / total)
-                )
-        first = self.owners[0]
+                leaf.grad = gradient.clone() if leaf.grad is None else leaf.grad.add_(gradient, alpha=1 / len(sound))
+        first = self._tasks[0]
         optimizer_step(self._optimizer, first.options, round=first.job.round, done=done, steps=self._steps)
         with torch.no_grad():
             for key, leaf in self._leaves.items():
-                for one in self.owners:
-                    one.params[key].copy_(leaf)
+                for task in self._tasks:
+                    task.params[key].copy_(leaf)
 
-    def _is_finite(self, member: LocalTrainer) -> bool:
-        gradients = [member.params[key].grad for key in self._leaves]
+    def _is_finite(self, task: LocalTrainer) -> bool:
+        gradients = [task.params[key].grad for key in self._leaves]
         return all(gradient is not None and bool(torch.isfinite(gradient).all()) for gradient in gradients)
 
 
-def shared_adapters_of(members: Sequence[LocalTrainer]) -> list[SharedAdapters]:
-    """The sets that these clients share, by cluster and by who is cut below a tensor's block."""
-    owners: dict[tuple[int, str], list[LocalTrainer]] = {}
-    for member in members:
-        for key in member.shared:
-            assert member.cluster is not None, "only a client of a cluster shares"
-            owners.setdefault((member.cluster, key), []).append(member)
-    sets: dict[tuple[int, ...], tuple[list[LocalTrainer], list[str]]] = {}
-    for (_, key), trainers in owners.items():
-        sets.setdefault(tuple(map(id, trainers)), (trainers, []))[1].append(key)
-    return [SharedAdapters(trainers, keys) for trainers, keys in sets.values()]
-
-
-def step_all(moving: Mapping[LocalTrainer, int], done: int, sets: Sequence[SharedAdapters]) -> None:
-    """One optimizer step of these clients, each with the examples of its step, and of the sets that they share."""
-    clipped = {member: count for member, count in moving.items() if member.transform_gradients(done)}
-    for shared in sets:
-        shared.step(done, clipped)
-    for member in clipped:
+def step_all(members: Iterable[LocalTrainer], done: int, shared: SharedAdapters | None = None) -> None:
+    """One optimizer step of these clients, and of the adapters that they share."""
+    moving = [member for member in members if member.transform_gradients(done)]
+    if shared is not None:
+        shared.step(done, moving)
+    for member in moving:
         member.optimizer_step(done)
 
 
@@ -407,22 +369,22 @@ Step: TypeAlias = Callable[[Mapping[int, LocalTrainer], int, Site], None]
 """(the active members by their job's place, steps done, site): one optimizer step of each."""
 
 
-def whole_step(sets: Sequence[SharedAdapters]) -> Step:
-    """A step where all blocks are here; those above a cut in the server's name, some of them in these sets."""
+def whole_step(shared: SharedAdapters | None) -> Step:
+    """A step where all blocks are here; those above a cut in the server's name."""
 
     def step(active: Mapping[int, LocalTrainer], done: int, site: Site) -> None:
-        members, counts = list(active.values()), dict[LocalTrainer, int]()
-        # Only those who share a set are together in a pack that may be too large.
-        parts = rows([member.job for member in members], site) if sets else [list(range(len(members)))]
+        members = list(active.values())
+        # Only tasks with one adapter are together in a pack that may be too large.
+        parts = rows([member.job for member in members], site) if shared else [list(range(len(members)))]
         for indices in parts:
-            counts |= _gradients([members[index] for index in indices], done, site)
-        step_all(counts, done, sets)
+            _compute_gradients([members[index] for index in indices], done, site)
+        step_all(members, done, shared)
 
     return step
 
 
-def _gradients(members: Sequence[LocalTrainer], done: int, site: Site) -> dict[LocalTrainer, int]:
-    """Number of examples that each member's loss is a mean over; its gradients lie in its leaves."""
+def _compute_gradients(members: Sequence[LocalTrainer], done: int, site: Site) -> None:
+    """Each member's gradients, which lie in its leaves."""
     row = make_row([next(member.batches) for member in members], site)
     mask = dropout_masks([member.dropout(done) for member in members], device=site.backbone.device)
     lines = [member.line for member in members]
@@ -442,7 +404,6 @@ def _gradients(members: Sequence[LocalTrainer], done: int, site: Site) -> dict[L
         torch.stack(scaled).sum().backward()  # type: ignore[no-untyped-call]
     for member, loss in zip(members, losses, strict=True):
         member.losses.append(loss.detach())
-    return {member: len(labels) for member, labels in zip(members, row.labels, strict=True)}
 
 
 def train(jobs: Sequence[Job], site: Site, *, watch: Watch | None = None, step: Step | None = None) -> list[Update]:
@@ -454,7 +415,7 @@ def train(jobs: Sequence[Job], site: Site, *, watch: Watch | None = None, step: 
     """
     began = time.perf_counter()
     members = [LocalTrainer(job, site) for job in jobs]
-    step = step or whole_step(shared_adapters_of(members))
+    step = step or whole_step(SharedAdapters(members) if members and members[0].options.multitask else None)
     active = {index: member for index, member in enumerate(members) if member.steps > 0}
     done = 0
     while active:

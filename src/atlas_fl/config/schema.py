@@ -197,9 +197,6 @@ class SplitConfig:
     """Gaussian noise on what leaves a cut client, in root mean squares of each token."""
     head: Literal["client", "server"] = "server"
     """Place of a cut model's head; at the client the labels stay there too."""
-    server_adapters: Literal["per_client", "per_cluster"] = "per_client"
-    """Owner of the adapters above a cut: each client has its own, or all cut clients of a cluster have one set, which
-    the mean of their gradients moves."""
     topology: Annotated[Literal["server", "paired"], Mark.COMMON] = "server"
     """Machines that compute the upper parts of cut models: the server, or clients that hold the whole model and have
     room, the server for the rest. It changes no model, but traffic and time."""

@@ -177,8 +177,6 @@ class Outline:
     """The model sees images."""
     whole: bool = False
     """All weights train, and no adapters."""
-    body: str = ""
-    """Digest of the weights in the files that train, but for the head, of whole models."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -352,10 +350,6 @@ class JobPolicy:
         body = {key for key in self.outline.like if not key.startswith(HEAD)}
         if action == "sensitivity" and set(job.options.names) != body:
             raise _refusal("scores of other weights", "one for every weight of the body")
-        turned_down = action == "sensitivity" and self.config.sparse.calibration_rounds > 1
-        moved = action in ("train", "evaluate") and job.round > (action == "train")
-        if not moved and not turned_down and head.get("body") != self.outline.body:
-            raise _refusal(f"{action} with another model", "the model's own files before round one")
         masked = head.get("masked") is True
         if masked and not self.config.sparse.has_mask:
             raise _refusal("training under a mask", "no mask")

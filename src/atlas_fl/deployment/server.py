@@ -14,7 +14,6 @@ from atlas_fl.config import Config, pin_mask_file, run_folder
 from atlas_fl.config.conflicts import conflicts
 from atlas_fl.config.schema import NONE
 from atlas_fl.config.validation import check_cluster_counts, check_cut_names, unknown_cut_names
-from atlas_fl.data.registry import find_tasks
 from atlas_fl.deployment.service import ServerOptions, listening, read_sites, write_sites
 from atlas_fl.errors import AtlasError, BudgetError, CheckpointError, ConfigError, ProtocolError, unknown_name
 from atlas_fl.events import Note, OnEvent
@@ -38,8 +37,8 @@ from atlas_fl.runtime.engine import Engine
 from atlas_fl.runtime.protocol.client_metadata import placeholder_client
 from atlas_fl.runtime.remote import RemoteEngine
 from atlas_fl.runtime.transport.certificates import listed_clients, open_certs
-from atlas_fl.runtime.transport.event_loop import EventBridge
-from atlas_fl.setup.assembly import Assembly, JoinQueue, Newcomer, assemble, pick_device, trainable_of
+from atlas_fl.runtime.transport.event_loop import LoopThread
+from atlas_fl.setup.assembly import Assembly, JoinQueue, Newcomer, assemble, pick_device
 from atlas_fl.setup.options import strategy_of
 from atlas_fl.storage import checkpoint
 from atlas_fl.storage.files import run_lock
@@ -110,7 +109,7 @@ def reason_for_sites(error: AtlasError) -> str:
 def _wait_and_assemble(
     config: Config,
     manager: ClientManager,
-    bridge: EventBridge,
+    bridge: LoopThread,
     service: ServerOptions,
     *,
     expected: tuple[str, ...],
@@ -172,16 +171,6 @@ def check_served(config: Config, service: ServerOptions) -> None:
             f"--strategy {mixing.strategy} asks for reports ({method.report}), which no message through a cut"
             f" (--split {config.split.split}) holds yet; leave the cut out, or take --strategy atlas_laplacian"
         )
-    if not method.communicates:
-        raise ConfigError(
-            f"--strategy {mixing.strategy} sends nothing, so there is nothing to serve; use `atlas run` at every site"
-        )
-    tasks = find_tasks(config.data.tasks, config.data.task)
-    if not is_fully_shared(mixing.share) and trainable_of(config, tasks) == "full":
-        raise ConfigError(
-            f"--share {' '.join(mixing.share)} keeps parts of a model at its client, and whole models travel whole;"
-            " share A B head, take --trainable lora, or simulate it with `atlas run`"
-        )
     pick_device(config.run.accelerator)
     if service.min_clients < 0 or service.wait_seconds <= 0 or service.deadline_seconds <= 0:
         raise ConfigError("--min-clients is at least 0, --wait and --deadline are above 0 seconds")
@@ -226,7 +215,7 @@ def _newcomer(proxy: ClientProxy) -> Newcomer:
     return Newcomer(client=client, device=proxy.device, tokens=tokens)
 
 
-def _assembly(config: Config, manager: ClientManager, bridge: EventBridge, names: tuple[str, ...]) -> Assembly:
+def _assembly(config: Config, manager: ClientManager, bridge: LoopThread, names: tuple[str, ...]) -> Assembly:
     """The parts of a run with these clients."""
     clients = [_newcomer(manager.clients[name]) for name in names]
     tokens = {client.client.name: client.tokens for client in clients}
@@ -241,7 +230,7 @@ def _assembly(config: Config, manager: ClientManager, bridge: EventBridge, names
 
 
 def _join_queue(
-    folder: RunFolder, manager: ClientManager, bridge: EventBridge, tokens: dict[str, ClientTokens]
+    folder: RunFolder, manager: ClientManager, bridge: LoopThread, tokens: dict[str, ClientTokens]
 ) -> JoinQueue:
     """The queue of late clients of a served run: those who are connected and in no plan.
 
@@ -269,7 +258,7 @@ def _join_queue(
 def deliver_final_models(
     folder: RunFolder,
     manager: ClientManager,
-    bridge: EventBridge,
+    bridge: LoopThread,
     service: ServerOptions,
     *,
     seconds: float,

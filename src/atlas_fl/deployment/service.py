@@ -22,7 +22,7 @@ from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.identity import model_identity
 from atlas_fl.models.vision_loading import tokens_per_image
 from atlas_fl.params import Params
-from atlas_fl.planning.planner import full_model_sender
+from atlas_fl.planning.planner import model_sender
 from atlas_fl.planning.ranks_and_cuts import cuts_for_planning
 from atlas_fl.plugins import plugin_digests
 from atlas_fl.ranks.devices import Device
@@ -30,10 +30,9 @@ from atlas_fl.runtime.coordinator.client_registry import CheckClient, ClientProx
 from atlas_fl.runtime.coordinator.coordinator import ClientManager
 from atlas_fl.runtime.protocol.client_metadata import ClientMetadata, labels_of_task, placeholder_client, read_metadata
 from atlas_fl.runtime.protocol.messages import NO_PLUGINS, Identity
-from atlas_fl.runtime.protocol.model_sync import AdapterSender
 from atlas_fl.runtime.transport.certificates import Certs, Listed
 from atlas_fl.runtime.transport.connections import descriptors_note
-from atlas_fl.runtime.transport.event_loop import EventBridge, LoopThread
+from atlas_fl.runtime.transport.event_loop import LoopThread
 from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Head
 from atlas_fl.runtime.transport.server import Server, check_free
 from atlas_fl.runtime.transport.sessions import Sessions, Tokens
@@ -67,14 +66,14 @@ REST_BYTES = 16 * 2**20
 
 
 def client_manager_of(
-    config: Config, listed: tuple[str, ...], bridge: EventBridge, *, late: bool, mask: Mask | None = None
+    config: Config, listed: tuple[str, ...], bridge: LoopThread, *, late: bool, mask: Mask | None = None
 ) -> ClientManager:
     """The client manager of this config; `mask` is that of a run which has one before its first job here."""
     tasks = find_tasks(config.data.tasks, config.data.task)
     backbone = backbone_of(config, tasks)
     is_full = trainable_of(config, tasks) == "full"
     body = trained_body(backbone, config) if is_full else None
-    new_sender = full_model_sender(backbone, config, keeps_trained=True, mask=mask) if is_full else AdapterSender
+    new_sender = model_sender(backbone, config, is_full=is_full, mask=mask)
     model = model_identity(backbone)
     identity = Identity(
         version=versions()["atlas_fl"],
@@ -196,7 +195,7 @@ class ServerOptions:
     """Clients may join that come after the plan was made."""
     without: tuple[str, ...] = ()
     """Clients of the plan without which the run goes on."""
-    companion: Callable[[ClientManager, EventBridge], AbstractContextManager[None]] = lambda *_: nullcontext()
+    companion: Callable[[ClientManager, LoopThread], AbstractContextManager[None]] = lambda *_: nullcontext()
     """Entered when the server listens and left when the run ends: whatever else starts and watches its clients."""
 
 
@@ -210,14 +209,13 @@ def listening(
     listed: tuple[str, ...],
     late: bool,
     mask: Mask | None = None,
-) -> Iterator[tuple[ClientManager, EventBridge, str]]:
+) -> Iterator[tuple[ClientManager, LoopThread, str]]:
     """The client manager of this config, its event bridge, and the address that it listens on.
 
     Raises `ConfigError` where the address cannot be listened on.
     """
     check_free(service.host, service.port)  # before the model is loaded, which may take minutes
-    with LoopThread() as threads:
-        bridge = EventBridge(threads=threads, on_event=on_event)
+    with LoopThread(on_event=on_event) as bridge:
         manager = client_manager_of(config, listed, bridge, late=late, mask=mask)
         allowed = Listed(service.certs, on_note=bridge.note)
 
@@ -233,7 +231,7 @@ def listening(
 
         def lose(name: str) -> None:
             if name in manager.clients:
-                threads.submit(manager.remove(name, NOT_LISTED))
+                bridge.submit(manager.remove(name, NOT_LISTED))
 
         sessions = Sessions(
             answer=manager.answer,
@@ -251,4 +249,4 @@ def listening(
         try:
             yield manager, bridge, f"{service.host}:{port}"
         finally:
-            threads.call(server.stop())
+            bridge.wait(server.stop())

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,15 +37,14 @@ from atlas_fl.experiment.summary import versions
 from atlas_fl.models.backbone import Backbone, target_modules
 from atlas_fl.models.identity import model_identity, weights_digest
 from atlas_fl.models.loading import build_first_blocks
-from atlas_fl.params import Params, digest
+from atlas_fl.params import Params
 from atlas_fl.partial_sharing import is_fully_shared
-from atlas_fl.planning.planner import full_model_receiver
+from atlas_fl.planning.planner import model_receiver
 from atlas_fl.plugins import pin_plugins
 from atlas_fl.rng import derive_secret
 from atlas_fl.runtime.coordinator.site_worker import SiteClient, confirm_saved
 from atlas_fl.runtime.protocol.client_metadata import metadata_of, read_device, read_metadata
 from atlas_fl.runtime.protocol.messages import REMEDIES, CutInfo
-from atlas_fl.runtime.protocol.model_sync import AdapterReceiver
 from atlas_fl.runtime.protocol.private_params import (
     Owner,
     PrivateParamStore,
@@ -72,54 +71,7 @@ from atlas_fl.split.model import select_client_side
 from atlas_fl.storage.files import load_or_create_secret, secret_file
 
 
-class FullModelSiteRuntime:
-    """A site whose client trains all weights of the model."""
-
-    def __init__(self, config: Config, client: ClientData, *, draws: Mapping[str, Any]) -> None:
-        self._config, self._statistics = config, label_statistics((client,))[0]
-        assembly = assemble(config, clients=(client,))
-        self._site = replace(assembly.site, **draws)
-        backbone = self._site.backbone
-        self.known = backbone
-        self.model = model_identity(backbone)
-        self.tokens = self._site.data[client.name]
-        body = trained_body(backbone, config)
-        self.answer_limit = request_limit(config, backbone.model, body=body)
-        whole = assembly.full_models()[client.name]
-        like = meta_params(whole)
-        self.receiver = full_model_receiver(backbone, config, keeps_trained=True)
-        self.outline = Outline(
-            like=like,
-            names=lambda _: frozenset(like),
-            initial=lambda _: whole,
-            places=lambda *_: (),
-            blocks=0,
-            images=assembly.has_images,
-            whole=True,
-            body=digest(body),
-        )
-
-    def __call__(self, _cut: Cut | None, _cut_info: CutInfo | None) -> AdapterSite:
-        """The site; `JobPolicy` has refused a cut of a model whose weights all train."""
-        return self._site
-
-    def export(self, model: Params, to: Path, *, on_event: OnEvent) -> None:
-        """Write the client's own model as transformers loads it."""
-        backbone = self._site.backbone
-        lines = export_model(
-            model,
-            to,
-            family=backbone.family,
-            base=backbone.source,
-            config=self._config,
-            statistics=self._statistics,
-            backbone=backbone,
-        )
-        for line in lines:
-            on_event(Note(line))
-
-
-class AdapterSiteRuntime:
+class SiteRuntime:
     """The model at a site: as much of it as the newest job needs, and only from then on.
 
     Where models are cut, nothing is loaded before the first job says how much of it is to be here; a tokenizer
@@ -132,8 +84,13 @@ class AdapterSiteRuntime:
         self._config = config
         self._client = client
         self._server_weights = model
-        self.receiver = AdapterReceiver()
-        if not is_fully_shared(config.mixing.share):
+        self._draws = draws
+        self._is_full = trainable_of(config, [client.task]) == "full"
+        self._whole: Params = {}
+        self._site: AdapterSite | None = None
+        self._blocks: int | None = None
+        store = None
+        if not self._is_full and not is_fully_shared(config.mixing.share):
             check_store(private, owner)
             back = config.run.checkpoint_every * config.run.keep_checkpoints
             store = PrivateParamStore(
@@ -145,32 +102,18 @@ class AdapterSiteRuntime:
                 scale=scale_of(config),
                 rounds=back + config.mixing.aggregate_every + config.mixing.personal_rounds,
             )
-            self.receiver = AdapterReceiver(store=store)
-        self._draws = draws
-        self._site: AdapterSite | None = None
-        self._blocks: int | None = None
-        if config.split.split == NONE:
-            self._site = replace(assemble(config, clients=(client,)).site, **self._draws)
+        if self._is_full or config.split.split == NONE:
+            assembly = assemble(config, clients=(client,))
+            self._site = replace(assembly.site, **draws)
             self.known = self._site.backbone
             self.tokens = self._site.data[client.name]
+            self._whole = assembly.full_models()[client.name] if self._is_full else {}
         else:
             with torch.device("meta"):
                 self.known = build_first_blocks(config.model.model, blocks=0)
             self.tokens = tokenise(client, self.known, config.data)
         self.model = model_identity(self.known, has_weights=self._site is not None)
-
-    def export(self, model: Params, to: Path, *, on_event: OnEvent) -> None:
-        """Write the client's own model in PEFT's format."""
-        lines = export_model(
-            model,
-            to,
-            family=self.known.family,
-            base=self.known.source,
-            config=self._config,
-            statistics=label_statistics((self._client,))[0],
-        )
-        for line in lines:
-            on_event(Note(line))
+        self.receiver = model_receiver(self.known, config, is_full=self._is_full, store=store)
 
     def __call__(self, cut: Cut | None, cut_info: CutInfo | None) -> AdapterSite:
         """The site with the blocks below this cut, or with all (`runtime.coordinator.site_worker.SiteLoader`).
@@ -202,6 +145,8 @@ class AdapterSiteRuntime:
     def _outline(self) -> tuple[Backbone, dict[str, nn.Module]]:
         """The whole model, of which names and sizes are known, and its adapted layers."""
         whole = self.known
+        if self._is_full:
+            return whole, {}
         if self._config.split.split != NONE:
             with torch.device("meta"):
                 whole = build_first_blocks(self._config.model.model, blocks=None)
@@ -212,7 +157,8 @@ class AdapterSiteRuntime:
     def answer_limit(self) -> int:
         """Most bytes that the server may send at once."""
         whole, _ = self._outline
-        return request_limit(self._config, whole.model)
+        body = trained_body(whole, self._config) if self._is_full else None
+        return request_limit(self._config, whole.model, body=body)
 
     @cached_property
     def outline(self) -> Outline:
@@ -224,7 +170,9 @@ class AdapterSiteRuntime:
             names=self._names,
             initial=self._initial_params,
             places=lambda cut, options: tuple(client_side_indices(whole, like, options, cut)),
-            blocks=len(whole.blocks),
+            blocks=0 if self._is_full else len(whole.blocks),
+            images=self._is_full and self._client.task.images,
+            whole=self._is_full,
         )
 
     def _names(self, cut: Cut | None) -> frozenset[str]:
@@ -237,11 +185,10 @@ class AdapterSiteRuntime:
 
     def _initial_params(self, ranks: Mapping[str, int]) -> Params:
         """The shared initialisation of these modules at these ranks, and of the head."""
+        if self._is_full:
+            return self._whole
         whole, modules = self._outline
         return initial_params(whole, modules, ranks=ranks, task=self._client.task, seed=self._config.run.seed)
-
-
-SiteRuntime: TypeAlias = AdapterSiteRuntime | FullModelSiteRuntime
 
 
 def home_of(
@@ -257,10 +204,25 @@ def home_of(
     """
     # nothing that it draws follows from what the server knows
     draws: dict[str, Any] = {"secrets": {client.name: load_or_create_secret(secret)}, "seed": None}
-    if trainable_of(config, [client.task]) == "full":
-        return FullModelSiteRuntime(config, client, draws=draws)
     owner = Owner(client=client.name, config=run or config_hash(config))
-    return AdapterSiteRuntime(config, client, model=model, private=private, draws=draws, owner=owner)
+    return SiteRuntime(config, client, model=model, private=private, draws=draws, owner=owner)
+
+
+def export_own_model(
+    home: SiteRuntime, config: Config, client: ClientData, model: Params, to: Path, *, on_event: OnEvent
+) -> None:
+    """Write the client's own model: adapters in PEFT's format, a whole one as transformers loads it."""
+    lines = export_model(
+        model,
+        to,
+        family=home.known.family,
+        base=home.known.source,
+        config=config,
+        statistics=label_statistics((client,))[0],
+        backbone=home.known if home.outline.whole else None,
+    )
+    for line in lines:
+        on_event(Note(line))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -379,7 +341,9 @@ def _work(
         on_event=on_event,
         receiver=home.receiver,
         on_final_model=lambda model, sha256: write_model(
-            to, Receipt(client=name, config=run, model=sha256), partial(home.export, model, on_event=on_event)
+            to,
+            Receipt(client=name, config=run, model=sha256),
+            lambda draft: export_own_model(home, config, client, model, draft, on_event=on_event),
         ),
         policy=JobPolicy(
             config=settings,

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from atlas_fl.client.job import Site
 from atlas_fl.config import Config, parse_config, to_toml
 from atlas_fl.errors import DataError
 from atlas_fl.events import Note, OnEvent, Progress
@@ -24,10 +25,11 @@ from atlas_fl.planning.planner import local_engine, worker_receiver, worker_send
 from atlas_fl.plugins import check_registered, load_plugins, registered_names
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.runtime.processes import SharedMemory, run_worker_loop, worker_processes
+from atlas_fl.runtime.protocol.model_sync import Receiver
 from atlas_fl.runtime.ray import ray_cluster
 from atlas_fl.runtime.reuse import ReusingEngine
 from atlas_fl.runtime.transport.frames import Head
-from atlas_fl.runtime.worker_pool import PoolEngine, Worker, WorkerContext, WorkerLoop, init_workers
+from atlas_fl.runtime.worker_pool import PoolEngine, Worker, WorkerLoop, init_workers
 from atlas_fl.setup.assembly import Assembly, assemble, backbone_of, pick_device
 from atlas_fl.storage.files import secret_digest
 
@@ -134,8 +136,11 @@ def worker_init_messages(
     return [{**common, "place": device} for device in devices]
 
 
-def init_worker(head: Head, memory: Any) -> WorkerContext:
-    """The context of a worker, from its `worker_init_messages`; raises `DataError` where the data here are others."""
+def init_worker(head: Head, memory: Any) -> tuple[Site, Receiver]:
+    """The site and the receiver of a worker, from its `worker_init_messages`.
+
+    Raises `DataError` where the data here are others.
+    """
     torch.set_num_threads(head["threads"])
     config = parse_config(head["settings"], origin="the settings of this run")
     load_plugins(config.run.plugin)
@@ -146,7 +151,7 @@ def init_worker(head: Head, memory: Any) -> WorkerContext:
             "a worker has read other data than the run; leave files alone while it goes on, and give every machine of a"
             " cluster the same"
         )
-    return WorkerContext(site=assembly.site, receiver=worker_receiver(assembly))
+    return assembly.site, worker_receiver(assembly)
 
 
 def worker_main(link: int, memory: int) -> None:

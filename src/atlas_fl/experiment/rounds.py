@@ -17,7 +17,6 @@ import torch
 
 from atlas_fl.aggregation.distances import Diversity, diversity
 from atlas_fl.aggregation.matrices import Federation, share_warnings, without_edges
-from atlas_fl.aggregation.mixing import sync_shared
 from atlas_fl.aggregation.norm_bound import bound_updates
 from atlas_fl.aggregation.rules import Answers, RoundModels
 from atlas_fl.aggregation.update_checks import check_finite, check_update, unusable_models
@@ -311,9 +310,7 @@ def one_round(
     updates = engine.run("train", jobs)
     state = _train_own_models(engine, jobs, state, start, parts)
     received = screen_updates(assembly, state, updates)
-    step = (
-        _aggregate(assembly, state, received, planned) if start.aggregates else _keep_trained(state, received, planned)
-    )
+    step = _aggregate(assembly, state, received, planned) if start.aggregates else _keep_trained(state, received)
     mixed = replace(
         state,
         by_client=state.with_newest(received.updates),
@@ -408,14 +405,20 @@ def _train_own_models(
     return state
 
 
-def _keep_trained(state: FederationState, received: ReceivedUpdates, planned: PlanResult) -> ServerStep:
+def _keep_trained(state: FederationState, received: ReceivedUpdates) -> ServerStep:
     """The step of a round without aggregation: clients go on with their own models."""
-    federation, trained = without_edges(planned.plan.federation(), received.refused), received.models
     return ServerStep(
         server_state=state.server_state,
         server_models=state.server_models,
-        client_models=sync_shared({**state.client_models, **trained}, federation, list(trained)),
+        client_models={**state.client_models, **received.models},
     )
+
+
+def _with_one_adapter(models: ByClient, trained: ByClient) -> ByClient:
+    """The models with the adapters that all tasks have trained together (`--multitask`), also of who took no part."""
+    params = next(iter(trained.values()), {})
+    adapters = {key: tensor for key, tensor in params.items() if not key.startswith(HEAD)}
+    return {name: {**model, **adapters} for name, model in models.items()}
 
 
 def _aggregate(
@@ -441,9 +444,9 @@ def _aggregate(
         validation=state.validation_scores,
         reports={method.report: reports} if reports else {},
     )
-    result = method.aggregate(
-        server_state, state.server_models, trained, federation, round=state.round + 1, answers=answers
-    )
+    one_adapter = config.training.multitask
+    server_models = _with_one_adapter(state.server_models, trained) if one_adapter else state.server_models
+    result = method.aggregate(server_state, server_models, trained, federation, round=state.round + 1, answers=answers)
     models = result.client_models if mask is None else restore_frozen(result.client_models, state.client_models, mask)
     options = train_options(config, with_images=assembly.has_images)
     models = keep_untrained(config, options, state.client_models, models, round=state.round + 1)
@@ -490,7 +493,7 @@ def _diversity(assembly: Assembly, before: ByClient, outcome: RoundOutcome) -> D
 def _restore_unusable(step: ServerStep, state: FederationState, assembly: Assembly) -> ServerStep:
     """The server's step with unusable mixed models replaced by the initial ones, and the reason by client.
 
-    A model with values that are NaN, infinite or very large is unusable. Clients that share adapters
+    A model with values that are NaN, infinite or very large is unusable. Tasks that share an adapter
     all keep their models where one is unusable, and so do all clients where the server state is.
     """
     mixed = {name: params for name, params in step.client_models.items() if params is not state.client_models[name]}
@@ -499,7 +502,7 @@ def _restore_unusable(step: ServerStep, state: FederationState, assembly: Assemb
     if not unusable:
         return step
     has_frozen = strategy_of(assembly.config).holds_frozen
-    if assembly.config.split.server_adapters != "per_client" or assembly.config.training.multitask or has_frozen:
+    if assembly.config.training.multitask or has_frozen:
         unusable = set(mixed)
     restored = {name: state.client_models[name] for name in mixed if name in unusable}
     return replace(

@@ -30,7 +30,7 @@ from atlas_fl.runtime.transport.certificates import CA, CERT, KEY, check_name
 
 if TYPE_CHECKING:
     from atlas_fl.runtime.coordinator.coordinator import ClientManager
-    from atlas_fl.runtime.transport.event_loop import EventBridge
+    from atlas_fl.runtime.transport.event_loop import LoopThread
     from atlas_fl.runtime.transport.sessions import Tokens
 
 
@@ -145,7 +145,7 @@ class Invitations:
         self._over = threading.Event()
 
     @contextmanager
-    def beside(self, manager: "ClientManager", bridge: "EventBridge") -> Iterator[None]:
+    def beside(self, manager: "ClientManager", bridge: "LoopThread") -> Iterator[None]:
         """Invite and watch all nodes; at the end, wait for them, and tell them where the run has failed."""
         watcher = threading.Thread(target=self._watch, args=(manager, bridge), name="atlas-replies", daemon=True)
         watcher.start()
@@ -153,13 +153,13 @@ class Invitations:
             yield
         except AtlasError:
             for name in self.nodes:  # what went wrong may name others, and is in the log of the run
-                bridge.threads.call(manager.remove(name, "the server has ended the run; ask who started it"))
+                bridge.wait(manager.remove(name, "the server has ended the run; ask who started it"))
             raise
         finally:
             self._over.set()
             watcher.join()
 
-    def _watch(self, manager: "ClientManager", bridge: "EventBridge") -> None:
+    def _watch(self, manager: "ClientManager", bridge: "LoopThread") -> None:
         until = float("inf")
         while (self._sent.pending or self._waiting) and time.monotonic() < until:
             self.step(manager, bridge)
@@ -168,7 +168,7 @@ class Invitations:
                 until = min(until, time.monotonic() + LAST_SECONDS)
             time.sleep(POLL_SECONDS)
 
-    def step(self, manager: "ClientManager", bridge: "EventBridge") -> None:
+    def step(self, manager: "ClientManager", bridge: "LoopThread") -> None:
         """Invite who waits for that, and hear who has ended."""
         if self._waiting and not self._over.is_set():
             self._invite()
@@ -189,7 +189,7 @@ class Invitations:
         if content:
             self._sent.push(content)
 
-    def _give_up_node(self, node: int, error: Error, manager: "ClientManager", bridge: "EventBridge") -> None:
+    def _give_up_node(self, node: int, error: Error, manager: "ClientManager", bridge: "LoopThread") -> None:
         name = self._names[node]
         reason = one_line(str(error.reason).strip())
         if error.code in CRASHED and self._starts[node] < MOST_STARTS:
@@ -197,7 +197,7 @@ class Invitations:
             self._waiting.add(node)
         else:
             bridge.note(f"{name}: {reason}")
-            bridge.threads.submit(manager.remove(name, reason))
+            bridge.submit(manager.remove(name, reason))
 
 
 @dataclass(frozen=True, kw_only=True)

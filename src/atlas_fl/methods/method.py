@@ -25,7 +25,7 @@ from torch import Tensor
 
 from atlas_fl.aggregation import rules
 from atlas_fl.aggregation.matrices import Federation
-from atlas_fl.aggregation.mixing import Reduce, sync_shared
+from atlas_fl.aggregation.mixing import Reduce
 from atlas_fl.errors import ConfigError
 from atlas_fl.params import (
     HEAD,
@@ -306,12 +306,10 @@ class Method(Part):
         """
         return rules.mixing_matrices(
             self.rule,
-            # what is reduced is the same for all of a group, and so for those who share a set
-            federation if self.reduce is None else replace(federation, cuts=()),
+            federation,
             present,
             eta=self.eta(round),
             layer_weighting=self.options.layer_weighting if self.has_eta else "none",
-            max_share=self.options.max_share,
             granularity=self.granularity,
             models=models,
         )
@@ -331,7 +329,7 @@ class Method(Part):
         `client_models` are those of the last aggregation, of every client.
         """
         server_state = self.next_state(server_state, client_models, updates, federation)
-        after = sync_shared(rules.with_updates(client_models, updates), federation, list(updates))
+        after = rules.with_updates(client_models, updates)
         present = [client in updates for client in federation.clients]
         models = rules.RoundModels(
             before=client_models, after=after, server_state=server_state, answers=answers or rules.Answers()
@@ -342,7 +340,7 @@ class Method(Part):
             server_state=server_state,
             client_models=mixed.by_client,
             discarded=mixed.discarded,
-            rows=self._applied_rows(matrices, after, federation),
+            rows=self._applied_rows(matrices, after),
         )
         return self.complete(done, client_models, updates, federation)
 
@@ -360,10 +358,8 @@ class Method(Part):
         del client_models, updates, federation
         return done
 
-    def _applied_rows(
-        self, matrices: rules.Matrices, models: ByClient, federation: Federation
-    ) -> dict[str, np.ndarray]:
-        if self.granularity != "all" or self.reduce is not None or any(cut is not None for cut in federation.cuts):
+    def _applied_rows(self, matrices: rules.Matrices, models: ByClient) -> dict[str, np.ndarray]:
+        if self.granularity != "all" or self.reduce is not None:
             return {}
         keys = dict.fromkeys(key for params in models.values() for key in params if key != PRIVATE)
         parts = {"head" if key.startswith(HEAD) else "adapters": key for key in keys}

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from atlas_fl.aggregation import lora_product, rules
 from atlas_fl.aggregation.matrices import Federation, average, cluster_labels
-from atlas_fl.aggregation.mixing import sync_shared
 from atlas_fl.errors import ProtocolError
 from atlas_fl.methods.knobs import Range, Tried
 from atlas_fl.methods.method import Aggregated, Method
@@ -252,7 +251,7 @@ class ServerStep(Method):
     ) -> Aggregated:
         """One step of every cohort of which somebody took part."""
         del round, answers  # moments without a correction of their bias depend on no count of rounds
-        after = sync_shared(rules.with_updates(client_models, updates), federation, list(updates))
+        after = rules.with_updates(client_models, updates)
         before = {client: client_models[client] for client in federation.clients}
         after = {client: after[client] for client in federation.clients}
         usual = self.optimizer

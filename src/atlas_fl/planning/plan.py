@@ -42,13 +42,7 @@ class ClientPlan:
     predicted: Mapping[str, float]
     """Per round: `up_bytes`, `down_bytes`, `memory_bytes`, `seconds`."""
     split: Mapping[str, Any] = field(default_factory=dict)
-    """The reason for a cut or none (`reason`), and the costs of a cut by part on both sides; `shared` is
-    the cluster with which the client shares the server's adapters, or without a cut all of them (`--multitask`)."""
-
-    @property
-    def sharing_cluster(self) -> int | None:
-        """The cluster with which this client shares the adapters above its cut, or all; None: they are its own."""
-        return self.split.get("shared")
+    """The reason for a cut or none (`reason`), and the costs of a cut by part on both sides."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,7 +64,7 @@ class Plan:
     """Report on the mask: strategy, sparsity, how many weights it keeps, and the share kept of every tensor."""
 
     def federation(self) -> Federation:
-        """The clients as the server's rule takes them: weights, clusters, graph, heads, importance, cuts."""
+        """The clients as the server's rule takes them: weights, clusters, graph, heads, importance."""
         return Federation(
             clients=tuple(client.name for client in self.clients),
             weights=np.array([client.examples for client in self.clients], dtype=np.float64),
@@ -79,7 +73,6 @@ class Plan:
             head_groups=tuple(client.task for client in self.clients),
             importance=self.importance,
             layer_of=dict(self.layer_of),
-            cuts=tuple(None if client.sharing_cluster is None else client.cut or 0 for client in self.clients),
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """make_plan: a plan from a config, every step before round one in order; the initial models.
 
 Round one starts from the warmed-up model at each client's own ranks, or from an imported adapter. Adapters and whole
-models are sent differently (`full_model_sender`, `full_model_receiver`); rounds, rules, records, resume and audit are
+models are sent differently (`model_sender`, `model_receiver`); rounds, rules, records, resume and audit are
 the same code for both (`Site.trainable`).
 """
 
@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from atlas_fl.aggregation.mixing import average_initial, resize_ranks
+from atlas_fl.aggregation.mixing import resize_ranks
 from atlas_fl.config import Config
 from atlas_fl.config.presets import dial_note
 from atlas_fl.data.clients import label_statistics, left_out_notes, shard_notes
@@ -20,7 +20,7 @@ from atlas_fl.errors import ConfigError
 from atlas_fl.events import Note, OnEvent, PhaseStarted, Progress, ignore
 from atlas_fl.models.backbone import Backbone
 from atlas_fl.models.lora import expand_rank
-from atlas_fl.params import ByClient, Params, digest
+from atlas_fl.params import ByClient, Params
 from atlas_fl.planning.host_assignment import assign_hosts
 from atlas_fl.planning.leakage import CutLeakage, every_cut, leakage_of
 from atlas_fl.planning.masks import (
@@ -37,6 +37,7 @@ from atlas_fl.ranks.allocation import cluster_importance
 from atlas_fl.runtime.engine import Engine, TrafficMeter
 from atlas_fl.runtime.local import LocalEngine
 from atlas_fl.runtime.protocol import model_sync
+from atlas_fl.runtime.protocol.private_params import PrivateParamStore
 from atlas_fl.setup.assembly import (
     Assembly,
     assemble,
@@ -142,11 +143,7 @@ def plan_run(assembly: Assembly, engine: Engine, *, on_event: OnEvent = ignore) 
     if not assembly.is_full:
         models = initial_models(assembly, discovery.warmed_models, [client.ranks for client in clients], start=start)
         plan_cuts = cuts_of(assembly, plan)
-        # equal where server adapters are shared, and without what stays at the clients
-        models = {
-            name: without_private(assembly, params, plan_cuts.get(name))
-            for name, params in average_initial(models, plan.federation()).items()
-        }
+        models = {name: without_private(assembly, params, plan_cuts.get(name)) for name, params in models.items()}
     return PlanResult(
         plan=plan,
         initial_models=models,
@@ -188,8 +185,7 @@ def recluster(
 
     With `models`, the clients' current ones, ranks are chosen again by the importance measured there; else they stay.
     """
-    # A client is measured by itself, whatever it shares in training.
-    cuts = {name: replace(cut, shared=None) for name, cut in cuts_of(assembly, planned.plan).items()}
+    cuts = cuts_of(assembly, planned.plan)
     meter = TrafficMeter(engine=engine)
     discovery = discover_tasks(assembly, meter, clustered=True, previous=planned.clustering, round=round, cuts=cuts)
     graph = make_client_graph(
@@ -231,38 +227,45 @@ def resize_adapters(models: ByClient, plan: Plan, assembly: Assembly) -> dict[st
 
 def cuts_of(assembly: Assembly, plan: Plan) -> dict[str, Cut]:
     """The cut of each cut client of this plan, by name."""
-    cuts = {client.name: cut_of(assembly.config, client.cut, shared=client.sharing_cluster) for client in plan.clients}
+    cuts = {client.name: cut_of(assembly.config, client.cut) for client in plan.clients}
     return {name: cut for name, cut in cuts.items() if cut is not None}
 
 
-def full_model_sender(
-    backbone: Backbone, config: Config, *, keeps_trained: bool, mask: Mask | None = None
+def model_sender(
+    backbone: Backbone, config: Config, *, is_full: bool, keeps_trained: bool = True, mask: Mask | None = None
 ) -> model_sync.NewSender:
-    """Make senders of whole models to receivers that keep what they trained last, or not; `mask` where there is one."""
+    """Make senders of models to receivers that keep what they trained last, or not; `mask` where there is one."""
+    home = model_sync.DigestCache().digests(trained_body(backbone, config)) if is_full else {}
     body_mask = None if mask is None else model_sync.split_body_and_head(mask)[0]
-    common = model_sync.SharedModelCache(home=digest(trained_body(backbone, config)), mask=body_mask)
-    return lambda: model_sync.FullModelSender(common=common, counts_on_trained=keeps_trained)
+    common = model_sync.SenderState(home=home, mask=body_mask)
+    return lambda: model_sync.Sender(common=common, counts_on_trained=keeps_trained)
 
 
-def full_model_receiver(backbone: Backbone, config: Config, *, keeps_trained: bool) -> model_sync.FullModelReceiver:
-    """The receiver of whole models at a client or worker."""
-    return model_sync.FullModelReceiver(
-        home=trained_body(backbone, config), keeps_trained=keeps_trained, trains_heads=backbone.vision is None
+def model_receiver(
+    backbone: Backbone,
+    config: Config,
+    *,
+    is_full: bool,
+    keeps_trained: bool = True,
+    store: PrivateParamStore | None = None,
+) -> model_sync.Receiver:
+    """The receiver of models at a client or worker."""
+    home = trained_body(backbone, config) if is_full else {}
+    return model_sync.Receiver(
+        home=home, keeps_trained=keeps_trained, trains_heads=backbone.vision is None, store=store
     )
 
 
 def worker_sender(assembly: Assembly) -> model_sync.NewSender:
     """Make senders of jobs to the workers of this assembly."""
-    if not assembly.is_full:
-        return model_sync.AdapterSender
-    return full_model_sender(assembly.site.backbone, assembly.config, keeps_trained=False)
+    backbone = assembly.site.backbone
+    return model_sender(backbone, assembly.config, is_full=assembly.is_full, keeps_trained=not assembly.is_full)
 
 
 def worker_receiver(assembly: Assembly) -> model_sync.Receiver:
     """The receiver of jobs at a worker of this assembly."""
-    if not assembly.is_full:
-        return model_sync.AdapterReceiver()
-    return full_model_receiver(assembly.site.backbone, assembly.config, keeps_trained=False)
+    backbone = assembly.site.backbone
+    return model_receiver(backbone, assembly.config, is_full=assembly.is_full, keeps_trained=not assembly.is_full)
 
 
 def make_plan(config: Config, *, on_event: OnEvent = ignore) -> Plan:

@@ -171,35 +171,6 @@ def _client_cut_setting(assembly: Assembly, client: ClientData, device: Device) 
     return cut_setting(assembly.config.split.split, client=client.name, task=client.task.name, device=device.name)
 
 
-def _share_server_adapters(assembly: Assembly, fits: Sequence[ClientFit], clusters: Sequence[int]) -> list[ClientFit]:
-    """The fits when the cut clients of a cluster share the adapters above their cuts.
-
-    A shared block has the largest rank that one of those who share it was given there: no device holds it or sends it,
-    so no device's budget is in its way. Who is in no cluster (-1) shares with nobody.
-    """
-    shared_fits = list(fits)
-    for index, client_fit in enumerate(fits):
-        if client_fit.cut is None or clusters[index] < 0:
-            continue
-        sharing = [fit for fit, cluster in zip(fits, clusters, strict=True) if cluster == clusters[index] and fit.cut]
-        ranks = tuple(
-            rank
-            if layer < client_fit.cut.blocks
-            else max(fit.assignment.ranks[layer] for fit in sharing if fit.cut and fit.cut.blocks <= layer)
-            for layer, rank in enumerate(client_fit.assignment.ranks)
-        )
-        cut = replace(client_fit.cut, shared=clusters[index])
-        shared_fits[index] = replace(
-            client_fit,
-            assignment=replace(client_fit.assignment, ranks=ranks),
-            prediction=round_costs.predict_client_round(
-                assembly, assembly.clients[index], assembly.devices[index], ranks, cut=cut
-            ),
-            cut=cut,
-        )
-    return shared_fits
-
-
 def _check_block(blocks: int, assembly: Assembly) -> int:
     last_block = assembly.shape.num_layers - 1
     if not 1 <= blocks <= last_block:
@@ -239,8 +210,6 @@ def fit_clients(
         for client, device, layers, factor in zip(assembly.clients, assembly.devices, importance, factors, strict=True)
     ]
     notes = list(dict.fromkeys(note for fit in fits for note in fit.assignment.notes))
-    if config.split.server_adapters == "per_cluster":
-        fits = _share_server_adapters(assembly, fits, clusters)
     cut_clients = [client for client, fit in zip(assembly.clients, fits, strict=True) if fit.cut is not None]
     if cut_clients:
         notes.append(f"{len(cut_clients)} of {len(fits)} models are cut, and so they are while they are planned")
@@ -254,7 +223,7 @@ def fit_clients(
             examples=assembly.site.data[client.name].examples,
             cluster=cluster,
             cut=None if fit.cut is None else fit.cut.blocks,
-            split=_split_entry(assembly, client, fit, fits),
+            split=_split_entry(assembly, client, fit),
             ranks=fit.assignment.ranks,
             budget_bytes=fit.assignment.budget_bytes,
             largest_rank=min(fit.assignment.largest_rank, device.max_rank),
@@ -271,24 +240,17 @@ def fit_clients(
     return tuple(plans), tuple(notes)
 
 
-def _split_entry(assembly: Assembly, client: ClientData, fit: ClientFit, fits: Sequence[ClientFit]) -> dict[str, Any]:
+def _split_entry(assembly: Assembly, client: ClientData, fit: ClientFit) -> dict[str, Any]:
     prediction, cut = fit.prediction, fit.cut
     entry: dict[str, Any] = {"reason": fit.reason} if fit.reason else {}
-    if assembly.config.training.multitask:
-        entry["shared"] = 0  # `local` forms no clusters, so all are in cluster 0
     if cut is None:
         return entry
-    if cut.shared is not None:
-        entry["shared"] = cut.shared
-    # by block, how many clients share the adapters that the server has there for this one
-    sharing = [other.cut for other in fits if other.cut is not None and other.cut.shared == cut.shared is not None]
-    owners = [max(1, sum(one.blocks <= layer for one in sharing)) for layer in range(assembly.shape.num_layers)]
     return entry | {
         "crossing_bytes": round_costs.crossing_bytes(assembly, client, cut),
         "client_seconds": prediction.compute_seconds,
         "server_seconds": prediction.server_seconds,
         "link_seconds": prediction.transfer_seconds,
-        "server_memory": round_costs.server_memory(assembly, client, cut, fit.assignment.ranks, owners=owners),
+        "server_memory": round_costs.server_memory(assembly, client, cut, fit.assignment.ranks),
     }
 
 

@@ -141,14 +141,8 @@ def _meta_tensor(count: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(count, dtype=dtype, device="meta")
 
 
-def server_memory(
-    assembly: Assembly, client: ClientData, cut: Cut, ranks: Sequence[int], *, owners: Sequence[int]
-) -> dict[str, int]:
-    """Bytes on the server for this client by part; the frozen weights are there once for all clients.
-
-    Of adapters that several `owners` (by block) share, the client has a copy that computes and its gradient, and its
-    share of the one set that moves: the parameters, their gradient and both moments.
-    """
+def server_memory(assembly: Assembly, client: ClientData, cut: Cut, ranks: Sequence[int]) -> dict[str, int]:
+    """Bytes on the server for this client by part; the frozen weights are there once for all clients."""
     shape, client_step = assembly.shape, heaviest_step(assembly, client, cut)
     whole_step = heaviest_step(assembly, client, None)
     whole, below = (
@@ -158,9 +152,7 @@ def server_memory(
         for blocks in (shape.num_layers, cut.blocks)
     )
     trained = cost_model.TRAINING_COPIES * 4 * (whole_step.head_params - client_step.head_params)
-    for layer in range(cut.blocks, shape.num_layers):
-        size = cost_model.layer_cost(shape, layer, ranks[layer])
-        trained += size if owners[layer] == 1 else size // 2 + size // owners[layer]
+    trained += sum(cost_model.layer_cost(shape, layer, ranks[layer]) for layer in range(cut.blocks, shape.num_layers))
     return {
         "frozen weights": sum(shape.block_bytes[cut.blocks :]) + shape.tail_bytes,
         "activations": cost_model.HEAP_COPIES * (whole - below + 4 * client_step.crossing),

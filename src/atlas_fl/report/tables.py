@@ -45,7 +45,7 @@ def plan_tables(plan: Entry) -> list[Table]:
     tables += [table_of("LoRA ranks", RANKS, clients, note=RANKS_NOTE)] if has_ranks else []
     tables.append(table_of("Predicted for each round", PREDICTED, clients))
     tables += [_memory_table(clients)] if any(client.get("memory") for client in clients) else []
-    if any((client.get("split") or {}).keys() - {"shared"} for client in clients):
+    if any(client.get("split") for client in clients):
         tables.append(table_of("Cuts", CUTS, clients).without_empty())
     return tables
 

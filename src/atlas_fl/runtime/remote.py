@@ -9,7 +9,7 @@ from atlas_fl.events import Note
 from atlas_fl.runtime.coordinator.coordinator import ClientManager
 from atlas_fl.runtime.coordinator.split_server import SplitServer
 from atlas_fl.runtime.local import spill_to_disk
-from atlas_fl.runtime.transport.event_loop import EventBridge
+from atlas_fl.runtime.transport.event_loop import LoopThread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,7 @@ class RemoteEngine:
     """An `Engine` whose clients are connected to a `ClientManager`."""
 
     manager: ClientManager
-    bridge: EventBridge
+    bridge: LoopThread
     deadline_seconds: float
     """Longest time of a job, network included."""
     split_server: SplitServer | None

@@ -16,23 +16,15 @@ from atlas_fl.client.registry import ACTIONS
 from atlas_fl.errors import AtlasError, ProtocolError
 from atlas_fl.params import Params
 from atlas_fl.runtime.local import collect_updates
-from atlas_fl.runtime.protocol.model_sync import AdapterSender, NewSender, Receiver, Sender
+from atlas_fl.runtime.protocol.model_sync import NewSender, Receiver, Sender
 from atlas_fl.runtime.transport.frames import Head, decode_frame, encode_frame
 
 MAX_FRAME_BYTES = 2**40
 """Maximum size of a frame: both ends are ours, and a model may be larger than a message over a network."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerContext:
-    """The site and the receiver with which a worker runs jobs."""
-
-    site: Site
-    receiver: Receiver
-
-
-InitWorker: TypeAlias = Callable[[Head, Any], WorkerContext]
-"""(head of the init message, shared memory) -> the worker's context."""
+InitWorker: TypeAlias = Callable[[Head, Any], tuple[Site, Receiver]]
+"""(head of the init message, shared memory) -> the site and the receiver with which a worker runs jobs."""
 
 
 class Worker(Protocol):
@@ -56,7 +48,7 @@ class PoolEngine:
     """One thread for each worker."""
     on_progress: Callable[[str, int, int], None]
     """Callback with (action, jobs done, jobs) after each pack."""
-    new_sender: NewSender = AdapterSender
+    new_sender: NewSender = Sender
     _free: "queue.SimpleQueue[tuple[Worker, Sender]]" = field(default_factory=queue.SimpleQueue)
 
     def __post_init__(self) -> None:
@@ -120,7 +112,7 @@ class WorkerLoop:
 
     def __init__(self, init_worker: InitWorker, memory: Callable[[], Any]) -> None:
         self._init_worker, self._memory = init_worker, memory
-        self._context: WorkerContext | None = None
+        self._context: tuple[Site, Receiver] | None = None
 
     def ask(self, frames: list[bytes]) -> list[bytes]:
         """An update for every job, or the error that was raised. The frames are consumed."""
@@ -129,18 +121,19 @@ class WorkerLoop:
                 ((head, _),) = _decode_frames(frames)
                 self._context = self._init_worker(head, self._memory())
                 return [encode_frame({"kind": "ready"}, {})]
+            site, receiver = self._context
             action = ""
             jobs = list[Job]()
             for head, tensors in _decode_frames(frames):
-                action, job, _ = self._context.receiver.job(head, tensors, client=str(head["client"]))
+                action, job, _ = receiver.job(head, tensors, client=str(head["client"]))
                 jobs.append(job)
-            updates = ACTIONS[action](jobs, self._context.site)
+            updates = ACTIONS[action](jobs, site)
             answers = []
             for number, (update, job) in enumerate(zip(updates, jobs, strict=True)):
-                head, tensors = self._context.receiver.update(action, update, job, number=number)
+                head, tensors = receiver.update(action, update, job, number=number)
                 answers.append(encode_frame(head, tensors, limit=MAX_FRAME_BYTES))
             return answers
         except AtlasError as error:
             if self._context is not None:
-                self._context.receiver.forget()
+                self._context[1].forget()
             return [encode_frame({"kind": "failed", "error": type(error).__name__, "reason": str(error)}, {})]

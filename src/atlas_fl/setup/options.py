@@ -140,15 +140,12 @@ def optimizer_options(config: Config, name: str) -> dict[str, Any]:
     return {"optimizer": name, "momentum": config.images.momentum, "nesterov": config.images.nesterov}
 
 
-def cut_of(config: Config, blocks: int | None, *, shared: int | None = None) -> Cut | None:
-    """The cut of a client with this number of blocks; None for a client with the whole model.
-
-    `shared` is the cluster that it shares the server's adapters with, if it does.
-    """
+def cut_of(config: Config, blocks: int | None) -> Cut | None:
+    """The cut of a client with this number of blocks; None for a client with the whole model."""
     if blocks is None:
         return None
     split = config.split
-    return Cut(blocks=blocks, wire=split.wire, noise=split.wire_noise, head=split.head, shared=shared)
+    return Cut(blocks=blocks, wire=split.wire, noise=split.wire_noise, head=split.head)
 
 
 def warmup_options(config: Config) -> TrainOptions:

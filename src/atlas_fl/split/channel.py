@@ -48,8 +48,6 @@ class Cut:
     """Standard deviation of the noise on what leaves the client, in root mean squares of each row."""
     head: Literal["client", "server"] = "server"
     """Side that holds the head, and so needs the labels."""
-    shared: int | None = None
-    """The cluster that this client shares the adapters above its cut with; None: they are its own."""
 
 
 NO_CUTS: Mapping[str, Cut] = MappingProxyType({})

@@ -65,7 +65,7 @@ def returns(fed: Federation, name: str, thread: threading.Thread, **how: Any) ->
 
     def comes_back() -> None:
         thread.join(60)
-        fed.threads.call(left(fed.sessions, fed.sessions.by_name[name]))
+        fed.threads.wait(left(fed.sessions, fed.sessions.by_name[name]))
         fed.join(name, **how)
 
     back = threading.Thread(target=comes_back)
@@ -73,7 +73,7 @@ def returns(fed: Federation, name: str, thread: threading.Thread, **how: Any) ->
     return back
 
 
-@pytest.mark.parametrize("dies_at", [1, 3, 5])
+@pytest.mark.parametrize("dies_at", [1, pytest.param(5, marks=pytest.mark.slow)])
 def test_guests_of_a_host_that_dies_begin_again_elsewhere_and_no_bit_changes(clients, dies_at) -> None:
     """Its first answer is to the beginning; the server takes over, and the next job has a host again."""
     site, path, jobs = clients
@@ -94,7 +94,7 @@ def test_guests_of_a_host_that_dies_begin_again_elsewhere_and_no_bit_changes(cli
         assert again.hosted.host == "c-0"
 
 
-@pytest.mark.parametrize("dies_at", [1, 3])
+@pytest.mark.parametrize("dies_at", [3])
 def test_a_guest_that_dies_begins_again_at_its_host(clients, dies_at: int) -> None:
     site, path, jobs = clients
     jobs = three(jobs)[:2]

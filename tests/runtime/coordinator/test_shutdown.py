@@ -26,7 +26,7 @@ def test_who_is_awaited_gets_its_model_when_it_comes_and_is_known_to_have_it_whe
         assert await first == ({"kind": "done", "model": False}, {})
         manager.on_presence("site-1", False)
         head, model = await (await register(manager, "site-2"))
-        assert head["model"] is True
+        assert head["model"]
         assert torch.equal(model["a.lora_A"], PARAMS["a.lora_A"])
         # it is killed before it has written anything, and gets the same once more
         manager.on_presence("site-2", False)

@@ -20,7 +20,7 @@ from atlas_fl.partial_sharing import (
     with_placeholders,
 )
 from atlas_fl.runtime.protocol.messages import PrivateRef, model_message, read_private
-from atlas_fl.runtime.protocol.model_sync import AdapterReceiver, AdapterSender
+from atlas_fl.runtime.protocol.model_sync import Receiver, Sender
 from atlas_fl.runtime.protocol.private_params import Owner, PrivateParamStore, check_store, clear_store
 from atlas_fl.storage.jsonl import read_sealed, write_sealed
 
@@ -61,7 +61,7 @@ def private_of(model: Params) -> PrivateRef | None:
 
 def step(vault: PrivateParamStore, model: Params, *, round: int = 1, add: float = 1.0, hash_loaded: bool = False):
     """A job and its answer, heads as JSON leaves them: (what was trained, all that was sent, the update)."""
-    sender, receiver = AdapterSender(), AdapterReceiver(store=vault)
+    sender, receiver = Sender(), Receiver(store=vault)
     job = Job(client="c", params=model, round=round, options=TrainOptions(seed=0))
     head, down = sender.job("train", job, number=1)
     _, at_site, _ = receiver.job(json.loads(json.dumps(head)), down, client="c")
@@ -70,7 +70,7 @@ def step(vault: PrivateParamStore, model: Params, *, round: int = 1, add: float 
     update = Update(client="c", params=trained(whole, add), examples=4, metrics={}, loaded=loaded, keys=len(whole))
     answer, up = receiver.update("train", update, at_site, number=1)
     found = sender.update("train", json.loads(json.dumps(answer)), up, job=job)
-    assert receiver.held["trained"][0] == sender.held["trained"][0]
+    assert receiver.held["trained"].keys() == sender.held["trained"].keys()
     return trained(whole, add), {**down, **up}, found
 
 

@@ -20,7 +20,7 @@ from atlas_fl.client.options import (
 from atlas_fl.client.registry import ACTIONS
 from atlas_fl.errors import ProtocolError
 from atlas_fl.params import digest
-from atlas_fl.runtime.protocol.messages import job_message, read_job, read_update, update_message
+from atlas_fl.runtime.protocol.messages import job_head, read_job, read_update, update_message
 from atlas_fl.split.channel import Cut
 
 TRAIN = TrainOptions(seed=3, max_steps=4, lr=0.1 + 0.2, schedule="cosine", trained_parts="B", half=1)
@@ -47,20 +47,15 @@ def test_every_action_can_travel() -> None:
 
 @pytest.mark.parametrize("action", JOBS)
 def test_a_job_arrives_as_it_left(action: str) -> None:
-    head, params = job_message(action, job_of(action), number=1, sent_digests=())
-    found = read_job(json.loads(json.dumps(head)), params, client="site-1")
+    head = job_head(action, job_of(action), number=1, cut_info=None)
+    found = read_job(json.loads(json.dumps(head)), PARAMS, client="site-1")
     assert found == (action, job_of(action), None)
 
 
 def test_a_cut_travels_with_its_job() -> None:
     job = replace(job_of("train"), cut=CUT)
-    head, params = job_message("train", job, number=1, sent_digests=())
-    assert read_job(json.loads(json.dumps(head)), params, client="site-1") == ("train", job, None)
-
-
-def test_a_model_that_is_held_does_not_travel() -> None:
-    assert job_message("train", job_of("train"), number=1, sent_digests=[digest(PARAMS)])[1] == {}
-    assert job_message("train", job_of("train"), number=1, sent_digests=["another"])[1] is PARAMS
+    head = job_head("train", job, number=1, cut_info=None)
+    assert read_job(json.loads(json.dumps(head)), PARAMS, client="site-1") == ("train", job, None)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +77,7 @@ def test_a_model_that_is_held_does_not_travel() -> None:
     ],
 )
 def test_a_job_that_is_none_is_refused(change: dict[str, Any]) -> None:
-    head, params = job_message("train", job_of("train"), number=1, sent_digests=())
+    head, params = job_head("train", job_of("train"), number=1, cut_info=None), PARAMS
     with pytest.raises(ProtocolError, match=r"the server's .* is .*; allowed: .*; install the same atlas-fl"):
         read_job({**json.loads(json.dumps(head)), **change}, params, client="site-1")
 

@@ -58,9 +58,9 @@ def served(folder: Path) -> Iterator[tuple[Echo, int]]:
     with LoopThread() as threads:
         server = Server(echo.sessions(), open_certs(folder / "fed" / "server"), host="127.0.0.1", port=0)
         try:
-            yield echo, threads.call(server.start())
+            yield echo, threads.wait(server.start())
         finally:
-            threads.call(server.stop())
+            threads.wait(server.stop())
 
 
 def link(port: int, certs: Certs, notes: list[str]) -> Link:
@@ -123,12 +123,12 @@ def test_a_server_whose_certificate_does_not_hold_is_refused_by_a_site(
     site = open_certs(fed / "site-1", now=begin)
     with LoopThread() as threads:
         server = Server(Echo().sessions(), certs, host="127.0.0.1", port=0)
-        port = threads.call(server.start())
+        port = threads.wait(server.start())
         try:
             with pytest.raises(ProtocolError, match=f"certificate of localhost:{port} is refused here: {reason}"):
                 link(port, site, notes).__enter__()
         finally:
-            threads.call(server.stop())
+            threads.wait(server.stop())
     assert notes == []
 
 

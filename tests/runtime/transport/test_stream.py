@@ -75,9 +75,9 @@ def serving(echo: Echo, certs: Path, *, port: int = 0, limits: Limits = LIMITS) 
         certs_here = open_certs(certs / "server")
         server = Server(echo.sessions(), certs_here, host="127.0.0.1", port=port, limits=limits)
         try:
-            yield threads.call(server.start())
+            yield threads.wait(server.start())
         finally:
-            threads.call(server.stop())
+            threads.wait(server.stop())
 
 
 def link(port: int, certs: Certs, *, host: str = "localhost", notes: list[str] | None = None, **hello: Any) -> Link:
@@ -135,6 +135,7 @@ def test_a_message_may_be_longer_than_a_frame_where_both_ends_allow_it(
 
 
 @pytest.mark.slow
+@pytest.mark.product
 def test_a_model_of_300_mb_goes_both_ways(certs_folder: Path) -> None:
     model = {f"w{index}": torch.randn(25 * 2**17) for index in range(24)}
     with serving(Echo(limit=2**29), certs_folder) as port, link(port, open_certs(certs_folder / "site-1")) as far:
@@ -233,7 +234,7 @@ def test_who_is_taken_off_the_list_while_it_computes_is_told_why_and_does_not_tr
     ):
         assert far.exchange({"n": 0})[0]["n"] == 0
         echo.allowed.remove("site-1")
-        assert far._threads.call(far._call.code()) is grpc.StatusCode.PERMISSION_DENIED
+        assert far._bridge.wait(far._call.code()) is grpc.StatusCode.PERMISSION_DENIED
         with pytest.raises(ProtocolError, match=r"^client 'site-1' is not listed here; ask who runs the server$"):
             far.exchange({"n": 1})
     assert notes == []

@@ -12,7 +12,7 @@ from atlas_fl.params import Params
 from atlas_fl.ranks.devices import Device
 from atlas_fl.runtime.protocol.client_metadata import ClientMetadata, TaskLabels
 from atlas_fl.runtime.protocol.messages import CutInfo
-from atlas_fl.runtime.protocol.model_sync import AdapterSender, Sender
+from atlas_fl.runtime.protocol.model_sync import Sender
 from atlas_fl.runtime.transport.frames import Head
 
 MAX_REFUSALS = 3
@@ -94,7 +94,7 @@ class ClientProxy:
     refusal_reason: str = ""
     """Reason of the last refusal of a request or connection."""
     pending_job: PendingJob | None = None
-    sender: Sender = field(default_factory=AdapterSender)
+    sender: Sender = field(default_factory=Sender)
     """Encodes its jobs, given what its process has in memory."""
     shutdown_message: tuple[Head, Params] | None = None
     shutdown_sent: bool = False

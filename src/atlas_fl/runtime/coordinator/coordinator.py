@@ -30,7 +30,7 @@ from atlas_fl.runtime.coordinator.split_server import SplitServer
 from atlas_fl.runtime.protocol.answer_schema import AnsweredRequest, check_answer
 from atlas_fl.runtime.protocol.client_metadata import ClientMetadata, TaskLabels, read_device, read_metadata
 from atlas_fl.runtime.protocol.messages import Identity
-from atlas_fl.runtime.protocol.model_sync import AdapterSender, NewSender
+from atlas_fl.runtime.protocol.model_sync import NewSender, Sender
 from atlas_fl.runtime.transport.frames import FRAME_LIMIT, Head
 from atlas_fl.runtime.transport.sessions import MOST_TOLD, NO_TENSORS, RefusalLog
 
@@ -52,7 +52,7 @@ class ClientManager:
     settings: str
     on_note: Callable[[str], None]
     accepts_late: bool = False
-    new_sender: NewSender = AdapterSender
+    new_sender: NewSender = Sender
     images: bool = False
     """The run trains on images."""
     one_head: bool = False
@@ -491,6 +491,6 @@ def _is_any_saving(clients: Iterable[ClientProxy]) -> bool:
         and client.shutdown_sent
         and not client.model_saved
         and client.shutdown_message is not None
-        and client.shutdown_message[0].get("model") is True
+        and bool(client.shutdown_message[0].get("model"))
         for client in clients
     )

@@ -22,12 +22,19 @@ from atlas_fl.client.job import Job, Update
 from atlas_fl.client.local_training import client_side_indices, trained_names
 from atlas_fl.client.split_server import CutMessages, Payloads, merge_updates
 from atlas_fl.errors import ProtocolError, one_line
-from atlas_fl.params import Params
+from atlas_fl.params import Params, digest
 from atlas_fl.runtime.coordinator.client_registry import ClientProxy
 from atlas_fl.runtime.coordinator.split_server import SplitServer
 from atlas_fl.runtime.protocol.answer_schema import AnsweredRequest, check_answer
 from atlas_fl.runtime.protocol.client_metadata import redacted_metadata
-from atlas_fl.runtime.protocol.messages import CutInfo, job_message, read_payloads, read_update, write_payloads
+from atlas_fl.runtime.protocol.messages import (
+    CutInfo,
+    job_head,
+    model_message,
+    read_payloads,
+    read_update,
+    write_payloads,
+)
 from atlas_fl.runtime.transport.frames import Head
 from atlas_fl.split.channel import NORMS
 from atlas_fl.split.codec import ROWS, read_message
@@ -158,7 +165,8 @@ class PeerRelay:
         task = HostedTask(f"{number}.{next(self._task_numbers)}", side, host, request)
         self._tasks[number] = task
         guest_info = to_json({"census": asdict(redacted_metadata(metadata)), "below": list(side.below.params)}).encode()
-        head, params = job_message(action, replace(job, params=side.above), number=number, sent_digests=())
+        private, params = model_message(side.above)
+        head = {**job_head(action, job, number=number, cut_info=None), **private, "model": digest(params)}
         tensors = {**params, **write_payloads({GUEST_INFO: guest_info})}
         self._enqueue(task, {**head, "asks": "begin", "client": job.client}, tensors)
         trains = action == "train"

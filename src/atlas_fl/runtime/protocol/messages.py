@@ -7,7 +7,7 @@ does not know.
 
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from operator import gt
 from types import NoneType, UnionType
@@ -18,7 +18,7 @@ import torch
 from atlas_fl.client.job import Job, Trees, Update
 from atlas_fl.client.options import OPTIONS
 from atlas_fl.errors import ProtocolError, short_repr
-from atlas_fl.params import PRIVATE, Params, digest
+from atlas_fl.params import PRIVATE, Params
 from atlas_fl.partial_sharing import hidden_ranks, private_digest, transmitted_params, with_placeholders
 from atlas_fl.ranks.devices import Bounds
 from atlas_fl.runtime.transport.frames import Head
@@ -140,17 +140,6 @@ def job_head(action: str, job: Job, *, number: int, cut_info: CutInfo | None) ->
         "cut": None if job.cut is None else asdict(job.cut),
         "told": None if cut_info is None else asdict(cut_info),
     }
-
-
-def job_message(
-    action: str, job: Job, *, number: int, sent_digests: Collection[str], cut_info: CutInfo | None = None
-) -> tuple[Head, Params]:
-    """The job for the client, and its model unless the digest is among `sent_digests`."""
-    assert not job.kept, "it stays with the client; other configs are refused"
-    private, params = model_message(job.params)
-    model = digest(params)
-    head = job_head(action, job, number=number, cut_info=cut_info)
-    return {**head, "model": model, **private}, {} if model in sent_digests else params
 
 
 def read_job(head: Mapping[str, Any], params: Params, *, client: str) -> tuple[str, Job, CutInfo | None]:

@@ -21,7 +21,7 @@ from atlas_fl.errors import ConfigError, ProtocolError, one_line
 from atlas_fl.events import OnEvent
 from atlas_fl.params import Params
 from atlas_fl.runtime.transport.certificates import CERT, KEY, Certs
-from atlas_fl.runtime.transport.event_loop import EventBridge, LoopThread, keep_freed_memory
+from atlas_fl.runtime.transport.event_loop import LoopThread, keep_freed_memory
 from atlas_fl.runtime.transport.frames import (
     FRAME_LIMIT,
     HEAD_LIMIT,
@@ -159,7 +159,6 @@ class Link:
     _channel: grpc.aio.Channel | None = None
     _call: Any = None
     _opened: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    _threads: LoopThread = field(default_factory=LoopThread)
 
     def __post_init__(self) -> None:
         self._host, self._port = split_address(self.address)
@@ -167,13 +166,13 @@ class Link:
         self._context = _context(self.certs)
         self._left = self.first_patience
         self._session = secrets.token_hex(16)
-        self._bridge = EventBridge(threads=self._threads, on_event=self.on_event)
+        self._bridge = LoopThread(on_event=self.on_event)
 
     def __enter__(self) -> "Link":
         keep_freed_memory()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._threads)
-            stack.callback(lambda: self._threads.call(self._drop()))
+            stack.enter_context(self._bridge)
+            stack.callback(lambda: self._bridge.wait(self._drop()))
             self._bridge.call(self._open_stream())
             self._opened = stack.pop_all()
         return self

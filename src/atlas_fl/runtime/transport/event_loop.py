@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from atlas_fl.events import Note, OnEvent, Progress
+from atlas_fl.events import Note, OnEvent, Progress, ignore
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
 KEPT_BYTES = 256 * 2**20
@@ -33,11 +33,12 @@ def keep_freed_memory() -> bool:
 ResultT = TypeVar("ResultT")
 
 
+@dataclass(kw_only=True, eq=False)
 class LoopThread:
-    """Runs coroutines inside its context, which makes the loop and closes it."""
+    """Runs coroutines inside its context, which makes the loop and closes it; tells events to the calling thread."""
 
-    loop: asyncio.AbstractEventLoop
-    _thread: threading.Thread
+    on_event: OnEvent = ignore
+    _told: "queue.SimpleQueue[Note | Progress | None]" = field(default_factory=queue.SimpleQueue)
 
     def __enter__(self) -> "LoopThread":
         self.loop = asyncio.new_event_loop()
@@ -47,7 +48,7 @@ class LoopThread:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.call(self._cancel_all())
+        self.wait(self._cancel_all())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
@@ -62,22 +63,13 @@ class LoopThread:
         """Begin this work; return the future of its result."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
-    def call(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    def wait(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
         """The result of this work; blocks until it is done, and cancels it where the wait is interrupted."""
         future = self.submit(work)
         try:
             return future.result()
         finally:
             future.cancel()  # without effect on what has ended
-
-
-@dataclass(kw_only=True, eq=False)
-class EventBridge:
-    """The network's thread beside the one that runs: work goes over, and what is to be told comes back in order."""
-
-    threads: LoopThread
-    on_event: OnEvent
-    _told: "queue.SimpleQueue[Note | Progress | None]" = field(default_factory=queue.SimpleQueue)
 
     def note(self, text: str) -> None:
         """Tell this; from any thread."""
@@ -88,8 +80,8 @@ class EventBridge:
         self._told.put(Progress(action, done, total))
 
     def call(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """The result of this work; while it lasts, events reach `on_event` from the calling thread."""
-        future = self.threads.submit(work)
+        """The result of this work, from one thread; while it lasts, events reach `on_event` from that thread."""
+        future = self.submit(work)
         future.add_done_callback(lambda _: self._told.put(None))
         try:
             while (event := self._told.get()) is not None:

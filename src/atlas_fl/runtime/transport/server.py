@@ -205,7 +205,7 @@ class Server:
             if hello is None:
                 return
             session, stream, welcome = await self._enter_session(name, certificate, hello)
-            session.stream = visit
+            session.end = visit.end
             try:
                 await visit.write(welcome)
                 await self._serve_requests(session, certificate, visit)

@@ -136,14 +136,6 @@ class HereAlreadyError(ProtocolError):
         self.session = session
 
 
-class Stream(Protocol):
-    """The carrier of a session."""
-
-    def end(self, reason: str) -> None:
-        """End it now, and for good."""
-        ...
-
-
 class Exchange(Protocol):
     """A client's end of the path."""
 
@@ -169,8 +161,8 @@ class Session:
     """SHA-256 of the certificate that it has shown; None where it needs none."""
     left: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while it is not here."""
-    stream: Stream = field(init=False, repr=False)
-    """The newest one, set by whoever has let it enter."""
+    end: Callable[[str], None] = field(init=False, repr=False)
+    """Ends the newest one now and for good, with a reason; set by whoever has let it enter."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -224,7 +216,7 @@ class Sessions:
                 del self.by_name[session.name]
                 self.refuse(session.name, reason)
                 if session.here:
-                    session.stream.end(reason)
+                    session.end(reason)
                 elif session.task is not None:
                     session.task.cancel()  # nobody will ask again
                 if session.name not in self.listed():
