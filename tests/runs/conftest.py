@@ -37,7 +37,7 @@ from tests.runs.finished import FinishedRuns, locked
 from tests.runs.processes import Programs
 
 LOAD_ANEW = (
-    *("test_same_bits", "test_resume", "test_deployed_mistakes", "test_plugin_runs", "test_trainer_runs"),
+    *("test_resume", "test_deployed_mistakes", "test_plugin_runs", "test_trainer_runs"),
     *("test_proxied", "test_membership", "test_flower", "test_forty_sites", "test_deployed", "test_deployed_images"),
 )
 """Modules whose runs load models as those of users do; a loaded model reads a file that test_resume alters, and a
@@ -181,8 +181,8 @@ def configs(tiny_model: Path, folder: Path) -> Callable[..., Config]:
             max_length=24,
         ),
         model=ModelConfig(model=str(tiny_model)),
-        training=TrainingConfig(rounds=3, batch_size=8, lr=5e-3),
-        clustering=ClusteringConfig(clusters="oracle", fingerprint_steps=2, fingerprint_batches=2, sketch_dim=64),
+        training=TrainingConfig(rounds=2, batch_size=8, lr=5e-3),
+        clustering=ClusteringConfig(clusters="oracle", fingerprint_steps=1, fingerprint_batches=1, sketch_dim=64),
         ranks=RanksConfig(candidates=(2, 4, 8)),
         mixing=MixingConfig(strategy="atlas_laplacian"),
         run=RunConfig(runs_dir=str(folder / "runs"), audit=True, name="run"),
@@ -222,7 +222,7 @@ def image_configs(tiny_vit: Path, folder: Path) -> Callable[..., Config]:
         find_preset("vision-quick"),
         {
             **{"model": str(tiny_vit), "image_size": 16, "tasks": "digits", "clients_per_task": 8, "samples": 40},
-            **{"validation_samples": 10, "test_samples": 20, "participation": 0.5, "rounds": 3, "eval_every": 3},
+            **{"validation_samples": 10, "test_samples": 20, "participation": 0.5, "rounds": 2, "eval_every": 2},
             **{"lr": 0.02, "audit": True, "runs_dir": str(folder / "runs"), "name": "run"},
         },
     )
@@ -236,7 +236,7 @@ def federation(
     def make(sites: dict[str, str] = SITES, **values: object) -> Federation:
         tasks = tuple(dict.fromkeys(name.partition("-")[0] for name in sites))
         # packs of one, because a client that is alone has no other
-        return Federation(config(tasks=tasks, pack_tokens=1, **values), tmp_path, sites, programs, finished)
+        return Federation(config(tasks=tasks, pack_tokens=1, **{"rounds": 3, **values}), tmp_path, sites, programs, finished)
 
     yield make
     programs.kill_all()
