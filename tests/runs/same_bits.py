@@ -32,7 +32,6 @@ FILE = Path(__file__).with_name("same_bits.json")
 SMALL: Mapping[str, Any] = {
     **{"samples": 16, "validation_samples": 6, "test_samples": 6, "rounds": 3, "lr": 0.02, "eval_every": 3},
     **{"participation": 0.75, "audit": False, "clients_per_task": 2, "tasks": "movie+trec"},
-    **{"fingerprint_steps": 2, "fingerprint_batches": 2},
 }
 MEASURED = {"seconds", "utilisation", "reused_seconds"}
 """What a clock says of a round."""

@@ -27,6 +27,7 @@ SETTINGS = {
     "head": "client",
     "dropout": 0.1,
     "participation": 0.75,
+    "rounds": 3,
     "recluster_every": 2,
     "pack_tokens": 200,
     "eta": 0.3,
