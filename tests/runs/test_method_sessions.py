@@ -27,7 +27,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "apfl": {**SOME, "ranks": "4"},
     "feddpa": {**SOME, "ranks": "4"},
     "fedalt": {**SOME, "ranks": "4"},
-    "rolora": {**SOME, "ranks": "4"},
+    "rolora": {**SOME, "ranks": "4", "rounds": 3},
     "multitask": {**SMALL, "ranks": "4", "participation": 0.5, "fingerprint": "delta"},
 }
 
@@ -35,7 +35,9 @@ CASES: Mapping[str, Mapping[str, Any]] = {
 @pytest.mark.parametrize("method", CASES)
 def test_a_run_in_sessions_ends_in_the_same_bits(config: Callable[..., Config], method: str) -> None:
     whole = run_config(config(strategy=method, name="whole", **CASES[method])).folder
-    parts = run_config(config(strategy=method, name="parts", max_rounds=1, **CASES[method])).folder
+    # who rests holds what others hold in the file of one tensor or of its own, as the server has just read it or not
+    most = 2 if method == "rolora" else 1
+    parts = run_config(config(strategy=method, name="parts", max_rounds=most, **CASES[method])).folder
     assert resume_run(parts).complete
     check_same_runs(whole, parts)
     exported = sorted(path.relative_to(whole) for path in whole.glob("adapters/*/*.safetensors"))

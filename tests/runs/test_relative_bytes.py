@@ -9,6 +9,7 @@ import pytest
 from atlas_fl.config import Config
 from atlas_fl.methods.registry import METHODS, RULES
 from atlas_fl.storage.jsonl import read_json
+from tests.runs.covering import covering_methods
 from tests.runs.finished import FinishedRuns
 from tests.runs.reading import rows
 from tests.runs.test_run import NEEDED
@@ -20,6 +21,8 @@ HEADERS, STACKED_HEADERS = 0.02, 0.12
 """Names and shapes of tensors are bytes too: a sixth of a message here. A factor of all clients has one of them."""
 IN_ONE_PLACE = frozenset({"centralized", "multitask"})
 """They have one client a task, and their rule is `local`."""
+NAMES = [name for name in (*RULES, *METHODS) if name in {*RULES, *covering_methods()} - IN_ONE_PLACE]
+"""All rules, and the methods that add something to theirs."""
 AS_LARGE_AS_MODELS = frozenset({"correction", "control"})
 """Heads are left out of the column, and these hold them."""
 IN_NUMBERS = {"(1+n)/2": (1 + CLIENTS) / 2, "(1+k)/2": (1 + CLUSTERS) / 2, "1+": 1.0}
@@ -48,7 +51,7 @@ def bytes_by_kind(folder: Path) -> Counter[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in (*RULES, *METHODS) if name not in IN_ONE_PLACE])
+@pytest.mark.parametrize("name", NAMES)
 def test_bytes_relative_to_fedavg_are_those_of_the_ledger(
     config: Callable[..., Config], finished: FinishedRuns, name: str
 ) -> None:
@@ -65,7 +68,7 @@ def test_bytes_relative_to_fedavg_are_those_of_the_ledger(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in (*RULES, *METHODS) if name not in IN_ONE_PLACE])
+@pytest.mark.parametrize("name", NAMES)
 def test_bytes_of_the_plan_are_those_of_the_ledger(
     config: Callable[..., Config], finished: FinishedRuns, name: str
 ) -> None:
