@@ -47,7 +47,7 @@ COMPUTE_ANEW = (
     *("test_same_bits", "test_adapted_blocks", "test_data_read_once", "test_descent", "test_image_workers"),
     *("test_jobs", "test_ray", "test_workers", *LOAD_ANEW),
 )
-"""Modules about how the work of clients is computed: by workers, from a cache, in what precision, twice in same bits."""
+"""Modules about how the work of clients is computed: by workers, from a cache, in what precision, twice alike."""
 PLAN_ANEW = ("test_same_bits", "test_split")
 """Modules whose runs plan with as many batches as those of users do."""
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
@@ -252,7 +252,9 @@ def federation(
     def make(sites: dict[str, str] = SITES, **values: object) -> Federation:
         tasks = tuple(dict.fromkeys(name.partition("-")[0] for name in sites))
         # packs of one, because a client that is alone has no other
-        return Federation(config(tasks=tasks, pack_tokens=1, **{"rounds": 3, **values}), tmp_path, sites, programs, finished)
+        return Federation(
+            config(tasks=tasks, pack_tokens=1, **{"rounds": 3, **values}), tmp_path, sites, programs, finished
+        )
 
     yield make
     programs.kill_all()

@@ -117,7 +117,9 @@ def run_case(name: str, models: Path) -> dict[str, Any]:
         if case.preset:
             config = with_values(find_preset(case.preset), {**values, "runs_dir": place, "name": "run"})
         else:
-            name, save, make = ("tiny-vit", save_vit, image_configs) if case.images else ("tiny-bert", save_bert, configs)
+            name, save, make = (
+                ("tiny-vit", save_vit, image_configs) if case.images else ("tiny-bert", save_bert, configs)
+            )
             config = with_values(make(saved_once(models / name, save), folder)(), values)
         return outcome(run_config(config).folder)
 

@@ -37,6 +37,7 @@ def test_clusters_that_fit_and_have_nothing_in_common_are_averaged_to_the_bit(co
     assert max(told) < 1, "the reason that a run gives"
 
 
+@pytest.mark.slow
 def test_clusters_that_are_after_the_same_share_before_they_are_measured(config: MakeConfig, tmp_path: Path) -> None:
     """Two tasks of the same texts, one of them under other names of its labels."""
     places = [
@@ -64,6 +65,7 @@ def rows_of(first: str, second: str) -> str:
     )
 
 
+@pytest.mark.slow
 def test_a_cluster_that_contradicts_itself_comes_apart_when_it_is_measured(
     config: MakeConfig,
 ) -> None:
@@ -109,6 +111,7 @@ def test_adapters_that_differ_by_less_than_their_noise_are_averaged_over_all_to_
     assert report.ok, report.failures
 
 
+@pytest.mark.slow
 def test_a_cut_client_is_measured_through_its_cut(config: MakeConfig) -> None:
     whole, cut = (run_config(config(**ATLAS, split=split, name=f"cut-{split}")).folder for split in ("none", "1"))
     assert same_tensors(starts(whole, 2), starts(cut, 2)), "where a model is cut changes nothing of it"

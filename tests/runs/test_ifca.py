@@ -53,6 +53,7 @@ def test_a_client_alone_trains_locally_to_the_last_bit(config: MakeConfig) -> No
     assert all(torch.equal(first[key], second[key]) for key in second)
 
 
+@pytest.mark.slow
 def test_two_workers_end_as_one_process_does_and_few_clients_a_round_pass_the_audit(config: MakeConfig) -> None:
     partly = {**IFCA, "participation": 0.75, "pack_tokens": 200}
     one = run_config(config(**partly, name="one")).folder

@@ -100,6 +100,7 @@ def test_a_device_that_holds_no_model_is_refused_before_anything_is_fitted(confi
     assert [event.name for event in told if isinstance(event, PhaseStarted)] == ["loading"]
 
 
+@pytest.mark.slow
 def test_accuracy_by_class_adds_up_to_the_accuracy_and_is_drawn(config: Make) -> None:
     result = run_config(config(rounds=1, audit=False))
     classes, test = result.summary["tasks"]["digits"]["classes"], result.summary["overall"]["final"]["test"]
@@ -215,6 +216,7 @@ def test_what_the_plan_notes_is_told_and_logged_and_says_who_has_what(config: Ma
         assert any(note.startswith(line) for note in notes) and line in log
 
 
+@pytest.mark.slow
 def test_a_run_on_whole_models_has_no_figure_of_adapters(config: Make) -> None:
     drawn = {path.stem for path in draw_all(run_config(config(rounds=1, mask="random", audit=False)).folder)}
     assert drawn == {"convergence", "scores", "bytes", "classes", "by-class", "mask"}

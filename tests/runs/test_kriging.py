@@ -58,6 +58,7 @@ def test_every_layer_may_have_a_matrix_of_its_own(config: MakeConfig) -> None:
     assert "mixed" in {row.check for row in audit_run(folder).failures}
 
 
+@pytest.mark.slow
 def test_a_run_tells_how_personal_its_models_are_and_why(config: MakeConfig) -> None:
     events: list[Event] = []
     result = run_config(config(**KRIGING, gram_by="layer"), on_event=events.append)

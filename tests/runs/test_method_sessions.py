@@ -35,7 +35,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
 @pytest.mark.parametrize("method", CASES)
 def test_a_run_in_sessions_ends_in_the_same_bits(config: Callable[..., Config], method: str) -> None:
     whole = run_config(config(strategy=method, name="whole", **CASES[method])).folder
-    # who rests holds what others hold in the file of one tensor or of its own, as the server has just read it or not
+    # a checkpoint holds equal models of rolora once or twice, as they were in memory; none follows on its resumption
     most = 2 if method == "rolora" else 1
     parts = run_config(config(strategy=method, name="parts", max_rounds=most, **CASES[method])).folder
     assert resume_run(parts).complete

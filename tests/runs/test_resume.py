@@ -77,6 +77,7 @@ def test_sessions_of_few_rounds_make_the_same_run(config: Make, finished: Finish
     assert rows(whole.folder) == rows(parts.folder)
 
 
+@pytest.mark.slow
 def test_sessions_shorter_than_the_rounds_between_two_checkpoints_get_on(config: Make, finished: FinishedRuns) -> None:
     whole = finished(config(name="whole", rounds=3))
     parts = run_config(config(name="parts", rounds=3, max_rounds=1, checkpoint_every=3))
@@ -96,7 +97,9 @@ def test_sessions_that_end_between_two_aggregations_make_the_same_run(config: Ma
     assert audit_run(parts.folder).ok
 
 
-@pytest.mark.parametrize("damage", ["truncated", "altered", "missing"])
+@pytest.mark.parametrize(
+    "damage", ["truncated", *(pytest.param(name, marks=pytest.mark.slow) for name in ("altered", "missing"))]
+)
 def test_a_damaged_checkpoint_is_passed_over_with_a_line(config: Make, finished: FinishedRuns, damage: str) -> None:
     whole = finished(config(name="whole", rounds=3))
     parts = finished(config(name="parts", rounds=3, max_rounds=2))

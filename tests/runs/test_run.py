@@ -385,6 +385,7 @@ def test_resume_of_something_else_is_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_keep_best_never_delivers_a_model_that_is_worse_on_validation(config: Make) -> None:
     mixed = run_config(config(eta="1.5", name="mixed", laplacian="symmetric"))
     best = run_config(config(eta="1.5", name="best", laplacian="symmetric", keep="best"))

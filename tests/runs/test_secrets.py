@@ -76,5 +76,7 @@ def test_no_server_is_given_secrets(config: Make, tmp_path: Path) -> None:
 def test_workers_draw_from_the_same_secrets(config: Make, secrets: Path) -> None:
     values = {"strategy": "fedavg", "secrets": secrets, "dropout": 0.1, "pack_tokens": 200}
     backends = {"alone": None, "workers": in_threads(2)}
-    alone, together = (run_config(config(name=name, **values), backend=backend).folder for name, backend in backends.items())
+    alone, together = (
+        run_config(config(name=name, **values), backend=backend).folder for name, backend in backends.items()
+    )
     assert same_tensors(state(alone, round=2), state(together, round=2))
