@@ -9,7 +9,7 @@ QUICK_ARCHITECTURES = ("bert", "llama")
 
 
 def architectures_in_turn() -> list[object]:
-    """Parameters of a test; laws of all models are tried on Mistral, whose blocks are Llama's, by `make test-all` alone."""
+    """Parameters of a test; laws of all models try Mistral, whose blocks are Llama's, in `make test-all` alone."""
     marks = {
         **dict.fromkeys(ARCHITECTURES, (pytest.mark.slow,)),
         **dict.fromkeys(QUICK_ARCHITECTURES, ()),
