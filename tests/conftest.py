@@ -17,7 +17,7 @@ import hypothesis
 import numpy as np
 import pytest
 
-from tests.architectures import ARCHITECTURES, QUICK_ARCHITECTURES
+from tests.architectures import architectures_in_turn
 from tests.durations import (
     pytest_addoption as pytest_addoption,
 )
@@ -279,9 +279,7 @@ def writer_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny]
     return get
 
 
-@pytest.fixture(
-    params=[pytest.param(name, marks=() if name in QUICK_ARCHITECTURES else pytest.mark.slow) for name in ARCHITECTURES]
-)
+@pytest.fixture(params=architectures_in_turn())
 def tiny(request: pytest.FixtureRequest, tiny_of: Callable[[str], Tiny]) -> Tiny:
     """Every architecture in turn, all but two of them slow."""
     return tiny_of(request.param)

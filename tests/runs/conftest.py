@@ -30,6 +30,7 @@ from atlas_fl.models.loading import load_backbone
 from atlas_fl.models.vision_loading import load_image_backbone
 from atlas_fl.params import Params, digest
 from atlas_fl.planning import ranks_and_cuts
+from atlas_fl.runtime.reuse import MAX_BYTES, REUSED_RESULTS
 from atlas_fl.setup import assembly
 from atlas_fl.storage.assets import asset_dir, embedded_dir
 from tests.runs.federation import SITES, Federation
@@ -37,11 +38,16 @@ from tests.runs.finished import FinishedRuns, locked
 from tests.runs.processes import Programs
 
 LOAD_ANEW = (
-    *("test_same_bits", "test_resume", "test_deployed_mistakes", "test_plugin_runs", "test_trainer_runs"),
+    *("test_resume", "test_deployed_mistakes", "test_plugin_runs", "test_trainer_runs"),
     *("test_proxied", "test_membership", "test_flower", "test_forty_sites", "test_deployed", "test_deployed_images"),
 )
 """Modules whose runs load models as those of users do; a loaded model reads a file that test_resume alters, and a
 server in this process gives up the weights of its own."""
+COMPUTE_ANEW = (
+    *("test_same_bits", "test_adapted_blocks", "test_data_read_once", "test_descent", "test_image_workers"),
+    *("test_jobs", "test_ray", "test_workers", *LOAD_ANEW),
+)
+"""Modules about how the work of clients is computed: by workers, from a cache, in what precision, twice alike."""
 PLAN_ANEW = ("test_same_bits", "test_split")
 """Modules whose runs plan with as many batches as those of users do."""
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
@@ -95,6 +101,16 @@ def importance_is_measured_on_one_batch(request: pytest.FixtureRequest) -> Itera
             for place in (ranks_and_cuts, run_time, job_policy):
                 patch.setattr(place, "IMPORTANCE_BATCHES", 1)
         yield
+
+
+@pytest.fixture(autouse=True)
+def equal_work_is_done_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let runs of this process take fingerprints, first rounds and scores that another one has computed of equal input.
+
+    `tests/runtime/test_reuse.py` holds what is reused to what is computed.
+    """
+    is_computed = request.module.__name__.endswith(COMPUTE_ANEW)
+    monkeypatch.setattr(REUSED_RESULTS, "max_bytes", 0 if is_computed else MAX_BYTES)
 
 
 @pytest.fixture(scope="session")
@@ -181,7 +197,7 @@ def configs(tiny_model: Path, folder: Path) -> Callable[..., Config]:
             max_length=24,
         ),
         model=ModelConfig(model=str(tiny_model)),
-        training=TrainingConfig(rounds=3, batch_size=8, lr=5e-3),
+        training=TrainingConfig(rounds=2, batch_size=8, lr=5e-3),
         clustering=ClusteringConfig(clusters="oracle", fingerprint_steps=2, fingerprint_batches=2, sketch_dim=64),
         ranks=RanksConfig(candidates=(2, 4, 8)),
         mixing=MixingConfig(strategy="atlas_laplacian"),
@@ -222,7 +238,7 @@ def image_configs(tiny_vit: Path, folder: Path) -> Callable[..., Config]:
         find_preset("vision-quick"),
         {
             **{"model": str(tiny_vit), "image_size": 16, "tasks": "digits", "clients_per_task": 8, "samples": 40},
-            **{"validation_samples": 10, "test_samples": 20, "participation": 0.5, "rounds": 3, "eval_every": 3},
+            **{"validation_samples": 10, "test_samples": 20, "participation": 0.5, "rounds": 2, "eval_every": 2},
             **{"lr": 0.02, "audit": True, "runs_dir": str(folder / "runs"), "name": "run"},
         },
     )
@@ -236,7 +252,9 @@ def federation(
     def make(sites: dict[str, str] = SITES, **values: object) -> Federation:
         tasks = tuple(dict.fromkeys(name.partition("-")[0] for name in sites))
         # packs of one, because a client that is alone has no other
-        return Federation(config(tasks=tasks, pack_tokens=1, **values), tmp_path, sites, programs, finished)
+        return Federation(
+            config(tasks=tasks, pack_tokens=1, **{"rounds": 3, **values}), tmp_path, sites, programs, finished
+        )
 
     yield make
     programs.kill_all()

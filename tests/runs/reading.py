@@ -12,8 +12,10 @@ TIMES = ("seconds",)
 """Fields of the wall clock."""
 
 
-def state(folder: Path, *, round: int = 3) -> dict[str, torch.Tensor]:
-    return load_file(folder / f"checkpoints/round-{round:04d}/state.safetensors")
+def state(folder: Path, *, round: int | None = None) -> dict[str, torch.Tensor]:
+    """Tensors of the checkpoint after this round, or of the newest one."""
+    name = max(path.name for path in folder.glob("checkpoints/round-*")) if round is None else f"round-{round:04d}"
+    return load_file(folder / f"checkpoints/{name}/state.safetensors")
 
 
 def rows(folder: Path, name: str = "metrics") -> list[dict[str, object]]:

@@ -7,7 +7,6 @@ import json
 import platform
 import sys
 import tempfile
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -26,7 +25,7 @@ from atlas_fl.params import digest
 from atlas_fl.storage.assets import embedded_dir
 from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import read_tensors
-from tests.runs.conftest import configs, image_configs, save_bert, save_vit
+from tests.runs.conftest import configs, image_configs, save_bert, save_vit, saved_once
 from tests.runs.reading import rows
 
 FILE = Path(__file__).with_name("same_bits.json")
@@ -65,7 +64,7 @@ def _cases() -> dict[str, Case]:
     paired = {"split": "cpu_2gb=1", "devices": "cpu_2gb+laptop_8gb", "topology": "paired"}
     fetched = (embedded_dir() / "fashion-mnist").is_dir()
     vision = (*product, pytest.mark.skipif(not fetched, reason="`atlas fetch vision` has not been run"))
-    quick = {"rounds": 2, "eval_every": 2}
+    quick, whole = {"rounds": 2, "eval_every": 2}, {"rounds": 3, "eval_every": 3}
     momentum = {"carry_momentum": True, "optimizer": "sgd", "momentum": 0.9}
     by_name = {f"method {name}": _of_method(name) for name in {**RULES, **METHODS}}
     return {
@@ -75,8 +74,8 @@ def _cases() -> dict[str, Case]:
         "paired": Case(settings={**cut, **paired, "strategy": "atlas_laplacian", "eta": 0.3}),
         "smoke": Case(preset="smoke", marks=product),
         "quick": Case(preset="quick", settings=quick, marks=product),
-        "images": Case(images=True, settings={**momentum, "participation": 1}),
-        "images with a mask": Case(images=True, settings={"mask": "least_sensitive"}),
+        "images": Case(images=True, settings={**momentum, **whole, "participation": 1}),
+        "images with a mask": Case(images=True, settings={**whole, "mask": "least_sensitive"}),
         "vision-quick": Case(preset="vision-quick", settings=quick, marks=vision),
         "vision-momentum": Case(
             preset="vision-quick",
@@ -105,8 +104,11 @@ def recorded() -> dict[str, dict[str, Any]]:
     return json.loads(FILE.read_text()) if FILE.is_file() else {}
 
 
-def run_case(name: str) -> dict[str, Any]:
-    """Run the case in a folder of its own; digests of its exported models, its scores and its ledger."""
+def run_case(name: str, models: Path) -> dict[str, Any]:
+    """Run the case in a folder of its own; digests of its exported models, its scores and its ledger.
+
+    The tiny models are in the folder `models`, or are written there.
+    """
     case = CASES[name]
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as place:
@@ -115,11 +117,10 @@ def run_case(name: str) -> dict[str, Any]:
         if case.preset:
             config = with_values(find_preset(case.preset), {**values, "runs_dir": place, "name": "run"})
         else:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                (save_vit if case.images else save_bert)(folder / "model")
-            make = image_configs if case.images else configs
-            config = with_values(make(folder / "model", folder)(), values)
+            name, save, make = (
+                ("tiny-vit", save_vit, image_configs) if case.images else ("tiny-bert", save_bert, configs)
+            )
+            config = with_values(make(saved_once(models / name, save), folder)(), values)
         return outcome(run_config(config).folder)
 
 
@@ -141,7 +142,8 @@ def outcome(folder: Path) -> dict[str, Any]:
 if __name__ == "__main__":
     names = sys.argv[1:] or [name for name in CASES if name not in recorded().get(machine(), {})]
     known = dict(recorded())
-    for name in names:
-        known[machine()] = {**known.get(machine(), {}), name: run_case(name)}
-        print(name, known[machine()][name], flush=True)
-        FILE.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+    with tempfile.TemporaryDirectory() as models:
+        for name in names:
+            known[machine()] = {**known.get(machine(), {}), name: run_case(name, Path(models))}
+            print(name, known[machine()][name], flush=True)
+            FILE.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")

@@ -28,6 +28,7 @@ def phases(plan: Plan) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_clusters_ranks_and_cuts_are_switched_off_one_by_one(config: Make) -> None:
     words = {**SMALL, "devices": ("cpu_2gb", "laptop_8gb"), "adapter_bytes": 8000, "split": "1"}
     whole = phases(make_plan(config(**words)))

@@ -29,7 +29,7 @@ def starts(folder: Path, round: int) -> dict[str, torch.Tensor]:
 def test_clusters_that_fit_and_have_nothing_in_common_are_averaged_to_the_bit(config: MakeConfig) -> None:
     result = run_config(config(**ATLAS))
     clustered = run_config(config(strategy="fedavg_cluster", name="clustered")).folder
-    for round in (1, 2, 3):
+    for round in (1, 2):
         assert same_tensors(starts(result.folder, round), starts(clustered, round))
     report = audit_run(result.folder)
     assert report.ok, report.failures
@@ -37,6 +37,7 @@ def test_clusters_that_fit_and_have_nothing_in_common_are_averaged_to_the_bit(co
     assert max(told) < 1, "the reason that a run gives"
 
 
+@pytest.mark.slow
 def test_clusters_that_are_after_the_same_share_before_they_are_measured(config: MakeConfig, tmp_path: Path) -> None:
     """Two tasks of the same texts, one of them under other names of its labels."""
     places = [
@@ -47,7 +48,7 @@ def test_clusters_that_are_after_the_same_share_before_they_are_measured(config:
     tasks = tuple(f"{name}={tmp_path}/{name}.csv" for name in "ab")
     same = {"tasks": ("a", "b"), "task": tasks, "clients_per_task": 3, "clusters": "oracle"}
     same |= {"local_epochs": 4, "lr": 0.02}
-    folder = run_config(config(**{**ATLAS, "measure_round": 3}, **same)).folder
+    folder = run_config(config(**ATLAS, **same)).folder
     clustered = run_config(config(strategy="fedavg_cluster", name="clustered", **same)).folder
     mine, apart = starts(folder, 1), starts(clustered, 1)
     adapters = [key for key in mine if "lora" in key]
@@ -64,6 +65,7 @@ def rows_of(first: str, second: str) -> str:
     )
 
 
+@pytest.mark.slow
 def test_a_cluster_that_contradicts_itself_comes_apart_when_it_is_measured(
     config: MakeConfig,
 ) -> None:
@@ -79,7 +81,7 @@ def test_a_cluster_that_contradicts_itself_comes_apart_when_it_is_measured(
     kriging = run_config(config(**{**ATLAS, "strategy": "kriging"}, within="clusters", name="kriging", **forced)).folder
     for round, is_average in ((1, True), (2, False)):
         assert same_tensors(starts(result.folder, round), starts(clustered, round)) is is_average
-    assert same_tensors(starts(result.folder, 3), starts(kriging, 3))
+    assert same_tensors(starts(result.folder, 2), starts(kriging, 2))
     sharing = result.summary["sharing"]
     assert (
         min(sharing[f"sms-{k}"][group]["variance_over_noise"] for k in range(4) for group in ("adapters", "head")) > 1
@@ -109,13 +111,14 @@ def test_adapters_that_differ_by_less_than_their_noise_are_averaged_over_all_to_
     assert report.ok, report.failures
 
 
+@pytest.mark.slow
 def test_a_cut_client_is_measured_through_its_cut(config: MakeConfig) -> None:
     whole, cut = (run_config(config(**ATLAS, split=split, name=f"cut-{split}")).folder for split in ("none", "1"))
-    assert same_tensors(starts(whole, 3), starts(cut, 3)), "where a model is cut changes nothing of it"
-    came_back = dict.fromkeys((0, 1, 2, 3), 0)
+    assert same_tensors(starts(whole, 2), starts(cut, 2)), "where a model is cut changes nothing of it"
+    came_back = dict.fromkeys((0, 1, 2), 0)
     for row in rows(cut, "ledger"):
         came_back[row["round"]] += row["bytes"] if row["kind"] == "gradient" else 0
-    assert came_back[1] == came_back[3] > 0
+    assert came_back[1] > 0
     assert came_back[2] == pytest.approx(3 * came_back[1], rel=0.02), (
         "it trains on all of its examples and twice on a half"
     )

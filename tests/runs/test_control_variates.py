@@ -25,8 +25,8 @@ def test_a_run_passes_its_audit_and_what_is_sent_is_in_the_ledger(config: MakeCo
     assert "corrected" in {row.check for row in report.rows}
     sent = [row for row in rows(folder, "ledger") if row["kind"] == "correction"]
     # nobody is corrected in round one, and everyone tells its control in every round
-    assert {row["round"] for row in sent if row["direction"] == "down"} == {2, 3}
-    assert {row["round"] for row in sent if row["direction"] == "up"} == {1, 2, 3}
+    assert {row["round"] for row in sent if row["direction"] == "down"} == {2}
+    assert {row["round"] for row in sent if row["direction"] == "up"} == {1, 2}
     own = next(row for row in sent if row["direction"] == "up")
     models = [row for row in rows(folder, "ledger") if row["kind"] in ("adapter", "head") and row["direction"] == "up"]
     same = [row for row in models if (row["client"], row["round"]) == (own["client"], own["round"])]
@@ -46,14 +46,14 @@ def test_a_client_alone_trains_as_without_it(config: MakeConfig) -> None:
     folders = [
         run_config(config(**alone, strategy=strategy, name=strategy)).folder for strategy in ("scaffold", "fedavg")
     ]
-    first, second = (load_file(folder / "audit/round-0003/trained.safetensors") for folder in folders)
+    first, second = (load_file(folder / "audit/round-0002/trained.safetensors") for folder in folders)
     assert all((first[key] == second[key]).all() for key in first)
 
 
 def test_in_personal_rounds_nobody_is_corrected_or_tells_its_control(
     config: MakeConfig, finished: FinishedRuns
 ) -> None:
-    folder = finished(config(**SCAFFOLD, personal_rounds=1)).folder
+    folder = finished(config(**SCAFFOLD, rounds=3, personal_rounds=1)).folder
     report = audit_run(folder)
     assert report.ok, report.failures[:3]
     assert {row["round"] for row in rows(folder, "ledger") if row["kind"] == "correction"} == {1, 2}
@@ -61,7 +61,7 @@ def test_in_personal_rounds_nobody_is_corrected_or_tells_its_control(
 
 
 def test_an_audit_finds_a_correction_in_a_personal_round(config: MakeConfig, finished: FinishedRuns) -> None:
-    folder = finished(config(**SCAFFOLD, personal_rounds=1)).folder
+    folder = finished(config(**SCAFFOLD, rounds=3, personal_rounds=1)).folder
     name = "correction.safetensors"
     (folder / "audit/round-0003" / name).write_bytes((folder / "audit/round-0002" / name).read_bytes())
     failures = [row for row in audit_run(folder).failures if row.check == "corrected"]

@@ -23,13 +23,13 @@ Make = Callable[..., Config]
 @pytest.fixture(scope="module")
 def whole(shared_config: Make) -> Path:
     """A complete run; tests copy it before they damage it."""
-    return run_config(shared_config(name="whole", recluster_every=2)).folder
+    return run_config(shared_config(name="whole", rounds=3, recluster_every=2)).folder
 
 
 @pytest.fixture(scope="module")
 def stopped(shared_config: Make) -> Path:
     """The same run after two of its three rounds."""
-    return run_config(shared_config(name="stopped", recluster_every=2, max_rounds=2)).folder
+    return run_config(shared_config(name="stopped", rounds=3, recluster_every=2, max_rounds=2)).folder
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from atlas_fl.setup.assembly import load_clients
 from tests.architectures import ARCHITECTURES, QUICK_ARCHITECTURES
 from tests.models.tiny_vision import save_tiny
 from tests.runs.conftest import saved_once
-from tests.runs.covering import covering_methods, with_marks
+from tests.runs.covering import with_marks
 from tests.runs.reading import rows, same_tensors, state
 
 # PEFT still asks for it under its old name.
@@ -61,7 +61,10 @@ EVERY_METHOD = sorted({*METHODS, *RULES} - {row.rule for row in METHODS.values()
 ALL_FAMILIES = [
     pytest.param(name, marks=() if name in QUICK_ARCHITECTURES else pytest.mark.slow) for name in ARCHITECTURES
 ]
-QUICK = covering_methods() | {"atlas", "kriging", "cfl", "pfedgraph"}
+QUICK = (
+    *("atlas_pad", "centralized", "fedalt_fixed", "fedbabu", "fedex", "fedpac", "ffa", "flora", "hsplitlora"),
+    *("kriging", "local_prior", "mr_mtl_cluster", "multitask"),
+)
 """Methods that leave models of other kinds behind; the others differ in how a server mixes."""
 OF_CLASSES = ("fedpac", "classifier_collaboration")
 """Methods that compare features by classes of texts."""

@@ -108,7 +108,7 @@ def test_a_lock_whose_file_was_removed_holds_nobody_up(tmp_path: Path, monkeypat
     ("old", "new", "message"),
     [
         (r"^lr = .*$", "lr = 0.25", "was begun with lr = 0.005, and its config.toml now says 0.25; restore the file"),
-        (r"^rounds = .*$", "rounds = 2", "was begun with rounds = 3, and its config.toml now says 2"),
+        (r"^rounds = .*$", "rounds = 3", "was begun with rounds = 2, and its config.toml now says 3"),
         (r"^batch_size = .*$", "batch_size = 0", "--batch-size is 0; allowed:"),
     ],
 )
@@ -139,7 +139,7 @@ def test_a_run_does_not_go_on_with_other_data(config: Make, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("kind", ["folder is a file", "state is a folder"])
 def test_a_checkpoint_of_another_kind_is_passed_over(config: Make, finished: FinishedRuns, kind: str) -> None:
-    folder = finished(config(max_rounds=2)).folder
+    folder = finished(config(rounds=3, max_rounds=2)).folder
     newest = folder / "checkpoints/round-0002"
     if kind == "folder is a file":
         newest.rename(folder / "elsewhere")

@@ -16,7 +16,7 @@ from atlas_fl.methods.registry import METHODS, RULES
 SEEDS = (0, 1)
 LABELS = ("1", "01", "001", "2", "02")
 """Equal numbers that are different classes: a sort by number leaves them in the order in which they come."""
-QUICK = ("atlas", "fedpac", "flora", "trimmed_mean")
+QUICK = ("atlas", "fedpac", "flora")
 SMALL: Mapping[str, Any] = {"samples": 16, "validation_samples": 6, "test_samples": 6, "rounds": 2, "lr": 0.02}
 
 

@@ -62,7 +62,7 @@ def test_whole_models_go_through_the_same_rounds(config: Make) -> None:
     result = run_config(chosen)
     assert result.complete and audit_run(result.folder).ok
     names = list(starts(result.folder, 0))
-    for number in (1, 2, 3):
+    for number in (1, 2):
         sampled = {
             row["client"] for row in rows(result.folder) if row["round"] == number and row.get("split") == "train"
         }
@@ -100,6 +100,7 @@ def test_a_device_that_holds_no_model_is_refused_before_anything_is_fitted(confi
     assert [event.name for event in told if isinstance(event, PhaseStarted)] == ["loading"]
 
 
+@pytest.mark.slow
 def test_accuracy_by_class_adds_up_to_the_accuracy_and_is_drawn(config: Make) -> None:
     result = run_config(config(rounds=1, audit=False))
     classes, test = result.summary["tasks"]["digits"]["classes"], result.summary["overall"]["final"]["test"]
@@ -130,7 +131,7 @@ def test_updates_that_lie_in_files_make_the_same_run(config: Make, monkeypatch: 
     held = run_config(config(name="held"))
     monkeypatch.setattr("atlas_fl.runtime.local.MAX_BYTES_IN_MEMORY", 0)
     spilled = run_config(config(name="spilled"))
-    assert same_tensors(state(held.folder, round=3), state(spilled.folder, round=3))
+    assert same_tensors(state(held.folder), state(spilled.folder))
     assert rows(held.folder) == rows(spilled.folder)
 
 
@@ -215,6 +216,7 @@ def test_what_the_plan_notes_is_told_and_logged_and_says_who_has_what(config: Ma
         assert any(note.startswith(line) for note in notes) and line in log
 
 
+@pytest.mark.slow
 def test_a_run_on_whole_models_has_no_figure_of_adapters(config: Make) -> None:
     drawn = {path.stem for path in draw_all(run_config(config(rounds=1, mask="random", audit=False)).folder)}
     assert drawn == {"convergence", "scores", "bytes", "classes", "by-class", "mask"}
@@ -253,7 +255,7 @@ def test_a_run_in_sessions_ends_in_the_same_bits(config: Make, mask: str) -> Non
     check_same_runs(whole.folder, parts.folder)
     assert audit_run(parts.folder).ok
     for kept in ("start", "trained"):
-        name = f"audit/round-0003/{kept}.safetensors"
+        name = f"audit/round-0002/{kept}.safetensors"
         assert (whole.folder / name).read_bytes() == (parts.folder / name).read_bytes()
 
 
@@ -261,7 +263,7 @@ def test_a_run_in_sessions_ends_in_the_same_bits(config: Make, mask: str) -> Non
 def test_frozen_weights_keep_every_bit_and_only_kept_ones_travel(config: Make, mask: str) -> None:
     result = run_config(config(mask=mask, weight_decay=0.01, nesterov=True))
     masks = load_file(result.folder / "mask.safetensors")
-    first, last = starts(result.folder, 0)["digits-0"], starts(result.folder, 3)["digits-0"]
+    first, last = starts(result.folder, 0)["digits-0"], starts(result.folder, 2)["digits-0"]
     body = {key: own for key, own in masks.items() if not key.startswith("head.")}
     total, kept = sum(own.numel() for own in body.values()), sum(int(own.sum()) for own in body.values())
     assert kept == round(0.1 * total)

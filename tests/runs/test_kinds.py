@@ -1,7 +1,7 @@
 """What shows at once that a kind of training is broken: a run, a resume after a kill, a federation, a failing audit."""
 
 import signal
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,9 @@ from torch import Tensor
 from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config, to_toml, validate, with_values
 from atlas_fl.config.presets import find_preset
+from atlas_fl.deployment.server import check_served
+from atlas_fl.deployment.service import ServerOptions
+from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.run import resume_run
 from atlas_fl.params import PRIVATE
 from atlas_fl.partial_sharing import is_fully_shared, is_placeholder
@@ -21,6 +24,7 @@ from tests.runs.federation import Federation
 from tests.runs.finished import FinishedRuns
 from tests.runs.processes import Programs
 from tests.runs.reading import alter_tensors, rows, same_tensors, state
+from tests.runs.test_method_sessions import CASES
 
 pytestmark = [
     # PEFT still asks for it under its old name.
@@ -29,8 +33,8 @@ pytestmark = [
 
 DEVICE = "cpu_2gb"
 SIZES: Mapping[str, Any] = {
-    **{"clients_per_task": 2, "samples": 24, "validation_samples": 12, "test_samples": 12, "rounds": 3},
-    **{"eval_every": 3, "devices": DEVICE, "pack_tokens": 1},
+    **{"clients_per_task": 2, "samples": 16, "validation_samples": 8, "test_samples": 8, "rounds": 2},
+    **{"eval_every": 2, "devices": DEVICE, "pack_tokens": 1},
 }
 """Of every federation; packs of one, because a site that is alone has no others."""
 TEXT: Mapping[str, Any] = {**SIZES, "tasks": "movie", "dropout": 0.1}
@@ -46,7 +50,7 @@ KINDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "cut models": ("", {**TEXT, "split": "movie-0=1"}),
     "a head as drawn, and a last round for oneself": ("", {**TEXT, "strategy": "fedbabu", "personal_rounds": 1}),
     "B alone, A as drawn": ("", {**TEXT, "strategy": "ffa", "ranks": "4"}),
-    "A and B in turn": ("", {**TEXT, "strategy": "rolora", "ranks": "4"}),
+    "A and B in turn": ("", {**TEXT, "strategy": "rolora", "ranks": "4", "rounds": 3}),
     "first the head, then the rest": ("", {**TEXT, "strategy": "fedrep"}),
     "class frequencies in the logits": ("", {**TEXT, "strategy": "fedavg_prior", "keep": "best"}),
     "adapters on images": ("vision-lora", {**IMAGES, **ADAPTERS, "fingerprint_steps": 2, "fingerprint_batches": 2}),
@@ -98,6 +102,8 @@ NOT_SERVED = {
 }
 """What a server says of methods that stay in one process."""
 ALL_KINDS = {**KINDS, **METHODS_OF_THEIR_OWN}
+IN_SESSIONS = {kind for kind, (_, values) in METHODS_OF_THEIR_OWN.items() if values["strategy"] in CASES}
+"""Methods that test_method_sessions.py resumes."""
 CORE = (
     *("adapters on text", "cut models", "adapters on images", "whole images", "whole images under a mask"),
     *("whole text models", "class frequencies in the logits"),
@@ -105,11 +111,15 @@ CORE = (
 """One of each kind of weights and of what a client sends; the others differ from these in what they train."""
 
 
-@pytest.fixture(
-    params=[pytest.param(kind, marks=pytest.mark.core if kind in CORE else pytest.mark.slow) for kind in ALL_KINDS]
-)
+def of_kinds(kinds: Iterable[str]) -> pytest.MarkDecorator:
+    """Give a test the config of each of these kinds in turn."""
+    params = [pytest.param(kind, marks=pytest.mark.core if kind in CORE else pytest.mark.slow) for kind in kinds]
+    return pytest.mark.parametrize("config", params, indirect=True)
+
+
+@pytest.fixture
 def config(request: pytest.FixtureRequest, tiny_model: Path, shared_folder: Path, tmp_path: Path) -> Config:
-    """A federation of two clients for three rounds, of every kind in turn."""
+    """A federation of two clients for two rounds, of a kind."""
     preset, values = ALL_KINDS[request.param]
     if not preset:
         return configs(tiny_model, tmp_path)(**values)
@@ -118,14 +128,24 @@ def config(request: pytest.FixtureRequest, tiny_model: Path, shared_folder: Path
     return with_values(find_preset(preset), {**values, **places})
 
 
-def test_a_run_passes_its_audit(config: Config, finished: FinishedRuns) -> None:
+@of_kinds(ALL_KINDS)
+def test_a_run_passes_its_audit_which_fails_where_a_mixed_model_was_altered(
+    config: Config, finished: FinishedRuns
+) -> None:
     result = finished(config)
-    assert (result.complete, result.rounds) == (True, 3)
+    assert (result.complete, result.rounds) == (True, config.training.rounds)
     report = audit_run(result.folder)
     assert report.ok
     assert {"mixed", "loaded"} <= {row.check for row in report.rows}
+    file = result.folder / "audit/round-0002/start.safetensors"
+    key = next(key for key in load_file(file) if key.endswith("lora_B") or ("head." in key and key.endswith("weight")))
+    alter_tensors(file, lambda tensors: tensors[key].add_(0.01))
+    # of clients that go on with their own model the audit says `own`
+    failures = [row for row in audit_run(result.folder).failures if row.check in ("mixed", "own")]
+    assert failures and {row.round for row in failures} <= {2, 3}
 
 
+@of_kinds(kind for kind in ALL_KINDS if kind not in IN_SESSIONS)
 def test_a_run_that_is_killed_in_its_second_round_goes_on_to_the_same_bits(
     config: Config, finished: FinishedRuns, programs: Programs, tmp_path: Path
 ) -> None:
@@ -141,15 +161,16 @@ def test_a_run_that_is_killed_in_its_second_round_goes_on_to_the_same_bits(
     assert audit_run(killed).ok
 
 
+@of_kinds(ALL_KINDS)
 def test_a_served_federation_ends_in_the_bits_of_its_simulation_or_says_why_there_is_none(
     config: Config, finished: FinishedRuns, programs: Programs, tmp_path: Path
 ) -> None:
+    if (why := NOT_SERVED.get(config.mixing.strategy)) is not None:
+        with pytest.raises(ConfigError, match=why):
+            check_served(validate(config), ServerOptions(certs=tmp_path))
+        return
     (task,) = config.data.tasks
     fed = Federation(config, tmp_path, {f"{task}-0": DEVICE, f"{task}-1": DEVICE}, programs, finished)
-    if (why := NOT_SERVED.get(config.mixing.strategy)) is not None:
-        words = ("serve", "--config", "fed.toml", "--certs", "certs/server", "--port", "0")
-        assert why in programs.start(*words, folder=tmp_path).end(2)
-        return
     try:
         fed.complete()
     finally:
@@ -170,13 +191,3 @@ def test_a_served_federation_ends_in_the_bits_of_its_simulation_or_says_why_ther
 
 def without(keys: Collection[str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {key: value for key, value in tensors.items() if key not in keys}
-
-
-def test_an_audit_fails_where_a_mixed_model_was_altered(config: Config, finished: FinishedRuns) -> None:
-    folder = finished(config).folder
-    file = folder / "audit/round-0002/start.safetensors"
-    key = next(key for key in load_file(file) if key.endswith("lora_B") or ("head." in key and key.endswith("weight")))
-    alter_tensors(file, lambda tensors: tensors[key].add_(0.01))
-    # of clients that go on with their own model the audit says `own`
-    failures = [row for row in audit_run(folder).failures if row.check in ("mixed", "own")]
-    assert failures and {row.round for row in failures} <= {2, 3}

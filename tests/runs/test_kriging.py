@@ -56,6 +56,7 @@ def test_every_layer_may_have_a_matrix_of_its_own(config: MakeConfig) -> None:
     assert "mixed" in {row.check for row in audit_run(folder).failures}
 
 
+@pytest.mark.slow
 def test_a_run_tells_how_personal_its_models_are_and_why(config: MakeConfig) -> None:
     result = run_config(config(**KRIGING, gram_by="layer"))
     told = [row for row in rows(result.folder) if row.get("event") == "sharing measured"]
@@ -77,7 +78,7 @@ def test_a_run_tells_how_personal_its_models_are_and_why(config: MakeConfig) -> 
 
 
 def test_halves_are_sent_once_and_are_in_the_ledger(config: MakeConfig) -> None:
-    folder = run_config(config(**KRIGING, participation=0.75, seed=1)).folder
+    folder = run_config(config(**KRIGING, rounds=3, participation=0.75, seed=1)).folder
     participants = {
         round: set(json.loads((folder / f"audit/round-000{round}/record.json").read_text())["participants"])
         for round in (2, 3)
@@ -97,7 +98,7 @@ def test_halves_are_sent_once_and_are_in_the_ledger(config: MakeConfig) -> None:
 
 
 def test_who_joins_later_is_measured_in_its_first_round(config: MakeConfig) -> None:
-    folder = run_config(config(**KRIGING, arrive=("movie-1=3",), name="late")).folder
+    folder = run_config(config(**KRIGING, rounds=3, arrive=("movie-1=3",), name="late")).folder
     assert audit_run(folder).ok
     sent = {(row["round"], row["client"]) for row in rows(folder, "ledger") if row["kind"] == "halves"}
     assert (3, "movie-1") in sent and len(sent) == 4

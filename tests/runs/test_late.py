@@ -40,14 +40,14 @@ MEASURED = {
 
 @pytest.fixture(scope="module")
 def late(shared_config: Make) -> RunResult:
-    return run_config(shared_config(name="late", arrive=LATE, eta=0.3))
+    return run_config(shared_config(name="late", rounds=3, arrive=LATE, eta=0.3))
 
 
 @pytest.mark.parametrize(
     ("strategy", "space"), [("atlas_laplacian", "factors"), ("fedavg", "product"), ("fedavg_cluster", "factors")]
 )
 def test_every_rule_gives_newcomers_a_start_that_the_audit_recomputes(config: Make, strategy: str, space: str) -> None:
-    result = run_config(config(strategy=strategy, space=space, arrive=LATE))
+    result = run_config(config(strategy=strategy, space=space, rounds=3, arrive=LATE))
     found = audit_run(result.folder)
     assert found.ok, found.failures
     joined = [(row.round, row.client) for row in found.rows if row.check == "joined"]
@@ -100,7 +100,7 @@ def test_rows_and_bytes_of_a_newcomer_begin_with_its_round(late: RunResult) -> N
 
 
 def test_a_newcomer_with_a_cut_is_placed_over_it(config: Make, late: RunResult) -> None:
-    cut = run_config(config(name="late", arrive=LATE, eta=0.3, split="movie-1=1"))
+    cut = run_config(config(name="late", rounds=3, arrive=LATE, eta=0.3, split="movie-1=1"))
     assert same_tensors(state(cut.folder), state(late.folder))
     sent = [row for row in rows(cut.folder, "ledger") if row["client"] == "movie-1" and row["round"] == 2]
     assert {row["phase"] for row in sent if row.get("phase")} == {"fingerprint"}, "importance is that of its cluster"
@@ -138,6 +138,7 @@ def test_sessions_and_clusters_measured_again_make_the_same_run(config: Make) ->
     settings = {
         **MEASURED,
         "arrive": LATE,
+        "rounds": 3,
         "recluster_every": 2,
         "rerank": True,
         "graph": "adaptive",
@@ -210,9 +211,9 @@ def test_who_trains_stays_the_same_up_to_the_next_aggregation(config: Make) -> N
         ({"arrive": "movie-1=1"}, r"^--arrive is 'movie-1=1'; allowed: client=round with a round from 2"),
         ({"arrive": "movie-1"}, r"^--arrive is 'movie-1'; allowed: client=round"),
         ({"arrive": ("movie-1=2", "movie-1=3")}, r"^--arrive is 'movie-1=3'; allowed: .* each client once"),
-        ({"arrive": "movie-1=4"}, r"^--arrive lets movie-1 join before round 4, and the run has 3; choose an earlier"),
+        ({"arrive": "movie-1=4"}, r"^--arrive lets movie-1 join before round 4, and the run has 2; choose an earlier"),
         ({"arrive": ("movie-0=2", "movie-1=2"), "tasks": "movie"}, r"^--arrive names every client, and somebody must"),
-        ({"arrive": "trec-1=3", "devices": "none", "device": "none=" + "memory_gb=0.375,gflops=20,up_mbps=2,"
+        ({"arrive": "trec-1=2", "devices": "none", "device": "none=" + "memory_gb=0.375,gflops=20,up_mbps=2,"
           "down_mbps=10,latency_ms=60,max_rank=8"}, r"none has"),
     ],
 )  # fmt: skip

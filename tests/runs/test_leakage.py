@@ -73,10 +73,10 @@ def test_noise_hides_tokens_and_changes_no_dfil(config: Make) -> None:
 
 
 def test_noise_is_measured_after_as_many_looks_as_a_site_lets_a_server_take(config: Make) -> None:
-    """Three rounds of one pass, two passes of a fingerprint and one for importance, with two models each."""
+    """Two rounds of one pass, two passes of a fingerprint and one for importance, with two models each."""
     quiet, noisy = (measure_leakage(config(wire_noise=noise), cuts=[1])[0] for noise in (0.0, 4.0))
     assert (quiet.looks, quiet.read_averaged) == (1, quiet.read)
-    assert noisy.looks == 2 * (3 + 2 + 1)
+    assert noisy.looks == 2 * (2 + 2 + 1)
     assert noisy.read + 0.05 < noisy.read_averaged <= quiet.read
 
 

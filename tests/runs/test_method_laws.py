@@ -15,7 +15,7 @@ from tests.runs.reading import rows
 
 Make = Callable[..., Config]
 SMALL: Mapping[str, Any] = {
-    **{"samples": 16, "rounds": 3, "eval_every": 3, "pack_tokens": 1, "audit": False},
+    **{"samples": 16, "rounds": 2, "eval_every": 2, "pack_tokens": 1, "audit": False},
     **{"lr": 0.05, "batch_size": 4, "local_epochs": 2, "validation_samples": 4, "test_samples": 4},
 }
 """Steps so large that scores tell what a method does. Packs of one, so that sums do not follow the clients' order; they

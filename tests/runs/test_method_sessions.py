@@ -13,7 +13,7 @@ from tests.runs.finished import FinishedRuns
 from tests.runs.reading import alter_tensors
 from tests.runs.sessions import check_same_runs
 
-SMALL: Mapping[str, Any] = {"samples": 16, "validation_samples": 6, "test_samples": 6, "dropout": 0.1, "eval_every": 3}
+SMALL: Mapping[str, Any] = {"samples": 16, "validation_samples": 6, "test_samples": 6, "dropout": 0.1, "eval_every": 2}
 SOME: Mapping[str, Any] = {**SMALL, "tasks": "movie", "clients_per_task": 3, "participation": 0.5}
 """Clients that rest have to be remembered, too."""
 CASES: Mapping[str, Mapping[str, Any]] = {
@@ -27,7 +27,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "apfl": {**SOME, "ranks": "4"},
     "feddpa": {**SOME, "ranks": "4"},
     "fedalt": {**SOME, "ranks": "4"},
-    "rolora": {**SOME, "ranks": "4"},
+    "rolora": {**SOME, "ranks": "4", "rounds": 3},
     "multitask": {**SMALL, "ranks": "4", "participation": 0.5, "fingerprint": "delta"},
 }
 
@@ -35,7 +35,9 @@ CASES: Mapping[str, Mapping[str, Any]] = {
 @pytest.mark.parametrize("method", CASES)
 def test_a_run_in_sessions_ends_in_the_same_bits(config: Callable[..., Config], method: str) -> None:
     whole = run_config(config(strategy=method, name="whole", **CASES[method])).folder
-    parts = run_config(config(strategy=method, name="parts", max_rounds=2, **CASES[method])).folder
+    # a checkpoint holds equal models of rolora once or twice, as they were in memory; none follows on its resumption
+    most = 2 if method == "rolora" else 1
+    parts = run_config(config(strategy=method, name="parts", max_rounds=most, **CASES[method])).folder
     assert resume_run(parts).complete
     check_same_runs(whole, parts)
     exported = sorted(path.relative_to(whole) for path in whole.glob("adapters/*/*.safetensors"))
@@ -64,7 +66,7 @@ def test_an_audit_finds_what_was_altered(
     config: Callable[..., Config], finished: FinishedRuns, method: str, file: str, checks: set[str]
 ) -> None:
     settings = {"proximal_mu": 0.1} if method == "feddyn" else {"proximal_mu": 0.5} if method == "mr_mtl" else {}
-    folder = finished(config(strategy=method, ranks="4", **settings)).folder
+    folder = finished(config(strategy=method, ranks="4", rounds=3, **settings)).folder
     path = folder / f"audit/round-0002/{file}.safetensors"
     key = next(key for key in load_file(path) if key.endswith("lora_B") and not key.startswith("newest"))
     alter_tensors(path, lambda tensors: tensors[key].add_(1.0))

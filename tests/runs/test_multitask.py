@@ -28,7 +28,7 @@ def test_tasks_have_one_adapter_and_heads_of_their_own_and_nothing_is_sent(
     exported = [load_file(folder / f"adapters/{task}-all/adapter_model.safetensors") for task in ("movie", "trec")]
     factors = [{key: value for key, value in tensors.items() if "lora_" in key} for tensors in exported]
     assert factors[0] and same_tensors(*factors)
-    trained = load_file(folder / "audit/round-0003/trained.safetensors")
+    trained = load_file(folder / "audit/round-0002/trained.safetensors")
     assert [len(trained[f"{task}-all/head.classifier.bias"]) for task in ("movie", "trec")] == [2, 6]
     assert {row["client"] for row in rows(folder) if row.get("split") == "test"} == {"movie-all", "trec-all"}
     ledger = rows(folder, "ledger")
@@ -45,7 +45,7 @@ def test_of_one_task_it_is_the_central_model_to_the_last_bit(config: MakeConfig)
 
 def test_an_audit_finds_a_task_with_another_adapter(config: MakeConfig, finished: FinishedRuns) -> None:
     folder = finished(config(**MULTITASK)).folder
-    path = folder / "audit/round-0003/start.safetensors"
+    path = folder / "audit/round-0002/start.safetensors"
     key = next(key for key in load_file(path) if key.startswith("trec-all/") and key.endswith("lora_B"))
     alter_tensors(path, lambda tensors: tensors[key].nextafter_(torch.tensor(1.0)))
     assert "common" in {row.check for row in audit_run(folder).failures}

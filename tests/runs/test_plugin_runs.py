@@ -1,8 +1,10 @@
-"""Runs with plug-ins: the same bits with workers and after a resume, at sites, and never with another file."""
+"""Runs with plug-ins: the same bits with workers and after a kill, at sites, and never with another file."""
 
-import json
+import mmap
 import shutil
-from collections.abc import Callable, Iterator
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +16,25 @@ from atlas_fl.cli.main import main
 from atlas_fl.client.optimizer import TERMS, fedprox
 from atlas_fl.config import Config, run_folder, to_toml, validate
 from atlas_fl.errors import CheckpointError, ConfigError
+from atlas_fl.experiment.backends import init_worker, share_weights, worker_init_messages
 from atlas_fl.experiment.export import export_client
 from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.experiment.sweep import grid, run_all
 from atlas_fl.plugins import load_plugins
 from atlas_fl.report.html.write import write_report
+from atlas_fl.runtime.worker_pool import WorkerLoop, init_workers
+from atlas_fl.setup.assembly import assemble
 from atlas_fl.storage.jsonl import read_json
 from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import read_tensors, write_tensors
 from tests.runs.federation import Federation
+from tests.runs.processes import Programs
 from tests.runs.reading import rows, same_tensors, state
-from tests.runs.workers import check_same, in_threads
+from tests.runs.workers import check_same, in_threads, into
 
 Make = Callable[..., Config]
-INVERSE_LOSS = Path(__file__).parents[2] / "examples/plugins/inverse_loss.py"
-EXAMPLE = Path(__file__).parents[2] / "examples/plugins/partition.py"
+EXAMPLES = Path(__file__).parents[2] / "examples/plugins"
+INVERSE_LOSS = EXAMPLES / "inverse_loss.py"
 TERM = """
 from atlas_fl.plugins import register
 
@@ -36,6 +42,70 @@ from atlas_fl.plugins import register
 def pull_to_zero(options, start):
     return lambda name, value: 0.5 * value
 """
+METRIC = """
+import numpy as np
+
+from atlas_fl.plugins import register
+
+@register("metric", "margin")
+def margin(task, labels, logits):
+    if task.name != "movie":
+        return None
+    ordered = np.sort(logits.astype(np.float64), axis=1)
+    return float(np.mean(ordered[:, -1] - ordered[:, -2]))
+"""
+FINGERPRINT = """
+import torch
+
+from atlas_fl.clustering.fingerprints import GradientFingerprint
+from atlas_fl.plugins import register
+
+register("fingerprint", "signs")(GradientFingerprint(each=torch.sign))
+"""
+FILTER = """
+import torch
+
+from atlas_fl.plugins import register
+
+@register("update_filter", "share")
+def share(number):
+    def act(change, draws):
+        kept = torch.rand(1, generator=draws)
+        return {name: tensor * kept for name, tensor in change.items()}
+    return act
+"""
+REPORTING = """
+import torch
+
+from atlas_fl.aggregation.matrices import average
+from atlas_fl.methods.method import Method
+from atlas_fl.plugins import register
+
+
+@register("method")
+class ByStartLoss(Method):
+    \"""Weights by the loss of the model that a client was sent, which it reports (as q-FedAvg's are).\"""
+
+    name = "by_start_loss"
+    report = "start_loss"
+
+    @classmethod
+    def measure(cls, report):
+        return {client: {"value": torch.tensor(loss)} for client, loss in report.loss().items()}
+
+    def rule(self, step):
+        reports = {} if step.models is None else step.models.answers.reports.get("start_loss", {})
+        losses = [float(reports[name]["value"]) if name in reports else 1.0 for name in step.federation.clients]
+        return average([max(loss, 1e-3) ** 2 for loss in losses], step.groups, step.present)
+"""
+WRITTEN = {"term": TERM, "metric": METRIC, "fingerprint": FINGERPRINT, "filter": FILTER, "reporting": REPORTING}
+CHOSEN: Mapping[str, Any] = {"partition": "staircase", "fingerprint": "signs"}
+"""The settings that name what the plug-ins register; terms and metrics act without one."""
+METHODS: Mapping[str, Mapping[str, Any]] = {
+    "inverse_loss": {"strategy": "inverse_loss", "update_filter": ("share", "noise=0.0001")},
+    "by_start_loss": {"strategy": "by_start_loss"},
+}
+"""No filter goes with a method that asks for reports."""
 KINDS = """
 from dataclasses import replace
 
@@ -50,19 +120,6 @@ register("allocator", "own_ranks")(ALLOCATORS["uniform"])
 """
 
 
-def rows_of_ledger(folder: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in RunFolder(folder).ledger.read_text().splitlines()]
-
-
-def check_at_sites(fed: Federation, *plugins: str) -> None:
-    """Sites that name these plug-ins end as the simulation does."""
-    server, port = fed.serve()
-    for site in [fed.join(name, port, "--plugin", *plugins) for name in fed.sites]:
-        site.end()
-    server.end()
-    fed.is_as_simulated()
-
-
 @pytest.fixture(autouse=True)
 def _no_plugins() -> Iterator[None]:
     yield
@@ -72,41 +129,136 @@ def _no_plugins() -> Iterator[None]:
 @pytest.fixture
 def example(tmp_path: Path) -> Path:
     """A copy of the example's partition, which a test may change."""
-    return Path(shutil.copy(EXAMPLE, tmp_path / "partition.py"))
+    return Path(shutil.copy(EXAMPLES / "partition.py", tmp_path / "partition.py"))
 
 
 @pytest.fixture
-def term(tmp_path: Path) -> str:
-    path = tmp_path / "term.py"
-    path.write_text(TERM)
-    return str(path)
+def plugins(example: Path, tmp_path: Path) -> dict[str, str]:
+    """The path of a plug-in of each kind that clients or the server of a run need."""
+    for name, code in WRITTEN.items():
+        (tmp_path / f"{name}.py").write_text(code)
+    written = {name: str(tmp_path / f"{name}.py") for name in WRITTEN}
+    return {"partition": str(example), "method": str(INVERSE_LOSS), **written}
+
+
+@pytest.fixture
+def term(plugins: dict[str, str]) -> str:
+    return plugins["term"]
 
 
 @pytest.mark.core
-def test_a_partition_of_ones_own_gives_the_same_bits_with_workers_and_after_a_resume(
-    config: Make, example: Path, tmp_path: Path
+@pytest.mark.parametrize("method", METHODS)
+def test_plugins_of_all_kinds_give_the_same_bits_with_workers_and_after_a_resume(
+    config: Make, plugins: dict[str, str], tmp_path: Path, method: str
 ) -> None:
-    settings = {"plugin": (str(example),), "partition": "staircase", "pack_tokens": 200}
-    whole = run_config(config(name="alone", **settings))
-    check_same(whole.folder, run_config(config(name="workers", **settings), backend=in_threads(2)).folder)
+    settings = {**CHOSEN, **METHODS[method], "plugin": tuple(plugins.values()), "pack_tokens": 200}
+    whole = run_config(config(name="alone", **settings)).folder
+    check_same(whole, run_config(config(name="workers", **settings), backend=in_threads(2)).folder)
     stopped = run_config(config(name="stopped", max_rounds=1, **settings))
     load_plugins(())  # what resumes it knows nothing but the folder
-    check_same(whole.folder, resume_run(stopped.folder).folder)
+    check_same(whole, resume_run(stopped.folder).folder)
+    assert f'"{plugins["partition"]}#sha256=' in (whole / "config.toml").read_text()
     labels = {row["client"]: row["labels"] for row in read_json(run_folder(config(name="alone")).plan)["data"]}
     assert labels["movie-0"]["negative"] > labels["movie-1"]["negative"]
-    assert f'plugin = ["{example}#sha256=' in (whole.folder / "config.toml").read_text()
+    sent = [row for row in rows(whole, "ledger") if row["kind"] == "report"]
+    assert {(row["direction"], row["round"]) for row in sent} == (
+        {("up", 1), ("up", 2)} if method == "by_start_loss" else set()
+    )
+    scored: dict[Any, Any] = {
+        row["client"]: row["margin"] for row in rows(whole) if row.get("split") == "test" and "margin" in row
+    }
+    assert set(scored) == {"movie-0", "movie-1"}
+    tasks = read_json(RunFolder(whole).summary)["tasks"]
+    assert tasks["movie"]["final"]["test"]["margin"] == pytest.approx(sum(scored.values()) / 2)
+    assert "margin" not in tasks["trec"]["final"]["test"]
     load_plugins(())
-    assert audit_run(whole.folder).ok
+    assert audit_run(whole).ok
     load_plugins(())
-    export_client(whole.folder, client="movie-0", to=tmp_path / "exported")
-    assert write_report([whole.folder]).is_file()
+    export_client(whole, client="movie-0", to=tmp_path / "exported")
+    assert "margin" in write_report([whole]).read_text(), "a report loads no plug-in"
+
+
+def test_each_of_the_plugins_changes_what_it_is_for(config: Make, plugins: dict[str, str]) -> None:
+    settings = {**CHOSEN, **METHODS["inverse_loss"], "rounds": 1, "tasks": "movie"}
+
+    def folder(name: str, *left_out: str, **other: object) -> Path:
+        paths = tuple(path for kind, path in plugins.items() if kind not in left_out)
+        return run_config(config(name=name, plugin=paths, **{**settings, **other})).folder
+
+    whole = folder("whole")
+    others = {
+        "term": folder("term", "term"),
+        "filter": folder("filter", update_filter="none"),
+        "method": folder("method", strategy="fedavg"),
+        "partition": folder("partition", partition="iid"),
+    }
+    for kind, other in others.items():
+        assert not same_tensors(state(whole), state(other)), kind
+    kinds = [folder(f"of-{kind}", strategy="fedavg_cluster", fingerprint=kind) for kind in ("signs", "gradient")]
+    sketches = [read_tensors(RunFolder(one).sketches) for one in kinds]
+    assert not same_tensors(*sketches)
+    with pytest.raises(ConfigError, match="unknown name in --fingerprint 'signs'; known: "):
+        run_config(config(fingerprint="signs"))
 
 
 @pytest.mark.slow
-def test_two_processes_make_the_run_of_a_partition_of_ones_own(config: Make, example: Path) -> None:
-    settings = {"plugin": (str(example),), "partition": "staircase", "pack_tokens": 200}
-    whole = run_config(config(name="alone", **settings))
-    check_same(whole.folder, run_config(config(name="workers", workers=2, **settings)).folder)
+def test_a_method_of_ones_own_gives_the_same_bits_in_two_processes_and_after_a_kill(
+    config: Make, plugins: dict[str, str], programs: Programs, tmp_path: Path
+) -> None:
+    settings = {**CHOSEN, **METHODS["inverse_loss"], "plugin": tuple(plugins.values()), "pack_tokens": 200}
+    whole = run_config(config(name="alone", **settings)).folder
+    check_same(whole, run_config(config(name="workers", workers=2, **settings)).folder)
+    (tmp_path / "killed.toml").write_text(to_toml(config(name="killed", **settings)))
+    fault = "dies before the checkpoint of round two"
+    programs.start("run", "--config", "killed.toml", folder=tmp_path, fault=fault).end(-signal.SIGKILL)
+    load_plugins(())
+    check_same(whole, resume_run(tmp_path / "runs/killed").folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_sites_that_name_the_plugins_train_as_in_the_simulation(
+    federation: Callable[..., Federation], plugins: dict[str, str], method: str
+) -> None:
+    fed = federation(plugin=tuple(plugins.values()), **CHOSEN, **METHODS[method], rounds=2)
+    server, port = fed.serve()
+    # other places, and another order: the digests are what counts
+    names = [Path(path).name for path in reversed(plugins.values())]
+    shutil.copy(INVERSE_LOSS, fed.folder)
+    sites = [fed.join(name, port, "--plugin", *names) for name in fed.sites]
+    said = "".join(site.end() for site in sites)
+    assert ("filtered by --update-filter share noise=0.0001" in said) == (method == "inverse_loss")
+    server.end()
+    fed.is_as_simulated()
+    assert any("margin" in row for row in rows(fed.served.path))
+
+
+def test_a_site_that_does_not_name_the_plugins_is_told_so_at_the_handshake_and_loads_nothing(
+    federation: Callable[..., Federation], term: str, tmp_path: Path
+) -> None:
+    marker = tmp_path / "loaded"
+    Path(term).write_text(TERM + f"open({str(marker)!r}, 'a').write('x')\n")
+    fed = federation(plugin=(term,))
+    server, port = fed.serve()
+    loads = marker.read_text()
+    other = tmp_path / "other.py"
+    other.write_text(TERM + "# another version\n")
+    said = fed.join("movie-0", port).end(2).splitlines()[-1]
+    assert "client 'movie-0' has plugins none, the server " in said
+    assert "a site names the plug-ins of the federation with --plugin" in said
+    said = fed.join("movie-1", port, "--plugin", str(other)).end(2).splitlines()[-1]
+    assert "client 'movie-1' has plugins " in said
+    assert marker.read_text() == loads, "a site loads nothing that its owner does not name"
+    assert server.wait_for("movie-0.* has plugins none")
+    server.kill()
+
+
+def test_a_site_names_no_plugin_that_the_federation_lacks(federation: Callable[..., Federation], term: str) -> None:
+    fed = federation()
+    server, port = fed.serve()
+    said = fed.join("movie-0", port, "--plugin", term).end(2).splitlines()[-1]
+    assert "the server none; a site names the plug-ins of the federation with --plugin, and no others" in said
+    server.kill()
 
 
 def test_a_run_goes_on_with_no_other_plugin(
@@ -127,60 +279,6 @@ def test_a_run_goes_on_with_no_other_plugin(
         resume_run(stopped.folder)
     (stopped.folder / "config.toml").write_text(text.replace(str(example), str(elsewhere)))
     assert resume_run(stopped.folder).complete, "the same file at another place is the same plug-in"
-
-
-@pytest.mark.slow
-def test_a_client_term_acts_with_workers_as_it_does_alone(config: Make, term: str) -> None:
-    settings = {"rounds": 2, "pack_tokens": 200}
-    without = run_config(config(name="without", **settings))
-    alone = run_config(config(name="alone", plugin=(term,), **settings))
-    assert not same_tensors(state(without.folder, round=2), state(alone.folder, round=2))
-    workers = run_config(config(name="workers", workers=2, plugin=(term,), **settings))
-    check_same(alone.folder, workers.folder, round=2)
-    assert rows(alone.folder) != rows(without.folder)
-
-
-METRIC = """
-import numpy as np
-
-from atlas_fl.plugins import register
-
-@register("metric", "margin")
-def margin(task, labels, logits):
-    if task.name != "movie":
-        return None
-    ordered = np.sort(logits.astype(np.float64), axis=1)
-    return float(np.mean(ordered[:, -1] - ordered[:, -2]))
-"""
-
-
-@pytest.mark.slow
-def test_a_metric_is_scored_by_clients_with_workers_and_at_sites_and_stands_in_the_summary_and_the_report(
-    config: Make, federation: Callable[..., Federation], tmp_path: Path
-) -> None:
-    plugin = tmp_path / "margin.py"
-    plugin.write_text(METRIC)
-    settings = {"plugin": (str(plugin),), "rounds": 2, "pack_tokens": 200}
-    alone = run_config(config(name="alone", audit=True, **settings))
-    check_same(alone.folder, run_config(config(name="workers", workers=2, **settings)).folder, round=2)
-    load_plugins(())
-    stopped = run_config(config(name="stopped", max_rounds=1, **settings))
-    load_plugins(())
-    check_same(alone.folder, resume_run(stopped.folder).folder, round=2)
-    scored: dict[Any, Any] = {
-        row["client"]: row["margin"] for row in rows(alone.folder) if row.get("split") == "test" and "margin" in row
-    }
-    assert set(scored) == {"movie-0", "movie-1"}
-    tasks = read_json(RunFolder(alone.folder).summary)["tasks"]
-    assert tasks["movie"]["final"]["test"]["margin"] == pytest.approx(sum(scored.values()) / 2)
-    assert "margin" not in tasks["trec"]["final"]["test"]
-    load_plugins(())
-    assert audit_run(alone.folder).ok
-    load_plugins(())
-    assert "margin" in write_report([alone.folder]).read_text(), "a report loads no plug-in"
-    fed = federation(plugin=(str(plugin),))
-    check_at_sites(fed, str(plugin))
-    assert any("margin" in row for row in rows(fed.served.path))
 
 
 TRACKER = """
@@ -264,70 +362,6 @@ def test_a_figure_of_a_plugin_stands_in_the_report_and_among_the_files_where_the
     assert "Seconds of training" not in (run / "report.html").read_text()
 
 
-FINGERPRINT = """
-import torch
-
-from atlas_fl.clustering.fingerprints import GradientFingerprint
-from atlas_fl.plugins import register
-
-register("fingerprint", "signs")(GradientFingerprint(each=torch.sign))
-"""
-
-
-@pytest.mark.slow
-def test_a_fingerprint_of_a_plugin_makes_the_sketches_with_workers_as_it_does_alone(
-    config: Make, tmp_path: Path
-) -> None:
-    plugin = tmp_path / "signs.py"
-    plugin.write_text(FINGERPRINT)
-    settings = {"plugin": (str(plugin),), "fingerprint": "signs", "rounds": 1, "pack_tokens": 200}
-    alone = run_config(config(name="alone", **settings)).folder
-    workers = run_config(config(name="workers", workers=2, **settings)).folder
-    mean = run_config(config(name="mean", fingerprint="gradient", rounds=1, pack_tokens=200)).folder
-    sketches = [read_tensors(RunFolder(folder).sketches) for folder in (alone, workers, mean)]
-    assert same_tensors(sketches[0], sketches[1])
-    assert not same_tensors(sketches[0], sketches[2])
-    with pytest.raises(ConfigError, match="unknown name in --fingerprint 'signs'; known: "):
-        run_config(config(fingerprint="signs"))
-
-
-FILTER = """
-import torch
-
-from atlas_fl.plugins import register
-
-@register("update_filter", "signs")
-def signs(number):
-    def act(change, draws):
-        kept = torch.rand(1, generator=draws)
-        return {name: tensor.sign() * 1e-3 * kept for name, tensor in change.items()}
-    return act
-"""
-
-
-@pytest.mark.slow
-def test_an_update_filter_acts_at_clients_with_workers_after_a_resume_and_at_sites(
-    config: Make, federation: Callable[..., Federation], tmp_path: Path
-) -> None:
-    plugin = tmp_path / "filter.py"
-    plugin.write_text(FILTER)
-    settings = {"plugin": (str(plugin),), "update_filter": ("signs", "noise=0.0001"), "rounds": 3, "pack_tokens": 200}
-    without = run_config(config(name="without", rounds=3, pack_tokens=200))
-    alone = run_config(config(name="alone", audit=True, **settings))
-    assert not same_tensors(state(without.folder, round=3), state(alone.folder, round=3))
-    check_same(alone.folder, run_config(config(name="workers", workers=2, **settings)).folder, round=3)
-    stopped = run_config(config(name="stopped", max_rounds=1, **settings))
-    load_plugins(())
-    check_same(alone.folder, resume_run(stopped.folder).folder, round=3)
-    assert audit_run(alone.folder).ok
-    fed = federation(plugin=(str(plugin),), update_filter=("signs", "noise=0.0001"))
-    server, port = fed.serve()
-    sites = [fed.join(name, port, "--plugin", str(plugin)) for name in fed.sites]
-    assert "filtered by --update-filter signs noise=0.0001" in "".join(site.end() for site in sites)
-    server.end()
-    fed.is_as_simulated()
-
-
 START, TRAINED, SECOND = (
     Path(f"audit/{file}.safetensors") for file in ("round-0000/start", "round-0001/trained", "round-0001/second")
 )
@@ -346,14 +380,18 @@ def test_clients_send_what_a_filter_leaves_of_their_change_and_keep_a_second_mod
     assert same_tensors(read_tensors(held / SECOND), read_tensors(free / SECOND))
 
 
-@pytest.mark.slow
 def test_a_client_term_that_a_script_put_into_the_registry_is_not_dropped_in_silence_by_workers(
     config: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(TERMS, "pull_to_zero", fedprox)
-    with pytest.raises(ConfigError, match="the term 'pull_to_zero' was put into a registry by hand") as raised:
-        run_config(config(workers=2))
-    assert "--plugin FILE" in str(raised.value)
+    memory = list[mmap.mmap]()
+    assembly, places = share_weights(assemble(config()), into(memory))
+    with monkeypatch.context() as patch:
+        patch.setitem(TERMS, "pull_to_zero", fedprox)
+        heads = worker_init_messages(assembly, places, devices=["cpu"], threads=torch.get_num_threads())
+    worker = WorkerLoop(init_worker, lambda: memory[0])
+    message = "the term 'pull_to_zero' was put into a registry by hand .* --plugin FILE"
+    with ThreadPoolExecutor(1) as threads, pytest.raises(ConfigError, match=message):
+        init_workers([worker], heads, threads)
 
 
 @pytest.mark.slow
@@ -401,106 +439,3 @@ def test_a_tampered_matrix_or_model_of_a_plugins_method_fails_the_audit(config: 
     assert {"files", "mixed"} <= failed
     write_tensors(round_one / "mixing.safetensors", {**rows, "adapters": 2 * rows["adapters"]})
     assert "rows" in {row.check for row in audit_run(run).failures}
-
-
-@pytest.mark.slow
-def test_a_method_of_ones_own_gives_the_same_bits_with_workers_at_sites_and_after_a_kill(
-    config: Make, federation: Callable[..., Federation]
-) -> None:
-    settings = {"plugin": (str(INVERSE_LOSS),), "strategy": "inverse_loss", "rounds": 3, "pack_tokens": 200}
-    whole = run_config(config(name="alone", **settings))
-    plain = run_config(config(name="plain", rounds=3, strategy="fedavg", pack_tokens=200))
-    assert not same_tensors(state(whole.folder, round=3), state(plain.folder, round=3)), "losses weigh"
-    workers = run_config(config(name="workers", workers=2, **settings))
-    check_same(whole.folder, workers.folder, round=3)
-    stopped = run_config(config(name="stopped", max_rounds=1, **settings))
-    load_plugins(())
-    check_same(whole.folder, resume_run(stopped.folder).folder, round=3)
-    load_plugins(())
-    assert audit_run(whole.folder).ok
-    fed = federation(plugin=(str(INVERSE_LOSS),), strategy="inverse_loss")
-    check_at_sites(fed, str(INVERSE_LOSS))
-
-
-REPORTING = """
-import torch
-
-from atlas_fl.aggregation.matrices import average
-from atlas_fl.methods.method import Method
-from atlas_fl.plugins import register
-
-
-@register("method")
-class ByStartLoss(Method):
-    \"""Weights by the loss of the model that a client was sent, which it reports (as q-FedAvg's are).\"""
-
-    name = "by_start_loss"
-    report = "start_loss"
-
-    @classmethod
-    def measure(cls, report):
-        return {client: {"value": torch.tensor(loss)} for client, loss in report.loss().items()}
-
-    def rule(self, step):
-        reports = {} if step.models is None else step.models.answers.reports.get("start_loss", {})
-        losses = [float(reports[name]["value"]) if name in reports else 1.0 for name in step.federation.clients]
-        return average([max(loss, 1e-3) ** 2 for loss in losses], step.groups, step.present)
-"""
-
-
-@pytest.mark.slow
-def test_a_report_of_a_methods_own_reaches_the_server_and_the_ledger(
-    config: Make, federation: Callable[..., Federation], tmp_path: Path
-) -> None:
-    plugin = tmp_path / "reporting.py"
-    plugin.write_text(REPORTING)
-    settings = {"plugin": (str(plugin),), "strategy": "by_start_loss", "rounds": 2, "pack_tokens": 200}
-    whole = run_config(config(name="alone", **settings))
-    check_same(whole.folder, run_config(config(name="workers", workers=2, **settings)).folder, round=2)
-    sent = [row for row in rows_of_ledger(whole.folder) if row["kind"] == "report"]
-    assert {(row["direction"], row["round"]) for row in sent} == {("up", 1), ("up", 2)}
-    assert audit_run(whole.folder).ok
-    fed = federation(plugin=(str(plugin),), strategy="by_start_loss")
-    check_at_sites(fed, str(plugin))
-
-
-@pytest.mark.slow
-def test_sites_that_name_the_plugins_train_as_in_the_simulation(
-    federation: Callable[..., Federation], example: Path, term: str
-) -> None:
-    fed = federation(plugin=(str(example), term), partition="staircase")
-    server, port = fed.serve()
-    # another place, and another order: the digests are what counts
-    sites = [fed.join(name, port, "--plugin", "term.py", "partition.py") for name in fed.sites]
-    for site in sites:
-        site.end()
-    server.end()
-    fed.is_as_simulated()
-
-
-def test_a_site_that_does_not_name_the_plugins_is_told_so_at_the_handshake_and_loads_nothing(
-    federation: Callable[..., Federation], term: str, tmp_path: Path
-) -> None:
-    marker = tmp_path / "loaded"
-    Path(term).write_text(TERM + f"open({str(marker)!r}, 'a').write('x')\n")
-    fed = federation(plugin=(term,))
-    server, port = fed.serve()
-    loads = marker.read_text()
-    other = tmp_path / "other.py"
-    other.write_text(TERM + "# another version\n")
-    said = fed.join("movie-0", port).end(2).splitlines()[-1]
-    assert "client 'movie-0' has plugins none, the server " in said
-    assert "a site names the plug-ins of the federation with --plugin" in said
-    said = fed.join("movie-1", port, "--plugin", str(other)).end(2).splitlines()[-1]
-    assert "client 'movie-1' has plugins " in said
-    assert marker.read_text() == loads, "a site loads nothing that its owner does not name"
-    assert server.wait_for("movie-0.* has plugins none")
-    server.kill()
-
-
-def test_a_site_names_no_plugin_that_the_federation_lacks(federation: Callable[..., Federation], term: str) -> None:
-    fed = federation()
-    server, port = fed.serve()
-    said = fed.join("movie-0", port, "--plugin", term).end(2).splitlines()[-1]
-    assert "the server none; a site names the plug-ins of the federation with --plugin, and no others" in said
-    server.kill()

@@ -43,7 +43,7 @@ def update(params: dict[str, torch.Tensor], module: str) -> torch.Tensor:
 
 @pytest.mark.slow
 def test_new_ranks_are_in_the_adapters_and_keep_what_they_can_hold(config: Make, finished: FinishedRuns) -> None:
-    folder = finished(config(**WORDS)).folder
+    folder = finished(config(rounds=3, **WORDS)).folder
     changed = grown = 0
     for at in (2, 3):
         old = ranks_of(folder, "plan.json" if at == 2 else "plan-0002.json")
@@ -65,7 +65,7 @@ def test_new_ranks_are_in_the_adapters_and_keep_what_they_can_hold(config: Make,
 
 
 def test_a_model_that_lost_more_than_its_ranks_ask_for_is_found(config: Make) -> None:
-    folder = run_config(config(**WORDS, rounds=2)).folder
+    folder = run_config(config(**WORDS)).folder
     file = folder / "audit/round-0002/begun.safetensors"
     flat = load_file(file)
     key = next(key for key in sorted(flat) if key.startswith("trec-0/") and key.endswith("lora_B"))
@@ -75,15 +75,15 @@ def test_a_model_that_lost_more_than_its_ranks_ask_for_is_found(config: Make) ->
 
 @pytest.mark.slow
 def test_sessions_with_new_ranks_make_the_same_run(config: Make, finished: FinishedRuns) -> None:
-    whole = finished(config(name="whole", **WORDS))
-    parts = in_sessions(config(name="parts", max_rounds=1, **WORDS))
+    whole = finished(config(name="whole", rounds=3, **WORDS))
+    parts = in_sessions(config(name="parts", rounds=3, max_rounds=1, **WORDS))
     check_same_runs(whole.folder, parts.folder)
     assert audit_run(parts.folder).ok
 
 
 def test_without_it_ranks_stay(config: Make) -> None:
     folder = run_config(config(**{**WORDS, "rerank": False})).folder
-    assert ranks_of(folder, "plan.json") == ranks_of(folder, "plan-0003.json")
+    assert ranks_of(folder, "plan.json") == ranks_of(folder, "plan-0002.json")
     assert not list(folder.glob("audit/*/begun.safetensors"))
 
 

@@ -31,7 +31,7 @@ MOMENTS: dict[str, Callable[[Path], bool]] = {
 
 
 # Of everything that could go wrong: partial participation, dropout, a schedule, clusters measured anew.
-SETTINGS = {"participation": 0.75, "dropout": 0.1, "schedule": "cosine", "recluster_every": 2, "eta": 0.3}
+SETTINGS = {"participation": 0.75, "dropout": 0.1, "schedule": "cosine", "recluster_every": 2, "rounds": 3, "eta": 0.3}
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +67,8 @@ def test_a_run_killed_anywhere_ends_in_the_same_bits(
 
 @pytest.mark.slow
 def test_sessions_of_few_rounds_make_the_same_run(config: Make, finished: FinishedRuns) -> None:
-    whole = finished(config(name="whole"))
-    parts = run_config(config(name="parts", max_rounds=1))
+    whole = finished(config(name="whole", rounds=3))
+    parts = run_config(config(name="parts", rounds=3, max_rounds=1))
     assert (parts.rounds, parts.complete) == (1, False)
     assert not (parts.folder / "summary.json").exists()
     assert resume_run(parts.folder, max_rounds=1).rounds == 2
@@ -77,9 +77,10 @@ def test_sessions_of_few_rounds_make_the_same_run(config: Make, finished: Finish
     assert rows(whole.folder) == rows(parts.folder)
 
 
+@pytest.mark.slow
 def test_sessions_shorter_than_the_rounds_between_two_checkpoints_get_on(config: Make, finished: FinishedRuns) -> None:
-    whole = finished(config(name="whole"))
-    parts = run_config(config(name="parts", max_rounds=1, checkpoint_every=3))
+    whole = finished(config(name="whole", rounds=3))
+    parts = run_config(config(name="parts", rounds=3, max_rounds=1, checkpoint_every=3))
     for expected in (2, 3):
         assert parts.rounds == expected - 1
         parts = resume_run(parts.folder, max_rounds=1)
@@ -96,10 +97,12 @@ def test_sessions_that_end_between_two_aggregations_make_the_same_run(config: Ma
     assert audit_run(parts.folder).ok
 
 
-@pytest.mark.parametrize("damage", ["truncated", "altered", "missing"])
+@pytest.mark.parametrize(
+    "damage", ["truncated", *(pytest.param(name, marks=pytest.mark.slow) for name in ("altered", "missing"))]
+)
 def test_a_damaged_checkpoint_is_passed_over_with_a_line(config: Make, finished: FinishedRuns, damage: str) -> None:
-    whole = finished(config(name="whole"))
-    parts = finished(config(name="parts", max_rounds=2))
+    whole = finished(config(name="whole", rounds=3))
+    parts = finished(config(name="parts", rounds=3, max_rounds=2))
     file = parts.folder / "checkpoints/round-0002/state.safetensors"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1

@@ -4,6 +4,8 @@ Bits depend on the processor and on the libraries, so that records of another ma
 records them anew: after a change that is meant to alter results, and never to make this test pass.
 """
 
+from pathlib import Path
+
 import pytest
 
 from tests.runs.same_bits import CASES, machine, recorded, run_case
@@ -15,5 +17,5 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=case.marks) for name, case in CASES.items()])
-def test_a_run_ends_in_the_bits_that_it_ended_in_before(name: str) -> None:
-    assert run_case(name) == recorded()[machine()][name]
+def test_a_run_ends_in_the_bits_that_it_ended_in_before(name: str, shared_folder: Path) -> None:
+    assert run_case(name, shared_folder) == recorded()[machine()][name]

@@ -64,7 +64,7 @@ def test_a_run_passes_its_audit_and_the_shared_model_is_that_of_fedavg(
     assert audit_run(folder).ok
     assert {"second", "mixed"} <= {row.check for row in audit_run(folder).rows}
     for name in ("start", "trained"):
-        first, second = (load_file(one / f"audit/round-0003/{name}.safetensors") for one in (folder, fedavg))
+        first, second = (load_file(one / f"audit/round-0002/{name}.safetensors") for one in (folder, fedavg))
         assert all(torch.equal(first[key], second[key]) for key in first)
     assert rows(folder, "ledger") == rows(fedavg, "ledger"), "no byte more"
     ends = [adapters(one) for one in (folder, fedavg)]
@@ -100,8 +100,8 @@ def test_a_strong_pull_holds_the_own_model_near_the_shared_one(config: MakeConfi
     def distance(weight: float) -> float:
         values = {**PLAIN, "strategy": "ditto", "second_weight": weight, "clip": 0, "name": f"pull-{weight}"}
         folder = run_config(config(**values)).folder
-        own = load_file(folder / "audit/round-0003/second.safetensors")
-        sent = load_file(folder / "audit/round-0002/start.safetensors")
+        own = load_file(folder / "audit/round-0002/second.safetensors")
+        sent = load_file(folder / "audit/round-0001/start.safetensors")
         return sum(float((own[key] - sent[key]).norm()) for key in own if key in sent)
 
     assert distance(50.0) < 0.8 * distance(0.001)
@@ -118,7 +118,7 @@ def test_fedalt_sends_everyone_the_mean_of_the_others_and_keeps_its_own(config: 
             others = [trained[f"movie-{other}/{key}"].double() for other in range(3) if other != k]
             assert torch.equal(start[f"movie-{k}/{key}"], trained[f"movie-{k}/{key}"])
             torch.testing.assert_close(anchor[f"movie-{k}/{key}"].double(), sum(others) / 2, atol=1e-6, rtol=1e-5)
-    last, rest = (load_file(folder / f"audit/round-0003/{name}.safetensors") for name in ("start", "anchor"))
+    last, rest = (load_file(folder / f"audit/round-0002/{name}.safetensors") for name in ("start", "anchor"))
     key = next(key for key in last if key.startswith("movie-0/") and key.endswith("lora_A"))
     exported = next(value for key, value in gated(folder, "movie-0").items() if key.endswith("lora_A"))
     assert exported.shape[0] == 2 * last[key].shape[0], "both adapters, one on the other"
@@ -131,7 +131,7 @@ def test_fedalt_with_all_weight_on_its_own_adapter_is_local_training(config: Mak
     own = config(**PLAIN, strategy=strategy, second_weight=1.0, dropout=0.0)
     local = config(**PLAIN, strategy="local", dropout=0.0, name="local")
     folders = [run_config(one).folder for one in (own, local)]
-    mine, alone = (load_file(folder / "audit/round-0003/trained.safetensors") for folder in folders)
+    mine, alone = (load_file(folder / "audit/round-0002/trained.safetensors") for folder in folders)
     for key in mine:
         torch.testing.assert_close(mine[key], alone[key], rtol=1e-3, atol=1e-5)
     scores = [[row["primary"] for row in rows(folder) if row.get("split") == "test"] for folder in folders]
@@ -144,9 +144,9 @@ def test_a_gate_trains_at_its_client_and_costs_no_byte(config: MakeConfig) -> No
     assert audit_run(folder).ok and audit_run(fixed).ok
     assert "gate" in {row.check for row in audit_run(folder).rows}
     assert rows(folder, "ledger") == rows(fixed, "ledger")
-    assert not (fixed / "audit/round-0003/gate.safetensors").exists()
-    gates, before = (load_file(folder / f"audit/round-000{number}/gate.safetensors") for number in (3, 2))
-    trained = load_file(folder / "audit/round-0003/trained.safetensors")
+    assert not (fixed / "audit/round-0002/gate.safetensors").exists()
+    gates, before = (load_file(folder / f"audit/round-000{number}/gate.safetensors") for number in (2, 1))
+    trained = load_file(folder / "audit/round-0002/trained.safetensors")
     assert gates.keys() == {key.removesuffix("A") + "gate" for key in trained if key.endswith("lora_A")}
     assert all(gate.shape == (2, trained[key.removesuffix("gate") + "A"].shape[1]) for key, gate in gates.items())
     assert not any(torch.equal(gate, before[key]) for key, gate in gates.items()), "it goes on from round to round"
@@ -173,7 +173,7 @@ def test_final_scores_are_those_of_the_exported_gate(config: MakeConfig, tmp_pat
 
 def test_an_interpolated_model_learns_its_weight(config: MakeConfig) -> None:
     folder = run_config(config(**PLAIN, strategy="apfl")).folder
-    own = load_file(folder / "audit/round-0003/second.safetensors")
+    own = load_file(folder / "audit/round-0002/second.safetensors")
     weights = [float(value) for key, value in own.items() if key.endswith(WEIGHT)]
     assert len(weights) == 2 and all(0 <= weight <= 1 and weight != 0.5 for weight in weights)
     assert not any(WEIGHT in key for one in adapters(folder) for key in one)
@@ -192,22 +192,22 @@ def test_a_client_whose_update_is_refused_goes_on_with_the_gate_that_it_had(conf
     values = {**PLAIN, "strategy": "fedalt", "clients_per_task": 4, "attack": "scale", "attackers": "movie-1"}
     folder = run_config(config(**values)).folder
     assert audit_run(folder).ok
-    refused = {row["client"] for row in rows(folder) if row.get("event") == "refused" and row["round"] == 3}
+    refused = {row["client"] for row in rows(folder) if row.get("event") == "refused" and row["round"] == 2}
     assert refused == {"movie-1"}
-    gates = load_file(folder / "audit/round-0003/gate.safetensors")
+    gates = load_file(folder / "audit/round-0002/gate.safetensors")
     assert {key.split("/", 1)[0] for key in gates} == {"movie-0", "movie-2", "movie-3"}
     assert not gated(folder, "movie-1")[next(key for key in gated(folder, "movie-1") if "gate" in key)][:, :-1].any()
 
 
 def test_an_audit_finds_an_own_model_that_moved_while_its_client_rested(config: MakeConfig) -> None:
-    folder = run_config(config(**PLAIN, strategy="ditto", participation=0.5, clients_per_task=3)).folder
+    folder = run_config(config(**PLAIN, strategy="ditto", rounds=3, participation=0.5, clients_per_task=3)).folder
     path = folder / "audit/round-0002/second.safetensors"
     alter_tensors(path, lambda tensors: [tensor.add_(0.01) for tensor in tensors.values()])
     assert "second" in {row.check for row in audit_run(folder).failures}
 
 
 def test_an_audit_finds_a_gate_that_moved_while_its_client_rested_or_is_gone(config: MakeConfig) -> None:
-    folder = run_config(config(**PLAIN, strategy="fedalt", participation=0.5, clients_per_task=3)).folder
+    folder = run_config(config(**PLAIN, strategy="fedalt", rounds=3, participation=0.5, clients_per_task=3)).folder
     path = folder / "audit/round-0002/gate.safetensors"
     alter_tensors(path, lambda tensors: [tensor.add_(0.01) for tensor in tensors.values()])
     found = {row.detail for row in audit_run(folder).failures if row.check == "gate"}

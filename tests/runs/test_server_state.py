@@ -21,14 +21,20 @@ REMEMBERS = {
     "fedadam": {"strategy": "fedadam", "participation": 0.75, "server_lr": 0.02},
     "fedyogi inside clusters": {"strategy": "fedyogi", "within": "clusters"},
     "pfedgraph by layer": {"strategy": "pfedgraph", "gram_by": "layer", "participation": 0.75},
-    "fedavgm in factor space": {"strategy": "fedavgm", "space": "factors", "ranks": 4, "aggregate_every": 2},
+    "fedavgm in factor space": {
+        "strategy": "fedavgm",
+        "space": "factors",
+        "ranks": 4,
+        "aggregate_every": 2,
+        "rounds": 3,
+    },
 }
 
 
 SMALL = "small=memory_gb=2,gflops=20,up_mbps=2,down_mbps=10,latency_ms=60,max_rank=2"
 
 
-def server_state(folder: Path, *, round: int = 3) -> dict[str, torch.Tensor]:
+def server_state(folder: Path, *, round: int | None = None) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in state(folder, round=round).items() if name.startswith("server/")}
 
 
@@ -50,8 +56,9 @@ def test_sessions_of_one_round_end_in_the_bits_of_the_whole_run_and_pass_the_aud
     assert "server" in {row.check for row in report.rows}
 
 
+@pytest.mark.slow
 def test_a_newcomer_joins_the_moments_of_its_cohort(config: Make) -> None:
-    late = {"arrive": ("movie-1=2", "trec-0=3"), "strategy": "fedadam"}
+    late = {"arrive": ("movie-1=2", "trec-0=3"), "rounds": 3, "strategy": "fedadam"}
     whole = run_config(config(name="whole", **late))
     parts = in_sessions(config(name="parts", max_rounds=1, **late))
     assert same_tensors(state(whole.folder), state(parts.folder))
@@ -64,7 +71,7 @@ def test_a_newcomer_joins_the_moments_of_its_cohort(config: Make) -> None:
 
 @pytest.mark.slow
 def test_a_newcomer_of_pfedgraph_is_remembered_with_the_model_that_it_began_with(config: Make) -> None:
-    late = {"arrive": ("movie-1=2", "trec-0=3"), "strategy": "pfedgraph", "space": "factors"}
+    late = {"arrive": ("movie-1=2", "trec-0=3"), "rounds": 3, "strategy": "pfedgraph", "space": "factors"}
     whole = run_config(config(name="whole", **late))
     parts = in_sessions(config(name="parts", max_rounds=1, **late))
     assert same_tensors(state(whole.folder), state(parts.folder))

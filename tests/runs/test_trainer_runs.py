@@ -1,7 +1,8 @@
 """Runs whose clients train by a stock `transformers.Trainer`: audited, same bits with workers and after a resume."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,11 +13,14 @@ from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.plugins import load_plugins
 from tests.runs.federation import Federation
 from tests.runs.reading import rows, same_tensors, state
-from tests.runs.workers import check_same
+from tests.runs.workers import check_same, in_threads
 
 Make = Callable[..., Config]
 EXAMPLE = Path(__file__).parents[2] / "examples/plugins/hf_trainer.py"
-SETTINGS = {"plugin": (str(EXAMPLE),), "trainer": "hf_trainer", "rounds": 2, "pack_tokens": 200}
+SETTINGS: Mapping[str, Any] = {
+    **{"plugin": (str(EXAMPLE),), "trainer": "hf_trainer", "pack_tokens": 1, "tasks": "movie"},
+    **{"samples": 8, "validation_samples": 4, "test_samples": 4},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -26,40 +30,26 @@ def _no_plugins() -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_a_run_by_the_example_is_audited(config: Make) -> None:
-    run = run_config(config(**{**SETTINGS, "rounds": 1, "samples": 16, "strategy": "fedavg"}))
-    assert run.complete
-    load_plugins(())
-    assert audit_run(run.folder).ok
-
-
-@pytest.mark.slow
-def test_a_run_by_the_example_goes_on_with_the_same_bits(config: Make) -> None:
+def test_a_run_by_the_example_has_the_same_bits_with_workers_and_after_a_resume(config: Make) -> None:
     """`atlas` mixes by what clients train on either half of their examples, which the example does too."""
     settings = {**SETTINGS, "strategy": "atlas", "ranks": "4"}
     whole = run_config(config(name="alone", **settings))
-    assert whole.complete
+    check_same(whole.folder, run_config(config(name="workers", **settings), backend=in_threads(2)).folder)
     stopped = run_config(config(name="stopped", max_rounds=1, **settings))
     load_plugins(())
-    check_same(whole.folder, resume_run(stopped.folder).folder, round=2)
+    check_same(whole.folder, resume_run(stopped.folder).folder)
     load_plugins(())
     found = audit_run(whole.folder)
     assert found.ok
     assert {"loaded", "mixed", "moved"} <= {row.check for row in found.rows}
-    ours = run_config(config(name="ours", rounds=2, pack_tokens=200, strategy="atlas", ranks="4"))
-    assert not same_tensors(state(whole.folder, round=2), state(ours.folder, round=2))
-    assert [set(row) for row in rows(whole.folder)] == [set(row) for row in rows(ours.folder)]
-
-
-@pytest.mark.slow
-def test_two_processes_make_the_run_of_the_example(config: Make) -> None:
-    whole = run_config(config(name="alone", **SETTINGS))
-    check_same(whole.folder, run_config(config(name="workers", workers=2, **SETTINGS)).folder, round=2)
+    own = run_config(config(name="ours", **{**settings, "trainer": "atlas"}))
+    assert not same_tensors(state(whole.folder), state(own.folder))
+    assert [set(row) for row in rows(whole.folder)] == [set(row) for row in rows(own.folder)]
 
 
 @pytest.mark.slow
 def test_sites_train_by_the_example_as_the_simulation_does(federation: Callable[..., Federation]) -> None:
-    fed = federation(plugin=(str(EXAMPLE),), trainer="hf_trainer")
+    fed = federation(plugin=(str(EXAMPLE),), trainer="hf_trainer", rounds=1)
     server, port = fed.serve()
     sites = [fed.join(name, port, "--plugin", str(EXAMPLE)) for name in fed.sites]
     for site in sites:
@@ -73,7 +63,7 @@ def test_sites_train_by_the_example_as_the_simulation_does(federation: Callable[
     "changes",
     [
         {"trainable": "full", "lr": 1e-3, "candidates": (4, 8, 16, 32, 64), "strategy": "fedavg_cluster"},
-        {"strategy": "fedavg", "trained_parts": "alternate", "participation": 0.5, "secrets": "none"},
+        {"strategy": "fedavg", "trained_parts": "alternate", "participation": 0.5},
         {"strategy": "ifca", "ranks": "4"},
         {"adapted_blocks": 1, "precision": "bf16", "optimizer": "sgd"},
         {"strategy": "hetlora", "prior_correction": True, "personal_rounds": 1},
