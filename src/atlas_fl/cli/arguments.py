@@ -73,7 +73,7 @@ HINTS = {
 PROCESSORS = re.compile(r"(cpu|gpu|cuda|mps)(:\d+)?")
 
 JOINED = frozenset(
-    {"--task", "--device", "--over", "--server", "--client", "--arrive", "--without", "--allow", "--plugin"}
+    {"--task", "--device", "--over", "--server", "--client", "--arrive", "--without", "--allow", "--plugin", "--knob"}
 )
 """Flags with a list that may be given several times instead of once with several words."""
 

@@ -20,9 +20,9 @@ from atlas_fl.cli.arguments import (
 from atlas_fl.cli.display import going_on, show, show_progress
 from atlas_fl.config import Config, load_config, pin_mask_file, run_folder, settings, validate, value_of
 from atlas_fl.config.conflicts import conflicts, flag_of
-from atlas_fl.config.methods import method_class, published_methods, with_method_settings
+from atlas_fl.config.methods import knobs_of, method_class, published_methods, with_method_settings
 from atlas_fl.config.settings import replace_settings
-from atlas_fl.config.values import to_words
+from atlas_fl.config.values import describe, to_words
 from atlas_fl.errors import ConfigError, unknown_name
 from atlas_fl.events import OnEvent
 from atlas_fl.plugins import load_plugins
@@ -263,6 +263,9 @@ def _knobs(name: str) -> Lines:
         if is_own or setting.name in fixed:
             note = "" if setting.name not in fixed else " Fixed by the strategy."
             yield setting.flag, " ".join(to_words(value_of(config, setting.name))), setting.help + note
+    for knob in knobs_of(method_class(config)).values():
+        allowed = describe(knob.kind) if knob.range is None else knob.range.describe()
+        yield knob.flag, " ".join(to_words(knob.default)), f"{knob.help} ({allowed})"
 
 
 def _conflicts() -> Lines:

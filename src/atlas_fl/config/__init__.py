@@ -24,12 +24,12 @@ from atlas_fl.config.schema import ModelConfig as ModelConfig
 from atlas_fl.config.schema import RanksConfig as RanksConfig
 from atlas_fl.config.schema import RobustConfig as RobustConfig
 from atlas_fl.config.schema import RunConfig as RunConfig
-from atlas_fl.config.schema import ServerConfig as ServerConfig
 from atlas_fl.config.schema import SparseConfig as SparseConfig
 from atlas_fl.config.schema import SplitConfig as SplitConfig
 from atlas_fl.config.schema import TrainingConfig as TrainingConfig
 from atlas_fl.config.schema import parse_arrivals as parse_arrivals
 from atlas_fl.config.schema import parse_mask_file as parse_mask_file
+from atlas_fl.config.schema import server_config as server_config
 from atlas_fl.config.settings import Setting as Setting
 from atlas_fl.config.settings import settings as settings
 from atlas_fl.config.settings import value_of as value_of

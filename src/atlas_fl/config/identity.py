@@ -29,7 +29,12 @@ def identity_settings(config: Config) -> dict[str, Any]:
     path, digest = parse_mask_file(config.sparse.mask_file)
     # their content, wherever they lie
     mask_file = path if digest is None else f"sha256={digest}"
-    return {**values, "mask_file": mask_file, "plugin": plugin_digests(config.run.plugin)}
+    return {
+        **values,
+        "mask_file": mask_file,
+        "plugin": plugin_digests(config.run.plugin),
+        "knob": tuple(sorted(config.mixing.knob)),
+    }
 
 
 def config_hash(config: Config) -> str:

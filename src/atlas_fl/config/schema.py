@@ -265,8 +265,9 @@ class RobustConfig:
     `clusters` `kriging` is what `atlas` is: it averages where clients hardly differ."""
 
 
-ServerConfig = knobs_class()
-"""Knobs of single strategies: how a server optimizer steps, and what rows and clusters follow from updates."""
+def server_config(**values: Any) -> Any:
+    """The knobs of single strategies with these values; their class is read from the sources of the methods."""
+    return knobs_class()(**values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -476,6 +477,9 @@ class MixingConfig:
 
     strategy: Annotated[str, Mark.COMMON] = "atlas"
     """The rule (`atlas list strategies`); `--ablation` is the same flag and takes old names, such as local_only."""
+    knob: Annotated[tuple[str, ...], Mark.COMMON] = ()
+    """Settings of methods that plug-ins bring, `name=value` (`atlas list strategies NAME --plugin FILE`); may be
+    repeated."""
     eta: Annotated[
         float,
         Range(least=0, below=2),
@@ -598,7 +602,7 @@ class Config:
     split: Annotated[SplitConfig, Mark.COMMON, Mark.WORD_OR_NUMBER] = field(default_factory=SplitConfig)
     mixing: MixingConfig = field(default_factory=MixingConfig)
     robust: RobustConfig = field(default_factory=RobustConfig)
-    server: Any = field(default_factory=ServerConfig)
+    server: Any = field(default_factory=server_config)
     attack: Annotated[AttackConfig, Mark.COMMON] = field(default_factory=AttackConfig)
     images: ImagesConfig = field(default_factory=ImagesConfig)
     sparse: SparseConfig = field(default_factory=SparseConfig)

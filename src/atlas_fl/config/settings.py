@@ -2,16 +2,17 @@
 
 import ast
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from types import MappingProxyType
 from typing import Any, get_type_hints
 
-from atlas_fl.config.schema import Config, ServerConfig
-from atlas_fl.config.values import Form, Mark, from_text, to_words, wrong_kind
+from atlas_fl.config.schema import Config
+from atlas_fl.config.values import Form, Mark, from_text, invalid_value, to_words, wrong_kind
 from atlas_fl.errors import ConfigError, did_you_mean, short_repr
-from atlas_fl.methods.knobs import Range, Tried, documented_fields
+from atlas_fl.methods.knobs import Range, Tried, documented_fields, knobs_class
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,11 +20,14 @@ class Setting:
     """One setting."""
 
     name: str
-    """Its key in a file; the flag has hyphens."""
+    """Its key in a file."""
+    flag: str
+    """The spelling on the command line."""
     group: str
     """The table of the file that it stands in."""
     kind: Any
     """Its type, as annotated."""
+    default: Any
     help: str
     """Its docstring, on one line."""
     range: Range | None = None
@@ -34,39 +38,43 @@ class Setting:
     tried: Mapping[str, Sequence[Any]] = field(default_factory=dict, hash=False)
     """Values that the tuning of a strategy tries, by its name."""
 
-    @property
-    def flag(self) -> str:
-        """The spelling on the command line."""
-        return "--" + self.name.replace("_", "-")
-
 
 @cache
 def settings() -> Mapping[str, Setting]:
     """Every setting by its name, in the order of the groups."""
     table: dict[str, Setting] = {}
     for group, cls in group_classes().items():
-        help_of = field_docs(cls)
-        declared = get_type_hints(cls, include_extras=True)
-        for name, kind in get_type_hints(cls).items():
-            assert name not in table, f"two groups share the name {name}"
-            extras = getattr(declared[name], "__metadata__", ())
-            table[name] = Setting(
-                name=name,
-                group=group,
-                kind=kind,
-                help=help_of[name],
-                range=next((extra for extra in extras if isinstance(extra, Range)), None),
-                form=next((extra for extra in extras if isinstance(extra, Form)), None),
-                marks=frozenset(extra for extra in extras if isinstance(extra, Mark)),
-                tried={one: extra.values for extra in extras if isinstance(extra, Tried) for one in extra.strategies},
-            )
+        for setting in declared_settings(cls, group=group):
+            assert setting.name not in table, f"two groups share the name {setting.name}"
+            table[setting.name] = setting
     return MappingProxyType(table)
+
+
+def declared_settings(cls: type[Any], *, group: str) -> Iterator[Setting]:
+    """The fields of a dataclass as settings of a group; those of `knob`, which is a setting itself, have its flag."""
+    help_of = field_docs(cls)
+    declared = get_type_hints(cls, include_extras=True)
+    kinds = get_type_hints(cls)
+    for own in fields(cls):
+        extras = getattr(declared[own.name], "__metadata__", ())
+        yield Setting(
+            name=own.name,
+            flag=f"--knob {own.name}" if group == "knob" else "--" + own.name.replace("_", "-"),
+            group=group,
+            kind=kinds[own.name],
+            default=own.default,
+            help=help_of.get(own.name, ""),
+            range=next((extra for extra in extras if isinstance(extra, Range)), None),
+            form=next((extra for extra in extras if isinstance(extra, Form)), None),
+            marks=frozenset(extra for extra in extras if isinstance(extra, Mark)),
+            tried={one: extra.values for extra in extras if isinstance(extra, Tried) for one in extra.strategies},
+        )
 
 
 @cache
 def group_classes() -> Mapping[str, type[Any]]:
     """The dataclass of every group by the group's name."""
-    return MappingProxyType({**get_type_hints(Config), "server": ServerConfig})
+    return MappingProxyType({**get_type_hints(Config), "server": knobs_class()})
 
 
 def value_of(config: Config, name: str) -> Any:
@@ -100,9 +108,11 @@ def field_docs(cls: type[Any]) -> dict[str, str]:
 
 @cache
 def _own_docs(cls: Callable[..., Any]) -> dict[str, str]:
-    if cls is ServerConfig:
+    try:
+        source = inspect.getsource(cls)
+    except OSError:  # a class that a call has made, as that of the knobs
         return {}
-    (node,) = ast.parse(inspect.getsource(cls)).body
+    (node,) = ast.parse(textwrap.dedent(source)).body
     assert isinstance(node, ast.ClassDef)
     return documented_fields(node)
 
@@ -146,6 +156,15 @@ def find_setting(name: str) -> Setting:
     if key not in table:
         raise unknown_setting(name)
     return table[key]
+
+
+def check_range(setting: Setting, value: Any) -> None:
+    """Raise ConfigError unless every number is finite and in its range, and the value has its form."""
+    for number in value if isinstance(value, tuple) else (value,):
+        if setting.range is not None and number is not None and not setting.range.contains(number):
+            raise invalid_value(setting.flag, value, setting.range.describe(number))
+    if setting.form is not None and not setting.form.fits(value):
+        raise invalid_value(setting.flag, value, setting.form.allowed)
 
 
 def parse_setting(setting: Setting, text: str) -> Any:
