@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from atlas_fl.cli.arguments import Positional, base_config, parse, split
+from atlas_fl.cli.arguments import base_config, parse, split
 from atlas_fl.cli.display import going_on, show, show_progress
 from atlas_fl.config import Config, pinned_hash, validate
+from atlas_fl.config.settings import Positional
 from atlas_fl.deployment.consent import SiteChoices
 from atlas_fl.errors import ConfigError
 

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from atlas_fl.cli.arguments import Positional, parse, split
+from atlas_fl.cli.arguments import parse, split
 from atlas_fl.cli.display import show
+from atlas_fl.config.settings import Positional
 from atlas_fl.errors import ConfigError
 
 

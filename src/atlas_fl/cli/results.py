@@ -5,9 +5,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from atlas_fl.cli.arguments import Positional, check_target, holds_json, new_folder, parse, split
+from atlas_fl.cli.arguments import check_target, holds_json, new_folder, parse, split
 from atlas_fl.cli.display import labels_of, show, show_progress
 from atlas_fl.config import Config, validate
+from atlas_fl.config.settings import Positional
 from atlas_fl.config.values import LARGEST
 from atlas_fl.errors import AtlasError, ConfigError
 from atlas_fl.plugins import load_plugins

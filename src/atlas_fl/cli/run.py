@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 from rich.table import Table
 
 from atlas_fl.cli.arguments import (
-    Positional,
     SettingsOptions,
     Words,
     check_target,
@@ -21,7 +20,7 @@ from atlas_fl.cli.display import going_on, show, show_progress
 from atlas_fl.config import Config, load_config, pin_mask_file, run_folder, settings, validate, value_of
 from atlas_fl.config.conflicts import conflicts, flag_of
 from atlas_fl.config.methods import knobs_of, method_class, published_methods, with_method_settings
-from atlas_fl.config.settings import replace_settings
+from atlas_fl.config.settings import Positional, replace_settings
 from atlas_fl.config.values import describe, to_words
 from atlas_fl.errors import ConfigError, unknown_name
 from atlas_fl.events import OnEvent

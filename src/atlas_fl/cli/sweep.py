@@ -6,9 +6,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
-from atlas_fl.cli.arguments import ALIASES, Positional, SettingsOptions, Words, base_config, parse, split
+from atlas_fl.cli.arguments import ALIASES, SettingsOptions, Words, base_config, parse, split
 from atlas_fl.cli.display import going_on, show, show_progress
 from atlas_fl.config import Config, validate, with_values
+from atlas_fl.config.settings import Positional
 from atlas_fl.errors import MAX_REPR_CHARACTERS, ConfigError
 from atlas_fl.events import PhaseStarted
 from atlas_fl.experiment.sweep import (

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from atlas_fl.cli.arguments import Positional, parse, split
+from atlas_fl.cli.arguments import parse, split
 from atlas_fl.cli.display import show
+from atlas_fl.config.settings import Positional
 from atlas_fl.errors import ConfigError, short_repr
 
 if TYPE_CHECKING:

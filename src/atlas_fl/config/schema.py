@@ -478,8 +478,7 @@ class MixingConfig:
     strategy: Annotated[str, Mark.COMMON] = "atlas"
     """The rule (`atlas list strategies`); `--ablation` is the same flag and takes old names, such as local_only."""
     knob: Annotated[tuple[str, ...], Mark.COMMON] = ()
-    """Settings of methods that plug-ins bring, `name=value` (`atlas list strategies NAME --plugin FILE`); may be
-    repeated."""
+    """Settings of methods that plug-ins bring, `name=value` (`atlas list strategies NAME`); may be repeated."""
     eta: Annotated[
         float,
         Range(least=0, below=2),

@@ -7,27 +7,46 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from types import MappingProxyType
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_origin, get_type_hints
 
 from atlas_fl.config.schema import Config
-from atlas_fl.config.values import Form, Mark, from_text, invalid_value, to_words, wrong_kind
+from atlas_fl.config.values import (
+    Form,
+    Mark,
+    from_text,
+    invalid_value,
+    item_kind,
+    to_words,
+    unwrap_optional,
+    wrong_kind,
+)
 from atlas_fl.errors import ConfigError, did_you_mean, short_repr
 from atlas_fl.methods.knobs import Range, Tried, documented_fields, knobs_class
 
 
+@dataclass(frozen=True)
+class Positional:
+    """Mark of an option that is words without a flag, such as `Annotated[str, Positional("RUN")]`."""
+
+    metavar: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One setting."""
+    """One setting, or an option of a command."""
 
     name: str
     """Its key in a file."""
     flag: str
-    """The spelling on the command line."""
+    """The spelling on the command line; empty for a positional option."""
+    metavar: str
+    """Placeholder of its value; empty for a switch."""
     group: str
     """The table of the file that it stands in."""
     kind: Any
     """Its type, as annotated."""
     default: Any
+    """Its value where nobody sets it; `dataclasses.MISSING` of an option that a command cannot do without."""
     help: str
     """Its docstring, on one line."""
     range: Range | None = None
@@ -52,14 +71,17 @@ def settings() -> Mapping[str, Setting]:
 
 def declared_settings(cls: type[Any], *, group: str) -> Iterator[Setting]:
     """The fields of a dataclass as settings of a group; those of `knob`, which is a setting itself, have its flag."""
+    prefix = "--knob " if group == "knob" else "--"
     help_of = field_docs(cls)
     declared = get_type_hints(cls, include_extras=True)
     kinds = get_type_hints(cls)
     for own in fields(cls):
         extras = getattr(declared[own.name], "__metadata__", ())
+        words = next((extra.metavar for extra in extras if isinstance(extra, Positional)), None)
         yield Setting(
             name=own.name,
-            flag=f"--knob {own.name}" if group == "knob" else "--" + own.name.replace("_", "-"),
+            flag="" if words else prefix + own.name.replace("_", "-"),
+            metavar=words or metavar(kinds[own.name]),
             group=group,
             kind=kinds[own.name],
             default=own.default,
@@ -69,6 +91,16 @@ def declared_settings(cls: type[Any], *, group: str) -> Iterator[Setting]:
             marks=frozenset(extra for extra in extras if isinstance(extra, Mark)),
             tried={one: extra.values for extra in extras if isinstance(extra, Tried) for one in extra.strategies},
         )
+
+
+def metavar(kind: Any) -> str:
+    """Placeholder of a value of this kind; empty for a switch."""
+    if get_origin(kind) is Literal:
+        return "CHOICE"
+    if get_origin(kind) is tuple:
+        item, size = item_kind(kind)
+        return " ".join([metavar(item)] * size) if size else f"{metavar(item)} ..."
+    return {int: "INT", float: "NUMBER", str: "TEXT"}.get(unwrap_optional(kind) or kind, "")
 
 
 @cache
