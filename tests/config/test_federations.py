@@ -12,10 +12,10 @@ from atlas_fl.config import Config, to_toml, validate, with_values
 from atlas_fl.config.identity import config_hash
 from atlas_fl.config.presets import dial_note, dial_of, find_preset, presets, turn_dial
 from atlas_fl.config.settings import settings
-from atlas_fl.data.cache import load_task
 from atlas_fl.data.clients import ClientData, label_statistics
 from atlas_fl.data.heterogeneity import disagreement
 from atlas_fl.data.registry import TASKS
+from atlas_fl.data.task import load_task
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.sweep import grid
 from atlas_fl.setup.assembly import load_clients, source_of

@@ -12,6 +12,8 @@ import shutil
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -24,52 +26,8 @@ from atlas_fl.config.values import Mark, describe, from_words, item_kind, parse_
 from atlas_fl.errors import ConfigError, did_you_mean, short_repr
 from atlas_fl.storage.folder_access import MOST_JSON_BYTES, read_named_file
 
-ALIASES = {
-    "--ablation": "--strategy",
-    "--aggregation": "--strategy",
-    "--algorithm": "--strategy",
-    "--method": "--strategy",
-    "--mode": "--preset",
-    "--recipe": "--preset",
-    "--learning-rate": "--lr",
-    "--batch": "--batch-size",
-    "--bs": "--batch-size",
-    "--lora-rank": "--ranks",
-    "--lora-r": "--ranks",
-    "--rank": "--ranks",
-    "--num-rounds": "--rounds",
-    "--dataset": "--tasks",
-    "--datasets": "--tasks",
-    "--mu": "--proximal-mu",
-    "--max-seq-length": "--max-length",
-    "--client-fraction": "--participation",
-    "--fraction-fit": "--participation",
-    "--output-dir": "--runs-dir",
-    "--random-seed": "--seed",
-    "--num-workers": "--workers",
-}
-"""Flags of other programs, and their names here."""
-
-HINTS = {
-    **dict.fromkeys(("--num-clients", "--clients", "--n-clients"), "clients are counted by task: --clients-per-task N"),
-    **dict.fromkeys(
-        ("--epochs", "--num-epochs"),
-        "passes over a client's data in a round are --local-epochs N, rounds of the whole run --rounds N",
-    ),
-    **dict.fromkeys(("--gpu", "--gpus", "--cuda"), "a GPU trains with --accelerator cuda"),
-    **dict.fromkeys(
-        ("--output", "--out"), "run folders lie in --runs-dir FOLDER, and --name NAME is the folder of this run"
-    ),
-    "--lambda-sweep": "runs over several eta are `atlas sweep --lambda-sweep`",
-    "--help-all": "all settings are explained by --help all",
-    "--cpu": "the CPU trains with --accelerator cpu",
-    "--fp16": "the arithmetic is --precision fp16",
-    "--bf16": "the arithmetic is --precision bf16",
-    "--lora": "adapters train with --trainable lora",
-    "--non-iid": "uneven classes are --partition dirichlet --dirichlet-alpha NUMBER",
-    "--iid": "even classes are --partition iid",
-}
-"""Flags of other programs with no counterpart of the same meaning, and the flags to take."""
+ALIASES = {"--ablation": "--strategy", "--mode": "--preset"}
+"""Flags that earlier descriptions used, and their names here."""
 PROCESSORS = re.compile(r"(cpu|gpu|cuda|mps)(:\d+)?")
 
 JOINED = frozenset(
@@ -112,10 +70,17 @@ def check_flags(groups: Iterable[Words], *, flags: Sequence[str], command: str) 
     for group in groups:
         if not group.flag or group.flag in flags:
             continue
-        if group.flag in HINTS and "--accelerator" in flags:
-            raise ConfigError(f"unknown flag {group.flag!r}; {HINTS[group.flag]}; see `{command} --help`")
         hint = did_you_mean(group.flag, flags)
+        if group.flag in hints() and "--accelerator" in flags:
+            hint = f"; {hints()[group.flag]};"
         raise ConfigError(f"unknown flag {short_repr(group.flag)}{hint} see `{command} --help`")
+
+
+@cache
+def hints() -> Mapping[str, str]:
+    """Flags of other programs, and what to write here, a row of `flags.tsv` for each."""
+    text = resources.files(__package__).joinpath("flags.tsv").read_text(encoding="utf-8")
+    return dict(line.split("\t") for line in text.splitlines()[1:])
 
 
 def is_flag(word: str) -> bool:

@@ -4,12 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from atlas_fl.cli.arguments import ALIASES, SettingsOptions, Words, base_config, parse, split
 from atlas_fl.cli.display import going_on, show, show_progress
 from atlas_fl.config import Config, validate, with_values
-from atlas_fl.config.settings import Positional
 from atlas_fl.errors import MAX_REPR_CHARACTERS, ConfigError
 from atlas_fl.events import PhaseStarted
 from atlas_fl.experiment.sweep import (
@@ -51,9 +50,6 @@ class SweepOptions(SettingsOptions):
     """The same as `--over eta=0,0.01,0.1,0.5,1` with the strategy atlas_laplacian."""
     seeds: tuple[int, ...] = (1,)
     """Number of seeds of each combination: 42, 123, 456, 789, 1024, then 2001 and on. Several numbers are the seeds."""
-    same_rounds: bool = False
-    """Keep the rounds in a sweep over local_steps; by default they are scaled, and all runs take equally many gradient
-    steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,15 +57,11 @@ class CompareOptions(SettingsOptions):
     """Run several strategies with several seeds; finished runs are left alone, begun ones go on. Ends in tables, their
     CSV and LaTeX files, a figure and a page."""
 
-    names: Annotated[tuple[str, ...], Positional("STRATEGY ...")] = ()
-    """The strategies (`atlas list strategies`)."""
     strategies: tuple[str, ...] = STRATEGIES
-    """The same as a flag; `--ablation` is the same flag."""
+    """The strategies (`atlas list strategies`); `--ablation` is the same flag."""
     over: tuple[str, ...] = ()
     """A setting and its values beside the strategies, `dial=1,3`, `eta=0,0.5` or `preset=null,label-skew`; may be
     repeated. Values of what methods set are rows of one table; other values are compared by themselves and ranked."""
-    lambda_sweep: bool = False
-    """The same as `--over eta=0,0.01,0.1,0.5,1`."""
     seeds: tuple[int, ...] = (3,)
     """Number of seeds of each strategy: 42, 123, 456, 789, 1024, then 2001 and on. Several numbers are the seeds."""
     control: str | None = None
@@ -93,7 +85,7 @@ def sweep(words: Sequence[str]) -> int:
             "--over is missing; allowed: a setting and its values; write for example --over eta=0,0.1,0.5"
         )
     base = with_eta(options.settings) if options.lambda_sweep else options.settings
-    return run_grid(base, over=over, seeds=chosen_seeds(options.seeds), same_rounds=options.same_rounds)
+    return run_grid(base, over=over, seeds=chosen_seeds(options.seeds))
 
 
 def compare(words: Sequence[str]) -> int:
@@ -105,7 +97,7 @@ def compare(words: Sequence[str]) -> int:
 
     from atlas_fl.report.html.write import write_report
 
-    values = parse_over([*options.over, *([LAMBDA_SWEEP] if options.lambda_sweep else [])], presets=True)
+    values = parse_over(options.over, presets=True)
     if "strategy" in values:
         raise ConfigError("--over sweeps strategy; name the strategies with --strategies, and sweep another setting")
     points: list[Point] = []
@@ -143,15 +135,9 @@ def _parse_comparison(groups: Sequence[Words]) -> CompareOptions:
     from atlas_fl.methods.registry import ALIASES as OLD_NAMES
 
     options = parse(CompareOptions, groups, command="atlas compare", config=base_config(_with_preset(groups)))
-    if options.names:
-        if any(group.flag == "--strategies" for group in groups):
-            raise ConfigError(f"{options.names[0]} is named beside --strategies; name all strategies in one place")
-        options = replace(options, strategies=options.names)
     if not options.strategies:
         raise ConfigError("--strategies is empty; name at least one; see `atlas list strategies`")
     names = tuple(OLD_NAMES.get(name, name) for name in options.strategies)
-    if options.lambda_sweep and options.strategies == STRATEGIES:  # nobody has named `atlas`, which has no eta
-        names = tuple("atlas_laplacian" if name == "atlas" else name for name in names)
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"--strategies has {twice[0]} twice; name each strategy once")
     control = OLD_NAMES.get(options.control or "", options.control)
@@ -224,7 +210,7 @@ def _refuse(groups: Sequence[Words], flag: str, remedy: str) -> None:
             raise ConfigError(f"{flag} {given} is for one run, and these are several; {remedy}")
 
 
-def run_grid(base: Config, *, over: Sequence[str], seeds: Sequence[int], same_rounds: bool = False) -> int:
+def run_grid(base: Config, *, over: Sequence[str], seeds: Sequence[int]) -> int:
     """Run every point and print the scores; 0."""
     from atlas_fl.report.comparison_tables import latex, method_tables, methods_csv, task_table
     from atlas_fl.report.finished_runs import RunScores
@@ -232,13 +218,13 @@ def run_grid(base: Config, *, over: Sequence[str], seeds: Sequence[int], same_ro
     from atlas_fl.storage.folder_access import write_atomic
 
     values = parse_over(over)
-    rounds = {} if same_rounds else same_steps(base, values)
+    rounds = same_steps(base, values)
     note = ""
     if rounds:
         first = next(iter(rounds))
         note = f"{int(first) * rounds[first]['rounds']} gradient steps in every run"
         told = ", ".join(f"{scaled['rounds']} rounds of {steps}" for steps, scaled in rounds.items())
-        show([f"{note}: {told}; --same-rounds keeps those given"])
+        show([f"{note}: {told}; --over rounds={base.training.rounds} keeps those given"])
     points = grid(base, over=values, seeds=seeds, rounds=rounds)
     path = Path(base.run.runs_dir) / comparison_name(points, preset=base.run.preset)
     write_planned_runs(points, path)

@@ -10,10 +10,9 @@ from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from atlas_fl.data.cache import load_task
 from atlas_fl.data.cleaning import bin_edges, check_no_leak, strata
 from atlas_fl.data.partition import PARTITIONS, actual_mixes, assign_classes, deal, deal_balanced, deal_classes
-from atlas_fl.data.task import Examples, Images, Labels, Source, Task, TaskData, as_texts
+from atlas_fl.data.task import Examples, Images, Labels, Source, Task, TaskData, as_texts, load_task
 from atlas_fl.errors import ConfigError, DataError
 from atlas_fl.params import Split
 from atlas_fl.rng import Seed, generator

@@ -6,9 +6,11 @@ test splits of GLUE are hidden; `cleaning.arrange` says what is used in their pl
 the test, and validation is cut from train.
 """
 
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import resources
 from typing import Any
 
 import numpy as np
@@ -32,7 +34,7 @@ class Format:
     """Column of the text, or of the prompt after which is written."""
     pair: str | None = None
     """Column of the second text."""
-    label_names: tuple[str, ...] = ()
+    label_names: Sequence[str] = ()
     """Empty for a regression, and for what is written."""
     target: str | None = None
     """Column of what is to be written; None where there are labels."""
@@ -109,92 +111,18 @@ def _labels(values: Sequence[Any], form: Format, *, origin: str) -> Labels:
     return label
 
 
-_SENTIMENT = ("negative", "positive")
-_EQUIVALENT = ("not_equivalent", "equivalent")
-_ENTAILED = ("entailment", "not_entailment")
-_NLI = ("entailment", "neutral", "contradiction")
-_ASKED_BEFORE = ("not_duplicate", "duplicate")
-
-_GLUE = (
-    Format(name="sst2", text="sentence", label_names=_SENTIMENT),
-    Format(name="mrpc", text="sentence1", pair="sentence2", label_names=_EQUIVALENT, metric="f1"),
-    Format(name="cola", text="sentence", label_names=("unacceptable", "acceptable"), metric="mcc"),
-    Format(name="qnli", text="question", pair="sentence", label_names=_ENTAILED, max_length=256),
-    Format(name="qqp", text="question1", pair="question2", label_names=_ASKED_BEFORE, metric="f1"),
-    Format(name="mnli", text="premise", pair="hypothesis", label_names=_NLI),
-    Format(name="rte", text="sentence1", pair="sentence2", label_names=_ENTAILED),
-    Format(name="wnli", text="sentence1", pair="sentence2", label_names=("not_entailment", "entailment")),
-    Format(name="stsb", text="sentence1", pair="sentence2", metric="pearson"),
-)
-_OTHERS = (
-    Format(
-        name="imdb",
-        text="text",
-        label_names=_SENTIMENT,
-        repository="stanfordnlp/imdb",
-        config="plain_text",
-        max_length=256,
-        note="film reviews of the hub",
-    ),
-    Format(
-        name="ag_news",
-        text="text",
-        label_names=("world", "sports", "business", "technology"),
-        repository="fancyzhx/ag_news",
-        config="default",
-        note="news by topic, of the hub",
-    ),
-    Format(
-        name="yelp",
-        text="text",
-        label_names=_SENTIMENT,
-        repository="fancyzhx/yelp_polarity",
-        config="plain_text",
-        max_length=256,
-        note="reviews of places, of the hub",
-    ),
-    Format(
-        name="squad",
-        text="question",
-        context="context",
-        target="answers",
-        repository="rajpurkar/squad",
-        config="plain_text",
-        max_length=384,
-        note="writes the answer after passage and question; of the hub",
-    ),
-    Format(
-        name="e2e",
-        text="meaning_representation",
-        target="human_reference",
-        repository="tuetschek/e2e_nlg",
-        config="default",
-        note="writes a sentence about a restaurant from its attributes; of the hub",
-    ),
-    Format(
-        name="xsum",
-        text="document",
-        target="summary",
-        repository="EdinburghNLP/xsum",
-        config="default",
-        max_length=512,
-        note="writes a sentence that sums up an article; of the hub",
-    ),
-)
-
-
 def _task(form: Format) -> Task:
     return Task(
         name=form.name,
         num_labels=0 if form.target is not None else len(form.label_names) or 1,
         metric=form.metric,
         max_length=form.max_length,
-        label_names=form.label_names,
+        label_names=tuple(form.label_names),
         note=form.note,
         load=partial(load_hub_task, form=form),
         files=partial(source_files, form.published),
     )
 
 
-GLUE: tuple[Task, ...] = tuple(_task(form) for form in _GLUE)
-HUB_TASKS: tuple[Task, ...] = (*GLUE, *(_task(form) for form in _OTHERS))
+_ROWS = tomllib.loads(resources.files(__package__).joinpath("hub_tasks.toml").read_text(encoding="utf-8"))
+HUB_TASKS: tuple[Task, ...] = tuple(_task(Format(name=name, **row)) for name, row in _ROWS.items())

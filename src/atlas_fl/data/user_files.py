@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from atlas_fl.data.cache import read_once
 from atlas_fl.data.cleaning import arrange
 from atlas_fl.data.tables import (
     READERS,
@@ -22,7 +21,19 @@ from atlas_fl.data.tables import (
     read_table,
     texts,
 )
-from atlas_fl.data.task import METRICS, Images, Labels, Metric, Pixels, Rows, Source, Task, TaskData, rows_to_write
+from atlas_fl.data.task import (
+    METRICS,
+    Images,
+    Labels,
+    Metric,
+    Pixels,
+    Rows,
+    Source,
+    Task,
+    TaskData,
+    read_once,
+    rows_to_write,
+)
 from atlas_fl.errors import ConfigError, DataError, short_repr, unknown_name
 from atlas_fl.storage.folder_access import check_regular
 
@@ -44,15 +55,14 @@ def parse_task(description: str) -> Task:
     are none: the model writes that column after the text, or the text itself where target= names its column. One file
     is cut into splits (`cleaning.split_rows`); a folder with train, validation and test files keeps its own
     (`cleaning.arrange`). A folder of images by class is read by `folder_task`.
-    The file or folder is read once for as long as it does not change (`cache.read_once`).
+    The file or folder is read once for as long as it does not change (`task.read_once`).
     A `ConfigError` says what is wrong with the description, a `DataError` what is wrong with the data.
     """
     name, path, options = _parse_description(description)
     if path.is_dir() and any(_images(folder) for split in _split_folders(path).values() for folder in _folders(split)):
         return folder_task(name, path, options)
     columns = _columns(name, options)
-    key = (_read_task, name, path, columns, *READERS.values())
-    data, names = read_once(key, files=(path,), read=lambda: _read_task(name, path, columns))
+    data, names = read_once(_read_task, name, path, columns, *READERS.values(), files=(path,))
     return Task(
         name=name,
         num_labels=(len(names) or 1) if columns.target is None else 0,
@@ -104,8 +114,9 @@ def _columns(name: str, options: Mapping[str, Any]) -> Columns:
     return Columns(**options)
 
 
-def _read_task(name: str, path: Path, columns: Columns) -> tuple[TaskData, tuple[str, ...]]:
-    """The splits of a file or folder, and the names of the classes."""
+def _read_task(name: str, path: Path, columns: Columns, *readers: object) -> tuple[TaskData, tuple[str, ...]]:
+    """The splits of a file or folder, by the readers of this process, and the names of the classes."""
+    del readers
     has_classes = columns.target is None and columns.metric != "pearson"
     unread: tuple[str, ...] = ()
     if path.is_dir():

@@ -79,7 +79,7 @@ def same_steps(base: Config, over: Mapping[str, Sequence[str]]) -> dict[str, dic
         raise ConfigError(
             f"--over sweeps {STEPS} to {', '.join(values)}, which divide multiples of {unit} steps alone, and the"
             f" settings have {training.rounds} rounds, {base_steps} steps; give --rounds"
-            f" {-(-training.rounds * unit // base_steps)} or more, other values, or --same-rounds"
+            f" {-(-training.rounds * unit // base_steps)} or more, other values, or --over rounds={training.rounds}"
         )
     rounds = {text: steps // local_steps for text, local_steps in values.items()}
     return {
