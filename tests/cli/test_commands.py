@@ -3,13 +3,12 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from atlas_fl.cli.arguments import Command
 from atlas_fl.cli.display import going_on
 from atlas_fl.cli.main import COMMANDS, SPINS
 from atlas_fl.errors import BudgetError
@@ -18,10 +17,10 @@ Atlas = Callable[..., Any]
 
 
 def replace_command(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    def run(_: Sequence[str]) -> int:
+    def run(_: object) -> int:
         raise error
 
-    monkeypatch.setattr("atlas_fl.cli.main.COMMANDS", {"run": Command(run, dict)})
+    monkeypatch.setattr("atlas_fl.cli.run.run", run)
 
 
 @pytest.mark.parametrize("words", [(), ("--help",), ("-h",), ("help",)])
@@ -88,7 +87,7 @@ def test_ctrl_c_in_a_run_names_it(monkeypatch: pytest.MonkeyPatch, atlas: Atlas,
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("atlas_fl.experiment.run.run_config", interrupted)
+    monkeypatch.setattr("atlas_fl.cli.run.run_config", interrupted)
     said = atlas("run", "--preset", "smoke", "--name", "mine", "--runs-dir", str(tmp_path))
     again = f"a run goes on where it was with `atlas resume {tmp_path / 'mine'}`"
     assert (said.code, said.err.splitlines()[-1]) == (130, f"atlas: stopped; {again}")
@@ -105,8 +104,8 @@ def test_a_full_disk_says_how_the_command_goes_on(atlas: Atlas, monkeypatch: pyt
         with going_on("the same command"):
             raise OSError(errno.ENOSPC, "No space left on device", "site-1-private/rounds.json")
 
-    monkeypatch.setattr("atlas_fl.cli.main.COMMANDS", {"join": Command(full, dict)})
-    said = atlas("join")
+    monkeypatch.setattr("atlas_fl.cli.demo.demo", full)
+    said = atlas("demo")
     remedy = "free some space; a run goes on with the same command"
     assert (said.code, said.err) == (2, f"atlas: site-1-private/rounds.json: No space left on device; {remedy}\n")
 

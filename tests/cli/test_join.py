@@ -31,7 +31,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[SiteOptions]:
         found.append(joining)
         return SiteResult(name="site", adapter=None, sent_bytes=0, received_bytes=0)
 
-    monkeypatch.setattr("atlas_fl.deployment.site.join_federation", join)
+    monkeypatch.setattr("atlas_fl.cli.deploy.join_federation", join)
     return found
 
 

@@ -8,8 +8,7 @@ import pytest
 
 from atlas_fl.cli.arguments import ALIASES, hints, known_flags, parse, split
 from atlas_fl.cli.main import COMMANDS
-from atlas_fl.cli.run import RunOptions
-from atlas_fl.cli.sweep import SweepOptions
+from atlas_fl.cli.options import RunOptions, SweepOptions
 from atlas_fl.config import Config, settings, value_of, with_values
 from atlas_fl.config.values import to_words
 from atlas_fl.errors import ConfigError

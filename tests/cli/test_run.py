@@ -61,6 +61,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
         return RunResult(folder=folder.path, rounds=1, complete=complete, summary=summary_of(config))
 
     monkeypatch.setattr("atlas_fl.experiment.run.run_config", run)
+    monkeypatch.setattr("atlas_fl.cli.run.run_config", run)
     return found
 
 
@@ -249,7 +250,7 @@ def test_a_comparison_says_which_runs_it_has_before_they_begin(
         seen.append(json.loads(file.read_text())["runs"])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("atlas_fl.experiment.parallel_runs.run_all", look)
+    monkeypatch.setattr("atlas_fl.cli.sweep.run_all", look)
     words = ["--strategies", "local", "fedavg", "--seeds", "2", "--runs-dir", str(tmp_path)]
     atlas("compare", *words)
     assert not ran and len(seen) == 1 and len(set(seen[0])) == 4
@@ -352,6 +353,6 @@ def test_a_plan_says_what_stands_below_its_clusters_once(monkeypatch: pytest.Mon
     clustering = {"warnings": ["2 undecided"]}
     clients = [{"name": "a-0", "task": "a", "cluster": -1}]
     found = {"clients": clients, "clustering": clustering, "notes": ["2 undecided", "something else"]}
-    monkeypatch.setattr("atlas_fl.planning.planner.make_plan", lambda *_, **__: SimpleNamespace(to_json=lambda: found))
+    monkeypatch.setattr("atlas_fl.cli.run.make_plan", lambda *_, **__: SimpleNamespace(to_json=lambda: found))
     said = atlas("plan", "--preset", "smoke").out
     assert said.count("2 undecided") == 1 and "note: something else" in said

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from atlas_fl.cli.arguments import parse, split
-from atlas_fl.cli.run import RunOptions
+from atlas_fl.cli.options import RunOptions
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.config import Config, settings, validate, with_values
 from atlas_fl.config.methods import rule_of, with_method_settings, without_method_settings

@@ -88,15 +88,6 @@ def is_flag(word: str) -> bool:
     return _FLAG.match(word) is not None
 
 
-@dataclass(frozen=True, kw_only=True)
-class SettingsOptions:
-    """Options of a command that takes every setting as a flag."""
-
-    config: str | None = None
-    """A TOML or YAML file of settings, such as the config.toml of a run."""
-    settings: Config = dataclasses.field(default_factory=Config)
-
-
 WIDEST = 100
 """Columns; longer lines are hard to read."""
 NAMES = 26
@@ -109,10 +100,12 @@ SPACE = "\N{NO-BREAK SPACE}"
 class Command:
     """One command."""
 
-    run: Callable[[Sequence[str]], int]
-    """Its function, from words to an exit code."""
+    run: str
+    """Module and function, from its options and words to an exit code; what it needs is imported when it is called."""
     options: type[Any]
     """The dataclass of its options, whose fields without a default it cannot do without."""
+    refused: tuple[str, ...] = ()
+    """Settings that it sets itself."""
 
     @property
     def summary(self) -> str:
@@ -247,7 +240,8 @@ def base_config(groups: Sequence[Words]) -> Config:
     Raises:
         ConfigError: the preset is unknown, the file is wrong, or they name two presets.
     """
-    named = last_value(groups, "--preset")
+    swept = [word for group in groups if group.flag == "--over" for word in group.values if word.startswith("preset=")]
+    named = last_value(groups, "--preset") or (swept[0].removeprefix("preset=").partition(",")[0] if swept else None)
     file = last_value(groups, "--config")
     values = {} if file is None else load_values(file)
     written = values.get("preset")

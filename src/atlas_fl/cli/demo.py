@@ -1,35 +1,23 @@
 """`atlas demo`: a first run that says what it does, how long it takes here and what came out, and writes its page."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterator
+from dataclasses import replace
 
-from atlas_fl.cli.arguments import parse, split
 from atlas_fl.cli.display import going_on, show, show_progress
 from atlas_fl.cli.doctor import measure
+from atlas_fl.cli.options import DemoOptions
+from atlas_fl.cli.tables import outcome
 from atlas_fl.config import Config, run_folder, validate
 from atlas_fl.config.presets import find_preset
+from atlas_fl.experiment.run import run_config
+from atlas_fl.experiment.run_time import RunTime
 from atlas_fl.report.format import seconds
-
-if TYPE_CHECKING:
-    from atlas_fl.experiment.run_time import RunTime
-    from atlas_fl.storage.run_folder import RunFolder
+from atlas_fl.report.html.write import write_report
+from atlas_fl.storage.run_folder import RunFolder
 
 
-@dataclass(frozen=True, kw_only=True)
-class DemoOptions:
-    """Train a first federation and write its page: says what happens, how long it takes on this machine, and what to
-    look at. The run is that of `atlas run --preset quick`; given again, the command goes on where it was stopped."""
-
-    preset: Literal["quick", "smoke"] = "quick"
-    """Preset of the run: smoke takes a tenth of the time and only shows that everything works."""
-    runs_dir: str = "runs"
-    """Where run folders lie."""
-
-
-def demo(words: Sequence[str]) -> int:
+def demo(options: DemoOptions) -> int:
     """Run what these words name, write its page and print where it lies; 0."""
-    options = parse(DemoOptions, split(words), command="atlas demo")
     base = find_preset(options.preset)
     config = validate(replace(base, run=replace(base.run, runs_dir=options.runs_dir)))
     folder = run_folder(config)
@@ -38,10 +26,6 @@ def demo(words: Sequence[str]) -> int:
         show(["", "measuring some training steps ..."])
         show(time_lines(measure([options.preset]).runs[options.preset]))
     show([""])
-
-    from atlas_fl.cli.tables import outcome
-    from atlas_fl.experiment.run import run_config
-    from atlas_fl.report.html.write import write_report
 
     with show_progress() as on_event, going_on("the same command"):
         result = run_config(config, resume=True, on_event=on_event)
@@ -65,7 +49,7 @@ def introduction(config: Config) -> Iterator[str]:
     yield f"It is `atlas run --preset {config.run.preset}`, which repeats to the bit on this machine."
 
 
-def time_lines(predicted: "RunTime") -> Iterator[str]:
+def time_lines(predicted: RunTime) -> Iterator[str]:
     """Time that a run takes, from what was measured."""
     before = predicted.loading + predicted.planning
     yield (
@@ -75,7 +59,7 @@ def time_lines(predicted: "RunTime") -> Iterator[str]:
     yield "Stop it with Ctrl-C whenever you like; the same command goes on after the last complete round."
 
 
-def next_steps(config: Config, folder: "RunFolder") -> Iterator[str]:
+def next_steps(config: Config, folder: RunFolder) -> Iterator[str]:
     """Next steps after this run."""
     preset = config.run.preset
     yield ""

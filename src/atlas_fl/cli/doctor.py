@@ -5,15 +5,14 @@ import platform
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
 from rich.markup import escape
 
-from atlas_fl.cli.arguments import parse, split
 from atlas_fl.cli.display import show
+from atlas_fl.cli.options import DoctorOptions
 from atlas_fl.report.format import EMPTY, add_columns, human_bytes, new_table, seconds
 from atlas_fl.storage.extras import install_command
 
@@ -27,21 +26,8 @@ PRESETS = ("smoke", "quick")
 ALWAYS_SHOWN = ("torch", "transformers", "peft", "datasets", "numpy", "scikit-learn")
 
 
-@dataclass(frozen=True, kw_only=True)
-class DoctorOptions:
-    """Show what is installed, which devices there are, what is missing and how to get it, and how long the presets
-    smoke and quick take on this machine; exits with 1 where something is missing that they need."""
-
-    measure: bool = True
-    """Train some steps, a few seconds, to say how long runs take."""
-    runs_dir: str = "runs"
-    """Where run folders would lie."""
-
-
-def doctor(words: Sequence[str]) -> int:
+def doctor(options: DoctorOptions) -> int:
     """Show what there is; 0 where a run of the embedded presets needs nothing else, 1 where it does."""
-    options = parse(DoctorOptions, split(words), command="atlas doctor")
-
     from atlas_fl.experiment.installation import inspect_installation, problems_of
 
     found = inspect_installation(runs_dir=Path(options.runs_dir))
