@@ -22,14 +22,10 @@ if TYPE_CHECKING:
     from atlas_fl.clustering.result import Clustering as Clustering
     from atlas_fl.clustering.result import Placement as Placement
     from atlas_fl.clustering.result import predict_cluster as predict_cluster
-    from atlas_fl.config import ClusteringConfig as ClusteringConfig
     from atlas_fl.config import Config as Config
     from atlas_fl.config import DataConfig as DataConfig
     from atlas_fl.config import MixingConfig as MixingConfig
-    from atlas_fl.config import ModelConfig as ModelConfig
-    from atlas_fl.config import RanksConfig as RanksConfig
     from atlas_fl.config import RunConfig as RunConfig
-    from atlas_fl.config import SplitConfig as SplitConfig
     from atlas_fl.config import TrainingConfig as TrainingConfig
     from atlas_fl.config import config_hash as config_hash
     from atlas_fl.config import differences as differences
@@ -39,6 +35,10 @@ if TYPE_CHECKING:
     from atlas_fl.config import validate as validate
     from atlas_fl.config import with_values as with_values
     from atlas_fl.config.presets import find_preset as find_preset
+    from atlas_fl.config.schema import ClusteringConfig as ClusteringConfig
+    from atlas_fl.config.schema import ModelConfig as ModelConfig
+    from atlas_fl.config.schema import RanksConfig as RanksConfig
+    from atlas_fl.config.schema import SplitConfig as SplitConfig
     from atlas_fl.errors import AtlasError as AtlasError
     from atlas_fl.errors import BudgetError as BudgetError
     from atlas_fl.errors import CheckpointError as CheckpointError

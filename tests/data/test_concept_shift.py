@@ -269,12 +269,6 @@ def test_sizes_that_fit_together_are_dealt_though_equal_ones_would_not() -> None
     assert [len(one.train) for one in dealt(client_sizes=sizes, clients_per_task=7)] == list(sizes)
 
 
-@pytest.mark.parametrize("partition", ["quantity", "classes"])
-def test_two_ways_to_say_sizes_are_refused(partition: str) -> None:
-    with pytest.raises(ConfigError, match=f"client_sizes and partition {partition} both say how much a client has"):
-        dealt(client_sizes=(20,), partition=partition)
-
-
 def test_clients_of_one_class_can_be_tested_on_all() -> None:
     clients = dealt(partition="classes", classes_per_client=1, test_mix="task")
     assert all(np.bincount(one.test.label, minlength=3).tolist() == [10, 10, 10] for one in clients)

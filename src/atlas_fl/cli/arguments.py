@@ -28,7 +28,6 @@ from atlas_fl.storage.folder_access import MOST_JSON_BYTES, read_named_file
 
 ALIASES = {"--ablation": "--strategy", "--mode": "--preset"}
 """Flags that earlier descriptions used, and their names here."""
-PROCESSORS = re.compile(r"(cpu|gpu|cuda|mps)(:\d+)?")
 
 JOINED = frozenset(
     {"--task", "--device", "--over", "--server", "--client", "--arrive", "--without", "--allow", "--plugin", "--knob"}
@@ -370,14 +369,7 @@ def _size(argument: Setting) -> int:
 def _read_value(argument: Setting, words: Sequence[str]) -> Any:
     if len(words) < _size(argument):
         raise ValueError(f"{argument.flag} lacks a value; allowed: {describe(argument.kind)}")
-    is_setting = get_origin(argument.kind) is tuple  # commands with one device have no --accelerator
-    if argument.flag == "--device" and is_setting and words and PROCESSORS.fullmatch(words[0]):
-        where = "cpu" if words[0].startswith("cpu") else "cuda"
-        raise ValueError(f"--device describes a client's machine; where packs train is --accelerator {where}")
     try:
         return from_words(words, argument.kind)
     except ValueError as error:
-        problem = f"{argument.flag or argument.metavar}: {error}"
-        if argument.flag == "--tune" and words[0].isdecimal():  # in papers tuning is a number of settings tried
-            problem += f"; how many settings of every method are tried is `atlas compare --trials {words[0]}`"
-        raise ValueError(problem) from None
+        raise ValueError(f"{argument.flag or argument.metavar}: {error}") from None

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 
+from atlas_fl.cli import options as cli
 from atlas_fl.cli.arguments import Words, base_config
 from atlas_fl.cli.display import going_on, show, show_progress
-from atlas_fl.cli.options import CertsOptions, JoinOptions, ServeOptions
 from atlas_fl.cli.tables import outcome
 from atlas_fl.config import pinned_hash, validate
 from atlas_fl.deployment.server import remote_backend, serve_final_models
@@ -19,7 +19,7 @@ from atlas_fl.report.format import human_bytes
 from atlas_fl.runtime.transport import certificates
 
 
-def serve(options: ServeOptions) -> int:
+def serve(options: cli.ServeOptions) -> int:
     """Serve the run that these words describe; 0."""
     config = validate(options.settings, at_sites=True)
     # gRPC writes its own view of every refused certificate to the terminal, where ours stands already.
@@ -42,12 +42,12 @@ def serve(options: ServeOptions) -> int:
     return 0
 
 
-def join(options: JoinOptions) -> int:
+def join(options: cli.JoinOptions) -> int:
     """Take part as these words say; 0."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as in `atlas serve`
 
     settings = options.config
-    pinned = None if settings is None else pinned_hash(base_config([Words("--config", (settings,))]), origin=settings)
+    pinned = None if settings is None else pinned_hash(base_config([Words("--config", (settings,))]))
     joining = SiteOptions(**options.choices(), address=options.address, certs=Path(options.certs), config=pinned)
     with show_progress() as on_event, going_on("the same command"):
         joined = join_federation(joining, on_event=on_event)
@@ -67,7 +67,7 @@ TAKES: Mapping[str, tuple[tuple[str, ...], str, int]] = {
 """By action its flags, its subjects, and how many of these at most."""
 
 
-def certs(options: CertsOptions) -> int:
+def certs(options: cli.CertsOptions) -> int:
     """Carry out the action that these words name; 0."""
     flags, noun, most = TAKES[options.what]
     for one in fields(options):
@@ -84,7 +84,7 @@ def certs(options: CertsOptions) -> int:
     return 0
 
 
-def _certify(options: CertsOptions) -> list[str]:
+def _certify(options: cli.CertsOptions) -> list[str]:
     """Carry out an action; what was made, how long it holds and what to do with it."""
 
     subject = options.subject[0]

@@ -6,18 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from atlas_fl.audit.check import audit_run
+from atlas_fl.cli import options as cli
 from atlas_fl.cli.arguments import check_target, holds_json, new_folder
 from atlas_fl.cli.display import labels_of, show, show_progress
-from atlas_fl.cli.options import (
-    AuditOptions,
-    ExportOptions,
-    LeakageOptions,
-    MasksOptions,
-    PlaceOptions,
-    ReportOptions,
-    ResultsOptions,
-    VectorsOptions,
-)
 from atlas_fl.cli.tables import audit_table, failure_lines, placement
 from atlas_fl.config import validate
 from atlas_fl.config.values import LARGEST
@@ -58,7 +49,7 @@ from atlas_fl.storage.run_folder import RunFolder, find_run
 from atlas_fl.storage.tensors import write_tensors
 
 
-def report(options: ReportOptions) -> int:
+def report(options: cli.ReportOptions) -> int:
     """Write the page and draw the figures of the runs that these words name; 0."""
     if not options.runs:
         raise ConfigError(
@@ -76,7 +67,7 @@ def report(options: ReportOptions) -> int:
     return 0
 
 
-def page_of_results(options: ResultsOptions) -> int:
+def page_of_results(options: cli.ResultsOptions) -> int:
     """Write the page that these words ask for; 0."""
     if not options.folders:
         raise ConfigError("no folder is named; give the folder in which runs lie, such as runs")
@@ -119,7 +110,7 @@ def _write_statistics(folder: Path, results: Sequence[FederationResults]) -> Non
 MISMATCH = 1
 
 
-def audit(options: AuditOptions) -> int:
+def audit(options: cli.AuditOptions) -> int:
     """Audit the runs that these words name; 0 if all is well, 1 if not."""
     run, *others = [find_run(name, runs_dir=options.runs_dir).path for name in (options.run, *options.others)]
     with show_progress() as tell:
@@ -138,7 +129,7 @@ def audit(options: AuditOptions) -> int:
     return 0 if report.ok else MISMATCH
 
 
-def export(options: ExportOptions) -> int:
+def export(options: cli.ExportOptions) -> int:
     """Export what these words name; 0."""
     to, folder = new_folder(options.to), find_run(options.run, runs_dir=options.runs_dir).path
     notes: list[str] = []
@@ -149,7 +140,7 @@ def export(options: ExportOptions) -> int:
     return 0
 
 
-def place(options: PlaceOptions) -> int:
+def place(options: cli.PlaceOptions) -> int:
     """Print the place of the newcomer that these words describe; 0."""
     folder = find_run(options.run, runs_dir=options.runs_dir).path
     with show_progress() as on_event:
@@ -160,7 +151,7 @@ def place(options: PlaceOptions) -> int:
     return 0
 
 
-def leakage(options: LeakageOptions) -> int:
+def leakage(options: cli.LeakageOptions) -> int:
     """Print what cuts give away under what these words say; 0."""
     config = validate(options.settings)
     check_target(options.to, example="leakage.json", is_own=lambda path: holds_json(path, keys=("dfil", "blocks")))
@@ -174,7 +165,7 @@ def leakage(options: LeakageOptions) -> int:
     return 0
 
 
-def masks(options: MasksOptions) -> int:
+def masks(options: cli.MasksOptions) -> int:
     """Show, draw and merge the masks that these words name; 0."""
     if not options.masks:
         raise ConfigError("no mask is named; give the folders of runs, or files of masks; see `atlas masks --help`")
@@ -208,7 +199,7 @@ def _is_mask(path: Path) -> bool:
         return False
 
 
-def _files(options: MasksOptions) -> dict[Path, Path]:
+def _files(options: cli.MasksOptions) -> dict[Path, Path]:
     """The file of every mask, by what was named: a run's folder, or the file itself."""
 
     mask_files: dict[Path, Path] = {}
@@ -224,7 +215,7 @@ def _files(options: MasksOptions) -> dict[Path, Path]:
     return mask_files
 
 
-def _of_clients(options: MasksOptions, named: Sequence[Path], *, clients: int) -> dict[str, Any]:
+def _of_clients(options: cli.MasksOptions, named: Sequence[Path], *, clients: int) -> dict[str, Any]:
 
     if len(named) != 1:
         raise ConfigError(f"--clients is for the clients of one run, and {len(named)} masks are named; name one run")
@@ -245,7 +236,7 @@ def _mask_table(masks: Mapping[str, Mapping[str, Any]], named: Sequence[Path]) -
     return Table(title="Masks", columns=columns, rows=rows, note="\n".join(lines))
 
 
-def _figures(options: MasksOptions, named: Sequence[Path]) -> Path:
+def _figures(options: cli.MasksOptions, named: Sequence[Path]) -> Path:
     """The folder of the figures: that of the one run, beside the one file, or where the runs lie."""
     if len(named) > 1:
         return Path(options.runs_dir)
@@ -265,7 +256,7 @@ def _draw(masks: Mapping[str, Mapping[str, Any]], *, folder: Path) -> list[Path]
     return paths
 
 
-def vectors(options: VectorsOptions) -> int:
+def vectors(options: cli.VectorsOptions) -> int:
     """Merge, score and write what these words name; 0."""
     if not options.runs:
         raise ConfigError("no run is named; give the folders of finished runs; see `atlas vectors --help`")
@@ -294,7 +285,7 @@ def _scales(text: str) -> list[float]:
     return list(dict.fromkeys(scales))
 
 
-def _base(options: VectorsOptions, runs: Sequence[TrainedRun]) -> Params:
+def _base(options: cli.VectorsOptions, runs: Sequence[TrainedRun]) -> Params:
 
     named = options.base
     if named is None:

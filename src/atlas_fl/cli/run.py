@@ -7,18 +7,9 @@ from typing import TypeAlias
 
 from rich.table import Table
 
+from atlas_fl.cli import options as cli
 from atlas_fl.cli.arguments import check_target, holds_json
 from atlas_fl.cli.display import going_on, show, show_progress
-from atlas_fl.cli.options import (
-    CheckMethodOptions,
-    FetchOptions,
-    ListOptions,
-    PlanOptions,
-    ResumeOptions,
-    RunOptions,
-    TrackerOptions,
-    What,
-)
 from atlas_fl.cli.tables import outcome
 from atlas_fl.config import Config, load_config, pin_mask_file, run_folder, settings, validate, value_of
 from atlas_fl.config.conflicts import conflicts, flag_of
@@ -47,7 +38,7 @@ from atlas_fl.storage.jsonl import write_json
 from atlas_fl.storage.run_folder import find_run
 
 
-def run(options: RunOptions) -> int:
+def run(options: cli.RunOptions) -> int:
     """Run what these words say; 0."""
     config = validate(options.settings)
 
@@ -60,7 +51,7 @@ def run(options: RunOptions) -> int:
     return 0
 
 
-def plan(options: PlanOptions) -> int:
+def plan(options: cli.PlanOptions) -> int:
     """Print the plan of what these words say; 0."""
     config = pin_mask_file(validate(options.settings))
     check_target(
@@ -79,7 +70,7 @@ def plan(options: PlanOptions) -> int:
     return 0
 
 
-def resume(options: ResumeOptions) -> int:
+def resume(options: cli.ResumeOptions) -> int:
     """Go on with the run that these words name; 0."""
     if options.max_rounds is not None and options.max_rounds < 1:
         raise ConfigError(f"--max-rounds is {options.max_rounds}; allowed: at least 1; give more, or leave it out")
@@ -96,9 +87,9 @@ def resume(options: ResumeOptions) -> int:
     return 0
 
 
-def _trackers(options: TrackerOptions) -> tuple[Tracker, ...]:
+def _trackers(options: cli.TrackerOptions) -> tuple[Tracker, ...]:
     """A tracker for each that is named, with a place to log to; those of plug-ins once these are loaded."""
-    flags = [one.name for one in fields(TrackerOptions) if one.name != "tracker"]
+    flags = [one.name for one in fields(cli.TrackerOptions) if one.name != "tracker"]
     named = [(name, place) for name in flags if (place := getattr(options, name)) is not None]
     for word in options.tracker:
         name, sign, place = word.partition("=")
@@ -124,14 +115,14 @@ def _carry_out(
     show(outcome(result.folder, result.summary, complete=result.complete))
 
 
-def fetch(options: FetchOptions) -> int:
+def fetch(options: cli.FetchOptions) -> int:
     """Fetch what these words name; 0."""
     assets = {"embedded": EMBEDDED_ASSETS, "vision": VISION_ASSETS}[options.what]
     fetch_assets(assets.values(), embedded_dir(), report=lambda line: show([line]))
     return 0
 
 
-def check_methods(options: CheckMethodOptions) -> int:
+def check_methods(options: cli.CheckMethodOptions) -> int:
     """Check every method of this plug-in; 0 where all laws hold, 1 where one does not."""
     (pinned,) = load_plugins((options.plugin,))
     methods = registrations(pinned, "method")
@@ -152,7 +143,7 @@ WRAPPED = ("note", "what it does", "what it is", "reason and remedy")
 """Columns of sentences; every other one keeps its words on one line."""
 
 
-def catalogue(options: ListOptions) -> int:
+def catalogue(options: cli.ListOptions) -> int:
     """Print the registry that these words name; 0."""
     if options.plugin:
         load_plugins(options.plugin)
@@ -275,7 +266,7 @@ def _first_line(function: object) -> str:
     return (function.__doc__ or "").strip().partition("\n")[0]
 
 
-CATALOGUES: Mapping[What, tuple[str, Callable[[], Lines]]] = {
+CATALOGUES: Mapping[cli.What, tuple[str, Callable[[], Lines]]] = {
     "tasks": ("data sets, their labels and metrics", _tasks),
     "models": ("pretrained models by their alias", _models),
     "strategies": ("the server's rules and published methods; with a name, the settings of that one", _strategies),

@@ -64,7 +64,28 @@ def sweep(options: SweepOptions) -> int:
             "--over is missing; allowed: a setting and its values; write for example --over eta=0,0.1,0.5"
         )
     base = with_eta(options.settings) if options.lambda_sweep else options.settings
-    return run_grid(base, over=over, seeds=chosen_seeds(options.seeds))
+    values = parse_over(over)
+    rounds = same_steps(base, values)
+    note = ""
+    if rounds:
+        first = next(iter(rounds))
+        note = f"{int(first) * rounds[first]['rounds']} gradient steps in every run"
+        told = ", ".join(f"{scaled['rounds']} rounds of {steps}" for steps, scaled in rounds.items())
+        show([f"{note}: {told}; --over rounds={base.training.rounds} keeps those given"])
+    points = grid(base, over=values, seeds=chosen_seeds(options.seeds), rounds=rounds)
+    path = Path(base.run.runs_dir) / comparison_name(points, preset=base.run.preset)
+    write_planned_runs(points, path)
+    finished = _write_runs(_run(points), path=path, note=note)
+    groups: dict[str, list[RunScores]] = {}
+    for point, run in zip(points, finished, strict=True):
+        groups.setdefault(label_of(point), []).append(run.scores)
+    rows = describe_runs(groups)
+    tables = [*method_tables(rows), task_table(rows)]
+    files = {"methods.csv": methods_csv({base.run.preset: rows}), "statistics.tex": latex(tables)}
+    for name, text in files.items():
+        write_atomic(path.with_suffix(f".{name}"), text.encode())
+    show([*tables, f"the same in full: {path.with_suffix('')}.{{{','.join(files)}}}"])
+    return 0
 
 
 def compare(options: CompareOptions, groups: Sequence[Words]) -> int:
@@ -82,7 +103,10 @@ def compare(options: CompareOptions, groups: Sequence[Words]) -> int:
         for name in options.strategies:
             over = {"strategy": (name,), **values} | ({"preset": (preset,)} if "preset" in values else {})
             points += grid(with_values(base, chosen.get(name, {})), over=over, seeds=chosen_seeds(options.seeds))
-    _check_control(options.control, points)
+    if options.control in {point.changes["strategy"] for point in points if point.config.data.centralized}:
+        raise ConfigError(
+            f"--control is {options.control}, which has one client a task; allowed: a strategy of clients"
+        )
     path = Path(options.settings.run.runs_dir) / comparison_name(points, preset="-".join(tuned))
     write_planned_runs(points, path)
     runs = _run(points, jobs=options.jobs)
@@ -94,13 +118,6 @@ def compare(options: CompareOptions, groups: Sequence[Words]) -> int:
     )
     show([f"as a page to look at: {page}"])
     return 0
-
-
-def _check_control(control: str | None, points: Sequence[Point]) -> None:
-    """Raise ConfigError for a control that has all examples in one place, and so no clients to compare."""
-    central = {point.changes["strategy"] for point in points if point.config.data.centralized}
-    if control in central:
-        raise ConfigError(f"--control is {control}, which has one client a task; allowed: a strategy of clients")
 
 
 def _named(options: CompareOptions) -> CompareOptions:
@@ -160,33 +177,6 @@ def _write_tuning(runs: Runs, tuned: Mapping[str, Sequence[TunedMethod]]) -> Non
         method = by_name.get((point.config.run.preset, point.config.mixing.strategy))
         if method is not None and has_settings(point.config, method.best):  # `--over` may have set another value
             write_tuning(RunFolder(folder), method)
-
-
-def run_grid(base: Config, *, over: Sequence[str], seeds: Sequence[int]) -> int:
-    """Run every point and print the scores; 0."""
-
-    values = parse_over(over)
-    rounds = same_steps(base, values)
-    note = ""
-    if rounds:
-        first = next(iter(rounds))
-        note = f"{int(first) * rounds[first]['rounds']} gradient steps in every run"
-        told = ", ".join(f"{scaled['rounds']} rounds of {steps}" for steps, scaled in rounds.items())
-        show([f"{note}: {told}; --over rounds={base.training.rounds} keeps those given"])
-    points = grid(base, over=values, seeds=seeds, rounds=rounds)
-    path = Path(base.run.runs_dir) / comparison_name(points, preset=base.run.preset)
-    write_planned_runs(points, path)
-    finished = _write_runs(_run(points), path=path, note=note)
-    groups: dict[str, list[RunScores]] = {}
-    for point, run in zip(points, finished, strict=True):
-        groups.setdefault(label_of(point), []).append(run.scores)
-    rows = describe_runs(groups)
-    tables = [*method_tables(rows), task_table(rows)]
-    files = {"methods.csv": methods_csv({base.run.preset: rows}), "statistics.tex": latex(tables)}
-    for name, text in files.items():
-        write_atomic(path.with_suffix(f".{name}"), text.encode())
-    show([*tables, f"the same in full: {path.with_suffix('')}.{{{','.join(files)}}}"])
-    return 0
 
 
 def _run(points: Sequence[Point], *, jobs: int = 1) -> Runs:

@@ -159,10 +159,6 @@ def make_clients(  # noqa: PLR0913 - one name for each setting of the data
     for split, size in sizes.items():
         if size is not None and size < _LEAST[split]:
             raise ConfigError(f"{_FLAGS[split]} is {size}; it must be {_LEAST[split]} or more")
-    if client_sizes and partition in (BY_CLASSES, "quantity"):
-        raise ConfigError(
-            f"client_sizes and partition {partition} both say how much a client has; leave one of them out"
-        )
     deal_rows: Callable[..., dict[Split, list[Labels]]]
     deal_rows = partial(_deal_by_classes, classes_per_client=classes_per_client)
     if partition != BY_CLASSES:

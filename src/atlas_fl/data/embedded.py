@@ -6,9 +6,11 @@ The labels of derived tasks follow from how a text was made, not from what a per
 """
 
 import csv
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -70,33 +72,10 @@ def _other(description: str, types: Sequence[str], rng: np.random.Generator) -> 
             return drawn
 
 
-COARSE = {
-    "ABBR": "ABBREVIATION",
-    "DESC": "DESCRIPTION",
-    "ENTY": "ENTITY",
-    "HUM": "HUMAN",
-    "LOC": "LOCATION",
-    "NUM": "NUMERIC",
-}
+_TREC = tomllib.loads(resources.files(__package__).joinpath("trec.toml").read_text(encoding="utf-8"))
+COARSE: dict[str, str] = _TREC["coarse"]
 """The coarse types, in the order of the labels, as the questions and as the definitions spell them."""
-# Words of the definitions that differ from the codes of the questions; all others are equal.
-DEFINED_AS = {
-    "ENTY:cremat": "creative",
-    "ENTY:dismed": "dis.med.",
-    "ENTY:instru": "instrument",
-    "ENTY:techmeth": "technique",
-    "ENTY:termeq": "term",
-    "ENTY:veh": "vehicle",
-    "DESC:def": "definition",
-    "DESC:desc": "description",
-    "HUM:gr": "group",
-    "HUM:desc": "description",
-    "LOC:mount": "mountain",
-    "NUM:dist": "distance",
-    "NUM:ord": "order",
-    "NUM:perc": "percent",
-    "NUM:volsize": "size",
-}
+DEFINED_AS: dict[str, str] = _TREC["defined_as"]
 
 
 EDITORIALS = "hutto_ICWSM_2014/nytEditorialSnippets_GroundTruth.txt"

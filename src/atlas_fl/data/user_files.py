@@ -213,30 +213,21 @@ def _numbers(values: Sequence[Any], *, origin: object) -> Labels:
     return np.asarray(numbers, dtype=np.float32)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Folder:
-    """A folder of images and how they are read."""
-
-    name: str
-    """Name of the task."""
-    splits: tuple[tuple[str, Path], ...]
-    """Every split with its folder of classes; `all` where there is one for all."""
-    left_out: tuple[Path, ...] = ()
-    """Folders beside those of the splits, whose names are of none."""
-    label_names: tuple[str, ...]
-    size: int | None = None
-    """Pixels of a side that images are brought to; None takes them as they are."""
-
-    def __call__(self, source: Source) -> TaskData:
-        """The splits of the images."""
-        members = {
-            split: [(file, label) for label, name in enumerate(self.label_names) for file in _images(folder / name)]
-            for split, folder in self.splits
-        }
-        pixels = {file: _pixels(file, self.size) for files in members.values() for file, _ in files}
-        splits = _stack_images(members, pixels)
-        data = arrange(splits, name=self.name, label_names=self.label_names, validation_share=source.validation_share)
-        return replace(data, unread=tuple(map(str, self.left_out)))
+def _read_images(
+    name: str,
+    splits: tuple[tuple[str, Path], ...],
+    label_names: tuple[str, ...],
+    size: int | None,
+    validation_share: float | None,
+) -> TaskData:
+    """The splits of the images in these folders of classes."""
+    members = {
+        split: [(file, label) for label, name in enumerate(label_names) for file in _images(folder / name)]
+        for split, folder in splits
+    }
+    pixels = {file: _pixels(file, size) for files in members.values() for file, _ in files}
+    stacked = _stack_images(members, pixels)
+    return arrange(stacked, name=name, label_names=label_names, validation_share=validation_share)
 
 
 def _stack_images(
@@ -282,20 +273,20 @@ def folder_task(name: str, path: Path, options: Mapping[str, str]) -> Task:
         raise DataError(
             f"{path} has images of one class only ({label_names[0]!r}); a task needs a folder for each of two"
         )
+    left_out = () if "all" in splits else tuple(str(one) for one in _folders(path) if one not in splits.values())
+    pixels = None if size is None else int(size)
+
+    def load(source: Source) -> TaskData:
+        args = (name, tuple(splits.items()), label_names, pixels, source.validation_share)
+        return replace(read_once(_read_images, *args, files=(path,)), unread=left_out)
+
     return Task(
         name=name,
         num_labels=len(label_names),
         images=True,
         label_names=label_names,
         note=f"your own images: {path}",
-        load=Folder(
-            name=name,
-            splits=tuple(splits.items()),
-            left_out=() if "all" in splits else tuple(one for one in _folders(path) if one not in splits.values()),
-            label_names=label_names,
-            size=None if size is None else int(size),
-        ),
-        files=lambda _: (path,),
+        load=load,
     )
 
 
