@@ -104,7 +104,7 @@ def test_a_full_disk_says_how_the_command_goes_on(atlas: Atlas, monkeypatch: pyt
         with going_on("the same command"):
             raise OSError(errno.ENOSPC, "No space left on device", "site-1-private/rounds.json")
 
-    monkeypatch.setattr("atlas_fl.cli.demo.demo", full)
+    monkeypatch.setattr("atlas_fl.cli.doctor.demo", full)
     said = atlas("demo")
     remedy = "free some space; a run goes on with the same command"
     assert (said.code, said.err) == (2, f"atlas: site-1-private/rounds.json: No space left on device; {remedy}\n")

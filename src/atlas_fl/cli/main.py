@@ -26,7 +26,7 @@ OF_ONE_RUN = {
 COMMANDS: Mapping[str, Command] = {
     "fetch": Command("run.fetch", options.FetchOptions),
     "doctor": Command("doctor.doctor", options.DoctorOptions),
-    "demo": Command("demo.demo", options.DemoOptions),
+    "demo": Command("doctor.demo", options.DemoOptions),
     "list": Command("run.catalogue", options.ListOptions),
     "check-method": Command("run.check_methods", options.CheckMethodOptions),
     "plan": Command("run.plan", options.PlanOptions),
