@@ -154,7 +154,6 @@ def test_the_address_has_the_token_only_where_one_is_needed(tmp_path: Path) -> N
         (("nowhere",), "not a run folder: nowhere"),
         (("--runs-dir", "nowhere"), "--runs-dir is nowhere, which is no folder"),
         (("--host", ""), "--host is ''; name an address of this machine"),
-        (("--host", "é" * 70), "name an address of this machine"),
         (("--host", "a" * 64), "name an address of this machine"),
         (("--port", "70000"), "--port is 70000; allowed: 0 to 65535"),
         (("--host", "no.such.host.invalid", "--runs-dir", "."), "--host no.such.host.invalid --port 8765 cannot be"),
@@ -185,13 +184,6 @@ def test_a_comparison_is_a_page_of_its_own(tmp_path: Path) -> None:
         assert "0 of 2 runs are complete." in get(port, "/comparison-quick-strategy-0")[1]
         (tmp_path / "comparison-quick-strategy-0.runs.json").write_text("{")
         assert get(port, "/comparison-quick-strategy-0")[0].status == 200
-
-
-def test_a_comparison_of_another_folder_is_not_served(tmp_path: Path) -> None:
-    (tmp_path / "x.runs.json").write_text(json.dumps({"runs": ["a"]}))
-    run = begun(tmp_path / "a")
-    with serving(Watched(runs=(run,), runs_dir=tmp_path, token=None)) as port:
-        assert get(port, "/x")[0].status == 404
 
 
 def test_what_is_no_file_of_a_comparison_takes_no_page_away(tmp_path: Path) -> None:
