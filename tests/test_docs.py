@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import atlas_fl
-from atlas_fl.cli.arguments import ALIASES, HINTS, has_settings, known_flags, parse, split
+from atlas_fl.cli.arguments import ALIASES, has_settings, hints, known_flags, parse, split
 from atlas_fl.cli.main import COMMANDS
 from atlas_fl.config import load_config, settings, validate, with_values
 from atlas_fl.config.presets import find_preset, presets
@@ -190,7 +190,7 @@ def is_setting(dotted: str) -> bool:
 def every_flag() -> set[str]:
     flags = {flag for command in COMMANDS.values() for flag in known_flags(command.options)}
     scripts = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "benchmarks").glob("*.py"))
-    return flags | {*ALIASES, *HINTS} | OTHER_FLAGS | FLOWER_FLAGS | set(re.findall(r'"(--[a-z0-9-]+)"', scripts))
+    return flags | {*ALIASES, *hints()} | OTHER_FLAGS | FLOWER_FLAGS | set(re.findall(r'"(--[a-z0-9-]+)"', scripts))
 
 
 def command_lines(document: str) -> Iterator[list[str]]:

@@ -17,6 +17,7 @@ from atlas_fl.client.optimizer import fedprox
 from atlas_fl.config import Config, config_hash, differences, parse_config, pinned_hash, to_toml, validate, with_values
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.recorder import provenance_of
+from atlas_fl.experiment.sweep import grid
 from atlas_fl.plugins import (
     KINDS,
     active_plugins,
@@ -27,6 +28,7 @@ from atlas_fl.plugins import (
     registered_names,
     source_files,
 )
+from atlas_fl.setup.options import strategy_of
 
 EXAMPLE = Path(__file__).parents[1] / "examples/plugins/partition.py"
 HEAD = "from atlas_fl.plugins import register\n"
@@ -157,34 +159,41 @@ def test_the_file_of_a_class_function_or_module_is_its_plugin() -> None:
 
 
 SCRIPT = """
+from typing import Annotated
 from atlas_fl import audit_run, find_preset, resume_run, run_config, with_values
 from atlas_fl.aggregation.matrices import average
+from atlas_fl.methods.knobs import Range
 from atlas_fl.methods.method import Method
 from atlas_fl.plugins import register
 
 @register("method")
 class Alike(Method):
     name = "alike"
+    q: Annotated[float, Range(least=0, below=1)] = 0.0
+    \"\"\"Weight of the first client less than that of the others.\"\"\"
 
     def rule(self, step):
+        assert self.q == 0.5
         return average([1.0] * len(step.federation.clients), step.groups, step.present)
 
+SMALL = {{"rounds": 2, "tasks": ["movie"], "samples": 8, "validation_samples": 4, "test_samples": 4}}
+
 {guard}
-    settings = {{"strategy": "alike", "workers": 2, "max_rounds": 1, "audit": True}}
+    settings = {{"strategy": "alike", "knob": ["q=0.5"], "workers": 2, "max_rounds": 1, "audit": True, **SMALL}}
     result = run_config(with_values(find_preset("smoke"), settings), plugins=[Alike])
     print(result.complete, resume_run(result.folder).complete, audit_run(result.folder).ok)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("guard", "found"),
-    [('if __name__ == "__main__":', "False True True"), ("if True:", "it begins a run while it is loaded; put that")],
-)
-def test_a_script_runs_the_method_that_it_defines(tmp_path: Path, guard: str, found: str) -> None:
-    (tmp_path / "own.py").write_text(SCRIPT.format(guard=guard))
+def test_a_script_runs_the_method_that_it_defines_below_a_guard(tmp_path: Path) -> None:
+    script = tmp_path / "own.py"
+    script.write_text(SCRIPT.format(guard="if True:"))
+    with pytest.raises(ConfigError, match="it begins a run while it is loaded; put that below"):
+        load_plugins((str(script),))
+    script.write_text(SCRIPT.format(guard='if __name__ == "__main__":'))
     ended = subprocess.run([sys.executable, "own.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert found in ended.stdout + ended.stderr
+    assert "False True True" in ended.stdout + ended.stderr
 
 
 def test_another_process_refuses_what_a_script_put_into_a_registry() -> None:
@@ -198,7 +207,7 @@ def test_the_digest_is_part_of_the_identity_and_the_place_is_not(tmp_path: Path)
     copy = shutil.copy(EXAMPLE, tmp_path / "elsewhere.py")
     here, there = (validate(with_values(Config(), {"plugin": [str(path)]})) for path in (EXAMPLE, copy))
     assert config_hash(here) == config_hash(there) != config_hash(validate(Config()))
-    assert config_hash(here) == pinned_hash(with_values(Config(), {"plugin": [str(copy)]}), origin="fed.toml")
+    assert config_hash(here) == pinned_hash(with_values(Config(), {"plugin": [str(copy)]}))
     Path(copy).write_text(EXAMPLE.read_text() + "\n")
     changed = validate(with_values(Config(), {"plugin": [str(copy)]}))
     assert config_hash(changed) != config_hash(here)
@@ -292,3 +301,80 @@ def test_plugins_are_told_apart_from_a_list_of_words_that_is_none() -> None:
     config = Config()
     with pytest.raises(ConfigError, match=r"--plugin is 'x\.py'; allowed: a list of texts"):
         validate(replace(config, run=replace(config.run, plugin="x.py")))  # type: ignore[arg-type]
+
+
+KNOBS = """from typing import Annotated, Literal
+import numpy as np
+from atlas_fl.methods.knobs import Range
+from atlas_fl.methods.method import Method
+
+@register("method")
+class Partly(Method):
+    name = "partly"
+    matrix = "a share of the equal average"
+    q: Annotated[float, Range(least=0, most=1)] = 0.5
+    \"""Share of the average.\"""
+    kind: Annotated[Literal["mean", "none"], "knob"] = "mean"
+    \"""Kind of average.\"""
+
+    def rule(self, step):
+        number = len(step.present)
+        return (1 - self.q) * np.eye(number) + self.q / number
+
+@register("method")
+class Other(Method):
+    name = "other"
+    least: Annotated[int, Range(least=1)] = 1
+    \"""Fewest.\"""
+"""
+
+
+def test_a_knob_of_a_method_is_a_setting_of_the_run(
+    plugin: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = plugin(KNOBS)
+    config = with_values(Config(), {"plugin": [path], "strategy": "partly"})
+    runs = [
+        validate(with_values(config, {"knob": words})) for words in ((), ("q=1", "kind=none"), ("kind=none", "q=1"))
+    ]
+    usual, changed, same = runs
+    methods = [strategy_of(one) for one in runs]
+    assert [(method.q, method.kind) for method in methods] == [(0.5, "mean"), (1.0, "none"), (1.0, "none")]  # type: ignore[attr-defined]
+    assert config_hash(usual) != config_hash(changed) == config_hash(same)
+    assert differences(usual, changed) == {"knob": ((), ("q=1", "kind=none"))}
+    assert parse_config(to_toml(changed), origin="config.toml") == changed
+    assert main(["list", "strategies", "partly", "--plugin", path]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--knob q 0.5 Share of the average. (at least 0, at most 1)" in shown
+    assert "--knob kind mean Kind of average. (one of mean, none)" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["p=1"], "unknown knob 'p'; known: kind, least, q"),
+        (["q=2"], "--knob q is 2.0; allowed: at least 0, at most 1; set it to that, or leave it out"),
+        (["q=much"], "--knob q is 'much'; allowed: a number; set it to that, or leave it out"),
+        (["kind=men"], "--knob kind is 'men'; allowed: one of mean, none; did you mean 'mean'?"),
+        (["q"], "--knob is 'q'; allowed: name=value, each name once; set it to that, or leave it out"),
+        (["q=1", "q=0"], "--knob is 'q=0'; allowed: name=value, each name once; set it to that, or leave it out"),
+    ],
+)
+def test_a_knob_that_no_method_has_or_takes_is_refused_in_a_line(
+    plugin: Callable[..., str], capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    args = ["run", "--plugin", plugin(KNOBS), "--strategy", "partly"]
+    assert main([*args, *(word for knob in words for word in ("--knob", knob))]) == 2
+    assert capsys.readouterr().err == f"atlas: {message}\n"
+
+
+def test_knobs_of_ours_have_flags_and_a_run_without_methods_of_plugins_has_none() -> None:
+    with pytest.raises(ConfigError, match="unknown knob 'server_lr'; known: none, since no method of a plug-in"):
+        validate(with_values(Config(), {"strategy": "fedadam", "knob": "server_lr=1"}))
+
+
+def test_a_comparison_has_a_knob_for_the_methods_that_have_it(plugin: Callable[..., str], tmp_path: Path) -> None:
+    base = with_values(Config(), {"plugin": [plugin(KNOBS)], "runs_dir": str(tmp_path)})
+    points = grid(base, over={"strategy": ("partly", "fedavg"), "knob": ("q=0", "q=1")}, seeds=(1,))
+    values = [getattr(strategy_of(point.config), "q", None) for point in points]
+    assert values == [0.0, 1.0, None, None]

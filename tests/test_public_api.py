@@ -1,6 +1,5 @@
 """The page of `X as X` in the package's `__init__`, held against what is really there."""
 
-import ast
 import inspect
 import subprocess
 import sys
@@ -14,18 +13,6 @@ import atlas_fl
 
 NAMES = dir(atlas_fl)
 SOURCE = Path(atlas_fl.__file__)
-
-
-def typed_names() -> dict[str, str]:
-    """What type checkers see: name to module."""
-    (block,) = (node for node in ast.parse(SOURCE.read_text()).body if isinstance(node, ast.If))
-    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
-    return {alias.asname or alias.name: str(node.module) for node in imports for alias in node.names}
-
-
-def test_type_checkers_and_python_see_the_same_names() -> None:
-    assert {name: f"atlas_fl.{module}" for name, module in atlas_fl._PUBLIC.items()} == typed_names()
-    assert sorted(typed_names()) == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)

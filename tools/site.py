@@ -16,10 +16,10 @@ from inspect import isfunction
 from pathlib import Path
 
 import atlas_fl
-from atlas_fl.cli.arguments import Argument, Command, has_settings, option_arguments, setting_argument
+from atlas_fl.cli.arguments import Command, has_settings, name_of, option_arguments, text_of
 from atlas_fl.cli.main import COMMANDS
-from atlas_fl.config import Config, settings
-from atlas_fl.config.settings import group_classes
+from atlas_fl.config import settings
+from atlas_fl.config.settings import Setting, group_classes
 
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "build" / "site"
@@ -95,13 +95,13 @@ def settings_page() -> str:
     for name, group in group_classes().items():
         lines += ["", f"## [{name}]", "", " ".join((group.__doc__ or "").split())]
         lines += ["", "| flag | what it is |", "|---|---|"]
-        lines += [_row(setting_argument(one, Config())) for one in settings().values() if one.group == name]
+        lines += [_row(one) for one in settings().values() if one.group == name]
     return "\n".join([*lines, ""])
 
 
-def _row(argument: Argument) -> str:
-    name = f"{argument.flag} {argument.metavar}".strip() or argument.name
-    return f"| `{name}` | {_as_markdown(argument.text)} |"
+def _row(argument: Setting) -> str:
+    name = f"{argument.flag} {argument.metavar}".strip() or name_of(argument)
+    return f"| `{name}` | {_as_markdown(text_of(argument))} |"
 
 
 def _as_markdown(text: str) -> str:

@@ -9,7 +9,10 @@
 This page is the public API. A name is imported when it is first used, so `import atlas_fl` costs nothing.
 """
 
+import ast
+from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,14 +22,10 @@ if TYPE_CHECKING:
     from atlas_fl.clustering.result import Clustering as Clustering
     from atlas_fl.clustering.result import Placement as Placement
     from atlas_fl.clustering.result import assign_client as assign_client
-    from atlas_fl.config import ClusteringConfig as ClusteringConfig
     from atlas_fl.config import Config as Config
     from atlas_fl.config import DataConfig as DataConfig
     from atlas_fl.config import MixingConfig as MixingConfig
-    from atlas_fl.config import ModelConfig as ModelConfig
-    from atlas_fl.config import RanksConfig as RanksConfig
     from atlas_fl.config import RunConfig as RunConfig
-    from atlas_fl.config import SplitConfig as SplitConfig
     from atlas_fl.config import TrainingConfig as TrainingConfig
     from atlas_fl.config import config_hash as config_hash
     from atlas_fl.config import differences as differences
@@ -36,6 +35,10 @@ if TYPE_CHECKING:
     from atlas_fl.config import validate as validate
     from atlas_fl.config import with_values as with_values
     from atlas_fl.config.presets import find_preset as find_preset
+    from atlas_fl.config.schema import ClusteringConfig as ClusteringConfig
+    from atlas_fl.config.schema import ModelConfig as ModelConfig
+    from atlas_fl.config.schema import RanksConfig as RanksConfig
+    from atlas_fl.config.schema import SplitConfig as SplitConfig
     from atlas_fl.errors import AtlasError as AtlasError
     from atlas_fl.errors import BudgetError as BudgetError
     from atlas_fl.errors import CheckpointError as CheckpointError
@@ -80,47 +83,22 @@ if TYPE_CHECKING:
     from atlas_fl.storage.run_folder import RunFolder as RunFolder
     from atlas_fl.storage.run_folder import find_run as find_run
 
-_HOMES = {
-    "audit.check": "audit_run",
-    "audit.report": "AuditReport",
-    "audit.run_files": "read_audited",
-    "clustering.result": "Clustering Placement assign_client",
-    "config": "ClusteringConfig Config DataConfig MixingConfig ModelConfig RanksConfig RunConfig SplitConfig "
-    "TrainingConfig config_hash differences load_config run_folder to_toml validate with_values",
-    "config.presets": "find_preset",
-    "errors": "AtlasError BudgetError CheckpointError ConfigError DataError ModelError ProtocolError",
-    "events": "Event Note PhaseStarted Progress RoundFinished",
-    "experiment.export": "export_client",
-    "experiment.run": "RunResult resume_run run_config",
-    "experiment.sweep": "grid run_all seeds",
-    "methods.method": "Method",
-    "models.gated_adapter": "load_gated_adapter",
-    "planning.leakage": "CutLeakage",
-    "planning.place_client": "ClientPlacement place_client",
-    "planning.plan": "Plan",
-    "planning.planner": "make_plan measure_leakage",
-    "plugins": "register",
-    "report.figures": "draw_all",
-    "report.html.write": "write_report",
-    "report.method_comparison": "MethodComparison compare_methods",
-    "sparse.fisher": "Fisher fisher_scores logits_of_module",
-    "sparse.masks": "calibrate_mask make_mask",
-    "sparse.masked_sgd": "SparseSGDM",
-    "sparse.task_vectors": "apply_vector merge_vectors task_vector",
-    "storage.run_folder": "RunFolder find_run",
-}
-"""The names above by the module that they come from."""
 
-_PUBLIC = {name: module for module, names in _HOMES.items() for name in names.split()}
+@cache
+def _modules() -> dict[str, str]:
+    """The module of each name, from the lines above."""
+    nodes = ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8")))
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and str(node.module).startswith(__name__)]
+    return {alias.name: str(node.module) for node in imports for alias in node.names}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
+    if name not in _modules():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)
+    value = getattr(import_module(_modules()[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted(_PUBLIC)
+    return sorted(_modules())

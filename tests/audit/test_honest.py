@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 
 import atlas_fl.audit
 from atlas_fl.audit.check import audit_run
-from atlas_fl.config import MixingConfig, RobustConfig, ServerConfig
+from atlas_fl.config import MixingConfig
+from atlas_fl.config.schema import RobustConfig, server_config
 from atlas_fl.methods.registry import RULES
 from atlas_fl.methods.server_optimizers import ServerStep
 from tests.audit.written import (
@@ -82,7 +83,7 @@ def test_an_honest_run_passes(tmp_path, strategy, words):
 @pytest.mark.parametrize("strategy", ROBUST)
 @pytest.mark.parametrize("space", ["product", "factors"])
 def test_a_robust_rule_inside_clusters_passes_and_another_rule_in_its_name_does_not(tmp_path, strategy, space):
-    robust, server = RobustConfig(within="clusters"), ServerConfig(trim=0.4, byzantine=2)
+    robust, server = RobustConfig(within="clusters"), server_config(trim=0.4, byzantine=2)
     mixing = MixingConfig(strategy=strategy, space=space)
     assert audit_run(write_run(tmp_path / "run", mixing, robust=robust, server=server)).ok
     place = ROBUST.index(strategy)

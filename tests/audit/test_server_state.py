@@ -6,7 +6,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from atlas_fl.audit.check import audit_run
-from atlas_fl.config import MixingConfig, RobustConfig, ServerConfig
+from atlas_fl.config import MixingConfig
+from atlas_fl.config.schema import RobustConfig, server_config
 from atlas_fl.methods.registry import RULES
 from atlas_fl.methods.server_optimizers import ServerStep
 from tests.audit.written import ROUNDS, edit_tensors, found, only, only_rows, write_run
@@ -19,7 +20,7 @@ SERVER_OPTIMIZERS = tuple(name for name, rule in RULES.items() if issubclass(rul
 def test_a_server_optimizer_with_other_numbers_passes_and_another_in_its_name_does_not(
     tmp_path, strategy, space, within
 ):
-    robust, server = RobustConfig(within=within), ServerConfig(server_lr=0.05, server_beta1=0.6, server_tau=0.02)
+    robust, server = RobustConfig(within=within), server_config(server_lr=0.05, server_beta1=0.6, server_tau=0.02)
     mixing = MixingConfig(strategy=strategy, space=space)
     report = audit_run(write_run(tmp_path / "run", mixing, robust=robust, server=server))
     assert report.ok, report.failures[:2]
@@ -72,7 +73,7 @@ def test_a_state_that_is_missing_or_too_much_is_found(tmp_path):
 
 @pytest.mark.parametrize(("space", "by"), [("product", "all"), ("product", "layer"), ("factors", "layer")])
 def test_rows_by_the_gram_matrix_pass_and_those_of_other_parameters_do_not(tmp_path, space, by):
-    mixing, server = MixingConfig(strategy="pfedgraph", space=space), ServerConfig(gram_by=by, gram_alpha=2.0)
+    mixing, server = MixingConfig(strategy="pfedgraph", space=space), server_config(gram_by=by, gram_alpha=2.0)
     run = write_run(tmp_path / "run", mixing, server=server)
     report = audit_run(run)
     assert report.ok, report.failures[:2]
@@ -115,7 +116,7 @@ def test_a_model_that_is_not_the_step_of_its_cohort_is_found(tmp_path):
 )
 @pytest.mark.parametrize("space", ["product", "factors"])
 def test_clusters_by_updates_pass_and_those_of_other_numbers_do_not(tmp_path, space, strategy, numbers):
-    mixing, server = MixingConfig(strategy=strategy, space=space), ServerConfig(**numbers, tree_threshold=0.0)
+    mixing, server = MixingConfig(strategy=strategy, space=space), server_config(**numbers, tree_threshold=0.0)
     run = write_run(tmp_path / "run", mixing, server=server)
     report = audit_run(run)
     assert report.ok, report.failures[:2]

@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from atlas_fl.aggregation.matrices import Federation, without_edges
-from atlas_fl.config import Config, MixingConfig, RanksConfig, RobustConfig, ServerConfig, TrainingConfig, to_toml
+from atlas_fl.config import Config, MixingConfig, TrainingConfig, to_toml
+from atlas_fl.config.schema import RanksConfig, RobustConfig, server_config
 from atlas_fl.errors import ConfigError
 from atlas_fl.methods.feddyn import dynamic_corrections
 from atlas_fl.methods.frozen_part import WithFrozenPart
@@ -154,7 +155,7 @@ def write_run(
     mixing, robust, server = (
         mixing or MixingConfig(strategy="atlas_laplacian"),
         robust or RobustConfig(),
-        server or ServerConfig(measure_round=2),
+        server or server_config(measure_round=2),
     )
     real = real or mixing
     strategy = find_method(

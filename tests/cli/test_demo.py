@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from atlas_fl.cli import demo
-from atlas_fl.cli.demo import introduction, time_lines
+from atlas_fl.cli import doctor
+from atlas_fl.cli.doctor import introduction, time_lines
 from atlas_fl.config.presets import find_preset
 from atlas_fl.experiment.run_time import RunTime
 
@@ -30,7 +30,7 @@ def test_a_preset_that_is_no_demonstration_is_refused(atlas: Atlas) -> None:
 def test_it_ends_with_the_path_of_a_page_that_is_written_and_again_without_training(
     atlas: Atlas, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "measure", lambda _: TIME)
+    monkeypatch.setattr(doctor, "measure", lambda _: TIME)
     said = atlas("demo", "--preset", "smoke", "--runs-dir", str(tmp_path))
     assert (said.code, said.err) == (0, "")
     page = Path(said.out.splitlines()[-1])
@@ -38,7 +38,7 @@ def test_it_ends_with_the_path_of_a_page_that_is_written_and_again_without_train
     assert "\nround 1/2 " in said.out
     assert "about 5.8 min on this machine" in said.out
 
-    monkeypatch.setattr(demo, "measure", lambda _: pytest.fail("a run that is there is not measured"))
+    monkeypatch.setattr(doctor, "measure", lambda _: pytest.fail("a run that is there is not measured"))
     again = atlas("demo", "--preset", "smoke", "--runs-dir", str(tmp_path))
     assert (again.code, again.err) == (0, "")
     assert again.out.splitlines()[-1] == str(page)

@@ -51,7 +51,7 @@ def random_line(draw: random.Random) -> list[str]:
 @pytest.mark.parametrize("seed", range(8))
 def test_random_command_lines(seed: int, atlas: Atlas, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)  # away from the runs that somebody may have
-    monkeypatch.setattr("atlas_fl.storage.downloads.fetch_assets", lambda *_, report: report("fetched"))
+    monkeypatch.setattr("atlas_fl.cli.run.fetch_assets", lambda *_, report: report("fetched"))
     draw = random.Random(seed)
     for _ in range(20):
         line = random_line(draw)

@@ -31,7 +31,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[SiteOptions]:
         found.append(joining)
         return SiteResult(name="site", adapter=None, sent_bytes=0, received_bytes=0)
 
-    monkeypatch.setattr("atlas_fl.deployment.site.join_federation", join)
+    monkeypatch.setattr("atlas_fl.cli.deploy.join_federation", join)
     return found
 
 
@@ -52,7 +52,7 @@ def test_a_mask_that_only_the_server_has_is_told_in_a_line(atlas: Atlas, file: P
     (file.parent / "mask.safetensors").unlink()
     said = atlas(*words(file))
     assert said.code == 2 and not joined
-    assert said.err.startswith(f"atlas: {file} names the mask {file.parent / 'mask.safetensors'}, which is not here")
+    assert said.err.startswith(f"atlas: no file {file.parent / 'mask.safetensors'}; give --mask-file a mask")
     assert said.err.count("\n") == 1
 
 

@@ -8,9 +8,10 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from atlas_fl.cli.arguments import WIDEST, Positional, help_page
+from atlas_fl.cli.arguments import WIDEST, help_page
 from atlas_fl.cli.main import COMMANDS
 from atlas_fl.config import settings
+from atlas_fl.config.settings import Positional
 from atlas_fl.config.values import Mark
 
 Atlas = Callable[..., Any]

@@ -60,13 +60,7 @@ def test_a_newcomer_is_placed_beside_the_clusters(run: RunFolder, atlas: Atlas) 
     assert "ranks by layer: " in said.out
 
 
-def test_a_newcomer_of_an_unknown_task_is_one_line(run: RunFolder, atlas: Atlas) -> None:
-    said = atlas("place", str(run.path), "--task", "trek")
-    assert (said.code, said.err.count("\n")) == (2, 1)
-    assert said.err.startswith("atlas: unknown task 'trek'; did you mean 'trec'?")
-
-
-@pytest.mark.parametrize("client", ["3", "trec-1"])
+@pytest.mark.parametrize("client", ["3"])
 def test_a_client_is_exported_by_name_or_number(client: str, run: RunFolder, atlas: Atlas, tmp_path: Path) -> None:
     said = atlas("export", str(run.path), "--client", client, "--to", str(tmp_path / "adapter"))
     assert (said.code, said.err) == (0, "")
@@ -97,15 +91,6 @@ def test_the_same_run_is_refused_and_with_resume_shown(run: RunFolder, atlas: At
     other = atlas(*words, "--resume", "--alpha", "0.25")
     assert other.code == 2
     assert "was begun with alpha = None, not 0.25" in other.err
-
-
-def test_the_report_draws_its_figures(run: RunFolder, atlas: Atlas) -> None:
-    said = atlas("report", str(run.path))
-    assert (said.code, said.err) == (0, "")
-    page, *drawn = [Path(line) for line in said.out.splitlines()]
-    assert (page.parent, page.name) == (run.path, "report.html")
-    assert len(drawn) == 8
-    assert all(path.read_bytes().startswith(b"\x89PNG") and path.parent == run.figures for path in drawn)
 
 
 def test_the_plan_trains_nothing(atlas: Atlas, tmp_path: Path) -> None:

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from atlas_fl.cli.arguments import ALIASES, split
-from atlas_fl.cli.sweep import _parse_comparison
 from atlas_fl.config import Config, config_hash, load_config, run_folder, to_toml, value_of
 from atlas_fl.config.presets import find_preset
 from atlas_fl.events import Note, PhaseStarted
@@ -62,6 +60,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
         return RunResult(folder=folder.path, rounds=1, complete=complete, summary=summary_of(config))
 
     monkeypatch.setattr("atlas_fl.experiment.run.run_config", run)
+    monkeypatch.setattr("atlas_fl.cli.run.run_config", run)
     return found
 
 
@@ -150,24 +149,15 @@ def test_a_sweep_over_local_steps_scales_the_rounds_and_says_so(
     said = atlas(*words, "--runs-dir", str(tmp_path / "scaled"))
     assert (said.code, said.err) == (0, "")
     assert [(config.images.local_steps, config.training.rounds) for config in ran] == [(4, 6), (12, 2)]
-    assert "24 gradient steps in every run: 6 rounds of 4, 2 rounds of 12; --same-rounds keeps" in said.out
+    assert "24 gradient steps in every run: 6 rounds of 4, 2 rounds of 12; --over rounds=6 keeps" in said.out
     ran.clear()
-    said = atlas(*words, "--same-rounds", "--runs-dir", str(tmp_path / "same"))
+    said = atlas(*words, "rounds=6", "--runs-dir", str(tmp_path / "same"))
     assert [config.training.rounds for config in ran] == [6, 6]
     assert "gradient steps" not in said.out
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["sweep", "--lambda-sweep"],
-        ["compare", "--ablation", "atlas_laplacian", "--lambda-sweep", "--seeds", "1"],
-    ],
-)
-def test_the_lambda_sweep_is_a_sweep_over_eta(
-    words: list[str], atlas: Atlas, ran: list[Config], tmp_path: Path
-) -> None:
-    assert atlas(*words, "--runs-dir", str(tmp_path)).code == 0
+def test_the_lambda_sweep_is_a_sweep_over_eta(atlas: Atlas, ran: list[Config], tmp_path: Path) -> None:
+    assert atlas("sweep", "--lambda-sweep", "--runs-dir", str(tmp_path)).code == 0
     assert [config.mixing.eta for config in ran] == [0, 0.01, 0.1, 0.5, 1]
     assert {config.run.seed for config in ran} == {42}
     assert {config.mixing.strategy for config in ran} == {"atlas_laplacian"}
@@ -317,7 +307,7 @@ def test_compare_over_presets_takes_the_settings_of_each_and_the_flags(
             " take the strategy atlas_laplacian",
         ),
         (["sweep", "--over", "eta=0,0.5"], "--eta is a setting of the Laplacian,"),
-        (["compare", "--strategies", "atlas", "--lambda-sweep"], "--eta is a setting of the Laplacian,"),
+        (["compare", "--strategies", "atlas", "--over", "eta=0,1"], "--eta is a setting of the Laplacian,"),
         (["compare", "--strategies", "atals"], "unknown strategy 'atals'; did you mean 'atlas'?"),
         (["resume", "nothing"], "not a run folder: nothing;"),
         (["resume", "nothing", "--max-rounds", "0"], "--max-rounds is 0; allowed: at least 1;"),
@@ -346,11 +336,6 @@ def test_a_plan_says_what_stands_below_its_clusters_once(monkeypatch: pytest.Mon
     client = {"name": "a-0", "task": "a", "cluster": -1, "ranks": [4], "cut": None, "memory": {}, "predicted": {}}
     clients = [client]
     found = {"clients": clients, "clustering": clustering, "notes": ["2 undecided", "something else"]}
-    monkeypatch.setattr("atlas_fl.planning.planner.make_plan", lambda *_, **__: SimpleNamespace(to_json=lambda: found))
+    monkeypatch.setattr("atlas_fl.cli.run.make_plan", lambda *_, **__: SimpleNamespace(to_json=lambda: found))
     said = atlas("plan", "--preset", "smoke").out
     assert said.count("2 undecided") == 1 and "note: something else" in said
-
-
-def test_the_lambda_sweep_of_a_comparison_takes_the_laplacian_where_nobody_named_the_rule() -> None:
-    words = split(["--lambda-sweep", "--preset", "smoke"], aliases={**ALIASES, "--ablation": "--strategies"})
-    assert _parse_comparison(words).strategies == ("local", "fedavg_cluster", "atlas_laplacian")

@@ -13,36 +13,19 @@ def base(*words: str) -> Config:
     return base_config(split(words))
 
 
-def test_the_preset_is_read_before_the_flags() -> None:
+def test_a_file_stands_on_the_preset_that_it_names_or_on_that_of_the_flag(tmp_path: Path) -> None:
     assert base() == Config()
     assert base("--preset", "full", "--eta", "1") == find_preset("full")
-
-
-def test_a_file_stands_on_the_preset_that_it_names(tmp_path: Path) -> None:
     path = tmp_path / "own.toml"
     path.write_text('[run]\npreset = "full"\n[mixing]\neta = 0.5\n', encoding="utf-8")
     config = base("--config", str(path))
     assert (config.mixing.eta, config.training.rounds, config.run.preset) == (0.5, 15, "full")
     assert base(f"--config={path}", "--preset", "full") == config
-
-
-def test_a_file_without_a_preset_stands_on_that_of_the_flag(tmp_path: Path) -> None:
-    path = tmp_path / "own.toml"
     path.write_text("[mixing]\neta = 0.5\n", encoding="utf-8")
     assert base("--config", str(path), "--preset", "smoke").training == find_preset("smoke").training
-    assert base("--config", str(path)).training == Config().training
-
-
-def test_a_written_config_repeats_itself(tmp_path: Path) -> None:
-    path = tmp_path / "config.toml"
     path.write_text(to_toml(find_preset("smoke")), encoding="utf-8")
     assert base("--config", str(path)) == find_preset("smoke")
-
-
-def test_two_presets_contradict(tmp_path: Path) -> None:
-    path = tmp_path / "config.toml"
-    path.write_text(to_toml(find_preset("smoke")), encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"--preset full contradicts .*config.toml, which is made from preset smoke"):
+    with pytest.raises(ConfigError, match=r"--preset full contradicts .*own.toml, which is made from preset smoke"):
         base("--config", str(path), "--preset", "full")
 
 

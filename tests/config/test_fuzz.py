@@ -1,4 +1,4 @@
-"""2,000 random configs, from files and from Python: each is valid or one line of an AtlasError, never anything else."""
+"""1,000 random configs, from files and from Python: each is valid or one line of an AtlasError, never anything else."""
 
 import random
 from pathlib import Path
@@ -59,10 +59,10 @@ def outcome(make: Any) -> bool:
 def test_random_files(tmp_path: Path) -> None:
     draw, path = random.Random(1), tmp_path / "random.toml"
     valid = 0
-    for _ in range(1500):
+    for _ in range(500):
         path.write_text(tomlkit.dumps(random_file(draw)), encoding="utf-8")
         valid += outcome(lambda: load_config(path))
-    assert 150 < valid < 1350
+    assert 50 < valid < 450
 
 
 def test_random_values_from_python() -> None:

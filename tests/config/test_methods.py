@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 from atlas_fl.cli.arguments import parse, split
-from atlas_fl.cli.run import RunOptions
+from atlas_fl.cli.options import RunOptions
 from atlas_fl.client.options import TrainOptions
-from atlas_fl.config import Config, settings, validate, with_values
+from atlas_fl.config import Config, validate, with_values
 from atlas_fl.config.methods import rule_of, with_method_settings, without_method_settings
-from atlas_fl.config.presets import find_preset, presets
+from atlas_fl.config.presets import find_preset
 from atlas_fl.config.settings import value_of
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.sweep import grid
@@ -35,9 +35,7 @@ REMEDY = re.compile(r"; (set|take|leave|raise) ")
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
-    "preset", ["smoke", "vision-lora", *(name for name, preset in presets().items() if preset.dial)]
-)
+@pytest.mark.parametrize("preset", ["smoke", "vision-lora", "null", "images-nc", "sources", "instructions"])
 def test_a_method_fits_a_preset_or_refuses_it_in_a_line_with_a_remedy(preset: str, method: str) -> None:
     base = find_preset(preset)
     try:
@@ -50,11 +48,6 @@ def test_a_method_fits_a_preset_or_refuses_it_in_a_line_with_a_remedy(preset: st
         )
         return
     assert rule_of(config) == METHODS[method].rule and validate(config) is config
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_method_is_made_of_settings_that_there_are(method: str) -> None:
-    assert METHODS[method].settings.keys() | METHODS[method].suggested.keys() <= settings().keys()
 
 
 def test_a_setting_that_contradicts_the_method_is_refused() -> None:
@@ -137,94 +130,23 @@ def test_a_comparison_that_begins_from_a_run_of_a_method_does_not_carry_its_sett
     [
         ({"centralized": True, "arrive": ("trec-1=3",)}, "--arrive trec-1=3 comes later, and --centralized has no"),
         ({"personal_rounds": 12}, "--personal-rounds 12 leaves no round of --rounds 12 whose models are mixed; raise"),
-        ({"personal_rounds": 2, "patience": 3}, "--patience 3 ends a run before its last rounds"),
         ({"trained_parts": "alternate", "split": "2"}, "--trained-parts alternate changes what trains during a run"),
         ({"trained_parts": "B"}, "--trained-parts B leaves A as drawn, and --space product would change it"),
-        (
-            {"trained_parts": "B", "trainable": "full"},
-            "--trained-parts B is of adapters, and --trainable full has none",
-        ),
-    ],
-)
-def test_what_trains_when_contradicts_nothing(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        validate(with_values(Config(), values))
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (
-            {"strategy": "local", "multitask": True},
-            "one adapter on the examples of all clients in one place; take --str",
-        ),
-        ({"strategy": "fedavg", "multitask": True, "centralized": True}, "in one place; take --strategy multitask, or"),
-        ({"ranks": "budget"}, "--multitask trains one adapter, and --ranks budget may give tasks different ranks; set"),
-        ({"trained_parts": "head_then_rest"}, "--multitask and --trained-parts head_then_rest do not go together"),
-        (
-            {"trainable": "full", "fingerprint": "fisher", "ranks": "8"},
-            "--multitask and --trainable full do not go together",
-        ),
-        ({"split": "2"}, "--multitask and --split 2 do not go together; leave --split 2 out, or take another"),
-        ({"arrive": ("movie-0=2",)}, "--arrive movie-0=2 comes later, and --centralized has no clients"),
-    ],
-)
-def test_what_one_adapter_for_all_tasks_does_not_go_with(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        validate(with_values(Config(), {"strategy": "multitask", "ranks": "8", **values}))
-
-
-def test_whole_image_models_are_not_trained_for_several_tasks() -> None:
-    with pytest.raises(ConfigError, match="--multitask and --trainable full do not go together; leave"):
-        validate(with_values(find_preset("vision-quick"), {"strategy": "multitask", "ranks": "8"}))
-
-
-PERSONAL = {"strategy": "mr_mtl", "ranks": "8"}
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
+        ({"strategy": "local", "multitask": True}, "one adapter on the examples of all clients in one place; take"),
+        (MULTITASK | {"ranks": "budget"}, "--multitask trains one adapter, and --ranks budget may give tasks differ"),
+        (MULTITASK | {"split": "2"}, "--multitask and --split 2 do not go together; leave --split 2 out, or take anot"),
         ({"strategy": "fedavg", "personal_models": True}, "--personal-models pulls A and B to those of the others"),
-        (
-            {**PERSONAL, "split": "2"},
-            "--personal-models and --split 2 do not go together so far; leave --split 2 out, or take another strategy",
-        ),
-        ({**PERSONAL, "keep": "best"}, "--personal-models and --keep best do not go together"),
-        ({**PERSONAL, "trainable": "full", "fingerprint": "fisher"}, "--personal-models and --trainable full do not"),
-        ({**PERSONAL, "workers": 2}, "--personal-models has a second set .* --workers or --engine ray holds yet"),
+        (PERSONAL | {"split": "2"}, "--split 2 do not go together so far; leave --split 2 out, or take another"),
+        (PERSONAL | {"workers": 2}, "--personal-models has a second set .* --workers or --engine ray holds yet"),
+        (FEDPAC | {"tasks": "movie+movie_ratings"}, r"and there is movie \(classes\), movie_ratings \(regression\)"),
+        (FEDPAC | {"strategy": "fedrep", "feature_alignment": 0.5}, "--feature-alignment pulls to class means that"),
+        (FEDPAC | {"feature_alignment": -1.0}, "--feature-alignment is -1.0"),
+        (FEDPAC | {"share": "A+B"}, "--share is A B, and --strategy fedpac is --share A B head"),
     ],
 )
-def test_what_personal_models_do_not_go_with(values: dict[str, Any], message: str) -> None:
+def test_what_methods_do_not_go_with(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         validate(with_values(Config(), values))
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (
-            {"tasks": "movie+movie_ratings"},
-            r"features by classes of texts, and there is movie \(classes\), movie_ratings \(regression\)",
-        ),
-        ({"split": "2"}, "--trained-parts head_then_rest changes what trains during a run"),
-        (
-            {"strategy": "classifier_collaboration", "split": "2"},
-            "classifier_collaboration and --split 2 do not go",
-        ),
-        ({"strategy": "classifier_collaboration", "share": "A+B"}, "combines heads, and --share A B keeps them at the"),
-        ({"strategy": "fedrep", "feature_alignment": 0.5}, "--feature-alignment pulls to class means that --strategy"),
-        ({"feature_alignment": -1.0}, "--feature-alignment is -1.0"),
-        ({"share": "A+B"}, "--share is A B, and --strategy fedpac is --share A B head"),
-        (
-            {"personal_models": True, "space": "factors", "ranks": "8"},
-            "--strategy fedpac and --personal-models do not go together so far",
-        ),
-    ],
-)
-def test_what_class_features_do_not_go_with(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        validate(with_values(Config(), {"strategy": "fedpac", **values}))
 
 
 def test_ratings_that_clients_cut_into_classes_have_class_features() -> None:
@@ -232,11 +154,6 @@ def test_ratings_that_clients_cut_into_classes_have_class_features() -> None:
     assert validate(config).mixing.strategy == "fedpac"
     with pytest.raises(ConfigError, match=r"there is movie_ratings \(regression\); leave the others out"):
         validate(with_values(config, {"rating_cuts": "none"}))
-
-
-def test_classes_of_images_have_no_class_features_so_far() -> None:
-    with pytest.raises(ConfigError, match=r"there is digits \(images\); leave the others out, or take fedavg"):
-        validate(with_values(find_preset("vision-lora"), {"tasks": "digits", "strategy": "fedpac"}))
 
 
 NAMES = ("q.lora_A", "q.lora_B", "head.weight")

@@ -2,7 +2,6 @@
 
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from threading import Barrier, Thread
 from typing import Any
@@ -11,10 +10,20 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from atlas_fl.data.cache import MOST_KEPT, file_signature, forget, load_task, read_once
 from atlas_fl.data.embedded import EMBEDDED
 from atlas_fl.data.registry import TASKS
-from atlas_fl.data.task import Images, Rows, Source, Task, TaskData
+from atlas_fl.data.task import (
+    MOST_KEPT,
+    Images,
+    Rows,
+    Source,
+    Task,
+    TaskData,
+    file_signature,
+    forget,
+    load_task,
+    read_once,
+)
 from atlas_fl.data.user_files import parse_task
 from atlas_fl.errors import DataError
 from atlas_fl.storage.assets import embedded_dir
@@ -31,23 +40,21 @@ def rows(*texts: str) -> Rows:
     return Rows(text=texts, label=np.zeros(len(texts), dtype=np.int64))
 
 
-def reader(value: object, calls: list[object]) -> Callable[[], object]:
-    def read() -> object:
-        calls.append(value)
-        return value
+def test_unchanged_files_are_read_once_and_what_was_not_used_for_longest_goes_first(tmp_path: Path) -> None:
+    path = write_csv(tmp_path / "a.csv")
+    calls = list[str]()
 
-    return read
+    def read(name: str) -> Rows:
+        calls.append(name)
+        return rows(name)
 
-
-def test_unchanged_files_are_read_once_and_what_was_read_first_goes_first(tmp_path: Path) -> None:
-    calls, path = list[object](), write_csv(tmp_path / "a.csv")
     forget()
-    first = read_once("a", files=(path,), read=reader(rows("x"), calls))
-    assert read_once("a", files=(path,), read=reader(rows("y"), calls)) is first
+    first = read_once(read, "a", files=(path,))
+    assert read_once(read, "a", files=(path,)) is first
     for key in range(MOST_KEPT):
-        read_once(key, files=(path,), read=reader(rows("z"), calls))
+        read_once(read, str(key), files=(path,))
     assert len(calls) == 1 + MOST_KEPT
-    assert read_once("a", files=(path,), read=reader(rows("y"), calls)) is not first
+    assert read_once(read, "a", files=(path,)) is not first
 
 
 @pytest.mark.parametrize("keep_times", [False, True])
@@ -135,7 +142,7 @@ def test_threads_that_ask_together_read_once(tmp_path: Path) -> None:
 
     def ask() -> None:
         together.wait()
-        read_once("a", files=(tmp_path,), read=slow)
+        read_once(slow, files=(tmp_path,))
 
     threads = [Thread(target=ask) for _ in range(4)]
     for thread in threads:
@@ -146,12 +153,12 @@ def test_threads_that_ask_together_read_once(tmp_path: Path) -> None:
 
 
 def test_a_task_that_names_no_files_is_read_each_time() -> None:
-    calls = list[object]()
-    data = TaskData(train=rows("a"), validation=rows("b"), test=rows("c"))
-    task = Task(name="own", num_labels=2, load=lambda _: reader(data, calls)() and data)
-    load_task(task, SOURCE)
-    load_task(task, SOURCE)
-    assert len(calls) == 2
+    def load(source: Source) -> TaskData:
+        del source
+        return TaskData(train=rows("a"), validation=rows("b"), test=rows("c"))
+
+    task = Task(name="own", num_labels=2, load=load)
+    assert load_task(task, SOURCE) is not load_task(task, SOURCE)
 
 
 @pytest.mark.parametrize("name", [task.name for task in EMBEDDED])

@@ -5,9 +5,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from atlas_fl.data.cache import load_task
 from atlas_fl.data.registry import TASKS
-from atlas_fl.data.task import Source, TaskData
+from atlas_fl.data.task import Source, TaskData, load_task
 from atlas_fl.errors import DataError
 from tests.data.images import as_images
 

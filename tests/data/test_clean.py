@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from atlas_fl.data.cleaning import check_no_leak, clean, deduplicate, keys, why_fewer, without
+from atlas_fl.data.cleaning import check_no_leak, clean, deduplicate, keys, without
 from atlas_fl.data.task import Rows, TaskData
 from atlas_fl.errors import DataError
 
@@ -54,16 +54,6 @@ def test_clean_gives_a_shared_text_to_the_test_first() -> None:
 def test_a_leak_fails_loudly_with_an_example(splits: tuple[Rows, Rows, Rows], message: str) -> None:
     with pytest.raises(DataError, match=message):
         check_no_leak(dict(zip(("train", "validation", "test"), splits)))
-
-
-def test_what_cleaning_took_is_counted_with_an_example() -> None:
-    one = rows("Same", "same ", "x", "y", label=[0, 1, 0, 1])
-    assert why_fewer({"all": one}) == ("2 of 4 rows have another label too, such as 'Same'",)
-    assert why_fewer({"train": rows("a", "b", "c"), "validation": rows("d"), "test": rows("B", "c", "d")}) == (
-        "2 of 3 train rows are in test too, such as 'b'",
-        "1 of 1 validation rows are in test too, such as 'd'",
-    )
-    assert why_fewer({"all": rows("a", "A", "b")}) == ()
 
 
 def test_a_leak_of_a_pair_shows_both_texts() -> None:

@@ -9,7 +9,6 @@ import pytest
 from atlas_fl.data.cleaning import deduplicate, keys
 from atlas_fl.data.embedded import COARSE, EMBEDDED, read_descriptions, read_questions, read_ratings, read_sms
 from atlas_fl.data.task import Rows, Source, TaskData
-from atlas_fl.errors import DataError
 from atlas_fl.storage.assets import asset_dir, embedded_dir
 
 TASKS = {task.name: task for task in EMBEDDED}
@@ -134,10 +133,3 @@ def test_the_descriptions_of_right_pairs_are_those_of_the_questions() -> None:
 def test_derived_labels_are_said_to_be_derived() -> None:
     assert "labels derived" in TASKS["scramble"].note
     assert "labels derived" in TASKS["pairs"].note
-
-
-def test_a_damaged_ratings_file_is_named(tmp_path) -> None:
-    path = tmp_path / "broken.txt"
-    path.write_text("id\tsentiment\ttext\n1\t0.5\n")
-    with pytest.raises(DataError, match=r"line 2 of .*broken\.txt has 2 columns, not 3; run `atlas fetch embedded`"):
-        read_ratings(path, least=0)

@@ -10,7 +10,6 @@ import pandas as pd
 import pytest
 from datasets.packaged_modules.parquet.parquet import Parquet
 
-from atlas_fl.data.hub_tasks import GLUE
 from atlas_fl.data.registry import TASKS
 from atlas_fl.data.task import Source, TaskData
 from atlas_fl.errors import DataError
@@ -69,7 +68,7 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return cache
 
 
-@pytest.mark.parametrize("name", [task.name for task in GLUE])
+@pytest.mark.parametrize("name", COLUMNS)
 def test_every_task_is_read_from_a_directory(name: str, tmp_path: Path) -> None:
     data = load(name, write_all(tmp_path, name, "parquet"))
     task = TASKS[name]

@@ -8,10 +8,9 @@ import pytest
 from sklearn.datasets import load_digits
 
 from atlas_fl.data import image_sets
-from atlas_fl.data.cache import load_task
 from atlas_fl.data.cleaning import check_no_leak
 from atlas_fl.data.registry import TASKS
-from atlas_fl.data.task import Source, TaskData
+from atlas_fl.data.task import Source, TaskData, load_task
 from atlas_fl.errors import DataError
 from atlas_fl.storage.assets import assets
 from tests.data.images import as_images

@@ -6,14 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from atlas_fl.data.cache import forget
 from atlas_fl.data.cleaning import check_no_leak, deduplicate
 from atlas_fl.data.clients import ClientData, make_clients
 from atlas_fl.data.embedded import EMBEDDED
 from atlas_fl.data.metrics import scores
 from atlas_fl.data.partition import PARTITIONS
 from atlas_fl.data.registry import TASKS
-from atlas_fl.data.task import METRICS, Rows, Source, TaskData
+from atlas_fl.data.task import METRICS, Rows, Source, TaskData, forget
 from atlas_fl.storage.assets import embedded_dir
 
 SOURCE = Source(cache_dir=embedded_dir())

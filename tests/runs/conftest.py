@@ -11,18 +11,9 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel, ViTConfig, ViTImageProcessorPil, ViTModel
 
-from atlas_fl.config import (
-    ClusteringConfig,
-    Config,
-    DataConfig,
-    MixingConfig,
-    ModelConfig,
-    RanksConfig,
-    RunConfig,
-    TrainingConfig,
-    with_values,
-)
+from atlas_fl.config import Config, DataConfig, MixingConfig, RunConfig, TrainingConfig, with_values
 from atlas_fl.config.presets import find_preset
+from atlas_fl.config.schema import ClusteringConfig, ModelConfig, RanksConfig
 from atlas_fl.deployment import job_policy
 from atlas_fl.experiment import run_time
 from atlas_fl.models.backbone import Backbone

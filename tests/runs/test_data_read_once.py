@@ -10,7 +10,7 @@ import pytest
 from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config, validate
 from atlas_fl.data import cleaning, embedded, tables
-from atlas_fl.data.cache import forget
+from atlas_fl.data.task import forget
 from atlas_fl.events import ignore
 from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.experiment.sweep import grid, run_all

@@ -10,7 +10,7 @@ import torch
 from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.client.job import Job, Update
 from atlas_fl.client.options import TrainOptions
-from atlas_fl.config import AttackConfig
+from atlas_fl.config.schema import AttackConfig
 from atlas_fl.data.clients import ClientData
 from atlas_fl.data.registry import find_tasks
 from atlas_fl.data.task import Rows

@@ -11,69 +11,26 @@ import re
 import shutil
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from atlas_fl.config import Config, settings, value_of
 from atlas_fl.config.files import load_values
 from atlas_fl.config.methods import check_typed_settings
 from atlas_fl.config.presets import find_preset, presets, turn_dial
-from atlas_fl.config.settings import Setting, field_docs, group_classes, replace_settings
+from atlas_fl.config.settings import Setting, declared_settings, group_classes, replace_settings
 from atlas_fl.config.values import Mark, describe, from_words, item_kind, parse_integer, to_words, unwrap_optional
 from atlas_fl.errors import ConfigError, did_you_mean, short_repr
 from atlas_fl.storage.folder_access import MOST_JSON_BYTES, read_named_file
 
-ALIASES = {
-    "--ablation": "--strategy",
-    "--aggregation": "--strategy",
-    "--algorithm": "--strategy",
-    "--method": "--strategy",
-    "--mode": "--preset",
-    "--recipe": "--preset",
-    "--learning-rate": "--lr",
-    "--batch": "--batch-size",
-    "--bs": "--batch-size",
-    "--lora-rank": "--ranks",
-    "--lora-r": "--ranks",
-    "--rank": "--ranks",
-    "--num-rounds": "--rounds",
-    "--dataset": "--tasks",
-    "--datasets": "--tasks",
-    "--mu": "--proximal-mu",
-    "--max-seq-length": "--max-length",
-    "--client-fraction": "--participation",
-    "--fraction-fit": "--participation",
-    "--output-dir": "--runs-dir",
-    "--random-seed": "--seed",
-    "--num-workers": "--workers",
-}
-"""Flags of other programs, and their names here."""
-
-HINTS = {
-    **dict.fromkeys(("--num-clients", "--clients", "--n-clients"), "clients are counted by task: --clients-per-task N"),
-    **dict.fromkeys(
-        ("--epochs", "--num-epochs"),
-        "passes over a client's data in a round are --local-epochs N, rounds of the whole run --rounds N",
-    ),
-    **dict.fromkeys(("--gpu", "--gpus", "--cuda"), "a GPU trains with --accelerator cuda"),
-    **dict.fromkeys(
-        ("--output", "--out"), "run folders lie in --runs-dir FOLDER, and --name NAME is the folder of this run"
-    ),
-    "--lambda-sweep": "runs over several eta are `atlas sweep --lambda-sweep`",
-    "--help-all": "all settings are explained by --help all",
-    "--cpu": "the CPU trains with --accelerator cpu",
-    "--fp16": "the arithmetic is --precision fp16",
-    "--bf16": "the arithmetic is --precision bf16",
-    "--lora": "adapters train with --trainable lora",
-    "--non-iid": "uneven classes are --partition dirichlet --dirichlet-alpha NUMBER",
-    "--iid": "even classes are --partition iid",
-}
-"""Flags of other programs with no counterpart of the same meaning, and the flags to take."""
-PROCESSORS = re.compile(r"(cpu|gpu|cuda|mps)(:\d+)?")
+ALIASES = {"--ablation": "--strategy", "--mode": "--preset"}
+"""Flags that earlier descriptions used, and their names here."""
 
 JOINED = frozenset(
-    {"--task", "--device", "--over", "--server", "--client", "--arrive", "--without", "--allow", "--plugin"}
+    {"--task", "--device", "--over", "--server", "--client", "--arrive", "--without", "--allow", "--plugin", "--knob"}
 )
 """Flags with a list that may be given several times instead of once with several words."""
 
@@ -112,24 +69,22 @@ def check_flags(groups: Iterable[Words], *, flags: Sequence[str], command: str) 
     for group in groups:
         if not group.flag or group.flag in flags:
             continue
-        if group.flag in HINTS and "--accelerator" in flags:
-            raise ConfigError(f"unknown flag {group.flag!r}; {HINTS[group.flag]}; see `{command} --help`")
         hint = did_you_mean(group.flag, flags)
+        if group.flag in hints() and "--accelerator" in flags:
+            hint = f"; {hints()[group.flag]};"
         raise ConfigError(f"unknown flag {short_repr(group.flag)}{hint} see `{command} --help`")
+
+
+@cache
+def hints() -> Mapping[str, str]:
+    """Flags of other programs, and what to write here, a row of `flags.tsv` for each."""
+    text = resources.files(__package__).joinpath("flags.tsv").read_text(encoding="utf-8")
+    return dict(line.split("\t") for line in text.splitlines()[1:])
 
 
 def is_flag(word: str) -> bool:
     """Return true for a flag: -1, -.5 and -inf are numbers."""
     return _FLAG.match(word) is not None
-
-
-@dataclass(frozen=True, kw_only=True)
-class SettingsOptions:
-    """Options of a command that takes every setting as a flag."""
-
-    config: str | None = None
-    """A TOML or YAML file of settings, such as the config.toml of a run."""
-    settings: Config = dataclasses.field(default_factory=Config)
 
 
 WIDEST = 100
@@ -139,17 +94,17 @@ NAMES = 26
 SPACE = "\N{NO-BREAK SPACE}"
 """Space at which no line ends: textwrap breaks at ordinary spaces alone."""
 
-_METAVARS = {int: "INT", float: "NUMBER", str: "TEXT"}
-
 
 @dataclass(frozen=True)
 class Command:
     """One command."""
 
-    run: Callable[[Sequence[str]], int]
-    """Its function, from words to an exit code."""
+    run: str
+    """Module and function, from its options and words to an exit code; what it needs is imported when it is called."""
     options: type[Any]
     """The dataclass of its options, whose fields without a default it cannot do without."""
+    refused: tuple[str, ...] = ()
+    """Settings that it sets itself."""
 
     @property
     def summary(self) -> str:
@@ -157,88 +112,42 @@ class Command:
         return re.split(r"[.;:](?= |$)", " ".join((self.options.__doc__ or "").split()))[0]
 
 
-@dataclass(frozen=True)
-class Positional:
-    """Mark of an option that is words without a flag, such as `Annotated[str, Positional("RUN")]`."""
-
-    metavar: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Argument:
-    """One flag or positional word of a command."""
-
-    key: str
-    """Its name in the options, or among the settings."""
-    flag: str
-    """Its spelling, such as `--eta`; empty for a positional one."""
-    metavar: str
-    """Placeholder of its value; empty for a switch."""
-    kind: Any
-    default: Any
-    help: str
-
-    @property
-    def name(self) -> str:
-        """Its name on the page."""
-        if self.kind is bool:
-            return f"--[no-]{self.flag[2:]}"
-        return f"{self.flag} {self.metavar}".strip()
-
-    @property
-    def is_required(self) -> bool:
-        """Return true for one that the command cannot do without."""
-        return self.default is dataclasses.MISSING and not self.metavar.endswith("...")
-
-    @property
-    def spellings(self) -> list[str]:
-        """The flags that set it."""
-        return [self.flag, f"--no-{self.flag[2:]}"] if self.kind is bool else [self.flag]
-
-    @property
-    def text(self) -> str:
-        """Its help, the choices, and a default that has a value."""
-        *others, last = choices(self.kind) or ("",)
-        listed = f"{', '.join(others)} or {last}" if others else last
-        if self.kind is bool:
-            default = "default: on" if self.default else ""
-        elif self.default is dataclasses.MISSING:
-            default = "required" if self.is_required else ""
-        else:
-            words = [] if self.default in (None, ()) else to_words(self.default)
-            default = (SPACE if len(words) < 3 else " ").join(["default:", *words]) if words else ""
-        hints = "; ".join(part for part in (listed, default) if part)
-        return f"{self.help} ({hints})" if hints else self.help
+def name_of(argument: Setting) -> str:
+    """Name of an argument on the page."""
+    if argument.kind is bool:
+        return f"--[no-]{argument.flag[2:]}"
+    return f"{argument.flag} {argument.metavar}".strip()
 
 
-def option_arguments(options: type[Any]) -> Iterator[Argument]:
+def is_required(argument: Setting) -> bool:
+    """Return true for one that the command cannot do without."""
+    return argument.default is dataclasses.MISSING and not argument.metavar.endswith("...")
+
+
+def spellings(argument: Setting) -> list[str]:
+    """The flags that set it."""
+    return [argument.flag, f"--no-{argument.flag[2:]}"] if argument.kind is bool else [argument.flag]
+
+
+def text_of(argument: Setting) -> str:
+    """Its help, the choices, and a default that has a value."""
+    *others, last = choices(argument.kind) or ("",)
+    listed = f"{', '.join(others)} or {last}" if others else last
+    if argument.kind is bool:
+        default = "default: on" if argument.default else ""
+    elif argument.default is dataclasses.MISSING:
+        default = "required" if is_required(argument) else ""
+    else:
+        words = [] if argument.default in (None, ()) else to_words(argument.default)
+        default = (SPACE if len(words) < 3 else " ").join(["default:", *words]) if words else ""
+    hints = "; ".join(part for part in (listed, default) if part)
+    return f"{argument.help} ({hints})" if hints else argument.help
+
+
+def option_arguments(options: type[Any]) -> list[Setting]:
     """Arguments that the options of a command declare, its own before those that it extends, without the settings."""
-    help_of = field_docs(options)
-    declared = get_type_hints(options, include_extras=True)
-    kinds = get_type_hints(options)
-    for field in sorted(dataclasses.fields(options), key=lambda field: field.name not in options.__annotations__):
-        marks = [one for one in getattr(declared[field.name], "__metadata__", ()) if isinstance(one, Positional)]
-        if field.name != "settings":
-            yield Argument(
-                key=field.name,
-                flag="" if marks else "--" + field.name.replace("_", "-"),
-                metavar=marks[0].metavar if marks else metavar(kinds[field.name]),
-                kind=kinds[field.name],
-                default=field.default,
-                help=help_of[field.name],
-            )
-
-
-def setting_argument(setting: Setting, config: Config) -> Argument:
-    """A setting as a flag whose default is its value in this config."""
-    return Argument(
-        key=setting.name,
-        flag=setting.flag,
-        metavar=metavar(setting.kind),
-        kind=setting.kind,
-        default=value_of(config, setting.name),
-        help=setting.help,
-    )
+    declared = [one for one in declared_settings(options, group="") if one.name != "settings"]
+    return sorted(declared, key=lambda one: one.name not in options.__annotations__)
 
 
 def has_settings(options: type[Any]) -> bool:
@@ -246,29 +155,18 @@ def has_settings(options: type[Any]) -> bool:
     return "settings" in options.__dataclass_fields__
 
 
-def arguments(options: type[Any], config: Config | None = None) -> list[Argument]:
-    """All arguments of a command, with the defaults of this config."""
-    known = settings().values() if has_settings(options) else ()
-    return [*option_arguments(options), *(setting_argument(one, config or Config()) for one in known)]
-
-
-def metavar(kind: Any) -> str:
-    """Placeholder of a value of this kind; empty for a switch."""
-    if get_origin(kind) is Literal:
-        return "CHOICE"
-    if get_origin(kind) is tuple:
-        item, size = item_kind(kind)
-        return " ".join([metavar(item)] * size) if size else f"{metavar(item)} ..."
-    return _METAVARS.get(unwrap_optional(kind) or kind, "")
+def arguments(options: type[Any]) -> list[Setting]:
+    """All arguments of a command."""
+    return [*option_arguments(options), *(settings().values() if has_settings(options) else ())]
 
 
 def help_page(options: type[Any], *, command: str, config: Config | None = None, is_whole: bool = False) -> str:
     """The help of a command with the defaults of this config; of the settings the common ones, or `is_whole` all."""
-    own = list(option_arguments(options))
+    own = option_arguments(options)
     words = [argument for argument in own if not argument.flag]
     flags = [argument for argument in own if argument.flag]
-    required = [argument.name for argument in flags if argument.is_required]
-    positional = [a.name if a.default is dataclasses.MISSING else f"[{a.name}]" for a in words]
+    required = [name_of(argument) for argument in flags if is_required(argument)]
+    positional = [a.metavar if a.default is dataclasses.MISSING else f"[{a.metavar}]" for a in words]
     usage = f"usage: {' '.join([command, *required, '[OPTIONS]', *positional])}"
     sections = [("", _rows(words)), ("options:", [*_rows(flags), ("-h, --help", "Show this page.")])]
     if has_settings(options):
@@ -314,11 +212,11 @@ def _groups(config: Config, *, is_whole: bool) -> Iterator[tuple[str, list[tuple
     for group, cls in sorted(group_classes().items(), key=lambda item: item[0] != "run"):
         shown = [one for one in settings().values() if one.group == group and (is_whole or Mark.COMMON in one.marks)]
         if shown:
-            yield f"[{group}] {cls.__doc__}", _rows(setting_argument(one, config) for one in shown)
+            yield f"[{group}] {cls.__doc__}", _rows(replace(one, default=value_of(config, one.name)) for one in shown)
 
 
-def _rows(options: Iterable[Argument]) -> list[tuple[str, str]]:
-    return [(argument.name, argument.text) for argument in options]
+def _rows(options: Iterable[Setting]) -> list[tuple[str, str]]:
+    return [(name_of(argument), text_of(argument)) for argument in options]
 
 
 def choices(kind: Any) -> tuple[str, ...]:
@@ -341,7 +239,8 @@ def base_config(groups: Sequence[Words]) -> Config:
     Raises:
         ConfigError: the preset is unknown, the file is wrong, or they name two presets.
     """
-    named = last_value(groups, "--preset")
+    swept = [word for group in groups if group.flag == "--over" for word in group.values if word.startswith("preset=")]
+    named = last_value(groups, "--preset") or (swept[0].removeprefix("preset=").partition(",")[0] if swept else None)
     file = last_value(groups, "--config")
     values = {} if file is None else load_values(file)
     written = values.get("preset")
@@ -412,7 +311,7 @@ def parse(options: type[OptionsT], groups: Sequence[Words], *, command: str, con
         print(help_page(options, command=command, config=config, is_whole=is_whole))
         raise SystemExit(0)
     try:
-        values = _read(groups, arguments(options, config))
+        values = _read(groups, arguments(options))
     except ValueError as error:
         problem = str(error)
         raise ConfigError(f"{problem}{' ' if problem.endswith('?') else '; '}see `{command} --help`") from None
@@ -428,56 +327,49 @@ def parse(options: type[OptionsT], groups: Sequence[Words], *, command: str, con
 
 def known_flags(options: type[Any]) -> list[str]:
     """Every flag of a command, in the order of its page."""
-    return ["-h", "--help", *(flag for one in arguments(options) if one.flag for flag in one.spellings)]
+    return ["-h", "--help", *(flag for one in arguments(options) if one.flag for flag in spellings(one))]
 
 
-def _read(groups: Sequence[Words], declared: Sequence[Argument]) -> dict[str, Any]:
+def _read(groups: Sequence[Words], declared: Sequence[Setting]) -> dict[str, Any]:
     """The values that words give to arguments, by key; raises ValueError where they give none."""
     values: dict[str, Any] = {}
     words: list[str] = []
-    by_flag = {flag: one for one in declared if one.flag for flag in one.spellings}
+    by_flag = {flag: one for one in declared if one.flag for flag in spellings(one)}
     for group in groups:
         argument = by_flag.get(group.flag)
         if argument is None or argument.kind is bool:
             words += group.values
             if argument is not None:
-                values[argument.key] = group.flag == argument.flag
+                values[argument.name] = group.flag == argument.flag
             continue
         size = _size(argument)
         own = group.values[:size] if size else group.values
         value = _read_value(argument, own)
-        values[argument.key] = values.get(argument.key, ()) + value if group.flag in JOINED and not size else value
+        values[argument.name] = values.get(argument.name, ()) + value if group.flag in JOINED and not size else value
         words += group.values[len(own) :]
     for argument in (one for one in declared if not one.flag):
         own_words = words[: _size(argument) or len(words)]
         words = words[len(own_words) :]
         if own_words or (not _size(argument) and argument.default is dataclasses.MISSING):
-            values[argument.key] = _read_value(argument, own_words)
+            values[argument.name] = _read_value(argument, own_words)
     if words:
-        named = presets().keys() & {*words} if "preset" in {one.key for one in declared} else ()
+        named = presets().keys() & {*words} if "preset" in {one.name for one in declared} else ()
         hint = f"; did you mean --preset {min(named)}?" if named else ""
         raise ValueError(f"unexpected words: {' '.join(words)}{hint}")
-    if missing := [argument.name for argument in declared if argument.is_required and argument.key not in values]:
+    if missing := [name_of(one) for one in declared if is_required(one) and one.name not in values]:
         raise ValueError(f"missing: {', '.join(missing)}")
     return values
 
 
-def _size(argument: Argument) -> int:
+def _size(argument: Setting) -> int:
     """Words of a value; 0 for any number."""
     return item_kind(argument.kind)[1] if get_origin(argument.kind) is tuple else 1
 
 
-def _read_value(argument: Argument, words: Sequence[str]) -> Any:
+def _read_value(argument: Setting, words: Sequence[str]) -> Any:
     if len(words) < _size(argument):
         raise ValueError(f"{argument.flag} lacks a value; allowed: {describe(argument.kind)}")
-    is_setting = get_origin(argument.kind) is tuple  # commands with one device have no --accelerator
-    if argument.flag == "--device" and is_setting and words and PROCESSORS.fullmatch(words[0]):
-        where = "cpu" if words[0].startswith("cpu") else "cuda"
-        raise ValueError(f"--device describes a client's machine; where packs train is --accelerator {where}")
     try:
         return from_words(words, argument.kind)
     except ValueError as error:
-        problem = f"{argument.flag or argument.metavar}: {error}"
-        if argument.flag == "--tune" and words[0].isdecimal():  # in papers tuning is a number of settings tried
-            problem += f"; how many settings of every method are tried is `atlas compare --trials {words[0]}`"
-        raise ValueError(problem) from None
+        raise ValueError(f"{argument.flag or argument.metavar}: {error}") from None

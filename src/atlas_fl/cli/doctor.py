@@ -1,25 +1,28 @@
-"""`atlas doctor`: what is installed, which devices there are, what is missing, and how long runs take here."""
+"""`atlas doctor`, what there is and how long runs take here, and `atlas demo`, a first run that explains itself."""
 
 import os
 import platform
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
 from rich.markup import escape
 
-from atlas_fl.cli.arguments import parse, split
-from atlas_fl.cli.display import show
+from atlas_fl.cli.display import going_on, show, show_progress
+from atlas_fl.cli.options import DemoOptions, DoctorOptions
+from atlas_fl.config import Config, run_folder, validate
+from atlas_fl.config.presets import find_preset
 from atlas_fl.report.format import EMPTY, add_columns, human_bytes, new_table, seconds
 from atlas_fl.storage.extras import install_command
 
 if TYPE_CHECKING:
     from atlas_fl.experiment.installation import Installation, Problem
     from atlas_fl.experiment.run_time import RunTime
+    from atlas_fl.storage.run_folder import RunFolder
 
 MISSING = 1
 PRESETS = ("smoke", "quick")
@@ -27,21 +30,8 @@ PRESETS = ("smoke", "quick")
 ALWAYS_SHOWN = ("torch", "transformers", "peft", "datasets", "numpy", "scikit-learn")
 
 
-@dataclass(frozen=True, kw_only=True)
-class DoctorOptions:
-    """Show what is installed, which devices there are, what is missing and how to get it, and how long the presets
-    smoke and quick take on this machine; exits with 1 where something is missing that they need."""
-
-    measure: bool = True
-    """Train some steps, a few seconds, to say how long runs take."""
-    runs_dir: str = "runs"
-    """Where run folders would lie."""
-
-
-def doctor(words: Sequence[str]) -> int:
+def doctor(options: DoctorOptions) -> int:
     """Show what there is; 0 where a run of the embedded presets needs nothing else, 1 where it does."""
-    options = parse(DoctorOptions, split(words), command="atlas doctor")
-
     from atlas_fl.experiment.installation import inspect_installation, problems_of
 
     found = inspect_installation(runs_dir=Path(options.runs_dir))
@@ -61,7 +51,6 @@ def measure(preset: str) -> "RunTime":
     """The time of a run of this preset on this machine."""
     start_time = time.perf_counter()
 
-    from atlas_fl.config.presets import find_preset
     from atlas_fl.experiment.run_time import measure_run
 
     return measure_run(find_preset(preset), start_time=start_time)
@@ -117,3 +106,62 @@ def problem_lines(problems: "Sequence[Problem]") -> Iterator[str]:
     count = sum(problem.is_needed for problem in problems)
     things = "1 thing is" if count == 1 else f"{count} things are"
     yield f"{things} missing" if count else "everything is here that the embedded presets need"
+
+
+def demo(options: DemoOptions) -> int:
+    """Run what these words name, write its page and print where it lies; 0."""
+    base = find_preset(options.preset)
+    config = validate(replace(base, run=replace(base.run, runs_dir=options.runs_dir)))
+    folder = run_folder(config)
+    show(introduction(config))
+    if not folder.config.exists():
+        show(["", "measuring some training steps ..."])
+        show(time_lines(measure(options.preset)))
+    show([""])
+
+    from atlas_fl.cli.tables import outcome
+    from atlas_fl.experiment.run import run_config
+    from atlas_fl.report.html.write import write_report
+
+    with show_progress() as on_event, going_on("the same command"):
+        result = run_config(config, resume=True, on_event=on_event)
+    show(outcome(result.folder, result.summary, complete=result.complete))
+    page = write_report([result.folder])
+    show([*next_steps(config, folder), str(page)])
+    return 0
+
+
+def introduction(config: Config) -> Iterator[str]:
+    """Description of a run of this config, in the words of a newcomer."""
+    data, rounds = config.data, config.training.rounds
+    tasks = ", ".join(data.tasks)
+    clients = len(data.tasks) * data.clients_per_task
+    yield f"{clients} clients train together on this machine, {data.clients_per_task} for each task: {tasks}."
+    yield "Each keeps its own texts and ends with its own model, a small adapter on one frozen encoder."
+    yield "  1. fingerprints: which clients are alike, from what each computes on its own texts"
+    yield "  2. ranks: how large an adapter each client's device can hold"
+    yield f"  3. {rounds} rounds of training and mixing: a line each, with the mean score and the worst client's"
+    yield "  4. report.html: what came out, on one page"
+    yield f"It is `atlas run --preset {config.run.preset}`, which repeats to the bit on this machine."
+
+
+def time_lines(predicted: "RunTime") -> Iterator[str]:
+    """Time that a run takes, from what was measured."""
+    before = predicted.loading + predicted.planning
+    yield (
+        f"about {seconds(predicted.total)} on this machine as busy as it is now: {seconds(before)} before round 1,"
+        f" then {seconds(predicted.round)} for each of {predicted.rounds} rounds"
+    )
+    yield "Stop it with Ctrl-C whenever you like; the same command goes on after the last complete round."
+
+
+def next_steps(config: Config, folder: "RunFolder") -> Iterator[str]:
+    """Next steps after this run."""
+    preset = config.run.preset
+    yield ""
+    yield "What to look at next:"
+    yield f"  atlas report {folder.path}    also draws each figure as PNG and PDF"
+    yield f"  atlas run --preset {preset} --strategy local    everyone alone: what training together is worth"
+    yield f"  atlas compare --preset {preset} --strategies local fedavg_cluster atlas --seeds 3    with intervals"
+    yield "  docs/guides/your-own-data.md    a csv file of yours"
+    yield "Open this page in a browser:"

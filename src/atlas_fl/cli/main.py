@@ -4,11 +4,12 @@ import errno
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from importlib.metadata import version
 
-from atlas_fl.cli import demo, deploy, doctor, methods, results, run, sweep, watch
-from atlas_fl.cli.arguments import Command, table, wrap_lines
-from atlas_fl.errors import AtlasError, ConfigError, did_you_mean, replace_unprintable, short_repr
+from atlas_fl.cli import options
+from atlas_fl.cli.arguments import ALIASES, Command, Words, last_value, parse, split, table, wrap_lines
+from atlas_fl.errors import MAX_REPR_CHARACTERS, AtlasError, ConfigError, did_you_mean, replace_unprintable, short_repr
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 """Errors of a disk that takes no more."""
@@ -17,33 +18,40 @@ SPINS = "10000"
 """Times that a thread of GNU OpenMP looks for new work before it sleeps: fewer cost time on an idle machine."""
 
 
+OF_ONE_RUN = {
+    "--seed": "how many seeds there are is --seeds, and which they are `atlas sweep --help` says",
+    "--strategy": "name all that are compared with --strategies",
+}
+"""Settings that runs of a comparison have each of their own, and what to give instead."""
 COMMANDS: Mapping[str, Command] = {
-    "fetch": Command(run.fetch, run.FetchOptions),
-    "doctor": Command(doctor.doctor, doctor.DoctorOptions),
-    "demo": Command(demo.demo, demo.DemoOptions),
-    "list": Command(run.catalogue, run.ListOptions),
-    "check-method": Command(methods.check_methods, methods.CheckMethodOptions),
-    "plan": Command(run.plan, run.PlanOptions),
-    "run": Command(run.run, run.RunOptions),
-    "resume": Command(run.resume, run.ResumeOptions),
-    "report": Command(results.report, results.ReportOptions),
-    "watch": Command(watch.watch, watch.WatchOptions),
-    "results": Command(results.page_of_results, results.ResultsOptions),
-    "audit": Command(results.audit, results.AuditOptions),
-    "export": Command(results.export, results.ExportOptions),
-    "place": Command(results.place, results.PlaceOptions),
-    "compare": Command(sweep.compare, sweep.CompareOptions),
-    "sweep": Command(sweep.sweep, sweep.SweepOptions),
-    "search": Command(sweep.search, sweep.SearchOptions),
-    "leakage": Command(results.leakage, results.LeakageOptions),
-    "masks": Command(results.masks, results.MasksOptions),
-    "vectors": Command(results.vectors, results.VectorsOptions),
-    "certs": Command(deploy.certs, deploy.CertsOptions),
-    "serve": Command(deploy.serve, deploy.ServeOptions),
-    "join": Command(deploy.join, deploy.JoinOptions),
+    "fetch": Command("run.fetch", options.FetchOptions),
+    "doctor": Command("doctor.doctor", options.DoctorOptions),
+    "demo": Command("doctor.demo", options.DemoOptions),
+    "list": Command("run.catalogue", options.ListOptions),
+    "check-method": Command("run.check_methods", options.CheckMethodOptions),
+    "plan": Command("run.plan", options.PlanOptions),
+    "run": Command("run.run", options.RunOptions),
+    "resume": Command("run.resume", options.ResumeOptions),
+    "report": Command("results.report", options.ReportOptions),
+    "watch": Command("watch.watch", options.WatchOptions),
+    "results": Command("results.page_of_results", options.ResultsOptions),
+    "audit": Command("results.audit", options.AuditOptions),
+    "export": Command("results.export", options.ExportOptions),
+    "place": Command("results.place", options.PlaceOptions),
+    "compare": Command("sweep.compare", options.CompareOptions, refused=("--seed", "--strategy")),
+    "sweep": Command("sweep.sweep", options.SweepOptions, refused=("--seed",)),
+    "search": Command("sweep.search", options.SearchOptions),
+    "leakage": Command("results.leakage", options.LeakageOptions),
+    "masks": Command("results.masks", options.MasksOptions),
+    "vectors": Command("results.vectors", options.VectorsOptions),
+    "certs": Command("deploy.certs", options.CertsOptions),
+    "serve": Command("deploy.serve", options.ServeOptions),
+    "join": Command("deploy.join", options.JoinOptions),
 }
 """In the order in which a newcomer meets them."""
 
+COMPARED = {**ALIASES, "--ablation": "--strategies"}
+"""The same in a comparison."""
 SYNONYMS = {"train": "run", "visualize": "report", "visualise": "report", "plot": "report", "ls": "list"}
 """Commands of other programs, and their names here."""
 
@@ -100,7 +108,20 @@ def _dispatch(words: Sequence[str]) -> int:
         raise ConfigError(
             f"unknown command {short_repr(first)}{did_you_mean(first, COMMANDS)} known: {', '.join(COMMANDS)}"
         )
-    return COMMANDS[first].run(words[1:])
+    groups = split(words[1:], aliases=COMPARED if first == "compare" else ALIASES)
+    if first == "run" and (resumed := last_value(groups, "--resume")) is not None:
+        first = "resume"
+        groups = (Words("", (resumed,)), *(group for group in groups if group.flag != "--resume"))
+    command = COMMANDS[first]
+    for group in groups:
+        if group.flag in command.refused:
+            given = " ".join(group.values)[:MAX_REPR_CHARACTERS]
+            raise ConfigError(f"{group.flag} {given} is for one run, and these are several; {OF_ONE_RUN[group.flag]}")
+    parsed = parse(command.options, groups, command=f"atlas {first}")
+    module, _, function = command.run.partition(".")
+    run = getattr(import_module(f"{options.__package__}.{module}"), function)
+    code: int = run(parsed, groups) if first == "compare" else run(parsed)
+    return code
 
 
 def _wait_asleep() -> None:

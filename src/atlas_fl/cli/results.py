@@ -1,49 +1,59 @@
 """`atlas report`, `results`, `audit`, `export`, `place`, `leakage`, `masks` and `vectors`: commands on runs."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Any
 
-from atlas_fl.cli.arguments import Positional, check_target, holds_json, new_folder, parse, split
+from atlas_fl.audit.check import audit_run
+from atlas_fl.cli import options as cli
+from atlas_fl.cli.arguments import check_target, holds_json, new_folder
 from atlas_fl.cli.display import labels_of, show, show_progress
-from atlas_fl.config import Config, validate
+from atlas_fl.cli.tables import audit_table, failure_lines, placement
+from atlas_fl.config import validate
 from atlas_fl.config.values import LARGEST
 from atlas_fl.errors import AtlasError, ConfigError
+from atlas_fl.experiment.export import export_client
+from atlas_fl.experiment.task_arithmetic import (
+    ScaleRow,
+    TrainedRun,
+    base_weights,
+    best_scale,
+    load_trained_run,
+    masks_by_client,
+    save_merged,
+    score_scales,
+    task_vectors,
+)
+from atlas_fl.params import Params, num_values
+from atlas_fl.planning.place_client import place_client
+from atlas_fl.planning.planner import measure_leakage
 from atlas_fl.plugins import load_plugins
+from atlas_fl.report.drawing import draw, save_png
+from atlas_fl.report.federation_results import federation_results
+from atlas_fl.report.figures import draw_all
+from atlas_fl.report.finished_runs import begins_with, find_finished_runs, to_csv
+from atlas_fl.report.format import percent
+from atlas_fl.report.html.write import is_page, write_report
+from atlas_fl.report.mask_charts import density_chart, overlap_chart, scales_chart, scales_csv
+from atlas_fl.report.results_page import BEGINNING, write_page
+from atlas_fl.report.table import Cell, Number, Table, count, plain, share
+from atlas_fl.report.tables import leakage_table
+from atlas_fl.sparse.masks import check_same_model, density_by_layer, merge_masks, num_kept, overlap, read_mask
+from atlas_fl.sparse.task_vectors import apply_vector, merge_vectors
+from atlas_fl.storage.digests import check_files
+from atlas_fl.storage.folder_access import write_atomic
+from atlas_fl.storage.jsonl import write_json
+from atlas_fl.storage.run_folder import RunFolder, find_run
+from atlas_fl.storage.tensors import write_tensors
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReportOptions:
-    """Write one page, report.html, that shows a run or compares several: a file that opens in any browser and loads
-    nothing. Also draw the figures of each run, as PNG and PDF with their numbers as CSV, into its folder `figures`."""
-
-    runs: Annotated[tuple[str, ...], Positional("RUN ...")]
-    """Folders of runs, or their names in --runs-dir."""
-    runs_dir: str = "runs"
-    """Where run folders lie."""
-    to: str | None = None
-    """The page; by default report.html in the run's folder, or beside the first of several runs."""
-    control: str | None = None
-    """Strategy that the others are compared with, of several runs; fedavg_cluster, fedavg or local by default."""
-    page_only: bool = False
-    """Write the page and draw no figures."""
-    plugin: tuple[str, ...] = ()
-    """Plug-ins with figures of your own; those that a run names are not loaded. May be repeated."""
-
-
-def report(words: Sequence[str]) -> int:
+def report(options: cli.ReportOptions) -> int:
     """Write the page and draw the figures of the runs that these words name; 0."""
-    options = parse(ReportOptions, split(words), command="atlas report")
-
     if not options.runs:
         raise ConfigError(
             "no run is named; give the folder of a run, or its name in --runs-dir; see `atlas report --help`"
         )
-
-    from atlas_fl.report.figures import draw_all
-    from atlas_fl.report.html.write import is_page, write_report
-    from atlas_fl.storage.run_folder import find_run
 
     check_target(options.to, example="report.html", is_own=is_page)
     if options.control is not None and len(options.runs) == 1:
@@ -56,31 +66,10 @@ def report(words: Sequence[str]) -> int:
     return 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class ResultsOptions:
-    """Write one page of results, as Markdown, from all finished runs below some folders: a table of methods for each
-    federation with tests against the control, and ranks over all of them."""
-
-    folders: Annotated[tuple[str, ...], Positional("FOLDER ...")]
-    """Folders in which runs lie, at any depth, and CSV files that --csv wrote."""
-    to: str | None = None
-    """The file to write; printed by default."""
-    csv: str | None = None
-    """A file for the runs themselves, one row each: scores, bytes, and the flags that make the run again."""
-    control: str = "fedavg"
-    """The strategy that the others are tested against."""
-
-
-def page_of_results(words: Sequence[str]) -> int:
+def page_of_results(options: cli.ResultsOptions) -> int:
     """Write the page that these words ask for; 0."""
-    options = parse(ResultsOptions, split(words), command="atlas results")
     if not options.folders:
         raise ConfigError("no folder is named; give the folder in which runs lie, such as runs")
-
-    from atlas_fl.report.federation_results import federation_results
-    from atlas_fl.report.finished_runs import begins_with, find_finished_runs, to_csv
-    from atlas_fl.report.results_page import BEGINNING, write_page
-    from atlas_fl.storage.folder_access import write_atomic
 
     check_target(options.to, example="results.md", is_own=lambda path: begins_with(path, text=BEGINNING))
     check_target(options.csv, example="results.csv", is_own=begins_with, flag="--csv")
@@ -103,27 +92,8 @@ def page_of_results(words: Sequence[str]) -> int:
 MISMATCH = 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class AuditOptions:
-    """Recompute every round of a run that was made with --audit, from its plan, in float64 and by other code than the
-    run's; compare what clients loaded with what the server sent; exits with 1 on any mismatch."""
-
-    run: Annotated[str, Positional("RUN")]
-    """Folder of the run, or its name in --runs-dir."""
-    others: Annotated[tuple[str, ...], Positional("OTHER ...")] = ()
-    """More runs: no two that should differ may have the same final models."""
-    runs_dir: str = "runs"
-    """Where run folders lie."""
-
-
-def audit(words: Sequence[str]) -> int:
+def audit(options: cli.AuditOptions) -> int:
     """Audit the runs that these words name; 0 if all is well, 1 if not."""
-    options = parse(AuditOptions, split(words), command="atlas audit")
-
-    from atlas_fl.audit.check import audit_run as audit_run
-    from atlas_fl.cli.tables import audit_table, failure_lines
-    from atlas_fl.storage.run_folder import find_run
-
     run, *others = [find_run(name, runs_dir=options.runs_dir).path for name in (options.run, *options.others)]
     with show_progress() as tell:
         report = audit_run(run, tuple(others), on_event=tell)
@@ -141,31 +111,8 @@ def audit(words: Sequence[str]) -> int:
     return 0 if report.ok else MISMATCH
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExportOptions:
-    """Write the model of one client: adapter and head as `PeftModel.from_pretrained` reads them, or of a run that
-    trained whole models all of it, as `AutoModelForImageClassification.from_pretrained` does."""
-
-    run: Annotated[str, Positional("RUN")]
-    """Folder of the run, or its name in --runs-dir."""
-    client: str
-    """Name of the client, such as movie-0, or its number from 0 on in the order of the plan."""
-    to: str
-    """A new folder to write to."""
-    round: str | None = None
-    """`best` for the round with the best mean validation score, or a number; the last one by default. Rounds of before
-    are there where `--keep-best` or `--keep-checkpoints` kept them."""
-    runs_dir: str = "runs"
-    """Where run folders lie."""
-
-
-def export(words: Sequence[str]) -> int:
+def export(options: cli.ExportOptions) -> int:
     """Export what these words name; 0."""
-    options = parse(ExportOptions, split(words), command="atlas export")
-
-    from atlas_fl.experiment.export import export_client as export_client
-    from atlas_fl.storage.run_folder import find_run
-
     to, folder = new_folder(options.to), find_run(options.run, runs_dir=options.runs_dir).path
     notes: list[str] = []
     written = export_client(
@@ -175,29 +122,8 @@ def export(words: Sequence[str]) -> int:
     return 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlaceOptions:
-    """Say to which cluster of a run a newcomer belongs: its fingerprint is taken as the run took those of its clients;
-    trains nothing federally and writes nothing."""
-
-    run: Annotated[str, Positional("RUN")]
-    """Folder of the run, or its name in --runs-dir."""
-    task: str
-    """The newcomer's data: your own as `name=path`, with text=, pair= and label= as needed, or a task's name."""
-    samples: int | None = None
-    """Training examples that it has; as many as a client of the run by default."""
-    runs_dir: str = "runs"
-    """Where run folders lie."""
-
-
-def place(words: Sequence[str]) -> int:
+def place(options: cli.PlaceOptions) -> int:
     """Print the place of the newcomer that these words describe; 0."""
-    options = parse(PlaceOptions, split(words), command="atlas place")
-
-    from atlas_fl.cli.tables import placement
-    from atlas_fl.planning.place_client import place_client
-    from atlas_fl.storage.run_folder import find_run
-
     folder = find_run(options.run, runs_dir=options.runs_dir).path
     with show_progress() as on_event:
         newcomer = place_client(folder, task=options.task, samples=options.samples, on_event=on_event)
@@ -205,30 +131,10 @@ def place(words: Sequence[str]) -> int:
     return 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class LeakageOptions:
-    """Show what a cut at each block would give away of every task's texts over --wire and with --wire-noise: dFIL, and
-    how many tokens a linear probe reads. Trains nothing and writes nothing but with --to."""
-
-    config: str | None = None
-    """A TOML or YAML file of settings, such as the config.toml of a run."""
-    cuts: tuple[int, ...] = ()
-    """Blocks on the client; every possible number by default."""
-    to: str | None = None
-    """Write the table as JSON to this file as well."""
-    settings: Config = field(default_factory=Config)
-
-
-def leakage(words: Sequence[str]) -> int:
+def leakage(options: cli.LeakageOptions) -> int:
     """Print what cuts give away under what these words say; 0."""
-    groups = split(words)
-    options = parse(LeakageOptions, groups, command="atlas leakage")
     config = validate(options.settings)
     check_target(options.to, example="leakage.json", is_own=lambda path: holds_json(path, keys=("dfil", "blocks")))
-
-    from atlas_fl.planning.planner import measure_leakage
-    from atlas_fl.report.tables import leakage_table
-    from atlas_fl.storage.jsonl import write_json
 
     with show_progress() as on_event:
         measured = measure_leakage(config, cuts=options.cuts or None, on_event=on_event)
@@ -239,43 +145,13 @@ def leakage(words: Sequence[str]) -> int:
     return 0
 
 
-if TYPE_CHECKING:
-    from atlas_fl.experiment.task_arithmetic import ScaleRow, TrainedRun
-    from atlas_fl.params import Params
-    from atlas_fl.report.table import Table
-
-
-@dataclass(frozen=True, kw_only=True)
-class MasksOptions:
-    """Show and draw where masks let weights move, and how far several of them agree; with --merge write one mask for a
-    run to come (`--mask-file`)."""
-
-    masks: Annotated[tuple[str, ...], Positional("RUN|FILE ...")]
-    """Folders of runs, their names in --runs-dir, or files of masks."""
-    clients: int | None = None
-    """Instead of a run's one mask those that so many of its clients would make, each by its own scores alone; they are
-    computed again."""
-    merge: Literal["none", "union", "intersection"] = "none"
-    """Make one mask: what at least one of them lets move, or what all do."""
-    to: str | None = None
-    """The file that the merged mask is written to."""
-    runs_dir: str = "runs"
-    """Where run folders lie, and the figures of several masks; those of one lie in its folder."""
-
-
-def masks(words: Sequence[str]) -> int:
+def masks(options: cli.MasksOptions) -> int:
     """Show, draw and merge the masks that these words name; 0."""
-    options = parse(MasksOptions, split(words), command="atlas masks")
     if not options.masks:
         raise ConfigError("no mask is named; give the folders of runs, or files of masks; see `atlas masks --help`")
     if (options.merge == "none") != (options.to is None):
         raise ConfigError("--merge says how masks become one and --to which file gets it; give both, or neither")
     check_target(options.to, example="mask.safetensors", is_own=_is_mask)
-
-    from atlas_fl.params import num_values
-    from atlas_fl.report.format import percent
-    from atlas_fl.sparse.masks import check_same_model, merge_masks, num_kept, read_mask
-    from atlas_fl.storage.tensors import write_tensors
 
     files = _files(options)
     if options.clients is None:
@@ -296,7 +172,6 @@ def masks(words: Sequence[str]) -> int:
 
 
 def _is_mask(path: Path) -> bool:
-    from atlas_fl.sparse.masks import read_mask
 
     try:
         return bool(read_mask(path))
@@ -304,11 +179,8 @@ def _is_mask(path: Path) -> bool:
         return False
 
 
-def _files(options: MasksOptions) -> dict[Path, Path]:
+def _files(options: cli.MasksOptions) -> dict[Path, Path]:
     """The file of every mask, by what was named: a run's folder, or the file itself."""
-    from atlas_fl.storage.digests import check_files
-    from atlas_fl.storage.run_folder import find_run
-
     mask_files: dict[Path, Path] = {}
     for name in options.masks:
         if Path(name).is_file():
@@ -322,19 +194,14 @@ def _files(options: MasksOptions) -> dict[Path, Path]:
     return mask_files
 
 
-def _of_clients(options: MasksOptions, named: Sequence[Path], *, clients: int) -> dict[str, Any]:
-    from atlas_fl.experiment.task_arithmetic import masks_by_client
-    from atlas_fl.storage.run_folder import find_run
+def _of_clients(options: cli.MasksOptions, named: Sequence[Path], *, clients: int) -> dict[str, Any]:
 
     if len(named) != 1:
         raise ConfigError(f"--clients is for the clients of one run, and {len(named)} masks are named; name one run")
     return dict(masks_by_client(find_run(named[0], runs_dir=options.runs_dir), clients=clients))
 
 
-def _mask_table(masks: Mapping[str, Mapping[str, Any]], named: Sequence[Path]) -> "Table":
-    from atlas_fl.params import num_values
-    from atlas_fl.report.table import Cell, Table, count, plain, share
-    from atlas_fl.sparse.masks import num_kept, overlap
+def _mask_table(masks: Mapping[str, Mapping[str, Any]], named: Sequence[Path]) -> Table:
 
     numbers = [str(index) for index in range(1, len(masks) + 1)] if len(masks) > 1 else []
     rows: list[list[Cell]] = []
@@ -348,7 +215,7 @@ def _mask_table(masks: Mapping[str, Mapping[str, Any]], named: Sequence[Path]) -
     return Table(title="Masks", columns=columns, rows=rows, note="\n".join(lines))
 
 
-def _figures(options: MasksOptions, named: Sequence[Path]) -> Path:
+def _figures(options: cli.MasksOptions, named: Sequence[Path]) -> Path:
     """The folder of the figures: that of the one run, beside the one file, or where the runs lie."""
     if len(named) > 1:
         return Path(options.runs_dir)
@@ -356,10 +223,6 @@ def _figures(options: MasksOptions, named: Sequence[Path]) -> Path:
 
 
 def _draw(masks: Mapping[str, Mapping[str, Any]], *, folder: Path) -> list[Path]:
-    from atlas_fl.params import num_values
-    from atlas_fl.report.drawing import draw, save_png
-    from atlas_fl.report.mask_charts import density_chart, overlap_chart
-    from atlas_fl.sparse.masks import density_by_layer, num_kept, overlap
 
     within = folder.parent if folder.name == "figures" else folder
     shares = [num_kept(mask) / num_values(mask) for mask in masks.values()]
@@ -372,37 +235,11 @@ def _draw(masks: Mapping[str, Mapping[str, Any]], *, folder: Path) -> list[Path]
     return paths
 
 
-@dataclass(frozen=True, kw_only=True)
-class VectorsOptions:
-    """Merge what finished runs on images have added to one model, and score the merged model on the tasks of all of
-    them, at several scales. With --to the best one by validation is written, as stock transformers load it."""
-
-    runs: Annotated[tuple[str, ...], Positional("RUN ...")]
-    """Folders of runs, or their names in --runs-dir."""
-    base: str | None = None
-    """Model that is subtracted: a run, an alias, a hub name or a directory; by default that of the runs."""
-    merge: Literal["mean", "ties"] = "mean"
-    """Way in which task vectors become one: their mean, or TIES (trim, elect signs, merge)."""
-    keep: float = 0.2
-    """Share of each task vector that TIES keeps."""
-    scales: str = "0,0.25,0.5,0.75,1"
-    """Factors of the merged vector; 0 is the base with the runs' heads, below 0 the task is forgotten."""
-    to: str | None = None
-    """A new folder for the merged models, the table as CSV, and its figure."""
-    runs_dir: str = "runs"
-    """Where run folders lie."""
-
-
-def vectors(words: Sequence[str]) -> int:
+def vectors(options: cli.VectorsOptions) -> int:
     """Merge, score and write what these words name; 0."""
-    options = parse(VectorsOptions, split(words), command="atlas vectors")
     if not options.runs:
         raise ConfigError("no run is named; give the folders of finished runs; see `atlas vectors --help`")
     scales, to = _scales(options.scales), None if options.to is None else new_folder(options.to)
-
-    from atlas_fl.experiment.task_arithmetic import best_scale, load_trained_run, score_scales, task_vectors
-    from atlas_fl.sparse.task_vectors import merge_vectors
-    from atlas_fl.storage.run_folder import find_run
 
     folders = [find_run(run, runs_dir=options.runs_dir) for run in dict.fromkeys(options.runs)]
     names = labels_of([folder.path for folder in folders])
@@ -427,9 +264,7 @@ def _scales(text: str) -> list[float]:
     return list(dict.fromkeys(scales))
 
 
-def _base(options: VectorsOptions, runs: "Sequence[TrainedRun]") -> "Params":
-    from atlas_fl.experiment.task_arithmetic import base_weights, load_trained_run
-    from atlas_fl.storage.run_folder import RunFolder
+def _base(options: cli.VectorsOptions, runs: Sequence[TrainedRun]) -> Params:
 
     named = options.base
     if named is None:
@@ -443,8 +278,7 @@ def _base(options: VectorsOptions, runs: "Sequence[TrainedRun]") -> "Params":
         raise ConfigError(f"--base {named} is no run, here or in {options.runs_dir}; as a model: {error}") from error
 
 
-def _scale_table(rows: "Sequence[ScaleRow]", *, best: "ScaleRow", title: str) -> "Table":
-    from atlas_fl.report.table import Number, Table, plain
+def _scale_table(rows: Sequence[ScaleRow], *, best: ScaleRow, title: str) -> Table:
 
     names = list(rows[0].test)
     cells = [
@@ -462,18 +296,13 @@ def _scale_table(rows: "Sequence[ScaleRow]", *, best: "ScaleRow", title: str) ->
 
 
 def _write_model(
-    runs: "Mapping[str, TrainedRun]",
-    base: "Params",
-    vector: "Params",
-    rows: "Sequence[ScaleRow]",
+    runs: Mapping[str, TrainedRun],
+    base: Params,
+    vector: Params,
+    rows: Sequence[ScaleRow],
     *,
     to: Path,
 ) -> Iterator[str]:
-    from atlas_fl.experiment.task_arithmetic import best_scale, save_merged
-    from atlas_fl.report.drawing import draw, save_png
-    from atlas_fl.report.mask_charts import scales_chart, scales_csv
-    from atlas_fl.sparse.task_vectors import apply_vector
-    from atlas_fl.storage.folder_access import write_atomic
 
     best = best_scale(rows)
     tested = {row.scale: row.test for row in rows}

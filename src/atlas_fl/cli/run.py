@@ -1,116 +1,62 @@
 """`atlas run`, `plan`, `resume`, `fetch` and `list`, and the flag of experiment trackers."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import TypeAlias
 
 from rich.table import Table
 
-from atlas_fl.cli.arguments import (
-    Positional,
-    SettingsOptions,
-    Words,
-    check_target,
-    holds_json,
-    last_value,
-    parse,
-    split,
-)
+from atlas_fl.cli import options as cli
+from atlas_fl.cli.arguments import check_target, holds_json
 from atlas_fl.cli.display import going_on, show, show_progress
+from atlas_fl.cli.tables import outcome
 from atlas_fl.config import Config, load_config, pin_mask_file, run_folder, settings, validate, value_of
 from atlas_fl.config.conflicts import conflicts, flag_of
-from atlas_fl.config.methods import method_class, published_methods, with_method_settings
+from atlas_fl.config.methods import knobs_of, method_class, published_methods, with_method_settings
+from atlas_fl.config.presets import presets
 from atlas_fl.config.settings import replace_settings
-from atlas_fl.config.values import to_words
+from atlas_fl.config.values import describe, to_words
+from atlas_fl.data.registry import TASKS
 from atlas_fl.errors import ConfigError, unknown_name
 from atlas_fl.events import OnEvent
-from atlas_fl.plugins import load_plugins
+from atlas_fl.experiment.run import RunResult, resume_run, run_config
+from atlas_fl.methods.laws import LAWS, check_method
+from atlas_fl.methods.registry import ALIASES, METHODS, RULES
+from atlas_fl.models.registry import MODELS
+from atlas_fl.planning.planner import make_plan
+from atlas_fl.plugins import load_plugins, registrations
+from atlas_fl.ranks.devices import DEVICES
 from atlas_fl.report.format import human_bytes
-
-if TYPE_CHECKING:
-    from atlas_fl.experiment.run import RunResult
-    from atlas_fl.report.trackers.track_run import Tracker
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrackerOptions:
-    """Experiment trackers that a run is logged to besides its folder; each is an extra of the package."""
-
-    tracker: tuple[str, ...] = ()
-    """Log to a tracker too: `wandb=PROJECT`, `tensorboard=FOLDER`, or `name=place` of a plug-in; may be repeated."""
-
-    def trackers(self) -> tuple["Tracker", ...]:
-        """A tracker for each that is named, with a place to log to; those of plug-ins once these are loaded."""
-        from atlas_fl.report.trackers.registry import TRACKERS
-
-        named = [word.partition("=") for word in self.tracker]
-        for name, sign, place in named:
-            if not sign or name not in TRACKERS:
-                raise unknown_name("tracker in --tracker, which takes name=place,", f"{name}{sign}{place}", TRACKERS)
-        return tuple(TRACKERS[name](place) for name, _, place in named)
+from atlas_fl.report.tables import plan_tables
+from atlas_fl.report.trackers.registry import TRACKERS
+from atlas_fl.report.trackers.track_run import Tracker, track_run
+from atlas_fl.setup.options import parts_of_config
+from atlas_fl.storage.assets import assets, embedded_dir
+from atlas_fl.storage.downloads import fetch_assets
+from atlas_fl.storage.jsonl import write_json
+from atlas_fl.storage.run_folder import find_run
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunOptions(TrackerOptions, SettingsOptions):
-    """Train a federation and leave a run folder. The defaults below are those of --preset and, over it, of --config."""
-
-    resume: bool = False
-    """Go on with the run of these settings, if it was begun."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanOptions(SettingsOptions):
-    """Show clusters, the k table, ranks, and predicted bytes, memory and seconds of a run; trains nothing and writes
-    nothing but with --to."""
-
-    to: str | None = None
-    """Write the plan as JSON to this file as well."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResumeOptions(TrackerOptions):
-    """Go on with a run where its last checkpoint is; it ends with the same bits as one that was never stopped."""
-
-    run: Annotated[str, Positional("RUN")]
-    """Folder of the run, or its name in --runs-dir."""
-    max_rounds: int | None = None
-    """Stop after this many rounds."""
-    runs_dir: str = "runs"
-    """Folder of run folders."""
-
-
-def run(words: Sequence[str]) -> int:
+def run(options: cli.RunOptions) -> int:
     """Run what these words say; 0."""
-    groups = split(words)
-    if (resumed := last_value(groups, "--resume")) is not None:
-        return _resume([Words("", (resumed,)), *(group for group in groups if group.flag != "--resume")])
-    options = parse(RunOptions, groups, command="atlas run")
     config = validate(options.settings)
-
-    from atlas_fl.experiment.run import run_config as run_config
 
     _carry_out(
         config,
         run_folder(config).path,
-        trackers=options.trackers(),
+        trackers=_trackers(options),
         work=lambda on_event: run_config(config, on_event=on_event, resume=options.resume),
     )
     return 0
 
 
-def plan(words: Sequence[str]) -> int:
+def plan(options: cli.PlanOptions) -> int:
     """Print the plan of what these words say; 0."""
-    groups = split(words)
-    options = parse(PlanOptions, groups, command="atlas plan")
     config = pin_mask_file(validate(options.settings))
     check_target(
         options.to, example="plan.json", is_own=lambda path: holds_json(path, keys=("clients", "adjacency", "data"))
     )
-
-    from atlas_fl.planning.planner import make_plan
-    from atlas_fl.report.tables import plan_tables
-    from atlas_fl.storage.jsonl import write_json
 
     with show_progress(notes=False) as on_event:
         plan_json = make_plan(config, on_event=on_event).to_json()
@@ -124,17 +70,8 @@ def plan(words: Sequence[str]) -> int:
     return 0
 
 
-def resume(words: Sequence[str]) -> int:
+def resume(options: cli.ResumeOptions) -> int:
     """Go on with the run that these words name; 0."""
-    return _resume(split(words))
-
-
-def _resume(groups: Sequence[Words]) -> int:
-    options = parse(ResumeOptions, groups, command="atlas resume")
-
-    from atlas_fl.experiment.run import resume_run as resume_run
-    from atlas_fl.storage.run_folder import find_run
-
     if options.max_rounds is not None and options.max_rounds < 1:
         raise ConfigError(f"--max-rounds is {options.max_rounds}; allowed: at least 1; give more, or leave it out")
     folder = find_run(options.run, runs_dir=options.runs_dir, allow_unplanned=True)
@@ -144,19 +81,25 @@ def _resume(groups: Sequence[Words]) -> int:
     _carry_out(
         config,
         folder.path,
-        trackers=options.trackers(),
+        trackers=_trackers(options),
         work=lambda on_event: resume_run(folder.path, max_rounds=options.max_rounds, on_event=on_event),
     )
     return 0
 
 
+def _trackers(options: cli.TrackerOptions) -> tuple[Tracker, ...]:
+    """A tracker for each that is named, with a place to log to; those of plug-ins once these are loaded."""
+    named = [word.partition("=") for word in options.tracker]
+    for name, sign, place in named:
+        if not sign or name not in TRACKERS:
+            raise unknown_name("tracker in --tracker, which takes name=place,", f"{name}{sign}{place}", TRACKERS)
+    return tuple(TRACKERS[name](place) for name, _, place in named)
+
+
 def _carry_out(
-    config: Config, folder: Path, *, trackers: tuple["Tracker", ...], work: Callable[[OnEvent], "RunResult"]
+    config: Config, folder: Path, *, trackers: tuple[Tracker, ...], work: Callable[[OnEvent], RunResult]
 ) -> None:
     """Do this work, show what goes on and what came out, and log it to the trackers that are named."""
-    from atlas_fl.cli.tables import outcome
-    from atlas_fl.report.trackers.track_run import track_run
-
     with (
         show_progress() as on_event,
         going_on(f"`atlas resume {folder}`"),
@@ -168,50 +111,36 @@ def _carry_out(
     show(outcome(result.folder, result.summary, complete=result.complete))
 
 
-@dataclass(frozen=True, kw_only=True)
-class FetchOptions:
-    """Get what the default run needs, the model all-MiniLM-L6-v2 and the labelled texts, or what the vision presets
-    need, a DINOv2 ViT-S/14 and Fashion-MNIST, into a cache of the user's; checked by SHA-256, and nothing is fetched
-    twice. ATLAS_CACHE names another folder."""
-
-    what: Annotated[Literal["embedded", "vision"], Positional("WHAT")] = "embedded"
-    """Assets to get."""
-
-
-def fetch(words: Sequence[str]) -> int:
+def fetch(options: cli.FetchOptions) -> int:
     """Fetch what these words name; 0."""
-    options = parse(FetchOptions, split(words), command="atlas fetch")
-
-    from atlas_fl.storage.assets import assets, embedded_dir
-    from atlas_fl.storage.downloads import fetch_assets
-
     wanted = [asset for asset in assets().values() if asset.group == options.what]
     fetch_assets(wanted, embedded_dir(), report=lambda line: show([line]))
     return 0
 
 
+def check_methods(options: cli.CheckMethodOptions) -> int:
+    """Check every method of this plug-in; 0 where all laws hold, 1 where one does not."""
+    (pinned,) = load_plugins((options.plugin,))
+    methods = registrations(pinned, "method")
+    if not methods:
+        raise ConfigError(f"{options.plugin} registers no method; give it @register('method') from atlas_fl.plugins")
+    lines, failed = [], False
+    for name, method in methods.items():
+        faults = check_method(method)
+        failed = failed or bool(faults)
+        lines += [f"{name}: {fault}" for fault in faults] or [f"{name}: all {len(LAWS)} laws hold ({', '.join(LAWS)})"]
+    show(lines)
+    return int(failed)
+
+
 Lines: TypeAlias = Iterator[tuple[str, ...]]
-What: TypeAlias = Literal["tasks", "models", "strategies", "devices", "presets", "conflicts"]
 
 WRAPPED = ("note", "what it does", "what it is", "reason and remedy")
 """Columns of sentences; every other one keeps its words on one line."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ListOptions:
-    """Show what there is to choose from. Without a word, what can be listed."""
-
-    what: Annotated[What | None, Positional("WHAT")] = None
-    """Registry to list."""
-    name: Annotated[str | None, Positional("NAME")] = None
-    """A strategy, to show it alone with its own settings."""
-    plugin: tuple[str, ...] = ()
-    """Plug-ins whose registrations are listed too; may be repeated."""
-
-
-def catalogue(words: Sequence[str]) -> int:
+def catalogue(options: cli.ListOptions) -> int:
     """Print the registry that these words name; 0."""
-    options = parse(ListOptions, split(words), command="atlas list")
     if options.plugin:
         load_plugins(options.plugin)
     if options.name is not None and options.what != "strategies":
@@ -241,9 +170,6 @@ def _catalogues() -> Lines:
 
 def _knobs(name: str) -> Lines:
     """The settings that a strategy has an effect on, or fixes, with their values under it."""
-    from atlas_fl.methods.registry import ALIASES
-    from atlas_fl.setup.options import parts_of_config
-
     name = ALIASES.get(name, name)
     method = published_methods().get(name)
     config = with_method_settings(replace_settings({"strategy": name}, base=Config()))
@@ -256,6 +182,9 @@ def _knobs(name: str) -> Lines:
         if is_own or setting.name in fixed:
             note = "" if setting.name not in fixed else " Fixed by the strategy."
             yield setting.flag, " ".join(to_words(value_of(config, setting.name))), setting.help + note
+    for knob in knobs_of(method_class(config)).values():
+        allowed = describe(knob.kind) if knob.range is None else knob.range.describe()
+        yield knob.flag, " ".join(to_words(knob.default)), f"{knob.help} ({allowed})"
 
 
 def _conflicts() -> Lines:
@@ -267,7 +196,6 @@ def _conflicts() -> Lines:
 
 
 def _tasks() -> Lines:
-    from atlas_fl.data.registry import TASKS
 
     yield "task", "labels", "metric", "length", "note"
     for task in TASKS.values():
@@ -276,7 +204,6 @@ def _tasks() -> Lines:
 
 
 def _models() -> Lines:
-    from atlas_fl.models.registry import MODELS
 
     yield "model", "size", "lr", "from", "note"
     for model in MODELS.values():
@@ -284,7 +211,6 @@ def _models() -> Lines:
 
 
 def _strategies(alone: str | None = None) -> Lines:
-    from atlas_fl.methods.registry import ALIASES, METHODS, RULES
 
     yield "strategy", "what it does"
     names = [*RULES, *METHODS] if alone is None else [ALIASES.get(alone, alone)]
@@ -308,7 +234,6 @@ def _strategies(alone: str | None = None) -> Lines:
 
 
 def _devices() -> Lines:
-    from atlas_fl.ranks.devices import DEVICES
 
     # the words of --device, so that a line can be copied into a profile of one's own
     yield "device", "memory_gb", "gflops", "up_mbps", "down_mbps", "latency_ms", "max_rank", "upload"
@@ -325,7 +250,6 @@ def _devices() -> Lines:
 
 
 def _presets() -> Lines:
-    from atlas_fl.config.presets import presets
 
     yield "preset", "what it is"
     for name, preset in presets().items():
@@ -336,7 +260,7 @@ def _first_line(function: object) -> str:
     return (function.__doc__ or "").strip().partition("\n")[0]
 
 
-CATALOGUES: Mapping[What, tuple[str, Callable[[], Lines]]] = {
+CATALOGUES: Mapping[cli.What, tuple[str, Callable[[], Lines]]] = {
     "tasks": ("data sets, their labels and metrics", _tasks),
     "models": ("pretrained models by their alias", _models),
     "strategies": ("the server's rules and published methods; with a name, the settings of that one", _strategies),

@@ -1,16 +1,19 @@
 """`atlas sweep`, `compare` and `search`: many runs."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
-from atlas_fl.cli.arguments import ALIASES, Positional, SettingsOptions, Words, base_config, parse, split
+from atlas_fl.cli.arguments import Words, parse
 from atlas_fl.cli.display import going_on, show, show_progress
+from atlas_fl.cli.options import CompareOptions, SearchOptions, SweepOptions
 from atlas_fl.config import Config, validate, with_values
-from atlas_fl.errors import MAX_REPR_CHARACTERS, ConfigError
+from atlas_fl.data.registry import find_tasks
+from atlas_fl.errors import ConfigError
 from atlas_fl.events import PhaseStarted
+from atlas_fl.experiment.search import parse_space, run_search
 from atlas_fl.experiment.sweep import (
     LAMBDA_SWEEP,
     Point,
@@ -19,18 +22,30 @@ from atlas_fl.experiment.sweep import (
     comparison_name,
     grid,
     parse_over,
+    run_all,
     same_steps,
     with_eta,
 )
+from atlas_fl.experiment.tuning import DEVELOPMENT_SEEDS, TunedMethod, has_settings, tune_methods, write_tuning
+from atlas_fl.methods.registry import ALIASES as OLD_NAMES
+from atlas_fl.report.comparison_tables import (
+    method_tables,
+    pair_tables,
+    statistics_files,
+    task_table,
+)
+from atlas_fl.report.drawing import draw, save_pdf, save_png
+from atlas_fl.report.federation_ranks import rank_if_several, ranks_table
+from atlas_fl.report.federation_results import VARIED, federation_results
+from atlas_fl.report.finished_runs import FinishedRun, RunScores, read_finished_run, to_csv
+from atlas_fl.report.html.write import write_report
+from atlas_fl.report.method_comparison import describe_runs
+from atlas_fl.report.results_page import lines_in_one_place, write_page
+from atlas_fl.report.sweep import search_csv, search_table, sweep_chart
+from atlas_fl.setup.options import learning_rate_of
+from atlas_fl.storage.folder_access import write_atomic
 from atlas_fl.storage.run_folder import RunFolder
 
-if TYPE_CHECKING:
-    from atlas_fl.experiment.tuning import TunedMethod
-    from atlas_fl.report.finished_runs import FinishedRun
-
-STRATEGIES = ("local", "fedavg_cluster", "atlas")
-COMPARED = {flag: "--strategies" if name == "--strategy" else name for flag, name in ALIASES.items()}
-"""Flags of other programs, and their names in a comparison."""
 MOST_TRIALS = 20
 """Most settings of a method that are tried; with more, learning rates reach a thousand times the default."""
 Runs: TypeAlias = Sequence[tuple[Point, Path]]
@@ -38,72 +53,43 @@ Runs: TypeAlias = Sequence[tuple[Point, Path]]
 WORDS: dict[RunState, str] = {"finished": "is finished", "unfinished": "goes on", "new": "starts"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class SweepOptions(SettingsOptions):
-    """Run every combination of the swept values with several seeds; finished runs are left alone, begun ones go on.
-    Ends in tables, their CSV and LaTeX files, and a figure."""
-
-    over: tuple[str, ...] = ()
-    """A setting and its values, `eta=0,0.01,0.1`; may be repeated. Parts of a list are joined by +: `share=A+B,B`."""
-    lambda_sweep: bool = False
-    """The same as `--over eta=0,0.01,0.1,0.5,1` with the strategy atlas_laplacian."""
-    seeds: tuple[int, ...] = (1,)
-    """Number of seeds of each combination: 42, 123, 456, 789, 1024, then 2001 and on. Several numbers are the seeds."""
-    same_rounds: bool = False
-    """Keep the rounds in a sweep over local_steps; by default they are scaled, and all runs take equally many gradient
-    steps."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompareOptions(SettingsOptions):
-    """Run several strategies with several seeds; finished runs are left alone, begun ones go on. Ends in tables, their
-    CSV and LaTeX files, a figure and a page."""
-
-    names: Annotated[tuple[str, ...], Positional("STRATEGY ...")] = ()
-    """The strategies (`atlas list strategies`)."""
-    strategies: tuple[str, ...] = STRATEGIES
-    """The same as a flag; `--ablation` is the same flag."""
-    over: tuple[str, ...] = ()
-    """A setting and its values beside the strategies, `dial=1,3`, `eta=0,0.5` or `preset=null,label-skew`; may be
-    repeated. Values of what methods set are rows of one table; other values are compared by themselves and ranked."""
-    lambda_sweep: bool = False
-    """The same as `--over eta=0,0.01,0.1,0.5,1`."""
-    seeds: tuple[int, ...] = (3,)
-    """Number of seeds of each strategy: 42, 123, 456, 789, 1024, then 2001 and on. Several numbers are the seeds."""
-    control: str | None = None
-    """The strategy that the others are tested against; by default the first of fedavg_cluster, fedavg and local."""
-    score: Literal["final", "best"] = "final"
-    """Test scores of the models that clients end with, or of the best round by validation."""
-    trials: int = 0
-    """Settings of each strategy that are tried beforehand on development seeds; the best by validation is compared."""
-    jobs: int = 1
-    """Runs at once, as many as fit into the free memory, each in a process of its own with its share of the cores."""
-
-
-def sweep(words: Sequence[str]) -> int:
+def sweep(options: SweepOptions) -> int:
     """Run the sweep that these words say; 0."""
-    groups = split(words)
-    _refuse(groups, "--seed", "how many seeds there are is --seeds, and which they are `atlas sweep --help` says")
-    options = parse(SweepOptions, groups, command="atlas sweep")
     over = [*options.over, *([LAMBDA_SWEEP] if options.lambda_sweep else [])]
     if not over:
         raise ConfigError(
             "--over is missing; allowed: a setting and its values; write for example --over eta=0,0.1,0.5"
         )
     base = with_eta(options.settings) if options.lambda_sweep else options.settings
-    return run_grid(base, over=over, seeds=chosen_seeds(options.seeds), same_rounds=options.same_rounds)
+    values = parse_over(over)
+    rounds = same_steps(base, values)
+    note = ""
+    if rounds:
+        first = next(iter(rounds))
+        note = f"{int(first) * rounds[first]['rounds']} gradient steps in every run"
+        told = ", ".join(f"{scaled['rounds']} rounds of {steps}" for steps, scaled in rounds.items())
+        show([f"{note}: {told}; --over rounds={base.training.rounds} keeps those given"])
+    points = grid(base, over=values, seeds=chosen_seeds(options.seeds), rounds=rounds)
+    path = Path(base.run.runs_dir) / comparison_name(points, preset=base.run.preset)
+    finished = _write_runs(_run(points), path=path, note=note)
+    groups: dict[str, list[RunScores]] = {}
+    for point, run in zip(points, finished, strict=True):
+        groups.setdefault(label_of(point), []).append(run.scores)
+    described = describe_runs(groups)
+    files = statistics_files({base.run.preset: described})
+    for name, text in files.items():
+        write_atomic(path.with_suffix(f".{name}"), text.encode())
+    tables = [*method_tables(described.rows), task_table(described.rows)]
+    tables = [*method_tables(described.rows), task_table(described.rows)]
+    show([*tables, f"the same in full: {path.with_suffix('')}.{{{','.join(files)}}}"])
+    return 0
 
 
-def compare(words: Sequence[str]) -> int:
+def compare(options: CompareOptions, groups: Sequence[Words]) -> int:
     """Run the comparison that these words say; 0."""
-    groups = split(words, aliases=COMPARED)
-    _refuse(groups, "--seed", "how many seeds there are is --seeds, and which they are `atlas compare --help` says")
-    _refuse(groups, "--strategy", "name all that are compared with --strategies")
-    options = _parse_comparison(groups)
+    options = _named(options)
 
-    from atlas_fl.report.html.write import write_report
-
-    values = parse_over([*options.over, *([LAMBDA_SWEEP] if options.lambda_sweep else [])], presets=True)
+    values = parse_over(options.over, presets=True)
     if "strategy" in values:
         raise ConfigError("--over sweeps strategy; name the strategies with --strategies, and sweep another setting")
     points: list[Point] = []
@@ -114,7 +100,10 @@ def compare(words: Sequence[str]) -> int:
         for name in options.strategies:
             over = {"strategy": (name,), **values} | ({"preset": (preset,)} if "preset" in values else {})
             points += grid(with_values(base, chosen.get(name, {})), over=over, seeds=chosen_seeds(options.seeds))
-    _check_control(options.control, points)
+    if options.control in {point.changes["strategy"] for point in points if point.config.data.centralized}:
+        raise ConfigError(
+            f"--control is {options.control}, which has one client a task; allowed: a strategy of clients"
+        )
     path = Path(options.settings.run.runs_dir) / comparison_name(points, preset="-".join(tuned))
     runs = _run(points, jobs=options.jobs)
     _write_tuning(runs, tuned)
@@ -127,28 +116,11 @@ def compare(words: Sequence[str]) -> int:
     return 0
 
 
-def _check_control(control: str | None, points: Sequence[Point]) -> None:
-    """Raise ConfigError for a control that has all examples in one place, and so no clients to compare."""
-    central = {point.changes["strategy"] for point in points if point.config.data.centralized}
-    if control in central:
-        raise ConfigError(f"--control is {control}, which has one client a task; allowed: a strategy of clients")
-
-
-def _parse_comparison(groups: Sequence[Words]) -> CompareOptions:
-    """The options of these words, strategies by their names of today; raises `ConfigError` for one that is wrong."""
-    from atlas_fl.experiment.tuning import DEVELOPMENT_SEEDS
-    from atlas_fl.methods.registry import ALIASES as OLD_NAMES
-
-    options = parse(CompareOptions, groups, command="atlas compare", config=base_config(_with_preset(groups)))
-    if options.names:
-        if any(group.flag == "--strategies" for group in groups):
-            raise ConfigError(f"{options.names[0]} is named beside --strategies; name all strategies in one place")
-        options = replace(options, strategies=options.names)
+def _named(options: CompareOptions) -> CompareOptions:
+    """The options with strategies by their names of today; raises `ConfigError` for one that is wrong."""
     if not options.strategies:
         raise ConfigError("--strategies is empty; name at least one; see `atlas list strategies`")
     names = tuple(OLD_NAMES.get(name, name) for name in options.strategies)
-    if options.lambda_sweep and options.strategies == STRATEGIES:  # nobody has named `atlas`, which has no eta
-        names = tuple("atlas_laplacian" if name == "atlas" else name for name in names)
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"--strategies has {twice[0]} twice; name each strategy once")
     control = OLD_NAMES.get(options.control or "", options.control)
@@ -161,13 +133,6 @@ def _parse_comparison(groups: Sequence[Words]) -> CompareOptions:
     if options.trials and (tuned_on := sorted({*chosen_seeds(options.seeds)} & {*DEVELOPMENT_SEEDS})):
         raise ConfigError(f"--seeds has {tuned_on[0]}, on which --trials chooses settings; compare on other seeds")
     return replace(options, strategies=names, control=control)
-
-
-def _with_preset(groups: Sequence[Words]) -> list[Words]:
-    """The words, with the first preset of `--over preset=...` as theirs, so that `--dial` has one to be of."""
-    over = [value for group in groups if group.flag == "--over" for value in group.values]
-    presets = [value.partition("=")[2].split(",")[0].strip() for value in over if value.startswith("preset=")]
-    return [Words("--preset", (presets[0],)), *groups] if presets and presets[0] else list(groups)
 
 
 def _federations(
@@ -183,12 +148,8 @@ def _federations(
     return {preset: parse(CompareOptions, words, command="atlas compare").settings for preset, words in each.items()}
 
 
-def _tune(base: Config, options: CompareOptions) -> "tuple[TunedMethod, ...]":
+def _tune(base: Config, options: CompareOptions) -> tuple[TunedMethod, ...]:
     """Try settings of every strategy, and print what was tried."""
-    from atlas_fl.data.registry import find_tasks
-    from atlas_fl.experiment.tuning import tune_methods
-    from atlas_fl.setup.options import learning_rate_of
-
     images = any(task.images for task in find_tasks(base.data.tasks, base.data.task))
     tuned = tune_methods(
         base,
@@ -202,10 +163,8 @@ def _tune(base: Config, options: CompareOptions) -> "tuple[TunedMethod, ...]":
     return tuned
 
 
-def _write_tuning(runs: Runs, tuned: "Mapping[str, Sequence[TunedMethod]]") -> None:
+def _write_tuning(runs: Runs, tuned: Mapping[str, Sequence[TunedMethod]]) -> None:
     """Write beside every run how its settings were chosen, for the pages that are made of runs (`atlas results`)."""
-    from atlas_fl.experiment.tuning import has_settings, write_tuning
-
     by_name = {(preset, method.strategy): method for preset, methods in tuned.items() for method in methods}
     for point, folder in runs:
         method = by_name.get((point.config.run.preset, point.config.mixing.strategy))
@@ -213,48 +172,8 @@ def _write_tuning(runs: Runs, tuned: "Mapping[str, Sequence[TunedMethod]]") -> N
             write_tuning(RunFolder(folder), method)
 
 
-def _refuse(groups: Sequence[Words], flag: str, remedy: str) -> None:
-    """Raise `ConfigError` for a flag of `atlas run` that many runs would each overwrite."""
-    for group in groups:
-        if group.flag == flag:
-            given = " ".join(group.values)[:MAX_REPR_CHARACTERS]
-            raise ConfigError(f"{flag} {given} is for one run, and these are several; {remedy}")
-
-
-def run_grid(base: Config, *, over: Sequence[str], seeds: Sequence[int], same_rounds: bool = False) -> int:
-    """Run every point and print the scores; 0."""
-    from atlas_fl.report.comparison_tables import method_tables, statistics_files, task_table
-    from atlas_fl.report.finished_runs import RunScores
-    from atlas_fl.report.method_comparison import describe_runs
-    from atlas_fl.storage.folder_access import write_atomic
-
-    values = parse_over(over)
-    rounds = {} if same_rounds else same_steps(base, values)
-    note = ""
-    if rounds:
-        first = next(iter(rounds))
-        note = f"{int(first) * rounds[first]['rounds']} gradient steps in every run"
-        told = ", ".join(f"{scaled['rounds']} rounds of {steps}" for steps, scaled in rounds.items())
-        show([f"{note}: {told}; --same-rounds keeps those given"])
-    points = grid(base, over=values, seeds=seeds, rounds=rounds)
-    path = Path(base.run.runs_dir) / comparison_name(points, preset=base.run.preset)
-    finished = _write_runs(_run(points), path=path, note=note)
-    groups: dict[str, list[RunScores]] = {}
-    for point, run in zip(points, finished, strict=True):
-        groups.setdefault(label_of(point), []).append(run.scores)
-    described = describe_runs(groups)
-    files = statistics_files({base.run.preset: described})
-    for name, text in files.items():
-        write_atomic(path.with_suffix(f".{name}"), text.encode())
-    tables = [*method_tables(described.rows), task_table(described.rows)]
-    show([*tables, f"the same in full: {path.with_suffix('')}.{{{','.join(files)}}}"])
-    return 0
-
-
 def _run(points: Sequence[Point], *, jobs: int = 1) -> Runs:
     """Run these points; each with the folder of its finished run."""
-    from atlas_fl.experiment.sweep import run_all
-
     with show_progress() as on_event, going_on("the same command"):
 
         def announce(index: int, point: Point, state: RunState) -> None:
@@ -267,13 +186,8 @@ def _run(points: Sequence[Point], *, jobs: int = 1) -> Runs:
 
 def _write_runs(
     runs: Runs, *, path: Path, score: Literal["final", "best"] = "final", note: str = ""
-) -> "list[FinishedRun]":
+) -> list[FinishedRun]:
     """Write the runs as rows, as `atlas results` reads them, and draw them; the runs with the scores asked for."""
-    from atlas_fl.report.drawing import draw, save_pdf, save_png
-    from atlas_fl.report.finished_runs import read_finished_run, to_csv
-    from atlas_fl.report.sweep import sweep_chart
-    from atlas_fl.storage.folder_access import write_atomic
-
     write_atomic(path, to_csv([read_finished_run(folder) for _, folder in runs]).encode())
     finished = [read_finished_run(folder, score=score) for _, folder in runs]
     means = [fmean(run.scores.scores.values()) for run in finished]
@@ -284,18 +198,12 @@ def _write_runs(
 
 
 def _show_comparison(
-    runs: "Sequence[FinishedRun]", options: CompareOptions, values: Mapping[str, Sequence[str]], *, path: Path
+    runs: Sequence[FinishedRun], options: CompareOptions, values: Mapping[str, Sequence[str]], *, path: Path
 ) -> str | None:
     """Compare the methods of every federation, and rank them over all; print and write it; the control that is named.
 
     A swept setting that tells methods apart makes several rows of each, and `--control` names none of them.
     """
-    from atlas_fl.report.comparison_tables import method_tables, pair_tables, statistics_files, task_table
-    from atlas_fl.report.federation_ranks import rank_if_several, ranks_table
-    from atlas_fl.report.federation_results import VARIED, federation_results
-    from atlas_fl.report.results_page import lines_in_one_place, write_page
-    from atlas_fl.storage.folder_access import write_atomic
-
     named = None if VARIED & set(values) else options.control
     results = federation_results(runs, control=named)
     compared = {result.title: result.comparison for result in results if result.comparison is not None}
@@ -325,29 +233,11 @@ def label_of(point: Point) -> str:
     return " ".join(f"{name}={value}" for name, value in point.changes.items())
 
 
-@dataclass(frozen=True, kw_only=True)
-class SearchOptions(SettingsOptions):
-    """Search for the settings with the best validation score by tree-structured Parzen estimators; each trial is a run.
-    The same command goes on where it was stopped. Ends in a table, its CSV file, and one of the best settings."""
-
-    over: tuple[str, ...] = ()
-    """A setting and its range, `lr=1e-4..1e-2:log` or `local-steps=4..16`, or its values, `weight-decay=0,1e-4`; may be
-    repeated."""
-    trials: int = 20
-    """Trials of the whole search, those of before among them."""
-
-
-def search(words: Sequence[str]) -> int:
+def search(options: SearchOptions) -> int:
     """Run the search that these words say; 0."""
-    groups = split(words)
-    options = parse(SearchOptions, groups, command="atlas search")
     if not options.over:
         raise ConfigError("--over is missing; allowed: a setting and its range; write --over lr=1e-4..1e-2:log")
     validate(options.settings)
-
-    from atlas_fl.experiment.search import parse_space, run_search
-    from atlas_fl.report.sweep import search_csv, search_table
-    from atlas_fl.storage.folder_access import write_atomic
 
     with show_progress() as on_event, going_on("the same command"):
 

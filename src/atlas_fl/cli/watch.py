@@ -12,21 +12,19 @@ import socket
 import sys
 import threading
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from atlas_fl.cli.arguments import Positional, parse, split
 from atlas_fl.cli.display import show
+from atlas_fl.cli.options import WatchOptions
 from atlas_fl.errors import ConfigError, short_repr
-
-if TYPE_CHECKING:
-    from atlas_fl.report.html.live import Places
+from atlas_fl.report.html.live import Places, find_places, list_text, page_text, state_of
+from atlas_fl.storage.run_folder import find_run
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 HOST = r"(?!.*[^.:]{64})[A-Za-z0-9._:%-]{1,253}"
@@ -39,21 +37,6 @@ NICE = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class WatchOptions:
-    """Show runs in the browser while they go on: how far they are, the newest scores, and the page that
-    `atlas report` makes of what each has written. It reads the folders and never writes there. Ctrl-C ends it."""
-
-    runs: Annotated[tuple[str, ...], Positional("RUN ...")] = ()
-    """Folders of runs, or their names in --runs-dir; all that lie there by default, new ones too."""
-    runs_dir: str = "runs"
-    """Where run folders lie."""
-    host: str = "127.0.0.1"
-    """The address to listen at. One that other machines reach needs the token that is printed."""
-    port: int = 8765
-    """The port; 0 takes a free one."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Watched:
     """Pages of a server, and who may see them."""
 
@@ -63,20 +46,14 @@ class Watched:
     token: str | None
     """Token that a request needs; None where only this machine can ask."""
 
-    def places(self) -> "Places":
+    def places(self) -> Places:
         """The runs by the names of their pages."""
-        from atlas_fl.report.html.live import find_places
-
         every = sorted(self.runs_dir.iterdir()) if self.runs_dir.is_dir() else ()
         return find_places(self.runs or every)
 
 
-def watch(words: Sequence[str]) -> int:
+def watch(options: WatchOptions) -> int:
     """Serve the pages of the runs that these words name until Ctrl-C; 0."""
-    options = parse(WatchOptions, split(words), command="atlas watch")
-
-    from atlas_fl.storage.run_folder import find_run
-
     if not 0 <= options.port <= 65535:
         raise ConfigError(f"--port is {options.port}; allowed: 0 to 65535, 0 takes a free one")
     if not re.fullmatch(HOST, options.host):
@@ -210,7 +187,6 @@ class _Handler(BaseHTTPRequestHandler):
             return
         assert isinstance(self.server, _Server)
         self.server.admit(self.connection)
-        from atlas_fl.report.html.live import list_text, page_text, state_of
 
         places, name = self.shown.places(), unquote(url.path.strip("/"))
         if not name and len(self.shown.runs) == 1:

@@ -29,7 +29,12 @@ def identity_settings(config: Config) -> dict[str, Any]:
     path, digest = parse_mask_file(config.sparse.mask_file)
     # their content, wherever they lie
     mask_file = path if digest is None else f"sha256={digest}"
-    return {**values, "mask_file": mask_file, "plugin": plugin_digests(config.run.plugin)}
+    return {
+        **values,
+        "mask_file": mask_file,
+        "plugin": plugin_digests(config.run.plugin),
+        "knob": tuple(sorted(config.mixing.knob)),
+    }
 
 
 def config_hash(config: Config) -> str:
@@ -89,19 +94,13 @@ def pin_mask_file(config: Config) -> Config:
     return replace(config, sparse=replace(config.sparse, mask_file=f"{path}#sha256={_mask_file_digest(path)}"))
 
 
-def pinned_hash(config: Config, *, origin: str) -> str:
+def pinned_hash(config: Config) -> str:
     """The hash that a server has of the same settings: with the digests of their mask file and their plug-ins.
 
     Raises:
-        ConfigError: a plug-in is not here; or the mask is not, and the settings, which `origin` names, do not say its
-            digest.
+        ConfigError: a plug-in is not here.
+        CheckpointError: the mask is not, and the settings do not say its digest.
     """
-    path, digest = parse_mask_file(config.sparse.mask_file)
-    if path is not None and digest is None and not Path(path).exists():
-        raise ConfigError(
-            f"{origin} names the mask {path}, which is not here to be compared with the server's; copy it here, give"
-            " the config.toml of the server's run, which has the mask's digest, or leave --config out"
-        )
     pinned = replace(config.run, plugin=pin_plugins(config.run.plugin))
     return config_hash(pin_mask_file(replace(config, run=pinned)))
 

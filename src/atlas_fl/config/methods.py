@@ -8,12 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from atlas_fl.config.schema import Config
-from atlas_fl.config.settings import flag_words, replace_settings, settings, value_of
-from atlas_fl.config.values import to_words
-from atlas_fl.errors import ConfigError
+from atlas_fl.config.settings import (
+    Setting,
+    check_range,
+    declared_settings,
+    flag_words,
+    parse_setting,
+    replace_settings,
+    settings,
+    value_of,
+)
+from atlas_fl.config.values import invalid_value, to_words
+from atlas_fl.errors import ConfigError, unknown_name
+from atlas_fl.plugins import registrations
 
 if TYPE_CHECKING:
     from atlas_fl.methods.method import Method, PublishedMethod
@@ -38,6 +48,39 @@ def method_class(config: Config) -> type[Method]:
     from atlas_fl.methods.registry import rule_class
 
     return rule_class(rule_of(config))
+
+
+def knobs_of(method: type[Method]) -> Mapping[str, Setting]:
+    """Annotated fields of a method that are no setting of their own, as those of a plug-in's method are, by name."""
+    declared = get_type_hints(method, include_extras=True)
+    return {
+        knob.name: knob
+        for knob in declared_settings(method, group="knob")
+        if hasattr(declared[knob.name], "__metadata__") and knob.name not in settings()
+    }
+
+
+def knob_values(config: Config) -> dict[str, Any]:
+    """Values of `--knob` by name; of a name that several methods of plug-ins have, that of the strategy counts.
+
+    Raises:
+        ConfigError: a word is no `name=value`, no method of the plug-ins has the knob, or the value is not allowed.
+    """
+    if not config.mixing.knob:
+        return {}
+    methods = {name: method for one in config.run.plugin for name, method in registrations(one, "method").items()}
+    own_last = sorted(methods, key=lambda name: name == config.mixing.strategy)
+    known = {name: knob for method in own_last for name, knob in knobs_of(methods[method]).items()}
+    values: dict[str, Any] = {}
+    for word in config.mixing.knob:
+        name, sign, text = word.partition("=")
+        if not sign or name in values:
+            raise invalid_value("--knob", word, "name=value, each name once")
+        if name not in known:
+            raise unknown_name("knob", name, known or ["none, since no method of a plug-in of this run has any"])
+        values[name] = parse_setting(known[name], text)
+        check_range(known[name], values[name])
+    return values
 
 
 def is_of_method(strategy: str, setting: str) -> bool:

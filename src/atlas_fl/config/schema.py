@@ -211,17 +211,13 @@ def cuts_by_name(text: str) -> Mapping[str, str]:
     Raises:
         ConfigError: a word is none of these, or a name stands there twice.
     """
-    if "=" not in text:
-        return {WILDCARD: _check_cut(text, text)}
-    cuts = {WILDCARD: NONE}
-    for part in text.split(","):
-        name, sign, word = (piece.strip() for piece in part.partition("="))
-        if not sign or not name or name in cuts:
-            raise invalid_value(
-                "--split", text, "none, auto, a number, or name=word with commas between and each name once"
-            )
-        cuts[name] = _check_cut(word, text)
-    return cuts
+    parts = [part.partition("=") for part in text.split(",")] if "=" in text else [(WILDCARD, "=", text)]
+    cuts = {name.strip(): word.strip() for name, sign, word in parts if sign and name.strip()}
+    are_cuts = all(word in (NONE, AUTO) or (parse_integer(word) or 0) >= 1 for word in cuts.values())
+    if len(cuts) < len(parts) or not are_cuts:
+        allowed = "none, auto, a number of blocks from 1, or name=word with commas between and each name once"
+        raise invalid_value("--split", text, allowed)
+    return {WILDCARD: NONE, **cuts}
 
 
 def cut_setting(text: str, *, client: str, task: str, device: str) -> str:
@@ -232,14 +228,6 @@ def cut_setting(text: str, *, client: str, task: str, device: str) -> str:
     """
     words = cuts_by_name(text)
     return next(words[name] for name in (client, task, device, WILDCARD) if name in words)
-
-
-def _check_cut(word: str, text: str) -> str:
-    if word not in (NONE, AUTO) and not (parse_integer(word) or 0) >= 1:
-        raise invalid_value(
-            "--split", text, "none, auto or a number of blocks from 1, or name=word with commas between"
-        )
-    return word
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,8 +248,9 @@ class RobustConfig:
     `clusters` `kriging` is what `atlas` is: it averages where clients hardly differ."""
 
 
-ServerConfig = knobs_class()
-"""Knobs of single strategies: how a server optimizer steps, and what rows and clusters follow from updates."""
+def server_config(**values: Any) -> Any:
+    """The knobs of single strategies with these values; their class is read from the sources of the methods."""
+    return knobs_class()(**values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -471,6 +460,8 @@ class MixingConfig:
 
     strategy: Annotated[str, Mark.COMMON] = "atlas"
     """The rule (`atlas list strategies`); `--ablation` is the same flag and takes old names, such as local_only."""
+    knob: Annotated[tuple[str, ...], Mark.COMMON] = ()
+    """Settings of methods that plug-ins bring, `name=value` (`atlas list strategies NAME`); may be repeated."""
     eta: Annotated[
         float,
         Range(least=0, below=2),
@@ -586,15 +577,15 @@ class Config:
     """A whole run."""
 
     data: DataConfig = field(default_factory=DataConfig)
-    model: Annotated[ModelConfig, Mark.COMMON] = field(default_factory=ModelConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     clustering: ClusteringConfig = field(default_factory=ClusteringConfig)
-    ranks: Annotated[RanksConfig, Mark.COMMON, Mark.WORD_OR_NUMBER] = field(default_factory=RanksConfig)
-    split: Annotated[SplitConfig, Mark.COMMON, Mark.WORD_OR_NUMBER] = field(default_factory=SplitConfig)
+    ranks: RanksConfig = field(default_factory=RanksConfig)
+    split: SplitConfig = field(default_factory=SplitConfig)
     mixing: MixingConfig = field(default_factory=MixingConfig)
     robust: RobustConfig = field(default_factory=RobustConfig)
-    server: Any = field(default_factory=ServerConfig)
-    attack: Annotated[AttackConfig, Mark.COMMON] = field(default_factory=AttackConfig)
+    server: Any = field(default_factory=server_config)
+    attack: AttackConfig = field(default_factory=AttackConfig)
     images: ImagesConfig = field(default_factory=ImagesConfig)
     sparse: SparseConfig = field(default_factory=SparseConfig)
     run: RunConfig = field(default_factory=RunConfig)

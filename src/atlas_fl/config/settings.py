@@ -2,28 +2,51 @@
 
 import ast
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from types import MappingProxyType
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_origin, get_type_hints
 
-from atlas_fl.config.schema import Config, ServerConfig
-from atlas_fl.config.values import Form, Mark, from_text, to_words, wrong_kind
+from atlas_fl.config.schema import Config
+from atlas_fl.config.values import (
+    Form,
+    Mark,
+    from_text,
+    invalid_value,
+    item_kind,
+    to_words,
+    unwrap_optional,
+    wrong_kind,
+)
 from atlas_fl.errors import ConfigError, did_you_mean, short_repr
-from atlas_fl.methods.knobs import Range, Tried, documented_fields
+from atlas_fl.methods.knobs import Range, Tried, documented_fields, knobs_class
+
+
+@dataclass(frozen=True)
+class Positional:
+    """Mark of an option that is words without a flag, such as `Annotated[str, Positional("RUN")]`."""
+
+    metavar: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One setting."""
+    """One setting, or an option of a command."""
 
     name: str
-    """Its key in a file; the flag has hyphens."""
+    """Its key in a file."""
+    flag: str
+    """The spelling on the command line; empty for a positional option."""
+    metavar: str
+    """Placeholder of its value; empty for a switch."""
     group: str
     """The table of the file that it stands in."""
     kind: Any
     """Its type, as annotated."""
+    default: Any
+    """Its value where nobody sets it; `dataclasses.MISSING` of an option that a command cannot do without."""
     help: str
     """Its docstring, on one line."""
     range: Range | None = None
@@ -34,39 +57,56 @@ class Setting:
     tried: Mapping[str, Sequence[Any]] = field(default_factory=dict, hash=False)
     """Values that the tuning of a strategy tries, by its name."""
 
-    @property
-    def flag(self) -> str:
-        """The spelling on the command line."""
-        return "--" + self.name.replace("_", "-")
-
 
 @cache
 def settings() -> Mapping[str, Setting]:
     """Every setting by its name, in the order of the groups."""
     table: dict[str, Setting] = {}
     for group, cls in group_classes().items():
-        help_of = field_docs(cls)
-        declared = get_type_hints(cls, include_extras=True)
-        for name, kind in get_type_hints(cls).items():
-            assert name not in table, f"two groups share the name {name}"
-            extras = getattr(declared[name], "__metadata__", ())
-            table[name] = Setting(
-                name=name,
-                group=group,
-                kind=kind,
-                help=help_of[name],
-                range=next((extra for extra in extras if isinstance(extra, Range)), None),
-                form=next((extra for extra in extras if isinstance(extra, Form)), None),
-                marks=frozenset(extra for extra in extras if isinstance(extra, Mark)),
-                tried={one: extra.values for extra in extras if isinstance(extra, Tried) for one in extra.strategies},
-            )
+        for setting in declared_settings(cls, group=group):
+            assert setting.name not in table, f"two groups share the name {setting.name}"
+            table[setting.name] = setting
     return MappingProxyType(table)
+
+
+def declared_settings(cls: type[Any], *, group: str) -> Iterator[Setting]:
+    """The fields of a dataclass as settings of a group; those of `knob`, which is a setting itself, have its flag."""
+    prefix = "--knob " if group == "knob" else "--"
+    help_of = field_docs(cls)
+    declared = get_type_hints(cls, include_extras=True)
+    kinds = get_type_hints(cls)
+    for own in fields(cls):
+        extras = getattr(declared[own.name], "__metadata__", ())
+        words = next((extra.metavar for extra in extras if isinstance(extra, Positional)), None)
+        yield Setting(
+            name=own.name,
+            flag="" if words else prefix + own.name.replace("_", "-"),
+            metavar=words or metavar(kinds[own.name]),
+            group=group,
+            kind=kinds[own.name],
+            default=own.default,
+            help=help_of.get(own.name, ""),
+            range=next((extra for extra in extras if isinstance(extra, Range)), None),
+            form=next((extra for extra in extras if isinstance(extra, Form)), None),
+            marks=frozenset(extra for extra in extras if isinstance(extra, Mark)),
+            tried={one: extra.values for extra in extras if isinstance(extra, Tried) for one in extra.strategies},
+        )
+
+
+def metavar(kind: Any) -> str:
+    """Placeholder of a value of this kind; empty for a switch."""
+    if get_origin(kind) is Literal:
+        return "CHOICE"
+    if get_origin(kind) is tuple:
+        item, size = item_kind(kind)
+        return " ".join([metavar(item)] * size) if size else f"{metavar(item)} ..."
+    return {int: "INT", float: "NUMBER", str: "TEXT"}.get(unwrap_optional(kind) or kind, "")
 
 
 @cache
 def group_classes() -> Mapping[str, type[Any]]:
     """The dataclass of every group by the group's name."""
-    return MappingProxyType({**get_type_hints(Config), "server": ServerConfig})
+    return MappingProxyType({**get_type_hints(Config), "server": knobs_class()})
 
 
 def value_of(config: Config, name: str) -> Any:
@@ -100,9 +140,11 @@ def field_docs(cls: type[Any]) -> dict[str, str]:
 
 @cache
 def _own_docs(cls: Callable[..., Any]) -> dict[str, str]:
-    if cls is ServerConfig:
+    try:
+        source = inspect.getsource(cls)
+    except OSError:  # a class that a call has made, as that of the knobs
         return {}
-    (node,) = ast.parse(inspect.getsource(cls)).body
+    (node,) = ast.parse(textwrap.dedent(source)).body
     assert isinstance(node, ast.ClassDef)
     return documented_fields(node)
 
@@ -146,6 +188,15 @@ def find_setting(name: str) -> Setting:
     if key not in table:
         raise unknown_setting(name)
     return table[key]
+
+
+def check_range(setting: Setting, value: Any) -> None:
+    """Raise ConfigError unless every number is finite and in its range, and the value has its form."""
+    for number in value if isinstance(value, tuple) else (value,):
+        if setting.range is not None and number is not None and not setting.range.contains(number):
+            raise invalid_value(setting.flag, value, setting.range.describe(number))
+    if setting.form is not None and not setting.form.fits(value):
+        raise invalid_value(setting.flag, value, setting.form.allowed)
 
 
 def parse_setting(setting: Setting, text: str) -> Any:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from atlas_fl.config.conflicts import check_conflicts
-from atlas_fl.config.methods import method_class, with_method_settings
+from atlas_fl.config.methods import knob_values, method_class, with_method_settings
 from atlas_fl.config.presets import check_dial
 from atlas_fl.config.schema import (
     ALL_CLASSES,
@@ -21,7 +21,7 @@ from atlas_fl.config.schema import (
     cuts_by_name,
     parse_arrivals,
 )
-from atlas_fl.config.settings import Setting, settings, value_of
+from atlas_fl.config.settings import Setting, check_range, settings, value_of
 from atlas_fl.config.values import convert_value, invalid_value, parse_integer, wrong_kind
 from atlas_fl.errors import ConfigError, unknown_name
 from atlas_fl.plugins import load_plugins, registered_names
@@ -43,7 +43,7 @@ def validate(config: Config, *, at_sites: bool = False) -> Config:
         config = replace(config, run=replace(config.run, plugin=plugins))
     config = with_method_settings(config)
     for setting in settings().values():
-        _check_range(setting, value_of(config, setting.name))
+        check_range(setting, value_of(config, setting.name))
     if not at_sites:
         check_dial(config)
     _check_clients(config, at_sites=at_sites)
@@ -67,15 +67,6 @@ def _check_type(setting: Setting, value: Any) -> None:
     for text in value if isinstance(value, tuple) else (value,):
         if isinstance(text, str) and not (text and text.isprintable()):
             raise invalid_value(setting.flag, text, "printable text that is not empty")
-
-
-def _check_range(setting: Setting, value: Any) -> None:
-    """Raise ConfigError unless every number is finite and in its range, and the value has its form."""
-    for number in value if isinstance(value, tuple) else (value,):
-        if setting.range is not None and number is not None and not setting.range.contains(number):
-            raise invalid_value(setting.flag, value, setting.range.describe(number))
-    if setting.form is not None and not setting.form.fits(value):
-        raise invalid_value(setting.flag, value, setting.form.allowed)
 
 
 def _check_clients(config: Config, *, at_sites: bool) -> None:
@@ -140,6 +131,7 @@ def _check_names(config: Config) -> None:
     from atlas_fl.models.registry import MODELS, locate_model
 
     method_class(config)
+    knob_values(config)
     for place, name, known in _registries(config):
         if name not in known:
             raise unknown_name(place, name, known)

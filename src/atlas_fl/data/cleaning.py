@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 
@@ -63,49 +62,25 @@ def clean(data: TaskData) -> TaskData:
     return TaskData(train=without(deduplicate(data.train), validation, test), validation=validation, test=test)
 
 
-def why_fewer(given: Mapping[str, Examples]) -> tuple[str, ...]:
-    """Causes by which cleaning took rows of these splits, in words; none where it took repetitions at most."""
-    causes = []
-    for split, rows in given.items():
-        labels: dict[str, set[float]] = {}
-        for key, label in zip(keys(rows), rows.label.tolist(), strict=True):
-            labels.setdefault(key, set()).add(label)
-        if positions := [position for position, key in enumerate(keys(rows)) if len(labels[key]) > 1]:
-            of_split = "" if split == "all" else f"{split} "
-            causes.append(
-                f"{len(positions)} of {len(rows)} {of_split}rows have another label too{_such_as(rows, positions[0])}"
-            )
-    for left, right, positions in _shared_rows(given):
-        rows = given[left]
-        causes.append(f"{len(positions)} of {len(rows)} {left} rows are in {right} too{_such_as(rows, positions[0])}")
-    return tuple(causes)
-
-
-def _shared_rows(given: Mapping[Any, Examples]) -> Iterator[tuple[Any, Any, list[int]]]:
-    """(split, another split, positions of the rows of the first that are in the second too), where there are any."""
-    row_keys = {split: list(keys(given[split])) for split in ("train", "validation", "test") if split in given}
+def check_no_leak(splits: Mapping[Split, Examples]) -> None:
+    """A `DataError` with an example if two splits share a text or an image (`keys`)."""
+    row_keys = {split: list(keys(rows)) for split, rows in splits.items()}
     for left, right in combinations(row_keys, 2):
         others = set(row_keys[right])
         if positions := [position for position, key in enumerate(row_keys[left]) if key in others]:
-            yield left, right, positions
+            rows = splits[left]
+            kind = "images" if isinstance(rows, Images) else "texts"
+            raise DataError(
+                f"{len(positions)} {kind} are in {left} and in {right}, such as {_shown(rows, positions[0])}; remove"
+                " them from one of the two"
+            )
 
 
-def _such_as(rows: Examples, position: int) -> str:
+def _shown(rows: Examples, position: int) -> str:
     if isinstance(rows, Images):
-        return f", such as number {position}"
+        return f"number {position}"
     pair = "" if rows.pair is None else f" | {rows.pair[position]}"
-    return f", such as {(rows.text[position] + pair)[:_SHOWN]!r}"
-
-
-def check_no_leak(splits: Mapping[Split, Examples]) -> None:
-    """A `DataError` with an example if two splits share a text or an image (`keys`)."""
-    for left, right, positions in _shared_rows(splits):
-        rows = splits[left]
-        kind = "images" if isinstance(rows, Images) else "texts"
-        raise DataError(
-            f"{len(positions)} {kind} are in {left} and in {right}{_such_as(rows, positions[0])}; remove them from one"
-            " of the two"
-        )
+    return repr((rows.text[position] + pair)[:_SHOWN])
 
 
 def _normal(text: str) -> str:
@@ -162,26 +137,29 @@ def arrange(
     both are taken from it. Rows of no split (`all`) are cut by `split_rows`.
 
     A `DataError` says what nobody could learn from: an empty split, labelled training rows of one class only, or one of
-    `label_names` that is held out alone; it says what cleaning took, too.
+    `label_names` that is held out alone; it says how many rows cleaning took, too.
     """
     if "all" in splits:
         data = split_rows(splits["all"], name=name, validation_share=validation_share)
     else:
         data = _complete(splits, name=name, validation_share=validation_share)
     sizes = {split: len(rows) for split, rows in data.splits.items()}
+    left_out = sum(map(len, splits.values())) - sum(sizes.values())
+    lost = f"; {left_out:,} rows are left out, since they repeat or contradict others, or lie in two splits"
+    lost = lost if left_out else ""
     if empty := [split for split, size in sizes.items() if size == 0]:
         what = f"task {name!r} has no {' and no '.join(empty)} rows ({sum(sizes.values())} distinct rows in all)"
-        raise _mistake(what, splits, remedy="give it more rows, five at the least")
+        raise DataError(f"{what}{lost}; give it more rows, five at the least")
     if labelled and len(np.unique(data.train.label)) < 2:
         what = f"all {sizes['train']} training rows of task {name!r} have one label"
-        raise _mistake(what, splits, remedy="give it rows of a second")
+        raise DataError(f"{what}{lost}; give it rows of a second")
     held_out = {"validation": data.validation, "test": data.test}
     for split, rows in held_out.items() if label_names else ():
         for label in np.setdiff1d(rows.label, data.train.label).tolist():
             count = int((rows.label == label).sum())
             what = f"class {label_names[label]!r} of task {name!r} has {count} {split} rows and no training row"
-            raise _mistake(what, splits, remedy="give it train rows, three at the least, or remove it everywhere")
-    return replace(data, left_out=sum(map(len, splits.values())) - sum(sizes.values()))
+            raise DataError(f"{what}{lost}; give it train rows, three at the least, or remove it everywhere")
+    return replace(data, left_out=left_out)
 
 
 def split_rows(rows: Examples, *, name: str, validation_share: float | None = None) -> TaskData:
@@ -214,14 +192,6 @@ def _complete(splits: Mapping[str, Examples], *, name: str, validation_share: fl
         given.append(train.take(order[:num_rows]))
         train = train.take(order[num_rows:])
     return clean(TaskData(train=train, validation=given[1], test=given[0]))
-
-
-def _mistake(what: str, given: Mapping[str, Examples], *, remedy: str) -> DataError:
-    """The error with what cleaning took of these splits, where it took any."""
-    causes = why_fewer(given)
-    if not causes:
-        return DataError(f"{what}; {remedy}")
-    return DataError(f"{what}: {', and '.join(causes)}; give equal rows one label, and each split rows of its own")
 
 
 def _share_of(count: int, share: float, *, name: str) -> int:

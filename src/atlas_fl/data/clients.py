@@ -10,10 +10,9 @@ from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from atlas_fl.data.cache import load_task
 from atlas_fl.data.cleaning import bin_edges, check_no_leak, strata
 from atlas_fl.data.partition import PARTITIONS, actual_mixes, assign_classes, deal, deal_balanced, deal_classes
-from atlas_fl.data.task import Examples, Images, Labels, Source, Task, TaskData, as_texts
+from atlas_fl.data.task import Examples, Images, Labels, Source, Task, TaskData, as_texts, load_task
 from atlas_fl.errors import ConfigError, DataError
 from atlas_fl.params import Split
 from atlas_fl.rng import Seed, generator
@@ -160,10 +159,6 @@ def make_clients(  # noqa: PLR0913 - one name for each setting of the data
     for split, size in sizes.items():
         if size is not None and size < _LEAST[split]:
             raise ConfigError(f"{_FLAGS[split]} is {size}; it must be {_LEAST[split]} or more")
-    if client_sizes and partition in (BY_CLASSES, "quantity"):
-        raise ConfigError(
-            f"client_sizes and partition {partition} both say how much a client has; leave one of them out"
-        )
     deal_rows: Callable[..., dict[Split, list[Labels]]]
     deal_rows = partial(_deal_by_classes, classes_per_client=classes_per_client)
     if partition != BY_CLASSES:

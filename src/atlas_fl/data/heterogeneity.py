@@ -15,10 +15,9 @@ from itertools import combinations
 
 import numpy as np
 
-from atlas_fl.data.cache import load_task
 from atlas_fl.data.cleaning import check_no_leak, without
 from atlas_fl.data.clients import BALANCED, ClientData, Concept, group_by
-from atlas_fl.data.task import Examples, Source, Task, TaskData, concatenate
+from atlas_fl.data.task import Examples, Source, Task, TaskData, concatenate, load_task
 from atlas_fl.errors import ConfigError
 from atlas_fl.params import Split
 

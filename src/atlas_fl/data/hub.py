@@ -1,13 +1,29 @@
-"""Data sets of the hub: from a directory, the cache of `datasets`, or the hub itself, in this order."""
+"""Tasks of the hub by name, and its data sets: from a directory, the cache of `datasets`, or the hub itself.
+
+The rows of the tasks stand in `hub_tasks.toml`: GLUE, IMDB, AG News, Yelp, SQuAD, E2E, XSum.
+
+A. Wang et al., GLUE, ICLR 2019; IMDB: Maas et al., ACL 2011; AG News and Yelp: Zhang, Zhao and LeCun, NIPS 2015; SQuAD:
+Rajpurkar et al., EMNLP 2016; E2E: Novikova et al., SIGDIAL 2017; XSum: Narayan et al., EMNLP 2018. The labels of most
+test splits of GLUE are hidden; `cleaning.arrange` says what is used in their place: the published validation split is
+the test, and validation is cut from train.
+"""
 
 import os
+import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from importlib import resources
 from pathlib import Path
+from typing import Any
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
-from atlas_fl.data.tables import Table, from_datasets, read_folder
-from atlas_fl.data.task import Source
+import numpy as np
+
+from atlas_fl.data.cleaning import arrange
+from atlas_fl.data.tables import SPLITS, Table, column, from_datasets, read_folder, texts
+from atlas_fl.data.task import Labels, Metric, Rows, Source, Task, TaskData, rows_to_write
 from atlas_fl.errors import DataError
 
 REACH_SECONDS = 5
@@ -109,3 +125,110 @@ def _missing(published: Published, folder: Path | None, reason: str) -> DataErro
         f"datasets.load_dataset({published.repository!r}, {published.config!r}) where there is a network and copy it, "
         f"or give --data-dir DIR with DIR{os.sep}{published.folder}{os.sep}{FILES}"
     )
+
+
+GLUE_REPOSITORY = "nyu-mll/glue"
+HIDDEN = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """Place of a data set on the hub, and its columns."""
+
+    name: str
+    text: str
+    """Column of the text, or of the prompt after which is written."""
+    pair: str | None = None
+    """Column of the second text."""
+    label_names: Sequence[str] = ()
+    """Empty for a regression, and for what is written."""
+    target: str | None = None
+    """Column of what is to be written; None where there are labels."""
+    context: str | None = None
+    """Column that stands before `text` in the prompt."""
+    repository: str = GLUE_REPOSITORY
+    config: str | None = None
+    """Name of the data set within the repository; the task's name by default."""
+    metric: Metric = "accuracy"
+    max_length: int = 128
+    note: str = "GLUE; tested on its validation split"
+
+    @property
+    def published(self) -> Published:
+        """The data set as the hub knows it."""
+        return Published(
+            title=f"GLUE {self.name}" if self.repository == GLUE_REPOSITORY else self.name,
+            repository=self.repository,
+            config=self.config or self.name,
+            folder=self.name,
+        )
+
+
+def load_hub_task(source: Source, *, form: Format) -> TaskData:
+    """The splits of a task; a `DataError` names what is missing and the three ways to supply it."""
+    tables = find_tables(form.published, source)
+    rows = {
+        split: _rows(table, form, origin=f"{split} of {form.published.title}")
+        for split, table in tables.items()
+        # some copies leave the hidden labels out, others write -1
+        if split in SPLITS and (split != "test" or (form.target or "label") in table)
+    }
+    return arrange(rows, name=form.name, labelled=form.target is None)
+
+
+def _rows(table: Table, form: Format, *, origin: str) -> Rows:
+    if form.target is not None:
+        return _rows_to_write(table, form, form.target, origin=origin)
+    label = _labels(column(table, "label", origin=origin), form, origin=origin)
+    pair = None if form.pair is None else texts(table, form.pair, origin=origin)
+    rows = Rows(text=texts(table, form.text, origin=origin), pair=pair, label=label)
+    return rows.take(np.flatnonzero(label != HIDDEN))
+
+
+def _rows_to_write(table: Table, form: Format, target: str, *, origin: str) -> Rows:
+    """Prompts and what is written after them; a question comes last, since a long prompt loses its beginning."""
+    answers = [_first_answer(value) for value in table.get(target, ())]
+    kept = [index for index, text in enumerate(answers) if text != ""]
+    columns = {**table, target: answers} if target in table else table
+    table = {name: [values[index] for index in kept] for name, values in columns.items()}
+    prompts, written = texts(table, form.text, origin=origin), texts(table, target, origin=origin)
+    if form.context is not None:
+        contexts = texts(table, form.context, origin=origin)
+        prompts = tuple(f"{context}\n{prompt}" for context, prompt in zip(contexts, prompts, strict=True))
+    return rows_to_write(written, prompts=prompts)
+
+
+def _first_answer(value: Any) -> Any:
+    """First of SQuAD's answers, `{"text": [..], ..}`, or "" where there is none; anything else as it is."""
+    return next(iter(value.get("text", ())), "") if isinstance(value, Mapping) else value
+
+
+def _labels(values: Sequence[Any], form: Format, *, origin: str) -> Labels:
+    names = {name: index for index, name in enumerate(form.label_names)}
+    try:
+        if not names:
+            return np.asarray([float(value) for value in values], dtype=np.float32)
+        label = np.asarray([names[value] if value in names else int(value) for value in values], dtype=np.int64)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"a label of {origin} is wrong: {error}; have {', '.join(names) or 'numbers'}") from error
+    wrong = label[(label < HIDDEN) | (label >= len(names))]
+    if len(wrong):
+        raise DataError(f"label {wrong[0]} in {origin} is out of range; it has {len(names)} classes from 0 on")
+    return label
+
+
+def _task(form: Format) -> Task:
+    return Task(
+        name=form.name,
+        num_labels=0 if form.target is not None else len(form.label_names) or 1,
+        metric=form.metric,
+        max_length=form.max_length,
+        label_names=tuple(form.label_names),
+        note=form.note,
+        load=partial(load_hub_task, form=form),
+        files=partial(source_files, form.published),
+    )
+
+
+_ROWS = tomllib.loads(resources.files(__package__).joinpath("hub_tasks.toml").read_text(encoding="utf-8"))
+HUB_TASKS: tuple[Task, ...] = tuple(_task(Format(name=name, **row)) for name, row in _ROWS.items())

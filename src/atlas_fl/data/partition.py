@@ -9,6 +9,7 @@ learning of deep networks from decentralized data, 2017, cut sorted rows into sh
 the same class twice.
 """
 
+from bisect import bisect
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -244,14 +245,14 @@ def plan_rows(has_class: Array, supply: Array, *, size: int | None) -> Array:
         highest = np.where(has_class, np.minimum(np.ceil(targets) + slack, supply), 0).astype(np.int64)
         return _flow(cells=(lowest, np.maximum(lowest, highest)), clients=sizes, classes=classes)
 
-    most = int(supply.max())
-    if plan_within(most) is None:
+    slacks = range(int(supply.max()) + 1)
+    if plan_within(slacks[-1]) is None:
         raise DataError(
             f"the classes have too few rows for {len(has_class)} clients of {size} with a row or more of each of their"
             f" {clients.max()} classes (rows per class: {', '.join(map(str, supply[:20]))}"
             f"{', ..' if len(supply) > 20 else ''}); give another size"
         )
-    plan = plan_within(_least(lambda slack: plan_within(slack) is not None, 0, most))
+    plan = plan_within(bisect(slacks, 0, key=lambda slack: plan_within(slack) is not None))
     assert plan is not None, "the search ends where there is a plan"
     return plan
 
@@ -272,17 +273,10 @@ def _evenest(has_class: Array, supply: Array) -> tuple[int, int]:
         return _flow(cells=cells, clients=(low, high), classes=(supply, supply)) is not None
 
     least = int(has_class.sum(axis=1).max())
-    high = _least(lambda size: possible(least, size), -(-total // len(has_class)), total)
-    low = mean - _least(lambda less: possible(mean - less, high), 0, mean - least)
-    return low, high
-
-
-def _least(holds: Callable[[int], bool], low: int, high: int) -> int:
-    """The smallest number of the range for which it holds, where it does for all above; the last one is not tried."""
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle + 1, high)
-    return low
+    sizes = range(-(-total // len(has_class)), total + 1)
+    high = sizes[bisect(sizes, 0, hi=len(sizes) - 1, key=lambda size: possible(least, size))]
+    less = bisect(range(mean - least), 0, key=lambda less: possible(mean - less, high))
+    return mean - less, high
 
 
 def _flow(*, cells: tuple[Array, Array], clients: tuple[int, int], classes: tuple[Array, Array]) -> Array | None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from atlas_fl.data.embedded import EMBEDDED
-from atlas_fl.data.hub_tasks import HUB_TASKS
+from atlas_fl.data.hub import HUB_TASKS
 from atlas_fl.data.image_sets import VISION
 from atlas_fl.data.task import Task
 from atlas_fl.data.user_files import parse_task

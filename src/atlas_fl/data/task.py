@@ -1,8 +1,11 @@
 """Task, TextExamples and Images: examples, classes, metric and splits of a task."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
+from stat import S_ISDIR
+from threading import RLock
 from typing import Any, Literal, Self, TypeAlias, TypeVar, get_args
 
 import numpy as np
@@ -144,7 +147,7 @@ class Task:
     note: str = ""
     """Note for readers: where the rows come from, how labels and splits were made."""
     load: Callable[[Source], TaskData]
-    """Reads it. Two that are equal read the same: `cache.load_task` keeps what they return."""
+    """Reads it. Two that are equal read the same: `load_task` keeps what they return."""
     files: Callable[[Source], Sequence[Path]] | None = None
     """The files and folders that `load` reads or looks for; None where nothing is to be kept of what it returns."""
 
@@ -192,3 +195,53 @@ def concatenate(parts: Sequence[Examples]) -> Examples:
         pair=tuple(text for pair in pairs for text in pair) if pairs else None,
         label=label,
     )
+
+
+MOST_KEPT = 32
+"""Data sets that are kept in a process; the one that was used the longest ago goes first."""
+_LOCK = RLock()
+Signature: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
+"""Path, and device, inode, size, time of the content and time of the inode; nothing of these for a missing file."""
+Value = TypeVar("Value")
+
+
+def load_task(task: Task, source: Source) -> TaskData:
+    """The splits of a task; read once for as long as its files do not change, if the task names them."""
+    return task.load(source) if task.files is None else read_once(task.load, source, files=task.files(source))
+
+
+def read_once(read: Callable[..., Value], *args: Hashable, files: Iterable[Path]) -> Value:
+    """Value that `read` returns, or returned for these while the files were as they are now; not to be altered."""
+    with _LOCK:  # another thread that asks for the same waits for it
+        value: Value = _read(read, args, file_signature(files))
+        return value
+
+
+@lru_cache(maxsize=MOST_KEPT)
+def _read(read: Callable[..., Any], args: tuple[Hashable, ...], signature: Signature) -> Any:
+    del signature
+    return read(*args)
+
+
+def file_signature(paths: Iterable[Path]) -> Signature:
+    """Signature that tells files, and folders with all in them, from later versions, without opening any."""
+    return tuple(entry for path in paths for entry in _entries(path, above=()))
+
+
+def _entries(path: Path, *, above: tuple[tuple[int, int], ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Entries of a path and of all below it, through links too; `above` are the folders that it lies in."""
+    try:
+        stat = path.stat()
+        folder = (stat.st_dev, stat.st_ino)
+        inner = sorted(path.iterdir()) if S_ISDIR(stat.st_mode) and folder not in above else []
+    except OSError:
+        yield str(path), ()
+        return
+    yield str(path), (*folder, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+    for child in inner:
+        yield from _entries(child, above=(*above, folder))
+
+
+def forget() -> None:
+    """Drop all that was read."""
+    _read.cache_clear()

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from atlas_fl.data.cache import read_once
 from atlas_fl.data.cleaning import arrange
 from atlas_fl.data.tables import (
     READERS,
@@ -22,7 +21,19 @@ from atlas_fl.data.tables import (
     read_table,
     texts,
 )
-from atlas_fl.data.task import METRICS, Images, Labels, Metric, Pixels, Rows, Source, Task, TaskData, rows_to_write
+from atlas_fl.data.task import (
+    METRICS,
+    Images,
+    Labels,
+    Metric,
+    Pixels,
+    Rows,
+    Source,
+    Task,
+    TaskData,
+    read_once,
+    rows_to_write,
+)
 from atlas_fl.errors import ConfigError, DataError, short_repr, unknown_name
 from atlas_fl.storage.folder_access import check_regular
 
@@ -44,15 +55,14 @@ def parse_task(description: str) -> Task:
     are none: the model writes that column after the text, or the text itself where target= names its column. One file
     is cut into splits (`cleaning.split_rows`); a folder with train, validation and test files keeps its own
     (`cleaning.arrange`). A folder of images by class is read by `folder_task`.
-    The file or folder is read once for as long as it does not change (`cache.read_once`).
+    The file or folder is read once for as long as it does not change (`task.read_once`).
     A `ConfigError` says what is wrong with the description, a `DataError` what is wrong with the data.
     """
     name, path, options = _parse_description(description)
     if path.is_dir() and any(_images(folder) for split in _split_folders(path).values() for folder in _folders(split)):
         return folder_task(name, path, options)
     columns = _columns(name, options)
-    key = (_read_task, name, path, columns, *READERS.values())
-    data, names = read_once(key, files=(path,), read=lambda: _read_task(name, path, columns))
+    data, names = read_once(_read_task, name, path, columns, *READERS.values(), files=(path,))
     return Task(
         name=name,
         num_labels=(len(names) or 1) if columns.target is None else 0,
@@ -104,8 +114,9 @@ def _columns(name: str, options: Mapping[str, Any]) -> Columns:
     return Columns(**options)
 
 
-def _read_task(name: str, path: Path, columns: Columns) -> tuple[TaskData, tuple[str, ...]]:
-    """The splits of a file or folder, and the names of the classes."""
+def _read_task(name: str, path: Path, columns: Columns, *readers: object) -> tuple[TaskData, tuple[str, ...]]:
+    """The splits of a file or folder, by the readers of this process, and the names of the classes."""
+    del readers
     has_classes = columns.target is None and columns.metric != "pearson"
     unread: tuple[str, ...] = ()
     if path.is_dir():
@@ -202,30 +213,21 @@ def _numbers(values: Sequence[Any], *, origin: object) -> Labels:
     return np.asarray(numbers, dtype=np.float32)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Folder:
-    """A folder of images and how they are read."""
-
-    name: str
-    """Name of the task."""
-    splits: tuple[tuple[str, Path], ...]
-    """Every split with its folder of classes; `all` where there is one for all."""
-    left_out: tuple[Path, ...] = ()
-    """Folders beside those of the splits, whose names are of none."""
-    label_names: tuple[str, ...]
-    size: int | None = None
-    """Pixels of a side that images are brought to; None takes them as they are."""
-
-    def __call__(self, source: Source) -> TaskData:
-        """The splits of the images."""
-        members = {
-            split: [(file, label) for label, name in enumerate(self.label_names) for file in _images(folder / name)]
-            for split, folder in self.splits
-        }
-        pixels = {file: _pixels(file, self.size) for files in members.values() for file, _ in files}
-        splits = _stack_images(members, pixels)
-        data = arrange(splits, name=self.name, label_names=self.label_names, validation_share=source.validation_share)
-        return replace(data, unread=tuple(map(str, self.left_out)))
+def _read_images(
+    name: str,
+    splits: tuple[tuple[str, Path], ...],
+    label_names: tuple[str, ...],
+    size: int | None,
+    validation_share: float | None,
+) -> TaskData:
+    """The splits of the images in these folders of classes."""
+    members = {
+        split: [(file, label) for label, name in enumerate(label_names) for file in _images(folder / name)]
+        for split, folder in splits
+    }
+    pixels = {file: _pixels(file, size) for files in members.values() for file, _ in files}
+    stacked = _stack_images(members, pixels)
+    return arrange(stacked, name=name, label_names=label_names, validation_share=validation_share)
 
 
 def _stack_images(
@@ -271,20 +273,20 @@ def folder_task(name: str, path: Path, options: Mapping[str, str]) -> Task:
         raise DataError(
             f"{path} has images of one class only ({label_names[0]!r}); a task needs a folder for each of two"
         )
+    left_out = () if "all" in splits else tuple(str(one) for one in _folders(path) if one not in splits.values())
+    pixels = None if size is None else int(size)
+
+    def load(source: Source) -> TaskData:
+        args = (name, tuple(splits.items()), label_names, pixels, source.validation_share)
+        return replace(read_once(_read_images, *args, files=(path,)), unread=left_out)
+
     return Task(
         name=name,
         num_labels=len(label_names),
         images=True,
         label_names=label_names,
         note=f"your own images: {path}",
-        load=Folder(
-            name=name,
-            splits=tuple(splits.items()),
-            left_out=() if "all" in splits else tuple(one for one in _folders(path) if one not in splits.values()),
-            label_names=label_names,
-            size=None if size is None else int(size),
-        ),
-        files=lambda _: (path,),
+        load=load,
     )
 
 

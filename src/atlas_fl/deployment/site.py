@@ -15,9 +15,9 @@ from atlas_fl.client.job import initial_params
 from atlas_fl.client.local_training import client_side_indices
 from atlas_fl.config import Config, config_hash, parse_config
 from atlas_fl.config.schema import ALL_CLASSES, NONE
-from atlas_fl.data.cache import load_task
 from atlas_fl.data.clients import BY_CLASSES, ClientData, label_statistics, make_clients
 from atlas_fl.data.registry import find_tasks
+from atlas_fl.data.task import load_task
 from atlas_fl.deployment.consent import SiteChoices, check_consent
 from atlas_fl.deployment.job_policy import JobPolicy, Outline, meta_params
 from atlas_fl.deployment.receipt import Receipt, occupied_error, read_receipt, write_model

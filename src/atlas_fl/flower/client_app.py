@@ -37,7 +37,7 @@ def work(message: Message, context: Context) -> Reply:
     from atlas_fl.deployment.site import SiteOptions, join_federation
 
     node = node_of(context.node_config, node_id=context.node_id)
-    pinned = None if node.config is None else pinned_hash(load_config(node.config), origin=node.config)
+    pinned = None if node.config is None else pinned_hash(load_config(node.config))
     to = Path(node.to or f"{node.name}-adapter") / str(context.run_id)  # a folder for each run
     invitation = message.content[RECORD]
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as in `atlas join`

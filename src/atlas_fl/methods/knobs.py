@@ -10,6 +10,7 @@ the methods, because importing those takes seconds.
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field, make_dataclass
+from functools import cache
 from importlib import resources
 from math import inf
 from typing import Annotated, Any, Literal
@@ -63,6 +64,7 @@ class Tried:
         object.__setattr__(self, "values", values)
 
 
+@cache
 def knobs_class() -> type[Any]:
     """Frozen dataclass with the knobs of all methods as its fields."""
     about = "Knobs of single strategies: how a server optimizer steps, and what rows and clusters follow from updates."

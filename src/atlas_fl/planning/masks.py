@@ -14,7 +14,8 @@ import torch
 from atlas_fl.client.calibration import CROSS, GRAM, LOSSES, SCALED_BY, SCALES, ridge_head
 from atlas_fl.client.job import Job
 from atlas_fl.client.options import RidgeOptions, ScaleOptions, SensitivityOptions
-from atlas_fl.config import SparseConfig, check_mask_file, parse_mask_file
+from atlas_fl.config import check_mask_file
+from atlas_fl.config.schema import SparseConfig, parse_mask_file
 from atlas_fl.errors import BudgetError, ConfigError
 from atlas_fl.params import HEAD, ByClient, Params, add, head_keys, num_bytes, num_values, select, shared_params
 from atlas_fl.planning.plan import ClientPlan

@@ -8,12 +8,11 @@ from atlas_fl.client.fingerprint import FIRST, SECOND
 from atlas_fl.clustering.labels import UNDECIDED
 from atlas_fl.clustering.result import Clustering, Placement, assign_client
 from atlas_fl.config import Config
-from atlas_fl.data.cache import load_task
 from atlas_fl.data.cleaning import without
 from atlas_fl.data.clients import ClientData, make_clients
 from atlas_fl.data.heterogeneity import shift_concepts
 from atlas_fl.data.registry import find_tasks
-from atlas_fl.data.task import Examples, Source, Task, TaskData
+from atlas_fl.data.task import Examples, Source, Task, TaskData, load_task
 from atlas_fl.errors import ConfigError
 from atlas_fl.events import OnEvent, PhaseStarted, ignore
 from atlas_fl.planning.plan import Plan, read_plan

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from atlas_fl.client.job import ClientTokens, Prompts, Site, Trainable, image_tokens, initial_params
-from atlas_fl.config import Config, DataConfig, load_config, parse_arrivals
-from atlas_fl.config.schema import ALL_CLASSES, NONE, cuts_by_name
+from atlas_fl.config import Config, DataConfig, load_config
+from atlas_fl.config.schema import ALL_CLASSES, NONE, cuts_by_name, parse_arrivals
 from atlas_fl.config.values import invalid_value
 from atlas_fl.data.clients import BY_CLASSES, ClientData, make_clients
 from atlas_fl.data.heterogeneity import centralize, flip_classes, merge_sources, separate_sources, shift_concepts

@@ -8,7 +8,7 @@ from typing import Any
 from atlas_fl.aggregation.rules import StrategyOptions
 from atlas_fl.client.options import FingerprintOptions, TrainOptions
 from atlas_fl.config import Config
-from atlas_fl.config.methods import method_class, rule_of
+from atlas_fl.config.methods import knob_values, method_class, rule_of
 from atlas_fl.config.settings import settings, value_of
 from atlas_fl.data.clients import ClientData
 from atlas_fl.methods.method import Method, Part
@@ -44,7 +44,7 @@ def parts_of_config(config: Config) -> tuple[Part, ...]:
 def method_values(config: Config) -> dict[str, Any]:
     """Values of this config's settings that methods are made from, by name."""
     computed = {"scale": scale_of(config), "lr": adapter_learning_rate(config)}
-    return {**settings_for(config, StrategyOptions), **vars(config.server), **computed}
+    return {**knob_values(config), **settings_for(config, StrategyOptions), **vars(config.server), **computed}
 
 
 def predicts_as_sent(config: Config) -> bool:

@@ -2,14 +2,14 @@ from pathlib import Path
 
 import pytest
 
-from atlas_fl.cli.results import report
+from atlas_fl.cli.main import main
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.report.html.write import is_page, write_report
 
 
 def test_a_run_has_its_page_in_its_folder_and_figures_beside(make_run, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tasks=1, clients_per_task=2, rounds=1)
-    assert report([str(run)]) == 0
+    assert main(["report", str(run)]) == 0
     written = capsys.readouterr().out.split()
     assert written[0] == str(run / "report.html")
     assert str(run / "figures" / "bytes.png") in written
@@ -19,12 +19,12 @@ def test_a_run_has_its_page_in_its_folder_and_figures_beside(make_run, capsys: p
 def test_several_runs_have_one_page_beside_them(make_federation, tmp_path: Path) -> None:
     make_federation(2, seeds=(1,))
     runs = sorted(str(path.parent) for path in tmp_path.glob("*/summary.json"))
-    assert report([*runs, "--page-only", "--control", "local"]) == 0
+    assert main(["report", *runs, "--page-only", "--control", "local"]) == 0
     assert is_page(tmp_path / "report.html")
     assert not any((Path(run) / name).exists() for run in runs for name in ("figures", "report.html"))
 
 
-def test_a_file_of_somebody_else_is_kept(make_run, tmp_path: Path) -> None:
+def test_a_file_of_somebody_else_is_kept(make_run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tasks=1, clients_per_task=1, rounds=1)
     (run / "report.html").write_text("my own notes")
     write_report([run])
@@ -32,14 +32,14 @@ def test_a_file_of_somebody_else_is_kept(make_run, tmp_path: Path) -> None:
     assert [path.read_text() for path in run.glob("report*") if not is_page(path)] == ["my own notes"]
     other = tmp_path / "notes.html"
     other.write_text("my own notes")
-    with pytest.raises(ConfigError, match="was not written by this command"):
-        report([str(run), "--to", str(other)])
+    assert main(["report", str(run), "--to", str(other)]) == 2
+    assert "was not written by this command" in capsys.readouterr().err
 
 
 def test_a_page_is_written_anew_and_where_it_is_wanted(make_run, tmp_path: Path) -> None:
     run, to = make_run(tasks=1, clients_per_task=1, rounds=1), tmp_path / "page.html"
     for _ in range(2):
-        assert report([str(run), "--page-only", "--to", str(to)]) == 0
+        assert main(["report", str(run), "--page-only", "--to", str(to)]) == 0
     assert is_page(to)
     assert not (run / "report.html").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "run"]

@@ -1,0 +1,374 @@
+"""Options of every command: the arguments that it takes, with their help and defaults.
+
+Light, since help pages are made from them: a command's own module is imported when the command is run.
+"""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, TypeAlias
+
+from atlas_fl.config import Config
+from atlas_fl.config.settings import Positional
+from atlas_fl.deployment.consent import SiteChoices
+
+STRATEGIES = ("local", "fedavg_cluster", "atlas")
+What: TypeAlias = Literal["tasks", "models", "strategies", "devices", "presets", "conflicts"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SettingsOptions:
+    """Options of a command that takes every setting as a flag."""
+
+    config: str | None = None
+    """A TOML or YAML file of settings, such as the config.toml of a run."""
+    settings: Config = field(default_factory=Config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackerOptions:
+    """Experiment trackers that a run is logged to besides its folder; each is an extra of the package."""
+
+    tracker: tuple[str, ...] = ()
+    """Log to a tracker too: `wandb=PROJECT`, `tensorboard=FOLDER`, or `name=place` of a plug-in; may be repeated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(TrackerOptions, SettingsOptions):
+    """Train a federation and leave a run folder. The defaults below are those of --preset and, over it, of --config."""
+
+    resume: bool = False
+    """Go on with the run of these settings, if it was begun."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(SettingsOptions):
+    """Show clusters, the k table, ranks, and predicted bytes, memory and seconds of a run; trains nothing and writes
+    nothing but with --to."""
+
+    to: str | None = None
+    """Write the plan as JSON to this file as well."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeOptions(TrackerOptions):
+    """Go on with a run where its last checkpoint is; it ends with the same bits as one that was never stopped."""
+
+    run: Annotated[str, Positional("RUN")]
+    """Folder of the run, or its name in --runs-dir."""
+    max_rounds: int | None = None
+    """Stop after this many rounds."""
+    runs_dir: str = "runs"
+    """Folder of run folders."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchOptions:
+    """Get what the default run needs, the model all-MiniLM-L6-v2 and the labelled texts, or what the vision presets
+    need, a DINOv2 ViT-S/14 and Fashion-MNIST, into a cache of the user's; checked by SHA-256, and nothing is fetched
+    twice. ATLAS_CACHE names another folder."""
+
+    what: Annotated[Literal["embedded", "vision"], Positional("WHAT")] = "embedded"
+    """Assets to get."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListOptions:
+    """Show what there is to choose from. Without a word, what can be listed."""
+
+    what: Annotated[What | None, Positional("WHAT")] = None
+    """Registry to list."""
+    name: Annotated[str | None, Positional("NAME")] = None
+    """A strategy, to show it alone with its own settings."""
+    plugin: tuple[str, ...] = ()
+    """Plug-ins whose registrations are listed too; may be repeated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckMethodOptions:
+    """Check that the methods of a plug-in obey the laws of methods: rows that sum to one, no order of clients, absent
+    clients, a restart and others; exits with 1 where one does not."""
+
+    plugin: Annotated[str, Positional("FILE_OR_MODULE")]
+    """The plug-in, as --plugin takes it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """Write one page, report.html, that shows a run or compares several: a file that opens in any browser and loads
+    nothing. Also draw the figures of each run, as PNG and PDF with their numbers as CSV, into its folder `figures`."""
+
+    runs: Annotated[tuple[str, ...], Positional("RUN ...")]
+    """Folders of runs, or their names in --runs-dir."""
+    runs_dir: str = "runs"
+    """Where run folders lie."""
+    to: str | None = None
+    """The page; by default report.html in the run's folder, or beside the first of several runs."""
+    control: str | None = None
+    """Strategy that the others are compared with, of several runs; fedavg_cluster, fedavg or local by default."""
+    page_only: bool = False
+    """Write the page and draw no figures."""
+    plugin: tuple[str, ...] = ()
+    """Plug-ins with figures of your own; those that a run names are not loaded. May be repeated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultsOptions:
+    """Write one page of results, as Markdown, from all finished runs below some folders: a table of methods for each
+    federation with tests against the control, and ranks over all of them."""
+
+    folders: Annotated[tuple[str, ...], Positional("FOLDER ...")]
+    """Folders in which runs lie, at any depth, and CSV files that --csv wrote."""
+    to: str | None = None
+    """The file to write; printed by default."""
+    csv: str | None = None
+    """A file for the runs themselves, one row each: scores, bytes, and the flags that make the run again."""
+    control: str = "fedavg"
+    """The strategy that the others are tested against."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditOptions:
+    """Recompute every round of a run that was made with --audit, from its plan, in float64 and by other code than the
+    run's; compare what clients loaded with what the server sent; exits with 1 on any mismatch."""
+
+    run: Annotated[str, Positional("RUN")]
+    """Folder of the run, or its name in --runs-dir."""
+    others: Annotated[tuple[str, ...], Positional("OTHER ...")] = ()
+    """More runs: no two that should differ may have the same final models."""
+    runs_dir: str = "runs"
+    """Where run folders lie."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """Write the model of one client: adapter and head as `PeftModel.from_pretrained` reads them, or of a run that
+    trained whole models all of it, as `AutoModelForImageClassification.from_pretrained` does."""
+
+    run: Annotated[str, Positional("RUN")]
+    """Folder of the run, or its name in --runs-dir."""
+    client: str
+    """Name of the client, such as movie-0, or its number from 0 on in the order of the plan."""
+    to: str
+    """A new folder to write to."""
+    round: str | None = None
+    """`best` for the round with the best mean validation score, or a number; the last one by default. Rounds of before
+    are there where `--keep-best` or `--keep-checkpoints` kept them."""
+    runs_dir: str = "runs"
+    """Where run folders lie."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlaceOptions:
+    """Say to which cluster of a run a newcomer belongs: its fingerprint is taken as the run took those of its clients;
+    trains nothing federally and writes nothing."""
+
+    run: Annotated[str, Positional("RUN")]
+    """Folder of the run, or its name in --runs-dir."""
+    task: str
+    """The newcomer's data: your own as `name=path`, with text=, pair= and label= as needed, or a task's name."""
+    samples: int | None = None
+    """Training examples that it has; as many as a client of the run by default."""
+    runs_dir: str = "runs"
+    """Where run folders lie."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeakageOptions:
+    """Show what a cut at each block would give away of every task's texts over --wire and with --wire-noise: dFIL, and
+    how many tokens a linear probe reads. Trains nothing and writes nothing but with --to."""
+
+    config: str | None = None
+    """A TOML or YAML file of settings, such as the config.toml of a run."""
+    cuts: tuple[int, ...] = ()
+    """Blocks on the client; every possible number by default."""
+    to: str | None = None
+    """Write the table as JSON to this file as well."""
+    settings: Config = field(default_factory=Config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MasksOptions:
+    """Show and draw where masks let weights move, and how far several of them agree; with --merge write one mask for a
+    run to come (`--mask-file`)."""
+
+    masks: Annotated[tuple[str, ...], Positional("RUN|FILE ...")]
+    """Folders of runs, their names in --runs-dir, or files of masks."""
+    clients: int | None = None
+    """Instead of a run's one mask those that so many of its clients would make, each by its own scores alone; they are
+    computed again."""
+    merge: Literal["none", "union", "intersection"] = "none"
+    """Make one mask: what at least one of them lets move, or what all do."""
+    to: str | None = None
+    """The file that the merged mask is written to."""
+    runs_dir: str = "runs"
+    """Where run folders lie, and the figures of several masks; those of one lie in its folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VectorsOptions:
+    """Merge what finished runs on images have added to one model, and score the merged model on the tasks of all of
+    them, at several scales. With --to the best one by validation is written, as stock transformers load it."""
+
+    runs: Annotated[tuple[str, ...], Positional("RUN ...")]
+    """Folders of runs, or their names in --runs-dir."""
+    base: str | None = None
+    """Model that is subtracted: a run, an alias, a hub name or a directory; by default that of the runs."""
+    merge: Literal["mean", "ties"] = "mean"
+    """Way in which task vectors become one: their mean, or TIES (trim, elect signs, merge)."""
+    keep: float = 0.2
+    """Share of each task vector that TIES keeps."""
+    scales: str = "0,0.25,0.5,0.75,1"
+    """Factors of the merged vector; 0 is the base with the runs' heads, below 0 the task is forgotten."""
+    to: str | None = None
+    """A new folder for the merged models, the table as CSV, and its figure."""
+    runs_dir: str = "runs"
+    """Where run folders lie."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions(SettingsOptions):
+    """Run every combination of the swept values with several seeds; finished runs are left alone, begun ones go on.
+    Ends in tables, their CSV and LaTeX files, and a figure."""
+
+    over: tuple[str, ...] = ()
+    """A setting and its values, `eta=0,0.01,0.1`; may be repeated. Parts of a list are joined by +: `share=A+B,B`."""
+    lambda_sweep: bool = False
+    """The same as `--over eta=0,0.01,0.1,0.5,1` with the strategy atlas_laplacian."""
+    seeds: tuple[int, ...] = (1,)
+    """Number of seeds of each combination: 42, 123, 456, 789, 1024, then 2001 and on. Several numbers are the seeds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions(SettingsOptions):
+    """Run several strategies with several seeds; finished runs are left alone, begun ones go on. Ends in tables, their
+    CSV and LaTeX files, a figure and a page."""
+
+    strategies: tuple[str, ...] = STRATEGIES
+    """The strategies (`atlas list strategies`); `--ablation` is the same flag."""
+    over: tuple[str, ...] = ()
+    """A setting and its values beside the strategies, `dial=1,3`, `eta=0,0.5` or `preset=null,label-skew`; may be
+    repeated. Values of what methods set are rows of one table; other values are compared by themselves and ranked."""
+    seeds: tuple[int, ...] = (3,)
+    """Number of seeds of each strategy: 42, 123, 456, 789, 1024, then 2001 and on. Several numbers are the seeds."""
+    control: str | None = None
+    """The strategy that the others are tested against; by default the first of fedavg_cluster, fedavg and local."""
+    score: Literal["final", "best"] = "final"
+    """Test scores of the models that clients end with, or of the best round by validation."""
+    trials: int = 0
+    """Settings of each strategy that are tried beforehand on development seeds; the best by validation is compared."""
+    jobs: int = 1
+    """Runs at once, each in a process of its own with its share of the cores."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions(SettingsOptions):
+    """Search for the settings with the best validation score by tree-structured Parzen estimators; each trial is a run.
+    The same command goes on where it was stopped. Ends in a table, its CSV file, and one of the best settings."""
+
+    over: tuple[str, ...] = ()
+    """A setting and its range, `lr=1e-4..1e-2:log` or `local-steps=4..16`, or its values, `weight-decay=0,1e-4`; may be
+    repeated."""
+    trials: int = 20
+    """Trials of the whole search, those of before among them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Train a federation whose clients join from other machines, each with its own certificate and data. The same
+    command goes on where it was. Tasks, clients and devices are those of the sites, not those of the settings."""
+
+    config: str | None = None
+    """A TOML or YAML file of settings, such as the config.toml of a run."""
+    certs: str = "certs/server"
+    """The folder `server` of `atlas certs make`; its clients.txt lists who may join."""
+    host: str = "0.0.0.0"
+    """Address of this machine to listen on; 0.0.0.0 for all."""
+    port: int = 8470
+    """Port to listen on; 0 for a free one."""
+    min_clients: int = 0
+    """Fewest clients that the plan and every round need; 0 for all that are listed."""
+    wait: float = 600.0
+    """Seconds to wait for all of them before the run begins with fewer, or ends; of a complete run, for those who have
+    not got their model."""
+    deadline: float = 600.0
+    """Seconds that a client has for a job; who lets it pass misses the round."""
+    without: tuple[str, ...] = ()
+    """Clients of the plan without which the run goes on, such as who was taken off the list; may be repeated. Start it
+    without this once they are back."""
+    late: bool = True
+    """Let listed clients join that come after the plan was made; they take part from the next round on."""
+    again: tuple[str, ...] = ()
+    """Clients of a complete run that get their model once more: they had it, and its files are lost."""
+    settings: Config = field(default_factory=Config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinOptions(SiteChoices):
+    """Take part in a federation with the data of this machine. The data stays here; counts, label statistics, sketches
+    and adapters travel. Ends when the server's run is complete; a connection that is lost is made again."""
+
+    address: Annotated[str, Positional("HOST:PORT")]
+    """Where `atlas serve` runs."""
+    certs: str
+    """This site's folder of `atlas certs make`."""
+    config: str | None = None
+    """A TOML or YAML file of settings; this site works for no server with others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CertsOptions:
+    """The certificates of a federation across machines. `make DIR` makes an authority, a server and a folder for each
+    site, or adds sites where --server is left out; `renew NAME` replaces a site's certificate and `revoke NAME` takes
+    it off the list, while the server runs too. A site that makes its own key says `request NAME`, and `sign REQUEST`
+    answers it where the authority lies. Nothing is overwritten."""
+
+    what: Annotated[Literal["make", "renew", "revoke", "request", "sign"], Positional("ACTION")]
+    """Action to carry out."""
+    subject: Annotated[tuple[str, ...], Positional("DIR|NAME|REQUEST")]
+    """make: the folder in which ca (keep it safe), server, and one named after each client are made. renew, revoke and
+    request: names of sites. sign: the file request.pem that a site has made."""
+    to: str | None = None
+    """renew, revoke and sign: the folder that make has made; certs by default. request: the folder in which the key is
+    made and stays; the site's name by default."""
+    server: tuple[str, ...] = ()
+    """make: host names and addresses under which sites reach the server; may be repeated."""
+    client: tuple[str, ...] = ()
+    """make: names of the sites; may be repeated."""
+    days: int = 365
+    """Days that the certificates hold, and not longer than their authority."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    """Show what is installed, which devices there are, what is missing and how to get it, and how long the presets
+    smoke and quick take on this machine; exits with 1 where something is missing that they need."""
+
+    measure: bool = True
+    """Train some steps, a few seconds, to say how long runs take."""
+    runs_dir: str = "runs"
+    """Where run folders would lie."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """Train a first federation and write its page: says what happens, how long it takes on this machine, and what to
+    look at. The run is that of `atlas run --preset quick`; given again, the command goes on where it was stopped."""
+
+    preset: Literal["quick", "smoke"] = "quick"
+    """Preset of the run: smoke takes a tenth of the time and only shows that everything works."""
+    runs_dir: str = "runs"
+    """Where run folders lie."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchOptions:
+    """Show runs in the browser while they go on: how far they are, the newest scores, and the page that
+    `atlas report` makes of what each has written. It reads the folders and never writes there. Ctrl-C ends it."""
+
+    runs: Annotated[tuple[str, ...], Positional("RUN ...")] = ()
+    """Folders of runs, or their names in --runs-dir; all that lie there by default, new ones too."""
+    runs_dir: str = "runs"
+    """Where run folders lie."""
+    host: str = "127.0.0.1"
+    """The address to listen at. One that other machines reach needs the token that is printed."""
+    port: int = 8765
+    """The port; 0 takes a free one."""
