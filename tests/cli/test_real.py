@@ -53,11 +53,10 @@ def test_the_audit_passes_and_an_altered_file_fails_it(run: RunFolder, atlas: At
 
 
 def test_a_newcomer_is_placed_beside_the_clusters(run: RunFolder, atlas: Atlas) -> None:
-    said = atlas("place", str(run.path), "--task", "sms", "--samples", "8", "--device", "cpu_2gb")
+    said = atlas("place", str(run.path), "--task", "sms", "--samples", "8")
     assert (said.code, said.err) == (0, "")
     assert "sms-0 is undecided" in said.out
     assert "over 8 examples" in said.out
-    assert "ranks by layer: " in said.out
 
 
 @pytest.mark.parametrize("client", ["3"])

@@ -289,7 +289,7 @@ def test_compare_over_presets_takes_the_settings_of_each_and_the_flags(
         (["sweep", "--over", "preset=null"], "--over sweeps preset, which changes no number of a run;"),
         (["compare", "--trials", "8193"], "--trials is 8193; allowed: 1 to 20, or 0 for none"),
         (["compare", "--seeds", "2026111"], "--seeds is 2026111; allowed: 1 to 1000, how many;"),
-        (["compare", "--seeds", "-1", "5"], "--seeds has -1; allowed: 0 to 1e+15;"),
+        (["compare", "--seeds", "-1", "5"], "--seeds is [-1, 5]; allowed: how many, or two seeds and more, each once, from 0 to"),
         (
             ["compare", "--strategies", "fedavg", "standard_fl"],
             "--strategies has fedavg twice; name each",
@@ -300,6 +300,7 @@ def test_compare_over_presets_takes_the_settings_of_each_and_the_flags(
         ),
         (["compare", "--over", "preset=null,label-skew", "--dial", "9"], "--dial is 9; allowed: 0 to 4;"),
         (["compare", "--jobs", "0"], "--jobs is 0; allowed: at least 1"),
+        (["compare", "local", "atlas"], "unexpected words: local atlas; name what is compared with --strategies local"),
         (["compare", "--strategies"], "--strategies is empty; name at least one;"),
         (
             ["run", "--eta", "0.2"],

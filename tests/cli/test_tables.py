@@ -10,6 +10,7 @@ from atlas_fl.cli.tables import SHOWN_FAILURES, audit_table, failure_lines, outc
 SUMMARY: dict[str, Any] = {
     "tasks": {"movie": {"clients": 1, "final": {"test": {"primary": 0.75, "majority": 0.5}}}},
     "overall": {"clients": 1, "final": {"test": {"primary": 0.75}}},
+    "seconds": {"total": 5.0},
     "bytes": {"up": 1000, "down": 2000, "total": 3000},
     "events": {"refused": [{"client": "trec-0", "round": 2, "reason": "NaN in [head]"}]},
 }

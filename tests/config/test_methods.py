@@ -125,6 +125,11 @@ def test_a_comparison_that_begins_from_a_run_of_a_method_does_not_carry_its_sett
     assert without_method_settings(Config()) == with_method_settings(Config()) == Config()
 
 
+PERSONAL = {"strategy": "mr_mtl", "ranks": "8"}
+MULTITASK = {"strategy": "multitask", "ranks": "8"}
+FEDPAC = {"strategy": "fedpac"}
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

@@ -256,4 +256,4 @@ def test_wrong_models_are_one_line(
 def test_vision_models_are_registered_as_such() -> None:
     assert [alias for alias, model in MODELS.items() if model.images] == ["dino-vits16", "dinov2-vits14"]
     assert locate_model("dino-vits16") == "facebook/dino-vits16"
-    assert "not where the weights come from" in MODELS["dinov2-vits14"].note
+    assert "`atlas fetch vision`" in MODELS["dinov2-vits14"].note

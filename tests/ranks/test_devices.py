@@ -49,9 +49,9 @@ def test_adapter_bytes_stand_in_for_the_upload_rate() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("phone", "device 'phone' has no name; write name="),
-        ("=memory_gb=3", "has no name; write name="),
-        ("a/b=memory_gb=3", "has no name; write name="),
+        ("phone", "--device 'phone' is no profile of a client; write name="),
+        ("=memory_gb=3", "is no profile of a client; write name="),
+        ("a/b=memory_gb=3", "is no profile of a client; write name="),
         (PHONE.replace("gflops", "gflop"), "unknown device setting 'gflop'; did you mean 'gflops'?"),
         (PHONE + ",", "unknown device setting ''"),
         (PHONE + ",max_rank=8", "sets max_rank twice; keep one"),
@@ -62,7 +62,7 @@ def test_adapter_bytes_stand_in_for_the_upload_rate() -> None:
         (PHONE.replace("gb=3", "gb=1e-9"), "memory_gb='1e-9' is not allowed; give a number from 0.0001 to 1000000"),
         (PHONE.replace("max_rank=8", "max_rank=1e15"), "max_rank='1e15' is not allowed"),
         (PHONE.replace("=60", "=1e15"), "latency_ms='1e15' is not allowed"),
-        ("p" * 101 + PHONE.removeprefix("phone"), "has no name; write name="),
+        ("p" * 101 + PHONE.removeprefix("phone"), "is no profile of a client; write name="),
         (PHONE.replace("=50", "=nan"), "gflops='nan' is not allowed"),
         (PHONE.replace("=50", "=inf"), "gflops='inf' is not allowed"),
         (PHONE.replace("=50", "=fast"), "gflops='fast' is not allowed"),

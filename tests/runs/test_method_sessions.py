@@ -28,7 +28,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "feddpa": {**SOME, "ranks": "4"},
     "fedalt": {**SOME, "ranks": "4"},
     "rolora": {**SOME, "ranks": "4", "rounds": 3},
-    "multitask": {**SMALL, "ranks": "4", "participation": 0.5, "fingerprint": "delta"},
+    "multitask": {**SMALL, "ranks": "4", "participation": 0.5, "fingerprint": "fisher"},
 }
 
 

@@ -138,7 +138,7 @@ def test_guests_of_a_host_that_drops_are_paired_again_in_the_same_round(config: 
         for row in rows(result.folder)
         if row.get("event") == "hosted" and (row["round"], row["work"]) == (2, "training")
     }
-    assert reasons["movie-0"].startswith("no")
+    assert reasons["movie-0"].startswith("the quickest of 1" if gone == "movie-1" else "no client")
     # evaluation finds everyone there, and its rows go there too
     assert set(hosts(result.folder, work="evaluation").values()) == {"movie-1", "trec-1"}
     second = [row for row in rows(result.folder, "ledger") if (row["round"], row["client"]) == (2, "movie-0")]
@@ -168,14 +168,14 @@ def test_the_plan_says_who_hosts_whom(config: Make) -> None:
     before, after = ({own.name: own for own in one.clients} for one in (server, plan))
     own, host = after["movie-0"], after["movie-1"]
     assert own.split["host"]["name"] == "movie-1"
-    assert own.split["host"]["reason"] == "the only one of cluster 0 with room"
+    assert own.split["host"]["reason"] == "the quickest of 1 with room, in cluster 0"
     assert own.predicted == before["movie-0"].predicted and host.predicted == before["movie-1"].predicted
     assert (own.cut, own.ranks, host.ranks) == (before["movie-0"].cut, before["movie-0"].ranks, before["movie-1"].ranks)
     shown = io.StringIO()
     for table in plan_tables(plan.to_json()):
         Console(width=80, file=shown).print(table)
     assert max(map(len, shown.getvalue().splitlines())) <= 80
-    assert "movie-1: the only one of cluster 0 with room" in " ".join(shown.getvalue().split())
+    assert "movie-1: the quickest of 1 with room, in cluster 0" in " ".join(shown.getvalue().split())
 
 
 def test_where_every_model_is_cut_the_server_hosts_all(config: Make) -> None:

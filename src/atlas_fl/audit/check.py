@@ -52,7 +52,7 @@ def audit_run(run_dir: Path | str, others: Sequence[Path | str] = (), *, on_even
     unseen: list[str] = []
     unchecked: list[str] = []
     for path in (Path(path) for path in (run_dir, *others)):
-        damage = list(_damaged_files(path))
+        damage = list(damaged_files(path))
         rows += damage
         try:
             run = open_run(path)
@@ -68,7 +68,7 @@ def audit_run(run_dir: Path | str, others: Sequence[Path | str] = (), *, on_even
     return AuditReport(rows=(*rows, *_compare_runs(runs)), unseen=tuple(unseen), unchecked=tuple(unchecked))
 
 
-def _damaged_files(path: Path) -> Iterator[AuditRow]:
+def damaged_files(path: Path) -> Iterator[AuditRow]:
     """A row for every file of this run that is not what was written, by the digests that the run keeps."""
     for file, fault in find_faults(RunFolder(path)):
         name = file.relative_to(path).as_posix()

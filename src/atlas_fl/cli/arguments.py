@@ -355,6 +355,8 @@ def _read(groups: Sequence[Words], declared: Sequence[Setting]) -> dict[str, Any
     if words:
         named = presets().keys() & {*words} if "preset" in {one.name for one in declared} else ()
         hint = f"; did you mean --preset {min(named)}?" if named else ""
+        if not named and "strategies" in {one.name for one in declared}:
+            hint = f"; name what is compared with --strategies {' '.join(words)}"
         raise ValueError(f"unexpected words: {' '.join(words)}{hint}")
     if missing := [name_of(one) for one in declared if is_required(one) and one.name not in values]:
         raise ValueError(f"missing: {', '.join(missing)}")

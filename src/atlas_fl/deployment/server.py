@@ -17,8 +17,8 @@ from atlas_fl.config.validation import check_cluster_counts, check_cut_names, un
 from atlas_fl.deployment.service import ServerOptions, listening, read_sites, write_sites
 from atlas_fl.errors import AtlasError, BudgetError, CheckpointError, ConfigError, ProtocolError, unknown_name
 from atlas_fl.events import Note, OnEvent
+from atlas_fl.experiment.recorder import check_same_settings
 from atlas_fl.experiment.state import FederationState
-from atlas_fl.experiment.sweep import check_same_settings
 from atlas_fl.params import Params
 from atlas_fl.partial_sharing import is_fully_shared
 from atlas_fl.planning.plan import read_plan

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from atlas_fl.client.job import Update
-from atlas_fl.config import Config, identity_settings
+from atlas_fl.config import Config, differences, identity_settings, load_config
 from atlas_fl.data.clients import ClientData, majority
 from atlas_fl.errors import CheckpointError
 from atlas_fl.experiment.state import FederationState, JoinResult, RoundRecord, distinct_tensors, plan_messages
@@ -91,6 +91,22 @@ _CHANGED: Mapping[str, str] = {
     " had, or leave --secrets out where it had none",
 }
 """Line on what a run was begun with and does not have any more, by part of the provenance."""
+
+
+def check_same_settings(config: Config, folder: RunFolder) -> None:
+    """Check that the run in this folder has these settings.
+
+    Raises:
+        CheckpointError: it has others; the message names the first and says how many more.
+    """
+    changed = differences(load_config(folder.config, within=folder.path), config)
+    if changed:
+        name, (there, here) = next(iter(changed.items()))
+        more = f" (and {len(changed) - 1} more settings differ)" if len(changed) > 1 else ""
+        raise CheckpointError(
+            f"run {folder.path} was begun with {name} = {there!r}, not {here!r}{more}; a run goes on with its own"
+            " config: leave the flags away, or choose another --name or --runs-dir"
+        )
 
 
 def check_run_files(folder: RunFolder, saved: Checkpoint) -> None:
@@ -358,7 +374,8 @@ class Recorder:
             later.unlink()
             self.folder.sketches_of(later.name).unlink(missing_ok=True)
         recorded = digests.digests_in_state(saved.state).sha256
-        self.file_digests |= {name: digest for name, digest in recorded.items() if name not in self.row_hashes}
+        kept = {name: digest for name, digest in recorded.items() if name not in self.row_hashes}
+        self.file_digests = {**kept, **self.file_digests}  # the settings are those of this session
         for phase, seconds in saved.state["seconds"].items():
             self.phase_seconds[phase] = self.phase_seconds.get(phase, 0.0) + seconds
         self.earlier_peak = dict(saved.state["peak"])

@@ -26,12 +26,12 @@ from atlas_fl.experiment.recorder import (
     Recorder,
     check_provenance,
     check_run_files,
+    check_same_settings,
     provenance_of,
 )
 from atlas_fl.experiment.rounds import run_rounds
 from atlas_fl.experiment.state import FederationState
 from atlas_fl.experiment.summary import attack_note, summarise
-from atlas_fl.experiment.sweep import check_same_settings
 from atlas_fl.models.identity import model_identity
 from atlas_fl.planning.plan import PlanResult, read_plan
 from atlas_fl.planning.planner import plan_run

@@ -23,8 +23,6 @@ from typing import Literal, TypeAlias
 from atlas_fl.config import (
     Config,
     config_hash,
-    differences,
-    load_config,
     parse_config,
     pin_mask_file,
     run_folder,
@@ -38,9 +36,9 @@ from atlas_fl.config.settings import find_setting
 from atlas_fl.config.values import LARGEST, Mark
 from atlas_fl.errors import AtlasError, CheckpointError, ConfigError, ProtocolError, short_repr
 from atlas_fl.events import OnEvent, ignore
+from atlas_fl.experiment.recorder import check_same_settings
 from atlas_fl.plugins import check_registered, load_plugins, registered_names
 from atlas_fl.runtime.processes import WorkerProcess, run_worker_loop, worker_processes
-from atlas_fl.storage.run_folder import RunFolder
 
 SEEDS = (42, 123, 456, 789, 1024)
 """The seeds that results are published with, in the order in which they are used."""
@@ -207,22 +205,6 @@ def _check_distinct(points: Sequence[Point]) -> None:
             name = next(name for name, value in point.changes.items() if other.changes[name] != value)
             values = f"{other.changes[name]} and {point.changes[name]}"
             raise ConfigError(f"--over {name} has {values}, which are the same; give each value once")
-
-
-def check_same_settings(config: Config, folder: RunFolder) -> None:
-    """Check that the run in this folder has these settings.
-
-    Raises:
-        CheckpointError: it has others; the message names the first and says how many more.
-    """
-    changed = differences(load_config(folder.config, within=folder.path), config)
-    if changed:
-        name, (there, here) = next(iter(changed.items()))
-        more = f" (and {len(changed) - 1} more settings differ)" if len(changed) > 1 else ""
-        raise CheckpointError(
-            f"run {folder.path} was begun with {name} = {there!r}, not {here!r}{more}; a run goes on with its own"
-            " config: leave the flags away, or choose another --name or --runs-dir"
-        )
 
 
 def run_state(config: Config) -> RunState:

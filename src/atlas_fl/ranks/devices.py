@@ -131,7 +131,8 @@ def parse_device(text: str) -> Device:
     name, _, rest = text.partition("=")
     if not _NAME.fullmatch(name) or not rest:
         raise ConfigError(
-            f"device {short_repr(text)} has no name; write name=memory_gb=3,gflops=50,... with {', '.join(_REQUIRED)}"
+            f"--device {short_repr(text)} is no profile of a client; write name=memory_gb=3,gflops=50,... with"
+            f" {', '.join(_REQUIRED)}; what this machine trains on is --accelerator cpu or cuda"
         )
     values: dict[str, float] = {}
     for part in rest.split(","):
