@@ -257,6 +257,7 @@ def test_files_exist() -> None:
     assert not offenders, listed(offenders, "no such file; name the one that is there now:")
 
 
+@pytest.mark.slow
 def test_tests_exist() -> None:
     offenders = [
         f"{document}: {file}::{name}"
@@ -279,6 +280,7 @@ def test_flags_exist() -> None:
     assert not offenders, listed(offenders, "no command has this flag:")
 
 
+@pytest.mark.slow
 def test_commands_are_accepted() -> None:
     documents = {tuple(words): document for document in DOCUMENTS for words in command_lines(document)}
     offenders = []

@@ -9,9 +9,8 @@ import tokenize
 from pathlib import Path
 
 SOURCES = Path(__file__).parents[1] / "src"
-CAP = 34_500
-"""Most code lines of the whole. It goes down with the whole, to 32,000, and is not raised to make room."""
-AIM = 32_000
+CAP = 32_000
+"""Most code lines of the whole. It is not raised to make room; the issues that follow may add 4,000 together."""
 
 
 def code_lines(source: str) -> int:
@@ -35,7 +34,7 @@ def code_lines(source: str) -> int:
 def main() -> None:
     """Print the count; raise SystemExit where it is above the cap."""
     count = sum(code_lines(path.read_text(encoding="utf-8")) for path in sorted(SOURCES.rglob("*.py")))
-    print(f"src: {count:,} code lines; cap {CAP:,} ({CAP - count:+,}), aim {AIM:,} ({AIM - count:+,})")
+    print(f"src: {count:,} code lines; cap {CAP:,} ({CAP - count:+,})")
     if count > CAP:
         raise SystemExit("src is above its cap: delete what the change replaces")
 

@@ -163,6 +163,7 @@ def test_the_lambda_sweep_is_a_sweep_over_eta(atlas: Atlas, ran: list[Config], t
     assert {config.mixing.strategy for config in ran} == {"atlas_laplacian"}
 
 
+@pytest.mark.slow
 def test_compare_knows_old_names_and_says_the_same_in_every_format(
     atlas: Atlas, ran: list[Config], tmp_path: Path
 ) -> None:
@@ -289,7 +290,10 @@ def test_compare_over_presets_takes_the_settings_of_each_and_the_flags(
         (["sweep", "--over", "preset=null"], "--over sweeps preset, which changes no number of a run;"),
         (["compare", "--trials", "8193"], "--trials is 8193; allowed: 1 to 20, or 0 for none"),
         (["compare", "--seeds", "2026111"], "--seeds is 2026111; allowed: 1 to 1000, how many;"),
-        (["compare", "--seeds", "-1", "5"], "--seeds is [-1, 5]; allowed: how many, or two seeds and more, each once, from 0 to"),
+        (
+            ["compare", "--seeds", "-1", "5"],
+            "--seeds is [-1, 5]; allowed: how many, or two seeds and more, each once, from 0 to",
+        ),
         (
             ["compare", "--strategies", "fedavg", "standard_fl"],
             "--strategies has fedavg twice; name each",

@@ -112,6 +112,7 @@ def test_what_is_no_request_and_who_breaks_off_leave_no_traceback(
     assert "Traceback" not in told.err + told.out
 
 
+@pytest.mark.slow
 def test_connections_that_say_nothing_keep_nobody_out(tmp_path: Path) -> None:
     run = begun(tmp_path / "one")
     with serving(Watched(runs=(run,), runs_dir=tmp_path, token=TOKEN)) as port:

@@ -19,7 +19,15 @@ from atlas_fl.storage.assets import Asset
 
 HELLO = "2cf24dba5fb0a30e26e83b2ac5b9e29e1b161e5c1fa7425e73043362938b9824"
 """SHA-256 of "hello"."""
-PART = Asset(name="part", requirement="part==1", size_mb=1, prefix="part/", files={"a.txt": HELLO}, installer="pip", group="embedded")
+PART = Asset(
+    name="part",
+    requirement="part==1",
+    size_mb=1,
+    prefix="part/",
+    files={"a.txt": HELLO},
+    installer="pip",
+    group="embedded",
+)
 
 
 @pytest.fixture

@@ -496,6 +496,7 @@ def test_a_cut_that_the_server_chooses_stays_where_the_site_was_first_trained(
         assert found.said_after == []
 
 
+@pytest.mark.slow
 def test_a_farewell_without_the_newest_private_part_does_not_remove_it(
     recorded: Callable[[str], Recording], lied: Callable[..., Ended], tmp_path: Path
 ) -> None:
@@ -516,6 +517,7 @@ def test_a_farewell_without_the_newest_private_part_does_not_remove_it(
     assert [path.stem for path in (tmp_path / f"{NAME}-private").glob("*.safetensors")] == gone
 
 
+@pytest.mark.slow
 def test_a_host_takes_no_more_guests_at_a_time_than_its_memory_is_for(recorded: Callable[[str], Recording]) -> None:
     lie: Lie = lambda head, tensors: ({**head, "live": ["a guest"] * (MOST_GUESTS + 1)}, tensors)  # noqa: E731
     found = branches(

@@ -93,6 +93,7 @@ def test_nothing_leaves_a_site_that_is_not_on_the_list(recorded: Callable[[str],
     assert ("cut" in seen) is (cut_sites(name) != ())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["usual", "cut, head here", "halves", "class features"])
 def test_no_text_and_no_token_is_in_any_message(recorded: Callable[[str], Recording], name: str) -> None:
     recording = recorded(name)

@@ -30,6 +30,7 @@ def charts(record: Record, name: str) -> dict[str, Chart]:
     return {chart.name: chart for chart in charts_of(record, name)}
 
 
+@pytest.mark.slow
 def test_each_figure_lies_there_as_png_of_300_dpi_and_pdf_with_its_numbers(make_run) -> None:
     run = make_run(tasks=2, clients_per_task=2)
     record, paths = read_record(run), draw_all(run)

@@ -39,6 +39,7 @@ def test_a_site_without_its_part_of_the_model_ends_with_one_line(
     stays.kill()
 
 
+@pytest.mark.slow
 def test_a_site_that_was_not_told_of_a_cut_ends_with_the_flag_that_agrees_to_it(
     federation: Callable[..., Federation],
 ) -> None:
@@ -52,6 +53,7 @@ def test_a_site_that_was_not_told_of_a_cut_ends_with_the_flag_that_agrees_to_it(
     assert "training examples" not in server.text  # nothing was told of its data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("split", "reason"),
     [

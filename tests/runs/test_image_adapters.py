@@ -97,6 +97,7 @@ def test_a_run_in_sessions_ends_in_the_same_bits(make: Make, whole: RunResult) -
     check_same_runs(whole.folder, parts.folder)
 
 
+@pytest.mark.slow
 def test_accuracy_by_class_adds_up_to_the_accuracy(whole: RunResult) -> None:
     for task in ("digits", "stripes"):
         scores = whole.summary["tasks"][task]

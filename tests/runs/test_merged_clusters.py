@@ -70,6 +70,7 @@ def test_clusters_that_are_joined_are_averaged(config: Make, finished: FinishedR
     assert sum("labels vary alike" in note for note in notes) == 1
 
 
+@pytest.mark.slow
 def test_a_threshold_that_nothing_reaches_leaves_the_run_as_it_is(config: Make, finished: FinishedRuns) -> None:
     apart = finished(config(**TWO_SOURCES, name="apart"))
     strict = finished(config(**TWO_SOURCES, merge_similarity="0.99", name="strict"))

@@ -183,7 +183,7 @@ def test_where_every_model_is_cut_the_server_hosts_all(config: Make) -> None:
     server = make_plan(config(**{**SPLIT, "split": "1", "topology": "server"}))
     for own, other in zip(plan.clients, server.clients, strict=True):
         assert own.split["host"]["name"] is None
-        assert own.split["host"]["reason"] == "nobody holds a whole model"
+        assert own.split["host"]["reason"] == "no client that holds a whole model has room for it"
         assert own.predicted == other.predicted
 
 

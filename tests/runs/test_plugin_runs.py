@@ -178,6 +178,7 @@ def test_plugins_of_all_kinds_give_the_same_bits_with_workers_and_after_a_resume
     assert "margin" in write_report([whole]).read_text(), "a report loads no plug-in"
 
 
+@pytest.mark.slow
 def test_each_of_the_plugins_changes_what_it_is_for(config: Make, plugins: dict[str, str]) -> None:
     settings = {**CHOSEN, **METHODS["inverse_loss"], "rounds": 1, "tasks": "movie"}
 
@@ -233,6 +234,7 @@ def test_sites_that_name_the_plugins_train_as_in_the_simulation(
     assert any("margin" in row for row in rows(fed.served.path))
 
 
+@pytest.mark.slow
 def test_a_site_that_does_not_name_the_plugins_is_told_so_at_the_handshake_and_loads_nothing(
     federation: Callable[..., Federation], term: str, tmp_path: Path
 ) -> None:
@@ -253,6 +255,7 @@ def test_a_site_that_does_not_name_the_plugins_is_told_so_at_the_handshake_and_l
     server.kill()
 
 
+@pytest.mark.slow
 def test_a_site_names_no_plugin_that_the_federation_lacks(federation: Callable[..., Federation], term: str) -> None:
     fed = federation()
     server, port = fed.serve()
@@ -380,6 +383,7 @@ def test_clients_send_what_a_filter_leaves_of_their_change_and_keep_a_second_mod
     assert same_tensors(read_tensors(held / SECOND), read_tensors(free / SECOND))
 
 
+@pytest.mark.slow
 def test_a_client_term_that_a_script_put_into_the_registry_is_not_dropped_in_silence_by_workers(
     config: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,6 +117,7 @@ def test_a_socket_carries_the_ledgers_bytes_and_the_stated_rest(watched: Watched
     assert 0 <= proxied - frames <= TLS_BYTES * exchanges + 0.01 * frames
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SITES)
 @pytest.mark.parametrize("way", ["up", "down"])
 def test_a_connection_costs_the_stated_bytes(watched: Watched, name: str, way: str) -> None:

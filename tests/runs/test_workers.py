@@ -33,6 +33,7 @@ def whole(shared_config: Make) -> RunResult:
     return run_config(shared_config(name="whole", **SETTINGS))
 
 
+@pytest.mark.slow
 def test_any_number_of_workers_makes_the_same_run(config: Make, whole: RunResult) -> None:
     told: list[Event] = []
     found = run_config(config(name="workers", **SETTINGS), backend=in_threads(3), on_event=told.append)

@@ -29,6 +29,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(JSON)
 def test_both_layouts_read_back_as_the_same_value(value: object) -> None:
     assert from_json(to_json(value)) == value

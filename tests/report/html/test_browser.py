@@ -51,6 +51,7 @@ def overflow(tab: Tab) -> int:
     return int(tab.evaluate("document.documentElement.scrollWidth - innerWidth"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_dark", [False, True])
 def test_a_run_fits_every_width_and_is_quiet(make_run, tab: Tab, is_dark: bool) -> None:
     page = write_report([rename(make_run(rounds=2, refused=True))])
@@ -67,6 +68,7 @@ def test_a_run_fits_every_width_and_is_quiet(make_run, tab: Tab, is_dark: bool) 
     assert NAMES["trec-0"] in drawn
 
 
+@pytest.mark.slow
 def test_a_watched_run_shows_what_is_new_by_itself_and_is_quiet(make_run, tab: Tab) -> None:
     run = make_run(rounds=2)
     (run / "summary.json").unlink()
@@ -91,6 +93,7 @@ def test_a_watched_run_shows_what_is_new_by_itself_and_is_quiet(make_run, tab: T
         tab.call("Page.navigate", url="about:blank")  # before the server goes, which it would miss
 
 
+@pytest.mark.slow
 def test_a_comparison_fits_every_width_and_is_quiet(compared: Path, tab: Tab) -> None:
     for width in WIDTHS:
         tab.open(compared, width=width, is_dark=width == 768)

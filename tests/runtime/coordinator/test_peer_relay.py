@@ -108,6 +108,7 @@ def test_a_guest_that_dies_begins_again_at_its_host(clients, dies_at: int) -> No
     assert found[0].hosted == HostMatch(host="c-0", reason="the quickest of 1 with room, in cluster 0")
 
 
+@pytest.mark.slow
 def test_a_host_whose_guest_says_nothing_does_its_own_job(clients, monkeypatch) -> None:
     site, path, jobs = clients
     jobs, let, plain = three(jobs)[:2], threading.Event(), home_of(site, path, CUTS["a-0"])
