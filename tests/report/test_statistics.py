@@ -292,12 +292,12 @@ def flip_seeds(differences):
 
 @pytest.mark.slow
 def test_without_a_difference_one_table_in_twenty_has_a_rejection() -> None:
-    """120 tables of ten seeds, four methods and a control; more than binomial luck (1 in 1000) is a broken test.
+    """200 tables of ten seeds, four methods and a control; more than binomial luck (1 in 1000) is a broken test.
 
     The same tables with clients as if each were a run of its own: the test can fail.
     """
-    tables = [null_table(rng([1, table])) for table in range(120)]
-    most = stats.binom.ppf(0.999, 120, 0.05)
+    tables = [null_table(rng([1, table])) for table in range(200)]
+    most = stats.binom.ppf(0.999, 200, 0.05)
     assert 0 < sum(rejections(table, flip_seeds).any() for table in tables) <= most
     pooled = sum(rejections(table, lambda cells: stats.ttest_1samp(cells.ravel(), 0).pvalue).any() for table in tables)
     assert pooled > 3 * most

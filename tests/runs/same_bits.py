@@ -130,7 +130,9 @@ def outcome(folder: Path) -> dict[str, Any]:
     files = [path for place in (run.adapters, run.models) for path in sorted(place.glob("*/*.safetensors"))]
     models = {path.parent.name: digest(read_tensors(path)) for path in files}
     assert models, f"{folder} holds no model"
-    scores = [{key: value for key, value in row.items() if key not in MEASURED} for row in rows(folder)]
+    told = [row for row in rows(folder) if row.get("event") != "mixed"]  # what mixing did is described, not decided
+    left_out = {*MEASURED, "reason"}  # words
+    scores = [{key: value for key, value in row.items() if key not in left_out} for row in told]
     ledger = [json.loads(line) for line in run.ledger.read_text().splitlines()]
     return {
         "models": sha256(json.dumps(models, sort_keys=True).encode()).hexdigest()[:16],
