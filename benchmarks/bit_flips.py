@@ -190,7 +190,7 @@ def outcome(folder: Path, file: str, truth: Mapping[str, Any]) -> str:
     if file.split("/")[0] in HARMLESS:
         return "harmless by name"
     faults = list(damaged_files(folder))
-    if any(finding.fault.startswith(f"{file} is damaged") for finding in faults):
+    if any(row.detail.startswith(f"{file} is damaged") for row in faults):
         is_detected = True
     else:
         assert not faults, f"{file} was flipped, and {faults} were found"

@@ -145,7 +145,7 @@ def table_of(title: str, columns: Columns, entries: Iterable[Entry], *, note: st
 
 
 def cell_at(path: str, form: Callable[[Any], Cell]) -> Callable[[Entry], Cell]:
-    """The cell of what lies in an entry at this path, such as "predicted.seconds"; `form` of None where nothing does."""
+    """The cell of what lies in an entry at this path ("predicted.seconds"); `form` of None where nothing does."""
 
     def cell(entry: Entry) -> Cell:
         value: Any = entry
