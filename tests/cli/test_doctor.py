@@ -87,6 +87,7 @@ def test_gpus_are_listed_with_their_memory() -> None:
     assert list(doctor.gpu_lines(None)) == []
 
 
+@pytest.mark.slow
 def test_without_libraries_for_tensors_it_says_so_and_leaves_no_traceback() -> None:
     code = (
         "import sys\n"

@@ -44,6 +44,7 @@ def leave(folder: Path, *, seed: str, own: dict[str, Tensor] | None) -> None:
         write_tensors(folder / "mask.safetensors", own)
 
 
+@pytest.mark.slow
 def test_masks_are_compared_drawn_and_merged(atlas: Atlas, runs: Path, tmp_path: Path) -> None:
     to = tmp_path / "both.safetensors"
     words = ["masks", "run-42", "run-123", "run-456", "--runs-dir", str(runs)]
@@ -63,6 +64,7 @@ def test_masks_are_compared_drawn_and_merged(atlas: Atlas, runs: Path, tmp_path:
     assert all(own.all() for own in read_tensors(to).values()) and "head.weight" not in read_tensors(to)
 
 
+@pytest.mark.slow
 def test_one_mask_is_drawn_into_its_run_and_a_merged_file_is_a_mask_again(
     atlas: Atlas, runs: Path, tmp_path: Path
 ) -> None:

@@ -114,6 +114,7 @@ def test_nothing_is_run_with_a_mistake(
     assert ran == []
 
 
+@pytest.mark.slow
 def test_sweep_runs_every_point_and_ends_in_a_table_and_a_csv(atlas: Atlas, ran: list[Config], tmp_path: Path) -> None:
     words = ["sweep", "--strategy", "atlas_laplacian", "--over", "eta=0,0.5", "--seeds", "2"]
     words += ["--runs-dir", str(tmp_path)]
@@ -182,6 +183,7 @@ def test_compare_knows_old_names_and_says_the_same_in_every_format(
     assert is_page(page) and "2 methods compared" in page.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_compare_leaves_runs_in_one_place_out_of_statistics_by_client(
     atlas: Atlas, ran: list[Config], tmp_path: Path
 ) -> None:
@@ -196,6 +198,7 @@ def test_compare_leaves_runs_in_one_place_out_of_statistics_by_client(
     assert said.code == 2 and "--control is multitask, which has one client a task; allowed: a strategy of" in said.err
 
 
+@pytest.mark.slow
 def test_compare_over_a_setting_compares_for_each_value_and_ranks_over_all(
     atlas: Atlas, ran: list[Config], tmp_path: Path
 ) -> None:
@@ -215,6 +218,7 @@ def test_compare_over_a_setting_compares_for_each_value_and_ranks_over_all(
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("control", [[], ["--control", "local"]])
 def test_compare_over_a_setting_of_methods_ends_in_a_page_with_a_row_for_each_value(
     control: list[str], atlas: Atlas, ran: list[Config], tmp_path: Path
@@ -241,6 +245,7 @@ def test_seeds_by_name_are_compared_also_where_they_are_those_of_tuning(
     assert said.code == 2 and "--seeds has 9001, on which --trials chooses settings; compare on other seeds" in said.err
 
 
+@pytest.mark.slow
 def test_compare_with_trials_leaves_a_record_beside_the_runs_that_a_page_reads(
     atlas: Atlas, ran: list[Config], tmp_path: Path
 ) -> None:

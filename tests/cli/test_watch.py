@@ -74,6 +74,7 @@ def test_a_run_alone_is_the_page_itself_and_what_cannot_be_read_is_said(tmp_path
         assert answer.status == 200 and "cannot be shown yet" in text and "plan.json" in text
 
 
+@pytest.mark.slow
 def test_another_site_in_the_browser_and_who_has_no_token_see_nothing(tmp_path: Path) -> None:
     run = begun(tmp_path / "one")
     with serving(Watched(runs=(run,), runs_dir=tmp_path, token=None)) as port:

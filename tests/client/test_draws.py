@@ -288,6 +288,7 @@ def test_no_client_draws_anything_about_its_rows_from_what_a_server_knows() -> N
     assert {reader for reader in readers if reader[1] != "Draws"} == FOR_ALL.keys()
 
 
+@pytest.mark.slow
 def test_every_draw_of_a_client_is_given_its_secret() -> None:
     """None is written out where nothing of a client is drawn: no dropout, dropout above a cut, the time of a run."""
     root = FOLDER.parent

@@ -87,6 +87,7 @@ def test_batch_gradients_are_those_of_the_last_two_blocks_matrices_and_the_head(
     assert not any(parameter.requires_grad for parameter in site.backbone.model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gradient", "fisher"])
 def test_the_sketch_is_of_the_mean_or_root_mean_square_of_the_stock_gradients(tiny_of, site_of, spec_of, kind) -> None:
     tiny = tiny_of("bert")

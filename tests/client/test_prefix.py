@@ -125,6 +125,7 @@ def test_what_another_process_has_computed_is_read_and_not_computed(tiny_of, sit
         assert own.prefix_cache.used_bytes == 0
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_computed_once_and_the_rest_again(tiny_of, site_of, spec_of) -> None:
     site, jobs = federation(tiny_of("bert"), site_of, spec_of)
     every = sum(int(data.lengths.sum()) for tokens in site.data.values() for data in tokens.splits.values())
@@ -191,6 +192,7 @@ def test_the_same_bits_with_all_layers_adapted(tiny_of, site_of, spec_of) -> Non
     assert_same_bits(two_rounds(jobs, with_budget(site, 10**9)), two_rounds(jobs, with_budget(site, 0)))
 
 
+@pytest.mark.slow
 def test_checkpointed_blocks_train_the_same_model(tiny_of, site_of, spec_of) -> None:
     tiny = tiny_of("bert")
     site, jobs = federation(tiny, site_of, spec_of)

@@ -57,6 +57,7 @@ def test_every_client_has_exactly_so_many_classes_and_every_class_about_as_many_
     assert (held == assign_classes(clients, classes, per_client, generator(seed))).all()
 
 
+@pytest.mark.slow
 def test_all_assignments_come_up_about_equally_often() -> None:
     # four clients, four classes of two clients each, two a client: 90 matrices (OEIS A001499)
     drawn = Counter(assign_classes(4, 4, 2, generator(seed)).tobytes() for seed in range(4500))

@@ -244,6 +244,7 @@ def try_seeds(seeds: range, templates: dict[str, Path], tmp_path: Path, capsys: 
         shutil.rmtree(place)
 
 
+@pytest.mark.slow
 def test_hostile_folders_end_in_one_line_and_change_nothing_outside(
     templates: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -304,6 +304,7 @@ def test_a_server_that_asks_for_anything_else_gets_nothing(
     assert [(head["kind"], list(tensors)) for head, tensors in found.said_after] == failed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "most"), [("job", 40), ("register", MAX_REGISTRATIONS)])
 def test_jobs_do_not_come_for_ever(usual: Recording, kind: str, most: int) -> None:
     """As often as faults explain, and not without an end."""
@@ -478,6 +479,7 @@ def test_who_gives_the_model_or_allows_it_loads_what_the_server_names(
     assert lie_to(spoken, lambda *_: None, tmp_path, NAME, **how).error == ""
 
 
+@pytest.mark.slow
 def test_a_cut_that_the_server_chooses_stays_where_the_site_was_first_trained(
     recorded: Callable[[str], Recording], lied: Callable[..., Ended]
 ) -> None:
@@ -557,6 +559,7 @@ def test_an_answer_through_the_cut_that_fits_nothing_is_one_line(
     assert found.said_after == []
 
 
+@pytest.mark.slow
 def test_what_is_not_shared_does_not_leave_where_the_server_sends_it_itself(
     recorded: Callable[[str], Recording], lied: Callable[..., Ended], tmp_path: Path
 ) -> None:
@@ -577,6 +580,7 @@ def test_what_is_not_shared_does_not_leave_where_the_server_sends_it_itself(
         assert not [key for key in tensors if key.endswith(".lora_B") or key.startswith("param/head")]
 
 
+@pytest.mark.slow
 def test_a_host_computes_what_the_settings_ask_of_its_guests_and_nothing_else(
     recorded: Callable[[str], Recording],
 ) -> None:

@@ -132,6 +132,7 @@ def test_no_image_is_in_any_message(recorded: Callable[[str], Recording]) -> Non
             assert pixels.astype(np.float32).tobytes() not in frames
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["usual", "cut, head here", "class features"])
 def test_labels_leave_as_counts_alone(recorded: Callable[[str], Recording], name: str) -> None:
     """Where the head is here, no message has the label of an example: counts are in the census, once."""

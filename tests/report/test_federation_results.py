@@ -31,6 +31,7 @@ def rows(result: FederationResults) -> set[str]:
     return set(result.comparison.rows)
 
 
+@pytest.mark.slow
 def test_runs_of_one_method_with_other_settings_are_other_rows(make_federation: MakeFederation, tmp_path: Path) -> None:
     make_federation(2)
     make_federation(2, gains={"fedprox": 0.0})
@@ -40,6 +41,7 @@ def test_runs_of_one_method_with_other_settings_are_other_rows(make_federation: 
     assert result.own_settings == {}
 
 
+@pytest.mark.slow
 def test_another_rank_is_another_row_of_a_method_that_does_not_own_it(
     make_federation: MakeFederation, tmp_path: Path
 ) -> None:
@@ -53,6 +55,7 @@ def test_another_rank_is_another_row_of_a_method_that_does_not_own_it(
     assert rows(result) == {"local", "fedper", "fedavg ranks=4", "fedavg ranks=8"}
 
 
+@pytest.mark.slow
 def test_what_a_method_sets_or_suggests_goes_without_saying(make_federation: MakeFederation, tmp_path: Path) -> None:
     make_federation(2)
     make_federation(2, gains={"fedprox": 0.1, "ditto": 0.1, "fedlease": 0.0, "fedavg_ft": 0.1})
@@ -61,6 +64,7 @@ def test_what_a_method_sets_or_suggests_goes_without_saying(make_federation: Mak
     assert (result.own_settings, result.changed) == ({}, {"lr": 0.01})
 
 
+@pytest.mark.slow
 def test_a_setting_that_no_method_suggests_stands_above_the_table(
     make_federation: MakeFederation, tmp_path: Path
 ) -> None:
@@ -70,6 +74,7 @@ def test_a_setting_that_no_method_suggests_stands_above_the_table(
     assert results_of(tmp_path).own_settings == {"fedprox": "proximal_mu=5.0", "fedavg_ft": "personal_rounds=4"}
 
 
+@pytest.mark.slow
 def test_references_in_one_place_with_other_settings_are_other_lines(
     make_federation: MakeFederation, tmp_path: Path
 ) -> None:
@@ -82,6 +87,7 @@ def test_references_in_one_place_with_other_settings_are_other_lines(
     }
 
 
+@pytest.mark.slow
 def test_federations_of_one_preset_have_titles_that_tell_them_apart(
     make_federation: MakeFederation, tmp_path: Path
 ) -> None:
@@ -133,6 +139,7 @@ def test_a_choice_that_was_tried_stands_by_its_names() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_page_says_what_was_tuned_and_so_does_that_of_its_rows(tuned: Path) -> None:
     page = results_page(find_finished_runs([tuned]), control="fedavg")
     assert f"Tuned by validation:\n\n{SAID}\n- no tuning on record: `local`, `fedavg`, `fedper`\n" in page

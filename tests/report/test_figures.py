@@ -58,6 +58,7 @@ def test_drawing_again_gives_the_same_bytes(make_run, monkeypatch: pytest.Monkey
     assert {path.name: path.read_bytes() for path in (run / "figures").iterdir()} == first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scene", SCENES.values(), ids=SCENES)
 def test_no_words_cover_each_other_or_leave_the_page(make_run, scene: dict) -> None:
     record = read_record(make_run(**scene))
@@ -123,6 +124,7 @@ def test_sketches_are_drawn_by_their_components_and_from_six_clients_on_by_t_sne
     assert list(charts(five, "clusters")) == ["clusters"]
 
 
+@pytest.mark.slow
 def test_names_that_would_do_harm_are_words_of_a_figure(make_run) -> None:
     record = read_record(rename(make_run()))
     for name in FIGURES:
@@ -172,6 +174,7 @@ def test_a_class_without_examples_is_an_empty_cell() -> None:
     assert "mean distance of their mix to the task's: 0.55 of 1" in chart.note
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("clients", "classes"), [(1, 2), (8, 10), (100, 10), (100, 100)])
 def test_figures_by_class_fit_any_number_of_clients_and_classes(clients: int, classes: int) -> None:
     record = counted(clients, classes)

@@ -23,6 +23,7 @@ def page_of(places: Sequence[Path], *, control: str) -> str:
     return results_page(find_finished_runs(places), control=control)
 
 
+@pytest.mark.slow
 def test_a_table_says_what_the_statistics_say(make_federation: Callable[..., None], tmp_path: Path) -> None:
     make_federation(2)
     (result,) = federation_results(find_finished_runs([tmp_path]), control="fedavg")
@@ -52,6 +53,7 @@ def test_the_same_folders_give_the_same_page(make_federation: Callable[..., None
     assert page_of([tmp_path, tmp_path], control="fedavg") == page_of([tmp_path], control="fedavg")
 
 
+@pytest.mark.slow
 def test_ranks_are_over_the_federations_by_hand(make_federation: Callable[..., None], tmp_path: Path) -> None:
     make_federation(1)
     make_federation(3, gains={"local": 0.2, "fedavg": 0.1, "fedper": 0.0})
@@ -111,6 +113,7 @@ def test_what_was_tuned_stands_beside_the_name(make_federation: Callable[..., No
         federation_results(find_finished_runs([tmp_path]), control="fedper")
 
 
+@pytest.mark.slow
 def test_other_settings_are_another_federation(make_federation: Callable[..., None], tmp_path: Path) -> None:
     make_federation(2)
     make_federation(2, gains={"fedavg": 0.0, "local": 0.0}, rounds=5)
@@ -136,6 +139,7 @@ def test_what_is_not_there_is_one_line(
     assert "no folder is named" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_references_in_one_place_have_lines_of_their_own_by_hand(
     make_federation: Callable[..., None], tmp_path: Path
 ) -> None:
@@ -203,6 +207,7 @@ def test_a_row_that_is_none_or_means_another_run_by_now_is_one_line(
             find_finished_runs([file])
 
 
+@pytest.mark.slow
 def test_seeds_that_do_not_pair_are_said_and_other_federations_stay(
     make_federation: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -303,6 +303,7 @@ def test_without_a_difference_one_table_in_twenty_has_a_rejection() -> None:
     assert pooled > 3 * most
 
 
+@pytest.mark.slow
 def test_a_planted_difference_is_seen_and_only_there() -> None:
     """Three points of accuracy, about 1.8 standard deviations of a difference: d_z 1.1 suffices for ten seeds."""
     seen = np.array([rejections(null_table(rng([2, table]), gain=0.03), flip_seeds) for table in range(60)])

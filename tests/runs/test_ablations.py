@@ -42,6 +42,7 @@ def test_clusters_ranks_and_cuts_are_switched_off_one_by_one(config: Make) -> No
     assert no_cuts["cuts"] != whole["cuts"] and no_cuts["clusters"] == whole["clusters"]
 
 
+@pytest.mark.slow
 def test_without_the_laplacian_clusters_and_ranks_stay_and_models_are_averages(config: Make) -> None:
     whole, without = (
         run_config(config(**SMALL, strategy=strategy, name=strategy))
@@ -59,6 +60,7 @@ def has_one_head(folder: Path) -> bool:
     return "movie-1" not in names
 
 
+@pytest.mark.slow
 def test_a_sweep_over_clients_and_tasks_runs_federations_of_these_sizes(config: Make) -> None:
     over = parse_over(["clients_per_task=1,2", "tasks=movie,movie+trec"])
     points = grid(config(**SMALL, strategy="fedavg", name="none"), over=over, seeds=(1,))

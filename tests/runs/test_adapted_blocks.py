@@ -80,6 +80,7 @@ def test_nothing_below_the_first_adapted_block_has_a_gradient(config: Make) -> N
     assert all(leaf.grad is not None for leaf in leaves.values())
 
 
+@pytest.mark.slow
 def test_all_blocks_are_what_the_default_adapts(config: Make) -> None:
     every, default = (run_config(config(name=f"run-{n}", rounds=1, adapted_blocks=n)) for n in (3, None))
     assert same_tensors(state(every.folder, round=1), state(default.folder, round=1))
@@ -117,6 +118,7 @@ def test_an_imported_adapter_of_more_blocks_is_refused(config: Make) -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_an_imported_adapter_of_the_same_blocks_is_the_start(config: Make) -> None:
     words = {"ranks": 4, "adapted_blocks": 1, "rounds": 1}
     first = run_config(config(name="first", strategy="local", **words))

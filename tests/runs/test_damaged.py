@@ -100,6 +100,7 @@ def test_a_row_that_is_damaged_after_an_older_checkpoint_is_written_again(partia
     assert audit_run(partial).ok
 
 
+@pytest.mark.slow
 def test_a_row_that_is_damaged_after_the_newest_checkpoint_is_cut_back(partial: Path, whole: Path) -> None:
     with (partial / "metrics.jsonl").open("ab") as file:
         file.write(b'{"round": 3, "client": \xff\n')

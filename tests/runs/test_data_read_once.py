@@ -56,6 +56,7 @@ def make(config: Make, own: Path) -> Make:
     return lambda **values: config(**{"tasks": ("trec",), "task": f"own={own}", "rounds": 2, **values})
 
 
+@pytest.mark.slow
 def test_a_run_its_resumption_its_audit_and_a_newcomer_read_data_once(make: Make, reads: Counter[str]) -> None:
     folder = run_config(make(max_rounds=1)).folder
     assert reads == ONCE
@@ -75,6 +76,7 @@ def test_workers_of_one_process_share_what_was_read(make: Make, reads: Counter[s
         assert reads == ONCE
 
 
+@pytest.mark.slow
 def test_the_runs_of_a_sweep_share_what_was_read(make: Make, reads: Counter[str]) -> None:
     run_all(grid(make(name="swept", rounds=1), over={"eta": ("0", "0.1", "0.5")}, seeds=(1,)))
     assert reads == ONCE

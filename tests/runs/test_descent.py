@@ -73,6 +73,7 @@ def stock(params: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.slow
 def test_a_central_run_that_carries_its_momentum_is_one_uninterrupted_loop_of_torchs_sgd(image_config: Make) -> None:
     chosen = image_config(carry_momentum=True, **CENTRAL)
     result = run_config(chosen)

@@ -221,6 +221,7 @@ def test_every_method_exports_what_it_has_evaluated(small: Make, method: str) ->
     check(with_best(config) if number % 2 else config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_every_family_and_task_exports_what_it_has_evaluated(small: Make, family: str) -> None:
     """Under class frequencies of each client's own, which some heads can hold and others cannot."""
@@ -267,6 +268,7 @@ IMAGE_RUNS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", IMAGE_RUNS)
 def test_image_models_export_what_they_have_evaluated(kind: str, shared_folder: Path, tmp_path: Path) -> None:
     preset, values = IMAGE_RUNS[kind]
@@ -285,6 +287,7 @@ def shown(model: Any, text: str, **parts: Any) -> dict[str, float]:
     return {one["label"]: one["score"] for one in classes}
 
 
+@pytest.mark.slow
 def test_a_pipeline_shows_the_names_of_classes(small: Make) -> None:
     """By PEFT's model of the card, by the folder's name alone in transformers, and by a whole model's folder."""
     base = small("bert", ("kind",))

@@ -116,6 +116,7 @@ def test_workers_that_share_the_weights_make_the_same_run(make: Make, whole: Run
     assert rows(whole.folder) == rows(found.folder)
 
 
+@pytest.mark.slow
 def test_the_adapters_load_onto_the_stock_classifier_and_score_as_the_run_says(
     make: Make, whole: RunResult, tmp_path: Path
 ) -> None:
@@ -141,6 +142,7 @@ def test_the_adapters_load_onto_the_stock_classifier_and_score_as_the_run_says(
         assert float((said == client.test.label).mean()) == pytest.approx(row["accuracy"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fingerprint", ["fisher", "delta"])
 def test_fingerprints_tell_two_image_tasks_apart(make: Make, fingerprint: str) -> None:
     settings = {"samples": 100, "lr": 1e-2, "fingerprint_steps": 60, "sketch_dim": 1024, "similarity_threshold": 0.5}
@@ -149,6 +151,7 @@ def test_fingerprints_tell_two_image_tasks_apart(make: Make, fingerprint: str) -
     assert plan.adjacency[0, 1] > 0 == plan.adjacency[0, 2]
 
 
+@pytest.mark.slow
 def test_a_round_has_as_many_steps_as_asked_for_and_the_plan_counts_them(make: Make, whole: RunResult) -> None:
     """24 images in batches of 8 are three steps a pass: seven are two passes and one step more, 56 images of 24."""
     options = train_options(make(local_steps=7), with_images=True)

@@ -127,6 +127,7 @@ def test_the_federation_is_stored_once_where_all_hold_one_model(config: Make) ->
     assert [path.name for path in (result.folder / "models").iterdir()] == ["digits-0"]
 
 
+@pytest.mark.slow
 def test_updates_that_lie_in_files_make_the_same_run(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     held = run_config(config(name="held"))
     monkeypatch.setattr("atlas_fl.runtime.local.MAX_BYTES_IN_MEMORY", 0)
@@ -191,6 +192,7 @@ def test_the_plan_counts_the_parameters(config: Make) -> None:
     assert [note for note in masked if note.endswith(" train where no mask holds them")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("values", [{}, {"share": "head"}, {"share": "A+B"}, {"mask": "random"}])
 def test_the_plan_has_the_bytes_of_a_round(config: Make, values: dict[str, str]) -> None:
     folder = run_config(config(rounds=2, participation=1.0, **values)).folder
@@ -259,6 +261,7 @@ def test_a_run_in_sessions_ends_in_the_same_bits(config: Make, mask: str) -> Non
         assert (whole.folder / name).read_bytes() == (parts.folder / name).read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", MASKS)
 def test_frozen_weights_keep_every_bit_and_only_kept_ones_travel(config: Make, mask: str) -> None:
     result = run_config(config(mask=mask, weight_decay=0.01, nesterov=True))
@@ -281,6 +284,7 @@ def test_frozen_weights_keep_every_bit_and_only_kept_ones_travel(config: Make, m
     assert report.ok and "frozen" in {row.check for row in report.rows}
 
 
+@pytest.mark.slow
 def test_a_mask_out_of_a_file_trains_what_the_run_that_made_it_trained(config: Make) -> None:
     made = run_config(config(mask="lowest_magnitude", name="made", rounds=1))
     file = made.folder / "mask.safetensors"
@@ -293,6 +297,7 @@ def test_a_mask_out_of_a_file_trains_what_the_run_that_made_it_trained(config: M
     assert sparse["mask"] == "from a file" and sparse["sparsity"] == pytest.approx(0.9, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_mask_it_was_begun_with_or_not_at_all(config: Make, tmp_path: Path) -> None:
     made = run_config(config(mask="lowest_magnitude", name="made", rounds=1, audit=False))
     file = tmp_path / "mask.safetensors"
@@ -314,6 +319,7 @@ def test_a_run_goes_on_with_the_mask_it_was_begun_with_or_not_at_all(config: Mak
     assert resume_run(other.folder).complete, "a run has a copy of its own"
 
 
+@pytest.mark.slow
 def test_masks_of_single_clients_are_those_of_runs_in_which_they_alone_score(config: Make) -> None:
     settings = {
         "mask": "least_sensitive",

@@ -43,6 +43,7 @@ def late(shared_config: Make) -> RunResult:
     return run_config(shared_config(name="late", rounds=3, arrive=LATE, eta=0.3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "space"), [("atlas_laplacian", "factors"), ("fedavg", "product"), ("fedavg_cluster", "factors")]
 )

@@ -46,6 +46,7 @@ def rows_of(assembly: Assembly, ids: list[list[int]], blocks: int) -> tuple[np.n
     return np.concatenate(rows), np.array(tokens)
 
 
+@pytest.mark.slow
 def test_the_shares_are_those_of_scikit_learn_on_the_stock_models_states(config: Make) -> None:
     assembly = assemble(config())
     for found in leakage_of(assembly, {"movie": [0, 2]}):

@@ -78,6 +78,7 @@ def test_a_threshold_that_nothing_reaches_leaves_the_run_as_it_is(config: Make, 
     assert strict.summary["overall"] == apart.summary["overall"]
 
 
+@pytest.mark.slow
 def test_a_newcomer_goes_to_the_cluster_that_its_own_was_joined_into(joined: RunResult) -> None:
     for task in ("movie", "trec"):
         found = place_client(joined.folder, task=task)

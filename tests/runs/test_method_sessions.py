@@ -45,6 +45,7 @@ def test_a_run_in_sessions_ends_in_the_same_bits(config: Callable[..., Config], 
     assert audit_run(parts).ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "file", "checks"),
     [

@@ -117,6 +117,7 @@ class Dropping:
         return [update for update in updates if not (is_now and update.client in self.lost)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gone", ["movie-1", "both"])
 def test_guests_of_a_host_that_drops_are_paired_again_in_the_same_round(config: Make, gone: str) -> None:
     lost = {"movie-1": ("movie-1",), "both": ("movie-1", "trec-1")}[gone]

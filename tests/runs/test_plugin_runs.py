@@ -264,6 +264,7 @@ def test_a_site_names_no_plugin_that_the_federation_lacks(federation: Callable[.
     server.kill()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_no_other_plugin(
     config: Make, example: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -317,6 +318,7 @@ class Lines(Tracker):
 """
 
 
+@pytest.mark.slow
 def test_a_tracker_of_a_plugin_is_told_of_a_run_and_of_its_resumption(
     config: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -370,6 +372,7 @@ START, TRAINED, SECOND = (
 )
 
 
+@pytest.mark.slow
 def test_clients_send_what_a_filter_leaves_of_their_change_and_keep_a_second_model_as_it_is(config: Make) -> None:
     settings = {"rounds": 1, "audit": True, "strategy": "ditto", "ranks": "4"}
     free = run_config(config(name="free", **settings)).folder
@@ -415,6 +418,7 @@ def test_runs_at_once_have_the_plugin_and_results_with_another_are_not_reused(co
     assert same_tensors(kept, state(at_once, round=1))
 
 
+@pytest.mark.slow
 def test_tasks_strategies_and_allocators_of_a_plugin_make_a_run(config: Make, tmp_path: Path) -> None:
     path = tmp_path / "kinds.py"
     path.write_text(KINDS)

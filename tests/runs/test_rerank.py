@@ -64,6 +64,7 @@ def test_new_ranks_are_in_the_adapters_and_keep_what_they_can_hold(config: Make,
     assert sum(row.check == "realigned" for row in report.rows) == 8
 
 
+@pytest.mark.slow
 def test_a_model_that_lost_more_than_its_ranks_ask_for_is_found(config: Make) -> None:
     folder = run_config(config(**WORDS)).folder
     file = folder / "audit/round-0002/begun.safetensors"

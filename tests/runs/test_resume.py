@@ -139,6 +139,7 @@ def _other_weight(folder: Path) -> None:
     write_tensors(folder / "model.safetensors", {**weights, name: weights[name] + 1}, metadata=("format", "pt"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "part"), [(_relu, "architecture"), (_two_tokens_swapped, "tokenizer"), (_other_weight, "weights")]
 )

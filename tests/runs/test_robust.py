@@ -134,6 +134,7 @@ def test_the_summary_tells_honest_clients_apart_from_attackers(config: Make) -> 
     assert notes[-1].startswith("simulated attackers: movie-1; the others have a test score of 0.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["median", "krum"])
 def test_a_robust_rule_runs_resumes_to_the_same_bits_and_passes_the_audit(config: Make, strategy: str) -> None:
     settings = {**ONE_TASK, "strategy": strategy, "norm_bound": "off", "attack": "sign_flip", "attack_scale": 30.0}

@@ -280,6 +280,7 @@ def test_local_sends_nothing_and_others_send_what_their_tensors_encode(config: M
     assert {row["kind"] for row in rows(atlas.folder, "ledger")} == {"fingerprint", "control", "adapter"}
 
 
+@pytest.mark.slow
 def test_an_unshared_head_never_moves_on_the_server(config: Make) -> None:
     result = run_config(config(share=("A", "B"), eta="0.5"))
     trained = load_file(result.folder / "audit/round-0001/trained.safetensors")
@@ -400,6 +401,7 @@ def test_keep_best_never_delivers_a_model_that_is_worse_on_validation(config: Ma
     assert audit_run(best.folder).ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fingerprint", ["fisher", "delta"])
 def test_reclustering_measures_again_and_writes_a_new_plan_that_the_audit_uses(config: Make, fingerprint: str) -> None:
     result = run_config(config(recluster_every=1, eta="0.3", fingerprint=fingerprint))

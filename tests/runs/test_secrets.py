@@ -73,6 +73,7 @@ def test_no_server_is_given_secrets(config: Make, tmp_path: Path) -> None:
         check_served(config(secrets=tmp_path), ServerOptions(certs=tmp_path))
 
 
+@pytest.mark.slow
 def test_workers_draw_from_the_same_secrets(config: Make, secrets: Path) -> None:
     values = {"strategy": "fedavg", "secrets": secrets, "dropout": 0.1, "pack_tokens": 200}
     backends = {"alone": None, "workers": in_threads(2)}

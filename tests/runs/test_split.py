@@ -165,6 +165,7 @@ def test_auto_cuts_only_where_the_device_cannot_hold_the_model(
         assert part in shown.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("split", "cut"), [("auto", 1), ("2", 2), ("small=2,movie=auto", 1), ("none", None)])
 def test_while_it_is_planned_a_client_is_cut_as_set_or_at_one_block_where_auto_has_to_cut(
     config: Make, needs: Callable[[str], float], split: str, cut: int | None

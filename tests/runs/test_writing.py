@@ -64,6 +64,7 @@ def mixed(config: Make, files: Path, writer_of: Callable) -> Make:
     return lambda **changes: replace(base, run=replace(base.run, **changes))
 
 
+@pytest.mark.slow
 def test_text_and_classes_share_a_run_that_passes_its_audit(mixed: Make, finished: FinishedRuns) -> None:
     result = finished(mixed())
     assert audit_run(result.folder).ok

@@ -66,6 +66,7 @@ def test_a_fetch_takes_the_named_files_and_nothing_else(wheels: Path, tmp_path: 
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_a_finished_part_is_not_fetched_again_and_a_damaged_one_is(
     wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,6 +79,7 @@ def outcome(found: SearchResult) -> list[Any]:
     return [(trial.number, trial.changes, trial.scores, trial.run) for trial in found.trials]
 
 
+@pytest.mark.slow
 def test_a_search_that_is_killed_anywhere_ends_as_one_that_is_not(
     base: Config, lived: list[float], tmp_path: Path
 ) -> None:
@@ -105,6 +106,7 @@ def test_more_trials_go_on_and_the_first_ones_stay(base: Config, lived: list[flo
     assert told == ["finished"] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("lived")
 def test_the_best_is_best_on_validation_and_better_than_chance(base: Config) -> None:
     found = run_search(base, space=SPACE, trials=25)

@@ -110,6 +110,7 @@ def test_two_hundred_clients_are_drawn(make_run, tab: Tab) -> None:
     assert tab.evaluate("document.querySelectorAll('#figure-scores canvas').length") == 1, "too many for an SVG"
 
 
+@pytest.mark.slow
 def test_drawn_numbers_are_the_stored_ones(make_run, tab: Tab) -> None:
     run = make_run(rounds=2)
     tab.open(write_report([run]), width=1440)
@@ -127,6 +128,7 @@ def test_drawn_numbers_are_the_stored_ones(make_run, tab: Tab) -> None:
     assert sorted(ranks) == sorted(str(rank) for client in plan["clients"] for rank in client["ranks"])
 
 
+@pytest.mark.slow
 def test_dots_lie_where_their_scores_say(make_run, tab: Tab) -> None:
     """Two clients' final scores and their distance in pixels give the scale; all others lie on it."""
     run = make_run()
@@ -150,6 +152,7 @@ def test_dots_lie_where_their_scores_say(make_run, tab: Tab) -> None:
         assert found[name] == pytest.approx(found[low] + scale * (score - finals[low]), abs=0.01)
 
 
+@pytest.mark.slow
 def test_the_keyboard_sorts_a_table(make_run, tab: Tab) -> None:
     tab.open(write_report([make_run(tasks=1, clients_per_task=4)]), width=1440)
     column = "[...document.querySelectorAll('#outcome table')].at(-1).tBodies[0].rows"
@@ -165,6 +168,7 @@ def test_the_keyboard_sorts_a_table(make_run, tab: Tab) -> None:
     assert tab.evaluate(read) == sorted(before)
 
 
+@pytest.mark.slow
 def test_what_a_pointer_shows_of_a_mark_is_text(make_run, tab: Tab) -> None:
     tab.open(write_report([rename(make_run(rounds=2))]), width=1440)
     marks = "[...document.querySelectorAll('#figure-outcome .mark-symbol.role-mark path')]"
@@ -180,6 +184,7 @@ def test_what_a_pointer_shows_of_a_mark_is_text(make_run, tab: Tab) -> None:
     assert NAMES["movie-1"] in shown and tab.evaluate("window.harmed") is None
 
 
+@pytest.mark.slow
 def test_every_control_can_be_reached_by_the_keyboard(make_run, tab: Tab) -> None:
     tab.open(write_report([make_run(rounds=2)]), width=768)
     controls = "[...document.querySelectorAll('a, button, select, summary, .table, pre')]"
@@ -187,6 +192,7 @@ def test_every_control_can_be_reached_by_the_keyboard(make_run, tab: Tab) -> Non
     assert tab.evaluate("document.querySelectorAll('.vega-bind select').length") >= 3, "clients are chosen by a menu"
 
 
+@pytest.mark.slow
 def test_the_numbers_of_a_figure_are_shown_on_demand(make_run, tab: Tab) -> None:
     tab.open(write_report([make_run(rounds=2)]), width=768)
     tab.evaluate("document.querySelector('#figure-bytes details').open = true")
@@ -197,6 +203,7 @@ def test_the_numbers_of_a_figure_are_shown_on_demand(make_run, tab: Tab) -> None
     assert check.startswith("rounddirectionkind")
 
 
+@pytest.mark.slow
 def test_on_paper_charts_shrink_to_its_width_and_ink_is_dark(make_run, tab: Tab) -> None:
     tab.open(write_report([make_run(rounds=2)]), width=1440, is_dark=True)
     widest = (
@@ -211,6 +218,7 @@ def test_on_paper_charts_shrink_to_its_width_and_ink_is_dark(make_run, tab: Tab)
         tab.call("Emulation.setEmulatedMedia", media="")
 
 
+@pytest.mark.slow
 def test_a_client_that_is_chosen_stands_out(make_run, tab: Tab) -> None:
     run = make_run(tasks=1, clients_per_task=3)
     tab.open(write_report([run]), width=1440)

@@ -172,6 +172,7 @@ def test_one_client_gives_a_page(make_run) -> None:
     assert not any(script.attributes.get("id") == "data-clusters" for script in page.all("script"))
 
 
+@pytest.mark.slow
 def test_two_hundred_clients_fit(make_run) -> None:
     text = render(run_page(make_run(tasks=4, clients_per_task=50, rounds=2)))
     assert len(text.encode()) < MOST_BYTES / 2

@@ -7,6 +7,7 @@ from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.report.html.write import is_page, write_report
 
 
+@pytest.mark.slow
 def test_a_run_has_its_page_in_its_folder_and_figures_beside(make_run, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tasks=1, clients_per_task=2, rounds=1)
     assert main(["report", str(run)]) == 0

@@ -269,6 +269,7 @@ def test_two_clients_with_one_name_are_refused_and_one_may_come_back(certs_folde
             assert again.exchange({"n": 1})[0]["n"] == 1
 
 
+@pytest.mark.slow
 def test_a_link_that_falls_silent_gives_its_place_to_a_newer_process_and_a_living_one_does_not(
     certs_folder: Path, proxies: Any
 ) -> None:
