@@ -8,6 +8,7 @@ from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_wi
 
 from atlas_fl.client.job import Job
 from atlas_fl.client.local_training import batches, example_loss, learning_rate, num_steps, train
+from atlas_fl.client.optimizer import TERMS
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.models.tokenization import EncodedExamples
 
@@ -146,3 +147,27 @@ def test_every_client_round_and_seed_draws_masks_of_its_own(tiny_of, site_of, sp
         moved[dropout] = abs(first - second)
     assert moved[0.0] == 0
     assert moved[0.3] > 1e-4
+
+
+def test_a_term_draws_for_every_client_and_round_by_itself_and_the_same_again(
+    tiny_of, site_of, spec_of, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def noise(options, start):
+        del start
+        generator = torch.Generator().manual_seed(options.seed)
+
+        def gradient(name, value):
+            del name
+            return torch.randn(value.shape, generator=generator)
+
+        return gradient
+
+    monkeypatch.setitem(TERMS, "noise", noise)
+    tiny = tiny_of("bert")
+    spec = spec_of(name="a-0", examples=1)
+    site, params = site_of(tiny, spec), tiny.params(spec)
+    site = dataclasses.replace(site, data={**site.data, "z-0": site.data["a-0"]})
+    job = Job(client="a-0", params=params, round=1, options=TrainOptions(seed=1, rounds=2, optimizer="sgd", lr=1e-3))
+    jobs = [job, job, dataclasses.replace(job, client="z-0"), dataclasses.replace(job, round=2)]
+    first, again, other, later = (train([own], site)[0].params["head.classifier.weight"] for own in jobs)
+    assert first.equal(again) and not first.equal(other) and not first.equal(later)

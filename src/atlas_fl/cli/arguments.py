@@ -64,7 +64,7 @@ def last_value(groups: Iterable[Words], flag: str) -> str | None:
     return values[-1] if values else None
 
 
-def check_flags(groups: Iterable[Words], *, flags: Sequence[str], command: str) -> None:
+def check_flags(groups: Sequence[Words], *, flags: Sequence[str], command: str) -> None:
     """Raise ConfigError unless every flag is known, with what to write instead, or the nearest that is known."""
     for group in groups:
         if not group.flag or group.flag in flags:
@@ -72,6 +72,10 @@ def check_flags(groups: Iterable[Words], *, flags: Sequence[str], command: str) 
         hint = did_you_mean(group.flag, flags)
         if group.flag in hints() and "--accelerator" in flags:
             hint = f"; {hints()[group.flag]};"
+        elif "--knob" in flags and any(given.flag == "--plugin" for given in groups):
+            hint = (
+                f"{hint.rstrip(';')}; a setting of a plug-in's method is --knob {group.flag.removeprefix('--')}=VALUE;"
+            )
         raise ConfigError(f"unknown flag {short_repr(group.flag)}{hint} see `{command} --help`")
 
 

@@ -25,11 +25,14 @@ from atlas_fl.sparse.masked_sgd import SparseSGDM
 from atlas_fl.sparse.masks import Mask
 
 Term: TypeAlias = Callable[[str, Tensor], Tensor]
-"""(name, value) -> the gradient of the term with respect to this tensor, of its shape."""
+"""(name, value of a parameter) -> the gradient of the term there, of its shape, which is added to that of the loss."""
 
 
 TermOf: TypeAlias = Callable[[TrainOptions, Params], Term | None]
-"""(options, the anchor, by default the model at the start of the round) -> the term; None where it is switched off."""
+"""(options, the anchor, by default the model at the start of the round) -> the term; None where it is switched off.
+
+The seed of the options is of this client and round.
+"""
 
 
 def fedprox(options: TrainOptions, anchor: Params) -> Term | None:
