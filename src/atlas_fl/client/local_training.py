@@ -42,7 +42,6 @@ from atlas_fl.models.registry import apply_layers
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.models.vision import augment
 from atlas_fl.params import HEAD, PRIVATE, Params, digest, with_frozen
-from atlas_fl.rng import derive_seed
 from atlas_fl.sparse.masked_sgd import extract_momentum, load_momentum
 from atlas_fl.split.channel import Cut
 from atlas_fl.split.model import select_client_side
@@ -206,7 +205,7 @@ class LocalTrainer:
         self._mean = GradientMean() if options.control_variates and not options.is_personal(job.round) else None
         self._transform = gradient_chain(
             self.leaves,
-            replace(options, seed=derive_seed(options.seed, "term", job.client, job.round)),
+            replace(options, seed=int(self._draws.generator("term", job.round).integers(2**31))),
             self.scale,
             on_norms=self._share_norms,
             anchor=job.sent.get("anchor", {}),
