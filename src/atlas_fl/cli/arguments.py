@@ -81,8 +81,8 @@ def check_flags(groups: Sequence[Words], *, flags: Sequence[str], command: str) 
 
 @cache
 def hints() -> Mapping[str, str]:
-    """Flags of other programs, and what to write here, a row of `flags.tsv` for each."""
-    text = resources.files(__package__).joinpath("flags.tsv").read_text(encoding="utf-8")
+    """Flags of other programs, and what to write here, a row of `synonyms.tsv` for each."""
+    text = resources.files(__package__).joinpath("synonyms.tsv").read_text(encoding="utf-8")
     return dict(line.split("\t") for line in text.splitlines()[1:])
 
 

@@ -1,4 +1,4 @@
-"""Draws about a client's own examples: their order, subsets, halves, augmentation and dropout.
+"""Generators of a client's own draws, from its secret or the run's seed; `local_training` and `batching` draw.
 
 Who knows which example is in which step can solve for single examples from the updates of some rounds. So a client that
 has a secret draws from that, and from nothing that a server sends but the numbers of the question itself: the same

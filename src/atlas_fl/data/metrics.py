@@ -1,4 +1,7 @@
-"""Metrics of predictions in numpy: loss, accuracy, F1, MCC, calibration, Pearson, Spearman, ROUGE, counts by class."""
+"""Metrics of predictions in numpy: loss, accuracy, F1, MCC, calibration, Pearson, Spearman, ROUGE, counts by class.
+
+A new one also enters `experiment.summary.METRICS` and `runtime.protocol.answer_schema.CLASS_SCORES`.
+"""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Consent of a site to what leaves it, beside the other choices of its owner.
+"""Consent of a site's owner: `--allow`, numbers of examples, what leaves it.
 
 Settings are checked against it once, when a site connects (`deployment.settings_policy`), and every job against the
 settings (`deployment.job_policy`).

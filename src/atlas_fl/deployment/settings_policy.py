@@ -1,4 +1,4 @@
-"""The settings of a server that a site accepts: `--allow`, numbers of examples; and what leaves under them.
+"""Check of a server's settings against a site's consent, and what leaves under them.
 
 A server's settings are checked against the site's consent (`deployment.consent`) once, when the site connects; every
 job is checked against the settings (`deployment.job_policy`). Settings are bounded in what they give away and in what

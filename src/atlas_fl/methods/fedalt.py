@@ -5,7 +5,7 @@
 over those who took part; who is alone keeps its model. Bian, Wang, Zhang and Xu, "FedALT: Federated Fine-Tuning through
 Adaptive Local Training with Rest-of-World LoRA", AAAI 2026, arXiv:2503.11880, where the p are equal. A client never
 goes on with this mean: it stands, frozen, beside the client's own adapter, and a gate weighs the two
-(`methods.feddpa`).
+(`methods.feddpa`; where the adapter of its own is kept: `methods.mr_mtl`).
 """
 
 import numpy as np

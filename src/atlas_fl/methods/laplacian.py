@@ -1,4 +1,4 @@
-"""ATLAS with MIRA's Laplacian: everyone keeps a model of its own, and neighbours pull each other together.
+"""`atlas_laplacian`, MIRA's Laplacian: everyone keeps a model of its own, and neighbours pull each other together.
 
     w_k <- w_k - eta sum_l L_kl w_l          on the models as trained, L of the graph of clients
 

@@ -1,4 +1,4 @@
-"""From a config to the options that clients, server rules, cuts and attackers take."""
+"""From a config to the options of clients, rules, cuts and attackers, and to the clients that a round samples."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
