@@ -66,16 +66,8 @@ def rows_of(first: str, second: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_cluster_that_contradicts_itself_comes_apart_when_it_is_measured(
-    config: MakeConfig,
-) -> None:
-    forced = {
-        "tasks": ("sms", "movie"),
-        "clients_per_task": 4,
-        "flipped_clients": 0.5,
-        "local_epochs": 4,
-        "lr": 0.02,
-    }
+def test_a_cluster_that_contradicts_itself_comes_apart_when_it_is_measured(config: MakeConfig) -> None:
+    forced = {"tasks": ("sms", "movie"), "clients_per_task": 4, "flipped_clients": 0.5, "local_epochs": 4, "lr": 0.02}
     result = run_config(config(**ATLAS, **forced))
     clustered = run_config(config(strategy="fedavg_cluster", name="clustered", **forced)).folder
     kriging = run_config(config(**{**ATLAS, "strategy": "kriging"}, within="clusters", name="kriging", **forced)).folder

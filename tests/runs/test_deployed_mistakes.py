@@ -123,11 +123,7 @@ def test_sites_that_cannot_take_part_end_with_a_line_and_the_server_goes_on_and_
         (("join", "x:1", "--certs", "certs/movie-0", "--task", "movie", "--device", "gpu"), "unknown device 'gpu'"),
     ],
 )
-def test_mistakes_are_one_line(
-    words: tuple[str, ...],
-    message: str,
-    atlas: Callable[..., tuple[int, str]],
-) -> None:
+def test_mistakes_are_one_line(words: tuple[str, ...], message: str, atlas: Callable[..., tuple[int, str]]) -> None:
     more = ("--config", "fed.toml", "--host", "127.0.0.1") if words[0] == "serve" else ()
     chosen = () if words[0] == "join" or "--certs" in words else ("--certs", "certs/server")
     free = () if words[0] == "join" or "--port" in words else ("--port", "0")
@@ -140,10 +136,7 @@ def test_mistakes_are_one_line(
 
 @pytest.fixture
 def atlas(
-    capfd: pytest.CaptureFixture[str],
-    config: Callable[..., Config],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str], config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[int, str]]:
     """The command, in a folder with certificates and settings."""
     from atlas_fl.cli.main import main

@@ -28,7 +28,7 @@ from tests.runs.test_method_sessions import CASES
 
 pytestmark = [
     # PEFT still asks for it under its old name.
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 ]
 
 DEVICE = "cpu_2gb"

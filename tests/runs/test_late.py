@@ -29,12 +29,7 @@ from tests.runs.sessions import check_same_runs
 
 Make = Callable[..., Config]
 LATE = ("movie-1=2", "trec-0=3")
-MEASURED = {
-    "clusters": "auto",
-    "fingerprint": "gradient",
-    "min_reliability": "-0.99",
-    "similarity_threshold": "-0.99",
-}
+MEASURED = {"clusters": "auto", "fingerprint": "gradient", "min_reliability": "-0.99", "similarity_threshold": "-0.99"}
 """Clusters by sketches, in which nobody is undecided."""
 
 

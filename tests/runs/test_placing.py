@@ -63,10 +63,7 @@ def test_a_client_of_the_run_that_is_asked_again_has_the_sketches_of_the_run(fol
 
 
 def test_your_own_data(folder: Path, tmp_path: Path) -> None:
-    lines = [
-        "text,label",
-        *(f"what is {word}?,{index % 2}" for index, word in enumerate("abcdefghijklmnopqrstuvw")),
-    ]
+    lines = ["text,label", *(f"what is {word}?,{index % 2}" for index, word in enumerate("abcdefghijklmnopqrstuvw"))]
     (tmp_path / "own.csv").write_text("\n".join(lines))
     found = place_client(folder, task=f"own={tmp_path / 'own.csv'}", samples=10)
     assert (found.name, found.examples) == ("own-0", 10)

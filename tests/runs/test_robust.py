@@ -32,9 +32,7 @@ def told(config: Config) -> tuple[Path, list[str]]:
     return folder, [str(event) for event in notes if isinstance(event, Note)]
 
 
-def test_an_update_that_is_far_too_large_is_refused_with_its_sender_and_figures(
-    config: Make,
-) -> None:
+def test_an_update_that_is_far_too_large_is_refused_with_its_sender_and_figures(config: Make) -> None:
     folder, notes = told(config(**ONE_TASK))
     refused = [row for row in rows(folder) if row.get("event") == "refused"]
     assert [(row["round"], row["client"]) for row in refused] == [(1, "movie-1"), (2, "movie-1")]
