@@ -3,10 +3,13 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+
+from atlas_fl.audit.check import AuditReport, audit_run
 
 TIMES = ("seconds",)
 """Fields of the wall clock."""
@@ -25,6 +28,14 @@ def rows(folder: Path, name: str = "metrics") -> list[dict[str, object]]:
 
 def same_tensors(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
+
+
+def passing_audit(folder: Path, *checks: str, **options: Any) -> AuditReport:
+    """The audit of a run; raises AssertionError with what it found, or where it did not make all of these checks."""
+    report = audit_run(folder, **options)
+    assert report.ok, report.failures[:3]
+    assert set(checks) <= {row.check for row in report.rows}
+    return report
 
 
 def alter_tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 
 import atlas_fl.setup.assembly
-from atlas_fl.audit.check import audit_run
 from atlas_fl.client.batching import collate_packed, forward
 from atlas_fl.client.job import Job
 from atlas_fl.config import Config, config_hash
@@ -22,7 +21,7 @@ from atlas_fl.planning.planner import make_plan
 from atlas_fl.runtime.local import LocalEngine
 from atlas_fl.setup.assembly import assemble
 from atlas_fl.setup.options import train_options
-from tests.runs.reading import rows, same_tensors, state
+from tests.runs.reading import passing_audit, rows, same_tensors, state
 from tests.runs.workers import check_same, in_threads
 
 Make = Callable[..., Config]
@@ -47,8 +46,7 @@ def test_adapters_are_in_the_uppermost_blocks_alone(upper: RunResult) -> None:
 
 
 def test_the_audit_of_such_a_run_finds_nothing(upper: RunResult) -> None:
-    report = audit_run(upper.folder)
-    assert report.ok, report.failures
+    passing_audit(upper.folder)
     exported = load_file(next(upper.folder.glob("adapters/movie-0/adapter_model.safetensors")))
     assert all(".layer.2." in name for name in exported if "lora" in name)
 

@@ -7,14 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config, MixingConfig, with_values
 from atlas_fl.config.validation import validate
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.run import run_config
 from atlas_fl.methods.kriging import Kriging
 from atlas_fl.setup.options import strategy_of
-from tests.runs.reading import rows, same_tensors
+from tests.runs.reading import passing_audit, rows, same_tensors
 
 pytestmark = pytest.mark.core
 
@@ -31,8 +30,7 @@ def test_clusters_that_fit_and_have_nothing_in_common_are_averaged_to_the_bit(co
     clustered = run_config(config(strategy="fedavg_cluster", name="clustered")).folder
     for round in (1, 2):
         assert same_tensors(starts(result.folder, round), starts(clustered, round))
-    report = audit_run(result.folder)
-    assert report.ok, report.failures
+    passing_audit(result.folder)
     told = [row["variance_over_noise"] for one in result.summary["sharing"].values() for row in one.values()]
     assert max(told) < 1, "the reason that a run gives"
 
@@ -54,8 +52,7 @@ def test_clusters_that_are_after_the_same_share_before_they_are_measured(config:
     adapters = [key for key in mine if "lora" in key]
     assert not all(torch.equal(mine[key], apart[key]) for key in adapters)
     assert all(torch.equal(mine[key], apart[key]) for key in mine.keys() - adapters), "heads stay inside their task"
-    report = audit_run(folder)
-    assert report.ok, report.failures
+    passing_audit(folder)
 
 
 def rows_of(first: str, second: str) -> str:
@@ -80,8 +77,7 @@ def test_a_cluster_that_contradicts_itself_comes_apart_when_it_is_measured(confi
     )
     told = {client: row["adapters"]["variance_over_noise"] for client, row in sharing.items()}
     assert told["movie-0"] == told["movie-3"] != told["sms-0"] == told["sms-3"], "of its cluster, not over all"
-    report = audit_run(result.folder)
-    assert report.ok, report.failures
+    passing_audit(result.folder)
 
 
 def test_adapters_that_differ_by_less_than_their_noise_are_averaged_over_all_to_the_bit_and_heads_are_not(
@@ -99,8 +95,7 @@ def test_adapters_that_differ_by_less_than_their_noise_are_averaged_over_all_to_
     assert all(torch.equal(mine[key], predicted[key]) for key in mine.keys() - adapters), "each is a cluster of its own"
     assert not all(torch.equal(mine[key], of_all[key]) for key in mine.keys() - adapters)
     assert all(row["adapters"]["variance_over_noise"] < 1 for row in result.summary["sharing"].values())
-    report = audit_run(result.folder)
-    assert report.ok, report.failures
+    passing_audit(result.folder)
 
 
 @pytest.mark.slow
@@ -114,8 +109,7 @@ def test_a_cut_client_is_measured_through_its_cut(config: MakeConfig) -> None:
     assert came_back[2] == pytest.approx(3 * came_back[1], rel=0.02), (
         "it trains on all of its examples and twice on a half"
     )
-    report = audit_run(cut)
-    assert report.ok, report.failures
+    passing_audit(cut)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +127,7 @@ def test_it_measures_after_a_third_of_a_run_that_is_too_short(
 def test_a_short_run_is_measured_and_audited(config: MakeConfig) -> None:
     folder = run_config(config(strategy="atlas", rounds=2)).folder
     assert {row["round"] for row in rows(folder) if row.get("event") == "sharing measured"} == {1}
-    assert audit_run(folder).ok
+    passing_audit(folder)
 
 
 def test_who_is_better_alone_may_keep_its_own_at_the_end(config: MakeConfig) -> None:
@@ -143,7 +137,7 @@ def test_who_is_better_alone_may_keep_its_own_at_the_end(config: MakeConfig) -> 
         for result in (mixed, kept)
     ]
     assert all(losses[1][name] <= losses[0][name] for name in losses[0]) and losses[1] != losses[0]
-    assert audit_run(kept.folder).ok
+    passing_audit(kept.folder)
 
 
 def test_it_is_the_default() -> None:

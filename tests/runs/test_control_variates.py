@@ -10,7 +10,7 @@ from atlas_fl.config import Config, validate
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.run import run_config
 from tests.runs.finished import FinishedRuns
-from tests.runs.reading import rows
+from tests.runs.reading import passing_audit, rows
 
 pytestmark = pytest.mark.core
 
@@ -20,9 +20,7 @@ SCAFFOLD = {"strategy": "scaffold", "ranks": "4"}
 
 def test_a_run_passes_its_audit_and_what_is_sent_is_in_the_ledger(config: MakeConfig, finished: FinishedRuns) -> None:
     folder = finished(config(**SCAFFOLD)).folder
-    report = audit_run(folder)
-    assert report.ok
-    assert "corrected" in {row.check for row in report.rows}
+    passing_audit(folder, "corrected")
     sent = [row for row in rows(folder, "ledger") if row["kind"] == "correction"]
     # nobody is corrected in round one, and everyone tells its control in every round
     assert {row["round"] for row in sent if row["direction"] == "down"} == {2}
@@ -54,8 +52,7 @@ def test_in_personal_rounds_nobody_is_corrected_or_tells_its_control(
     config: MakeConfig, finished: FinishedRuns
 ) -> None:
     folder = finished(config(**SCAFFOLD, rounds=3, personal_rounds=1)).folder
-    report = audit_run(folder)
-    assert report.ok, report.failures[:3]
+    passing_audit(folder)
     assert {row["round"] for row in rows(folder, "ledger") if row["kind"] == "correction"} == {1, 2}
     assert not (folder / "audit/round-0003/correction.safetensors").exists()
 

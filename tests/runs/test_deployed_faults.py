@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 
-from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config
 from atlas_fl.experiment.run import run_config
 from atlas_fl.params import digest
@@ -16,6 +15,7 @@ from atlas_fl.storage.jsonl import read_rows
 from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import read_tensors
 from tests.runs.federation import Federation, adapters
+from tests.runs.reading import passing_audit
 from tests.runtime.conftest import Proxy
 
 pytestmark = pytest.mark.slow
@@ -62,7 +62,7 @@ def test_no_fault_changes_a_bit_of_what_a_rule_asks_for(federation: Callable[...
     """A site killed while it reports, a link cut, and the server killed with the reports in its checkpoint."""
     fed = federation(rounds=2, strategy="kriging", measure_round=1)
     ends_as_simulated_after_all_faults(fed)
-    assert audit_run(fed.served.path).ok
+    passing_audit(fed.served.path)
     sent, expected = (
         sorted(
             (row["client"], row["direction"], row["bytes"])
@@ -85,7 +85,7 @@ def test_a_round_goes_on_without_who_is_away(federation: Callable[..., Federatio
     assert "of movie-1 in round" in said
     missing = [row for row in read_rows(fed.served.metrics) if row.get("event") == "missing"]
     assert {row["client"] for row in missing} == {"movie-1"}
-    assert audit_run(fed.served.path).ok
+    passing_audit(fed.served.path)
     assert "movie-1 did not get the model at the end of the run" in said
     # who may not join is not waited for
     make_certs(fed.folder / "others", servers=["localhost"], clients=["movie-0"])
@@ -118,7 +118,7 @@ def test_a_client_that_comes_late_is_placed_and_no_fault_changes_a_bit_of_it(
     assert adapters(fed.served.path) == adapters(simulated.folder)
     ledgers = [read_rows(folder.ledger) for folder in (fed.served, RunFolder(simulated.folder))]
     assert sorted(map(str, ledgers[0])) == sorted(map(str, ledgers[1]))
-    assert audit_run(fed.served.path).ok
+    passing_audit(fed.served.path)
 
 
 def test_what_is_not_shared_stays_at_its_site_and_no_fault_changes_a_bit(
@@ -147,8 +147,7 @@ def test_what_is_not_shared_stays_at_its_site_and_no_fault_changes_a_bit(
         for key, tensor in read_tensors(path).items():
             above = "movie-2/" in key and ".layer.0." not in key
             assert above or not tensor.numel() or not (key.endswith("lora_B") or "/head." in key), (path, key)
-    report = audit_run(fed.served.path)
-    assert report.ok
+    report = passing_audit(fed.served.path)
     assert report.unseen == ("served: movie-0", "served: movie-1", "served: movie-2")
     assert not fed.served.adapters.exists()
 

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import pytest
 
-from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config
 from atlas_fl.experiment.run import run_config
 from atlas_fl.params import digest
@@ -12,6 +11,7 @@ from atlas_fl.storage.jsonl import read_json, read_rows
 from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import read_tensors
 from tests.runs.federation import Federation, adapters
+from tests.runs.reading import passing_audit
 
 pytestmark = pytest.mark.slow
 
@@ -51,7 +51,7 @@ def test_deployed_pairs_are_the_simulated_ones_and_those_of_a_server_that_hosts(
     sent = read_json(fed.served.summary)["bytes"]
     assert sent["relayed"] == read_json(simulated.summary)["bytes"]["between_clients"]
     assert "between_clients" not in sent
-    assert audit_run(fed.served.path).ok
+    passing_audit(fed.served.path)
 
 
 def test_deployed_pairs_share_in_part_what_simulated_ones_do(federation: Callable[..., Federation]) -> None:
@@ -69,7 +69,7 @@ def test_deployed_pairs_share_in_part_what_simulated_ones_do(federation: Callabl
         for key, tensor in read_tensors(path).items():
             above = "movie-0/" in key and ".layer.0." not in key
             assert above or not tensor.numel() or not key.endswith("lora_B"), (path, key)
-    assert audit_run(fed.served.path).ok
+    passing_audit(fed.served.path)
 
 
 def test_a_host_that_is_killed_in_mid_round_changes_no_bit(federation: Callable[..., Federation]) -> None:
@@ -89,4 +89,4 @@ def test_a_host_that_is_killed_in_mid_round_changes_no_bit(federation: Callable[
     reasons = [row["reason"] for row in read_rows(fed.served.metrics) if row.get("event") == "hosted"]
     assert reasons[0] == "movie-1 was left: it is gone"
     assert not [row for row in read_rows(fed.served.metrics) if row.get("event") == "missing"]
-    assert audit_run(fed.served.path).ok
+    passing_audit(fed.served.path)

@@ -26,7 +26,7 @@ from atlas_fl.models.vision import image_logits, preprocess
 from atlas_fl.params import unflatten_by_client
 from atlas_fl.rng import generator
 from atlas_fl.setup.assembly import assemble
-from tests.runs.reading import rows, same_tensors, state
+from tests.runs.reading import passing_audit, rows, same_tensors, state
 from tests.runs.sessions import in_sessions
 
 Make = Callable[..., Config]
@@ -84,7 +84,7 @@ def test_a_central_run_that_carries_its_momentum_is_one_uninterrupted_loop_of_to
     anew = run_config(image_config(name="anew", **CENTRAL))
     assert same_tensors(begun(anew.folder, 1), begun(result.folder, 1)), "the first round has nothing to carry"
     assert not any(torch.equal(t, begun(anew.folder, 2)[key]) for key, t in begun(result.folder, 2).items())
-    assert audit_run(result.folder).ok
+    passing_audit(result.folder)
 
 
 @pytest.mark.slow
@@ -99,7 +99,7 @@ def test_a_run_in_sessions_carries_the_same_momentum(image_config: Make, mask: s
     parts = in_sessions(image_config(name="parts", max_rounds=1, **settings))
     stored = state(undisturbed.folder, round=2)
     assert same_tensors(stored, state(parts.folder, round=2)) and rows(undisturbed.folder) == rows(parts.folder)
-    assert audit_run(parts.folder).ok
+    passing_audit(parts.folder)
     held = {key: own for key, own in stored.items() if key.startswith("by client/momentum/")}
     assert {key.split("/")[2] for key in held} == {"digits-0", "digits-1", "digits-2"}
     assert all(bool(own.any()) for own in held.values())

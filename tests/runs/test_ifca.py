@@ -11,7 +11,7 @@ from atlas_fl.config import Config, validate
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.run import run_config
 from tests.runs.finished import FinishedRuns
-from tests.runs.reading import alter_tensors, rows
+from tests.runs.reading import alter_tensors, passing_audit, rows
 from tests.runs.workers import in_threads
 
 pytestmark = pytest.mark.core
@@ -24,9 +24,7 @@ def test_a_run_passes_its_audit_and_models_of_other_clusters_are_counted(
     config: MakeConfig, finished: FinishedRuns
 ) -> None:
     folder = finished(config(**IFCA)).folder
-    report = audit_run(folder)
-    assert report.ok, report.failures[:3]
-    assert {"chosen", "server", "mixed"} <= {row.check for row in report.rows}
+    passing_audit(folder, "chosen", "server", "mixed")
     kept = load_file(folder / "audit/round-0002/server.safetensors")
     clusters = {int(value) for key, value in kept.items() if key.startswith("clusters/")}
     assert any(key.startswith("losses/") for key in kept) and clusters <= {0, 1}
@@ -58,7 +56,7 @@ def test_two_workers_end_as_one_process_does_and_few_clients_a_round_pass_the_au
     partly = {**IFCA, "participation": 0.75, "pack_tokens": 200}
     one = run_config(config(**partly, name="one")).folder
     two = run_config(config(**partly, name="two"), backend=in_threads(2)).folder
-    assert audit_run(two).ok, audit_run(two).failures[:3]
+    passing_audit(two)
     assert rows(one, "ledger") == rows(two, "ledger")
     for round in (1, 2):
         first, second = (load_file(folder / f"audit/round-000{round}/server.safetensors") for folder in (one, two))

@@ -39,7 +39,7 @@ from atlas_fl.sparse.masks import overlap
 from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import encoded_size
 from tests.runs.finished import FinishedRuns
-from tests.runs.reading import alter_tensors, rows, same_tensors, state
+from tests.runs.reading import alter_tensors, passing_audit, rows, same_tensors, state
 from tests.runs.resealing import with_new_digests
 from tests.runs.sessions import check_same_runs, in_sessions
 
@@ -80,7 +80,7 @@ def test_a_mask_holds_in_one_place_and_over_clients_alike(place: str, config: Ma
     chosen["by class"] = {"nc": "2", "samples": 20}
     own = chosen.get(place, {})
     result = run_config(config(**own, rounds=2, local_steps=2, mask="random", sparsity=0.9))
-    assert audit_run(result.folder).ok
+    passing_audit(result.folder)
     mask = load_file(RunFolder(result.folder).mask)
     first, last = starts(result.folder, 0), starts(result.folder, 2)
     moved = set[str]()
@@ -169,7 +169,7 @@ def test_a_central_run_stops_where_it_is_no_better_and_its_best_round_can_be_exp
         wanted = image_logits(assembly.site.vision, starts(result.folder, number)["digits-0"], pixels)
         with torch.no_grad():
             torch.testing.assert_close(stock(pixels).logits, wanted, rtol=1e-4, atol=1e-4)
-    assert audit_run(result.folder).ok
+    passing_audit(result.folder)
 
 
 def test_the_plan_shows_the_mask_and_no_ranks(config: Make) -> None:
@@ -255,7 +255,7 @@ def test_a_run_in_sessions_ends_in_the_same_bits(config: Make, mask: str) -> Non
     whole = run_config(config(name="whole", **settings))
     parts = in_sessions(config(name="parts", max_rounds=1, **settings))
     check_same_runs(whole.folder, parts.folder)
-    assert audit_run(parts.folder).ok
+    passing_audit(parts.folder)
     for kept in ("start", "trained"):
         name = f"audit/round-0002/{kept}.safetensors"
         assert (whole.folder / name).read_bytes() == (parts.folder / name).read_bytes()
@@ -292,7 +292,7 @@ def test_a_mask_out_of_a_file_trains_what_the_run_that_made_it_trained(config: M
     assert same_tensors(state(made.folder, round=1), state(given.folder, round=1))
     assert same_tensors(load_file(file), load_file(given.folder / "mask.safetensors"))
     assert rows(made.folder, "ledger") == rows(given.folder, "ledger")
-    assert audit_run(given.folder).ok
+    passing_audit(given.folder)
     sparse = make_plan(config(mask_file=str(file))).to_json()["sparse"]
     assert sparse["mask"] == "from a file" and sparse["sparsity"] == pytest.approx(0.9, abs=1e-4)
 
@@ -371,7 +371,7 @@ def test_the_audit_finds_a_frozen_weight_that_moved(config: Make, finished: Fini
 
 def test_a_masked_run_without_its_mask_passes_no_audit(config: Make, finished: FinishedRuns) -> None:
     folder = finished(config(mask="random", rounds=1)).folder
-    assert audit_run(folder).ok
+    passing_audit(folder)
     (folder / "mask.safetensors").unlink()
     assert {row.check for row in audit_run(folder).failures} == {"files"}
     with pytest.raises(CheckpointError, match=r"mask.safetensors is missing; restore it"):

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config, run_folder
 from atlas_fl.errors import CheckpointError
 from atlas_fl.experiment.run import run_config
 from atlas_fl.experiment.sweep import grid, run_all
 from atlas_fl.runtime.reuse import REUSED_RESULTS
 from tests.runs.conftest import configs
+from tests.runs.reading import passing_audit
 
 
 @pytest.mark.slow
@@ -46,7 +46,7 @@ def test_runs_that_share_work_end_in_the_bits_of_runs_alone(tiny_model: Path, tm
                 (run_folder(alone).path / path.relative_to(folder)).read_bytes() for path in found
             ]
         assert sorted(folder.rglob("state.safetensors"))
-        assert audit_run(folder).ok
+        passing_audit(folder)
 
 
 @pytest.mark.core

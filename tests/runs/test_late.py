@@ -24,7 +24,7 @@ from atlas_fl.setup.assembly import Assembly, JoinQueue, Newcomer, assemble
 from atlas_fl.storage.jsonl import read_json
 from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import read_sketches, read_tensors, write_tensors
-from tests.runs.reading import rows, same_tensors, state
+from tests.runs.reading import passing_audit, rows, same_tensors, state
 from tests.runs.sessions import check_same_runs
 
 Make = Callable[..., Config]
@@ -44,8 +44,7 @@ def late(shared_config: Make) -> RunResult:
 )
 def test_every_rule_gives_newcomers_a_start_that_the_audit_recomputes(config: Make, strategy: str, space: str) -> None:
     result = run_config(config(strategy=strategy, space=space, rounds=3, arrive=LATE))
-    found = audit_run(result.folder)
-    assert found.ok, found.failures
+    found = passing_audit(result.folder)
     joined = [(row.round, row.client) for row in found.rows if row.check == "joined"]
     assert joined == [(2, "movie-1"), (3, "trec-0")]
     fresh, start = (
@@ -59,7 +58,7 @@ def test_a_rule_that_sends_nothing_lets_newcomers_begin_with_their_own(config: M
     folder = RunFolder(result.folder)
     assert same_tensors(*(read_tensors(folder.audit_arrival(2) / f"{name}.safetensors") for name in ("fresh", "start")))
     assert rows(result.folder, "ledger") == []
-    assert audit_run(result.folder).ok
+    passing_audit(result.folder)
 
 
 def test_an_arrival_changes_nothing_that_was_decided_for_others(late: RunResult) -> None:
@@ -152,7 +151,7 @@ def test_sessions_and_clusters_measured_again_make_the_same_run(config: Make) ->
     assert resume_run(parts.folder).complete
     check_same_runs(once.folder, parts.folder)
     for folder in (once.folder, parts.folder):
-        assert audit_run(folder).ok, audit_run(folder).failures
+        passing_audit(folder)
         sketches = read_sketches(RunFolder(folder).sketches_of("plan-0003.json"))
         assert sketches is not None
         assert sketches.shape[1] == 4
@@ -190,14 +189,14 @@ def test_who_cannot_join_is_told_why_and_the_others_go_on(config: Make) -> None:
     assert any(note.startswith("movie-1 does not join: ") for note in notes)
     assert list(result.summary["clients"]) == ["movie-0", "trec-0"]
     assert [path.name for path in RunFolder(result.folder).plans()] == ["plan.json"]
-    assert audit_run(result.folder).ok
+    passing_audit(result.folder)
 
 
 def test_who_trains_stays_the_same_up_to_the_next_aggregation(config: Make) -> None:
     result = run_config(config(arrive="movie-1=2", aggregate_every=2, rounds=4, strategy="fedavg"))
     first = [row["round"] for row in rows(result.folder) if row.get("event") == "joined"]
     assert first == [3]
-    assert audit_run(result.folder).ok
+    passing_audit(result.folder)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from atlas_fl.experiment.run import RunResult, resume_run, run_config
 from atlas_fl.storage.jsonl import read_json
 from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import read_tensors, write_tensors
-from tests.runs.reading import rows, same_tensors, state
+from tests.runs.reading import passing_audit, rows, same_tensors, state
 from tests.runs.test_image_adapters import _stripes
 
 Make = Callable[..., Config]
@@ -43,8 +43,7 @@ def test_a_newcomer_begins_with_the_global_weights_and_counts_in_the_next_averag
     for key, tensor in start["digits-2"].items():
         mean = sum(own[key].double() for own in trained.values()) / 3  # 24 images each
         assert torch.allclose(tensor.double(), mean, rtol=0, atol=1e-6), key
-    found = audit_run(result.folder)
-    assert found.ok, found.failures
+    found = passing_audit(result.folder)
     assert [(row.round, row.client) for row in found.rows if row.check == "joined"] == [(2, "digits-2")]
     folder = RunFolder(result.folder)
     assert list(result.summary["clients"]) == ["digits-0", "digits-1", "digits-2"]
@@ -73,7 +72,7 @@ def test_sessions_with_a_newcomer_make_the_same_run(image_config: Make, tmp_path
     assert same_tensors(state(once.folder), state(parts.folder))
     for kind in ("metrics", "ledger"):
         assert rows(once.folder, kind) == rows(parts.folder, kind)
-    assert audit_run(once.folder).ok and audit_run(parts.folder).ok
+    passing_audit(once.folder).ok and audit_run(parts.folder)
     fresh, start = arrival(once, "fresh")["stripes-0"], arrival(once, "start")["stripes-0"]
     held = audited(once, 1, "start")["digits-0"]
     for key in start:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.run import RunResult, run_config
@@ -21,6 +20,7 @@ from atlas_fl.setup.assembly import assemble
 from atlas_fl.setup.options import fingerprint_options
 from atlas_fl.storage.run_folder import RunFolder
 from tests.runs.finished import FinishedRuns
+from tests.runs.reading import passing_audit
 
 Make = Callable[..., Config]
 TWO_SOURCES = {
@@ -64,8 +64,7 @@ def test_clusters_that_are_joined_are_averaged(config: Make, finished: FinishedR
     assert together["labels"] == [0, 0, 0, 0] and together["before_merging"] == [0, 0, 1, 1]
     assert together["similarity"] == apart["similarity"]
     assert adapters_agree(joined.folder) and not adapters_agree(alone.folder)
-    found = audit_run(joined.folder)
-    assert found.ok, found.failures
+    passing_audit(joined.folder)
     notes = json.loads(RunFolder(joined.folder).plan.read_text())["notes"]
     assert sum("labels vary alike" in note for note in notes) == 1
 
@@ -91,7 +90,7 @@ def test_a_client_that_joins_later_stands_in_both_lists(config: Make) -> None:
     result = run_config(config(**{**TWO_SOURCES, **ANYTHING}, arrive=("trec-1=2",)))
     later = [json.loads(path.read_text())["clustering"] for path in sorted(result.folder.rglob("plan*.json"))]
     assert any(len(one["labels"]) == len(one["before_merging"]) == 4 for one in later if one["before_merging"])
-    assert audit_run(result.folder).ok
+    passing_audit(result.folder)
 
 
 def test_sketches_of_labels_come_from_every_client(config: Make) -> None:

@@ -18,7 +18,7 @@ from atlas_fl.events import Event, Note
 from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.params import Params
 from atlas_fl.runtime.attacks import ATTACKS, Attack, AttackContext
-from tests.runs.reading import rows, same_tensors, state
+from tests.runs.reading import passing_audit, rows, same_tensors, state
 
 Make = Callable[..., Config]
 ATTACKED = {"strategy": "fedavg", "attack": "scale", "attack_scale": 1e6, "attackers": ("movie-1",), "rounds": 2}
@@ -40,8 +40,7 @@ def test_an_update_that_is_far_too_large_is_refused_with_its_sender_and_figures(
     assert any(note.startswith("round 1: the update of movie-1 was refused: the change of its") for note in notes)
     kept = load_file(folder / "audit" / "round-0001" / "out_of_bound.safetensors")
     assert {key.partition("/")[0] for key in kept} == {"movie-1"}
-    report = audit_run(folder)
-    assert report.ok, report.failures[:3]
+    report = passing_audit(folder)
     assert sum(row.check == "bounded" for row in report.rows) == 8
     largest = max(
         float(tensor.abs().max()) for tensor in load_file(folder / "audit/round-0002/start.safetensors").values()
@@ -68,8 +67,7 @@ def test_who_is_refused_pulls_nobody_back_to_its_old_model(config: Make) -> None
         wanted = 0.5 * trained[f"{names[k]}/{HEAD}"] + 0.5 * pulled / edges[k, others].sum()
         torch.testing.assert_close(ends[f"{names[k]}/{HEAD}"], wanted)
     assert all(torch.equal(ends[key], begun[key]) for key in begun if key.startswith("movie-1/"))
-    report = audit_run(folder)
-    assert report.ok, report.failures[:3]
+    passing_audit(folder)
     parts = config(**settings, name="parts")
     again = run_config(replace(parts, run=replace(parts.run, max_rounds=1)))
     assert resume_run(again.folder).complete
@@ -85,7 +83,7 @@ def test_who_takes_no_part_still_counts_as_a_neighbour(config: Make) -> None:
     (first, second) = records[0]["participants"]
     both = 0.5 * (trained[f"{first}/{HEAD}"] + trained[f"{second}/{HEAD}"])
     assert not torch.allclose(ends[f"{first}/{HEAD}"], both), "the models of before are neighbours too"
-    assert audit_run(folder).ok
+    passing_audit(folder)
 
 
 def test_a_clipped_update_is_mixed_smaller_and_the_audit_agrees(config: Make) -> None:
@@ -93,8 +91,7 @@ def test_a_clipped_update_is_mixed_smaller_and_the_audit_agrees(config: Make) ->
     clipped = [row for row in rows(folder) if row.get("event") == "clipped"]
     assert {row["client"] for row in clipped} == {"movie-1"}
     assert any(note.startswith("round 1: the update of movie-1 was scaled down: ") for note in notes)
-    report = audit_run(folder)
-    assert report.ok, report.failures[:3]
+    passing_audit(folder)
     file = folder / "audit" / "round-0001" / "record.json"
     record = json.loads(file.read_text())
     assert record["clipped"] == ["movie-1"] and not record["refused"]
@@ -117,8 +114,7 @@ def test_a_mixed_model_that_is_none_takes_nobodys_place_and_the_rounds_go_on(
     assert {row["round"] for row in found if row.get("split") == "test"} == {1, 2}, "both rounds were evaluated"
     begun, ends = (load_file(folder / f"audit/round-000{n}/start.safetensors") for n in (0, 2))
     assert all(torch.equal(begun[key], ends[key]) for key in begun)
-    report = audit_run(folder)
-    assert report.ok, report.failures[:3]
+    passing_audit(folder)
 
 
 def test_the_summary_tells_honest_clients_apart_from_attackers(config: Make) -> None:
@@ -143,8 +139,7 @@ def test_a_robust_rule_runs_resumes_to_the_same_bits_and_passes_the_audit(config
     assert not again.complete
     assert resume_run(again.folder).complete
     assert same_tensors(state(first.folder, round=2), state(again.folder, round=2))
-    report = audit_run(first.folder)
-    assert report.ok, report.failures[:3]
+    passing_audit(first.folder)
 
 
 @pytest.mark.slow
@@ -162,7 +157,7 @@ def test_whole_models_of_images_are_bounded_and_aggregated_robustly_too(image_co
         assert report.ok, (name, report.failures[:3])
         start = load_file(found / "audit" / "round-0001" / "start.safetensors")
         assert max(float(tensor.abs().max()) for tensor in start.values()) < 100, name
-    assert audit_run(folder).ok
+    passing_audit(folder)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from atlas_fl.runtime.reuse import REUSED_RESULTS
 from atlas_fl.setup.assembly import Assembly, assemble
 from atlas_fl.storage.tensors import encoded_size
 from tests.runs.finished import FinishedRuns
-from tests.runs.reading import rows, same_tensors, state
+from tests.runs.reading import passing_audit, rows, same_tensors, state
 from tests.runs.sessions import check_same_runs
 
 Make = Callable[..., Config]
@@ -191,8 +191,7 @@ NEEDED: Mapping[str, Mapping[str, object]] = {
 def test_every_strategy_passes_its_audit(config: Make, strategy: str, space: str) -> None:
     words = {"space": space, **NEEDED.get(strategy, {})}
     result = run_config(config(strategy=strategy, eta="0.4", participation="0.75", rounds=2, **words))
-    report = audit_run(result.folder)
-    assert report.ok, report.rows
+    passing_audit(result.folder)
     checked = json.loads((result.folder / "audit/round-0002/record.json").read_text())
     assert len(checked["participants"]) == 3 and set(checked["loaded"]) == set(checked["participants"])
 
@@ -203,7 +202,7 @@ def test_strategies_that_should_differ_do(config: Make) -> None:
         run_config(config(strategy=name, eta="0.3", name=name, rounds=2))
         for name in ("local", "fedavg", "fedavg_cluster", "atlas_laplacian")
     ]
-    assert audit_run(results[0].folder, others=[result.folder for result in results[1:]]).ok
+    passing_audit(results[0].folder, others=[result.folder for result in results[1:]])
     states = [state(result.folder, round=2) for result in results]
     for left in range(len(states)):
         for right in range(left):
@@ -239,8 +238,7 @@ def test_aggregating_every_second_round_halves_the_bytes_and_passes_the_audit(co
     totals = [sum(int(str(row["bytes"])) for row in found) for found in sent]
     assert totals[0] == 2 * totals[1] > 0
     assert {row["round"] for row in sent[1]} == {2, 4}
-    report = audit_run(second.folder, others=[every.folder])
-    assert report.ok, report.failures
+    passing_audit(second.folder, others=[every.folder])
     for at, waits in ((1, True), (2, False), (3, True), (4, False)):
         folder = second.folder / f"audit/round-{at:04d}"
         trained, start = load_file(folder / "trained.safetensors"), load_file(folder / "start.safetensors")
@@ -250,7 +248,7 @@ def test_aggregating_every_second_round_halves_the_bytes_and_passes_the_audit(co
 
 def test_a_mixture_in_a_round_without_aggregation_fails_the_audit(config: Make) -> None:
     result = run_config(config(eta="0.4", ranks=4, rounds=2))
-    assert audit_run(result.folder).ok
+    passing_audit(result.folder)
     file = result.folder / "config.toml"
     file.write_text(file.read_text().replace("aggregate_every = 1", "aggregate_every = 2"))
     report = audit_run(result.folder)
@@ -263,7 +261,7 @@ def test_who_trains_stays_the_same_up_to_the_next_aggregation(config: Make) -> N
     who = [record["participants"] for record in records]
     assert who[0] == who[1] and who[2] == who[3] and len({tuple(names) for names in who}) > 1
     assert [record["eta"] for record in records] == [0.0, 0.4, 0.0, 0.4, 0.4]
-    assert audit_run(result.folder).ok
+    passing_audit(result.folder)
     up = {(row["round"], row["client"]) for row in rows(result.folder, "ledger") if row["kind"] == "adapter"
           and row["direction"] == "up"}  # fmt: skip
     assert up == {(at, name) for at in (2, 4, 5) for name in who[at - 1]}
@@ -332,7 +330,7 @@ def spoilt(spoil: Spoil) -> Backend:
 def test_who_is_refused_at_an_aggregation_goes_back_to_what_the_server_has(config: Make) -> None:
     spoil, _ = SPOILS["NaN"]
     result = run_config(config(eta="0.3", aggregate_every=2), backend=spoilt(spoil))
-    assert audit_run(result.folder).ok
+    passing_audit(result.folder)
     begun = unflatten_by_client(load_file(result.folder / "audit/round-0000/start.safetensors"))
     after = unflatten_by_client(load_file(result.folder / "audit/round-0002/start.safetensors"))
     assert same_tensors(dict(begun["movie-1"]), dict(after["movie-1"]))
@@ -398,7 +396,7 @@ def test_keep_best_never_delivers_a_model_that_is_worse_on_validation(config: Ma
 
     assert all(losses(best)[name] <= losses(mixed)[name] for name in losses(mixed))
     assert any(losses(best)[name] < losses(mixed)[name] for name in record["kept"])
-    assert audit_run(best.folder).ok
+    passing_audit(best.folder)
 
 
 @pytest.mark.slow
@@ -410,7 +408,7 @@ def test_reclustering_measures_again_and_writes_a_new_plan_that_the_audit_uses(c
     labels = [[client["cluster"] for client in plan["clients"]] for plan in plans]
     assert labels[0] == labels[1]
     assert plans[0]["clustering"]["reliability"] != plans[1]["clustering"]["reliability"], "it was not measured again"
-    assert audit_run(result.folder).ok
+    passing_audit(result.folder)
 
 
 def test_an_imported_adapter_is_the_start(config: Make) -> None:

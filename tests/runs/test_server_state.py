@@ -13,7 +13,7 @@ from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.run import run_config
 from atlas_fl.storage.run_folder import RunFolder
 from tests.runs.federation import Federation
-from tests.runs.reading import rows, same_tensors, state
+from tests.runs.reading import passing_audit, rows, same_tensors, state
 from tests.runs.sessions import in_sessions
 
 Make = Callable[..., Config]
@@ -51,9 +51,7 @@ def test_sessions_of_one_round_end_in_the_bits_of_the_whole_run_and_pass_the_aud
         for result in (whole, parts)
     ]
     assert files[0] == files[1]
-    report = audit_run(parts.folder)
-    assert report.ok, report.failures
-    assert "server" in {row.check for row in report.rows}
+    passing_audit(parts.folder, "server")
 
 
 @pytest.mark.slow
@@ -64,8 +62,7 @@ def test_a_newcomer_joins_the_moments_of_its_cohort(config: Make) -> None:
     assert same_tensors(state(whole.folder), state(parts.folder))
     cohorts = [{path.split("/")[2] for path in server_state(whole.folder, round=round)} for round in (2, 3)]
     assert cohorts == [{"all", "task-movie"}, {"all", "task-movie", "task-trec"}], "who is alone has no head in common"
-    report = audit_run(parts.folder)
-    assert report.ok, report.failures
+    report = passing_audit(parts.folder)
     assert sum(row.check == "joined" for row in report.rows) == 2
 
 
@@ -77,8 +74,7 @@ def test_a_newcomer_of_pfedgraph_is_remembered_with_the_model_that_it_began_with
     assert same_tensors(state(whole.folder), state(parts.folder))
     assert rows(whole.folder) == rows(parts.folder)
     assert {path.split("/")[2] for path in server_state(whole.folder)} == {"movie-0", "trec-1", "movie-1", "trec-0"}
-    report = audit_run(parts.folder)
-    assert report.ok, report.failures
+    passing_audit(parts.folder)
     # it was remembered with another model than it began with
     file = parts.folder / "audit" / "joined-0002" / "server.safetensors"
     tensors = load_file(file)
@@ -96,15 +92,13 @@ def test_a_rule_that_remembers_nothing_leaves_no_file(config: Make) -> None:
 
 def test_whole_models_of_images_take_a_server_optimizer(image_config: Make) -> None:
     result = run_config(image_config(strategy="fedadam", mask="random", sparsity=0.5, server_lr=0.003))
-    report = audit_run(result.folder)
-    assert report.ok, report.failures[:3]
+    passing_audit(result.folder)
     assert {name.split("/")[2] for name in server_state(result.folder)} == {"all", "task-digits"}
 
 
 def test_whole_models_of_images_take_pfedgraph_and_stand_once_in_its_state(image_config: Make) -> None:
     result = run_config(image_config(strategy="pfedgraph"))
-    report = audit_run(result.folder)
-    assert report.ok, report.failures[:3]
+    passing_audit(result.folder)
     one = result.folder / "audit" / "round-0000"
     sizes = [(one / f"{name}.safetensors").stat().st_size for name in ("server", "start")]
     assert sizes[0] < 2 * sizes[1], "eight clients begin with one body, which is there once"
@@ -121,8 +115,7 @@ def test_a_served_run_has_the_moments_of_a_simulation(federation: Callable[..., 
     assert server_state(folder, round=2) and same_tensors(
         server_state(folder, round=2), server_state(served.simulated, round=2)
     )
-    report = audit_run(folder)
-    assert report.ok, report.failures
+    passing_audit(folder)
 
 
 @pytest.mark.parametrize(

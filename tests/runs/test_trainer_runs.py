@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 
-from atlas_fl.audit.check import audit_run
 from atlas_fl.cli.main import main
 from atlas_fl.config import Config
 from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.plugins import load_plugins
 from tests.runs.federation import Federation
-from tests.runs.reading import rows, same_tensors, state
+from tests.runs.reading import passing_audit, rows, same_tensors, state
 from tests.runs.workers import check_same, in_threads
 
 Make = Callable[..., Config]
@@ -39,9 +38,7 @@ def test_a_run_by_the_example_has_the_same_bits_with_workers_and_after_a_resume(
     load_plugins(())
     check_same(whole.folder, resume_run(stopped.folder).folder)
     load_plugins(())
-    found = audit_run(whole.folder)
-    assert found.ok
-    assert {"loaded", "mixed", "moved"} <= {row.check for row in found.rows}
+    passing_audit(whole.folder, "loaded", "mixed", "moved")
     own = run_config(config(name="ours", **{**settings, "trainer": "atlas"}))
     assert not same_tensors(state(whole.folder), state(own.folder))
     assert [set(row) for row in rows(whole.folder)] == [set(row) for row in rows(own.folder)]
@@ -73,7 +70,7 @@ def test_sites_train_by_the_example_as_the_simulation_does(federation: Callable[
 def test_the_example_goes_with_what_is_not_refused(config: Make, changes: dict[str, object]) -> None:
     run = run_config(config(**{**SETTINGS, **changes}))
     assert run.complete
-    assert audit_run(run.folder).ok
+    passing_audit(run.folder)
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 
-from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config
 from atlas_fl.events import OnEvent
 from atlas_fl.experiment.backends import Allocate, init_worker, pool_engine, share_weights, worker_init_messages
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.runtime.worker_pool import WorkerLoop, init_workers
 from atlas_fl.setup.assembly import assemble
-from tests.runs.reading import rows, same_tensors, state
+from tests.runs.reading import passing_audit, rows, same_tensors, state
 
 # Packs of a client or two each, with cuts, noise, dropout, some of the clients, and clusters that are measured anew.
 SETTINGS = {
@@ -42,7 +41,7 @@ def check_same(left: Path, right: Path, *, round: int | None = None) -> None:
     adapters = sorted(path.relative_to(left) for path in left.glob("adapters/*/*.safetensors"))
     assert adapters
     assert all((left / path).read_bytes() == (right / path).read_bytes() for path in adapters)
-    assert audit_run(right).ok
+    passing_audit(right)
 
 
 def check_same_images(left: Path, right: Path) -> None:
@@ -53,7 +52,7 @@ def check_same_images(left: Path, right: Path) -> None:
     files = sorted(path.relative_to(left) for path in left.glob("**/*.safetensors") if "checkpoints" not in path.parts)
     assert sum(path.parts[0] == "models" for path in files) == 1
     assert all((left / path).read_bytes() == (right / path).read_bytes() for path in files)
-    assert audit_run(right).ok
+    passing_audit(right)
 
 
 def into(held: list[mmap.mmap]) -> Allocate:
