@@ -8,8 +8,6 @@ import torch
 from safetensors.torch import load_file
 
 from atlas_fl.config import Config, MixingConfig, with_values
-from atlas_fl.config.validation import validate
-from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.run import run_config
 from atlas_fl.methods.kriging import Kriging
 from atlas_fl.setup.options import strategy_of
@@ -142,20 +140,3 @@ def test_who_is_better_alone_may_keep_its_own_at_the_end(config: MakeConfig) -> 
 
 def test_it_is_the_default() -> None:
     assert MixingConfig().strategy == "atlas"
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (
-            {"second_model": "proximal", "ranks": "8", "space": "factors"},
-            "and --second-model .* does not go with that so far; .* atlas_laplacian",
-        ),
-        ({"recluster_every": 1, "rerank": True}, "and --rerank does not go with that so far; .* atlas_laplacian"),
-    ],
-)
-def test_what_has_no_halves_to_compare_is_refused_with_what_to_take(
-    config: MakeConfig, values: dict[str, object], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        validate(config(**{**ATLAS, **values}))

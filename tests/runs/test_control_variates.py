@@ -6,8 +6,7 @@ import pytest
 from safetensors.torch import load_file
 
 from atlas_fl.audit.check import audit_run
-from atlas_fl.config import Config, validate
-from atlas_fl.errors import ConfigError
+from atlas_fl.config import Config
 from atlas_fl.experiment.run import run_config
 from tests.runs.finished import FinishedRuns
 from tests.runs.reading import passing_audit, rows
@@ -64,24 +63,3 @@ def test_an_audit_finds_a_correction_in_a_personal_round(config: MakeConfig, fin
     failures = [row for row in audit_run(folder).failures if row.check == "corrected"]
     assert {row.round for row in failures} == {3}
     assert "in a personal round" in failures[0].detail
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"ranks": "greedy"}, r"^--control-variates averages gradients of A and B, .* and one rank for all"),
-        ({"workers": 2}, r"^--control-variates has a second set of tensors beside the model"),
-        (
-            {"split": "movie-0=1"},
-            r"^--control-variates and --split movie-0=1 do not go together so far; leave --split movie-0=1 out, or take"
-            " another strategy than scaffold, which sets --control-variates$",
-        ),
-        ({"personal_models": True}, r"^--control-variates is for one shared model"),
-        ({"strategy": "local"}, r"^--control-variates corrects by the gradients of all, and --strategy local mixes"),
-        ({"strategy": "fedavg_cluster"}, r"^--control-variates .* --strategy fedavg_cluster mixes otherwise"),
-        ({"strategy": "fedavg", "share": ("A", "B")}, r"^--control-variates .* --share A B keeps some parameters"),
-    ],
-)
-def test_what_it_cannot_do_is_refused_in_one_line(config: MakeConfig, values: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        validate(config(**{**SCAFFOLD, "space": "factors", "control_variates": True, **values}))

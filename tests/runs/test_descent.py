@@ -20,7 +20,6 @@ from atlas_fl.client.local_training import train
 from atlas_fl.client.options import TrainOptions
 from atlas_fl.config import Config
 from atlas_fl.data.clients import ClientData
-from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.models.vision import image_logits, preprocess
 from atlas_fl.params import unflatten_by_client
@@ -157,24 +156,6 @@ def test_two_rounds_with_the_momentum_of_the_first_are_one_round_of_as_many_step
         assert masks is not None or not torch.equal(second.params[key], first.params[key])
     forgot = trained(first.params, 1, 2, {})
     assert any(not torch.allclose(forgot.params[key], whole_round.params[key], rtol=1e-3, atol=1e-4) for key in start)
-
-
-@pytest.mark.parametrize(
-    ("values", "text"),
-    [
-        ({}, "--carry-momentum keeps what a client did in the round before, and with --participation 0.5"),
-        ({"participation": 1, "workers": 2}, "--carry-momentum keeps what clients did in one process"),
-        ({"participation": 1, "momentum": 0.0}, "--carry-momentum has nothing to carry with --momentum 0;"),
-        (
-            {"tune": "lora", "strategy": "atlas_laplacian", "participation": 1},
-            "--carry-momentum is for whole models, and these tasks train adapters",
-        ),
-    ],
-)
-def test_momentum_that_cannot_be_carried_is_told_in_one_line(image_config: Make, values, text: str) -> None:
-    with pytest.raises(ConfigError, match=text) as caught:
-        run_config(image_config(carry_momentum=True, **values))
-    assert "\n" not in str(caught.value)
 
 
 def by_hand(

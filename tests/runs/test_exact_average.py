@@ -9,8 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from atlas_fl.config import Config, validate
-from atlas_fl.errors import ConfigError
+from atlas_fl.config import Config
 from atlas_fl.experiment.run import run_config
 from tests.runs.finished import FinishedRuns
 from tests.runs.reading import passing_audit, rows
@@ -102,24 +101,3 @@ def test_who_missed_rounds_is_sent_the_whole_frozen_part(config: MakeConfig) -> 
     assert whole, "somebody had missed a round"
     reached = {row["client"] for row in sent}
     assert len(reached) == len({row["client"] for row in rows(folder, "ledger") if row["direction"] == "up"} | reached)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"strategy": "fedavg_stacked"}, r"^--strategy fedavg_stacked takes products apart .* --space factors"),
-        (
-            {"strategy": "fedavg_stacked", "space": "factors", "share": ("A", "head")},
-            r"^--strategy fedavg_stacked .* --share with A and B",
-        ),
-        ({"workers": 2}, r"^--strategy flora has a second set of tensors beside the model"),
-        ({"split": "movie-0=1"}, r"^--strategy flora and --split movie-0=1 do not go together"),
-        ({"personal_models": True}, r"^--strategy flora and --personal-models do not go together"),
-        ({"trained_parts": "alternate"}, r"^--strategy flora and --trained-parts alternate do not go together"),
-        ({"strategy": "fedex", "ranks": "greedy"}, r"^--strategy fedex averages factors of one rank"),
-    ],
-)
-def test_what_they_cannot_do_is_refused_in_one_line(config: MakeConfig, values: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
-        validate(config(**{**METHODS["flora"], **values}))
-    assert "\n" not in str(caught.value)

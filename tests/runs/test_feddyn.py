@@ -6,8 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from atlas_fl.config import Config, validate
-from atlas_fl.errors import ConfigError
+from atlas_fl.config import Config
 from tests.runs.finished import FinishedRuns
 from tests.runs.reading import passing_audit, rows
 
@@ -37,23 +36,3 @@ def test_round_one_trains_as_fedprox_does(config: MakeConfig, finished: Finished
     for round, is_same in ((1, True), (2, False)):
         first, second = (load_file(folder / f"audit/round-000{round}/trained.safetensors") for folder in folders)
         assert all((first[key] == second[key]).all() for key in first) == is_same
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"strategy": "fedavg_dynamic"}, r"^--strategy fedavg_dynamic sums changes of A and B, .* --space factors"),
-        (
-            {"strategy": "fedavg_dynamic", "space": "factors", "proximal_mu": 0.0},
-            r"^--proximal-mu is 0; allowed: above 0 with --strategy fedavg_dynamic",
-        ),
-        ({"workers": 2}, r"^--strategy feddyn has a second set of tensors beside the model"),
-        ({"split": "movie-0=1"}, r"^--strategy feddyn and --split movie-0=1 do not go together"),
-        ({"aggregate_every": 2, "rounds": 4}, r"^--strategy feddyn and --aggregate-every 2 do not go together"),
-        ({"ranks": "greedy"}, r"^--strategy feddyn .* one rank"),
-    ],
-)
-def test_what_it_cannot_do_is_refused_in_one_line(config: MakeConfig, values: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
-        validate(config(**{**FEDDYN, **values}))
-    assert "\n" not in str(caught.value)

@@ -7,8 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from atlas_fl.audit.check import audit_run
-from atlas_fl.config import Config, validate
-from atlas_fl.errors import ConfigError
+from atlas_fl.config import Config
 from atlas_fl.experiment.run import run_config
 from tests.runs.finished import FinishedRuns
 from tests.runs.reading import alter_tensors, passing_audit, rows
@@ -83,16 +82,3 @@ def test_an_audit_finds_a_round_in_which_nobody_measured(config: MakeConfig, fin
     assert {(2, "", "chosen")} <= {(row.round, row.client, row.check) for row in audit_run(folder).failures}
     (folder / "audit/round-0002/begun.safetensors").unlink()
     assert "begun.safetensors is missing" in " ".join(row.detail for row in audit_run(folder).failures)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"ranks": "greedy"}, r"^--strategy ifca lets a client take the model of others, .* one rank for all"),
-        ({"aggregate_every": 2}, r"^--strategy ifca and --aggregate-every 2 do not go together"),
-        ({"split": "movie-0=1"}, r"^--strategy ifca and --split movie-0=1 do not go together"),
-    ],
-)
-def test_what_it_cannot_do_is_refused_in_one_line(config: MakeConfig, values: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        validate(config(**{**IFCA, **values}))

@@ -20,7 +20,7 @@ from atlas_fl.config import Config, parse_config, to_toml, with_values
 from atlas_fl.data.clients import ClientData
 from atlas_fl.data.tables import SPLITS
 from atlas_fl.data.task import Images
-from atlas_fl.errors import AtlasError, BudgetError, CheckpointError, ConfigError, DataError, ModelError
+from atlas_fl.errors import BudgetError, CheckpointError, ConfigError, DataError, ModelError
 from atlas_fl.events import Note, PhaseStarted
 from atlas_fl.experiment.export import export_client
 from atlas_fl.experiment.rounds import round_participants
@@ -424,37 +424,6 @@ def _pooled(clients: tuple[ClientData, ...]) -> ClientData:
         for split in SPLITS
     }
     return ClientData(name="all", task=first.task, **splits)
-
-
-@pytest.mark.parametrize(
-    ("values", "text"),
-    [
-        ({"tasks": "digits+movie"}, "images .digits. and texts .movie."),
-        ({"tasks": "digits+movie", "strategy": "atlas_laplacian"}, "images .digits. and texts .movie."),
-        ({"precision": "bf16", "sparsity": 1.0}, "--sparsity is 1.0.*below 1"),
-        ({"nc": "many"}, "--nc is 'many'.*iid, or a number"),
-        ({"nc": "2", "partition": "dirichlet"}, "--nc 2 and --partition dirichlet are two ways"),
-        ({"mask": "random", "head_first": "none"}, "--mask random freezes the head.*a random one"),
-        ({"mask": "random", "mask_file": "m"}, "--mask random says how a mask is made, and --mask-file brings one"),
-        ({"sparsity": 0.5, "mask_file": "m"}, "--sparsity 0.5 says how a mask is made"),
-        ({"mask_file": "m", "head_first": "none"}, "--mask-file m freezes the head"),
-        ({"split": "1"}, "--split is for adapters"),
-        ({"init_adapter": "nowhere"}, "--init-adapter is for adapters, and these tasks train whole models"),
-        ({"gradient_checkpointing": True}, "--gradient-checkpointing is for adapters"),
-        (
-            {"precision": "fp16", "tune": "lora", "strategy": "atlas_laplacian"},
-            "--precision fp16 needs a GPU with CUDA",
-        ),
-        ({"validation_share": 1.0}, "--validation-share is 1.0; allowed: above 0, below 1"),
-        ({"validation_share": 1e-4}, "--validation-share 0.0001 of the 1254 rows of task 'digits' is not one"),
-        ({"tasks": "movie", "validation_share": 0.1}, "--validation-share is for image tasks, and --tasks has texts"),
-        ({"tasks": "movie", "model": "minilm"}, "is for image tasks, and --tasks has texts alone"),
-    ],
-)
-def test_what_cannot_be_run_is_told_in_one_line(config: Make, values: dict[str, object], text: str) -> None:
-    with pytest.raises(AtlasError, match=text) as caught:
-        run_config(config(**values))
-    assert "\n" not in str(caught.value)
 
 
 def test_every_client_has_as_many_classes_as_asked_for(config: Make) -> None:

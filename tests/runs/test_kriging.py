@@ -13,8 +13,6 @@ from safetensors.torch import load_file
 from atlas_fl.audit.check import audit_run
 from atlas_fl.cli.tables import outcome
 from atlas_fl.config import Config
-from atlas_fl.config.validation import validate
-from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.run import run_config
 from atlas_fl.report.figures import draw_all
 from atlas_fl.storage.tensors import encoded_size
@@ -125,24 +123,3 @@ def test_an_audit_finds_halves_and_models_that_were_altered(config: MakeConfig) 
     head = next(key for key in load_file(start) if key.startswith("movie-0/head."))
     assert "mixed" in failed(start, lambda tensors: tensors[head].add_(0.01))
     passing_audit(folder)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (
-            {"share": "A+B"},
-            "--strategy kriging compares all that clients train, and --share A B leaves a part of it out",
-        ),
-        (
-            {"control_variates": True, "ranks": "4", "space": "factors"},
-            "--control-variates corrects by the gradients of all, and --strategy kriging mixes otherwise",
-        ),
-        ({"measure_round": 0}, "--measure-round is 0"),
-        ({"measure_round": 5}, "--measure-round 5 is after the last aggregation of --strategy kriging; set an earlier"),
-        ({"measure_round": 3, "personal_rounds": 1}, "--measure-round 3 is after the last aggregation of"),
-    ],
-)
-def test_what_it_does_not_go_with_is_one_line(config: MakeConfig, values: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        validate(config(**{**KRIGING, **values}))

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 
 from atlas_fl.config import Config
-from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.run import RunResult, run_config
 from atlas_fl.planning.place_client import place_client
 from atlas_fl.planning.planner import local_engine
@@ -99,8 +98,3 @@ def test_sketches_of_labels_come_from_every_client(config: Make) -> None:
     updates = collect_fingerprints(assembly, local_engine(assembly, lambda _: None), fingerprint_options(chosen))
     for update in updates:
         assert np.linalg.norm(update.params["sketch.labels"].numpy()) == pytest.approx(1, abs=1e-5)
-
-
-def test_a_wrong_number_is_one_line(config: Make) -> None:
-    with pytest.raises(ConfigError, match=r"^--merge-similarity is 1\.5; allowed: above -1, below 1"):
-        run_config(config(**TWO_SOURCES, merge_similarity="1.5"))

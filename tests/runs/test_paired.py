@@ -12,7 +12,6 @@ from rich.console import Console
 
 from atlas_fl.client.job import Job, Update
 from atlas_fl.config import Config, config_hash
-from atlas_fl.errors import ConfigError
 from atlas_fl.events import OnEvent
 from atlas_fl.experiment.run import RunResult, run_config
 from atlas_fl.planning.planner import local_engine, make_plan
@@ -195,12 +194,6 @@ def test_clusters_that_are_measured_again_are_paired_again(config: Make) -> None
         assert new["split"].get("host") == old["split"].get("host")
         assert new["predicted"] == old["predicted"]
         assert new["memory"] == old["memory"]
-
-
-def test_pairing_without_a_cut_is_refused_in_a_line(config: Make) -> None:
-    with pytest.raises(ConfigError, match=r"^--topology paired says who .* and --split none cuts none; ") as caught:
-        run_config(config(topology="paired"))
-    assert "\n" not in str(caught.value)
 
 
 def test_the_default_topology_is_no_part_of_a_runs_identity(config: Make) -> None:

@@ -159,12 +159,6 @@ def test_blocks_and_samples_of_the_fingerprint_reach_the_sketches(config: Make, 
     assert (abs(sketches[0] - sketches[1]).max(axis=2) > 0.05).all()
 
 
-def test_more_blocks_than_the_model_has_are_one_line(config: Make) -> None:
-    with pytest.raises(ConfigError, match=r"--fingerprint-blocks.*4.*1 to 3, the model's blocks") as error:
-        make_plan(config(fingerprint="fisher", fingerprint_blocks=4))
-    assert "\n" not in str(error.value)
-
-
 def test_a_run_is_a_function_of_its_config(
     config: Make, finished: FinishedRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,6 @@ from transformers import AutoModelForSequenceClassification
 
 from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config, validate
-from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.export import export_client
 from atlas_fl.experiment.run import run_config
 from atlas_fl.methods.apfl import WEIGHT
@@ -215,27 +214,3 @@ def test_an_audit_finds_a_gate_that_moved_while_its_client_rested_or_is_gone(con
     path.unlink()
     found = {row.detail for row in audit_run(folder).failures if row.check == "gate"}
     assert "it trained, and has no gate of its own" in found
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"strategy": "fedavg", "second_gate": "input"}, r"^--second-gate input weighs two .*; set it to stacked"),
-        ({"strategy": "fedalt", "workers": 2}, r"^--personal-models has a second set of tensors beside the model"),
-        (
-            {"strategy": "fedalt_fixed", "second_gate": "input"},
-            r"^--second-gate is input, and --strategy fedalt_fixed is .* none",
-        ),
-        ({"strategy": "ditto", "ranks": "greedy"}, r"^--second-model proximal compares A and B .* one rank for all"),
-        ({"strategy": "apfl", "second_weight": 1.5}, r"^--second-weight 1.5 is a share .*; allowed: at most 1"),
-        ({"strategy": "local", "second_model": "stacked"}, r"^--second-model stacked stands beside a shared model"),
-        ({"strategy": "feddpa", "workers": 2}, r"^--second-model stacked has a second set of tensors beside the model"),
-        (
-            {"strategy": "feddpa", "split": "movie-0=1"},
-            r"^--second-model stacked and --split movie-0=1 do not go together",
-        ),
-    ],
-)
-def test_what_it_cannot_do_is_refused_in_one_line(config: MakeConfig, values: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        validate(config(**{**PLAIN, **values}))

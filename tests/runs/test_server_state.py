@@ -31,9 +31,6 @@ REMEMBERS = {
 }
 
 
-SMALL = "small=memory_gb=2,gflops=20,up_mbps=2,down_mbps=10,latency_ms=60,max_rank=2"
-
-
 def server_state(folder: Path, *, round: int | None = None) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in state(folder, round=round).items() if name.startswith("server/")}
 
@@ -116,27 +113,6 @@ def test_a_served_run_has_the_moments_of_a_simulation(federation: Callable[..., 
         server_state(folder, round=2), server_state(served.simulated, round=2)
     )
     passing_audit(folder)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (
-            {"space": "factors", "devices": ("small", "workstation"), "device": SMALL},
-            "^--strategy fedadam needs one rank",
-        ),
-        ({"within": "clusters", "recluster_every": 2}, "^--strategy fedadam --within clusters has moments of each"),
-        ({"server_lr": 0}, "^--server-lr is 0.0; allowed: above 0"),
-        ({"server_beta1": 1}, "^--server-beta1 is 1.0; allowed: at least 0, below 1"),
-    ],
-)
-def test_what_a_server_optimizer_cannot_do_is_refused_in_one_line(
-    config: Make, values: dict[str, object], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
-        run_config(config(strategy="fedadam", **values))
-    assert "\n" not in str(caught.value)
-    assert not RunFolder(Path(config().run.runs_dir) / "run").path.exists()
 
 
 def test_settings_of_the_server_at_their_default_are_no_part_of_the_identity(config: Make) -> None:
