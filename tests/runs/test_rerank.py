@@ -14,7 +14,6 @@ from atlas_fl.experiment.run import run_config
 from atlas_fl.params import unflatten_by_client
 from tests.runs.finished import FinishedRuns
 from tests.runs.reading import passing_audit
-from tests.runs.sessions import check_same_runs, in_sessions
 
 Make = Callable[..., Config]
 # Scarce bytes make the ranks follow the importance, which at this rate is another after every round.
@@ -71,14 +70,6 @@ def test_a_model_that_lost_more_than_its_ranks_ask_for_is_found(config: Make) ->
     key = next(key for key in sorted(flat) if key.startswith("trec-0/") and key.endswith("lora_B"))
     save_file({**flat, key: flat[key] * 1.01}, file)
     assert ("trec-0", "realigned") in {(row.client, row.check) for row in audit_run(folder).failures}
-
-
-@pytest.mark.slow
-def test_sessions_with_new_ranks_make_the_same_run(config: Make, finished: FinishedRuns) -> None:
-    whole = finished(config(name="whole", rounds=3, **WORDS))
-    parts = in_sessions(config(name="parts", rounds=3, max_rounds=1, **WORDS))
-    check_same_runs(whole.folder, parts.folder)
-    passing_audit(parts.folder)
 
 
 def test_without_it_ranks_stay(config: Make) -> None:

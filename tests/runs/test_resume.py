@@ -17,7 +17,7 @@ from atlas_fl.storage.tensors import read_tensors, write_tensors
 from tests.runs.finished import FinishedRuns
 from tests.runs.processes import Program, Programs
 from tests.runs.reading import passing_audit, rows, same_tensors, state
-from tests.runs.sessions import check_same_runs, in_sessions
+from tests.runs.sessions import check_same_runs
 
 Make = Callable[..., Config]
 
@@ -85,15 +85,6 @@ def test_sessions_shorter_than_the_rounds_between_two_checkpoints_get_on(config:
         parts = resume_run(parts.folder, max_rounds=1)
     assert parts.complete
     assert same_tensors(state(whole.folder), state(parts.folder))
-
-
-@pytest.mark.slow
-def test_sessions_that_end_between_two_aggregations_make_the_same_run(config: Make) -> None:
-    settings = {"aggregate_every": 3, "participation": "0.5", "rounds": 5, "eta": "0.3"}
-    whole = run_config(config(name="whole", **settings))
-    parts = in_sessions(config(name="parts", max_rounds=1, **settings))
-    check_same_runs(whole.folder, parts.folder, round=5)
-    passing_audit(parts.folder)
 
 
 @pytest.mark.parametrize(

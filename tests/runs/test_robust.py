@@ -129,20 +129,6 @@ def test_the_summary_tells_honest_clients_apart_from_attackers(config: Make) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["median", "krum"])
-def test_a_robust_rule_runs_resumes_to_the_same_bits_and_passes_the_audit(config: Make, strategy: str) -> None:
-    settings = {**ONE_TASK, "strategy": strategy, "norm_bound": "off", "attack": "sign_flip", "attack_scale": 30.0}
-    whole = config(**settings, name="whole")
-    parts = config(**settings, name="parts")
-    first = run_config(whole)
-    again = run_config(replace(parts, run=replace(parts.run, max_rounds=1)))
-    assert not again.complete
-    assert resume_run(again.folder).complete
-    assert same_tensors(state(first.folder, round=2), state(again.folder, round=2))
-    passing_audit(first.folder)
-
-
-@pytest.mark.slow
 def test_whole_models_of_images_are_bounded_and_aggregated_robustly_too(image_config: Make) -> None:
     settings = {"attack": "scale", "attack_scale": 1e4, "attackers": ("digits-0", "digits-1"), "participation": 1.0}
     settings |= {"rounds": 1, "eval_every": 1}

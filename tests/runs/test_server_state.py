@@ -13,22 +13,10 @@ from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.run import run_config
 from atlas_fl.storage.run_folder import RunFolder
 from tests.runs.federation import Federation
-from tests.runs.reading import passing_audit, rows, same_tensors, state
-from tests.runs.sessions import in_sessions
+from tests.runs.reading import passing_audit, same_tensors, state
 
 Make = Callable[..., Config]
-REMEMBERS = {
-    "fedadam": {"strategy": "fedadam", "participation": 0.75, "server_lr": 0.02},
-    "fedyogi inside clusters": {"strategy": "fedyogi", "within": "clusters"},
-    "pfedgraph by layer": {"strategy": "pfedgraph", "gram_by": "layer", "participation": 0.75},
-    "fedavgm in factor space": {
-        "strategy": "fedavgm",
-        "space": "factors",
-        "ranks": 4,
-        "aggregate_every": 2,
-        "rounds": 3,
-    },
-}
+LATE = {"arrive": ("movie-1=2", "trec-0=3"), "rounds": 3}
 
 
 def server_state(folder: Path, *, round: int | None = None) -> dict[str, torch.Tensor]:
@@ -36,48 +24,25 @@ def server_state(folder: Path, *, round: int | None = None) -> dict[str, torch.T
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", REMEMBERS)
-def test_sessions_of_one_round_end_in_the_bits_of_the_whole_run_and_pass_the_audit(config: Make, case: str) -> None:
-    whole = run_config(config(name="whole", **REMEMBERS[case]))
-    parts = in_sessions(config(name="parts", max_rounds=1, **REMEMBERS[case]))
-    assert server_state(whole.folder), "the moments are in the checkpoint"
-    assert same_tensors(state(whole.folder), state(parts.folder))
-    assert rows(whole.folder) == rows(parts.folder)
-    files = [
-        {path.relative_to(result.folder): path.read_bytes() for path in result.folder.glob("audit/*/*.safetensors")}
-        for result in (whole, parts)
-    ]
-    assert files[0] == files[1]
-    passing_audit(parts.folder, "server")
-
-
-@pytest.mark.slow
 def test_a_newcomer_joins_the_moments_of_its_cohort(config: Make) -> None:
-    late = {"arrive": ("movie-1=2", "trec-0=3"), "rounds": 3, "strategy": "fedadam"}
-    whole = run_config(config(name="whole", **late))
-    parts = in_sessions(config(name="parts", max_rounds=1, **late))
-    assert same_tensors(state(whole.folder), state(parts.folder))
-    cohorts = [{path.split("/")[2] for path in server_state(whole.folder, round=round)} for round in (2, 3)]
+    folder = run_config(config(**LATE, strategy="fedadam")).folder
+    cohorts = [{path.split("/")[2] for path in server_state(folder, round=round)} for round in (2, 3)]
     assert cohorts == [{"all", "task-movie"}, {"all", "task-movie", "task-trec"}], "who is alone has no head in common"
-    report = passing_audit(parts.folder)
+    report = passing_audit(folder)
     assert sum(row.check == "joined" for row in report.rows) == 2
 
 
 @pytest.mark.slow
 def test_a_newcomer_of_pfedgraph_is_remembered_with_the_model_that_it_began_with(config: Make) -> None:
-    late = {"arrive": ("movie-1=2", "trec-0=3"), "rounds": 3, "strategy": "pfedgraph", "space": "factors"}
-    whole = run_config(config(name="whole", **late))
-    parts = in_sessions(config(name="parts", max_rounds=1, **late))
-    assert same_tensors(state(whole.folder), state(parts.folder))
-    assert rows(whole.folder) == rows(parts.folder)
-    assert {path.split("/")[2] for path in server_state(whole.folder)} == {"movie-0", "trec-1", "movie-1", "trec-0"}
-    passing_audit(parts.folder)
+    folder = run_config(config(**LATE, strategy="pfedgraph", space="factors")).folder
+    assert {path.split("/")[2] for path in server_state(folder)} == {"movie-0", "trec-1", "movie-1", "trec-0"}
+    passing_audit(folder)
     # it was remembered with another model than it began with
-    file = parts.folder / "audit" / "joined-0002" / "server.safetensors"
+    file = folder / "audit" / "joined-0002" / "server.safetensors"
     tensors = load_file(file)
     tensors["initial/movie-1/encoder.layer.0.attention.self.query.lora_B"] += 0.01
     save_file(tensors, file)
-    failures = {(row.round, row.check) for row in audit_run(parts.folder).failures}
+    failures = {(row.round, row.check) for row in audit_run(folder).failures}
     assert (2, "server") in failures
 
 

@@ -18,7 +18,6 @@ from atlas_fl.setup.assembly import assemble
 from atlas_fl.storage.jsonl import read_json
 from atlas_fl.storage.run_folder import RunFolder
 from tests.runs.reading import passing_audit, rows, same_tensors, state
-from tests.runs.sessions import check_same_runs, in_sessions
 
 Make = Callable[..., Config]
 # So small that the whole model does not fit: the runtime alone takes 427,819,008 bytes.
@@ -75,15 +74,6 @@ def test_a_run_with_a_cut_ends_with_the_adapters_of_one_without(config: Make, wh
     assert others == {key: size for key, size in before.items() if key[0] not in clients and key[1] != "control"}
     assert cut.summary["bytes"]["by_kind"]["activation"]["up"] > 0
     assert cut.summary["bytes"]["by_kind"]["gradient"]["down"] > 0
-
-
-@pytest.mark.slow
-def test_sessions_of_a_run_with_cuts_make_the_same_run(config: Make) -> None:
-    settings = {"split": "2", "wire": "int8", "wire_noise": 0.05, "participation": 0.75, "dropout": 0.1}
-    once = run_config(config(name="once", **settings))
-    parts = in_sessions(config(name="parts", max_rounds=1, **settings))
-    check_same_runs(once.folder, parts.folder)
-    passing_audit(parts.folder)
 
 
 def test_a_client_that_trains_alone_sends_what_crosses_its_cut_and_nothing_else(config: Make) -> None:
