@@ -9,7 +9,6 @@ from atlas_fl.experiment.run import run_config
 from atlas_fl.storage.jsonl import read_json
 from tests.runs.reading import passing_audit, rows, same_tensors, state
 from tests.runs.test_split import SMALL, most_needed
-from tests.runs.workers import check_same, in_threads
 
 pytestmark = pytest.mark.slow
 
@@ -25,14 +24,6 @@ def test_who_hosts_changes_nothing_of_what_is_shared_in_part(config: Make) -> No
     assert [row for row in rows(paired.folder) if row.get("event") != "hosted"] == rows(server.folder)
     assert {row["host"] for row in rows(paired.folder) if row.get("event") == "hosted"} == {"movie-1", "trec-1"}
     passing_audit(paired.folder)
-
-
-def test_a_head_at_the_client_goes_with_workers(config: Make) -> None:
-    settings = {"split": "movie=1,trec-0=1,trec-1=2", "head": "client"}
-    settings |= {"eta": 0.3, "dropout": 0.1, "pack_tokens": 200, "rounds": 2}
-    whole = run_config(config(name="whole", **settings))
-    found = run_config(config(name="workers", **settings), backend=in_threads(2))
-    check_same(whole.folder, found.folder, round=2)
 
 
 def test_auto_is_the_run_at_the_cuts_that_it_took(config: Make) -> None:

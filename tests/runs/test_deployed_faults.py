@@ -21,8 +21,15 @@ from tests.runtime.conftest import Proxy
 pytestmark = pytest.mark.slow
 
 
-def ends_as_simulated_after_all_faults(fed: Federation) -> None:
-    """A site killed and a link cut in round one, then the server killed and started again."""
+def test_no_fault_changes_a_bit_of_cut_models_and_of_what_a_rule_asks_for(
+    federation: Callable[..., Federation],
+) -> None:
+    """A site killed in the middle of its job, a link cut, and the server killed with the reports in its checkpoint.
+
+    With noise and dropout: what a site draws after it was killed is what it drew before, from the secret that it kept.
+    """
+    cuts = {"split": "movie-0=1,movie-1=2", "wire_noise": 0.2, "dropout": 0.1}
+    fed = federation(rounds=2, strategy="kriging", measure_round=1, **cuts)
     server, port = fed.serve()
     proxy = Proxy(port)
     try:
@@ -44,24 +51,9 @@ def ends_as_simulated_after_all_faults(fed: Federation) -> None:
     finally:
         proxy.close()
     fed.is_as_simulated()
-
-
-def test_no_fault_changes_a_bit_of_cut_models(federation: Callable[..., Federation]) -> None:
-    """A site killed in the middle of its job, a link cut, and the server killed and started again.
-
-    With noise and dropout: what a site draws after it was killed is what it drew before, from the secret that it kept.
-    """
-    fed = federation(rounds=2, split="movie-0=1,movie-1=2", wire_noise=0.2, dropout=0.1)
-    ends_as_simulated_after_all_faults(fed)
     secrets = [fed.folder / f"{name}-secret" for name in fed.sites]
     assert [stat.S_IMODE(path.stat().st_mode) for path in secrets] == [0o600, 0o600]
     assert len({path.read_text() for path in secrets}) == 2
-
-
-def test_no_fault_changes_a_bit_of_what_a_rule_asks_for(federation: Callable[..., Federation]) -> None:
-    """A site killed while it reports, a link cut, and the server killed with the reports in its checkpoint."""
-    fed = federation(rounds=2, strategy="kriging", measure_round=1)
-    ends_as_simulated_after_all_faults(fed)
     passing_audit(fed.served.path)
     sent, expected = (
         sorted(
@@ -76,7 +68,7 @@ def test_no_fault_changes_a_bit_of_what_a_rule_asks_for(federation: Callable[...
 
 def test_a_round_goes_on_without_who_is_away(federation: Callable[..., Federation]) -> None:
     fed = federation(rounds=3)
-    server, port = fed.serve("--min-clients", "1", "--deadline", "5")
+    server, port = fed.serve("--min-clients", "1", "--deadline", "3")
     stays, leaves = fed.join("movie-0", port), fed.join("movie-1", port)
     server.wait_for("round 1/3")
     leaves.kill()

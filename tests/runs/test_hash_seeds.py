@@ -16,7 +16,8 @@ from atlas_fl.methods.registry import METHODS, RULES
 SEEDS = (0, 1)
 LABELS = ("1", "01", "001", "2", "02")
 """Equal numbers that are different classes: a sort by number leaves them in the order in which they come."""
-QUICK = ("atlas", "fedpac", "flora")
+QUICK = ("atlas", "fedpac", "flora", "scaffold", "ditto", "ifca", "fedadam")
+"""One method for each kind of what is kept: halves, features, frozen parts, controls, models, clusters, moments."""
 SMALL: Mapping[str, Any] = {"samples": 16, "validation_samples": 6, "test_samples": 6, "rounds": 2, "lr": 0.02}
 
 

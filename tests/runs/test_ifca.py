@@ -11,7 +11,6 @@ from atlas_fl.config import Config
 from atlas_fl.experiment.run import run_config
 from tests.runs.finished import FinishedRuns
 from tests.runs.reading import alter_tensors, passing_audit, rows
-from tests.runs.workers import in_threads
 
 pytestmark = pytest.mark.core
 
@@ -48,18 +47,6 @@ def test_a_client_alone_trains_locally_to_the_last_bit(config: MakeConfig) -> No
     local = run_config(config(**alone, strategy="local", name="local")).folder
     first, second = (load_file(folder / "audit/round-0002/trained.safetensors") for folder in (ifca, local))
     assert all(torch.equal(first[key], second[key]) for key in second)
-
-
-@pytest.mark.slow
-def test_two_workers_end_as_one_process_does_and_few_clients_a_round_pass_the_audit(config: MakeConfig) -> None:
-    partly = {**IFCA, "participation": 0.75, "pack_tokens": 200}
-    one = run_config(config(**partly, name="one")).folder
-    two = run_config(config(**partly, name="two"), backend=in_threads(2)).folder
-    passing_audit(two)
-    assert rows(one, "ledger") == rows(two, "ledger")
-    for round in (1, 2):
-        first, second = (load_file(folder / f"audit/round-000{round}/server.safetensors") for folder in (one, two))
-        assert all(torch.equal(first[key], second[key]) for key in first if key.startswith("clusters/"))
 
 
 @pytest.mark.parametrize(("file", "part", "check"), [("begun", "lora_A", "chosen"), ("server", "clusters/", "server")])

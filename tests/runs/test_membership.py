@@ -20,7 +20,7 @@ from tests.runs.reading import passing_audit
 pytestmark = pytest.mark.slow
 
 SITES = {"movie-0": "cpu_2gb", "movie-1": "tablet_4gb", "movie-2": "laptop_8gb"}
-ROUNDS = 24
+ROUNDS = 16
 
 
 def missing(fed: Federation, client: str) -> list[int]:

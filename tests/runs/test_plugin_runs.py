@@ -30,7 +30,7 @@ from atlas_fl.storage.tensors import read_tensors, write_tensors
 from tests.runs.federation import Federation
 from tests.runs.processes import Programs
 from tests.runs.reading import passing_audit, rows, same_tensors, state
-from tests.runs.workers import check_same, in_threads, into
+from tests.runs.workers import check_same, check_workers, into
 
 Make = Callable[..., Config]
 EXAMPLES = Path(__file__).parents[2] / "examples/plugins"
@@ -152,13 +152,12 @@ def test_plugins_of_all_kinds_give_the_same_bits_with_workers_and_after_a_resume
     config: Make, plugins: dict[str, str], tmp_path: Path, method: str
 ) -> None:
     settings = {**CHOSEN, **METHODS[method], "plugin": tuple(plugins.values()), "pack_tokens": 200}
-    whole = run_config(config(name="alone", **settings)).folder
-    check_same(whole, run_config(config(name="workers", **settings), backend=in_threads(2)).folder)
+    whole = check_workers(config, **settings)
     stopped = run_config(config(name="stopped", max_rounds=1, **settings))
     load_plugins(())  # what resumes it knows nothing but the folder
     check_same(whole, resume_run(stopped.folder).folder)
     assert f'"{plugins["partition"]}#sha256=' in (whole / "config.toml").read_text()
-    labels = {row["client"]: row["labels"] for row in read_json(run_folder(config(name="alone")).plan)["data"]}
+    labels = {row["client"]: row["labels"] for row in read_json(run_folder(config(name="workers")).plan)["data"]}
     assert labels["movie-0"]["negative"] > labels["movie-1"]["negative"]
     sent = [row for row in rows(whole, "ledger") if row["kind"] == "report"]
     assert {(row["direction"], row["round"]) for row in sent} == (

@@ -63,10 +63,9 @@ def _cluster() -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("_cluster")
 def test_a_run_on_ray_is_that_of_one_process_and_outlives_its_actors(config: Make) -> None:
-    """With cuts, and a rule that asks for more than others do: class features go up and means down."""
-    settings = {**SETTINGS, "rounds": 2, "recluster_every": 1, "strategy": "fedpac"}
+    """With cuts: `--split` is among the settings."""
+    settings = {**SETTINGS, "rounds": 2, "recluster_every": 1}
     whole = run_config(config(name="whole", **settings))
-    on_ray, told = {**settings, "engine": "ray", "name": "ray"}, list[Event]()
 
     def kill(event: Event) -> None:
         if isinstance(event, RoundFinished) and event.round == 1:
@@ -75,11 +74,22 @@ def test_a_run_on_ray_is_that_of_one_process_and_outlives_its_actors(config: Mak
             assert second.is_running()
 
     with pytest.raises(ProtocolError, match=r"actor \d of 2 has ended \(.*\); start the run again") as caught:
-        run_config(config(workers=2, **on_ray), on_event=kill)
+        run_config(config(name="ray", engine="ray", workers=2, **settings), on_event=kill)
     assert "\n" not in str(caught.value)
     assert all_have_ended()
     assert ray.is_initialized(), "a cluster that a run has found is left"
-    found = run_config(config(workers=1, **on_ray), resume=True, on_event=told.append)
-    check_same(whole.folder, found.folder, round=2)
+    found = run_config(config(name="ray", **settings), resume=True)
+    check_same(whole.folder, found.folder)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_cluster")
+def test_what_a_rule_asks_for_comes_back_from_actors(config: Make) -> None:
+    """Class features go up and means down, which is more than other rules ask for."""
+    settings = {"strategy": "fedpac", "rounds": 2, "pack_tokens": 200}
+    whole = run_config(config(name="whole", **settings))
+    told: list[Event] = []
+    found = run_config(config(name="ray", engine="ray", workers=1, **settings), on_event=told.append)
+    check_same(whole.folder, found.folder)
     assert any("1 actors of" in event.text for event in told if isinstance(event, Note))
     assert all_have_ended()

@@ -12,7 +12,7 @@ from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.storage.files import load_or_create_secret, secret_digest, secret_file
 from tests.runs.reading import passing_audit, same_tensors, state
-from tests.runs.workers import in_threads
+from tests.runs.workers import check_workers
 
 NAMES = ("movie-0", "movie-1", "trec-0", "trec-1")
 Make = Callable[..., Config]
@@ -74,9 +74,4 @@ def test_no_server_is_given_secrets(config: Make, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_workers_draw_from_the_same_secrets(config: Make, secrets: Path) -> None:
-    values = {"strategy": "fedavg", "secrets": secrets, "dropout": 0.1, "pack_tokens": 200}
-    backends = {"alone": None, "workers": in_threads(2)}
-    alone, together = (
-        run_config(config(name=name, **values), backend=backend).folder for name, backend in backends.items()
-    )
-    assert same_tensors(state(alone, round=2), state(together, round=2))
+    check_workers(config, strategy="fedavg", secrets=secrets, dropout=0.1, pack_tokens=200)

@@ -12,7 +12,7 @@ from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.plugins import load_plugins
 from tests.runs.federation import Federation
 from tests.runs.reading import passing_audit, rows, same_tensors, state
-from tests.runs.workers import check_same, in_threads
+from tests.runs.workers import check_same, check_workers
 
 Make = Callable[..., Config]
 EXAMPLE = Path(__file__).parents[2] / "examples/plugins/hf_trainer.py"
@@ -32,16 +32,15 @@ def _no_plugins() -> Iterator[None]:
 def test_a_run_by_the_example_has_the_same_bits_with_workers_and_after_a_resume(config: Make) -> None:
     """`atlas` mixes by what clients train on either half of their examples, which the example does too."""
     settings = {**SETTINGS, "strategy": "atlas", "ranks": "4"}
-    whole = run_config(config(name="alone", **settings))
-    check_same(whole.folder, run_config(config(name="workers", **settings), backend=in_threads(2)).folder)
+    whole = check_workers(config, **settings)
     stopped = run_config(config(name="stopped", max_rounds=1, **settings))
     load_plugins(())
-    check_same(whole.folder, resume_run(stopped.folder).folder)
+    check_same(whole, resume_run(stopped.folder).folder)
     load_plugins(())
-    passing_audit(whole.folder, "loaded", "mixed", "moved")
+    passing_audit(whole, "loaded", "mixed", "moved")
     own = run_config(config(name="ours", **{**settings, "trainer": "atlas"}))
-    assert not same_tensors(state(whole.folder), state(own.folder))
-    assert [set(row) for row in rows(whole.folder)] == [set(row) for row in rows(own.folder)]
+    assert not same_tensors(state(whole), state(own.folder))
+    assert [set(row) for row in rows(whole)] == [set(row) for row in rows(own.folder)]
 
 
 @pytest.mark.slow
