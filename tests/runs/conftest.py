@@ -30,7 +30,7 @@ from tests.runs.processes import Programs
 
 LOAD_ANEW = (
     *("test_resume", "test_deployed_mistakes", "test_plugin_runs", "test_trainer_runs"),
-    *("test_proxied", "test_membership", "test_flower", "test_forty_sites", "test_deployed", "test_deployed_images"),
+    *("test_proxied", "test_membership", "test_flower", "test_deployed", "test_deployed_images"),
 )
 """Modules whose runs load models as those of users do; a loaded model reads a file that test_resume alters, and a
 server in this process gives up the weights of its own."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from atlas_fl.config import Config, MixingConfig, with_values
+from atlas_fl.config import Config, with_values
 from atlas_fl.experiment.run import run_config
 from atlas_fl.methods.kriging import Kriging
 from atlas_fl.setup.options import strategy_of
@@ -136,7 +136,3 @@ def test_who_is_better_alone_may_keep_its_own_at_the_end(config: MakeConfig) -> 
     ]
     assert all(losses[1][name] <= losses[0][name] for name in losses[0]) and losses[1] != losses[0]
     passing_audit(kept.folder)
-
-
-def test_it_is_the_default() -> None:
-    assert MixingConfig().strategy == "atlas"

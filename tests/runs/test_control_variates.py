@@ -1,13 +1,13 @@
-"""Runs whose gradients are corrected by those of the others: SCAFFOLD."""
+"""Runs whose gradients are corrected by those of the others, SCAFFOLD, or by the own changes, FedDyn."""
 
 from collections.abc import Callable
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config
-from atlas_fl.experiment.run import run_config
 from tests.runs.finished import FinishedRuns
 from tests.runs.reading import passing_audit, rows
 
@@ -30,23 +30,6 @@ def test_a_run_passes_its_audit_and_what_is_sent_is_in_the_ledger(config: MakeCo
     assert sum(int(str(row["bytes"])) for row in same) == pytest.approx(int(str(own["bytes"])), rel=0.1)
 
 
-def test_it_is_fedavg_in_round_one_and_no_longer_in_round_two(config: MakeConfig, finished: FinishedRuns) -> None:
-    plain = {"strategy": "fedavg", "space": "factors", "ranks": "4", "name": "fedavg"}
-    folders = [finished(config(**one)).folder for one in (SCAFFOLD, plain)]
-    for round, is_same in ((1, True), (2, False)):
-        first, second = (load_file(folder / f"audit/round-000{round}/trained.safetensors") for folder in folders)
-        assert all((first[key] == second[key]).all() for key in first) == is_same
-
-
-def test_a_client_alone_trains_as_without_it(config: MakeConfig) -> None:
-    alone = {"clients_per_task": 1, "tasks": "movie", "ranks": "4", "space": "factors"}
-    folders = [
-        run_config(config(**alone, strategy=strategy, name=strategy)).folder for strategy in ("scaffold", "fedavg")
-    ]
-    first, second = (load_file(folder / "audit/round-0002/trained.safetensors") for folder in folders)
-    assert all((first[key] == second[key]).all() for key in first)
-
-
 def test_in_personal_rounds_nobody_is_corrected_or_tells_its_control(
     config: MakeConfig, finished: FinishedRuns
 ) -> None:
@@ -63,3 +46,20 @@ def test_an_audit_finds_a_correction_in_a_personal_round(config: MakeConfig, fin
     failures = [row for row in audit_run(folder).failures if row.check == "corrected"]
     assert {row.round for row in failures} == {3}
     assert "in a personal round" in failures[0].detail
+
+
+FEDDYN = {"strategy": "feddyn", "ranks": "4", "proximal_mu": 0.1}
+
+
+def test_feddyn_passes_its_audit_and_what_is_sent_is_in_the_ledger(config: MakeConfig, finished: FinishedRuns) -> None:
+    folder = finished(config(**FEDDYN)).folder
+    passing_audit(folder, "corrected", "server", "mixed")
+    sent = [row for row in rows(folder, "ledger") if row["kind"] == "correction"]
+    assert {(row["round"], row["direction"]) for row in sent} == {(2, "down")}
+    first = load_file(folder / "audit/round-0000/start.safetensors")
+    trained = load_file(folder / "audit/round-0001/trained.safetensors")
+    correction = load_file(folder / "audit/round-0002/correction.safetensors")
+    changed = {key: trained[key] - first[key] for key in trained if key in first and key in correction}
+    assert changed and any(bool(change.any()) for change in changed.values())
+    for key, change in changed.items():
+        torch.testing.assert_close(correction[key], 0.1 * change, atol=1e-8, rtol=1e-4)

@@ -16,6 +16,7 @@ from atlas_fl.experiment.export import export_client
 from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.report.record import read_record
 from tests.runs.reading import passing_audit, rows, same_tensors, state
+from tests.runs.resealing import resealed
 
 Make = Callable[..., Config]
 
@@ -64,15 +65,6 @@ def test_a_run_does_not_go_on_with_a_plan_that_is_not_the_one_it_made(partial: P
     with pytest.raises(CheckpointError, match=rf"damaged file .*{name}: its SHA-256 is \w+, and \w+ was written; res"):
         resume_run(partial)
     assert (partial / "metrics.jsonl").read_bytes() == before
-
-
-def test_an_edge_that_was_not_planned_is_not_mixed_along(partial: Path) -> None:
-    content = json.loads((partial / "plan.json").read_text())
-    content["adjacency"][0][2] = content["adjacency"][2][0] = 0.5
-    (partial / "plan.json").write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match=r"damaged file .*plan\.json"):
-        resume_run(partial)
-    assert any("plan.json is damaged" in row.detail for row in audit_run(partial).failures)
 
 
 @pytest.mark.parametrize("name", ["metrics", "ledger"])
@@ -198,3 +190,21 @@ def test_a_complete_run_does_not_lose_its_digests_unnoticed(complete: Path) -> N
     with pytest.raises(CheckpointError, match=r"damaged file .*digests\.json: it is missing"):
         read_record(complete)
     assert [row.detail[:20] for row in audit_run(complete).failures] == ["digests.json is dama"]
+
+
+@pytest.mark.parametrize("plan", ["../../elsewhere/plan.json", "/etc/passwd", "audit/round-0001/record.json", 3, ""])
+def test_a_record_names_no_plan_outside_of_its_run(complete: Path, plan: object) -> None:
+    file = complete / "audit/round-0002/record.json"
+    resealed(file, {**json.loads(file.read_text()), "plan": plan})
+    with pytest.raises(CheckpointError, match=r"record\.json is no record of a round: .*; restore it from a copy"):
+        audit_run(complete)
+
+
+@pytest.mark.parametrize("name", ["../../elsewhere.json", "/etc/passwd", ""])
+def test_digests_name_no_file_outside_of_their_run(complete: Path, name: str) -> None:
+    resealed(complete / "digests.json", {"files": {name: "0" * 64}})
+    with pytest.raises(CheckpointError, match="no file inside the folder"):
+        read_record(complete)
+    file = complete / "audit/round-0001/record.json"
+    resealed(file, {**json.loads(file.read_text()), "files": {name: "0" * 64}})
+    assert any("no file inside the folder" in row.detail for row in audit_run(complete).failures)

@@ -12,7 +12,7 @@ from atlas_fl.config import Config
 from atlas_fl.storage.jsonl import read_json, read_rows
 from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import read_tensors, write_tensors
-from tests.runs.federation import SITES, Federation
+from tests.runs.federation import SITES, Federation, sorted_ledger
 from tests.runs.reading import passing_audit
 from tests.runs.test_split import SMALL, most_needed
 
@@ -20,11 +20,8 @@ from tests.runs.test_split import SMALL, most_needed
 @pytest.mark.slow
 def test_the_deployed_federation_is_the_simulated_one(federation: Callable[..., Federation]) -> None:
     fed = federation({**SITES, "trec-0": "laptop_8gb", "trec-1": "gpu_16gb"}, rounds=2)
-    server, port = fed.serve()
-    sites = [fed.join(name, port) for name in fed.sites]
-    for site in sites:
-        assert "the run is complete for" in site.end()
-    said = server.end()
+    said, sites = fed.complete()
+    assert all("the run is complete for" in site for site in sites)
     assert "movie-0: movie, 24 training examples, cpu_2gb" in said
     assert "(4 of 4 here)" in said
     fed.is_as_simulated()
@@ -81,17 +78,11 @@ def test_a_deployed_federation_of_cut_models_is_the_simulated_one(
     """A site with a cut has no file with more than its own blocks, from its first fingerprint on."""
     devices = {**SITES, "trec-0": "laptop_8gb", "trec-1": "gpu_16gb"}
     fed = federation(devices, **MIXED, head="client", fingerprint="gradient")
-    server, port = fed.serve()
     cuts = {"movie-0": 1, "movie-1": 2, "trec-1": 1}
-    parts = {name: ("--model", lower_part(tiny_model, tmp_path, blocks=cut)) for name, cut in cuts.items()}
-    sites = [fed.join(name, port, *parts.get(name, ())) for name in fed.sites]
-    for site in sites:
-        site.end()
-    server.end()
+    fed.complete(own={name: ("--model", lower_part(tiny_model, tmp_path, blocks=cut)) for name, cut in cuts.items()})
     fed.is_as_simulated()
     simulated = RunFolder(fed.simulated)
-    rows = [sorted(map(str, read_rows(folder.ledger))) for folder in (fed.served, simulated)]
-    assert rows[0] == rows[1]
+    assert sorted_ledger(fed.served.path) == sorted_ledger(fed.simulated)
     assert {row["kind"] for row in read_rows(fed.served.ledger)} >= {"activation", "gradient", "control"}
     plans = [read_json(folder.plan) for folder in (simulated, fed.served)]
     for part in ("clients", "adjacency", "importance", "clustering"):
@@ -113,15 +104,12 @@ def test_auto_takes_the_same_cuts_deployed_as_simulated(
     small = SMALL.format(gb=gb)
     settings = {"devices": ("small", "tablet_4gb"), "device": (small,), "ranks": "2", "rounds": 1}
     fed = federation({"movie-0": small, "movie-1": "tablet_4gb"}, split="auto", **settings)
-    server, port = fed.serve()
-    for program in [*(fed.join(name, port) for name in fed.sites), server]:
-        program.end()
+    fed.complete()
     fed.is_as_simulated()
     plans = [read_json(folder.plan)["clients"] for folder in (RunFolder(fed.simulated), fed.served)]
     assert plans[0] == plans[1]
     assert [client["cut"] is None for client in plans[1]] == [False, True]
-    ledgers = [sorted(map(str, read_rows(folder.ledger))) for folder in (RunFolder(fed.simulated), fed.served)]
-    assert ledgers[0] == ledgers[1]
+    assert sorted_ledger(fed.served.path) == sorted_ledger(fed.simulated)
 
 
 @pytest.mark.slow
@@ -130,13 +118,20 @@ def test_models_that_are_mixed_every_second_round_are_those_of_a_simulation(
 ) -> None:
     """In the rounds between they go up to be kept, and nothing comes down; the ledger says so."""
     fed = federation(rounds=3, aggregate_every=2, split="movie-0=1")
-    server, port = fed.serve()
-    for program in [*(fed.join(name, port) for name in fed.sites), server]:
-        program.end()
+    fed.complete()
     fed.is_as_simulated()
-    rows = [Counter(map(str, read_rows(folder.ledger))) for folder in (RunFolder(fed.simulated), fed.served)]
+    rows = [Counter(sorted_ledger(folder)) for folder in (fed.simulated, fed.served.path)]
     assert not rows[0] - rows[1]
     more = rows[1] - rows[0]
     ways = [(row["round"], row["direction"], row["kind"]) for row in map(ast.literal_eval, more.elements())]
     assert sorted(ways) == [(1, "up", "adapter"), (1, "up", "adapter"), (1, "up", "head")]
     passing_audit(fed.served.path)
+
+
+@pytest.mark.slow
+def test_forty_sites_end_in_the_bits_of_their_simulation(federation: Callable[..., Federation]) -> None:
+    small = {"samples": 16, "validation_samples": 6, "test_samples": 6, "max_length": 16}
+    sites = {f"movie-{number}": "cpu_2gb" for number in range(40)}
+    fed = federation(sites, **small, clients_per_task=40, rounds=1, strategy="fedavg", ranks="4")
+    fed.complete()
+    fed.is_as_simulated()

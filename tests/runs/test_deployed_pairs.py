@@ -4,9 +4,6 @@ from collections.abc import Callable
 
 import pytest
 
-from atlas_fl.config import Config
-from atlas_fl.experiment.run import run_config
-from atlas_fl.params import digest
 from atlas_fl.storage.jsonl import read_json, read_rows
 from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import read_tensors
@@ -28,15 +25,13 @@ def hosted(folder: RunFolder, *, work: str = "training") -> dict[tuple[int, str]
 
 
 def test_deployed_pairs_are_the_simulated_ones_and_those_of_a_server_that_hosts(
-    federation: Callable[..., Federation], config: Callable[..., Config]
+    federation: Callable[..., Federation],
 ) -> None:
     paired = {**PAIRED, "rounds": 2, "devices": ("cpu_2gb", "laptop_8gb"), "head": "client"}
     fed = federation(DEVICES, **paired)
     fed.complete()
     fed.is_as_simulated()
-    hosting = config(**{**paired, "topology": "server"}, pack_tokens=1, name="at-server")
-    at_server = run_config(fed.with_secrets(hosting))
-    assert adapters(fed.served.path) == adapters(at_server.folder)
+    assert adapters(fed.served.path) == adapters(fed.simulate(topology="server", name="at-server"))
     simulated = RunFolder(fed.simulated)
     pairs = {"movie-0": "movie-1", "trec-0": "trec-1"}
     everywhere = {(round, guest): host for round in (1, 2) for guest, host in pairs.items()}
@@ -59,11 +54,8 @@ def test_deployed_pairs_share_in_part_what_simulated_ones_do(federation: Callabl
     devices = {name: DEVICES[name] for name in ("movie-0", "movie-1")}
     settings = {"share": ("A", "head"), "space": "factors", "rounds": 2, "devices": tuple(devices.values())}
     fed = federation(devices, **PAIRED, **settings)
-    server, port = fed.serve()
-    for program in [*(fed.join(name, port) for name in fed.sites), server]:
-        program.end()
-    for name, model in adapters(fed.simulated).items():
-        assert digest(read_tensors(fed.folder / f"{name}-adapter" / "adapter_model.safetensors")) == model
+    fed.complete()
+    assert fed.own_adapters == adapters(fed.simulated)
     assert hosted(fed.served) == {(1, "movie-0"): "movie-1", (2, "movie-0"): "movie-1"}
     for path in sorted(fed.served.path.rglob("*.safetensors")):
         for key, tensor in read_tensors(path).items():

@@ -71,21 +71,6 @@ def test_what_a_client_ends_with_and_exports_is_the_frozen_part_and_its_adapter(
             assert not product(params, module).any(), "its own adapter has begun again"
 
 
-def test_round_one_trains_as_fedavg_does_and_round_two_stands_on_the_frozen_part(
-    config: MakeConfig, finished: FinishedRuns
-) -> None:
-    plain = {"strategy": "fedit", "ranks": "4", "name": "fedit"}
-    folders = [
-        finished(config(**one)).folder for one in (plain, *({**one, "name": name} for name, one in METHODS.items()))
-    ]
-    for round, is_same in ((1, True), (2, False)):
-        first, *others = (load_file(folder / f"audit/round-000{round}/trained.safetensors") for folder in folders)
-        for other in others:
-            assert all((first[key] == other[key]).all() for key in first) == is_same
-    starts = [load_file(folder / "audit/round-0001/start.safetensors") for folder in folders]
-    assert all((starts[0][key] == starts[2][key]).all() for key in starts[0]), "the averaged factors are those of FedIT"
-
-
 def test_who_missed_rounds_is_sent_the_whole_frozen_part(config: MakeConfig) -> None:
     folder = run_config(config(**METHODS["fedex"], rounds=3, participation=0.5)).folder
     sizes = {

@@ -100,12 +100,8 @@ def small(config: Make, files: Path, tiny_of: Callable, writer_of: Callable, tmp
     def make(family: str, tasks: Sequence[str], **values: object) -> Config:
         usual: dict[str, object] = {
             **{
-                "rounds": 1,
-                "audit": False,
-                "ranks": "2",
-                "max_length": MAX_LENGTH,
-                "new_tokens": 1,
-                "rouge_examples": 1,
+                **{"rounds": 1, "audit": False, "ranks": "2", "max_length": MAX_LENGTH, "new_tokens": 1},
+                **{"rouge_examples": 1},
             },
             **{"samples": 12, "validation_samples": 6, "test_samples": 8, "lr": 0.02, "clusters": "oracle"},
         }

@@ -3,12 +3,10 @@
 from collections.abc import Callable
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from atlas_fl.audit.check import audit_run
 from atlas_fl.config import Config
-from atlas_fl.experiment.run import run_config
 from tests.runs.finished import FinishedRuns
 from tests.runs.reading import alter_tensors, passing_audit, rows
 
@@ -32,21 +30,6 @@ def test_a_run_passes_its_audit_and_models_of_other_clusters_are_counted(
         for one in (folder, plain)
     ]
     assert sizes[0] > sizes[1]
-
-
-def test_with_one_cluster_it_is_fedavg_to_the_last_bit(config: MakeConfig, finished: FinishedRuns) -> None:
-    one = run_config(config(**{**IFCA, "ifca_clusters": 1})).folder
-    plain = finished(config(strategy="fedavg", ranks="4", name="fedavg")).folder
-    first, second = (load_file(folder / "audit/round-0002/start.safetensors") for folder in (one, plain))
-    assert all(torch.equal(first[key], second[key]) for key in first)
-
-
-def test_a_client_alone_trains_locally_to_the_last_bit(config: MakeConfig) -> None:
-    alone = {"clients_per_task": 1, "tasks": "movie", "ranks": "4", "space": "factors"}
-    ifca = run_config(config(**alone, strategy="ifca", name="ifca")).folder
-    local = run_config(config(**alone, strategy="local", name="local")).folder
-    first, second = (load_file(folder / "audit/round-0002/trained.safetensors") for folder in (ifca, local))
-    assert all(torch.equal(first[key], second[key]) for key in second)
 
 
 @pytest.mark.parametrize(("file", "part", "check"), [("begun", "lora_A", "chosen"), ("server", "clusters/", "server")])

@@ -224,14 +224,18 @@ def test_a_run_on_whole_models_has_no_figure_of_adapters(config: Make) -> None:
     assert drawn == {"convergence", "scores", "bytes", "classes", "by-class", "mask"}
 
 
-def test_a_mask_of_another_model_is_refused_before_a_head_is_fitted(
+def test_a_mask_of_another_model_is_refused_before_a_head_is_fitted_and_leaves_nothing(
     config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "mask.safetensors"
     save_file({"w": torch.ones(3, dtype=torch.bool)}, file)
     monkeypatch.setattr("atlas_fl.planning.masks.fit_heads", lambda *_: pytest.fail("a pass over all images"))
-    with pytest.raises(ModelError, match="fits another model: the mask has none for"):
-        make_plan(config(mask_file=str(file)))
+    message = r"--mask-file .*mask.safetensors fits another model: the mask has none for"
+    with pytest.raises(ModelError, match=message) as caught:
+        run_config(config(mask_file=str(file)))
+    assert "\n" not in str(caught.value) and not (tmp_path / "runs/run").exists()
+    with pytest.raises(CheckpointError, match=r"no file .*nowhere.safetensors"):
+        run_config(config(mask_file=str(tmp_path / "nowhere.safetensors")))
     with pytest.raises(ConfigError, match=r"sparsity 0.999999 lets none of [\d,]+ weights move; give a smaller one"):
         make_plan(config(mask="lowest_magnitude", sparsity=0.999999))
 
@@ -322,11 +326,7 @@ def test_a_run_goes_on_with_the_mask_it_was_begun_with_or_not_at_all(config: Mak
 @pytest.mark.slow
 def test_masks_of_single_clients_are_those_of_runs_in_which_they_alone_score(config: Make) -> None:
     settings = {
-        "mask": "least_sensitive",
-        "rounds": 1,
-        "audit": False,
-        "participation": 0.25,
-        "calibration_examples": 8,
+        **{"mask": "least_sensitive", "rounds": 1, "audit": False, "participation": 0.25, "calibration_examples": 8},
     }
     together = run_config(config(name="together", **settings))
     alone = run_config(config(name="alone", calibration_clients=1, **settings))
@@ -343,18 +343,6 @@ def test_masks_of_single_clients_are_those_of_runs_in_which_they_alone_score(con
     assert 0.05 < shared[0, 1] < 1, "clients agree in part"
     with pytest.raises(ConfigError, match="--clients is 9; allowed: 2 to 8"):
         masks_by_client(RunFolder(together.folder), clients=9)
-
-
-def test_a_mask_of_another_model_is_refused_and_leaves_nothing(config: Make, tmp_path: Path) -> None:
-    masks = {"embeddings.cls_token": torch.ones(1, 1, 32, dtype=torch.bool)}
-    save_file(masks, tmp_path / "other.safetensors")
-    with pytest.raises(
-        ModelError, match=r"--mask-file .*other.safetensors fits another model: the mask has none for"
-    ) as caught:
-        run_config(config(mask_file=str(tmp_path / "other.safetensors")))
-    assert "\n" not in str(caught.value) and not (tmp_path / "runs/run").exists()
-    with pytest.raises(CheckpointError, match=r"no file .*nowhere.safetensors"):
-        run_config(config(mask_file=str(tmp_path / "nowhere.safetensors")))
 
 
 def test_the_audit_finds_a_frozen_weight_that_moved(config: Make, finished: FinishedRuns) -> None:

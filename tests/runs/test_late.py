@@ -132,14 +132,8 @@ def test_sessions_and_clusters_measured_again_make_the_same_run(config: Make) ->
     """One arrives in a round of its own, the other where clients are clustered again and get other ranks."""
     settings = {
         **MEASURED,
-        "arrive": LATE,
-        "rounds": 3,
-        "recluster_every": 2,
-        "rerank": True,
-        "graph": "adaptive",
-        "graph_ema": 0.5,
-        "checkpoint_every": 3,
-        "complexity_scaling": True,
+        **{"arrive": LATE, "rounds": 3, "recluster_every": 2, "rerank": True, "graph": "adaptive", "graph_ema": 0.5},
+        **{"checkpoint_every": 3, "complexity_scaling": True},
     }
     once = run_config(config(name="once", **settings))
     parts = run_config(config(name="parts", max_rounds=2, **settings))

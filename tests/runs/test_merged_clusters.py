@@ -23,14 +23,8 @@ from tests.runs.reading import passing_audit
 
 Make = Callable[..., Config]
 TWO_SOURCES = {
-    "tasks": ("movie", "trec"),
-    "clusters": "auto",
-    "similarity_threshold": "0.5",
-    "fingerprint_batches": 6,
-    "sketch_dim": 256,
-    "strategy": "fedavg_cluster",
-    "space": "factors",
-    "rounds": 2,
+    **{"tasks": ("movie", "trec"), "clusters": "auto", "similarity_threshold": "0.5", "fingerprint_batches": 6},
+    **{"sketch_dim": 256, "strategy": "fedavg_cluster", "space": "factors", "rounds": 2},
 }
 ANYTHING = {"merge_similarity": "-0.99"}
 """A random model's features say little of labels: here every cluster is joined with every other."""

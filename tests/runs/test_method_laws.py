@@ -5,13 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 from atlas_fl.config import Config
 from atlas_fl.experiment.run import run_config
 from atlas_fl.methods.registry import METHODS
 from tests.runs.covering import covering_methods, with_marks
 from tests.runs.finished import FinishedRuns
-from tests.runs.reading import rows
+from tests.runs.reading import rows, same_tensors
 
 Make = Callable[..., Config]
 SMALL: Mapping[str, Any] = {
@@ -69,6 +72,67 @@ def test_one_client_trains_locally(config: Make, finished: FinishedRuns, method:
         assert {client for client, _ in losses(result.folder)} == {"movie-all"}
         return
     assert same_losses(result.folder, reference.folder) == (method not in NOT_LOCAL_ALONE), "see NOT_LOCAL_ALONE"
+
+
+Settings = Mapping[str, Any]
+FACTORS: Settings = {"space": "factors", "ranks": "4"}
+FEDAVG: Settings = {**FACTORS, "strategy": "fedavg"}
+FEDIT: Settings = {"strategy": "fedit", "ranks": "4"}
+BEGIN_ALIKE: Mapping[str, tuple[Settings, Settings]] = {
+    "scaffold": ({"strategy": "scaffold", "ranks": "4"}, FEDAVG),
+    "feddyn": (
+        {"strategy": "feddyn", "ranks": "4", "proximal_mu": 0.1},
+        {**FACTORS, "strategy": "fedprox", "proximal_mu": 0.1},
+    ),
+    "flora": ({**FEDIT, "strategy": "flora"}, FEDIT),
+    "fedex": ({**FEDIT, "strategy": "fedex"}, FEDIT),
+}
+"""Methods that have nothing to correct in round one, each with the one that it then is."""
+ALONE: Settings = {**FACTORS, "clients_per_task": 1, "tasks": "movie"}
+PAIR: Settings = {**FACTORS, "tasks": "movie"}
+END_ALIKE: Mapping[str, tuple[Settings, Settings]] = {
+    "scaffold of one client": ({**ALONE, "strategy": "scaffold"}, {**ALONE, "strategy": "fedavg"}),
+    "ifca of one client": ({**ALONE, "strategy": "ifca"}, {**ALONE, "strategy": "local"}),
+    "ifca of one cluster": (
+        {"strategy": "ifca", "ranks": "4", "ifca_clusters": 1},
+        {"strategy": "fedavg", "ranks": "4"},
+    ),
+    "own models without a pull": (
+        {**FEDAVG, "personal_models": True},
+        {"strategy": "local", "ranks": "4"},
+    ),
+    "second models without a pull": (
+        {**PAIR, "strategy": "fedavg", "second_model": "proximal", "second_weight": 0.0},
+        {**PAIR, "strategy": "local"},
+    ),
+}
+
+
+def audited(folder: Path, round: int) -> dict[str, Tensor]:
+    return load_file(folder / f"audit/round-{round:04d}/trained.safetensors")
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("method", BEGIN_ALIKE)
+def test_a_method_trains_as_another_in_round_one_and_not_in_round_two(
+    config: Make, finished: FinishedRuns, method: str
+) -> None:
+    ours, theirs = (finished(config(**one, name=one["strategy"])).folder for one in BEGIN_ALIKE[method])
+    assert same_tensors(audited(ours, 1), audited(theirs, 1))
+    assert not any(torch.equal(tensor, audited(theirs, 2)[key]) for key, tensor in audited(ours, 2).items())
+    if method == "fedex":
+        starts = [load_file(folder / "audit/round-0001/start.safetensors") for folder in (ours, theirs)]
+        assert same_tensors(*starts), "the averaged factors are those of FedIT"
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("case", END_ALIKE)
+def test_a_method_that_has_nothing_to_do_ends_in_the_bits_of_a_plain_one(
+    config: Make, finished: FinishedRuns, case: str
+) -> None:
+    ours, theirs = (finished(config(**one, name=one["strategy"])).folder for one in END_ALIKE[case])
+    files = sorted(path.relative_to(theirs) for path in theirs.glob("adapters/*/adapter_model.safetensors"))
+    assert files and all((ours / path).read_bytes() == (theirs / path).read_bytes() for path in files)
 
 
 @pytest.mark.slow

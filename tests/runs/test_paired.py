@@ -200,3 +200,15 @@ def test_the_default_topology_is_no_part_of_a_runs_identity(config: Make) -> Non
     base = config()
     other = replace(base, split=replace(base.split, topology="paired"))
     assert config_hash(base) != config_hash(other)
+
+
+@pytest.mark.slow
+def test_who_hosts_changes_nothing_of_what_is_shared_in_part(config: Make) -> None:
+    settings = {"split": "cpu_2gb=1", "devices": ("cpu_2gb", "laptop_8gb"), "share": ("A",), "space": "factors"}
+    settings |= {"eta": 0.3, "dropout": 0.1, "rounds": 2, "head": "client"}
+    server = run_config(config(name="server", **settings))
+    paired = run_config(config(name="paired", topology="paired", **settings))
+    assert same_tensors(state(server.folder, round=2), state(paired.folder, round=2))
+    assert [row for row in rows(paired.folder) if row.get("event") != "hosted"] == rows(server.folder)
+    assert {row["host"] for row in rows(paired.folder) if row.get("event") == "hosted"} == {"movie-1", "trec-1"}
+    passing_audit(paired.folder)

@@ -31,15 +31,6 @@ def test_a_run_passes_its_audit_and_anchors_are_the_means(config: MakeConfig, st
                 torch.testing.assert_close(anchor[f"movie-{k}/{key}"].double(), mean, atol=1e-6, rtol=1e-5)
 
 
-def test_without_a_pull_it_is_local_training_to_the_last_bit(config: MakeConfig) -> None:
-    own = config(strategy="fedavg", personal_models=True, space="factors", ranks="4", name="own")
-    local = config(strategy="local", ranks="4", name="local")
-    folders = [run_config(one).folder for one in (own, local)]
-    exported = [sorted((folder / "adapters").rglob("adapter_model.safetensors")) for folder in folders]
-    assert len(exported[0]) == 4
-    assert [path.read_bytes() for path in exported[0]] == [path.read_bytes() for path in exported[1]]
-
-
 def test_a_strong_pull_holds_clients_nearer_to_each_other(config: MakeConfig) -> None:
     def spread(mu: float) -> float:
         values = {**MR_MTL, "proximal_mu": mu, "tasks": "movie", "name": f"mu-{mu}", "clip": 0}

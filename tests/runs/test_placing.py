@@ -23,11 +23,8 @@ from tests.runs.finished import FinishedRuns
 
 Make = Callable[..., Config]
 EASY = {
-    "tasks": ("sms", "trec"),
-    "fingerprint": "gradient",
-    "min_reliability": "-0.99",
-    "similarity_threshold": "-0.99",
-    "rounds": 1,
+    **{"tasks": ("sms", "trec"), "fingerprint": "gradient", "min_reliability": "-0.99"},
+    **{"similarity_threshold": "-0.99", "rounds": 1},
 }
 """Nobody is undecided, so that the nearest cluster is always named."""
 

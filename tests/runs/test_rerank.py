@@ -18,12 +18,8 @@ from tests.runs.reading import passing_audit
 Make = Callable[..., Config]
 # Scarce bytes make the ranks follow the importance, which at this rate is another after every round.
 WORDS = {
-    "rerank": True,
-    "recluster_every": 1,
-    "eta": "0.3",
-    "adapter_bytes": 8_500,
-    "lr": "0.05",
-    "candidates": (2, 4, 6, 8),
+    **{"rerank": True, "recluster_every": 1, "eta": "0.3", "adapter_bytes": 8_500, "lr": "0.05"},
+    **{"candidates": (2, 4, 6, 8)},
 }
 
 

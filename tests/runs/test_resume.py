@@ -20,6 +20,7 @@ from tests.runs.reading import passing_audit, rows, same_tensors, state
 from tests.runs.sessions import check_same_runs
 
 Make = Callable[..., Config]
+DAMAGES = ("altered", "missing", "a folder", "its folder is a file")
 
 MOMENTS: dict[str, Callable[[Path], bool]] = {
     "while planning": lambda folder: (folder / "log.txt").exists(),
@@ -87,20 +88,21 @@ def test_sessions_shorter_than_the_rounds_between_two_checkpoints_get_on(config:
     assert same_tensors(state(whole.folder), state(parts.folder))
 
 
-@pytest.mark.parametrize(
-    "damage", ["truncated", *(pytest.param(name, marks=pytest.mark.slow) for name in ("altered", "missing"))]
-)
+@pytest.mark.parametrize("damage", ["truncated", *(pytest.param(name, marks=pytest.mark.slow) for name in DAMAGES)])
 def test_a_damaged_checkpoint_is_passed_over_with_a_line(config: Make, finished: FinishedRuns, damage: str) -> None:
     whole = finished(config(name="whole", rounds=3))
     parts = finished(config(name="parts", rounds=3, max_rounds=2))
     file = parts.folder / "checkpoints/round-0002/state.safetensors"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
-    {
-        "truncated": lambda: file.write_bytes(content[: len(content) // 2]),
-        "altered": lambda: file.write_bytes(content),
-        "missing": file.unlink,
-    }[damage]()
+    file.unlink()
+    if damage == "its folder is a file":
+        shutil.rmtree(file.parent)
+        file.parent.write_text("")
+    elif damage == "a folder":
+        file.mkdir()
+    elif damage != "missing":
+        file.write_bytes(content[: len(content) // 2] if damage == "truncated" else content)
     told: list[Event] = []
     assert resume_run(parts.folder, on_event=told.append).complete
     lines = [event.text for event in told if isinstance(event, Note)]

@@ -405,12 +405,49 @@ def test_reclustering_measures_again_and_writes_a_new_plan_that_the_audit_uses(c
     passing_audit(result.folder)
 
 
-def test_an_imported_adapter_is_the_start(config: Make) -> None:
-    first = run_config(config(ranks=4, strategy="local", name="first"))
+@pytest.mark.parametrize("blocks", [None, pytest.param(1, marks=pytest.mark.slow)])
+def test_an_imported_adapter_is_the_start(config: Make, blocks: int | None) -> None:
+    words = {"ranks": 4, "strategy": "local", "adapted_blocks": blocks}
+    first = run_config(config(name="first", **words))
     adapter = first.folder / "adapters" / "movie-0"
-    second = run_config(config(ranks=4, strategy="local", name="second", init_adapter=adapter))
+    second = run_config(config(name="second", init_adapter=adapter, **words))
     last = unflatten_by_client({k.removeprefix("strategy/"): t for k, t in state(first.folder).items()})["movie-0"]
     begun = unflatten_by_client(load_file(second.folder / "audit/round-0000/start.safetensors"))
     for key, tensor in last.items():
         assert torch.equal(begun["movie-1"][key], tensor), key
     assert torch.equal(begun["trec-0"][key := sorted(k for k in last if "lora_B" in k)[0]], last[key])
+
+
+@pytest.mark.slow
+def test_shuffled_labels_bring_accuracy_to_the_majority_class(config: Callable[..., Config]) -> None:
+    def gain(name: str, *, shuffle: bool) -> float:
+        """Accuracy on test examples over the share of their majority class, with the embedded model."""
+        data = {"tasks": ("trec",), "clients_per_task": 1, "samples": 100, "validation_samples": 2, "test_samples": 200}
+        training = {"model": "minilm", "lr": 2e-3, "rounds": 5, "eval_every": 5, "strategy": "local"}
+        made = config(name=name, shuffle_labels=shuffle, audit=False, ranks=4, **data, **training)
+        return float(run_config(made).summary["overall"]["final"]["test"]["gain_over_majority"])
+
+    # 200 examples: one standard deviation of guessing is .03.
+    assert (found := gain("true", shuffle=False)) > 0.2, found
+    assert abs(found := gain("shuffled", shuffle=True)) < 0.1, found
+
+
+def test_models_that_give_no_numbers_are_told_and_count_as_wrong(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = torch.nn.functional.linear
+
+    def breaks(features: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        output = real(features, weight, bias)
+        return output if torch.is_grad_enabled() else torch.full_like(output, float("nan"))
+
+    monkeypatch.setattr("atlas_fl.models.registry.nn.functional.linear", breaks)
+    events: list[Event] = []
+    small = {"tasks": "movie", "samples": 8, "validation_samples": 4, "test_samples": 4, "rounds": 1}
+    result = run_config(config(**small, strategy="local", clusters="oracle", audit=False), on_event=events.append)
+    notes = [event.text for event in events if isinstance(event, Note) and "NaN or infinite" in event.text]
+    assert notes[:2] == [
+        f"round 1: the models of movie-0, movie-1 give outputs that are NaN or infinite for {split} examples, which"
+        " count as wrong; lower the learning rate or clip"
+        for split in ("validation", "test")
+    ]
+    scored = [row for row in rows(result.folder) if row.get("split") in ("validation", "test")]
+    assert scored and all(row["accuracy"] == 0 and "loss" not in row for row in scored)

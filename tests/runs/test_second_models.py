@@ -75,14 +75,6 @@ def test_a_run_passes_its_audit_and_the_shared_model_is_that_of_fedavg(
     )
 
 
-def test_without_a_pull_a_proximal_model_is_local_training_to_the_last_bit(config: MakeConfig) -> None:
-    own = config(**PLAIN, strategy="fedavg", second_model="proximal", second_weight=0.0)
-    local = config(**PLAIN, strategy="local", name="local")
-    mine, alone = (adapters(run_config(one).folder) for one in (own, local))
-    assert len(mine) == 2
-    assert all(torch.equal(one[key], other[key]) for one, other in zip(mine, alone, strict=True) for key in one)
-
-
 def test_a_stack_that_is_all_one_s_own_is_local_training(config: MakeConfig) -> None:
     own = config(**PLAIN, strategy="feddpa", second_weight=1.0, dropout=0.0)
     local = config(**PLAIN, strategy="local", dropout=0.0, name="local")

@@ -193,3 +193,18 @@ def test_memory_binds_the_ranks_below_the_cut_alone(config: Make, needs: Callabl
     assert {client.ranks for client in free.clients} == {(8, 8, 8)}
     assert all(client.ranks[1:] == (8, 8) for client in tight.clients)
     assert any(client.ranks[0] < 8 for client in tight.clients)
+
+
+@pytest.mark.slow
+def test_auto_is_the_run_at_the_cuts_that_it_took(config: Make) -> None:
+    gb = (most_needed(config, "2") + most_needed(config, "none")) / 2
+    settings = {"devices": ("small", "tablet_4gb"), "device": (SMALL.format(gb=gb),), "ranks": "2", "rounds": 1}
+    settings |= {"dropout": 0.1, "eval_every": 1}
+    auto = run_config(config(name="auto", split="auto", **settings))
+    cuts = {client["name"]: client["cut"] for client in read_json(auto.folder / "plan.json")["clients"]}
+    named = ",".join(f"{name}={cut}" for name, cut in cuts.items() if cut is not None)
+    assert named
+    fixed = run_config(config(name="fixed", split=named, **settings))
+    assert same_tensors(state(auto.folder, round=1), state(fixed.folder, round=1))
+    assert rows(auto.folder) == rows(fixed.folder)
+    passing_audit(auto.folder)

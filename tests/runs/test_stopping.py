@@ -24,14 +24,8 @@ STEADY = {"lr": 1e-12, "rounds": 9, "patience": 2}
 """Nothing is learned, so no score after the first is better."""
 
 DISAGREE = {
-    "fingerprint": "fisher",
-    "tasks": "trec",
-    "test_samples": 30,
-    "strategy": "local",
-    "rounds": 4,
-    "lr": 0.02,
-    "seed": 2,
-    "audit": False,
+    **{"fingerprint": "fisher", "tasks": "trec", "test_samples": 30, "strategy": "local", "rounds": 4, "lr": 0.02},
+    **{"seed": 2, "audit": False},
 }
 """A run in which test scores would choose other rounds than validation scores do."""
 

@@ -46,11 +46,7 @@ def test_a_run_by_the_example_has_the_same_bits_with_workers_and_after_a_resume(
 @pytest.mark.slow
 def test_sites_train_by_the_example_as_the_simulation_does(federation: Callable[..., Federation]) -> None:
     fed = federation(plugin=(str(EXAMPLE),), trainer="hf_trainer", rounds=1)
-    server, port = fed.serve()
-    sites = [fed.join(name, port, "--plugin", str(EXAMPLE)) for name in fed.sites]
-    for site in sites:
-        site.end()
-    server.end()
+    fed.complete("--plugin", str(EXAMPLE))
     fed.is_as_simulated()
 
 

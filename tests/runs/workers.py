@@ -21,16 +21,8 @@ from tests.runs.reading import passing_audit, rows, same_tensors, state
 
 # Packs of a client or two each, with cuts, noise, dropout, some of the clients, and clusters that are measured anew.
 SETTINGS = {
-    "split": "cpu_2gb=2,trec-0=1",
-    "wire": "int8",
-    "wire_noise": 0.05,
-    "head": "client",
-    "dropout": 0.1,
-    "participation": 0.75,
-    "rounds": 3,
-    "recluster_every": 2,
-    "pack_tokens": 200,
-    "eta": 0.3,
+    **{"split": "cpu_2gb=2,trec-0=1", "wire": "int8", "wire_noise": 0.05, "head": "client", "dropout": 0.1},
+    **{"participation": 0.75, "rounds": 3, "recluster_every": 2, "pack_tokens": 200, "eta": 0.3},
 }
 
 
