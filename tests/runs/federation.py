@@ -131,3 +131,7 @@ class Federation:
     def is_as_simulated(self) -> None:
         assert adapters(self.served.path) == adapters(self.simulated)
         assert self.own_adapters == adapters(self.simulated)
+
+
+Federations = Callable[..., Federation]
+"""Makes a federation of sites by their devices; keywords set single settings by their flat names."""

@@ -1,21 +1,19 @@
 """Ablations of single phases, federations of other sizes, and reference runs that other descriptions compare with."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import atlas_fl
-from atlas_fl.config import Config
 from atlas_fl.experiment.run import run_config
 from atlas_fl.experiment.sweep import grid, parse_over, run_all
 from atlas_fl.planning.plan import Plan
 from atlas_fl.planning.planner import make_plan
 from atlas_fl.storage.jsonl import read_json
+from tests.runs.finished import Make
 from tests.runs.reading import rows, same_tensors, state
 
-Make = Callable[..., Config]
 SMALL = {"samples": 16, "rounds": 1, "audit": False, "eta": 0.4}
 
 

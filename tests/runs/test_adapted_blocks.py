@@ -1,7 +1,6 @@
 """Runs whose uppermost blocks alone have adapters."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from safetensors.torch import load_file
 import atlas_fl.setup.assembly
 from atlas_fl.client.batching import collate_packed, forward
 from atlas_fl.client.job import Job
-from atlas_fl.config import Config, config_hash
+from atlas_fl.config import config_hash
 from atlas_fl.errors import ConfigError, ModelError
 from atlas_fl.experiment.run import RunResult, resume_run, run_config
 from atlas_fl.models.prefix_cache import PrefixCache
@@ -19,10 +18,9 @@ from atlas_fl.planning.planner import make_plan
 from atlas_fl.runtime.local import LocalEngine
 from atlas_fl.setup.assembly import assemble
 from atlas_fl.setup.options import train_options
+from tests.runs.finished import Make
 from tests.runs.reading import passing_audit, rows, same_tensors, state
 from tests.runs.workers import check_same, in_threads
-
-Make = Callable[..., Config]
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """The default strategy: clusters predicted by clusters until it has measured, kriging from then on, over cuts too."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,11 +10,11 @@ from atlas_fl.config import Config, with_values
 from atlas_fl.experiment.run import run_config
 from atlas_fl.methods.kriging import Kriging
 from atlas_fl.setup.options import strategy_of
+from tests.runs.finished import Make
 from tests.runs.reading import passing_audit, rows, same_tensors
 
 pytestmark = pytest.mark.core
 
-MakeConfig = Callable[..., Config]
 ATLAS = {"strategy": "atlas", "measure_round": 2}
 
 
@@ -23,7 +22,7 @@ def starts(folder: Path, round: int) -> dict[str, torch.Tensor]:
     return dict(load_file(folder / f"audit/round-{round:04}/start.safetensors"))
 
 
-def test_clusters_that_fit_and_have_nothing_in_common_are_averaged_to_the_bit(config: MakeConfig) -> None:
+def test_clusters_that_fit_and_have_nothing_in_common_are_averaged_to_the_bit(config: Make) -> None:
     result = run_config(config(**ATLAS))
     clustered = run_config(config(strategy="fedavg_cluster", name="clustered")).folder
     for round in (1, 2):
@@ -34,7 +33,7 @@ def test_clusters_that_fit_and_have_nothing_in_common_are_averaged_to_the_bit(co
 
 
 @pytest.mark.slow
-def test_clusters_that_are_after_the_same_share_before_they_are_measured(config: MakeConfig, tmp_path: Path) -> None:
+def test_clusters_that_are_after_the_same_share_before_they_are_measured(config: Make, tmp_path: Path) -> None:
     """Two tasks of the same texts, one of them under other names of its labels."""
     places = [
         f"text,label\n{rows_of('good' if name == 'a' else 'yes', 'bad' if name == 'a' else 'no')}" for name in "ab"
@@ -61,7 +60,7 @@ def rows_of(first: str, second: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_cluster_that_contradicts_itself_comes_apart_when_it_is_measured(config: MakeConfig) -> None:
+def test_a_cluster_that_contradicts_itself_comes_apart_when_it_is_measured(config: Make) -> None:
     forced = {"tasks": ("sms", "movie"), "clients_per_task": 4, "flipped_clients": 0.5, "local_epochs": 4, "lr": 0.02}
     result = run_config(config(**ATLAS, **forced))
     clustered = run_config(config(strategy="fedavg_cluster", name="clustered", **forced)).folder
@@ -79,7 +78,7 @@ def test_a_cluster_that_contradicts_itself_comes_apart_when_it_is_measured(confi
 
 
 def test_adapters_that_differ_by_less_than_their_noise_are_averaged_over_all_to_the_bit_and_heads_are_not(
-    config: MakeConfig,
+    config: Make,
 ) -> None:
     """Reviews, in which a model that has read nothing finds nothing: what tells clients apart is noise."""
     settings = {"tasks": ("movie",), "clients_per_task": 4, "clusters": "4"}
@@ -97,7 +96,7 @@ def test_adapters_that_differ_by_less_than_their_noise_are_averaged_over_all_to_
 
 
 @pytest.mark.slow
-def test_a_cut_client_is_measured_through_its_cut(config: MakeConfig) -> None:
+def test_a_cut_client_is_measured_through_its_cut(config: Make) -> None:
     whole, cut = (run_config(config(**ATLAS, split=split, name=f"cut-{split}")).folder for split in ("none", "1"))
     assert same_tensors(starts(whole, 2), starts(cut, 2)), "where a model is cut changes nothing of it"
     came_back = dict.fromkeys((0, 1, 2), 0)
@@ -122,13 +121,13 @@ def test_it_measures_after_a_third_of_a_run_that_is_too_short(
     assert strategy.first_measured_round == measured
 
 
-def test_a_short_run_is_measured_and_audited(config: MakeConfig) -> None:
+def test_a_short_run_is_measured_and_audited(config: Make) -> None:
     folder = run_config(config(strategy="atlas", rounds=2)).folder
     assert {row["round"] for row in rows(folder) if row.get("event") == "sharing measured"} == {1}
     passing_audit(folder)
 
 
-def test_who_is_better_alone_may_keep_its_own_at_the_end(config: MakeConfig) -> None:
+def test_who_is_better_alone_may_keep_its_own_at_the_end(config: Make) -> None:
     mixed, kept = (run_config(config(**ATLAS, keep=keep, name=keep)) for keep in ("mixed", "best"))
     losses = [
         {name: client["final"]["validation"]["loss"] for name, client in result.summary["clients"].items()}

@@ -1,23 +1,19 @@
 """Runs whose gradients are corrected by those of the others, SCAFFOLD, or by the own changes, FedDyn."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from atlas_fl.audit.check import audit_run
-from atlas_fl.config import Config
-from tests.runs.finished import FinishedRuns
+from tests.runs.finished import FinishedRuns, Make
 from tests.runs.reading import passing_audit, rows
 
 pytestmark = pytest.mark.core
 
-MakeConfig = Callable[..., Config]
 SCAFFOLD = {"strategy": "scaffold", "ranks": "4"}
 
 
-def test_a_run_passes_its_audit_and_what_is_sent_is_in_the_ledger(config: MakeConfig, finished: FinishedRuns) -> None:
+def test_a_run_passes_its_audit_and_what_is_sent_is_in_the_ledger(config: Make, finished: FinishedRuns) -> None:
     folder = finished(config(**SCAFFOLD)).folder
     passing_audit(folder, "corrected")
     sent = [row for row in rows(folder, "ledger") if row["kind"] == "correction"]
@@ -30,16 +26,14 @@ def test_a_run_passes_its_audit_and_what_is_sent_is_in_the_ledger(config: MakeCo
     assert sum(int(str(row["bytes"])) for row in same) == pytest.approx(int(str(own["bytes"])), rel=0.1)
 
 
-def test_in_personal_rounds_nobody_is_corrected_or_tells_its_control(
-    config: MakeConfig, finished: FinishedRuns
-) -> None:
+def test_in_personal_rounds_nobody_is_corrected_or_tells_its_control(config: Make, finished: FinishedRuns) -> None:
     folder = finished(config(**SCAFFOLD, rounds=3, personal_rounds=1)).folder
     passing_audit(folder)
     assert {row["round"] for row in rows(folder, "ledger") if row["kind"] == "correction"} == {1, 2}
     assert not (folder / "audit/round-0003/correction.safetensors").exists()
 
 
-def test_an_audit_finds_a_correction_in_a_personal_round(config: MakeConfig, finished: FinishedRuns) -> None:
+def test_an_audit_finds_a_correction_in_a_personal_round(config: Make, finished: FinishedRuns) -> None:
     folder = finished(config(**SCAFFOLD, rounds=3, personal_rounds=1)).folder
     name = "correction.safetensors"
     (folder / "audit/round-0003" / name).write_bytes((folder / "audit/round-0002" / name).read_bytes())
@@ -51,7 +45,7 @@ def test_an_audit_finds_a_correction_in_a_personal_round(config: MakeConfig, fin
 FEDDYN = {"strategy": "feddyn", "ranks": "4", "proximal_mu": 0.1}
 
 
-def test_feddyn_passes_its_audit_and_what_is_sent_is_in_the_ledger(config: MakeConfig, finished: FinishedRuns) -> None:
+def test_feddyn_passes_its_audit_and_what_is_sent_is_in_the_ledger(config: Make, finished: FinishedRuns) -> None:
     folder = finished(config(**FEDDYN)).folder
     passing_audit(folder, "corrected", "server", "mixed")
     sent = [row for row in rows(folder, "ledger") if row["kind"] == "correction"]

@@ -2,23 +2,20 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from atlas_fl.audit.check import audit_run
 from atlas_fl.cli.main import main
-from atlas_fl.config import Config
 from atlas_fl.errors import CheckpointError
 from atlas_fl.events import Note
 from atlas_fl.experiment.export import export_client
 from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.report.record import read_record
+from tests.runs.finished import Make
 from tests.runs.reading import passing_audit, rows, same_tensors, state
 from tests.runs.resealing import resealed
-
-Make = Callable[..., Config]
 
 
 @pytest.fixture(scope="module")

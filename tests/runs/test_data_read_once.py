@@ -16,10 +16,10 @@ from atlas_fl.experiment.sweep import grid, run_all
 from atlas_fl.planning.place_client import place_client
 from atlas_fl.planning.planner import make_plan
 from atlas_fl.setup.assembly import load_clients
+from tests.runs.finished import Make
 from tests.runs.reading import passing_audit
 from tests.runs.workers import in_threads
 
-Make = Callable[..., Config]
 ONCE = {"own.csv": 1, "own": 1, "question_labels.txt": 1, "trec": 1}
 """Files that were read, and tasks that were cut into splits."""
 

@@ -3,22 +3,21 @@
 import ast
 import shutil
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from atlas_fl.config import Config
 from atlas_fl.storage.jsonl import read_json, read_rows
 from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import read_tensors, write_tensors
-from tests.runs.federation import SITES, Federation, sorted_ledger
+from tests.runs.federation import SITES, Federations, sorted_ledger
+from tests.runs.finished import Make
 from tests.runs.reading import passing_audit
 from tests.runs.test_split import SMALL, most_needed
 
 
 @pytest.mark.slow
-def test_the_deployed_federation_is_the_simulated_one(federation: Callable[..., Federation]) -> None:
+def test_the_deployed_federation_is_the_simulated_one(federation: Federations) -> None:
     fed = federation({**SITES, "trec-0": "laptop_8gb", "trec-1": "gpu_16gb"}, rounds=2)
     said, sites = fed.complete()
     assert all("the run is complete for" in site for site in sites)
@@ -38,7 +37,7 @@ MIXED = {"split": "movie-0=1,movie-1=2,trec-1=1", "dropout": 0.1, "rounds": 2}
 
 
 @pytest.mark.slow
-def test_sites_are_cut_by_their_own_names_and_tasks(federation: Callable[..., Federation]) -> None:
+def test_sites_are_cut_by_their_own_names_and_tasks(federation: Federations) -> None:
     """None of these is among the tasks, clients and devices of the settings."""
     own = "mine=memory_gb=8,gflops=200,up_mbps=20,down_mbps=50,latency_ms=20,max_rank=64"
     fed = federation({"movie-7": "cpu_2gb", "movie-8": own, "movie-9": "cpu_2gb"}, split="notes=2,movie-7=1,mine=1")
@@ -73,7 +72,7 @@ def lower_part(model: Path, folder: Path, *, blocks: int) -> str:
 
 @pytest.mark.slow
 def test_a_deployed_federation_of_cut_models_is_the_simulated_one(
-    federation: Callable[..., Federation], tiny_model: Path, tmp_path: Path
+    federation: Federations, tiny_model: Path, tmp_path: Path
 ) -> None:
     """A site with a cut has no file with more than its own blocks, from its first fingerprint on."""
     devices = {**SITES, "trec-0": "laptop_8gb", "trec-1": "gpu_16gb"}
@@ -96,9 +95,7 @@ def test_a_deployed_federation_of_cut_models_is_the_simulated_one(
 
 
 @pytest.mark.slow
-def test_auto_takes_the_same_cuts_deployed_as_simulated(
-    federation: Callable[..., Federation], config: Callable[..., Config]
-) -> None:
+def test_auto_takes_the_same_cuts_deployed_as_simulated(federation: Federations, config: Make) -> None:
     """By the devices that the sites report: one holds the model, the other the half of it."""
     gb = (most_needed(config, "1") + most_needed(config, "none")) / 2
     small = SMALL.format(gb=gb)
@@ -113,9 +110,7 @@ def test_auto_takes_the_same_cuts_deployed_as_simulated(
 
 
 @pytest.mark.slow
-def test_models_that_are_mixed_every_second_round_are_those_of_a_simulation(
-    federation: Callable[..., Federation],
-) -> None:
+def test_models_that_are_mixed_every_second_round_are_those_of_a_simulation(federation: Federations) -> None:
     """In the rounds between they go up to be kept, and nothing comes down; the ledger says so."""
     fed = federation(rounds=3, aggregate_every=2, split="movie-0=1")
     fed.complete()
@@ -129,7 +124,7 @@ def test_models_that_are_mixed_every_second_round_are_those_of_a_simulation(
 
 
 @pytest.mark.slow
-def test_forty_sites_end_in_the_bits_of_their_simulation(federation: Callable[..., Federation]) -> None:
+def test_forty_sites_end_in_the_bits_of_their_simulation(federation: Federations) -> None:
     small = {"samples": 16, "validation_samples": 6, "test_samples": 6, "max_length": 16}
     sites = {f"movie-{number}": "cpu_2gb" for number in range(40)}
     fed = federation(sites, **small, clients_per_task=40, rounds=1, strategy="fedavg", ranks="4")

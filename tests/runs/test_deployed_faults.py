@@ -3,14 +3,14 @@
 import os
 import signal
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import pytest
 
 from atlas_fl.runtime.transport.certificates import make_certs
 from atlas_fl.storage.jsonl import read_rows
 from atlas_fl.storage.tensors import read_tensors
-from tests.runs.federation import Federation, adapters, sorted_ledger
+from tests.runs.federation import Federations, adapters, sorted_ledger
 from tests.runs.reading import passing_audit, rows
 from tests.runtime.conftest import Proxy
 
@@ -27,9 +27,7 @@ CUT_LATE = {"clients_per_task": 3, "rounds": 5, "split": "movie-2=1"}
     ],
     ids=["cut models", "what a rule asks for"],
 )
-def test_no_fault_changes_a_bit(
-    federation: Callable[..., Federation], settings: Mapping[str, object], halves: int
-) -> None:
+def test_no_fault_changes_a_bit(federation: Federations, settings: Mapping[str, object], halves: int) -> None:
     """A site killed in the middle of its job, a link cut, and the server killed with the reports in its checkpoint.
 
     With noise and dropout: what a site draws after it was killed is what it drew before, from the secret that it kept.
@@ -66,7 +64,7 @@ def test_no_fault_changes_a_bit(
     assert sent == expected and len(sent) >= halves
 
 
-def test_a_round_goes_on_without_who_is_away(federation: Callable[..., Federation]) -> None:
+def test_a_round_goes_on_without_who_is_away(federation: Federations) -> None:
     fed = federation(rounds=3)
     server, port = fed.serve("--min-clients", "1", "--deadline", "3")
     stays, leaves = fed.join("movie-0", port), fed.join("movie-1", port)
@@ -95,9 +93,7 @@ def test_a_round_goes_on_without_who_is_away(federation: Callable[..., Federatio
     assert "listening" not in fed.programs.start("serve", *again.words[1:], folder=fed.folder).end()
 
 
-def test_a_client_that_comes_late_is_placed_and_no_fault_changes_a_bit_of_it(
-    federation: Callable[..., Federation],
-) -> None:
+def test_a_client_that_comes_late_is_placed_and_no_fault_changes_a_bit_of_it(federation: Federations) -> None:
     fed = federation(**CUT_LATE)
     number = fed.joins_late("movie-2", device="laptop_8gb", where=": cluster 0, beside movie-0, movie-1")
     simulated = fed.simulate(arrive=f"movie-2={number}")
@@ -106,9 +102,7 @@ def test_a_client_that_comes_late_is_placed_and_no_fault_changes_a_bit_of_it(
     passing_audit(fed.served.path)
 
 
-def test_what_is_not_shared_stays_at_its_site_and_no_fault_changes_a_bit(
-    federation: Callable[..., Federation],
-) -> None:
+def test_what_is_not_shared_stays_at_its_site_and_no_fault_changes_a_bit(federation: Federations) -> None:
     """B and heads are at the sites alone: one is killed, one comes late and cut, the server dies."""
     fed = federation(**CUT_LATE, share=("A",), space="factors", head="client")
 
@@ -131,7 +125,7 @@ def test_what_is_not_shared_stays_at_its_site_and_no_fault_changes_a_bit(
     assert not fed.served.adapters.exists()
 
 
-def test_ctrl_c_ends_a_server_and_a_site_with_one_line(federation: Callable[..., Federation]) -> None:
+def test_ctrl_c_ends_a_server_and_a_site_with_one_line(federation: Federations) -> None:
     fed = federation()
     server, port = fed.serve()
     site = fed.join("movie-0", port)

@@ -1,7 +1,7 @@
 """Whole models of image clients in processes of their own end with the bits of their simulation."""
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from atlas_fl.experiment.rounds import round_participants
 from atlas_fl.storage.jsonl import read_json, read_sealed, write_sealed
 from atlas_fl.storage.run_folder import RunFolder
 from tests.models.tiny_vision import save_tiny
-from tests.runs.federation import Federation, adapters
+from tests.runs.federation import Federation, Federations, adapters
 from tests.runs.finished import FinishedRuns
 from tests.runs.processes import Programs
 from tests.runs.reading import passing_audit, rows, same_tensors, state
@@ -46,7 +46,7 @@ def settings(folder: Path, preset: str = "vision-quick", **values: object) -> Co
 
 
 @pytest.fixture
-def federation(programs: Programs, tmp_path: Path, finished: FinishedRuns) -> Iterator[Callable[..., Federation]]:
+def federation(programs: Programs, tmp_path: Path, finished: FinishedRuns) -> Iterator[Federations]:
     def make(config: Config, sites: Sequence[str] = SITES) -> Federation:
         return Federation(config, tmp_path, dict.fromkeys(sites, DEVICE), programs, finished)
 
@@ -75,7 +75,7 @@ def is_as(fed: Federation, simulated: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_deployed_federation_is_the_simulated_one(federation: Callable[..., Federation], tmp_path: Path) -> None:
+def test_the_deployed_federation_is_the_simulated_one(federation: Federations, tmp_path: Path) -> None:
     """Of dense models; those under a mask are below."""
     config = settings(tmp_path, keep="best", local_steps=2, frozen_blocks=1)
     fed = federation(config)
@@ -85,7 +85,7 @@ def test_the_deployed_federation_is_the_simulated_one(federation: Callable[..., 
 
 
 @pytest.mark.slow
-def test_no_fault_changes_a_bit_of_whole_models(federation: Callable[..., Federation], tmp_path: Path) -> None:
+def test_no_fault_changes_a_bit_of_whole_models(federation: Federations, tmp_path: Path) -> None:
     """A site is killed while it scores weights for the mask, another while it trains, and then the server."""
     config = settings(tmp_path, **MASKED, rounds=3)
     fed = federation(config)
@@ -110,7 +110,7 @@ def test_no_fault_changes_a_bit_of_whole_models(federation: Callable[..., Federa
 
 @pytest.mark.slow
 def test_a_server_that_starts_again_hands_out_models_as_values_under_their_mask(
-    federation: Callable[..., Federation], tmp_path: Path
+    federation: Federations, tmp_path: Path
 ) -> None:
     """Whole ones may be longer than a frame, and then nobody could get its own."""
     config = settings(tmp_path, **{**MASKED, "mask": "random", "calibration_rounds": 1, "sparsity": 0.95}, rounds=1)
@@ -138,7 +138,7 @@ def test_a_server_that_starts_again_hands_out_models_as_values_under_their_mask(
 
 @pytest.mark.slow
 def test_a_site_that_comes_late_gets_model_and_mask_and_no_fault_changes_a_bit(
-    federation: Callable[..., Federation], tmp_path: Path
+    federation: Federations, tmp_path: Path
 ) -> None:
     config = settings(tmp_path, **{**MASKED, "mask": "random", "calibration_rounds": 1}, participation=1, rounds=5)
     fed = federation(config, SITES[:2])
@@ -147,7 +147,7 @@ def test_a_site_that_comes_late_gets_model_and_mask_and_no_fault_changes_a_bit(
 
 
 @pytest.mark.slow
-def test_adapters_on_images_go_the_way_of_those_on_texts(federation: Callable[..., Federation], tmp_path: Path) -> None:
+def test_adapters_on_images_go_the_way_of_those_on_texts(federation: Federations, tmp_path: Path) -> None:
     """B stays at the sites."""
     config = settings(tmp_path, "vision-lora", share="A+head", space="factors", strategy="atlas_laplacian")
     fed = federation(config, SITES[:2])

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from atlas_fl.config import Config, to_toml
+from atlas_fl.config import to_toml
 from atlas_fl.data.task import Rows
 from atlas_fl.deployment.site import own_client
 from atlas_fl.errors import ConfigError
 from atlas_fl.runtime.transport.certificates import make_certs
 from atlas_fl.storage.tensors import read_tensors, write_tensors
-from tests.runs.federation import SITES, Federation
+from tests.runs.federation import SITES, Federations
+from tests.runs.finished import Make
 
 TINY = "memory_gb=0.375,gflops=20,up_mbps=2,down_mbps=10,latency_ms=60,max_rank=8"
 """Less than the runtime alone takes."""
@@ -23,7 +24,7 @@ TINY = "memory_gb=0.375,gflops=20,up_mbps=2,down_mbps=10,latency_ms=60,max_rank=
 
 @pytest.mark.slow
 def test_a_site_without_its_part_of_the_model_ends_with_one_line(
-    federation: Callable[..., Federation], tiny_model: Path, tmp_path: Path
+    federation: Federations, tiny_model: Path, tmp_path: Path
 ) -> None:
     fed = federation(split="1")
     other = tmp_path / "other"
@@ -40,9 +41,7 @@ def test_a_site_without_its_part_of_the_model_ends_with_one_line(
 
 
 @pytest.mark.slow
-def test_a_site_that_was_not_told_of_a_cut_ends_with_the_flag_that_agrees_to_it(
-    federation: Callable[..., Federation],
-) -> None:
+def test_a_site_that_was_not_told_of_a_cut_ends_with_the_flag_that_agrees_to_it(federation: Federations) -> None:
     fed = federation(split="movie-0=1")
     server, port = fed.serve()
     words = ("--certs", "certs/movie-0", "--task", "movie", "--part", "0", "--device", "cpu_2gb")
@@ -61,9 +60,7 @@ def test_a_site_that_was_not_told_of_a_cut_ends_with_the_flag_that_agrees_to_it(
         ("movi-0=1", "unknown name in --split 'movi-0'; did you mean 'movie-0'"),
     ],
 )
-def test_a_cut_that_cannot_be_ends_server_and_sites(
-    federation: Callable[..., Federation], split: str, reason: str
-) -> None:
+def test_a_cut_that_cannot_be_ends_server_and_sites(federation: Federations, split: str, reason: str) -> None:
     fed = federation({"movie-0": "cpu_2gb", "movie-1": "tablet_4gb"}, split=split)
     server, port = fed.serve("--no-late")
     sites = [fed.join(name, port) for name in fed.sites]
@@ -79,7 +76,7 @@ def test_a_cut_that_cannot_be_ends_server_and_sites(
 
 @pytest.mark.slow
 def test_sites_that_cannot_take_part_end_with_a_line_and_the_server_goes_on_and_names_them(
-    federation: Callable[..., Federation], tiny_model: Path, tmp_path: Path
+    federation: Federations, tiny_model: Path, tmp_path: Path
 ) -> None:
     """A device that fits no cut, and a model with another activation; what is out of range is refused at the site."""
     fed = federation({"movie-0": f"none={TINY}", "movie-1": "tablet_4gb"}, split="auto")
@@ -136,7 +133,7 @@ def test_mistakes_are_one_line(words: tuple[str, ...], message: str, atlas: Call
 
 @pytest.fixture
 def atlas(
-    capfd: pytest.CaptureFixture[str], config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capfd: pytest.CaptureFixture[str], config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[int, str]]:
     """The command, in a folder with certificates and settings."""
     from atlas_fl.cli.main import main
@@ -165,7 +162,7 @@ def test_a_port_in_use_is_one_line_before_the_model_is_loaded(
     assert not (tmp_path / "runs" / "run").exists()
 
 
-def test_a_site_with_the_whole_task_takes_what_is_there(config: Callable[..., Config], tmp_path: Path) -> None:
+def test_a_site_with_the_whole_task_takes_what_is_there(config: Make, tmp_path: Path) -> None:
     rows = [f"{'good' if n % 2 else 'bad'} film number {n},{n % 2}" for n in range(43)]
     (tmp_path / "mine.csv").write_text("\n".join(["text,label", *rows]))
     mine, secret = f"mine={tmp_path / 'mine.csv'}", tmp_path / "site-1-secret"
@@ -178,7 +175,7 @@ def test_a_site_with_the_whole_task_takes_what_is_there(config: Callable[..., Co
         own_client(config(), "site-1", task="movie", part=2, secret=secret)
 
 
-def test_a_sites_secret_chooses_its_rows_and_no_seed_of_a_server(config: Callable[..., Config], tmp_path: Path) -> None:
+def test_a_sites_secret_chooses_its_rows_and_no_seed_of_a_server(config: Make, tmp_path: Path) -> None:
     rows = [f"film number {n},{n % 2}" for n in range(200)]
     (tmp_path / "mine.csv").write_text("\n".join(["text,label", *rows]))
 

@@ -1,13 +1,11 @@
 """Strong clients that host the upper parts of weak ones, over streams, end with the bits of the simulation."""
 
-from collections.abc import Callable
-
 import pytest
 
 from atlas_fl.storage.jsonl import read_json, read_rows
 from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import read_tensors
-from tests.runs.federation import Federation, adapters
+from tests.runs.federation import Federations, adapters
 from tests.runs.reading import passing_audit
 
 pytestmark = pytest.mark.slow
@@ -24,9 +22,7 @@ def hosted(folder: RunFolder, *, work: str = "training") -> dict[tuple[int, str]
     return {(row["round"], row["client"]): row["host"] for row in events}
 
 
-def test_deployed_pairs_are_the_simulated_ones_and_those_of_a_server_that_hosts(
-    federation: Callable[..., Federation],
-) -> None:
+def test_deployed_pairs_are_the_simulated_ones_and_those_of_a_server_that_hosts(federation: Federations) -> None:
     paired = {**PAIRED, "rounds": 2, "devices": ("cpu_2gb", "laptop_8gb"), "head": "client"}
     fed = federation(DEVICES, **paired)
     fed.complete()
@@ -49,7 +45,7 @@ def test_deployed_pairs_are_the_simulated_ones_and_those_of_a_server_that_hosts(
     passing_audit(fed.served.path)
 
 
-def test_deployed_pairs_share_in_part_what_simulated_ones_do(federation: Callable[..., Federation]) -> None:
+def test_deployed_pairs_share_in_part_what_simulated_ones_do(federation: Federations) -> None:
     """B stays at its site, but for the guest's above its cut, which its host moves and the server keeps."""
     devices = {name: DEVICES[name] for name in ("movie-0", "movie-1")}
     settings = {"share": ("A", "head"), "space": "factors", "rounds": 2, "devices": tuple(devices.values())}
@@ -64,7 +60,7 @@ def test_deployed_pairs_share_in_part_what_simulated_ones_do(federation: Callabl
     passing_audit(fed.served.path)
 
 
-def test_a_host_that_is_killed_in_mid_round_changes_no_bit(federation: Callable[..., Federation]) -> None:
+def test_a_host_that_is_killed_in_mid_round_changes_no_bit(federation: Federations) -> None:
     devices = {name: DEVICES[name] for name in ("movie-0", "movie-1")}
     long = {"local_epochs": 5, "batch_size": 2, "rounds": 2, "devices": tuple(devices.values())}
     fed = federation(devices, **PAIRED, **long)

@@ -1,7 +1,6 @@
 """How whole models descend: momentum that is carried over rounds, and fp16 with scaled losses."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -25,10 +24,10 @@ from atlas_fl.models.vision import image_logits, preprocess
 from atlas_fl.params import unflatten_by_client
 from atlas_fl.rng import generator
 from atlas_fl.setup.assembly import assemble
+from tests.runs.finished import Make
 from tests.runs.reading import passing_audit, rows, same_tensors, state
 from tests.runs.sessions import in_sessions
 
-Make = Callable[..., Config]
 SGD = {"optimizer": "sgd", "momentum": 0.9, "clip": 0.0}
 CENTRAL = {
     **{"clients_per_task": 1, "samples": 100, "strategy": "local", "participation": 1, "rounds": 3, "eval_every": 1},

@@ -1,6 +1,5 @@
 """Runs whose clients hold a frozen part beside their adapters: FLoRA and FedEx-LoRA."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,14 +8,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from atlas_fl.config import Config
 from atlas_fl.experiment.run import run_config
-from tests.runs.finished import FinishedRuns
+from tests.runs.finished import FinishedRuns, Make
 from tests.runs.reading import passing_audit, rows
 
 pytestmark = pytest.mark.core
 
-MakeConfig = Callable[..., Config]
 METHODS = {"flora": {"strategy": "flora", "ranks": "4"}, "fedex": {"strategy": "fedex", "ranks": "4"}}
 
 
@@ -35,7 +32,7 @@ def product(params: dict[str, Tensor], module: str) -> Tensor:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_run_passes_its_audit_and_what_is_sent_is_in_the_ledger(
-    config: MakeConfig, finished: FinishedRuns, method: str
+    config: Make, finished: FinishedRuns, method: str
 ) -> None:
     folder = finished(config(**METHODS[method])).folder
     passing_audit(folder, "server", "mixed", "loaded")
@@ -52,7 +49,7 @@ def test_a_run_passes_its_audit_and_what_is_sent_is_in_the_ledger(
 
 @pytest.mark.parametrize("method", METHODS)
 def test_what_a_client_ends_with_and_exports_is_the_frozen_part_and_its_adapter(
-    config: MakeConfig, finished: FinishedRuns, method: str
+    config: Make, finished: FinishedRuns, method: str
 ) -> None:
     folder = finished(config(**METHODS[method])).folder
     own, frozen = load_file(folder / "audit/round-0002/start.safetensors"), server_part(folder, 2, "residual")
@@ -71,7 +68,7 @@ def test_what_a_client_ends_with_and_exports_is_the_frozen_part_and_its_adapter(
             assert not product(params, module).any(), "its own adapter has begun again"
 
 
-def test_who_missed_rounds_is_sent_the_whole_frozen_part(config: MakeConfig) -> None:
+def test_who_missed_rounds_is_sent_the_whole_frozen_part(config: Make) -> None:
     folder = run_config(config(**METHODS["fedex"], rounds=3, participation=0.5)).folder
     sizes = {
         (round, part): len(save(server_part(folder, round, part)))

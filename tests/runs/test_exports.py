@@ -33,12 +33,12 @@ from tests.architectures import ARCHITECTURES, QUICK_ARCHITECTURES
 from tests.models.tiny_vision import save_tiny
 from tests.runs.conftest import saved_once
 from tests.runs.covering import with_marks
+from tests.runs.finished import Make
 from tests.runs.reading import rows, same_tensors, state
 
 # PEFT still asks for it under its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
-Make = Callable[..., Config]
 MAX_LENGTH = 60
 CAUSAL = ("gpt2", "qwen2", "llama", "mistral")
 TASKS: Mapping[str, str] = {

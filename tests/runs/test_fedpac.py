@@ -10,22 +10,19 @@ from safetensors.torch import load_file, save_file
 
 from atlas_fl.audit.check import audit_run
 from atlas_fl.audit.run_files import read_audited
-from atlas_fl.config import Config
 from atlas_fl.experiment.run import run_config
 from atlas_fl.params import is_last_layer
 from atlas_fl.storage.tensors import encoded_size
 from tests.conftest import Tiny
-from tests.runs.finished import FinishedRuns
+from tests.runs.finished import FinishedRuns, Make
 from tests.runs.reading import alter_tensors, passing_audit, rows, same_tensors, state
 
 pytestmark = pytest.mark.core
 
-MakeConfig = Callable[..., Config]
-
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "distilbert"])
 def test_the_last_layer_of_a_head_alone_is_a_client_s_own_and_the_audit_agrees(
-    config: MakeConfig, tiny_of: Callable[[str], Tiny], family: str
+    config: Make, tiny_of: Callable[[str], Tiny], family: str
 ) -> None:
     model = str(tiny_of(family).path)
     folder = run_config(config(strategy="fedpac", ranks="4", model=model, batch_size=4, tasks="movie")).folder
@@ -36,7 +33,7 @@ def test_the_last_layer_of_a_head_alone_is_a_client_s_own_and_the_audit_agrees(
         assert same != is_last_layer(key), key
 
 
-def test_the_ledger_has_what_each_client_reported(config: MakeConfig) -> None:
+def test_the_ledger_has_what_each_client_reported(config: Make) -> None:
     folder = run_config(config(strategy="fedpac", participation=0.75, aggregate_every=2)).folder
     sent = [row for row in rows(folder, "ledger") if row["kind"] == "features"]
     participants = json.loads((folder / "audit/round-0002/record.json").read_text())["participants"]
@@ -50,14 +47,14 @@ def test_the_ledger_has_what_each_client_reported(config: MakeConfig) -> None:
     passing_audit(folder)
 
 
-def test_who_joins_later_reports_from_its_first_round_on(config: MakeConfig) -> None:
+def test_who_joins_later_reports_from_its_first_round_on(config: Make) -> None:
     late = run_config(config(strategy="fedpac", arrive=("movie-1=2",), name="late")).folder
     passing_audit(late)
     names = {path.split("/")[1] for path in load_file(late / "audit/round-0002/server.safetensors")}
     assert names == {"movie-0", "movie-1", "trec-0", "trec-1"}
 
 
-def test_an_audit_finds_reports_and_heads_that_were_altered(config: MakeConfig, finished: FinishedRuns) -> None:
+def test_an_audit_finds_reports_and_heads_that_were_altered(config: Make, finished: FinishedRuns) -> None:
     folder = finished(config(strategy="fedpac", tasks="movie")).folder
     start, reports = (folder / f"audit/round-0002/{name}.safetensors" for name in ("start", "server"))
     kept = {path: path.read_bytes() for path in (start, reports)}
@@ -75,7 +72,7 @@ def test_an_audit_finds_reports_and_heads_that_were_altered(config: MakeConfig, 
     passing_audit(folder)
 
 
-def test_features_are_pulled_to_the_means_of_the_round_before(config: MakeConfig) -> None:
+def test_features_are_pulled_to_the_means_of_the_round_before(config: Make) -> None:
     plain = run_config(config(strategy="classifier_collaboration", trained_parts="head_then_rest", name="plain")).folder
     pulled = run_config(config(strategy="fedpac", participation=0.75, name="pulled")).folder
     assert not (plain / "audit/round-0002/centroids.safetensors").exists()
@@ -103,7 +100,7 @@ def test_features_are_pulled_to_the_means_of_the_round_before(config: MakeConfig
     assert not same_tensors(state(plain), state(pulled))
 
 
-def test_an_audit_finds_class_means_that_were_altered(config: MakeConfig, finished: FinishedRuns) -> None:
+def test_an_audit_finds_class_means_that_were_altered(config: Make, finished: FinishedRuns) -> None:
     folder = finished(config(strategy="fedpac", tasks="movie")).folder
     path = folder / "audit/round-0002/centroids.safetensors"
     kept = path.read_bytes()
@@ -124,7 +121,7 @@ def test_an_audit_finds_class_means_that_were_altered(config: MakeConfig, finish
     assert {row.check for row in audit_run(folder).failures} >= {"aligned"}
 
 
-def test_in_personal_rounds_nobody_is_pulled(config: MakeConfig) -> None:
+def test_in_personal_rounds_nobody_is_pulled(config: Make) -> None:
     folder = run_config(config(strategy="fedpac", rounds=3, personal_rounds=1)).folder
     assert {path.parent.name for path in folder.glob("audit/round-*/centroids.safetensors")} == {"round-0002"}
     passing_audit(folder)

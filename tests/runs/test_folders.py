@@ -3,22 +3,19 @@
 import errno
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from atlas_fl.cli.main import main
-from atlas_fl.config import Config
 from atlas_fl.errors import AtlasError, CheckpointError, ConfigError
 from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.storage import checkpoint
 from atlas_fl.storage.files import run_lock
 from atlas_fl.storage.folder_access import os_errors_with_path
-from tests.runs.finished import FinishedRuns
+from tests.runs.finished import FinishedRuns, Make
 from tests.runs.resealing import with_new_digests
 
-Make = Callable[..., Config]
 TOO_MANY = 10**6
 
 

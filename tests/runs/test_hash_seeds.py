@@ -4,14 +4,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from atlas_fl.config import Config, to_toml
+from atlas_fl.config import to_toml
 from atlas_fl.methods.registry import METHODS, RULES
+from tests.runs.finished import Make
 
 SEEDS = (0, 1)
 LABELS = ("1", "01", "001", "2", "02")
@@ -29,7 +30,7 @@ def table(folder: Path) -> Path:
     return file
 
 
-def settings(make: Callable[..., Config], folder: Path, methods: Sequence[str]) -> list[Path]:
+def settings(make: Make, folder: Path, methods: Sequence[str]) -> list[Path]:
     files = []
     for method in methods:
         row = METHODS.get(method)
@@ -83,13 +84,13 @@ def check_same(files: Sequence[Path], folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_no_order_of_a_set_reaches_a_file_of_a_run(config: Callable[..., Config], tmp_path: Path) -> None:
+def test_no_order_of_a_set_reaches_a_file_of_a_run(config: Make, tmp_path: Path) -> None:
     check_same(settings(config, tmp_path, QUICK), tmp_path)
 
 
 @pytest.mark.product
 @pytest.mark.slow
-def test_no_order_of_a_set_reaches_a_file_of_any_method(config: Callable[..., Config], tmp_path: Path) -> None:
+def test_no_order_of_a_set_reaches_a_file_of_any_method(config: Make, tmp_path: Path) -> None:
     # rules of factor space alone need settings that their methods have: feddyn, flora, fedex
     left_out = {*QUICK, *(name for name, rule in RULES.items() if rule.in_factors)}
     check_same(settings(config, tmp_path, [name for name in {**RULES, **METHODS} if name not in left_out]), tmp_path)

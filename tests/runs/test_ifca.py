@@ -1,24 +1,18 @@
 """Runs in which clients choose the cluster whose model has the least loss: IFCA."""
 
-from collections.abc import Callable
-
 import pytest
 from safetensors.torch import load_file, save_file
 
 from atlas_fl.audit.check import audit_run
-from atlas_fl.config import Config
-from tests.runs.finished import FinishedRuns
+from tests.runs.finished import FinishedRuns, Make
 from tests.runs.reading import alter_tensors, passing_audit, rows
 
 pytestmark = pytest.mark.core
 
-MakeConfig = Callable[..., Config]
 IFCA = {"strategy": "ifca", "ranks": "4", "ifca_clusters": 2}
 
 
-def test_a_run_passes_its_audit_and_models_of_other_clusters_are_counted(
-    config: MakeConfig, finished: FinishedRuns
-) -> None:
+def test_a_run_passes_its_audit_and_models_of_other_clusters_are_counted(config: Make, finished: FinishedRuns) -> None:
     folder = finished(config(**IFCA)).folder
     passing_audit(folder, "chosen", "server", "mixed")
     kept = load_file(folder / "audit/round-0002/server.safetensors")
@@ -34,7 +28,7 @@ def test_a_run_passes_its_audit_and_models_of_other_clusters_are_counted(
 
 @pytest.mark.parametrize(("file", "part", "check"), [("begun", "lora_A", "chosen"), ("server", "clusters/", "server")])
 def test_an_audit_finds_what_was_altered(
-    config: MakeConfig, finished: FinishedRuns, file: str, part: str, check: str
+    config: Make, finished: FinishedRuns, file: str, part: str, check: str
 ) -> None:
     folder = finished(config(**IFCA)).folder
     alter_tensors(
@@ -44,7 +38,7 @@ def test_an_audit_finds_what_was_altered(
     assert check in {row.check for row in audit_run(folder).failures}
 
 
-def test_an_audit_finds_a_round_in_which_nobody_measured(config: MakeConfig, finished: FinishedRuns) -> None:
+def test_an_audit_finds_a_round_in_which_nobody_measured(config: Make, finished: FinishedRuns) -> None:
     folder = finished(config(**IFCA)).folder
     path, before = (folder / f"audit/round-000{round}/server.safetensors" for round in (2, 1))
     old = {key: value for key, value in load_file(before).items() if key.startswith("clusters/")}

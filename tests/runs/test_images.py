@@ -1,7 +1,6 @@
 """Runs on images: whole weights and masks through the same rounds, records, resume and audit as adapters on text."""
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,12 +37,11 @@ from atlas_fl.setup.options import train_options
 from atlas_fl.sparse.masks import overlap
 from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import encoded_size
-from tests.runs.finished import FinishedRuns
+from tests.runs.finished import FinishedRuns, Make
 from tests.runs.reading import alter_tensors, passing_audit, rows, same_tensors, state
 from tests.runs.resealing import with_new_digests
 from tests.runs.sessions import check_same_runs, in_sessions
 
-Make = Callable[..., Config]
 MASKS = ("least_sensitive", "most_sensitive", "lowest_magnitude", "highest_magnitude", "random")
 
 
@@ -326,7 +324,7 @@ def test_a_run_goes_on_with_the_mask_it_was_begun_with_or_not_at_all(config: Mak
 @pytest.mark.slow
 def test_masks_of_single_clients_are_those_of_runs_in_which_they_alone_score(config: Make) -> None:
     settings = {
-        **{"mask": "least_sensitive", "rounds": 1, "audit": False, "participation": 0.25, "calibration_examples": 8},
+        **{"mask": "least_sensitive", "rounds": 1, "audit": False, "participation": 0.25, "calibration_examples": 8}
     }
     together = run_config(config(name="together", **settings))
     alone = run_config(config(name="alone", calibration_clients=1, **settings))

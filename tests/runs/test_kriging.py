@@ -12,22 +12,18 @@ from safetensors.torch import load_file
 
 from atlas_fl.audit.check import audit_run
 from atlas_fl.cli.tables import outcome
-from atlas_fl.config import Config
 from atlas_fl.experiment.run import run_config
 from atlas_fl.report.figures import draw_all
 from atlas_fl.storage.tensors import encoded_size
-from tests.runs.finished import FinishedRuns
+from tests.runs.finished import FinishedRuns, Make
 from tests.runs.reading import alter_tensors, passing_audit, rows, same_tensors
 
 pytestmark = pytest.mark.core
 
-MakeConfig = Callable[..., Config]
 KRIGING = {"strategy": "kriging", "measure_round": 2}
 
 
-def test_until_it_measures_it_is_fedavg_to_the_bit_and_then_models_differ(
-    config: MakeConfig, finished: FinishedRuns
-) -> None:
+def test_until_it_measures_it_is_fedavg_to_the_bit_and_then_models_differ(config: Make, finished: FinishedRuns) -> None:
     folder = finished(config(**KRIGING)).folder
     average = finished(config(strategy="fedavg", name="average")).folder
     for round, is_same in ((1, True), (2, False)):
@@ -39,7 +35,7 @@ def test_until_it_measures_it_is_fedavg_to_the_bit_and_then_models_differ(
     passing_audit(folder, "server", "mixed")
 
 
-def test_every_layer_may_have_a_matrix_of_its_own(config: MakeConfig) -> None:
+def test_every_layer_may_have_a_matrix_of_its_own(config: Make) -> None:
     whole, folder = (run_config(config(**KRIGING, gram_by=by, name=by)).folder for by in ("all", "layer"))
     ours, theirs = (load_file(path / "audit/round-0002/start.safetensors") for path in (folder, whole))
     is_equal = {key.partition("/")[2]: torch.equal(ours[key], theirs[key]) for key in ours}
@@ -52,7 +48,7 @@ def test_every_layer_may_have_a_matrix_of_its_own(config: MakeConfig) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_tells_how_personal_its_models_are_and_why(config: MakeConfig) -> None:
+def test_a_run_tells_how_personal_its_models_are_and_why(config: Make) -> None:
     result = run_config(config(**KRIGING, gram_by="layer"))
     told = [row for row in rows(result.folder) if row.get("event") == "sharing measured"]
     groups = {"layer 0", "layer 1", "layer 2", "head"}
@@ -72,7 +68,7 @@ def test_a_run_tells_how_personal_its_models_are_and_why(config: MakeConfig) -> 
     assert "layer 1" in shown.getvalue() and "head" in shown.getvalue()
 
 
-def test_halves_are_sent_once_and_are_in_the_ledger(config: MakeConfig) -> None:
+def test_halves_are_sent_once_and_are_in_the_ledger(config: Make) -> None:
     folder = run_config(config(**KRIGING, rounds=3, participation=0.75, seed=1)).folder
     participants = {
         round: set(json.loads((folder / f"audit/round-000{round}/record.json").read_text())["participants"])
@@ -92,14 +88,14 @@ def test_halves_are_sent_once_and_are_in_the_ledger(config: MakeConfig) -> None:
     passing_audit(folder)
 
 
-def test_who_joins_later_is_measured_in_its_first_round(config: MakeConfig) -> None:
+def test_who_joins_later_is_measured_in_its_first_round(config: Make) -> None:
     folder = run_config(config(**KRIGING, rounds=3, arrive=("movie-1=3",), name="late")).folder
     passing_audit(folder)
     sent = {(row["round"], row["client"]) for row in rows(folder, "ledger") if row["kind"] == "halves"}
     assert (3, "movie-1") in sent and len(sent) == 4
 
 
-def test_an_audit_finds_halves_and_models_that_were_altered(config: MakeConfig) -> None:
+def test_an_audit_finds_halves_and_models_that_were_altered(config: Make) -> None:
     folder = run_config(config(**KRIGING, tasks="movie")).folder
     start, server = (folder / f"audit/round-0002/{name}.safetensors" for name in ("start", "server"))
     kept = {path: path.read_bytes() for path in (start, server)}

@@ -2,7 +2,7 @@
 
 import itertools
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,10 +24,10 @@ from atlas_fl.setup.assembly import Assembly, JoinQueue, Newcomer, assemble
 from atlas_fl.storage.jsonl import read_json
 from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import read_sketches, read_tensors, write_tensors
+from tests.runs.finished import Make
 from tests.runs.reading import passing_audit, rows, same_tensors, state
 from tests.runs.sessions import check_same_runs
 
-Make = Callable[..., Config]
 LATE = ("movie-1=2", "trec-0=3")
 MEASURED = {"clusters": "auto", "fingerprint": "gradient", "min_reliability": "-0.99", "similarity_threshold": "-0.99"}
 """Clusters by sketches, in which nobody is undecided."""

@@ -1,6 +1,5 @@
 """Image clients that join a run of whole models: they begin with what all hold, and count from then on."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,16 +7,15 @@ import torch
 
 from atlas_fl.audit.check import audit_run
 from atlas_fl.audit.run_files import Models, models_in
-from atlas_fl.config import Config
 from atlas_fl.errors import AtlasError
 from atlas_fl.experiment.run import RunResult, resume_run, run_config
 from atlas_fl.storage.jsonl import read_json
 from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import read_tensors, write_tensors
+from tests.runs.finished import Make
 from tests.runs.reading import passing_audit, rows, same_tensors, state
 from tests.runs.test_image_adapters import _stripes
 
-Make = Callable[..., Config]
 SMALL = {"clients_per_task": 3, "samples": 24, "participation": 1, "nc": "iid", "eval_every": 2, "arrive": "digits-2=2"}
 MASKED = {**SMALL, "mask": "random", "sparsity": 0.8}
 

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +12,13 @@ from sklearn.linear_model import Ridge
 from transformers import AutoModel
 
 from atlas_fl.cli.main import main
-from atlas_fl.config import Config
 from atlas_fl.errors import ConfigError, DataError
 from atlas_fl.models.tokenization import EncodedExamples
 from atlas_fl.planning.leakage import leakage_of, most_looks
 from atlas_fl.planning.planner import measure_leakage
 from atlas_fl.setup.assembly import Assembly, assemble
+from tests.runs.finished import Make
 
-Make = Callable[..., Config]
 MARKS = (101, 102)  # [CLS] and [SEP] of the embedded tokenizer
 
 

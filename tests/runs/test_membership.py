@@ -1,6 +1,6 @@
 """A site that is taken off the list is out at once, and the run goes on without it until it comes back."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,8 @@ from atlas_fl.experiment.backends import BACKENDS
 from atlas_fl.experiment.run import run_config
 from atlas_fl.runtime.transport.certificates import make_certs, revoke_certs
 from atlas_fl.storage.jsonl import read_json, read_rows
-from tests.runs.federation import Federation, adapters
+from tests.runs.federation import Federation, Federations, adapters
+from tests.runs.finished import Make
 from tests.runs.reading import passing_audit
 
 pytestmark = pytest.mark.slow
@@ -28,9 +29,7 @@ def missing(fed: Federation, client: str) -> list[int]:
     return [row["round"] for row in rows if row.get("event") == "missing" and row["client"] == client]
 
 
-def test_a_run_goes_on_without_who_was_taken_off_the_list_and_takes_it_back(
-    federation: Callable[..., Federation],
-) -> None:
+def test_a_run_goes_on_without_who_was_taken_off_the_list_and_takes_it_back(federation: Federations) -> None:
     fed = federation(SITES, clients_per_task=3, rounds=ROUNDS)
     server, port = fed.serve("--min-clients", "2", "--deadline", "200")
     stays = [fed.join(name, port) for name in ("movie-0", "movie-1")]
@@ -91,9 +90,7 @@ def absent(config: Config, on_event: OnEvent) -> Iterator[tuple[Any, Any]]:
         yield assembly, Absent(engine)
 
 
-def test_a_round_that_has_none_but_those_who_are_left_out_changes_nothing_and_is_audited(
-    config: Callable[..., Config],
-) -> None:
+def test_a_round_that_has_none_but_those_who_are_left_out_changes_nothing_and_is_audited(config: Make) -> None:
     settings = {"clients_per_task": 3, "rounds": 3, "pack_tokens": 1}
     found = run_config(config(tasks=("movie",), **settings), backend=absent)
     rows = [row for row in read_rows(found.folder / "metrics.jsonl") if row.get("event") == "missing"]

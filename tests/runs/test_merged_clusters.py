@@ -1,7 +1,6 @@
 """Runs whose clusters are joined by what labels ask: who is averaged with whom, and where a newcomer goes."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from atlas_fl.config import Config
 from atlas_fl.experiment.run import RunResult, run_config
 from atlas_fl.planning.place_client import place_client
 from atlas_fl.planning.planner import local_engine
@@ -18,10 +16,9 @@ from atlas_fl.planning.task_discovery import collect_fingerprints
 from atlas_fl.setup.assembly import assemble
 from atlas_fl.setup.options import fingerprint_options
 from atlas_fl.storage.run_folder import RunFolder
-from tests.runs.finished import FinishedRuns
+from tests.runs.finished import FinishedRuns, Make
 from tests.runs.reading import passing_audit
 
-Make = Callable[..., Config]
 TWO_SOURCES = {
     **{"tasks": ("movie", "trec"), "clusters": "auto", "similarity_threshold": "0.5", "fingerprint_batches": 6},
     **{"sketch_dim": 256, "strategy": "fedavg_cluster", "space": "factors", "rounds": 2},

@@ -1,6 +1,6 @@
 """What every method of the literature must hold as a run: being a row of `METHODS` is being tested."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +9,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from atlas_fl.config import Config
 from atlas_fl.experiment.run import run_config
 from atlas_fl.methods.registry import METHODS
 from tests.runs.covering import covering_methods, with_marks
-from tests.runs.finished import FinishedRuns
+from tests.runs.finished import FinishedRuns, Make
 from tests.runs.reading import rows, same_tensors
 
-Make = Callable[..., Config]
 SMALL: Mapping[str, Any] = {
     **{"samples": 16, "rounds": 2, "eval_every": 2, "pack_tokens": 1, "audit": False},
     **{"lr": 0.05, "batch_size": 4, "local_epochs": 2, "validation_samples": 4, "test_samples": 4},
@@ -97,10 +95,7 @@ END_ALIKE: Mapping[str, tuple[Settings, Settings]] = {
         {"strategy": "ifca", "ranks": "4", "ifca_clusters": 1},
         {"strategy": "fedavg", "ranks": "4"},
     ),
-    "own models without a pull": (
-        {**FEDAVG, "personal_models": True},
-        {"strategy": "local", "ranks": "4"},
-    ),
+    "own models without a pull": ({**FEDAVG, "personal_models": True}, {"strategy": "local", "ranks": "4"}),
     "second models without a pull": (
         {**PAIR, "strategy": "fedavg", "second_model": "proximal", "second_weight": 0.0},
         {**PAIR, "strategy": "local"},

@@ -1,15 +1,14 @@
 """Runs that keep something between rounds: the same bits in sessions, and an audit that finds what was altered."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
 from atlas_fl.audit.check import audit_run
-from atlas_fl.config import Config
 from atlas_fl.experiment.run import run_config
-from tests.runs.finished import FinishedRuns
+from tests.runs.finished import FinishedRuns, Make
 from tests.runs.reading import alter_tensors, passing_audit
 from tests.runs.sessions import check_same_runs, in_sessions
 from tests.runs.test_rerank import WORDS as RERANK
@@ -61,7 +60,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
         *(pytest.param(one, id=name, marks=pytest.mark.slow) for name, one in {**SERVERS, **SETTINGS}.items()),
     ],
 )
-def test_a_run_in_sessions_ends_in_the_same_bits(config: Callable[..., Config], values: Mapping[str, Any]) -> None:
+def test_a_run_in_sessions_ends_in_the_same_bits(config: Make, values: Mapping[str, Any]) -> None:
     whole = run_config(config(name="whole", **values)).folder
     # a checkpoint holds equal models of rolora once or twice, as they were in memory; none follows on its resumption
     most = 2 if values.get("strategy") == "rolora" else 1
@@ -93,7 +92,7 @@ def test_a_run_in_sessions_ends_in_the_same_bits(config: Callable[..., Config], 
     ],
 )
 def test_an_audit_finds_what_was_altered(
-    config: Callable[..., Config], finished: FinishedRuns, method: str, file: str, checks: set[str]
+    config: Make, finished: FinishedRuns, method: str, file: str, checks: set[str]
 ) -> None:
     settings = {"proximal_mu": 0.1} if method == "feddyn" else {"proximal_mu": 0.5} if method == "mr_mtl" else {}
     folder = finished(config(strategy=method, ranks="4", rounds=3, **settings)).folder

@@ -2,7 +2,7 @@
 
 import io
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,10 +20,10 @@ from atlas_fl.runtime.engine import Engine
 from atlas_fl.setup.assembly import Assembly, assemble
 from atlas_fl.storage.jsonl import read_json
 from atlas_fl.storage.ledger import LedgerRow, totals
+from tests.runs.finished import Make
 from tests.runs.reading import passing_audit, rows, same_tensors, state
 from tests.runs.sessions import check_same_runs, in_sessions
 
-Make = Callable[..., Config]
 # movie-0 and trec-0 are small, movie-1 and trec-1 are not
 SPLIT = {"split": "cpu_2gb=1", "devices": ("cpu_2gb", "laptop_8gb"), "topology": "paired"}
 

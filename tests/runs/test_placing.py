@@ -1,7 +1,6 @@
 """Placing a newcomer: its sketches are those that the run would have taken, its rows are nobody else's."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,6 @@ from safetensors.numpy import load_file
 
 from atlas_fl.client.fingerprint import FIRST, SECOND
 from atlas_fl.clustering.result import Clustering, assign_client
-from atlas_fl.config import Config
 from atlas_fl.errors import CheckpointError, ConfigError, DataError
 from atlas_fl.events import ignore
 from atlas_fl.experiment.run import run_config
@@ -19,9 +17,8 @@ from atlas_fl.planning.planner import local_engine
 from atlas_fl.planning.task_discovery import collect_fingerprints
 from atlas_fl.setup.assembly import assemble, load_clients
 from atlas_fl.setup.options import fingerprint_options
-from tests.runs.finished import FinishedRuns
+from tests.runs.finished import FinishedRuns, Make
 
-Make = Callable[..., Config]
 EASY = {
     **{"tasks": ("sms", "trec"), "fingerprint": "gradient", "min_reliability": "-0.99"},
     **{"similarity_threshold": "-0.99", "rounds": 1},

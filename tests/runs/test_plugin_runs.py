@@ -3,7 +3,7 @@
 import mmap
 import shutil
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from atlas_fl.audit.check import audit_run
 from atlas_fl.cli.main import main
 from atlas_fl.client.optimizer import TERMS, fedprox
-from atlas_fl.config import Config, run_folder, to_toml, validate
+from atlas_fl.config import run_folder, to_toml, validate
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.experiment.backends import init_worker, share_weights, worker_init_messages
 from atlas_fl.experiment.export import export_client
@@ -27,12 +27,12 @@ from atlas_fl.setup.assembly import assemble
 from atlas_fl.storage.jsonl import read_json
 from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import read_tensors, write_tensors
-from tests.runs.federation import Federation
+from tests.runs.federation import Federations
+from tests.runs.finished import Make
 from tests.runs.processes import Programs
 from tests.runs.reading import passing_audit, rows, same_tensors, state
 from tests.runs.workers import check_same, check_workers, into
 
-Make = Callable[..., Config]
 EXAMPLES = Path(__file__).parents[2] / "examples/plugins"
 INVERSE_LOSS = EXAMPLES / "inverse_loss.py"
 TERM = """
@@ -218,7 +218,7 @@ def test_a_method_of_ones_own_gives_the_same_bits_in_two_processes_and_after_a_k
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_sites_that_name_the_plugins_train_as_in_the_simulation(
-    federation: Callable[..., Federation], plugins: dict[str, str], method: str
+    federation: Federations, plugins: dict[str, str], method: str
 ) -> None:
     fed = federation(plugin=tuple(plugins.values()), **CHOSEN, **METHODS[method], rounds=2)
     # other places, and another order: the digests are what counts
@@ -232,7 +232,7 @@ def test_sites_that_name_the_plugins_train_as_in_the_simulation(
 
 @pytest.mark.slow
 def test_a_site_that_does_not_name_the_plugins_is_told_so_at_the_handshake_and_loads_nothing(
-    federation: Callable[..., Federation], term: str, tmp_path: Path
+    federation: Federations, term: str, tmp_path: Path
 ) -> None:
     marker = tmp_path / "loaded"
     Path(term).write_text(TERM + f"open({str(marker)!r}, 'a').write('x')\n")
@@ -252,7 +252,7 @@ def test_a_site_that_does_not_name_the_plugins_is_told_so_at_the_handshake_and_l
 
 
 @pytest.mark.slow
-def test_a_site_names_no_plugin_that_the_federation_lacks(federation: Callable[..., Federation], term: str) -> None:
+def test_a_site_names_no_plugin_that_the_federation_lacks(federation: Federations, term: str) -> None:
     fed = federation()
     server, port = fed.serve()
     said = fed.join("movie-0", port, "--plugin", term).end(2).splitlines()[-1]

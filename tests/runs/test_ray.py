@@ -6,12 +6,11 @@ One cluster serves all runs: it takes seconds to start, and so do the actors of 
 import contextlib
 import importlib.util
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import psutil
 import pytest
 
-from atlas_fl.config import Config
 from atlas_fl.errors import ConfigError, ProtocolError
 from atlas_fl.events import Event, Note, RoundFinished
 from atlas_fl.experiment.run import run_config
@@ -24,7 +23,8 @@ if importlib.util.find_spec("ray") is None:
 # not `importorskip`: a Ray that is there and cannot be imported has to fail
 import ray
 
-Make = Callable[..., Config]
+from tests.runs.finished import Make
+
 SECONDS = 60
 """Longest wait for the end of an actor; a quiet machine needs a fraction of one."""
 

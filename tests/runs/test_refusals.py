@@ -1,13 +1,14 @@
 """Settings that do not go together: each is refused in one line, and nothing is left behind."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 
-from atlas_fl.config import Config, run_folder
+from atlas_fl.config import run_folder
 from atlas_fl.errors import AtlasError, ConfigError
 from atlas_fl.experiment.run import run_config
+from tests.runs.finished import Make
 
 Rows = Sequence[tuple[Mapping[str, Any], str]]
 FACTORS: Mapping[str, Any] = {"space": "factors", "ranks": "4"}
@@ -84,10 +85,7 @@ ATLAS: Rows = (
 )
 SMALL = "small=memory_gb=2,gflops=20,up_mbps=2,down_mbps=10,latency_ms=60,max_rank=2"
 FEDADAM: Rows = (
-    (
-        {"space": "factors", "devices": ("small", "workstation"), "device": SMALL},
-        "^--strategy fedadam needs one rank",
-    ),
+    ({"space": "factors", "devices": ("small", "workstation"), "device": SMALL}, "^--strategy fedadam needs one rank"),
     ({"within": "clusters", "recluster_every": 2}, "^--strategy fedadam --within clusters has moments of each"),
     ({"server_lr": 0}, "^--server-lr is 0.0; allowed: above 0"),
     ({"server_beta1": 1}, "^--server-beta1 is 1.0; allowed: at least 0, below 1"),
@@ -137,7 +135,7 @@ REFUSED: Sequence[tuple[Mapping[str, Any], Rows]] = (
     ("values", "message"), [({**base, **values}, message) for base, some in REFUSED for values, message in some]
 )
 def test_what_does_not_go_together_is_refused_in_one_line_and_leaves_nothing(
-    config: Callable[..., Config], values: Mapping[str, Any], message: str
+    config: Make, values: Mapping[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         run_config(config(**values))
@@ -168,10 +166,7 @@ OF_IMAGES: Rows = (
     ({"split": "1"}, "--split is for adapters"),
     ({"init_adapter": "nowhere"}, "--init-adapter is for adapters, and these tasks train whole models"),
     ({"gradient_checkpointing": True}, "--gradient-checkpointing is for adapters"),
-    (
-        {"precision": "fp16", "tune": "lora", "strategy": "atlas_laplacian"},
-        "--precision fp16 needs a GPU with CUDA",
-    ),
+    ({"precision": "fp16", "tune": "lora", "strategy": "atlas_laplacian"}, "--precision fp16 needs a GPU with CUDA"),
     ({"validation_share": 1.0}, "--validation-share is 1.0; allowed: above 0, below 1"),
     ({"validation_share": 1e-4}, "--validation-share 0.0001 of the 1254 rows of task 'digits' is not one"),
     ({"tasks": "movie", "validation_share": 0.1}, "--validation-share is for image tasks, and --tasks has texts"),
@@ -181,7 +176,7 @@ OF_IMAGES: Rows = (
 
 @pytest.mark.parametrize(("values", "message"), OF_IMAGES)
 def test_what_cannot_be_run_of_images_is_refused_in_one_line_and_leaves_nothing(
-    image_config: Callable[..., Config], values: Mapping[str, Any], message: str
+    image_config: Make, values: Mapping[str, Any], message: str
 ) -> None:
     with pytest.raises(AtlasError, match=message) as caught:
         run_config(image_config(**values))

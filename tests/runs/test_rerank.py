@@ -1,7 +1,6 @@
 """Ranks that change during a run: what a model computes stays, the audit sees it, and a resumed run does the same."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,13 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from atlas_fl.audit.check import audit_run
-from atlas_fl.config import Config
 from atlas_fl.experiment.run import run_config
 from atlas_fl.params import unflatten_by_client
-from tests.runs.finished import FinishedRuns
+from tests.runs.finished import FinishedRuns, Make
 from tests.runs.reading import passing_audit
 
-Make = Callable[..., Config]
 # Scarce bytes make the ranks follow the importance, which at this rate is another after every round.
 WORDS = {
     **{"rerank": True, "recluster_every": 1, "eta": "0.3", "adapter_bytes": 8_500, "lr": "0.05"},

@@ -8,18 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from atlas_fl.config import Config, to_toml
+from atlas_fl.config import to_toml
 from atlas_fl.errors import CheckpointError
 from atlas_fl.events import Event, Note
 from atlas_fl.experiment.run import RunResult, resume_run, run_config
 from atlas_fl.storage.checkpoint import load_latest
 from atlas_fl.storage.tensors import read_tensors, write_tensors
-from tests.runs.finished import FinishedRuns
+from tests.runs.finished import FinishedRuns, Make
 from tests.runs.processes import Program, Programs
 from tests.runs.reading import passing_audit, rows, same_tensors, state
 from tests.runs.sessions import check_same_runs
 
-Make = Callable[..., Config]
 DAMAGES = ("altered", "missing", "a folder", "its folder is a file")
 
 MOMENTS: dict[str, Callable[[Path], bool]] = {

@@ -1,7 +1,6 @@
 """Whole runs with a hostile client: what is refused, what is kept, and that the audit sees the same."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,9 +17,9 @@ from atlas_fl.events import Event, Note
 from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.params import Params
 from atlas_fl.runtime.attacks import ATTACKS, Attack, AttackContext
+from tests.runs.finished import Make
 from tests.runs.reading import passing_audit, rows, same_tensors, state
 
-Make = Callable[..., Config]
 ATTACKED = {"strategy": "fedavg", "attack": "scale", "attack_scale": 1e6, "attackers": ("movie-1",), "rounds": 2}
 HEAD = "head.classifier.weight"
 ONE_TASK = {"tasks": ("movie",), "clients_per_task": 4, "ranks": 4, **ATTACKED}

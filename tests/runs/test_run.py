@@ -28,11 +28,9 @@ from atlas_fl.runtime.local import LocalEngine
 from atlas_fl.runtime.reuse import REUSED_RESULTS
 from atlas_fl.setup.assembly import Assembly, assemble
 from atlas_fl.storage.tensors import encoded_size
-from tests.runs.finished import FinishedRuns
+from tests.runs.finished import FinishedRuns, Make
 from tests.runs.reading import passing_audit, rows, same_tensors, state
 from tests.runs.sessions import check_same_runs
-
-Make = Callable[..., Config]
 
 
 def test_a_run_leaves_everything_of_the_design_behind(config: Make, finished: FinishedRuns) -> None:
@@ -419,7 +417,7 @@ def test_an_imported_adapter_is_the_start(config: Make, blocks: int | None) -> N
 
 
 @pytest.mark.slow
-def test_shuffled_labels_bring_accuracy_to_the_majority_class(config: Callable[..., Config]) -> None:
+def test_shuffled_labels_bring_accuracy_to_the_majority_class(config: Make) -> None:
     def gain(name: str, *, shuffle: bool) -> float:
         """Accuracy on test examples over the share of their majority class, with the embedded model."""
         data = {"tasks": ("trec",), "clients_per_task": 1, "samples": 100, "validation_samples": 2, "test_samples": 200}

@@ -1,6 +1,6 @@
 """Runs in which every client trains a model of its own beside the shared one: Ditto, APFL, FedDPA."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,11 @@ from atlas_fl.experiment.run import run_config
 from atlas_fl.methods.apfl import WEIGHT
 from atlas_fl.models.gated_adapter import WEIGHTS, load_gated_adapter
 from atlas_fl.setup.assembly import assemble
-from tests.runs.finished import FinishedRuns
+from tests.runs.finished import FinishedRuns, Make
 from tests.runs.reading import alter_tensors, passing_audit, rows
 
 pytestmark = pytest.mark.core
 
-MakeConfig = Callable[..., Config]
 METHODS = ("ditto", "apfl", "feddpa")
 """Those with a second model; `fedalt` has one own model beside the mean of the others."""
 PLAIN: Mapping[str, Any] = {"space": "factors", "ranks": "4", "tasks": "movie"}
@@ -56,7 +55,7 @@ def loss_of(config: Config, folder: Path, *, client: str) -> float:
 
 @pytest.mark.parametrize("strategy", METHODS)
 def test_a_run_passes_its_audit_and_the_shared_model_is_that_of_fedavg(
-    config: MakeConfig, finished: FinishedRuns, strategy: str
+    config: Make, finished: FinishedRuns, strategy: str
 ) -> None:
     folder = run_config(config(**PLAIN, strategy=strategy)).folder
     fedavg = finished(config(**PLAIN, strategy="fedavg", name="fedavg")).folder
@@ -75,7 +74,7 @@ def test_a_run_passes_its_audit_and_the_shared_model_is_that_of_fedavg(
     )
 
 
-def test_a_stack_that_is_all_one_s_own_is_local_training(config: MakeConfig) -> None:
+def test_a_stack_that_is_all_one_s_own_is_local_training(config: Make) -> None:
     own = config(**PLAIN, strategy="feddpa", second_weight=1.0, dropout=0.0)
     local = config(**PLAIN, strategy="local", dropout=0.0, name="local")
     mine, alone = (adapters(run_config(one).folder) for one in (own, local))
@@ -87,7 +86,7 @@ def test_a_stack_that_is_all_one_s_own_is_local_training(config: MakeConfig) -> 
             torch.testing.assert_close(update, wanted, rtol=1e-3, atol=1e-5)
 
 
-def test_a_strong_pull_holds_the_own_model_near_the_shared_one(config: MakeConfig) -> None:
+def test_a_strong_pull_holds_the_own_model_near_the_shared_one(config: Make) -> None:
     def distance(weight: float) -> float:
         values = {**PLAIN, "strategy": "ditto", "second_weight": weight, "clip": 0, "name": f"pull-{weight}"}
         folder = run_config(config(**values)).folder
@@ -98,7 +97,7 @@ def test_a_strong_pull_holds_the_own_model_near_the_shared_one(config: MakeConfi
     assert distance(50.0) < 0.8 * distance(0.001)
 
 
-def test_fedalt_sends_everyone_the_mean_of_the_others_and_keeps_its_own(config: MakeConfig) -> None:
+def test_fedalt_sends_everyone_the_mean_of_the_others_and_keeps_its_own(config: Make) -> None:
     folder = run_config(config(**{**PLAIN, "clients_per_task": 3}, strategy="fedalt")).folder
     passing_audit(folder)
     trained, start, anchor = (
@@ -117,7 +116,7 @@ def test_fedalt_sends_everyone_the_mean_of_the_others_and_keeps_its_own(config: 
 
 
 @pytest.mark.parametrize("strategy", ["fedalt", "fedalt_fixed"])
-def test_fedalt_with_all_weight_on_its_own_adapter_is_local_training(config: MakeConfig, strategy: str) -> None:
+def test_fedalt_with_all_weight_on_its_own_adapter_is_local_training(config: Make, strategy: str) -> None:
     """The gate is closed to the rest of the world, and stays so."""
     own = config(**PLAIN, strategy=strategy, second_weight=1.0, dropout=0.0)
     local = config(**PLAIN, strategy="local", dropout=0.0, name="local")
@@ -129,7 +128,7 @@ def test_fedalt_with_all_weight_on_its_own_adapter_is_local_training(config: Mak
     assert scores[0] == scores[1]
 
 
-def test_a_gate_trains_at_its_client_and_costs_no_byte(config: MakeConfig) -> None:
+def test_a_gate_trains_at_its_client_and_costs_no_byte(config: Make) -> None:
     folder = run_config(config(**PLAIN, strategy="fedalt")).folder
     fixed = run_config(config(**PLAIN, strategy="fedalt_fixed", name="fixed")).folder
     passing_audit(folder).ok and audit_run(fixed)
@@ -145,7 +144,7 @@ def test_a_gate_trains_at_its_client_and_costs_no_byte(config: MakeConfig) -> No
     assert not torch.equal(gates[last], gates[last.replace("movie-0/", "movie-1/")]), "each client has its own"
 
 
-def test_final_scores_are_those_of_the_exported_gate(config: MakeConfig, tmp_path: Path) -> None:
+def test_final_scores_are_those_of_the_exported_gate(config: Make, tmp_path: Path) -> None:
     """The stock classifier with the exported folder, on the client's test rows."""
     one = config(**PLAIN, strategy="fedalt", lr=0.05)
     notes: list[str] = []
@@ -162,7 +161,7 @@ def test_final_scores_are_those_of_the_exported_gate(config: MakeConfig, tmp_pat
     assert loss_of(one, exported, client="movie-0") != pytest.approx(scores[-1], rel=1e-4)
 
 
-def test_an_interpolated_model_learns_its_weight(config: MakeConfig) -> None:
+def test_an_interpolated_model_learns_its_weight(config: Make) -> None:
     folder = run_config(config(**PLAIN, strategy="apfl")).folder
     own = load_file(folder / "audit/round-0002/second.safetensors")
     weights = [float(value) for key, value in own.items() if key.endswith(WEIGHT)]
@@ -170,7 +169,7 @@ def test_an_interpolated_model_learns_its_weight(config: MakeConfig) -> None:
     assert not any(WEIGHT in key for one in adapters(folder) for key in one)
 
 
-def test_a_second_adapter_beside_fedavg_may_have_a_gate_too(config: MakeConfig, finished: FinishedRuns) -> None:
+def test_a_second_adapter_beside_fedavg_may_have_a_gate_too(config: Make, finished: FinishedRuns) -> None:
     folder = run_config(config(**PLAIN, strategy="feddpa", second_gate="input")).folder
     fedavg = finished(config(**PLAIN, strategy="fedavg", name="fedavg")).folder
     passing_audit(folder)
@@ -179,7 +178,7 @@ def test_a_second_adapter_beside_fedavg_may_have_a_gate_too(config: MakeConfig, 
     assert any(key.endswith("lora_gate") and value[:, :-1].any() for key, value in gated(folder, "movie-1").items())
 
 
-def test_a_client_whose_update_is_refused_goes_on_with_the_gate_that_it_had(config: MakeConfig) -> None:
+def test_a_client_whose_update_is_refused_goes_on_with_the_gate_that_it_had(config: Make) -> None:
     values = {**PLAIN, "strategy": "fedalt", "clients_per_task": 4, "attack": "scale", "attackers": "movie-1"}
     folder = run_config(config(**values)).folder
     passing_audit(folder)
@@ -190,14 +189,14 @@ def test_a_client_whose_update_is_refused_goes_on_with_the_gate_that_it_had(conf
     assert not gated(folder, "movie-1")[next(key for key in gated(folder, "movie-1") if "gate" in key)][:, :-1].any()
 
 
-def test_an_audit_finds_an_own_model_that_moved_while_its_client_rested(config: MakeConfig) -> None:
+def test_an_audit_finds_an_own_model_that_moved_while_its_client_rested(config: Make) -> None:
     folder = run_config(config(**PLAIN, strategy="ditto", rounds=3, participation=0.5, clients_per_task=3)).folder
     path = folder / "audit/round-0002/second.safetensors"
     alter_tensors(path, lambda tensors: [tensor.add_(0.01) for tensor in tensors.values()])
     assert "second" in {row.check for row in audit_run(folder).failures}
 
 
-def test_an_audit_finds_a_gate_that_moved_while_its_client_rested_or_is_gone(config: MakeConfig) -> None:
+def test_an_audit_finds_a_gate_that_moved_while_its_client_rested_or_is_gone(config: Make) -> None:
     folder = run_config(config(**PLAIN, strategy="fedalt", rounds=3, participation=0.5, clients_per_task=3)).folder
     path = folder / "audit/round-0002/gate.safetensors"
     alter_tensors(path, lambda tensors: [tensor.add_(0.01) for tensor in tensors.values()])

@@ -1,21 +1,20 @@
 """Simulations that are given the secrets of sites: other draws, the same bits again, and none but these on resume."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from atlas_fl.config import Config, config_hash
+from atlas_fl.config import config_hash
 from atlas_fl.deployment.server import check_served
 from atlas_fl.deployment.service import ServerOptions
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.storage.files import load_or_create_secret, secret_digest, secret_file
+from tests.runs.finished import Make
 from tests.runs.reading import passing_audit, same_tensors, state
 from tests.runs.workers import check_workers
 
 NAMES = ("movie-0", "movie-1", "trec-0", "trec-1")
-Make = Callable[..., Config]
 
 
 @pytest.fixture

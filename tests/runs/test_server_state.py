@@ -1,6 +1,5 @@
 """What a strategy remembers, in real runs: resumed to the bit, audited, carried to newcomers."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,14 +7,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from atlas_fl.audit.check import audit_run
-from atlas_fl.config import Config, config_hash
+from atlas_fl.config import config_hash
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.run import run_config
 from atlas_fl.storage.run_folder import RunFolder
-from tests.runs.federation import Federation
+from tests.runs.federation import Federations
+from tests.runs.finished import Make
 from tests.runs.reading import passing_audit, same_tensors, state
 
-Make = Callable[..., Config]
 LATE = {"arrive": ("movie-1=2", "trec-0=3"), "rounds": 3}
 
 
@@ -69,7 +68,7 @@ def test_whole_models_of_images_take_pfedgraph_and_stand_once_in_its_state(image
 
 
 @pytest.mark.slow
-def test_a_served_run_has_the_moments_of_a_simulation(federation: Callable[..., Federation]) -> None:
+def test_a_served_run_has_the_moments_of_a_simulation(federation: Federations) -> None:
     served = federation(strategy="fedadam", rounds=2)
     served.complete()
     served.is_as_simulated()

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from atlas_fl.config import Config
 from atlas_fl.errors import AtlasError, BudgetError, ConfigError
 from atlas_fl.experiment.run import RunResult, run_config
 from atlas_fl.planning.planner import make_plan
@@ -17,9 +16,9 @@ from atlas_fl.report.tables import plan_tables
 from atlas_fl.setup.assembly import assemble
 from atlas_fl.storage.jsonl import read_json
 from atlas_fl.storage.run_folder import RunFolder
+from tests.runs.finished import Make
 from tests.runs.reading import passing_audit, rows, same_tensors, state
 
-Make = Callable[..., Config]
 # So small that the whole model does not fit: the runtime alone takes 427,819,008 bytes.
 SMALL = "small=memory_gb={gb},gflops=20,up_mbps=2,down_mbps=10,latency_ms=60,max_rank=8"
 

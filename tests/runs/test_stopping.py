@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +9,15 @@ import pytest
 from safetensors.torch import load_file
 
 from atlas_fl.audit.check import audit_run
-from atlas_fl.config import Config
 from atlas_fl.errors import CheckpointError, ConfigError
 from atlas_fl.experiment.export import export_client
 from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.experiment.summary import best_rounds, histories, mean_series, should_stop
 from atlas_fl.storage import checkpoint
+from tests.runs.finished import Make
 from tests.runs.reading import passing_audit, rows, same_tensors
 from tests.runs.sessions import check_same_runs, in_sessions
 
-Make = Callable[..., Config]
 STEADY = {"lr": 1e-12, "rounds": 9, "patience": 2}
 """Nothing is learned, so no score after the first is better."""
 

@@ -1,20 +1,19 @@
 """Runs whose clients train by a stock `transformers.Trainer`: audited, same bits with workers and after a resume."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from atlas_fl.cli.main import main
-from atlas_fl.config import Config
 from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.plugins import load_plugins
-from tests.runs.federation import Federation
+from tests.runs.federation import Federations
+from tests.runs.finished import Make
 from tests.runs.reading import passing_audit, rows, same_tensors, state
 from tests.runs.workers import check_same, check_workers
 
-Make = Callable[..., Config]
 EXAMPLE = Path(__file__).parents[2] / "examples/plugins/hf_trainer.py"
 SETTINGS: Mapping[str, Any] = {
     **{"plugin": (str(EXAMPLE),), "trainer": "hf_trainer", "pack_tokens": 1, "tasks": "movie"},
@@ -44,7 +43,7 @@ def test_a_run_by_the_example_has_the_same_bits_with_workers_and_after_a_resume(
 
 
 @pytest.mark.slow
-def test_sites_train_by_the_example_as_the_simulation_does(federation: Callable[..., Federation]) -> None:
+def test_sites_train_by_the_example_as_the_simulation_does(federation: Federations) -> None:
     fed = federation(plugin=(str(EXAMPLE),), trainer="hf_trainer", rounds=1)
     fed.complete("--plugin", str(EXAMPLE))
     fed.is_as_simulated()

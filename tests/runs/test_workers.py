@@ -6,7 +6,7 @@ Processes take seconds to import what they need, so one pair of them is real her
 import mmap
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,17 +14,15 @@ import psutil
 import pytest
 import torch
 
-from atlas_fl.config import Config
 from atlas_fl.errors import DataError, ProtocolError
 from atlas_fl.events import Event, Progress, RoundFinished
 from atlas_fl.experiment.backends import init_worker, share_weights, worker_init_messages
 from atlas_fl.experiment.run import RunResult, run_config
 from atlas_fl.runtime.worker_pool import WorkerLoop, init_workers
 from atlas_fl.setup.assembly import assemble
+from tests.runs.finished import Make
 from tests.runs.reading import rows
 from tests.runs.workers import SETTINGS, check_same, check_workers, in_threads, into
-
-Make = Callable[..., Config]
 
 
 @pytest.fixture(scope="module")

@@ -13,17 +13,14 @@ import pytest
 import torch
 
 from atlas_fl.cli.main import main
-from atlas_fl.config import Config
 from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.planning.round_costs import heaviest_step
 from atlas_fl.setup.assembly import assemble, pack_tokens
-from tests.runs.finished import FinishedRuns
+from tests.runs.finished import FinishedRuns, Make
 from tests.runs.reading import passing_audit, rows, same_tensors, state
 
 # PEFT still asks for it under its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-
-Make = Callable[..., Config]
 
 
 @pytest.fixture(scope="module")

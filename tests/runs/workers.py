@@ -17,6 +17,7 @@ from atlas_fl.experiment.run import run_config
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.runtime.worker_pool import WorkerLoop, init_workers
 from atlas_fl.setup.assembly import assemble
+from tests.runs.finished import Make
 from tests.runs.reading import passing_audit, rows, same_tensors, state
 
 # Packs of a client or two each, with cuts, noise, dropout, some of the clients, and clusters that are measured anew.
@@ -76,7 +77,7 @@ def in_threads(count: int) -> Callable[[Config, OnEvent], AbstractContextManager
     return backend
 
 
-def check_workers(make: Callable[..., Config], **settings: Any) -> Path:
+def check_workers(make: Make, **settings: Any) -> Path:
     """The folder of the run with two workers, which has the same files as that of one process."""
     whole = run_config(make(name="alone", **settings)).folder
     found = run_config(make(name="workers", **settings), backend=in_threads(2)).folder
