@@ -30,6 +30,11 @@ def same_tensors(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) 
     return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
 
 
+def audited(folder: Path, round: int, *names: str) -> list[dict[str, torch.Tensor]]:
+    """Tensors that were kept of a round for the audit, by the names of their files."""
+    return [load_file(folder / f"audit/round-{round:04d}/{name}.safetensors") for name in names]
+
+
 def passing_audit(folder: Path, *checks: str, **options: Any) -> AuditReport:
     """The audit of a run; raises AssertionError with what it found, or where it did not make all of these checks."""
     report = audit_run(folder, **options)

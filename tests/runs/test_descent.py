@@ -13,7 +13,7 @@ from transformers import AutoModelForImageClassification
 
 from atlas_fl.audit.check import audit_run
 from atlas_fl.client import optimizer as descent
-from atlas_fl.client.job import Job, Site
+from atlas_fl.client.job import Job, Site, Update
 from atlas_fl.client.local_training import batches as batches_of
 from atlas_fl.client.local_training import train
 from atlas_fl.client.options import TrainOptions
@@ -21,7 +21,7 @@ from atlas_fl.config import Config
 from atlas_fl.data.clients import ClientData
 from atlas_fl.experiment.run import resume_run, run_config
 from atlas_fl.models.vision import image_logits, preprocess
-from atlas_fl.params import unflatten_by_client
+from atlas_fl.params import Params, unflatten_by_client
 from atlas_fl.rng import generator
 from atlas_fl.setup.assembly import assemble
 from tests.runs.finished import Make
@@ -119,41 +119,28 @@ def test_two_rounds_with_the_momentum_of_the_first_are_one_round_of_as_many_step
 ) -> None:
     """Batches of all images and rates that stay: nothing else tells where a round ends."""
     assembly = assemble(image_config())
-    masks = None
+    start, masks = assembly.full_models()["digits-0"], None
     if mask != "none":
         draw = torch.Generator().manual_seed(4)
-        masks = {
-            k: torch.rand(t.shape, generator=draw) >= sparsity for k, t in assembly.full_models()["digits-0"].items()
-        }
+        masks = {key: torch.rand(tensor.shape, generator=draw) >= sparsity for key, tensor in start.items()}
 
-    def trained(params, round: int, steps: int, momentum):
-        options = TrainOptions(seed=0, **SGD, epochs=steps, max_steps=steps, batch_size=40, lr=0.1, carry_momentum=True)
-        job = Job(
-            client="digits-0", params=params, round=round, options=options, kept={"momentum": momentum}, mask=masks
-        )
+    def trained(params: Params, steps: int, momentum: Params | None) -> Update:
+        """With momentum that is carried on, or that begins and ends here."""
+        carried = {} if momentum is None else {"momentum": momentum}
+        words = {**SGD, "batch_size": 40, "lr": 0.1, "carry_momentum": momentum is not None}
+        options = TrainOptions(seed=0, epochs=steps, max_steps=steps, **words)
+        job = Job(client="digits-0", params=params, round=1, options=options, kept=carried, mask=masks)
         return train([job], assembly.site)[0]
 
-    start = assembly.full_models()["digits-0"]
-    first = trained(start, 1, 3, {})
+    first = trained(start, 3, {})
     before = {key: own.clone() for key, own in first.kept["momentum"].items()}
-    second = trained(first.params, 1, 2, first.kept["momentum"])
+    second = trained(first.params, 2, first.kept["momentum"])
     assert same_tensors(before, dict(first.kept["momentum"])), "what was handed over is not written to"
-    whole_round = train(
-        [
-            Job(
-                client="digits-0",
-                params=start,
-                round=1,
-                options=TrainOptions(seed=0, **SGD, epochs=5, max_steps=5, batch_size=40, lr=0.1),
-                mask=masks,
-            )
-        ],
-        assembly.site,
-    )[0]
+    whole_round = trained(start, 5, None)
     for key in start:
         torch.testing.assert_close(second.params[key], whole_round.params[key], rtol=1e-5, atol=1e-6)
         assert masks is not None or not torch.equal(second.params[key], first.params[key])
-    forgot = trained(first.params, 1, 2, {})
+    forgot = trained(first.params, 2, {})
     assert any(not torch.allclose(forgot.params[key], whole_round.params[key], rtol=1e-3, atol=1e-4) for key in start)
 
 

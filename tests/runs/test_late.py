@@ -12,7 +12,7 @@ import pytest
 
 from atlas_fl.audit.check import audit_run
 from atlas_fl.client.job import Job, Update
-from atlas_fl.config import Config, config_hash
+from atlas_fl.config import Config
 from atlas_fl.errors import AtlasError, BudgetError
 from atlas_fl.events import OnEvent
 from atlas_fl.experiment.run import RunResult, resume_run, run_config
@@ -198,7 +198,3 @@ def test_a_late_client_whose_device_fits_no_model_is_refused_in_one_line(config:
     with pytest.raises(BudgetError, match="none has") as caught:
         run_config(config(arrive="trec-1=2", devices="none", device=none))
     assert "\n" not in str(caught.value)
-
-
-def test_a_run_in_which_nobody_is_late_is_the_run_that_it_was(config: Make) -> None:
-    assert config_hash(config(arrive="movie-1=2")) != config_hash(config())

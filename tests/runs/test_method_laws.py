@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from atlas_fl.experiment.run import run_config
 from atlas_fl.methods.registry import METHODS
 from tests.runs.covering import covering_methods, with_marks
 from tests.runs.finished import FinishedRuns, Make
-from tests.runs.reading import rows, same_tensors
+from tests.runs.reading import audited, rows, same_tensors
 
 SMALL: Mapping[str, Any] = {
     **{"samples": 16, "rounds": 2, "eval_every": 2, "pack_tokens": 1, "audit": False},
@@ -103,8 +102,8 @@ END_ALIKE: Mapping[str, tuple[Settings, Settings]] = {
 }
 
 
-def audited(folder: Path, round: int) -> dict[str, Tensor]:
-    return load_file(folder / f"audit/round-{round:04d}/trained.safetensors")
+def trained(folder: Path, round: int) -> dict[str, Tensor]:
+    return audited(folder, round, "trained")[0]
 
 
 @pytest.mark.core
@@ -113,11 +112,12 @@ def test_a_method_trains_as_another_in_round_one_and_not_in_round_two(
     config: Make, finished: FinishedRuns, method: str
 ) -> None:
     ours, theirs = (finished(config(**one, name=one["strategy"])).folder for one in BEGIN_ALIKE[method])
-    assert same_tensors(audited(ours, 1), audited(theirs, 1))
-    assert not any(torch.equal(tensor, audited(theirs, 2)[key]) for key, tensor in audited(ours, 2).items())
+    assert same_tensors(trained(ours, 1), trained(theirs, 1))
+    assert not any(torch.equal(tensor, trained(theirs, 2)[key]) for key, tensor in trained(ours, 2).items())
     if method == "fedex":
-        starts = [load_file(folder / "audit/round-0001/start.safetensors") for folder in (ours, theirs)]
-        assert same_tensors(*starts), "the averaged factors are those of FedIT"
+        assert same_tensors(*audited(ours, 1, "start"), *audited(theirs, 1, "start")), "the factors are those of FedIT"
+            "the averaged factors are those of FedIT"
+        )
 
 
 @pytest.mark.core

@@ -45,6 +45,7 @@ SERVERS: Mapping[str, Mapping[str, Any]] = {
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "cuts": {"split": "2", "wire": "int8", "wire_noise": 0.05, "participation": 0.75, "dropout": 0.1},
     "rounds between two aggregations": {"aggregate_every": 3, "participation": 0.5, "rounds": 5, "eta": 0.3},
+    "edges of who is refused": {**ATTACKED, "attack": "scale", "attack_scale": 1e6, "eta": 0.5},
     "new ranks": {"rounds": 3, **RERANK},
     **{
         rule: {"strategy": rule, **ATTACKED, "norm_bound": "off", "attack": "sign_flip", "attack_scale": 30.0}

@@ -4,14 +4,14 @@ import io
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from atlas_fl.client.job import Job, Update
-from atlas_fl.config import Config, config_hash
+from atlas_fl.config import Config
 from atlas_fl.events import OnEvent
 from atlas_fl.experiment.run import RunResult, run_config
 from atlas_fl.planning.planner import local_engine, make_plan
@@ -194,12 +194,6 @@ def test_clusters_that_are_measured_again_are_paired_again(config: Make) -> None
         assert new["split"].get("host") == old["split"].get("host")
         assert new["predicted"] == old["predicted"]
         assert new["memory"] == old["memory"]
-
-
-def test_the_default_topology_is_no_part_of_a_runs_identity(config: Make) -> None:
-    base = config()
-    other = replace(base, split=replace(base.split, topology="paired"))
-    assert config_hash(base) != config_hash(other)
 
 
 @pytest.mark.slow

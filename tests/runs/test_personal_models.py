@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 from atlas_fl.experiment.run import run_config
 from tests.runs.finished import Make
-from tests.runs.reading import passing_audit, rows
+from tests.runs.reading import audited, passing_audit, rows
 
 pytestmark = pytest.mark.core
 
@@ -17,9 +17,7 @@ MR_MTL = {"strategy": "mr_mtl", "ranks": "4", "proximal_mu": 0.5}
 def test_a_run_passes_its_audit_and_anchors_are_the_means(config: Make, strategy: str) -> None:
     result = run_config(config(**{**MR_MTL, "strategy": strategy}, tasks="movie"))
     passing_audit(result.folder, "own", "mixed", "loaded")
-    trained, start, anchor = (
-        load_file(result.folder / f"audit/round-0002/{name}.safetensors") for name in ("trained", "start", "anchor")
-    )
+    trained, start, anchor = audited(result.folder, 2, "trained", "start", "anchor")
     for key in {key.split("/", 1)[1] for key in trained}:
         mean = torch.stack([trained[f"movie-{k}/{key}"] for k in range(2)]).double().mean(dim=0)
         for k in range(2):

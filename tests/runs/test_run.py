@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from atlas_fl.audit.check import audit_run
 from atlas_fl.client.job import Job, Update
-from atlas_fl.config import Config, load_config
+from atlas_fl.config import Config, config_hash, load_config
 from atlas_fl.errors import AtlasError, BudgetError, CheckpointError, ConfigError
 from atlas_fl.events import Event, Note, OnEvent, PhaseStarted
 from atlas_fl.experiment.backends import Backend, in_process_backend
@@ -29,7 +29,7 @@ from atlas_fl.runtime.reuse import REUSED_RESULTS
 from atlas_fl.setup.assembly import Assembly, assemble
 from atlas_fl.storage.tensors import encoded_size
 from tests.runs.finished import FinishedRuns, Make
-from tests.runs.reading import passing_audit, rows, same_tensors, state
+from tests.runs.reading import audited, passing_audit, rows, same_tensors, state
 from tests.runs.sessions import check_same_runs
 
 
@@ -232,9 +232,7 @@ def test_aggregating_every_second_round_halves_the_bytes_and_passes_the_audit(co
     assert {row["round"] for row in sent[1]} == {2, 4}
     passing_audit(second.folder, others=[every.folder])
     for at, waits in ((1, True), (2, False), (3, True), (4, False)):
-        folder = second.folder / f"audit/round-{at:04d}"
-        trained, start = load_file(folder / "trained.safetensors"), load_file(folder / "start.safetensors")
-        assert same_tensors(trained, start) == waits
+        assert same_tensors(*audited(second.folder, at, "trained", "start")) == waits
     assert [row["round"] for row in rows(second.folder) if row.get("event") == "mixed"] == [2, 4]
 
 
@@ -273,8 +271,7 @@ def test_local_sends_nothing_and_others_send_what_their_tensors_encode(config: M
 @pytest.mark.slow
 def test_an_unshared_head_never_moves_on_the_server(config: Make) -> None:
     result = run_config(config(share=("A", "B"), eta="0.5"))
-    trained = load_file(result.folder / "audit/round-0001/trained.safetensors")
-    start = load_file(result.folder / "audit/round-0001/start.safetensors")
+    trained, start = audited(result.folder, 1, "trained", "start")
     heads = [key for key in trained if "/head." in key]
     assert heads and all(torch.equal(trained[key], start[key]) for key in heads)
     assert any(not torch.equal(trained[key], start[key]) for key in trained)
@@ -340,6 +337,20 @@ def test_a_bad_update_is_refused_and_recorded_and_the_round_goes_on(config: Make
     assert any(isinstance(event, Note) and "movie-1" in event.text for event in told)
     assert result.complete and audit_run(result.folder).ok
     assert all(bool(torch.isfinite(tensor).all()) for tensor in state(result.folder, round=2).values())
+
+
+@pytest.mark.parametrize(
+    ("values", "is_same"),
+    [
+        ({"norm_bound": "refuse", "max_share": 0.5, "within": "all", "attack": "none", "server_tau": 0.001}, True),
+        *((one, False) for one in ({"norm_bound": "off"}, {"server_tau": 0.01}, {"topology": "paired"})),
+        ({"arrive": "movie-1=2"}, False),
+    ],
+)
+def test_settings_at_their_defaults_alone_are_no_part_of_the_identity(
+    config: Make, values: Mapping[str, object], is_same: bool
+) -> None:
+    assert (config_hash(config(**values)) == config_hash(config())) is is_same
 
 
 def test_an_existing_run_is_not_overwritten(config: Make, finished: FinishedRuns) -> None:

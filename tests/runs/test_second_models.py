@@ -17,7 +17,7 @@ from atlas_fl.methods.apfl import WEIGHT
 from atlas_fl.models.gated_adapter import WEIGHTS, load_gated_adapter
 from atlas_fl.setup.assembly import assemble
 from tests.runs.finished import FinishedRuns, Make
-from tests.runs.reading import alter_tensors, passing_audit, rows
+from tests.runs.reading import alter_tensors, audited, passing_audit, rows
 
 pytestmark = pytest.mark.core
 
@@ -100,19 +100,16 @@ def test_a_strong_pull_holds_the_own_model_near_the_shared_one(config: Make) -> 
 def test_fedalt_sends_everyone_the_mean_of_the_others_and_keeps_its_own(config: Make) -> None:
     folder = run_config(config(**{**PLAIN, "clients_per_task": 3}, strategy="fedalt")).folder
     passing_audit(folder)
-    trained, start, anchor = (
-        load_file(folder / f"audit/round-0002/{name}.safetensors") for name in ("trained", "start", "anchor")
-    )
+    trained, start, anchor = audited(folder, 2, "trained", "start", "anchor")
     for key in {key.split("/", 1)[1] for key in trained}:
         for k in range(3):
             others = [trained[f"movie-{other}/{key}"].double() for other in range(3) if other != k]
             assert torch.equal(start[f"movie-{k}/{key}"], trained[f"movie-{k}/{key}"])
             torch.testing.assert_close(anchor[f"movie-{k}/{key}"].double(), sum(others) / 2, atol=1e-6, rtol=1e-5)
-    last, rest = (load_file(folder / f"audit/round-0002/{name}.safetensors") for name in ("start", "anchor"))
-    key = next(key for key in last if key.startswith("movie-0/") and key.endswith("lora_A"))
+    key = next(key for key in start if key.startswith("movie-0/") and key.endswith("lora_A"))
     exported = next(value for key, value in gated(folder, "movie-0").items() if key.endswith("lora_A"))
-    assert exported.shape[0] == 2 * last[key].shape[0], "both adapters, one on the other"
-    assert rest.keys() == last.keys()
+    assert exported.shape[0] == 2 * start[key].shape[0], "both adapters, one on the other"
+    assert anchor.keys() == start.keys()
 
 
 @pytest.mark.parametrize("strategy", ["fedalt", "fedalt_fixed"])
@@ -135,8 +132,7 @@ def test_a_gate_trains_at_its_client_and_costs_no_byte(config: Make) -> None:
     assert "gate" in {row.check for row in audit_run(folder).rows}
     assert rows(folder, "ledger") == rows(fixed, "ledger")
     assert not (fixed / "audit/round-0002/gate.safetensors").exists()
-    gates, before = (load_file(folder / f"audit/round-000{number}/gate.safetensors") for number in (2, 1))
-    trained = load_file(folder / "audit/round-0002/trained.safetensors")
+    (before,), (gates, trained) = audited(folder, 1, "gate"), audited(folder, 2, "gate", "trained")
     assert gates.keys() == {key.removesuffix("A") + "gate" for key in trained if key.endswith("lora_A")}
     assert all(gate.shape == (2, trained[key.removesuffix("gate") + "A"].shape[1]) for key, gate in gates.items())
     assert not any(torch.equal(gate, before[key]) for key, gate in gates.items()), "it goes on from round to round"

@@ -7,7 +7,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from atlas_fl.audit.check import audit_run
-from atlas_fl.config import config_hash
 from atlas_fl.errors import ConfigError
 from atlas_fl.experiment.run import run_config
 from atlas_fl.storage.run_folder import RunFolder
@@ -77,8 +76,3 @@ def test_a_served_run_has_the_moments_of_a_simulation(federation: Federations) -
         server_state(folder, round=2), server_state(served.simulated, round=2)
     )
     passing_audit(folder)
-
-
-def test_settings_of_the_server_at_their_default_are_no_part_of_the_identity(config: Make) -> None:
-    assert config_hash(config(server_tau=0.001)) == config_hash(config())
-    assert config_hash(config(server_tau=0.01)) != config_hash(config())
