@@ -287,10 +287,8 @@ def shown(model: Any, text: str, **parts: Any) -> dict[str, float]:
 def test_a_pipeline_shows_the_names_of_classes(small: Make) -> None:
     """By PEFT's model of the card, by the folder's name alone in transformers, and by a whole model's folder."""
     base = small("bert", ("kind",))
-    result, whole = (
-        run_config(base),
-        run_config(small("bert", ("kind",), strategy="fedavg_cluster", name="whole", **WHOLE)),
-    )
+    result = run_config(base)
+    whole = run_config(small("bert", ("kind",), strategy="fedavg_cluster", name="whole", **WHOLE))
     folder, text = result.folder / "adapters/kind-0", "w3 w7 w1"
     model, _ = load_by_card(folder)
     tokenizer = AutoTokenizer.from_pretrained(base.model.model)

@@ -8,12 +8,13 @@ import torch
 from atlas_fl.audit.check import audit_run
 from atlas_fl.audit.run_files import Models, models_in
 from atlas_fl.errors import AtlasError
-from atlas_fl.experiment.run import RunResult, resume_run, run_config
+from atlas_fl.experiment.run import RunResult, run_config
 from atlas_fl.storage.jsonl import read_json
 from atlas_fl.storage.run_folder import RunFolder
 from atlas_fl.storage.tensors import read_tensors, write_tensors
 from tests.runs.finished import Make
-from tests.runs.reading import passing_audit, rows, same_tensors, state
+from tests.runs.reading import passing_audit, rows, same_tensors
+from tests.runs.sessions import check_same_runs, in_sessions
 from tests.runs.test_image_adapters import _stripes
 
 SMALL = {"clients_per_task": 3, "samples": 24, "participation": 1, "nc": "iid", "eval_every": 2, "arrive": "digits-2=2"}
@@ -61,15 +62,9 @@ def test_sessions_with_a_newcomer_make_the_same_run(image_config: Make, tmp_path
     """It has a task of its own, whose head is fitted by its own images."""
     own = f"stripes={_stripes(tmp_path / 'stripes', each=60)}"
     values = {**SMALL, "clients_per_task": 1, "task": own, "arrive": "stripes-0=2"}
-    once, parts = (
-        run_config(image_config(name="once", **values)),
-        run_config(image_config(name="parts", max_rounds=1, **values)),
-    )
-    while not parts.complete:
-        parts = resume_run(parts.folder, max_rounds=1)
-    assert same_tensors(state(once.folder), state(parts.folder))
-    for kind in ("metrics", "ledger"):
-        assert rows(once.folder, kind) == rows(parts.folder, kind)
+    once = run_config(image_config(name="once", **values))
+    parts = in_sessions(image_config(name="parts", max_rounds=1, **values))
+    check_same_runs(once.folder, parts.folder)
     passing_audit(once.folder).ok and audit_run(parts.folder)
     fresh, start = arrival(once, "fresh")["stripes-0"], arrival(once, "start")["stripes-0"]
     held = audited(once, 1, "start")["digits-0"]

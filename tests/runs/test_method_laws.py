@@ -116,8 +116,6 @@ def test_a_method_trains_as_another_in_round_one_and_not_in_round_two(
     assert not any(torch.equal(tensor, trained(theirs, 2)[key]) for key, tensor in trained(ours, 2).items())
     if method == "fedex":
         assert same_tensors(*audited(ours, 1, "start"), *audited(theirs, 1, "start")), "the factors are those of FedIT"
-            "the averaged factors are those of FedIT"
-        )
 
 
 @pytest.mark.core
@@ -133,12 +131,9 @@ def test_a_method_that_has_nothing_to_do_ends_in_the_bits_of_a_plain_one(
 @pytest.mark.slow
 @pytest.mark.parametrize("method", with_marks(METHODS, covering_methods() - {"centralized", "multitask"}))
 def test_permuting_clients_permutes_scores(config: Make, method: str) -> None:
-    straight, turned = (
-        run_config(
-            config(**words_of(method) | {"samples": 8, "local_epochs": 1, "tasks": tasks, "name": "-".join(tasks)})
-        )
-        for tasks in (("movie", "trec"), ("trec", "movie"))
-    )
+    small = {**words_of(method), "samples": 8, "local_epochs": 1}
+    orders = (("movie", "trec"), ("trec", "movie"))
+    straight, turned = (run_config(config(**small, tasks=tasks, name="-".join(tasks))) for tasks in orders)
     first = next(str(row["client"]) for row in rows(turned.folder) if "client" in row)
     assert first.startswith("trec"), "the order of the clients is another one"
     assert same_losses(straight.folder, turned.folder)

@@ -399,10 +399,8 @@ def test_a_client_term_that_a_script_put_into_the_registry_is_not_dropped_in_sil
 
 @pytest.mark.slow
 def test_runs_at_once_have_the_plugin_and_results_with_another_are_not_reused(config: Make, term: str) -> None:
-    with_term, without = (
-        config(name="none", rounds=1, samples=8, plugin=(term,)),
-        config(name="none", rounds=1, samples=8),
-    )
+    without = config(name="none", rounds=1, samples=8)
+    with_term = config(name="none", rounds=1, samples=8, plugin=(term,))
     points = grid(with_term, over={"strategy": ("fedavg",)}, seeds=(1,))
     (alone,) = run_all(points)
     others = grid(without, over={"strategy": ("fedavg",)}, seeds=(1,))

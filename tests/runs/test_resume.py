@@ -65,26 +65,17 @@ def test_a_run_killed_anywhere_ends_in_the_same_bits(
 
 
 @pytest.mark.slow
-def test_sessions_of_few_rounds_make_the_same_run(config: Make, finished: FinishedRuns) -> None:
+@pytest.mark.parametrize("every", [1, 3])
+def test_sessions_of_few_rounds_make_the_same_run(config: Make, finished: FinishedRuns, every: int) -> None:
+    """Also where they are shorter than the rounds between two checkpoints."""
     whole = finished(config(name="whole", rounds=3))
-    parts = run_config(config(name="parts", rounds=3, max_rounds=1))
+    parts = run_config(config(name="parts", rounds=3, max_rounds=1, checkpoint_every=every))
     assert (parts.rounds, parts.complete) == (1, False)
     assert not (parts.folder / "summary.json").exists()
     assert resume_run(parts.folder, max_rounds=1).rounds == 2
     assert resume_run(parts.folder).complete
     assert same_tensors(state(whole.folder), state(parts.folder))
     assert rows(whole.folder) == rows(parts.folder)
-
-
-@pytest.mark.slow
-def test_sessions_shorter_than_the_rounds_between_two_checkpoints_get_on(config: Make, finished: FinishedRuns) -> None:
-    whole = finished(config(name="whole", rounds=3))
-    parts = run_config(config(name="parts", rounds=3, max_rounds=1, checkpoint_every=3))
-    for expected in (2, 3):
-        assert parts.rounds == expected - 1
-        parts = resume_run(parts.folder, max_rounds=1)
-    assert parts.complete
-    assert same_tensors(state(whole.folder), state(parts.folder))
 
 
 @pytest.mark.parametrize("damage", ["truncated", *(pytest.param(name, marks=pytest.mark.slow) for name in DAMAGES)])

@@ -203,16 +203,12 @@ def test_strategies_that_should_differ_do(config: Make) -> None:
 
 @pytest.mark.slow
 def test_eta_has_an_effect_and_zero_is_local_training(config: Make) -> None:
-    zero, tenth, half, local = (
-        run_config(config(eta=eta, strategy=strategy, name=f"{strategy}-{eta}", ranks=4, rounds=2))
-        for eta, strategy in (
-            ("0", "atlas_laplacian"),
-            ("0.1", "atlas_laplacian"),
-            ("0.5", "atlas_laplacian"),
-            ("0.1", "local"),
-        )
-    )
-    alone, none, little, much = (state(result.folder, round=2) for result in (local, zero, tenth, half))
+    def end(strategy: str, eta: str) -> dict[str, torch.Tensor]:
+        made = config(eta=eta, strategy=strategy, name=f"{strategy}-{eta}", ranks=4, rounds=2)
+        return state(run_config(made).folder, round=2)
+
+    none, little, much = (end("atlas_laplacian", eta) for eta in ("0", "0.1", "0.5"))
+    alone = end("local", "0.1")
     assert same_tensors(none, alone)
     assert not same_tensors(little, much)
     assert not same_tensors(little, alone)
@@ -222,10 +218,8 @@ def test_eta_has_an_effect_and_zero_is_local_training(config: Make) -> None:
 @pytest.mark.parametrize("strategy", ["atlas_laplacian", "fedavg"])
 def test_aggregating_every_second_round_halves_the_bytes_and_passes_the_audit(config: Make, strategy: str) -> None:
     usual = {"rounds": 4, "eta": "0.4", "strategy": strategy, "ranks": 4}
-    every, second = (
-        run_config(config(name="every", **usual)),
-        run_config(config(name="second", aggregate_every=2, **usual)),
-    )
+    every = run_config(config(name="every", **usual))
+    second = run_config(config(name="second", aggregate_every=2, **usual))
     sent = [[row for row in rows(result.folder, "ledger") if row["round"]] for result in (every, second)]
     totals = [sum(int(str(row["bytes"])) for row in found) for found in sent]
     assert totals[0] == 2 * totals[1] > 0
