@@ -20,6 +20,7 @@ from tests.runs.finished import Make
 
 TINY = "memory_gb=0.375,gflops=20,up_mbps=2,down_mbps=10,latency_ms=60,max_rank=8"
 """Less than the runtime alone takes."""
+SMALL = ("--task", "movie", "--device", "cpu_2gb")
 
 
 @pytest.mark.slow
@@ -108,16 +109,10 @@ def test_sites_that_cannot_take_part_end_with_a_line_and_the_server_goes_on_and_
         ),
         (("serve", "--port", "70000"), "--port is 70000"),
         (("serve", "--wait", "0.01"), "0 of 2 clients have come within 0.01 seconds, missing: movie-0, movie-1"),
-        (
-            ("join", "x:1", "--certs", "nowhere", "--task", "movie", "--device", "cpu_2gb"),
-            "nowhere holds no certificates that can be read (nowhere/ca.pem: No such",
-        ),
-        (
-            ("join", "nowhere.invalid:1", "--certs", "certs/movie-0", "--task", "movie", "--device", "cpu_2gb"),
-            "host 'nowhere.invalid' is unknown",
-        ),
-        (("join", "x", "--certs", "certs/movie-0", "--task", "movie", "--device", "cpu_2gb"), "no address of a server"),
-        (("join", "x:1", "--certs", "certs/movie-0", "--task", "movie", "--device", "gpu"), "unknown device 'gpu'"),
+        (("join", "x:1", "--certs", "nowhere", *SMALL), "holds no certificates that can be read (nowhere/ca.pem: No"),
+        (("join", "nowhere.invalid:1", "--certs", "certs/movie-0", *SMALL), "host 'nowhere.invalid' is unknown"),
+        (("join", "x", "--certs", "certs/movie-0", *SMALL), "no address of a server"),
+        (("join", "x:1", "--certs", "certs/movie-0", *SMALL, "--device", "gpu"), "unknown device 'gpu'"),
     ],
 )
 def test_mistakes_are_one_line(words: tuple[str, ...], message: str, atlas: Callable[..., tuple[int, str]]) -> None:

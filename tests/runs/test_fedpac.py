@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from atlas_fl.params import is_last_layer
 from atlas_fl.storage.tensors import encoded_size
 from tests.conftest import Tiny
 from tests.runs.finished import FinishedRuns, Make
-from tests.runs.reading import alter_tensors, passing_audit, rows, same_tensors, state
+from tests.runs.reading import failed_checks, passing_audit, rows, same_tensors, state
 
 pytestmark = pytest.mark.core
 
@@ -57,14 +57,7 @@ def test_who_joins_later_reports_from_its_first_round_on(config: Make) -> None:
 def test_an_audit_finds_reports_and_heads_that_were_altered(config: Make, finished: FinishedRuns) -> None:
     folder = finished(config(strategy="fedpac", tasks="movie")).folder
     start, reports = (folder / f"audit/round-0002/{name}.safetensors" for name in ("start", "server"))
-    kept = {path: path.read_bytes() for path in (start, reports)}
-
-    def failed(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> set[str]:
-        alter_tensors(path, change)
-        checks = {row.check for row in audit_run(folder).failures if row.round == 2}
-        path.write_bytes(kept[path])
-        return checks
-
+    failed = partial(failed_checks, folder)
     assert "mixed" in failed(start, lambda tensors: tensors["movie-0/head.classifier.bias"].add_(0.01))
     assert "mixed" in failed(reports, lambda tensors: tensors["class_features/movie-0/means"].mul_(3.0))
     assert "server" in failed(reports, lambda tensors: tensors["class_features/movie-0/counts"].add_(1))

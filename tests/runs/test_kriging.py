@@ -1,9 +1,8 @@
 """Runs of kriging: averages until it has measured, then rows of its own; audited, and in the ledger."""
 
 import json
-from collections.abc import Callable
+from functools import partial
 from io import StringIO
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from atlas_fl.experiment.run import run_config
 from atlas_fl.report.figures import draw_all
 from atlas_fl.storage.tensors import encoded_size
 from tests.runs.finished import FinishedRuns, Make
-from tests.runs.reading import alter_tensors, passing_audit, rows, same_tensors
+from tests.runs.reading import failed_checks, passing_audit, rows, same_tensors
 
 pytestmark = pytest.mark.core
 
@@ -98,14 +97,7 @@ def test_who_joins_later_is_measured_in_its_first_round(config: Make) -> None:
 def test_an_audit_finds_halves_and_models_that_were_altered(config: Make) -> None:
     folder = run_config(config(**KRIGING, tasks="movie")).folder
     start, server = (folder / f"audit/round-0002/{name}.safetensors" for name in ("start", "server"))
-    kept = {path: path.read_bytes() for path in (start, server)}
-
-    def failed(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> set[str]:
-        alter_tensors(path, change)
-        checks = {row.check for row in audit_run(folder).failures if row.round == 2}
-        path.write_bytes(kept[path])
-        return checks
-
+    failed = partial(failed_checks, folder)
     half = next(key for key in load_file(server) if key.startswith("halves/movie-0/first/") and key.endswith("lora_B"))
 
     def report_of_the_other(tensors: dict[str, torch.Tensor]) -> None:

@@ -2,7 +2,7 @@
 
 import itertools
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from atlas_fl.audit.check import audit_run
-from atlas_fl.client.job import Job, Update
 from atlas_fl.config import Config
 from atlas_fl.errors import AtlasError, BudgetError
 from atlas_fl.events import OnEvent
@@ -27,6 +26,7 @@ from atlas_fl.storage.tensors import read_sketches, read_tensors, write_tensors
 from tests.runs.finished import Make
 from tests.runs.reading import passing_audit, rows, same_tensors, state
 from tests.runs.sessions import check_same_runs
+from tests.runs.workers import Without
 
 LATE = ("movie-1=2", "trec-0=3")
 MEASURED = {"clusters": "auto", "fingerprint": "gradient", "min_reliability": "-0.99", "similarity_threshold": "-0.99"}
@@ -151,16 +151,6 @@ def test_sessions_and_clusters_measured_again_make_the_same_run(config: Make) ->
         assert sketches.shape[1] == 4
 
 
-class Deaf:
-    """The engine of a simulation in which one client never answers."""
-
-    def __init__(self, engine: Engine, name: str) -> None:
-        self.engine, self.name = engine, name
-
-    def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
-        return self.engine.run(action, [job for job in jobs if job.client != self.name])
-
-
 def test_who_cannot_join_is_told_why_and_the_others_go_on(config: Make) -> None:
     told: dict[str, AtlasError] = {}
     tiny = find_devices((), ("none=memory_gb=0.375,gflops=20,up_mbps=2,down_mbps=10,latency_ms=60,max_rank=8",))[0]
@@ -174,7 +164,7 @@ def test_who_cannot_join_is_told_why_and_the_others_go_on(config: Make) -> None:
         )
         queue = JoinQueue(waiting_clients=lambda round: waiting if round == 2 else (), reject_client=told.__setitem__)
         here = replace(whole, clients=whole.clients[::2], devices=whole.devices[::2], join_queue=queue)
-        yield here, Deaf(local_engine(whole, on_event), "trec-1")
+        yield here, Without(local_engine(whole, on_event), lambda _, job: job.client == "trec-1")
 
     notes: list[str] = []
     result = run_config(config(name="open", rounds=2), backend=backend, on_event=lambda e: notes.append(str(e)))

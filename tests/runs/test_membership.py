@@ -1,22 +1,15 @@
 """A site that is taken off the list is out at once, and the run goes on without it until it comes back."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
-
 import pytest
 
-from atlas_fl.client.job import Job, Update
-from atlas_fl.config import Config
-from atlas_fl.events import OnEvent
-from atlas_fl.experiment.backends import BACKENDS
+from atlas_fl.client.job import Job
 from atlas_fl.experiment.run import run_config
 from atlas_fl.runtime.transport.certificates import make_certs, revoke_certs
 from atlas_fl.storage.jsonl import read_json, read_rows
 from tests.runs.federation import Federation, Federations, adapters
 from tests.runs.finished import Make
 from tests.runs.reading import passing_audit
+from tests.runs.workers import backend_without
 
 pytestmark = pytest.mark.slow
 
@@ -72,27 +65,14 @@ def test_a_run_goes_on_without_who_was_taken_off_the_list_and_takes_it_back(fede
     assert read_json(fed.served.summary)["events"]["count"]["missing"] == len(missing(fed, "movie-2"))
 
 
-@dataclass(frozen=True)
-class Absent:
-    """An engine in which one client is away from round one on, and everybody in round two."""
-
-    inner: Any
-
-    def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
-        there = [job for job in jobs if job.round == 0 or (job.client != "movie-1" and job.round != 2)]
-        found: list[Update] = self.inner.run(action, there) if there else []
-        return found
-
-
-@contextmanager
-def absent(config: Config, on_event: OnEvent) -> Iterator[tuple[Any, Any]]:
-    with BACKENDS["local"](config, on_event) as (assembly, engine):
-        yield assembly, Absent(engine)
-
-
 def test_a_round_that_has_none_but_those_who_are_left_out_changes_nothing_and_is_audited(config: Make) -> None:
+    """One client is away from round one on, and everybody in round two."""
+
+    def is_away(_: str, job: Job) -> bool:
+        return job.round > 0 and (job.client == "movie-1" or job.round == 2)
+
     settings = {"clients_per_task": 3, "rounds": 3, "pack_tokens": 1}
-    found = run_config(config(tasks=("movie",), **settings), backend=absent)
+    found = run_config(config(tasks=("movie",), **settings), backend=backend_without(is_away))
     rows = [row for row in read_rows(found.folder / "metrics.jsonl") if row.get("event") == "missing"]
     assert [(row["round"], row["client"]) for row in rows] == [
         (1, "movie-1"),

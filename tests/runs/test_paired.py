@@ -2,27 +2,21 @@
 
 import io
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from atlas_fl.client.job import Job, Update
-from atlas_fl.config import Config
-from atlas_fl.events import OnEvent
+from atlas_fl.client.job import Job
 from atlas_fl.experiment.run import RunResult, run_config
-from atlas_fl.planning.planner import local_engine, make_plan
+from atlas_fl.planning.planner import make_plan
 from atlas_fl.report.tables import plan_tables
-from atlas_fl.runtime.engine import Engine
-from atlas_fl.setup.assembly import Assembly, assemble
 from atlas_fl.storage.jsonl import read_json
 from atlas_fl.storage.ledger import LedgerRow, totals
 from tests.runs.finished import Make
 from tests.runs.reading import passing_audit, rows, same_tensors, state
 from tests.runs.sessions import check_same_runs, in_sessions
+from tests.runs.workers import backend_without
 
 # movie-0 and trec-0 are small, movie-1 and trec-1 are not
 SPLIT = {"split": "cpu_2gb=1", "devices": ("cpu_2gb", "laptop_8gb"), "topology": "paired"}
@@ -101,31 +95,15 @@ def test_a_host_gets_its_guests_upper_parts_and_returns_them(paired: RunResult) 
     assert values < min(sent) < values + 1200
 
 
-@dataclass(frozen=True, kw_only=True)
-class Dropping:
-    """The engine of a simulation in which some clients do not answer when they should train in one round."""
-
-    engine: Engine
-    lost: Sequence[str]
-    round: int
-
-    def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
-        updates = self.engine.run(action, jobs)
-        is_now = action == "train" and jobs[0].round == self.round
-        return [update for update in updates if not (is_now and update.client in self.lost)]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("gone", ["movie-1", "both"])
 def test_guests_of_a_host_that_drops_are_paired_again_in_the_same_round(config: Make, gone: str) -> None:
     lost = {"movie-1": ("movie-1",), "both": ("movie-1", "trec-1")}[gone]
 
-    @contextmanager
-    def backend(own: Config, on_event: OnEvent) -> Iterator[tuple[Assembly, Engine]]:
-        assembly = assemble(own)
-        yield assembly, Dropping(engine=local_engine(assembly, on_event), lost=lost, round=2)
+    def is_lost(action: str, job: Job) -> bool:
+        return (action, job.round) == ("train", 2) and job.client in lost
 
-    result = run_config(config(name="dropping", rounds=3, **SPLIT), backend=backend)
+    result = run_config(config(name="dropping", rounds=3, **SPLIT), backend=backend_without(is_lost))
     assert [(row["client"], row["round"]) for row in rows(result.folder) if row.get("event") == "missing"] == [
         (name, 2) for name in lost
     ]

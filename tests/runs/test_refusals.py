@@ -12,12 +12,11 @@ from tests.runs.finished import Make
 
 Rows = Sequence[tuple[Mapping[str, Any], str]]
 FACTORS: Mapping[str, Any] = {"space": "factors", "ranks": "4"}
+STACKED: Mapping[str, Any] = {"strategy": "fedavg_stacked"}
+DYNAMIC: Mapping[str, Any] = {"strategy": "fedavg_dynamic"}
 FLORA: Rows = (
-    ({"strategy": "fedavg_stacked"}, "^--strategy fedavg_stacked takes products apart .* --space factors"),
-    (
-        {"strategy": "fedavg_stacked", "space": "factors", "share": ("A", "head")},
-        "^--strategy fedavg_stacked .* --share with A and B",
-    ),
+    (STACKED, "^--strategy fedavg_stacked takes products apart .* --space factors"),
+    ({**STACKED, "space": "factors", "share": ("A", "head")}, "^--strategy fedavg_stacked .* --share with A and B"),
     ({"workers": 2}, "^--strategy flora has a second set of tensors beside the model"),
     ({"split": "movie-0=1"}, "^--strategy flora and --split movie-0=1 do not go together"),
     ({"personal_models": True}, "^--strategy flora and --personal-models do not go together"),
@@ -25,11 +24,8 @@ FLORA: Rows = (
     ({"strategy": "fedex", "ranks": "greedy"}, "^--strategy fedex averages factors of one rank"),
 )
 FEDDYN: Rows = (
-    ({"strategy": "fedavg_dynamic"}, "^--strategy fedavg_dynamic sums changes of A and B, .* --space factors"),
-    (
-        {"strategy": "fedavg_dynamic", "space": "factors", "proximal_mu": 0.0},
-        r"^--proximal-mu is 0; allowed: above 0 with --strategy fedavg_dynamic",
-    ),
+    (DYNAMIC, "^--strategy fedavg_dynamic sums changes of A and B, .* --space factors"),
+    ({**DYNAMIC, **FACTORS, "proximal_mu": 0}, "^--proximal-mu is 0; allowed: above 0 with --strategy fedavg_dynamic"),
     ({"workers": 2}, "^--strategy feddyn has a second set of tensors beside the model"),
     ({"split": "movie-0=1"}, "^--strategy feddyn and --split movie-0=1 do not go together"),
     ({"aggregate_every": 2, "rounds": 4}, "^--strategy feddyn and --aggregate-every 2 do not go together"),
@@ -77,10 +73,7 @@ KRIGING: Rows = (
     ({"measure_round": 3, "personal_rounds": 1}, "--measure-round 3 is after the last aggregation of"),
 )
 ATLAS: Rows = (
-    (
-        {"second_model": "proximal", "ranks": "8", "space": "factors"},
-        "and --second-model .* does not go with that so far; .* atlas_laplacian",
-    ),
+    ({**FACTORS, "second_model": "proximal"}, "and --second-model .* does not go with that so far; .* atlas_laplacian"),
     ({"recluster_every": 1, "rerank": True}, "and --rerank does not go with that so far; .* atlas_laplacian"),
 )
 SMALL = "small=memory_gb=2,gflops=20,up_mbps=2,down_mbps=10,latency_ms=60,max_rank=2"

@@ -80,9 +80,8 @@ def test_a_stack_that_is_all_one_s_own_is_local_training(config: Make) -> None:
     mine, alone = (adapters(run_config(one).folder) for one in (own, local))
     for one, other in zip(mine, alone, strict=True):
         for key in (key for key in one if "lora_A" in key):
-            update, wanted = (
-                params[key.replace("lora_A", "lora_B")][:, :4] @ params[key][:4] for params in (one, other)
-            )
+            of_b = key.replace("lora_A", "lora_B")
+            update, wanted = (params[of_b][:, :4] @ params[key][:4] for params in (one, other))
             torch.testing.assert_close(update, wanted, rtol=1e-3, atol=1e-5)
 
 

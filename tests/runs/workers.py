@@ -2,17 +2,27 @@
 
 import mmap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from atlas_fl.client.job import Job, Update
 from atlas_fl.config import Config
 from atlas_fl.events import OnEvent
-from atlas_fl.experiment.backends import Allocate, init_worker, pool_engine, share_weights, worker_init_messages
+from atlas_fl.experiment.backends import (
+    Allocate,
+    Backend,
+    in_process_backend,
+    init_worker,
+    pool_engine,
+    share_weights,
+    worker_init_messages,
+)
 from atlas_fl.experiment.run import run_config
 from atlas_fl.runtime.engine import Engine
 from atlas_fl.runtime.worker_pool import WorkerLoop, init_workers
@@ -73,6 +83,30 @@ def in_threads(count: int) -> Callable[[Config, OnEvent], AbstractContextManager
             heads = worker_init_messages(assembly, places, devices=["cpu"] * count, threads=torch.get_num_threads())
             init_workers(workers, heads, threads)
             yield assembly, pool_engine(assembly, workers, threads, on_event)
+
+    return backend
+
+
+@dataclass(frozen=True)
+class Without:
+    """An engine in which some jobs get no answer."""
+
+    engine: Engine
+    is_lost: Callable[[str, Job], bool]
+    """Of an action and a job."""
+
+    def run(self, action: str, jobs: Sequence[Job]) -> list[Update]:
+        asked = [job for job in jobs if not self.is_lost(action, job)]
+        return self.engine.run(action, asked) if asked else []
+
+
+def backend_without(is_lost: Callable[[str, Job], bool]) -> Backend:
+    """This process, where these jobs get no answer."""
+
+    @contextmanager
+    def backend(config: Config, on_event: OnEvent) -> Iterator[tuple[Any, Engine]]:
+        with in_process_backend(config, on_event) as (assembly, engine):
+            yield assembly, Without(engine, is_lost)
 
     return backend
 
