@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from atlas_fl.config import Config, with_values
+from atlas_fl.config import Config, MixingConfig, with_values
 from atlas_fl.experiment.run import run_config
 from atlas_fl.methods.kriging import Kriging
 from atlas_fl.setup.options import strategy_of
@@ -107,6 +107,10 @@ def test_a_cut_client_is_measured_through_its_cut(config: Make) -> None:
         "it trains on all of its examples and twice on a half"
     )
     passing_audit(cut)
+
+
+def test_it_is_the_default() -> None:
+    assert MixingConfig().strategy == "atlas"
 
 
 @pytest.mark.parametrize(

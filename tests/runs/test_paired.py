@@ -83,12 +83,8 @@ def test_a_host_gets_its_guests_upper_parts_and_returns_them(paired: RunResult) 
                 assert ways[round, own, kind, "up"] == 1
     assert {(row["guest"], row["client"]) for row in carried} == {("movie-0", "movie-1"), ("trec-0", "trec-1")}
     tensors = state(paired.folder)
-    upper = [
-        t
-        for key, t in tensors.items()
-        if key.startswith("strategy/movie-0/") and "lora" in key and ".layer.0." not in key
-    ]
-    values = 4 * sum(tensor.numel() for tensor in upper)
+    above = [key for key in tensors if key.startswith("strategy/movie-0/") and "lora" in key and ".layer.0." not in key]
+    values = 4 * sum(tensors[key].numel() for key in above)
     sent = {int(str(row["bytes"])) for row in carried if (row["guest"], row["kind"]) == ("movie-0", "adapter")}
     assert len(sent) == 1
     # the names and shapes are all that is sent besides

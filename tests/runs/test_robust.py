@@ -119,9 +119,8 @@ def test_the_summary_tells_honest_clients_apart_from_attackers(config: Make) -> 
 def test_whole_models_of_images_are_bounded_and_aggregated_robustly_too(image_config: Make) -> None:
     settings = {"attack": "scale", "attack_scale": 1e4, "attackers": ("digits-0", "digits-1"), "participation": 1.0}
     settings |= {"rounds": 1, "eval_every": 1}
-    folder = run_config(
-        image_config(**settings, strategy="trimmed_mean", trim=0.25, mask="random", name="trimmed")
-    ).folder
+    trimmed = image_config(**settings, strategy="trimmed_mean", trim=0.25, mask="random", name="trimmed")
+    folder = run_config(trimmed).folder
     refused = {row["client"] for row in rows(folder) if row.get("event") == "refused"}
     assert refused == {"digits-0", "digits-1"}
     for name, strategy in (("off", "median"), ("multi", "multi_krum"), ("geo", "geometric_median")):
