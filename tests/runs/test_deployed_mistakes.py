@@ -85,7 +85,7 @@ def test_sites_that_cannot_take_part_end_with_a_line_and_the_server_goes_on_and_
     (other / "config.json").write_text(
         json.dumps(json.loads((other / "config.json").read_text()) | {"hidden_act": "relu"})
     )
-    server, port = fed.serve("--wait", "25", "--no-late")
+    server, port = fed.serve("--wait", "15", "--no-late")
     small = fed.join("movie-0", port)
     altered = fed.join("movie-1", port, "--model", str(other))
     assert "movie-0 cannot take part: none fits no cut of" in small.end(2).splitlines()[-1]

@@ -278,9 +278,8 @@ def test_frozen_weights_keep_every_bit_and_only_kept_ones_travel(config: Make, m
     sent = [row for row in rows(result.folder, "ledger") if row["round"] > 1]
     assert {row["kind"] for row in sent} == {"weights"}
     assert max(row["bytes"] for row in sent) <= 0.105 * dense
-    assert (
-        len([row for row in rows(result.folder, "ledger") if (row["kind"], row["direction"]) == ("mask", "down")]) == 8
-    )
+    ways = [(row["kind"], row["direction"]) for row in rows(result.folder, "ledger")]
+    assert ways.count(("mask", "down")) == 8
     report = audit_run(result.folder)
     assert report.ok and "frozen" in {row.check for row in report.rows}
 
@@ -388,9 +387,8 @@ def test_the_head_does_not_know_how_many_clients_hold_the_images(config: Make) -
     central = _pooled(assembly.clients)
     site = replace(assembly.site, data={"all": image_tokens(central, length=1)})
     alone = replace(assembly, clients=(central,), devices=assembly.devices[:1], site=site)
-    dealt, pooled = (
-        fit_heads_and_mask(one, LocalEngine(site=one.site), one.full_models())[0] for one in (assembly, alone)
-    )
+    both = (assembly, alone)
+    dealt, pooled = (fit_heads_and_mask(one, LocalEngine(site=one.site), one.full_models())[0] for one in both)
     for key in ("head.weight", "head.bias"):
         torch.testing.assert_close(dealt[assembly.names[0]][key], pooled["all"][key], rtol=1e-4, atol=1e-5)
 
