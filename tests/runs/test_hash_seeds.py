@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,8 @@ def outcomes(files: Sequence[Path], *, seed: int, folder: Path) -> dict[str, dic
 
 
 def check_same(files: Sequence[Path], folder: Path) -> None:
-    first, *others = (outcomes(files, seed=seed, folder=folder) for seed in SEEDS)
+    with ThreadPoolExecutor() as threads:
+        first, *others = threads.map(lambda seed: outcomes(files, seed=seed, folder=folder), SEEDS)
     differing = {
         f"{run}: {name}"
         for other in others
